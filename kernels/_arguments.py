@@ -1,0 +1,244 @@
+"""From the arguments that a user gives to the operands that every implementation takes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ._errors import (
+    check_array,
+    check_broadcastable,
+    check_finite_number,
+    check_floating,
+    check_shape,
+    received,
+)
+from ._mask import Rule
+from ._state import lse_dtype
+
+
+class Operands(NamedTuple):
+    """The arrays of one call, all with a batch axis.
+
+    Attributes:
+        query: `[B, T, N, H]`.
+        key: `[B, S, K, H]`, of the dtype of `query`.
+        value: `[B, S, K, Hv]`, of any floating dtype.
+        bias: None, or floating of four axes that broadcast to `[B, N, T, S]`.
+        mask: None, or boolean of four axes that broadcast to `[B, N, T, S]`.
+        query_positions: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'.
+        key_positions: None, or int32 `[B, S]` or `[1, S]`.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+    mask: Array | None
+    query_positions: Array | None
+    key_positions: Array | None
+
+
+class Settings(NamedTuple):
+    """What is known when a call is traced; hashable.
+
+    Attributes:
+        scale: the factor of the scores.
+        rule: which positions see which.
+    """
+
+    scale: float
+    rule: Rule
+
+
+class Call(NamedTuple):
+    """A checked call: operands, settings, and whether the user's arrays had a batch axis."""
+
+    operands: Operands
+    settings: Settings
+    batched: bool
+
+
+def check_call(
+    query: Any,
+    key: Any,
+    value: Any,
+    source: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: Any = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    query_positions: Any = None,
+    key_positions: Any = None,
+) -> Call:
+    """Checks every argument of `local_attention` and brings it to the common form.
+
+    Raises `TypeError` or `ValueError` naming the argument, what came and what was wanted.
+    """
+    query, key, value = (
+        check_floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name}: wanted the dtype of query, {query.dtype}, got {received(x)}")
+    if query.ndim not in (3, 4):
+        raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
+    batched = query.ndim == 4
+    for name, x in (("key", key), ("value", value)):
+        if x.ndim != query.ndim:
+            raise ValueError(f"{name}: wanted {query.ndim} axes as query has, got {received(x)}")
+    if not batched:
+        query, key, value = query[None], key[None], value[None]
+    batch, rows, heads, width = query.shape
+    check_shape("key", key, (batch, "S", "K", width))
+    _, columns, kv_heads, _ = key.shape
+    check_shape("value", value, (batch, columns, kv_heads, "width"))
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(
+            f"query: wanted a number of heads that is a multiple of the {kv_heads} "
+            f"key/value heads, got {heads}"
+        )
+    if width == 0 or value.shape[-1] == 0:
+        raise ValueError(f"query: wanted widths above zero, got {width} and {value.shape[-1]}")
+
+    scores = (batch, heads, rows, columns)
+    if bias is not None:
+        bias = _four_axes(check_floating("bias", bias))
+        check_broadcastable("bias", bias, scores)
+    if mask is not None:
+        mask = _four_axes(check_array("mask", mask))
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"mask: wanted a boolean array, got {received(mask)}")
+        check_broadcastable("mask", mask, scores)
+    if not isinstance(is_causal, (bool, np.bool_)):
+        raise TypeError(f"is_causal: wanted True or False, got {received(is_causal)}")
+    rule = Rule(bool(is_causal), check_window(local_window_size))
+
+    query_positions = _positions("query", query_positions, query_seq_lengths, batch, rows, batched)
+    key_positions = _positions(
+        "key_value", key_positions, key_value_seq_lengths, batch, columns, batched
+    )
+    if rule.constrains or query_positions is not None or key_positions is not None:
+        if query_positions is None:
+            query_positions = jnp.arange(rows, dtype=jnp.int32)[None]
+        if key_positions is None:
+            key_positions = jnp.arange(columns, dtype=jnp.int32)[None]
+
+    query, key, scale = _scaled(query, key, scale)
+    if source is not None:
+        source = check_floating("source", source)
+        if source.ndim != (4 if batched else 3):
+            raise ValueError(
+                f"source: wanted {4 if batched else 3} axes as query has, got {received(source)}"
+            )
+        source = source if batched else source[None]
+        check_shape("source", source, (batch, rows, heads, value.shape[-1]))
+        query, key, scale = _with_source(query, key, value, source, scale)
+    operands = Operands(query, key, value, bias, mask, query_positions, key_positions)
+    return Call(operands, Settings(scale, rule), batched)
+
+
+def check_scale(scale: Any) -> Any:
+    """Returns `scale` if it is None, a finite number or a floating scalar array.
+
+    Raises `TypeError` for another type, `ValueError` for a number that is infinite or NaN or an
+    array of another shape or dtype.
+    """
+    if scale is None:
+        return None
+    if not isinstance(scale, jax.Array):
+        return check_finite_number("scale", scale)
+    if scale.ndim != 0 or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(f"scale: wanted a number or a floating scalar, got {received(scale)}")
+    return scale
+
+
+def _scaled(query: Array, key: Array, scale: Any) -> tuple[Array, Array, float]:
+    scale = check_scale(scale)
+    if scale is None:
+        return query, key, query.shape[-1] ** -0.5
+    if not isinstance(scale, jax.Array):
+        return query, key, scale
+    # An array may be traced and differentiated (an inverse temperature): it becomes part of the
+    # query, in the dtype of the scores so that nothing is rounded that a number would not round.
+    wide = lse_dtype(query.dtype)
+    return query.astype(wide) * scale.astype(wide), key.astype(wide), 1.0
+
+
+def _with_source(
+    query: Array, key: Array, value: Array, source: Array, scale: float
+) -> tuple[Array, Array, float]:
+    # scale q·k + ζ·v = [scale q, ζ]·[k, v]: a source is as many extra dimensions of query and key,
+    # again in the dtype of the scores.
+    wide = lse_dtype(query.dtype, source.dtype)
+    query = jnp.concatenate([query.astype(wide) * scale, source.astype(wide)], -1)
+    key = jnp.concatenate([key.astype(wide), value.astype(wide)], -1)
+    return query, key, 1.0
+
+
+def _four_axes(x: Array) -> Array:
+    # as in jax.nn: leading axes may be left out
+    return x if x.ndim >= 4 else x[(None,) * (4 - x.ndim)]
+
+
+def check_window(size: Any) -> tuple[int, int] | None:
+    """Returns the window as `(left, right)`, or None.
+
+    Raises `TypeError` for anything but an int or a pair, `ValueError` for negative sizes.
+    """
+    if size is None:
+        return None
+    sides = (size, size) if isinstance(size, (int, np.integer)) else size
+    if not (
+        isinstance(sides, tuple)
+        and len(sides) == 2
+        and all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in sides)
+    ):
+        raise TypeError(
+            f"local_window_size: wanted an int or a pair (left, right), got {received(size)}"
+        )
+    if min(sides) < 0:
+        raise ValueError(f"local_window_size: wanted sizes of at least 0, got {size}")
+    return int(sides[0]), int(sides[1])
+
+
+def _positions(
+    which: str, positions: Any, lengths: Any, batch: int, size: int, batched: bool
+) -> Array | None:
+    if positions is not None:
+        name = "query_positions" if which == "query" else "key_positions"
+        positions = _integers(name, positions)
+        if not batched and positions.ndim == 1:
+            positions = positions[None]
+        check_broadcastable(name, positions, (batch, size))
+        if positions.shape[1] != size:
+            raise ValueError(f"{name}: wanted {size} positions a row, got {received(positions)}")
+        positions = positions.astype(jnp.int32)
+    if lengths is None:
+        return positions
+    name = f"{which}_seq_lengths"
+    lengths = _integers(name, lengths)
+    if not batched and lengths.ndim == 0:
+        lengths = lengths[None]
+    check_shape(name, lengths, (batch,))
+    if not isinstance(lengths, jax.core.Tracer):
+        values = np.asarray(lengths)
+        if values.size and not 0 <= values.min() <= values.max() <= size:
+            raise ValueError(f"{name}: wanted lengths from 0 to {size}, got {values.tolist()}")
+    slots = jnp.arange(size, dtype=jnp.int32)[None]
+    inside = slots < lengths.astype(jnp.int32)[:, None]
+    return jnp.where(inside, slots if positions is None else positions, -1)
+
+
+def _integers(name: str, x: Any) -> Array:
+    x = check_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: wanted an integer array, got {received(x)}")
+    return x

@@ -1,0 +1,211 @@
+"""Scores in blocks: how operands are cut, and which blocks need be computed at all."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+from ._arguments import Operands, Settings
+from ._mask import Interval, interval, may_meet, visible
+from ._state import lse_dtype
+
+# Rows of queries (of all heads that share a key head) and keys in a block: a block of scores is
+# 2 MB in float32, which stays in a core's cache between the two products. Chosen by measurement.
+QUERY_BLOCK = 512
+KEY_BLOCK = 1024
+
+
+class Grid(NamedTuple):
+    """How `[T, N]` queries and `[S, K]` keys are cut into blocks; static.
+
+    A block of queries holds `times` consecutive positions of all `group` heads that share one key
+    head, so no key is ever repeated and a block covers an interval of time.
+    """
+
+    batch: int
+    kv_heads: int
+    group: int
+    times: int
+    query_blocks: int
+    keys: int
+    key_blocks: int
+
+    @property
+    def rows(self) -> int:
+        """The number of query rows in a block."""
+        return self.group * self.times
+
+
+def grid(operands: Operands) -> Grid:
+    """The smallest grid of blocks of at most the set sizes, evenly filled. Raises nothing."""
+    batch, rows, heads, _ = operands.query.shape
+    columns, kv_heads = operands.key.shape[1:3]
+    group = heads // kv_heads
+    query_blocks = min(rows, math.ceil(rows * group / QUERY_BLOCK))
+    key_blocks = math.ceil(columns / KEY_BLOCK)
+    times = math.ceil(rows / max(query_blocks, 1))
+    keys = math.ceil(columns / max(key_blocks, 1))
+    return Grid(batch, kv_heads, group, times, query_blocks, keys, key_blocks)
+
+
+def cut_queries(grid: Grid, x: Array, fill: float = 0.0) -> Array:
+    """`[B, T, N, W]` to `[B, K, blocks, rows, W]`, rows ordered by (head of the group, time)."""
+    batch, rows, heads, width = x.shape
+    x = _pad(x, 1, grid.times * grid.query_blocks, fill)
+    x = x.reshape(batch, grid.query_blocks, grid.times, grid.kv_heads, grid.group, width)
+    x = x.transpose(0, 3, 1, 4, 2, 5)
+    return x.reshape(batch, grid.kv_heads, grid.query_blocks, grid.rows, width)
+
+
+def join_queries(grid: Grid, x: Array, rows: int) -> Array:
+    """The inverse of `cut_queries`: `[B, K, blocks, rows, W]` to `[B, T, N, W]`."""
+    batch, width = x.shape[0], x.shape[-1]
+    x = x.reshape(batch, grid.kv_heads, grid.query_blocks, grid.group, grid.times, width)
+    x = x.transpose(0, 2, 4, 1, 3, 5)
+    x = x.reshape(batch, grid.query_blocks * grid.times, grid.kv_heads * grid.group, width)
+    return x[:, :rows]
+
+
+def cut_keys(grid: Grid, x: Array) -> Array:
+    """`[B, S, K, W]` to `[B, K, blocks, keys, W]`."""
+    batch, _, kv_heads, width = x.shape
+    x = _pad(x, 1, grid.keys * grid.key_blocks)
+    x = x.reshape(batch, grid.key_blocks, grid.keys, kv_heads, width)
+    return x.transpose(0, 3, 1, 2, 4)
+
+
+def join_keys(grid: Grid, x: Array, columns: int) -> Array:
+    """The inverse of `cut_keys`: `[B, K, blocks, keys, W]` to `[B, S, K, W]`."""
+    batch, width = x.shape[0], x.shape[-1]
+    x = x.transpose(0, 2, 3, 1, 4)
+    return x.reshape(batch, grid.key_blocks * grid.keys, grid.kv_heads, width)[:, :columns]
+
+
+def _pad(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
+    missing = size - x.shape[axis]
+    if missing == 0:
+        return x
+    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+class Index(NamedTuple):
+    """Which block: batch row, key head, block of queries, block of keys."""
+
+    batch: Array
+    head: Array
+    query: Array
+    key: Array
+
+
+class Blocks:
+    """Everything that scores are made of, cut by a grid.
+
+    Blocks of scores are held keys first, `[keys, rows]`: reductions over keys then run over the
+    leading axis, which vectorises on every platform, and both products that consume the
+    probabilities are plain matrix products without a transposed operand.
+    """
+
+    def __init__(self, operands: Operands, settings: Settings):
+        self.grid = g = grid(operands)
+        self.settings = settings
+        self.query = cut_queries(g, operands.query)
+        self.key = cut_keys(g, operands.key)
+        rows, columns = g.times * g.query_blocks, g.keys * g.key_blocks
+        self.bias = _pad_scores(operands.bias, rows, columns)
+        self.mask = _pad_scores(operands.mask, rows, columns)
+        query_positions, key_positions = operands.query_positions, operands.key_positions
+        if columns != operands.key.shape[1] and key_positions is None:
+            # keys that fill the last block are not there
+            query_positions = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
+            key_positions = jnp.zeros((1, operands.key.shape[1]), jnp.int32)
+        self.positions: tuple[Array, Array] | None = None
+        self._meet: Array | None = None
+        if query_positions is not None and key_positions is not None:
+            query_positions = _pad(query_positions, 1, rows, -1)
+            key_positions = _pad(key_positions, 1, columns, -1)
+            query_positions = query_positions.reshape(-1, g.query_blocks, g.times)
+            key_positions = key_positions.reshape(-1, g.key_blocks, g.keys)
+            self.positions = query_positions, key_positions
+            low, high = interval(query_positions)
+            self._meet = may_meet(
+                settings.rule,
+                Interval(low[:, :, None], high[:, :, None]),
+                Interval(*(x[:, None, :] for x in interval(key_positions))),
+            )
+
+    def full(self, fill: float, *shape: int) -> Array:
+        """A constant to start a loop with, in the dtype of the scores; inside shard_map it counts
+        as differing between devices like the operands do, as loops require.
+        """
+        return lax.full_like(self.query, fill, dtype=lse_dtype(self.query.dtype), shape=shape)
+
+    def meet(self, at: Index) -> Bool[Array, ""] | None:
+        """Whether any query of the block may see any key of it; None if all see all."""
+        return None if self._meet is None else self._meet[_row(self._meet, at), at.query, at.key]
+
+    def scores(self, at: Index) -> Array:
+        """The scores of one block, `[keys, rows]`, minus infinity where a key is hidden."""
+        g = self.grid
+        query, key = self.query[at.batch, at.head, at.query], self.key[at.batch, at.head, at.key]
+        scores = outer(key, query) * self.settings.scale
+        if self.bias is not None:
+            scores = scores + self._block(self.bias, at).astype(scores.dtype)
+        if self.mask is not None:
+            scores = jnp.where(self._block(self.mask, at), scores, -jnp.inf)
+        if self.positions is not None:
+            queries, keys = (x[_row(x, at), i] for x, i in zip(self.positions, at[2:], strict=True))
+            queries = jnp.tile(queries, g.group)
+            seen = visible(self.settings.rule, queries[None, :], keys[:, None])
+            scores = jnp.where(seen, scores, -jnp.inf)
+        return scores
+
+    def _block(self, x: Array, at: Index) -> Array:
+        g = self.grid
+        start, sizes = self._corner(x.shape, at)
+        block = lax.dynamic_slice(x, start, sizes)[0].transpose(2, 0, 1)
+        return jnp.broadcast_to(block, (g.keys, g.group, g.times)).reshape(g.keys, g.rows)
+
+    def _corner(self, shape: tuple[int, ...], at: Index) -> tuple[list[Array], list[int]]:
+        g = self.grid
+        steps = (1, g.group, g.times, g.keys)
+        start = [i * step if n > 1 else 0 * i for n, i, step in zip(shape, at, steps, strict=True)]
+        return start, [min(n, step) for n, step in zip(shape, steps, strict=True)]
+
+    def add_to_bias(self, total: Array, block: Array, at: Index) -> Array:
+        """Adds the gradient of one block of scores to that of the (padded) bias."""
+        g = self.grid
+        start, sizes = self._corner(total.shape, at)
+        block = block.reshape(g.keys, g.group, g.times).transpose(1, 2, 0)[None]
+        axes = tuple(i for i in range(4) if sizes[i] == 1 and block.shape[i] > 1)
+        block = block.sum(axes, keepdims=True)
+        return lax.dynamic_update_slice(
+            total, lax.dynamic_slice(total, start, sizes) + block, start
+        )
+
+
+def _pad_scores(x: Array | None, rows: int, columns: int) -> Array | None:
+    if x is None:
+        return None
+    x = x if x.shape[2] == 1 else _pad(x, 2, rows)
+    return x if x.shape[3] == 1 else _pad(x, 3, columns)
+
+
+def _row(x: Array, at: Index) -> Array:
+    return at.batch if x.shape[0] > 1 else 0 * at.batch
+
+
+def outer(a: Array, b: Array) -> Array:
+    """`a bᵀ` of `[m, w]` and `[n, w]`, accumulated in float32 or wider. Raises nothing."""
+    return lax.dot_general(
+        a, b, (((1,), (1,)), ((), ())), preferred_element_type=lse_dtype(a.dtype)
+    )
+
+
+def product(a: Array, b: Array) -> Array:
+    """`a b` of `[m, k]` and `[k, n]`, accumulated in float32 or wider. Raises nothing."""
+    return lax.dot_general(
+        a, b, (((1,), (0,)), ((), ())), preferred_element_type=lse_dtype(a.dtype)
+    )

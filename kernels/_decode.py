@@ -1,0 +1,61 @@
+"""The decode implementation: few queries against many keys, all heads in one matrix product."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ._arguments import Operands, Settings
+from ._blocks import outer, product
+from ._reference import masked
+from ._softmax import softmax
+from ._state import AttentionState
+
+# Above this many query rows (times heads) the block-diagonal product wastes more arithmetic than
+# it saves in bandwidth; chosen by measurement.
+MOST_ROWS = 64
+
+
+def forward(operands: Operands, settings: Settings) -> AttentionState:
+    """`(out, lse)` for at most 64 query rows times heads, reading each key and value once.
+
+    Keys keep their layout `[S, K·H]`: the queries of all heads are laid out block-diagonally, so
+    that one product gives all scores, `[T·N, S]`, and one more all outputs. Bandwidth-bound where
+    a product per head would stride through memory. Memory O(T·N·S), a small part of the keys' own.
+
+    Raises `NotImplementedError` for more rows.
+    """
+    query, key, value = operands[:3]
+    batch, times, heads, width = query.shape
+    columns, kv_heads = key.shape[1:3]
+    group, rows = heads // kv_heads, times * heads
+    if rows > MOST_ROWS:
+        raise NotImplementedError(
+            f"query: wanted at most {MOST_ROWS} rows times heads, got {times} × {heads} = {rows}"
+        )
+
+    # rows are ordered (key head, head of the group, time)
+    diagonal = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
+    spread = query.reshape(batch, times, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
+    spread = (spread[:, :, :, :, None, :] * diagonal).reshape(batch, rows, kv_heads * width)
+    # the barrier keeps XLA from rebuilding this array inside the product
+    spread = lax.optimization_barrier(spread)
+    scores = _per_row(outer, spread, key.reshape(batch, columns, kv_heads * width))
+    scores = masked(scores.reshape(batch, heads, times, columns), operands, settings)
+    weights, total, lse = softmax(scores)
+
+    weights = weights.reshape(batch, rows, columns).astype(value.dtype)
+    out = _per_row(product, weights, value.reshape(batch, columns, kv_heads * value.shape[-1]))
+    out = out.reshape(batch, kv_heads, group, times, kv_heads, value.shape[-1])
+    # of each row's outputs for all key heads, the one of its own head
+    out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, times, heads, value.shape[-1])
+    out = out / total.transpose(0, 2, 1, 3)
+    return AttentionState(out.astype(value.dtype), lse.transpose(0, 2, 1))
+
+
+def _per_row(f: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
+    # two-dimensional products: XLA's batched ones are slow on CPUs
+    if a.shape[0] == 1:
+        return f(a[0], b[0])[None]
+    return lax.map(lambda pair: f(*pair), (a, b))

@@ -1,0 +1,68 @@
+"""Masks as predicates on positions, and the intervals that tell which blocks can meet."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+_FAR = jnp.iinfo(jnp.int32).max // 2  # farther than any position; adding a window cannot overflow
+
+
+class Rule(NamedTuple):
+    """Which key positions a query position may see; static, hashable.
+
+    Attributes:
+        is_causal: keys after the query are hidden.
+        window: `(left, right)`: only keys in `[query - left, query + right]` are seen.
+    """
+
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+
+    @property
+    def constrains(self) -> bool:
+        """Whether the rule compares positions at all."""
+        return self.is_causal or self.window is not None
+
+
+def visible(rule: Rule, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+    """Which pairs of positions attend to each other; the arguments broadcast.
+
+    A negative position means that the query or key is not there. Raises nothing.
+    """
+    seen = (query >= 0) & (key >= 0)
+    if rule.is_causal:
+        seen &= key <= query
+    if rule.window is not None:
+        left, right = (min(side, _FAR) for side in rule.window)
+        seen &= (key >= query - left) & (key <= query + right)
+    return seen
+
+
+class Interval(NamedTuple):
+    """The smallest and largest position present in each block; empty blocks have low > high."""
+
+    low: Int[Array, "..."]
+    high: Int[Array, "..."]
+
+
+def interval(positions: Int[Array, "*blocks block"]) -> Interval:
+    """The interval of the positions present along the last axis. Raises nothing."""
+    present = positions >= 0
+    low = jnp.where(present, positions, _FAR).min(-1, initial=_FAR)
+    high = jnp.where(present, positions, -1).max(-1, initial=-1)
+    return Interval(low, high)
+
+
+def may_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
+    """Whether any query of a block might see any key of another; the intervals broadcast.
+
+    Never false where a pair is visible; may be true where none is. Raises nothing.
+    """
+    meet = (query.low <= query.high) & (key.low <= key.high)
+    if rule.is_causal:
+        meet &= key.low <= query.high
+    if rule.window is not None:
+        left, right = (min(side, _FAR) for side in rule.window)
+        meet &= (key.high >= query.low - left) & (key.low <= query.high + right)
+    return meet

@@ -1,0 +1,233 @@
+"""The state of an attention over a set of keys, and the monoid that folds states."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ._errors import check_floating, check_shape, received
+
+
+class AttentionState(NamedTuple):
+    r"""What a set of keys $A$ contributes to attention: $(\nabla F_A, F_A)$.
+
+    $$F_A = \log \sum_{a \in A} e^{s_a}, \qquad \nabla F_A = \sum_{a \in A} e^{s_a - F_A}\, v_a$$
+
+    Attributes:
+        out: the gradient of the free energy in the source, which is attention over these keys
+            alone. Shape `[..., H]`, usually `[B, T, N, H]`; any floating dtype. Zero where no key
+            is visible.
+        lse: the free energy itself, in nats (natural logarithm). The shape of `out` less its last
+            axis; float32, or float64 where `out` is. Minus infinity where no key is visible.
+
+    States of disjoint key sets form a commutative monoid under
+    [`merge`][energy_attn.kernels.merge] with identity
+    [`empty_state`][energy_attn.kernels.empty_state].
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.kernels import AttentionState, merge
+        >>> left = AttentionState(jnp.ones((2, 4)), jnp.zeros(2))
+        >>> right = AttentionState(-jnp.ones((2, 4)), jnp.zeros(2))
+        >>> merge(left, right).out.tolist()[0]
+        [0.0, 0.0, 0.0, 0.0]
+    """
+
+    out: Float[Array, "*batch width"]
+    lse: Float[Array, "*batch"]
+
+
+def lse_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype of energies, and of all accumulation, that goes with operands of `dtypes`.
+
+    float64 if any is float64, else float32 (also for float16 and bfloat16). Raises nothing.
+    """
+    wide = any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes)
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)
+
+
+def empty_state(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32
+) -> AttentionState:
+    r"""The state of no keys at all, $(0, -\infty)$: the identity of `merge`.
+
+    Args:
+        shape: the shape of `out`, usually `(B, T, N, H)`; `lse` has it less the last axis.
+        dtype: the dtype of `out`. `lse` is float32, or float64 where `out` is.
+
+    Raises:
+        TypeError: if `dtype` is not floating.
+        ValueError: if `shape` has no axis.
+
+    Source: the identity of the fold in Tree Attention (arXiv 2408.04093), Algorithm 3.
+
+    Example:
+        >>> from energy_attn.kernels import empty_state
+        >>> empty_state((1, 2, 3, 4)).lse.shape
+        (1, 2, 3)
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype: wanted a floating dtype, got {dtype}")
+    if len(shape) == 0:
+        raise ValueError("shape: wanted at least the width axis, got ()")
+    lse = jnp.full(shape[:-1], -jnp.inf, lse_dtype(dtype))
+    return AttentionState(jnp.zeros(shape, dtype), lse)
+
+
+# The fold, written once. `maximum` and `total` reduce over whatever holds the parts: an array axis
+# here, a mesh axis in `energy_attn.distributed`.
+#
+#     m = max_i F_i,   w_i = e^{F_i - m},   F = m + log Σ w_i,   out = Σ w_i out_i / Σ w_i
+#
+# F does not depend on m, so m is held constant and every derivative, of any order and in either
+# mode, is the derivative of these lines. No NaN can arise: absent parts enter as (0, -inf), whose
+# weight is e^{-inf} = 0 with derivative 0, and the divisor of an empty fold is replaced by 1.
+def _present(lse: Array) -> Array:
+    # FlashAttention-2 reports +inf, others NaN, for a row without keys: all of them are empty
+    return jnp.isfinite(lse)
+
+
+def _weights(lse: Array, maximum: Callable[[Any], Any]) -> tuple[Array, Array]:
+    lse = jnp.where(_present(lse), lse, -jnp.inf)
+    shift = maximum(lax.stop_gradient(lse))
+    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
+    return jnp.exp(lse - shift), shift
+
+
+def fold_energy(
+    lse: Array, maximum: Callable[[Any], Any], total: Callable[[Any], Any]
+) -> Float[Array, "..."]:
+    r"""Folds bare energies: $F = \log \sum_i e^{F_i}$, parts reduced by `maximum` and `total`.
+
+    `lse` are the parts' energies; `maximum` and `total` must keep the result broadcastable against
+    them. An absent part (infinite or NaN) counts as no keys. Raises nothing.
+    """
+    weight, shift = _weights(lse, maximum)
+    denominator = total(weight)
+    seen = denominator > 0
+    return jnp.where(seen, shift + jnp.log(jnp.where(seen, denominator, 1.0)), -jnp.inf)
+
+
+def fold(
+    state: AttentionState, maximum: Callable[[Any], Any], total: Callable[[Any], Any]
+) -> AttentionState:
+    r"""Folds states: energies by logaddexp, outputs by their shares $e^{F_i - F}$.
+
+    `total` is given the pair (numerator, denominator), so that a distributed one can send both
+    together. `out` keeps its dtype; the arithmetic is in `lse`'s. Raises nothing.
+    """
+    weight, shift = _weights(state.lse, maximum)
+    out = jnp.where(_present(state.lse)[..., None], state.out.astype(state.lse.dtype), 0.0)
+    numerator, denominator = total((out * weight[..., None], weight))
+    seen = denominator > 0
+    denominator = jnp.where(seen, denominator, 1.0)
+    lse = jnp.where(seen, shift + jnp.log(denominator), -jnp.inf)
+    return AttentionState((numerator / denominator[..., None]).astype(state.out.dtype), lse)
+
+
+def merge(a: AttentionState, b: AttentionState) -> AttentionState:
+    r"""The state of the union of two disjoint key sets.
+
+    $$F = \log(e^{F_a} + e^{F_b}), \qquad
+      \mathrm{out} = \mathrm{out}_a e^{F_a - F} + \mathrm{out}_b e^{F_b - F}$$
+
+    A commutative monoid with identity $(0, -\infty)$ on both sides; empty merged with empty is
+    empty, forward and backward, without a NaN. A part whose `lse` is not finite holds no keys,
+    whatever its `out`.
+
+    Args:
+        a: the state of the first key set.
+        b: the state of the second, of equal shapes and dtypes.
+
+    Returns:
+        The merged state: `out` in the parts' dtype, `lse` in float32 (float64).
+
+    Raises:
+        TypeError: if `a` or `b` is no `AttentionState`, or their dtypes differ.
+        ValueError: if their shapes differ.
+
+    Source: $F_{A \cup B} = \mathrm{logaddexp}(F_A, F_B)$ and its gradient; Tree Attention
+    (arXiv 2408.04093), the associative operation of section 5.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.kernels import AttentionState, empty_state, merge
+        >>> some = AttentionState(jnp.ones((1, 2)), jnp.zeros(1))
+        >>> merge(some, empty_state((1, 2))).out.tolist()
+        [[1.0, 1.0]]
+    """
+    check_state("a", a)
+    check_state("b", b)
+    for mine, theirs, field in zip(a, b, AttentionState._fields, strict=True):
+        if mine.shape != theirs.shape:
+            raise ValueError(
+                f"b.{field}: wanted the shape of a's, {mine.shape}, got {theirs.shape}"
+            )
+        if mine.dtype != theirs.dtype:
+            raise TypeError(f"b.{field}: wanted the dtype of a's, {mine.dtype}, got {theirs.dtype}")
+    stacked = AttentionState(jnp.stack([a.out, b.out]), jnp.stack([a.lse, b.lse]))
+    return merge_all(stacked, axis=0)
+
+
+def merge_all(stacked: AttentionState, axis: int = 0) -> AttentionState:
+    r"""The state of the union of many disjoint key sets, in one pass.
+
+    $$F = \log \sum_i e^{F_i}, \qquad \mathrm{out} = \sum_i \mathrm{out}_i\, e^{F_i - F}$$
+
+    Args:
+        stacked: states stacked along one axis of `lse` (and the same axis of `out`).
+        axis: that axis, counted in `lse`'s axes; may be negative. A length of zero gives the
+            empty state.
+
+    Returns:
+        The folded state, with `axis` removed.
+
+    Raises:
+        TypeError: if `stacked` is no `AttentionState`.
+        ValueError: if the shapes do not belong together or `axis` is out of range.
+
+    Source: Tree Attention (arXiv 2408.04093), Algorithm 3 on one device.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.kernels import AttentionState, merge_all
+        >>> parts = AttentionState(jnp.ones((8, 1, 2)), jnp.zeros((8, 1)))
+        >>> float(merge_all(parts).lse[0])  # log 8
+        2.0794415...
+    """
+    check_state("stacked", stacked)
+    rank = stacked.lse.ndim
+    if not -rank <= axis < rank:
+        raise ValueError(f"axis: wanted one of lse's {rank} axes, got {axis}")
+    axis %= rank
+
+    def total(pair: tuple[Array, Array]) -> tuple[Array, Array]:
+        return pair[0].sum(axis, keepdims=True), pair[1].sum(axis, keepdims=True)
+
+    folded = fold(stacked, lambda x: x.max(axis, keepdims=True, initial=-jnp.inf), total)
+    return AttentionState(folded.out.squeeze(axis), folded.lse.squeeze(axis))
+
+
+def check_state(name: str, state: Any) -> None:
+    """Checks that `state` is an `AttentionState` whose two arrays belong together.
+
+    Raises `TypeError` for another type or a dtype that is not floating, `ValueError` for shapes
+    that differ in more than `out`'s last axis.
+    """
+    if not isinstance(state, AttentionState):
+        raise TypeError(f"{name}: wanted an AttentionState, got {received(state)}")
+    check_floating(f"{name}.out", state.out)
+    check_floating(f"{name}.lse", state.lse)
+    if state.out.ndim == 0:
+        raise ValueError(f"{name}.out: wanted at least the width axis, got {received(state.out)}")
+    check_shape(f"{name}.lse", state.lse, state.out.shape[:-1])
+    wanted = lse_dtype(state.out.dtype)
+    if state.lse.dtype not in (wanted, jnp.float64):
+        raise TypeError(
+            f"{name}.lse: wanted {wanted} or wider beside {state.out.dtype} outputs, "
+            f"got {state.lse.dtype}"
+        )
