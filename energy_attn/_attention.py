@@ -1,0 +1,133 @@
+"""Attention, obtained as the gradient of the free energy."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from energy_attn.distributed import SequenceParallel
+from energy_attn.kernels._errors import check_floating
+
+from ._free_energy import free_energy
+
+
+@overload
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    return_energy: Literal[False] = False,
+    **options: Any,
+) -> Array: ...
+
+
+@overload
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    return_energy: Literal[True],
+    **options: Any,
+) -> tuple[Array, Array]: ...
+
+
+def attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, "..."] | None = None,
+    key_value_seq_lengths: Int[Array, "..."] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_positions: Int[Array, "..."] | None = None,
+    key_positions: Int[Array, "..."] | None = None,
+    implementation: str | Sequence[str] | None = None,
+    parallel: SequenceParallel | None = None,
+    return_energy: bool = False,
+) -> Any:
+    r"""Attention: the gradient of the free energy in the source, at zero.
+
+    $$\mathrm{out} = \nabla_\zeta F(\zeta)\big|_{\zeta = 0} = \sum_a P_a v_a, \qquad
+      P = \mathrm{softmax}(\mathrm{scale}\; q \cdot k + b)$$
+
+    Takes the place of `jax.nn.dot_product_attention`, whose arguments mean the same here. Besides,
+    value may have another width than key, queries and keys may have positions, and the energy
+    itself can be had.
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
+        key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
+        bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
+        mask: boolean, shaped like `bias`; True where a key takes part.
+        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
+        is_causal: hide keys whose position is after the query's.
+        query_seq_lengths: `[B]` integers; queries from there on are absent.
+        key_value_seq_lengths: `[B]` integers; keys from there on are absent.
+        local_window_size: `(left, right)` or one int: only keys that near are seen.
+        query_positions: `[B, T]` integers, global positions; negative means absent.
+        key_positions: `[B, S]` integers likewise.
+        implementation: a name of [`implementations`][energy_attn.kernels.implementations].
+        parallel: how keys are spread over the mesh in force; see
+            [`free_energy`][energy_attn.free_energy].
+        return_energy: whether to return `(out, energy)`.
+
+    Returns:
+        `out` `[B, T, N, Hv]` in value's dtype; with `return_energy`, also the energies
+        `[B, T, N]` in nats, float32 (float64 for float64). A query that sees no key has
+        `out = 0` and energy minus infinity (`jax.nn` returns the mean of the values there).
+
+    Raises:
+        TypeError: an argument is no array or of another dtype.
+        ValueError: shapes that do not belong together, values out of range, unknown names.
+
+    Source: Tree Attention (arXiv 2408.04093), equations 6 to 10.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 5, 2, 4))
+        >>> out, energy = ea.attention(q, k, v, is_causal=True, return_energy=True)
+        >>> energy.shape
+        (1, 5, 2)
+        >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-5))
+        True
+    """
+    query, value = check_floating("query", query), check_floating("value", value)
+
+    def total(source: Any) -> tuple[Array, Array]:
+        energy = free_energy(
+            query,
+            key,
+            value,
+            source,
+            bias,
+            mask,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            implementation=implementation,
+            parallel=parallel,
+        )
+        return energy.sum(), energy
+
+    # one element, broadcast: known to be zero, and of no size
+    zero = np.broadcast_to(np.zeros((), value.dtype), (*query.shape[:-1], *value.shape[-1:]))
+    out, energy = jax.grad(total, has_aux=True)(zero)
+    return (out, energy) if return_energy else out

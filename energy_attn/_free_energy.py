@@ -1,0 +1,187 @@
+"""The free energy, and attention as its gradient."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from energy_attn.distributed import SequenceParallel
+from energy_attn.distributed._parallel import check_mesh, sharding_of, spread_attention
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels._arguments import check_call
+from energy_attn.kernels._registry import attend, candidates
+
+
+class _Static(NamedTuple):
+    """What of a call is known when it is traced."""
+
+    names: tuple[str, ...]
+    parallel: SequenceParallel | None
+    options: tuple[tuple[str, Any], ...]
+
+
+class _Arrays(NamedTuple):
+    """What of a call may be traced, batched and differentiated; the source aside."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    mask: Any
+    options: dict[str, Any]
+
+
+def free_energy(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    source: Float[Array | np.ndarray, "*B T N Hv"] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, "..."] | None = None,
+    key_value_seq_lengths: Int[Array, "..."] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_positions: Int[Array, "..."] | None = None,
+    key_positions: Int[Array, "..."] | None = None,
+    implementation: str | Sequence[str] | None = None,
+    parallel: SequenceParallel | None = None,
+) -> Float[Array, "*B T N"]:
+    r"""The free energy of each query and head, whose gradient in the source is attention.
+
+    $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + b_a + \zeta \cdot v_a), \qquad
+      \frac{\partial F}{\partial \zeta} = \sum_a P_{\zeta,a}\, v_a$$
+
+    $F$ is the cumulant generating function of the values under $P = \mathrm{softmax}(s)$, up to
+    $F(0)$, the log partition function. `jax.grad` in the source costs one kernel pass, the same
+    program as calling the kernel by hand. Differentiable in query, key, value, source, bias and
+    `scale`; second derivatives in reverse mode. With `implementation="reference"` it is plain JAX:
+    any order, both modes.
+
+    A source that is zero when the call is traced (None, or a NumPy array of zeros) is never
+    materialised: `jax.grad(f)(np.zeros(shape))` reads the values alone.
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
+        key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
+        source: $\zeta$, `[B, T, N, Hv]`, one for each query and head; None is zero.
+        bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
+        mask: boolean, shaped like `bias`; True where a key takes part.
+        scale: the factor of $q \cdot k$ (inverse temperature); None is $1/\sqrt{H}$.
+        is_causal: hide keys whose position is after the query's.
+        query_seq_lengths: `[B]` integers; queries from there on are absent.
+        key_value_seq_lengths: `[B]` integers; keys from there on are absent.
+        local_window_size: `(left, right)` or one int: only keys that near are seen.
+        query_positions: `[B, T]` integers, global positions; negative means absent.
+        key_positions: `[B, S]` integers likewise.
+        implementation: a name of [`implementations`][energy_attn.kernels.implementations].
+        parallel: how keys are spread over the mesh in force. None: not at all, unless key's type
+            says that its sequence is sharded (explicit mesh axes).
+
+    Returns:
+        Energies `[B, T, N]` in nats; float32, or float64 for float64 inputs. Minus infinity for a
+        query that sees no key, with zero gradients.
+
+    Raises:
+        TypeError: an argument is no array or of another dtype.
+        ValueError: shapes that do not belong together, values out of range, unknown names.
+
+    Source: Tree Attention (arXiv 2408.04093), equations 6 and 15; with one source per query and
+    head, equations 16 to 19.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> import energy_attn as ea
+        >>> q, k, v = (jax.random.normal(x, (5, 2, 4)) for x in jax.random.split(jax.random.key(0), 3))
+        >>> total = lambda source: ea.free_energy(q, k, v, source).sum()
+        >>> out = jax.grad(total)(np.zeros(q.shape, q.dtype))
+        >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
+        True
+    """
+    if parallel is None:
+        parallel = sharding_of(key, 1 if getattr(key, "ndim", 0) == 4 else 0)
+    else:
+        check_mesh(parallel)
+    static = {"is_causal": is_causal, "local_window_size": local_window_size}
+    traced = {
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "query_positions": query_positions,
+        "key_positions": key_positions,
+    }
+    (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
+    call = _Static(candidates(implementation), parallel, tuple(static.items()))
+    arrays = _Arrays(query, key, value, bias, mask, traced)
+    # Checked before any tracing: what a user sees of a mistake is the mistake.
+    _check(call, source, arrays)
+    if call.names == ("reference",):
+        return _state(call, source, arrays).lse
+    return _energy(call, source, arrays)
+
+
+def _check(call: _Static, source: Any, arrays: _Arrays) -> Any:
+    return check_call(*arrays[:3], source, *arrays[3:5], **dict(call.options), **arrays.options)
+
+
+def _state(static: _Static, source: Any, arrays: _Arrays) -> AttentionState:
+    call = _check(static, _unless_zero(source), arrays)
+    if static.parallel is None:
+        state = attend(static.names, call.settings, call.operands)
+    else:
+        state = spread_attention(static.parallel, static.names, call)
+    return state if call.batched else jax.tree.map(lambda x: x[0], state)
+
+
+def _unless_zero(source: Any) -> Any:
+    # A NumPy array is known when the program is traced, and nothing can differentiate with respect
+    # to it here: a derivative, of whatever order, would have brought a tracer instead.
+    return None if isinstance(source, np.ndarray) and not source.any() else source
+
+
+# F and its gradient in the source are the two outputs of one kernel pass. The rule computes the
+# state once and keeps `out`, which is ∂F/∂ζ: the cotangent of the source is g · out, and the
+# kernel's own derivative is asked only for what is being differentiated besides the source.
+# `out` is itself a differentiable function of everything, so attention can be differentiated on.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _energy(static: _Static, source: Any, arrays: _Arrays) -> Array:
+    return _state(static, source, arrays).lse
+
+
+def _energy_forward(static: _Static, source: Any, arrays: _Arrays) -> tuple[Array, Any]:
+    perturbed = any(x.perturbed for x in _primals(arrays))
+    source, arrays = (_values(x) for x in (source, arrays))
+    if not perturbed:
+        state = _state(static, source, arrays)
+        return state.lse, (state.out, None, arrays)
+    state, pull_back = jax.vjp(functools.partial(_state, static, source), arrays)
+    return state.lse, (state.out, pull_back, arrays)
+
+
+def _energy_backward(static: _Static, saved: Any, cotangent: Any) -> tuple[Any, Any]:
+    out, pull_back, arrays = saved
+    del static
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return None, None
+    source = (cotangent[..., None] * out.astype(cotangent.dtype)).astype(out.dtype)
+    if pull_back is None:
+        return source, None
+    (found,) = pull_back(AttentionState(jnp.zeros_like(out), cotangent))
+    return source, found
+
+
+def _primals(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "perturbed"))
+
+
+def _values(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
+
+
+_energy.defvjp(_energy_forward, _energy_backward, symbolic_zeros=True)

@@ -1,0 +1,355 @@
+"""Equinox modules: the free energy as a module, and multi-head attention built on it."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from energy_attn.distributed import SequenceParallel
+from energy_attn.kernels._arguments import check_scale, check_window
+from energy_attn.kernels._errors import received
+from energy_attn.kernels._registry import candidates
+
+from ._attention import attention
+from ._free_energy import free_energy
+
+
+class FreeEnergy(eqx.Module):
+    r"""The free energy as a module: options are fields, a call returns energies.
+
+    $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + b_a + \zeta \cdot v_a)$$
+
+    Attributes:
+        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$. An array is a parameter: an inverse
+            temperature that can be learnt.
+        is_causal: hide keys whose position is after the query's.
+        local_window_size: `(left, right)` or one int: only keys that near are seen.
+        implementation: a name of [`implementations`][energy_attn.kernels.implementations].
+        parallel: how keys are spread over the mesh in force.
+
+    Raises:
+        TypeError: a field of the wrong type.
+        ValueError: a scale that is not finite, a negative window, an unknown implementation.
+
+    Source: Tree Attention (arXiv 2408.04093), equation 15.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> import energy_attn as ea
+        >>> energy = ea.FreeEnergy(is_causal=True)
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> energy(q, k, v).shape
+        (5, 2)
+        >>> gradient = jax.grad(lambda source: energy(q, k, v, source).sum())
+        >>> zero = np.zeros(q.shape, q.dtype)
+        >>> bool(jnp.all(energy.attention(q, k, v) == gradient(zero)))
+        True
+    """
+
+    scale: float | Float[Array, ""] | None = None
+    is_causal: bool = eqx.field(static=True, default=False)
+    local_window_size: int | tuple[int, int] | None = eqx.field(static=True, default=None)
+    implementation: str | tuple[str, ...] | None = eqx.field(static=True, default=None)
+    parallel: SequenceParallel | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        check_scale(self.scale)
+        check_window(self.local_window_size)
+        candidates(self.implementation)
+        if not isinstance(self.is_causal, bool):
+            raise TypeError(f"is_causal: wanted True or False, got {received(self.is_causal)}")
+        if self.parallel is not None and not isinstance(self.parallel, SequenceParallel):
+            raise TypeError(
+                f"parallel: wanted a SequenceParallel or None, got {received(self.parallel)}"
+            )
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "is_causal": self.is_causal,
+            "local_window_size": self.local_window_size,
+            "implementation": self.implementation,
+            "parallel": self.parallel,
+        }
+
+    def __call__(
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B S K H"],
+        value: Float[Array, "*B S K Hv"],
+        source: Any = None,
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        **arrays: Any,
+    ) -> Float[Array, "*B T N"]:
+        """Energies `[B, T, N]`, in nats; arguments and errors as in
+        [`free_energy`][energy_attn.free_energy], `**arrays` being its lengths and positions.
+        """
+        return free_energy(query, key, value, source, bias, mask, **self._options(), **arrays)
+
+    def attention(
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B S K H"],
+        value: Float[Array, "*B S K Hv"],
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        *,
+        return_energy: bool = False,
+        **arrays: Any,
+    ) -> Any:
+        """`jax.grad` of the energy in the source at zero: `out` `[B, T, N, Hv]`, or
+        `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
+        """
+        options = {**self._options(), **arrays, "return_energy": return_energy}
+        return attention(query, key, value, bias, mask, **options)
+
+
+class MultiheadAttention(eqx.Module):
+    r"""Multi-head attention, each head the gradient of a free energy.
+
+    $$\mathrm{MultiheadAttention}(Q, K, V) = \sum_h \nabla F_h\; W^O_h, \qquad
+      F_h(\zeta) = \log \sum_a \exp(\mathrm{scale}\; Q W^Q_h \cdot K_a W^K_h
+      + \zeta \cdot V_a W^V_h)$$
+
+    Takes the place of `equinox.nn.MultiheadAttention`: the constructor and the call accept the
+    same arguments, parameters have the same names and shapes, and equal weights give equal outputs
+    (but for queries that see no key, whose output is zero before the output projection). Adds
+    grouped heads, causality, windows and positions, sharded keys, and the energies.
+
+    Args:
+        num_heads: the number of query heads.
+        query_size: the width of `query`.
+        key_size: the width of `key_`; `query_size` if None.
+        value_size: the width of `value`; `query_size` if None.
+        output_size: the width of the result; `query_size` if None.
+        qk_size: the width of queries and keys in a head; `query_size // num_heads` if None.
+        vo_size: the width of values in a head; `query_size // num_heads` if None.
+        use_query_bias: whether the query projection has a bias; likewise the next three.
+        use_key_bias: see `use_query_bias`.
+        use_value_bias: see `use_query_bias`.
+        use_output_bias: see `use_query_bias`.
+        dropout_p: the probability that an attention weight is dropped.
+        inference: whether dropout is off; `equinox.nn.inference_mode` toggles it.
+        dtype: of the parameters; JAX's default floating dtype if None.
+        num_kv_heads: the number of key/value heads, which divides `num_heads`; `num_heads` if
+            None.
+        energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of every head.
+        key: a `jax.random.key` for the initial parameters.
+
+    Raises:
+        TypeError: `energy` is no `FreeEnergy`.
+        ValueError: sizes that are not positive, or `num_kv_heads` that does not divide.
+
+    Source: Tree Attention (arXiv 2408.04093), equations 16 to 20.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> x = jnp.ones((7, 16))
+        >>> layer = ea.MultiheadAttention(
+        ...     4, 16, num_kv_heads=2, energy=ea.FreeEnergy(is_causal=True), key=jax.random.key(0)
+        ... )
+        >>> out, energy = layer(x, x, x, return_energy=True)
+        >>> out.shape, energy.shape
+        ((7, 16), (7, 4))
+    """
+
+    query_proj: eqx.nn.Linear
+    key_proj: eqx.nn.Linear
+    value_proj: eqx.nn.Linear
+    output_proj: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    energy: FreeEnergy
+    num_heads: int = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    query_size: int = eqx.field(static=True)
+    key_size: int = eqx.field(static=True)
+    value_size: int = eqx.field(static=True)
+    output_size: int = eqx.field(static=True)
+    qk_size: int = eqx.field(static=True)
+    vo_size: int = eqx.field(static=True)
+    use_query_bias: bool = eqx.field(static=True)
+    use_key_bias: bool = eqx.field(static=True)
+    use_value_bias: bool = eqx.field(static=True)
+    use_output_bias: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        query_size: int,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        output_size: int | None = None,
+        qk_size: int | None = None,
+        vo_size: int | None = None,
+        use_query_bias: bool = False,
+        use_key_bias: bool = False,
+        use_value_bias: bool = False,
+        use_output_bias: bool = False,
+        dropout_p: float = 0.0,
+        inference: bool = False,
+        dtype: Any = None,
+        *,
+        num_kv_heads: int | None = None,
+        energy: FreeEnergy | None = None,
+        key: PRNGKeyArray,
+    ) -> None:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, size in (
+            ("num_heads", num_heads),
+            ("num_kv_heads", num_kv_heads),
+            ("query_size", query_size),
+        ):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: wanted a positive integer, got {received(size)}")
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(
+                f"num_kv_heads: wanted a divisor of num_heads = {num_heads}, got {num_kv_heads}"
+            )
+        energy = FreeEnergy() if energy is None else energy
+        if not isinstance(energy, FreeEnergy):
+            raise TypeError(f"energy: wanted a FreeEnergy, got {received(energy)}")
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.query_size = query_size
+        self.key_size = query_size if key_size is None else key_size
+        self.value_size = query_size if value_size is None else value_size
+        self.output_size = query_size if output_size is None else output_size
+        self.qk_size = query_size // num_heads if qk_size is None else qk_size
+        self.vo_size = query_size // num_heads if vo_size is None else vo_size
+        if min(self.qk_size, self.vo_size) < 1:
+            raise ValueError(
+                f"query_size: wanted at least num_heads = {num_heads} (or qk_size and vo_size), "
+                f"got {query_size}"
+            )
+        self.use_query_bias, self.use_key_bias = use_query_bias, use_key_bias
+        self.use_value_bias, self.use_output_bias = use_value_bias, use_output_bias
+        keys = jax.random.split(key, 4)
+        # the order of keys in Equinox, so that equal keys give equal parameters
+        self.query_proj, self.key_proj, self.value_proj, self.output_proj = (
+            eqx.nn.Linear(wide, narrow, use_bias=use_bias, dtype=dtype, key=key)
+            for (wide, narrow, use_bias), key in zip(
+                (
+                    (query_size, num_heads * self.qk_size, use_query_bias),
+                    (self.key_size, num_kv_heads * self.qk_size, use_key_bias),
+                    (self.value_size, num_kv_heads * self.vo_size, use_value_bias),
+                    (num_heads * self.vo_size, self.output_size, use_output_bias),
+                ),
+                keys,
+                strict=True,
+            )
+        )
+        self.dropout = eqx.nn.Dropout(dropout_p, inference=inference)
+        self.energy = energy
+
+    def __call__(
+        self,
+        query: Float[Array, "T query_size"],
+        key_: Float[Array, "S key_size"],
+        value: Float[Array, "S value_size"],
+        mask: Bool[Array, "..."] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[..., Sequence[Array]] | None = None,
+        query_positions: Int[Array, " T"] | None = None,
+        key_positions: Int[Array, " S"] | None = None,
+        return_energy: bool = False,
+    ) -> Any:
+        """Attends; `jax.vmap` it for a batch.
+
+        Args:
+            query: `[T, query_size]`.
+            key_: `[S, key_size]`.
+            value: `[S, value_size]`.
+            mask: boolean `[T, S]` or `[num_heads, T, S]`; False hides a key.
+            key: a `jax.random.key` for dropout.
+            inference: overrides the field of the same name in `dropout`.
+            deterministic: the old name of `inference`, as in Equinox; warns.
+            process_heads: maps `(query, key, value)` heads, `[T, num_heads, qk_size]`,
+                `[S, num_kv_heads, qk_size]`, `[S, num_kv_heads, vo_size]`, to new ones of the
+                same shapes: rotary embeddings, for instance.
+            query_positions: `[T]` integers for causality and windows; negative means absent.
+            key_positions: `[S]` integers likewise.
+            return_energy: whether to return `(out, energy)`.
+
+        Returns:
+            `[T, output_size]`; with `return_energy`, also energies `[T, num_heads]` in nats
+            (before dropout).
+
+        Raises:
+            TypeError: an argument is no array of the right dtype.
+            ValueError: shapes that do not belong together.
+            RuntimeError: dropout is on but no key is given.
+        """
+        if deterministic is not None:
+            warnings.warn("deterministic: say inference instead", DeprecationWarning, stacklevel=2)
+            inference = deterministic
+        for name, x, width in (
+            ("query", query, self.query_size),
+            ("key_", key_, self.key_size),
+            ("value", value, self.value_size),
+        ):
+            if getattr(x, "ndim", None) != 2 or x.shape[1] != width:
+                raise ValueError(f"{name}: wanted shape (length, {width}), got {received(x)}")
+        if value.shape[0] != key_.shape[0]:
+            raise ValueError(
+                f"value: wanted the length of key_, {key_.shape[0]}, got {received(value)}"
+            )
+        heads = (
+            _project(self.query_proj, query, self.num_heads),
+            _project(self.key_proj, key_, self.num_kv_heads),
+            _project(self.value_proj, value, self.num_kv_heads),
+        )
+        if process_heads is not None:
+            processed = tuple(process_heads(*heads))
+            shapes, wanted = ([x.shape for x in group] for group in (processed, heads))
+            if shapes != wanted:
+                raise ValueError(f"process_heads: wanted shapes {wanted} back, got {shapes}")
+            heads = processed
+        options: dict[str, Any] = {}
+        if query_positions is not None:
+            options["query_positions"] = query_positions
+        if key_positions is not None:
+            options["key_positions"] = key_positions
+        out, energy = self._attend(heads, mask, options, key, inference)
+        out = jax.vmap(self.output_proj)(out.reshape(query.shape[0], -1))
+        return (out, energy) if return_energy else out
+
+    def _attend(
+        self,
+        heads: Sequence[Array],
+        mask: Array | None,
+        options: dict[str, Any],
+        key: PRNGKeyArray | None,
+        inference: bool | None,
+    ) -> tuple[Array, Array]:
+        shape = (self.num_heads, heads[0].shape[0], heads[1].shape[0])
+        inference = self.dropout.inference if inference is None else inference
+        if inference or self.dropout.p == 0:
+            return self.energy.attention(*heads, None, mask, return_energy=True, **options)
+        if key is None:
+            raise RuntimeError("key: wanted a jax.random.key, as dropout is on; got None")
+        # Dropout keeps a random set of keys and divides by the chance to be kept. Attention over
+        # the kept keys, times the share of the partition function that they hold,
+        #     Σ_kept P_a v_a = e^{F_kept - F} ∇F_kept,
+        # is the weighted sum without the matrix of weights. Keys as in Equinox, one a head.
+        chance = 1 - self.dropout.p
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, chance, shape[1:]))(
+            jax.random.split(key, self.num_heads)
+        )
+        keep = keep if mask is None else keep & jnp.broadcast_to(mask, shape)
+        out, kept = self.energy.attention(*heads, None, keep, return_energy=True, **options)
+        energy = self.energy(*heads, None, None, mask, **options)
+        some = jnp.isfinite(kept)
+        share = jnp.where(some, jnp.exp(jnp.where(some, kept - energy, 0.0)), 0.0) / chance
+        return (out * share[..., None].astype(out.dtype)).astype(out.dtype), energy
+
+
+def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:
+    return jax.vmap(linear)(x).reshape(x.shape[0], heads, -1)
