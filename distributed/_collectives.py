@@ -59,7 +59,7 @@ class Collective:
         across_slices: whether it leaves a TPU slice, over the data-centre network. Device d of
             slice s (counted from 1) is then s · 100000 + d in `groups`.
 
-    Example:
+    Examples:
         >>> from energy_attn.distributed import Collective
         >>> gather = Collective("all-gather", 4096, 4, 1, ("bf16",), ((8, 256),), ((0, 1, 2, 3),))
         >>> gather.bytes * gather.group_size  # bytes that come out, on every device
@@ -101,7 +101,7 @@ def collectives(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
         ValueError: if its text cannot be had or holds a collective that is not understood; none is
             left out in silence.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from jax.sharding import Mesh, PartitionSpec as P
         >>> from energy_attn.distributed import collectives

@@ -38,7 +38,7 @@ def merge_across(state: AttentionState, axis_name: AxisName) -> AttentionState:
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3 with $m = \max_i F_i$.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from energy_attn.distributed import make_mesh, merge_across
         >>> from energy_attn.kernels import AttentionState
@@ -79,7 +79,7 @@ def logsumexp_across(lse: Float[Array, "..."], axis_name: AxisName) -> Float[Arr
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 1 with $m$ added back.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from energy_attn.distributed import logsumexp_across, make_mesh
         >>> n = jax.device_count()

@@ -38,7 +38,7 @@ def make_mesh(
 
     Source: the two-level meshes of Tree Attention (arXiv 2408.04093), section 6.
 
-    Example:
+    Examples:
         >>> import jax
         >>> from energy_attn.distributed import make_mesh
         >>> make_mesh((jax.device_count(),), ("device",)).axis_names

@@ -45,7 +45,7 @@ class SequenceParallel:
 
     Source: Tree Attention (arXiv 2408.04093), section 5.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> from energy_attn.distributed import SequenceParallel, make_mesh
@@ -177,10 +177,12 @@ def _pad_keys(operands: Operands, devices: int) -> Operands:
 
 
 def _specs(operands: Operands, axes: tuple[str, ...]) -> Operands:
+    # operands whose leaves are the specs of the arrays in their place
     columns = operands.key.shape[1]
-    whole, keys = PartitionSpec(), PartitionSpec(None, axes)
+    whole: Any = PartitionSpec()
+    keys: Any = PartitionSpec(None, axes)
 
-    def scores(x: Array | None) -> PartitionSpec:
+    def scores(x: Array | None) -> Any:
         sharded = x is not None and x.shape[3] == columns
         return PartitionSpec(None, None, None, axes) if sharded else whole
 
@@ -202,7 +204,7 @@ def _reshard(operands: Operands, specs: Operands, axes: tuple[str, ...]) -> Oper
     if not any(mesh._name_to_type[axis] == AxisType.Explicit for axis in axes):
         return operands
 
-    def place(x: Array | None, spec: PartitionSpec) -> Array | None:
+    def place(x: Array | None, spec: Any) -> Any:
         if x is None:
             return None
         kept = [_without(part, axes) for part in jax.typeof(x).sharding.spec]

@@ -52,7 +52,7 @@ def tree_attention(
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from energy_attn.distributed import make_mesh, tree_attention
         >>> n = jax.device_count()

@@ -1,7 +1,7 @@
 """Attention, obtained as the gradient of the free energy."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,32 +11,6 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels._errors import check_floating
 
 from ._free_energy import free_energy
-
-
-@overload
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    *,
-    return_energy: Literal[False] = False,
-    **options: Any,
-) -> Array: ...
-
-
-@overload
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    *,
-    return_energy: Literal[True],
-    **options: Any,
-) -> tuple[Array, Array]: ...
 
 
 def attention(
@@ -95,7 +69,7 @@ def attention(
 
     Source: Tree Attention (arXiv 2408.04093), equations 6 to 10.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 5, 2, 4))

@@ -25,7 +25,7 @@ def citation() -> str:
 
     Source: Tree Attention (arXiv 2408.04093).
 
-    Example:
+    Examples:
         >>> import energy_attn as ea
         >>> "2408.04093" in ea.citation()
         True

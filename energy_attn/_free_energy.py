@@ -96,7 +96,7 @@ def free_energy(
     Source: Tree Attention (arXiv 2408.04093), equations 6 and 15; with one source per query and
     head, equations 16 to 19.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, numpy as np
         >>> import energy_attn as ea
         >>> q, k, v = (jax.random.normal(x, (5, 2, 4)) for x in jax.random.split(jax.random.key(0), 3))
@@ -109,8 +109,8 @@ def free_energy(
         parallel = sharding_of(key, 1 if getattr(key, "ndim", 0) == 4 else 0)
     else:
         check_mesh(parallel)
-    static = {"is_causal": is_causal, "local_window_size": local_window_size}
-    traced = {
+    static: dict[str, Any] = {"is_causal": is_causal, "local_window_size": local_window_size}
+    traced: dict[str, Any] = {
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
         "query_positions": query_positions,

@@ -37,7 +37,7 @@ class FreeEnergy(eqx.Module):
 
     Source: Tree Attention (arXiv 2408.04093), equation 15.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, numpy as np
         >>> import energy_attn as ea
         >>> energy = ea.FreeEnergy(is_causal=True)
@@ -147,7 +147,7 @@ class MultiheadAttention(eqx.Module):
 
     Source: Tree Attention (arXiv 2408.04093), equations 16 to 20.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> x = jnp.ones((7, 16))
@@ -323,16 +323,19 @@ class MultiheadAttention(eqx.Module):
 
     def _attend(
         self,
-        heads: Sequence[Array],
+        heads: tuple[Array, ...],
         mask: Array | None,
         options: dict[str, Any],
         key: PRNGKeyArray | None,
         inference: bool | None,
     ) -> tuple[Array, Array]:
-        shape = (self.num_heads, heads[0].shape[0], heads[1].shape[0])
+        query, key_, value = heads
+        shape = (self.num_heads, query.shape[0], key_.shape[0])
         inference = self.dropout.inference if inference is None else inference
         if inference or self.dropout.p == 0:
-            return self.energy.attention(*heads, None, mask, return_energy=True, **options)
+            return self.energy.attention(
+                query, key_, value, None, mask, return_energy=True, **options
+            )
         if key is None:
             raise RuntimeError("key: wanted a jax.random.key, as dropout is on; got None")
         # Dropout keeps a random set of keys and divides by the chance to be kept. Attention over
@@ -344,8 +347,10 @@ class MultiheadAttention(eqx.Module):
             jax.random.split(key, self.num_heads)
         )
         keep = keep if mask is None else keep & jnp.broadcast_to(mask, shape)
-        out, kept = self.energy.attention(*heads, None, keep, return_energy=True, **options)
-        energy = self.energy(*heads, None, None, mask, **options)
+        out, kept = self.energy.attention(
+            query, key_, value, None, keep, return_energy=True, **options
+        )
+        energy = self.energy(query, key_, value, None, None, mask, **options)
         some = jnp.isfinite(kept)
         share = jnp.where(some, jnp.exp(jnp.where(some, kept - energy, 0.0)), 0.0) / chance
         return (out * share[..., None].astype(out.dtype)).astype(out.dtype), energy

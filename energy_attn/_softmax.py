@@ -45,7 +45,7 @@ def safe_softmax(
 
     Source: Tree Attention (arXiv 2408.04093), Appendix 11.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import energy_attn as ea
         >>> ea.safe_softmax(jnp.array([[0.0, 0.0], [-jnp.inf, -jnp.inf]])).tolist()
@@ -92,7 +92,7 @@ def shifted_energy(
     Source: Tree Attention (arXiv 2408.04093), Appendix 11, whose statement that the gradient is
     the same holds for a constant $m$ only.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> scores = jnp.array([1.0, 3.0])

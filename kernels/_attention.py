@@ -70,7 +70,7 @@ def local_attention(
     Source: Tree Attention (arXiv 2408.04093), equations 6 and 15; FlashAttention-2
     (arXiv 2307.08691) for the blockwise passes.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from energy_attn.kernels import local_attention, merge
         >>> q, k, v = (jax.random.normal(key, (1, 6, 2, 4)) for key in jax.random.split(jax.random.key(0), 3))

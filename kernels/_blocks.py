@@ -50,7 +50,7 @@ def grid(operands: Operands) -> Grid:
     return Grid(batch, kv_heads, group, times, query_blocks, keys, key_blocks)
 
 
-def cut_queries(grid: Grid, x: Array, fill: float = 0.0) -> Array:
+def cut_queries(grid: Grid, x: Array, fill: int | float = 0) -> Array:
     """`[B, T, N, W]` to `[B, K, blocks, rows, W]`, rows ordered by (head of the group, time)."""
     batch, rows, heads, width = x.shape
     x = _pad(x, 1, grid.times * grid.query_blocks, fill)
@@ -83,7 +83,7 @@ def join_keys(grid: Grid, x: Array, columns: int) -> Array:
     return x.reshape(batch, grid.key_blocks * grid.keys, grid.kv_heads, width)[:, :columns]
 
 
-def _pad(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
+def _pad(x: Array, axis: int, size: int, fill: int | float = 0) -> Array:
     missing = size - x.shape[axis]
     if missing == 0:
         return x

@@ -94,7 +94,8 @@ def backward(
     differentiable JAX itself, so second derivatives in reverse mode are right. Raises nothing.
     """
     query, key, value, bias = operands[:4]
-    none = Operands(*(None if x is None else jnp.zeros_like(x) for x in operands[:4]), *[None] * 3)
+    zeros: list[Any] = [None if x is None else jnp.zeros_like(x) for x in operands[:4]]
+    none = Operands(*zeros, mask=None, query_positions=None, key_positions=None)
     rows, columns = query.shape[1], key.shape[1]
     if rows == 0 or columns == 0:
         return none

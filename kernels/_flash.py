@@ -28,7 +28,7 @@ def _save(
 ) -> tuple[AttentionState, tuple[Operands, AttentionState]]:
     # through `flash`, not `forward`: the saved state enters the backward and must itself be
     # differentiable when the backward is differentiated
-    state = flash(forward, settings, operands)
+    state: AttentionState = flash(forward, settings, operands)
     return state, (operands, state)
 
 

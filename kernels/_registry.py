@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -44,7 +44,7 @@ def implementations() -> tuple[str, ...]:
     Raises nothing. Source: the online softmax of Milakov and Gimelshein (arXiv 1805.02867) for
     all but the reference.
 
-    Example:
+    Examples:
         >>> from energy_attn.kernels import implementations
         >>> "blockwise" in implementations()
         True
@@ -135,7 +135,7 @@ def _vary_together(operands: Operands) -> Operands:
     varying = {id(x): _varying_axes(x) for x in operands if x is not None}
     union = frozenset().union(*varying.values())
 
-    def vary(x: Array | None) -> Array | None:
+    def vary(x: Array | None) -> Any:
         missing = union - varying[id(x)] if x is not None else None
         return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 

@@ -27,7 +27,7 @@ class AttentionState(NamedTuple):
     [`merge`][energy_attn.kernels.merge] with identity
     [`empty_state`][energy_attn.kernels.empty_state].
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from energy_attn.kernels import AttentionState, merge
         >>> left = AttentionState(jnp.ones((2, 4)), jnp.zeros(2))
@@ -64,7 +64,7 @@ def empty_state(
 
     Source: the identity of the fold in Tree Attention (arXiv 2408.04093), Algorithm 3.
 
-    Example:
+    Examples:
         >>> from energy_attn.kernels import empty_state
         >>> empty_state((1, 2, 3, 4)).lse.shape
         (1, 2, 3)
@@ -153,7 +153,7 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     Source: $F_{A \cup B} = \mathrm{logaddexp}(F_A, F_B)$ and its gradient; Tree Attention
     (arXiv 2408.04093), the associative operation of section 5.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from energy_attn.kernels import AttentionState, empty_state, merge
         >>> some = AttentionState(jnp.ones((1, 2)), jnp.zeros(1))
@@ -192,7 +192,7 @@ def merge_all(stacked: AttentionState, axis: int = 0) -> AttentionState:
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3 on one device.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from energy_attn.kernels import AttentionState, merge_all
         >>> parts = AttentionState(jnp.ones((8, 1, 2)), jnp.zeros((8, 1)))
