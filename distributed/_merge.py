@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -34,7 +35,7 @@ def merge_across(state: AttentionState, axis_name: AxisName) -> AttentionState:
 
     Raises:
         TypeError: `state` is no `AttentionState`, or `axis_name` no name.
-        ValueError: an axis is not bound: called outside `jax.shard_map`.
+        ValueError: an axis repeats or is not bound: called outside `jax.shard_map`.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3 with $m = \max_i F_i$.
 
@@ -74,8 +75,8 @@ def logsumexp_across(lse: Float[Array, "..."], axis_name: AxisName) -> Float[Arr
         The energies, equal on all devices of the axes.
 
     Raises:
-        TypeError: `lse` is no floating array, or `axis_name` no name.
-        ValueError: an axis is not bound: called outside `jax.shard_map`.
+        TypeError: `lse` is no float32 or float64 array, or `axis_name` no name.
+        ValueError: an axis repeats or is not bound: called outside `jax.shard_map`.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 1 with $m$ added back.
 
@@ -92,6 +93,8 @@ def logsumexp_across(lse: Float[Array, "..."], axis_name: AxisName) -> Float[Arr
         True
     """
     lse = check_floating("lse", lse)
+    if lse.dtype not in (jnp.float32, jnp.float64):
+        raise TypeError(f"lse: wanted a float32 or float64 array, got {received(lse)}")
     axes = check_axes(axis_name)
     return fold_energy(lse, lambda x: lax.pmax(x, axes), lambda x: lax.psum(x, axes))
 
@@ -99,7 +102,7 @@ def logsumexp_across(lse: Float[Array, "..."], axis_name: AxisName) -> Float[Arr
 def check_axes(axis_name: AxisName | Sequence[str]) -> tuple[str, ...]:
     """Returns the axis names as a tuple, each bound in the surrounding `shard_map`.
 
-    Raises `TypeError` for anything but names and `ValueError` for a name that is not bound.
+    Raises `TypeError` for anything but names and `ValueError` for one that repeats or is not bound.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(axes, tuple) or not axes or not all(isinstance(x, str) for x in axes):
@@ -107,6 +110,8 @@ def check_axes(axis_name: AxisName | Sequence[str]) -> tuple[str, ...]:
             f"axis_name: wanted the name of a mesh axis, or a tuple of names, "
             f"got {received(axis_name)}"
         )
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"axis_name: wanted different mesh axes, got {axes}")
     for axis in axes:
         try:
             lax.axis_size(axis)

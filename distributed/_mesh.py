@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from energy_attn.kernels._errors import received
+from energy_attn.kernels._errors import check_flag, check_integer, received
 
 
 def make_mesh(
@@ -32,7 +32,7 @@ def make_mesh(
         A `jax.sharding.Mesh`; put it in force with `jax.set_mesh(mesh)`.
 
     Raises:
-        TypeError: names that are no strings, sizes that are no integers.
+        TypeError: names that are no strings, sizes that are no integers, devices that are none.
         ValueError: names that repeat, a number of names other than of sizes, or sizes that do not
             use every device.
 
@@ -44,24 +44,32 @@ def make_mesh(
         >>> make_mesh((jax.device_count(),), ("device",)).axis_names
         ('device',)
     """
-    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
-    if not names or not all(isinstance(name, str) for name in names):
+    names = (axis_names,) if isinstance(axis_names, str) else axis_names
+    if (
+        not isinstance(names, Sequence)
+        or not names
+        or not all(isinstance(name, str) for name in names)
+    ):
         raise TypeError(f"axis_names: wanted names of axes, got {received(axis_names)}")
+    names = tuple(names)
     if len(set(names)) != len(names):
         raise ValueError(f"axis_names: wanted different names, got {names}")
+    if devices is not None and not (
+        isinstance(devices, Sequence) and all(isinstance(x, jax.Device) for x in devices)
+    ):
+        raise TypeError(f"devices: wanted a sequence of devices or None, got {received(devices)}")
     count = jax.device_count() if devices is None else len(devices)
     if shape is None:
         if len(names) > 2:
             raise ValueError(f"shape: wanted the size of each of the axes {names}, got None")
         processes = jax.process_count() if devices is None else 1
         shape = (processes, count // processes) if len(names) == 2 else (count,)
-    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
         raise TypeError(f"shape: wanted a sequence of integers, got {received(shape)}")
+    shape = tuple(check_integer("shape", size, least=1) for size in shape)
     if len(shape) != len(names):
-        raise ValueError(f"shape: wanted a size for each of the axes {names}, got {tuple(shape)}")
-    if math.prod(shape) != count or min(shape) < 1:
-        raise ValueError(
-            f"shape: wanted sizes whose product is {count} devices, got {tuple(shape)}"
-        )
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh(tuple(shape), names, axis_types=(kind,) * len(names), devices=devices)
+        raise ValueError(f"shape: wanted a size for each of the axes {names}, got {shape}")
+    if math.prod(shape) != count:
+        raise ValueError(f"shape: wanted sizes whose product is {count} devices, got {shape}")
+    kind = AxisType.Explicit if check_flag("explicit", explicit) else AxisType.Auto
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=devices)

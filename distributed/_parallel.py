@@ -25,7 +25,7 @@ _CHOICES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class SequenceParallel:
     r"""How the keys of an attention are spread along their sequence over a mesh.
 
@@ -55,24 +55,35 @@ class SequenceParallel:
         (1, 1, 2, 4)
     """
 
-    axes: tuple[str, ...] = ("node", "device")
-    method: Literal["tree", "auto"] = "auto"
-    merge: Literal["allreduce", "auto"] = "auto"
-    layout: Literal["contiguous"] = "contiguous"
+    axes: tuple[str, ...]
+    method: str
+    merge: str
+    layout: str
 
-    def __post_init__(self) -> None:
-        axes = (self.axes,) if isinstance(self.axes, str) else self.axes
-        if not isinstance(axes, Sequence) or not axes or not all(isinstance(x, str) for x in axes):
-            raise TypeError(f"axes: wanted names of mesh axes, got {received(self.axes)}")
-        if len(set(axes)) != len(axes):
-            raise ValueError(f"axes: wanted different names, got {tuple(axes)}")
-        object.__setattr__(self, "axes", tuple(axes))
+    def __init__(
+        self,
+        axes: str | Sequence[str] = ("node", "device"),
+        method: Literal["tree", "auto"] = "auto",
+        merge: Literal["allreduce", "auto"] = "auto",
+        layout: Literal["contiguous"] = "contiguous",
+    ) -> None:
+        names = (axes,) if isinstance(axes, str) else axes
+        if (
+            not isinstance(names, Sequence)
+            or not names
+            or not all(isinstance(name, str) for name in names)
+        ):
+            raise TypeError(f"axes: wanted names of mesh axes, got {received(axes)}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"axes: wanted different names, got {tuple(names)}")
+        given = {"method": method, "merge": merge, "layout": layout}
         for field, choices in _CHOICES.items():
-            if getattr(self, field) not in choices:
+            if given[field] not in choices:
                 raise ValueError(
-                    f"{field}: wanted one of {', '.join(map(repr, choices))}, "
-                    f"got {getattr(self, field)!r}"
+                    f"{field}: wanted one of {', '.join(map(repr, choices))}, got {given[field]!r}"
                 )
+        for field, value in {"axes": tuple(names), **given}.items():
+            object.__setattr__(self, field, value)
 
 
 def sharding_of(key: Any, sequence_axis: int) -> SequenceParallel | None:

@@ -5,6 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels._errors import check_flag
 
 from ._merge import AxisName, check_axes, merge_across
 
@@ -67,7 +68,7 @@ def tree_attention(
         True
     """
     axes = check_axes(axis_name)
-    compares = options.get("is_causal") or any(
+    compares = check_flag("is_causal", options.get("is_causal", False)) or any(
         options.get(name) is not None for name in ("local_window_size", "key_value_seq_lengths")
     )
     if compares and options.get("key_positions") is None:

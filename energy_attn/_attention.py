@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels._errors import check_floating
+from energy_attn.kernels._errors import check_flag, check_floating
 
 from ._free_energy import free_energy
 
@@ -66,6 +66,7 @@ def attention(
     Raises:
         TypeError: an argument is no array or of another dtype.
         ValueError: shapes that do not belong together, values out of range, unknown names.
+        NotImplementedError: the implementation named declines the call.
 
     Source: Tree Attention (arXiv 2408.04093), equations 6 to 10.
 
@@ -79,6 +80,7 @@ def attention(
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-5))
         True
     """
+    check_flag("return_energy", return_energy)
     query, value = check_floating("query", query), check_floating("value", value)
 
     def total(source: Any) -> tuple[Array, Array]:

@@ -92,6 +92,7 @@ def free_energy(
     Raises:
         TypeError: an argument is no array or of another dtype.
         ValueError: shapes that do not belong together, values out of range, unknown names.
+        NotImplementedError: the implementation named declines the call.
 
     Source: Tree Attention (arXiv 2408.04093), equations 6 and 15; with one source per query and
     head, equations 16 to 19.
@@ -142,7 +143,10 @@ def _state(static: _Static, source: Any, arrays: _Arrays) -> AttentionState:
 def _unless_zero(source: Any) -> Any:
     # A NumPy array is known when the program is traced, and nothing can differentiate with respect
     # to it here: a derivative, of whatever order, would have brought a tracer instead.
-    return None if isinstance(source, np.ndarray) and not source.any() else source
+    if source is None or isinstance(source, jax.Array):
+        return source
+    source = np.asarray(source)  # JAX before 0.9 wraps NumPy arrays while it differentiates
+    return source if source.any() else None
 
 
 # F and its gradient in the source are the two outputs of one kernel pass. The rule computes the
@@ -157,19 +161,23 @@ def _energy(static: _Static, source: Any, arrays: _Arrays) -> Array:
 def _energy_forward(static: _Static, source: Any, arrays: _Arrays) -> tuple[Array, Any]:
     perturbed = any(x.perturbed for x in _primals(arrays))
     source, arrays = (_values(x) for x in (source, arrays))
+    # a source may be of another dtype than the values; its cotangent is of its own
+    like = None if source is None else jnp.zeros(0, jnp.result_type(source))
     if not perturbed:
         state = _state(static, source, arrays)
-        return state.lse, (state.out, None, arrays)
+        return state.lse, (state.out, like, None)
     state, pull_back = jax.vjp(functools.partial(_state, static, source), arrays)
-    return state.lse, (state.out, pull_back, arrays)
+    return state.lse, (state.out, like, pull_back)
 
 
 def _energy_backward(static: _Static, saved: Any, cotangent: Any) -> tuple[Any, Any]:
-    out, pull_back, arrays = saved
+    out, like, pull_back = saved
     del static
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None
-    source = (cotangent[..., None] * out.astype(cotangent.dtype)).astype(out.dtype)
+    source = None
+    if like is not None:
+        source = (cotangent[..., None] * out.astype(cotangent.dtype)).astype(like.dtype)
     if pull_back is None:
         return source, None
     (found,) = pull_back(AttentionState(jnp.zeros_like(out), cotangent))

@@ -1,7 +1,7 @@
 """Equinox modules: the free energy as a module, and multi-head attention built on it."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +11,18 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels._arguments import check_scale, check_window
-from energy_attn.kernels._errors import received
+from energy_attn.kernels._errors import (
+    check_boolean,
+    check_broadcastable,
+    check_finite_number,
+    check_flag,
+    check_floating,
+    check_floating_dtype,
+    check_integer,
+    check_key,
+    check_shape,
+    received,
+)
 from energy_attn.kernels._registry import candidates
 
 from ._attention import attention
@@ -60,8 +71,11 @@ class FreeEnergy(eqx.Module):
         check_scale(self.scale)
         check_window(self.local_window_size)
         candidates(self.implementation)
-        if not isinstance(self.is_causal, bool):
-            raise TypeError(f"is_causal: wanted True or False, got {received(self.is_causal)}")
+        if isinstance(self.implementation, list):  # static fields must be hashable
+            raise TypeError(
+                f"implementation: wanted a tuple of names, got {received(self.implementation)}"
+            )
+        check_flag("is_causal", self.is_causal)
         if self.parallel is not None and not isinstance(self.parallel, SequenceParallel):
             raise TypeError(
                 f"parallel: wanted a SequenceParallel or None, got {received(self.parallel)}"
@@ -105,8 +119,10 @@ class FreeEnergy(eqx.Module):
         """`jax.grad` of the energy in the source at zero: `out` `[B, T, N, Hv]`, or
         `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
         """
-        options = {**self._options(), **arrays, "return_energy": return_energy}
-        return attention(query, key, value, bias, mask, **options)
+        options = self._options()
+        return attention(
+            query, key, value, bias, mask, return_energy=return_energy, **options, **arrays
+        )
 
 
 class MultiheadAttention(eqx.Module):
@@ -142,8 +158,9 @@ class MultiheadAttention(eqx.Module):
         key: a `jax.random.key` for the initial parameters.
 
     Raises:
-        TypeError: `energy` is no `FreeEnergy`.
-        ValueError: sizes that are not positive, or `num_kv_heads` that does not divide.
+        TypeError: an argument of the wrong type.
+        ValueError: sizes that are not positive, `num_kv_heads` that does not divide, or a
+            `dropout_p` that is no probability.
 
     Source: Tree Attention (arXiv 2408.04093), equations 16 to 20.
 
@@ -199,14 +216,11 @@ class MultiheadAttention(eqx.Module):
         energy: FreeEnergy | None = None,
         key: PRNGKeyArray,
     ) -> None:
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, size in (
-            ("num_heads", num_heads),
-            ("num_kv_heads", num_kv_heads),
-            ("query_size", query_size),
-        ):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}: wanted a positive integer, got {received(size)}")
+        def size_of(name: str, size: int | None, otherwise: int) -> int:
+            return check_integer(name, otherwise if size is None else size, least=1)
+
+        num_heads = check_integer("num_heads", num_heads, least=1)
+        num_kv_heads = size_of("num_kv_heads", num_kv_heads, num_heads)
         if num_heads % num_kv_heads != 0:
             raise ValueError(
                 f"num_kv_heads: wanted a divisor of num_heads = {num_heads}, got {num_kv_heads}"
@@ -214,21 +228,21 @@ class MultiheadAttention(eqx.Module):
         energy = FreeEnergy() if energy is None else energy
         if not isinstance(energy, FreeEnergy):
             raise TypeError(f"energy: wanted a FreeEnergy, got {received(energy)}")
+        if not 0 <= check_finite_number("dropout_p", dropout_p) <= 1:
+            raise ValueError(f"dropout_p: wanted a probability, got {dropout_p}")
+        dtype = None if dtype is None else check_floating_dtype("dtype", dtype)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.query_size = query_size
-        self.key_size = query_size if key_size is None else key_size
-        self.value_size = query_size if value_size is None else value_size
-        self.output_size = query_size if output_size is None else output_size
-        self.qk_size = query_size // num_heads if qk_size is None else qk_size
-        self.vo_size = query_size // num_heads if vo_size is None else vo_size
-        if min(self.qk_size, self.vo_size) < 1:
-            raise ValueError(
-                f"query_size: wanted at least num_heads = {num_heads} (or qk_size and vo_size), "
-                f"got {query_size}"
-            )
+        # a head has the width query_size // num_heads, unless it is told another
+        least = num_heads if qk_size is None or vo_size is None else 1
+        self.query_size = query_size = check_integer("query_size", query_size, least)
+        self.key_size = size_of("key_size", key_size, query_size)
+        self.value_size = size_of("value_size", value_size, query_size)
+        self.output_size = size_of("output_size", output_size, query_size)
+        self.qk_size = size_of("qk_size", qk_size, query_size // num_heads)
+        self.vo_size = size_of("vo_size", vo_size, query_size // num_heads)
         self.use_query_bias, self.use_key_bias = use_query_bias, use_key_bias
         self.use_value_bias, self.use_output_bias = use_value_bias, use_output_bias
-        keys = jax.random.split(key, 4)
+        keys = jax.random.split(check_key("key", key), 4)
         # the order of keys in Equinox, so that equal keys give equal parameters
         self.query_proj, self.key_proj, self.value_proj, self.output_proj = (
             eqx.nn.Linear(wide, narrow, use_bias=use_bias, dtype=dtype, key=key)
@@ -243,7 +257,7 @@ class MultiheadAttention(eqx.Module):
                 strict=True,
             )
         )
-        self.dropout = eqx.nn.Dropout(dropout_p, inference=inference)
+        self.dropout = eqx.nn.Dropout(dropout_p, inference=check_flag("inference", inference))
         self.energy = energy
 
     def __call__(
@@ -290,24 +304,29 @@ class MultiheadAttention(eqx.Module):
         if deterministic is not None:
             warnings.warn("deterministic: say inference instead", DeprecationWarning, stacklevel=2)
             inference = deterministic
+        check_flag("return_energy", return_energy)
         for name, x, width in (
             ("query", query, self.query_size),
             ("key_", key_, self.key_size),
             ("value", value, self.value_size),
         ):
-            if getattr(x, "ndim", None) != 2 or x.shape[1] != width:
-                raise ValueError(f"{name}: wanted shape (length, {width}), got {received(x)}")
-        if value.shape[0] != key_.shape[0]:
-            raise ValueError(
-                f"value: wanted the length of key_, {key_.shape[0]}, got {received(value)}"
-            )
+            check_shape(name, check_floating(name, x), ("length", width))
+        check_shape("value", value, (key_.shape[0], self.value_size))
+        if mask is not None:
+            scores = (self.num_heads, query.shape[0], key_.shape[0])
+            check_broadcastable("mask", check_boolean("mask", mask), scores, leading=False)
         heads = (
             _project(self.query_proj, query, self.num_heads),
             _project(self.key_proj, key_, self.num_kv_heads),
             _project(self.value_proj, value, self.num_kv_heads),
         )
         if process_heads is not None:
-            processed = tuple(process_heads(*heads))
+            if not callable(process_heads):
+                raise TypeError(f"process_heads: wanted a function, got {received(process_heads)}")
+            processed = process_heads(*heads)
+            if not isinstance(processed, Iterable):
+                raise TypeError(f"process_heads: wanted three arrays, got {received(processed)}")
+            processed = tuple(check_floating("process_heads", x) for x in processed)
             shapes, wanted = ([x.shape for x in group] for group in (processed, heads))
             if shapes != wanted:
                 raise ValueError(f"process_heads: wanted shapes {wanted} back, got {shapes}")
@@ -331,7 +350,10 @@ class MultiheadAttention(eqx.Module):
     ) -> tuple[Array, Array]:
         query, key_, value = heads
         shape = (self.num_heads, query.shape[0], key_.shape[0])
-        inference = self.dropout.inference if inference is None else inference
+        if inference is None:
+            inference = self.dropout.inference
+        else:
+            check_flag("inference", inference)
         if inference or self.dropout.p == 0:
             return self.energy.attention(
                 query, key_, value, None, mask, return_energy=True, **options
@@ -344,7 +366,7 @@ class MultiheadAttention(eqx.Module):
         # is the weighted sum without the matrix of weights. Keys as in Equinox, one a head.
         chance = 1 - self.dropout.p
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, chance, shape[1:]))(
-            jax.random.split(key, self.num_heads)
+            jax.random.split(check_key("key", key), self.num_heads)
         )
         keep = keep if mask is None else keep & jnp.broadcast_to(mask, shape)
         out, kept = self.energy.attention(
@@ -352,7 +374,8 @@ class MultiheadAttention(eqx.Module):
         )
         energy = self.energy(query, key_, value, None, None, mask, **options)
         some = jnp.isfinite(kept)
-        share = jnp.where(some, jnp.exp(jnp.where(some, kept - energy, 0.0)), 0.0) / chance
+        share = jnp.where(some, jnp.exp(jnp.where(some, kept - energy, 0.0)), 0.0)
+        share = share / (chance or 1.0)  # where the chance is zero nothing is kept
         return (out * share[..., None].astype(out.dtype)).astype(out.dtype), energy
 
 

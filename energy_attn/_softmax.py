@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels._errors import check_array, check_floating, received
+from energy_attn.kernels._errors import check_axis, check_boolean, check_floating, received
 from energy_attn.kernels._softmax import softmax
 
 
@@ -40,7 +40,7 @@ def safe_softmax(
         Probabilities of the shape and dtype of `scores`.
 
     Raises:
-        TypeError: `scores` is no floating array or `where` no boolean one.
+        TypeError: `scores` is no floating array, `where` no boolean one or `axis` no integer.
         ValueError: `axis` is out of range, or `where` does not broadcast.
 
     Source: Tree Attention (arXiv 2408.04093), Appendix 11.
@@ -86,7 +86,8 @@ def shifted_energy(
         `(energy, shift)`, both of the shape of `scores` less `axis`, in float32 (float64).
 
     Raises:
-        TypeError: `scores` or `shift` is no floating array or `where` no boolean one.
+        TypeError: `scores` or `shift` is no floating array, `where` no boolean one or `axis` no
+            integer.
         ValueError: `axis` is out of range, or shapes do not belong together.
 
     Source: Tree Attention (arXiv 2408.04093), Appendix 11, whose statement that the gradient is
@@ -116,13 +117,10 @@ def shifted_energy(
 
 def _rows(scores: Any, where: Any, axis: Any) -> Array:
     scores = check_floating("scores", scores)
-    if not isinstance(axis, int) or not -scores.ndim <= axis < scores.ndim:
-        raise ValueError(f"axis: wanted one of the {scores.ndim} axes of scores, got {axis!r}")
+    axis = check_axis("axis", axis, scores.ndim, "scores")
     rows = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
     if where is not None:
-        where = check_array("where", where)
-        if where.dtype != jnp.bool_:
-            raise TypeError(f"where: wanted a boolean array, got {received(where)}")
+        where = check_boolean("where", where)
         try:
             where = jnp.broadcast_to(where, scores.shape)
         except ValueError:

@@ -10,8 +10,10 @@ from jaxtyping import Array
 
 from ._errors import (
     check_array,
+    check_boolean,
     check_broadcastable,
     check_finite_number,
+    check_flag,
     check_floating,
     check_shape,
     received,
@@ -91,35 +93,34 @@ def check_call(
     if query.ndim not in (3, 4):
         raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
     batched = query.ndim == 4
-    for name, x in (("key", key), ("value", value)):
-        if x.ndim != query.ndim:
-            raise ValueError(f"{name}: wanted {query.ndim} axes as query has, got {received(x)}")
-    if not batched:
-        query, key, value = query[None], key[None], value[None]
-    batch, rows, heads, width = query.shape
-    check_shape("key", key, (batch, "S", "K", width))
-    _, columns, kv_heads, _ = key.shape
-    check_shape("value", value, (batch, columns, kv_heads, "width"))
+    *lead, rows, heads, width = query.shape
+    check_shape("key", key, (*lead, "S", "K", width))
+    columns, kv_heads = key.shape[-3:-1]
+    check_shape("value", value, (*lead, columns, kv_heads, "Hv"))
     if kv_heads == 0 or heads % kv_heads != 0:
         raise ValueError(
             f"query: wanted a number of heads that is a multiple of the {kv_heads} "
-            f"key/value heads, got {heads}"
+            f"key/value heads, got {received(query)}"
         )
-    if width == 0 or value.shape[-1] == 0:
-        raise ValueError(f"query: wanted widths above zero, got {width} and {value.shape[-1]}")
+    for name, x in (("query", query), ("value", value)):
+        if x.shape[-1] == 0:
+            raise ValueError(f"{name}: wanted a width above zero, got {received(x)}")
+    if source is not None:
+        source = check_floating("source", source)
+        check_shape("source", source, (*query.shape[:-1], value.shape[-1]))
+    if not batched:
+        query, key, value = query[None], key[None], value[None]
+        source = None if source is None else source[None]
 
+    batch = query.shape[0]
     scores = (batch, heads, rows, columns)
     if bias is not None:
-        bias = _four_axes(check_floating("bias", bias))
-        check_broadcastable("bias", bias, scores)
+        check_broadcastable("bias", check_floating("bias", bias), scores, leading=False)
+        bias = _four_axes(bias)
     if mask is not None:
-        mask = _four_axes(check_array("mask", mask))
-        if mask.dtype != jnp.bool_:
-            raise TypeError(f"mask: wanted a boolean array, got {received(mask)}")
-        check_broadcastable("mask", mask, scores)
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise TypeError(f"is_causal: wanted True or False, got {received(is_causal)}")
-    rule = Rule(bool(is_causal), check_window(local_window_size))
+        check_broadcastable("mask", check_boolean("mask", mask), scores, leading=False)
+        mask = _four_axes(mask)
+    rule = Rule(check_flag("is_causal", is_causal), check_window(local_window_size))
 
     query_positions = _positions("query", query_positions, query_seq_lengths, batch, rows, batched)
     key_positions = _positions(
@@ -133,13 +134,6 @@ def check_call(
 
     query, key, scale = _scaled(query, key, scale)
     if source is not None:
-        source = check_floating("source", source)
-        if source.ndim != (4 if batched else 3):
-            raise ValueError(
-                f"source: wanted {4 if batched else 3} axes as query has, got {received(source)}"
-            )
-        source = source if batched else source[None]
-        check_shape("source", source, (batch, rows, heads, value.shape[-1]))
         query, key, scale = _with_source(query, key, value, source, scale)
     operands = Operands(query, key, value, bias, mask, query_positions, key_positions)
     return Call(operands, Settings(scale, rule), batched)
@@ -148,27 +142,31 @@ def check_call(
 def check_scale(scale: Any) -> Any:
     """Returns `scale` if it is None, a finite number or a floating scalar array.
 
-    Raises `TypeError` for another type, `ValueError` for a number that is infinite or NaN or an
-    array of another shape or dtype.
+    Raises `TypeError` for another type or dtype, `ValueError` for what is infinite or NaN (where
+    that is known) or an array with axes.
     """
     if scale is None:
         return None
     if not isinstance(scale, jax.Array):
         return check_finite_number("scale", scale)
-    if scale.ndim != 0 or not jnp.issubdtype(scale.dtype, jnp.floating):
+    if scale.ndim != 0:
         raise ValueError(f"scale: wanted a number or a floating scalar, got {received(scale)}")
+    scale = check_floating("scale", scale)
+    if not isinstance(scale, jax.core.Tracer):
+        check_finite_number("scale", float(scale))
     return scale
 
 
 def _scaled(query: Array, key: Array, scale: Any) -> tuple[Array, Array, float]:
-    scale = check_scale(scale)
+    scale, wide = check_scale(scale), lse_dtype(query.dtype)
     if scale is None:
         return query, key, query.shape[-1] ** -0.5
     if not isinstance(scale, jax.Array):
+        if abs(scale) > jnp.finfo(wide).max:
+            raise ValueError(f"scale: wanted a number within {wide}, got {scale}")
         return query, key, scale
     # An array may be traced and differentiated (an inverse temperature): it becomes part of the
     # query, in the dtype of the scores so that nothing is rounded that a number would not round.
-    wide = lse_dtype(query.dtype)
     return query.astype(wide) * scale.astype(wide), key.astype(wide), 1.0
 
 
@@ -215,19 +213,18 @@ def _positions(
     if positions is not None:
         name = "query_positions" if which == "query" else "key_positions"
         positions = _integers(name, positions)
-        if not batched and positions.ndim == 1:
-            positions = positions[None]
-        check_broadcastable(name, positions, (batch, size))
-        if positions.shape[1] != size:
-            raise ValueError(f"{name}: wanted {size} positions a row, got {received(positions)}")
-        positions = positions.astype(jnp.int32)
+        wanted = (batch, size) if batched else (size,)
+        if positions.shape not in (wanted, (1, size)):
+            raise ValueError(f"{name}: wanted shape {wanted}, got {received(positions)}")
+        positions = (positions if positions.ndim == 2 else positions[None]).astype(jnp.int32)
     if lengths is None:
         return positions
     name = f"{which}_seq_lengths"
     lengths = _integers(name, lengths)
     if not batched and lengths.ndim == 0:
         lengths = lengths[None]
-    check_shape(name, lengths, (batch,))
+    else:
+        check_shape(name, lengths, (batch,))
     if not isinstance(lengths, jax.core.Tracer):
         values = np.asarray(lengths)
         if values.size and not 0 <= values.min() <= values.max() <= size:

@@ -11,9 +11,9 @@ from ._arguments import Operands, Settings
 from ._mask import Interval, interval, may_meet, visible
 from ._state import lse_dtype
 
-# Rows of queries (of all heads that share a key head) and keys in a block: a block of scores is
-# 2 MB in float32, which stays in a core's cache between the two products. Chosen by measurement.
-QUERY_BLOCK = 512
+# Rows of queries (of all heads that share a key head) and keys in a block. Chosen by measurement:
+# large enough for the matrix products to run at full speed, small enough to stay in the cache.
+QUERY_BLOCK = 1024
 KEY_BLOCK = 1024
 
 
@@ -101,12 +101,7 @@ class Index(NamedTuple):
 
 
 class Blocks:
-    """Everything that scores are made of, cut by a grid.
-
-    Blocks of scores are held keys first, `[keys, rows]`: reductions over keys then run over the
-    leading axis, which vectorises on every platform, and both products that consume the
-    probabilities are plain matrix products without a transposed operand.
-    """
+    """Everything that scores are made of, cut by a grid; a block of scores is `[rows, keys]`."""
 
     def __init__(self, operands: Operands, settings: Settings):
         self.grid = g = grid(operands)
@@ -147,10 +142,10 @@ class Blocks:
         return None if self._meet is None else self._meet[_row(self._meet, at), at.query, at.key]
 
     def scores(self, at: Index) -> Array:
-        """The scores of one block, `[keys, rows]`, minus infinity where a key is hidden."""
+        """The scores of one block, `[rows, keys]`, minus infinity where a key is hidden."""
         g = self.grid
         query, key = self.query[at.batch, at.head, at.query], self.key[at.batch, at.head, at.key]
-        scores = outer(key, query) * self.settings.scale
+        scores = outer(query, key) * self.settings.scale
         if self.bias is not None:
             scores = scores + self._block(self.bias, at).astype(scores.dtype)
         if self.mask is not None:
@@ -158,15 +153,15 @@ class Blocks:
         if self.positions is not None:
             queries, keys = (x[_row(x, at), i] for x, i in zip(self.positions, at[2:], strict=True))
             queries = jnp.tile(queries, g.group)
-            seen = visible(self.settings.rule, queries[None, :], keys[:, None])
+            seen = visible(self.settings.rule, queries[:, None], keys[None, :])
             scores = jnp.where(seen, scores, -jnp.inf)
         return scores
 
     def _block(self, x: Array, at: Index) -> Array:
         g = self.grid
         start, sizes = self._corner(x.shape, at)
-        block = lax.dynamic_slice(x, start, sizes)[0].transpose(2, 0, 1)
-        return jnp.broadcast_to(block, (g.keys, g.group, g.times)).reshape(g.keys, g.rows)
+        block = lax.dynamic_slice(x, start, sizes)[0]
+        return jnp.broadcast_to(block, (g.group, g.times, g.keys)).reshape(g.rows, g.keys)
 
     def _corner(self, shape: tuple[int, ...], at: Index) -> tuple[list[Array], list[int]]:
         g = self.grid
@@ -178,7 +173,7 @@ class Blocks:
         """Adds the gradient of one block of scores to that of the (padded) bias."""
         g = self.grid
         start, sizes = self._corner(total.shape, at)
-        block = block.reshape(g.keys, g.group, g.times).transpose(1, 2, 0)[None]
+        block = block.reshape(1, g.group, g.times, g.keys)
         axes = tuple(i for i in range(4) if sizes[i] == 1 and block.shape[i] > 1)
         block = block.sum(axes, keepdims=True)
         return lax.dynamic_update_slice(

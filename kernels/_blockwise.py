@@ -38,33 +38,34 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
     blocks = Blocks(operands, settings)
     g = blocks.grid
     wide = lse_dtype(operands.query.dtype)
-    # Values stand on their side with a row of ones below: one product of [width + 1, keys] and
-    # [keys, rows] gives numerator and denominator. The probabilities stay in the wide dtype.
-    ones = jnp.ones((*value.shape[:-1], 1), wide)
-    values = cut_keys(g, jnp.concatenate([value.astype(wide), ones], -1)).swapaxes(-1, -2)
+    # The probabilities stay in the wide dtype, and so do the values that they weigh.
+    values = cut_keys(g, value.astype(wide))
 
     def one_block_of_queries(at: Index) -> tuple[Array, Array]:
-        def one_block_of_keys(carry: tuple[Array, Array], j: Array) -> Any:
+        def one_block_of_keys(carry: Any, j: Array) -> Any:
             here = at._replace(key=j)
 
-            def attend(maximum: Array, sums: Array) -> tuple[Array, Array]:
+            def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
                 scores = blocks.scores(here)
-                new = jnp.maximum(maximum, scores.max(0))
+                new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
                 shift = jnp.where(jnp.isfinite(new), new, 0.0)
-                weights = jnp.exp(scores - shift[None])
+                weights = jnp.exp(scores - shift)
                 decay = jnp.exp(maximum - shift)
-                here_sums = product(values[here.batch, here.head, j], weights)
-                return new, sums * decay[None] + here_sums
+                total = total * decay + weights.sum(-1, keepdims=True)
+                return new, total, sums * decay + product(weights, values[here.batch, here.head, j])
 
             return when(blocks.meet(here), attend, *carry), None
 
-        start = blocks.full(-jnp.inf, g.rows), blocks.full(0.0, value.shape[-1] + 1, g.rows)
-        (maximum, sums), _ = lax.scan(one_block_of_keys, start, jnp.arange(g.key_blocks))
-        numerator, denominator = sums[:-1], sums[-1]
-        seen = denominator > 0
-        denominator = jnp.where(seen, denominator, 1.0)
-        lse = jnp.where(seen, maximum + jnp.log(denominator), -jnp.inf)
-        return (numerator / denominator[None]).T.astype(value.dtype), lse[:, None]
+        start = (
+            blocks.full(-jnp.inf, g.rows, 1),
+            blocks.full(0.0, g.rows, 1),
+            blocks.full(0.0, g.rows, value.shape[-1]),
+        )
+        (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, jnp.arange(g.key_blocks))
+        seen = total > 0
+        total = jnp.where(seen, total, 1.0)
+        lse = jnp.where(seen, maximum + jnp.log(total), -jnp.inf)
+        return (sums / total).astype(value.dtype), lse
 
     out, lse = over_heads_and_queries(blocks, one_block_of_queries)
     return AttentionState(join_queries(g, out, rows), join_queries(g, lse, rows)[..., 0])
@@ -107,41 +108,42 @@ def backward(
     lse = jnp.where(seen, state.lse, jnp.inf)
     delta = (cotangent.out.astype(wide) * state.out.astype(wide)).sum(-1) - cotangent.lse
     delta = jnp.where(seen, delta, 0.0)
-    lse = cut_queries(g, lse[..., None], fill=jnp.inf)[..., 0]
-    delta = cut_queries(g, delta[..., None])[..., 0]
+    lse = cut_queries(g, lse[..., None], fill=jnp.inf)
+    delta = cut_queries(g, delta[..., None])
     outs = cut_queries(g, cotangent.out)
     values = cut_keys(g, value)
-    keys_on_side = cut_keys(g, key.astype(wide)).swapaxes(-1, -2)
+    # Sums over rows are taken as [width, rows] times [rows, keys], a plain matrix product, and so
+    # the gradients of keys and values lie on their side until the end.
+    queries_on_side = blocks.query.astype(wide).swapaxes(-1, -2)
+    outs_on_side = outs.astype(wide).swapaxes(-1, -2)
 
     def one_block_of_keys(at: Index, queries: Array, biases: Array | None) -> Any:
         def one_block_of_queries(carry: Any, i: Array) -> Any:
             here = at._replace(query=i)
-            where = here.batch, here.head, i
+            rows, keys = (here.batch, here.head, i), (here.batch, here.head, here.key)
 
-            def attend(keys: Array, values_: Array, queries: Array, biases: Any) -> Any:
-                weights = jnp.exp(blocks.scores(here) - lse[where][None])
-                gradient = outer(values[here.batch, here.head, here.key], outs[where])
-                gradient = weights * (gradient - delta[where][None])
-                if biases is not None:
-                    biases = blocks.add_to_bias(biases, gradient, here)
-                keys += product(gradient, blocks.query[where].astype(wide))
-                values_ += product(weights, outs[where].astype(wide))
-                new = product(keys_on_side[here.batch, here.head, here.key], gradient)
-                queries = queries.at[i].add(new)
-                return keys, values_, queries, biases
+            def attend(d_keys: Array, d_values: Array, d_queries: Array, d_biases: Any) -> Any:
+                weights = jnp.exp(blocks.scores(here) - lse[rows])
+                d_scores = weights * (outer(outs[rows], values[keys]) - delta[rows])
+                if d_biases is not None:
+                    d_biases = blocks.add_to_bias(d_biases, d_scores, here)
+                d_keys += product(queries_on_side[rows], d_scores)
+                d_values += product(outs_on_side[rows], weights)
+                new = product(d_scores, blocks.key[keys].astype(wide))
+                return d_keys, d_values, d_queries.at[i].add(new), d_biases
 
             return when(blocks.meet(here), attend, *carry), None
 
         start = (
-            blocks.full(0.0, g.keys, key.shape[-1]),
-            blocks.full(0.0, g.keys, value.shape[-1]),
+            blocks.full(0.0, key.shape[-1], g.keys),
+            blocks.full(0.0, value.shape[-1], g.keys),
             queries,
             biases,
         )
-        (keys, values_, queries, biases), _ = lax.scan(
+        (d_keys, d_values, queries, biases), _ = lax.scan(
             one_block_of_queries, start, jnp.arange(g.query_blocks)
         )
-        return (queries, biases), (keys, values_)
+        return (queries, biases), (d_keys, d_values)
 
     def one_head(biases: Array | None, i: Array) -> Any:
         at = Index(i // g.kv_heads, i % g.kv_heads, i, i)
@@ -149,19 +151,19 @@ def backward(
         def step(carry: Any, j: Array) -> Any:
             return one_block_of_keys(at._replace(key=j), *carry)
 
-        queries = blocks.full(0.0, g.query_blocks, key.shape[-1], g.rows)
+        queries = blocks.full(0.0, g.query_blocks, g.rows, key.shape[-1])
         (queries, biases), found = lax.scan(step, (queries, biases), jnp.arange(g.key_blocks))
-        return biases, (queries.swapaxes(-1, -2), *found)
+        return biases, (queries, *found)
 
     biases = None if blocks.bias is None else blocks.full(0.0, *blocks.bias.shape)
     biases, found = lax.scan(one_head, biases, jnp.arange(g.batch * g.kv_heads))
-    queries, keys, values_ = (x.reshape(g.batch, g.kv_heads, *x.shape[1:]) for x in found)
+    queries, keys, values = (x.reshape(g.batch, g.kv_heads, *x.shape[1:]) for x in found)
     if bias is not None and biases is not None:
         biases = biases[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     return none._replace(
         query=(join_queries(g, queries, rows) * settings.scale).astype(query.dtype),
-        key=(join_keys(g, keys, columns) * settings.scale).astype(key.dtype),
-        value=join_keys(g, values_, columns).astype(value.dtype),
+        key=(join_keys(g, keys.swapaxes(-1, -2), columns) * settings.scale).astype(key.dtype),
+        value=join_keys(g, values.swapaxes(-1, -2), columns).astype(value.dtype),
         bias=biases,
     )
 

@@ -7,38 +7,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+FLOATING = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
+_FLOATING = "float16, bfloat16, float32 or float64"
+
 
 def received(x: Any) -> str:
     """How an argument is shown in an error: `float32[2,3]` for arrays, else its type and value.
 
     Raises nothing; a value whose text is long is cut.
     """
-    if isinstance(x, (jax.Array, np.ndarray)):
+    arrays = (jax.Array, np.ndarray)
+    if isinstance(x, arrays):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-    text = repr(x)
+    if isinstance(x, (tuple, list)) and any(isinstance(item, arrays) for item in x):
+        text = f"of {', '.join(map(received, x))}"
+    else:
+        text = " ".join(repr(x).split())
     return f"{type(x).__name__} {text if len(text) < 60 else text[:57] + '...'}"
 
 
-def check_array(name: str, x: Any) -> jax.Array:
+def check_array(name: str, x: Any) -> Any:
     """Returns `x` if it is an array (JAX or NumPy); nothing is converted silently.
+
+    NumPy arrays serve wherever JAX's do, so the result is typed as neither.
 
     Raises `TypeError` for lists, numbers and anything else.
     """
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name}: wanted a JAX or NumPy array, got {received(x)}")
-    return x  # pyright: ignore[reportReturnType]  # NumPy arrays serve wherever JAX's do
+    return x
 
 
-def check_floating(name: str, x: Any) -> jax.Array:
+def check_floating(name: str, x: Any) -> Any:
     """Returns `x` if it is an array of float16, bfloat16, float32 or float64.
 
     Raises `TypeError` otherwise: integers, booleans, complex numbers and 8-bit floats included.
     """
     x = check_array(name, x)
-    if x.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
-        raise TypeError(
-            f"{name}: wanted a float16, bfloat16, float32 or float64 array, got {received(x)}"
-        )
+    if x.dtype not in FLOATING:
+        raise TypeError(f"{name}: wanted a {_FLOATING} array, got {received(x)}")
     return x
 
 
@@ -54,19 +61,53 @@ def check_shape(name: str, x: Any, shape: tuple[int | str, ...]) -> None:
         raise ValueError(f"{name}: wanted shape ({', '.join(map(str, shape))}), got {received(x)}")
 
 
-def check_broadcastable(name: str, x: Any, shape: tuple[int, ...]) -> None:
-    """Checks that `x` has the rank of `shape` and, on each axis, its size or 1.
+def check_broadcastable(name: str, x: Any, shape: tuple[int, ...], *, leading: bool = True) -> None:
+    """Checks that `x` has, on each axis of `shape`, its size or 1.
 
-    Raises `ValueError` naming the argument, its shape and the wanted one.
+    `leading`: whether leading axes must be given too. Raises `ValueError` naming the argument, its
+    shape and the wanted one.
     """
-    fits = len(x.shape) == len(shape) and all(
-        have in (1, want) for want, have in zip(shape, x.shape, strict=True)
+    given = x.shape if leading else (1,) * (len(shape) - len(x.shape)) + x.shape
+    fits = len(given) == len(shape) and all(
+        have in (1, want) for want, have in zip(shape, given, strict=True)
     )
     if not fits:
         raise ValueError(
-            f"{name}: wanted a shape broadcastable to "
-            f"({', '.join(map(str, shape))}) with each axis given, got {received(x)}"
+            f"{name}: wanted a shape broadcastable to ({', '.join(map(str, shape))})"
+            f"{' with each axis given' if leading else ''}, got {received(x)}"
         )
+
+
+def check_boolean(name: str, x: Any) -> Any:
+    """Returns `x` if it is a boolean array; raises `TypeError` otherwise."""
+    x = check_array(name, x)
+    if x.dtype != jnp.bool_:
+        raise TypeError(f"{name}: wanted a boolean array, got {received(x)}")
+    return x
+
+
+def check_floating_dtype(name: str, x: Any) -> jnp.dtype:
+    """Returns `x` as a dtype; raises `TypeError` unless it is one that `check_floating` takes."""
+    try:
+        # NumPy reads None as float64, and takes it for equal to that too
+        dtype = jnp.dtype(object if x is None else x)
+    except TypeError:
+        dtype = jnp.dtype(object)
+    if dtype not in FLOATING:
+        raise TypeError(f"{name}: wanted {_FLOATING}, got {received(x)}")
+    return dtype
+
+
+def check_key(name: str, x: Any) -> jax.Array:
+    """Returns `x` if it is one key for random numbers: `jax.random.key`, or the old form of it.
+
+    Raises `TypeError` for anything else, arrays of several keys included.
+    """
+    if isinstance(x, jax.Array):
+        new = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if x.ndim == 0 if new else x.ndim == 1 and x.dtype == jnp.uint32:
+            return x
+    raise TypeError(f"{name}: wanted a jax.random.key, got {received(x)}")
 
 
 def check_finite_number(name: str, x: Any) -> float:
@@ -76,6 +117,40 @@ def check_finite_number(name: str, x: Any) -> float:
     """
     if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: wanted a real number, got {received(x)}")
-    if not math.isfinite(x):
-        raise ValueError(f"{name}: wanted a finite number, got {x}")
-    return float(x)
+    try:
+        number = float(x)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: wanted a finite number, got {received(x)}")
+    return number
+
+
+def check_integer(name: str, x: Any, least: int | None = None) -> int:
+    """Returns `x` as a Python int.
+
+    Raises `TypeError` if it is no integer (a boolean is none) and `ValueError` below `least`.
+    """
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+        raise TypeError(f"{name}: wanted an integer, got {received(x)}")
+    if least is not None and x < least:
+        raise ValueError(f"{name}: wanted at least {least}, got {x}")
+    return int(x)
+
+
+def check_axis(name: str, x: Any, rank: int, of: str) -> int:
+    """Returns the axis `x` of an array of `rank` axes, counted from the front.
+
+    Raises `TypeError` if it is no integer and `ValueError` if `of`, the array, has no such axis.
+    """
+    axis = check_integer(name, x)
+    if not -rank <= axis < rank:
+        raise ValueError(f"{name}: wanted one of the {rank} axes of {of}, got {axis}")
+    return axis % rank
+
+
+def check_flag(name: str, x: Any) -> bool:
+    """Returns `x` as True or False; raises `TypeError` if it is neither."""
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name}: wanted True or False, got {received(x)}")
+    return bool(x)

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ._errors import check_floating, check_shape, received
+from ._errors import (
+    check_axis,
+    check_floating,
+    check_floating_dtype,
+    check_integer,
+    check_shape,
+    received,
+)
 
 
 class AttentionState(NamedTuple):
@@ -59,8 +66,8 @@ def empty_state(
         dtype: the dtype of `out`. `lse` is float32, or float64 where `out` is.
 
     Raises:
-        TypeError: if `dtype` is not floating.
-        ValueError: if `shape` has no axis.
+        TypeError: if `dtype` is not floating or `shape` no tuple of integers.
+        ValueError: if `shape` has no axis or a negative size.
 
     Source: the identity of the fold in Tree Attention (arXiv 2408.04093), Algorithm 3.
 
@@ -69,9 +76,10 @@ def empty_state(
         >>> empty_state((1, 2, 3, 4)).lse.shape
         (1, 2, 3)
     """
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype: wanted a floating dtype, got {dtype}")
+    dtype = check_floating_dtype("dtype", dtype)
+    if not isinstance(shape, (tuple, list)):
+        raise TypeError(f"shape: wanted a tuple of integers, got {received(shape)}")
+    shape = tuple(check_integer("shape", size, least=0) for size in shape)
     if len(shape) == 0:
         raise ValueError("shape: wanted at least the width axis, got ()")
     lse = jnp.full(shape[:-1], -jnp.inf, lse_dtype(dtype))
@@ -165,10 +173,12 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     for mine, theirs, field in zip(a, b, AttentionState._fields, strict=True):
         if mine.shape != theirs.shape:
             raise ValueError(
-                f"b.{field}: wanted the shape of a's, {mine.shape}, got {theirs.shape}"
+                f"b.{field}: wanted the shape of a's, {mine.shape}, got {received(theirs)}"
             )
         if mine.dtype != theirs.dtype:
-            raise TypeError(f"b.{field}: wanted the dtype of a's, {mine.dtype}, got {theirs.dtype}")
+            raise TypeError(
+                f"b.{field}: wanted the dtype of a's, {mine.dtype}, got {received(theirs)}"
+            )
     stacked = AttentionState(jnp.stack([a.out, b.out]), jnp.stack([a.lse, b.lse]))
     return merge_all(stacked, axis=0)
 
@@ -187,7 +197,7 @@ def merge_all(stacked: AttentionState, axis: int = 0) -> AttentionState:
         The folded state, with `axis` removed.
 
     Raises:
-        TypeError: if `stacked` is no `AttentionState`.
+        TypeError: if `stacked` is no `AttentionState` or `axis` no integer.
         ValueError: if the shapes do not belong together or `axis` is out of range.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3 on one device.
@@ -200,10 +210,7 @@ def merge_all(stacked: AttentionState, axis: int = 0) -> AttentionState:
         2.0794415...
     """
     check_state("stacked", stacked)
-    rank = stacked.lse.ndim
-    if not -rank <= axis < rank:
-        raise ValueError(f"axis: wanted one of lse's {rank} axes, got {axis}")
-    axis %= rank
+    axis = check_axis("axis", axis, stacked.lse.ndim, "stacked.lse")
 
     def total(pair: tuple[Array, Array]) -> tuple[Array, Array]:
         return pair[0].sum(axis, keepdims=True), pair[1].sum(axis, keepdims=True)
@@ -229,5 +236,5 @@ def check_state(name: str, state: Any) -> None:
     if state.lse.dtype not in (wanted, jnp.float64):
         raise TypeError(
             f"{name}.lse: wanted {wanted} or wider beside {state.out.dtype} outputs, "
-            f"got {state.lse.dtype}"
+            f"got {received(state.lse)}"
         )
