@@ -85,7 +85,8 @@ def check_call(
     Raises `TypeError` or `ValueError` naming the argument, what came and what was wanted.
     """
     query, key, value = (
-        check_floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        jnp.asarray(check_floating(name, x))
+        for name, x in (("query", query), ("key", key), ("value", value))
     )
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
@@ -106,7 +107,7 @@ def check_call(
         if x.shape[-1] == 0:
             raise ValueError(f"{name}: wanted a width above zero, got {received(x)}")
     if source is not None:
-        source = check_floating("source", source)
+        source = jnp.asarray(check_floating("source", source))
         check_shape("source", source, (*query.shape[:-1], value.shape[-1]))
     if not batched:
         query, key, value = query[None], key[None], value[None]
@@ -181,8 +182,9 @@ def _with_source(
     return query, key, 1.0
 
 
-def _four_axes(x: Array) -> Array:
+def _four_axes(x: Any) -> Array:
     # as in jax.nn: leading axes may be left out
+    x = jnp.asarray(x)
     return x if x.ndim >= 4 else x[(None,) * (4 - x.ndim)]
 
 
@@ -216,7 +218,7 @@ def _positions(
         wanted = (batch, size) if batched else (size,)
         if positions.shape not in (wanted, (1, size)):
             raise ValueError(f"{name}: wanted shape {wanted}, got {received(positions)}")
-        positions = (positions if positions.ndim == 2 else positions[None]).astype(jnp.int32)
+        positions = jnp.asarray(positions if positions.ndim == 2 else positions[None], jnp.int32)
     if lengths is None:
         return positions
     name = f"{which}_seq_lengths"
@@ -234,7 +236,7 @@ def _positions(
     return jnp.where(inside, slots if positions is None else positions, -1)
 
 
-def _integers(name: str, x: Any) -> Array:
+def _integers(name: str, x: Any) -> Any:
     x = check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: wanted an integer array, got {received(x)}")

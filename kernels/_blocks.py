@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
@@ -12,8 +13,11 @@ from ._mask import Interval, interval, may_meet, visible
 from ._state import lse_dtype
 
 # Rows of queries (of all heads that share a key head) and keys in a block. Chosen by measurement:
-# large enough for the matrix products to run at full speed, small enough to stay in the cache.
+# large enough for the matrix products to run at full speed, small enough to stay in the cache. All
+# rows of a batch are in a block together, so that a batch split over devices stays where it is, and
+# share the number of queries, down to the smallest.
 QUERY_BLOCK = 1024
+SMALLEST_QUERY_BLOCK = 256
 KEY_BLOCK = 1024
 
 
@@ -24,7 +28,6 @@ class Grid(NamedTuple):
     head, so no key is ever repeated and a block covers an interval of time.
     """
 
-    batch: int
     kv_heads: int
     group: int
     times: int
@@ -43,43 +46,44 @@ def grid(operands: Operands) -> Grid:
     batch, rows, heads, _ = operands.query.shape
     columns, kv_heads = operands.key.shape[1:3]
     group = heads // kv_heads
-    query_blocks = min(rows, math.ceil(rows * group / QUERY_BLOCK))
+    most = max(QUERY_BLOCK // max(batch, 1), min(SMALLEST_QUERY_BLOCK, QUERY_BLOCK))
+    query_blocks = min(rows, math.ceil(rows * group / most))
     key_blocks = math.ceil(columns / KEY_BLOCK)
     times = math.ceil(rows / max(query_blocks, 1))
     keys = math.ceil(columns / max(key_blocks, 1))
-    return Grid(batch, kv_heads, group, times, query_blocks, keys, key_blocks)
+    return Grid(kv_heads, group, times, query_blocks, keys, key_blocks)
 
 
 def cut_queries(grid: Grid, x: Array, fill: int | float = 0) -> Array:
-    """`[B, T, N, W]` to `[B, K, blocks, rows, W]`, rows ordered by (head of the group, time)."""
+    """`[B, T, N, W]` to `[K, blocks, B, rows, W]`, rows ordered by (head of the group, time)."""
     batch, rows, heads, width = x.shape
     x = _pad(x, 1, grid.times * grid.query_blocks, fill)
     x = x.reshape(batch, grid.query_blocks, grid.times, grid.kv_heads, grid.group, width)
-    x = x.transpose(0, 3, 1, 4, 2, 5)
-    return x.reshape(batch, grid.kv_heads, grid.query_blocks, grid.rows, width)
+    x = x.transpose(3, 1, 0, 4, 2, 5)
+    return x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.rows, width)
 
 
 def join_queries(grid: Grid, x: Array, rows: int) -> Array:
-    """The inverse of `cut_queries`: `[B, K, blocks, rows, W]` to `[B, T, N, W]`."""
-    batch, width = x.shape[0], x.shape[-1]
-    x = x.reshape(batch, grid.kv_heads, grid.query_blocks, grid.group, grid.times, width)
-    x = x.transpose(0, 2, 4, 1, 3, 5)
+    """The inverse of `cut_queries`: `[K, blocks, B, rows, W]` to `[B, T, N, W]`."""
+    batch, width = x.shape[2], x.shape[-1]
+    x = x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.group, grid.times, width)
+    x = x.transpose(2, 1, 4, 0, 3, 5)
     x = x.reshape(batch, grid.query_blocks * grid.times, grid.kv_heads * grid.group, width)
     return x[:, :rows]
 
 
 def cut_keys(grid: Grid, x: Array) -> Array:
-    """`[B, S, K, W]` to `[B, K, blocks, keys, W]`."""
+    """`[B, S, K, W]` to `[K, blocks, B, keys, W]`."""
     batch, _, kv_heads, width = x.shape
     x = _pad(x, 1, grid.keys * grid.key_blocks)
     x = x.reshape(batch, grid.key_blocks, grid.keys, kv_heads, width)
-    return x.transpose(0, 3, 1, 2, 4)
+    return x.transpose(3, 1, 0, 2, 4)
 
 
 def join_keys(grid: Grid, x: Array, columns: int) -> Array:
-    """The inverse of `cut_keys`: `[B, K, blocks, keys, W]` to `[B, S, K, W]`."""
-    batch, width = x.shape[0], x.shape[-1]
-    x = x.transpose(0, 2, 3, 1, 4)
+    """The inverse of `cut_keys`: `[K, blocks, B, keys, W]` to `[B, S, K, W]`."""
+    batch, width = x.shape[2], x.shape[-1]
+    x = x.transpose(2, 1, 3, 0, 4)
     return x.reshape(batch, grid.key_blocks * grid.keys, grid.kv_heads, width)[:, :columns]
 
 
@@ -92,16 +96,15 @@ def _pad(x: Array, axis: int, size: int, fill: int | float = 0) -> Array:
 
 
 class Index(NamedTuple):
-    """Which block: batch row, key head, block of queries, block of keys."""
+    """Which block: key head, block of queries, block of keys."""
 
-    batch: Array
     head: Array
     query: Array
     key: Array
 
 
 class Blocks:
-    """Everything that scores are made of, cut by a grid; a block of scores is `[rows, keys]`."""
+    """Everything that scores are made of, cut by a grid; a block of scores is `[B, rows, keys]`."""
 
     def __init__(self, operands: Operands, settings: Settings):
         self.grid = g = grid(operands)
@@ -124,12 +127,11 @@ class Blocks:
             query_positions = query_positions.reshape(-1, g.query_blocks, g.times)
             key_positions = key_positions.reshape(-1, g.key_blocks, g.keys)
             self.positions = query_positions, key_positions
-            low, high = interval(query_positions)
             self._meet = may_meet(
                 settings.rule,
-                Interval(low[:, :, None], high[:, :, None]),
+                Interval(*(x[:, :, None] for x in interval(query_positions))),
                 Interval(*(x[:, None, :] for x in interval(key_positions))),
-            )
+            ).any(0)
 
     def full(self, fill: float, *shape: int) -> Array:
         """A constant to start a loop with, in the dtype of the scores; inside shard_map it counts
@@ -139,41 +141,43 @@ class Blocks:
 
     def meet(self, at: Index) -> Bool[Array, ""] | None:
         """Whether any query of the block may see any key of it; None if all see all."""
-        return None if self._meet is None else self._meet[_row(self._meet, at), at.query, at.key]
+        return None if self._meet is None else self._meet[at.query, at.key]
 
     def scores(self, at: Index) -> Array:
-        """The scores of one block, `[rows, keys]`, minus infinity where a key is hidden."""
-        g = self.grid
-        query, key = self.query[at.batch, at.head, at.query], self.key[at.batch, at.head, at.key]
+        """The scores of one block, `[B, rows, keys]`, minus infinity where a key is hidden."""
+        query, key = self.query[at.head, at.query], self.key[at.head, at.key]
         scores = outer(query, key) * self.settings.scale
         if self.bias is not None:
             scores = scores + self._block(self.bias, at).astype(scores.dtype)
         if self.mask is not None:
             scores = jnp.where(self._block(self.mask, at), scores, -jnp.inf)
         if self.positions is not None:
-            queries, keys = (x[_row(x, at), i] for x, i in zip(self.positions, at[2:], strict=True))
-            queries = jnp.tile(queries, g.group)
-            seen = visible(self.settings.rule, queries[:, None], keys[None, :])
+            queries, keys = (x[:, i] for x, i in zip(self.positions, at[1:], strict=True))
+            queries = jnp.tile(queries, (1, self.grid.group))
+            seen = visible(self.settings.rule, queries[:, :, None], keys[:, None, :])
             scores = jnp.where(seen, scores, -jnp.inf)
         return scores
 
     def _block(self, x: Array, at: Index) -> Array:
         g = self.grid
-        start, sizes = self._corner(x.shape, at)
-        block = lax.dynamic_slice(x, start, sizes)[0]
-        return jnp.broadcast_to(block, (g.group, g.times, g.keys)).reshape(g.rows, g.keys)
+        block = lax.dynamic_slice(x, *self._corner(x.shape, at))
+        block = jnp.broadcast_to(block, (x.shape[0], g.group, g.times, g.keys))
+        return block.reshape(x.shape[0], g.rows, g.keys)
 
     def _corner(self, shape: tuple[int, ...], at: Index) -> tuple[list[Array], list[int]]:
         g = self.grid
-        steps = (1, g.group, g.times, g.keys)
-        start = [i * step if n > 1 else 0 * i for n, i, step in zip(shape, at, steps, strict=True)]
-        return start, [min(n, step) for n, step in zip(shape, steps, strict=True)]
+        steps = (g.group, g.times, g.keys)
+        start = [
+            i * step if n > 1 else 0 * i for n, i, step in zip(shape[1:], at, steps, strict=True)
+        ]
+        sizes = [min(n, step) for n, step in zip(shape[1:], steps, strict=True)]
+        return [0 * at.head, *start], [shape[0], *sizes]
 
     def add_to_bias(self, total: Array, block: Array, at: Index) -> Array:
         """Adds the gradient of one block of scores to that of the (padded) bias."""
         g = self.grid
         start, sizes = self._corner(total.shape, at)
-        block = block.reshape(1, g.group, g.times, g.keys)
+        block = block.reshape(-1, g.group, g.times, g.keys)
         axes = tuple(i for i in range(4) if sizes[i] == 1 and block.shape[i] > 1)
         block = block.sum(axes, keepdims=True)
         return lax.dynamic_update_slice(
@@ -188,19 +192,20 @@ def _pad_scores(x: Array | None, rows: int, columns: int) -> Array | None:
     return x if x.shape[3] == 1 else _pad(x, 3, columns)
 
 
-def _row(x: Array, at: Index) -> Array:
-    return at.batch if x.shape[0] > 1 else 0 * at.batch
-
-
 def outer(a: Array, b: Array) -> Array:
-    """`a bᵀ` of `[m, w]` and `[n, w]`, accumulated in float32 or wider. Raises nothing."""
-    return lax.dot_general(
-        a, b, (((1,), (1,)), ((), ())), preferred_element_type=lse_dtype(a.dtype)
-    )
+    """`a bᵀ` of `[B, m, w]` and `[B, n, w]`, accumulated in float32 or wider. Raises nothing."""
+    return _dot(a, b, contract=(1, 1))
 
 
 def product(a: Array, b: Array) -> Array:
-    """`a b` of `[m, k]` and `[k, n]`, accumulated in float32 or wider. Raises nothing."""
-    return lax.dot_general(
-        a, b, (((1,), (0,)), ((), ())), preferred_element_type=lse_dtype(a.dtype)
-    )
+    """`a b` of `[B, m, k]` and `[B, k, n]`, accumulated in float32 or wider. Raises nothing."""
+    return _dot(a, b, contract=(1, 0))
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    def dot(a: Array, b: Array) -> Array:
+        axes = ((contract[0],), (contract[1],)), ((), ())
+        return lax.dot_general(a, b, axes, preferred_element_type=lse_dtype(a.dtype))
+
+    # XLA:CPU has its fast 16-bit product only without a batch axis
+    return dot(a[0], b[0])[None] if a.shape[0] == 1 else jax.vmap(dot)(a, b)

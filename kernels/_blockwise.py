@@ -7,7 +7,6 @@ arXiv 2307.08691).
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -31,9 +30,9 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
 
     Differentiated as it stands it would store every block: see `_flash` for the derivative.
     """
-    batch, rows, heads, _ = operands.query.shape
+    batch, rows = operands.query.shape[:2]
     value = operands.value
-    if rows == 0 or operands.key.shape[1] == 0:
+    if batch == 0 or rows == 0 or operands.key.shape[1] == 0:
         return _without_keys(operands)
     blocks = Blocks(operands, settings)
     g = blocks.grid
@@ -52,14 +51,14 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
                 weights = jnp.exp(scores - shift)
                 decay = jnp.exp(maximum - shift)
                 total = total * decay + weights.sum(-1, keepdims=True)
-                return new, total, sums * decay + product(weights, values[here.batch, here.head, j])
+                return new, total, sums * decay + product(weights, values[here.head, j])
 
             return when(blocks.meet(here), attend, *carry), None
 
         start = (
-            blocks.full(-jnp.inf, g.rows, 1),
-            blocks.full(0.0, g.rows, 1),
-            blocks.full(0.0, g.rows, value.shape[-1]),
+            blocks.full(-jnp.inf, batch, g.rows, 1),
+            blocks.full(0.0, batch, g.rows, 1),
+            blocks.full(0.0, batch, g.rows, value.shape[-1]),
         )
         (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, jnp.arange(g.key_blocks))
         seen = total > 0
@@ -67,7 +66,10 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
         lse = jnp.where(seen, maximum + jnp.log(total), -jnp.inf)
         return (sums / total).astype(value.dtype), lse
 
-    out, lse = over_heads_and_queries(blocks, one_block_of_queries)
+    def one_head(h: Array) -> tuple[Array, Array]:
+        return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), jnp.arange(g.query_blocks))
+
+    out, lse = lax.map(one_head, jnp.arange(g.kv_heads))
     return AttentionState(join_queries(g, out, rows), join_queries(g, lse, rows)[..., 0])
 
 
@@ -97,8 +99,8 @@ def backward(
     query, key, value, bias = operands[:4]
     zeros: list[Any] = [None if x is None else jnp.zeros_like(x) for x in operands[:4]]
     none = Operands(*zeros, mask=None, query_positions=None, key_positions=None)
-    rows, columns = query.shape[1], key.shape[1]
-    if rows == 0 or columns == 0:
+    (batch, rows), columns = query.shape[:2], key.shape[1]
+    if batch == 0 or rows == 0 or columns == 0:
         return none
     blocks = Blocks(operands, settings)
     g = blocks.grid
@@ -120,7 +122,7 @@ def backward(
     def one_block_of_keys(at: Index, queries: Array, biases: Array | None) -> Any:
         def one_block_of_queries(carry: Any, i: Array) -> Any:
             here = at._replace(query=i)
-            rows, keys = (here.batch, here.head, i), (here.batch, here.head, here.key)
+            rows, keys = (here.head, i), (here.head, here.key)
 
             def attend(d_keys: Array, d_values: Array, d_queries: Array, d_biases: Any) -> Any:
                 weights = jnp.exp(blocks.scores(here) - lse[rows])
@@ -135,8 +137,8 @@ def backward(
             return when(blocks.meet(here), attend, *carry), None
 
         start = (
-            blocks.full(0.0, key.shape[-1], g.keys),
-            blocks.full(0.0, value.shape[-1], g.keys),
+            blocks.full(0.0, batch, key.shape[-1], g.keys),
+            blocks.full(0.0, batch, value.shape[-1], g.keys),
             queries,
             biases,
         )
@@ -145,19 +147,16 @@ def backward(
         )
         return (queries, biases), (d_keys, d_values)
 
-    def one_head(biases: Array | None, i: Array) -> Any:
-        at = Index(i // g.kv_heads, i % g.kv_heads, i, i)
-
+    def one_head(biases: Array | None, h: Array) -> Any:
         def step(carry: Any, j: Array) -> Any:
-            return one_block_of_keys(at._replace(key=j), *carry)
+            return one_block_of_keys(Index(h, j, j), *carry)
 
-        queries = blocks.full(0.0, g.query_blocks, g.rows, key.shape[-1])
+        queries = blocks.full(0.0, g.query_blocks, batch, g.rows, key.shape[-1])
         (queries, biases), found = lax.scan(step, (queries, biases), jnp.arange(g.key_blocks))
         return biases, (queries, *found)
 
     biases = None if blocks.bias is None else blocks.full(0.0, *blocks.bias.shape)
-    biases, found = lax.scan(one_head, biases, jnp.arange(g.batch * g.kv_heads))
-    queries, keys, values = (x.reshape(g.batch, g.kv_heads, *x.shape[1:]) for x in found)
+    biases, (queries, keys, values) = lax.scan(one_head, biases, jnp.arange(g.kv_heads))
     if bias is not None and biases is not None:
         biases = biases[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     return none._replace(
@@ -166,19 +165,6 @@ def backward(
         value=join_keys(g, values.swapaxes(-1, -2), columns).astype(value.dtype),
         bias=biases,
     )
-
-
-def over_heads_and_queries(blocks: Blocks, f: Any) -> Any:
-    """Maps `f(Index)` over batch, key heads and blocks of queries; results lead with those axes."""
-    g = blocks.grid
-
-    def one_head(i: Array) -> Any:
-        return lax.map(
-            lambda t: f(Index(i // g.kv_heads, i % g.kv_heads, t, t)), jnp.arange(g.query_blocks)
-        )
-
-    found = lax.map(one_head, jnp.arange(g.batch * g.kv_heads))
-    return jax.tree.map(lambda x: x.reshape(g.batch, g.kv_heads, *x.shape[1:]), found)
 
 
 def when(condition: Array | None, f: Any, *carry: Any) -> Any:

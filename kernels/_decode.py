@@ -1,7 +1,5 @@
 """The decode implementation: few queries against many keys, all heads in one matrix product."""
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -41,12 +39,12 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
     spread = (spread[:, :, :, :, None, :] * diagonal).reshape(batch, rows, kv_heads * width)
     # the barrier keeps XLA from rebuilding this array inside the product
     spread = lax.optimization_barrier(spread)
-    scores = _per_row(_scores, spread, key.reshape(batch, columns, kv_heads * width))
+    scores = _scores(spread, key.reshape(batch, columns, kv_heads * width))
     scores = masked(scores.reshape(batch, heads, times, columns), operands, settings)
     weights, total, lse = softmax(scores)
 
     weights = weights.reshape(batch, rows, columns).astype(value.dtype)
-    out = _per_row(product, weights, value.reshape(batch, columns, kv_heads * value.shape[-1]))
+    out = product(weights, value.reshape(batch, columns, kv_heads * value.shape[-1]))
     out = out.reshape(batch, kv_heads, group, times, kv_heads, value.shape[-1])
     # of each row's outputs for all key heads, the one of its own head
     out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, times, heads, value.shape[-1])
@@ -55,13 +53,8 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
 
 
 def _scores(query: Array, key: Array) -> Array:
-    # [R, W] and [S, W] to [R, S]. In float32 the product is much faster with the large operand on
-    # the left; in 16 bits XLA would then widen all of the values to float32 for the second product.
-    return outer(query, key) if query.dtype.itemsize == 2 else product(key, query.T).T
-
-
-def _per_row(f: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
-    # two-dimensional products: XLA's batched ones are slow on CPUs
-    if a.shape[0] == 1:
-        return f(a[0], b[0])[None]
-    return lax.map(lambda pair: f(*pair), (a, b))
+    # [B, R, W] and [B, S, W] to [B, R, S]. In float32 the product is much faster with the large
+    # operand on the left; in 16 bits XLA:CPU would then widen all values for the second product.
+    if query.dtype.itemsize == 2:
+        return outer(query, key)
+    return outer(key, query).swapaxes(1, 2)

@@ -212,8 +212,14 @@ def merge_all(stacked: AttentionState, axis: int = 0) -> AttentionState:
     check_state("stacked", stacked)
     axis = check_axis("axis", axis, stacked.lse.ndim, "stacked.lse")
 
+    # Products are rounded before they are summed. Left to itself, XLA fuses one of them into the
+    # sum, which rounds it less: merge(a, b) would differ from merge(b, a) in the last bit, and so
+    # would devices that exchange states and each merge "mine, theirs".
+    finfo = jnp.finfo(stacked.lse.dtype)
+
     def total(pair: tuple[Array, Array]) -> tuple[Array, Array]:
-        return pair[0].sum(axis, keepdims=True), pair[1].sum(axis, keepdims=True)
+        numerator = lax.reduce_precision(pair[0], finfo.nexp, finfo.nmant)
+        return numerator.sum(axis, keepdims=True), pair[1].sum(axis, keepdims=True)
 
     folded = fold(stacked, lambda x: x.max(axis, keepdims=True, initial=-jnp.inf), total)
     return AttentionState(folded.out.squeeze(axis), folded.lse.squeeze(axis))
