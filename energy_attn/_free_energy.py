@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.distributed._parallel import check_mesh, sharding_of, spread_attention
+from energy_attn.distributed._spread import Placement, placement, spread_attention
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels._arguments import check_call
 from energy_attn.kernels._registry import attend, candidates
@@ -20,7 +20,7 @@ class _Static(NamedTuple):
     """What of a call is known when it is traced."""
 
     names: tuple[str, ...]
-    parallel: SequenceParallel | None
+    place: Placement | None
     options: tuple[tuple[str, Any], ...]
 
 
@@ -106,10 +106,6 @@ def free_energy(
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
         True
     """
-    if parallel is None:
-        parallel = sharding_of(key, 1 if getattr(key, "ndim", 0) == 4 else 0)
-    else:
-        check_mesh(parallel)
     static: dict[str, Any] = {"is_causal": is_causal, "local_window_size": local_window_size}
     traced: dict[str, Any] = {
         "query_seq_lengths": query_seq_lengths,
@@ -118,10 +114,11 @@ def free_energy(
         "key_positions": key_positions,
     }
     (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
-    call = _Static(candidates(implementation), parallel, tuple(static.items()))
+    call = _Static(candidates(implementation), None, tuple(static.items()))
     arrays = _Arrays(query, key, value, bias, mask, traced)
     # Checked before any tracing: what a user sees of a mistake is the mistake.
     _check(call, source, arrays)
+    call = call._replace(place=placement(parallel, query, key))
     if call.names == ("reference",):
         return _state(call, source, arrays).lse
     return _energy(call, source, arrays)
@@ -133,10 +130,10 @@ def _check(call: _Static, source: Any, arrays: _Arrays) -> Any:
 
 def _state(static: _Static, source: Any, arrays: _Arrays) -> AttentionState:
     call = _check(static, _unless_zero(source), arrays)
-    if static.parallel is None:
+    if static.place is None:
         state = attend(static.names, call.settings, call.operands)
     else:
-        state = spread_attention(static.parallel, static.names, call)
+        state = spread_attention(static.place, static.names, call)
     return state if call.batched else jax.tree.map(lambda x: x[0], state)
 
 

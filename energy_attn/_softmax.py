@@ -103,16 +103,16 @@ def shifted_energy(
     """
     rows = _rows(scores, where, axis)
     if shift is None:
-        shift = lax.stop_gradient(rows.max(-1, initial=-jnp.inf))
-        shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
+        constant = lax.stop_gradient(rows.max(-1, initial=-jnp.inf))
+        given = jnp.where(jnp.isfinite(constant), constant, 0.0)
     else:
-        shift = check_floating("shift", shift).astype(rows.dtype)
-        if shift.shape != rows.shape[:-1]:
+        given = check_floating("shift", shift).astype(rows.dtype)
+        if given.shape != rows.shape[:-1]:
             raise ValueError(
                 f"shift: wanted the shape of scores less axis, {rows.shape[:-1]}, "
                 f"got {received(shift)}"
             )
-    return ShiftedEnergy(softmax(rows - shift[..., None]).lse, shift)
+    return ShiftedEnergy(softmax(rows - given[..., None]).lse, given)
 
 
 def _rows(scores: Any, where: Any, axis: Any) -> Array:
