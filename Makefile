@@ -1,0 +1,74 @@
+# Every target is enough by itself on a fresh machine with Python 3.11 or newer: it makes an environment in $(VENV),
+# installs what it needs there (once: stamp files remember it), and runs.
+
+VENV ?= .venv
+# PYTHON: the interpreter to build the environment with; empty means the first suitable one found.
+PYTHON ?=
+# What pip is asked for: JAX='jax>=0.8,<0.9' tests another jax, TEST_EXTRAS=test,flash adds an extra.
+JAX ?= jax
+TORCH ?= torch
+TEST_EXTRAS ?= test
+PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=loadfile
+
+BIN := $(VENV)/bin
+CANDIDATES := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
+
+# The MkDocs theme says at every start what it thinks of MkDocs 2; pyright, that there is a newer pyright.
+export NO_MKDOCS_2_WARNING := 1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test check bench docs clean
+
+help:
+	@echo "make demo    train a small decoder, decode over eight devices, compare with the dense answer"
+	@echo "make test    the tests"
+	@echo "make check   format, lint, types, import direction, documentation"
+	@echo "make bench   times and memory beside jax.nn and PyTorch"
+	@echo "make docs    the documentation, into site/"
+	@echo "make clean   remove what the targets made, the environment included"
+
+demo: $(VENV)/.installed-plot
+	$(BIN)/python -m energy_attn demo
+
+test: $(VENV)/.installed-$(TEST_EXTRAS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-check,docs,plot
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python tools/check_structure.py
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/.installed-plot $(VENV)/.installed-torch
+	$(BIN)/python -m energy_attn bench
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site energy_attn.egg-info demo.png
+
+$(BIN)/python:
+	@for python in $(CANDIDATES); do \
+	    if "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "making $(VENV) with $$("$$python" --version)"; \
+	        exec "$$python" -m venv --clear $(VENV); \
+	    fi; \
+	done; \
+	echo "energy_attn needs Python 3.11 or newer with its venv module; none of these is one: $(CANDIDATES)." >&2; \
+	echo "Install one (on Debian and Ubuntu: python3 and python3-venv), or name it: make PYTHON=..." >&2; \
+	exit 1
+
+$(VENV)/.installed-torch: $(BIN)/python
+	@echo "installing $(TORCH)"
+	@$(BIN)/python -m pip install -qq $(TORCH)
+	@touch $@
+
+$(VENV)/.installed-%: $(BIN)/python pyproject.toml
+	@echo "installing .[$*]"
+	@$(BIN)/python -m pip install -qq --editable '.[$*]' '$(JAX)'
+	@touch $@

@@ -1,0 +1,63 @@
+"""Settings of the whole suite: eight CPU devices, float64 on, no silent promotion of dtypes or ranks, types checked.
+
+Every annotated signature of `energy_attn` is checked against the arrays that pass through it, by jaxtyping and
+beartype: `--jaxtyping-packages` in pyproject.toml installs that before the package is imported.
+"""
+
+import os
+
+# Before JAX starts a backend. Flags that the user has set are kept; on a machine with an accelerator the suite still
+# runs on the CPU unless JAX_PLATFORMS says otherwise.
+DEVICES = 8
+os.environ["XLA_FLAGS"] = (
+    f"--xla_force_host_platform_device_count={DEVICES} {os.environ.get('XLA_FLAGS', '')}".strip()
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from collections.abc import Iterator
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Few examples: nearly every one compiles something. In CI the same ones each time, and none remembered.
+hypothesis.settings.register_profile(
+    "energy_attn",
+    deadline=None,
+    max_examples=20,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "energy_attn_ci",
+    hypothesis.settings.get_profile("energy_attn"),
+    derandomize=True,
+    database=None,
+)
+hypothesis.settings.load_profile("energy_attn_ci" if os.environ.get("CI") else "energy_attn")
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """No jaxtyping: wrongly shaped arguments get as far as they do for a user, to the library's own errors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def user_settings() -> Iterator[None]:
+    """JAX as a user finds it: float32, and NumPy's promotion."""
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield

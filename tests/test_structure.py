@@ -1,0 +1,149 @@
+"""The rules of tools/check_structure.py hold here, and the checker sees each of them broken."""
+
+import importlib
+import inspect
+import re
+import tomllib
+import typing
+from functools import partial
+from pathlib import Path
+
+import check_structure
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+import energy_attn.distributed
+import energy_attn.kernels
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPORTS = check_structure.exports(ROOT)
+
+
+@pytest.mark.parametrize("rule", check_structure.RULES, ids=lambda rule: rule.__name__)
+def test_repository(rule):
+    assert list(rule(ROOT)) == []
+
+
+@pytest.fixture
+def sound(tmp_path):
+    """A small repository in which every rule holds."""
+    for folder in (*check_structure.ROOMS, "docs/api"):
+        (tmp_path / folder).mkdir(parents=True)
+    for room in check_structure.LINKED:
+        (tmp_path / "energy_attn" / room).symlink_to(Path("..", room))
+    files = {
+        "kernels/__init__.py": "from ._a import a as a\n",
+        "kernels/_a.py": "import jax\nfrom . import _b\nfrom energy_attn.kernels._b import b\n",
+        "kernels/_b.py": "b = 1\n",
+        "distributed/__init__.py": "from energy_attn import kernels\n",
+        "energy_attn/__init__.py": "from .kernels import a\nfrom . import distributed\n",
+        "docs/api/kernels.md": "::: energy_attn.kernels.a\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_sound_repository(sound):
+    assert [finding for rule in check_structure.RULES for finding in rule(sound)] == []
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        ("kernels/_b.py", "import energy_attn"),
+        ("kernels/_b.py", "from energy_attn import free_energy"),
+        ("kernels/_b.py", "from energy_attn import distributed"),
+        ("kernels/_b.py", "def f():\n    import energy_attn.distributed._mesh"),
+        ("kernels/_b.py", "from ..distributed import merge_across"),
+        ("kernels/_b.py", "from .. import distributed"),
+        ("kernels/__init__.py", "from .._energy import free_energy"),
+        ("distributed/_b.py", "from energy_attn._energy import free_energy"),
+        ("distributed/_b.py", "from ..models import llama"),
+        ("distributed/_b.py", "from kernels import merge"),
+        ("energy_attn/_b.py", "import distributed"),
+        ("tests/test_b.py", "import kernels._b"),
+    ],
+)
+def test_wrong_import_is_found(sound, where, line):
+    (sound / where).parent.mkdir(exist_ok=True)
+    (sound / where).write_text(line + "\n")
+    (finding,) = check_structure.wrong_imports(sound)
+    assert finding.startswith(f"{where}:")
+
+
+def test_broken_link_is_found(sound):
+    link = sound / "energy_attn" / "kernels"
+    link.unlink()
+    link.symlink_to(sound / "kernels")  # reaches the right folder, on this machine only
+    assert [f.split(":")[0] for f in check_structure.broken_links(sound)] == ["energy_attn/kernels"]
+    link.unlink()
+    link.mkdir()
+    assert [f.split(":")[0] for f in check_structure.broken_links(sound)] == ["energy_attn/kernels"]
+
+
+def test_long_module_is_found(sound):
+    (sound / "kernels" / "_b.py").write_text("b = 1\n" * check_structure.MAX_LINES)
+    assert list(check_structure.long_modules(sound)) == []
+    (sound / "kernels" / "_b.py").write_text("b = 1\n" * (check_structure.MAX_LINES + 1))
+    (finding,) = check_structure.long_modules(sound)
+    assert finding.startswith("kernels/_b.py:")
+
+
+def test_undocumented_export_is_found(sound):
+    (sound / "docs" / "api" / "kernels.md").write_text("::: energy_attn.kernels.ab\n")
+    (finding,) = check_structure.undocumented_exports(sound)
+    assert "energy_attn.kernels.a`" in finding
+
+
+def test_every_room_exports_something():
+    rooms = {"energy_attn", "energy_attn.kernels", "energy_attn.distributed"}
+    assert rooms <= {package for package, _ in EXPORTS}
+
+
+@pytest.mark.parametrize(("package", "name"), EXPORTS)
+def test_public_names_are_documented_and_typed(package, name):
+    public = getattr(importlib.import_module(package), name)
+    doc = inspect.cleandoc(public.__doc__ or "")
+    assert re.search("^Examples:\n    >>> ", doc, re.MULTILINE), "wants a section `Examples:`"
+    if inspect.isclass(public):
+        own = [n for n in vars(public) if n == "__call__" or not n.startswith("_")]
+        functions = [f for f in (getattr(public, n) for n in own) if inspect.isfunction(f)]
+    else:
+        functions = [f for f in [inspect.unwrap(public)] if inspect.isfunction(f)]
+    for function in functions:
+        assert function.__doc__, f"{function.__qualname__} wants a docstring"
+        # Annotations that cannot be resolved would be passed over by the type checks.
+        hints = typing.get_type_hints(function, include_extras=True)
+        bare = set(inspect.signature(function).parameters) - set(hints) - {"self"}
+        assert not bare, f"{function.__qualname__}: annotate {sorted(bare)}"
+        assert "return" in hints, f"{function.__qualname__}: annotate what it returns"
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        energy_attn.attention,
+        energy_attn.kernels.local_attention,
+        partial(energy_attn.distributed.tree_attention, axis_name="device"),
+    ],
+)
+def test_shapes_are_checked_in_every_room(attend):
+    """Arrays that do not fit together are stopped at the signature, through the links too."""
+    query = jnp.zeros((2, 3, 4, 5))
+    with pytest.raises(jaxtyping.TypeCheckError, match="attention"):
+        attend(query, query, query[:, :2])
+
+
+def test_type_checks_can_be_switched_off(unchecked):
+    """Then the library's own error is met, which names the argument."""
+    query = jnp.zeros((2, 3, 4, 5))
+    with pytest.raises(ValueError, match="value"):
+        energy_attn.attention(query, query, query[:, :2])
+
+
+def test_version_is_written_once():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert energy_attn.__version__ == version
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""Say where the repository's structure is broken, a line each; the exit status is 1 if it is anywhere.
+
+The rules:
+
+- `energy_attn/kernels` and `energy_attn/distributed` are relative links to the folders of the same name.
+- `kernels` imports nothing of ours but itself, `distributed` only `kernels` and itself, each under its full name; and
+  nothing imports bare `kernels` or `distributed`, which are other people's packages.
+- A module holds one concept: at most 400 lines.
+- Every name that a package exports stands in the documentation's API pages.
+
+`tests/test_structure.py` runs the same functions.
+"""
+
+import ast
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOMS = ("kernels", "distributed", "energy_attn")
+LINKED = ("kernels", "distributed")
+MAY_IMPORT = {
+    "kernels": {"kernels"},
+    "distributed": {"kernels", "distributed"},
+    "energy_attn": {"kernels", "distributed", "energy_attn"},
+}
+MAX_LINES = 400
+
+
+def sources(root: Path, folder: str) -> list[Path]:
+    """Python files below `folder`, each once: linked folders are not entered."""
+    found = []
+    for directory, _, names in os.walk(root / folder):
+        found += [Path(directory, name) for name in names if name.endswith(".py")]
+    return sorted(found)
+
+
+def module_name(root: Path, path: Path) -> str:
+    """The name that a source file is imported by: `energy_attn.kernels._merge`."""
+    parts = path.relative_to(root).with_suffix("").parts
+    if parts[0] in LINKED:
+        parts = ("energy_attn", *parts)
+    return ".".join(parts)
+
+
+def imports(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything that a module imports, wherever in it the import stands."""
+    package = module.split(".")[:-1]  # also right for a/b/__init__.py, whose module is a.b.__init__
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                yield node.lineno, ".".join([*base, alias.name])
+
+
+def room_of(name: str) -> str | None:
+    """The room that an imported name belongs to; None for other people's."""
+    first, *rest = name.split(".")
+    if first != "energy_attn":
+        return None
+    return rest[0] if rest and rest[0] in LINKED else "energy_attn"
+
+
+def exports(root: Path) -> list[tuple[str, str]]:
+    """Package and name of all that is public: what an `__init__.py` imports `as` that same name."""
+    return [
+        (module_name(root, path).removesuffix(".__init__"), alias.name)
+        for room in ROOMS
+        for path in sources(root, room)
+        if path.name == "__init__.py"
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name and not alias.name.startswith("_")
+    ]
+
+
+def broken_links(root: Path) -> Iterator[str]:
+    """The rooms that are not linked into the package."""
+    for room in LINKED:
+        link = root / "energy_attn" / room
+        if not link.is_symlink() or link.readlink() != Path("..", room):
+            yield f"energy_attn/{room}: should be a link to ../{room}"
+        elif not link.is_dir():
+            yield f"energy_attn/{room}: its target ../{room} is missing"
+
+
+def wrong_imports(root: Path) -> Iterator[str]:
+    """Imports against the direction, or by a bare name."""
+    for folder in (*ROOMS, "papers", "tests", "tools", "docs"):
+        for path in sources(root, folder):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            for line, name in imports(module_name(root, path), tree):
+                where = f"{path.relative_to(root)}:{line}"
+                room = room_of(name)
+                if name.split(".")[0] in LINKED:
+                    yield f"{where}: imports bare {name}; say energy_attn.{name}"
+                elif folder in ROOMS and room is not None and room not in MAY_IMPORT[folder]:
+                    yield f"{where}: {folder} imports {name}, against the direction"
+
+
+def long_modules(root: Path) -> Iterator[str]:
+    """Modules of more than `MAX_LINES` lines."""
+    for folder in ROOMS:
+        for path in sources(root, folder):
+            lines = len(path.read_text(encoding="utf-8").splitlines())
+            if lines > MAX_LINES:
+                yield f"{path.relative_to(root)}: {lines} lines, more than {MAX_LINES}"
+
+
+def undocumented_exports(root: Path) -> Iterator[str]:
+    """Public names that no API page shows."""
+    pages = "\n".join(
+        page.read_text(encoding="utf-8") for page in sorted((root / "docs" / "api").glob("*.md"))
+    )
+    shown = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    for package, name in exports(root):
+        if f"{package}.{name}" not in shown:
+            yield f"docs/api: no page has `::: {package}.{name}`"
+
+
+RULES = (broken_links, wrong_imports, long_modules, undocumented_exports)
+
+
+def main() -> int:
+    """Print every finding."""
+    root = Path(__file__).resolve().parents[1]
+    findings = [finding for rule in RULES for finding in rule(root)]
+    for finding in findings:
+        print(finding)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""MkDocs hook: the equations that arithmatex marked become MathML, so that a page needs no script to show them.
+
+An equation that cannot be converted stops the build and says on which page it stands.
+"""
+
+import html
+import re
+from typing import Any
+
+from math_core import LatexError, LatexToMathML
+from mkdocs.exceptions import PluginError
+
+# What pymdownx.arithmatex writes with `generic: true`.
+EQUATION = re.compile(
+    r'<(?P<tag>span|div) class="arithmatex">'
+    r"(?:\\\((?P<inline>.*?)\\\)|\\\[(?P<block>.*?)\\\])"
+    r"</(?P=tag)>",
+    re.DOTALL,
+)
+CONVERTER = LatexToMathML(fancy_error=False)
+
+
+def on_page_content(content: str, *, page: Any, **_: Any) -> str:
+    """Called by MkDocs with the HTML of a page's Markdown, docstrings included."""
+
+    def to_mathml(equation: re.Match[str]) -> str:
+        block = equation["inline"] is None
+        latex = html.unescape(equation["block"] if block else equation["inline"])
+        try:
+            mathml = CONVERTER.convert_with_local_state(latex.strip(), displaystyle=block)
+        except LatexError as error:
+            raise PluginError(f"{page.file.src_uri}: {latex!r}: {error}") from error
+        return f'<{equation["tag"]} class="arithmatex">{mathml}</{equation["tag"]}>'
+
+    return EQUATION.sub(to_mathml, content)
