@@ -31,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _simulate_devices()
             module = importlib.import_module(f"energy_attn._{name}")
             module.add_arguments(command)
+            command.set_defaults(run=module.run)
     args = parser.parse_args(arguments)
-    return module.run(args)
+    return args.run(args)
 
 
 def _simulate_devices() -> None:

@@ -1,0 +1,153 @@
+"""Greedy decoding, compiled ahead of time so that the program that runs is the one that is read."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from .. import attention
+from ..distributed import SequenceParallel, collectives
+from ..models import Llama, LlamaCache
+from ..models._output import LlamaTrace
+
+_CHUNK = 512  # of the prompt, read at a time
+Step = Callable[[Llama, Array, LlamaCache], tuple[Array, LlamaCache, LlamaTrace]]
+
+
+class Decoded(NamedTuple):
+    """What came out of a decoding.
+
+    Attributes:
+        tokens: int `[count]`, the bytes decoded.
+        seconds: `[count]`, how long each step took.
+        prefill_seconds: how long the prompt took, without compilation.
+        traces: of each step, every layer's query, output and energy, on the host.
+        cache: as the last step left it.
+        step: the compiled step.
+    """
+
+    tokens: np.ndarray
+    seconds: np.ndarray
+    prefill_seconds: float
+    traces: LlamaTrace
+    cache: LlamaCache
+    step: jax.stages.Compiled
+
+
+class Sent(NamedTuple):
+    """What a compiled step sends and holds, on one device: operations, bytes, bytes."""
+
+    kinds: tuple[str, ...]
+    operations: int
+    bytes: int
+    peak: int
+
+
+def one_device(query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Array]:
+    """Attention by `jax.nn.dot_product_attention`, to compare with; its energies are NaN.
+
+    Called as [`attention`][energy_attn.attention] is. Raises nothing.
+    """
+    queries, keys = options["query_positions"], options["key_positions"]
+    seen = (keys[:, None, :] <= queries[:, :, None]) & (keys >= 0)[:, None, :]
+    out = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
+    return out, jnp.full(query.shape[:-1], jnp.nan, jnp.float32)
+
+
+def gathered(query: Array, key: Array, value: Array, **options: Any) -> Any:
+    """Attention after every device has fetched all keys and values: what tree reduction saves.
+
+    Called as [`attention`][energy_attn.attention] is, in a mesh. Raises nothing.
+    """
+    options["parallel"] = None
+    key, value, options["key_positions"] = (
+        jax.lax.with_sharding_constraint(x, P()) for x in (key, value, options["key_positions"])
+    )
+    return attention(query, key, value, **options)
+
+
+def step_of(parallel: SequenceParallel | None, attend: Callable[..., Any]) -> Step:
+    """One step: reads a token `[B, 1]` and gives the likeliest next. Raises nothing."""
+
+    def step(model: Llama, token: Array, cache: LlamaCache) -> tuple[Array, LlamaCache, LlamaTrace]:
+        x, after, trace = model._read(
+            token, None, cache, parallel=parallel, attend=attend, record=True
+        )
+        assert after is not None and trace is not None
+        return jnp.argmax(model._logits(x), -1).astype(jnp.int32), after, trace
+
+    return step
+
+
+def compile_step(
+    model: Llama, slots: int, parallel: SequenceParallel | None, attend: Callable[..., Any]
+) -> jax.stages.Compiled:
+    """A step over a cache of `slots`, compiled the cache is donated."""
+    cache = model.empty_cache(1, slots, parallel=parallel)
+    model, token = _place((model, jnp.zeros((1, 1), jnp.int32)), cache, parallel)
+    step = jax.jit(step_of(parallel, attend), donate_argnums=2)
+    return step.lower(model, token, cache).compile()
+
+
+def decode(
+    model: Llama,
+    prompt: np.ndarray,
+    count: int,
+    parallel: SequenceParallel | None = None,
+    attend: Callable[..., Any] = attention,
+) -> Decoded:
+    """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force."""
+
+    def prefill(model: Llama, tokens: Array, cache: LlamaCache) -> tuple[Array, LlamaCache]:
+        out = model.prefill(tokens, cache, chunk_size=_CHUNK, parallel=parallel, attend=attend)
+        assert out.cache is not None
+        return jnp.argmax(out.logits, -1).astype(jnp.int32), out.cache
+
+    slots = len(prompt) + count
+    step = compile_step(model, slots, parallel, attend)
+    cache = model.empty_cache(1, slots, parallel=parallel)
+    model, tokens = _place((model, jnp.asarray(prompt[None], jnp.int32)), cache, parallel)
+    read = jax.jit(prefill, donate_argnums=2).lower(model, tokens, cache).compile()
+
+    began = time.perf_counter()
+    token, cache = jax.block_until_ready(read(model, tokens, cache))
+    prefill_seconds = time.perf_counter() - began
+    decoded, seconds, traces = [], [], []
+    for _ in range(count):
+        decoded.append(int(token[0, 0]))
+        began = time.perf_counter()
+        token, cache, trace = jax.block_until_ready(step(model, token, cache))
+        seconds.append(time.perf_counter() - began)
+        traces.append(jax.tree.map(np.asarray, trace))
+    joined = jax.tree.map(lambda *steps: np.concatenate(steps, axis=2), *traces)
+    return Decoded(
+        np.array(decoded, np.uint8), np.array(seconds), prefill_seconds, joined, cache, step
+    )
+
+
+def sent(step: jax.stages.Compiled) -> Sent:
+    """Counts what a compiled step sends each time that it runs, and its memory. Raises nothing."""
+    found = collectives(step)
+    memory: Any = step.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    return Sent(
+        tuple(sorted({c.kind for c in found})),
+        sum(c.count or 0 for c in found),
+        sum(c.bytes * (c.count or 0) for c in found),
+        peak,
+    )
+
+
+def _place(arrays: Any, cache: LlamaCache, parallel: SequenceParallel | None) -> Any:
+    """`arrays` on every device that the cache is on."""
+    if parallel is None:
+        return arrays
+    layout: Any = cache.key.sharding
+    return jax.device_put(arrays, NamedSharding(layout.mesh, P()))

@@ -1,0 +1,156 @@
+"""The parts of a Llama layer: linear maps, norm, rotary embedding, MLP, projections."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from ..kernels._state import lse_dtype
+from ._config import LlamaConfig
+
+
+class Linear(eqx.Module):
+    r"""$y = W x$, accumulated in float32 or wider. Raises nothing."""
+
+    weight: Float[Array, "*layers out in"]
+
+    def __init__(self, inputs: int, outputs: int, dtype: Any, *, key: PRNGKeyArray):
+        # Hugging Face's initializer_range
+        self.weight = 0.02 * jax.random.normal(key, (outputs, inputs), dtype)
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        """The product, in the dtype of `x`."""
+        return dot(x, self.weight).astype(x.dtype)
+
+
+class Embedding(eqx.Module):
+    """A row of `weight` for each token; NaN for a token outside the vocabulary. Raises nothing."""
+
+    weight: Float[Array, "vocab width"]
+
+    def __init__(self, vocab: int, width: int, dtype: Any, *, key: PRNGKeyArray):
+        self.weight = 0.02 * jax.random.normal(key, (vocab, width), dtype)
+
+    def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
+        """The tokens' rows."""
+        return jnp.take(self.weight, tokens, 0, mode="fill")
+
+
+class RMSNorm(eqx.Module):
+    r"""$y = w \circ x / \sqrt{\mathrm{mean}(x^2) + \epsilon}$, computed in float32 or wider.
+
+    Raises nothing. Source: Zhang and Sennrich (arXiv 1910.07467), equation 4.
+    """
+
+    weight: Float[Array, "*layers width"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, width: int, eps: float, dtype: Any):
+        self.weight = jnp.ones(width, dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """Each vector brought to mean square 1, then scaled."""
+        wide = x.astype(lse_dtype(x.dtype))
+        wide *= lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        return wide.astype(x.dtype) * jnp.expand_dims(self.weight, range(x.ndim - 1))
+
+
+class LlamaMLP(eqx.Module):
+    r"""SwiGLU: $W_{down}(\mathrm{silu}(W_{gate} x) \circ W_{up} x)$. Raises nothing.
+
+    Source: Shazeer (arXiv 2002.05202), equation 6.
+    """
+
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
+    def __init__(self, config: LlamaConfig, dtype: Any, *, key: PRNGKeyArray):
+        gate, up, down = jax.random.split(key, 3)
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(width, inner, dtype, key=gate)
+        self.up_proj = Linear(width, inner, dtype, key=up)
+        self.down_proj = Linear(inner, width, dtype, key=down)
+
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """The MLP's contribution to the residual stream."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LlamaAttention(eqx.Module):
+    """The four projections around attention, all without bias; the heads share keys in groups."""
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    head_dim: int = eqx.field(static=True)
+
+    def __init__(self, config: LlamaConfig, dtype: Any, *, key: PRNGKeyArray):
+        q, k, v, o = jax.random.split(key, 4)
+        width, self.head_dim = config.hidden_size, config.head_dim
+        inner = config.num_attention_heads * config.head_dim
+        shared = config.num_key_value_heads * config.head_dim
+        self.q_proj = Linear(width, inner, dtype, key=q)
+        self.k_proj = Linear(width, shared, dtype, key=k)
+        self.v_proj = Linear(width, shared, dtype, key=v)
+        self.o_proj = Linear(inner, width, dtype, key=o)
+
+    def project(self, x: Float[Array, "batch time width"], rope: tuple[Array, Array]) -> tuple:
+        """Queries and keys turned to their positions, and values, each `[B, T, heads, H]`."""
+        q, k, v = (
+            proj(x).reshape(*x.shape[:2], proj.weight.shape[0] // self.head_dim, self.head_dim)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(q, *rope), rotate(k, *rope), v
+
+
+class LlamaLayer(eqx.Module):
+    """Attention and MLP, each behind its norm and added to the residual stream."""
+
+    input_layernorm: RMSNorm
+    self_attn: LlamaAttention
+    post_attention_layernorm: RMSNorm
+    mlp: LlamaMLP
+
+    def __init__(self, config: LlamaConfig, dtype: Any, *, key: PRNGKeyArray):
+        attend, mlp = jax.random.split(key)
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, dtype)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.self_attn = LlamaAttention(config, dtype, key=attend)
+        self.mlp = LlamaMLP(config, dtype, key=mlp)
+
+
+def rotary(
+    positions: Int[Array, "batch time"], width: int, theta: float, dtype: Any
+) -> tuple[Float[Array, "batch time 1 half"], Float[Array, "batch time 1 half"]]:
+    r"""Cosine and sine of $p\,\theta^{-2i/H}$ at position $p$ for $i < H/2$, in `dtype`.
+
+    Raises nothing. Source: Su et al. (arXiv 2104.09864), equation 15.
+    """
+    exponent = jnp.arange(0, width, 2, dtype=dtype) / width
+    frequency = jnp.power(jnp.asarray(theta, dtype), -exponent)
+    angle = positions.astype(dtype)[:, :, None, None] * frequency[None, None, None]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "batch time heads width"], cos: Array, sin: Array
+) -> Float[Array, "batch time heads width"]:
+    """Turns each pair $(x_i, x_{i+H/2})$ by its angle: Hugging Face's halves, not neighbours.
+
+    Raises nothing.
+    """
+    a, b = jnp.split(x.astype(lse_dtype(x.dtype)), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def dot(x: Array, weight: Array) -> Array:
+    """`x` times the transpose of `weight` `(out, in)`, in float32 or wider. Raises nothing."""
+    axes = ((x.ndim - 1,), (1,)), ((), ())
+    return lax.dot_general(x, weight, axes, preferred_element_type=lse_dtype(x.dtype))

@@ -1,0 +1,434 @@
+"""The Llama decoder against its definition in NumPy, and its three ways of reading against each other."""
+
+import dataclasses
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.models import Llama, LlamaCache, LlamaConfig
+
+CONFIG = LlamaConfig(
+    vocab_size=40,
+    hidden_size=24,
+    intermediate_size=36,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rope_theta=100.0,
+)
+VARIANTS = {
+    "grouped": CONFIG,
+    "multi-head": dataclasses.replace(CONFIG, num_key_value_heads=4),
+    "multi-query": dataclasses.replace(CONFIG, num_key_value_heads=1),
+    "tied": dataclasses.replace(CONFIG, tie_word_embeddings=True),
+    "wide heads": dataclasses.replace(CONFIG, head_dim=10),
+    "one layer": dataclasses.replace(CONFIG, num_hidden_layers=1),
+    "large eps": dataclasses.replace(CONFIG, rms_norm_eps=0.3),
+}
+
+
+def build(config=CONFIG, dtype=jnp.float64, seed=0):
+    """A model whose weights are all of order one, norms included, so that every one of them matters."""
+    model = Llama(config, dtype, key=jax.random.key(seed))
+    leaves, tree = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    drawn = [
+        0.4 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, drawn)
+
+
+def random_tokens(batch, time, seed=2):
+    return jax.random.randint(jax.random.key(seed), (batch, time), 0, CONFIG.vocab_size, jnp.int32)
+
+
+def numpy_llama(model, tokens, positions):
+    """Logits and energies, one position, head and key at a time where that is how it is defined."""
+    c = model.config
+    weights = jax.tree.map(lambda x: np.asarray(x, np.float64), model)
+
+    def norm(x, weight):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * weight
+
+    def turn(x, position):
+        # As in Hugging Face: cos and sin of both halves, and the halves swapped with a sign.
+        angle = position / c.rope_theta ** (np.arange(0, c.head_dim, 2) / c.head_dim)
+        cos, sin = (np.concatenate([f(angle), f(angle)]) for f in (np.cos, np.sin))
+        first, second = x[: c.head_dim // 2], x[c.head_dim // 2 :]
+        return x * cos + np.concatenate([-second, first]) * sin
+
+    batch, time = tokens.shape
+    logits = np.zeros((batch, time, c.vocab_size))
+    energies = np.full((c.num_hidden_layers, batch, time, c.num_attention_heads), -np.inf)
+    group = c.num_attention_heads // c.num_key_value_heads
+    for b in range(batch):
+        x = weights.embed_tokens.weight[tokens[b]]
+        for layer in range(c.num_hidden_layers):
+            w = jax.tree.map(lambda leaf, layer=layer: leaf[layer], weights.layers)
+            y = norm(x, w.input_layernorm.weight)
+            q, k, v = (
+                (y @ proj.weight.T).reshape(time, -1, c.head_dim)
+                for proj in (w.self_attn.q_proj, w.self_attn.k_proj, w.self_attn.v_proj)
+            )
+            mixed = np.zeros_like(q)
+            for t in range(time):
+                for n in range(c.num_attention_heads):
+                    query = turn(q[t, n], positions[b, t])
+                    seen = [s for s in range(time) if 0 <= positions[b, s] <= positions[b, t]]
+                    if positions[b, t] < 0 or not seen:
+                        continue
+                    scores = np.array(
+                        [query @ turn(k[s, n // group], positions[b, s]) for s in seen]
+                    ) / np.sqrt(c.head_dim)
+                    energy = np.log(np.exp(scores).sum())
+                    energies[layer, b, t, n] = energy
+                    mixed[t, n] = np.exp(scores - energy) @ v[seen, n // group]
+            x = x + mixed.reshape(time, -1) @ w.self_attn.o_proj.weight.T
+            y = norm(x, w.post_attention_layernorm.weight)
+            gate = y @ w.mlp.gate_proj.weight.T
+            x = (
+                x
+                + (gate / (1 + np.exp(-gate)) * (y @ w.mlp.up_proj.weight.T))
+                @ w.mlp.down_proj.weight.T
+            )
+        head = weights.embed_tokens if c.tie_word_embeddings else weights.lm_head
+        logits[b] = norm(x, weights.norm.weight) @ head.weight.T
+    return logits, energies
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_equals_the_definition(config):
+    model, tokens = build(config), random_tokens(2, 7)
+    got = eqx.filter_jit(model)(tokens, return_energies=True)
+    logits, energies = numpy_llama(model, tokens, np.arange(7)[None].repeat(2, 0))
+    np.testing.assert_allclose(got.logits, logits, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(got.energies, energies, rtol=1e-11, atol=1e-11)
+    assert got.cache is None
+
+
+def test_positions_are_explicit():
+    """Gaps, left padding (negative: not there), and another row with positions of its own."""
+    model, tokens = build(), random_tokens(2, 6)
+    positions = np.array([[-1, -1, 0, 1, 9, 10], [3, 4, 5, 40, 41, 42]], np.int32)
+    got = model(tokens, jnp.asarray(positions), return_energies=True)
+    logits, energies = numpy_llama(model, tokens, positions)
+    there = positions >= 0
+    np.testing.assert_allclose(got.logits[there], logits[there], rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(got.energies, energies, rtol=1e-11, atol=1e-11)
+
+
+def test_padding_changes_nothing():
+    model, tokens = build(), random_tokens(1, 5)
+    padded = jnp.concatenate([jnp.zeros((1, 3), jnp.int32), tokens], 1)
+    positions = jnp.array([[-1, -1, -1, 0, 1, 2, 3, 4]], jnp.int32)
+    np.testing.assert_allclose(
+        model(padded, positions).logits[:, 3:], model(tokens).logits, rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64])
+def test_dtypes(dtype):
+    """Logits and energies are float32 at least; weights of few bits cost accuracy and nothing else."""
+    model, tokens = build(dtype=dtype), random_tokens(2, 9)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), model)
+    got = model(tokens, return_energies=True)
+    cache = model.empty_cache(2, 9)
+    assert cache.key.dtype == dtype
+    cached = model.prefill(tokens, cache)
+    expected = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    assert got.logits.dtype == got.energies.dtype == cached.logits.dtype == expected
+    want = wide(tokens).logits
+    error = np.abs(np.asarray(got.logits, np.float64) - want).max() / np.abs(want).max()
+    assert error < 100 * float(jnp.finfo(dtype).eps)
+
+
+def test_attention_is_ours_to_choose():
+    model, tokens = build(), random_tokens(1, 12)
+    plain = model(tokens).logits
+    reference = model(tokens, attend=partial(ea.attention, implementation="reference")).logits
+    np.testing.assert_allclose(reference, plain, rtol=1e-12, atol=1e-12)
+    window = model(tokens, attend=partial(ea.attention, local_window_size=(3, 0))).logits
+    np.testing.assert_allclose(window[:, :4], plain[:, :4], rtol=1e-12, atol=1e-12)
+    assert np.abs(window - plain)[:, 4:].min(-1).max() > 1e-3
+
+
+def loop_over_layers(model, tokens):
+    """The same layers, one after the other, without scan."""
+    x = model.embed_tokens(tokens)
+    rope = None
+    from energy_attn.models._layers import rotary
+
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    rope = rotary(positions, model.config.head_dim, model.config.rope_theta, x.dtype)
+    for i in range(model.config.num_hidden_layers):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], model.layers)
+        q, k, v = layer.self_attn.project(layer.input_layernorm(x), rope)
+        out = ea.attention(q, k, v, is_causal=True, implementation="reference")
+        x = x + layer.self_attn.o_proj(out.reshape(*tokens.shape, -1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.norm(x) @ model.lm_head.weight.T
+
+
+def test_scan_equals_loop_with_gradients():
+    model, tokens = build(), random_tokens(2, 10)
+    weight = jax.random.normal(jax.random.key(5), (2, 10, CONFIG.vocab_size), jnp.float64)
+    scanned = jax.jit(jax.value_and_grad(lambda m: (m(tokens).logits * weight).sum()))(model)
+    looped = jax.jit(jax.value_and_grad(lambda m: (loop_over_layers(m, tokens) * weight).sum()))(
+        model
+    )
+    for got, want in zip(jax.tree.leaves(scanned), jax.tree.leaves(looped), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", ["grouped", "tied"])
+def test_gradient_reaches_every_weight(name):
+    model, tokens = build(VARIANTS[name]), random_tokens(2, 40)
+
+    def loss(model):
+        out = model(tokens, return_energies=True)
+        logits = jax.nn.log_softmax(out.logits[:, :-1])
+        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)
+        return out.energies.mean() - picked.mean()
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(model)
+    read = np.unique(tokens)
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        grad = np.asarray(grad)
+        assert np.isfinite(grad).all()
+        if "embed_tokens" in jax.tree_util.keystr(path) and name != "tied":
+            grad = grad[read]  # what is not read has no gradient, and nothing else
+        assert np.all(grad != 0), jax.tree_util.keystr(path)
+    # along a random direction, the derivative is what a difference says
+    leaves, tree = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    way = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    slope = sum(float((g * w).sum()) for g, w in zip(jax.tree.leaves(grads), way, strict=True))
+    moved = [
+        loss(jax.tree.unflatten(tree, [x + h * w for x, w in zip(leaves, way, strict=True)]))
+        for h in (1e-5, -1e-5)
+    ]
+    assert abs(float(moved[0] - moved[1]) / 2e-5 - slope) < 1e-6 * max(1.0, abs(slope))
+
+
+PARALLEL = {
+    "one device, chunks": (None, 5),
+    "one device, whole": (None, 64),
+    "2×4, chunks": (SequenceParallel(("node", "device")), 5),
+    "2×4, byte by byte": (SequenceParallel(("node", "device")), 1),
+    "over device only": (SequenceParallel("device"), 8),
+}
+
+
+@pytest.mark.parametrize(("parallel", "chunk_size"), PARALLEL.values(), ids=PARALLEL)
+def test_cache_equals_whole_reading(parallel, chunk_size):
+    """Prefill in chunks that straddle devices, then decoding, give what one reading gives."""
+    model, tokens = build(), random_tokens(2, 19)
+    whole = model(tokens, return_energies=True)
+    with jax.set_mesh(make_mesh((2, 4))):
+        cache = model.empty_cache(2, 21, parallel=parallel)
+        assert cache.key.shape[2] == (21 if parallel is None else 24)
+        prefill = eqx.filter_jit(partial(model.prefill, chunk_size=chunk_size, parallel=parallel))
+        out = prefill(tokens[:, :13], cache)
+        np.testing.assert_allclose(out.logits[:, 0], whole.logits[:, 12], rtol=1e-10, atol=1e-10)
+        step = eqx.filter_jit(partial(model, parallel=parallel, return_energies=True))
+        for t, time in [(13, 1), (14, 1), (15, 1), (16, 3)]:  # one at a time, then several
+            out = step(tokens[:, t : t + time], cache=out.cache)
+            here = slice(t, t + time)
+            np.testing.assert_allclose(out.logits, whole.logits[:, here], rtol=1e-10, atol=1e-10)
+            np.testing.assert_allclose(
+                out.energies, whole.energies[:, :, here], rtol=1e-10, atol=1e-10
+            )
+    assert int(out.cache.length) == 19
+    positions = np.asarray(out.cache.positions)
+    assert (positions[:, :19] == np.arange(19)).all() and (positions[:, 19:] == -1).all()
+
+
+def test_cache_stays_where_it_lies():
+    """No step moves the cache: what is sent does not depend on it, and its layout is kept."""
+    model, parallel = build(dtype=jnp.float32), SequenceParallel()
+    with jax.set_mesh(make_mesh((2, 4))):
+        sent = {}
+        for slots in (64, 640):
+            cache = model.empty_cache(1, slots, parallel=parallel)
+            shards = [shard.data.shape[2] for shard in cache.key.addressable_shards]
+            assert shards == [slots // 8] * 8
+            step = jax.jit(lambda m, t, c: m(t, cache=c, parallel=parallel), donate_argnums=2)
+            compiled = step.lower(model, random_tokens(1, 1), cache).compile()
+            sent[slots] = [(c.kind, c.bytes, c.count) for c in collectives(compiled)]
+            after = step(model, random_tokens(1, 1), cache).cache
+            assert after.key.sharding.spec == cache.key.sharding.spec
+            assert cache.key.is_deleted()
+    assert sent[64] == sent[640]
+    heads, width, layers = 4, 8, CONFIG.num_hidden_layers
+    assert {kind for kind, _, _ in sent[64]} == {"all-reduce"}
+    assert sum(size * count for _, size, count in sent[64]) == layers * heads * (width + 2) * 4
+
+
+def test_training_with_keys_spread():
+    """Without a cache, `parallel` spreads the tokens' own keys; the gradients are the same."""
+    model, tokens = build(), random_tokens(2, 13)
+
+    def loss(model, parallel=None):
+        return (model(tokens, parallel=parallel).logits ** 2).mean()
+
+    want = jax.jit(jax.grad(loss))(model)
+    with jax.set_mesh(make_mesh((2, 4))):
+        got = jax.jit(jax.grad(partial(loss, parallel=SequenceParallel())))(model)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_running_over_the_cache_is_loud():
+    model, tokens = build(), random_tokens(1, 4)
+    out = model(tokens, cache=model.empty_cache(1, 6))
+    with pytest.raises(ValueError, match="cache: wanted 4 slots left of 6 .* got 2"):
+        model(tokens, cache=out.cache)
+    compiled = eqx.filter_jit(model)(tokens, cache=out.cache)
+    assert np.isnan(compiled.logits).all()
+    with pytest.raises(ValueError, match="cache: wanted 7 slots left of 6"):
+        eqx.filter_jit(model)(random_tokens(1, 7), cache=out.cache)
+
+
+def test_a_token_outside_the_vocabulary_is_loud():
+    model = build()
+    logits = model(jnp.array([[1, 2, CONFIG.vocab_size, 3], [1, 2, 3, 4]], jnp.int32)).logits
+    assert np.isnan(logits[0, 2:]).all() and np.isfinite(logits[1]).all()
+
+
+def test_no_batch_and_no_time():
+    model = build()
+    assert model(jnp.zeros((0, 3), jnp.int32)).logits.shape == (0, 3, 40)
+    assert model(jnp.zeros((2, 0), jnp.int32)).logits.shape == (2, 0, 40)
+
+
+def test_names_are_those_of_hugging_face():
+    """`model.layers.0.self_attn.q_proj.weight` is `layers.self_attn.q_proj.weight[0]`, and so on."""
+    names = {
+        jax.tree_util.keystr(path).lstrip("."): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(build())
+    }
+    assert names == {
+        "embed_tokens.weight": (40, 24),
+        "layers.input_layernorm.weight": (3, 24),
+        "layers.self_attn.q_proj.weight": (3, 32, 24),
+        "layers.self_attn.k_proj.weight": (3, 16, 24),
+        "layers.self_attn.v_proj.weight": (3, 16, 24),
+        "layers.self_attn.o_proj.weight": (3, 24, 32),
+        "layers.post_attention_layernorm.weight": (3, 24),
+        "layers.mlp.gate_proj.weight": (3, 36, 24),
+        "layers.mlp.up_proj.weight": (3, 36, 24),
+        "layers.mlp.down_proj.weight": (3, 24, 36),
+        "norm.weight": (24,),
+        "lm_head.weight": (40, 24),
+    }
+
+
+BAD_CONFIGS = [
+    ({"hidden_size": 24.0}, TypeError, "hidden_size: wanted an integer, got float 24.0"),
+    ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers: wanted at least 1, got 0"),
+    ({"vocab_size": True}, TypeError, "vocab_size"),
+    (
+        {"num_key_value_heads": 3},
+        ValueError,
+        "num_key_value_heads: wanted a divisor of the 4 heads",
+    ),
+    ({"head_dim": 7}, ValueError, "head_dim: wanted an even number"),
+    ({"head_dim": None, "hidden_size": 30}, ValueError, "hidden_size: wanted a multiple of the 4"),
+    ({"head_dim": 0}, ValueError, "head_dim: wanted at least 2"),
+    ({"num_attention_heads": "4"}, TypeError, "num_attention_heads: wanted an integer"),
+    ({"rope_theta": 0.0}, ValueError, "rope_theta: wanted at least 1"),
+    ({"tie_word_embeddings": "no"}, TypeError, "tie_word_embeddings"),
+    ({"rms_norm_eps": float("nan")}, ValueError, "rms_norm_eps"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), BAD_CONFIGS, ids=lambda x: str(x)[:40])
+def test_bad_config(change, kind, message, unchecked):
+    with pytest.raises(kind, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def small_cache(model, **changes):
+    return model.empty_cache(1, 8)._replace(**changes)
+
+
+BAD_CALLS = {
+    "tokens as a list": (TypeError, "tokens: wanted a JAX", lambda m, t: m([[1, 2]])),
+    "tokens as floats": (TypeError, "tokens: wanted an integer", lambda m, t: m(jnp.zeros((1, 2)))),
+    "tokens unbatched": (ValueError, "tokens: wanted shape", lambda m, t: m(t[0])),
+    "positions as floats": (
+        TypeError,
+        "positions: wanted an integer",
+        lambda m, t: m(t, jnp.zeros((1, 4))),
+    ),
+    "positions too few": (ValueError, "positions: wanted", lambda m, t: m(t, t[:, :3])),
+    "cache of another type": (
+        TypeError,
+        "cache: wanted a LlamaCache",
+        lambda m, t: m(t, cache=(t,)),
+    ),
+    "cache of another batch": (
+        ValueError,
+        r"cache.key: wanted shape \(3, 1, slots, 2, 8\)",
+        lambda m, t: m(t, cache=m.empty_cache(2, 8)),
+    ),
+    "no prompt": (
+        ValueError,
+        "at least one token",
+        lambda m, t: m.prefill(t[:, :0], small_cache(m)),
+    ),
+    "chunk size 0": (
+        ValueError,
+        "chunk_size",
+        lambda m, t: m.prefill(t, small_cache(m), chunk_size=0),
+    ),
+    "chunk size 2.0": (
+        TypeError,
+        "chunk_size: wanted an integer",
+        lambda m, t: m.prefill(t, small_cache(m), chunk_size=2.0),
+    ),
+    "prompt without cache": (TypeError, "cache: wanted", lambda m, t: m.prefill(t, None)),
+    "negative slots": (
+        ValueError,
+        "slots: wanted at least 0, got -1",
+        lambda m, t: m.empty_cache(1, -1),
+    ),
+    "outside a mesh": (
+        ValueError,
+        "parallel",
+        lambda m, t: m.empty_cache(1, 8, parallel=SequenceParallel()),
+    ),
+    "axis names as parallel": (
+        TypeError,
+        "parallel: wanted a SequenceParallel",
+        lambda m, t: m.empty_cache(1, 8, parallel=("node",)),
+    ),
+    "config as a dictionary": (
+        TypeError,
+        "config: wanted a LlamaConfig",
+        lambda m, t: Llama({}, key=jax.random.key(0)),
+    ),
+    "no key": (TypeError, "key", lambda m, t: Llama(CONFIG, key=0.5)),
+    "integer weights": (
+        TypeError,
+        "dtype: wanted",
+        lambda m, t: Llama(CONFIG, jnp.int32, key=jax.random.key(0)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "message", "call"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_call(kind, message, call, unchecked):
+    with pytest.raises(kind, match=message):
+        call(build(), random_tokens(1, 4))
+
+
+def test_cache_is_exported():
+    assert isinstance(build().empty_cache(1, 1), LlamaCache)
