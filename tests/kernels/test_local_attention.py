@@ -1,0 +1,465 @@
+"""What every implementation of `local_attention` must do: one class of tests, run for each name in the registry.
+
+Values and gradients are compared with the dense NumPy judge (`tests/reference.py`), within a small multiple of what
+naive attention in the same dtype errs (`tests/naive.py`), over the list in `tests/problems.py`. An implementation may
+decline a problem with NotImplementedError, but not those that `ACCEPTS` states.
+"""
+
+import contextlib
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.kernels import (
+    AttentionState,
+    _arguments,
+    _blocks,
+    implementations,
+    local_attention,
+)
+
+from ..naive import assert_all_close, expected, select
+from ..problems import BLOCKS, LARGE, PROBLEMS, Problem, cast, cotangents, lse_dtype, tangents
+from ..reference import dense, dense_covariance, dense_hvp, dense_jvp, dense_vjp, visible
+
+ALL = frozenset(PROBLEMS)
+# What an implementation must not decline. One that is new to the registry states here what it takes.
+ACCEPTS = {
+    "reference": ALL,
+    "blockwise": ALL,
+    "decode": ALL - {"primes"},  # at most 64 rows times heads
+}
+
+# Kernels that bring a forward pass alone, differentiated by the blockwise backward: all gradients of
+# that one are checked, and of these a few, to see that they save the state it wants.
+FORWARD_ONLY = frozenset({"decode"})
+
+# Compiling dominates: in low precision and of second derivatives a few that go through every path.
+LOW = {
+    "bfloat16": ("plain", "everything", "positions_causal", "multi_query", "shift_up", "mask"),
+    "float32": ("everything", "positions_causal", "shift_up", "decode_source"),
+    "float16": ("everything", "multi_query", "decode_source"),
+}
+SECOND = ("everything", "positions_causal", "mask_nothing", "decode_source")
+
+# Logic alone is at stake in float64, and LLVM's passes take half the time of these programs. In low
+# precision, at the blocks' real size and in all other tests everything compiles as it does for users.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def problems(names):
+    """Runs a test for each problem named (or in a dictionary of problems)."""
+    found = names.values() if isinstance(names, dict) else [PROBLEMS[name] for name in names]
+    return pytest.mark.parametrize("problem", list(found), ids=str)
+
+
+def attend(arrays: dict, problem: Problem, implementation: str | None) -> AttentionState:
+    return local_attention(**arrays, **problem.options, implementation=implementation)
+
+
+class RefusedError(Exception):
+    """An implementation declines, saying why, instead of being wrong: what `or_refuses` lets pass."""
+
+
+def or_refuses(tests: type) -> type:
+    """A test of the class passes where an implementation refuses; what it must accept, `test_accepts` says."""
+
+    def passing(test):
+        @functools.wraps(test)
+        def run(*args, **kwargs):
+            with contextlib.suppress(RefusedError):
+                test(*args, **kwargs)
+
+        return run
+
+    for name, test in list(vars(tests).items()):
+        if name.startswith("test"):
+            setattr(tests, name, passing(test))
+    return tests
+
+
+def attend_or_refuse(implementation: str, problem: Problem, dtype="float64"):
+    """The arrays; refuses where the implementation declines. Whether it may is for `test_accepts`."""
+    arrays, _ = cast(problem, dtype)
+    try:
+        jax.eval_shape(lambda arrays: attend(arrays, problem, implementation), arrays)
+    except NotImplementedError as reason:
+        raise RefusedError(f"{implementation} declines {problem}: {reason}") from reason
+    return arrays
+
+
+def state_and_gradients(implementation: str | None, problem: Problem, compiler_options=None):
+    """One program for the state and the gradients for given cotangents, so that each problem compiles once."""
+
+    @functools.partial(jax.jit, compiler_options=compiler_options)
+    def run(arrays, dout, dlse):
+        state, back = jax.vjp(lambda arrays: attend(arrays, problem, implementation), arrays)
+        return state._asdict() | back(AttentionState(dout, dlse))[0]
+
+    return run
+
+
+def check(implementation: str, problem: Problem, dtype, compiler_options=None) -> None:
+    """State and all gradients, for cotangents of out alone, of lse alone and of both."""
+    arrays = attend_or_refuse(implementation, problem, dtype)
+    if implementation in FORWARD_ONLY and problem.name not in SECOND:
+        forward = functools.partial(attend, problem=problem, implementation=implementation)
+        state = jax.jit(forward, compiler_options=compiler_options)(arrays)
+        assert_all_close(state._asdict(), problem, dtype, "both", label=implementation)
+        return
+    run = state_and_gradients(implementation, problem, compiler_options)
+    blind, hidden = blind_rows_and_hidden_keys(problem)
+    for which in ("both", "out", "lse"):
+        found = run(arrays, *select(which, *cotangents(problem, dtype)))
+        found = {name: np.asarray(array) for name, array in found.items()}
+        assert_all_close(found, problem, dtype, which, label=implementation)
+        for name in {"out", "query", "source"} & set(found):
+            assert not found[name][blind].any(), f"{name} is not zero in rows that see no key"
+        for name in ("key", "value"):
+            assert not found[name][hidden].any(), f"gradient of {name} is not zero at hidden keys"
+
+
+def blind_rows_and_hidden_keys(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows see no key, `[B, T, N]`, and which keys no row sees, `[B, S, K]`."""
+    seen = visible(problem)  # [B, N, T, S]
+    if problem.bias is not None:
+        seen = seen & (problem.bias > -np.inf)
+    batch, keys, kv_heads, _ = problem.key.shape
+    group = problem.query.shape[2] // kv_heads
+    looked_at = seen.any(axis=2).reshape(batch, kv_heads, group, keys).any(axis=2)
+    return ~seen.any(axis=-1).transpose(0, 2, 1), ~looked_at.transpose(0, 2, 1)
+
+
+def gradient_of(problem: Problem, implementation: str):
+    """The gradient of `<dout, out> + <dlse, lse>` as a function of the arrays, in float64."""
+    cotangent = AttentionState(*cotangents(problem, jnp.float64))
+
+    def gradient(arrays):
+        return jax.vjp(lambda arrays: attend(arrays, problem, implementation), arrays)[1](
+            cotangent
+        )[0]
+
+    return gradient
+
+
+def right_or_raises(implementation, function, *args):
+    """`function(*args)`; for all but the reference an honest refusal will do."""
+    try:
+        return jax.jit(function, compiler_options=QUICK)(*args)
+    except (TypeError, NotImplementedError) as reason:
+        honest = isinstance(reason, NotImplementedError) or "custom_vjp" in str(reason)
+        if implementation == "reference" or not honest:
+            raise
+        raise RefusedError(f"{implementation} refuses: {reason}") from reason
+
+
+def close(actual, exact, what):
+    """Float64 against float64, relative to the largest entry."""
+    exact = np.asarray(exact, np.float64)
+    actual = np.asarray(actual)
+    assert actual.dtype == np.float64 and actual.shape == exact.shape, what
+    scale = np.max(np.abs(exact), initial=1.0, where=np.isfinite(exact))
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-9 * scale, err_msg=what)
+
+
+def as_jax(arrays: dict) -> dict:
+    return {name: jnp.asarray(array) for name, array in arrays.items()}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 8 queries and 8 keys: many of them, and ragged last ones, in a problem that is quick to compile."""
+    monkeypatch.setattr(_blocks, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(_blocks, "KEY_BLOCK", 8)
+
+
+@pytest.mark.parametrize("implementation", implementations())
+@or_refuses
+class TestEveryImplementation:
+    def test_accepts(self, implementation):
+        """An implementation that declines everything would pass every other test here."""
+        for name in ACCEPTS[implementation]:
+            arrays, _ = cast(PROBLEMS[name], jnp.float32)
+            jax.eval_shape(lambda arrays: attend(arrays, PROBLEMS[name], implementation), arrays)  # noqa: B023
+
+    @problems(PROBLEMS)
+    def test_float64(self, implementation, problem):
+        """Any slip in a mask, a head's group, a cotangent or an edge case, to the last bits of float64."""
+        check(implementation, problem, jnp.float64, QUICK)
+
+    @pytest.mark.parametrize(("dtype", "name"), [(d, name) for d in LOW for name in LOW[d]])
+    def test_low_precision(self, implementation, dtype, name):
+        """Accumulation in, or rounding to, a narrow dtype where naive attention keeps float32; lse above all."""
+        check(implementation, PROBLEMS[name], jnp.dtype(dtype))
+
+    @problems(BLOCKS)
+    def test_many_blocks(self, implementation, problem, small_blocks):
+        """Statistics lost between blocks, a block skipped that can meet, a bias block added at the wrong place."""
+        check(implementation, problem, jnp.float64, QUICK)
+
+    @problems(LARGE)
+    def test_real_blocks(self, implementation, problem):
+        """The same with the blocks' real sizes, which nobody patches in production."""
+        check(implementation, problem, jnp.float32)
+
+    def test_one_output_in_one_array(self, implementation):
+        """A backward that counts on all cotangents and all arguments being there (symbolic zeros, constants)."""
+        problem = PROBLEMS["bias_keys"]
+        arrays = attend_or_refuse(implementation, problem)
+        dout, dlse = cotangents(problem, jnp.float64)
+        fields = {"query": "lse", "key": "out", "value": "lse", "source": "out", "bias": "lse"}
+
+        def total(field, cotangent):
+            def function(array, name):
+                state = attend(arrays | {name: array}, problem, implementation)
+                return (cotangent * getattr(state, field)).sum()
+
+            return function
+
+        totals = {"out": total("out", dout), "lse": total("lse", dlse)}
+        alone = jax.jit(
+            lambda arrays: {n: jax.grad(totals[f])(arrays[n], n) for n, f in fields.items()}
+        )
+        for name, gradient in alone(arrays).items():
+            exact, _, _ = expected(problem, jnp.dtype("float64"), fields[name])
+            close(gradient, exact[name], f"{implementation}, gradient of {fields[name]} in {name}")
+
+    @problems(SECOND)
+    def test_reverse_over_reverse(self, implementation, problem):
+        """Zero or wrong second derivatives, where the saved state is taken for a constant of the backward."""
+        arrays, direction = attend_or_refuse(implementation, problem), tangents(problem)
+        dout, dlse = cotangents(problem, jnp.float64)
+        gradient = gradient_of(problem, implementation)
+        # The Hessian is symmetric: pulled back through the gradient, a direction gives the Hessian times it.
+        product = right_or_raises(
+            implementation, lambda a, d: jax.vjp(gradient, a)[1](d)[0], arrays, as_jax(direction)
+        )
+        for name, exact in dense_hvp(
+            problem, np.asarray(dout), np.asarray(dlse), direction
+        ).items():
+            close(product[name], exact, f"{implementation}, {problem}, second derivative in {name}")
+
+    @problems(SECOND)
+    def test_forward_mode(self, implementation, problem):
+        """`jax.jvp` and `jax.linearize` that return zeros or NaN instead of the derivative or an error."""
+        arrays, direction = attend_or_refuse(implementation, problem), tangents(problem)
+        dout, dlse = dense_jvp(problem, direction)
+
+        def both(arrays, direction):
+            function = functools.partial(attend, problem=problem, implementation=implementation)
+            pushed = jax.jvp(function, (arrays,), (direction,))[1]
+            linear = jax.linearize(function, arrays)[1](direction)
+            return pushed, linear
+
+        for state in right_or_raises(implementation, both, arrays, as_jax(direction)):
+            close(state.out, dout, f"{implementation}, {problem}, tangent of out")
+            close(state.lse, dlse, f"{implementation}, {problem}, tangent of lse")
+
+    @problems(SECOND)
+    def test_forward_over_reverse(self, implementation, problem):
+        """A Hessian-vector product by the mode that `jax.hessian` uses: right, or an error."""
+        arrays, direction = attend_or_refuse(implementation, problem), tangents(problem)
+        dout, dlse = cotangents(problem, jnp.float64)
+        gradient = gradient_of(problem, implementation)
+        product = right_or_raises(
+            implementation, lambda a, d: jax.jvp(gradient, (a,), (d,))[1], arrays, as_jax(direction)
+        )
+        for name, exact in dense_hvp(
+            problem, np.asarray(dout), np.asarray(dlse), direction
+        ).items():
+            close(product[name], exact, f"{implementation}, {problem}, second derivative in {name}")
+
+    @pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
+    def test_hessian_in_source_is_covariance(self, implementation, mode):
+        """∇²F that is not the covariance of the values: the library's first identity, by the users' own call."""
+        problem = PROBLEMS["window_causal"]
+        arrays = attend_or_refuse(implementation, problem)
+
+        def energy(source, rest):
+            return attend(rest | {"source": source}, problem, implementation).lse.sum()
+
+        outer = jax.jacfwd if mode == "forward over reverse" else jax.jacrev
+        source = arrays.pop("source")
+        hessian = np.asarray(
+            right_or_raises(implementation, outer(jax.jacrev(energy)), source, arrays)
+        )
+        diagonal = np.einsum("btnvbtnw->btnvw", hessian)
+        close(diagonal, dense_covariance(problem), f"{implementation}, {mode}")
+        np.testing.assert_allclose(
+            np.abs(hessian).sum(), np.abs(diagonal).sum(), err_msg="rows mix"
+        )
+
+    def test_vmap(self, implementation):
+        """A batching rule that pairs up the wrong axes, or block skipping that goes wrong when batched."""
+        first = PROBLEMS["positions_causal"]
+        arrays = attend_or_refuse(implementation, first)
+        positions = jnp.asarray([first.key_positions, first.key_positions[:, ::-1]])
+        queries = jnp.asarray([first.query, 2 * first.query])
+
+        def gradients(query, positions):
+            problem = replace(first, key_positions=positions)
+            state, back = jax.vjp(
+                lambda a: attend(a, problem, implementation), arrays | {"query": query}
+            )
+            return state, back(AttentionState(*cotangents(first, jnp.float64)))[0]
+
+        jit = functools.partial(jax.jit, compiler_options=QUICK)
+        together = jit(jax.vmap(gradients))(queries, positions)
+        shared = jit(jax.vmap(gradients, in_axes=(None, 0)))(queries[0], positions)
+        alone = jit(gradients)
+        one_by_one = [alone(q, p) for q, p in zip(queries, positions, strict=True)]
+        shared_one_by_one = [alone(queries[0], p) for p in positions]
+        for batched, loop in ((together, one_by_one), (shared, shared_one_by_one)):
+            stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *loop)
+            jax.tree.map(lambda a, b: close(a, b, implementation), batched, stacked)
+
+    @pytest.mark.parametrize("name", ["everything", "positions_causal"])
+    def test_unbatched(self, implementation, name):
+        """Unbatched input treated as a batch of T, or lengths and positions of another row used."""
+        problem = PROBLEMS[name]
+        arrays = attend_or_refuse(implementation, problem)
+        first = {n: a if n == "bias" else a[0] for n, a in arrays.items()}
+        if "bias" in first:
+            first["bias"] = arrays["bias"][0]
+        given = {n: _row(n, option) for n, option in problem.options.items()}
+        batched = jax.jit(lambda a: attend(a, problem, implementation))(arrays)
+        single = jax.jit(lambda a: local_attention(**a, **given, implementation=implementation))(
+            first
+        )
+        assert single.out.ndim == 3 and single.lse.ndim == 2
+        close(single.out, batched.out[0], f"{implementation}, out of {name}")
+        close(single.lse, batched.lse[0], f"{implementation}, lse of {name}")
+
+    def test_jit_and_eager_agree(self, implementation):
+        """Something decided at trace time from values, or an array kept from one trace to the next."""
+        problem = PROBLEMS["positions_causal"]
+        arrays = attend_or_refuse(implementation, problem)
+        given = cotangents(problem, jnp.float64)
+        run = state_and_gradients(implementation, problem)
+        compiled, eager = run(arrays, *given), run.__wrapped__(arrays, *given)
+        jax.tree.map(lambda a, b: close(a, b, implementation), compiled, eager)
+
+    def test_deterministic(self, implementation):
+        """A reduction whose order changes from call to call: results must repeat to the bit."""
+        problem = PROBLEMS["positions_causal"]
+        arrays = attend_or_refuse(implementation, problem, jnp.float32)
+        given = cotangents(problem, jnp.float32)
+        run = state_and_gradients(implementation, problem)
+        once, twice = run(arrays, *given), run(arrays, *given)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), once, twice)
+
+    @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+    def test_dtypes(self, implementation, dtype):
+        """lse in bfloat16: merging eight shards then errs by 0.16. It is float32, or float64 beside float64."""
+        problem = PROBLEMS["decode_source"]
+        arrays = attend_or_refuse(implementation, problem, dtype)
+        state = jax.eval_shape(lambda arrays: attend(arrays, problem, implementation), arrays)
+        assert state.out.dtype == jnp.dtype(dtype) and state.lse.dtype == lse_dtype(dtype)
+
+    @pytest.mark.parametrize("name", ["decode_cache", "ragged", "mask"])
+    def test_hidden_keys_do_not_matter(self, implementation, name):
+        """What a hidden key holds (a stale cache slot, padding) leaking into outputs or gradients."""
+        problem = PROBLEMS[name]
+        arrays = attend_or_refuse(implementation, problem)
+        if name == "mask":  # of every head and query, that is
+            keep = np.ones_like(visible(problem).any(axis=(1, 2)))
+            keep[:, 3] = False
+            problem = replace(problem, mask=problem.mask & keep[:, None, None, :])
+        unseen = jnp.asarray(~visible(problem).any(axis=(1, 2)))[..., None, None]
+        assert unseen.any()
+        stale = arrays | {n: jnp.where(unseen, 1e5, arrays[n]) for n in ("key", "value")}
+        given = cotangents(problem, jnp.float64)
+        run = state_and_gradients(implementation, problem, QUICK)
+        jax.tree.map(np.testing.assert_array_equal, run(arrays, *given), run(stale, *given))
+
+    def test_gradient_in_scale(self, implementation):
+        """A scale that is an array, say a learned temperature, rounded to the operands' dtype or given no gradient."""
+        problem = replace(PROBLEMS["bias_keys"], scale=0.7)
+        arrays = attend_or_refuse(implementation, problem)
+        cotangent = AttentionState(*cotangents(problem, jnp.float64))
+        options = {n: option for n, option in problem.options.items() if n != "scale"}
+
+        @jax.jit
+        def run(arrays, scale):
+            return jax.vjp(
+                lambda s: local_attention(
+                    **arrays, **options, scale=s, implementation=implementation
+                ),
+                scale,
+            )[1](cotangent)[0]
+
+        # Scores depend on scale·q alone, so that scale ∂L/∂scale = q·∂L/∂q.
+        exact, _, _ = expected(problem, jnp.dtype("float64"), "both")
+        close(run(arrays, jnp.asarray(0.7)), np.sum(problem.query * exact["query"]) / 0.7, "scale")
+
+    def test_bias_in_another_dtype(self, implementation):
+        """A float32 bias beside bfloat16 operands rounded to bfloat16, or its gradient."""
+        problem = PROBLEMS["bias_heads"]
+        arrays = attend_or_refuse(implementation, problem, jnp.bfloat16)
+        _, rounded = cast(problem, jnp.bfloat16)
+        rounded = replace(rounded, bias=problem.bias.astype(np.float32).astype(np.float64))
+        arrays["bias"] = jnp.asarray(problem.bias, jnp.float32)
+        dout, dlse = cotangents(problem, jnp.bfloat16)
+        found = state_and_gradients(implementation, problem)(arrays, 0 * dout, dlse)
+        assert found["bias"].dtype == jnp.float32
+        _, exact = dense(rounded)
+        np.testing.assert_allclose(found["lse"], exact, rtol=0, atol=1e-5)
+        exact = dense_vjp(rounded, np.zeros(dout.shape), np.asarray(dlse, np.float64))["bias"]
+        np.testing.assert_allclose(found["bias"], exact, rtol=0, atol=1e-5)
+
+    def test_lengths_may_be_traced(self, implementation):
+        """Lengths and positions read as Python numbers: a decode loop would recompile for every token, or fail."""
+        problem = PROBLEMS["ragged"]
+        arrays = attend_or_refuse(implementation, problem)
+
+        @jax.jit
+        def run(arrays, lengths):
+            traced = replace(problem, key_value_seq_lengths=lengths)
+            return attend(arrays, traced, implementation)
+
+        state = run(arrays, jnp.asarray(problem.key_value_seq_lengths))
+        exact = jax.jit(lambda a: attend(a, problem, implementation))(arrays)
+        close(state.out, exact.out, implementation)
+        close(state.lse, exact.lse, implementation)
+
+
+def _row(name, option):
+    """Row 0 of an option of a batched call, as an unbatched call takes it."""
+    if name.endswith("lengths") or name.endswith("positions"):
+        return option[0]
+    return option[0] if name == "mask" else option
+
+
+def test_every_implementation_states_what_it_accepts():
+    """A new implementation that nobody holds to anything."""
+    assert set(ACCEPTS) == set(implementations())
+
+
+@problems(["plain", "primes", "no_keys", "decode_source"])
+def test_default_implementation(problem):
+    """A choice that ends in an error, or in an implementation that is wrong for the problem."""
+    check_default = state_and_gradients(None, problem)
+    found = check_default(cast(problem, jnp.float64)[0], *cotangents(problem, jnp.float64))
+    assert_all_close(found, problem, jnp.float64, "both", label="default")
+
+
+@problems(BLOCKS)
+def test_small_blocks_make_many(problem, small_blocks):
+    """The block constants renamed or read elsewhere: `test_many_blocks` would test one block and say nothing."""
+    arrays, _ = cast(problem, jnp.float64)
+    operands = _arguments.check_call(**arrays, **problem.options).operands
+    grid = _blocks.grid(operands)
+    assert grid.query_blocks >= 3 and grid.key_blocks >= 3
+
+
+def test_large_problems_exceed_a_block():
+    """The real blocks grown beyond the large problems: `test_real_blocks` would then test a single one."""
+    for problem in LARGE.values():
+        grid = _blocks.grid(
+            _arguments.check_call(**cast(problem, jnp.float32)[0], **problem.options).operands
+        )
+        assert grid.query_blocks > 1 and grid.key_blocks > 1
