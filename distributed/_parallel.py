@@ -66,9 +66,11 @@ class SequenceParallel:
             raise ValueError(f"axes: wanted different names, got {tuple(names)}")
         given = {"method": method, "merge": merge, "layout": layout}
         for field, choices in _CHOICES.items():
-            if given[field] not in choices:
+            choice = given[field]
+            if not isinstance(choice, str) or choice not in choices:
                 raise ValueError(
-                    f"{field}: wanted one of {', '.join(map(repr, choices))}, got {given[field]!r}"
+                    f"{field}: wanted one of {', '.join(map(repr, choices))}, "
+                    f"got {received(choice)}"
                 )
         for field, value in {"axes": tuple(names), **given}.items():
             object.__setattr__(self, field, value)

@@ -60,8 +60,8 @@ def placement(parallel: Any, query: Array, key: Array) -> Placement | None:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty and not isinstance(key, jax.core.Tracer):
         raise ValueError(
-            f"key: its type says that it is split over mesh axes, {jax.typeof(key)}, but no mesh "
-            "is in force; use jax.set_mesh(mesh)"
+            f"key: wanted the mesh in force that its type is split over, {jax.typeof(key)}, "
+            "got none; use jax.set_mesh(mesh)"
         )
     return Placement(_type(key).mesh if mesh.empty else mesh, batch, sequence, heads)
 
@@ -96,7 +96,7 @@ def check_mesh(parallel: Any) -> int:
             )
         if _kind(mesh, axis) == AxisType.Manual:
             raise ValueError(
-                f"parallel: the axis {axis!r} belongs to a surrounding jax.shard_map; "
+                f"parallel: wanted axes that no surrounding jax.shard_map has taken, got {axis!r}; "
                 "call energy_attn.distributed.tree_attention inside it"
             )
     return math.prod(mesh.shape[axis] for axis in parallel.axes)

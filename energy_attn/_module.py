@@ -240,8 +240,10 @@ class MultiheadAttention(eqx.Module):
         self.output_size = size_of("output_size", output_size, query_size)
         self.qk_size = size_of("qk_size", qk_size, query_size // num_heads)
         self.vo_size = size_of("vo_size", vo_size, query_size // num_heads)
-        self.use_query_bias, self.use_key_bias = use_query_bias, use_key_bias
-        self.use_value_bias, self.use_output_bias = use_value_bias, use_output_bias
+        self.use_query_bias = check_flag("use_query_bias", use_query_bias)
+        self.use_key_bias = check_flag("use_key_bias", use_key_bias)
+        self.use_value_bias = check_flag("use_value_bias", use_value_bias)
+        self.use_output_bias = check_flag("use_output_bias", use_output_bias)
         keys = jax.random.split(check_key("key", key), 4)
         # the order of keys in Equinox, so that equal keys give equal parameters
         self.query_proj, self.key_proj, self.value_proj, self.output_proj = (

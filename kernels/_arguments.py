@@ -163,7 +163,7 @@ def _scaled(query: Array, key: Array, scale: Any) -> tuple[Array, Array, float]:
     if scale is None:
         return query, key, query.shape[-1] ** -0.5
     if not isinstance(scale, jax.Array):
-        if abs(scale) > jnp.finfo(wide).max:
+        if abs(scale) > float(jnp.finfo(wide).max):
             raise ValueError(f"scale: wanted a number within {wide}, got {scale}")
         return query, key, scale
     # An array may be traced and differentiated (an inverse temperature): it becomes part of the

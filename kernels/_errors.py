@@ -89,11 +89,11 @@ def check_boolean(name: str, x: Any) -> Any:
 def check_floating_dtype(name: str, x: Any) -> jnp.dtype:
     """Returns `x` as a dtype; raises `TypeError` unless it is one that `check_floating` takes."""
     try:
-        # NumPy reads None as float64, and takes it for equal to that too
-        dtype = jnp.dtype(object if x is None else x)
-    except TypeError:
-        dtype = jnp.dtype(object)
-    if dtype not in FLOATING:
+        # nothing else: NumPy would read None as float64, and an array as the dtype that it has
+        dtype = jnp.dtype(x) if isinstance(x, (str, type, np.dtype)) else None
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype is None or dtype not in FLOATING:
         raise TypeError(f"{name}: wanted {_FLOATING}, got {received(x)}")
     return dtype
 

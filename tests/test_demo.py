@@ -14,12 +14,12 @@ import pytest
 
 import energy_attn._demo as demo
 from energy_attn import __main__ as command
-from energy_attn._demo import _checks, _picture, _report, _text, _train
+from energy_attn._demo import _checks, _picture, _report, _temper, _text, _train
 from energy_attn._info import CALLS, choice
 from energy_attn.models import Llama
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = {"context": 2 * _train.WINDOW + 7, "tokens": 6, "seconds": 0.0, "seed": 1}
+SETTINGS = {"context": 2 * _temper.WINDOW + 7, "tokens": 6, "seconds": 0.0, "seed": 1}
 
 
 def run_module(*arguments, **environment):
@@ -212,11 +212,11 @@ def test_training_stops_by_steps_too(monkeypatch, user_settings):
 def test_score_sees_the_same_bytes():
     """With one window of text there is nothing to be gained by seeing all of it but the first half."""
     model = Llama(_train.CONFIG, key=jax.random.key(0))
-    text = np.random.default_rng(0).integers(0, 256, 2 * _train.WINDOW).astype(np.uint8)
+    text = np.random.default_rng(0).integers(0, 256, 2 * _temper.WINDOW).astype(np.uint8)
     near, far = _train.score(model, text)
     logits = model(jnp.asarray(text[None, :-1], jnp.int32)).logits
     wanted = -jax.nn.log_softmax(logits)[0, np.arange(len(text) - 1), text[1:]]
-    np.testing.assert_allclose(far, wanted[-_train.WINDOW :].mean(), rtol=1e-5)
+    np.testing.assert_allclose(far, wanted[-_temper.WINDOW :].mean(), rtol=1e-5)
     assert near != far and abs(near - far) < 0.1
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..models import LlamaCache, LlamaConfig
 from ..models._output import LlamaTrace
+from ._temper import WINDOW
 
 _EPS = float(np.finfo(np.float32).eps)
 
@@ -60,6 +61,8 @@ def errors(trace: LlamaTrace, cache: LlamaCache, first: int) -> Errors:
     query, outs, energies = (np.asarray(x)[:, 0] for x in trace)
     keys, values, positions = (np.asarray(x) for x in cache[:3])
     steps = first + np.arange(query.shape[1])
+    beta = np.maximum(1.0, np.log(steps + 1.0) / np.log(WINDOW))
+    query = query.astype(np.float64) * beta[:, None, None]
     seen = (positions[0] >= 0) & (positions[0] <= steps[:, None])
     worst = np.zeros((len(query), 4))
     for layer, (key, value) in enumerate(zip(keys[:, 0], values[:, 0], strict=True)):

@@ -15,6 +15,7 @@ from .. import attention
 from ..distributed import SequenceParallel, collectives
 from ..models import Llama, LlamaCache
 from ..models._output import LlamaTrace
+from ._temper import tempered
 
 _CHUNK = 512  # of the prompt, read at a time
 Step = Callable[[Llama, Array, LlamaCache], tuple[Array, LlamaCache, LlamaTrace]]
@@ -77,7 +78,7 @@ def step_of(parallel: SequenceParallel | None, attend: Callable[..., Any]) -> St
 
     def step(model: Llama, token: Array, cache: LlamaCache) -> tuple[Array, LlamaCache, LlamaTrace]:
         x, after, trace = model._read(
-            token, None, cache, parallel=parallel, attend=attend, record=True
+            token, None, cache, parallel=parallel, attend=tempered(attend), record=True
         )
         assert after is not None and trace is not None
         return jnp.argmax(model._logits(x), -1).astype(jnp.int32), after, trace
@@ -105,7 +106,9 @@ def decode(
     """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force."""
 
     def prefill(model: Llama, tokens: Array, cache: LlamaCache) -> tuple[Array, LlamaCache]:
-        out = model.prefill(tokens, cache, chunk_size=_CHUNK, parallel=parallel, attend=attend)
+        out = model.prefill(
+            tokens, cache, chunk_size=_CHUNK, parallel=parallel, attend=tempered(attend)
+        )
         assert out.cache is not None
         return jnp.argmax(out.logits, -1).astype(jnp.int32), out.cache
 

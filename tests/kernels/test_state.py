@@ -393,7 +393,7 @@ def gradient_difference(parts: Parts, tangent: AttentionState, step=2.0**-7):
 
 
 def test_second_derivatives():
-    """A maximum that is differentiated, or a NaN hidden by `where`, shows in the second derivative at the latest."""
+    """A NaN that `where` hides in the gradient shows in the second derivative; so does a weight held constant there."""
     parts = with_empty(random_parts(parts=5, rows=4))
     direction = random_parts(seed=1, parts=5, rows=4)
     tangent = AttentionState(direction.out, direction.lse)

@@ -1,0 +1,27 @@
+"""The meshes of these tests: eight devices in a row and as 2 × 4, with axes left to the compiler or part of types."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from energy_attn.distributed import SequenceParallel, make_mesh
+
+SHAPES = {"8": ((8,), ("device",)), "2x4": ((2, 4), ("node", "device"))}
+
+
+def mesh_of(kind: str) -> Mesh:
+    """`"8"`, `"2x4"`, and the same with ` explicit` behind."""
+    shape, names = SHAPES[kind.split()[0]]
+    return make_mesh(shape, names, explicit=kind.endswith("explicit"))
+
+
+def parallel_of(kind: str) -> SequenceParallel:
+    return SequenceParallel(SHAPES[kind.split()[0]][1])
+
+
+def close(actual, exact, what="", tolerance=1e-11):
+    """Float64 against float64, relative to the largest entry; infinities in the same places."""
+    actual, exact = np.asarray(jax.device_get(actual)), np.asarray(exact, np.float64)
+    assert actual.dtype == np.float64 and actual.shape == exact.shape, what
+    scale = np.max(np.abs(exact), initial=1.0, where=np.isfinite(exact))
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=tolerance * scale, err_msg=what)

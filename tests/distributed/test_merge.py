@@ -1,0 +1,157 @@
+"""States folded over mesh axes are the states folded in one place: `merge_across` and `logsumexp_across`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.distributed import logsumexp_across, merge_across
+from energy_attn.kernels import AttentionState, merge_all
+
+from .meshes import close, mesh_of, parallel_of
+
+ROWS, WIDTH = (2, 3), 4
+CASES = ("full", "empty shards", "empty rows", "up", "down", "nan")
+
+
+def parts(case, dtype=np.float64) -> AttentionState:
+    """Eight states `[8, *ROWS, WIDTH]`. Row (0, 0) and others have shards without keys; in "empty rows" all of them."""
+    rng = np.random.default_rng(0)
+    out, lse = rng.standard_normal((8, *ROWS, WIDTH)), 3 * rng.standard_normal((8, *ROWS))
+    lse += {"up": 1e4, "down": -1e4}.get(case, 0)
+    if case != "full":
+        lse[[1, 7]] = -np.inf  # the last device holds nothing, as when keys are few
+        lse[:7, 0, 0] = -np.inf
+        lse[7, 0, 0] = 0.5
+        out = np.where(np.isinf(lse)[..., None], 0, out)
+    if case == "empty rows":
+        lse[:, 1, 1:] = -np.inf
+        out[:, 1, 1:] = 0
+    if case == "nan":  # what other kernels report for a row without keys
+        lse[1], out[1] = np.inf, np.nan
+        lse[2, 1], out[2, 1] = np.nan, np.inf
+    return AttentionState(jnp.asarray(out, dtype), jnp.asarray(lse))
+
+
+def folds(kind):
+    """A compiled program for both folds over all axes of the mesh, and their pullbacks."""
+    axes = parallel_of(kind).axes
+
+    def spread(f):
+        return jax.shard_map(
+            lambda parts: f(jax.tree.map(lambda x: x[0], parts)),
+            in_specs=P(axes),
+            out_specs=P(),
+        )
+
+    state = spread(functools.partial(merge_across, axis_name=axes))
+    energy = spread(functools.partial(logsumexp_across, axis_name=axes))
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(parts, cotangent):
+        merged, pull_state = jax.vjp(state, parts)
+        total, pull_energy = jax.vjp(energy, parts.lse)
+        return merged, total, pull_state(cotangent)[0], pull_energy(cotangent.lse)[0]
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["8", "2x4", "2x4 explicit"])
+def test_folds_and_gradients(kind):
+    """A fold across devices that differs from the fold in one place: a weight, a maximum, an empty shard, a gradient.
+
+    Values against float64 logsumexp, gradients against the softmax weights and `merge_all`'s; all finite.
+    """
+    rng = np.random.default_rng(1)
+    cotangent = AttentionState(
+        *(jnp.asarray(rng.standard_normal(s)) for s in ((*ROWS, WIDTH), ROWS))
+    )
+    alone = jax.jit(lambda parts, cotangent: jax.vjp(merge_all, parts)[1](cotangent)[0])
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        run, sharding = folds(kind), NamedSharding(mesh, P(parallel_of(kind).axes))
+        given = {case: jax.device_put(parts(case), sharding) for case in CASES}
+        found = {case: run(given[case], cotangent) for case in CASES}
+        found = jax.device_get(found)
+    cotangent = jax.device_get(cotangent)
+    for case, (merged, total, pulled, pulled_lse) in found.items():
+        given = parts(case)
+        lse = np.where(np.isfinite(given.lse), given.lse, -np.inf)
+        out = np.where(np.isfinite(lse)[..., None], given.out, 0)
+        exact = scipy.special.logsumexp(lse, axis=0)
+        weight = np.exp(lse - np.where(np.isfinite(exact), exact, 0))
+        close(merged.lse, exact, case)
+        close(total, exact, case)
+        close(merged.out, np.einsum("i...,i...h->...h", weight, out), case)
+        close(pulled_lse, weight * cotangent.lse, case)
+        close(pulled.out, weight[..., None] * cotangent.out, case)
+        expected = jax.device_get(alone(given, cotangent))
+        close(pulled.out, expected.out, case)
+        close(pulled.lse, expected.lse, case)
+        for gradient in (pulled.out, pulled.lse, pulled_lse):
+            assert np.isfinite(gradient).all(), case
+    assert np.isneginf(found["empty rows"][1]).sum() == 2
+
+
+def test_axes_one_by_one():
+    """A fold over one axis that reaches over the other, or a result that depends on the order of folding."""
+    state = parts("empty shards")
+
+    def f(state):
+        state = AttentionState(state.out[0], state.lse[0])
+        within = merge_across(state, "device")
+        by_steps = merge_across(within, "node")
+        other_way = merge_across(merge_across(state, "node"), "device")
+        return jax.tree.map(lambda x: x[None], within), by_steps, other_way
+
+    with jax.set_mesh(mesh_of("2x4")):
+        within, *both = jax.jit(
+            jax.shard_map(f, in_specs=P(("node", "device")), out_specs=(P("node"), P(), P()))
+        )(state)
+    for node in range(2):
+        half = jax.tree.map(lambda x: x[4 * node : 4 * node + 4], state)  # noqa: B023
+        close(within.out[node], merge_all(half).out)
+        close(within.lse[node], merge_all(half).lse)
+    for found in both:
+        jax.tree.map(close, found, merge_all(state))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_outputs(dtype):
+    """Sums in the dtype of `out`: eight bfloat16 shards would err by 0.16 where float32 errs by a rounding."""
+    given = parts("full", dtype)
+    given = given._replace(lse=given.lse.astype(jnp.float32))
+    with jax.set_mesh(mesh_of("8")):
+        spread = jax.shard_map(
+            lambda out, lse: merge_across(AttentionState(out[0], lse[0]), "device"),
+            in_specs=P("device"),
+            out_specs=P(),
+        )
+        merged = jax.device_get(jax.jit(spread)(*given))
+    assert merged.out.dtype == dtype and merged.lse.dtype == np.float32
+    exact = merge_all(jax.tree.map(lambda x: x.astype(jnp.float64), given))
+    np.testing.assert_allclose(merged.lse, exact.lse, rtol=1e-6)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        merged.out.astype(np.float64), exact.out, rtol=0, atol=eps * np.abs(exact.out).max()
+    )
+
+
+def test_second_derivative():
+    """A maximum that is differentiated, or held constant where it must not be: the Hessian of F in the parts' energies.
+
+    `∂²F/∂F_i∂F_j = w_i (δ_ij − w_j)`, in forward over reverse mode.
+    """
+    lse = jnp.asarray(np.random.default_rng(2).standard_normal(8)).at[3].set(-jnp.inf)
+    with jax.set_mesh(mesh_of("8")):
+        energy = jax.shard_map(
+            lambda x: logsumexp_across(x[0], "device"), in_specs=P("device"), out_specs=P()
+        )
+        hessian = jax.jit(jax.hessian(energy))(lse)
+    weight = scipy.special.softmax(np.asarray(lse))
+    close(hessian, np.diag(weight) - np.outer(weight, weight))

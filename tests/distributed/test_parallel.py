@@ -1,0 +1,323 @@
+"""`free_energy` and `attention` with keys spread over a mesh: equal to the dense judge, and as cheap as promised.
+
+By `parallel=` and by what `jax.typeof(key)` says; energies, outputs and all gradients. Then what the compiled programs
+send between devices, which is what the method is for.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+
+from ..problems import PROBLEMS, Problem, cast, cotangents, everything
+from ..reference import dense, dense_covariance, dense_vjp
+from .meshes import SHAPES, close, mesh_of, parallel_of
+
+QUICK = {"xla_backend_optimization_level": 0}
+EVEN = everything("even", B=2, T=5, S=16)  # S divides by 8, as arrays sharded by their types must
+
+
+def attend(arrays, problem: Problem, **options):
+    """`(∇F, F)` at the problem's source, or at zero."""
+    rest = dict(arrays)
+    zeros = np.zeros((*problem.query.shape[:-1], problem.value.shape[-1]))
+
+    def total(source):
+        energy = ea.free_energy(**rest, source=source, **problem.options, **options)
+        return energy.sum(), energy
+
+    return jax.grad(total, has_aux=True)(rest.pop("source", zeros))
+
+
+def state_and_gradients(problem, **options):
+    def run(arrays, cotangent):
+        pair, back = jax.vjp(lambda arrays: attend(arrays, problem, **options), arrays)
+        return pair, back(cotangent)[0]
+
+    return run
+
+
+def check(found, problem: Problem):
+    (out, energy), gradients = found
+    given = cotangents(problem, jnp.float64)
+    close(out, dense(problem)[0], "attention")
+    close(energy, dense(problem)[1], "energy")
+    for name, exact in dense_vjp(problem, *map(np.asarray, given)).items():
+        close(gradients[name], exact, name)
+
+
+@pytest.mark.parametrize("kind", ["8", "2x4"])
+@pytest.mark.parametrize(
+    "name", ["everything", "decode_source", "positions_causal", "primes", "no_keys"]
+)
+def test_spread(kind, name):
+    """Keys in the wrong order or place, padding that is seen, positions that count from the shard, a gradient lost.
+
+    Numbers of keys that 8 does not divide (13, 13, 41), that are below 8 (7), and none; batches, several queries,
+    grouped heads, causal, windows, ragged rows, bias, mask and source are all among them.
+    """
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    run = jax.jit(state_and_gradients(problem, parallel=parallel_of(kind)), compiler_options=QUICK)
+    with jax.set_mesh(mesh_of(kind)):
+        check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
+def test_not_jitted():
+    """Eager calls, whose arrays live on one device until they are spread, and the unsharded call beside them."""
+    problem = PROBLEMS["decode_ragged"]
+    arrays, _ = cast(problem, jnp.float64)
+    given = cotangents(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("2x4")):
+        spread = state_and_gradients(problem, parallel=SequenceParallel())(arrays, given)
+        check(spread, problem)
+        again = state_and_gradients(problem)(arrays, given)
+    jax.tree.map(lambda a, b: close(a, jax.device_get(b)), spread, again)
+
+
+def typed(arrays, mesh, axes, batch=None):
+    """The arrays placed on a mesh; keys, values and their biases sharded along their sequence."""
+    specs = {"key": P(batch, axes), "value": P(batch, axes), "bias": P(None, None, None, axes)}
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P())))
+        for name, x in arrays.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["8 explicit", "2x4 explicit"])
+def test_types_say_how(kind):
+    """Keys whose type says that they are sharded, gathered nevertheless; or gradients that come in another sharding."""
+    axes = SHAPES[kind.split()[0]][1]
+    arrays, _ = cast(EVEN, jnp.float64)
+    run = jax.jit(state_and_gradients(EVEN), compiler_options=QUICK)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        arrays = typed(arrays, mesh, axes)
+        given = jax.device_put(cotangents(EVEN, jnp.float64), NamedSharding(mesh, P()))
+        compiled = run.lower(arrays, given).compile()
+        found = compiled(arrays, given)
+    check(found, EVEN)
+    (out, energy), gradients = found
+    assert "all-gather" not in {c.kind for c in collectives(compiled)}
+    for name, gradient in gradients.items():
+        assert gradient.sharding.is_equivalent_to(arrays[name].sharding, gradient.ndim), name
+    assert out.sharding.is_fully_replicated and energy.sharding.is_fully_replicated
+
+
+def test_types_not_jitted():
+    """The same eagerly and unbatched, where the sequence is the first axis; and by `parallel=` on explicit axes."""
+    mesh = mesh_of("2x4 explicit")
+    problem = replace(PROBLEMS["plain"], key=EVEN.key, value=EVEN.value)
+    out, _ = dense(problem)
+    with jax.set_mesh(mesh):
+        arrays = typed(cast(problem, jnp.float64)[0], mesh, ("node", "device"))
+        close(ea.attention(**arrays), out)
+        close(ea.attention(**arrays, parallel=SequenceParallel(("node", "device"))), out)
+        first = {name: jax.reshard(x[0], P(*x.sharding.spec[1:])) for name, x in arrays.items()}
+        close(ea.attention(**first), out[0])
+        whole = cast(
+            replace(problem, key=problem.key[:, :13], value=problem.value[:, :13]), jnp.float64
+        )
+        close(ea.attention(**whole[0], parallel=SequenceParallel()), dense(whole[1])[0])
+
+
+@pytest.mark.parametrize("kinds", [("auto", "auto"), ("auto", "explicit")], ids="-".join)
+def test_batch_on_another_axis(kinds):
+    """A mesh axis that is not ours (a batch over it) summed over as well, or refused."""
+    types = tuple(AxisType.Auto if kind == "auto" else AxisType.Explicit for kind in kinds)
+    mesh = jax.make_mesh((2, 4), ("data", "device"), axis_types=types)
+    parallel = SequenceParallel("device") if kinds[1] == "auto" else None
+    arrays, _ = cast(EVEN, jnp.float64)
+    run = jax.jit(state_and_gradients(EVEN, parallel=parallel), compiler_options=QUICK)
+    with jax.set_mesh(mesh):
+        arrays = typed(arrays, mesh, "device", batch="data" if kinds[1] == "auto" else None)
+        if kinds[1] == "auto":
+            arrays["query"] = jax.device_put(arrays["query"], NamedSharding(mesh, P("data")))
+        check(run(arrays, cotangents(EVEN, jnp.float64)), EVEN)
+
+
+def test_inside_transformations():
+    """Under `vmap`, `lax.scan` and `jax.checkpoint`, as a model uses it, keys are spread as they are alone."""
+    problem = PROBLEMS["plain"]
+    arrays, _ = cast(problem, jnp.float64)
+    parallel = SequenceParallel("device")
+    direction = problem.rng("direction").standard_normal(dense(problem)[0].shape)
+
+    def attention(query, key, value):
+        return ea.attention(query, key, value, parallel=parallel)
+
+    def scanned(query, key, value):
+        def step(query, _):
+            return query, attention(query, key, value)
+
+        return jax.lax.scan(step, query, None, length=2)[1].mean(0)
+
+    ways = {"vmap": jax.vmap(attention), "scan": scanned, "remat": jax.checkpoint(attention)}
+
+    def slope(arrays, how):
+        given = (arrays[name] for name in ("query", "key", "value"))
+        return (direction * how(*given)).sum()
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(arrays):
+        return {way: jax.grad(slope)(arrays, how) for way, how in ways.items()}
+
+    with jax.set_mesh(mesh_of("8")):
+        found = run(arrays)
+    exact = dense_vjp(problem, direction, np.zeros(direction.shape[:-1]))
+    for way, gradients in found.items():
+        for name in exact:
+            close(gradients[name], exact[name], f"{way}, {name}")
+
+
+def test_second_derivatives():
+    """∇²F across devices that is zero or wrong: reverse over reverse, and any mode by the reference.
+
+    Forward mode through the custom rule must be an error here too.
+    """
+    problem = PROBLEMS["decode_cache"]
+    arrays, _ = cast(problem, jnp.float64)
+    zeros, parallel = np.zeros(problem.query.shape), SequenceParallel()
+
+    def total(source, implementation=None):
+        options = problem.options | {"parallel": parallel, "implementation": implementation}
+        return ea.free_energy(**arrays, source=source, **options).sum()
+
+    with jax.set_mesh(mesh_of("2x4")):
+        plain = jax.hessian(functools.partial(total, implementation="reference"))
+        for hessian in (jax.jacrev(jax.grad(total)), plain):
+            found = jax.device_get(jax.jit(hessian, compiler_options=QUICK)(zeros))
+            close(np.einsum("btnvbtnw->btnvw", found), dense_covariance(problem))
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(total, (zeros,), (zeros,))
+
+
+def test_modules():
+    """A module whose `parallel` field is forgotten on the way to the kernel would be right, and slow."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((13, 8)))
+    options = {"num_heads": 4, "query_size": 8, "num_kv_heads": 2, "key": jax.random.key(0)}
+    alone = ea.MultiheadAttention(**options, energy=ea.FreeEnergy(is_causal=True))
+    energy = ea.FreeEnergy(is_causal=True, parallel=SequenceParallel("device"))
+    spread = ea.MultiheadAttention(**options, energy=energy)
+    with jax.set_mesh(mesh_of("8")):
+        compiled = jax.jit(lambda x: spread(x, x, x, return_energy=True)).lower(x).compile()
+        jax.tree.map(
+            lambda a, b: close(a, jax.device_get(b)),
+            compiled(x),
+            alone(x, x, x, return_energy=True),
+        )
+    assert collectives(compiled)
+
+
+# --- what is sent
+
+B, T, N, K, H = 2, 3, 4, 2, 8
+STATE = [("all-reduce", 4 * B * T * N), ("all-reduce", 4 * B * T * N * (H + 1))]
+DQ = [("all-reduce", 4 * B * T * N * H)]
+
+
+def sent(kind, keys, function, implementation=None, dtype="float32"):
+    """`(kind, bytes)` of the collectives of `function(attend, query, key, value)` with keys on all devices."""
+    mesh, axes = mesh_of(kind), SHAPES[kind.split()[0]][1]
+    parallel = None if kind.endswith("explicit") else SequenceParallel(axes)
+
+    def argument(length, heads, spec):
+        return jax.ShapeDtypeStruct(
+            (B, length, heads, H), dtype, sharding=NamedSharding(mesh, spec)
+        )
+
+    query, key = argument(T, N, P()), argument(keys, K, P(None, axes))
+    attend = functools.partial(ea.attention, parallel=parallel, implementation=implementation)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(functools.partial(function, attend)).lower(query, key, key).compile()
+    found = collectives(compiled)
+    assert all(c.group_size == 8 and c.count == 1 for c in found), found
+    return [(c.kind, c.bytes) for c in found]
+
+
+def decode(attend, query, key, value):
+    return attend(query, key, value, return_energy=True)
+
+
+def train(attend, *arrays, arguments=(0, 1, 2)):
+    return jax.value_and_grad(lambda *x: (attend(*x) ** 2).sum(), arguments)(*arrays)
+
+
+@pytest.mark.parametrize("kind", ["8", "2x4", "2x4 explicit"])
+def test_decode_sends_two_all_reduces(kind):
+    """A collective more, or bytes that grow with the keys: the whole point of the method (MATH, sections 3 and 4).
+
+    `b n_h` and `b d + b n_h` numbers for each query, whether there are 64 keys or 512, and one row of devices or two.
+    """
+    for keys in (64, 512):
+        assert sent(kind, keys, decode) == STATE
+    assert sum(size for _, size in STATE) == 4 * T * (B * H * N + 2 * B * N)  # MATH: b d + 2 b n_h
+
+
+def test_energies_are_sent_wide():
+    """Sums narrowed to bfloat16 on their way: the energies of 8 shards would err by 0.16."""
+    assert sent("8", 64, decode, dtype="bfloat16") == STATE
+
+
+def test_training_sends_one_more():
+    """Gradients of keys and values sent around, which are local; that of the query is one sum, if it is wanted."""
+    assert sent("2x4", 64, train) == STATE + DQ
+    assert sent("2x4", 64, functools.partial(train, arguments=(1, 2))) == STATE
+    assert sent("2x4", 64, functools.partial(train, arguments=(0,))) == STATE + DQ
+
+
+def gradient_in_source(attend, query, key, value):
+    """Of F itself, in a source that is not known to be zero."""
+
+    def total(source):
+        options = {name: attend.keywords[name] for name in ("parallel", "implementation")}
+        return ea.free_energy(query, key, value, source, **options).sum()
+
+    return jax.grad(total)(query)
+
+
+def test_algorithms_2_and_3():
+    """The custom rule (two all-reduces) and what autodiff makes of the sharded F (three) must be one gradient.
+
+    Plain autodiff: pmax, psum of the denominators, and the sum of the devices' gradients.
+    """
+    third = sent("8", 64, gradient_in_source)
+    second = sent("8", 64, gradient_in_source, implementation="reference")
+    assert third == STATE
+    assert len(second) == 3 and second[:2] == [STATE[0], STATE[0]]
+    assert second[2][0] == "all-reduce" and second[2][1] >= DQ[0][1]
+    problem = PROBLEMS["decode_source"]
+    arrays, _ = cast(problem, jnp.float64)
+    run = {
+        name: jax.jit(
+            functools.partial(
+                attend, problem=problem, parallel=SequenceParallel(), implementation=name
+            ),
+            compiler_options=QUICK,
+        )
+        for name in (None, "reference")
+    }
+    with jax.set_mesh(mesh_of("2x4")):
+        (mine, energy), (plain, same) = run[None](arrays), run["reference"](arrays)
+    out, lse = dense(problem)
+    for found in (mine, plain):
+        close(found, out)
+    for found in (energy, same):
+        close(found, lse)
+    close(mine, jax.device_get(plain), tolerance=1e-14)
+
+
+def test_nothing_is_sent_without_a_mesh():
+    """Collectives, or copies of the keys, in the program of someone who has one device."""
+    query, key = (jax.ShapeDtypeStruct((B, n, h, H), "float32") for n, h in ((T, N), (64, K)))
+    assert collectives(jax.jit(ea.attention).lower(query, key, key).compile()) == ()
+    with jax.set_mesh(make_mesh((8,), ("device",))):
+        assert collectives(jax.jit(ea.attention).lower(query, key, key).compile()) == ()
