@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels._errors import check_flag, check_floating
+from energy_attn.kernels._errors import check_flag
 
-from ._free_energy import free_energy
+from ._free_energy import evaluate_at_zero, prepare
 
 
 def attention(
@@ -81,29 +79,21 @@ def attention(
         True
     """
     check_flag("return_energy", return_energy)
-    query, value = check_floating("query", query), check_floating("value", value)
-
-    def total(source: Any) -> tuple[Array, Array]:
-        energy = free_energy(
-            query,
-            key,
-            value,
-            source,
-            bias,
-            mask,
-            scale=scale,
-            is_causal=is_causal,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            local_window_size=local_window_size,
-            query_positions=query_positions,
-            key_positions=key_positions,
-            implementation=implementation,
-            parallel=parallel,
-        )
-        return energy.sum(), energy
-
-    # one element, broadcast: known to be zero, and of no size
-    zero = np.broadcast_to(np.zeros((), value.dtype), (*query.shape[:-1], *value.shape[-1:]))
-    out, energy = jax.grad(total, has_aux=True)(zero)
+    call, arrays = prepare(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        implementation=implementation,
+        parallel=parallel,
+    )
+    out, energy = evaluate_at_zero(call, arrays)
     return (out, energy) if return_energy else out

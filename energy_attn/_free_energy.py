@@ -7,21 +7,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed._spread import Placement, placement, spread_attention
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels._arguments import check_call
-from energy_attn.kernels._registry import attend, candidates
+from energy_attn.kernels._arguments import check_call, check_source
+from energy_attn.kernels._registry import attend, candidates, varying_axes
 
 
 class _Static(NamedTuple):
-    """What of a call is known when it is traced."""
+    """What of a call is known when it is traced.
+
+    `at_zero`: the source is zero, although it is no NumPy array.
+    """
 
     names: tuple[str, ...]
     place: Placement | None
     options: tuple[tuple[str, Any], ...]
+    at_zero: bool = False
 
 
 class _Arrays(NamedTuple):
@@ -106,6 +111,48 @@ def free_energy(
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
         True
     """
+    call, arrays = prepare(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        implementation=implementation,
+        parallel=parallel,
+    )
+    if source is not None:
+        check_source(source, query, value)
+    return evaluate(call, source, arrays)
+
+
+def prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Any,
+    *,
+    scale: Any,
+    is_causal: Any,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    local_window_size: Any,
+    query_positions: Any,
+    key_positions: Any,
+    implementation: Any,
+    parallel: Any,
+) -> tuple[_Static, _Arrays]:
+    """Checks the arguments of a call before any tracing: what a user sees of a mistake is the mistake.
+
+    Returns what is known of the call, and its arrays. Raises as `free_energy` does.
+    """
     static: dict[str, Any] = {"is_causal": is_causal, "local_window_size": local_window_size}
     traced: dict[str, Any] = {
         "query_seq_lengths": query_seq_lengths,
@@ -116,12 +163,37 @@ def free_energy(
     (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
     call = _Static(candidates(implementation), None, tuple(static.items()))
     arrays = _Arrays(query, key, value, bias, mask, traced)
-    # Checked before any tracing: what a user sees of a mistake is the mistake.
-    _check(call, source, arrays)
-    call = call._replace(place=placement(parallel, query, key))
-    if call.names == ("reference",):
+    _check(call, None, arrays)
+    return call._replace(place=placement(parallel, query, key)), arrays
+
+
+def evaluate(call: _Static, source: Any, arrays: _Arrays) -> Array:
+    """The energies of a prepared call at a source that has been checked. Raises nothing."""
+    if source is None or call.names == ("reference",):
         return _state(call, source, arrays).lse
     return _energy(call, source, arrays)
+
+
+def evaluate_at_zero(call: _Static, arrays: _Arrays) -> tuple[Array, Array]:
+    """Attention, which is the gradient of a prepared call in the source at zero, and the energies.
+
+    Raises nothing.
+    """
+    query, value = arrays.query, arrays.value
+    # one element, broadcast: known to be zero, and of no size
+    zero: Any = np.broadcast_to(np.zeros((), value.dtype), (*query.shape[:-1], value.shape[-1]))
+    # Inside shard_map the energies differ between devices. Then so must the source: the gradient
+    # in one that is equal on all of them would be summed over them.
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    if varying:
+        zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
+        call = call._replace(at_zero=call.names != ("reference",))
+
+    def total(source: Any) -> tuple[Array, Array]:
+        energy = evaluate(call, source, arrays)
+        return energy.sum(), energy
+
+    return jax.grad(total, has_aux=True)(zero)
 
 
 def _check(call: _Static, source: Any, arrays: _Arrays) -> Any:
@@ -129,7 +201,7 @@ def _check(call: _Static, source: Any, arrays: _Arrays) -> Any:
 
 
 def _state(static: _Static, source: Any, arrays: _Arrays) -> AttentionState:
-    call = _check(static, _unless_zero(source), arrays)
+    call = _check(static, None if static.at_zero else _unless_zero(source), arrays)
     if static.place is None:
         state = attend(static.names, call.settings, call.operands)
     else:
@@ -158,8 +230,10 @@ def _energy(static: _Static, source: Any, arrays: _Arrays) -> Array:
 def _energy_forward(static: _Static, source: Any, arrays: _Arrays) -> tuple[Array, Any]:
     perturbed = any(x.perturbed for x in _primals(arrays))
     source, arrays = (_values(x) for x in (source, arrays))
-    # a source may be of another dtype than the values; its cotangent is of its own
-    like = None if source is None else jnp.zeros(0, jnp.result_type(source))
+    # of the source's own type, which need not be that of the values, must its cotangent be
+    like = None
+    if source is not None:
+        like = lax.full_like(source, 0, dtype=jnp.result_type(source), shape=(0,))
     if not perturbed:
         state = _state(static, source, arrays)
         return state.lse, (state.out, like, None)
@@ -175,6 +249,9 @@ def _energy_backward(static: _Static, saved: Any, cotangent: Any) -> tuple[Any, 
     source = None
     if like is not None:
         source = (cotangent[..., None] * out.astype(cotangent.dtype)).astype(like.dtype)
+        # a source that is equal on all devices of a shard_map sums up what they find
+        summed = varying_axes(source) - varying_axes(like)
+        source = lax.psum(source, tuple(sorted(summed))) if summed else source
     if pull_back is None:
         return source, None
     (found,) = pull_back(AttentionState(jnp.zeros_like(out), cotangent))

@@ -107,8 +107,8 @@ def check_call(
         if x.shape[-1] == 0:
             raise ValueError(f"{name}: wanted a width above zero, got {received(x)}")
     if source is not None:
-        source = jnp.asarray(check_floating("source", source))
-        check_shape("source", source, (*query.shape[:-1], value.shape[-1]))
+        check_source(source, query, value)
+        source = jnp.asarray(source)
     if not batched:
         query, key, value = query[None], key[None], value[None]
         source = None if source is None else source[None]
@@ -138,6 +138,15 @@ def check_call(
         query, key, scale = _with_source(query, key, value, source, scale)
     operands = Operands(query, key, value, bias, mask, query_positions, key_positions)
     return Call(operands, Settings(scale, rule), batched)
+
+
+def check_source(source: Any, query: Array, value: Array) -> None:
+    """Checks a source beside a query and a value that have been checked, and computes nothing.
+
+    Raises `TypeError` if it is no floating array and `ValueError` for a wrong shape.
+    """
+    check_floating("source", source)
+    check_shape("source", source, (*query.shape[:-1], value.shape[-1]))
 
 
 def check_scale(scale: Any) -> Any:

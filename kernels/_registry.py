@@ -132,7 +132,7 @@ def _vary_together(operands: Operands) -> Operands:
     # are not (a shard of the keys). Kernels then compute values that differ between devices from
     # all of them; said once here, the derivative of a replicated operand is summed over the
     # devices by JAX itself.
-    varying = {id(x): _varying_axes(x) for x in operands if x is not None}
+    varying = {id(x): varying_axes(x) for x in operands if x is not None}
     union = frozenset().union(*varying.values())
 
     def vary(x: Array | None) -> Any:
@@ -142,7 +142,8 @@ def _vary_together(operands: Operands) -> Operands:
     return Operands(*map(vary, operands))
 
 
-def _varying_axes(x: Array) -> frozenset[str]:
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes of a surrounding `jax.shard_map` along which an array may differ. Raises nothing."""
     kind = jax.typeof(x)
     # the attribute's name before jax 0.10
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.kernels import local_attention
 
 from ..problems import PROBLEMS, Problem, cast, cotangents, everything
 from ..reference import dense, dense_covariance, dense_vjp
@@ -129,19 +130,132 @@ def test_types_not_jitted():
         close(ea.attention(**whole[0], parallel=SequenceParallel()), dense(whole[1])[0])
 
 
-@pytest.mark.parametrize("kinds", [("auto", "auto"), ("auto", "explicit")], ids="-".join)
+def test_types_that_differ():
+    """Arrays whose types are split otherwise than the keys' refused by JAX deep inside: they are brought together."""
+    problem = replace(PROBLEMS["plain"], query=EVEN.query[..., :2, :], key=EVEN.key, value=EVEN.key)
+    mesh, whole = mesh_of("2x4 explicit"), cast(problem, jnp.float64)[0]
+    placed = [
+        {"query": P(None, None), "key": P(None, "device"), "value": P()},
+        {"query": P(None, None, "node"), "key": P(None, "device"), "value": P(None, "node")},
+        {"query": P(), "key": P(None, None, "node"), "value": P(None, "device")},
+    ]
+    with jax.set_mesh(mesh):
+        for specs in placed:
+            arrays = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in whole.items()}
+            close(ea.attention(**arrays), dense(problem)[0], str(specs))
+
+
+@pytest.mark.parametrize(
+    "kinds", [("auto", "auto"), ("auto", "explicit"), ("explicit", "explicit")], ids="-".join
+)
 def test_batch_on_another_axis(kinds):
     """A mesh axis that is not ours (a batch over it) summed over as well, or refused."""
     types = tuple(AxisType.Auto if kind == "auto" else AxisType.Explicit for kind in kinds)
     mesh = jax.make_mesh((2, 4), ("data", "device"), axis_types=types)
     parallel = SequenceParallel("device") if kinds[1] == "auto" else None
     arrays, _ = cast(EVEN, jnp.float64)
+    given = cotangents(EVEN, jnp.float64)
     run = jax.jit(state_and_gradients(EVEN, parallel=parallel), compiler_options=QUICK)
     with jax.set_mesh(mesh):
-        arrays = typed(arrays, mesh, "device", batch="data" if kinds[1] == "auto" else None)
-        if kinds[1] == "auto":
-            arrays["query"] = jax.device_put(arrays["query"], NamedSharding(mesh, P("data")))
-        check(run(arrays, cotangents(EVEN, jnp.float64)), EVEN)
+        if kinds[0] == kinds[1]:
+            arrays = typed(arrays, mesh, "device", batch="data")
+            rows = NamedSharding(mesh, P("data"))
+            for name in ("query", "source"):
+                arrays[name] = jax.device_put(arrays[name], rows)
+            given = jax.device_put(given, rows)
+        else:
+            arrays = typed(arrays, mesh, "device")
+        check(run(arrays, given), EVEN)
+
+
+def test_heads_on_another_axis():
+    """Heads that types split, gathered, or folded with each other; nothing but the keys' states is sent."""
+    mesh = make_mesh((2, 4), ("model", "device"), explicit=True)
+    arrays, _ = cast(EVEN, jnp.float64)
+    given = cotangents(EVEN, jnp.float64)
+    heads = P(None, None, "model")
+    specs = {name: P(None, "device", "model") for name in ("key", "value")}
+    specs |= {"query": heads, "source": heads, "bias": P(None, "model", None, "device")}
+    run = jax.jit(state_and_gradients(EVEN), compiler_options=QUICK)
+    with jax.set_mesh(mesh):
+        arrays = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
+        given = jax.device_put(given, NamedSharding(mesh, heads))
+        compiled = run.lower(arrays, given).compile()
+        check(compiled(arrays, given), EVEN)
+    found = collectives(compiled)
+    assert {(c.kind, c.group_size) for c in found} == {("all-reduce", 4)}
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_inside_shard_map(implementation):
+    """A zero source that is equal on all devices: its gradient, attention, would be summed over them, in silence.
+
+    Batches split by a `jax.shard_map` of the user's own: attention and its gradients are those of each device, and
+    those of weights that all share (here the query) are summed. The gradient of F in a shared source is a sum, too.
+    """
+    problem = PROBLEMS["plain"]
+    out, _ = dense(problem)
+    whole, _ = cast(problem, jnp.float64)
+    arrays = {n: jnp.concatenate([x, 2 * x, 3 * x, -x]) for n, x in whole.items()}  # a batch of 8
+    query = arrays.pop("query")[:1]
+    weight = jnp.asarray(problem.rng("weight").standard_normal((8, *out.shape[1:])))
+
+    def attention(query, key, value):
+        return ea.attention(query, key, value, implementation=implementation)
+
+    def summed(source, query, key, value):
+        return ea.free_energy(query, key, value, source, implementation=implementation).sum()
+
+    def of_source(query, key, value):  # equal on all devices, as the source is
+        return jax.grad(summed)(np.zeros((1, *out.shape[1:])), query, key, value)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(query, arrays):
+        rows = P("device")
+        spread = jax.shard_map(attention, in_specs=(P(), rows, rows), out_specs=rows)
+
+        def loss(query, arrays):
+            return (weight * spread(query, arrays["key"], arrays["value"])).sum()
+
+        shared = jax.shard_map(of_source, in_specs=(P(), rows, rows), out_specs=P())
+        found = spread(query, arrays["key"], arrays["value"]), jax.grad(loss, (0, 1))(query, arrays)
+        return *found, shared(query, arrays["key"], arrays["value"])
+
+    with jax.set_mesh(mesh_of("8")):
+        found, (dquery, darrays), shared = run(query, arrays)
+    everyone = replace(
+        problem, query=np.repeat(query, 8, axis=0), **{n: np.asarray(x) for n, x in arrays.items()}
+    )
+    exact = dense_vjp(everyone, np.asarray(weight), np.zeros(weight.shape[:-1]))
+    close(found, dense(everyone)[0])
+    close(dquery, exact["query"].sum(0, keepdims=True))
+    for name in darrays:
+        close(darrays[name], exact[name], name)
+    close(shared, dense(everyone)[0].sum(0, keepdims=True))
+
+
+def test_inside_shard_map_costs_the_kernel():
+    """A source of zeros concatenated to the query where the zero has to differ between devices: half as much again."""
+    query, key = (jax.ShapeDtypeStruct((8, n, h, H), "float32") for n, h in ((1, N), (512, K)))
+    with jax.set_mesh(mesh_of("8")):
+        by_hand, attention = (
+            jax.jit(jax.shard_map(f, in_specs=P("device"), out_specs=P("device")))
+            .lower(query, key, key)
+            .compile()
+            .cost_analysis()
+            for f in (lambda *x: local_attention(*x).out, ea.attention)
+        )
+    for what in ("flops", "bytes accessed"):
+        np.testing.assert_allclose(attention[what], by_hand[what], rtol=0.02)
+
+
+def test_not_jitted_inside_shard_map():
+    """The energy by a rule that JAX cannot run in a `shard_map` that is not jitted."""
+    problem = PROBLEMS["plain"]
+    query, key, value = (jnp.concatenate([x] * 4) for x in cast(problem, jnp.float64)[0].values())
+    with jax.set_mesh(mesh_of("8")):
+        energy = jax.shard_map(ea.free_energy, in_specs=P("device"), out_specs=P("device"))
+        close(energy(query, key, value), np.concatenate([dense(problem)[1]] * 4))
 
 
 def test_inside_transformations():
