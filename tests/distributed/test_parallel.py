@@ -142,7 +142,7 @@ def test_types_that_differ():
     with jax.set_mesh(mesh):
         for specs in placed:
             arrays = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in whole.items()}
-            close(ea.attention(**arrays), dense(problem)[0], str(specs))
+            close(attend(arrays, problem)[0], dense(problem)[0], str(specs))
 
 
 @pytest.mark.parametrize(
