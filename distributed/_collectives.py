@@ -86,7 +86,8 @@ def collectives(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
     Read from the optimised HLO, so after the compiler has fused, split, widened and reordered:
     on CPU, GPU and TPU, from ahead-of-time compilation too. A collective that several calls lead to
     is listed for each of them. Not seen are transfers that no HLO instruction names: those inside
-    custom calls (remote copies of Pallas kernels) and between a device and its own host.
+    custom calls (remote copies of Pallas kernels) and between a device and its own host. A
+    collective whose groups are single devices sends nothing, and is left out.
 
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` returns.
@@ -131,11 +132,12 @@ def collectives_in(text: str) -> tuple[Collective, ...]:
 
     Raises `ValueError` for text that is no HLO or holds a collective that is not understood.
     """
-    return tuple(
+    found = [
         _collective(module, found)
         for module in parse(text)
         for found in _found(module, module.entry)
-    )
+    ]
+    return tuple(c for c in found if c.group_size != 1)
 
 
 class _Found(NamedTuple):

@@ -1,41 +1,72 @@
 """Folding states over mesh axes, inside `jax.shard_map`."""
 
-from collections.abc import Sequence
+import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels._errors import check_floating, received
-from energy_attn.kernels._state import check_state, fold, fold_energy
+from energy_attn.kernels._state import check_state
 
-AxisName = str | tuple[str, ...]
+from . import cost
+from ._inside import Axes, AxisName, check_axes
+from ._parallel import check_merge, check_topology
+from ._ways import WAYS
+from ._wire import transfer
 
 
-def merge_across(state: AttentionState, axis_name: AxisName) -> AttentionState:
-    r"""The state of all keys, from the state of each device's own: two all-reduces.
+def merge_across(
+    state: AttentionState,
+    axis_name: AxisName,
+    merge: str = "auto",
+    *,
+    topology: cost.Topology | None = None,
+) -> AttentionState:
+    r"""The state of all keys, from the state of each device's own.
 
     $$m = \max_i F_i, \qquad
       \mathrm{out} = \frac{\sum_i \mathrm{out}_i\, e^{F_i - m}}{\sum_i e^{F_i - m}}, \qquad
       F = m + \log \sum_i e^{F_i - m}$$
 
-    One `pmax` of `lse`, then one `psum` of numerator and denominator together: their bytes,
-    $B T N (H + 2)$ numbers of `lse`'s dtype, do not depend on the number of keys. Every derivative
-    of the fold is right; that of the keys' own state needs no communication.
+    Four ways lead there; none sends anything that depends on the number of keys. Per device, for
+    $R = B T N$ rows:
+
+    - `"allreduce"`: a pmax of `lse`, then a psum of numerator and denominator together. Two
+      collectives, $R (H + 2)$ numbers of `lse`'s dtype.
+    - `"gather"`: one all-gather of the states, folded by each device for itself.
+    - `"butterfly"`: $\lceil \log_2 p \rceil$ exchanges of one state each (for odd factors $m$ of $p$,
+      of $m - 1$ states in $\lceil \log_2 m \rceil$ of them), axis by axis from the last.
+    - `"hierarchical"`, over several axes, the last of them fast: an all-to-all along that one, a
+      butterfly of each device's share of the rows along the others, and an all-gather.
+
+    With the last three, the results on all devices are bitwise equal by construction. Derivatives,
+    of any order and in both modes, are the same for all ways; that of the keys' own state needs no
+    communication: with $w_i = e^{F_i - F}$,
+
+    $$\mathrm{d}F = \sum_i w_i\, \mathrm{d}F_i, \qquad \mathrm{d\,out} = \sum_i w_i
+      \left(\mathrm{d\,out}_i + (\mathrm{out}_i - \mathrm{out})\, \mathrm{d}F_i\right)$$
 
     Args:
         state: this device's `out` `[..., H]` and `lse` `[...]`. A device that holds no keys
             passes the empty state.
-        axis_name: the mesh axis, or several: they are folded at once.
+        axis_name: the mesh axis, or several, slow ones first: they are folded together.
+        merge: the way, or `"auto"`: the fastest by [`cost`][energy_attn.distributed.cost].
+        topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
+            platform in use.
 
     Returns:
         The folded state, equal on all devices of the axes: `out` in its own dtype (the sums are in
         `lse`'s), `lse` in float32 (float64).
 
     Raises:
-        TypeError: `state` is no `AttentionState`, or `axis_name` no name.
-        ValueError: an axis repeats or is not bound: called outside `jax.shard_map`.
+        TypeError: `state` is no `AttentionState`, `axis_name` no name, `topology` no topology.
+        ValueError: an axis repeats or is not bound (called outside `jax.shard_map`), an unknown
+            way, or `"hierarchical"` over a single axis.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3 with $m = \max_i F_i$.
 
@@ -45,7 +76,7 @@ def merge_across(state: AttentionState, axis_name: AxisName) -> AttentionState:
         >>> from energy_attn.kernels import AttentionState
         >>> spec = jax.sharding.PartitionSpec("device")
         >>> def f(out, lse):
-        ...     return merge_across(AttentionState(out[0], lse[0]), "device")
+        ...     return merge_across(AttentionState(out[0], lse[0]), "device", "butterfly")
         >>> mesh = make_mesh((jax.device_count(),), ("device",))
         >>> parts = jnp.ones((jax.device_count(), 3, 4)), jnp.zeros((jax.device_count(), 3))
         >>> with jax.set_mesh(mesh):
@@ -54,29 +85,37 @@ def merge_across(state: AttentionState, axis_name: AxisName) -> AttentionState:
     """
     check_state("state", state)
     axes = check_axes(axis_name)
-    # The quotient is taken in lse's dtype and only then narrowed: XLA would otherwise be free to
-    # narrow the sum that is sent.
-    return fold(state, lambda x: lax.pmax(x, axes), lambda x: lax.psum(x, axes))
+    check_merge(merge, len(axes))
+    check_topology(topology, len(axes))
+    return fold_across(choose_merge(merge, state, axes, topology), axes, state)
 
 
-def logsumexp_across(lse: Float[Array, "..."], axis_name: AxisName) -> Float[Array, "..."]:
-    r"""The free energy of all keys, from that of each device's own: two all-reduces.
+def logsumexp_across(
+    lse: Float[Array, "..."],
+    axis_name: AxisName,
+    merge: str = "auto",
+    *,
+    topology: cost.Topology | None = None,
+) -> Float[Array, "..."]:
+    r"""The free energy of all keys, from that of each device's own.
 
     $$F = m + \log \sum_i e^{F_i - m}, \qquad m = \max_i F_i$$
 
     with $m$ held constant in every derivative, which changes none. `jax.grad` of this in a
-    replicated source is Algorithm 2: a third all-reduce sums the devices' gradients.
+    replicated source is Algorithm 2: one more all-reduce sums the devices' gradients.
 
     Args:
         lse: this device's energies, of any shape; minus infinity (or not finite) for no keys.
-        axis_name: the mesh axis, or several: they are folded at once.
+        axis_name: the mesh axis, or several, slow ones first: they are folded together.
+        merge: as for [`merge_across`][energy_attn.distributed.merge_across], as is `topology`.
+        topology: see there.
 
     Returns:
         The energies, equal on all devices of the axes.
 
     Raises:
-        TypeError: `lse` is no float32 or float64 array, or `axis_name` no name.
-        ValueError: an axis repeats or is not bound: called outside `jax.shard_map`.
+        TypeError: `lse` is no float32 or float64 array, or as `merge_across`.
+        ValueError: as `merge_across`.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 1 with $m$ added back.
 
@@ -96,28 +135,58 @@ def logsumexp_across(lse: Float[Array, "..."], axis_name: AxisName) -> Float[Arr
     if lse.dtype not in (jnp.float32, jnp.float64):
         raise TypeError(f"lse: wanted a float32 or float64 array, got {received(lse)}")
     axes = check_axes(axis_name)
-    return fold_energy(lse, lambda x: lax.pmax(x, axes), lambda x: lax.psum(x, axes))
+    check_merge(merge, len(axes))
+    check_topology(topology, len(axes))
+    lse = jnp.asarray(lse)
+    state = AttentionState(jnp.zeros((*lse.shape, 0), lse.dtype), lse)  # an output of no width
+    return fold_across(choose_merge(merge, state, axes, topology), axes, state).lse
 
 
-def check_axes(axis_name: AxisName | Sequence[str]) -> tuple[str, ...]:
-    """Returns the axis names as a tuple, each bound in the surrounding `shard_map`.
+# Compiled here, so that a call outside of jit runs as one program.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def fold_across(way: str, axes: Axes, state: AttentionState) -> AttentionState:
+    """The fold of states by a way of `WAYS`, with the derivative of all of them."""
+    return WAYS[way](state, axes)
 
-    Raises `TypeError` for anything but names and `ValueError` for one that repeats or is not bound.
-    """
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(axes, tuple) or not axes or not all(isinstance(x, str) for x in axes):
-        raise TypeError(
-            f"axis_name: wanted the name of a mesh axis, or a tuple of names, "
-            f"got {received(axis_name)}"
-        )
-    if len(set(axes)) != len(axes):
-        raise ValueError(f"axis_name: wanted different mesh axes, got {axes}")
-    for axis in axes:
-        try:
-            lax.axis_size(axis)
-        except NameError:
-            raise ValueError(
-                f"axis_name: wanted mesh axes of the surrounding jax.shard_map, got {axis!r}, "
-                f"which is not bound here"
-            ) from None
-    return axes
+
+@fold_across.defjvp
+def _fold_across_jvp(
+    way: str,
+    axes: Axes,
+    primals: tuple[AttentionState],
+    tangents: tuple[AttentionState],
+) -> tuple[AttentionState, AttentionState]:
+    (state,), (change,) = primals, tangents
+    merged: AttentionState = fold_across(way, axes, state)
+    wide = state.lse.dtype
+    # a part without keys counts for nothing, whatever it holds; nor may it make a NaN
+    present = jnp.isfinite(state.lse)
+    share = jnp.exp(jnp.where(present, state.lse - merged.lse, -jnp.inf))
+    energy = jnp.where(present, change.lse, 0.0)
+    apart = state.out.astype(wide) - merged.out.astype(wide)
+    out = change.out.astype(wide) + apart * energy[..., None]
+    out = jnp.where(present[..., None], out * share[..., None], 0.0)
+    moved = transfer(lambda x: lax.psum(x, axes), AttentionState(out, share * energy))
+    return merged, AttentionState(moved.out.astype(state.out.dtype), moved.lse)
+
+
+def choose_merge(
+    merge: str, state: AttentionState, axes: Axes, topology: cost.Topology | None
+) -> str:
+    """The way that a checked `merge=` means for this state over these axes. Raises nothing."""
+    if merge != "auto":
+        return merge
+    rows, width = state.lse.size, state.out.shape[-1]
+    shape = cost.Shape(1, rows, 0, 1, 1, width, dtype=state.out.dtype.name)
+    return cost.choose_merge(
+        shape, topology or usual_topology(jax.sharding.get_abstract_mesh(), axes)
+    )
+
+
+def usual_topology(mesh: AbstractMesh, axes: Axes) -> cost.Topology:
+    """What is usual for a mesh on this platform, along some axes. Raises nothing."""
+    device: Any = getattr(mesh, "abstract_device", None)
+    platform = getattr(device, "platform", None) or jax.default_backend()
+    sizes = tuple(mesh.shape[axis] for axis in axes)
+    return cost.topology_of(axes, sizes, platform, jax.process_count())

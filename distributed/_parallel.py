@@ -2,34 +2,48 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from energy_attn.kernels._errors import received
 
+from . import cost
+
 _CHOICES = {
-    "method": ("tree", "auto"),
-    "merge": ("allreduce", "auto"),
-    "layout": ("contiguous",),
+    "method": ("tree", "ring", "ulysses", "auto"),
+    "merge": (*cost.MERGES, "auto"),
+    "layout": ("contiguous", "striped", "zigzag"),
 }
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class SequenceParallel:
-    r"""How the keys of an attention are spread along their sequence over a mesh.
+    r"""How an attention is spread along its sequence over a mesh.
 
-    Device $i$ of the axes holds a contiguous part of keys and values; queries are replicated.
-    Free energies of the parts add by logaddexp, so one associative reduction gives the whole.
+    Device $i$ of the axes holds a part of keys and values. Queries are sharded in the same way
+    where there are as many as keys (training, prefill), and are on all devices otherwise (decoding,
+    a chunk of a prompt); on explicit mesh axes it is the type of the query that says so.
 
     Attributes:
-        axes: the mesh axes that the sequence of keys is sharded over, slow ones first.
-        method: `"tree"`: local states, then one reduction. `"auto"` chooses; today it is `"tree"`.
-        merge: `"allreduce"`: one pmax, then numerator and denominator in one psum. `"auto"`
-            chooses; today it is `"allreduce"`.
-        layout: `"contiguous"`: device $i$ holds the $i$-th part of the sequence.
+        axes: the mesh axes that the sequence is sharded over, slow ones first.
+        method: `"tree"`: local states, then one reduction; see
+            [`tree_attention`][energy_attn.distributed.tree_attention]. `"ring"`: keys or queries
+            pass all devices; see [`ring_attention`][energy_attn.distributed.ring_attention].
+            `"ulysses"`: heads are exchanged for sequence; see
+            [`ulysses_attention`][energy_attn.distributed.ulysses_attention]. `"auto"`: the tree for
+            queries that are on all devices, else the fastest by
+            [`cost`][energy_attn.distributed.cost].
+        merge: how a tree folds, `"allreduce"`, `"gather"`, `"butterfly"` or, over several axes,
+            `"hierarchical"`; see [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`:
+            the fastest by `cost`.
+        layout: the order in which the sequence lies over the devices: `"contiguous"`, `"striped"`
+            or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence].
+        topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
+            platform in use.
 
     Raises:
-        TypeError: `axes` are no names.
-        ValueError: axes that repeat, or an unknown method, merge or layout.
+        TypeError: `axes` are no names, or `topology` is none.
+        ValueError: axes that repeat, an unknown method, merge or layout, or `"hierarchical"` over
+            one axis.
 
     Source: Tree Attention (arXiv 2408.04093), section 5.
 
@@ -47,13 +61,16 @@ class SequenceParallel:
     method: str
     merge: str
     layout: str
+    topology: cost.Topology | None
 
     def __init__(
         self,
         axes: str | Sequence[str] = ("node", "device"),
-        method: Literal["tree", "auto"] = "auto",
-        merge: Literal["allreduce", "auto"] = "auto",
-        layout: Literal["contiguous"] = "contiguous",
+        method: Literal["tree", "ring", "ulysses", "auto"] = "auto",
+        merge: Literal["allreduce", "gather", "butterfly", "hierarchical", "auto"] = "auto",
+        layout: Literal["contiguous", "striped", "zigzag"] = "contiguous",
+        *,
+        topology: cost.Topology | None = None,
     ) -> None:
         names = (axes,) if isinstance(axes, str) else axes
         if (
@@ -66,11 +83,36 @@ class SequenceParallel:
             raise ValueError(f"axes: wanted different names, got {tuple(names)}")
         given = {"method": method, "merge": merge, "layout": layout}
         for field, choices in _CHOICES.items():
-            choice = given[field]
-            if not isinstance(choice, str) or choice not in choices:
-                raise ValueError(
-                    f"{field}: wanted one of {', '.join(map(repr, choices))}, "
-                    f"got {received(choice)}"
-                )
-        for field, value in {"axes": tuple(names), **given}.items():
+            check_choice(field, given[field], choices)
+        check_merge(merge, len(names))
+        check_topology(topology, len(names))
+        for field, value in {"axes": tuple(names), **given, "topology": topology}.items():
             object.__setattr__(self, field, value)
+
+
+def check_choice(name: str, choice: Any, choices: Sequence[str]) -> None:
+    """Raises `ValueError` unless `choice` is one of `choices`."""
+    if not isinstance(choice, str) or choice not in choices:
+        wanted = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}: wanted one of {wanted}, got {received(choice)}")
+
+
+def check_merge(merge: Any, axes: int) -> None:
+    """Raises `ValueError` unless `merge` is the name of a way to fold over so many axes."""
+    check_choice("merge", merge, _CHOICES["merge"])
+    if merge == "hierarchical" and axes < 2:
+        raise ValueError(
+            "merge: wanted two or more mesh axes for 'hierarchical', slow ones first, got one"
+        )
+
+
+def check_topology(topology: Any, axes: int) -> None:
+    """Raises `TypeError` for what is no topology, `ValueError` for one of another number of axes."""
+    if topology is None:
+        return
+    if not isinstance(topology, cost.Topology):
+        raise TypeError(f"topology: wanted a cost.Topology or None, got {received(topology)}")
+    if len(topology.links) != axes:
+        raise ValueError(
+            f"topology: wanted a link for each of the {axes} mesh axes, got {len(topology.links)}"
+        )

@@ -1,116 +1,30 @@
 """Attention over arrays that are split over a mesh, as their types or the user say."""
 
 import functools
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels._arguments import Call, Operands, Settings
-from energy_attn.kernels._errors import received
 from energy_attn.kernels._registry import attend
 
-from ._merge import merge_across
-from ._parallel import SequenceParallel
-
-Axes = tuple[str, ...]
-
-
-class Placement(NamedTuple):
-    """Which mesh axes the axes of an attention are split over; static.
-
-    Batch rows and heads do not meet: each device attends for its own. Keys do, in the fold.
-    """
-
-    mesh: Any  # jax.sharding.AbstractMesh
-    batch: Axes
-    sequence: Axes
-    heads: Axes
-
-    @property
-    def axes(self) -> Axes:
-        """All the mesh axes that anything is split over."""
-        return self.batch + self.sequence + self.heads
-
-
-def placement(parallel: Any, query: Array, key: Array) -> Placement | None:
-    """How a checked call is split: as `parallel` says, and as the types of the arrays say.
-
-    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is split.
-
-    Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in
-    force, an axis is not in it, or an axis is taken by a surrounding `shard_map`.
-    """
-    if parallel is not None:
-        check_mesh(parallel)
-    first = key.ndim - 4  # -1 where there is no batch axis
-    sequence = _split(key, first + 1) if parallel is None else parallel.axes
-    batch = (_split(query, first) or _split(key, first)) if first == 0 else ()
-    heads = _split(key, first + 2)
-    batch = tuple(axis for axis in batch if axis not in sequence)
-    heads = tuple(axis for axis in heads if axis not in sequence + batch)
-    if not batch + sequence + heads:
-        return None
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty and not isinstance(key, jax.core.Tracer):
-        raise ValueError(
-            f"key: wanted the mesh in force that its type is split over, {jax.typeof(key)}, "
-            "got none; use jax.set_mesh(mesh)"
-        )
-    return Placement(_type(key).mesh if mesh.empty else mesh, batch, sequence, heads)
-
-
-def _type(x: Any) -> NamedSharding:
-    return jax.typeof(x).sharding
-
-
-def _split(x: Any, axis: int) -> Axes:
-    spec = _type(x).spec
-    part = spec[axis] if axis < len(spec) else None
-    return (part,) if isinstance(part, str) else tuple(part or ())
-
-
-def check_mesh(parallel: Any) -> int:
-    """The number of devices that `parallel` spreads over on the mesh in force.
-
-    Raises as `placement` does.
-    """
-    if not isinstance(parallel, SequenceParallel):
-        raise TypeError(f"parallel: wanted a SequenceParallel or None, got {received(parallel)}")
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        raise ValueError(
-            f"parallel: wanted a mesh in force with the axes {parallel.axes}, got none; "
-            "use jax.set_mesh(mesh)"
-        )
-    for axis in parallel.axes:
-        if axis not in mesh.axis_names:
-            raise ValueError(
-                f"parallel: wanted axes of the mesh in force, {mesh.axis_names}, got {axis!r}"
-            )
-        if _kind(mesh, axis) == AxisType.Manual:
-            raise ValueError(
-                f"parallel: wanted axes that no surrounding jax.shard_map has taken, got {axis!r}; "
-                "call energy_attn.distributed.tree_attention inside it"
-            )
-    return math.prod(mesh.shape[axis] for axis in parallel.axes)
-
-
-def _kind(mesh: AbstractMesh, axis: str) -> AxisType:
-    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]
+from ._inside import Axes
+from ._placement import Placement, kind_of, split_of
+from ._ring import ring, what_travels
+from ._tree import tree, tree_of_shards
+from ._ulysses import ulysses
 
 
 def spread_attention(place: Placement, names: Sequence[str], call: Call) -> AttentionState:
     """The state of `call`, split over a mesh as `place` says.
 
-    A number of keys that the devices do not divide is padded with keys that are not there. Queries
-    are equal on all devices that share a sequence, and so is the result. Raises as the kernels do.
+    A length that the devices do not divide is padded with keys, and queries, that are not there.
+    The result is split as the queries are. Raises as the kernels do.
     """
     return _spread(place, tuple(names), call.settings, call.operands)
 
@@ -120,26 +34,50 @@ def spread_attention(place: Placement, names: Sequence[str], call: Call) -> Atte
 def _spread(
     place: Placement, names: tuple[str, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
-    devices = math.prod(place.mesh.shape[axis] for axis in place.sequence)
-    operands = _pad_keys(operands, devices)
+    rows, split = operands.query.shape[1], split_of(operands.query, 1)
+    if place.sequence:
+        operands = _pad_keys(operands, place.devices)
+    if place.queries:
+        operands = _pad_queries(operands, place.devices)
     specs = _specs(operands, place)
-
-    def local(operands: Operands) -> AttentionState:
-        state = attend(names, settings, operands)
-        return merge_across(state, place.sequence) if place.sequence else state
-
+    sequence = place.sequence if place.queries else None
+    result = PartitionSpec(_axes(place.batch), sequence, _axes(place.heads))
     spread = jax.shard_map(
-        local,
+        functools.partial(_method(place), names, settings),
         mesh=place.mesh,
         in_specs=(specs,),
-        out_specs=PartitionSpec(_axes(place.batch), None, _axes(place.heads)),
+        out_specs=result,
         axis_names=set(place.axes),
     )
-    return spread(_reshard(operands, specs, place))
+    state = spread(_reshard(operands, specs, place))
+    if split or not place.queries:
+        return state
+    # queries that only this attention split, perhaps after padding
+    whole = PartitionSpec(_axes(place.batch), None, _axes(place.heads))
+    return AttentionState(*(_put(x, whole, place)[:, :rows] for x in state))
+
+
+def _method(place: Placement) -> Callable[..., AttentionState]:
+    axes = place.sequence
+    if not axes:
+        return lambda names, settings, operands: attend(names, settings, operands)
+    if place.method == "ring":
+        return functools.partial(ring, axes=axes, travels="auto", sharded=place.queries)
+    if place.method == "ulysses":
+        return functools.partial(ulysses, axes=axes)
+    method = tree_of_shards if place.queries else tree
+    return functools.partial(method, axes=axes, merge=place.merge, topology=place.topology)
 
 
 def _axes(axes: Axes) -> Axes | None:
     return axes or None
+
+
+def _pad(x: Array | None, axis: int, size: int, missing: int, fill: Any = 0) -> Any:
+    if x is None or x.shape[axis] != size:  # absent, or broadcast
+        return x
+    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=fill)
 
 
 def _pad_keys(operands: Operands, devices: int) -> Operands:
@@ -147,31 +85,47 @@ def _pad_keys(operands: Operands, devices: int) -> Operands:
     missing = -columns % devices
     if missing == 0:
         return operands
-    query_positions, key_positions = operands.query_positions, operands.key_positions
-    if query_positions is None or key_positions is None:
-        query_positions = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
-        key_positions = jnp.zeros((1, columns), jnp.int32)
+    queries, keys = operands.query_positions, operands.key_positions
+    if queries is None or keys is None:
+        queries = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
+        keys = jnp.zeros((1, columns), jnp.int32)
 
     def pad(x: Array | None, axis: int, fill: Any = 0) -> Any:
-        if x is None or x.shape[axis] != columns:
-            return x
-        widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
-        return jnp.pad(x, widths, constant_values=fill)
+        return _pad(x, axis, columns, missing, fill)
 
-    return Operands(
-        query=operands.query,
+    return operands._replace(
         key=pad(operands.key, 1),
         value=pad(operands.value, 1),
         bias=pad(operands.bias, 3),
         mask=pad(operands.mask, 3, False),
-        query_positions=query_positions,
-        key_positions=pad(key_positions, 1, -1),
+        query_positions=queries,
+        key_positions=pad(keys, 1, -1),
+        key_segments=pad(operands.key_segments, 1),
+    )
+
+
+def _pad_queries(operands: Operands, devices: int) -> Operands:
+    rows = operands.query.shape[1]
+    missing = -rows % devices
+    if missing == 0:
+        return operands
+
+    def pad(x: Array | None, axis: int, fill: Any = 0) -> Any:
+        return _pad(x, axis, rows, missing, fill)
+
+    return operands._replace(
+        query=pad(operands.query, 1),
+        bias=pad(operands.bias, 2),
+        mask=pad(operands.mask, 2, False),
+        query_positions=pad(operands.query_positions, 1, -1),
+        query_segments=pad(operands.query_segments, 1),
     )
 
 
 def _specs(operands: Operands, place: Placement) -> Operands:
     """Operands whose leaves are the specs of the arrays in their place."""
-    batch, sequence, heads = (_axes(axes) for axes in (place.batch, place.sequence, place.heads))
+    batch, keys, heads = (_axes(axes) for axes in (place.batch, place.sequence, place.heads))
+    queries = keys if place.queries else None
 
     def spec(x: Array | None, *axes: Axes | None) -> Any:
         if x is None:
@@ -180,23 +134,34 @@ def _specs(operands: Operands, place: Placement) -> Operands:
         kept = (part if size > 1 else None for size, part in zip(x.shape, axes, strict=True))
         return PartitionSpec(*kept)
 
+    scores = batch, heads, None, keys
+    if place.method == "ulysses":
+        scores = batch, place.heads + place.sequence, None, None
+    elif place.method == "ring":
+        if what_travels("auto", operands, place.queries) == "keys":
+            scores = batch, heads, queries, None
     return Operands(
-        query=spec(operands.query, batch, None, heads, None),
-        key=spec(operands.key, batch, sequence, heads, None),
-        value=spec(operands.value, batch, sequence, heads, None),
-        bias=spec(operands.bias, batch, heads, None, sequence),
-        mask=spec(operands.mask, batch, heads, None, sequence),
-        query_positions=spec(operands.query_positions, batch, None),
-        key_positions=spec(operands.key_positions, batch, sequence),
+        query=spec(operands.query, batch, queries, heads, None),
+        key=spec(operands.key, batch, keys, heads, None),
+        value=spec(operands.value, batch, keys, heads, None),
+        bias=spec(operands.bias, *scores),
+        mask=spec(operands.mask, *scores),
+        query_positions=spec(operands.query_positions, batch, queries),
+        key_positions=spec(operands.key_positions, batch, keys),
+        query_segments=spec(operands.query_segments, batch, queries),
+        key_segments=spec(operands.key_segments, batch, keys),
     )
 
 
 def _reshard(operands: Operands, specs: Operands, place: Placement) -> Operands:
-    # arrays with explicit axes must arrive as they are taken
-    if not any(_kind(place.mesh, axis) == AxisType.Explicit for axis in place.axes):
-        return operands
-
     def put(x: Array | None, spec: Any) -> Any:
-        return None if x is None else jax.reshard(x, NamedSharding(place.mesh, spec))
+        return None if x is None else _put(x, spec, place)
 
     return Operands(*map(put, operands, specs))
+
+
+def _put(x: Array, spec: PartitionSpec, place: Placement) -> Array:
+    # arrays with explicit axes must arrive as they are taken
+    if not any(kind_of(place.mesh, axis) == AxisType.Explicit for axis in place.axes):
+        return x
+    return jax.reshard(x, NamedSharding(place.mesh, spec))

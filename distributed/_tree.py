@@ -1,13 +1,22 @@
 """Tree attention: local kernels, then one associative reduction over the mesh."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels._arguments import Operands, Settings
 from energy_attn.kernels._errors import check_flag
+from energy_attn.kernels._registry import attend
 
-from ._merge import AxisName, check_axes, merge_across
+from . import cost
+from ._inside import Axes, AxisName, check_axes, check_local, scores_of, unbatched
+from ._merge import choose_merge, fold_across
+from ._parallel import check_merge, check_topology
+from ._ways import reduce_scatter, scatter
 
 
 def tree_attention(
@@ -19,37 +28,50 @@ def tree_attention(
     mask: Any = None,
     *,
     axis_name: AxisName,
+    merge: str = "auto",
+    queries_sharded: bool = False,
+    topology: cost.Topology | None = None,
+    implementation: str | Sequence[str] | None = None,
     **options: Any,
 ) -> AttentionState:
-    r"""Attention of replicated queries over keys sharded along mesh axes, inside `jax.shard_map`.
+    r"""Attention over keys sharded along mesh axes, by one reduction, inside `jax.shard_map`.
 
     $$F(\zeta) = \log \sum_i e^{F_i(\zeta)}, \qquad
       F_i(\zeta) = \log \sum_{a \in \text{shard } i} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a)$$
 
-    Each device computes the state of its own keys, then
-    [`merge_across`][energy_attn.distributed.merge_across] folds the states: two collectives of
-    $O(B T N H)$ bytes, whatever the number of keys. In the derivative `key` and `value` stay local
-    and the query's gradient is one `psum`.
+    Each device computes the state of its own keys, then the states are folded. Queries that all
+    devices have ([`merge_across`][energy_attn.distributed.merge_across]): $O(B T N H)$ bytes,
+    whatever the number of keys; in the derivative `key` and `value` stay local and the query's
+    gradient is one `psum`. Queries of which each device has a part: they are gathered, and the
+    states of all, $B T N (H + 1)$ numbers, are reduced and scattered, so that each device has those
+    of its own queries. Per device $\frac{p-1}{p} B T N (2H + 1)$ numbers cross the links, where a
+    ring passes $\frac{p-1}{p} B S K \cdot 2H$: as much if every head has its own keys ($K = N$)
+    and more if heads share them.
 
     Args:
-        query: `[B, T, N, H]` or `[T, N, H]`, equal on all devices of the axes.
+        query: `[B, T, N, H]` or `[T, N, H]`, equal on all devices of the axes, or this device's.
         key: `[B, S, K, H]`, this device's shard; `S` may be 0 and may differ in what is present.
         value: `[B, S, K, Hv]`, this device's shard.
-        source: `[B, T, N, Hv]`, equal on all devices.
-        bias: for this device's keys, broadcastable to `[B, N, T, S]`.
+        source: `[B, T, N, Hv]`, as `query`.
+        bias: for all queries and this device's keys, broadcastable to `[B, N, T, S]`.
         mask: boolean, likewise.
-        axis_name: the mesh axis, or several, along which keys are sharded.
-        **options: as for [`local_attention`][energy_attn.kernels.local_attention]. Positions are
-            global: with `is_causal`, a window or ragged rows give this shard's `key_positions`
-            (and `query_positions`), as the defaults count from the shard's first key.
+        axis_name: the mesh axis, or several, slow ones first, along which keys are sharded.
+        merge: how states are folded; see [`merge_across`][energy_attn.distributed.merge_across].
+            Where queries are sharded, `"allreduce"` is a pmax of `lse` and a reduce-scatter of
+            sums, and every other way one all-to-all of states.
+        queries_sharded: whether `query` and what belongs to it are this device's part.
+        topology: of the axes, for `merge="auto"`.
+        implementation: as for [`local_attention`][energy_attn.kernels.local_attention].
+        **options: likewise. Positions are global: with `is_causal`, a window or ragged rows give
+            this shard's `key_positions` and the `query_positions`, as the defaults count from the
+            shard's first key.
 
     Returns:
-        The state over all keys, equal on all devices of the axes.
+        The state over all keys: of all queries, equal on all devices, or of this device's.
 
     Raises:
         TypeError: as `local_attention`.
-        ValueError: as `local_attention`; or an axis is not bound; or positions are compared but
-            `key_positions` is not given.
+        ValueError: as `local_attention` and `merge_across`; or positions are compared but not given.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3.
 
@@ -68,12 +90,63 @@ def tree_attention(
         True
     """
     axes = check_axes(axis_name)
-    compares = check_flag("is_causal", options.get("is_causal", False)) or any(
-        options.get(name) is not None for name in ("local_window_size", "key_value_seq_lengths")
+    check_merge(merge, len(axes))
+    check_topology(topology, len(axes))
+    sharded = check_flag("queries_sharded", queries_sharded)
+    devices = lax.axis_size(axes) if sharded else 1
+    names, call = check_local(
+        (query, key, value, source, bias, mask),
+        options,
+        implementation,
+        queries=sharded,
+        scores=lambda operands: scores_of(operands, rows=devices),
     )
-    if compares and options.get("key_positions") is None:
-        raise ValueError(
-            "key_positions: wanted the global positions of this device's keys, as is_causal, "
-            "local_window_size or key_value_seq_lengths compare them; got None"
-        )
-    return merge_across(local_attention(query, key, value, source, bias, mask, **options), axes)
+    method = tree_of_shards if sharded else tree
+    state = method(names, call.settings, call.operands, axes, merge, topology)
+    return state if call.batched else unbatched(state)
+
+
+def tree(
+    names: Sequence[str],
+    settings: Settings,
+    operands: Operands,
+    axes: Axes,
+    merge: str,
+    topology: cost.Topology | None,
+) -> AttentionState:
+    """The state of queries that all devices have. Raises as `attend` does."""
+    state = attend(names, settings, operands)
+    return fold_across(choose_merge(merge, state, axes, topology), axes, state)
+
+
+def tree_of_shards(
+    names: Sequence[str],
+    settings: Settings,
+    operands: Operands,
+    axes: Axes,
+    merge: str,
+    topology: cost.Topology | None,
+) -> AttentionState:
+    """The state of this device's queries; bias and mask are for all of them.
+
+    Raises as `attend` does.
+    """
+    del topology  # one exchange of all with all is never slower than two reductions
+    rows = operands.query.shape[1]
+
+    def gather(x: Array | None) -> Any:
+        return None if x is None else lax.all_gather(x, axes, axis=1, tiled=True)
+
+    operands = operands._replace(
+        query=gather(operands.query),
+        query_positions=gather(operands.query_positions),
+        query_segments=gather(operands.query_segments),
+    )
+    state = attend(names, settings, operands)
+
+    def by_device(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, rows, *x.shape[2:]), 1, 0)
+
+    fold = reduce_scatter if merge == "allreduce" else scatter
+    folded = fold(AttentionState(*map(by_device, state)), axes)
+    return AttentionState(folded.out.astype(state.out.dtype), folded.lse)

@@ -25,6 +25,8 @@ def attention(
     local_window_size: int | tuple[int, int] | None = None,
     query_positions: Int[Array, "..."] | None = None,
     key_positions: Int[Array, "..."] | None = None,
+    query_segment_ids: Int[Array, "..."] | None = None,
+    key_segment_ids: Int[Array, "..."] | None = None,
     implementation: str | Sequence[str] | None = None,
     parallel: SequenceParallel | None = None,
     return_energy: bool = False,
@@ -51,6 +53,8 @@ def attention(
         local_window_size: `(left, right)` or one int: only keys that near are seen.
         query_positions: `[B, T]` integers, global positions; negative means absent.
         key_positions: `[B, S]` integers likewise.
+        query_segment_ids: `[B, T]` integers: a query sees the keys of its own segment alone.
+        key_segment_ids: `[B, S]` integers likewise, given together with the queries'.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
         parallel: how keys are spread over the mesh in force; see
             [`free_energy`][energy_attn.free_energy].
@@ -92,6 +96,8 @@ def attention(
         local_window_size=local_window_size,
         query_positions=query_positions,
         key_positions=key_positions,
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids,
         implementation=implementation,
         parallel=parallel,
     )

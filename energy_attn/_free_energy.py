@@ -11,7 +11,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.distributed._spread import Placement, placement, spread_attention
+from energy_attn.distributed._layout import with_positions
+from energy_attn.distributed._placement import Placement, placement
+from energy_attn.distributed._spread import spread_attention
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels._arguments import check_call, check_source
 from energy_attn.kernels._registry import attend, candidates, varying_axes
@@ -55,6 +57,8 @@ def free_energy(
     local_window_size: int | tuple[int, int] | None = None,
     query_positions: Int[Array, "..."] | None = None,
     key_positions: Int[Array, "..."] | None = None,
+    query_segment_ids: Int[Array, "..."] | None = None,
+    key_segment_ids: Int[Array, "..."] | None = None,
     implementation: str | Sequence[str] | None = None,
     parallel: SequenceParallel | None = None,
 ) -> Float[Array, "*B T N"]:
@@ -86,6 +90,8 @@ def free_energy(
         local_window_size: `(left, right)` or one int: only keys that near are seen.
         query_positions: `[B, T]` integers, global positions; negative means absent.
         key_positions: `[B, S]` integers likewise.
+        query_segment_ids: `[B, T]` integers: a query sees the keys of its own segment alone.
+        key_segment_ids: `[B, S]` integers likewise, given together with the queries'.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
         parallel: how keys are spread over the mesh in force. None: not at all, unless key's type
             says that its sequence is sharded (explicit mesh axes).
@@ -124,6 +130,8 @@ def free_energy(
         local_window_size=local_window_size,
         query_positions=query_positions,
         key_positions=key_positions,
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids,
         implementation=implementation,
         parallel=parallel,
     )
@@ -146,6 +154,8 @@ def prepare(
     local_window_size: Any,
     query_positions: Any,
     key_positions: Any,
+    query_segment_ids: Any,
+    key_segment_ids: Any,
     implementation: Any,
     parallel: Any,
 ) -> tuple[_Static, _Arrays]:
@@ -159,12 +169,19 @@ def prepare(
         "key_value_seq_lengths": key_value_seq_lengths,
         "query_positions": query_positions,
         "key_positions": key_positions,
+        "query_segment_ids": query_segment_ids,
+        "key_segment_ids": key_segment_ids,
     }
     (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
     call = _Static(candidates(implementation), None, tuple(static.items()))
     arrays = _Arrays(query, key, value, bias, mask, traced)
-    _check(call, None, arrays)
-    return call._replace(place=placement(parallel, query, key)), arrays
+    checked = _check(call, None, arrays)
+    place = placement(parallel, query, key, value)
+    if parallel is not None and checked.operands.key_positions is not None:
+        arrays = arrays._replace(
+            options=with_positions(parallel, traced, query.shape[-3], key.shape[-3])
+        )
+    return call._replace(place=place), arrays
 
 
 def evaluate(call: _Static, source: Any, arrays: _Arrays) -> Array:

@@ -33,6 +33,8 @@ class Operands(NamedTuple):
         mask: None, or boolean of four axes that broadcast to `[B, N, T, S]`.
         query_positions: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'.
         key_positions: None, or int32 `[B, S]` or `[1, S]`.
+        query_segments: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'.
+        key_segments: None, or int32 `[B, S]` or `[1, S]`.
     """
 
     query: Array
@@ -42,6 +44,8 @@ class Operands(NamedTuple):
     mask: Array | None
     query_positions: Array | None
     key_positions: Array | None
+    query_segments: Array | None = None
+    key_segments: Array | None = None
 
 
 class Settings(NamedTuple):
@@ -79,6 +83,8 @@ def check_call(
     local_window_size: Any = None,
     query_positions: Any = None,
     key_positions: Any = None,
+    query_segment_ids: Any = None,
+    key_segment_ids: Any = None,
 ) -> Call:
     """Checks every argument of `local_attention` and brings it to the common form.
 
@@ -115,12 +121,7 @@ def check_call(
 
     batch = query.shape[0]
     scores = (batch, heads, rows, columns)
-    if bias is not None:
-        check_broadcastable("bias", check_floating("bias", bias), scores, leading=False)
-        bias = _four_axes(bias)
-    if mask is not None:
-        check_broadcastable("mask", check_boolean("mask", mask), scores, leading=False)
-        mask = _four_axes(mask)
+    bias, mask = check_scores(bias, mask, scores)
     rule = Rule(check_flag("is_causal", is_causal), check_window(local_window_size))
 
     query_positions = _positions("query", query_positions, query_seq_lengths, batch, rows, batched)
@@ -133,11 +134,35 @@ def check_call(
         if key_positions is None:
             key_positions = jnp.arange(columns, dtype=jnp.int32)[None]
 
+    if (query_segment_ids is None) != (key_segment_ids is None):
+        missing = "query_segment_ids" if query_segment_ids is None else "key_segment_ids"
+        raise ValueError(f"{missing}: wanted an integer array beside the other's, got None")
+    segments = (
+        _numbers("query_segment_ids", query_segment_ids, batch, rows, batched),
+        _numbers("key_segment_ids", key_segment_ids, batch, columns, batched),
+    )
+
     query, key, scale = _scaled(query, key, scale)
     if source is not None:
         query, key, scale = _with_source(query, key, value, source, scale)
-    operands = Operands(query, key, value, bias, mask, query_positions, key_positions)
+    operands = Operands(query, key, value, bias, mask, query_positions, key_positions, *segments)
     return Call(operands, Settings(scale, rule), batched)
+
+
+def check_scores(
+    bias: Any, mask: Any, shape: tuple[int, int, int, int]
+) -> tuple[Array | None, Array | None]:
+    """Returns bias and mask, where given, with four axes that broadcast to `shape`.
+
+    Raises `TypeError` for another dtype and `ValueError` for a shape that does not broadcast.
+    """
+    if bias is not None:
+        check_broadcastable("bias", check_floating("bias", bias), shape, leading=False)
+        bias = _four_axes(bias)
+    if mask is not None:
+        check_broadcastable("mask", check_boolean("mask", mask), shape, leading=False)
+        mask = _four_axes(mask)
+    return bias, mask
 
 
 def check_source(source: Any, query: Array, value: Array) -> None:
@@ -221,13 +246,8 @@ def check_window(size: Any) -> tuple[int, int] | None:
 def _positions(
     which: str, positions: Any, lengths: Any, batch: int, size: int, batched: bool
 ) -> Array | None:
-    if positions is not None:
-        name = "query_positions" if which == "query" else "key_positions"
-        positions = _integers(name, positions)
-        wanted = (batch, size) if batched else (size,)
-        if positions.shape not in (wanted, (1, size)):
-            raise ValueError(f"{name}: wanted shape {wanted}, got {received(positions)}")
-        positions = jnp.asarray(positions if positions.ndim == 2 else positions[None], jnp.int32)
+    name = "query_positions" if which == "query" else "key_positions"
+    positions = _numbers(name, positions, batch, size, batched)
     if lengths is None:
         return positions
     name = f"{which}_seq_lengths"
@@ -243,6 +263,16 @@ def _positions(
     slots = jnp.arange(size, dtype=jnp.int32)[None]
     inside = slots < lengths.astype(jnp.int32)[:, None]
     return jnp.where(inside, slots if positions is None else positions, -1)
+
+
+def _numbers(name: str, x: Any, batch: int, size: int, batched: bool) -> Array | None:
+    if x is None:
+        return None
+    x = _integers(name, x)
+    wanted = (batch, size) if batched else (size,)
+    if x.shape not in (wanted, (1, size)):
+        raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
+    return jnp.asarray(x if x.ndim == 2 else x[None], jnp.int32)
 
 
 def _integers(name: str, x: Any) -> Any:

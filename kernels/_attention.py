@@ -25,6 +25,8 @@ def local_attention(
     local_window_size: int | tuple[int, int] | None = None,
     query_positions: Int[Array, "..."] | None = None,
     key_positions: Int[Array, "..."] | None = None,
+    query_segment_ids: Int[Array, "..."] | None = None,
+    key_segment_ids: Int[Array, "..."] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> AttentionState:
     r"""The state `(out, lse)` of an attention over the keys given: one kernel pass.
@@ -54,6 +56,9 @@ def local_attention(
         query_positions: `[B, T]` integers, the global positions that causality and windows
             compare; None means `0 … T-1`. Negative: the query is absent.
         key_positions: `[B, S]` integers likewise; negative for unfilled cache slots.
+        query_segment_ids: `[B, T]` integers: a query sees the keys of its own segment alone, as
+            where several documents are packed into one row. Given together with the keys'.
+        key_segment_ids: `[B, S]` integers likewise.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations], or
             several to be tried in turn; None tries all.
 
@@ -94,6 +99,8 @@ def local_attention(
         local_window_size=local_window_size,
         query_positions=query_positions,
         key_positions=key_positions,
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids,
     )
     state = attend(names, call.settings, call.operands)
     return state if call.batched else jax.tree.map(lambda x: x[0], state)

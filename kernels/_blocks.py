@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from ._arguments import Operands, Settings
-from ._mask import Interval, interval, may_meet, visible
+from ._mask import Interval, interval, may_meet, may_share, visible
 from ._state import lse_dtype
 
 # Rows of queries (of all heads that share a key head) and keys in a block. Chosen by measurement:
@@ -41,17 +41,26 @@ class Grid(NamedTuple):
         return self.group * self.times
 
 
-def grid(operands: Operands) -> Grid:
-    """The smallest grid of blocks of at most the set sizes, evenly filled. Raises nothing."""
+def grid(operands: Operands, causal: bool) -> Grid:
+    """The smallest grid of blocks of at most the set sizes, evenly filled. Raises nothing.
+
+    Under a causal rule the numbers of blocks are even: where two distant pieces of a sequence lie
+    together, as in the zigzag layout, none then holds a part of both.
+    """
     batch, rows, heads, _ = operands.query.shape
     columns, kv_heads = operands.key.shape[1:3]
     group = heads // kv_heads
     most = max(QUERY_BLOCK // max(batch, 1), min(SMALLEST_QUERY_BLOCK, QUERY_BLOCK))
-    query_blocks = min(rows, math.ceil(rows * group / most))
-    key_blocks = math.ceil(columns / KEY_BLOCK)
+    query_blocks = min(rows, _number(rows * group, most, causal))
+    key_blocks = _number(columns, KEY_BLOCK, causal)
     times = math.ceil(rows / max(query_blocks, 1))
     keys = math.ceil(columns / max(key_blocks, 1))
     return Grid(kv_heads, group, times, query_blocks, keys, key_blocks)
+
+
+def _number(size: int, most: int, even: bool) -> int:
+    blocks = math.ceil(size / most)
+    return blocks + blocks % 2 if even and 2 * size > most else blocks
 
 
 def cut_queries(grid: Grid, x: Array, fill: int | float = 0) -> Array:
@@ -107,7 +116,7 @@ class Blocks:
     """Everything that scores are made of, cut by a grid; a block of scores is `[B, rows, keys]`."""
 
     def __init__(self, operands: Operands, settings: Settings):
-        self.grid = g = grid(operands)
+        self.grid = g = grid(operands, settings.rule.is_causal)
         self.settings = settings
         self.query = cut_queries(g, operands.query)
         self.key = cut_keys(g, operands.key)
@@ -122,16 +131,21 @@ class Blocks:
         self.positions: tuple[Array, Array] | None = None
         self._meet: Array | None = None
         if query_positions is not None and key_positions is not None:
-            query_positions = _pad(query_positions, 1, rows, -1)
-            key_positions = _pad(key_positions, 1, columns, -1)
-            query_positions = query_positions.reshape(-1, g.query_blocks, g.times)
-            key_positions = key_positions.reshape(-1, g.key_blocks, g.keys)
-            self.positions = query_positions, key_positions
-            self._meet = may_meet(
-                settings.rule,
-                Interval(*(x[:, :, None] for x in interval(query_positions))),
-                Interval(*(x[:, None, :] for x in interval(key_positions))),
-            ).any(0)
+            self.positions = self._cut(query_positions, key_positions, fill=-1)
+            queries, keys = map(interval, self.positions)
+            self._meet = may_meet(settings.rule, *_pairs(queries, keys)).any(0)
+        self.segments: tuple[Array, Array] | None = None
+        if operands.query_segments is not None and operands.key_segments is not None:
+            self.segments = self._cut(operands.query_segments, operands.key_segments, fill=0)
+            queries, keys = (Interval(x.min(-1), x.max(-1)) for x in self.segments)
+            share = may_share(*_pairs(queries, keys)).any(0)
+            self._meet = share if self._meet is None else self._meet & share
+
+    def _cut(self, queries: Array, keys: Array, fill: int) -> tuple[Array, Array]:
+        g = self.grid
+        queries = _pad(queries, 1, g.times * g.query_blocks, fill)
+        keys = _pad(keys, 1, g.keys * g.key_blocks, fill)
+        return queries.reshape(-1, g.query_blocks, g.times), keys.reshape(-1, g.key_blocks, g.keys)
 
     def full(self, fill: float, *shape: int) -> Array:
         """A constant to start a loop with, in the dtype of the scores; inside shard_map it counts
@@ -152,11 +166,17 @@ class Blocks:
         if self.mask is not None:
             scores = jnp.where(self._block(self.mask, at), scores, -jnp.inf)
         if self.positions is not None:
-            queries, keys = (x[:, i] for x, i in zip(self.positions, at[1:], strict=True))
-            queries = jnp.tile(queries, (1, self.grid.group))
-            seen = visible(self.settings.rule, queries[:, :, None], keys[:, None, :])
+            seen = visible(self.settings.rule, *self._facing(self.positions, at))
             scores = jnp.where(seen, scores, -jnp.inf)
+        if self.segments is not None:
+            queries, keys = self._facing(self.segments, at)
+            scores = jnp.where(queries == keys, scores, -jnp.inf)
         return scores
+
+    def _facing(self, numbers: tuple[Array, Array], at: Index) -> tuple[Array, Array]:
+        """Of the rows and of the keys of a block, `[B, rows, 1]` and `[B, 1, keys]`."""
+        queries, keys = (x[:, i] for x, i in zip(numbers, at[1:], strict=True))
+        return jnp.tile(queries, (1, self.grid.group))[:, :, None], keys[:, None, :]
 
     def _block(self, x: Array, at: Index) -> Array:
         g = self.grid
@@ -183,6 +203,11 @@ class Blocks:
         return lax.dynamic_update_slice(
             total, lax.dynamic_slice(total, start, sizes) + block, start
         )
+
+
+def _pairs(queries: Interval, keys: Interval) -> tuple[Interval, Interval]:
+    """Intervals of blocks so that each block of queries meets each block of keys."""
+    return Interval(*(x[:, :, None] for x in queries)), Interval(*(x[:, None, :] for x in keys))
 
 
 def _pad_scores(x: Array | None, rows: int, columns: int) -> Array | None:

@@ -96,15 +96,37 @@ def backward(
     Returns the cotangents in the form of the operands, None for masks and positions. It is
     differentiable JAX itself, so second derivatives in reverse mode are right. Raises nothing.
     """
+    return narrow(backward_wide(operands, settings, state, cotangent), operands)
+
+
+def narrow(found: Operands, operands: Operands) -> Operands:
+    """Cotangents in the dtypes of the operands that they are of. Raises nothing."""
+
+    def cast(x: Array | None, like: Any) -> Any:
+        return None if x is None else x.astype(like.dtype)
+
+    return Operands(*map(cast, found, operands))
+
+
+def backward_wide(
+    operands: Operands,
+    settings: Settings,
+    state: AttentionState,
+    cotangent: AttentionState,
+) -> Operands:
+    """As `backward`, with the cotangents in the dtype of the scores, to be added up further.
+
+    `state` may be that of more keys than these: the shares are those in the whole. Raises nothing.
+    """
     query, key, value, bias = operands[:4]
-    zeros: list[Any] = [None if x is None else jnp.zeros_like(x) for x in operands[:4]]
+    wide = lse_dtype(query.dtype)
+    zeros: list[Any] = [None if x is None else jnp.zeros_like(x, dtype=wide) for x in operands[:4]]
     none = Operands(*zeros, mask=None, query_positions=None, key_positions=None)
     (batch, rows), columns = query.shape[:2], key.shape[1]
     if batch == 0 or rows == 0 or columns == 0:
         return none
     blocks = Blocks(operands, settings)
     g = blocks.grid
-    wide = lse_dtype(query.dtype)
     # Rows that see no key, and rows that fill the last block, have lse = +inf here: P = 0.
     seen = jnp.isfinite(state.lse)
     lse = jnp.where(seen, state.lse, jnp.inf)
@@ -158,11 +180,11 @@ def backward(
     biases = None if blocks.bias is None else blocks.full(0.0, *blocks.bias.shape)
     biases, (queries, keys, values) = lax.scan(one_head, biases, jnp.arange(g.kv_heads))
     if bias is not None and biases is not None:
-        biases = biases[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+        biases = biases[:, :, : bias.shape[2], : bias.shape[3]]
     return none._replace(
-        query=(join_queries(g, queries, rows) * settings.scale).astype(query.dtype),
-        key=(join_keys(g, keys.swapaxes(-1, -2), columns) * settings.scale).astype(key.dtype),
-        value=join_keys(g, values.swapaxes(-1, -2), columns).astype(value.dtype),
+        query=join_queries(g, queries, rows) * settings.scale,
+        key=join_keys(g, keys.swapaxes(-1, -2), columns) * settings.scale,
+        value=join_keys(g, values.swapaxes(-1, -2), columns),
         bias=biases,
     )
 

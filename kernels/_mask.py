@@ -66,3 +66,8 @@ def may_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
         left, right = (min(side, _FAR) for side in rule.window)
         meet &= (key.high >= query.low - left) & (key.low <= query.high + right)
     return meet
+
+
+def may_share(query: Interval, key: Interval) -> Bool[Array, "..."]:
+    """Whether any two members of two blocks of segment numbers might be equal. Raises nothing."""
+    return (query.low <= key.high) & (key.low <= query.high)

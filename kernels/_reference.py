@@ -47,6 +47,10 @@ def masked(scores: Float[Array, "B N T S"], operands: Operands, settings: Settin
     if queries is not None and keys is not None:
         seen = visible(settings.rule, queries[:, :, None], keys[:, None, :])
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    queries, keys = operands.query_segments, operands.key_segments
+    if queries is not None and keys is not None:
+        shared = queries[:, :, None] == keys[:, None, :]
+        scores = jnp.where(shared[:, None], scores, -jnp.inf)
     if operands.mask is not None:
         scores = jnp.where(operands.mask, scores, -jnp.inf)
     return scores

@@ -85,7 +85,7 @@ def attend(names: Sequence[str], settings: Settings, operands: Operands) -> Atte
     Raises its `NotImplementedError` if the only one declines, and an `ExceptionGroup` of all
     reasons if several do.
     """
-    return _attend(tuple(names), settings, _vary_together(operands))
+    return _attend(tuple(names), settings, Operands(*vary_together(operands)))
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
@@ -127,19 +127,22 @@ def _first(
     raise ExceptionGroup(f"no implementation of {', '.join(names)} takes this call", reasons)
 
 
-def _vary_together(operands: Operands) -> Operands:
+def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> list[Any]:
+    """Arrays that all may differ along `axes`, and along those that any of them differs along.
+
+    None stays None. Raises nothing.
+    """
     # Inside shard_map, arrays that are equal on all devices (a replicated query) meet arrays that
     # are not (a shard of the keys). Kernels then compute values that differ between devices from
     # all of them; said once here, the derivative of a replicated operand is summed over the
     # devices by JAX itself.
-    varying = {id(x): varying_axes(x) for x in operands if x is not None}
-    union = frozenset().union(*varying.values())
+    union = frozenset(axes).union(*(varying_axes(x) for x in arrays if x is not None))
 
     def vary(x: Array | None) -> Any:
-        missing = union - varying[id(x)] if x is not None else None
+        missing = union - varying_axes(x) if x is not None else None
         return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
-    return Operands(*map(vary, operands))
+    return [vary(x) for x in arrays]
 
 
 def varying_axes(x: Any) -> frozenset[str]:

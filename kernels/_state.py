@@ -100,41 +100,28 @@ def _present(lse: Array) -> Array:
     return jnp.isfinite(lse)
 
 
-def _weights(lse: Array, maximum: Callable[[Any], Any]) -> tuple[Array, Array]:
-    lse = jnp.where(_present(lse), lse, -jnp.inf)
-    shift = maximum(lax.stop_gradient(lse))
-    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
-    return jnp.exp(lse - shift), shift
-
-
-def fold_energy(
-    lse: Array, maximum: Callable[[Any], Any], total: Callable[[Any], Any]
-) -> Float[Array, "..."]:
-    r"""Folds bare energies: $F = \log \sum_i e^{F_i}$, parts reduced by `maximum` and `total`.
-
-    `lse` are the parts' energies; `maximum` and `total` must keep the result broadcastable against
-    them. An absent part (infinite or NaN) counts as no keys. Raises nothing.
-    """
-    weight, shift = _weights(lse, maximum)
-    denominator = total(weight)
-    seen = denominator > 0
-    return jnp.where(seen, shift + jnp.log(jnp.where(seen, denominator, 1.0)), -jnp.inf)
-
-
 def fold(
-    state: AttentionState, maximum: Callable[[Any], Any], total: Callable[[Any], Any]
+    state: AttentionState,
+    maximum: Callable[[Any], Any],
+    total: Callable[[Any], Any],
+    kept: Callable[[Any], Any] = lambda shift: shift,
 ) -> AttentionState:
     r"""Folds states: energies by logaddexp, outputs by their shares $e^{F_i - F}$.
 
     `total` is given the pair (numerator, denominator), so that a distributed one can send both
-    together. `out` keeps its dtype; the arithmetic is in `lse`'s. Raises nothing.
+    together. Where it keeps a part of the rows alone, `kept` takes the same part of the maxima.
+    `out` keeps its dtype; the arithmetic is in `lse`'s. Raises nothing.
     """
-    weight, shift = _weights(state.lse, maximum)
-    out = jnp.where(_present(state.lse)[..., None], state.out.astype(state.lse.dtype), 0.0)
+    present = _present(state.lse)
+    lse = jnp.where(present, state.lse, -jnp.inf)
+    shift = maximum(lax.stop_gradient(lse))
+    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
+    weight = jnp.exp(lse - shift)
+    out = jnp.where(present[..., None], state.out.astype(lse.dtype), 0.0)
     numerator, denominator = total((out * weight[..., None], weight))
     seen = denominator > 0
     denominator = jnp.where(seen, denominator, 1.0)
-    lse = jnp.where(seen, shift + jnp.log(denominator), -jnp.inf)
+    lse = jnp.where(seen, kept(shift) + jnp.log(denominator), -jnp.inf)
     return AttentionState((numerator / denominator[..., None]).astype(state.out.dtype), lse)
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from .. import attention
 from ..distributed import SequenceParallel
-from ..distributed._spread import check_mesh
+from ..distributed._placement import check_mesh
 from ..kernels._errors import (
     check_array,
     check_broadcastable,

@@ -1,6 +1,7 @@
 """States folded over mesh axes are the states folded in one place: `merge_across` and `logsumexp_across`."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import scipy.special
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.distributed import logsumexp_across, merge_across
+from energy_attn.distributed import collectives, logsumexp_across, merge_across
 from energy_attn.kernels import AttentionState, merge_all
 
 from .meshes import close, mesh_of, parallel_of
@@ -38,7 +39,7 @@ def parts(case, dtype=np.float64) -> AttentionState:
     return AttentionState(jnp.asarray(out, dtype), jnp.asarray(lse))
 
 
-def folds(kind):
+def folds(kind, way):
     """A compiled program for both folds over all axes of the mesh, and their pullbacks."""
     axes = parallel_of(kind).axes
 
@@ -49,8 +50,8 @@ def folds(kind):
             out_specs=P(),
         )
 
-    state = spread(functools.partial(merge_across, axis_name=axes))
-    energy = spread(functools.partial(logsumexp_across, axis_name=axes))
+    state = spread(functools.partial(merge_across, axis_name=axes, merge=way))
+    energy = spread(functools.partial(logsumexp_across, axis_name=axes, merge=way))
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def run(parts, cotangent):
@@ -61,8 +62,19 @@ def folds(kind):
     return run
 
 
-@pytest.mark.parametrize("kind", ["8", "2x4", "2x4 explicit"])
-def test_folds_and_gradients(kind):
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("8", "allreduce"),
+        ("8", "gather"),
+        ("8", "butterfly"),
+        ("2x4", "allreduce"),
+        ("2x4", "butterfly"),
+        ("2x4", "hierarchical"),
+        ("2x4 explicit", "auto"),
+    ],
+)
+def test_folds_and_gradients(kind, way):
     """A fold across devices that differs from the fold in one place: a weight, a maximum, an empty shard, a gradient.
 
     Values against float64 logsumexp, gradients against the softmax weights and `merge_all`'s; all finite.
@@ -74,7 +86,7 @@ def test_folds_and_gradients(kind):
     alone = jax.jit(lambda parts, cotangent: jax.vjp(merge_all, parts)[1](cotangent)[0])
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
-        run, sharding = folds(kind), NamedSharding(mesh, P(parallel_of(kind).axes))
+        run, sharding = folds(kind, way), NamedSharding(mesh, P(parallel_of(kind).axes))
         given = {case: jax.device_put(parts(case), sharding) for case in CASES}
         found = {case: run(given[case], cotangent) for case in CASES}
         found = jax.device_get(found)
@@ -96,6 +108,74 @@ def test_folds_and_gradients(kind):
         for gradient in (pulled.out, pulled.lse, pulled_lse):
             assert np.isfinite(gradient).all(), case
     assert np.isneginf(found["empty rows"][1]).sum() == 2
+
+
+ROUNDS = {1: 0, 2: 1, 3: 2, 4: 2, 5: 3, 6: 3, 7: 3, 8: 3}
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1,), (3,), (5,), (6,), (7,), (2, 3), (3, 2), (2, 2, 2)], ids=str
+)
+def test_any_number_of_devices(sizes):
+    """Numbers that are no powers of two, which an exchange by pairs leaves out; replicas that differ in a bit.
+
+    A butterfly over p devices takes ⌈log2 p⌉ rounds along each axis. All derivatives need no communication at all.
+    """
+    devices, axes = math.prod(sizes), ("a", "b", "c")[: len(sizes)]
+    given = jax.tree.map(lambda x: x[:devices], parts("empty shards"))
+    exact = merge_all(given)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]).reshape(sizes), axes)
+    for way in ("allreduce", "gather", "butterfly", "hierarchical")[: 3 + (len(sizes) > 1)]:
+
+        def fold(out, lse, way=way):
+            return merge_across(AttentionState(out[0], lse[0]), axes, way)
+
+        def slope(given, fold=fold):
+            merged = jax.shard_map(fold, in_specs=P(axes), out_specs=P())(*given)
+            return (merged.out**2).sum() + jnp.where(jnp.isfinite(merged.lse), merged.lse, 0).sum()
+
+        with jax.set_mesh(mesh):
+            each = jax.shard_map(
+                lambda *x, fold=fold: jax.tree.map(lambda y: y[None], fold(*x)),
+                in_specs=P(axes),
+                out_specs=P(axes),
+            )
+            compiled = jax.jit(each).lower(*given).compile()
+            out, lse = jax.device_get(compiled(*given))
+            back = jax.jit(jax.grad(slope)).lower(given).compile()
+        assert (out == out[:1]).all() and (lse == lse[:1]).all(), way
+        close(out[0], exact.out, way)
+        close(lse[0], exact.lse, way)
+        found = collectives(compiled)
+        assert [(c.kind, c.bytes) for c in collectives(back)] == [
+            (c.kind, c.bytes) for c in found
+        ], way
+        if way == "butterfly":
+            assert {c.kind for c in found} <= {"collective-permute"}
+            assert len(found) == sum(ROUNDS[size] for size in sizes)
+        if way == "gather" and devices > 1:
+            assert [c.kind for c in found] == ["all-gather"]
+
+
+def test_forward_mode():
+    """A derivative of a fold that is another in forward mode: the rule is written for it and transposed by JAX."""
+    given = parts("empty shards")
+    rng = np.random.default_rng(3)
+    change = AttentionState(*(jnp.asarray(rng.standard_normal(x.shape)) for x in given))
+    _, exact = jax.jvp(merge_all, (given,), (change,))
+    with jax.set_mesh(mesh_of("2x4")):
+        for way in ("gather", "hierarchical"):
+            fold = jax.shard_map(
+                lambda out, lse, way=way: merge_across(
+                    AttentionState(out[0], lse[0]), ("node", "device"), way
+                ),
+                in_specs=P(("node", "device")),
+                out_specs=P(),
+            )
+            _, found = jax.jit(lambda x, dx, fold=fold: jax.jvp(fold, tuple(x), tuple(dx)))(
+                given, change
+            )
+            jax.tree.map(close, AttentionState(*found), exact)
 
 
 def test_axes_one_by_one():
@@ -121,14 +201,16 @@ def test_axes_one_by_one():
         jax.tree.map(close, found, merge_all(state))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_outputs(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "way"), [("bfloat16", "allreduce"), ("bfloat16", "butterfly"), ("float16", "gather")]
+)
+def test_narrow_outputs(dtype, way):
     """Sums in the dtype of `out`: eight bfloat16 shards would err by 0.16 where float32 errs by a rounding."""
     given = parts("full", dtype)
     given = given._replace(lse=given.lse.astype(jnp.float32))
     with jax.set_mesh(mesh_of("8")):
         spread = jax.shard_map(
-            lambda out, lse: merge_across(AttentionState(out[0], lse[0]), "device"),
+            lambda out, lse: merge_across(AttentionState(out[0], lse[0]), "device", way),
             in_specs=P("device"),
             out_specs=P(),
         )
@@ -150,7 +232,9 @@ def test_second_derivative():
     lse = jnp.asarray(np.random.default_rng(2).standard_normal(8)).at[3].set(-jnp.inf)
     with jax.set_mesh(mesh_of("8")):
         energy = jax.shard_map(
-            lambda x: logsumexp_across(x[0], "device"), in_specs=P("device"), out_specs=P()
+            lambda x: logsumexp_across(x[0], "device", "butterfly"),
+            in_specs=P("device"),
+            out_specs=P(),
         )
         hessian = jax.jit(jax.hessian(energy))(lse)
     weight = scipy.special.softmax(np.asarray(lse))

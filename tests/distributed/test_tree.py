@@ -141,7 +141,7 @@ def test_one_axis_of_two():
     arrays, _ = cast(problem, jnp.float64)
     query = jnp.concatenate([arrays["query"], 2 * arrays["query"]], axis=1)
     spread = jax.shard_map(
-        lambda q, k, v: tree_attention(q, k, v, axis_name="device"),
+        lambda q, k, v: tree_attention(q, k, v, axis_name="device", merge="allreduce"),
         in_specs=(P(None, "node"), P(None, "device"), P(None, "device")),
         out_specs=P(None, "node"),
     )

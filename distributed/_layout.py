@@ -1,0 +1,150 @@
+"""Layouts: in which order a sequence lies over the devices that share it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
+
+from energy_attn.kernels._errors import check_array, check_axis
+
+from ._parallel import SequenceParallel
+from ._placement import check_mesh
+
+
+def shard_sequence(
+    x: Shaped[Array, "..."], parallel: SequenceParallel | str, *, axis: int = 1
+) -> Shaped[Array, "..."]:
+    """Brings an array into the order of a layout, sharded along its sequence.
+
+    Under a causal mask the last part of a sequence has most to do. With `"zigzag"` device $i$ of
+    $p$ holds the $i$-th of $2p$ pieces from the front and the $i$-th from the back, with
+    `"striped"` every $p$-th token from the $i$-th on, and all have equally much. Queries, keys,
+    values and whatever else goes along the sequence are brought into the same order; attention with
+    the same `parallel` knows the positions, and its results are in that order too.
+
+    Args:
+        x: any array with a sequence along `axis`.
+        parallel: whose axes and layout are meant; a layout's name alone means the default axes.
+        axis: the sequence's.
+
+    Returns:
+        The array in the layout's order. Outside of `jax.jit` it lies on the devices as it says.
+
+    Raises:
+        TypeError: `x` is no array, or `parallel` no `SequenceParallel`.
+        ValueError: no mesh is in force or it lacks the axes; or the length is no multiple of the
+            number of devices (of twice that number for `"zigzag"`).
+
+    Source: Striped Attention (arXiv 2311.09431); zigzag, the balanced order of Llama 3's context
+    parallelism (arXiv 2407.21783, section 3.3.2).
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import SequenceParallel, make_mesh
+        >>> from energy_attn.distributed import shard_sequence, unshard_sequence
+        >>> x = jnp.arange(4 * jax.device_count())
+        >>> zigzag = SequenceParallel("device", layout="zigzag")
+        >>> with jax.set_mesh(make_mesh((jax.device_count(),), ("device",))):
+        ...     back = unshard_sequence(shard_sequence(x, zigzag, axis=0), zigzag, axis=0)
+        >>> bool((back == x).all())
+        True
+    """
+    parallel = _parallel(parallel)
+    x = check_array("x", x)
+    axis = check_axis("axis", axis, x.ndim, "x")
+    order = sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
+    x = x if parallel.layout == "contiguous" else jnp.take(x, order, axis, mode="clip")
+    spec = PartitionSpec(*[None] * axis, parallel.axes)
+    if isinstance(x, Tracer):
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))
+
+
+def unshard_sequence(
+    x: Shaped[Array, "..."], parallel: SequenceParallel | str, *, axis: int = 1
+) -> Shaped[Array, "..."]:
+    """The inverse of [`shard_sequence`][energy_attn.distributed.shard_sequence]'s order.
+
+    Args:
+        x: an array in the order of a layout.
+        parallel: as it was sharded.
+        axis: the sequence's.
+
+    Returns:
+        The array in the order of the sequence; where it lies is left to JAX.
+
+    Raises:
+        TypeError: as `shard_sequence`.
+        ValueError: as `shard_sequence`.
+
+    Source: see `shard_sequence`.
+
+    Examples:
+        See [`shard_sequence`][energy_attn.distributed.shard_sequence].
+    """
+    parallel = _parallel(parallel)
+    x = check_array("x", x)
+    axis = check_axis("axis", axis, x.ndim, "x")
+    order = sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
+    if parallel.layout == "contiguous":
+        return jnp.asarray(x)
+    return jnp.take(x, np.argsort(order).astype(np.int32), axis, mode="clip")
+
+
+def _parallel(parallel: Any) -> SequenceParallel:
+    if isinstance(parallel, str):
+        layout: Any = parallel
+        return SequenceParallel(layout=layout)
+    return parallel
+
+
+def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.ndarray:
+    """Which token of a sequence lies in each place, int32 `[length]`.
+
+    Raises as `check_mesh`, and `ValueError` naming `name` for a length that does not fit.
+    """
+    devices = check_mesh(parallel)
+    tokens = np.arange(length, dtype=np.int32)
+    if parallel.layout == "contiguous":
+        return tokens
+    pieces = 2 * devices if parallel.layout == "zigzag" else devices
+    if length % pieces:
+        raise ValueError(
+            f"{name}: wanted a multiple of {pieces} for the layout {parallel.layout!r} over "
+            f"{devices} devices, got {length}"
+        )
+    if parallel.layout == "striped":
+        return tokens.reshape(-1, devices).T.reshape(-1)
+    tokens = tokens.reshape(pieces, -1)
+    return np.stack([tokens[:devices], tokens[: devices - 1 : -1]], 1).reshape(-1)
+
+
+def with_positions(
+    parallel: SequenceParallel, options: dict[str, Any], rows: int, columns: int
+) -> dict[str, Any]:
+    """The options of a checked call with the positions that a layout implies.
+
+    Queries lie in its order if there are as many as keys, else as they come. Positions that are
+    given stay. Raises as `sequence_order`.
+    """
+    if parallel.layout == "contiguous":
+        return options
+    keys = sequence_order(columns, parallel, "key.shape[1]")
+    queries = keys if rows == columns else np.arange(rows, dtype=np.int32)
+    ordered = dict(options)
+    for positions, lengths, tokens in (
+        ("query_positions", "query_seq_lengths", queries[None]),
+        ("key_positions", "key_value_seq_lengths", keys[None]),
+    ):
+        if options[positions] is None:
+            ordered[positions], ordered[lengths] = tokens, None
+            if options[lengths] is not None:
+                # the first so many tokens, wherever they lie
+                length = jnp.asarray(options[lengths], jnp.int32).reshape(-1, 1)
+                ordered[positions] = jnp.where(tokens < length, tokens, jnp.int32(-1))
+    return ordered

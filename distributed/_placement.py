@@ -1,0 +1,151 @@
+"""Where the parts of an attention lie: what array types and the user say, brought together."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jaxtyping import Array
+
+from energy_attn.kernels._errors import received
+
+from . import cost
+from ._inside import Axes
+from ._merge import usual_topology
+from ._parallel import SequenceParallel
+from ._ulysses import check_heads
+
+
+class Placement(NamedTuple):
+    """Which mesh axes the axes of an attention are split over, and how its parts meet; static.
+
+    Batch rows and heads do not meet: each device attends for its own. Keys do.
+    """
+
+    mesh: Any  # jax.sharding.AbstractMesh
+    batch: Axes
+    sequence: Axes
+    heads: Axes
+    queries: bool  # split along the sequence, as keys are
+    method: str
+    merge: str
+    topology: cost.Topology | None
+
+    @property
+    def axes(self) -> Axes:
+        """All the mesh axes that anything is split over."""
+        return self.batch + self.sequence + self.heads
+
+    @property
+    def devices(self) -> int:
+        """How many devices share a sequence."""
+        return _product(self.mesh, self.sequence)
+
+
+def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placement | None:
+    """How a checked call is split: as `parallel` says, and as the types of the arrays say.
+
+    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is split.
+
+    Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in
+    force, an axis is not in it, an axis is taken by a surrounding `shard_map`, or its devices
+    cannot share the heads out for `"ulysses"`.
+    """
+    if parallel is not None:
+        check_mesh(parallel)
+    first = key.ndim - 4  # -1 where there is no batch axis
+    sequence = split_of(key, first + 1) if parallel is None else parallel.axes
+    batch = (split_of(query, first) or split_of(key, first)) if first == 0 else ()
+    heads = split_of(key, first + 2)
+    batch = tuple(axis for axis in batch if axis not in sequence)
+    heads = tuple(axis for axis in heads if axis not in sequence + batch)
+    if not batch + sequence + heads:
+        return None
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh.empty and not isinstance(key, jax.core.Tracer):
+        raise ValueError(
+            f"key: wanted the mesh in force that its type is split over, {jax.typeof(key)}, "
+            "got none; use jax.set_mesh(mesh)"
+        )
+    mesh = _type(key).mesh if mesh.empty else mesh
+    if any(kind_of(mesh, axis) == AxisType.Explicit for axis in sequence):
+        queries = not set(split_of(query, first + 1)).isdisjoint(sequence)
+    else:
+        queries = query.shape[first + 1] == key.shape[first + 1]
+    place = Placement(mesh, batch, sequence, heads, queries, "tree", "auto", None)
+    if parallel is not None:
+        place = place._replace(merge=parallel.merge, topology=parallel.topology)
+    if not sequence:
+        return place
+    method = "auto" if parallel is None else parallel.method
+    if method == "auto":
+        method = _choose_method(place, query, key, value)
+    if method == "ulysses":
+        check_heads("key", key.shape[-2] // _product(mesh, heads), place.devices)
+    # heads can be exchanged for sequence only where there is a sequence of queries
+    return place._replace(method=method, queries=queries or method == "ulysses")
+
+
+def _choose_method(place: Placement, query: Array, key: Array, value: Array) -> str:
+    if not place.queries:
+        return "tree"
+    batch, heads = _product(place.mesh, place.batch), _product(place.mesh, place.heads)
+    shape = cost.Shape(
+        math.prod(query.shape[:-3]) // batch,
+        query.shape[-3],
+        key.shape[-3],
+        query.shape[-2] // heads,
+        key.shape[-2] // heads,
+        key.shape[-1],
+        value.shape[-1],
+        dtype=query.dtype.name,
+        queries_sharded=True,
+    )
+    return cost.choose_method(shape, place.topology or usual_topology(place.mesh, place.sequence))
+
+
+def _product(mesh: AbstractMesh, axes: Axes) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _type(x: Any) -> NamedSharding:
+    return jax.typeof(x).sharding
+
+
+def split_of(x: Any, axis: int) -> Axes:
+    """The mesh axes that an axis of an array is split over, as its type says. Raises nothing."""
+    spec = _type(x).spec
+    part = spec[axis] if axis < len(spec) else None
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
+def check_mesh(parallel: Any) -> int:
+    """The number of devices that `parallel` spreads over on the mesh in force.
+
+    Raises as `placement` does.
+    """
+    if not isinstance(parallel, SequenceParallel):
+        raise TypeError(f"parallel: wanted a SequenceParallel or None, got {received(parallel)}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"parallel: wanted a mesh in force with the axes {parallel.axes}, got none; "
+            "use jax.set_mesh(mesh)"
+        )
+    for axis in parallel.axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"parallel: wanted axes of the mesh in force, {mesh.axis_names}, got {axis!r}"
+            )
+        if kind_of(mesh, axis) == AxisType.Manual:
+            raise ValueError(
+                f"parallel: wanted axes that no surrounding jax.shard_map has taken, got {axis!r}; "
+                "call tree_attention of energy_attn.distributed, or its like, inside it"
+            )
+    return _product(mesh, parallel.axes)
+
+
+def kind_of(mesh: AbstractMesh, axis: str) -> AxisType:
+    """Whether an axis of a mesh is automatic, explicit or manual. Raises nothing."""
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]

@@ -1,0 +1,325 @@
+"""What each way to spread and to fold sends: the collectives of the compiled program, predicted.
+
+The one source of the cost model: volumes, memory and times follow from these lists.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from energy_attn.kernels._errors import (
+    check_flag,
+    check_floating_dtype,
+    check_integer,
+    received,
+)
+
+from ._collectives import Kind
+from ._topology import Topology
+
+MERGES = ("allreduce", "gather", "butterfly", "hierarchical")
+# What moves around a ring takes the place that a way to fold has for the tree.
+TRAVELS = ("keys", "queries")
+METHODS = {"tree": MERGES, "ring": TRAVELS, "ulysses": (None,)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    r"""The sizes of one attention, all devices together.
+
+    Attributes:
+        batch: $B$.
+        queries: $T$, 1 when decoding.
+        keys: $S$; device $i$ of $p$ holds $S/p$ of them.
+        heads: $N$, of the queries.
+        kv_heads: $K$, of keys and values; it divides `heads`.
+        width: $H$, of queries and keys.
+        value_width: $H_v$; None: `width`.
+        dtype: of all arrays but `lse`, which is float32 (float64 with float64).
+        causal: whether positions are compared: a ring then sends them along with the keys.
+        queries_sharded: whether queries are sharded as keys are (prefill, training); else they are
+            on every device (decode).
+
+    Raises:
+        TypeError: sizes that are no integers, a dtype that is not floating.
+        ValueError: negative sizes, no heads, or `kv_heads` that does not divide `heads`.
+
+    Source: Tree Attention (arXiv 2408.04093), section 6.3: $b$, $N$, $n_h$, $d_h$ are `batch`,
+        `keys`, `heads`, `width`; the paper's $d = d_h n_h$ for keys is here `kv_heads` · `width`.
+
+    Examples:
+        >>> from energy_attn.distributed.cost import Shape
+        >>> Shape(1, 1, 640_000, 16, 16, 128).rows
+        16
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int | None = None
+    dtype: str = "bfloat16"
+    causal: bool = False
+    queries_sharded: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "queries", "keys", "width"):
+            check_integer(name, getattr(self, name), least=0)
+        for name in ("heads", "kv_heads"):
+            check_integer(name, getattr(self, name), least=1)
+        if self.value_width is not None:
+            check_integer("value_width", self.value_width, least=0)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads: wanted a divisor of the {self.heads} heads, got {self.kv_heads}"
+            )
+        check_floating_dtype("dtype", self.dtype)
+        check_flag("causal", self.causal)
+        check_flag("queries_sharded", self.queries_sharded)
+
+    @property
+    def rows(self) -> int:
+        """Queries times heads: $B T N$."""
+        return self.batch * self.queries * self.heads
+
+    @property
+    def out_width(self) -> int:
+        """$H_v$, given or not."""
+        return self.width if self.value_width is None else self.value_width
+
+    @property
+    def bytes(self) -> int:
+        """Of one number of the arrays."""
+        return check_floating_dtype("dtype", self.dtype).itemsize
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of one number of `lse`, and of whatever is summed."""
+        return max(self.bytes, 4)
+
+    @property
+    def state(self) -> int:
+        """Bytes of one row's state, where it is folded: $H_v + 1$ numbers of `lse`'s dtype."""
+        return (self.out_width + 1) * self.wide_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective that the compiled program will have.
+
+    Attributes:
+        kind: as HLO names it.
+        bytes: payload, with the meaning of `bytes` in
+            [`Collective`][energy_attn.distributed.Collective]: its operands on one device, each
+            time that it runs. `out` and `lse` of a state are one transfer; where they travel
+            as two arrays, a program may show an instruction for each.
+        axes: the mesh axes that it goes over together, as places in `Topology.links`.
+        count: how often it runs.
+        distance: of a permute, the places along its axis that a message moves.
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> shape = cost.Shape(1, 1, 4096, 16, 16, 64, dtype="float32")
+        >>> cost.transfers("tree", "gather", shape, cost.ethernet(8))
+        (Transfer(kind='all-gather', bytes=4160, axes=(0,), count=1, distance=1),)
+    """
+
+    kind: Kind
+    bytes: int
+    axes: tuple[int, ...]
+    count: int = 1
+    distance: int = 1
+
+
+def transfers(
+    method: str, merge: str | None, shape: Shape, topology: Topology
+) -> tuple[Transfer, ...]:
+    r"""The collectives of one attention, in the order in which they run.
+
+    Per device, for $R = B T N$ rows, $p$ devices, dtypes of $b$ bytes (arrays) and $w$ (`lse`):
+
+    | tree, queries on all devices | sent |
+    |---|---|
+    | `"allreduce"` | all-reduce of $R w$, then of $R (H_v + 1) w$ |
+    | `"gather"` | all-gather of $R (H_v b + w)$ |
+    | `"butterfly"` | $\lceil\log_2 p\rceil$ permutes of $R (H_v + 1) w$; odd factors send several states in some |
+    | `"hierarchical"` | all-to-all and all-gather over the last axis, a butterfly of $R/f$ rows over the others |
+
+    With sharded queries, the tree gathers them and folds with a reduce-scatter (`"allreduce"`) or
+    an all-to-all (the others). A ring sends keys and values $p - 1$ times, or a state around
+    (`"queries"`); Ulysses exchanges heads for sequence. On CPUs a state is one array of
+    `lse`'s dtype everywhere.
+
+    Args:
+        method: `"tree"`, `"ring"` or `"ulysses"`.
+        merge: for a tree the way to fold; for a ring what travels, `"keys"` or `"queries"`; None
+            for Ulysses.
+        shape: the sizes.
+        topology: the mesh.
+
+    Returns:
+        A [`Transfer`][energy_attn.distributed.cost.Transfer] for each; none over one device.
+
+    Raises:
+        TypeError: a shape or topology that is none.
+        ValueError: an unknown method or merge, `"hierarchical"` over one axis, or Ulysses where
+            queries are not sharded or the devices do not divide the heads.
+
+    Source: Tree Attention (arXiv 2408.04093), section 6.3; Ulysses (arXiv 2309.14509).
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> shape = cost.Shape(1, 1, 640_000, 16, 16, 128)
+        >>> for t in cost.transfers("tree", "allreduce", shape, cost.dgx_h100(16)):
+        ...     print(t.kind, t.bytes)
+        all-reduce 64
+        all-reduce 8256
+    """
+    check_sizes(shape, topology)
+    _check_choice("method", method, tuple(METHODS))
+    _check_choice("merge", merge, METHODS[method])
+    if merge == "hierarchical" and len(topology.links) < 2:
+        raise ValueError("merge: wanted two or more mesh axes for 'hierarchical', got one")
+    if method == "ulysses":
+        check_ulysses(shape, topology)
+    if topology.devices == 1:
+        return ()
+    ways: dict[str, Callable[[Shape, Topology], Iterator[Transfer]]] = {
+        "allreduce": _allreduce,
+        "gather": _gather,
+        "butterfly": _butterfly,
+        "hierarchical": _hierarchical,
+        "keys": _keys,
+        "queries": _queries,
+    }
+    if method == "ulysses":
+        return tuple(_ulysses(shape, topology))
+    assert merge is not None
+    if method == "tree" and shape.queries_sharded:
+        return tuple(_scattered(merge, shape, topology))
+    return tuple(ways[merge](shape, topology))
+
+
+def check_sizes(shape: object, topology: object) -> None:
+    """Raises `TypeError` for a shape or topology that is none."""
+    if not isinstance(shape, Shape):
+        raise TypeError(f"shape: wanted a Shape, got {received(shape)}")
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology: wanted a Topology, got {received(topology)}")
+
+
+def check_ulysses(shape: Shape, topology: Topology) -> None:
+    """Raises `ValueError` where heads cannot be exchanged for sequence."""
+    if not shape.queries_sharded:
+        raise ValueError("method: wanted sharded queries for 'ulysses', got queries_sharded=False")
+    if shape.kv_heads % topology.devices:
+        raise ValueError(
+            f"method: wanted a number of devices that divides the {shape.kv_heads} heads of keys "
+            f"for 'ulysses', got {topology.devices}"
+        )
+
+
+def kv_shard(shape: Shape, topology: Topology) -> tuple[int, int]:
+    """Bytes of one device's keys and of its values."""
+    rows = shape.batch * -(-shape.keys // topology.devices) * shape.kv_heads
+    return rows * shape.width * shape.bytes, rows * shape.out_width * shape.bytes
+
+
+def local_rows(shape: Shape, topology: Topology) -> int:
+    """Rows of the queries that one device holds."""
+    shards = topology.devices if shape.queries_sharded else 1
+    return shape.batch * -(-shape.queries // shards) * shape.heads
+
+
+def _check_choice(name: str, choice: object, choices: tuple[str | None, ...]) -> None:
+    if choice not in choices:
+        wanted = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}: wanted one of {wanted}, got {received(choice)}")
+
+
+def _all(topology: Topology) -> tuple[int, ...]:
+    return tuple(range(len(topology.links)))
+
+
+def _pair(shape: Shape, topology: Topology) -> int:
+    """Bytes of one row's state where it is only sent: `out` in its own dtype, unless packed."""
+    if topology.platform == "cpu":
+        return shape.state
+    return shape.out_width * shape.bytes + shape.wide_bytes
+
+
+def _allreduce(shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    axes = _all(topology)
+    yield Transfer("all-reduce", shape.rows * shape.wide_bytes, axes)
+    yield Transfer("all-reduce", shape.rows * shape.state, axes)
+
+
+def _gather(shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    yield Transfer("all-gather", shape.rows * _pair(shape, topology), _all(topology))
+
+
+def _butterfly(shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    yield from _exchanges(shape.rows * shape.state, topology, _all(topology))
+
+
+def _exchanges(state: int, topology: Topology, axes: tuple[int, ...]) -> Iterator[Transfer]:
+    for axis in reversed(axes):
+        size = topology.links[axis].devices
+        odd, have = size // (size & -size), 1
+        while have < odd:  # Bruck's all-gather among neighbours
+            sent = min(have, odd - have)
+            yield Transfer("collective-permute", sent * state, (axis,), 1, have)
+            have += sent
+        while have < size:
+            yield Transfer("collective-permute", state, (axis,), 1, have)
+            have *= 2
+
+
+def _hierarchical(shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    *slow, fast = _all(topology)
+    devices = topology.links[fast].devices
+    share = -(-shape.rows // devices)
+    if devices > 1:
+        yield Transfer("all-to-all", share * devices * _pair(shape, topology), (fast,))
+    yield from _exchanges(share * shape.state, topology, tuple(slow))
+    if devices > 1:
+        yield Transfer("all-gather", share * shape.state, (fast,))
+
+
+def _scattered(merge: str, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    axes, mine = _all(topology), local_rows(shape, topology)
+    rows = mine * topology.devices
+    yield Transfer("all-gather", mine * shape.width * shape.bytes, axes)
+    if merge == "allreduce":
+        yield Transfer("all-reduce", rows * shape.wide_bytes, axes)
+        yield Transfer("reduce-scatter", rows * shape.state, axes)
+    else:
+        yield Transfer("all-to-all", rows * _pair(shape, topology), axes)
+
+
+def _keys(shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    hops, axes = topology.devices - 1, _all(topology)
+    for size in kv_shard(shape, topology):
+        yield Transfer("collective-permute", size, axes, hops)
+    if shape.causal:
+        yield Transfer("collective-permute", 4 * -(-shape.keys // topology.devices), axes, hops)
+
+
+def _queries(shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    devices, rows, axes = topology.devices, local_rows(shape, topology), _all(topology)
+    if not shape.queries_sharded:  # all have the queries: what goes around is each device's state
+        yield Transfer("collective-permute", rows * _pair(shape, topology), axes, devices - 1)
+        return
+    # queries with the states of the keys that they have seen; the last hop brings them home
+    yield Transfer("collective-permute", rows * shape.width * shape.bytes, axes, devices)
+    yield Transfer("collective-permute", rows * shape.state, axes, devices)
+    if shape.causal:
+        yield Transfer("collective-permute", 4 * -(-shape.queries // devices), axes, devices)
+
+
+def _ulysses(shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    axes, rows = _all(topology), local_rows(shape, topology)
+    for size in (rows * shape.width * shape.bytes, *kv_shard(shape, topology)):
+        yield Transfer("all-to-all", size, axes)
+    yield Transfer("all-to-all", rows * _pair(shape, topology), axes)
