@@ -20,11 +20,12 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test test-tpu test-cuda test-slow check bench docs clean
 
 help:
 	@echo "make demo    train a small decoder, decode over eight devices, compare with the dense answer"
 	@echo "make test    the tests"
+	@echo "make test-tpu, test-cuda, test-slow    programs compiled for TPU pods and for GPU clusters; more processes"
 	@echo "make check   format, lint, types, import direction, documentation"
 	@echo "make bench   times and memory beside jax.nn and PyTorch"
 	@echo "make docs    the documentation, into site/"
@@ -35,6 +36,16 @@ demo: $(VENV)/.installed-plot
 
 test: $(VENV)/.installed-$(TEST_EXTRAS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Each in an environment of its own: with these packages, JAX looks for their hardware whenever it starts.
+test-tpu:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-tpu TEST_EXTRAS=test,tpu PYTEST_ARGS='-m tpu tests/distributed' test
+
+test-cuda:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-cuda TEST_EXTRAS=test,cuda JAX='jax==0.10.2' PYTEST_ARGS='-m cuda tests/cuda' test
+
+test-slow:
+	@$(MAKE) --no-print-directory PYTEST_ARGS='-m slow tests/distributed' test
 
 check: $(VENV)/.installed-check,docs,plot
 	$(BIN)/ruff format --check .
@@ -50,7 +61,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist site energy_attn.egg-info demo.png
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-cuda build dist site energy_attn.egg-info demo.png
 
 $(BIN)/python:
 	@for python in $(CANDIDATES); do \

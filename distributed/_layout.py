@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
 from energy_attn.kernels._errors import check_array, check_axis
@@ -32,7 +31,7 @@ def shard_sequence(
         axis: the sequence's.
 
     Returns:
-        The array in the layout's order. Outside of `jax.jit` it lies on the devices as it says.
+        The array in the layout's order, sharded along `axis` over the mesh in force.
 
     Raises:
         TypeError: `x` is no array, or `parallel` no `SequenceParallel`.
@@ -58,11 +57,7 @@ def shard_sequence(
     axis = check_axis("axis", axis, x.ndim, "x")
     order = sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
     x = x if parallel.layout == "contiguous" else jnp.take(x, order, axis, mode="clip")
-    spec = PartitionSpec(*[None] * axis, parallel.axes)
-    if isinstance(x, Tracer):
-        mesh = jax.sharding.get_abstract_mesh()
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))
+    return jax.device_put(x, PartitionSpec(*[None] * axis, parallel.axes))
 
 
 def unshard_sequence(

@@ -222,10 +222,11 @@ def _keys_around_and_back(
     return _keys_around(names, settings, axes, operands)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _save(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> tuple[AttentionState, tuple[Operands, AttentionState]]:
-    # through the rule again: the saved state is itself differentiated in second derivatives
+    # through the rule again, and compiled: see `kernels._flash`
     state: AttentionState = _keys_around_and_back(names, settings, axes, operands)
     return state, (operands, state)
 

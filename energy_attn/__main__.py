@@ -1,4 +1,4 @@
-"""`python -m energy_attn info | demo | bench`."""
+"""`python -m energy_attn info | demo | bench | launch`."""
 
 import argparse
 import importlib
@@ -11,6 +11,7 @@ _COMMANDS = {
     "info": "devices, implementations, and which would be used for what and why",
     "demo": "train a small decoder, decode over eight devices, compare with the dense answer",
     "bench": "times and memory beside jax.nn and PyTorch",
+    "launch": "run a program as several processes on this machine, and end all when one fails",
 }
 
 

@@ -23,6 +23,9 @@ def flash(forward: Forward, settings: Settings, operands: Operands) -> Attention
     return forward(operands, settings)
 
 
+# Compiled as one: in a loop, JAX (0.8 to 0.10) confuses the arguments of the rule inside a rule
+# with constants of the loop when it differentiates for the second time.
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _save(
     forward: Forward, settings: Settings, operands: Operands
 ) -> tuple[AttentionState, tuple[Operands, AttentionState]]:

@@ -31,6 +31,8 @@ class Problem:
     local_window_size: int | tuple[int, int] | None = None
     query_positions: np.ndarray | None = None  # [B, T]
     key_positions: np.ndarray | None = None  # [B, S]
+    query_segment_ids: np.ndarray | None = None  # [B, T]
+    key_segment_ids: np.ndarray | None = None  # [B, S]
 
     def __repr__(self):
         return self.name
@@ -174,6 +176,14 @@ def _all_problems():
     yield _make("positions_causal", **shuffled, is_causal=True, N=4, K=2, source=True)
     yield _make("positions_window", **shuffled, is_causal=True, local_window_size=3)
 
+    # Documents packed into one row; the last query of the second row has none of its own.
+    packed = {
+        "query_segment_ids": _ints([0, 0, 1, 1, 1], [3, 1, 1, 0, 7]),
+        "key_segment_ids": _ints([0, 0, 0, 1, 1, 2, 2], [1, 3, 3, 0, 0, 1, 1]),
+    }
+    yield _make("segments", **packed)
+    yield _make("segments_causal", **packed, is_causal=True, N=4, K=2, source=True)
+
     # Arrays of the user's own.
     for shape in ((B, N, T, S), (1, N, T, S), (B, 1, T, S), (B, N, 1, S), (B, N, T, 1)):
         yield _make(f"bias_{'x'.join(map(str, shape))}", bias=shape)
@@ -208,6 +218,8 @@ def everything(name, B, T, S) -> Problem:
         query_seq_lengths=_ints(*(T - 1 - 2 * b for b in range(B))),
         key_value_seq_lengths=_ints(*(S - 3 * b for b in range(B))),
         local_window_size=(2 * T // 3, 1),
+        query_segment_ids=np.arange(T, dtype=np.int32)[None] // 6 + np.zeros((B, 1), np.int32),
+        key_segment_ids=np.arange(S, dtype=np.int32)[None] // 6 + np.zeros((B, 1), np.int32),
     )
 
 
@@ -245,6 +257,12 @@ BLOCKS = {
             local_window_size=(2, 0),
         ),
         _make("blocks_window", T=29, S=29, is_causal=True, local_window_size=(5, 0)),
+        _make(
+            "blocks_segments",
+            *(1, 32, 32),
+            query_segment_ids=_ints(np.arange(32) // 5),
+            key_segment_ids=_ints(np.arange(32) // 5),
+        ),
         _make("blocks_rows_bias", T=19, S=31, bias=(1, 2, 19, 1), local_window_size=4),
         everything("blocks_everything", B=2, T=31, S=37),
     )

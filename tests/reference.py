@@ -49,6 +49,8 @@ def visible(problem: Problem) -> np.ndarray:
         window = problem.local_window_size
         left, right = (window, window) if isinstance(window, int) else window
         seen &= (q - left <= k) & (k <= q + right)
+    if problem.query_segment_ids is not None:
+        seen = seen & (problem.query_segment_ids[:, :, None] == problem.key_segment_ids[:, None, :])
     seen = np.broadcast_to(seen[:, None], (B, N, T, S))
     return seen if problem.mask is None else seen & problem.mask
 

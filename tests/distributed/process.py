@@ -1,92 +1,189 @@
-"""One of several processes: decodes over a mesh of all their devices, and says what it found as a line of JSON.
+"""One of several processes: runs scenarios over a mesh of all their devices, and says what it found, a line each.
 
-Run by `test_processes.py`, as `python -m tests.distributed.process COORDINATOR COUNT INDEX`.
+Started by `test_processes.py` as `python -m energy_attn launch -n … -- -m tests.distributed.process NAME…`.
 """
 
+import functools
 import json
 import sys
+import zlib
+from dataclasses import replace
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import SequenceParallel, collectives, make_mesh, tree_attention
+from energy_attn.distributed import (
+    KVCache,
+    SequenceParallel,
+    collectives,
+    fetch,
+    initialize,
+    make_mesh,
+    place,
+    ring_attention,
+)
 
-from ..problems import PROBLEMS, everything
+from ..problems import PROBLEMS, Problem, everything
 from ..reference import dense, dense_vjp
 
-DECODE = PROBLEMS["decode_source"]  # 13 keys, positions, a window: padded to the devices
-TRAIN = everything("processes", B=2, T=5, S=16)
+AXES = ("node", "device")
+KEYS = jax.P(None, AXES)  # [B, S, …], S over all devices of all processes
+DECODE = everything("processes decode", B=2, T=3, S=32)  # the arrays alone, without the options
+SEQUENCE = everything("processes sequence", B=2, T=16, S=16)
 
 
-def main(coordinator: str, count: int, index: int) -> dict:
-    jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator, count, index, initialization_timeout=30)
-    mesh = make_mesh()
+def mine(x: np.ndarray) -> np.ndarray:
+    """The part of a sequence that this process would have read from its own disk."""
+    size = x.shape[1] // jax.process_count()
+    return x[:, jax.process_index() * size :][:, :size]
 
-    def put(x, *spec):  # each process gives what its own devices hold
-        x, sharding = np.asarray(x), NamedSharding(mesh, P(*spec))
-        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
 
-    with jax.set_mesh(mesh):
-        arrays = {name: put(x) for name, x in DECODE.arrays.items()}
-        options = {
-            name: put(x) if isinstance(x, jax.Array) else x for name, x in DECODE.options.items()
-        }
+def decode(merge: str) -> dict:
+    """A step of decoding: each process brings its own keys, every one gets the whole answer."""
+    problem = Problem("decode", DECODE.query, DECODE.key, DECODE.value, DECODE.source)
+    replicated = place({"query": problem.query, "source": problem.source}, jax.P())
+    keys = place({"key": mine(problem.key), "value": mine(problem.value)}, KEYS)
 
-        @jax.jit
-        def decode(arrays):
-            def total(source):
-                rest = arrays | {"source": source}
-                energy = ea.free_energy(**rest, **options, parallel=SequenceParallel())
-                return energy.sum(), energy
+    @jax.jit
+    def step(source, arrays):
+        def total(source):
+            energy = ea.free_energy(**arrays, source=source, parallel=SequenceParallel(merge=merge))
+            return energy.sum(), energy
 
-            return jax.grad(total, has_aux=True)(arrays["source"])
+        return jax.grad(total, has_aux=True)(source)
 
-        out, energy = decode(arrays)
-
-        keys = P(None, ("node", "device"))
-        shards = [put(TRAIN.query), put(TRAIN.key, *keys), put(TRAIN.value, *keys)]
-
-        @jax.jit
-        def loss(query, key, value):
-            spread = jax.shard_map(
-                lambda q, k, v: tree_attention(q, k, v, axis_name=("node", "device")),
-                in_specs=(P(), keys, keys),
-                out_specs=P(),
-            )
-            return spread(query, key, value).out.sum()
-
-        gradient = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shards).compile()
-        dquery, dkey = gradient(*shards)
-
-    exact_out, exact_energy = dense(DECODE)
-    plain = type(TRAIN)("plain", TRAIN.query, TRAIN.key, TRAIN.value)
-    exact = dense_vjp(plain, np.ones_like(dense(plain)[0]), np.zeros(TRAIN.query.shape[:3]))
-    mine = [(np.asarray(x.data), exact["key"][x.index]) for x in dkey.addressable_shards]
-    errors = {
-        "out": np.abs(local(out) - exact_out).max(),
-        "energy": np.abs(local(energy) - exact_energy).max(),
-        "gradient of the query": np.abs(local(dquery) - exact["query"]).max(),
-        "gradient of my keys": max(np.abs(a - b).max() for a, b in mine),
-    }
+    compiled = step.lower(replicated.pop("source"), replicated | keys).compile()
+    out, energy = compiled(place(problem.source, jax.P()), replicated | keys)
+    exact_out, exact_energy = dense(problem)
     return {
-        "processes": jax.process_count(),
-        "mesh": dict(mesh.shape),
-        "my devices": [d.process_index for d in mesh.devices[index]],
-        "errors": {name: float(error) for name, error in errors.items()},
-        "groups": [list(map(list, c.groups)) for c in collectives(gradient)],
+        "errors": {"out": worst(out, exact_out), "energy": worst(energy, exact_energy)},
+        "bits": zlib.crc32(fetch(out).tobytes()),
+        "largest group": max(c.group_size for c in collectives(compiled)),
     }
 
 
-def local(x: jax.Array) -> np.ndarray:
-    """A replicated array, as this process holds it."""
-    assert x.is_fully_replicated
-    return np.asarray(x.addressable_data(0))
+def padded() -> dict:
+    """Replicated arrays whose keys are fewer than fill the devices: 13, with positions and a window."""
+    problem = PROBLEMS["decode_source"]
+    arrays, given = place((problem.arrays, array_options(problem)), jax.P())
+    options = problem.options | given
+
+    @jax.jit
+    def step(arrays):
+        return ea.free_energy(**arrays, **options, parallel=SequenceParallel())
+
+    return {"errors": {"energy": worst(step(arrays), dense(problem)[1])}}
+
+
+def prefill() -> dict:
+    """Queries and keys sharded, causal: each process holds its part of the sequence alone, results included."""
+    problem = Problem("prefill", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value, is_causal=True)
+    sharded = [place(mine(x), KEYS) for x in (problem.query, problem.key, problem.value)]
+    positions = place(np.arange(16, dtype=np.int32)[None], KEYS, whole=True)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, in_specs=(KEYS,) * 4, out_specs=KEYS)
+    def attend(q, k, v, at):
+        return ring_attention(
+            q, k, v, axis_name=AXES, is_causal=True, query_positions=at, key_positions=at
+        )
+
+    state = attend(*sharded, positions)
+    exact_out, exact_lse = dense(problem)
+    return {"errors": {"out": worst(state.out, exact_out), "lse": worst(state.lse, exact_lse)}}
+
+
+def train() -> dict:
+    """A step of gradient descent on a layer whose weights every process has, over a sequence that none has whole."""
+    problem = Problem("train", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value)
+    rate = 0.1
+    _, _, N, H = problem.query.shape
+    weight = np.random.default_rng(0).standard_normal((H, H))
+    given = place(weight, jax.P())
+    sharded = [place(mine(x), KEYS) for x in (problem.query, problem.key, problem.value)]
+
+    @jax.jit
+    def step(weight, query, key, value):
+        def loss(weight):
+            out = jax.shard_map(
+                lambda q, k, v: ring_attention(q, k, v, axis_name=AXES).out,
+                in_specs=(KEYS,) * 3,
+                out_specs=KEYS,
+            )(query @ weight, key, value)
+            return (out**2).sum()
+
+        return weight - rate * jax.grad(loss)(weight)
+
+    after = step(given, *sharded)
+    moved = replace(problem, query=problem.query @ weight)
+    out = dense(moved)[0]
+    dquery = dense_vjp(moved, 2 * out, np.zeros(out.shape[:3]))["query"]
+    exact = weight - rate * np.einsum("btnh,btng->hg", problem.query, dquery)
+    return {"errors": {"weight": worst(after, exact)}, "bits": zlib.crc32(fetch(after).tobytes())}
+
+
+def cache() -> dict:
+    """Tokens appended to a cache that lies over all processes, and attended to."""
+    whole = everything("cache", B=2, T=6, S=6)
+    (_, _, K, H), V = whole.key.shape, whole.value.shape[-1]
+    held = KVCache.empty(
+        2, 32, K, H, V, dtype=np.float64, parallel=SequenceParallel(), block_size=1
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(held, query, key, value):
+        held = held.append(key, value)
+        return held, held.attend(query).out
+
+    errors = {}
+    for n in range(0, 6, 2):
+        new = [x[:, n : n + 2] for x in (whole.query, whole.key, whole.value)]
+        held, out = step(held, *place(new, jax.P()))
+        exact = dense(
+            Problem(
+                "so far", new[0], whole.key[:, : n + 2], whole.value[:, : n + 2],
+                is_causal=True, query_positions=np.tile(np.arange(n, n + 2), (2, 1)),
+                key_positions=np.tile(np.arange(n + 2), (2, 1)),
+            )
+        )[0]  # fmt: skip
+        errors[f"out at {n}"] = worst(out, exact)
+    assert fetch(held.lengths).tolist() == [6, 6]
+    return {"errors": errors}
+
+
+def array_options(problem: Problem) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in problem.options.items() if isinstance(x, jax.Array)}
+
+
+def worst(x: jax.Array, exact: np.ndarray) -> float:
+    got = fetch(x)
+    assert got.shape == exact.shape and got.dtype == np.float64
+    return float(np.abs(got - exact).max())
+
+
+SCENARIOS = {
+    **{
+        f"decode {merge}": functools.partial(decode, merge)
+        for merge in ("allreduce", "gather", "butterfly", "hierarchical")
+    },
+    "padded": padded,
+    "prefill": prefill,
+    "train": train,
+    "cache": cache,
+}
+
+
+def main(names: list[str]) -> None:
+    jax.config.update("jax_enable_x64", True)
+    initialize()
+    mesh = make_mesh()
+    rows = [[d.process_index for d in row] for row in mesh.devices]
+    print(json.dumps({"mesh": dict(mesh.shape), "processes of its rows": rows}), flush=True)
+    with jax.set_mesh(mesh):
+        for name in names:
+            print(json.dumps({"scenario": name, **SCENARIOS[name]()}), flush=True)
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    main(sys.argv[1:])

@@ -1,0 +1,60 @@
+"""Which slot holds which token: the arithmetic of a block-cyclic cache, for NumPy and JAX alike."""
+
+from typing import Any, NamedTuple
+
+
+class Slots(NamedTuple):
+    r"""A layout of tokens over the slots of several devices; static.
+
+    Token $n$ is in block $g = \lfloor n / b \rfloor$, which device $g \bmod p$ holds. A device
+    counts the tokens that it holds; the $u$-th of them lies at its slot $u \bmod c$, with $c$ slots
+    on each device, so that a token takes the slot of the one `capacity` before it.
+
+    Attributes:
+        capacity: the slots of all devices together.
+        block: tokens in a block, $b$; it divides the slots of a device.
+        devices: $p$.
+    """
+
+    capacity: int
+    block: int
+    devices: int
+
+    @property
+    def here(self) -> int:
+        """The slots of one device."""
+        return self.capacity // self.devices
+
+    @property
+    def stripe(self) -> int:
+        """The tokens of one block on every device."""
+        return self.block * self.devices
+
+    def most(self, tokens: int) -> int:
+        """The most that one device holds of so many consecutive tokens."""
+        return tokens // self.stripe * self.block + min(tokens % self.stripe, self.block)
+
+    def below(self, device: Any, token: Any) -> Any:
+        """How many tokens before `token` a device holds."""
+        rest = token % self.stripe - device * self.block
+        return token // self.stripe * self.block + rest.clip(0, self.block)
+
+    def token(self, device: Any, count: Any) -> Any:
+        """The token that a device holds as its `count`-th, from 0."""
+        return count // self.block * self.stripe + device * self.block + count % self.block
+
+    def slot(self, token: Any) -> Any:
+        """The place of a token among the slots of all devices."""
+        within = token % self.capacity
+        device = within // self.block % self.devices
+        return device * self.here + within // self.stripe * self.block + within % self.block
+
+    def held(self, slot: Any, length: Any) -> Any:
+        """The newest of the tokens below `length` that a slot may hold; negative if none has come.
+
+        `slot` counts the slots of all devices, and broadcasts against `length`.
+        """
+        first = self.token(slot // self.here, slot % self.here)
+        behind = first >= length % self.capacity
+        laps = length // self.capacity - behind.astype(length.dtype)
+        return first + self.capacity * laps

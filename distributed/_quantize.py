@@ -1,0 +1,41 @@
+"""Eight-bit numbers with one scale per vector, for what is stored and read back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8
+
+_LEVELS = 127
+
+
+@jax.custom_jvp
+def quantize(
+    x: Float[Array, "*batch width"],
+) -> tuple[Int8[Array, "*batch width"], Float[Array, "*batch"]]:
+    r"""Rounds every vector to multiples of 1/127 of its largest entry.
+
+    $$s = \max_h |x_h| / 127, \qquad |x_h - s\, q_h| \le s / 2 = \max_h |x_h| / 254$$
+
+    up to the rounding of float32, in which all of it is computed. A vector with a NaN or an
+    infinity is read back as NaN. Differentiated it raises `TypeError`: rounding has no derivative.
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(-1) / _LEVELS
+    steps = jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None])
+    return jnp.clip(steps, -_LEVELS, _LEVELS).astype(jnp.int8), scale
+
+
+@quantize.defjvp
+def _no_derivative(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "quantize: wanted a cache that stores floating numbers where it is differentiated, got "
+        "'int8', whose rounding has no derivative; stop the gradient or use quantize=None"
+    )
+
+
+def dequantize(
+    q: Int8[Array, "*batch width"], scale: Float[Array, "*batch"], dtype: Any
+) -> Float[Array, "*batch width"]:
+    """The vectors that `quantize` was given, to its error and the rounding of `dtype`."""
+    return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)

@@ -1,0 +1,195 @@
+"""A roll call before JAX's own runtime connects: who is here, who is missing, said as an exception.
+
+JAX's client ends the whole process, without an exception, when the coordinator cannot be reached or
+another process does not come; its service crashes when the port is taken. So the processes first
+meet over plain sockets at the coordinator's address, and go on only when all have come.
+"""
+
+import contextlib
+import re
+import selectors
+import socket
+import time
+from typing import NamedTuple
+
+_GO = b"energy_attn go"
+_NO = b"energy_attn no "
+_LONGEST = 4096  # bytes of a line: the longest is a reason that names many processes
+_PAUSE = 0.05  # seconds between attempts to connect
+
+
+class Caller(NamedTuple):
+    """This process, as it presents itself."""
+
+    coordinator: str  # host:port
+    process: int
+    processes: int
+    timeout: int  # seconds
+
+
+def split_address(name: str, address: str) -> tuple[str, int]:
+    """Host and port of `host:port`; an IPv6 host stands in brackets.
+
+    Raises `ValueError` where there is no port, or none between 0 and 65535.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{name}: wanted 'host:port', got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def hold(caller: Caller, bind: str) -> None:
+    """Process 0: waits at the address `bind` until all others have come, then lets all go on.
+
+    Raises `RuntimeError` naming who is missing when time is up, at once when two processes give the
+    same number or other counts; the others then raise the same.
+    """
+    end = time.monotonic() + caller.timeout
+    with contextlib.ExitStack() as opened:
+        try:
+            listener = opened.enter_context(_listen(*split_address("bind", bind)))
+        except OSError as error:
+            raise RuntimeError(
+                f"coordinator_address: process 0 cannot listen at {bind}, where the others are to "
+                f"find it ({_said(error)}). Check that no other program, such as an earlier run, "
+                "has that port, and that the address is one of this host's"
+            ) from error
+        present: dict[socket.socket, int] = {}
+        reason = _gather(listener, present, caller, end, opened)
+        # Closed before anyone is told to go on: whoever then finds the port open has found JAX's.
+        listener.close()
+        for connection in present:
+            with contextlib.suppress(OSError):
+                connection.sendall((_NO + reason.encode() if reason else _GO) + b"\n")
+        if reason:
+            raise RuntimeError(reason)
+        # The side that closes first keeps the port in TIME_WAIT: that should be the other one.
+        for connection in present:
+            with contextlib.suppress(OSError):
+                connection.settimeout(1)
+                connection.recv(1)
+
+
+def answer(caller: Caller) -> None:
+    """Any other process: reports to the coordinator and waits until all have come.
+
+    Raises `RuntimeError` when the coordinator cannot be reached in time, or says what is wrong.
+    """
+    end = time.monotonic() + caller.timeout
+    address = split_address("coordinator_address", caller.coordinator)
+    hello = b"energy_attn %d %d\n" % (caller.process, caller.processes)
+    last = "nothing was tried"
+    while (left := end - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(address, timeout=left) as connection:
+                connection.sendall(hello)
+                # The coordinator's clock may have started later; what it says is worth 2 s more.
+                connection.settimeout(left + 2)
+                line = connection.makefile("rb").readline(_LONGEST).rstrip()
+            if line == _GO:
+                _wait_for_port(address, end)
+                return
+            if line.startswith(_NO):
+                raise RuntimeError(line.removeprefix(_NO).decode())
+            last = "something answered that is not energy_attn's initialize(), or is JAX already"
+        except OSError as error:
+            last = _said(error)
+        time.sleep(_PAUSE)
+    raise RuntimeError(
+        f"coordinator_address: process {caller.process} of {caller.processes} could not meet process 0 "
+        f"at {caller.coordinator} within {caller.timeout} s (the last attempt: {last}). Check that "
+        "process 0 is running and calls initialize() too, that this is the address of its host as "
+        "seen from here, and that no firewall closes the port"
+    )
+
+
+def _gather(
+    listener: socket.socket,
+    present: dict[socket.socket, int],
+    caller: Caller,
+    end: float,
+    opened: contextlib.ExitStack,
+) -> str:
+    """Fills `present`; returns the reason why it failed, or nothing when all are here.
+
+    A process that goes away again (restarted by its host, say) is awaited again.
+    """
+    unread: dict[socket.socket, bytes] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(present) < caller.processes - 1:
+            left = end - time.monotonic()
+            if left <= 0:
+                return _missing(present, caller)
+            for ready, _ in selector.select(left):
+                if ready.fileobj is listener:
+                    connection = opened.enter_context(listener.accept()[0])
+                    unread[connection] = b""
+                    selector.register(connection, selectors.EVENT_READ)
+                    continue
+                connection = ready.fileobj
+                assert isinstance(connection, socket.socket)
+                try:
+                    text = connection.recv(_LONGEST)
+                except OSError:
+                    text = b""
+                line = unread[connection] = unread[connection] + text
+                if not text or len(line) > _LONGEST:
+                    selector.unregister(connection)
+                    present.pop(connection, None)
+                    connection.close()
+                elif hello := re.fullmatch(rb"energy_attn (\d{1,9}) (\d{1,9})\n", line):
+                    process, count = map(int, hello.groups())
+                    wrong = _wrong(process, count, present, caller)
+                    present[connection] = process
+                    if wrong:
+                        return wrong
+    return ""
+
+
+def _wrong(process: int, count: int, present: dict[socket.socket, int], caller: Caller) -> str:
+    if count != caller.processes:
+        return (
+            f"num_processes: wanted the same number in all processes, got {caller.processes} in "
+            f"process 0 and {count} in process {process}"
+        )
+    if process in present.values() or not 0 < process < count:
+        return (
+            f"process_id: wanted a different one in each process, 0 to {count - 1}, got {process} "
+            "in two of them"
+        )
+    return ""
+
+
+def _missing(present: dict[socket.socket, int], caller: Caller) -> str:
+    missing = sorted(set(range(1, caller.processes)) - set(present.values()))
+    names = ", ".join(map(str, missing[:20])) + (", …" if len(missing) > 20 else "")
+    return (
+        f"process {names} of {caller.processes} did not come to the coordinator at "
+        f"{caller.coordinator} within {caller.timeout} s. Check that it was started, what it wrote "
+        "before it ended, that it calls initialize() with this address, and that it can reach it"
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    everywhere = host in ("", "::", "0.0.0.0")
+    if everywhere and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+        )
+    if everywhere:
+        return socket.create_server(("", port), backlog=1024)
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=1024)
+
+
+def _wait_for_port(address: tuple[str, int], end: float) -> None:
+    """Until JAX's service listens: its client would wait a second before it tried again."""
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
+            return
+        time.sleep(_PAUSE)
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

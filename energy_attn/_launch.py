@@ -1,0 +1,328 @@
+"""`python -m energy_attn launch`: a program as several processes on this machine, watched over.
+
+Each process simulates a host. What JAX does by itself when one of them dies is to let the others
+wait, for minutes in a collective, and then to abort them; here the first failure ends the run and
+is shown as its cause.
+"""
+
+import argparse
+import collections
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, NamedTuple
+
+from . import _worker
+
+_LAST = 30  # lines of the failing process that are shown again
+_PAUSE = 0.02  # seconds between looks
+_STOPPED = (
+    1.0  # seconds that a process may be stopped: a debugger's breakpoint is not in this state
+)
+_DRAIN = 2.0  # seconds to read what the ended processes wrote
+_SETTLE = 0.2  # seconds for the readers to notice all that ended together with a failure
+_GOING = 1.0  # seconds that a process may take to end after it has closed its output
+_TIMED_OUT = 124  # the exit status that timeout(1) gives
+# XLA's default is half an hour. A lost peer is then an exception in the others, if nobody watches.
+_COLLECTIVE_SECONDS = 300
+
+
+class Failure(NamedTuple):
+    """What ended a run."""
+
+    process: int | None  # None: the run as a whole
+    what: str
+    status: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    parser.usage = (
+        "python -m energy_attn launch -n N [--devices D] [--timeout S] [--log-dir DIR] "
+        "-- script.py … | -m module …"
+    )
+    parser.add_argument("-n", type=_positive(int), required=True, help="processes")
+    parser.add_argument(
+        "--devices",
+        type=_positive(int),
+        default=1,
+        help="devices of each process: simulated on the CPU, unless JAX_PLATFORMS names another",
+    )
+    parser.add_argument(
+        "--timeout", type=_positive(float), help="seconds after which the run is ended"
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, help="where to keep process-0.log, process-1.log, …"
+    )
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="-- program",
+        help="what would stand behind `python`: script.py or -m module, and its arguments",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the program and returns the exit status of the first process that failed, or 0."""
+    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if not program:
+        print("launch: wanted a program: -- script.py …, or -- -m module …", file=sys.stderr)
+        return 2
+    environments = [environment(os.environ, args.n, i, args.devices) for i in range(args.n)]
+    address = f"127.0.0.1:{_free_port()}"
+    for mapping in environments:
+        # Listened at by this machine only: JAX's coordinator trusts whoever connects.
+        mapping |= {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_COORDINATOR_BIND_ADDRESS": address,
+        }
+    return supervise([sys.executable, "-u", *program], environments, args.timeout, args.log_dir)
+
+
+def environment(
+    base: Mapping[str, str], processes: int, index: int, devices: int
+) -> dict[str, str]:
+    """The environment of one process: what `initialize()` reads, and its devices."""
+    flags = base.get("XLA_FLAGS", "").split()
+    wanted = {
+        "--xla_force_host_platform_device_count": devices,
+        "--xla_cpu_collective_timeout_seconds": _COLLECTIVE_SECONDS,
+    }
+    for name, value in wanted.items():
+        given = [flag for flag in flags if flag.split("=")[0] == name]
+        if name.endswith("device_count"):  # --devices decides
+            flags = [flag for flag in flags if flag not in given]
+            given = []
+        if not given:
+            flags.append(f"{name}={value}")
+    ids = range(index * devices, (index + 1) * devices)
+    return {
+        **base,
+        "JAX_PLATFORMS": base.get("JAX_PLATFORMS") or "cpu",
+        "JAX_NUM_PROCESSES": str(processes),
+        "JAX_PROCESS_ID": str(index),
+        # Accelerators are shared out; on the CPU each process has its own, and this says nothing.
+        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, ids)),
+        "XLA_FLAGS": " ".join(flags),
+    }
+
+
+class Worker:
+    """One process, and what it writes: passed on with its number before each line."""
+
+    def __init__(
+        self,
+        index: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: IO[str] | None,
+        lock: threading.Lock,
+    ) -> None:
+        self.index = index
+        self.last: collections.deque[str] = collections.deque(maxlen=_LAST)
+        self.closed = math.inf  # when its output ended
+        self._log = log
+        self._lock = lock
+        self._stopped_since: float | None = None
+        # -I and -S: the few lines of _worker.py need nothing that takes time to find.
+        shim = [sys.executable, "-I", "-S", _worker.__file__, str(os.getpid())]
+        self.process = subprocess.Popen(
+            [*shim, *command],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # A group of its own: it is ended with all that it starts, and not by the Ctrl-C that
+            # the supervisor gets.
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def failure(self) -> Failure | None:
+        """How it has failed, if it has."""
+        status = self.process.poll()
+        if status is None:
+            return self._stopped()
+        if status < 0:
+            return Failure(self.index, f"was killed by {_signal_name(-status)}", 128 - status)
+        return Failure(self.index, f"ended with status {status}", status) if status else None
+
+    def end(self) -> None:
+        """Ends it and all that it started; only SIGKILL does (JAX's handler takes SIGTERM)."""
+        # Gone already, all of it; for what is not waited for yet, macOS says that it may not.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def drain(self) -> None:
+        """Waits until what it wrote has been passed on."""
+        self._reader.join(_DRAIN)
+
+    def _stopped(self) -> Failure | None:
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return None  # just gone, or a system without /proc
+        if stat.rpartition(")")[2].split()[0] != "T":
+            self._stopped_since = None
+            return None
+        now = time.monotonic()
+        self._stopped_since = self._stopped_since or now
+        if now - self._stopped_since < _STOPPED:
+            return None
+        return Failure(self.index, "is stopped (SIGSTOP, or SIGTSTP)", 128 + signal.SIGSTOP)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for raw in output:
+                line = raw.decode(errors="replace").rstrip("\n")
+                self.last.append(line)
+                with self._lock:
+                    print(f"[{self.index}] {line}", flush=True)
+                if self._log is not None:
+                    print(line, file=self._log, flush=True)
+        self.closed = time.monotonic()
+
+
+def supervise(
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    timeout: float | None = None,
+    log_dir: Path | None = None,
+) -> int:
+    """Runs the command once in each environment; the first failure ends all, and is reported.
+
+    A failure is an exit status other than 0, death by a signal, or a process that stays stopped for
+    a second. Everything is ended on Ctrl-C, SIGTERM and SIGHUP too, and by the system if this
+    process is killed.
+
+    Args:
+        command: an executable with its path, and arguments.
+        environments: one for each process.
+        timeout: seconds after which the run has failed.
+        log_dir: a folder, made if need be, for a file of each process's output.
+
+    Returns:
+        The exit status: 0, that of the first failure (128 + n for signal n), 124 when time was up,
+        128 + n when signal n ended this process.
+
+    Raises:
+        OSError: the command cannot be started, or the folder not be written.
+    """
+    begin = time.monotonic()
+    lock = threading.Lock()
+    workers: list[Worker] = []
+    logs: list[IO[str]] = []
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, ask) for number in handled}
+    failure = None
+    try:
+        for index, mapping in enumerate(environments):
+            log = None
+            if log_dir is not None:
+                log_dir.mkdir(parents=True, exist_ok=True)
+                log = (log_dir / f"process-{index}.log").open("w", encoding="utf-8")
+                logs.append(log)
+            workers.append(Worker(index, command, mapping, log, lock))
+        while failure is None and any(w.process.poll() is None for w in workers):
+            time.sleep(_PAUSE)
+            failure = _first(workers)
+            if failure is None and asked:
+                name = _signal_name(asked[0])
+                failure = Failure(None, f"was ended by {name}", 128 + asked[0])
+            if failure is None and timeout is not None and time.monotonic() - begin > timeout:
+                failure = Failure(None, f"took longer than {timeout:g} s", _TIMED_OUT)
+        failure = failure or _first(workers)
+        seconds = time.monotonic() - begin
+        running = [w.index for w in workers if w.process.poll() is None]
+    finally:
+        for worker in workers:
+            worker.end()
+        for worker in workers:
+            worker.drain()
+        for log in logs:
+            log.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if failure is None:
+        return 0
+    _report(failure, workers, running, seconds)
+    return failure.status
+
+
+def _first(workers: Sequence[Worker]) -> Failure | None:
+    """The failure that came before the others, if there is any.
+
+    A process that dies takes its peers with it within milliseconds, and may be gone later than
+    they, having more to clear away. But the system closes its output before its connections: the
+    output that ended first belongs to the cause. As both may end between two looks, what a signal
+    killed goes before what ended by itself; but SIGABRT is how JAX ends a process that lost others.
+    """
+    if not any(w.failure() for w in workers):
+        return None
+    time.sleep(_SETTLE)
+    ending = [w for w in workers if w.closed < math.inf]
+    for worker in ending:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(_GOING)
+    failures = [(w, failure) for w in workers if (failure := w.failure())]
+
+    def order(found: tuple[Worker, Failure]) -> tuple[bool, float]:
+        status = found[0].process.poll() or 0
+        return status >= 0 or status == -signal.SIGABRT, found[0].closed
+
+    return min(failures, key=order)[1] if failures else None
+
+
+def _report(
+    failure: Failure, workers: Sequence[Worker], running: Sequence[int], seconds: float
+) -> None:
+    who = "the run" if failure.process is None else f"process {failure.process} of {len(workers)}"
+    others = [str(i) for i in running if i != failure.process]
+    text = f"launch: {who} {failure.what}, after {seconds:.1f} s"
+    if others:
+        text += f"; still running and ended with it: {', '.join(others)}"
+    if failure.process is not None and workers[failure.process].last:
+        lines = "\n".join(f"    {line}" for line in workers[failure.process].last)
+        text += f"\nlaunch: the last lines of process {failure.process}:\n{lines}"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _positive(kind: type[int] | type[float]):
+    def convert(text: str) -> int | float:
+        number = kind(text)
+        if not number > 0:
+            raise ValueError
+        return number
+
+    convert.__name__ = f"positive {kind.__name__}"  # argparse names it in its error
+    return convert

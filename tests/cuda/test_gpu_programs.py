@@ -1,0 +1,120 @@
+"""What XLA:GPU makes of decoding over sixteen nodes of eight H200, compiled ahead of time, without GPU or driver.
+
+Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs are read, never run.
+"""
+
+import collections
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.distributed import collectives, cost, ring_attention, tree_attention
+
+HEADS, WIDTH = 16, 128
+AXES = ("node", "device")
+SHARDED = P(None, AXES)
+NODES = cost.dgx_h100(16)
+# A shard of another length than a multiple of 1024 or so, XLA:GPU copies to pad it before its products.
+KEYS = (640 * 1024, 5120 * 1024)
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
+
+
+def shape_of(keys):
+    return cost.Shape(1, 1, keys, HEADS, HEADS, WIDTH)
+
+
+@functools.cache
+def mesh():
+    spec = importlib.util.find_spec("nvidia.cuda_nvcc")
+    toolkit = next(iter(spec.submodule_search_locations))
+    os.environ["PATH"] = f"{toolkit}/bin{os.pathsep}{os.environ['PATH']}"  # ptxas
+    # the flags are read when the plugin is loaded, here; there is no GPU to time kernels on
+    os.environ["XLA_FLAGS"] += f" --xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0"
+    described = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        topology="16x1x8",
+        target_config=Path(__file__).with_name("h200.txtpb").read_text(),
+    )
+    return Mesh(np.array(described.devices).reshape(16, 8), AXES)
+
+
+@functools.cache
+def compiled(f, keys, **options):
+    """Decoding on all nodes: one query, and so many keys in all."""
+    arrays = [
+        jax.ShapeDtypeStruct(
+            (1, n, HEADS, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh(), spec)
+        )
+        for n, spec in ((1, P()), (keys, SHARDED), (keys, SHARDED))
+    ]
+    run = jax.shard_map(
+        functools.partial(f, axis_name=AXES, **options),
+        mesh=mesh(),
+        in_specs=(P(), SHARDED, SHARDED),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh()):
+        return jax.jit(run).lower(*arrays).compile()
+
+
+def shards(program, keys):
+    """All memory that a program holds on a device, in shards of keys and values."""
+    used = program.memory_analysis()
+    total = used.argument_size_in_bytes + used.temp_size_in_bytes + used.output_size_in_bytes
+    return (total - used.alias_size_in_bytes) / (2 * keys // 128 * HEADS * WIDTH * 2)
+
+
+def payload(program):
+    """Bytes by kind of collective, all runs together."""
+    found = collections.Counter()
+    for c in collectives(program):
+        found[c.kind] += c.bytes * c.count
+    return found
+
+
+def predicted(method, merge, keys):
+    found = collections.Counter()
+    for t in cost.transfers(method, merge, shape_of(keys), NODES):
+        found[t.kind] += t.bytes * t.count
+    return found
+
+
+@pytest.mark.parametrize(("merge", "most"), [("allreduce", 2), ("gather", 1), ("butterfly", 7)])
+def test_decode(merge, most):
+    """More collectives than the merge has steps, bytes that the model does not know or that grow with keys, memory."""
+    short, long = (compiled(tree_attention, keys, merge=merge) for keys in KEYS)
+    assert len(collectives(long)) <= most
+    assert payload(long) == predicted("tree", merge, KEYS[1])
+    assert payload(short) == payload(long)
+    assert shards(long, KEYS[1]) <= 1.02  # scores and weights of 16 rows are 1.2% of so many keys
+
+
+def test_hierarchical():
+    """A share of the rows between nodes that is not a share. XLA:GPU may narrow the last gather by itself."""
+    found = payload(compiled(tree_attention, KEYS[1], merge="hierarchical"))
+    wanted = predicted("tree", "hierarchical", KEYS[1])
+    assert found.pop("all-gather") <= wanted.pop("all-gather")
+    assert found == wanted
+
+
+def test_sums_are_wide():
+    """Numerators narrowed to bfloat16 on their way."""
+    found = collectives(compiled(tree_attention, KEYS[1], merge="allreduce"))
+    assert {dtype for c in found for dtype in c.dtypes} == {"f32"}
+
+
+def test_ring():
+    """A ring that makes a hop too many, or sends positions that nobody compares."""
+    program = compiled(ring_attention, KEYS[0], travels="keys", queries_sharded=False)
+    assert payload(program) == predicted("ring", "keys", KEYS[0])

@@ -1,0 +1,515 @@
+"""`KVCache`: every token in its slot, on every mesh, at every length; written in place; saved and read back.
+
+The judge is a Python list of tokens per row, and dense attention over them in float64.
+"""
+
+import contextlib
+import functools
+import re
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax._src import dispatch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.distributed._cache import KVCache
+from energy_attn.distributed._quantize import dequantize, quantize
+
+from ..problems import Problem
+from ..reference import dense, dense_vjp
+from .meshes import close, mesh_of, parallel_of
+
+B, K, N, H, V = 3, 2, 4, 3, 5
+append = jax.jit(KVCache.append)
+
+
+def empty(kind="8", capacity=48, block_size=2, **options):
+    options = {"dtype": jnp.float64, "parallel": parallel_of(kind)} | options
+    return KVCache.empty(B, capacity, K, H, V, block_size=block_size, **options)
+
+
+def tokens(seed, T, dtype=jnp.float64):
+    """Keys `[B, T, K, H]` and values of `T` new tokens."""
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.standard_normal((B, T, K, width)), dtype) for width in (H, V))
+
+
+class Model:
+    """What the cache is to hold: for each row, a dictionary from position to key and value."""
+
+    def __init__(self, window_capacity=None):
+        self.rows, self.lengths = [{} for _ in range(B)], [0] * B
+        self.ring = window_capacity
+
+    def append(self, key, value, counts):
+        for b, count in enumerate(counts):
+            for t in range(count):
+                n = self.lengths[b]
+                self.rows[b][n] = np.asarray(key[b, t]), np.asarray(value[b, t])
+                if self.ring:
+                    self.rows[b].pop(n - self.ring, None)
+                self.lengths[b] += 1
+
+    def evict(self, before):
+        for row, first in zip(self.rows, before, strict=True):
+            for n in [n for n in row if n < first]:
+                del row[n]
+
+    def problem(self, query, query_positions, **options):
+        """Attention over these tokens as the judge takes it, in the order of positions."""
+        S = max(1, *map(len, self.rows))
+        key, value = np.zeros((B, S, K, H)), np.zeros((B, S, K, V))
+        positions = np.full((B, S), -1)
+        for b, row in enumerate(self.rows):
+            for s, n in enumerate(sorted(row)):
+                positions[b, s] = n
+                key[b, s], value[b, s] = row[n]
+        return Problem(
+            "cache",
+            np.asarray(query),
+            key,
+            value,
+            query_positions=np.asarray(query_positions),
+            key_positions=positions,
+            **options,
+        )
+
+
+def held(cache):
+    """The same dictionaries, read from the slots."""
+    positions, keys, values = map(np.asarray, (cache.positions, cache.keys(), cache.values()))
+    slots = [[s for s in range(cache.capacity) if positions[b, s] >= 0] for b in range(B)]
+    found = [{int(positions[b, s]): (keys[b, s], values[b, s]) for s in slots[b]} for b in range(B)]
+    assert [len(row) for row in found] == [len(s) for s in slots], "a token in two slots"
+    return found
+
+
+def check_held(cache, model):
+    found = held(cache)
+    assert [sorted(row) for row in found] == [sorted(row) for row in model.rows]
+    for mine, theirs in zip(found, model.rows, strict=True):
+        for n, pair in mine.items():
+            for x, exact in zip(pair, theirs[n], strict=True):
+                np.testing.assert_array_equal(x, exact)
+    assert cache.lengths.tolist() == model.lengths
+
+
+def check_balanced(cache):
+    """Within one block, of each row on each device; read from where the slots really lie."""
+    positions = cache.positions
+    loads = [(np.asarray(shard.data) >= 0).sum(1) for shard in positions.addressable_shards]
+    assert (np.ptp(loads, axis=0) <= cache.slots.block).all(), loads
+
+
+@pytest.mark.parametrize("kind", ["8", "2x4 explicit"])
+def test_every_step(kind):
+    """A token in the wrong slot or on the wrong device, at any of 3·p·block steps; and a step compiled twice.
+
+    Rows start at different lengths, one empty, and one of them gets a token only at every other step.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache, query, key, value, lengths):
+        cache = cache.append(key, value, lengths)
+        return cache, cache.attend(query, lengths=lengths)
+
+    model, rng = Model(), np.random.default_rng(0)
+    with jax.set_mesh(mesh_of(kind)):
+        cache = empty(kind, capacity=57)
+        assert cache.capacity == 64
+        new, counts = tokens(0, 5), (5, 0, 2)
+        cache = cache.append(*new, jnp.asarray(counts))
+        model.append(*new, counts)
+        for i in range(48):
+            query, new = rng.standard_normal((B, 1, N, H)), tokens(i + 1, 1)
+            counts = (1, 1, i % 2)
+            cache, state = step(cache, query, *new, jnp.asarray(counts, jnp.int32))
+            model.append(*new, counts)
+            last = [
+                [n - 1 if count else -1] for n, count in zip(model.lengths, counts, strict=True)
+            ]
+            out, energy = dense(model.problem(query, last))
+            close(state.out, out, f"attention at step {i}")
+            close(state.lse, energy, f"energy at step {i}")
+            if i % 12 == 0:
+                check_balanced(cache)
+        check_held(cache, model)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    "dtype, quantized", [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
+)
+@pytest.mark.parametrize("T", [1, 40])
+def test_append_in_place(dtype, quantized, T):
+    """A copy of the cache, or a collective, in what `append` compiles to."""
+    B, S, K, H = 2, 32 * 1024, 2, 64
+    with jax.set_mesh(mesh_of("8")):
+        spread = parallel_of("8")
+        cache = KVCache.empty(
+            B, S, K, H, dtype=dtype, quantize=quantized, parallel=spread, block_size=16
+        )
+        new = jnp.ones((B, T, K, H), dtype)
+        step = jax.jit(lambda cache, new: cache.append(new, new), donate_argnums=0)
+        compiled = step.lower(cache, new).compile()
+    memory = compiled.memory_analysis()
+    shard = B * S * K * H * cache.key.dtype.itemsize // 8
+    assert collectives(compiled) == ()
+    assert memory.alias_size_in_bytes >= 2 * shard
+    assert memory.temp_size_in_bytes < shard / 8
+
+
+def test_decode_step_in_place():
+    """Appending and attending as one program: the cache stays where it is, and only states are sent."""
+    with jax.set_mesh(mesh_of("8")):
+        cache = KVCache.empty(2, 8192, 2, 64, dtype=jnp.float32, parallel=parallel_of("8"))
+        new, query = jnp.ones((2, 1, 2, 64), jnp.float32), jnp.ones((2, 1, 4, 64), jnp.float32)
+
+        def step(cache, query, new):
+            cache = cache.append(new, new)
+            return cache, cache.attend(query)
+
+        compiled = jax.jit(step, donate_argnums=0).lower(cache, query, new).compile()
+    shard = cache.key.nbytes // 8
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * shard
+    assert compiled.memory_analysis().temp_size_in_bytes < shard / 4
+    assert sum(c.bytes for c in collectives(compiled)) <= 2 * 4 * (64 + 2) * 4
+
+
+counts_of_a_row = st.integers(0, 3)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.tuples(*[counts_of_a_row] * B)),
+        st.tuples(st.just("evict"), st.tuples(*[counts_of_a_row] * B)),
+        st.tuples(st.just("before"), st.tuples(*[st.integers(0, 40)] * B)),
+    ),
+    max_size=25,
+)
+
+
+@given(operations, st.booleans(), st.sampled_from([1, 2]))
+def test_law(operations, is_ring, block):
+    """Any sequence of appends and evictions leaves what a dictionary per row would hold, balanced within one block."""
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty(capacity=16, block_size=block, window=12 if is_ring else None)
+        model = Model(cache.capacity if is_ring else None)
+        for i, (what, numbers) in enumerate(operations):
+            if what == "append":
+                room = [
+                    cache.capacity if is_ring else cache.capacity - len(row) for row in model.rows
+                ]
+                numbers = [min(n, have) for n, have in zip(numbers, room, strict=True)]
+                new = tokens(i, 3)
+                cache = append(cache, *new, jnp.asarray(numbers, jnp.int32))
+                model.append(*new, numbers)
+            elif what == "evict":
+                cache = cache.evict(jnp.asarray(numbers, jnp.int32))
+                firsts = [n - len(row) for n, row in zip(model.lengths, model.rows, strict=True)]
+                model.evict([first + n for first, n in zip(firsts, numbers, strict=True)])
+            else:
+                cache = cache.evict(before=jnp.asarray(numbers, jnp.int32))
+                model.evict(numbers)
+        check_held(cache, model)
+        check_balanced(cache)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_window(T):
+    """A ring that lets go of a token that is still in the window, or lets an old one be seen; over three laps."""
+    window, model, rng = 12, Model(16), np.random.default_rng(T)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache, query, key, value):
+        cache = cache.append(key, value)
+        return cache, cache.attend(query)
+
+    with jax.set_mesh(mesh_of("2x4")):
+        cache = empty("2x4", capacity=16, block_size=1, window=window)
+        for i in range(48 // T):
+            query, new = rng.standard_normal((B, T, N, H)), tokens(i, T)
+            cache, state = step(cache, query, *new)
+            model.append(*new, [T] * B)
+            mine = np.arange(i * T, i * T + T)[None].repeat(B, 0)
+            judge = model.problem(query, mine, is_causal=True, local_window_size=(window, 0))
+            close(state.out, dense(judge)[0], f"step {i}")
+        check_held(cache, model)
+
+
+@pytest.fixture
+def raises_late():
+    """JAX keeps the last program that raised, and raises again when it waits for all, at exit for one."""
+    yield
+    dispatch.runtime_tokens.clear()
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_no_room(jitted, raises_late):
+    """Tokens written over others, or lost in silence. After an eviction there is room again."""
+    write = append if jitted else KVCache.append
+    with jax.set_mesh(mesh_of("8")):
+        cache = append(empty(capacity=16), *tokens(0, 14))
+        with pytest.raises(RuntimeError, match="no room for its new tokens"):
+            jax.block_until_ready(write(cache, *tokens(1, 3)))
+        cache = write(cache.evict(1), *tokens(1, 3))
+        assert cache.lengths.tolist() == [17] * B
+        assert [sorted(row) for row in held(cache)] == [list(range(1, 17))] * B
+
+
+def test_no_room_unchecked(monkeypatch):
+    """With Equinox's checks off, a row without room keeps what it has, and the others get theirs."""
+    monkeypatch.setattr(
+        "energy_attn.distributed._cache_write.eqx.branched_error_if", lambda x, *_: x
+    )
+    model = Model()
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty(capacity=16)
+        # a number of tokens that no other test compiles for
+        for i, (counts, written) in enumerate(
+            [((12, 5, 0), (12, 5, 0)), ((0, 12, 12), (0, 0, 12))]
+        ):
+            new = tokens(i, 12)
+            cache = cache.append(*new, jnp.asarray(counts))
+            model.append(*new, written)
+        check_held(cache, model)
+
+
+def test_same_as_attention():
+    """`positions`, `keys` and `parallel` mean to `ea.attention` what they mean to `attend`; one device as well."""
+    query = jnp.asarray(np.random.default_rng(0).standard_normal((B, 2, N, H)))
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty().append(*tokens(0, 11), jnp.asarray([11, 4, 0]))
+        state = cache.attend(query, lengths=jnp.asarray([2, 1, 0]))
+        out, energy = ea.attention(
+            query,
+            cache.keys(),
+            cache.values(),
+            is_causal=True,
+            query_positions=jnp.asarray([[9, 10], [3, -1], [-1, -1]]),
+            key_positions=cache.positions,
+            parallel=cache.parallel,
+            return_energy=True,
+        )
+    alone = empty(parallel=None).append(*tokens(0, 11), jnp.asarray([11, 4, 0]))
+    alone = alone.attend(query, lengths=jnp.asarray([2, 1, 0]))
+    for other in (out, energy), alone:
+        close(other[0], np.asarray(state.out))
+        close(other[1], np.asarray(state.lse))
+    assert np.isneginf(np.asarray(state.lse)[2]).all() and not np.asarray(state.out)[2].any()
+
+
+def test_rows_and_heads_split():
+    """Rows and heads that types split over other mesh axes stay there; nothing is gathered to write."""
+    mesh, rows = make_mesh((2, 2, 2), ("data", "sequence", "model"), explicit=True), 4
+    spread = SequenceParallel("sequence")
+    rng = np.random.default_rng(0)
+    key = jnp.asarray(rng.standard_normal((rows, 7, K, H)))
+    query = jnp.asarray(rng.standard_normal((rows, 1, N, H)))
+    counts = np.array([7, 0, 3, 5])
+    with jax.set_mesh(mesh):
+        cache = KVCache.empty(rows, 8, K, H, dtype=jnp.float64, parallel=spread, block_size=2)
+
+        def put(x):
+            spec = ("data", "sequence", "model")[: x.ndim] if x.ndim > 1 else ("data",)
+            return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+        cache = jax.tree.map(put, cache)
+        compiled = append.lower(cache, key, key, jnp.asarray(counts)).compile()
+        assert collectives(compiled) == ()
+        cache = append(cache, key, key, jnp.asarray(counts))
+        assert tuple(cache.key.sharding.spec)[:3] == ("data", "sequence", "model")
+        out = cache.attend(query, query_positions=jnp.full((rows, 1), 9)).out
+    exact = dense(Problem("split", query, key, key, key_value_seq_lengths=counts))
+    close(out, exact[0])
+
+
+def test_derivatives():
+    """A gradient lost between what is appended and what is read."""
+    model, query = Model(), np.random.default_rng(0).standard_normal((B, 2, N, H))
+    first, second = tokens(0, 5), tokens(1, 2)
+    model.append(*first, [5] * B)
+    model.append(*second, [2] * B)
+    positions = np.array([[5, 6]] * B)
+    judge = model.problem(query, positions, is_causal=True)
+    rng = np.random.default_rng(1)
+    dout, dlse = rng.standard_normal((B, 2, N, V)), rng.standard_normal((B, 2, N))
+
+    with jax.set_mesh(mesh_of("8")):
+
+        @jax.jit
+        def gradient(first, second):
+            def loss(first, second):
+                state = empty(capacity=16).append(*first).append(*second).attend(jnp.asarray(query))
+                return (state.out * dout).sum() + (state.lse * dlse).sum()
+
+            return jax.grad(loss, argnums=(0, 1))(first, second)
+
+        found = gradient(first, second)
+    exact = dense_vjp(judge, dout, dlse)
+    for i, name in enumerate(("key", "value")):
+        close(jnp.concatenate([found[0][i], found[1][i]], 1), exact[name], name)
+
+
+def test_quantize():
+    """An error above max|x| / 254 per head and token; zeros, and NaNs that come back as numbers."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 3, 16)) * 10.0 ** rng.integers(-9, 9, (64, 3, 1))
+    x[0, 0], x[1, 1, 3] = 0, np.nan
+    read = np.asarray(dequantize(*quantize(jnp.asarray(x, jnp.float32)), jnp.float32), np.float64)
+    bound = np.abs(np.nan_to_num(x)).max(-1, keepdims=True) / 254 * (1 + 1e-5)
+    assert np.isnan(read[1, 1]).all() and not read[0, 0].any()
+    read[1, 1] = x[1, 1] = 0
+    assert (np.abs(read - x) <= bound).all()
+    assert np.abs(read - x).max() > 0
+
+    with jax.set_mesh(mesh_of("8")):
+        key, value = tokens(3, 5, jnp.float32)
+        cache = empty(dtype=jnp.float32, quantize="int8").append(key, value)
+        assert cache.key.dtype == jnp.int8 and cache.key_scale.shape == (B, 48, K)
+        for b, row in enumerate(held(cache)):
+            for n, pair in row.items():
+                for x, exact in zip(pair, (key[b, n], value[b, n]), strict=True):
+                    assert (np.abs(x - exact).max(-1) <= np.abs(exact).max(-1) / 253.9).all()
+        with pytest.raises(TypeError, match="rounding has no derivative"):
+            jax.grad(
+                lambda key: (
+                    cache.append(key, value).attend(jnp.ones((B, 1, N, H), jnp.float32)).lse.sum()
+                )
+            )(key)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 9}, {"dtype": jnp.bfloat16}, {"quantize": "int8"}], ids=str
+)
+def test_saved_and_loaded(options, tmp_path):
+    """A bit or a token lost on the way to another mesh, number of devices, block or capacity."""
+    dtype = options.get("dtype", jnp.float64)
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty(capacity=32, **options)
+        for i in range(2 if options.get("window") is None else 5):
+            cache = append(cache, *tokens(i, 13, dtype), jnp.asarray([13, 5, 0], jnp.int32))
+        cache = cache.evict(jnp.asarray([3, 0, 0]))
+        cache.save(tmp_path / "cache")
+        before = held(cache)
+    ways = [
+        ("2x4 explicit", {"parallel": parallel_of("2x4"), "block_size": 3}),
+        ("2x4", {"parallel": SequenceParallel("node"), "capacity": 40, "block_size": 1}),
+        (None, {}),
+    ]
+    for kind, way in ways:
+        with jax.set_mesh(mesh_of(kind)) if kind else contextlib.nullcontext():
+            again = KVCache.load(tmp_path / "cache", **way)
+            after = held(again)
+            assert again.dtype == dtype and again.key.dtype == cache.key.dtype
+            assert [sorted(row) for row in after] == [sorted(row) for row in before]
+            for row, exact in zip(after, before, strict=True):
+                for n in row:
+                    for x, y in zip(row[n], exact[n], strict=True):
+                        assert x.tobytes() == y.tobytes()
+            if again.parallel is not None:
+                check_balanced(again)
+            more = again.append(*tokens(9, 2, dtype))
+            assert more.lengths.tolist() == [n + 2 for n in cache.lengths.tolist()]
+    with jax.set_mesh(mesh_of("8")):
+        if options.get("window") is None:
+            with pytest.raises(ValueError, match="capacity: wanted at least the 23 tokens"):
+                KVCache.load(tmp_path / "cache", capacity=22)
+        else:
+            small = KVCache.load(
+                tmp_path / "cache", capacity=16, block_size=1, parallel=cache.parallel
+            )
+            assert sorted(held(small)[0]) == sorted(before[0])[-16:]
+
+
+def test_bad_files(tmp_path):
+    """Half a cache loaded as if it were one; an old save's files taken for the new one's."""
+    alone = empty(parallel=None)
+    alone.save(tmp_path / "cache")
+    (file,) = (tmp_path / "cache").iterdir()
+    assert file.name == "00000-of-00001.safetensors"
+    for name, text in [("nowhere", "0 of 1"), ("half", "1 of 2")]:
+        if name == "half":
+            file.rename(file.with_name("00000-of-00002.safetensors"))
+            file.parent.rename(tmp_path / name)
+        with pytest.raises(ValueError, match=f"path: wanted a folder with all files .* {text}"):
+            KVCache.load(tmp_path / name)
+    with pytest.raises(ValueError, match="another number of processes"):
+        alone.save(tmp_path / "half")
+    with pytest.raises(TypeError, match="key: wanted an array that has been computed"):
+        jax.jit(lambda cache: cache.save(tmp_path / "traced"))(alone)
+
+
+NEW = np.zeros((B, 2, K, H)), np.zeros((B, 2, K, V))
+QUERY = np.zeros((B, 1, N, H))
+BAD = {
+    "capacity: wanted at least 1, got 0": lambda c: empty(capacity=0),
+    "width: wanted an integer, got float 1.5": lambda c: KVCache.empty(1, 8, 1, 1.5),
+    "dtype: wanted float16": lambda c: empty(dtype=jnp.int32),
+    "quantize: wanted None or 'int8', got str 'int4'": lambda c: empty(quantize="int4"),
+    "window: wanted less than the capacity, 48": lambda c: empty(window=48),
+    "window: wanted at least 0, got -1": lambda c: empty(window=-1),
+    "parallel: wanted a SequenceParallel or None": lambda c: empty(parallel="device"),
+    "block_size: wanted at least 1": lambda c: empty(block_size=0),
+    "key: wanted a JAX or NumPy array, got list": lambda c: c.append([1.0], NEW[1]),
+    "key: wanted the dtype of the cache, float64, got float32": lambda c: c.append(
+        NEW[0].astype(np.float32), NEW[1]
+    ),
+    "key: wanted shape (3, T, 2, 3), got float64[3,2,2,5]": lambda c: c.append(NEW[1], NEW[1]),
+    "value: wanted shape (3, 2, 2, 5), got float64[3,1,2,5]": lambda c: c.append(
+        NEW[0], NEW[1][:, :1]
+    ),
+    "key: wanted 1 to 38 new tokens": lambda c: c.append(
+        np.zeros((B, 39, K, H)), np.zeros((B, 39, K, V))
+    ),
+    "lengths: wanted 0 to 2, got [0, 3, 1]": lambda c: c.append(*NEW, jnp.asarray([0, 3, 1])),
+    "lengths: wanted no negative": lambda c: c.append(*NEW, jnp.asarray([0, -1, 1])),
+    "lengths: wanted shape (3)": lambda c: c.append(*NEW, jnp.asarray([1, 1])),
+    "lengths: wanted an integer array": lambda c: c.append(*NEW, jnp.ones(B)),
+    "count: wanted either count or before": lambda c: c.evict(),
+    "count: wanted at least 0": lambda c: c.evict(-1),
+    "before: wanted an integer array": lambda c: c.evict(before=jnp.ones(B)),
+    "query: wanted the dtype of the cache": lambda c: c.attend(QUERY.astype(np.float32)),
+    "query: wanted shape (3, T, N, 3)": lambda c: c.attend(QUERY[:2]),
+    "lengths: wanted None beside query_positions": lambda c: c.attend(
+        QUERY, lengths=jnp.ones(B, int), query_positions=jnp.zeros((1, 1), int)
+    ),
+    "local_window_size: wanted at most the cache's window, 10": lambda c: c.attend(
+        QUERY, local_window_size=11
+    ),
+    "path: wanted the path of a folder": lambda c: c.save(3),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message, unchecked):
+    """An error that does not name the argument, what came and what was wanted."""
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty(window=10)
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            BAD[message](cache)
+
+
+def test_another_mesh():
+    """Slots read as if they were laid out for another number of devices."""
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty(parallel=SequenceParallel("device"))
+    with jax.set_mesh(mesh_of("2x4")):
+        with pytest.raises(ValueError, match="the 8 devices along the sequence .* got one with 4"):
+            cache.append(*tokens(0, 1))
+    with pytest.raises(ValueError, match="parallel: wanted a mesh in force"):
+        cache.positions  # noqa: B018
+
+
+def test_counts_known_late(raises_late):
+    """Numbers of tokens that are traced, and out of range: no token may be taken that was not given."""
+    with jax.set_mesh(mesh_of("8")):
+        with pytest.raises(RuntimeError, match="lengths: wanted from 0 to as many new tokens"):
+            jax.block_until_ready(append(empty(), *tokens(0, 2), jnp.asarray([1, 3, 0])))
+        cache = append(empty(), *tokens(0, 2), jnp.asarray([1, 2, 0]))
+    assert cache.lengths.tolist() == [1, 2, 0]

@@ -1,0 +1,407 @@
+"""Tree, ring and Ulysses with queries sharded as keys are, in every layout: one attention, whatever moves.
+
+By `parallel=` (and so through the energy and its custom rule) and inside the user's own `jax.shard_map`.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn.distributed import (
+    SequenceParallel,
+    collectives,
+    ring_attention,
+    shard_sequence,
+    tree_attention,
+    ulysses_attention,
+    unshard_sequence,
+)
+from energy_attn.distributed._layout import sequence_order
+from energy_attn.kernels._arguments import Operands, Settings
+from energy_attn.kernels._blocks import Blocks
+from energy_attn.kernels._mask import Rule
+
+from ..problems import Problem, cast, cotangents, everything
+from ..reference import dense, dense_vjp
+from .meshes import close, mesh_of
+
+QUICK = {"xla_backend_optimization_level": 0}
+AXES = ("node", "device")
+METHODS = ("tree", "ring", "ulysses")
+ROWS = ("query", "source", "query_positions", "query_segment_ids")
+COLUMNS = ("key", "value", "key_positions", "key_segment_ids")
+
+
+def square(name, length, heads=8, kv_heads=8) -> Problem:
+    """Self-attention with every option; as many heads of keys as devices, for Ulysses."""
+    problem = everything(name, B=2, T=length, S=length)
+    rng = problem.rng("heads")
+
+    def normal(*shape):
+        return rng.standard_normal(shape)
+
+    return replace(
+        problem,
+        query=normal(2, length, heads, 5),
+        key=normal(2, length, kv_heads, 5),
+        value=normal(2, length, kv_heads, 3),
+        source=normal(2, length, heads, 3),
+        bias=normal(1, heads, length, length),
+    )
+
+
+SELF = square("self", 16)
+GROUPED = square("self grouped", 16, heads=4, kv_heads=2)
+ODD = square("self odd", 13)
+FEW = square("self few", 3)
+DECODE = replace(square("self decode", 16), name="decode")
+DECODE = replace(
+    DECODE,
+    query=DECODE.query[:, :1],
+    source=DECODE.source[:, :1],
+    bias=DECODE.bias[:, :, :1],
+    mask=DECODE.mask[:, :, :1],
+    query_seq_lengths=None,
+    query_positions=np.asarray([[12], [9]], np.int32),
+    query_segment_ids=np.asarray([[1], [0]], np.int32),
+)
+EMPTY = replace(SELF, name="empty", mask=np.zeros((1, 1, 1, 1), bool))
+
+
+def state_and_gradients(problem, parallel):
+    """`(out, energy)` at the problem's source and the gradients of both; in the layout's order, and back."""
+    options = problem.options
+    whole = problem.query.shape[1] == problem.key.shape[1]
+
+    def put(tree, back=False):
+        move = unshard_sequence if back else shard_sequence
+        moved = {}
+        for name, x in tree.items():
+            for axis, names in ((1, COLUMNS), (1, ROWS if whole else ())):
+                if name in names:
+                    x = move(x, parallel, axis=axis)
+            if name in ("bias", "mask"):
+                for axis in (2, 3) if whole else (3,):
+                    x = move(x, parallel, axis=axis) if x.shape[axis] > 1 else x
+            moved[name] = x
+        return moved
+
+    given = {n: x for n, x in options.items() if isinstance(x, jax.Array)}
+    static = {n: x for n, x in options.items() if n not in given}
+
+    def pair(arrays):
+        arrays = put(arrays) | put({n: x for n, x in given.items() if n not in arrays})
+        source = arrays.pop("source")
+
+        def total(source):
+            energy = ea.free_energy(**arrays, source=source, **static, parallel=parallel)
+            return energy.sum(), energy
+
+        out, energy = jax.grad(total, has_aux=True)(source)
+        if not whole:
+            return out, energy
+        return tuple(unshard_sequence(x, parallel) for x in (out, energy))
+
+    def run(arrays, cotangent):
+        found, back = jax.vjp(pair, arrays)
+        return found, back(cotangent)[0]
+
+    return run
+
+
+def check(found, problem: Problem):
+    (out, energy), gradients = found
+    given = cotangents(problem, jnp.float64)
+    close(out, dense(problem)[0], "attention")
+    close(energy, dense(problem)[1], "energy")
+    for name, exact in dense_vjp(problem, *map(np.asarray, given)).items():
+        close(gradients[name], exact, name)
+        assert np.isfinite(gradients[name]).all(), name
+
+
+PAIRS = [
+    (method, problem)
+    for method in METHODS
+    for problem in (SELF, GROUPED, ODD, FEW, DECODE, EMPTY)
+    if (method, problem) != ("ulysses", GROUPED)  # see `test_heads_must_divide`
+]
+
+
+@pytest.mark.parametrize(("method", "problem"), PAIRS, ids=str)
+def test_methods(method, problem):
+    """A hop too few, a shard seen twice, gradients that do not come home, padding that is seen.
+
+    Every option at once: grouped heads, causal, windows, segments, ragged rows, bias, mask, source; lengths that 8 does
+    not divide or that leave devices without a key; one query; rows that see nothing.
+    """
+    parallel = SequenceParallel(AXES, method)
+    run = jax.jit(state_and_gradients(problem, parallel), compiler_options=QUICK)
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("2x4")):
+        check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [("ring", "zigzag"), ("ring", "striped"), ("tree", "zigzag"), ("ulysses", "striped")],
+)
+def test_layouts(method, layout):
+    """Positions, lengths or windows that count places instead of tokens; a permutation not undone."""
+    parallel = SequenceParallel("device", method, layout=layout)
+    arrays, _ = cast(SELF, jnp.float64)
+    run = jax.jit(state_and_gradients(SELF, parallel), compiler_options=QUICK)
+    with jax.set_mesh(mesh_of("8")):
+        check(run(arrays, cotangents(SELF, jnp.float64)), SELF)
+
+
+def test_decode_in_a_layout():
+    """One query is not laid out: its place is its position, while the keys' are the layout's."""
+    parallel = SequenceParallel("device", layout="zigzag")
+    arrays, _ = cast(DECODE, jnp.float64)
+    run = jax.jit(state_and_gradients(DECODE, parallel), compiler_options=QUICK)
+    with jax.set_mesh(mesh_of("8")):
+        check(run(arrays, cotangents(DECODE, jnp.float64)), DECODE)
+
+
+def test_orders():
+    """What a layout is: which tokens the first and the last of four devices hold, and that all have one place."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("device",))
+    held = {
+        "contiguous": [[0, 1, 2, 3], [12, 13, 14, 15]],
+        "striped": [[0, 4, 8, 12], [3, 7, 11, 15]],
+        "zigzag": [[0, 1, 14, 15], [6, 7, 8, 9]],
+    }
+    with jax.set_mesh(mesh):
+        for layout, (first, last) in held.items():
+            parallel = SequenceParallel("device", layout=layout)
+            tokens = shard_sequence(jnp.arange(16), parallel, axis=0)
+            shards = {s.device.id: s.data.tolist() for s in tokens.addressable_shards}
+            assert shards[0] == first and shards[3] == last, layout
+            assert unshard_sequence(tokens, parallel, axis=0).tolist() == list(range(16))
+            inside = jax.jit(lambda x, p=parallel: shard_sequence(x, p, axis=0))(jnp.arange(16))
+            assert inside.sharding.is_equivalent_to(tokens.sharding, 1)
+            np.testing.assert_array_equal(inside, tokens)
+
+
+def blocks_computed(order, i, j):
+    """Pairs of blocks that device i computes when it holds the keys of device j."""
+    queries, keys = (jnp.asarray(order[x])[None] for x in (i, j))
+    array = jax.ShapeDtypeStruct((1, queries.shape[1], 8, 4), "float32")
+    kv = jax.ShapeDtypeStruct((1, keys.shape[1], 2, 4), "float32")
+    found = []
+
+    def trace(query, key):
+        operands = Operands(query, key, key, None, None, queries, keys)
+        found.append(Blocks(operands, Settings(1.0, Rule(is_causal=True))))
+        return query
+
+    jax.eval_shape(trace, array, kv)
+    with jax.ensure_compile_time_eval():
+        blocks = found[0]
+        return int(jax.device_get(blocks._meet).sum()) * blocks.grid.rows * blocks.grid.keys
+
+
+@pytest.mark.parametrize("length", [8192, 32768])
+def test_causal_work_is_balanced(length):
+    """Devices that wait for the one with the last tokens: within 5 % of each other, counted in blocks at real sizes.
+
+    Contiguous shards are the control: the last device has eight times the work of the first.
+    """
+    spread = {}
+    with jax.set_mesh(mesh_of("8")):
+        for layout in ("contiguous", "striped", "zigzag"):
+            parallel = SequenceParallel("device", layout=layout)
+            order = sequence_order(length, parallel, "x").reshape(8, -1)
+            work = [sum(blocks_computed(order, i, j) for j in range(8)) for i in range(8)]
+            spread[layout] = max(work) / min(work)
+            if layout == "zigzag":  # and little of it in vain
+                assert sum(work) < 1.1 * 4 * length**2
+    assert spread["zigzag"] < 1.05 and spread["striped"] < 1.05
+    assert spread["contiguous"] > 5
+
+
+def test_types_say_it_for_queries():
+    """Queries whose type says that they are sharded along the sequence, gathered; a result of another type."""
+    mesh = mesh_of("2x4 explicit")
+    problem = replace(SELF, query_seq_lengths=None, key_value_seq_lengths=None)
+    arrays, _ = cast(problem, jnp.float64)
+    del arrays["source"]
+    problem = replace(problem, source=None)
+    out, lse = dense(problem)
+    with jax.set_mesh(mesh):
+        for names in (ROWS + COLUMNS, COLUMNS):
+            placed = {
+                n: jax.device_put(x, NamedSharding(mesh, P(None, AXES) if n in names else P()))
+                for n, x in arrays.items()
+            }
+            for parallel in (None, *(SequenceParallel(AXES, method) for method in METHODS)):
+                found, energy = ea.attention(
+                    **placed, **problem.options, parallel=parallel, return_energy=True
+                )
+                close(found, out)
+                close(energy, lse)
+                assert jax.typeof(found).sharding.spec == jax.typeof(placed["query"]).sharding.spec
+
+
+INSIDE = {
+    "ring keys": functools.partial(ring_attention, travels="keys"),
+    "ring queries": functools.partial(ring_attention, travels="queries"),
+    "tree": functools.partial(tree_attention, queries_sharded=True),
+    "tree reduce-scatter": functools.partial(
+        tree_attention, queries_sharded=True, merge="allreduce"
+    ),
+    "ulysses": ulysses_attention,
+}
+
+
+def inside(name, problem, axes):
+    """A function of whole arrays and their options that cuts them for a public function inside `shard_map`."""
+    sequence = P(None, axes)
+    scores = {
+        "ring keys": P(None, None, axes),
+        "ulysses": P(None, axes),
+    }.get(name, P(None, None, None, axes))
+    options = problem.options
+    given = {n: x for n, x in options.items() if isinstance(x, jax.Array) and n != "mask"}
+    static = {n: x for n, x in options.items() if not isinstance(x, jax.Array)}
+
+    def run(arrays):
+        arrays = arrays | given
+        specs = {n: scores if n == "bias" else sequence for n in arrays}
+        return jax.shard_map(
+            lambda arrays: tuple(INSIDE[name](**arrays, **static, axis_name=axes)),
+            in_specs=(specs,),
+            out_specs=sequence,
+        )(arrays)
+
+    return run
+
+
+POSITIONED = replace(
+    SELF,
+    name="positioned",
+    mask=None,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    query_positions=np.arange(16, dtype=np.int32)[None] + np.asarray([[0], [2]], np.int32),
+    key_positions=np.where(np.arange(16) % 5 == 3, -1, np.arange(16))[None].astype(np.int32)
+    + np.zeros((2, 1), np.int32),
+)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside_shard_map(name):
+    """The functions by themselves: what each wants of bias and positions, and the gradients of sharded arrays."""
+    arrays, _ = cast(POSITIONED, jnp.float64)
+    axes = AXES if name.startswith("ring") else "device"
+    with jax.set_mesh(mesh_of("2x4" if axes == AXES else "8")):
+        found, back = jax.vjp(jax.jit(inside(name, POSITIONED, axes)), arrays)
+        gradients = back(cotangents(POSITIONED, jnp.float64))[0]
+    check((found, gradients), POSITIONED)
+
+
+def test_second_derivatives_of_a_ring():
+    """Reverse over reverse through the rings of both passes; forward mode is an error, or right by the reference."""
+    problem = replace(POSITIONED, bias=None)
+    arrays, _ = cast(problem, jnp.float64)
+    arrays = {n: x for n, x in arrays.items() if n != "bias"}
+    direction = {n: jnp.asarray(problem.rng(n).standard_normal(x.shape)) for n, x in arrays.items()}
+    weight = jnp.asarray(problem.rng("weight").standard_normal(problem.value.shape))
+
+    def slope(attend):
+        def total(arrays):
+            out, lse = attend(arrays)
+            return (out * weight).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+        def along(arrays):
+            gradient = jax.grad(total)(arrays)
+            return sum((gradient[n] * direction[n]).sum() for n in arrays)
+
+        return along
+
+    options = problem.options | {"implementation": "reference"}
+
+    def alone(arrays):
+        energy = functools.partial(ea.attention, **options, return_energy=True)
+        source = arrays["source"]
+        rest = {n: x for n, x in arrays.items() if n != "source"}
+        del energy
+
+        def total(source):
+            found = ea.free_energy(**rest, source=source, **options)
+            return found.sum(), found
+
+        return jax.grad(total, has_aux=True)(source)
+
+    exact = jax.jit(jax.grad(slope(alone)), compiler_options=QUICK)(arrays)
+    with jax.set_mesh(mesh_of("8")):
+        for name in ("ring keys", "ring queries"):
+            around = inside(name, problem, "device")
+            found = jax.jit(jax.grad(slope(around)), compiler_options=QUICK)(arrays)
+            for argument in exact:
+                close(found[argument], jax.device_get(exact[argument]), f"{name}, {argument}")
+
+
+def test_replicas_agree_to_the_bit():
+    """A ring that folds in another order on each device: arrays that JAX takes for equal would differ."""
+    arrays, _ = cast(DECODE, jnp.float64)
+    with jax.set_mesh(mesh_of("8")):
+        for method in ("tree", "ring"):
+            out = jax.jit(
+                functools.partial(
+                    ea.attention, **DECODE.options, parallel=SequenceParallel("device", method)
+                )
+            )(arrays["query"], arrays["key"], arrays["value"])
+            assert len({s.data.tobytes() for s in map(_on_host, out.addressable_shards)}) == 1
+
+
+class _on_host:
+    def __init__(self, shard):
+        self.data = np.asarray(shard.data)
+
+
+def test_heads_must_divide():
+    """Two heads for eight devices: an error that names them, not XLA's."""
+    arrays, _ = cast(GROUPED, jnp.float64)
+    with jax.set_mesh(mesh_of("8")), pytest.raises(ValueError, match=r"key: .*multiple of the 8"):
+        ea.attention(
+            arrays["query"],
+            arrays["key"],
+            arrays["value"],
+            parallel=SequenceParallel("device", "ulysses"),
+        )
+
+
+def test_training_memory():
+    """Scores of the whole sequence, or all keys, held by each device: less than a sixth of the dense step's."""
+    mesh, length, heads, width = mesh_of("8"), 8192, 2, 32
+    parallel = SequenceParallel("device", "ring", layout="zigzag")
+    spread = NamedSharding(mesh, P(None, "device"))
+
+    def step(attend, *arrays):
+        return jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))(*arrays)
+
+    ring = functools.partial(ea.attention, is_causal=True, parallel=parallel)
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    shape = (1, length, heads, width)
+    sharded = [jax.ShapeDtypeStruct(shape, "float32", sharding=spread)] * 3
+    alone = [jax.ShapeDtypeStruct(shape, "float32")] * 3
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(functools.partial(step, ring)).lower(*sharded).compile()
+    dense_step = jax.jit(functools.partial(step, plain)).lower(*alone).compile()
+    mine, theirs = (c.memory_analysis().temp_size_in_bytes for c in (compiled, dense_step))
+    assert mine < theirs / 6
+    whole = 4 * length * heads * width
+    assert mine < 2 * whole  # a few shards, where all keys and values alone would be two
+    found = collectives(compiled)
+    assert {c.kind for c in found} == {"collective-permute"}
+    shard = whole // 8
+    # keys and values 7 hops, there and on the way back; their gradients 8
+    assert sum(c.count for c in found if c.bytes == shard) == 2 * (7 + 7 + 8)
