@@ -3,15 +3,17 @@
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from energy_attn.kernels._errors import check_array, check_axis
 
 from ._parallel import SequenceParallel
-from ._placement import check_mesh
+from ._placement import check_mesh, kind_of
 
 
 def shard_sequence(
@@ -36,7 +38,8 @@ def shard_sequence(
     Raises:
         TypeError: `x` is no array, or `parallel` no `SequenceParallel`.
         ValueError: no mesh is in force or it lacks the axes; or the length is no multiple of the
-            number of devices (of twice that number for `"zigzag"`).
+            number of devices (of twice that number for `"zigzag"`). Attention itself takes
+            contiguous sequences of any length.
 
     Source: Striped Attention (arXiv 2311.09431); zigzag, the balanced order of Llama 3's context
     parallelism (arXiv 2407.21783, section 3.3.2).
@@ -57,7 +60,13 @@ def shard_sequence(
     axis = check_axis("axis", axis, x.ndim, "x")
     order = sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
     x = x if parallel.layout == "contiguous" else jnp.take(x, order, axis, mode="clip")
-    return jax.device_put(x, PartitionSpec(*[None] * axis, parallel.axes))
+    spec = PartitionSpec(*[None] * axis, parallel.axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(kind_of(mesh, name) == AxisType.Explicit for name in parallel.axes):
+        return jax.reshard(jnp.asarray(x), spec)
+    if isinstance(x, jax.core.Tracer):
+        return lax.with_sharding_constraint(x, spec)
+    return jax.device_put(x, spec)
 
 
 def unshard_sequence(
@@ -80,7 +89,12 @@ def unshard_sequence(
     Source: see `shard_sequence`.
 
     Examples:
-        See [`shard_sequence`][energy_attn.distributed.shard_sequence].
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import SequenceParallel, make_mesh, unshard_sequence
+        >>> striped = SequenceParallel("device", layout="striped")
+        >>> with jax.set_mesh(make_mesh((1,), ("device",), devices=jax.devices()[:1])):
+        ...     unshard_sequence(jnp.arange(3), striped, axis=0).tolist()
+        [0, 1, 2]
     """
     parallel = _parallel(parallel)
     x = check_array("x", x)
@@ -105,14 +119,14 @@ def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.nda
     """
     devices = check_mesh(parallel)
     tokens = np.arange(length, dtype=np.int32)
-    if parallel.layout == "contiguous":
-        return tokens
     pieces = 2 * devices if parallel.layout == "zigzag" else devices
     if length % pieces:
         raise ValueError(
             f"{name}: wanted a multiple of {pieces} for the layout {parallel.layout!r} over "
             f"{devices} devices, got {length}"
         )
+    if parallel.layout == "contiguous":
+        return tokens
     if parallel.layout == "striped":
         return tokens.reshape(-1, devices).T.reshape(-1)
     tokens = tokens.reshape(pieces, -1)

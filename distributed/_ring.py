@@ -20,7 +20,7 @@ from energy_attn.kernels._state import lse_dtype
 from ._inside import Axes, AxisName, Scores, check_axes, check_local, scores_of, unbatched
 from ._merge import fold_across
 from ._parallel import check_choice
-from ._wire import transfer
+from ._wire import moved, transfer
 
 TRAVELS = ("keys", "queries", "auto")
 Names = tuple[str, ...]
@@ -146,7 +146,12 @@ def ring(
 
 def _hop(tree: Any, axes: Axes) -> Any:
     devices = lax.axis_size(axes)
-    return lax.ppermute(tree, axes, [(i, (i + 1) % devices) for i in range(devices)])
+    pairs = [(i, (i + 1) % devices) for i in range(devices)]
+
+    def pass_on(x: Array) -> Array:
+        return lax.ppermute(x, axes, pairs)
+
+    return jax.tree.map(functools.partial(moved, pass_on), tree)
 
 
 def _origin(step: Any, axes: Axes) -> Array:

@@ -149,7 +149,7 @@ def transfers(
     With sharded queries, the tree gathers them and folds with a reduce-scatter (`"allreduce"`) or
     an all-to-all (the others). A ring sends keys and values $p - 1$ times, or a state around
     (`"queries"`); Ulysses exchanges heads for sequence. On CPUs a state is one array of
-    `lse`'s dtype everywhere.
+    `lse`'s dtype everywhere; a gather on TPUs fills up the last row of energies.
 
     Args:
         method: `"tree"`, `"ring"` or `"ulysses"`.
@@ -256,7 +256,11 @@ def _allreduce(shape: Shape, topology: Topology) -> Iterator[Transfer]:
 
 
 def _gather(shape: Shape, topology: Topology) -> Iterator[Transfer]:
-    yield Transfer("all-gather", shape.rows * _pair(shape, topology), _all(topology))
+    size = shape.rows * _pair(shape, topology)
+    if topology.platform == "tpu" and shape.out_width > 0:  # energies fill rows of outputs
+        row = shape.out_width * shape.bytes
+        size = row * (shape.rows + -(-shape.rows * shape.wide_bytes // row))
+    yield Transfer("all-gather", size, _all(topology))
 
 
 def _butterfly(shape: Shape, topology: Topology) -> Iterator[Transfer]:
@@ -284,7 +288,7 @@ def _hierarchical(shape: Shape, topology: Topology) -> Iterator[Transfer]:
         yield Transfer("all-to-all", share * devices * _pair(shape, topology), (fast,))
     yield from _exchanges(share * shape.state, topology, tuple(slow))
     if devices > 1:
-        yield Transfer("all-gather", share * shape.state, (fast,))
+        yield Transfer("all-gather", share * _pair(shape, topology), (fast,))
 
 
 def _scattered(merge: str, shape: Shape, topology: Topology) -> Iterator[Transfer]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -17,6 +18,7 @@ from ._inside import Axes, AxisName, check_axes, check_local, scores_of, unbatch
 from ._merge import choose_merge, fold_across
 from ._parallel import check_merge, check_topology
 from ._ways import reduce_scatter, scatter
+from ._wire import moved
 
 
 def tree_attention(
@@ -134,13 +136,13 @@ def tree_of_shards(
     del topology  # one exchange of all with all is never slower than two reductions
     rows = operands.query.shape[1]
 
-    def gather(x: Array | None) -> Any:
-        return None if x is None else lax.all_gather(x, axes, axis=1, tiled=True)
+    def gather(x: Array) -> Array:
+        return lax.all_gather(x, axes, axis=1, tiled=True)
 
+    numbers = operands.query_positions, operands.query_segments
+    positions, segments = jax.tree.map(gather, numbers)
     operands = operands._replace(
-        query=gather(operands.query),
-        query_positions=gather(operands.query_positions),
-        query_segments=gather(operands.query_segments),
+        query=moved(gather, operands.query), query_positions=positions, query_segments=segments
     )
     state = attend(names, settings, operands)
 

@@ -1,5 +1,6 @@
 """Ulysses: heads exchanged for sequence, and back."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from energy_attn.kernels._arguments import Operands, Settings
 from energy_attn.kernels._registry import attend
 
 from ._inside import Axes, AxisName, Scores, check_axes, check_local, scores_of, unbatched
-from ._wire import transfer
+from ._wire import moved, transfer
 
 
 def ulysses_attention(
@@ -102,8 +103,10 @@ def ulysses(
     Raises as `attend` does.
     """
 
-    def to_heads(x: Array) -> Array:
+    def exchange(x: Array) -> Array:
         return lax.all_to_all(x, axes, 2, 1, tiled=True)
+
+    to_heads = functools.partial(moved, exchange)
 
     def whole(x: Array | None) -> Any:
         return None if x is None else lax.all_gather(x, axes, axis=1, tiled=True)

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState, merge, merge_all
 from energy_attn.kernels._state import fold
 
-from ._wire import same, transfer
+from ._wire import gathered, same, transfer
 
 Axes = tuple[str, ...]
 Way = Callable[[AttentionState, Axes], AttentionState]
@@ -37,8 +37,7 @@ def allreduce(state: AttentionState, axes: Axes) -> AttentionState:
 
 def gather(state: AttentionState, axes: Axes) -> AttentionState:
     """All states to all devices at once; each folds them for itself. Raises nothing."""
-    stacked = transfer(lambda x: lax.all_gather(x, axes), state)
-    return same(merge_all(stacked, axis=0), axes)
+    return same(merge_all(gathered(state, axes), axis=0), axes)
 
 
 def butterfly(state: AttentionState, axes: Axes) -> AttentionState:
@@ -61,12 +60,10 @@ def hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
     out = jnp.pad(state.out.reshape(rows, -1), ((0, missing), (0, 0)))
     lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
     cut = AttentionState(out.reshape(devices, share, -1), lse.reshape(devices, share))
-    mine = _exchanged(scatter(cut, (fast,)), tuple(slow))
+    mine = _narrow(_exchanged(scatter(cut, (fast,)), tuple(slow)), state)
     whole = transfer(lambda x: lax.all_gather(x, fast, tiled=True), mine)
-    whole = AttentionState(
-        whole.out[:rows].reshape(state.out.shape), whole.lse[:rows].reshape(shape)
-    )
-    return same(_narrow(whole, state), axes)
+    out, lse = (x[:rows] for x in whole)
+    return same(AttentionState(out.reshape(state.out.shape), lse.reshape(shape)), axes)
 
 
 def ring(state: AttentionState, axes: Axes) -> AttentionState:

@@ -1,10 +1,13 @@
 """States as messages: what a collective is given so that as few as possible are sent."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
@@ -28,6 +31,64 @@ def transfer(collective: Callable[[Any], Any], state: AttentionState) -> Attenti
         return AttentionState(*collective((out, lse)))
 
     return lax.platform_dependent(*vary_together(state), cpu=packed, default=apart)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def moved(collective: Callable[[Array], Array], x: Array) -> Array:
+    """An array through a collective that moves numbers and computes none. Raises nothing.
+
+    XLA:CPU would widen 16-bit floats and send twice the bytes; there they travel as integers.
+    """
+
+    def as_bits(x: Array) -> Array:
+        bits = lax.bitcast_convert_type(x, jnp.uint16)
+        return lax.bitcast_convert_type(collective(bits), x.dtype)
+
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
+        return collective(x)
+    return lax.platform_dependent(x, cpu=as_bits, default=collective)
+
+
+@moved.defjvp
+def _moved_jvp(
+    collective: Callable[[Array], Array], primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    # integers have no tangents: those are sent as they are
+    return moved(collective, *primals), collective(*tangents)
+
+
+def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
+    """The states of all devices, on a leading axis. It has no derivative. Raises nothing.
+
+    XLA:TPU does not join the gathers of two arrays. There they travel as the bits of one, `lse` in
+    rows of its own below those of `out`; unless an automatic axis of the mesh may split the rows,
+    which would first have to be brought together.
+    """
+
+    def gather(x: Any) -> Any:
+        return lax.all_gather(x, axes)
+
+    def stacked(out: Array, lse: Array) -> AttentionState:
+        unit = jnp.dtype(f"uint{8 * min(out.dtype.itemsize, lse.dtype.itemsize)}")
+        bits = [lax.bitcast_convert_type(x, unit) for x in (out, lse)]
+        above, below = bits[0].reshape(-1, out.shape[-1]), bits[1].reshape(-1)
+        below = jnp.pad(below, (0, -below.size % out.shape[-1])).reshape(-1, out.shape[-1])
+        joined = gather(jnp.concatenate([above, below]))
+        devices, rows = joined.shape[0], above.shape[0]
+        outs = joined[:, :rows].reshape(devices, *bits[0].shape)
+        lses = joined[:, rows:].reshape(devices, -1)[:, : bits[1].size]
+        lses = lses.reshape(devices, *bits[1].shape)
+        return AttentionState(
+            lax.bitcast_convert_type(outs, out.dtype), lax.bitcast_convert_type(lses, lse.dtype)
+        )
+
+    def plain(out: Array, lse: Array) -> AttentionState:
+        return transfer(gather, AttentionState(out, lse))
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if state.out.size == 0 or any(kind == AxisType.Auto for kind in mesh.axis_types):
+        return plain(*state)
+    return lax.platform_dependent(*vary_together(state), tpu=stacked, default=plain)
 
 
 def same(tree: Any, axes: tuple[str, ...]) -> Any:

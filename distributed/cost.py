@@ -8,6 +8,12 @@ hold that they agree. From the predicted ones follow `volume` and `latency`, and
 What the model does not know: how well a collective overlaps with computation, congestion, other
 users of a network, and the real speed of any machine. A compiled program holds nothing that prices
 communication, either; so the times rank the ways, and say nothing about how fast one is.
+
+Examples:
+    >>> from energy_attn.distributed import cost
+    >>> shape = cost.Shape(batch=1, queries=1, keys=640_000, heads=32, kv_heads=8, width=128)
+    >>> cost.choose_method(shape, cost.dgx_h100(nodes=16))
+    'tree'
 """
 
 import math

@@ -1,4 +1,6 @@
-"""The decode implementation: few queries against many keys, all heads in one matrix product."""
+"""The decode implementation: few queries against many keys, read once and where they lie."""
+
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +10,7 @@ from ._arguments import Operands, Settings
 from ._blocks import outer, product
 from ._reference import masked
 from ._softmax import softmax
-from ._state import AttentionState
+from ._state import AttentionState, lse_dtype
 
 # Above this many query rows (times heads) the block-diagonal product wastes more arithmetic than
 # it saves in bandwidth; chosen by measurement.
@@ -18,21 +20,32 @@ MOST_ROWS = 64
 def forward(operands: Operands, settings: Settings) -> AttentionState:
     """`(out, lse)` for at most 64 query rows times heads, reading each key and value once.
 
-    Keys keep their layout `[S, K·H]`: the queries of all heads are laid out block-diagonally, so
-    that one product gives all scores, `[T·N, S]`, and one more all outputs. Bandwidth-bound where
-    a product per head would stride through memory. Memory O(T·N·S), a small part of the keys' own.
+    Memory O(T·N·S), a small part of the keys' own. On CPUs all heads go into one product; other
+    platforms take a product per head as it is, and would copy the values to join heads and widths.
 
     Raises `NotImplementedError` for more rows.
     """
+    times, heads = operands.query.shape[1:3]
+    if times * heads > MOST_ROWS:
+        raise NotImplementedError(
+            f"query: wanted at most {MOST_ROWS} rows times heads, "
+            f"got {times} × {heads} = {times * heads}"
+        )
+    return lax.platform_dependent(
+        operands,
+        cpu=functools.partial(_block_diagonal, settings=settings),
+        default=functools.partial(_per_head, settings=settings),
+    )
+
+
+def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
+    # Keys keep their layout [S, K·H]: the queries of all heads are laid out block-diagonally, so
+    # that one product gives all scores, [T·N, S], and one more all outputs. Bandwidth-bound where
+    # a product per head would stride through memory.
     query, key, value = operands[:3]
     batch, times, heads, width = query.shape
     columns, kv_heads = key.shape[1:3]
     group, rows = heads // kv_heads, times * heads
-    if rows > MOST_ROWS:
-        raise NotImplementedError(
-            f"query: wanted at most {MOST_ROWS} rows times heads, got {times} × {heads} = {rows}"
-        )
-
     # rows are ordered (key head, head of the group, time)
     diagonal = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
     spread = query.reshape(batch, times, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
@@ -50,6 +63,23 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
     out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, times, heads, value.shape[-1])
     out = out.astype(total.dtype) / total.transpose(0, 2, 1, 3)
     return AttentionState(out.astype(value.dtype), lse.transpose(0, 2, 1))
+
+
+def _per_head(operands: Operands, settings: Settings) -> AttentionState:
+    # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, where T = 1 would not.
+    query, key, value = operands[:3]
+    batch, times, heads, width = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(batch, times, kv_heads, heads // kv_heads, width)
+    wide = lse_dtype(query.dtype)
+    scores = jnp.einsum("btkgh,bskh->btkgs", grouped, key, preferred_element_type=wide)
+    scores = scores.reshape(batch, times, heads, key.shape[1])
+    scores = masked(scores.transpose(0, 2, 1, 3), operands, settings).transpose(0, 2, 1, 3)
+    weights, total, lse = softmax(scores)
+    weights = weights.astype(value.dtype).reshape(*grouped.shape[:-1], key.shape[1])
+    out = jnp.einsum("btkgs,bskv->btkgv", weights, value, preferred_element_type=wide)
+    out = out.reshape(batch, times, heads, value.shape[-1]) / total
+    return AttentionState(out.astype(value.dtype), lse)
 
 
 def _scores(query: Array, key: Array) -> Array:

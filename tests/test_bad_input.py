@@ -20,10 +20,15 @@ import energy_attn as ea
 from energy_attn.distributed import (
     SequenceParallel,
     collectives,
+    cost,
     logsumexp_across,
     make_mesh,
     merge_across,
+    ring_attention,
+    shard_sequence,
     tree_attention,
+    ulysses_attention,
+    unshard_sequence,
 )
 from energy_attn.kernels import AttentionState, empty_state, local_attention, merge, merge_all
 
@@ -54,6 +59,10 @@ def complains(call, error, name, received, wanted):
     assert message.startswith(f"{name}: wanted "), message
     before, _, after = message.partition("got ")
     assert wanted in before and received in after, message
+
+
+SEGMENTS = {"key_segment_ids": a(B, S, dtype="int32")}
+ROW_SEGMENTS = {"query_segment_ids": a(B, T, dtype="int32")}
 
 
 # Arguments that all forms of attention share. The first argument changed is the one to be blamed.
@@ -165,6 +174,10 @@ SHARED = [
     ({"key_positions": a(B + 1, S, dtype="int32")}, ValueError, "int32[3,7]", "(2, 7)"),
     ({"key_positions": a(B, S, dtype="bool")}, TypeError, "bool[2,7]", "integer"),
     ({"key_positions": a(S + 1, dtype="int32"), **ONE}, ValueError, "int32[8]", "(7,)"),
+    ({"key_segment_ids": None, **ROW_SEGMENTS}, ValueError, "None", "beside the other's"),
+    ({"query_segment_ids": None, **SEGMENTS}, ValueError, "None", "beside the other's"),
+    ({"query_segment_ids": a(B, T), **SEGMENTS}, TypeError, "float32[2,3]", "integer"),
+    ({"query_segment_ids": a(T, dtype="int32"), **SEGMENTS}, ValueError, "int32[3]", "(2, 3)"),
     # implementation
     ({"implementation": "flash"}, ValueError, "'flash'", "'reference'"),
     ({"implementation": ("reference", "")}, ValueError, "''", "'reference'"),
@@ -246,16 +259,28 @@ def call_layer(*args, dropout_p=0.0, **options):
     return layer(dropout_p=dropout_p)(*args, **options)
 
 
-def spread(axes, **options):
-    return ea.attention(**VALID, parallel=SequenceParallel(axes), **options)
+def spread(parallel, **options):
+    parallel = SequenceParallel(parallel) if isinstance(parallel, str) else parallel
+    return ea.attention(**VALID, parallel=parallel, **options)
 
 
 def tree(axis_name="device", **changes):
     return inside(lambda: tree_attention(**{**VALID, **changes}, axis_name=axis_name))
 
 
+def ring(axis_name="device", **changes):
+    return inside(lambda: ring_attention(**{**VALID, **changes}, axis_name=axis_name).out)
+
+
+def ulysses(**changes):
+    return inside(lambda: ulysses_attention(**{**VALID, **changes}, axis_name="device").out)
+
+
 def state(out=None, lse=None):
     return AttentionState(STATE.out if out is None else out, STATE.lse if lse is None else lse)
+
+
+ZIGZAG = SequenceParallel("device", layout="zigzag")
 
 
 def split_key_without_mesh():
@@ -275,6 +300,48 @@ PARALLEL = (
     (partial(SequenceParallel, method="star"), ValueError, "method", "'star'", "'tree'"),
     (partial(SequenceParallel, method=["tree"]), ValueError, "method", "list ['tree']", "'tree'"),
     (partial(SequenceParallel, merge=None), ValueError, "merge", "None", "'allreduce'"),
+    (partial(SequenceParallel, "x", merge="hierarchical"), ValueError, "merge", "one", "two or"),
+    (partial(SequenceParallel, topology="tpu"), TypeError, "topology", "'tpu'", "cost.Topology"),
+    (
+        partial(SequenceParallel, "x", topology=cost.ethernet(2, devices=2)),
+        ValueError,
+        "topology",
+        "2",
+        "each of the 1 mesh axes",
+    ),
+    (
+        on_mesh(partial(spread, SequenceParallel("device", "ulysses"))),
+        ValueError,
+        "key",
+        "2",
+        "multiple of the 8 devices",
+    ),
+    (
+        on_mesh(partial(spread, SequenceParallel("device", layout="striped"), is_causal=True)),
+        ValueError,
+        "key.shape[1]",
+        "7",
+        "multiple of 8",
+    ),
+    (partial(shard_sequence, a(1, 8), ZIGZAG), ValueError, "parallel", "none", "mesh in force"),
+    (partial(shard_sequence, a(1, 8), 3), TypeError, "parallel", "int 3", "SequenceParallel"),
+    (partial(shard_sequence, a(1, 8), "spiral"), ValueError, "layout", "'spiral'", "'zigzag'"),
+    (
+        on_mesh(partial(shard_sequence, a(1, 8), ZIGZAG)),
+        ValueError,
+        "x.shape[1]",
+        "8",
+        "multiple of 16",
+    ),
+    (on_mesh(partial(shard_sequence, [1.0], ZIGZAG)), TypeError, "x", "list", "array"),
+    (on_mesh(partial(shard_sequence, a(8), ZIGZAG)), ValueError, "axis", "1", "1 axes of x"),
+    (
+        on_mesh(partial(unshard_sequence, a(8), ZIGZAG, axis=0)),
+        ValueError,
+        "x.shape[0]",
+        "8",
+        "multiple of 16",
+    ),
     (partial(SequenceParallel, layout="spiral"), ValueError, "layout", "'spiral'", "'contiguous'"),
     (partial(make_mesh, 8), TypeError, "shape", "int 8", "sequence of integers"),
     (partial(make_mesh, "24"), TypeError, "shape", "str '24'", "sequence of integers"),
@@ -284,7 +351,7 @@ PARALLEL = (
     (partial(make_mesh, (8,)), ValueError, "shape", "(8,)", "('node', 'device')"),
     (partial(make_mesh, (3, 3)), ValueError, "shape", "(3, 3)", "8 devices"),
     (partial(make_mesh, None, ("x", "y", "z")), ValueError, "shape", "None", "('x', 'y', 'z')"),
-    (partial(make_mesh, None, ("x",), devices=[]), ValueError, "shape", "0", "at least 1"),
+    (partial(make_mesh, None, ("x",), devices=[]), ValueError, "devices", "none", "at least one"),
     (partial(make_mesh, (2, 4), None), TypeError, "axis_names", "None", "names"),
     (partial(make_mesh, (2, 4), (1, 2)), TypeError, "axis_names", "(1, 2)", "names"),
     (partial(make_mesh, (2, 4), ("x", "x")), ValueError, "axis_names", "('x', 'x')", "different"),
@@ -292,6 +359,22 @@ PARALLEL = (
     (partial(make_mesh, (2, 1), devices=["a", "b"]), TypeError, "devices", "['a', 'b']", "devices"),
     (partial(make_mesh, (2, 4), explicit="yes"), TypeError, "explicit", "'yes'", "True or False"),
     (partial(merge_across, STATE, "device"), ValueError, "axis_name", "'device'", "shard_map"),
+    (inside(partial(merge_across, STATE, "device", "star")), ValueError, "merge", "star", "gather"),
+    (inside(partial(merge_across, STATE, "device", None)), ValueError, "merge", "None", "'gather'"),
+    (
+        inside(partial(merge_across, STATE, "device", "hierarchical")),
+        ValueError,
+        "merge",
+        "one",
+        "two or more",
+    ),
+    (
+        inside(partial(merge_across, STATE, "device", topology=3)),
+        TypeError,
+        "topology",
+        "int 3",
+        "cost.Topology",
+    ),
     (inside(partial(merge_across, STATE, "x")), ValueError, "axis_name", "'x'", "shard_map"),
     (inside(partial(merge_across, STATE, 0)), TypeError, "axis_name", "int 0", "name"),
     (inside(partial(merge_across, STATE, ())), TypeError, "axis_name", "tuple ()", "name"),
@@ -326,6 +409,22 @@ PARALLEL = (
     (tree(key=a(S, K, H)), ValueError, "key", "float32[7,2,5]", "(2, S, K, 5)"),
     (tree(is_causal=True), ValueError, "key_positions", "None", "global positions"),
     (tree(local_window_size=3), ValueError, "key_positions", "None", "global positions"),
+    (tree(merge="star"), ValueError, "merge", "'star'", "'butterfly'"),
+    (tree(queries_sharded=1), TypeError, "queries_sharded", "int 1", "True or False"),
+    (
+        tree(is_causal=True, queries_sharded=True, key_positions=a(B, S, dtype="int32")),
+        ValueError,
+        "query_positions",
+        "None",
+        "global positions",
+    ),
+    (tree(bias=a(B, N, T, S + 1)), ValueError, "bias", "[2,4,3,8]", "(2, 4, 3, 7)"),
+    (ring(travels="values"), ValueError, "travels", "'values'", "'queries'"),
+    (ring(bias=a(B, N, T, S), travels="keys"), ValueError, "bias", "[2,4,3,7]", "(2, 4, 3, 56)"),
+    (ring(is_causal=True), ValueError, "key_positions", "None", "global positions"),
+    (ring("x"), ValueError, "axis_name", "'x'", "shard_map"),
+    (ulysses(), ValueError, "key", "2", "multiple of the 8 devices"),
+    (ulysses(query=None), TypeError, "query", "None", "array"),
     (tree(is_causal="yes"), TypeError, "is_causal", "str 'yes'", "True or False"),
     (tree(is_causal=a(2, dtype="bool")), TypeError, "is_causal", "bool[2]", "True or False"),
     (tree(scale=NAN), ValueError, "scale", "nan", "finite"),

@@ -193,6 +193,8 @@ def test_visibility_by_loops():
                 and (j <= i or not problem.is_causal)
                 and i - left <= j <= i + right
             )
+            if problem.query_segment_ids is not None:
+                wanted = wanted and problem.query_segment_ids[b, t] == problem.key_segment_ids[b, s]
             if problem.mask is not None:
                 wanted = wanted and np.broadcast_to(problem.mask, seen.shape)[b, n, t, s]
             assert seen[b, n, t, s] == wanted, (problem, b, n, t, s)

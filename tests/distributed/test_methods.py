@@ -80,16 +80,16 @@ def state_and_gradients(problem, parallel):
     options = problem.options
     whole = problem.query.shape[1] == problem.key.shape[1]
 
-    def put(tree, back=False):
-        move = unshard_sequence if back else shard_sequence
+    def put(tree):
+        if parallel.layout == "contiguous":
+            return tree
         moved = {}
         for name, x in tree.items():
-            for axis, names in ((1, COLUMNS), (1, ROWS if whole else ())):
-                if name in names:
-                    x = move(x, parallel, axis=axis)
+            if name in COLUMNS or (whole and name in ROWS):
+                x = shard_sequence(x, parallel)
             if name in ("bias", "mask"):
                 for axis in (2, 3) if whole else (3,):
-                    x = move(x, parallel, axis=axis) if x.shape[axis] > 1 else x
+                    x = shard_sequence(x, parallel, axis=axis) if x.shape[axis] > 1 else x
             moved[name] = x
         return moved
 
@@ -105,7 +105,7 @@ def state_and_gradients(problem, parallel):
             return energy.sum(), energy
 
         out, energy = jax.grad(total, has_aux=True)(source)
-        if not whole:
+        if not whole or parallel.layout == "contiguous":
             return out, energy
         return tuple(unshard_sequence(x, parallel) for x in (out, energy))
 
@@ -123,7 +123,6 @@ def check(found, problem: Problem):
     close(energy, dense(problem)[1], "energy")
     for name, exact in dense_vjp(problem, *map(np.asarray, given)).items():
         close(gradients[name], exact, name)
-        assert np.isfinite(gradients[name]).all(), name
 
 
 PAIRS = [
@@ -191,21 +190,12 @@ def test_orders():
 
 
 def blocks_computed(order, i, j):
-    """Pairs of blocks that device i computes when it holds the keys of device j."""
+    """Scores that device i computes when it holds the keys of device j."""
     queries, keys = (jnp.asarray(order[x])[None] for x in (i, j))
-    array = jax.ShapeDtypeStruct((1, queries.shape[1], 8, 4), "float32")
-    kv = jax.ShapeDtypeStruct((1, keys.shape[1], 2, 4), "float32")
-    found = []
-
-    def trace(query, key):
-        operands = Operands(query, key, key, None, None, queries, keys)
-        found.append(Blocks(operands, Settings(1.0, Rule(is_causal=True))))
-        return query
-
-    jax.eval_shape(trace, array, kv)
-    with jax.ensure_compile_time_eval():
-        blocks = found[0]
-        return int(jax.device_get(blocks._meet).sum()) * blocks.grid.rows * blocks.grid.keys
+    query, key = (jnp.zeros((1, len(order[0]), heads, 1)) for heads in (8, 2))
+    operands = Operands(query, key, key, None, None, queries, keys)
+    blocks = Blocks(operands, Settings(1.0, Rule(is_causal=True)))
+    return int(blocks._meet.sum()) * blocks.grid.rows * blocks.grid.keys
 
 
 @pytest.mark.parametrize("length", [8192, 32768])
@@ -398,10 +388,8 @@ def test_training_memory():
     dense_step = jax.jit(functools.partial(step, plain)).lower(*alone).compile()
     mine, theirs = (c.memory_analysis().temp_size_in_bytes for c in (compiled, dense_step))
     assert mine < theirs / 6
-    whole = 4 * length * heads * width
-    assert mine < 2 * whole  # a few shards, where all keys and values alone would be two
     found = collectives(compiled)
     assert {c.kind for c in found} == {"collective-permute"}
-    shard = whole // 8
+    shard = 4 * length * heads * width // 8
     # keys and values 7 hops, there and on the way back; their gradients 8
     assert sum(c.count for c in found if c.bytes == shard) == 2 * (7 + 7 + 8)

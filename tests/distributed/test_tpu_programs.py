@@ -114,9 +114,9 @@ def test_payload_does_not_grow_with_keys():
 
 @pytest.mark.parametrize("pod", ["v5p", "v5e", "v6e"])
 def test_gather(pod):
-    """A gather that sends more than the states, or in more than two collectives."""
+    """A gather that sends more than the states, or in more than one collective."""
     program = compiled(pod, tree_attention, KEYS[pod], merge="gather")
-    assert len(collectives(program)) <= 2
+    assert len(collectives(program)) == 1
     wanted = predicted("tree", "gather", pod)
     chips = math.prod(PODS[pod][1])
     if chips >= 64:  # XLA:TPU gathers as little as this over many chips by summing it with zeros

@@ -34,7 +34,8 @@ def explicit_positions(problem: Problem, lengths=None) -> Problem:
 
 def reordered(problem: Problem, order) -> Problem:
     """The same keys in another order: another layout of the same sequence over the devices."""
-    moved = {name: getattr(problem, name)[:, order] for name in ("key", "value", "key_positions")}
+    names = ("key", "value", "key_positions", "key_segment_ids")
+    moved = {name: getattr(problem, name)[:, order] for name in names}
     moved |= {name: getattr(problem, name)[..., order] for name in ("bias", "mask")}
     return replace(problem, **moved)
 
@@ -55,7 +56,8 @@ PLACED = {
 def tree(axes, problem: Problem):
     """A function of the whole arrays that spreads the keys over `axes`; keys, values, bias and mask are cut."""
     keys, scores = P(None, axes), P(None, None, None, axes)
-    specs = {"key": keys, "value": keys, "bias": scores, "mask": scores, "key_positions": keys}
+    specs = {name: keys for name in ("key", "value", "key_positions", "key_segment_ids")}
+    specs |= {"bias": scores, "mask": scores}
 
     def call(arrays, options):
         given = arrays | options

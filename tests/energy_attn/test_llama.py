@@ -252,7 +252,7 @@ def test_cache_equals_whole_reading(parallel, chunk_size):
 
 def test_cache_stays_where_it_lies():
     """No step moves the cache: what is sent does not depend on it, and its layout is kept."""
-    model, parallel = build(dtype=jnp.float32), SequenceParallel()
+    model, parallel = build(dtype=jnp.float32), SequenceParallel(merge="allreduce")
     with jax.set_mesh(make_mesh((2, 4))):
         sent = {}
         for slots in (64, 640):

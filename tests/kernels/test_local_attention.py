@@ -429,7 +429,7 @@ class TestEveryImplementation:
 
 def _row(name, option):
     """Row 0 of an option of a batched call, as an unbatched call takes it."""
-    if name.endswith("lengths") or name.endswith("positions"):
+    if name.endswith(("lengths", "positions", "segment_ids")):
         return option[0]
     return option[0] if name == "mask" else option
 
@@ -459,7 +459,8 @@ def test_small_blocks_make_many(problem, small_blocks):
 def test_large_problems_exceed_a_block():
     """The real blocks grown beyond the large problems: `test_real_blocks` would then test a single one."""
     for problem in LARGE.values():
-        grid = _blocks.grid(
-            _arguments.check_call(**cast(problem, jnp.float32)[0], **problem.options).operands
-        )
+        operands = _arguments.check_call(
+            **cast(problem, jnp.float32)[0], **problem.options
+        ).operands
+        grid = _blocks.grid(operands, causal=False)
         assert grid.query_blocks > 1 and grid.key_blocks > 1

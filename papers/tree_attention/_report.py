@@ -1,0 +1,150 @@
+"""What `latency.py` says of its measurements: rows, a table, and a plot."""
+
+import collections
+import importlib.util
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NAIVE, AUTO, ALONE = "pmax + psum + psum", "tree, auto", "no exchange"
+COLOURS = {
+    "ring, keys": "#c44e52",
+    NAIVE: "#8c8c8c",
+    "tree, allreduce": "#dd8452",
+    "tree, gather": "#ccb974",
+    "ring, queries": "#8172b3",
+    "tree, butterfly": "#4c72b0",
+    "tree, hierarchical": "#64b5cd",
+    AUTO: "#55a868",
+    ALONE: "0.75",
+}
+
+
+def rows(hosts: Sequence[dict[str, Any]], model: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each method, of what every host has measured and the cost model predicts.
+
+    A step lasts until the last host has its answer, so a turn counts as long as on the slowest.
+    """
+    made = []
+    for name, first in hosts[0].items():
+        seen = [host[name] for host in hosts]
+        turns = [max(times) for times in zip(*(x["milliseconds"] for x in seen), strict=True)]
+        sent = [byte for x in seen for byte in x["sent"]]
+        kinds: collections.Counter[str] = collections.Counter()
+        for kind, _, count in first["collectives"]:
+            kinds[kind] += count
+        made.append(
+            {
+                "method": name,
+                "median_ms": round(statistics.median(turns), 2),
+                "min_ms": round(min(turns), 2),
+                "max_ms": round(max(turns), 2),
+                "turns_ms": [round(x, 2) for x in turns],
+                "bytes": sum(size * count for _, size, count in first["collectives"]),
+                "rounds": sum(kinds.values()),
+                "collectives": dict(kinds),
+                "sent_bytes": round(statistics.median(sent)) if sent else None,
+                "error": max(x["error"] for x in seen),
+                "model": model.get(name),
+            }
+        )
+    return made
+
+
+def table(run: dict[str, Any]) -> str:
+    """A run in lines of text."""
+    network, medians = run["network"], {row["method"]: row["median_ms"] for row in run["rows"]}
+    where = network["kind"]
+    if network.get("measured"):
+        seen = network["measured"]
+        where += (
+            f" of {network['mbit']:g} Mbit/s, {network['latency_ms']:g} ms"
+            f" (sockets: {seen['mbit']:.0f} Mbit/s, {seen['round_trip_ms']:.2f} ms there and back)"
+        )
+    lines = [
+        f"\n{run['hosts']} hosts × {run['devices']}, S = {run['keys']}, {where}; "
+        f"auto is {run['auto']}",
+        f"{'':20} {'ms a step':>9} {'min … max':>17} {'× naive':>8} {'rounds':>6} "
+        f"{'bytes':>9} {'on the wire':>11} {'error':>8}  model",
+    ]
+    for row in run["rows"]:
+        sent, model = row["sent_bytes"], row["model"]
+        said = f"{model['ms']:.2f} ms, {model['rounds']}, {model['bytes']} B" if model else ""
+        lines.append(
+            f"{row['method']:20} {row['median_ms']:9.2f} "
+            f"{row['min_ms']:7.2f} … {row['max_ms']:7.2f} "
+            f"{medians[NAIVE] / row['median_ms']:8.2f} {row['rounds']:6} {row['bytes']:9} "
+            f"{'' if sent is None else sent:>11} {row['error']:8.1e}  {said}"
+        )
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> str:
+    """Draws the times over the number of keys, a panel for each number of hosts.
+
+    Returns what there is to say: where it is, or why not.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no plot: matplotlib is not installed (pip install 'energy_attn[plot]')"
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    hosts = list(dict.fromkeys(run["hosts"] for run in result["runs"]))
+    figure, panels = pyplot.subplots(
+        1, len(hosts), figsize=(2.6 + 2.6 * len(hosts), 4.2), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for panel, number in zip(panels[0], hosts, strict=True):
+        runs = [run for run in result["runs"] if run["hosts"] == number]
+        keys = [run["keys"] for run in runs]
+        for place, (name, colour) in enumerate(COLOURS.items()):
+            found = [[row for row in run["rows"] if row["method"] == name] for run in runs]
+            if not all(found):
+                continue
+            lows, middles, highs = (
+                [row[0][what] for row in found] for what in ("min_ms", "median_ms", "max_ms")
+            )
+            below, above = (
+                [abs(middle - end) for middle, end in zip(middles, ends, strict=True)]
+                for ends in (lows, highs)
+            )
+            panel.errorbar(
+                # a little beside each other
+                [count * 1.04 ** (place - len(COLOURS) / 2) for count in keys],
+                middles,
+                (below, above),
+                color=colour,
+                linestyle="--" if name in (ALONE, AUTO) else "-",
+                linewidth=1.4,
+                elinewidth=0.7,
+                marker="o",
+                markersize=3.5,
+                label=name,
+            )
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xticks(keys, [f"{k // 1024}k" if k % 1024 == 0 else f"{k}" for k in keys])
+        panel.minorticks_off()
+        each = "" if runs[0]["devices"] == 1 else f" × {runs[0]['devices']} devices"
+        panel.set_title(f"{number} hosts{each}", fontsize=10)
+        panel.set_xlabel("keys")
+        panel.grid(axis="y", color="0.9", linewidth=0.8)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].set_ylabel("ms for a decode step (median, min to max)")
+    network = result["runs"][0]["network"]
+    what = network["kind"]
+    if "mbit" in network:
+        what += f": {network['mbit']:g} Mbit/s, {network['latency_ms']:g} ms"
+    figure.suptitle(
+        f"{what}; {result['heads']} heads of {result['width']}, {result['dtype']}, "
+        f"jax {result['machine']['jax']}",
+        fontsize=10,
+    )
+    handles, labels = panels[0, -1].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside right center", fontsize=9)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return f"wrote {path}"

@@ -1,0 +1,185 @@
+"""One host of `latency.py`: times every method with the others, and checks every answer.
+
+Run as `python _worker.py PLAN`, with a plan in JSON (`Plan`); it writes what it found to a file.
+"""
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from _network import die_with_parent, sent_bytes
+from _problem import Problem
+
+
+class Plan(NamedTuple):
+    """What a host is told."""
+
+    host: int
+    hosts: int
+    devices: int
+    keys: list[int]
+    heads: int
+    width: int
+    turns: int
+    steps: int
+    seconds_per_method: float
+    seconds: int
+    coordinator: str
+    emulated: bool
+    folder: str  # holds answers.npz, by number of keys; and is given HOST.json
+
+
+def methods(axes: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
+    """Every method by name, from query, key and value of a device to `out` of the query."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    from energy_attn.distributed import ring_attention, tree_attention
+    from energy_attn.kernels import local_attention
+
+    def three_reductions(query: Any, key: Any, value: Any) -> Any:
+        out, lse = local_attention(query, key, value)
+        weight = jnp.exp(lse - lax.pmax(lse, axes))
+        numerator = lax.psum(out * weight[..., None], axes)
+        return numerator / lax.psum(weight, axes)[..., None]
+
+    def alone(query: Any, key: Any, value: Any) -> Any:
+        return local_attention(query, key, value).out
+
+    def tree(merge: str) -> Callable[..., Any]:
+        return lambda *arrays: tree_attention(*arrays, axis_name=axes, merge=merge).out
+
+    def ring(travels: str) -> Callable[..., Any]:
+        return lambda *arrays: (
+            ring_attention(*arrays, axis_name=axes, travels=travels, queries_sharded=False).out
+        )
+
+    merges = ["allreduce", "gather", "butterfly", *["hierarchical"] * (len(axes) > 1), "auto"]
+    return {
+        "no exchange": alone,
+        "pmax + psum + psum": three_reductions,
+        **{f"tree, {merge}": tree(merge) for merge in merges},
+        "ring, queries": ring("queries"),
+        "ring, keys": ring("keys"),
+    }
+
+
+class Side:
+    """A compiled method on its arrays, and what has been seen of it."""
+
+    def __init__(self, compiled: Any, arrays: list[Any], answer: np.ndarray | None) -> None:
+        self.run = lambda: compiled(*arrays)
+        self.answer = answer
+        self.milliseconds: list[float] = []
+        self.sent: list[float] = []
+        self.error = 0.0
+
+    def turn(self, steps: int, emulated: bool) -> None:
+        """A step that does not count, then some that do; the answer of each is checked.
+
+        Decoding is one step after another, and none begins before the last has ended.
+        """
+        import jax
+
+        jax.block_until_ready(self.run())
+        before = sent_bytes() if emulated else 0
+        outs = []
+        start = time.perf_counter()
+        for _ in range(steps):
+            outs.append(jax.block_until_ready(self.run()))
+        self.milliseconds.append(1e3 * (time.perf_counter() - start) / steps)
+        if emulated:
+            self.sent.append((sent_bytes() - before) / steps)
+        if self.answer is not None:
+            shards = [shard.data for out in outs for shard in out.addressable_shards]
+            errors = [abs(np.asarray(x, np.float64)[0, 0, 0] - self.answer).max() for x in shards]
+            self.error = max(self.error, *errors)
+
+
+def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
+    """Times every method on `keys` keys: in turns, so that what disturbs one disturbs all."""
+    import jax
+    from jax.experimental import multihost_utils
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from energy_attn.distributed import collectives
+
+    axes = tuple(mesh.axis_names)
+    problem = Problem(keys, plan.heads, plan.width, mesh.size)
+    shape = (1, keys, plan.heads, plan.width)
+    sharded, everywhere = (NamedSharding(mesh, spec) for spec in (P(None, axes), P()))
+    shard = functools.cache(problem.shard)
+
+    def mine(which: int) -> Callable[[Any], np.ndarray]:
+        each = keys // mesh.size
+        return lambda at: shard((at[1].start or 0) // each)[which]
+
+    query = problem.query()
+    arrays = [
+        jax.make_array_from_callback(query.shape, everywhere, lambda at: query),
+        *[jax.make_array_from_callback(shape, sharded, mine(which)) for which in (0, 1)],
+    ]
+    answer = np.load(Path(plan.folder, "answers.npz"))[str(keys)]
+    sides, sent = {}, {}
+    for name, method in methods(axes).items():
+        # an axis for the devices: each has its own answer, and each is checked
+        spread = jax.shard_map(
+            lambda *arrays, method=method: method(*arrays)[None],
+            mesh=mesh,
+            in_specs=(P(), P(None, axes), P(None, axes)),
+            out_specs=P(axes),
+        )
+        compiled = jax.jit(spread).lower(*arrays).compile()
+        sent[name] = [(c.kind, c.bytes, c.count) for c in collectives(compiled)]
+        sides[name] = Side(compiled, arrays, None if name == "no exchange" else answer)
+    for side in sides.values():
+        side.turn(1, plan.emulated)  # opens connections
+    # A method that takes seconds has fewer turns; all hosts must agree how many.
+    each = [1e-3 * side.milliseconds.pop() * (plan.steps + 1) for side in sides.values()]
+    turns = np.clip(plan.seconds_per_method / np.array(each), min(5, plan.turns), plan.turns)
+    turns = multihost_utils.broadcast_one_to_all(turns.astype(np.int32))
+    for side in sides.values():
+        side.sent.clear()
+    for turn in range(plan.turns):
+        for side, limit in zip(sides.values(), turns, strict=True):
+            if turn < limit:
+                side.turn(plan.steps, plan.emulated)
+    return {
+        name: {
+            "collectives": sent[name],
+            "milliseconds": side.milliseconds,
+            "sent": side.sent,
+            "error": side.error,
+        }
+        for name, side in sides.items()
+    }
+
+
+def main(plan: Plan) -> list[dict[str, Any]]:
+    """Meets the other hosts, and measures each number of keys."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={plan.devices}"
+    import jax
+
+    from energy_attn.distributed import make_mesh
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(plan.coordinator, plan.hosts, plan.host, initialization_timeout=60)
+    shape, names = (plan.hosts, plan.devices), ("node", "device")
+    mesh = make_mesh(shape, names) if plan.devices > 1 else make_mesh(shape[:1], names[:1])
+    return [measure(plan, keys, mesh) for keys in plan.keys]
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    given = Plan(**json.loads(sys.argv[1]))
+    signal.alarm(given.seconds)  # whatever happens
+    Path(given.folder, f"{given.host}.json").write_text(json.dumps(main(given)))

@@ -1,0 +1,238 @@
+"""The paper's setting in little: decode steps over hosts on an emulated network.
+
+    python papers/tree_attention/latency.py --hosts 2,4,8 --keys 8192,32768 --out results
+
+Every host is a process of its own, in a network namespace of its own, and JAX's distributed runtime
+joins them over links of a set rate and latency. One decode step, in float32 with keys sharded over
+the hosts, is timed by each way to fold of the tree, by the three all-reduces that the paper's
+listing amounts to, and by rings in which queries or keys travel. Beside the times stand what the
+compiled programs send and what the cost model says; every answer is compared with float64.
+
+Without root, or with `--loopback`, the hosts talk over loopback, and the results say so.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _network import Loopback, Network
+from _problem import Problem
+from _report import draw, rows, table
+from _worker import Plan
+
+WORKER = Path(__file__).with_name("_worker.py")
+# An answer in float32 may be off by this many roundings of the terms that it sums.
+ROUNDINGS = 16
+
+
+def main() -> int:
+    """Measures as the arguments say, prints tables, and writes JSON and a plot."""
+    args = arguments()
+    missing = "--loopback" if args.loopback else Network.missing()
+    if missing:
+        print(f"loopback, no emulated network: {missing}", flush=True)
+    runs: list[dict[str, Any]] = []
+    for hosts in args.hosts:
+        network = (
+            Loopback(hosts)
+            if missing
+            else Network(hosts, mbit=args.mbit, latency_ms=args.latency_ms)
+        )
+        for run in measure(network, hosts, args):
+            runs.append(run)
+            print(table(run), flush=True)
+    result = {
+        "machine": machine(),
+        "heads": args.heads,
+        "width": args.width,
+        "dtype": "float32",
+        "steps_per_turn": args.steps,
+        "runs": runs,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{args.name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+    print(draw(result, path.with_suffix(".svg")))
+    wrong = [row["error"] > run["tolerance"] for run in runs for row in run["rows"]]
+    if any(wrong):
+        print(f"latency: {sum(wrong)} answers differ from float64", file=sys.stderr)
+    return int(any(wrong))
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to judge a figure."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": importlib.metadata.version("jax"),
+        "energy_attn": importlib.metadata.version("energy_attn"),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """The command line, checked."""
+
+    def integers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description="Decode steps over hosts on an emulated network.")
+    add = parser.add_argument
+    add("--hosts", type=integers, default=[2, 4, 8], help="numbers of hosts")
+    add("--devices", type=int, default=1, help="devices of each host")
+    add("--keys", type=integers, default=[2048, 8192, 32768], help="numbers of keys")
+    add("--heads", type=int, default=16)
+    add("--width", type=int, default=64)
+    add("--mbit", type=float, default=1000.0, help="rate of each host's link, Mbit/s")
+    add("--latency-ms", type=float, default=0.2, help="from host to host, one way")
+    add("--turns", type=int, default=30, help="timed turns of each method")
+    add("--steps", type=int, default=4, help="decode steps of a turn")
+    add("--method-seconds", type=float, default=40.0, help="slower methods get fewer turns")
+    add("--seconds", type=int, default=900, help="time limit for each number of hosts")
+    add("--loopback", action="store_true", help="no emulated network, even with root")
+    add("--out", type=Path, default=Path("latency"), help="folder for the results")
+    add("--name", default="latency", help="of the files there")
+    args = parser.parse_args()
+    for name in ("hosts", "keys", "devices", "heads", "width", "turns", "steps", "seconds"):
+        given = getattr(args, name)
+        if min(given if isinstance(given, list) else [given]) < 1:
+            parser.error(f"--{name}: wanted 1 or more, got {given}")
+    if args.mbit <= 0 or args.latency_ms < 0:
+        parser.error(f"--mbit, --latency-ms: wanted a network, got {args.mbit}, {args.latency_ms}")
+    for keys in args.keys:
+        for hosts in args.hosts:
+            if hosts < 2 or hosts > 200 or keys % (hosts * args.devices):
+                parser.error(f"--hosts: wanted 2 to 200 that divide {keys} keys, got {hosts}")
+    return args
+
+
+def measure(
+    network: Network | Loopback, hosts: int, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """All runs over a number of hosts, in one group of processes."""
+    devices = hosts * args.devices
+    problems = [Problem(keys, args.heads, args.width, devices) for keys in args.keys]
+    answers = [problem.answer() for problem in problems]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        by_keys = {str(p.keys): out for p, (out, _) in zip(problems, answers, strict=True)}
+        np.savez(folder / "answers.npz", allow_pickle=False, **by_keys)
+        with network:
+            measured = network.measure()
+            found = together(network, hosts, args, folder)
+    about = {**network.report(), "measured": measured}
+    runs = []
+    for i, (problem, (_, size)) in enumerate(zip(problems, answers, strict=True)):
+        tolerance = ROUNDINGS * float(np.finfo(np.float32).eps) * size
+        model = predict(problem, hosts, args, network)
+        runs.append(
+            {
+                "network": about,
+                "hosts": hosts,
+                "devices": args.devices,
+                "keys": problem.keys,
+                "auto": model.pop("auto"),
+                "tolerance": tolerance,
+                "rows": rows([host[i] for host in found], model),
+            }
+        )
+    return runs
+
+
+def predict(
+    problem: Problem, hosts: int, args: argparse.Namespace, network: Network | Loopback
+) -> dict[str, Any]:
+    """What the cost model says of each method, and which way to fold `merge="auto"` is."""
+    from energy_attn.distributed import cost
+
+    shape = cost.Shape(
+        1, 1, problem.keys, problem.heads, problem.heads, problem.width, dtype="float32"
+    )
+    sizes = (hosts, args.devices)[: 1 + (args.devices > 1)]
+    # what JAX's distributed runtime over CPUs stands for, if nobody says more
+    usual = cost.topology_of(("node", "device")[: len(sizes)], sizes, "cpu", hosts)
+    here = usual
+    if isinstance(network, Network):
+        here = cost.ethernet(
+            hosts, args.devices, bandwidth=network.mbit * 1e6 / 8, latency=network.latency_ms * 1e-3
+        )
+    ways = [("tree", way) for way in ("allreduce", "gather", "butterfly", "hierarchical")]
+    ways += [("ring", travels) for travels in ("queries", "keys")]
+    said: dict[str, Any] = {"auto": cost.choose_merge(shape, usual)}
+    for method, way in ways:
+        if way == "hierarchical" and len(sizes) == 1:
+            continue
+        sent = cost.transfers(method, way, shape, here)
+        said[f"{method}, {way}"] = {
+            "bytes": sum(x.bytes * x.count for x in sent),
+            "rounds": sum(x.count for x in sent),
+            "ms": round(1e3 * cost.latency(method, way, shape, here), 3),
+        }
+    said["tree, auto"] = said[f"tree, {said['auto']}"]
+    return said
+
+
+def together(
+    network: Network | Loopback, hosts: int, args: argparse.Namespace, folder: Path
+) -> list[list[dict[str, Any]]]:
+    """What every host finds, by number of keys. All end when one fails or time is up."""
+    plan = Plan(
+        host=0,
+        hosts=hosts,
+        devices=args.devices,
+        keys=args.keys,
+        heads=args.heads,
+        width=args.width,
+        turns=args.turns,
+        steps=args.steps,
+        seconds_per_method=args.method_seconds,
+        seconds=args.seconds,
+        coordinator=f"{network.addresses[0]}:{free_port()}",
+        emulated=network.kind != Loopback.kind,
+        folder=str(folder),
+    )
+    started: list[subprocess.Popen[bytes]] = []
+    logs = [folder / f"{host}.log" for host in range(hosts)]
+    try:
+        for host, log in enumerate(logs):
+            given = json.dumps(plan._replace(host=host)._asdict())
+            command = network.command(host, [sys.executable, str(WORKER), given])
+            with log.open("wb") as output:
+                started.append(subprocess.Popen(command, stdout=output, stderr=output))
+        end = time.monotonic() + args.seconds
+        while any(worker.poll() is None for worker in started):
+            if time.monotonic() > end or any(worker.poll() for worker in started):
+                break
+            time.sleep(0.1)
+        codes = [worker.poll() for worker in started]
+    finally:
+        for worker in started:
+            worker.kill()  # nothing to one that has ended
+            worker.wait()
+    if any(codes) or None in codes:
+        said = [f"--- host {i}, exit {codes[i]}\n{log.read_text()}" for i, log in enumerate(logs)]
+        raise SystemExit("\n".join([f"hosts failed, or took over {args.seconds} s:", *said]))
+    return [json.loads((folder / f"{host}.json").read_text()) for host in range(hosts)]
+
+
+def free_port() -> int:
+    """A port that nobody listens on here; in a namespace, nobody does on any."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

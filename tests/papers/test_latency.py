@@ -1,0 +1,246 @@
+"""The measurements over an emulated network: that they are complete, right and of what they say. Never how fast."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ..problems import Problem
+from ..reference import dense
+
+FOLDER = Path(__file__).resolve().parents[2] / "papers" / "tree_attention"
+HOSTS, DEVICES, KEYS, HEADS, WIDTH = 2, 2, 16, 2, 8
+METHODS = {
+    "no exchange",
+    "pmax + psum + psum",
+    "tree, allreduce",
+    "tree, gather",
+    "tree, butterfly",
+    "tree, hierarchical",
+    "tree, auto",
+    "ring, queries",
+    "ring, keys",
+}
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+network = load("_network")
+problem = load("_problem")
+report = load("_report")
+needs_network = pytest.mark.skipif(
+    network.Network.missing() is not None, reason=f"needs {network.Network.missing()}"
+)
+
+
+def measure(*arguments):
+    command = [sys.executable, str(FOLDER / "latency.py"), "--loopback", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    out = tmp_path_factory.mktemp("latency")
+    sizes = ("--keys", KEYS, "--heads", HEADS, "--width", WIDTH)
+    ended = measure(
+        *("--hosts", HOSTS, "--devices", DEVICES, "--turns", 5, "--steps", 2, "--out", out), *sizes
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads((out / "latency.json").read_text()) | {"text": ended.stdout}
+
+
+@pytest.fixture
+def rows(result):
+    (run,) = result["runs"]
+    return {row["method"]: row for row in run["rows"]}
+
+
+def test_complete(result, rows):
+    """A method that is left out or not timed; and a run on loopback that passes for one on a network."""
+    assert set(rows) == METHODS
+    assert all(len(row["turns_ms"]) == 5 for row in rows.values())
+    assert all(row["min_ms"] <= row["median_ms"] <= row["max_ms"] for row in rows.values())
+    assert result["runs"][0]["network"] == {"kind": "loopback", "measured": None}
+    assert result["text"].startswith("loopback, no emulated network")
+    assert all(name in result["text"] for name in METHODS)
+
+
+def test_answers(result, rows):
+    """Answers that are not compared with float64, or wrong ones: float32 is off by something, and by little."""
+    tolerance = result["runs"][0]["tolerance"]
+    assert 0 < tolerance < 1e-5
+    errors = {name: row["error"] for name, row in rows.items() if name != "no exchange"}
+    assert all(0 < error <= tolerance for error in errors.values()), errors
+
+
+def test_bytes_and_rounds(rows):
+    """Programs that send other than the formulas say, and a cost model that disagrees with the programs."""
+    devices = HOSTS * DEVICES
+    state = HEADS * (WIDTH + 1) * 4
+    shard = KEYS // devices * HEADS * WIDTH * 2 * 4
+    reductions = (HEADS * 4 + state, 2)
+    wanted = {
+        "no exchange": (0, 0),
+        "pmax + psum + psum": reductions,
+        "tree, allreduce": reductions,
+        "tree, gather": (state, 1),
+        "tree, butterfly": (2 * state, 2),
+        # to the other device of the host, half of that to the other host, and back
+        "tree, hierarchical": (state + 2 * state // 2, 3),
+        "ring, queries": (3 * state, 3),
+        "ring, keys": (3 * shard, 2 * 3),  # keys and values
+    }
+    sent = {name: (row["bytes"], row["rounds"]) for name, row in rows.items()}
+    assert sent | wanted == sent
+    predicted = {name: row["model"] for name, row in rows.items() if row["model"] is not None}
+    assert set(predicted) == METHODS - {"no exchange", "pmax + psum + psum"}
+    assert {name: (x["bytes"], x["rounds"]) for name, x in predicted.items()} == {
+        name: sent[name] for name in predicted
+    }
+
+
+def test_a_step_lasts_until_the_last_host():
+    """Times of one host alone, or medians taken before hosts are compared: a step would end when the first has it."""
+    hosts = [
+        {
+            "m": {
+                "milliseconds": times,
+                "sent": [],
+                "collectives": [["all-reduce", 8, 3]],
+                "error": error,
+            }
+        }
+        for times, error in (([1.0, 9.0, 5.0], 0.5), ([7.0, 2.0, 6.0], 0.25))
+    ]
+    (row,) = report.rows(hosts, {})
+    assert row["turns_ms"] == [7.0, 9.0, 6.0]
+    assert (row["min_ms"], row["median_ms"], row["max_ms"]) == (6.0, 7.0, 9.0)
+    assert (row["bytes"], row["rounds"], row["error"]) == (24, 3, 0.5)
+
+
+def test_auto_is_one_of_the_ways(result, rows):
+    """A name for what `auto` picks that is not what its program does."""
+    picked = rows[f"tree, {result['runs'][0]['auto']}"]
+    assert rows["tree, auto"]["collectives"] == picked["collectives"]
+    assert rows["tree, auto"]["bytes"] == picked["bytes"]
+
+
+def test_answer_is_attention():
+    """A judge that is wrong itself: shards out of order, or another scale than attention has."""
+    step = problem.Problem(keys=12, heads=3, width=5, devices=4)
+    out, size = step.answer()
+    key, value = (
+        np.concatenate(parts, axis=1).astype(np.float64)
+        for parts in zip(*map(step.shard, range(4)), strict=True)
+    )
+    exact, _ = dense(Problem("latency", step.query().astype(np.float64), key, value))
+    np.testing.assert_allclose(out, exact[0, 0], rtol=1e-13, atol=1e-15)
+    assert abs(out).max() <= size <= abs(value).max()
+
+
+def test_hosts_that_fail():
+    """A run that waits forever for a host, or does not say which one failed."""
+    ended = measure("--hosts", 2, "--keys", 16, "--seconds", 1)
+    assert ended.returncode != 0
+    assert "hosts failed" in ended.stderr
+    assert "--- host 1, exit" in ended.stderr
+
+
+@pytest.mark.parametrize("wrong", [("--keys", 10, "--hosts", 4), ("--turns", 0), ("--mbit", 0)])
+def test_wrong_arguments(wrong):
+    """Arguments that are found out only after hosts have started."""
+    ended = measure(*wrong)
+    assert ended.returncode == 2
+    assert f"{wrong[0] if len(wrong) == 2 else '--hosts'}" in ended.stderr.splitlines()[-1]
+
+
+def test_cables():
+    """A network with the wrong rate or latency, or where hosts that send to one have its rate each.
+
+    1000 bytes at 8 Mbit/s last 1 ms; each expected time is in ms.
+    """
+    cables = network.Cables(4, mbit=8, latency_ms=0.25)
+    sent = [  # at, from, to, bytes → arrives
+        (0.0, 0, 1, 1000, 1.25),
+        (0.0, 0, 2, 500, 1.75),  # behind the first, on the sender's cable
+        (0.0, 3, 1, 1000, 2.25),  # behind the first, on the receiver's
+        (0.0, 2, 3, 2000, 2.25),  # beside them all
+        (9.0, 0, 1, 0, 9.25),
+    ]
+    arrivals = [1e3 * cables.arrival(1e-3 * at, *rest) for at, *rest, _ in sent]
+    np.testing.assert_allclose(arrivals, [at for *_, at in sent], rtol=1e-12)
+
+
+def test_wire_size():
+    """Large pieces that TCP hands over whole, counted without the headers that their segments will have."""
+    plain = network._OFFLOAD_HEADER.pack(0, 0, 0, 0, 0, 0) + bytes(100)
+    assert network.wire_size(plain) == 100
+    segmented = network._OFFLOAD_HEADER.pack(1, 1, 66, 1000, 34, 16) + bytes(66 + 2500)
+    assert network.wire_size(segmented) == 2500 + 3 * 66
+
+
+def namespaces():
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in listed.stdout.splitlines()}
+
+
+def on_host(net, host, *command):
+    ended = subprocess.run(net.command(host, command), capture_output=True, text=True, check=True)
+    return ended.stdout
+
+
+@needs_network
+def test_network_joins_hosts_and_goes():
+    """Hosts that do not reach each other or see this machine's interfaces; namespaces that are left behind."""
+    with network.Network(2, mbit=1000, latency_ms=0.1) as net:
+        made = set(net._names)
+        assert made <= namespaces()
+        assert set(net.measure()) == {"round_trip_ms", "mbit"}
+        addresses = on_host(net, 1, "ip", "-o", "-4", "addr")
+        assert len(addresses.splitlines()) == 2  # its own loopback and eth0
+        assert net.addresses[1] in addresses
+        # gloo binds the address that a host's own name stands for
+        name = on_host(
+            net,
+            1,
+            sys.executable,
+            "-c",
+            "from socket import *; print(gethostbyname(gethostname()))",
+        )
+        assert name.strip() == net.addresses[1]
+        asked = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import _network; print(_network.sent_bytes())"
+        assert int(on_host(net, 1, sys.executable, "-c", asked)) > 2 * network._BULK  # by `measure`
+    assert not made & namespaces()
+    assert net.report()["frames"] > 60  # pings alone
+
+
+@needs_network
+def test_network_goes_with_a_program_that_is_killed():
+    """Namespaces that nobody removes when the program that wanted them is killed."""
+    program = (
+        f"import sys, time; sys.path.insert(0, {str(FOLDER)!r})\n"
+        "from _network import Network\n"
+        "with Network(1, mbit=1000, latency_ms=0) as net:\n"
+        "    print(*net._names, flush=True); time.sleep(60)\n"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    name = killed.stdout.readline().strip()
+    assert name in namespaces()
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    until = time.monotonic() + 30
+    while name in namespaces() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert name not in namespaces()
