@@ -186,7 +186,8 @@ def choose_method(shape: Shape, topology: Topology) -> str:
 
     Queries that all devices hold (decode) are spread by the tree, which sends nothing that grows
     with the keys. For sharded queries it is the one that takes the least time by the model, each
-    with its best merge, Ulysses where the devices divide the heads of keys.
+    with its best merge, Ulysses where the devices divide the heads of keys; of those that need at
+    most twice the memory of the leanest: a tree holds the states of all queries on every device.
 
     Args:
         shape: the sizes.
@@ -208,13 +209,14 @@ def choose_method(shape: Shape, topology: Topology) -> str:
     check_sizes(shape, topology)
     if not shape.queries_sharded:
         return "tree"
-    best = {
-        method: latency(method, _fastest(method, shape, topology), shape, topology)
-        for method in ("tree", "ring")
+    ways: dict[str, str | None] = {
+        method: _fastest(method, shape, topology) for method in ("tree", "ring")
     }
     if shape.kv_heads % topology.devices == 0:
-        best["ulysses"] = latency("ulysses", None, shape, topology)
-    return min(best, key=lambda method: best[method])
+        ways["ulysses"] = None
+    held = {method: memory(method, way, shape, topology) for method, way in ways.items()}
+    lean = [method for method in ways if held[method] <= 2 * min(held.values())]
+    return min(lean, key=lambda method: latency(method, ways[method], shape, topology))
 
 
 def _fastest(method: str, shape: Shape, topology: Topology) -> str:

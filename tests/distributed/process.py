@@ -5,12 +5,17 @@ Started by `test_processes.py` as `python -m energy_attn launch -n … -- -m tes
 
 import functools
 import json
+import os
+import shutil
 import sys
+import tempfile
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 import energy_attn as ea
 from energy_attn.distributed import (
@@ -85,9 +90,8 @@ def prefill() -> dict:
     @jax.jit
     @functools.partial(jax.shard_map, in_specs=(KEYS,) * 4, out_specs=KEYS)
     def attend(q, k, v, at):
-        return ring_attention(
-            q, k, v, axis_name=AXES, is_causal=True, query_positions=at, key_positions=at
-        )
+        options = {"is_causal": True, "query_positions": at, "key_positions": at}
+        return ring_attention(q, k, v, axis_name=AXES, travels="keys", **options)
 
     state = attend(*sharded, positions)
     exact_out, exact_lse = dense(problem)
@@ -107,7 +111,7 @@ def train() -> dict:
     def step(weight, query, key, value):
         def loss(weight):
             out = jax.shard_map(
-                lambda q, k, v: ring_attention(q, k, v, axis_name=AXES).out,
+                lambda q, k, v: ring_attention(q, k, v, axis_name=AXES, travels="keys").out,
                 in_specs=(KEYS,) * 3,
                 out_specs=KEYS,
             )(query @ weight, key, value)
@@ -124,7 +128,7 @@ def train() -> dict:
 
 
 def cache() -> dict:
-    """Tokens appended to a cache that lies over all processes, and attended to."""
+    """Tokens appended to a cache that lies over all processes, attended to, saved, and read in other blocks."""
     whole = everything("cache", B=2, T=6, S=6)
     (_, _, K, H), V = whole.key.shape, whole.value.shape[-1]
     held = KVCache.empty(
@@ -149,6 +153,15 @@ def cache() -> dict:
         )[0]  # fmt: skip
         errors[f"out at {n}"] = worst(out, exact)
     assert fetch(held.lengths).tolist() == [6, 6]
+    run = os.environ["JAX_COORDINATOR_ADDRESS"].replace(":", "-")
+    folder = Path(tempfile.gettempdir()) / f"energy_attn-cache-{run}"
+    held.save(folder)
+    multihost_utils.sync_global_devices("saved")
+    again = KVCache.load(folder, parallel=SequenceParallel(), block_size=2)
+    out = jax.jit(lambda cache, query: cache.attend(query).out)(again, place(new[0], jax.P()))
+    errors["out of the cache read"] = worst(out, exact)
+    multihost_utils.sync_global_devices("read")
+    shutil.rmtree(folder, ignore_errors=True)
     return {"errors": errors}
 
 

@@ -267,6 +267,11 @@ def test_methods():
     assert cost.choose_method(decode, mesh) == "tree"
     assert cost.choose_method(prefill, mesh) == "ulysses"
     assert cost.choose_method(prefill, cost.ethernet(16)) == "ring"
+    # one head of keys for each of queries: a tree sends as little in fewer steps, but holds p times the states
+    long = dataclasses.replace(prefill, queries=2**20, keys=2**20, kv_heads=32)
+    slow = cost.ethernet(64, latency=1.0)
+    assert cost.latency("tree", "gather", long, slow) < cost.latency("ring", "keys", long, slow)
+    assert cost.choose_method(long, slow) == "ring"
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,21 @@ def check(found, problem: Problem):
         close(gradients[name], exact, name)
 
 
+NO_KEYS = replace(
+    DECODE,
+    name="no keys",
+    key=DECODE.key[:, :0],
+    value=DECODE.value[:, :0],
+    bias=DECODE.bias[..., :0],
+    mask=DECODE.mask[..., :0],
+    key_value_seq_lengths=None,
+    key_segment_ids=DECODE.key_segment_ids[:, :0],
+)
+BLIND = replace(DECODE, name="blind decode", mask=np.zeros((1, 1, 1, 1), bool))
 PAIRS = [
     (method, problem)
     for method in METHODS
-    for problem in (SELF, GROUPED, ODD, FEW, DECODE, EMPTY)
+    for problem in (SELF, GROUPED, ODD, FEW, DECODE, EMPTY, NO_KEYS)
     if (method, problem) != ("ulysses", GROUPED)  # see `test_heads_must_divide`
 ]
 
@@ -145,6 +156,26 @@ def test_methods(method, problem):
     arrays, _ = cast(problem, jnp.float64)
     with jax.set_mesh(mesh_of("2x4")):
         check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
+@pytest.mark.parametrize("merge", ["allreduce", "gather", "butterfly", "hierarchical"])
+def test_merges(merge):
+    """A way to fold that is right in the middle of its range alone: few keys, none, and rows that see none.
+
+    Zero, minus infinity and finite gradients, as everywhere.
+    """
+    parallel = SequenceParallel(AXES, "tree", merge)
+    few = replace(
+        NO_KEYS,
+        name="few keys",
+        **{name: getattr(DECODE, name)[:, :3] for name in ("key", "value", "key_segment_ids")},
+        **{name: getattr(DECODE, name)[..., :3] for name in ("bias", "mask")},
+    )
+    with jax.set_mesh(mesh_of("2x4")):
+        for problem in (DECODE, few, NO_KEYS, BLIND):
+            run = jax.jit(state_and_gradients(problem, parallel), compiler_options=QUICK)
+            arrays, _ = cast(problem, jnp.float64)
+            check(run(arrays, cotangents(problem, jnp.float64)), problem)
 
 
 @pytest.mark.parametrize(

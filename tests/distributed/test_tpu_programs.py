@@ -103,6 +103,18 @@ def test_allreduce(pod):
     assert shards(program, pod) <= 1.01
 
 
+def test_a_ring_sends_while_it_computes():
+    """A transfer that begins after the attention beside it, or that is waited for before."""
+    text = compiled("v6e", ring_attention, 640_000, SHARDED, travels="keys").as_text()
+    bodies = [part for part in text.split("\n\n") if "collective-permute-start(" in part]
+    body = max(bodies, key=len)
+    lines = body.split("\n")
+    start = min(i for i, line in enumerate(lines) if "collective-permute-start(" in line)
+    done = max(i for i, line in enumerate(lines) if "collective-permute-done(" in line)
+    between = "\n".join(lines[start:done])
+    assert "convolution" in between or "fusion(" in between or "while(" in between
+
+
 def test_payload_does_not_grow_with_keys():
     """Something that grows with the context, eight times as long."""
     short, long = (
