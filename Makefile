@@ -47,7 +47,7 @@ test-cuda:
 test-slow:
 	@$(MAKE) --no-print-directory PYTEST_ARGS='-m slow tests/distributed' test
 
-check: $(VENV)/.installed-check,docs,plot
+check: $(VENV)/.installed-check,docs,io,plot
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_structure.py
