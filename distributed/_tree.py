@@ -18,7 +18,7 @@ from ._inside import Axes, AxisName, check_axes, check_local, scores_of, unbatch
 from ._merge import choose_merge, fold_across
 from ._parallel import check_merge, check_topology
 from ._ways import reduce_scatter, scatter
-from ._wire import moved
+from ._wire import joined
 
 
 def tree_attention(
@@ -136,14 +136,9 @@ def tree_of_shards(
     del topology  # one exchange of all with all is never slower than two reductions
     rows = operands.query.shape[1]
 
-    def gather(x: Array) -> Array:
-        return lax.all_gather(x, axes, axis=1, tiled=True)
-
-    numbers = operands.query_positions, operands.query_segments
-    positions, segments = jax.tree.map(gather, numbers)
-    operands = operands._replace(
-        query=moved(gather, operands.query), query_positions=positions, query_segments=segments
-    )
+    mine = operands.query, operands.query_positions, operands.query_segments
+    query, positions, segments = jax.tree.map(lambda x: joined(x, axes, 1), mine)
+    operands = operands._replace(query=query, query_positions=positions, query_segments=segments)
     state = attend(names, settings, operands)
 
     def by_device(x: Array) -> Array:

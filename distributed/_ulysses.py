@@ -12,7 +12,7 @@ from energy_attn.kernels._arguments import Operands, Settings
 from energy_attn.kernels._registry import attend
 
 from ._inside import Axes, AxisName, Scores, check_axes, check_local, scores_of, unbatched
-from ._wire import moved, transfer
+from ._wire import joined, moved, transfer
 
 
 def ulysses_attention(
@@ -109,7 +109,7 @@ def ulysses(
     to_heads = functools.partial(moved, exchange)
 
     def whole(x: Array | None) -> Any:
-        return None if x is None else lax.all_gather(x, axes, axis=1, tiled=True)
+        return None if x is None else joined(x, axes, 1)
 
     here = Operands(
         to_heads(operands.query),

@@ -57,6 +57,15 @@ def _moved_jvp(
     return moved(collective, *primals), collective(*tangents)
 
 
+def joined(x: Array, axes: tuple[str, ...], axis: int) -> Array:
+    """The parts of an array that the devices hold, end to end along `axis`. Raises nothing."""
+    if x.size == 0:  # HLO gathers no empty arrays
+        devices = lax.axis_size(axes)
+        shape = (n * devices if i == axis else n for i, n in enumerate(x.shape))
+        return lax.full_like(x, 0, shape=tuple(shape))
+    return moved(lambda x: lax.all_gather(x, axes, axis=axis, tiled=True), x)
+
+
 def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
     """The states of all devices, on a leading axis. It has no derivative. Raises nothing.
 

@@ -256,7 +256,9 @@ def test_neighbours_on_a_torus():
     shape = cost.Shape(1, 1, 640_000, 16, 16, 128)
     found = cost.transfers("tree", "butterfly", shape, slice_)
     assert [t.distance for t in found] == [1, 2, 4, 1, 2, 1, 2]
-    assert cost.choose_merge(shape, slice_) == cost.choose_merge(shape, nodes) == "gather"
+    assert cost.choose_merge(shape, slice_) == "hierarchical"
+    few = cost.tpu("v5p", (4, 4))
+    assert cost.choose_merge(shape, few) == cost.choose_merge(shape, nodes) == "gather"
 
 
 def test_methods():
