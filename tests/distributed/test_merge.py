@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from energy_attn.distributed import collectives, logsumexp_across, merge_across
 from energy_attn.kernels import AttentionState, merge_all
 
-from .meshes import close, mesh_of, parallel_of
+from .meshes import batches_psum, close, mesh_of, parallel_of
 
 ROWS, WIDTH = (2, 3), 4
 CASES = ("full", "empty shards", "empty rows", "up", "down", "nan")
@@ -224,6 +224,7 @@ def test_narrow_outputs(dtype, way):
     )
 
 
+@batches_psum
 def test_second_derivative():
     """A maximum that is differentiated, or held constant where it must not be: the Hessian of F in the parts' energies.
 

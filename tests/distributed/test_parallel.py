@@ -20,7 +20,7 @@ from energy_attn.kernels import local_attention
 
 from ..problems import PROBLEMS, Problem, cast, cotangents, everything
 from ..reference import dense, dense_covariance, dense_vjp
-from .meshes import SHAPES, close, mesh_of, parallel_of
+from .meshes import SHAPES, batches_psum, close, mesh_of, parallel_of
 
 QUICK = {"xla_backend_optimization_level": 0}
 EVEN = everything("even", B=2, T=5, S=16)  # S divides by 8, as arrays sharded by their types must
@@ -262,6 +262,7 @@ def test_not_jitted_inside_shard_map():
         close(energy(query, key, value), np.concatenate([dense(problem)[1]] * 4))
 
 
+@batches_psum
 def test_inside_transformations():
     """Under `vmap`, `lax.scan` and `jax.checkpoint`, as a model uses it, keys are spread as they are alone."""
     problem = PROBLEMS["plain"]
