@@ -19,7 +19,7 @@ from ._topology import Topology
 MERGES = ("allreduce", "gather", "butterfly", "hierarchical")
 # What moves around a ring takes the place that a way to fold has for the tree.
 TRAVELS = ("keys", "queries")
-# Over this many chips, XLA:TPU makes of a small gather a sum of what each puts among zeros.
+# Over this many chips of one slice, XLA:TPU makes of a small gather a sum of what each puts among zeros.
 _MANY_CHIPS = 64
 METHODS = {"tree": MERGES, "ring": TRAVELS, "ulysses": (None,)}
 
@@ -152,7 +152,7 @@ def transfers(
     an all-to-all (the others). A ring sends keys and values $p - 1$ times, or a state around
     (`"queries"`); Ulysses exchanges heads for sequence. On CPUs a state is one array of
     `lse`'s dtype everywhere. A gather on TPUs fills up the last row of energies, and XLA makes of it an all-reduce
-    of $p$ times the size over 64 chips and more.
+    of $p$ times the size over 64 chips and more of one slice.
 
     Args:
         method: `"tree"`, `"ring"` or `"ulysses"`.
@@ -263,7 +263,8 @@ def _gather(shape: Shape, topology: Topology) -> Iterator[Transfer]:
     if topology.platform == "tpu" and shape.out_width > 0:  # energies fill rows of outputs
         row = shape.out_width * shape.bytes
         size = row * (shape.rows + -(-shape.rows * shape.wide_bytes // row))
-    if topology.platform == "tpu" and topology.devices >= _MANY_CHIPS:
+    one_slice = all(link.torus for link in topology.links)
+    if topology.platform == "tpu" and one_slice and topology.devices >= _MANY_CHIPS:
         yield Transfer("all-reduce", topology.devices * size, _all(topology))
     else:
         yield Transfer("all-gather", size, _all(topology))
