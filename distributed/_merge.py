@@ -55,7 +55,7 @@ def merge_across(
         state: this device's `out` `[..., H]` and `lse` `[...]`. A device that holds no keys
             passes the empty state.
         axis_name: the mesh axis, or several, slow ones first: they are folded together.
-        merge: the way, or `"auto"`: the fastest by [`cost`][energy_attn.distributed.cost].
+        merge: the way, or `"auto"`: the fastest by [`cost`][energy_attn.distributed.cost.choose_merge].
         topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
             platform in use.
 

@@ -31,7 +31,7 @@ class SequenceParallel:
             `"ulysses"`: heads are exchanged for sequence; see
             [`ulysses_attention`][energy_attn.distributed.ulysses_attention]. `"auto"`: the tree for
             queries that are on all devices, else the fastest by
-            [`cost`][energy_attn.distributed.cost].
+            [`cost`][energy_attn.distributed.cost.choose_method].
         merge: how a tree folds, `"allreduce"`, `"gather"`, `"butterfly"` or, over several axes,
             `"hierarchical"`; see [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`:
             the fastest by `cost`.
