@@ -31,6 +31,8 @@ _STOPPED = (
 _DRAIN = 2.0  # seconds to read what the ended processes wrote
 _SETTLE = 0.2  # seconds for the readers to notice all that ended together with a failure
 _GOING = 1.0  # seconds that a process may take to end after it has closed its output
+# What gloo and the system say in a process whose peer has gone.
+_BEREFT = ("closed by peer", "Connection reset by peer", "Broken pipe")
 _TIMED_OUT = 124  # the exit status that timeout(1) gives
 # XLA's default is half an hour. A lost peer is then an exception in the others, if nobody watches.
 _COLLECTIVE_SECONDS = 300
@@ -273,6 +275,7 @@ def _first(workers: Sequence[Worker]) -> Failure | None:
     they, having more to clear away. But the system closes its output before its connections: the
     output that ended first belongs to the cause. As both may end between two looks, what a signal
     killed goes before what ended by itself; but SIGABRT is how JAX ends a process that lost others.
+    And one whose last words are of a lost peer comes after that peer.
     """
     if not any(w.failure() for w in workers):
         return None
@@ -283,9 +286,11 @@ def _first(workers: Sequence[Worker]) -> Failure | None:
             worker.process.wait(_GOING)
     failures = [(w, failure) for w in workers if (failure := w.failure())]
 
-    def order(found: tuple[Worker, Failure]) -> tuple[bool, float]:
-        status = found[0].process.poll() or 0
-        return status >= 0 or status == -signal.SIGABRT, found[0].closed
+    def order(found: tuple[Worker, Failure]) -> tuple[bool, bool, float]:
+        worker, _ = found
+        status = worker.process.poll() or 0
+        bereft = any(words in line for line in list(worker.last) for words in _BEREFT)
+        return status >= 0 or status == -signal.SIGABRT, bereft, worker.closed
 
     return min(failures, key=order)[1] if failures else None
 

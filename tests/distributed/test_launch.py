@@ -133,6 +133,10 @@ SIGSEGV = "os.kill(os.getpid(), 11)"
 # As the system does for a process with much to clear away: output, connections, and long after that it is gone.
 SLOW_EXIT = "os.close(1); os.close(2); connection.close(); time.sleep(0.6); os._exit(7)"
 
+# A busy system may show the effect before the cause; but the effect says what it is one of.
+SLOWER = "connection.close(); time.sleep(0.1); os._exit(7)"
+LOST = "print('Gloo: Connection closed by peer', flush=True); os._exit(1)"
+
 
 @pytest.mark.parametrize(
     ("death", "effect", "status", "said"),
@@ -140,6 +144,7 @@ SLOW_EXIT = "os.close(1); os.close(2); connection.close(); time.sleep(0.6); os._
         (SIGSEGV, "os._exit(1)", 139, "process 1 of 2 was killed by SIGSEGV"),
         (SIGSEGV, "os.abort()", 139, "process 1 of 2 was killed by SIGSEGV"),
         (SLOW_EXIT, "time.sleep(0.2); os._exit(1)", 7, "process 1 of 2 ended with status 7"),
+        (SLOWER, LOST, 7, "process 1 of 2 ended with status 7"),
     ],
 )
 def test_the_cause_is_named_and_not_its_effect(tmp_path, capfd, death, effect, status, said):
