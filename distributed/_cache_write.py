@@ -15,7 +15,7 @@ from jaxtyping import Array
 from ._cache_slots import Slots
 from ._inside import Axes
 from ._parallel import SequenceParallel
-from ._placement import check_mesh, kind_of
+from ._placement import arrive, check_mesh, is_explicit, split_of
 
 _ERRORS = (
     "lengths: wanted from 0 to as many new tokens as key has",
@@ -72,7 +72,7 @@ def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | Non
         return None
     mesh = jax.sharding.get_abstract_mesh()
     spec = (None, parallel.axes) if rank > 1 else ()
-    if any(kind_of(mesh, axis) == AxisType.Explicit for axis in parallel.axes):
+    if is_explicit(mesh, parallel.axes):
         spec = (*spec, *[None] * (rank - len(spec)))
     return PartitionSpec(*spec)
 
@@ -109,12 +109,12 @@ def home(parallel: SequenceParallel | None, key: Array, devices: int) -> Home | 
     force, or one that has another number of devices along the cache's axes.
     """
     found = 1 if parallel is None else check_mesh(parallel)
-    sharding = jax.typeof(key).sharding
-    batch, sequence, heads, _ = map(_axes, (*sharding.spec, None, None, None, None)[:4])
+    of_type = jax.typeof(key).sharding.mesh
+    batch, sequence, heads = (split_of(key, axis) for axis in range(3))
     if parallel is not None:
         sequence = parallel.axes
     else:
-        found = math.prod(sharding.mesh.shape[axis] for axis in sequence)
+        found = math.prod(of_type.shape[axis] for axis in sequence)
     if found != devices:
         raise ValueError(
             f"parallel: wanted a mesh in force with the {devices} devices along the sequence that "
@@ -123,11 +123,7 @@ def home(parallel: SequenceParallel | None, key: Array, devices: int) -> Home | 
     if not batch + sequence + heads:
         return None
     mesh = jax.sharding.get_abstract_mesh()
-    return Home(sharding.mesh if mesh.empty else mesh, batch, sequence, heads)
-
-
-def _axes(part: Any) -> Axes:
-    return (part,) if isinstance(part, str) else tuple(part or ())
+    return Home(of_type if mesh.empty else mesh, batch, sequence, heads)
 
 
 # Compiled here, so that a call outside of jit runs as one program.
@@ -184,9 +180,9 @@ def append(
         axis_names=place.axes,
     )
     return spread(
-        _arrive(place, stored, place.slots),
-        _arrive(place, new, place.new),
-        *_arrive(place, (starts, lengths, counts), rows),
+        arrive(place.mesh, place.axes, stored, place.slots),
+        arrive(place.mesh, place.axes, new, place.new),
+        *arrive(place.mesh, place.axes, (starts, lengths, counts), rows),
     )
 
 
@@ -223,14 +219,7 @@ def _fitting(
         axis_names={axis for axis, kind in kinds if kind != AxisType.Manual},
         check_vma=False,  # the branch that raises returns counts that are said to be equal
     )
-    return ask(*_arrive(place, (starts, lengths, counts), place.rows))
-
-
-def _arrive(place: Home, tree: Any, spec: PartitionSpec) -> Any:
-    # arrays with explicit axes must arrive as they are taken
-    if not any(kind_of(place.mesh, axis) == AxisType.Explicit for axis in place.axes):
-        return tree
-    return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(place.mesh, spec)), tree)
+    return ask(*arrive(place.mesh, place.axes, (starts, lengths, counts), place.rows))
 
 
 def _write(buffer: Array, new: Array, slot: Array) -> Array:
@@ -294,4 +283,4 @@ def positions(place: Home | None, slots: Slots, starts: Array, lengths: Array) -
         out_specs=PartitionSpec(place.batch or None, place.sequence or None),
         axis_names=place.axes,
     )
-    return spread(_arrive(place, starts, place.rows), _arrive(place, lengths, place.rows))
+    return spread(*arrive(place.mesh, place.axes, (starts, lengths), place.rows))

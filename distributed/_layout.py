@@ -7,13 +7,13 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
 from energy_attn.kernels._errors import check_array, check_axis
 
 from ._parallel import SequenceParallel
-from ._placement import check_mesh, kind_of
+from ._placement import check_mesh, is_explicit
 
 
 def shard_sequence(
@@ -61,8 +61,7 @@ def shard_sequence(
     order = sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
     x = x if parallel.layout == "contiguous" else jnp.take(x, order, axis, mode="clip")
     spec = PartitionSpec(*[None] * axis, parallel.axes)
-    mesh = jax.sharding.get_abstract_mesh()
-    if any(kind_of(mesh, name) == AxisType.Explicit for name in parallel.axes):
+    if is_explicit(jax.sharding.get_abstract_mesh(), parallel.axes):
         return jax.reshard(jnp.asarray(x), spec)
     if isinstance(x, jax.core.Tracer):
         return lax.with_sharding_constraint(x, spec)

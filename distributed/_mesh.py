@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from energy_attn.kernels._errors import check_flag, check_integer, received
+from energy_attn.kernels._errors import check_flag, check_integer, check_names, received
 
 
 def make_mesh(
@@ -55,16 +55,7 @@ def make_mesh(
         >>> make_mesh((jax.device_count(),), ("device",)).axis_names
         ('device',)
     """
-    names = (axis_names,) if isinstance(axis_names, str) else axis_names
-    if (
-        not isinstance(names, Sequence)
-        or not names
-        or not all(isinstance(name, str) for name in names)
-    ):
-        raise TypeError(f"axis_names: wanted names of axes, got {received(axis_names)}")
-    names = tuple(names)
-    if len(set(names)) != len(names):
-        raise ValueError(f"axis_names: wanted different names, got {names}")
+    names = check_names("axis_names", axis_names, "axes")
     if devices is not None and not (
         isinstance(devices, Sequence) and all(isinstance(x, jax.Device) for x in devices)
     ):

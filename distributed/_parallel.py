@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from energy_attn.kernels._errors import received
+from energy_attn.kernels._errors import check_choice, check_names, received
 
 from . import cost
+from ._transfers import check_levels
 
 _CHOICES = {
     "method": ("tree", "ring", "ulysses", "auto"),
@@ -72,38 +73,20 @@ class SequenceParallel:
         *,
         topology: cost.Topology | None = None,
     ) -> None:
-        names = (axes,) if isinstance(axes, str) else axes
-        if (
-            not isinstance(names, Sequence)
-            or not names
-            or not all(isinstance(name, str) for name in names)
-        ):
-            raise TypeError(f"axes: wanted names of mesh axes, got {received(axes)}")
-        if len(set(names)) != len(names):
-            raise ValueError(f"axes: wanted different names, got {tuple(names)}")
+        names = check_names("axes", axes, "mesh axes")
         given = {"method": method, "merge": merge, "layout": layout}
         for field, choices in _CHOICES.items():
             check_choice(field, given[field], choices)
         check_merge(merge, len(names))
         check_topology(topology, len(names))
-        for field, value in {"axes": tuple(names), **given, "topology": topology}.items():
+        for field, value in {"axes": names, **given, "topology": topology}.items():
             object.__setattr__(self, field, value)
-
-
-def check_choice(name: str, choice: Any, choices: Sequence[str]) -> None:
-    """Raises `ValueError` unless `choice` is one of `choices`."""
-    if not isinstance(choice, str) or choice not in choices:
-        wanted = ", ".join(map(repr, choices))
-        raise ValueError(f"{name}: wanted one of {wanted}, got {received(choice)}")
 
 
 def check_merge(merge: Any, axes: int) -> None:
     """Raises `ValueError` unless `merge` is the name of a way to fold over so many axes."""
     check_choice("merge", merge, _CHOICES["merge"])
-    if merge == "hierarchical" and axes < 2:
-        raise ValueError(
-            "merge: wanted two or more mesh axes for 'hierarchical', slow ones first, got one"
-        )
+    check_levels(merge, axes)
 
 
 def check_topology(topology: Any, axes: int) -> None:

@@ -1,11 +1,12 @@
 """Where the parts of an attention lie: what array types and the user say, brought together."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from energy_attn.kernels._errors import received
@@ -69,7 +70,7 @@ def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placemen
             "got none; use jax.set_mesh(mesh)"
         )
     mesh = _type(key).mesh if mesh.empty else mesh
-    if any(kind_of(mesh, axis) == AxisType.Explicit for axis in sequence):
+    if is_explicit(mesh, sequence):
         queries = not set(split_of(query, first + 1)).isdisjoint(sequence)
     else:
         queries = query.shape[first + 1] == key.shape[first + 1]
@@ -149,3 +150,18 @@ def check_mesh(parallel: Any) -> int:
 def kind_of(mesh: AbstractMesh, axis: str) -> AxisType:
     """Whether an axis of a mesh is automatic, explicit or manual. Raises nothing."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]
+
+
+def is_explicit(mesh: AbstractMesh, axes: Iterable[str]) -> bool:
+    """Whether any of the axes is part of array types. Raises nothing."""
+    return any(kind_of(mesh, axis) == AxisType.Explicit for axis in axes)
+
+
+def arrive(mesh: AbstractMesh, axes: Iterable[str], tree: Any, spec: PartitionSpec) -> Any:
+    """Arrays as a `shard_map` over `axes` takes them: of explicit axes types must say so already.
+
+    Raises nothing.
+    """
+    if not is_explicit(mesh, axes):
+        return tree
+    return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)

@@ -13,13 +13,12 @@ from jaxtyping import Array, Float
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels._arguments import Operands, Settings
 from energy_attn.kernels._blockwise import backward_wide, narrow
-from energy_attn.kernels._errors import check_flag
+from energy_attn.kernels._errors import check_choice, check_flag
 from energy_attn.kernels._registry import attend, vary_together
 from energy_attn.kernels._state import lse_dtype
 
 from ._inside import Axes, AxisName, Scores, check_axes, check_local, scores_of, unbatched
 from ._merge import fold_across
-from ._parallel import check_choice
 from ._wire import moved, transfer
 
 TRAVELS = ("keys", "queries", "auto")

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
@@ -14,7 +14,7 @@ from energy_attn.kernels._arguments import Call, Operands, Settings
 from energy_attn.kernels._registry import attend
 
 from ._inside import Axes
-from ._placement import Placement, kind_of, split_of
+from ._placement import Placement, arrive, split_of
 from ._ring import ring, what_travels
 from ._tree import tree, tree_of_shards
 from ._ulysses import ulysses
@@ -54,7 +54,8 @@ def _spread(
         return state
     # queries that only this attention split, perhaps after padding
     whole = PartitionSpec(_axes(place.batch), None, _axes(place.heads))
-    return AttentionState(*(_put(x, whole, place)[:, :rows] for x in state))
+    state = arrive(place.mesh, place.axes, state, whole)
+    return AttentionState(*(x[:, :rows] for x in state))
 
 
 def _method(place: Placement) -> Callable[..., AttentionState]:
@@ -65,8 +66,9 @@ def _method(place: Placement) -> Callable[..., AttentionState]:
         return functools.partial(ring, axes=axes, travels="auto", sharded=place.queries)
     if place.method == "ulysses":
         return functools.partial(ulysses, axes=axes)
-    method = tree_of_shards if place.queries else tree
-    return functools.partial(method, axes=axes, merge=place.merge, topology=place.topology)
+    if place.queries:
+        return functools.partial(tree_of_shards, axes=axes, merge=place.merge)
+    return functools.partial(tree, axes=axes, merge=place.merge, topology=place.topology)
 
 
 def _axes(axes: Axes) -> Axes | None:
@@ -155,13 +157,6 @@ def _specs(operands: Operands, place: Placement) -> Operands:
 
 def _reshard(operands: Operands, specs: Operands, place: Placement) -> Operands:
     def put(x: Array | None, spec: Any) -> Any:
-        return None if x is None else _put(x, spec, place)
+        return arrive(place.mesh, place.axes, x, spec)
 
     return Operands(*map(put, operands, specs))
-
-
-def _put(x: Array, spec: PartitionSpec, place: Placement) -> Array:
-    # arrays with explicit axes must arrive as they are taken
-    if not any(kind_of(place.mesh, axis) == AxisType.Explicit for axis in place.axes):
-        return x
-    return jax.reshard(x, NamedSharding(place.mesh, spec))

@@ -8,7 +8,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from energy_attn.kernels._errors import check_finite_number, check_flag, check_integer, received
+from energy_attn.kernels._errors import (
+    check_choice,
+    check_finite_number,
+    check_flag,
+    check_integer,
+    received,
+)
 
 ALL_REDUCES = ("ring", "tree", "levels")
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -97,12 +103,8 @@ class Topology:
             raise TypeError(f"links: wanted a tuple of Link, got {received(self.links)}")
         if not self.links:
             raise ValueError("links: wanted one for each mesh axis, got none")
-        for field, choices in (("all_reduce", ALL_REDUCES), ("platform", PLATFORMS)):
-            if getattr(self, field) not in choices:
-                wanted = ", ".join(map(repr, choices))
-                raise ValueError(
-                    f"{field}: wanted one of {wanted}, got {received(getattr(self, field))}"
-                )
+        check_choice("all_reduce", self.all_reduce, ALL_REDUCES)
+        check_choice("platform", self.platform, PLATFORMS)
         if check_finite_number("launch", self.launch) < 0:
             raise ValueError(f"launch: wanted seconds, 0 or more, got {self.launch}")
 
@@ -225,8 +227,7 @@ def tpu(chip: str, axes: Sequence[int], slices: int = 1) -> Topology:
         >>> cost.tpu("v5p", (2, 2, 2), slices=16).devices
         128
     """
-    if not isinstance(chip, str) or chip not in _TPU:
-        raise ValueError(f"chip: wanted one of {', '.join(map(repr, _TPU))}, got {received(chip)}")
+    check_choice("chip", chip, tuple(_TPU))
     if not isinstance(axes, Sequence) or isinstance(axes, str) or not axes:
         raise ValueError(f"axes: wanted the sizes of one or more axes, got {received(axes)}")
     ici, network = _TPU[chip]

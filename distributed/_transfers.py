@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from energy_attn.kernels._errors import (
+    check_choice,
     check_flag,
     check_floating_dtype,
     check_integer,
@@ -180,10 +181,9 @@ def transfers(
         all-reduce 8256
     """
     check_sizes(shape, topology)
-    _check_choice("method", method, tuple(METHODS))
-    _check_choice("merge", merge, METHODS[method])
-    if merge == "hierarchical" and len(topology.links) < 2:
-        raise ValueError("merge: wanted two or more mesh axes for 'hierarchical', got one")
+    check_choice("method", method, tuple(METHODS))
+    check_choice("merge", merge, METHODS[method])
+    check_levels(merge, len(topology.links))
     if method == "ulysses":
         check_ulysses(shape, topology)
     if topology.devices == 1:
@@ -212,6 +212,14 @@ def check_sizes(shape: object, topology: object) -> None:
         raise TypeError(f"topology: wanted a Topology, got {received(topology)}")
 
 
+def check_levels(merge: str | None, axes: int) -> None:
+    """Raises `ValueError` for `"hierarchical"` over a single axis."""
+    if merge == "hierarchical" and axes < 2:
+        raise ValueError(
+            "merge: wanted two or more mesh axes for 'hierarchical', slow ones first, got one"
+        )
+
+
 def check_ulysses(shape: Shape, topology: Topology) -> None:
     """Raises `ValueError` where heads cannot be exchanged for sequence."""
     if not shape.queries_sharded:
@@ -233,12 +241,6 @@ def local_rows(shape: Shape, topology: Topology) -> int:
     """Rows of the queries that one device holds."""
     shards = topology.devices if shape.queries_sharded else 1
     return shape.batch * -(-shape.queries // shards) * shape.heads
-
-
-def _check_choice(name: str, choice: object, choices: tuple[str | None, ...]) -> None:
-    if choice not in choices:
-        wanted = ", ".join(map(repr, choices))
-        raise ValueError(f"{name}: wanted one of {wanted}, got {received(choice)}")
 
 
 def _all(topology: Topology) -> tuple[int, ...]:

@@ -103,8 +103,8 @@ def tree_attention(
         queries=sharded,
         scores=lambda operands: scores_of(operands, rows=devices),
     )
-    method = tree_of_shards if sharded else tree
-    state = method(names, call.settings, call.operands, axes, merge, topology)
+    given = names, call.settings, call.operands, axes, merge
+    state = tree_of_shards(*given) if sharded else tree(*given, topology)
     return state if call.batched else unbatched(state)
 
 
@@ -127,13 +127,11 @@ def tree_of_shards(
     operands: Operands,
     axes: Axes,
     merge: str,
-    topology: cost.Topology | None,
 ) -> AttentionState:
     """The state of this device's queries; bias and mask are for all of them.
 
     Raises as `attend` does.
     """
-    del topology  # one exchange of all with all is never slower than two reductions
     rows = operands.query.shape[1]
 
     mine = operands.query, operands.query_positions, operands.query_segments

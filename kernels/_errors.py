@@ -1,6 +1,7 @@
 """Checks of single arguments. Each error names the argument, what came and what was wanted."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -147,6 +148,27 @@ def check_axis(name: str, x: Any, rank: int, of: str) -> int:
     if not -rank <= axis < rank:
         raise ValueError(f"{name}: wanted one of the {rank} axes of {of}, got {axis}")
     return axis % rank
+
+
+def check_choice(name: str, x: Any, choices: Sequence[str | None]) -> None:
+    """Raises `ValueError` unless `x` is one of `choices`."""
+    if not (x is None or isinstance(x, str)) or x not in choices:
+        raise ValueError(
+            f"{name}: wanted one of {', '.join(map(repr, choices))}, got {received(x)}"
+        )
+
+
+def check_names(name: str, x: Any, what: str) -> tuple[str, ...]:
+    """Returns names as a tuple: one string, or a sequence of different ones; `what` says of what.
+
+    Raises `TypeError` for anything else and `ValueError` for names that repeat.
+    """
+    names = (x,) if isinstance(x, str) else x
+    if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) for n in names):
+        raise TypeError(f"{name}: wanted names of {what}, got {received(x)}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"{name}: wanted different names, got {tuple(names)}")
+    return tuple(names)
 
 
 def check_flag(name: str, x: Any) -> bool:
