@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels._arguments import Call, Operands, Settings
+from energy_attn.kernels._arguments import Call, Operands, Settings, counted
 from energy_attn.kernels._registry import attend
 
 from ._inside import Axes
@@ -36,7 +36,8 @@ def _spread(
 ) -> AttentionState:
     rows, split = operands.query.shape[1], split_of(operands.query, 1)
     if place.sequence:
-        operands = _pad_keys(operands, place.devices)
+        # a device's part does not count from 0
+        operands = _pad_keys(counted(operands, settings), place.devices)
     if place.queries:
         operands = _pad_queries(operands, place.devices)
     specs = _specs(operands, place)

@@ -177,7 +177,8 @@ def prepare(
     arrays = _Arrays(query, key, value, bias, mask, traced)
     checked = _check(call, None, arrays)
     place = placement(parallel, query, key, value)
-    if parallel is not None and checked.operands.key_positions is not None:
+    compares = checked.settings.rule.constrains or checked.operands.key_positions is not None
+    if parallel is not None and compares:
         arrays = arrays._replace(
             options=with_positions(parallel, traced, query.shape[-3], key.shape[-3])
         )

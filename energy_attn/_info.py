@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .distributed import make_mesh
 from .kernels import implementations
 from .kernels._arguments import Operands, Settings
+from .kernels._choice import platform_here
 from .kernels._mask import Rule
 from .kernels._registry import explain
 
@@ -70,7 +71,7 @@ def choice(call: Call) -> list[str]:
     Only shapes are looked at; nothing is computed. Raises nothing.
     """
     with jax.enable_x64(call.dtype == "float64"):
-        chosen = explain(implementations(), *_operands(call))
+        chosen = explain(implementations(), *_operands(call), platform_here())
     declined = [f"  as {name} declines: {reason}" for name, reason in chosen.declined]
     return [f"{chosen.name}", *(declined or ["  as the first that is tried"])]
 
@@ -81,11 +82,8 @@ def _operands(call: Call) -> tuple[Settings, Operands]:
 
     keys = array((call.batch, call.keys, call.kv_heads, call.width))
     query = array((call.batch, call.rows, call.heads, call.width))
-    positions = [
-        array((1, size), "int32") if call.causal else None for size in (call.rows, call.keys)
-    ]
     settings = Settings(call.width**-0.5, Rule(is_causal=call.causal))
-    return settings, Operands(query, keys, keys, None, None, *positions)  # pyright: ignore[reportArgumentType]  # shapes will do
+    return settings, Operands(query, keys, keys, None, None, None, None)  # pyright: ignore[reportArgumentType]  # shapes will do
 
 
 def _shapes(call: Call) -> str:

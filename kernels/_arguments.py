@@ -31,7 +31,8 @@ class Operands(NamedTuple):
         value: `[B, S, K, Hv]`, of any floating dtype.
         bias: None, or floating of four axes that broadcast to `[B, N, T, S]`.
         mask: None, or boolean of four axes that broadcast to `[B, N, T, S]`.
-        query_positions: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'.
+        query_positions: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'. Where
+            the rule compares positions and none are given, they count from 0.
         key_positions: None, or int32 `[B, S]` or `[1, S]`.
         query_segments: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'.
         key_segments: None, or int32 `[B, S]` or `[1, S]`.
@@ -58,6 +59,21 @@ class Settings(NamedTuple):
 
     scale: float
     rule: Rule
+
+
+def cotangents(query: Any, key: Any, value: Any, bias: Any) -> Operands:
+    """Cotangents in the form of the operands: None for masks, positions and segments."""
+    return Operands(query, key, value, bias, None, None, None)  # pyright: ignore[reportArgumentType]  # as JAX has it
+
+
+def counted(operands: Operands, settings: Settings) -> Operands:
+    """Operands with the positions that the rule compares, whether given or not. Raises nothing."""
+    if operands.query_positions is not None or not settings.rule.constrains:
+        return operands
+    query_positions, key_positions = (
+        jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in operands[:2]
+    )
+    return operands._replace(query_positions=query_positions, key_positions=key_positions)
 
 
 class Call(NamedTuple):
@@ -128,11 +144,11 @@ def check_call(
     key_positions = _positions(
         "key_value", key_positions, key_value_seq_lengths, batch, columns, batched
     )
-    if rule.constrains or query_positions is not None or key_positions is not None:
-        if query_positions is None:
-            query_positions = jnp.arange(rows, dtype=jnp.int32)[None]
-        if key_positions is None:
-            key_positions = jnp.arange(columns, dtype=jnp.int32)[None]
+    if (query_positions is None) != (key_positions is None):
+        query_positions, key_positions = (
+            jnp.arange(size, dtype=jnp.int32)[None] if x is None else x
+            for x, size in ((query_positions, rows), (key_positions, columns))
+        )
 
     if (query_segment_ids is None) != (key_segment_ids is None):
         missing = "query_segment_ids" if query_segment_ids is None else "key_segment_ids"

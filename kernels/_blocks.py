@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from ._arguments import Operands, Settings
-from ._mask import Interval, interval, may_meet, may_share, visible
+from ._mask import meeting, visible
 from ._state import lse_dtype
 
 # Rows of queries (of all heads that share a key head) and keys in a block. Chosen by measurement:
@@ -128,18 +128,13 @@ class Blocks:
             # keys that fill the last block are not there
             query_positions = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
             key_positions = jnp.zeros((1, operands.key.shape[1]), jnp.int32)
-        self.positions: tuple[Array, Array] | None = None
-        self._meet: Array | None = None
+        self.positions = self.segments = None
         if query_positions is not None and key_positions is not None:
             self.positions = self._cut(query_positions, key_positions, fill=-1)
-            queries, keys = map(interval, self.positions)
-            self._meet = may_meet(settings.rule, *_pairs(queries, keys)).any(0)
-        self.segments: tuple[Array, Array] | None = None
         if operands.query_segments is not None and operands.key_segments is not None:
             self.segments = self._cut(operands.query_segments, operands.key_segments, fill=0)
-            queries, keys = (Interval(x.min(-1), x.max(-1)) for x in self.segments)
-            share = may_share(*_pairs(queries, keys)).any(0)
-            self._meet = share if self._meet is None else self._meet & share
+        meet = meeting(settings.rule, self.positions, self.segments)
+        self._meet = None if meet is None else meet.any(0)
 
     def _cut(self, queries: Array, keys: Array, fill: int) -> tuple[Array, Array]:
         g = self.grid
@@ -203,11 +198,6 @@ class Blocks:
         return lax.dynamic_update_slice(
             total, lax.dynamic_slice(total, start, sizes) + block, start
         )
-
-
-def _pairs(queries: Interval, keys: Interval) -> tuple[Interval, Interval]:
-    """Intervals of blocks so that each block of queries meets each block of keys."""
-    return Interval(*(x[:, :, None] for x in queries)), Interval(*(x[:, None, :] for x in keys))
 
 
 def _pad_scores(x: Array | None, rows: int, columns: int) -> Array | None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._arguments import Operands, Settings
+from ._arguments import Operands, Settings, cotangents, counted
 from ._blocks import (
     Blocks,
     Index,
@@ -22,19 +22,48 @@ from ._blocks import (
     outer,
     product,
 )
+from ._kernel import AbstractKernel
 from ._state import AttentionState, lse_dtype
+
+
+class Blockwise(AbstractKernel):
+    """XLA alone: any call, any platform, memory O(T·block)."""
+
+    name = "blockwise"
+    platforms = ()
+    interpreted = False
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises nothing."""
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """The online softmax over blocks of keys. Raises nothing."""
+        return forward(operands, settings)
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """Both cotangents pulled back in blocks. Raises nothing."""
+        return backward(operands, settings, state, cotangent)
 
 
 def forward(operands: Operands, settings: Settings) -> AttentionState:
     """`(out, lse)` by online softmax over blocks of keys; takes every call. Raises nothing.
 
-    Differentiated as it stands it would store every block: see `_flash` for the derivative.
+    Differentiated as it stands it would store every block: `backward` is its derivative.
     """
     batch, rows = operands.query.shape[:2]
     value = operands.value
     if batch == 0 or rows == 0 or operands.key.shape[1] == 0:
-        return _without_keys(operands)
-    blocks = Blocks(operands, settings)
+        return empty_like(operands)
+    blocks = Blocks(counted(operands, settings), settings)
     g = blocks.grid
     wide = lse_dtype(operands.query.dtype)
     # The probabilities stay in the wide dtype, and so do the values that they weigh.
@@ -73,7 +102,8 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
     return AttentionState(join_queries(g, out, rows), join_queries(g, lse, rows)[..., 0])
 
 
-def _without_keys(operands: Operands) -> AttentionState:
+def empty_like(operands: Operands) -> AttentionState:
+    """The state of no keys, of the types that the state of `operands` has. Raises nothing."""
     shape = (*operands.query.shape[:-1], operands.value.shape[-1])
     out = lax.full_like(operands.value, 0.0, shape=shape)
     wide = lse_dtype(operands.query.dtype)
@@ -99,6 +129,16 @@ def backward(
     return narrow(backward_wide(operands, settings, state, cotangent), operands)
 
 
+def slope(state: AttentionState, cotangent: AttentionState) -> Array:
+    """`δ` of `backward`: what the cotangents say of the total weight, `[B, T, N]`. Raises nothing.
+
+    A cotangent of `lse` that is None is zero.
+    """
+    wide = state.lse.dtype
+    delta = (cotangent.out.astype(wide) * state.out.astype(wide)).sum(-1)
+    return delta if cotangent.lse is None else delta - cotangent.lse
+
+
 def narrow(found: Operands, operands: Operands) -> Operands:
     """Cotangents in the dtypes of the operands that they are of. Raises nothing."""
 
@@ -120,18 +160,16 @@ def backward_wide(
     """
     query, key, value, bias = operands[:4]
     wide = lse_dtype(query.dtype)
-    zeros: list[Any] = [None if x is None else jnp.zeros_like(x, dtype=wide) for x in operands[:4]]
-    none = Operands(*zeros, mask=None, query_positions=None, key_positions=None)
+    none = cotangents(*(None if x is None else jnp.zeros_like(x, dtype=wide) for x in operands[:4]))
     (batch, rows), columns = query.shape[:2], key.shape[1]
     if batch == 0 or rows == 0 or columns == 0:
         return none
-    blocks = Blocks(operands, settings)
+    blocks = Blocks(counted(operands, settings), settings)
     g = blocks.grid
     # Rows that see no key, and rows that fill the last block, have lse = +inf here: P = 0.
     seen = jnp.isfinite(state.lse)
     lse = jnp.where(seen, state.lse, jnp.inf)
-    delta = (cotangent.out.astype(wide) * state.out.astype(wide)).sum(-1) - cotangent.lse
-    delta = jnp.where(seen, delta, 0.0)
+    delta = jnp.where(seen, slope(state, cotangent), 0.0)
     lse = cut_queries(g, lse[..., None], fill=jnp.inf)
     delta = cut_queries(g, delta[..., None])
     outs = cut_queries(g, cotangent.out)

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from . import _blockwise
 from ._arguments import Operands, Settings
 from ._blocks import outer, product
+from ._kernel import AbstractKernel
 from ._reference import masked
 from ._softmax import softmax
 from ._state import AttentionState, lse_dtype
@@ -17,25 +19,46 @@ from ._state import AttentionState, lse_dtype
 MOST_ROWS = 64
 
 
-def forward(operands: Operands, settings: Settings) -> AttentionState:
-    """`(out, lse)` for at most 64 query rows times heads, reading each key and value once.
+class Decode(AbstractKernel):
+    """XLA alone, for at most 64 query rows times heads: reads each key and value once.
 
     Memory O(T·N·S), a small part of the keys' own. On CPUs all heads go into one product; other
     platforms take a product per head as it is, and would copy the values to join heads and widths.
-
-    Raises `NotImplementedError` for more rows.
     """
-    times, heads = operands.query.shape[1:3]
-    if times * heads > MOST_ROWS:
-        raise NotImplementedError(
-            f"query: wanted at most {MOST_ROWS} rows times heads, "
-            f"got {times} × {heads} = {times * heads}"
+
+    name = "decode"
+    platforms = ()
+    interpreted = False
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises `NotImplementedError` for more rows."""
+        times, heads = operands.query.shape[1:3]
+        if times * heads > MOST_ROWS:
+            raise NotImplementedError(
+                f"query: wanted at most {MOST_ROWS} rows times heads, "
+                f"got {times} × {heads} = {times * heads}"
+            )
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """One product for all scores and one for all outputs. Raises nothing."""
+        return lax.platform_dependent(
+            operands,
+            cpu=functools.partial(_block_diagonal, settings=settings),
+            default=functools.partial(_per_head, settings=settings),
         )
-    return lax.platform_dependent(
-        operands,
-        cpu=functools.partial(_block_diagonal, settings=settings),
-        default=functools.partial(_per_head, settings=settings),
-    )
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """As the blockwise implementation. Raises nothing."""
+        return _blockwise.backward(operands, settings, state, cotangent)
 
 
 def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:

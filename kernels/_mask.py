@@ -68,6 +68,45 @@ def may_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
     return meet
 
 
+def must_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
+    """Whether every query that is there, of a block, sees every key of another; they broadcast.
+
+    `key.low` is of all keys of the block, and negative if any is not there. Never true where a
+    pair is hidden; may be false where none is. Raises nothing.
+    """
+    meet = key.low >= 0
+    if rule.is_causal:
+        meet &= key.high <= query.low
+    if rule.window is not None:
+        left, right = (min(side, _FAR) for side in rule.window)
+        meet &= (key.low >= query.high - left) & (key.high <= query.low + right)
+    return meet
+
+
 def may_share(query: Interval, key: Interval) -> Bool[Array, "..."]:
     """Whether any two members of two blocks of segment numbers might be equal. Raises nothing."""
     return (query.low <= key.high) & (key.low <= query.high)
+
+
+# of queries and of keys, cut into blocks
+Pair = tuple[Int[Array, "#B query_blocks rows"], Int[Array, "#B key_blocks keys"]]
+
+
+def meeting(
+    rule: Rule, positions: Pair | None, segments: Pair | None
+) -> Bool[Array, "_ query_blocks key_blocks"] | None:
+    """Which blocks of queries might see any key of which blocks of keys; None if all do.
+
+    Raises nothing.
+    """
+    meet = None
+    if positions is not None:
+        meet = may_meet(rule, *_facing(*map(interval, positions)))
+    if segments is not None:
+        share = may_share(*_facing(*(Interval(x.min(-1), x.max(-1)) for x in segments)))
+        meet = share if meet is None else meet & share
+    return meet
+
+
+def _facing(queries: Interval, keys: Interval) -> tuple[Interval, Interval]:
+    return Interval(*(x[:, :, None] for x in queries)), Interval(*(x[:, None, :] for x in keys))

@@ -1,45 +1,79 @@
 """The plain implementation: slow, obviously right, any order of derivative in both modes."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._arguments import Operands, Settings
+from ._arguments import Operands, Settings, cotangents, counted
+from ._kernel import AbstractKernel
 from ._mask import visible
 from ._softmax import softmax
 from ._state import AttentionState, lse_dtype
 
 
-def forward(operands: Operands, settings: Settings) -> AttentionState:
+class Reference(AbstractKernel):
     """Attention with the whole `[B, N, T, S]` matrix in memory; takes every call.
 
-    Plain differentiable JAX, so `jax.grad`, `jax.jvp`, `jax.linearize` and `jax.hessian` work to
-    any order. Raises nothing.
+    Plain differentiable JAX, so `jax.grad`, `jax.jvp`, `jax.linearize` and `jax.hessian` of
+    `forward` work to any order.
     """
-    query, key, value = operands[:3]
-    batch, times, heads, width = query.shape
-    columns, kv_heads = key.shape[1:3]
-    group = heads // kv_heads
 
-    grouped = query.reshape(batch, times, kv_heads, group, width)
-    scores = jnp.einsum(
-        "btkgh,bskh->bkgts", grouped, key, preferred_element_type=lse_dtype(query.dtype)
-    )
-    weights, total, lse = softmax(
-        masked(scores.reshape(batch, heads, times, columns), operands, settings)
-    )
-    weights = (weights / total).astype(value.dtype)
-    out = jnp.einsum(
-        "bkgts,bskh->btkgh",
-        weights.reshape(batch, kv_heads, group, times, columns),
-        value,
-        preferred_element_type=lse_dtype(value.dtype),
-    )
-    out = out.reshape(batch, times, heads, value.shape[-1]).astype(value.dtype)
-    return AttentionState(out, lse.transpose(0, 2, 1))
+    name = "reference"
+    platforms = ()
+    interpreted = False
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises nothing."""
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """The softmax and the weighted sum, as they are written. Raises nothing."""
+        query, key, value = operands[:3]
+        batch, times, heads, width = query.shape
+        columns, kv_heads = key.shape[1:3]
+        group = heads // kv_heads
+
+        grouped = query.reshape(batch, times, kv_heads, group, width)
+        scores = jnp.einsum(
+            "btkgh,bskh->bkgts", grouped, key, preferred_element_type=lse_dtype(query.dtype)
+        )
+        weights, total, lse = softmax(
+            masked(scores.reshape(batch, heads, times, columns), operands, settings)
+        )
+        weights = (weights / total).astype(value.dtype)
+        out = jnp.einsum(
+            "bkgts,bskh->btkgh",
+            weights.reshape(batch, kv_heads, group, times, columns),
+            value,
+            preferred_element_type=lse_dtype(value.dtype),
+        )
+        out = out.reshape(batch, times, heads, value.shape[-1]).astype(value.dtype)
+        return AttentionState(out, lse.transpose(0, 2, 1))
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """JAX's derivative of `forward`. Raises nothing."""
+        names = Operands._fields[:4]
+
+        def run(*arrays: Array) -> AttentionState:
+            return self.forward(
+                operands._replace(**dict(zip(names, arrays, strict=True))), settings, platform
+            )
+
+        found = jax.vjp(run, *operands[:4])[1](cotangent)
+        return cotangents(*found)
 
 
 def masked(scores: Float[Array, "B N T S"], operands: Operands, settings: Settings) -> Array:
     """Products of queries and keys made scores: scaled, biased, minus infinity where hidden."""
+    operands = counted(operands, settings)
     scores = scores * settings.scale
     if operands.bias is not None:
         scores = scores + operands.bias.astype(scores.dtype)

@@ -1,36 +1,26 @@
 """One operation, many implementations: names, what each declines, and the choice."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jaxtyping import Array
 
-from . import _blockwise, _decode, _reference
 from ._arguments import Operands, Settings
+from ._blockwise import Blockwise
+from ._choice import fitting
+from ._decode import Decode
 from ._errors import received
 from ._flash import flash
+from ._kernel import AbstractKernel
+from ._reference import Reference
 from ._state import AttentionState
 
-Implementation = Callable[[Operands, Settings], AttentionState]
-
-
-def _blockwise_flash(operands: Operands, settings: Settings) -> AttentionState:
-    return flash(_blockwise.forward, settings, operands)
-
-
-def _decode_flash(operands: Operands, settings: Settings) -> AttentionState:
-    return flash(_decode.forward, settings, operands)
-
-
-# In order of preference. An implementation raises NotImplementedError for calls that it declines,
-# saying why; the next one is tried.
-_REGISTRY: dict[str, Implementation] = {
-    "decode": _decode_flash,
-    "blockwise": _blockwise_flash,
-    "reference": _reference.forward,
+# In order of preference.
+_REGISTRY: dict[str, AbstractKernel] = {
+    kernel.name: kernel for kernel in (Decode(), Blockwise(), Reference())
 }
 
 
@@ -53,7 +43,7 @@ def implementations() -> tuple[str, ...]:
 
 
 class Choice(NamedTuple):
-    """Which implementation took a call, and why the ones before it declined."""
+    """Which implementation takes a call, and why the ones before it decline."""
 
     name: str
     declined: tuple[tuple[str, str], ...]
@@ -82,6 +72,8 @@ def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
 def attend(names: Sequence[str], settings: Settings, operands: Operands) -> AttentionState:
     """Runs the first of the implementations `names` that takes the call, compiled.
 
+    Which of those made for a platform that is, is found when the program is lowered.
+
     Raises its `NotImplementedError` if the only one declines, and an `ExceptionGroup` of all
     reasons if several do.
     """
@@ -91,40 +83,69 @@ def attend(names: Sequence[str], settings: Settings, operands: Operands) -> Atte
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(names: tuple[str, ...], settings: Settings, operands: Operands) -> AttentionState:
-    return _first(names, settings, operands)[0]
+    kernels, _ = _taking(names, settings, operands)
+    if isinstance(kernels[0], Reference):
+        # differentiated by JAX, to any order and in both modes
+        return kernels[0].forward(operands, settings, None)
+    return flash(kernels, settings, operands)
 
 
-def explain(names: Sequence[str], settings: Settings, operands: Operands) -> Choice:
-    """Which of `names` takes a call, by shapes alone: `operands` may be `jax.ShapeDtypeStruct`s.
+def explain(names: Sequence[str], settings: Settings, operands: Operands, platform: str) -> Choice:
+    """Which of `names` takes a call on a platform, by shapes alone: `operands` may be
+    `jax.ShapeDtypeStruct`s.
 
     Raises what `attend` raises.
     """
-    found: list[Choice] = []
-
-    def trace(operands: Operands) -> AttentionState:
-        state, choice = _first(names, settings, operands)
-        found.append(choice)
-        return state
-
-    jax.eval_shape(trace, operands)
-    return found[0]
+    kernels, declined = _taking(names, settings, operands)
+    chosen = fitting(kernels, platform, partitioned=False)
+    for kernel in kernels:
+        if kernel.platforms and platform not in kernel.platforms:
+            declined[kernel.name] = f"made for {', '.join(kernel.platforms)}"
+    before = names[: list(names).index(chosen.name)]
+    return Choice(chosen.name, tuple((name, declined[name]) for name in before))
 
 
-def _first(
+def _taking(
     names: Sequence[str], settings: Settings, operands: Operands
-) -> tuple[AttentionState, Choice]:
-    reasons: list[NotImplementedError] = []
-    for i, name in enumerate(names):
+) -> tuple[tuple[AbstractKernel, ...], dict[str, str]]:
+    """The kernels that take a call, up to the first that fits everywhere; and why others do not."""
+    kernels: list[AbstractKernel] = []
+    reasons: list[tuple[str, NotImplementedError]] = []
+    for name in names:
+        kernel = _REGISTRY[name]
         try:
-            state = _REGISTRY[name](operands, settings)
+            if kernel.platforms:
+                _check_unsplit(operands)
+            kernel.check(operands, settings)
         except NotImplementedError as reason:
-            reasons.append(reason)
-        else:
-            declined = tuple(zip(names[:i], map(str, reasons), strict=True))
-            return state, Choice(name, declined)
+            reasons.append((name, reason))
+            continue
+        kernels.append(kernel)
+        if not kernel.platforms:
+            break
+    if kernels:
+        return tuple(kernels), {name: str(reason) for name, reason in reasons}
     if len(reasons) == 1:
-        raise reasons[0]
-    raise ExceptionGroup(f"no implementation of {', '.join(names)} takes this call", reasons)
+        raise reasons[0][1]
+    raise ExceptionGroup(
+        f"no implementation of {', '.join(names)} takes this call", [x for _, x in reasons]
+    )
+
+
+def _check_unsplit(operands: Operands) -> None:
+    for name, x in zip(Operands._fields, operands, strict=True):
+        if x is not None and any(part is not None for part in split(x)):
+            raise NotImplementedError(
+                f"{name}: wanted an array that its type does not split over a mesh (as inside "
+                f"jax.shard_map), got one split by {split(x)}"
+            )
+
+
+def split(x: Any) -> tuple[Any, ...]:
+    """What mesh axes each axis of an array is split over by its type. Raises nothing."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return ()
+    return tuple(jax.typeof(x).sharding.spec)
 
 
 def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> list[Any]:

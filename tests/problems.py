@@ -202,17 +202,21 @@ def _all_problems():
     yield _make("bias_infinite", bias=np.where(_mask((B, N, T, S), empty_rows=[2]), 0.3, -np.inf))
 
     yield everything("everything", B=2, T=11, S=13)
+    yield everything("predicates", B=2, T=11, S=13, arrays=False)
 
 
-def everything(name, B, T, S) -> Problem:
-    """All options at once (explicit positions apart, which replace the lengths' and the default ones)."""
+def everything(name, B, T, S, arrays=True) -> Problem:
+    """All options at once (explicit positions apart, which replace the lengths' and the default ones).
+
+    `arrays`: with a bias and a mask, which hand-written kernels decline.
+    """
+    own = {"bias": (1, 4, T, S), "mask": _mask((B, 1, T, S), empty_rows=[T // 2])} if arrays else {}
     return _make(
         name,
         *(B, T, S),
         **{"N": 4, "K": 2, "H": 5, "V": 3},
+        **own,
         source=True,
-        bias=(1, 4, T, S),
-        mask=_mask((B, 1, T, S), empty_rows=[T // 2]),
         scale=0.4,
         is_causal=True,
         query_seq_lengths=_ints(*(T - 1 - 2 * b for b in range(B))),
@@ -243,6 +247,25 @@ LARGE = {
         ),
     )
 }
+# Heads of real models, few and many queries of a block of keys that is never full.
+HEADS = {
+    problem.name: problem
+    for problem in (
+        _make(
+            "heads_16_2",
+            B=1,
+            T=3,
+            S=37,
+            N=16,
+            K=2,
+            H=64,
+            query_positions=_ints([34, 35, 36]),
+            is_causal=True,
+        ),
+        _make("heads_8_8", B=2, T=1, S=29, N=8, H=16, key_value_seq_lengths=_ints(21, 0)),
+        _make("heads_8_1", B=1, T=64, S=67, N=8, K=1, H=16, is_causal=True),
+    )
+}
 BLOCKS = {
     problem.name: problem
     for problem in (
@@ -265,5 +288,6 @@ BLOCKS = {
         ),
         _make("blocks_rows_bias", T=19, S=31, bias=(1, 2, 19, 1), local_window_size=4),
         everything("blocks_everything", B=2, T=31, S=37),
+        everything("blocks_predicates", B=2, T=31, S=37, arrays=False),
     )
 }

@@ -329,7 +329,7 @@ WRONG = {
     "one axis": (
         lambda: cost.volume("tree", "hierarchical", DECODE, topology((2,))),
         ValueError,
-        "merge: wanted two or more mesh axes for 'hierarchical', got one",
+        "merge: wanted two or more mesh axes for 'hierarchical', slow ones first, got one",
     ),
     "shape": (
         lambda: cost.latency("tree", "gather", 3, topology((2,))),

@@ -8,6 +8,7 @@ decline a problem with NotImplementedError, but not those that `ACCEPTS` states.
 import contextlib
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +19,56 @@ from energy_attn.kernels import (
     AttentionState,
     _arguments,
     _blocks,
+    _registry,
     implementations,
     local_attention,
 )
+from energy_attn.kernels._choice import platform_here
 
 from ..naive import assert_all_close, expected, select
-from ..problems import BLOCKS, LARGE, PROBLEMS, Problem, cast, cotangents, lse_dtype, tangents
+from ..problems import (
+    BLOCKS,
+    HEADS,
+    LARGE,
+    PROBLEMS,
+    Problem,
+    cast,
+    cotangents,
+    lse_dtype,
+    tangents,
+)
 from ..reference import dense, dense_covariance, dense_hvp, dense_jvp, dense_vjp, visible
 
 ALL = frozenset(PROBLEMS)
-# What an implementation must not decline. One that is new to the registry states here what it takes.
-ACCEPTS = {
-    "reference": ALL,
-    "blockwise": ALL,
-    "decode": ALL - {"primes"},  # at most 64 rows times heads
+ARRAYS = frozenset(name for name in ALL if name.startswith(("bias", "mask", "shift", "everything")))
+EMPTY = frozenset({"no_keys", "no_queries"})
+
+
+class Traits(NamedTuple):
+    """What an implementation is held to.
+
+    `accepts`: the problems that it must not decline. `dtype`: the most exact one that it takes.
+    `judged`: the problems that its state and gradients are computed for, as compiling dominates.
+    """
+
+    accepts: frozenset[str]
+    dtype: str = "float64"
+    judged: frozenset[str] = ALL
+
+
+# An implementation that is new to the registry states here what it takes.
+TRAITS = {
+    "reference": Traits(ALL),
+    "blockwise": Traits(ALL),
+    "decode": Traits(ALL - {"primes"}),  # at most 64 rows times heads
 }
+HERE = platform_here()
+# The others have no interpreter: they are compiled elsewhere in the suite, and run where their platform is.
+RUNNABLE = tuple(
+    name
+    for name, kernel in _registry._REGISTRY.items()
+    if not kernel.platforms or kernel.interpreted or HERE in kernel.platforms
+)
 
 # Kernels that bring a forward pass alone, differentiated by the blockwise backward: all gradients of
 # that one are checked, and of these a few, to see that they save the state it wants.
@@ -40,7 +76,17 @@ FORWARD_ONLY = frozenset({"decode"})
 
 # Compiling dominates: in low precision and of second derivatives a few that go through every path.
 LOW = {
-    "bfloat16": ("plain", "everything", "positions_causal", "multi_query", "shift_up", "mask"),
+    "bfloat16": (
+        *(
+            "plain",
+            "everything",
+            "predicates",
+            "positions_causal",
+            "multi_query",
+            "shift_up",
+            "mask",
+        ),
+    ),
     "float32": ("everything", "positions_causal", "shift_up", "decode_source"),
     "float16": ("everything", "multi_query", "decode_source"),
 }
@@ -52,9 +98,19 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 def problems(names):
-    """Runs a test for each problem named (or in a dictionary of problems)."""
+    """Runs a test for each implementation, and each problem named (or in a dictionary of problems) that it is for."""
     found = names.values() if isinstance(names, dict) else [PROBLEMS[name] for name in names]
-    return pytest.mark.parametrize("problem", list(found), ids=str)
+    pairs = [
+        pytest.param(implementation, problem, id=f"{implementation}-{problem}")
+        for implementation in RUNNABLE
+        for problem in found
+        if names is not PROBLEMS or problem.name in TRAITS[implementation].judged
+    ]
+    return pytest.mark.parametrize(("implementation", "problem"), pairs)
+
+
+def exactest(implementation: str) -> np.dtype:
+    return np.dtype(TRAITS[implementation].dtype)
 
 
 def attend(arrays: dict, problem: Problem, implementation: str | None) -> AttentionState:
@@ -82,9 +138,9 @@ def or_refuses(tests: type) -> type:
     return tests
 
 
-def attend_or_refuse(implementation: str, problem: Problem, dtype="float64"):
+def attend_or_refuse(implementation: str, problem: Problem, dtype=None):
     """The arrays; refuses where the implementation declines. Whether it may is for `test_accepts`."""
-    arrays, _ = cast(problem, dtype)
+    arrays, _ = cast(problem, exactest(implementation) if dtype is None else dtype)
     try:
         jax.eval_shape(lambda arrays: attend(arrays, problem, implementation), arrays)
     except NotImplementedError as reason:
@@ -135,8 +191,8 @@ def blind_rows_and_hidden_keys(problem: Problem) -> tuple[np.ndarray, np.ndarray
 
 
 def gradient_of(problem: Problem, implementation: str):
-    """The gradient of `<dout, out> + <dlse, lse>` as a function of the arrays, in float64."""
-    cotangent = AttentionState(*cotangents(problem, jnp.float64))
+    """The gradient of `<dout, out> + <dlse, lse>` as a function of the arrays."""
+    cotangent = AttentionState(*cotangents(problem, exactest(implementation)))
 
     def gradient(arrays):
         return jax.vjp(lambda arrays: attend(arrays, problem, implementation), arrays)[1](
@@ -158,16 +214,17 @@ def right_or_raises(implementation, function, *args):
 
 
 def close(actual, exact, what):
-    """Float64 against float64, relative to the largest entry."""
-    exact = np.asarray(exact, np.float64)
+    """To the last bits of float64, or most of float32, relative to the largest entry."""
     actual = np.asarray(actual)
-    assert actual.dtype == np.float64 and actual.shape == exact.shape, what
+    tolerance = {"float64": 1e-9, "float32": 3e-5}[actual.dtype.name]
+    exact = np.asarray(exact, np.float64)
+    assert actual.shape == exact.shape, what
     scale = np.max(np.abs(exact), initial=1.0, where=np.isfinite(exact))
-    np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-9 * scale, err_msg=what)
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=tolerance * scale, err_msg=what)
 
 
-def as_jax(arrays: dict) -> dict:
-    return {name: jnp.asarray(array) for name, array in arrays.items()}
+def as_jax(arrays: dict, implementation: str) -> dict:
+    return {name: jnp.asarray(array, exactest(implementation)) for name, array in arrays.items()}
 
 
 @pytest.fixture
@@ -177,20 +234,29 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(_blocks, "KEY_BLOCK", 8)
 
 
-@pytest.mark.parametrize("implementation", implementations())
+each = pytest.mark.parametrize("implementation", RUNNABLE)
+
+
 @or_refuses
 class TestEveryImplementation:
+    @each
     def test_accepts(self, implementation):
         """An implementation that declines everything would pass every other test here."""
-        for name in ACCEPTS[implementation]:
+        for name in TRAITS[implementation].accepts:
             arrays, _ = cast(PROBLEMS[name], jnp.float32)
             jax.eval_shape(lambda arrays: attend(arrays, PROBLEMS[name], implementation), arrays)  # noqa: B023
 
     @problems(PROBLEMS)
-    def test_float64(self, implementation, problem):
-        """Any slip in a mask, a head's group, a cotangent or an edge case, to the last bits of float64."""
-        check(implementation, problem, jnp.float64, QUICK)
+    def test_exactest(self, implementation, problem):
+        """Any slip in a mask, a head's group, a cotangent or an edge case, to the last bits of the best dtype."""
+        check(implementation, problem, exactest(implementation), QUICK)
 
+    @problems(HEADS)
+    def test_heads(self, implementation, problem):
+        """Rows of several heads in one block that are told apart wrongly, in the shapes of real models."""
+        check(implementation, problem, jnp.float32)
+
+    @each
     @pytest.mark.parametrize(("dtype", "name"), [(d, name) for d in LOW for name in LOW[d]])
     def test_low_precision(self, implementation, dtype, name):
         """Accumulation in, or rounding to, a narrow dtype where naive attention keeps float32; lse above all."""
@@ -199,18 +265,19 @@ class TestEveryImplementation:
     @problems(BLOCKS)
     def test_many_blocks(self, implementation, problem, small_blocks):
         """Statistics lost between blocks, a block skipped that can meet, a bias block added at the wrong place."""
-        check(implementation, problem, jnp.float64, QUICK)
+        check(implementation, problem, exactest(implementation), QUICK)
 
     @problems(LARGE)
     def test_real_blocks(self, implementation, problem):
         """The same with the blocks' real sizes, which nobody patches in production."""
         check(implementation, problem, jnp.float32)
 
+    @each
     def test_one_output_in_one_array(self, implementation):
         """A backward that counts on all cotangents and all arguments being there (symbolic zeros, constants)."""
         problem = PROBLEMS["bias_keys"]
         arrays = attend_or_refuse(implementation, problem)
-        dout, dlse = cotangents(problem, jnp.float64)
+        dout, dlse = cotangents(problem, exactest(implementation))
         fields = {"query": "lse", "key": "out", "value": "lse", "source": "out", "bias": "lse"}
 
         def total(field, cotangent):
@@ -225,18 +292,21 @@ class TestEveryImplementation:
             lambda arrays: {n: jax.grad(totals[f])(arrays[n], n) for n, f in fields.items()}
         )
         for name, gradient in alone(arrays).items():
-            exact, _, _ = expected(problem, jnp.dtype("float64"), fields[name])
+            exact, _, _ = expected(problem, exactest(implementation), fields[name])
             close(gradient, exact[name], f"{implementation}, gradient of {fields[name]} in {name}")
 
     @problems(SECOND)
     def test_reverse_over_reverse(self, implementation, problem):
         """Zero or wrong second derivatives, where the saved state is taken for a constant of the backward."""
         arrays, direction = attend_or_refuse(implementation, problem), tangents(problem)
-        dout, dlse = cotangents(problem, jnp.float64)
+        dout, dlse = cotangents(problem, exactest(implementation))
         gradient = gradient_of(problem, implementation)
         # The Hessian is symmetric: pulled back through the gradient, a direction gives the Hessian times it.
         product = right_or_raises(
-            implementation, lambda a, d: jax.vjp(gradient, a)[1](d)[0], arrays, as_jax(direction)
+            implementation,
+            lambda a, d: jax.vjp(gradient, a)[1](d)[0],
+            arrays,
+            as_jax(direction, implementation),
         )
         for name, exact in dense_hvp(
             problem, np.asarray(dout), np.asarray(dlse), direction
@@ -255,7 +325,9 @@ class TestEveryImplementation:
             linear = jax.linearize(function, arrays)[1](direction)
             return pushed, linear
 
-        for state in right_or_raises(implementation, both, arrays, as_jax(direction)):
+        for state in right_or_raises(
+            implementation, both, arrays, as_jax(direction, implementation)
+        ):
             close(state.out, dout, f"{implementation}, {problem}, tangent of out")
             close(state.lse, dlse, f"{implementation}, {problem}, tangent of lse")
 
@@ -263,16 +335,20 @@ class TestEveryImplementation:
     def test_forward_over_reverse(self, implementation, problem):
         """A Hessian-vector product by the mode that `jax.hessian` uses: right, or an error."""
         arrays, direction = attend_or_refuse(implementation, problem), tangents(problem)
-        dout, dlse = cotangents(problem, jnp.float64)
+        dout, dlse = cotangents(problem, exactest(implementation))
         gradient = gradient_of(problem, implementation)
         product = right_or_raises(
-            implementation, lambda a, d: jax.jvp(gradient, (a,), (d,))[1], arrays, as_jax(direction)
+            implementation,
+            lambda a, d: jax.jvp(gradient, (a,), (d,))[1],
+            arrays,
+            as_jax(direction, implementation),
         )
         for name, exact in dense_hvp(
             problem, np.asarray(dout), np.asarray(dlse), direction
         ).items():
             close(product[name], exact, f"{implementation}, {problem}, second derivative in {name}")
 
+    @each
     @pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
     def test_hessian_in_source_is_covariance(self, implementation, mode):
         """∇²F that is not the covariance of the values: the library's first identity, by the users' own call."""
@@ -293,6 +369,7 @@ class TestEveryImplementation:
             np.abs(hessian).sum(), np.abs(diagonal).sum(), err_msg="rows mix"
         )
 
+    @each
     def test_vmap(self, implementation):
         """A batching rule that pairs up the wrong axes, or block skipping that goes wrong when batched."""
         first = PROBLEMS["positions_causal"]
@@ -305,7 +382,7 @@ class TestEveryImplementation:
             state, back = jax.vjp(
                 lambda a: attend(a, problem, implementation), arrays | {"query": query}
             )
-            return state, back(AttentionState(*cotangents(first, jnp.float64)))[0]
+            return state, back(AttentionState(*cotangents(first, exactest(implementation))))[0]
 
         jit = functools.partial(jax.jit, compiler_options=QUICK)
         together = jit(jax.vmap(gradients))(queries, positions)
@@ -317,6 +394,7 @@ class TestEveryImplementation:
             stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *loop)
             jax.tree.map(lambda a, b: close(a, b, implementation), batched, stacked)
 
+    @each
     @pytest.mark.parametrize("name", ["everything", "positions_causal"])
     def test_unbatched(self, implementation, name):
         """Unbatched input treated as a batch of T, or lengths and positions of another row used."""
@@ -334,15 +412,17 @@ class TestEveryImplementation:
         close(single.out, batched.out[0], f"{implementation}, out of {name}")
         close(single.lse, batched.lse[0], f"{implementation}, lse of {name}")
 
+    @each
     def test_jit_and_eager_agree(self, implementation):
         """Something decided at trace time from values, or an array kept from one trace to the next."""
         problem = PROBLEMS["positions_causal"]
         arrays = attend_or_refuse(implementation, problem)
-        given = cotangents(problem, jnp.float64)
+        given = cotangents(problem, exactest(implementation))
         run = state_and_gradients(implementation, problem)
         compiled, eager = run(arrays, *given), run.__wrapped__(arrays, *given)
         jax.tree.map(lambda a, b: close(a, b, implementation), compiled, eager)
 
+    @each
     def test_deterministic(self, implementation):
         """A reduction whose order changes from call to call: results must repeat to the bit."""
         problem = PROBLEMS["positions_causal"]
@@ -352,6 +432,7 @@ class TestEveryImplementation:
         once, twice = run(arrays, *given), run(arrays, *given)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), once, twice)
 
+    @each
     @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
     def test_dtypes(self, implementation, dtype):
         """lse in bfloat16: merging eight shards then errs by 0.16. It is float32, or float64 beside float64."""
@@ -360,6 +441,7 @@ class TestEveryImplementation:
         state = jax.eval_shape(lambda arrays: attend(arrays, problem, implementation), arrays)
         assert state.out.dtype == jnp.dtype(dtype) and state.lse.dtype == lse_dtype(dtype)
 
+    @each
     @pytest.mark.parametrize("name", ["decode_cache", "ragged", "mask"])
     def test_hidden_keys_do_not_matter(self, implementation, name):
         """What a hidden key holds (a stale cache slot, padding) leaking into outputs or gradients."""
@@ -372,15 +454,16 @@ class TestEveryImplementation:
         unseen = jnp.asarray(~visible(problem).any(axis=(1, 2)))[..., None, None]
         assert unseen.any()
         stale = arrays | {n: jnp.where(unseen, 1e5, arrays[n]) for n in ("key", "value")}
-        given = cotangents(problem, jnp.float64)
+        given = cotangents(problem, exactest(implementation))
         run = state_and_gradients(implementation, problem, QUICK)
         jax.tree.map(np.testing.assert_array_equal, run(arrays, *given), run(stale, *given))
 
+    @each
     def test_gradient_in_scale(self, implementation):
         """A scale that is an array, say a learned temperature, rounded to the operands' dtype or given no gradient."""
         problem = replace(PROBLEMS["bias_keys"], scale=0.7)
         arrays = attend_or_refuse(implementation, problem)
-        cotangent = AttentionState(*cotangents(problem, jnp.float64))
+        cotangent = AttentionState(*cotangents(problem, exactest(implementation)))
         options = {n: option for n, option in problem.options.items() if n != "scale"}
 
         @jax.jit
@@ -393,9 +476,10 @@ class TestEveryImplementation:
             )[1](cotangent)[0]
 
         # Scores depend on scale·q alone, so that scale ∂L/∂scale = q·∂L/∂q.
-        exact, _, _ = expected(problem, jnp.dtype("float64"), "both")
+        exact, _, _ = expected(problem, exactest(implementation), "both")
         close(run(arrays, jnp.asarray(0.7)), np.sum(problem.query * exact["query"]) / 0.7, "scale")
 
+    @each
     def test_bias_in_another_dtype(self, implementation):
         """A float32 bias beside bfloat16 operands rounded to bfloat16, or its gradient."""
         problem = PROBLEMS["bias_heads"]
@@ -411,6 +495,7 @@ class TestEveryImplementation:
         exact = dense_vjp(rounded, np.zeros(dout.shape), np.asarray(dlse, np.float64))["bias"]
         np.testing.assert_allclose(found["bias"], exact, rtol=0, atol=1e-5)
 
+    @each
     def test_lengths_may_be_traced(self, implementation):
         """Lengths and positions read as Python numbers: a decode loop would recompile for every token, or fail."""
         problem = PROBLEMS["ragged"]
@@ -436,18 +521,19 @@ def _row(name, option):
 
 def test_every_implementation_states_what_it_accepts():
     """A new implementation that nobody holds to anything."""
-    assert set(ACCEPTS) == set(implementations())
+    assert set(TRAITS) == set(implementations())
 
 
-@problems(["plain", "primes", "no_keys", "decode_source"])
-def test_default_implementation(problem):
+@pytest.mark.parametrize("name", ["plain", "primes", "no_keys", "decode_source"])
+def test_default_implementation(name):
     """A choice that ends in an error, or in an implementation that is wrong for the problem."""
+    problem = PROBLEMS[name]
     check_default = state_and_gradients(None, problem)
     found = check_default(cast(problem, jnp.float64)[0], *cotangents(problem, jnp.float64))
     assert_all_close(found, problem, jnp.float64, "both", label="default")
 
 
-@problems(BLOCKS)
+@pytest.mark.parametrize("problem", BLOCKS.values(), ids=str)
 def test_small_blocks_make_many(problem, small_blocks):
     """The block constants renamed or read elsewhere: `test_many_blocks` would test one block and say nothing."""
     arrays, _ = cast(problem, jnp.float64)

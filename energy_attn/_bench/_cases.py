@@ -1,0 +1,212 @@
+"""What the benchmark computes: the sizes, and attention by us and by each peer on the same arrays."""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import energy_attn
+from energy_attn.kernels import local_attention
+
+Run = Callable[[], Any]  # starts a computation and returns what can be waited for
+OURS, JAX_NN, CUDNN, FLASH, PYTORCH = (
+    "energy_attn",
+    "jax.nn",
+    "jax.nn, cuDNN",
+    "flash-attn-jax",
+    "PyTorch",
+)
+BARE = "the bare kernel"
+
+
+class Shape(NamedTuple):
+    """The sizes of an attention, named as everywhere in the library."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int
+
+
+class Case(NamedTuple):
+    """One comparison: what is computed, on what.
+
+    Attributes:
+        name: the job: prefill, decode, forward + backward, or jax.grad of F.
+        shape: the sizes.
+        dtype: of all arrays.
+        backward: whether the gradients in query, key and value are computed as well.
+        causal: whether later keys are hidden.
+        bare: whether the peer is our own kernel called by hand, and we are `jax.grad` of F.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    backward: bool = False
+    causal: bool = False
+    bare: bool = False
+
+    @property
+    def key_bytes(self) -> int:
+        """The bytes of keys and values."""
+        shape = self.shape
+        size = 2 * shape.batch * shape.keys * shape.kv_heads * shape.width
+        return size * jnp.dtype(self.dtype).itemsize
+
+
+def shrunk(case: Case, by: int) -> Case:
+    """The case with sequences that are `by` times shorter. Raises nothing."""
+    shape = case.shape
+    queries, keys = (max(x // by, 1) for x in (shape.queries, shape.keys))
+    return case._replace(shape=shape._replace(queries=queries, keys=keys))
+
+
+def torch() -> Any:
+    """PyTorch, or None where it is not installed. Raises nothing."""
+    return importlib.import_module("torch") if importlib.util.find_spec("torch") else None
+
+
+def program(case: Case, attend: Callable[..., Any]) -> Any:
+    """The compiled job of a case with one way to attend. Raises nothing."""
+
+    def loss(*arrays: Any) -> Any:
+        return (attend(*arrays).astype(jnp.float32) ** 2).sum()
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)) if case.backward else attend)
+
+
+def shapes(case: Case) -> list[tuple[int, ...]]:
+    """The shapes of query, key and value. Raises nothing."""
+    shape = case.shape
+    sizes = ((shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2)
+    return [(shape.batch, *size, shape.width) for size in sizes]
+
+
+def sides(case: Case, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
+    """Ours and each peer's job, ready to run; and why peers that are not there are not.
+
+    Raises nothing.
+    """
+    arrays = _random(case)
+    found: dict[str, Run] = {}
+    absent: dict[str, str] = {}
+    for name, attend in _attentions(case, platform).items():
+        run = _compiled(program(case, attend), arrays)
+        try:
+            jax.block_until_ready(run())
+        except Exception as reason:  # whatever a peer's installation lacks
+            if name == OURS:
+                raise
+            absent[name] = f"{type(reason).__name__}: {reason}".splitlines()[0]
+        else:
+            found[name] = run
+    if case.bare:
+        return found, absent
+    try:
+        found[PYTORCH] = _pytorch(case, arrays, platform)
+    except ImportError as reason:
+        absent[PYTORCH] = str(reason)
+    return found, absent
+
+
+def _random(case: Case) -> list[jax.Array]:
+    # large arrays are made where they are used
+    keys = jax.random.split(jax.random.key(0), 3)
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    return [
+        draw(key, shape, jnp.dtype(case.dtype))
+        for key, shape in zip(keys, shapes(case), strict=True)
+    ]
+
+
+def _compiled(run: Any, arrays: list[jax.Array]) -> Run:
+    return lambda: run(*arrays)
+
+
+def _attentions(case: Case, platform: str) -> dict[str, Callable[..., Any]]:
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return energy_attn.attention(q, k, v, is_causal=case.causal)
+
+    def jax_nn(q: Any, k: Any, v: Any, implementation: Any = None) -> Any:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=case.causal, implementation=implementation
+        )
+
+    def flash(q: Any, k: Any, v: Any) -> Any:
+        return importlib.import_module("flash_attn_jax").flash_mha(q, k, v, is_causal=case.causal)
+
+    if case.bare:
+
+        def gradient(q: Any, k: Any, v: Any) -> Any:
+            def total(source: Any) -> Any:
+                return energy_attn.free_energy(q, k, v, source, is_causal=case.causal).sum()
+
+            return jax.grad(total)(np.zeros(q.shape, q.dtype))
+
+        def bare(q: Any, k: Any, v: Any) -> Any:
+            return local_attention(q, k, v, is_causal=case.causal).out
+
+        return {OURS: gradient, BARE: bare}
+    if platform != "cuda":
+        return {OURS: ours, JAX_NN: jax_nn}
+    return {
+        OURS: ours,
+        CUDNN: lambda q, k, v: jax_nn(q, k, v, "cudnn"),
+        FLASH: flash,
+    }
+
+
+def _pytorch(case: Case, arrays: list[jax.Array], platform: str) -> Run:
+    """PyTorch's job on the same numbers; raises `ImportError` without it."""
+    torch_ = torch()
+    if torch_ is None:
+        raise ImportError("not installed")
+    on_gpu = platform == "cuda"
+    if on_gpu and not torch_.cuda.is_available():
+        raise ImportError("installed without CUDA")
+    torch_.set_num_threads(os.cpu_count() or 1)
+    dtype, device = getattr(torch_, case.dtype), "cuda" if on_gpu else "cpu"
+    # the same [B, T, N, H] layout in memory, seen as PyTorch names its axes
+    tensors = [torch_.from_dlpack(x).to(device=device, dtype=dtype).transpose(1, 2) for x in arrays]
+    grouped = {"enable_gqa": True} if case.shape.heads != case.shape.kv_heads else {}
+
+    def attend(*tensors: Any) -> Any:
+        return torch_.nn.functional.scaled_dot_product_attention(
+            *tensors, is_causal=case.causal, **grouped
+        )
+
+    def forward() -> Any:
+        with torch_.no_grad():
+            return attend(*tensors)
+
+    def forward_and_backward() -> Any:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        (attend(*leaves).float() ** 2).sum().backward()
+        return [x.grad for x in leaves]
+
+    return forward_and_backward if case.backward else forward
+
+
+def wait(result: Any) -> None:
+    """Returns when a result of JAX or PyTorch is there. Raises what the computation raised."""
+    leaves = jax.tree.leaves(result)
+    if isinstance(leaves[0], jax.Array):
+        jax.block_until_ready(leaves)
+    elif leaves[0].is_cuda:
+        torch().cuda.synchronize()
+
+
+def numbers(result: Any) -> list[np.ndarray]:
+    """A result's arrays in float32, in the layout of ours. Raises nothing."""
+    leaves = jax.tree.leaves(result)
+    if isinstance(leaves[0], jax.Array):
+        return [np.asarray(x.astype(jnp.float32)) for x in leaves]
+    return [x.detach().transpose(1, 2).float().cpu().numpy() for x in leaves]

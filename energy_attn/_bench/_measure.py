@@ -1,0 +1,80 @@
+"""Times that can be compared: both sides compiled and warmed up, in turn, in one process."""
+
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import energy_attn
+
+from ._cases import Run, torch, wait
+
+SHORT = 0.02  # seconds: runs are repeated until a timing takes as long
+
+
+def measure(sides: dict[str, Run], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each run of each side: warmed up, then in turn.
+
+    A turn is a timing of nothing and one of as many runs as take 20 ms, so that no side pays for
+    what the one before it left in the caches and the allocator, nor for starting a short run.
+    Raises what a side raises.
+    """
+    numbers: dict[str, int] = {}
+    for name, side in sides.items():
+        wait(side())
+        numbers[name] = max(1, round(SHORT / max(_seconds(side, 1), 1e-6)))
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, side in sides.items():
+            wait(side())
+            seconds[name].append(_seconds(side, numbers[name]) / numbers[name])
+    return seconds
+
+
+def _seconds(side: Run, number: int) -> float:
+    start = time.perf_counter()
+    for _ in range(number):
+        result = side()
+    wait(result)  # pyright: ignore[reportPossiblyUnboundVariable]  # at least one
+    return time.perf_counter() - start
+
+
+def bandwidth(platform_: str, repeats: int, size: int) -> tuple[str, float]:
+    """What memory gives, in bytes a second, and how that was measured, with arrays of `size` bytes.
+
+    On CPUs, reading: a sum, by JAX or NumPy, whichever is faster. On other platforms, copying,
+    counting bytes read and bytes written. Raises nothing.
+    """
+    x = jnp.ones(size // 4, jnp.float32)
+    if platform_ != "cpu":
+        copy = jax.jit(lambda x: x + 1)
+        median = statistics.median(measure({"copy": lambda: copy(x)}, repeats)["copy"])
+        return "copy, bytes read and written", 2 * x.nbytes / median
+    read = {"sum": jax.jit(lambda x: x.reshape(-1, 1024).sum(1))}
+    times = measure({name: (lambda f=f: f(x)) for name, f in read.items()}, repeats)
+    best = min(statistics.median(runs) for runs in times.values())
+    return "sums of rows", x.nbytes / best
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to judge a figure. Raises nothing."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+        model = next((v.strip() for k, _, v in lines if k.strip() == "model name"), model)
+    described = {
+        "device": jax.devices()[0].device_kind,
+        "processor": model,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "energy_attn": energy_attn.__version__,
+    }
+    peer = torch()
+    return described if peer is None else {**described, "torch": str(peer.__version__)}
