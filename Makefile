@@ -20,12 +20,13 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-tpu test-cuda test-slow check bench docs clean
+.PHONY: help demo test test-tpu test-cuda test-slow test-device check bench docs clean
 
 help:
 	@echo "make demo    train a small decoder, decode over eight devices, compare with the dense answer"
 	@echo "make test    the tests"
 	@echo "make test-tpu, test-cuda, test-slow    programs compiled for TPU pods and for GPU clusters; more processes"
+	@echo "make test-device JAX='jax[cuda13]'    the tests of kernels on the accelerator at hand"
 	@echo "make check   format, lint, types, import direction, documentation"
 	@echo "make bench   times and memory beside jax.nn and PyTorch"
 	@echo "make docs    the documentation, into site/"
@@ -39,13 +40,16 @@ test: $(VENV)/.installed-$(TEST_EXTRAS)
 
 # Each in an environment of its own: with these packages, JAX looks for their hardware whenever it starts.
 test-tpu:
-	@$(MAKE) --no-print-directory VENV=$(VENV)-tpu TEST_EXTRAS=test,tpu PYTEST_ARGS='-m tpu tests/distributed' test
+	@$(MAKE) --no-print-directory VENV=$(VENV)-tpu TEST_EXTRAS=test,tpu PYTEST_ARGS='-m tpu tests' test
 
 test-cuda:
-	@$(MAKE) --no-print-directory VENV=$(VENV)-cuda TEST_EXTRAS=test,cuda JAX='jax==0.10.2' PYTEST_ARGS='-m cuda tests/cuda' test
+	@$(MAKE) --no-print-directory VENV=$(VENV)-cuda TEST_EXTRAS=test,cuda JAX='jax==0.10.2' PYTEST_ARGS='-m cuda tests' test
 
 test-slow:
 	@$(MAKE) --no-print-directory PYTEST_ARGS='-m slow tests/distributed' test
+
+test-device:
+	@JAX_PLATFORMS= $(MAKE) --no-print-directory VENV=$(VENV)-device PYTEST_ARGS='tests/kernels' test
 
 check: $(VENV)/.installed-check,docs,io,plot
 	$(BIN)/ruff format --check .
@@ -61,7 +65,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VENV)-tpu $(VENV)-cuda build dist site energy_attn.egg-info demo.png
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-cuda $(VENV)-device build dist site energy_attn.egg-info demo.png
 
 $(BIN)/python:
 	@for python in $(CANDIDATES); do \

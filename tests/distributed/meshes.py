@@ -1,11 +1,15 @@
 """The meshes of these tests: eight devices in a row and as 2 × 4, with axes left to the compiler or part of types."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
+
+from ..problems import Problem, cotangents
+from ..reference import dense, dense_vjp
 
 # A bug of jax 0.8: `vmap` of any `shard_map` with a psum in it fails.
 batches_psum = pytest.mark.skipif(
@@ -30,3 +34,13 @@ def close(actual, exact, what="", tolerance=1e-11):
     assert actual.dtype == np.float64 and actual.shape == exact.shape, what
     scale = np.max(np.abs(exact), initial=1.0, where=np.isfinite(exact))
     np.testing.assert_allclose(actual, exact, rtol=0, atol=tolerance * scale, err_msg=what)
+
+
+def check(found, problem: Problem):
+    """`((out, energy), gradients)` in float64, for the problem's cotangents."""
+    (out, energy), gradients = found
+    given = cotangents(problem, jnp.float64)
+    close(out, dense(problem)[0], "attention")
+    close(energy, dense(problem)[1], "energy")
+    for name, exact in dense_vjp(problem, *map(np.asarray, given)).items():
+        close(gradients[name], exact, name)

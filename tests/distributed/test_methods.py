@@ -28,9 +28,10 @@ from energy_attn.kernels._arguments import Operands, Settings
 from energy_attn.kernels._blocks import Blocks
 from energy_attn.kernels._mask import Rule
 
+from ..naive import assert_all_close
 from ..problems import Problem, cast, cotangents, everything
-from ..reference import dense, dense_vjp
-from .meshes import close, mesh_of
+from ..reference import dense
+from .meshes import check, close, mesh_of
 
 QUICK = {"xla_backend_optimization_level": 0}
 AXES = ("node", "device")
@@ -116,15 +117,6 @@ def state_and_gradients(problem, parallel):
     return run
 
 
-def check(found, problem: Problem):
-    (out, energy), gradients = found
-    given = cotangents(problem, jnp.float64)
-    close(out, dense(problem)[0], "attention")
-    close(energy, dense(problem)[1], "energy")
-    for name, exact in dense_vjp(problem, *map(np.asarray, given)).items():
-        close(gradients[name], exact, name)
-
-
 NO_KEYS = replace(
     DECODE,
     name="no keys",
@@ -156,6 +148,18 @@ def test_methods(method, problem):
     arrays, _ = cast(problem, jnp.float64)
     with jax.set_mesh(mesh_of("2x4")):
         check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sixteen_bits(method):
+    """States or gradients rounded to 16 bits on their way: the error of naive attention on one device bounds it."""
+    run = jax.jit(state_and_gradients(SELF, SequenceParallel(AXES, method)))
+    arrays, _ = cast(SELF, jnp.bfloat16)
+    with jax.set_mesh(mesh_of("2x4")):
+        (out, energy), gradients = run(arrays, cotangents(SELF, jnp.bfloat16))
+    found = {"out": out, "lse": energy} | gradients
+    found = {name: np.asarray(x) for name, x in found.items()}
+    assert_all_close(found, SELF, jnp.dtype("bfloat16"), "both", label=method)
 
 
 @pytest.mark.parametrize("merge", ["allreduce", "gather", "butterfly", "hierarchical"])

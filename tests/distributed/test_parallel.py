@@ -20,7 +20,7 @@ from energy_attn.kernels import local_attention
 
 from ..problems import PROBLEMS, Problem, cast, cotangents, everything
 from ..reference import dense, dense_covariance, dense_vjp
-from .meshes import SHAPES, batches_psum, close, mesh_of, parallel_of
+from .meshes import SHAPES, batches_psum, check, close, mesh_of, parallel_of
 
 QUICK = {"xla_backend_optimization_level": 0}
 EVEN = everything("even", B=2, T=5, S=16)  # S divides by 8, as arrays sharded by their types must
@@ -44,15 +44,6 @@ def state_and_gradients(problem, **options):
         return pair, back(cotangent)[0]
 
     return run
-
-
-def check(found, problem: Problem):
-    (out, energy), gradients = found
-    given = cotangents(problem, jnp.float64)
-    close(out, dense(problem)[0], "attention")
-    close(energy, dense(problem)[1], "energy")
-    for name, exact in dense_vjp(problem, *map(np.asarray, given)).items():
-        close(gradients[name], exact, name)
 
 
 @pytest.mark.parametrize("kind", ["8", "2x4"])

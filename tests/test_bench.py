@@ -1,0 +1,98 @@
+"""`python -m energy_attn bench` and `info`: what they compute and say, never how long it takes."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from energy_attn import _bench
+from energy_attn.__main__ import main
+from energy_attn._bench import _cases, _measure
+
+
+@pytest.mark.usefixtures("user_settings")
+@pytest.mark.parametrize("suite", _bench.SUITES)
+def test_suites(suite, tmp_path, capsys, monkeypatch):
+    """A suite that cannot run, or that times peers which compute something else."""
+    seen, cases = set(), []
+    for case in _bench.SUITES[suite]:  # one of each kind: the sizes differ alone
+        if (case.name, case.shape.queries == 1) not in seen:
+            seen.add((case.name, case.shape.queries == 1))
+            cases.append(case)
+    monkeypatch.setitem(_bench.SUITES, suite, tuple(cases))
+    arguments = ["bench", "--suite", suite, "--shrink", "128", "--repeats", "2"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / f"{suite}.json").read_text())
+    assert [row["name"] for row in result["times"]] == [case.name for case in cases]
+    for row in result["times"]:
+        peers = set(row["times_faster"])
+        assert peers and peers == set(row["largest_difference"]) == set(row["median_ms"]) - {
+            _cases.OURS
+        }
+        tolerance = {"float32": 1e-4, "bfloat16": 0.05}[row["dtype"]]
+        assert max(row["largest_difference"].values()) < tolerance, row
+        assert len(row["runs_ms"][_cases.OURS]) == 2
+        assert ("of_bandwidth" in row) == (row["name"] == "decode")
+    assert result["machine"]["jax"] and result["bandwidth"]["GB_per_s"] > 0
+    assert "faster than" in capsys.readouterr().out
+
+
+def test_wrong_answers_are_seen():
+    """A fast wrong answer that nobody compares."""
+    found = {_cases.OURS: lambda: jnp.ones(3), "peer": lambda: jnp.asarray([1.0, 1.0, 1.5])}
+    assert _bench._differences(found) == {"peer": 0.5}
+
+
+def test_sides_take_turns(monkeypatch):
+    """All runs of one side before those of another: a machine that slows down would favour the first."""
+    monkeypatch.setattr(_measure, "SHORT", 0.0)
+    order = []
+
+    def side(name):
+        def run():
+            order.append(name)
+            return jnp.zeros(1)
+
+        return run
+
+    seconds = _measure.measure({"a": side("a"), "b": side("b")}, repeats=3)
+    assert (
+        "".join(order) == "aabb" + "aabb" * 3
+    )  # warmed up, then each time a run before the one timed
+    assert [len(runs) for runs in seconds.values()] == [3, 3]
+
+
+def test_wrong_options(capsys):
+    """Nothing measured, silently."""
+    assert main(["bench", "--repeats", "0"]) == 2
+    assert "numbers of at least 1" in capsys.readouterr().err
+
+
+def test_info_explains_a_call(capsys):
+    """A choice explained for another platform or other shapes than were asked for."""
+    call = ["info", "--query", "1,1,32,128", "--key", "1,4096,8,128"]
+    assert main([*call, "--platform", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "used on cpu" in out and "\n    decode\n" in out and "[1, 4096, 8, 128]" in out
+    assert main(["info", "--query", "2,512,4,64", "--dtype", "float64", "--causal"]) == 0
+    out = capsys.readouterr().out
+    assert "\n    blockwise\n" in out and "as decode declines: query: wanted at most 64 rows" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--query", "1,2,3"], "wanted four sizes of at least 1, got '1,2,3'"),
+        (["--query", "1,2,3,x"], "wanted four sizes"),
+        (["--query", "1,1,8,64", "--key", "1,9,3,64"], "a K that divides 8"),
+        (["--platform", "abacus"], "invalid choice"),
+    ],
+)
+def test_info_wrong_options(arguments, message, capsys):
+    """A trace instead of a word."""
+    try:
+        status = main(["info", *arguments])
+    except SystemExit as exit:
+        status = exit.code
+    assert status == 2
+    assert message in capsys.readouterr().err
