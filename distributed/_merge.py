@@ -16,6 +16,7 @@ from energy_attn.kernels._state import check_state
 from . import cost
 from ._inside import Axes, AxisName, check_axes
 from ._parallel import check_merge, check_topology
+from ._remote import wanted
 from ._ways import WAYS
 from ._wire import transfer
 
@@ -175,13 +176,13 @@ def choose_merge(
     merge: str, state: AttentionState, axes: Axes, topology: cost.Topology | None
 ) -> str:
     """The way that a checked `merge=` means for this state over these axes. Raises nothing."""
-    if merge != "auto":
-        return merge
-    rows, width = state.lse.size, state.out.shape[-1]
-    shape = cost.Shape(1, rows, 0, 1, 1, width, dtype=state.out.dtype.name)
-    return cost.choose_merge(
-        shape, topology or usual_topology(jax.sharding.get_abstract_mesh(), axes)
-    )
+    if merge == "auto":
+        rows, width = state.lse.size, state.out.shape[-1]
+        shape = cost.Shape(1, rows, 0, 1, 1, width, dtype=state.out.dtype.name)
+        merge = cost.choose_merge(
+            shape, topology or usual_topology(jax.sharding.get_abstract_mesh(), axes)
+        )
+    return "remote" if merge == "butterfly" and wanted() else merge
 
 
 def usual_topology(mesh: AbstractMesh, axes: Axes) -> cost.Topology:

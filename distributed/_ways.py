@@ -14,6 +14,7 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState, merge, merge_all
 from energy_attn.kernels._state import fold
 
+from ._remote import folded
 from ._wire import gathered, same, transfer
 
 Axes = tuple[str, ...]
@@ -46,6 +47,11 @@ def butterfly(state: AttentionState, axes: Axes) -> AttentionState:
     Every device folds the same states in the same order, so all results are bitwise equal.
     """
     return same(_narrow(_exchanged(_wide(state), axes), state), axes)
+
+
+def remote(state: AttentionState, axes: Axes) -> AttentionState:
+    """The butterfly by one kernel, where the chips of one TPU slice can do it. Raises nothing."""
+    return same(_narrow(folded(_wide(state), axes, _exchanged), state), axes)
 
 
 def hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
@@ -110,6 +116,7 @@ WAYS: dict[str, Way] = {
     "allreduce": allreduce,
     "gather": gather,
     "butterfly": butterfly,
+    "remote": remote,
     "hierarchical": hierarchical,
     "ring": ring,
 }

@@ -113,7 +113,8 @@ def _folded(run: Callable[..., list[Any]], levels: Levels, flat: Any) -> list[An
     lead = tuple(max(sizes) for sizes in zip(*(x.shape[:depth] for x in moved), strict=True))
 
     def fold(x: Any) -> Any:
-        if math.prod(x.shape[:depth]) == 1:  # broadcast over the batch, and so over the larger one
+        # broadcast over the batch, and so over the larger one; of a batch of 1, nobody can tell
+        if lead[-1] > 1 and math.prod(x.shape[:depth]) == 1:
             return x.reshape(1, *x.shape[depth:])
         x = jnp.broadcast_to(x, (*lead, *x.shape[depth:]))
         return x.reshape(-1, *x.shape[depth:])
