@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -153,6 +154,11 @@ def _lower(ctx: Any, *flat: Any, on: str, kernels: Any, like: Any, **params: Any
     partitioned = not _whole(ctx.module_context.axis_context)
     kernel = fitting(kernels, on, partitioned=partitioned)
     run = functools.partial(_run, kernel=kernel, platform=on, **params)
+    if kernel.platforms:
+        # Inside jax.shard_map types say along which axes of the mesh an array may differ. No kernel
+        # crosses devices, and Pallas (its interpreter above all) mixes such arrays with constants.
+        plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+        ctx = ctx.replace(avals_in=plain)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
 
 

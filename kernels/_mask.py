@@ -24,6 +24,12 @@ class Rule(NamedTuple):
         """Whether the rule compares positions at all."""
         return self.is_causal or self.window is not None
 
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How far before and after its own position a query sees, at most `_FAR`."""
+        left, right = (min(side, _FAR) for side in self.window or (_FAR, _FAR))
+        return left, 0 if self.is_causal else right
+
 
 def visible(rule: Rule, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
     """Which pairs of positions attend to each other; the arguments broadcast.

@@ -11,28 +11,50 @@ from jaxtyping import Array
 from ._arguments import Operands, Settings
 from ._blockwise import Blockwise
 from ._choice import fitting
+from ._cudnn import CuDNN
 from ._decode import Decode
 from ._errors import received
 from ._flash import flash
+from ._flash_attn import FlashAttn
 from ._kernel import AbstractKernel
+from ._pallas_gpu import PallasGPU
+from ._pallas_tpu import PallasTPU
 from ._reference import Reference
+from ._splash import Splash
 from ._state import AttentionState
 
-# In order of preference.
+# In order of preference: vendors' kernels, which are tuned for many rows and take few calls, our
+# own, which take most, and those that are made of XLA's operations and run everywhere.
 _REGISTRY: dict[str, AbstractKernel] = {
-    kernel.name: kernel for kernel in (Decode(), Blockwise(), Reference())
+    kernel.name: kernel
+    for kernel in (
+        CuDNN(),
+        PallasGPU(),
+        FlashAttn(),
+        Splash(),
+        PallasTPU(),
+        Decode(),
+        Blockwise(),
+        Reference(),
+    )
 }
 
 
 def implementations() -> tuple[str, ...]:
     """The names that `implementation=` accepts, in the order in which they are tried.
 
+    - `"cudnn"`: NVIDIA's flash attention, 16 bits, many rows, positions that count from 0.
+    - `"pallas_gpu"`: our own kernels for NVIDIA's GPUs: any positions; few rows split the keys.
+    - `"flash"`: FlashAttention-2 from flash-attn-jax, 16 bits (`pip install 'energy_attn[flash]'`).
+    - `"splash"`: JAX's splash attention for TPUs, bfloat16, whole blocks, positions from 0.
+    - `"pallas_tpu"`: our own kernels for TPUs: any positions; few rows read the keys as they lie.
     - `"decode"`: XLA, few query rows; one matrix product for all heads. Backward as blockwise.
     - `"blockwise"`: XLA, any call, any platform, memory O(T·block); reverse mode of any order.
     - `"reference"`: plain JAX with the whole score matrix; every derivative, both modes.
 
-    Raises nothing. Source: the online softmax of Milakov and Gimelshein (arXiv 1805.02867) for
-    all but the reference.
+    Those made for another platform than a program is lowered for are passed over. Raises nothing.
+    Source: the online softmax of Milakov and Gimelshein (arXiv 1805.02867) and FlashAttention-2
+    (arXiv 2307.08691) for all but the reference.
 
     Examples:
         >>> from energy_attn.kernels import implementations
@@ -91,18 +113,16 @@ def _attend(names: tuple[str, ...], settings: Settings, operands: Operands) -> A
 
 
 def explain(names: Sequence[str], settings: Settings, operands: Operands, platform: str) -> Choice:
-    """Which of `names` takes a call on a platform, by shapes alone: `operands` may be
-    `jax.ShapeDtypeStruct`s.
+    """Which of `names` takes a call on a platform, and why those before it that are made for it do
+    not; by shapes alone: `operands` may be `jax.ShapeDtypeStruct`s.
 
     Raises what `attend` raises.
     """
     kernels, declined = _taking(names, settings, operands)
     chosen = fitting(kernels, platform, partitioned=False)
-    for kernel in kernels:
-        if kernel.platforms and platform not in kernel.platforms:
-            declined[kernel.name] = f"made for {', '.join(kernel.platforms)}"
     before = names[: list(names).index(chosen.name)]
-    return Choice(chosen.name, tuple((name, declined[name]) for name in before))
+    made = [name for name in before if platform in (_REGISTRY[name].platforms or (platform,))]
+    return Choice(chosen.name, tuple((name, declined[name]) for name in made))
 
 
 def _taking(

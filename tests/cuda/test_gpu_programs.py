@@ -5,19 +5,16 @@ Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs a
 
 import collections
 import functools
-import importlib.util
-import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, cost, ring_attention, tree_attention
+
+from .target import nodes
 
 HEADS, WIDTH = 16, 128
 AXES = ("node", "device")
@@ -32,20 +29,8 @@ def shape_of(keys):
     return cost.Shape(1, 1, keys, HEADS, HEADS, WIDTH)
 
 
-@functools.cache
 def mesh():
-    spec = importlib.util.find_spec("nvidia.cuda_nvcc")
-    toolkit = next(iter(spec.submodule_search_locations))
-    os.environ["PATH"] = f"{toolkit}/bin{os.pathsep}{os.environ['PATH']}"  # ptxas
-    # the flags are read when the plugin is loaded, here; there is no GPU to time kernels on
-    os.environ["XLA_FLAGS"] += f" --xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0"
-    described = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="",
-        topology="16x1x8",
-        target_config=Path(__file__).with_name("h200.txtpb").read_text(),
-    )
-    return Mesh(np.array(described.devices).reshape(16, 8), AXES)
+    return nodes(16, 8)
 
 
 @functools.cache

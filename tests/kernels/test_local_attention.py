@@ -19,6 +19,8 @@ from energy_attn.kernels import (
     AttentionState,
     _arguments,
     _blocks,
+    _pallas_gpu_plan,
+    _pallas_tpu_layout,
     _registry,
     implementations,
     local_attention,
@@ -56,8 +58,33 @@ class Traits(NamedTuple):
     judged: frozenset[str] = ALL
 
 
+# Hand-written kernels are interpreted here, and compile slowly: fewer problems, which go through every path.
+PREDICATES = ALL - ARRAYS - EMPTY - {"decode_ragged"}
+OWN = Traits(
+    PREDICATES,
+    "float32",
+    PREDICATES
+    & {
+        *("plain", "one_of_each", "multi_query", "value_wider", "scale_negative_source"),
+        *(
+            "causal_more_queries",
+            "window_diagonal",
+            "window_causal_pair",
+            "ragged",
+            "decode_source",
+        ),
+        *("decode_cache", "positions_causal", "positions_window", "segments_causal", "predicates"),
+    },
+)
+# Vendors' kernels take none of these small problems: see `test_vendors.py`.
+VENDOR = Traits(frozenset(), "bfloat16", frozenset())
 # An implementation that is new to the registry states here what it takes.
 TRAITS = {
+    "cudnn": VENDOR,
+    "pallas_gpu": OWN,
+    "flash": VENDOR,
+    "splash": VENDOR,
+    "pallas_tpu": OWN,
     "reference": Traits(ALL),
     "blockwise": Traits(ALL),
     "decode": Traits(ALL - {"primes"}),  # at most 64 rows times heads
@@ -67,7 +94,8 @@ HERE = platform_here()
 RUNNABLE = tuple(
     name
     for name, kernel in _registry._REGISTRY.items()
-    if not kernel.platforms or kernel.interpreted or HERE in kernel.platforms
+    if TRAITS[name] != VENDOR
+    and (not kernel.platforms or kernel.interpreted or HERE in kernel.platforms)
 )
 
 # Kernels that bring a forward pass alone, differentiated by the blockwise backward: all gradients of
@@ -229,9 +257,18 @@ def as_jax(arrays: dict, implementation: str) -> dict:
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of 8 queries and 8 keys: many of them, and ragged last ones, in a problem that is quick to compile."""
+    """Blocks of 8 or 16 queries and keys: many of them, and ragged last ones, in a problem that is quick to compile."""
     monkeypatch.setattr(_blocks, "QUERY_BLOCK", 8)
     monkeypatch.setattr(_blocks, "KEY_BLOCK", 8)
+    for name in ("STILL", "MOVING", "MOVING_BACKWARD", "FLOAT32"):
+        monkeypatch.setattr(_pallas_gpu_plan, name, 16)
+    monkeypatch.setattr(_pallas_gpu_plan, "PROGRAMS", 40)
+    monkeypatch.setattr(_pallas_gpu_plan, "LEAST_WALK", 1)
+    monkeypatch.setattr(_pallas_tpu_layout, "ROWS", 16)
+    for name in ("KEYS", "KEYS_OF_FEW_ROWS", "KEYS_BACKWARD"):
+        monkeypatch.setattr(_pallas_tpu_layout, name, 8)
+    for name in ("LANES", "SUBLANES"):
+        monkeypatch.setattr(_pallas_tpu_layout, name, 1)
 
 
 each = pytest.mark.parametrize("implementation", RUNNABLE)
@@ -375,7 +412,7 @@ class TestEveryImplementation:
         first = PROBLEMS["positions_causal"]
         arrays = attend_or_refuse(implementation, first)
         positions = jnp.asarray([first.key_positions, first.key_positions[:, ::-1]])
-        queries = jnp.asarray([first.query, 2 * first.query])
+        queries = jnp.asarray([first.query, 2 * first.query], exactest(implementation))
 
         def gradients(query, positions):
             problem = replace(first, key_positions=positions)

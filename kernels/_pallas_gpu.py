@@ -1,0 +1,65 @@
+"""The pallas_gpu implementation: our own kernels for NVIDIA's GPUs, written in Pallas on Triton."""
+
+from ._arguments import Operands, Settings
+from ._kernel import AbstractKernel
+from ._pallas_gpu_plan import make_plan
+from ._state import AttentionState
+
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+class PallasGPU(AbstractKernel):
+    """Flash attention, and decoding with the keys of a query split over the chip.
+
+    Forward and backward with masks by position and segment. Keys and values are read where they
+    lie and never copied; programs skip the tiles that their rows cannot see, and mask only where
+    they must.
+    """
+
+    name = "pallas_gpu"
+    platforms = ("cuda",)
+    interpreted = True
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises `NotImplementedError` for bias and mask arrays, float64, and empty axes; for
+        widths of which no tiles fit on the chip; and without Pallas on Triton.
+        """
+        for name, x in (("bias", operands.bias), ("mask", operands.mask)):
+            if x is not None:
+                raise NotImplementedError(f"{name}: wanted None, got an array; blockwise takes it")
+        for name, x in zip(Operands._fields[:3], operands[:3], strict=True):
+            if x.dtype not in _DTYPES:
+                raise NotImplementedError(f"{name}: wanted {', '.join(_DTYPES)}, got {x.dtype}")
+            if 0 in x.shape:
+                raise NotImplementedError(f"{name}: wanted no empty axis, got shape {x.shape}")
+        for kind in ("forward", "query", "key"):
+            make_plan(operands, settings, kind)
+        try:
+            # Late, as JAX 0.11 announces the end of its Triton backend.
+            from . import _pallas_gpu_backward, _pallas_gpu_forward  # noqa: F401
+        except ImportError as reason:
+            raise NotImplementedError(
+                f"pallas_gpu: wanted a JAX with Pallas on Triton, got {reason}"
+            ) from reason
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """One kernel, and a merge of its parts where few rows meet many keys. Raises nothing."""
+        from ._pallas_gpu_forward import forward
+
+        found = make_plan(operands, settings, "forward")
+        return forward(operands, found, interpret=platform != "cuda")
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """Two kernels, of the queries' gradient and of the others. Raises nothing."""
+        from ._pallas_gpu_backward import backward
+
+        return backward(operands, settings, state, cotangent, interpret=platform != "cuda")

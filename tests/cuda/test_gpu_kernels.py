@@ -1,0 +1,201 @@
+"""What our GPU kernels become on an H200, compiled ahead of time, without GPU or driver.
+
+Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs are read, never run: that what they
+compute is right, the interpreter shows on any machine (tests/kernels/test_local_attention.py).
+"""
+
+import re
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.distributed import tree_attention
+from energy_attn.kernels import AttentionState, local_attention
+
+from .target import nodes, toolkit
+
+WIDTH = 128
+KEYS = 640 * 1024
+PREFILL = 8192
+heads = pytest.mark.parametrize("heads", [(16, 16), (32, 8)], ids=str)
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
+
+DECODE = {"attention_forward", "attention_merge"}
+BACKWARD = {"attention_forward", "attention_backward_query", "attention_backward_key"}
+
+
+def attend(query, key, value, **options):
+    return local_attention(query, key, value, implementation="pallas_gpu", **options)
+
+
+def with_gradients(query, key, value, dout, dlse):
+    state, back = jax.vjp(lambda *x: attend(*x, is_causal=True), query, key, value)
+    return state, back(AttentionState(dout, dlse))
+
+
+class Compiled:
+    """A program for one H200, and what its kernels were assembled to."""
+
+    def __init__(self, run, *shapes, dtype=jnp.bfloat16, folder=None):
+        sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
+        arguments = [
+            x
+            if isinstance(x, jax.ShapeDtypeStruct)
+            else jax.ShapeDtypeStruct(x, dtype, sharding=sharding)
+            for x in shapes
+        ]
+        options = None if folder is None else {"xla_dump_to": str(folder)}
+        program = jax.jit(run).lower(*arguments).compile(options)
+        self.text = program.as_text()
+        self.memory = program.memory_analysis()
+        self.folder = folder
+
+    @property
+    def kernels(self):
+        return kernels(self.text)
+
+    @property
+    def share(self):
+        """Temporary memory, in parts of that of the arguments."""
+        return self.memory.temp_size_in_bytes / self.memory.argument_size_in_bytes
+
+    def assembled(self):
+        """For each of our kernels: instructions for a virtual machine, and bytes that spill on the real one."""
+        found = {}
+        for file in self.folder.glob("*.ptx"):
+            for entry in re.split(r"(?=\.visible \.entry )", file.read_text())[1:]:
+                found[re.match(r"\.visible \.entry (\w+)\(", entry)[1]] = entry
+        code = [file for file in self.folder.glob("*.ptx") if ".entry" in file.read_text()]
+        command = [toolkit() / "bin" / "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null"]
+        report = "".join(
+            subprocess.run([*command, file], capture_output=True, text=True, check=True).stderr
+            for file in code
+        )
+        spills = re.findall(r"entry function '(\w+)'.*\n.*\n.* (\d+) bytes spill stores", report)
+        return {name: (found[name], int(n)) for name, n in spills if name.startswith("attention")}
+
+
+def kernels(text):
+    """The Triton kernels of a program, by name."""
+    calls = [
+        line for line in text.splitlines() if 'custom_call_target="__gpu$xla.gpu.triton"' in line
+    ]
+    return {re.search(r'name = "(\w+)"', line)[1] for line in calls}
+
+
+@heads
+def test_decode(heads):
+    """Keys copied, padded or transposed for the kernel; XLA's own products instead of ours; parts merged by many
+    small kernels, each of which costs as much as reading some megabytes."""
+    n, k = heads
+    program = Compiled(attend, (1, 1, n, WIDTH), (1, KEYS, k, WIDTH), (1, KEYS, k, WIDTH))
+    assert program.kernels == DECODE
+    assert program.share < 0.001
+    assert "fusion(" not in program.text
+
+
+@heads
+def test_decode_from_a_cache(heads):
+    """The same with a length, of which only positions are made: 4 bytes beside a key's and a value's 4096 or more."""
+    n, k = heads
+    length = jax.ShapeDtypeStruct(
+        (1,), jnp.int32, sharding=SingleDeviceSharding(nodes(1, 1).devices.item())
+    )
+
+    def run(query, key, value, length):
+        return attend(query, key, value, key_value_seq_lengths=length)
+
+    program = Compiled(run, (1, 1, n, WIDTH), (1, KEYS, k, WIDTH), (1, KEYS, k, WIDTH), length)
+    assert program.kernels == DECODE
+    assert program.share < 0.002
+
+
+def test_decode_beyond_32_bits():
+    """Numbers of elements in 32 bits: four million keys have eight gibibytes."""
+    shape = (1, 4 * 1024 * 1024, 8, WIDTH)
+    program = Compiled(attend, (1, 1, 32, WIDTH), shape, shape)
+    assert program.kernels == DECODE
+    assert program.share < 0.001
+
+
+def test_decode_over_a_node():
+    """A kernel that cannot be in a shard_map: its results' types, or positions that are the same on all devices."""
+    mesh = nodes(1, 8)
+    sharded = P(None, "device")
+    arguments = [
+        jax.ShapeDtypeStruct((1, s, h, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for s, h, spec in ((1, 32, P()), (8 * KEYS, 8, sharded), (8 * KEYS, 8, sharded))
+    ]
+    run = jax.shard_map(
+        lambda *x: tree_attention(*x, axis_name="device", implementation="pallas_gpu"),
+        mesh=mesh,
+        in_specs=(P(), sharded, sharded),
+        out_specs=P(),
+    )
+    with jax.set_mesh(mesh):
+        program = jax.jit(run).lower(*arguments).compile()
+    assert kernels(program.as_text()) == DECODE
+    used = program.memory_analysis()
+    assert used.temp_size_in_bytes < 0.01 * used.argument_size_in_bytes
+
+
+@heads
+def test_prefill_and_backward(heads, tmp_path):
+    """Arrays laid out anew for the kernels, and tiles too large for the registers: a spilled one is read back from
+    memory in every step. Products that miss the tensor cores' instruction for whole groups of warps."""
+    n, k = heads
+    rows, keys = (1, PREFILL, n, WIDTH), (1, PREFILL, k, WIDTH)
+    dlse = jax.ShapeDtypeStruct(
+        rows[:-1], jnp.float32, sharding=SingleDeviceSharding(nodes(1, 1).devices.item())
+    )
+    program = Compiled(with_gradients, rows, keys, keys, rows, dlse, folder=tmp_path)
+    assert program.kernels == BACKWARD
+    assert program.memory.temp_size_in_bytes <= 3 * 4 * PREFILL * n  # delta and two forms of lse
+    assembled = program.assembled()
+    assert set(assembled) == BACKWARD
+    for name, (code, spilled) in assembled.items():
+        assert "wgmma" in code and "cp.async.cg.shared.global" in code, name
+        assert spilled == 0, name
+
+
+def test_decode_is_assembled_well(tmp_path):
+    """Keys read in pieces of less than 16 bytes, or waited for one by one."""
+    shape = (1, KEYS, 8, WIDTH)
+    assembled = Compiled(attend, (1, 1, 32, WIDTH), shape, shape, folder=tmp_path).assembled()
+    code, spilled = assembled["attention_forward"]
+    sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x10|16)", code)
+    assert len(sizes) == len(re.findall(r"cp\.async\.c[ag]\.", code)) > 0
+    assert "mma.sync" in code
+    assert all(spilled == 0 for _, spilled in assembled.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "value_width"),
+    [("float16", 64, 64), ("bfloat16", 80, 80), ("bfloat16", 256, 128), ("float32", 192, 64)],
+)
+def test_widths(dtype, width, value_width):
+    """Shapes that the compiler for Triton refuses, or loops over: odd widths, a source's, float32's long programs."""
+    rows, keys, values = (2, 33, 6, width), (2, 1000, 2, width), (2, 1000, 2, value_width)
+    dlse = jax.ShapeDtypeStruct(
+        rows[:-1], jnp.float32, sharding=SingleDeviceSharding(nodes(1, 1).devices.item())
+    )
+    program = Compiled(
+        with_gradients, rows, keys, values, (*rows[:-1], value_width), dlse, dtype=jnp.dtype(dtype)
+    )
+    assert program.kernels >= BACKWARD
+
+
+def test_source():
+    """Products of operands in two dtypes: a source makes queries and keys float32, and values stay narrow."""
+
+    def run(query, key, value, source):
+        return jax.vjp(lambda *x: attend(*x[:3], source=x[3]), query, key, value, source)[1](
+            AttentionState(query, source[..., 0].astype(jnp.float32))
+        )
+
+    rows, keys = (1, 100, 8, 64), (1, 300, 2, 64)
+    assert Compiled(run, rows, keys, keys, rows).kernels >= BACKWARD

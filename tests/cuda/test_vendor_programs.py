@@ -1,0 +1,149 @@
+"""Vendors' attention in programs for an H200, compiled ahead of time, without GPU or driver.
+
+Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`); what is asked of FlashAttention, flash-attn-jax
+too. Programs are read, never run.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.kernels import AttentionState, _cudnn, _flash_attn, _registry, local_attention
+
+from .target import nodes
+
+BATCH, ROWS, WIDTH = 2, 8192, 128
+heads = pytest.mark.parametrize("heads", [(16, 16), (32, 8)], ids=str)
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
+
+
+@pytest.fixture(autouse=True)
+def vendors(monkeypatch):
+    kernels = (_cudnn.CuDNN(), _flash_attn.FlashAttn())
+    monkeypatch.setattr(_registry, "_REGISTRY", {kernel.name: kernel for kernel in kernels})
+
+
+@pytest.fixture
+def multiprocessors(monkeypatch):
+    """FlashAttention with the number of an H200's multiprocessors, for which it asks the driver."""
+    for part in ("flash_fwd", "flash_bwd"):
+        module = pytest.importorskip(f"flash_attn_jax.{part}", exc_type=ImportError)
+        monkeypatch.setattr(module, "get_sm_count", lambda: 132)
+
+
+def operands(heads, sharding, batch=BATCH):
+    query, key = (
+        jax.ShapeDtypeStruct((batch, ROWS, n, WIDTH), jnp.bfloat16, sharding=sharding)
+        for n in heads
+    )
+    return query, key, key
+
+
+def one():
+    return SingleDeviceSharding(nodes(1, 1).devices.item())
+
+
+def attend(*arrays, implementation, **options):
+    return local_attention(*arrays, implementation=implementation, is_causal=True, **options)
+
+
+def with_gradients(*arrays, lse, implementation):
+    state, back = jax.vjp(functools.partial(attend, implementation=implementation), *arrays)
+    if lse:
+        return state, back(state)
+
+    def loss(*arrays):
+        out = attend(*arrays, implementation=implementation).out
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2))(*arrays)
+
+
+def calls(text, prefix):
+    """The vendor's functions that a program calls, in order."""
+    return re.findall(rf"custom_call @{re.escape(prefix)}(\w+)\(", text)
+
+
+def copies(text):
+    """Sizes, in elements, of all arrays of 16 bits that a program copies or transposes."""
+    found = re.findall(r"= (?:bf|f)16\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
+    return [functools.reduce(lambda a, b: a * int(b), shape.split(","), 1) for shape in found]
+
+
+@heads
+@pytest.mark.parametrize("window", [None, (1000, 0)])
+def test_cudnn_forward(heads, window):
+    """Statistics in 16 bits, or a copy of an operand in another layout."""
+    run = functools.partial(attend, implementation="cudnn", local_window_size=window)
+    lowered = jax.jit(run).lower(*operands(heads, one()))
+    text = lowered.as_text()
+    assert calls(text, "__cudnn$fmha") == ["Softmax"]
+    assert re.search(rf"tensor<{BATCH}x{heads[0]}x{ROWS}xf32>, tensor<0xui8>\)", text)
+    length = re.search(r"sliding_window_length\\22: (\d+)", text)[1]
+    assert length == ("0" if window is None else "1001")  # the query's own key counts
+    program = lowered.compile()
+    assert copies(program.as_text()) == []
+    energies = BATCH * heads[0] * ROWS * 4
+    assert program.memory_analysis().temp_size_in_bytes <= 1.01 * energies
+
+
+@heads
+@pytest.mark.parametrize("lse", [False, True])
+def test_cudnn_backward(heads, lse):
+    """A second backward where none is asked for, none where one is, or copies."""
+    run = functools.partial(with_gradients, lse=lse, implementation="cudnn")
+    lowered = jax.jit(run).lower(*operands(heads, one()))
+    backwards = ["SoftmaxBackward"] * (1 + lse)
+    assert calls(lowered.as_text(), "__cudnn$fmha") == ["Softmax", *backwards]
+    program = lowered.compile()
+    assert copies(program.as_text()) == []
+
+
+def test_cudnn_in_shard_map():
+    """Partitioned by XLA once more, where each device runs its own; or results of another type than JAX wants."""
+    mesh = nodes(1, 8)
+    spec = P("device")
+    run = jax.shard_map(
+        functools.partial(with_gradients, lse=True, implementation="cudnn"),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=(AttentionState(spec, spec), spec),
+        axis_names={"node", "device"},
+    )
+    with jax.set_mesh(mesh):
+        arrays = operands((16, 16), NamedSharding(mesh, spec), batch=16)
+        text = jax.jit(run).lower(*arrays).compile().as_text()
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax') == 3
+    assert "CustomSPMDPartitioning" not in text
+
+
+@heads
+@pytest.mark.parametrize("lse", [False, True])
+def test_flash(heads, lse, multiprocessors):
+    """A function of the package that has another name or other arguments by now."""
+    run = functools.partial(with_gradients, lse=lse, implementation="flash")
+    text = jax.jit(run).lower(*operands(heads, one())).as_text()
+    assert calls(text, "flash_mha_") == ["fwd", *["bwd"] * (1 + lse)]
+    assert "is_causal = true" in text and "window_size_left = -1" in text
+
+
+def test_flash_in_shard_map(multiprocessors):
+    """The package's own partitioning, which knows nothing of a device's share."""
+    mesh = nodes(1, 8)
+    spec = P("device")
+    run = jax.shard_map(
+        functools.partial(with_gradients, lse=True, implementation="flash"),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=(AttentionState(spec, spec), spec),
+        axis_names={"node", "device"},
+    )
+    with jax.set_mesh(mesh):
+        arrays = operands((16, 16), NamedSharding(mesh, spec), batch=16)
+        text = jax.jit(run).lower(*arrays).as_text()
+    assert calls(text, "flash_mha_") == ["fwd", "bwd", "bwd"]

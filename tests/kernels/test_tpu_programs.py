@@ -1,0 +1,195 @@
+"""The TPU kernel, compiled ahead of time for real chips: no TPU is needed, only libtpu.
+
+Programs are compiled for the paper's sizes (16 heads of 128), those of Llama 3 (32 query heads that share 8), and
+others, and their memory is read; they are never run.
+"""
+
+import functools
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.kernels import AttentionState, local_attention
+
+# So that libtpu looks for no TPU and no metadata server, keeps no logs, and loads into several processes.
+os.environ.update(
+    TPU_WORKER_HOSTNAMES="localhost",
+    TPU_ACCELERATOR_TYPE="v5litepod-4",
+    TPU_LOG_DIR="disabled",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+)
+CHIPS = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
+HEADS = [(16, 16), (32, 8)]  # of queries, of keys
+pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
+every_chip = pytest.mark.parametrize("chip", CHIPS)
+attention = functools.partial(local_attention, implementation="pallas_tpu")
+
+
+def devices(chip):
+    return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
+
+
+def compiled(chip, f, *shapes, kernels):
+    """The program of `f` of arrays of `(dtype, *shape)`, which must hold so many of the kernels."""
+    where = SingleDeviceSharding(devices(chip)[0])
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype, *shape in shapes]
+    lowered = jax.jit(f).lower(*arrays)
+    assert lowered.as_text().count("tpu_custom_call") == kernels
+    return lowered.compile()
+
+
+def operands(queries, keys, heads, kv_heads, width=128, value_width=None, dtype="bfloat16"):
+    value_width = value_width or width
+    return [
+        (dtype, 1, queries, heads, width),
+        (dtype, 1, keys, kv_heads, width),
+        (dtype, 1, keys, kv_heads, value_width),
+    ]
+
+
+def size(*shapes):
+    return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for dtype, *shape in shapes)
+
+
+def temporary(program):
+    """Bytes of memory that a program uses beside its arguments and results."""
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def both_gradients(query, key, value):
+    """A state and the gradients of both of its parts, of causal attention."""
+    state, back = jax.vjp(functools.partial(attention, is_causal=True), query, key, value)
+    return state, back(AttentionState(state.out, state.lse))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@every_chip
+def test_decode_copies_nothing(chip, heads, kv_heads):
+    """A copy of 640k keys or values, in another layout or filled up to whole blocks."""
+    shapes = operands(1, 640_000, heads, kv_heads)
+    program = compiled(chip, attention, *shapes, kernels=1)
+    assert temporary(program) < 0.001 * size(*shapes)
+
+
+@pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
+def test_ragged_decode_copies_nothing(chip):
+    """Positions of a cache that take memory as if each filled a row of a tile."""
+    shapes = operands(1, 640_001, 32, 8)
+
+    def decode(query, key, value, query_positions, key_positions):
+        return attention(
+            query,
+            key,
+            value,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            is_causal=True,
+        )
+
+    positions = ("int32", 1, 1), ("int32", 1, 640_001)
+    program = compiled(chip, decode, *shapes, *positions, kernels=1)
+    # each key's position once for each head, as a number of four bytes
+    assert temporary(program) < 0.01 * size(*shapes)
+
+
+@pytest.mark.parametrize(
+    ("width", "kv_heads"),
+    [
+        *((width, 8) for width in (64, 80, 96, 192, 256)),
+        *((128, kv_heads) for kv_heads in (1, 2, 3, 4, 12)),
+        *((64, kv_heads) for kv_heads in (1, 3)),
+    ],
+)
+def test_no_width_or_number_of_heads_is_copied(width, kv_heads):
+    """Keys of a width that is no multiple of 128, or of heads that fill no tile, copied to fill it."""
+    shapes = operands(1, 100_000, 24, kv_heads, width)
+    program = compiled("v5p", attention, *shapes, kernels=1)
+    assert temporary(program) < 0.01 * size(*shapes)
+
+
+@every_chip
+def test_prefill_and_its_backward(chip):
+    """A matrix of scores in memory, or more copies of the operands than tiles ask for."""
+    shapes = operands(8192, 8192, 32, 8)
+    program = compiled(chip, both_gradients, *shapes, kernels=3)
+    # Heads move to the front: of keys, values and their gradients, and of up to four arrays of the
+    # queries' size at once.
+    copies = 2 * size(*shapes[1:]) + 4 * size(shapes[0])
+    assert temporary(program) < 1.05 * copies
+
+
+def test_prefill_of_the_paper():
+    """More than one copy of the operands and of the result, with as many key heads as heads."""
+    shapes = operands(8192, 8192, 16, 16)
+    program = compiled("v5p", functools.partial(attention, is_causal=True), *shapes, kernels=1)
+    assert temporary(program) < 1.05 * (size(*shapes) + size(shapes[0]))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "value_width", "dtype"),
+    [
+        (1, 7, 64, 32, "bfloat16"),
+        (3, 1001, 5, 7, "float32"),
+        (700, 1001, 96, 128, "float32"),
+        (70, 1001, 1024, 512, "float32"),
+        (8, 5001, 256, 80, "bfloat16"),
+    ],
+)
+def test_odd_shapes_compile(queries, keys, width, value_width, dtype):
+    """Blocks that do not fit into a chip's memory, or that its compiler cannot cut."""
+    shapes = operands(queries, keys, 8, 2, width, value_width, dtype)
+    compiled("v4", both_gradients, *shapes, kernels=3)  # the chip with the least memory
+
+
+def test_source_and_segments():
+    """Wide queries beside narrow values, and every kind of mark at once."""
+    shapes = operands(300, 1001, 8, 2)
+
+    def attend(query, key, value, source, query_segments, key_segments):
+        return attention(
+            query,
+            key,
+            value,
+            source=source,
+            is_causal=True,
+            query_segment_ids=query_segments,
+            key_segment_ids=key_segments,
+        )
+
+    marks = ("int32", 1, 300), ("int32", 1, 1001)
+    compiled("v5e", attend, *shapes, shapes[0], *marks, kernels=1)
+
+
+def test_inside_shard_map():
+    """Results whose types do not vary over the mesh; a fall back to XLA's own operations."""
+    mesh = Mesh(np.array(devices("v5e")[:2]), ("shards",))
+    sharded = P(None, "shards")
+    specs = P(), sharded, sharded
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (dtype, *shape), spec in zip(operands(2, 4096, 8, 2), specs, strict=True)
+    ]
+
+    def total(query, key, value):
+        return lax.psum(attention(query, key, value, is_causal=True).lse.sum(), "shards")
+
+    gradients = jax.shard_map(
+        jax.grad(total, (0, 1, 2)), mesh=mesh, in_specs=specs, out_specs=specs
+    )
+    lowered = jax.jit(gradients).lower(*arrays)
+    assert lowered.as_text().count("tpu_custom_call") == 3
+    lowered.compile()

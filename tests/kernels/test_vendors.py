@@ -1,0 +1,471 @@
+"""The adapters of vendors' kernels, on a CPU: cuDNN and FlashAttention emulated with their quirks, splash interpreted.
+
+What an adapter does (layouts, options, the cotangent of lse, what it declines) is ours and tested here; what the
+vendors' kernels do on a chip is not.
+"""
+
+import functools
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.kernels import (
+    AttentionState,
+    _cudnn,
+    _flash_attn,
+    _registry,
+    _splash,
+    _vendor,
+    local_attention,
+)
+from energy_attn.kernels._arguments import check_call
+
+from ..naive import assert_all_close, select
+from ..problems import PROBLEMS, _make, cast, cotangents
+
+QUICK = {"xla_backend_optimization_level": 0}  # most of the time goes into compiling
+KERNELS = {"cudnn": _cudnn.CuDNN, "flash": _flash_attn.FlashAttn, "splash": _splash.Splash}
+
+
+# As the vendors compute: statistics in float32 and laid out [B, N, T], weights and the scores' gradient rounded to 16
+# bits, the largest score found before the scale is applied, delta made of out and of its cotangent alone.
+def raw_scores(query, key, seen):
+    assert query.dtype == key.dtype and query.dtype.itemsize == 2
+    key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
+    return jnp.where(seen, scores, -jnp.inf)
+
+
+def forward(query, key, value, *, seen, scale, blind):
+    assert value.shape == key.shape and value.dtype == key.dtype
+    scores = raw_scores(query, key, seen)
+    largest = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores * scale - largest * scale)
+    total = weights.sum(-1, keepdims=True)
+    value = jnp.repeat(value, query.shape[2] // key.shape[2], axis=2)
+    weights = (weights / total).astype(value.dtype)
+    out = jnp.einsum("bnts,bsnh->btnh", weights, value, preferred_element_type=jnp.float32)
+    lse = jnp.where(jnp.isfinite(largest), largest * scale + jnp.log(total), blind)
+    return out.astype(value.dtype), lse[..., 0]
+
+
+def backward(query, key, value, lse, out, d_out, *, seen, scale, sum_rounded):
+    assert out.shape == d_out.shape == query.shape and value.shape == key.shape
+    assert {x.dtype for x in (query, key, value, out, d_out)} == {query.dtype}
+    assert lse.dtype == jnp.float32
+    assert lse.shape == (query.shape[0], query.shape[2], query.shape[1])
+    group, dtype = query.shape[2] // key.shape[2], query.dtype
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    weights = jnp.exp(raw_scores(query, key, seen) * scale - lse[..., None])
+    wide_key, wide_value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).transpose(0, 2, 1)
+    d_weights = product("btnh,bsnh->bnts", d_out, wide_value)
+    d_scores = (weights * (d_weights - delta[..., None])).astype(dtype)
+    d_query = product("bnts,bsnh->btnh", d_scores, wide_key) * scale
+    d_key = product("bnts,btnh->bsnh", d_scores, query) * scale
+    d_value = product("bnts,btnh->bsnh", weights.astype(dtype), d_out)
+
+    def over_groups(x):
+        if sum_rounded:
+            x = x.astype(dtype).astype(jnp.float32)
+        return x.reshape(*key.shape[:3], group, -1).sum(3).astype(dtype)
+
+    return d_query.astype(dtype), over_groups(d_key), over_groups(d_value)
+
+
+def distances(query, key):
+    """How far each key is behind each query, both counting from their first."""
+    return jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
+
+
+class Calls:
+    """The emulated kernels of a vendor, and how often each was called."""
+
+    def __init__(self):
+        self.forwards = self.backwards = 0
+
+
+class FakeCuDNN(Calls):
+    def seen(self, query, key, mask_type, sliding_window_length):
+        behind = distances(query, key)  # the first query is that of the first key
+        seen = behind >= 0 if mask_type.name == "CAUSAL" else behind == behind
+        if sliding_window_length is not None:
+            assert mask_type.name == "CAUSAL" and sliding_window_length > 0
+            seen &= behind < sliding_window_length
+        return seen
+
+    def call(self, run, query, key, *arrays, layout, seed, dropout_rate, variadic_args, **options):
+        assert layout == 0 and dropout_rate == 0 and variadic_args == (False, False)
+        scale = options.pop("scale")
+        values, unused, others = arrays[:1], arrays[1:8], arrays[8:]
+        assert all(x.shape == (0,) for x in unused)
+        return run(query, key, *values, *others, seen=self.seen(query, key, **options), scale=scale)
+
+    def bind_forward(self, *args, is_training, **options):
+        assert is_training  # or there are no statistics
+        self.forwards += 1
+        return self.call(functools.partial(forward, blind=-jnp.inf), *args, **options)
+
+    def bind_backward(self, *args, **options):
+        self.backwards += 1
+        return self.call(functools.partial(backward, sum_rounded=False), *args, **options)
+
+
+class FakeFlash(Calls):
+    def seen(self, query, key, is_causal, window_size_left, window_size_right):
+        # the last query is that of the last key
+        behind = distances(query, key) + key.shape[1] - query.shape[1]
+        right = 0 if is_causal else window_size_right
+        seen = behind == behind if right < 0 else behind >= -right
+        return seen if window_size_left < 0 else seen & (behind <= window_size_left)
+
+    def forward(self, query, key, value, *, softmax_scale, **options):
+        self.forwards += 1
+        seen = self.seen(query, key, **options)
+        return forward(query, key, value, seen=seen, scale=softmax_scale, blind=jnp.inf)
+
+    def backward(self, d_out, query, key, value, out, lse, *, softmax_scale, **options):
+        self.backwards += 1
+        seen = self.seen(query, key, **options)
+        arrays = (query, key, value, lse, out, d_out)
+        return backward(*arrays, seen=seen, scale=softmax_scale, sum_rounded=True)
+
+
+class Bound:
+    def __init__(self, bind):
+        self.bind = bind
+
+
+@pytest.fixture
+def vendor(monkeypatch):
+    """Puts a vendor's kernel into the registry, for CPUs, with its emulation beneath."""
+
+    def put(name):
+        kernel = KERNELS[name]()
+        monkeypatch.setattr(KERNELS[name], "platforms", ("cpu",))
+        monkeypatch.setattr(_registry, "_REGISTRY", {name: kernel})
+        if name == "cudnn":
+            calls = FakeCuDNN()
+            module = _cudnn._primitives().module
+            for side in ("forward", "backward"):
+                bound = Bound(getattr(calls, f"bind_{side}"))
+                monkeypatch.setattr(module, f"_dot_product_attention_{side[0]}wd_p", bound)
+            return calls
+        calls = FakeFlash()
+        package = _flash_attn._Package(calls.forward, calls.backward)
+        monkeypatch.setattr(_flash_attn, "_package", lambda: package)
+        return calls
+
+    return put
+
+
+@pytest.fixture
+def splash(monkeypatch):
+    """Splash in the registry, interpreted, in blocks of 128."""
+    monkeypatch.setattr(_splash, "_BLOCKS", (128,))
+    monkeypatch.setattr(_registry, "_REGISTRY", {"splash": _splash.Splash()})
+    _splash._kernel.cache_clear()
+    yield
+    _splash._kernel.cache_clear()
+
+
+def attend(arrays, problem, name):
+    return local_attention(**arrays, **problem.options, implementation=name)
+
+
+def check(name, problem, dtype, cases=("both", "out", "lse")):
+    arrays, _ = cast(problem, dtype)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(arrays, dout, dlse):
+        state, back = jax.vjp(lambda arrays: attend(arrays, problem, name), arrays)
+        return state._asdict() | back(AttentionState(dout, dlse))[0]
+
+    for which in cases:
+        found = run(arrays, *select(which, *cotangents(problem, dtype)))
+        assert_all_close(found, problem, jnp.dtype(dtype), which, label=name)
+
+
+SIZES = {"B": 2, "T": 64, "S": 64, "N": 4, "K": 2, "H": 16}
+TAKEN = {
+    problem.name: problem
+    for problem in (
+        _make("vendor_plain", **SIZES | {"S": 96}),
+        _make("vendor_more_queries", **SIZES | {"T": 96, "K": 4}, scale=0.7),
+        _make("vendor_causal", **SIZES, is_causal=True),
+        _make("vendor_window_causal", **SIZES, is_causal=True, local_window_size=(5, 3)),
+        _make("vendor_window_left", **SIZES | {"K": 1}, local_window_size=(9, 0)),
+        _make("vendor_window_diagonal", **SIZES, is_causal=True, local_window_size=0),
+        _make("vendor_window_all", **SIZES, is_causal=True, local_window_size=63),
+    )
+}
+FLASH_ALONE = {
+    problem.name: problem
+    for problem in (
+        _make("vendor_few", **SIZES | {"T": 1, "S": 7}),
+        _make("vendor_window", **SIZES | {"T": 23, "S": 23}, local_window_size=(3, 5)),
+        _make("vendor_window_right", **SIZES, local_window_size=(64, 5)),
+    )
+}
+CASES = [(name, p) for name in ("cudnn", "flash") for p in TAKEN.values()]
+CASES += [("flash", p) for p in FLASH_ALONE.values()]
+
+
+@pytest.mark.parametrize(("name", "problem"), CASES, ids=lambda x: str(x))
+def test_state_and_gradients(name, problem, vendor):
+    """Layouts, heads' groups, a window off by one, the cotangent of lse dropped or doubled."""
+    vendor(name)
+    check(name, problem, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_float16(name, vendor):
+    """A dtype fixed where it should be the operands'."""
+    vendor(name)
+    check(name, TAKEN["vendor_causal"], "float16", cases=("both",))
+
+
+def test_cotangent_of_lse_in_two_parts():
+    """dlse rounded to 16 bits: delta would lose what float32 keeps of it."""
+    lse = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 2)), jnp.float32)
+    value, out = (jnp.zeros((1, n, 2, 8), jnp.bfloat16) for n in (5, 3))
+    ones, zero, parts = _vendor._energies(value, out, lse)
+    found = (parts.astype(jnp.float32) * ones[:, :1].astype(jnp.float32)).sum(-1)
+    np.testing.assert_allclose(found, lse, rtol=2.0**-16)
+    assert zero.shape == out.shape and not zero.any()
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_no_second_backward_without_need(name, vendor):
+    """Training through out alone, the common case, at twice the cost."""
+    calls = vendor(name)
+    arrays, _ = cast(TAKEN["vendor_causal"], "bfloat16")
+
+    def loss(arrays, part):
+        state = attend(arrays, TAKEN["vendor_causal"], name)
+        return sum(x.astype(jnp.float32).sum() for x in part(state))
+
+    jax.jit(lambda a: jax.grad(loss)(a, lambda state: (state.out,)))(arrays)
+    assert (calls.forwards, calls.backwards) == (1, 1)
+    jax.jit(lambda a: jax.grad(loss)(a, lambda state: state))(arrays)
+    assert (calls.forwards, calls.backwards) == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@pytest.mark.parametrize("batched", [("query", "key", "value"), ("query",), ("value",)])
+def test_vmap(name, batched, vendor):
+    """Gradients of vmapped calls in another order (the vendor's own rule), or an operand of too small a batch."""
+    vendor(name)
+    problem = TAKEN["vendor_window_causal"]
+    arrays, _ = cast(problem, "bfloat16")
+    arrays = {n: x if n in batched else x[0] for n, x in arrays.items()}
+    axes = {n: 0 if n in batched else None for n in arrays}
+
+    def gradients(arrays):
+        state, back = jax.vjp(lambda arrays: attend(arrays, problem, name), arrays)
+        return state, back(AttentionState(jnp.ones_like(state.out), jnp.cos(state.lse)))[0]
+
+    compiled = functools.partial(jax.jit, compiler_options=QUICK)
+    found = compiled(jax.vmap(gradients, in_axes=(axes,)))(arrays)
+    rows = [{n: x[i] if n in batched else x for n, x in arrays.items()} for i in range(2)]
+    wanted = [compiled(gradients)(row) for row in rows]
+    for found_one, *wanted_one in zip(*map(jax.tree.leaves, (found, *wanted)), strict=True):
+        # differently compiled, bfloat16 is rounded differently on the way
+        np.testing.assert_allclose(
+            found_one.astype(jnp.float32), jnp.stack(wanted_one).astype(jnp.float32), atol=0.1
+        )
+
+
+def test_global_state_in_the_backward(vendor):
+    """The shares in all keys taken for those in a shard's: a ring pulls back with the state of the whole."""
+    vendor("cudnn")
+    problem = TAKEN["vendor_plain"]
+    arrays, _ = cast(problem, "bfloat16")
+    kernel = _registry._REGISTRY["cudnn"]
+    operands, settings, _ = check_call(**arrays)
+    whole = jax.jit(lambda operands: kernel.forward(operands, settings, "cuda"))(operands)
+    half = operands._replace(key=operands.key[:, :64], value=operands.value[:, :64])
+    cotangent = AttentionState(*cotangents(problem, "bfloat16"))
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def pull(operands):
+        found = kernel.backward(operands, settings, whole, cotangent, "cuda")
+        return found.key.astype(jnp.float32), found.value.astype(jnp.float32)
+
+    for found, wanted in zip(pull(half), pull(operands), strict=True):
+        np.testing.assert_allclose(found, wanted[:, :64], atol=0.02)
+
+
+ALL = ("cudnn", "flash", "splash")
+GPU = ("cudnn", "flash")
+BASE = _make("vendor_base", B=1, T=128, S=128, N=2, H=64)
+POSITIONS = np.arange(128, dtype=np.int32)[None]
+DECLINED = (
+    (ALL, {}, "float32", "query: wanted .*, got float32"),
+    (ALL, {"source": 0 * BASE.query}, "bfloat16", "query: wanted .*, got float32"),
+    (ALL, {"bias": np.zeros((1, 1, 1, 1))}, "bfloat16", "bias: wanted None"),
+    (ALL, {"mask": np.ones((1, 1, 1, 1), bool)}, "bfloat16", "mask: wanted None"),
+    (ALL, {"query_positions": POSITIONS}, "bfloat16", "query_positions: wanted None"),
+    (ALL, {"key_value_seq_lengths": POSITIONS[0, 5:6]}, "bfloat16", "positions: wanted None"),
+    (
+        ALL,
+        {"query_segment_ids": POSITIONS, "key_segment_ids": POSITIONS},
+        "bfloat16",
+        "query_segments: wanted None",
+    ),
+    (ALL, {"scale": 0.0}, "bfloat16", "scale: wanted a number above 0, got 0.0"),
+    (ALL, {"scale": -0.5}, "bfloat16", "scale: wanted a number above 0, got -0.5"),
+    (ALL, {"value": BASE.value[..., :8]}, "bfloat16", "value: wanted query's width, 64, got 8"),
+    (ALL, {"query": BASE.query[:, :0]}, "bfloat16", "query: wanted no empty axis"),
+    (
+        ALL,
+        {"key": BASE.key[:, :64], "value": BASE.value[:, :64], "is_causal": True},
+        "bfloat16",
+        "query: wanted as many queries as keys .*, got 128 and 64",
+    ),
+    (
+        ALL,
+        {n: getattr(BASE, n)[..., :5] for n in ("query", "key", "value")},
+        "bfloat16",
+        "query: wanted a width that is a multiple of 8 up to .*, got 5",
+    ),
+    (
+        ALL,
+        {n: np.concatenate([getattr(BASE, n)] * 5, -1) for n in ("query", "key", "value")},
+        "bfloat16",
+        "query: wanted a width that is a multiple of 8 up to .*, got 320",
+    ),
+    (("cudnn",), {"query": BASE.query[:, :63]}, "bfloat16", "query: wanted at least 64 rows"),
+    (("cudnn",), {"local_window_size": 5}, "bfloat16", "window_size: wanted no keys after"),
+    (("splash",), {}, "float16", "query: wanted bfloat16, got float16"),
+    (("splash",), {"query": BASE.query[:, :63]}, "bfloat16", "query: wanted a multiple of 128"),
+    (("splash",), {"scale": 0.3}, "bfloat16", "scale: wanted a power of two, got 0.3"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dtype", "reason"),
+    [(name, *case) for names, *case in DECLINED for name in names],
+    ids=lambda x: x if isinstance(x, str) and ":" not in x else "",
+)
+def test_declines(name, changes, dtype, reason, monkeypatch):
+    """A call that the kernel gets wrong, or fails at with an error of its own."""
+    monkeypatch.setattr(_flash_attn, "_package", lambda: None)
+    problem = replace(BASE, **changes)
+    call = check_call(**cast(problem, dtype)[0], **problem.options)
+    with pytest.raises(NotImplementedError, match=reason):
+        KERNELS[name]().check(call.operands, call.settings)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("problem", [PROBLEMS[n] for n in ("everything", "decode_cache")], ids=str)
+def test_declines_the_general_case(name, problem):
+    """An option that nobody thought of when the checks were written."""
+    call = check_call(**cast(problem, "bfloat16")[0], **problem.options)
+    with pytest.raises(NotImplementedError):
+        KERNELS[name]().check(call.operands, call.settings)
+
+
+@pytest.fixture
+def forgetful():
+    """What was found to be installed is forgotten, before and after."""
+    caches = (_cudnn._primitives, _flash_attn._package, _splash._modules)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def declines(name):
+    call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
+    with pytest.raises(NotImplementedError) as reason:
+        KERNELS[name]().check(call.operands, call.settings)
+    return str(reason.value)
+
+
+def test_no_package(monkeypatch, forgetful):
+    """An ImportError out of a call, or advice that leaves out what is missing."""
+    monkeypatch.setitem(sys.modules, "flash_attn_jax", None)
+    reason = declines("flash")
+    assert "energy_attn[flash]" in reason and "libcudart.so.12" in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "part"),
+    [
+        ("cudnn", "jax._src.cudnn.fused_attention_stablehlo", "_dot_product_attention_bwd_p"),
+        ("cudnn", "jax._src.cudnn.fused_attention_stablehlo", "MaskType"),
+        (
+            "splash",
+            "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel",
+            "_splash_attention_bwd_dq",
+        ),
+    ],
+)
+def test_another_version_of_jax(name, module, part, monkeypatch, forgetful):
+    """What is private in JAX goes away, as it may: an AttributeError out of a call."""
+    declines_not = KERNELS[name]()
+    call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
+    declines_not.check(call.operands, call.settings)
+    for cache in (_cudnn._primitives, _splash._modules):
+        cache.cache_clear()
+    monkeypatch.delattr(sys.modules[module], part)
+    assert f"got {jax.__version__}" in declines(name)
+
+
+def test_another_result_of_jax(monkeypatch, forgetful):
+    """Statistics in another layout, which the shapes tell before any program is wrong."""
+    module = _cudnn._primitives().module
+    _cudnn._primitives.cache_clear()
+    primitive = module._dot_product_attention_fwd_p
+
+    def bind(*args, **options):
+        out, lse = primitive.bind(*args, **options)
+        return out, lse.swapaxes(1, 2)
+
+    monkeypatch.setattr(module, "_dot_product_attention_fwd_p", Bound(bind))
+    assert "other arrays" in declines("cudnn")
+
+
+SPLASH = {
+    problem.name: problem
+    for problem in (
+        _make("splash_plain", B=2, T=128, S=256, N=2, K=1, H=64),
+        _make("splash_causal", B=1, T=256, S=256, N=4, K=2, H=64, is_causal=True),
+        _make("splash_window", B=1, T=256, S=256, N=1, H=64, local_window_size=(100, 20)),
+        _make(
+            "splash_window_causal",
+            *(1, 256, 256, 1),
+            H=8,
+            scale=0.5,
+            is_causal=True,
+            local_window_size=130,
+        ),
+    )
+}
+
+
+@pytest.mark.parametrize("problem", SPLASH.values(), ids=str)
+def test_splash(problem, splash):
+    """The kernels themselves: masks, heads' groups, scaled queries, and delta with the cotangent of lse in it."""
+    check("splash", problem, "bfloat16")
+
+
+def test_splash_in_shard_map(splash):
+    """Results without a type that says over which devices they vary, which JAX asks for there."""
+    problem = SPLASH["splash_plain"]
+    arrays, _ = cast(problem, "bfloat16")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradients(arrays):
+        state, back = jax.vjp(lambda arrays: attend(arrays, problem, "splash"), arrays)
+        return state, back(AttentionState(jnp.ones_like(state.out), jnp.cos(state.lse)))[0]
+
+    spec = jax.sharding.PartitionSpec("x")
+    split = jax.shard_map(gradients, mesh=mesh, in_specs=spec, out_specs=spec)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(split)(arrays), jax.jit(gradients)(arrays))
