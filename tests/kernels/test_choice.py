@@ -131,6 +131,11 @@ def test_partitioned_programs_get_xla(kernels):
         jax.jit(lambda a: attend(a, "mine"))(given)
     manual = jax.shard_map(attend, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     np.testing.assert_array_equal(jax.jit(manual)(given).out, MINE)
+    # manual in one axis alone: XLA still splits the program over the other
+    both = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    partly = jax.shard_map(attend, mesh=both, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})
+    given = {name: jax.device_put(x, NamedSharding(both, P("x"))) for name, x in arrays().items()}
+    np.testing.assert_allclose(jax.jit(partly)(given).out, split.out, rtol=1e-5, atol=1e-6)
     explicit = jax.make_mesh(
         (2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2]
     )
