@@ -4,7 +4,8 @@
 VENV ?= .venv
 # PYTHON: the interpreter to build the environment with; empty means the first suitable one found.
 PYTHON ?=
-# What pip is asked for: JAX='jax>=0.8,<0.9' tests another jax, TEST_EXTRAS=test,flash adds an extra.
+# What pip is asked for: JAX='jax>=0.8,<0.9' tests another jax (and may name more, with spaces between);
+# TEST_EXTRAS=test,flash adds an extra.
 JAX ?= jax
 TORCH ?= torch
 TEST_EXTRAS ?= test
@@ -20,12 +21,13 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-tpu test-cuda test-slow test-device check bench docs clean
+.PHONY: help demo test test-tpu test-cuda test-flash test-slow test-device check bench docs clean
 
 help:
 	@echo "make demo    train a small decoder, decode over eight devices, compare with the dense answer"
 	@echo "make test    the tests"
-	@echo "make test-tpu, test-cuda, test-slow    programs compiled for TPU pods and for GPU clusters; more processes"
+	@echo "make test-tpu, test-cuda, test-flash    programs compiled for TPU pods and for GPUs; with flash-attn-jax"
+	@echo "make test-slow    more processes than a small machine has cores for"
 	@echo "make test-device JAX='jax[cuda13]'    the tests of kernels on the accelerator at hand"
 	@echo "make check   format, lint, types, import direction, documentation"
 	@echo "make bench   times and memory beside jax.nn and PyTorch"
@@ -44,6 +46,11 @@ test-tpu:
 
 test-cuda:
 	@$(MAKE) --no-print-directory VENV=$(VENV)-cuda TEST_EXTRAS=test,cuda JAX='jax==0.10.2' PYTEST_ARGS='-m cuda tests' test
+
+# The plugin looks for libraries that only programs which run need.
+test-flash:
+	@JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(MAKE) --no-print-directory VENV=$(VENV)-flash TEST_EXTRAS=test,flash PYTEST_ARGS='-m flash tests' \
+	    JAX='jax>=0.8,<0.9 jax-cuda12-plugin>=0.8,<0.9 nvidia-cuda-nvcc-cu12' test
 
 test-slow:
 	@$(MAKE) --no-print-directory PYTEST_ARGS='-m slow tests/distributed' test
@@ -65,7 +72,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VENV)-tpu $(VENV)-cuda $(VENV)-device build dist site energy_attn.egg-info demo.png
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-cuda $(VENV)-flash $(VENV)-device build dist site energy_attn.egg-info demo.png
 
 $(BIN)/python:
 	@for python in $(CANDIDATES); do \
@@ -85,5 +92,5 @@ $(VENV)/.installed-torch: $(BIN)/python
 
 $(VENV)/.installed-%: $(BIN)/python pyproject.toml
 	@echo "installing .[$*]"
-	@$(BIN)/python -m pip install -qq --editable '.[$*]' '$(JAX)'
+	@$(BIN)/python -m pip install -qq --editable '.[$*]' $(foreach wanted,$(JAX),'$(wanted)')
 	@touch $@

@@ -1,5 +1,6 @@
 """Scores in blocks: how operands are cut, and which blocks need be computed at all."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from jaxtyping import Array, Bool
 
 from ._arguments import Operands, Settings
 from ._mask import meeting, visible
-from ._state import lse_dtype
+from ._state import lse_dtype, precision
 
 # Rows of queries (of all heads that share a key head) and keys in a block. Chosen by measurement:
 # large enough for the matrix products to run at full speed, small enough to stay in the cache. All
@@ -118,6 +119,9 @@ class Blocks:
     def __init__(self, operands: Operands, settings: Settings):
         self.grid = g = grid(operands, settings.rule.is_causal)
         self.settings = settings
+        exact = precision(operands.query.dtype)
+        self.outer = functools.partial(outer, precision=exact)
+        self.product = functools.partial(product, precision=exact)
         self.query = cut_queries(g, operands.query)
         self.key = cut_keys(g, operands.key)
         rows, columns = g.times * g.query_blocks, g.keys * g.key_blocks
@@ -155,7 +159,7 @@ class Blocks:
     def scores(self, at: Index) -> Array:
         """The scores of one block, `[B, rows, keys]`, minus infinity where a key is hidden."""
         query, key = self.query[at.head, at.query], self.key[at.head, at.key]
-        scores = outer(query, key) * self.settings.scale
+        scores = self.outer(query, key) * self.settings.scale
         if self.bias is not None:
             scores = scores + self._block(self.bias, at).astype(scores.dtype)
         if self.mask is not None:
@@ -207,20 +211,21 @@ def _pad_scores(x: Array | None, rows: int, columns: int) -> Array | None:
     return x if x.shape[3] == 1 else _pad(x, 3, columns)
 
 
-def outer(a: Array, b: Array) -> Array:
+def outer(a: Array, b: Array, precision: lax.Precision | None) -> Array:
     """`a bᵀ` of `[B, m, w]` and `[B, n, w]`, accumulated in float32 or wider. Raises nothing."""
-    return _dot(a, b, contract=(1, 1))
+    return _dot(a, b, (1, 1), precision)
 
 
-def product(a: Array, b: Array) -> Array:
+def product(a: Array, b: Array, precision: lax.Precision | None) -> Array:
     """`a b` of `[B, m, k]` and `[B, k, n]`, accumulated in float32 or wider. Raises nothing."""
-    return _dot(a, b, contract=(1, 0))
+    return _dot(a, b, (1, 0), precision)
 
 
-def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+def _dot(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precision | None) -> Array:
     def dot(a: Array, b: Array) -> Array:
         axes = ((contract[0],), (contract[1],)), ((), ())
-        return lax.dot_general(a, b, axes, preferred_element_type=lse_dtype(a.dtype))
+        wide = lse_dtype(a.dtype)
+        return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=wide)
 
     # XLA:CPU has its fast 16-bit product only without a batch axis
     return dot(a[0], b[0])[None] if a.shape[0] == 1 else jax.vmap(dot)(a, b)

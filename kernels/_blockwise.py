@@ -19,8 +19,6 @@ from ._blocks import (
     cut_queries,
     join_keys,
     join_queries,
-    outer,
-    product,
 )
 from ._kernel import AbstractKernel
 from ._state import AttentionState, lse_dtype
@@ -80,7 +78,7 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
                 weights = jnp.exp(scores - shift)
                 decay = jnp.exp(maximum - shift)
                 total = total * decay + weights.sum(-1, keepdims=True)
-                return new, total, sums * decay + product(weights, values[here.head, j])
+                return new, total, sums * decay + blocks.product(weights, values[here.head, j])
 
             return when(blocks.meet(here), attend, *carry), None
 
@@ -186,12 +184,12 @@ def backward_wide(
 
             def attend(d_keys: Array, d_values: Array, d_queries: Array, d_biases: Any) -> Any:
                 weights = jnp.exp(blocks.scores(here) - lse[rows])
-                d_scores = weights * (outer(outs[rows], values[keys]) - delta[rows])
+                d_scores = weights * (blocks.outer(outs[rows], values[keys]) - delta[rows])
                 if d_biases is not None:
                     d_biases = blocks.add_to_bias(d_biases, d_scores, here)
-                d_keys += product(queries_on_side[rows], d_scores)
-                d_values += product(outs_on_side[rows], weights)
-                new = product(d_scores, blocks.key[keys].astype(wide))
+                d_keys += blocks.product(queries_on_side[rows], d_scores)
+                d_values += blocks.product(outs_on_side[rows], weights)
+                new = blocks.product(d_scores, blocks.key[keys].astype(wide))
                 return d_keys, d_values, d_queries.at[i].add(new), d_biases
 
             return when(blocks.meet(here), attend, *carry), None

@@ -12,7 +12,7 @@ from ._blocks import outer, product
 from ._kernel import AbstractKernel
 from ._reference import masked
 from ._softmax import softmax
-from ._state import AttentionState, lse_dtype
+from ._state import AttentionState, lse_dtype, precision
 
 # Above this many query rows (times heads) the block-diagonal product wastes more arithmetic than
 # it saves in bandwidth; chosen by measurement.
@@ -80,7 +80,8 @@ def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
     weights, total, lse = softmax(scores)
 
     weights = weights.reshape(batch, rows, columns).astype(value.dtype)
-    out = product(weights, value.reshape(batch, columns, kv_heads * value.shape[-1]))
+    values = value.reshape(batch, columns, kv_heads * value.shape[-1])
+    out = product(weights, values, precision(query.dtype))
     out = out.reshape(batch, kv_heads, group, times, kv_heads, value.shape[-1])
     # of each row's outputs for all key heads, the one of its own head
     out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, times, heads, value.shape[-1])
@@ -95,12 +96,15 @@ def _per_head(operands: Operands, settings: Settings) -> AttentionState:
     kv_heads = key.shape[2]
     grouped = query.reshape(batch, times, kv_heads, heads // kv_heads, width)
     wide = lse_dtype(query.dtype)
-    scores = jnp.einsum("btkgh,bskh->btkgs", grouped, key, preferred_element_type=wide)
+    einsum = functools.partial(
+        jnp.einsum, precision=precision(query.dtype), preferred_element_type=wide
+    )
+    scores = einsum("btkgh,bskh->btkgs", grouped, key)
     scores = scores.reshape(batch, times, heads, key.shape[1])
     scores = masked(scores.transpose(0, 2, 1, 3), operands, settings).transpose(0, 2, 1, 3)
     weights, total, lse = softmax(scores)
     weights = weights.astype(value.dtype).reshape(*grouped.shape[:-1], key.shape[1])
-    out = jnp.einsum("btkgs,bskv->btkgv", weights, value, preferred_element_type=wide)
+    out = einsum("btkgs,bskv->btkgv", weights, value)
     out = out.reshape(batch, times, heads, value.shape[-1]) / total
     return AttentionState(out.astype(value.dtype), lse)
 
@@ -109,5 +113,5 @@ def _scores(query: Array, key: Array) -> Array:
     # [B, R, W] and [B, S, W] to [B, R, S]. In float32 the product is much faster with the large
     # operand on the left; in 16 bits XLA:CPU would then widen all values for the second product.
     if query.dtype.itemsize == 2:
-        return outer(query, key)
-    return outer(key, query).swapaxes(1, 2)
+        return outer(query, key, None)
+    return outer(key, query, precision(query.dtype)).swapaxes(1, 2)

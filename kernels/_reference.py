@@ -8,7 +8,7 @@ from ._arguments import Operands, Settings, cotangents, counted
 from ._kernel import AbstractKernel
 from ._mask import visible
 from ._softmax import softmax
-from ._state import AttentionState, lse_dtype
+from ._state import AttentionState, lse_dtype, precision
 
 
 class Reference(AbstractKernel):
@@ -36,7 +36,11 @@ class Reference(AbstractKernel):
 
         grouped = query.reshape(batch, times, kv_heads, group, width)
         scores = jnp.einsum(
-            "btkgh,bskh->bkgts", grouped, key, preferred_element_type=lse_dtype(query.dtype)
+            "btkgh,bskh->bkgts",
+            grouped,
+            key,
+            precision=precision(query.dtype),
+            preferred_element_type=lse_dtype(query.dtype),
         )
         weights, total, lse = softmax(
             masked(scores.reshape(batch, heads, times, columns), operands, settings)
@@ -46,6 +50,7 @@ class Reference(AbstractKernel):
             "bkgts,bskh->btkgh",
             weights.reshape(batch, kv_heads, group, times, columns),
             value,
+            precision=precision(query.dtype),
             preferred_element_type=lse_dtype(value.dtype),
         )
         out = out.reshape(batch, times, heads, value.shape[-1]).astype(value.dtype)

@@ -179,7 +179,7 @@ SHARED = [
     ({"query_segment_ids": a(B, T), **SEGMENTS}, TypeError, "float32[2,3]", "integer"),
     ({"query_segment_ids": a(T, dtype="int32"), **SEGMENTS}, ValueError, "int32[3]", "(2, 3)"),
     # implementation
-    ({"implementation": "flash"}, ValueError, "'flash'", "'reference'"),
+    ({"implementation": "fast"}, ValueError, "'fast'", "'reference'"),
     ({"implementation": ("reference", "")}, ValueError, "''", "'reference'"),
     ({"implementation": 3}, TypeError, "int 3", "a name"),
     ({"implementation": ()}, TypeError, "tuple ()", "a name"),

@@ -305,9 +305,16 @@ def test_info():
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.what)
 def test_info_says_what_would_be_used(call):
-    chosen, *reasons = choice(call)
-    assert chosen == ("decode" if call.rows == 1 else "blockwise")
+    chosen, *reasons = choice(call, "cpu")
+    assert chosen == ("decode" if call.query[1] == 1 else "blockwise")
     assert reasons
+    for platform, few, many in (("cuda", "pallas_gpu", "cudnn"), ("tpu", "pallas_tpu", "splash")):
+        chosen, *_ = choice(call, platform)
+        if call.dtype == "float64":
+            wanted = {"blockwise"}
+        else:
+            wanted = {few} if call.query[1] < 64 or call.dtype == "float32" else {few, many}
+        assert chosen in wanted
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--tokens", "x"]], ids=str)

@@ -29,7 +29,7 @@ from energy_attn.kernels._blocks import Blocks
 from energy_attn.kernels._mask import Rule
 
 from ..naive import assert_all_close
-from ..problems import Problem, cast, cotangents, everything
+from ..problems import Problem, _make, cast, cotangents, everything
 from ..reference import dense
 from .meshes import check, close, mesh_of
 
@@ -193,6 +193,19 @@ def test_layouts(method, layout):
     run = jax.jit(state_and_gradients(SELF, parallel), compiler_options=QUICK)
     with jax.set_mesh(mesh_of("8")):
         check(run(arrays, cotangents(SELF, jnp.float64)), SELF)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layout_of_a_plain_causal_call(method):
+    """Positions that count from 0 on every device, or in the order of the layout, where the call names none itself."""
+    plain = replace(_make("layout", B=1, T=16, S=16, N=8, H=5), source=None)
+    problem = replace(plain, is_causal=True, local_window_size=(9, 0))
+    parallel = SequenceParallel(AXES, method, layout="zigzag")
+    with jax.set_mesh(mesh_of("2x4")):
+        moved = (shard_sequence(x, parallel) for x in cast(problem, jnp.float64)[0].values())
+        out = ea.attention(*moved, **problem.options, parallel=parallel)
+        out = unshard_sequence(out, parallel)
+    close(out, dense(problem)[0], method)
 
 
 def test_decode_in_a_layout():

@@ -25,7 +25,7 @@ CASES = [
     ("heads in front", HEADS["heads_16_2"]),
     ("keys last", BLOCKS["blocks_predicates"]),
     ("keys last", BLOCKS["blocks_causal"]),
-    ("keys shared out", HEADS["heads_8_1"]),
+    ("keys shared out", HEADS["heads_8_8"]),
 ]
 
 
