@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from . import _blockwise
 from ._arguments import Operands, Settings
-from ._blocks import outer, product
+from ._blocks import inner, outer, product
 from ._kernel import AbstractKernel
 from ._reference import masked
 from ._softmax import softmax
@@ -75,18 +75,47 @@ def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
     spread = (spread[:, :, :, :, None, :] * diagonal).reshape(batch, rows, kv_heads * width)
     # the barrier keeps XLA from rebuilding this array inside the product
     spread = lax.optimization_barrier(spread)
-    scores = _scores(spread, key.reshape(batch, columns, kv_heads * width))
-    scores = masked(scores.reshape(batch, heads, times, columns), operands, settings)
-    weights, total, lse = softmax(scores)
-
-    weights = weights.reshape(batch, rows, columns).astype(value.dtype)
-    values = value.reshape(batch, columns, kv_heads * value.shape[-1])
-    out = product(weights, values, precision(query.dtype))
-    out = out.reshape(batch, kv_heads, group, times, kv_heads, value.shape[-1])
+    key = key.reshape(batch, columns, kv_heads * width)
+    value = value.reshape(batch, columns, kv_heads * value.shape[-1])
+    if query.dtype.itemsize == 2:
+        out, total, lse = _rows_first(spread, key, value, operands, settings)
+    else:
+        out, total, lse = _keys_first(spread, key, value, operands, settings)
     # of each row's outputs for all key heads, the one of its own head
-    out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, times, heads, value.shape[-1])
-    out = out.astype(total.dtype) / total.transpose(0, 2, 1, 3)
-    return AttentionState(out.astype(value.dtype), lse.transpose(0, 2, 1))
+    value_width = operands.value.shape[-1]
+    out = out.reshape(batch, kv_heads, group, times, kv_heads, value_width)
+    out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, times, heads, value_width)
+    total, lse = (x.reshape(batch, heads, times).transpose(0, 2, 1) for x in (total, lse))
+    out = out.astype(total.dtype) / total[..., None]
+    return AttentionState(out.astype(operands.value.dtype), lse)
+
+
+# With R rows, of all heads, and W columns, of all key heads: [B, R, W], [B, S, W] and [B, S, W] to
+# [B, R, W], not yet divided, and to the totals and energies [B, R]. XLA:CPU multiplies 32 bits
+# fastest if scores lie as [S, R], and 16 bits if as [R, S]: else it would widen all values first.
+def _rows_first(
+    spread: Array, key: Array, value: Array, operands: Operands, settings: Settings
+) -> tuple[Array, Array, Array]:
+    scores = _masked(outer(spread, key, None), operands, settings)
+    weights, total, lse = softmax(scores)
+    return product(weights.astype(value.dtype), value, None), total[..., 0], lse
+
+
+def _keys_first(
+    spread: Array, key: Array, value: Array, operands: Operands, settings: Settings
+) -> tuple[Array, Array, Array]:
+    exact = precision(spread.dtype)
+    scores = outer(key, spread, exact).swapaxes(1, 2)
+    # there and back costs nothing: both are in the same loop as what is done in between
+    scores = _masked(scores, operands, settings).swapaxes(1, 2)
+    weights, total, lse = softmax(scores, axis=1)
+    return inner(weights.astype(value.dtype), value, exact), total[:, 0], lse
+
+
+def _masked(scores: Array, operands: Operands, settings: Settings) -> Array:
+    times, heads = operands.query.shape[1:3]
+    shape = len(scores), heads, times, scores.shape[-1]
+    return masked(scores.reshape(shape), operands, settings).reshape(scores.shape)
 
 
 def _per_head(operands: Operands, settings: Settings) -> AttentionState:
@@ -107,11 +136,3 @@ def _per_head(operands: Operands, settings: Settings) -> AttentionState:
     out = einsum("btkgs,bskv->btkgv", weights, value)
     out = out.reshape(batch, times, heads, value.shape[-1]) / total
     return AttentionState(out.astype(value.dtype), lse)
-
-
-def _scores(query: Array, key: Array) -> Array:
-    # [B, R, W] and [B, S, W] to [B, R, S]. In float32 the product is much faster with the large
-    # operand on the left; in 16 bits XLA:CPU would then widen all values for the second product.
-    if query.dtype.itemsize == 2:
-        return outer(query, key, None)
-    return outer(key, query, precision(query.dtype)).swapaxes(1, 2)

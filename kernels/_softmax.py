@@ -8,31 +8,31 @@ from jaxtyping import Array, Float
 
 
 class Softmax(NamedTuple):
-    """The pieces of a softmax over the last axis, which `total` keeps with size 1.
+    """The pieces of a softmax over an axis, which `total` keeps with size 1.
 
     Attributes:
         weights: `exp(scores - shift)`, not normalised.
         total: their sum; 1 for a row without keys.
-        lse: the free energy, without the last axis; minus infinity for a row without keys.
+        lse: the free energy, without that axis; minus infinity for a row without keys.
     """
 
-    weights: Float[Array, "*rows keys"]
-    total: Float[Array, "*rows 1"]
-    lse: Float[Array, "*rows"]
+    weights: Float[Array, "..."]
+    total: Float[Array, "..."]
+    lse: Float[Array, "..."]
 
 
-def softmax(scores: Float[Array, "*rows keys"]) -> Softmax:
-    r"""The softmax over the last axis, where scores of minus infinity hide keys.
+def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
+    r"""The softmax over an axis, where scores of minus infinity hide keys.
 
     The maximum $m$ is held constant: $F = m + \log\sum e^{s - m}$ does not depend on it, so the
     derivatives of these lines, of any order and in both modes, are those of $F$. A row without
     keys takes $m = 0$ and a total of 1, and so is finite, derivatives included. Raises nothing.
     """
-    shift = lax.stop_gradient(scores.max(-1, keepdims=True, initial=-jnp.inf))
+    shift = lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf))
     shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
     weights = jnp.exp(scores - shift)
-    total = weights.sum(-1, keepdims=True)
+    total = weights.sum(axis, keepdims=True)
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
     lse = jnp.where(seen, shift + jnp.log(total), -jnp.inf)
-    return Softmax(weights, total, lse[..., 0])
+    return Softmax(weights, total, lse.squeeze(axis))
