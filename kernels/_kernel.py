@@ -1,6 +1,7 @@
 """What an implementation of attention is: the abstract class that all of them fill in."""
 
 import abc
+from collections.abc import Sequence
 from typing import ClassVar
 
 from ._arguments import Operands, Settings
@@ -59,3 +60,18 @@ class AbstractKernel(abc.ABC):
         v_a - \delta)$: both cotangents count, and one of lse that is None is known to be zero.
         Rows that see no key get zeros. Raises nothing.
         """
+
+
+def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[str]) -> None:
+    """Declines dtypes but `dtypes`, empty axes, and arrays in place of the fields `without`.
+
+    For `AbstractKernel.check`. Raises `NotImplementedError`, saying why.
+    """
+    for name in without:
+        if getattr(operands, name) is not None:
+            raise NotImplementedError(f"{name}: wanted None, got an array (blockwise takes it)")
+    for name, x in zip(Operands._fields[:3], operands[:3], strict=True):
+        if x.dtype.name not in dtypes:
+            raise NotImplementedError(f"{name}: wanted {' or '.join(dtypes)}, got {x.dtype}")
+        if 0 in x.shape:
+            raise NotImplementedError(f"{name}: wanted no empty axis, got shape {x.shape}")

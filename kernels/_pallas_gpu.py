@@ -1,7 +1,7 @@
 """The pallas_gpu implementation: our own kernels for NVIDIA's GPUs, written in Pallas on Triton."""
 
 from ._arguments import Operands, Settings
-from ._kernel import AbstractKernel
+from ._kernel import AbstractKernel, check_operands
 from ._pallas_gpu_plan import make_plan
 from ._state import AttentionState
 
@@ -24,14 +24,7 @@ class PallasGPU(AbstractKernel):
         """Raises `NotImplementedError` for bias and mask arrays, float64, and empty axes; for
         widths of which no tiles fit on the chip; and without Pallas on Triton.
         """
-        for name, x in (("bias", operands.bias), ("mask", operands.mask)):
-            if x is not None:
-                raise NotImplementedError(f"{name}: wanted None, got an array; blockwise takes it")
-        for name, x in zip(Operands._fields[:3], operands[:3], strict=True):
-            if x.dtype not in _DTYPES:
-                raise NotImplementedError(f"{name}: wanted {', '.join(_DTYPES)}, got {x.dtype}")
-            if 0 in x.shape:
-                raise NotImplementedError(f"{name}: wanted no empty axis, got shape {x.shape}")
+        check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "query", "key"):
             make_plan(operands, settings, kind)
         try:

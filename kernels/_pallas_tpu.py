@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ._arguments import Operands, Settings
-from ._kernel import AbstractKernel
+from ._kernel import AbstractKernel, check_operands
 from ._pallas import result_like
 from ._pallas_tpu_backward import backward
 from ._pallas_tpu_layout import Layout, fold_keys, fold_rows, layout, unfold_rows
@@ -19,7 +19,7 @@ from ._state import AttentionState, merge_all
 
 # The keys of few rows are walked in two shares at once: v4 and v5p are two cores.
 SPLITS = 2
-DTYPES = ("bfloat16", "float32")  # what the compiler loads; float16 it does not
+_DTYPES = ("bfloat16", "float32")  # what the compiler loads; float16 it does not
 
 
 class PallasTPU(AbstractKernel):
@@ -37,20 +37,7 @@ class PallasTPU(AbstractKernel):
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for biases, masks, float16, float64, or no rows or keys."""
-        for name in ("bias", "mask"):
-            x = getattr(operands, name)
-            if x is not None:
-                raise NotImplementedError(
-                    f'{name}: wanted None ("blockwise" takes an array), got {_shown(x)}'
-                )
-        for name in ("query", "value"):
-            x = getattr(operands, name)
-            if x.dtype.name not in DTYPES:
-                raise NotImplementedError(f"{name}: wanted bfloat16 or float32, got {_shown(x)}")
-        for name in ("query", "key"):
-            x = getattr(operands, name)
-            if x.size == 0:
-                raise NotImplementedError(f"{name}: wanted no empty axis, got {_shown(x)}")
+        check_operands(operands, _DTYPES, ("bias", "mask"))
         for is_backward in (False, True):
             layout(operands, settings, backward=is_backward)
 
@@ -73,10 +60,6 @@ class PallasTPU(AbstractKernel):
         Raises nothing.
         """
         return backward(operands, settings, state, cotangent, interpret=platform != "tpu")
-
-
-def _shown(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def _forward(operands: Operands, settings: Settings, *, interpret: bool) -> AttentionState:

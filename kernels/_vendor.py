@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._arguments import Operands, Settings, cotangents
+from ._kernel import check_operands
 from ._state import AttentionState
 
 _DTYPES = ("float16", "bfloat16")
@@ -24,14 +25,7 @@ def check_plain(operands: Operands, settings: Settings, widest: int) -> None:
     Raises `NotImplementedError`, saying why.
     """
     query, key, value = operands[:3]
-    for name, x in zip(Operands._fields[3:], operands[3:], strict=True):
-        if x is not None:
-            raise NotImplementedError(f"{name}: wanted None, got an array")
-    for name, x in zip(Operands._fields[:3], operands[:3], strict=True):
-        if x.dtype not in _DTYPES:
-            raise NotImplementedError(f"{name}: wanted {' or '.join(_DTYPES)}, got {x.dtype}")
-        if 0 in x.shape:
-            raise NotImplementedError(f"{name}: wanted no empty axis, got shape {x.shape}")
+    check_operands(operands, _DTYPES, Operands._fields[3:])
     width = query.shape[-1]
     if width > widest or width % 8 != 0:
         raise NotImplementedError(
