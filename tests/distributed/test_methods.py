@@ -24,6 +24,7 @@ from energy_attn.distributed import (
     unshard_sequence,
 )
 from energy_attn.distributed._layout import sequence_order
+from energy_attn.distributed._placement import placement
 from energy_attn.kernels._arguments import Operands, Settings
 from energy_attn.kernels._blocks import Blocks
 from energy_attn.kernels._mask import Rule
@@ -148,6 +149,25 @@ def test_methods(method, problem):
     arrays, _ = cast(problem, jnp.float64)
     with jax.set_mesh(mesh_of("2x4")):
         check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "method"), [(1, 8, "tree"), (4096, 8, "ulysses"), (4096, 2, "ring")]
+)
+def test_auto_chooses(rows, kv_heads, method):
+    """`method="auto"` that means the tree whatever is asked: right, and slow, and nothing else would show it."""
+    chosen = []
+
+    def place(query, key):
+        parallel = SequenceParallel(AXES, method="auto")
+        chosen.append(placement(parallel, query, key, key).method)
+
+    query, key = (
+        jax.ShapeDtypeStruct((1, *size, 64), jnp.bfloat16) for size in ((rows, 8), (4096, kv_heads))
+    )
+    with jax.set_mesh(mesh_of("2x4")):
+        jax.eval_shape(place, query, key)
+    assert chosen == [method]
 
 
 @pytest.mark.parametrize("method", METHODS)
