@@ -262,7 +262,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(_blocks, "KEY_BLOCK", 8)
     for name in ("STILL", "MOVING", "MOVING_BACKWARD", "FLOAT32"):
         monkeypatch.setattr(_pallas_gpu_plan, name, 16)
-    monkeypatch.setattr(_pallas_gpu_plan, "PROGRAMS", 40)
+    monkeypatch.setattr(_pallas_gpu_plan, "PROGRAMS", 16)  # some walks shared, some not
     monkeypatch.setattr(_pallas_gpu_plan, "LEAST_WALK", 1)
     monkeypatch.setattr(_pallas_tpu_layout, "ROWS", 16)
     for name in ("KEYS", "KEYS_OF_FEW_ROWS", "KEYS_BACKWARD"):
