@@ -9,11 +9,12 @@ from jax import lax
 from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels._errors import check_floating, received
-from energy_attn.kernels._state import check_state
+from energy_attn.kernels._state import State, check_state, share
 
 from . import cost
+from ._covariance import check_covariance_merge, fold_covariances
 from ._inside import Axes, AxisName, check_axes
 from ._parallel import check_merge, check_topology
 from ._remote import wanted
@@ -22,12 +23,12 @@ from ._wire import transfer
 
 
 def merge_across(
-    state: AttentionState,
+    state: State,
     axis_name: AxisName,
     merge: str = "auto",
     *,
     topology: cost.Topology | None = None,
-) -> AttentionState:
+) -> State:
     r"""The state of all keys, from the state of each device's own.
 
     $$m = \max_i F_i, \qquad
@@ -54,7 +55,8 @@ def merge_across(
 
     Args:
         state: this device's `out` `[..., H]` and `lse` `[...]`. A device that holds no keys
-            passes the empty state.
+            passes the empty state. A [`CovarianceState`][energy_attn.kernels.CovarianceState] folds
+            by `"gather"` or `"butterfly"` (`"auto"`), with $R (H^2 + H + 1)$ numbers to a state.
         axis_name: the mesh axis, or several, slow ones first: they are folded together.
         merge: the way, or `"auto"`: the fastest by [`cost`][energy_attn.distributed.cost.choose_merge].
         topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
@@ -67,7 +69,7 @@ def merge_across(
     Raises:
         TypeError: `state` is no `AttentionState`, `axis_name` no name, `topology` no topology.
         ValueError: an axis repeats or is not bound (called outside `jax.shard_map`), an unknown
-            way, or `"hierarchical"` over a single axis.
+            way, `"hierarchical"` over a single axis, or a way that covariances do not fold by.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3 with $m = \max_i F_i$.
 
@@ -88,6 +90,8 @@ def merge_across(
     axes = check_axes(axis_name)
     check_merge(merge, len(axes))
     check_topology(topology, len(axes))
+    if isinstance(state, CovarianceState):
+        return fold_covariances(check_covariance_merge(merge), axes, state)
     return fold_across(choose_merge(merge, state, axes, topology), axes, state)
 
 
@@ -163,12 +167,12 @@ def _fold_across_jvp(
     wide = state.lse.dtype
     # a part without keys counts for nothing, whatever it holds; nor may it make a NaN
     present = jnp.isfinite(state.lse)
-    share = jnp.exp(jnp.where(present, state.lse - merged.lse, -jnp.inf))
+    portion = share(state.lse, merged.lse)
     energy = jnp.where(present, change.lse, 0.0)
     apart = state.out.astype(wide) - merged.out.astype(wide)
     out = change.out.astype(wide) + apart * energy[..., None]
-    out = jnp.where(present[..., None], out * share[..., None], 0.0)
-    moved = transfer(lambda x: lax.psum(x, axes), AttentionState(out, share * energy))
+    out = jnp.where(present[..., None], out * portion[..., None], 0.0)
+    moved = transfer(lambda x: lax.psum(x, axes), AttentionState(out, portion * energy))
     return merged, AttentionState(moved.out.astype(state.out.dtype), moved.lse)
 
 

@@ -34,29 +34,43 @@ def spread_attention(place: Placement, names: Sequence[str], call: Call) -> Atte
 def _spread(
     place: Placement, names: tuple[str, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
-    rows, split = operands.query.shape[1], split_of(operands.query, 1)
     if place.sequence:
-        # a device's part does not count from 0
-        operands = _pad_keys(counted(operands, settings), place.devices)
+        operands = counted(operands, settings)  # a device's part does not count from 0
+    return over_devices(place, functools.partial(_method(place), names, settings), operands)
+
+
+def over_devices(
+    place: Placement, run: Callable[..., Any], operands: Operands, *rows: Array
+) -> Any:
+    """`run(operands, *rows)` on each device, of its part of the operands and of `rows`.
+
+    `rows`, and the arrays of the tree that `run` returns, are `[B, T, N, ...]` and are split as the
+    queries are. Raises as `run` does.
+    """
+    number, split = operands.query.shape[1], split_of(operands.query, 1)
+    if place.sequence:
+        operands = _pad_keys(operands, place.devices)
     if place.queries:
         operands = _pad_queries(operands, place.devices)
+        rows = tuple(_pad(x, 1, number, -number % place.devices) for x in rows)
     specs = _specs(operands, place)
     sequence = place.sequence if place.queries else None
-    result = PartitionSpec(_axes(place.batch), sequence, _axes(place.heads))
+    line = PartitionSpec(_axes(place.batch), sequence, _axes(place.heads))
     spread = jax.shard_map(
-        functools.partial(_method(place), names, settings),
+        run,
         mesh=place.mesh,
-        in_specs=(specs,),
-        out_specs=result,
+        in_specs=(specs, *[line] * len(rows)),
+        out_specs=line,
         axis_names=set(place.axes),
     )
-    state = spread(_reshard(operands, specs, place))
+    lines = (arrive(place.mesh, place.axes, x, line) for x in rows)
+    found = spread(_reshard(operands, specs, place), *lines)
     if split or not place.queries:
-        return state
+        return found
     # queries that only this attention split, perhaps after padding
     whole = PartitionSpec(_axes(place.batch), None, _axes(place.heads))
-    state = arrive(place.mesh, place.axes, state, whole)
-    return AttentionState(*(x[:, :rows] for x in state))
+    found = arrive(place.mesh, place.axes, found, whole)
+    return jax.tree.map(lambda x: x[:, :number], found)
 
 
 def _method(place: Placement) -> Callable[..., AttentionState]:

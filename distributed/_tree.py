@@ -133,11 +133,7 @@ def tree_of_shards(
     Raises as `attend` does.
     """
     rows = operands.query.shape[1]
-
-    mine = operands.query, operands.query_positions, operands.query_segments
-    query, positions, segments = jax.tree.map(lambda x: joined(x, axes, 1), mine)
-    operands = operands._replace(query=query, query_positions=positions, query_segments=segments)
-    state = attend(names, settings, operands)
+    state = attend(names, settings, with_all_queries(operands, axes))
 
     def by_device(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, rows, *x.shape[2:]), 1, 0)
@@ -145,3 +141,13 @@ def tree_of_shards(
     fold = reduce_scatter if merge == "allreduce" else scatter
     folded = fold(AttentionState(*map(by_device, state)), axes)
     return AttentionState(folded.out.astype(state.out.dtype), folded.lse)
+
+
+def with_all_queries(operands: Operands, axes: Axes) -> Operands:
+    """Operands with the queries of all devices, end to end, and what belongs to them.
+
+    Raises nothing.
+    """
+    mine = operands.query, operands.query_positions, operands.query_segments
+    query, positions, segments = jax.tree.map(lambda x: joined(x, axes, 1), mine)
+    return operands._replace(query=query, query_positions=positions, query_segments=segments)

@@ -6,6 +6,7 @@ way, and `_merge` has it. `cost.transfers` says what each sends.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -46,12 +47,12 @@ def butterfly(state: AttentionState, axes: Axes) -> AttentionState:
 
     Every device folds the same states in the same order, so all results are bitwise equal.
     """
-    return same(_narrow(_exchanged(_wide(state), axes), state), axes)
+    return same(_narrow(exchanged(_wide(state), axes), state), axes)
 
 
 def remote(state: AttentionState, axes: Axes) -> AttentionState:
     """The butterfly by one kernel, where the chips of one TPU slice can do it. Raises nothing."""
-    return same(_narrow(folded(_wide(state), axes, _exchanged), state), axes)
+    return same(_narrow(folded(_wide(state), axes, exchanged), state), axes)
 
 
 def hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
@@ -66,7 +67,7 @@ def hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
     out = jnp.pad(state.out.reshape(rows, -1), ((0, missing), (0, 0)))
     lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
     cut = AttentionState(out.reshape(devices, share, -1), lse.reshape(devices, share))
-    mine = _narrow(_exchanged(scatter(cut, (fast,)), tuple(slow)), state)
+    mine = _narrow(exchanged(scatter(cut, (fast,)), tuple(slow)), state)
     whole = transfer(lambda x: lax.all_gather(x, fast, tiled=True), mine)
     out, lse = (x[:rows] for x in whole)
     return same(AttentionState(out.reshape(state.out.shape), lse.reshape(shape)), axes)
@@ -122,15 +123,23 @@ WAYS: dict[str, Way] = {
 }
 
 
-def _exchanged(state: AttentionState, axes: Axes) -> AttentionState:
+def exchanged(
+    state: AttentionState,
+    axes: Axes,
+    unpack: Callable[[AttentionState], Any] = lambda state: state,
+    pack: Callable[[Any], AttentionState] = lambda state: state,
+) -> AttentionState:
+    """The exchanges of a butterfly. What travels are messages; `unpack` makes states of them, and
+    `pack` messages of states. Raises nothing.
+    """
     for axis in reversed(axes):
         devices = lax.axis_size(axis)
         odd = devices // (devices & -devices)
-        state = merge_all(_neighbours(state, axis, odd), axis=0)
+        state = pack(merge_all(unpack(_neighbours(state, axis, odd)), axis=0))
         step = odd
         while step < devices:  # with the device that many before or after
             pairs = [(i, i - step if i // step % 2 else i + step) for i in range(devices)]
-            state = merge(state, _permuted(state, axis, pairs))
+            state = pack(merge(unpack(state), unpack(_permuted(state, axis, pairs))))
             step *= 2
     return state
 

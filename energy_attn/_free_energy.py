@@ -15,12 +15,14 @@ from energy_attn.distributed._layout import with_positions
 from energy_attn.distributed._placement import Placement, placement
 from energy_attn.distributed._spread import spread_attention
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels._arguments import check_call, check_source
+from energy_attn.kernels._arguments import Call, check_call, check_source
 from energy_attn.kernels._registry import attend, candidates, varying_axes
 
+from ._citation import cite
 
-class _Static(NamedTuple):
-    """What of a call is known when it is traced.
+
+class Prepared(NamedTuple):
+    """What of a checked call is known when it is traced.
 
     `at_zero`: the source is zero, although it is no NumPy array.
     """
@@ -31,7 +33,7 @@ class _Static(NamedTuple):
     at_zero: bool = False
 
 
-class _Arrays(NamedTuple):
+class Arrays(NamedTuple):
     """What of a call may be traced, batched and differentiated; the source aside."""
 
     query: Any
@@ -144,21 +146,21 @@ def prepare(
     query: Any,
     key: Any,
     value: Any,
-    bias: Any,
-    mask: Any,
+    bias: Any = None,
+    mask: Any = None,
     *,
-    scale: Any,
-    is_causal: Any,
-    query_seq_lengths: Any,
-    key_value_seq_lengths: Any,
-    local_window_size: Any,
-    query_positions: Any,
-    key_positions: Any,
-    query_segment_ids: Any,
-    key_segment_ids: Any,
-    implementation: Any,
-    parallel: Any,
-) -> tuple[_Static, _Arrays]:
+    scale: Any = None,
+    is_causal: Any = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    query_positions: Any = None,
+    key_positions: Any = None,
+    query_segment_ids: Any = None,
+    key_segment_ids: Any = None,
+    implementation: Any = None,
+    parallel: Any = None,
+) -> tuple[Prepared, Arrays]:
     """Checks the arguments of a call before any tracing: what a user sees of a mistake is the mistake.
 
     Returns what is known of the call, and its arrays. Raises as `free_energy` does.
@@ -173,11 +175,15 @@ def prepare(
         "key_segment_ids": key_segment_ids,
     }
     (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
-    call = _Static(candidates(implementation), None, tuple(static.items()))
-    arrays = _Arrays(query, key, value, bias, mask, traced)
-    checked = _check(call, None, arrays)
+    call = Prepared(candidates(implementation), None, tuple(static.items()))
+    arrays = Arrays(query, key, value, bias, mask, traced)
+    given = checked(call, None, arrays)
     place = placement(parallel, query, key, value)
-    compares = checked.settings.rule.constrains or checked.operands.key_positions is not None
+    if call.names != ("reference",):
+        cite("milakov", "flash")
+    if place is not None:
+        cite(place.method)
+    compares = given.settings.rule.constrains or given.operands.key_positions is not None
     if parallel is not None and compares:
         arrays = arrays._replace(
             options=with_positions(parallel, traced, query.shape[-3], key.shape[-3])
@@ -185,14 +191,14 @@ def prepare(
     return call._replace(place=place), arrays
 
 
-def evaluate(call: _Static, source: Any, arrays: _Arrays) -> Array:
+def evaluate(call: Prepared, source: Any, arrays: Arrays) -> Array:
     """The energies of a prepared call at a source that has been checked. Raises nothing."""
     if source is None or call.names == ("reference",):
-        return _state(call, source, arrays).lse
+        return state_at(call, source, arrays).lse
     return _energy(call, source, arrays)
 
 
-def evaluate_at_zero(call: _Static, arrays: _Arrays) -> tuple[Array, Array]:
+def evaluate_at_zero(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
     """Attention, which is the gradient of a prepared call in the source at zero, and the energies.
 
     Raises nothing.
@@ -214,12 +220,22 @@ def evaluate_at_zero(call: _Static, arrays: _Arrays) -> tuple[Array, Array]:
     return jax.grad(total, has_aux=True)(zero)
 
 
-def _check(call: _Static, source: Any, arrays: _Arrays) -> Any:
+def checked(call: Prepared, source: Any, arrays: Arrays) -> Call:
+    """The operands of a prepared call at a source, as kernels take them. Raises nothing more."""
     return check_call(*arrays[:3], source, *arrays[3:5], **dict(call.options), **arrays.options)
 
 
-def _state(static: _Static, source: Any, arrays: _Arrays) -> AttentionState:
-    call = _check(static, None if static.at_zero else _unless_zero(source), arrays)
+def state_at(static: Prepared, source: Any, arrays: Arrays) -> AttentionState:
+    r"""$\nabla F$ and $F$ of a prepared call at a source; both differentiable. Raises as kernels do."""
+    source = None if static.at_zero else _unless_zero(source)
+    return attended(static, checked(static, source, arrays))
+
+
+def attended(static: Prepared, call: Call) -> AttentionState:
+    """The state of operands, by the implementation and over the mesh that a prepared call names.
+
+    Raises as the kernels do.
+    """
     if static.place is None:
         state = attend(static.names, call.settings, call.operands)
     else:
@@ -241,11 +257,11 @@ def _unless_zero(source: Any) -> Any:
 # kernel's own derivative is asked only for what is being differentiated besides the source.
 # `out` is itself a differentiable function of everything, so attention can be differentiated on.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _energy(static: _Static, source: Any, arrays: _Arrays) -> Array:
-    return _state(static, source, arrays).lse
+def _energy(static: Prepared, source: Any, arrays: Arrays) -> Array:
+    return state_at(static, source, arrays).lse
 
 
-def _energy_forward(static: _Static, source: Any, arrays: _Arrays) -> tuple[Array, Any]:
+def _energy_forward(static: Prepared, source: Any, arrays: Arrays) -> tuple[Array, Any]:
     perturbed = any(x.perturbed for x in _primals(arrays))
     source, arrays = (_values(x) for x in (source, arrays))
     # of the source's own type, which need not be that of the values, must its cotangent be
@@ -253,13 +269,13 @@ def _energy_forward(static: _Static, source: Any, arrays: _Arrays) -> tuple[Arra
     if source is not None:
         like = lax.full_like(source, 0, dtype=jnp.result_type(source), shape=(0,))
     if not perturbed:
-        state = _state(static, source, arrays)
+        state = state_at(static, source, arrays)
         return state.lse, (state.out, like, None)
-    state, pull_back = jax.vjp(functools.partial(_state, static, source), arrays)
+    state, pull_back = jax.vjp(functools.partial(state_at, static, source), arrays)
     return state.lse, (state.out, like, pull_back)
 
 
-def _energy_backward(static: _Static, saved: Any, cotangent: Any) -> tuple[Any, Any]:
+def _energy_backward(static: Prepared, saved: Any, cotangent: Any) -> tuple[Any, Any]:
     out, like, pull_back = saved
     del static
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):

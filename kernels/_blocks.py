@@ -158,7 +158,10 @@ class Blocks:
 
     def scores(self, at: Index) -> Array:
         """The scores of one block, `[B, rows, keys]`, minus infinity where a key is hidden."""
-        query, key = self.query[at.head, at.query], self.key[at.head, at.key]
+        return self.scores_of(self.query[at.head, at.query], self.key[at.head, at.key], at)
+
+    def scores_of(self, query: Array, key: Array, at: Index) -> Array:
+        """The same of a block's queries and keys that have been taken out already."""
         scores = self.outer(query, key) * self.settings.scale
         if self.bias is not None:
             scores = scores + self._block(self.bias, at).astype(scores.dtype)

@@ -7,6 +7,7 @@ arXiv 2307.08691).
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -177,22 +178,41 @@ def backward_wide(
     queries_on_side = blocks.query.astype(wide).swapaxes(-1, -2)
     outs_on_side = outs.astype(wide).swapaxes(-1, -2)
 
+    # What a derivative of this derivative would store of a block is which one it was.
+    @jax.checkpoint
+    def pulled(here: Index) -> tuple[Array, Array, Array, Array | None]:
+        rows, keys = (here.head, here.query), (here.head, here.key)
+
+        def pull() -> tuple[Array, Array, Array, Array | None]:
+            weights = jnp.exp(blocks.scores(here) - lse[rows])
+            d_scores = weights * (blocks.outer(outs[rows], values[keys]) - delta[rows])
+            return (
+                blocks.product(queries_on_side[rows], d_scores),
+                blocks.product(outs_on_side[rows], weights),
+                blocks.product(d_scores, blocks.key[keys].astype(wide)),
+                None if bias is None else d_scores,
+            )
+
+        def nothing() -> tuple[Array, Array, Array, Array | None]:
+            return (
+                blocks.full(0.0, batch, key.shape[-1], g.keys),
+                blocks.full(0.0, batch, value.shape[-1], g.keys),
+                blocks.full(0.0, batch, g.rows, key.shape[-1]),
+                None if bias is None else blocks.full(0.0, batch, g.rows, g.keys),
+            )
+
+        meet = blocks.meet(here)
+        return pull() if meet is None else lax.cond(meet, pull, nothing)
+
     def one_block_of_keys(at: Index, queries: Array, biases: Array | None) -> Any:
         def one_block_of_queries(carry: Any, i: Array) -> Any:
+            d_keys, d_values, queries, biases = carry
             here = at._replace(query=i)
-            rows, keys = (here.head, i), (here.head, here.key)
-
-            def attend(d_keys: Array, d_values: Array, d_queries: Array, d_biases: Any) -> Any:
-                weights = jnp.exp(blocks.scores(here) - lse[rows])
-                d_scores = weights * (blocks.outer(outs[rows], values[keys]) - delta[rows])
-                if d_biases is not None:
-                    d_biases = blocks.add_to_bias(d_biases, d_scores, here)
-                d_keys += blocks.product(queries_on_side[rows], d_scores)
-                d_values += blocks.product(outs_on_side[rows], weights)
-                new = blocks.product(d_scores, blocks.key[keys].astype(wide))
-                return d_keys, d_values, d_queries.at[i].add(new), d_biases
-
-            return when(blocks.meet(here), attend, *carry), None
+            to_keys, to_values, to_queries, d_scores = pulled(here)
+            if biases is not None:
+                biases = blocks.add_to_bias(biases, d_scores, here)
+            queries = queries.at[i].add(to_queries)
+            return (d_keys + to_keys, d_values + to_values, queries, biases), None
 
         start = (
             blocks.full(0.0, batch, key.shape[-1], g.keys),

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,41 @@ class AttentionState(NamedTuple):
 
     out: Float[Array, "*batch width"]
     lse: Float[Array, "*batch"]
+
+
+class CovarianceState(NamedTuple):
+    r"""What a set of keys $A$ contributes to attention and to its covariance:
+    $(\nabla^2 F_A, \nabla F_A, F_A)$.
+
+    $$\nabla^2 F_A = \sum_{a \in A} P_a\, (v_a - \mathrm{out})(v_a - \mathrm{out})^T,
+      \qquad P_a = e^{s_a - F_A}$$
+
+    Attributes:
+        covariance: of the values under the attention weights; `[..., H, H]`, in the dtype of `out`.
+        out: their mean, which is attention; `[..., H]`, usually `[B, T, N, H]`.
+        lse: the free energy, in nats; as in [`AttentionState`][energy_attn.kernels.AttentionState].
+
+    All are zero, and `lse` minus infinity, where no key is visible. A commutative monoid under
+    [`merge`][energy_attn.kernels.merge], by the law of total covariance.
+
+    Source: Tree Attention (arXiv 2408.04093), equation 11 of second order, for cumulants.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.kernels import CovarianceState, merge
+        >>> left = CovarianceState(jnp.zeros((1, 1)), jnp.ones(1), jnp.zeros(()))
+        >>> right = CovarianceState(jnp.zeros((1, 1)), -jnp.ones(1), jnp.zeros(()))
+        >>> merge(left, right).covariance.tolist()  # two points, each of weight one half
+        [[1.0]]
+    """
+
+    covariance: Float[Array, "*batch width width"]
+    out: Float[Array, "*batch width"]
+    lse: Float[Array, "*batch"]
+
+
+# Either of the states, the same one throughout a signature.
+State = TypeVar("State", AttentionState, CovarianceState)
 
 
 def lse_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
@@ -135,28 +170,28 @@ def fold(
     return AttentionState((numerator / denominator[..., None]).astype(state.out.dtype), lse)
 
 
-def merge(a: AttentionState, b: AttentionState) -> AttentionState:
+def merge(a: State, b: State) -> State:
     r"""The state of the union of two disjoint key sets.
 
     $$F = \log(e^{F_a} + e^{F_b}), \qquad
       \mathrm{out} = \mathrm{out}_a e^{F_a - F} + \mathrm{out}_b e^{F_b - F}$$
 
-    A commutative monoid with identity $(0, -\infty)$ on both sides; empty merged with empty is
-    empty, forward and backward, without a NaN. A part whose `lse` is not finite holds no keys,
-    whatever its `out`.
+    and of covariances as [`merge_all`][energy_attn.kernels.merge_all] says. A commutative monoid
+    with identity $(0, -\infty)$ on both sides; empty merged with empty is empty, forward and
+    backward, without a NaN. A part whose `lse` is not finite holds no keys, whatever its `out`.
 
     Args:
-        a: the state of the first key set.
-        b: the state of the second, of equal shapes and dtypes.
+        a: the state of the first key set, an `AttentionState` or a `CovarianceState`.
+        b: the state of the second, of the same kind and of equal shapes and dtypes.
 
     Returns:
         The merged state: `out` in the parts' dtype, `lse` in float32 (float64).
 
     Raises:
-        TypeError: if `a` or `b` is no `AttentionState`, or their dtypes differ.
+        TypeError: if `a` or `b` is no state, they are of two kinds, or their dtypes differ.
         ValueError: if their shapes differ.
 
-    Source: $F_{A \cup B} = \mathrm{logaddexp}(F_A, F_B)$ and its gradient; Tree Attention
+    Source: $F_{A \cup B} = \mathrm{logaddexp}(F_A, F_B)$ and its derivatives; Tree Attention
     (arXiv 2408.04093), the associative operation of section 5.
 
     Examples:
@@ -168,7 +203,9 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """
     check_state("a", a)
     check_state("b", b)
-    for mine, theirs, field in zip(a, b, AttentionState._fields, strict=True):
+    if type(a) is not type(b):
+        raise TypeError(f"b: wanted the kind of state of a, {type(a).__name__}, got {received(b)}")
+    for mine, theirs, field in zip(a, b, a._fields, strict=True):
         if mine.shape != theirs.shape:
             raise ValueError(
                 f"b.{field}: wanted the shape of a's, {mine.shape}, got {received(theirs)}"
@@ -183,20 +220,25 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     # have the shares 1 and 1, products that need no rounding.
     larger = a.lse >= b.lse
 
-    def ordered(x: Array, y: Array, larger: Array) -> Array:
-        return jnp.stack([jnp.where(larger, x, y), jnp.where(larger, y, x)])
+    def ordered(x: Array, y: Array) -> Array:
+        first = larger.reshape(*larger.shape, *[1] * (x.ndim - larger.ndim))
+        return jnp.stack([jnp.where(first, x, y), jnp.where(first, y, x)])
 
-    outs = ordered(a.out, b.out, larger[..., None])
-    return merge_all(AttentionState(outs, ordered(a.lse, b.lse, larger)), axis=0)
+    return merge_all(jax.tree.map(ordered, a, b), axis=0)
 
 
-def merge_all(stacked: AttentionState, axis: int = 0) -> AttentionState:
+def merge_all(stacked: State, axis: int = 0) -> State:
     r"""The state of the union of many disjoint key sets, in one pass.
 
     $$F = \log \sum_i e^{F_i}, \qquad \mathrm{out} = \sum_i \mathrm{out}_i\, e^{F_i - F}$$
 
+    and, where there are covariances, the law of total covariance:
+
+    $$\Sigma = \sum_i e^{F_i - F} \left(\Sigma_i
+      + (\mathrm{out}_i - \mathrm{out})(\mathrm{out}_i - \mathrm{out})^T\right)$$
+
     Args:
-        stacked: states stacked along one axis of `lse` (and the same axis of `out`).
+        stacked: states stacked along one axis of `lse` (and the same axis of the others).
         axis: that axis, counted in `lse`'s axes; may be negative. A length of zero gives the
             empty state.
 
@@ -204,7 +246,7 @@ def merge_all(stacked: AttentionState, axis: int = 0) -> AttentionState:
         The folded state, with `axis` removed.
 
     Raises:
-        TypeError: if `stacked` is no `AttentionState` or `axis` no integer.
+        TypeError: if `stacked` is no state or `axis` no integer.
         ValueError: if the shapes do not belong together or `axis` is out of range.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3 on one device.
@@ -222,8 +264,28 @@ def merge_all(stacked: AttentionState, axis: int = 0) -> AttentionState:
     def total(pair: tuple[Array, Array]) -> tuple[Array, Array]:
         return _sum(pair[0], axis), _sum(pair[1], axis)
 
-    folded = fold(stacked, lambda x: x.max(axis, keepdims=True, initial=-jnp.inf), total)
-    return AttentionState(folded.out.squeeze(axis), folded.lse.squeeze(axis))
+    parts = AttentionState(stacked.out, stacked.lse)
+    whole = fold(parts, lambda x: x.max(axis, keepdims=True, initial=-jnp.inf), total)
+    merged = AttentionState(whole.out.squeeze(axis), whole.lse.squeeze(axis))
+    if isinstance(stacked, AttentionState):
+        return merged
+    covariance = _sum(spread(stacked, whole), axis).squeeze(axis)
+    return CovarianceState(covariance.astype(stacked.covariance.dtype), *merged)
+
+
+def share(part: Array, whole: Array) -> Array:
+    r"""$e^{F_i - F}$: what a part holds of the whole; nothing if it has no keys. Raises nothing."""
+    present = _present(part)
+    return jnp.where(present, jnp.exp(jnp.where(present, part - whole, -jnp.inf)), 0.0)
+
+
+def spread(part: CovarianceState, whole: AttentionState) -> Array:
+    """What a part adds to the covariance of the whole, in `lse`'s dtype. Raises nothing."""
+    wide = part.lse.dtype
+    apart = part.out.astype(wide) - whole.out.astype(wide)
+    own = part.covariance.astype(wide) + apart[..., :, None] * apart[..., None, :]
+    portion = share(part.lse, whole.lse)[..., None, None]
+    return jnp.where(portion > 0, own, 0.0) * portion
 
 
 def _sum(x: Array, axis: int) -> Array:
@@ -235,12 +297,12 @@ def _sum(x: Array, axis: int) -> Array:
 
 
 def check_state(name: str, state: Any) -> None:
-    """Checks that `state` is an `AttentionState` whose two arrays belong together.
+    """Checks that `state` is an `AttentionState` or a `CovarianceState` of arrays that fit.
 
     Raises `TypeError` for another type or a dtype that is not floating, `ValueError` for shapes
-    that differ in more than `out`'s last axis.
+    that differ in more than the width's axes.
     """
-    if not isinstance(state, AttentionState):
+    if not isinstance(state, (AttentionState, CovarianceState)):
         raise TypeError(f"{name}: wanted an AttentionState, got {received(state)}")
     check_floating(f"{name}.out", state.out)
     check_floating(f"{name}.lse", state.lse)
@@ -253,3 +315,7 @@ def check_state(name: str, state: Any) -> None:
             f"{name}.lse: wanted {wanted} or wider beside {state.out.dtype} outputs, "
             f"got {received(state.lse)}"
         )
+    if isinstance(state, CovarianceState):
+        check_floating(f"{name}.covariance", state.covariance)
+        shape = (*state.out.shape, state.out.shape[-1])
+        check_shape(f"{name}.covariance", state.covariance, shape)
