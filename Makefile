@@ -63,7 +63,7 @@ check: $(VENV)/.installed-check,docs,io,plot
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_structure.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed-plot $(VENV)/.installed-torch
 	$(BIN)/python -m energy_attn bench

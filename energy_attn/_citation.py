@@ -1,34 +1,144 @@
-"""How to cite what was used."""
+"""What to cite: this library, and the papers whose ideas a program has used."""
 
 import importlib.metadata
+from typing import NamedTuple
 
-_ENTRIES = {
-    "software": """@software{{energy_attn,
-  title   = {{energy_attn: attention as the gradient of a free energy}},
-  author  = {{{{The energy_attn authors}}}},
-  version = {{{version}}},
-}}""",
-    "tree": """@article{{shyam2024tree,
-  title   = {{Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU clusters}},
-  author  = {{Shyam, Vasudev and Pilault, Jonathan and Shepperd, Emily and Anthony, Quentin and
-             Millidge, Beren}},
-  journal = {{arXiv preprint arXiv:2408.04093}},
-  year    = {{2024}},
-}}""",
+
+class _Paper(NamedTuple):
+    """What a BibTeX entry of a paper on arXiv says."""
+
+    key: str
+    title: str
+    authors: str
+    arxiv: str
+
+
+_PAPERS = {
+    "tree": _Paper(
+        "shyam2024tree",
+        "Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU clusters",
+        "Shyam, Vasudev and Pilault, Jonathan and Shepperd, Emily and Anthony, Quentin and "
+        "Millidge, Beren",
+        "2408.04093",
+    ),
+    "milakov": _Paper(
+        "milakov2018online",
+        "Online normalizer calculation for softmax",
+        "Milakov, Maxim and Gimelshein, Natalia",
+        "1805.02867",
+    ),
+    "flash": _Paper(
+        "dao2023flashattention2",
+        "{FlashAttention-2}: Faster Attention with Better Parallelism and Work Partitioning",
+        "Dao, Tri",
+        "2307.08691",
+    ),
+    "ring": _Paper(
+        "liu2023ring",
+        "Ring Attention with Blockwise Transformers for Near-Infinite Context",
+        "Liu, Hao and Zaharia, Matei and Abbeel, Pieter",
+        "2310.01889",
+    ),
+    "ulysses": _Paper(
+        "jacobs2023ulysses",
+        "{DeepSpeed Ulysses}: System Optimizations for Enabling Training of Extreme Long Sequence "
+        "Transformer Models",
+        "Jacobs, Sam Ade and Tanaka, Masahiro and Zhang, Chengming and Zhang, Minjia and "
+        "Song, Shuaiwen Leon and Rajbhandari, Samyam and He, Yuxiong",
+        "2309.14509",
+    ),
+    "llama": _Paper(
+        "touvron2023llama",
+        "{LLaMA}: Open and Efficient Foundation Language Models",
+        "Touvron, Hugo and others",
+        "2302.13971",
+    ),
+    "zloss": _Paper(
+        "chowdhery2022palm",
+        "{PaLM}: Scaling Language Modeling with Pathways",
+        "Chowdhery, Aakanksha and others",
+        "2204.02311",
+    ),
+    "entropy": _Paper(
+        "zhai2023stabilizing",
+        "Stabilizing Transformer Training by Preventing Attention Entropy Collapse",
+        "Zhai, Shuangfei and Likhomanenko, Tatiana and Littwin, Etai and Busbridge, Dan and "
+        "Ramapuram, Jason and Zhang, Yizhe and Gu, Jiatao and Susskind, Josh",
+        "2303.06296",
+    ),
+    "ramsauer": _Paper(
+        "ramsauer2020hopfield",
+        "{Hopfield} Networks is All You Need",
+        r"Ramsauer, Hubert and Sch{\"a}fl, Bernhard and Lehner, Johannes and Seidl, Philipp and "
+        r"Widrich, Michael and Adler, Thomas and Gruber, Lukas and Holzleitner, Markus and "
+        r"Pavlovi{\'c}, Milena and Sandve, Geir Kjetil and Greiff, Victor and Kreil, David and "
+        r"Kopp, Michael and Klambauer, G{\"u}nter and Brandstetter, Johannes and Hochreiter, Sepp",
+        "2008.02217",
+    ),
+    "hoover": _Paper(
+        "hoover2023energy",
+        "Energy Transformer",
+        "Hoover, Benjamin and Liang, Yuchen and Pham, Bao and Panda, Rameswar and "
+        "Strobelt, Hendrik and Chau, Duen Horng and Zaki, Mohammed J. and Krotov, Dmitry",
+        "2302.07253",
+    ),
 }
 
+# What this process has used so far. Calls in a compiled program count when they are traced.
+_used = {"tree": _PAPERS["tree"]}
 
-def citation() -> str:
-    """BibTeX entries for this library and for the paper whose idea it is.
 
-    Returns the text; it prints nothing and raises nothing.
+def cite(*names: str) -> None:
+    """Notes that what stands in these papers is used; how often does not matter.
+
+    Raises `KeyError` for a name that no paper has here.
+    """
+    _used.update((name, _PAPERS[name]) for name in names)
+
+
+def citation() -> None:
+    """Prints BibTeX for what this process has used: this library, and papers.
+
+    The paper whose idea the library is comes always. Others do once something built on them was
+    called: ring or Ulysses attention, `Llama`, `retrieve`, the penalties, the flash kernels.
+
+    Prints to standard output and returns None. Raises nothing.
 
     Source: Tree Attention (arXiv 2408.04093).
 
     Examples:
         >>> import energy_attn as ea
-        >>> "2408.04093" in ea.citation()
-        True
+        >>> ea.citation()  # doctest: +ELLIPSIS
+        @software{energy_attn,
+        ...
+        @article{shyam2024tree,
+        ...
     """
     version = importlib.metadata.version("energy_attn")
-    return "\n\n".join(entry.format(version=version) for entry in _ENTRIES.values())
+    entries = [
+        _entry(
+            "software",
+            "energy_attn",
+            title="energy_attn: attention as the gradient of a free energy",
+            author="{The energy_attn authors}",
+            version=version,
+        )
+    ]
+    entries += [
+        _entry(
+            "article",
+            paper.key,
+            title=paper.title,
+            author=paper.authors,
+            journal=f"arXiv preprint arXiv:{paper.arxiv}",
+            year=f"20{paper.arxiv[:2]}",
+        )
+        for name, paper in _PAPERS.items()
+        if name in _used
+    ]
+    print("\n\n".join(entries))
+
+
+def _entry(kind: str, key: str, **fields: str) -> str:
+    lines = [f"  {name:<7} = {{{text}}}," for name, text in fields.items()]
+    return "\n".join([f"@{kind}{{{key},", *lines, "}"])

@@ -148,15 +148,23 @@ def cumulant(
     if len(lines) == 2:
         return (covariance_product(call, source, arrays, lines[0])[1] * lines[1]).sum(-1)
     mean = state_at(call, source, arrays).out
-    groups = _groups(len(lines))
-    part = _Products(groups, central=True)
-    found = expectation_at(call, source, arrays, part, len(groups), mean, *lines).out
-    moments = {group: found[..., i] for i, group in enumerate(groups)}
+    # the same tangent, come again, has the same moments
+    kinds = [next(j for j, y in enumerate(tangents) if y is x) for x in tangents]
+    numbers = range(len(lines))
+    groups = {
+        group: tuple(kinds[i] for i in group)
+        for size in range(2, len(lines) + 1)
+        for group in itertools.combinations(numbers, size)
+    }
+    wanted = tuple(dict.fromkeys(groups.values()))
+    part = _Products(wanted, central=True)
+    found = expectation_at(call, source, arrays, part, len(wanted), mean, *lines).out
+    moments = {group: found[..., wanted.index(kind)] for group, kind in groups.items()}
     terms = [
         (-1) ** (len(parts) - 1)
         * math.factorial(len(parts) - 1)
         * functools.reduce(jnp.multiply, (moments[part] for part in parts))
-        for parts in _partitions(tuple(range(len(lines))))
+        for parts in _partitions(tuple(numbers))
     ]
     return functools.reduce(jnp.add, terms)
 
@@ -237,19 +245,16 @@ class _Products(NamedTuple):
             origin = value.mean(1, keepdims=True)
             value, mean = value - origin, mean - origin
         exact = precision(value.dtype)
-        along = [outer(u, value, exact) - (u * mean).sum(-1, keepdims=True) for u in tangents]
+        used = {i: tangents[i] for group in self.groups for i in group}
+        along = {
+            i: outer(u, value, exact) - (u * mean).sum(-1, keepdims=True) for i, u in used.items()
+        }
 
         def product(group: tuple[int, ...]) -> Array:
             factors = (along[i] for i in group)
             return functools.reduce(jnp.multiply, factors, block.weights).sum(-1)
 
         return jnp.stack([product(group) for group in self.groups], -1)
-
-
-def _groups(number: int) -> tuple[tuple[int, ...], ...]:
-    """All groups of at least two."""
-    sizes = range(2, number + 1)
-    return tuple(g for size in sizes for g in itertools.combinations(range(number), size))
 
 
 def _partitions(items: tuple[int, ...]) -> list[list[tuple[int, ...]]]:

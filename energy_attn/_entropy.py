@@ -14,7 +14,20 @@ from ._observe import covariance_product, expectation_at, prepare_at, prepare_wi
 
 
 class ScoreMoments(NamedTuple):
-    """Mean and variance of the scores of a row under its attention weights, both `[B, T, N]`."""
+    """Mean and variance of the scores of a row under its attention weights, both `[B, T, N]`.
+
+    Attributes:
+        mean: in nats.
+        variance: in nats squared.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k = jnp.ones((1, 1, 1)), jnp.array([0.0, 2.0]).reshape(2, 1, 1)
+        >>> mean, variance = ea.score_moments(0 * q, k, k)  # scores that are all zero
+        >>> mean.item(), variance.item()
+        (0.0, 0.0)
+    """
 
     mean: Float[Array, "*B T N"]
     variance: Float[Array, "*B T N"]
@@ -220,9 +233,7 @@ def _with_scores(call: Prepared, arrays: Arrays, value: Array) -> _WithScores:
     query = given.operands.query if given.batched else given.operands.query[0]
     along, width = query * given.settings.scale, query.shape[-1]
     joined = arrays._replace(value=jnp.concatenate([arrays.key, value], -1))
-    tangent = jnp.concatenate(
-        [along, jnp.zeros((*along.shape[:-1], value.shape[-1]), along.dtype)], -1
-    )
+    tangent = jnp.pad(along, [(0, 0)] * (along.ndim - 1) + [(0, value.shape[-1])])
     state, found = covariance_product(call, None, joined, tangent)
     mean = (along * state.out[..., :width]).sum(-1)
     variance = jnp.maximum((along * found[..., :width]).sum(-1), 0.0)

@@ -87,11 +87,21 @@ def covariance_product(
     The Hessian is symmetric, so that the pullback of a cotangent by $\nabla F$ is the derivative
     of $\nabla F$ along it. Raises as the kernels do.
     """
-    if source is None:
-        source = jnp.zeros((*arrays.query.shape[:-1], arrays.value.shape[-1]), arrays.query.dtype)
-    found, pull_back = jax.vjp(lambda source: state_at(call, source, arrays), source)
+    # No covariance depends on where values have their origin, but its rounding errors do.
+    value = arrays.value
+    origin = jax.lax.stop_gradient(value.sum(-3, keepdims=True) / max(value.shape[-3], 1))
+    middle = arrays._replace(value=value - origin)
+    zero = jnp.zeros_like(tangent)  # traced, so that it can be differentiated in
+    found, pull_back = jax.vjp(
+        lambda source: state_at(call, source, middle), zero if source is None else source
+    )
     (product,) = pull_back(AttentionState(tangent, jnp.zeros_like(found.lse)))
-    return found, product
+    heads = *origin.shape[:-1], arrays.query.shape[-2] // value.shape[-2], origin.shape[-1]
+    origin = jnp.broadcast_to(origin[..., None, :], heads)
+    origin = origin.reshape(*origin.shape[:-3], -1, origin.shape[-1])
+    out = jnp.where(jnp.isfinite(found.lse)[..., None], found.out + origin, 0.0)
+    lse = found.lse if source is None else found.lse + (source * origin).sum(-1)
+    return AttentionState(out, lse), product
 
 
 def expectation_at(

@@ -12,6 +12,8 @@ from energy_attn.kernels._errors import (
     check_floating,
 )
 
+from ._citation import cite
+
 
 def lse_penalty(
     energy: Float[Array, "..."], where: Bool[Array, "..."] | None = None
@@ -43,6 +45,7 @@ def lse_penalty(
         >>> float(ea.lse_penalty(jnp.array([1.0, 3.0, -jnp.inf])))
         5.0
     """
+    cite("zloss")
     energy = check_floating("energy", energy)
     taken = _taken(energy, where) & jnp.isfinite(energy)
     return _mean(jnp.where(taken, energy, 0.0) ** 2, taken)
@@ -83,6 +86,7 @@ def entropy_penalty(
         >>> float(ea.entropy_penalty(jnp.array([0.5, 2.0]), low=1.0))
         0.125
     """
+    cite("entropy")
     entropy = check_floating("entropy", entropy)
     if low is None and high is None:
         raise ValueError("low: wanted a bound in nats for low, high or both, got None for both")

@@ -82,8 +82,7 @@ def sample_keys(
 def _drawn(
     number: int, axes: Axes, settings: Settings, operands: Operands, seeds: Array
 ) -> tuple[Draw, Array]:
-    mine = seeds_of(seeds, lax.axis_index(axes)) if axes else seeds
-    index, lse = sample(number, settings, operands, mine)
+    index, lse = sample(number, settings, operands, seeds)
     if axes:  # devices hold keys in order, as many each
         first = lax.axis_index(axes).astype(jnp.int32) * operands.key.shape[1]
         index = jnp.where(index < 0, -1, index + first)
@@ -95,8 +94,10 @@ def _fold_draws(found: tuple[Draw, Array], axes: Axes, place: Placement) -> tupl
     mine, seeds = found
     parts: Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
     devices = lax.axis_size(axes)
-    # the same numbers on all devices, and others than any device has drawn with
-    chances = uniform(seeds_of(seeds, devices), (devices, mine.places.shape[-1]), mine.lse.dtype)
+    # Devices have drawn with the same numbers, which does no harm: one of them is chosen, here with
+    # others than any block is drawn with.
+    shape = devices, mine.places.shape[-1]
+    chances = uniform(seeds_of(seeds, jnp.iinfo(jnp.int32).max), shape, mine.lse.dtype)
 
     def fold(drawn: Draw, i: Array) -> tuple[Draw, None]:
         return united(drawn, Draw(parts.places[i], parts.lse[i]), chances[..., i, :]), None

@@ -1,4 +1,4 @@
-"""What the documentation shows runs, and says what it says: examples in docstrings, README and pages.
+"""What the documentation shows runs, and says what it says: examples in docstrings, READMEs and pages.
 
 They run as a reader would run them, with JAX's own settings (float32, NumPy's promotion), on the eight CPU devices of
 this suite.
@@ -7,13 +7,15 @@ this suite.
 import ast
 import doctest
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from check_structure import ROOMS, module_name, sources
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
@@ -43,13 +45,49 @@ def test_docstring(example, user_settings):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_page(page, user_settings, unchecked):
-    """The blocks marked `python` of a page are one program, run from top to bottom."""
+    """The blocks marked `python` of a page are one program, run from top to bottom.
+
+    Those marked `python exec=...` are not among them: the documentation's build runs them, and fails where one does.
+    """
     text = page.read_text(encoding="utf-8")
     blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) == text.count("```python"), "a block is indented or left open"
+    assert len(blocks) == len(re.findall(r"```python(?! exec=)", text)), (
+        "a block is indented or left open"
+    )
     program = ""
     for block in blocks:
         # Blank lines instead of prose, so that an error names the line of the page.
         line = text[: block.start(1)].count("\n")
         program += "\n" * (line - program.count("\n")) + block[1]
     exec(compile(program, page, "exec"), {"__name__": "page"})
+
+
+FIGURES = """
+import re
+from figures import INK, svg
+from matplotlib import pyplot as plt
+page = ""
+for label in ("first", 'a "second" < third'):
+    figure, axes = plt.subplots()
+    axes.plot([0, 1], [1, 0], marker="o", label="$\\zeta$")
+    axes.legend()
+    page += svg(figure, label)
+    assert not plt.get_fignums()
+names = re.findall(r'\\bid="([^"]+)"', page)
+assert len(names) == len(set(names)) > 20
+used = re.findall(r'href="#([^"]+)"', page) + re.findall(r"url[(]#([^)]+)[)]", page)
+assert used and set(used) <= set(names)
+assert INK not in page and "currentColor" in page
+assert page.count("<svg ") == page.count("</svg>") == page.count('role="img"') == 2
+assert "<?xml" not in page and "max-width: 100%" in page and "&quot;second&quot; &lt;" in page
+"""
+
+
+def test_figures_of_a_page():
+    """Two figures of a page that share identifiers, and so each other's shapes; or black words on a black page."""
+    pytest.importorskip("matplotlib")
+    # in a process of its own: how figures look is a setting of the whole process
+    done = subprocess.run(
+        [sys.executable, "-c", FIGURES], cwd=ROOT / "tools", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -18,8 +18,21 @@ import numpy as np
 import energy_attn
 from energy_attn.kernels._choice import platform_here
 
-from ._cases import JAX_NN, OURS, Case, Run, Shape, numbers, program, shapes, shrunk, sides
+from ._cases import (
+    JAX_NN,
+    ONE_PASS,
+    OURS,
+    Case,
+    Run,
+    Shape,
+    numbers,
+    program,
+    shapes,
+    shrunk,
+    sides,
+)
 from ._measure import bandwidth, machine, measure
+from ._observables import JOBS
 from ._plot import plot
 
 _HEADS = {"heads": 16, "kv_heads": 16, "width": 64}
@@ -58,6 +71,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case("jax.grad of F", Shape(1, 8192, 8192, **_PAPER), "bfloat16", causal=True, bare=True),
         Case("jax.grad of F", Shape(1, 1, 262144, **_LLAMA), "bfloat16", bare=True),
     ),
+    "observables": tuple(Case(name, Shape(1, 2048, 2048, **_HEADS), "float32") for name in JOBS),
 }
 MEMORY = Case("memory", Shape(1, 16384, 16384, 8, 8, 64), "float32", backward=True)
 
@@ -65,7 +79,9 @@ MEMORY = Case("memory", Shape(1, 16384, 16384, 8, 8, 64), "float32", backward=Tr
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
     parser.add_argument(
-        "--suite", choices=tuple(SUITES), help="sizes for CPUs or for GPUs; default: as the machine"
+        "--suite",
+        choices=tuple(SUITES),
+        help="jobs for CPUs or for GPUs, or observables; default: as the machine",
     )
     parser.add_argument("--out", type=Path, default=Path("bench"), help="folder for the results")
     parser.add_argument("--repeats", type=int, default=9, help="timings of each side")
@@ -153,7 +169,7 @@ def _differences(found: dict[str, Run]) -> dict[str, float]:
         largest = max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
         return float(f"{largest:.2g}")
 
-    return {name: difference(name) for name in found if name != OURS}
+    return {name: difference(name) for name in found if name not in (OURS, ONE_PASS)}
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -13,6 +13,8 @@ import numpy as np
 import energy_attn
 from energy_attn.kernels import local_attention
 
+from ._observables import JOBS
+
 Run = Callable[[], Any]  # starts a computation and returns what can be waited for
 OURS, JAX_NN, CUDNN, FLASH, PYTORCH = (
     "energy_attn",
@@ -22,6 +24,9 @@ OURS, JAX_NN, CUDNN, FLASH, PYTORCH = (
     "PyTorch",
 )
 BARE = "the bare kernel"
+# Peers of observables: the formula over the matrix of weights; and attention alone, by us, which
+# computes something else and shows what a pass costs.
+DENSE, ONE_PASS = "jax.numpy", "our attention"
 
 
 class Shape(NamedTuple):
@@ -39,7 +44,7 @@ class Case(NamedTuple):
     """One comparison: what is computed, on what.
 
     Attributes:
-        name: the job: prefill, decode, forward + backward, or jax.grad of F.
+        name: the job: prefill, decode, forward + backward, jax.grad of F, or an observable.
         shape: the sizes.
         dtype: of all arrays.
         backward: whether the gradients in query, key and value are computed as well.
@@ -108,7 +113,7 @@ def sides(case: Case, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
             absent[name] = f"{type(reason).__name__}: {reason}".splitlines()[0]
         else:
             found[name] = run
-    if case.bare:
+    if case.bare or case.name in JOBS:
         return found, absent
     try:
         found[PYTORCH] = _pytorch(case, arrays, platform)
@@ -143,6 +148,9 @@ def _attentions(case: Case, platform: str) -> dict[str, Callable[..., Any]]:
     def flash(q: Any, k: Any, v: Any) -> Any:
         return importlib.import_module("flash_attn_jax").flash_mha(q, k, v, is_causal=case.causal)
 
+    if case.name in JOBS:
+        job, dense = JOBS[case.name]
+        return {OURS: job, DENSE: dense, ONE_PASS: ours}
     if case.bare:
 
         def gradient(q: Any, k: Any, v: Any) -> Any:

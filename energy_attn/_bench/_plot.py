@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ._cases import BARE, CUDNN, FLASH, JAX_NN, PYTORCH
+from ._cases import BARE, CUDNN, DENSE, FLASH, JAX_NN, ONE_PASS, PYTORCH
 
 _COLOURS = {
     JAX_NN: "#4c72b0",
@@ -11,6 +11,8 @@ _COLOURS = {
     PYTORCH: "#dd8452",
     FLASH: "#55a868",
     BARE: "#8c8c8c",
+    DENSE: "#4c72b0",
+    ONE_PASS: "#8c8c8c",
 }
 
 
@@ -45,7 +47,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     about = result["machine"]
     where = (
         f"{about['processor']}, {about['cores']} cores"
-        if result["suite"] == "cpu"
+        if about["device"] == "cpu"
         else about["device"]
     )
     axes.set_title(

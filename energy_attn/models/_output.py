@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ._cache import LlamaCache
 
@@ -13,12 +13,13 @@ class LlamaOutput(NamedTuple):
     Attributes:
         logits: float32, or float64 where the weights are.
         cache: the cache with these tokens in it; None if none was given.
-        energies: each layer's, position's and head's free energy in nats, or None.
+        energies: each layer's, position's and head's free energy in nats, or None. Whatever else
+            the `attend` of the call returns beside its outputs, stacked likewise.
     """
 
     logits: Float[Array, "batch time vocab"]
     cache: LlamaCache | None
-    energies: Float[Array, "layers batch time heads"] | None
+    energies: PyTree[Float[Array, "layers batch time heads"]] | None
 
 
 class LlamaTrace(NamedTuple):
@@ -26,4 +27,4 @@ class LlamaTrace(NamedTuple):
 
     query: Float[Array, "layers batch time heads width"]
     out: Float[Array, "layers batch time heads width"]
-    energy: Float[Array, "layers batch time heads"]
+    energy: PyTree[Float[Array, "layers batch time heads"]]

@@ -16,7 +16,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from .. import attention
+from .._attention import attention
+from .._citation import cite
 from ..distributed import SequenceParallel
 from ..distributed._placement import check_mesh
 from ..kernels._errors import (
@@ -80,6 +81,7 @@ class Llama(eqx.Module):
         if not isinstance(config, LlamaConfig):
             raise TypeError(f"config: wanted a LlamaConfig, got {received(config)}")
         check_floating_dtype("dtype", dtype)
+        cite("llama")
         self.config = config
         embed, layers, head = jax.random.split(check_key("key", key), 3)
         vocab, width = config.vocab_size, config.hidden_size
@@ -113,9 +115,11 @@ class Llama(eqx.Module):
             cache: from `empty_cache` or an earlier call; donate it to a jitted step.
             parallel: None, or the `SequenceParallel` whose mesh axes the cache's slots (without a
                 cache, the tokens' keys) are spread over.
-            return_energies: whether to return the free energies of all layers.
+            return_energies: whether to return the free energies of all layers, or what else
+                `attend` returns beside its outputs.
             attend: what computes attention, called as [`attention`][energy_attn.attention] is; a
-                `functools.partial` of that chooses an implementation or a window.
+                `functools.partial` of that chooses an implementation or a window. What it returns
+                beside its outputs may be any arrays: `energies` are those.
 
         Raises:
             TypeError: if `tokens` or `positions` is no integer array, or `cache` no `LlamaCache`.

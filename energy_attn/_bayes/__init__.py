@@ -1,0 +1,1 @@
+"""The Bayesian reading of attention: conjugate and rate function, MAP, and the saddle of Γ."""

@@ -1,0 +1,63 @@
+"""Observables of attention, by us and by the formulas over the whole matrix of weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+import energy_attn
+
+Job = Callable[[Any, Any, Any], Any]
+
+
+def _weights(query: Array, key: Array) -> tuple[Array, Array, Array]:
+    """Scores, weights and energies `[B, N, T, S]`, as one writes them without thinking of memory."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5
+    return scores, jax.nn.softmax(scores), jax.nn.logsumexp(scores, -1)
+
+
+def _entropy(query: Array, key: Array, value: Array) -> Array:
+    scores, weights, energy = _weights(query, key)
+    return (energy - (weights * scores).sum(-1)).transpose(0, 2, 1)
+
+
+def _heat_capacity(query: Array, key: Array, value: Array) -> Array:
+    scores, weights, _ = _weights(query, key)
+    mean = (weights * scores).sum(-1, keepdims=True)
+    return (weights * (scores - mean) ** 2).sum(-1).transpose(0, 2, 1)
+
+
+def _along(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+    """The weights, and the values along the query, which serves as tangent, from their mean."""
+    _, weights, _ = _weights(query, key)
+    along = jnp.einsum("btnh,bsnh->bnts", query, value)
+    return weights, along - (weights * along).sum(-1, keepdims=True)
+
+
+def _covariance(query: Array, key: Array, value: Array) -> Array:
+    weights, along = _along(query, key, value)
+    return jnp.einsum("bnts,bsnh->btnh", weights * along, value)
+
+
+def _third(query: Array, key: Array, value: Array) -> Array:
+    weights, along = _along(query, key, value)
+    return (weights * along**3).sum(-1).transpose(0, 2, 1)
+
+
+def _gradient(entropy: Job) -> Job:
+    def total(query: Array, key: Array, value: Array) -> Array:
+        return entropy(query, key, value).sum()
+
+    return jax.grad(total, argnums=(0, 1))
+
+
+# What each case computes: by us, and as the formula has it.
+JOBS: dict[str, tuple[Job, Job]] = {
+    "entropy": (energy_attn.entropy, _entropy),
+    "gradient of entropy": (_gradient(energy_attn.entropy), _gradient(_entropy)),
+    "heat capacity": (lambda q, k, v: energy_attn.score_moments(q, k, v).variance, _heat_capacity),
+    "covariance product": (lambda q, k, v: energy_attn.covariance(q, k, v, q), _covariance),
+    "third cumulant": (lambda q, k, v: energy_attn.cumulant(q, k, v, (q, q, q)), _third),
+}

@@ -1,0 +1,104 @@
+"""What a solver returns: the value, where it is attained, and how it went."""
+
+import dataclasses
+import enum
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Result(enum.IntEnum):
+    """How a solver ended, for each of the problems that it solved together.
+
+    An integer with a message: `solution.result == Result.converged` is a boolean array, and
+    `Result(int(r)).message` says in words what an entry means.
+
+    Examples:
+        >>> import energy_attn as ea
+        >>> ea.Result.outside_hull.message
+        'the point is outside the convex hull of the values: its conjugate is plus infinity'
+    """
+
+    converged = 0, "the solver converged"
+    max_steps_reached = 1, "the solver took all of max_steps without converging"
+    outside_hull = (
+        2,
+        "the point is outside the convex hull of the values: its conjugate is plus infinity",
+    )
+    no_keys = 3, "the query sees no key: there is nothing to solve"
+    not_finite = 4, "the solver met values that are not finite"
+    energy_rose = 5, "an energy that cannot rise rose by more than rounding"
+
+    message: str
+
+    def __new__(cls, code: int, message: str) -> "Result":
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.message = message
+        return member
+
+
+class Solution(eqx.Module):
+    """What a solver found, how sure that is, and what it took.
+
+    Attributes:
+        value: the optimal value of each problem.
+        source: the source at which it is attained; None where a problem has none.
+        point: the point at which it is attained; None where the point was given.
+        result: int32, the code of a [`Result`][energy_attn.Result] for each problem.
+        stats: what the solver counted and measured, by name.
+
+    Examples:
+        >>> import jax
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 4))
+        >>> solution = ea.conjugate(ea.attention(q, k, v), q, k, v)
+        >>> bool(solution.converged.all())
+        True
+    """
+
+    value: Float[Array, "..."]
+    source: Float[Array, "..."] | None
+    point: Float[Array, "..."] | None
+    result: Int[Array, "..."]
+    stats: dict[str, Array]
+
+    @property
+    def converged(self) -> Bool[Array, "..."]:
+        """For each problem, whether the solver converged."""
+        return self.result == int(Result.converged)
+
+
+# What is not an answer: a point outside the hull has one (plus infinity), and so has a row without
+# keys (it is told by its result, and its value is what its docstring says).
+_FAILURES = (Result.max_steps_reached, Result.not_finite, Result.energy_rose)
+
+
+def checked(solution: Solution, throw: bool, what: str, *, collective: bool = False) -> Solution:
+    """The solution, which raises if any of its problems failed, where `throw`.
+
+    Outside of jit it raises at once, `RuntimeError`; inside, when the program runs and uses it, as
+    `equinox.error_if` does. Not so a program with collectives, `collective`: a device that raises
+    would leave the others waiting for it, and so values are NaN where their problem failed.
+    """
+    if not throw:
+        return solution
+    for result in _FAILURES:
+        failed = solution.result == int(result)
+        if not isinstance(failed, jax.core.Tracer):
+            if bool(np.asarray(failed.any())):
+                raise RuntimeError(_complaint(what, result))
+        elif collective:
+            value = jnp.where(failed, jnp.nan, solution.value)
+            solution = dataclasses.replace(solution, value=value)
+        else:
+            solution = eqx.error_if(solution, failed.any(), _complaint(what, result))
+    return solution
+
+
+def _complaint(what: str, result: Result) -> str:
+    return f"{what}: {result.message}; throw=False returns what it has"

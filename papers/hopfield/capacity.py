@@ -1,0 +1,267 @@
+"""How many memories a modern Hopfield network holds: retrieval error against their number and β.
+
+Random memories on a sphere of radius √d, as in Theorem 3 of Ramsauer et al. (arXiv 2008.02217); probes are memories
+moved by half of that radius in a random direction. Prints a table, and writes capacity.json and capacity.svg beside
+itself (or where --out says). Takes under a minute on two cores; needs matplotlib for the picture.
+
+    python papers/hopfield/capacity.py
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import energy_attn as ea
+
+WIDTH, PROBES, NOISE, SEED, STEPS = 16, 128, 0.5, 0, 300
+MEMORIES = tuple(2**i for i in range(2, 15))
+BETAS = tuple(float(2 ** (i / 4)) for i in range(-8, 9))
+
+
+def directions(random: np.random.Generator, count: int, width: int) -> np.ndarray:
+    """Random unit vectors, `[count, width]`. Raises nothing."""
+    drawn = random.standard_normal((count, width))
+    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+
+
+@jax.jit
+def settle(probes: jax.Array, memories: jax.Array, count: jax.Array, beta: jax.Array) -> Any:
+    """The points of rest of probes `[T, d]` among the first `count` of the memories `[S, d]`."""
+    return ea.retrieve(
+        probes[:, None],
+        memories[:, None],
+        inverse_temperature=beta,
+        key_value_seq_lengths=count,
+        max_steps=STEPS,
+        throw=False,
+    )
+
+
+def measure(
+    sizes: tuple[int, ...], betas: tuple[float, ...], width: int, probes: int
+) -> dict[str, list[list[float]]]:
+    """By name, a number for each β and each number of memories. Raises what `retrieve` raises.
+
+    `error`: the mean distance from the memory that was meant, in radii. `retrieved`: the share within a tenth of one.
+    `separated`: the share of memories that theory proves to be stored. Of the points of rest, `effective`: the median
+    number of memories in them; `steps`: the median number of them; `at_rest`: the share that got there.
+    """
+    random = np.random.default_rng(SEED)
+    radius = width**0.5
+    pool = radius * directions(random, max(sizes), width)
+    columns = []
+    for size in sizes:
+        which = random.integers(0, size, probes)
+        probe = pool[which] + NOISE * radius * directions(random, probes, width)
+        given = [jnp.asarray(x, jnp.float32) for x in (probe, pool)]
+        gaps = radius**2 - nearest_scores(pool[:size], which)
+        column = []
+        for beta in betas:
+            found = settle(*given, jnp.asarray(size, jnp.int32), jnp.asarray(beta, jnp.float32))
+            point = np.asarray(found.point[:, 0], np.float64)
+            errors = np.linalg.norm(point - pool[which], axis=1) / radius
+            column.append(
+                {
+                    "error": errors.mean(),
+                    "retrieved": (errors < 0.1).mean(),
+                    "separated": (gaps >= separation(beta, size, radius)).mean(),
+                    "effective": np.median(found.stats["effective"]),
+                    "steps": np.median(found.stats["steps"]),
+                    "at_rest": found.converged.mean(),
+                }
+            )
+        columns.append(column)
+    return {
+        name: [[round(float(column[i][name]), 4) for column in columns] for i in range(len(betas))]
+        for name in columns[0][0]
+    }
+
+
+def nearest_scores(memories: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """For some of the memories, the largest inner product with another one. Raises nothing."""
+    scores = memories[which] @ memories.T
+    scores[np.arange(len(which)), which] = -np.inf
+    return scores.max(1)
+
+
+def separation(beta: float, size: int, radius: float) -> float:
+    """The gap of inner products from which on Ramsauer et al. call a memory well separated, and prove it stored.
+
+    Raises nothing.
+    """
+    return 2 / (beta * size) + np.log(2 * (size - 1) * size * beta * radius**2) / beta
+
+
+def mean_field(beta: float, width: int) -> float | None:
+    """The number of memories up to which mean field theory finds a point of rest at a memory. Raises nothing.
+
+    Let x = r m be on the ray of the memory m, of weight w. Each of the others is replaced by its mean over the sphere:
+    with the cosine t of a random direction, κ = β d r and Z = <exp(κ t)>, their weights add to (N - 1) Z and their mean
+    is A m, A = <t exp(κ t)> / Z. Then
+
+        r = w + (1 - w) A,   w = exp(κ) / (exp(κ) + (N - 1) Z)   <=>   N - 1 = exp(κ) / Z (1 - r) / (r - A).
+
+    From r = 1 downwards N grows to a maximum, where the point of rest meets an unstable one and both are gone. Where
+    it grows without bound, None: the point moves away from the memory little by little.
+    """
+    cosines = np.cos(np.linspace(0, np.pi, 4001))
+    density = np.sqrt(1 - cosines**2) ** (width - 2)
+    rays = np.linspace(1, 0.3, 701)[1:, None]
+    weights = density * np.exp(beta * width * rays * (cosines - 1))
+    mean = weights.sum(1) / density.sum()  # Z exp(-κ)
+    lean = (weights * cosines).sum(1) / weights.sum(1)  # A
+    rays = rays[:, 0]
+    some = int(np.argmax(rays <= lean)) or len(rays)
+    held = (1 - rays[:some]) / (rays[:some] - lean[:some]) / mean[:some]
+    falls = np.flatnonzero(np.diff(held) < 0)
+    return float(1 + held[falls[0]]) if falls.size else None
+
+
+def theorem_3(beta: float, width: int, failure: float) -> float:
+    """How many memories Theorem 3 of Ramsauer et al. proves to be stored: √p c^((d-1)/4). Raises nothing.
+
+    All of them, on the sphere of radius √d, but with a probability of failure p.
+    """
+    c = growth(beta, width / (width - 1), width, failure)
+    return float(failure**0.5 * c ** ((width - 1) / 4))
+
+
+def growth(beta: float, square: float, width: int, failure: float) -> float:
+    """The constant c of Theorem 3, on the sphere of radius K √(d-1), where `square` is K². Raises nothing."""
+    a = 2 / (width - 1) * (1 + np.log(2 * beta * square * failure * (width - 1)))
+    b = 2 * square * beta / 5
+    return b / lambert(np.exp(a + np.log(b)))
+
+
+def lambert(x: float) -> float:
+    """The upper branch of Lambert's W: w e^w = x, for x above zero. Raises nothing."""
+    w = np.log1p(x)
+    for _ in range(50):
+        w -= (w - x * np.exp(-w)) / (1 + w)
+    return float(w)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Mean retrieval errors, a line for each β, and beside them what theory says. Raises nothing."""
+    lines = [
+        "mean |x - m| / M; down: β; across: number of memories; then: mean field's number, and",
+        "the one that Theorem 3 proves, with probability 1/2",
+        "      " + "".join(f"{size:>6}" for size in result["memories"]) + "    mean f.  proved",
+    ]
+    for i, beta in enumerate(result["betas"]):
+        held, proved = (result[name][i] for name in ("mean_field", "theorem_3"))
+        errors = "".join(f"{error:>6.2f}" for error in result["error"][i])
+        held = "none" if held is None else f"{held:.0f}"
+        lines.append(f"{beta:>6.3g}{errors}{held:>12}{proved:>8.2g}")
+    return "\n".join(lines)
+
+
+def borders(places: list[float]) -> np.ndarray:
+    """Where cells around some places end on a logarithmic axis: one more than there are. Raises nothing."""
+    logs = np.log(places)
+    middles = (logs[1:] + logs[:-1]) / 2
+    return np.exp([2 * logs[0] - middles[0], *middles, 2 * logs[-1] - middles[-1]])
+
+
+def draw(result: dict[str, Any]) -> Any:
+    """A figure of the errors over both axes, and along the number of memories.
+
+    Raises `ImportError` without matplotlib.
+    """
+    import matplotlib
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    width, (betas, sizes) = result["width"], (result["betas"], result["memories"])
+    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    limits = borders(sizes), borders(betas)
+    colours = {"cmap": "magma", "vmin": 0, "vmax": 1, "edgecolors": "face", "linewidth": 0.4}
+    shown = left.pcolormesh(*limits, result["error"], **colours)
+    bar = figure.colorbar(shown, ax=left, pad=0.02)
+    bar.set_label("mean error  |x − m| / M")
+    bar.outline.set_visible(False)
+    fine = np.geomspace(betas[0], betas[-1], 200)
+    left.plot(
+        [mean_field(beta, width) for beta in fine], fine, color="#39c5bb", lw=2, label="mean field"
+    )
+    left.contour(sizes, betas, result["separated"], [0.5], colors="white", linestyles="--")
+    left.plot([], [], "--", color="white", label="proof holds for half of them")
+    left.set(xscale="log", yscale="log", xlim=limits[0][[0, -1]], ylim=limits[1][[0, -1]])
+    left.set_yticks(betas[::4], [f"{beta:.3g}" for beta in betas[::4]])
+    left.minorticks_off()
+    left.set_title("Where memories are retrieved", fontsize=10)
+    box = {"frameon": True, "facecolor": "0.25", "labelcolor": "white", "framealpha": 0.8}
+    left.legend(loc="lower right", fontsize=8, **box)
+    colours = matplotlib.colormaps["viridis"]
+    scale = LogNorm(betas[0], betas[-1] * 1.3)
+    for beta, errors in zip(betas[::4], result["error"][::4], strict=True):
+        colour = colours(scale(beta))
+        right.plot(sizes, errors, "o-", color=colour, ms=4, lw=1.6, label=f"β = {beta:.3g}")
+        right.axvline(mean_field(beta, width) or np.nan, color=colour, lw=0.8, ls=":")
+    right.set(xscale="log", xlim=(sizes[0] * 0.8, sizes[-1] * 1.25), ylim=(-0.03, 1.08))
+    right.set_title("Error against their number; dotted: mean field", fontsize=10)
+    right.set_ylabel("mean error  |x − m| / M")
+    right.legend(frameon=False, fontsize=8, loc="center left")
+    right.spines[["top", "right"]].set_visible(False)
+    left.set_ylabel("inverse temperature β")
+    for axes in (left, right):
+        axes.set_xlabel("number of memories N")
+    title = f"Modern Hopfield network, d = {width}, memories on the sphere of radius √d, probes off by {NOISE:g} √d"
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure as an SVG that is the same each time. Raises `OSError`."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "energy_attn"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Measures, prints and writes; 0 if all went well. Raises `OSError`."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where files go")
+    parser.add_argument("--memories", type=int, nargs="+", default=MEMORIES, help="their numbers")
+    parser.add_argument(
+        "--betas", type=float, nargs="+", default=BETAS, help="inverse temperatures"
+    )
+    parser.add_argument("--width", type=int, default=WIDTH, help="of a memory (%(default)s)")
+    parser.add_argument("--probes", type=int, default=PROBES, help="for each number (%(default)s)")
+    given = parser.parse_args(arguments)
+    began = time.perf_counter()
+    result = {
+        "width": given.width,
+        "probes": given.probes,
+        "noise": NOISE,
+        "seed": SEED,
+        "max_steps": STEPS,
+        "memories": list(given.memories),
+        "betas": list(given.betas),
+        "mean_field": [mean_field(beta, given.width) for beta in given.betas],
+        "theorem_3": [theorem_3(beta, given.width, 0.5) for beta in given.betas],
+        **measure(tuple(given.memories), tuple(given.betas), given.width, given.probes),
+    }
+    print(table(result))
+    given.out.mkdir(parents=True, exist_ok=True)
+    lines = [f" {json.dumps(name)}: {json.dumps(x)}" for name, x in result.items()]
+    (given.out / "capacity.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    try:
+        save(draw(result), given.out / "capacity.svg")
+    except ImportError:
+        print("no picture: matplotlib is not installed", file=sys.stderr)
+    print(f"\n{time.perf_counter() - began:.0f} s; written to {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

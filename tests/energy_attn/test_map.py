@@ -1,0 +1,267 @@
+"""Attention as an optimum: of the smoothed rate function, a minimum; of Γ, a saddle."""
+
+import functools
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel
+
+from ..reference import dense, dense_vjp, rows, visible
+from ..test_bad_input import complains
+from .test_conjugate import (
+    CONVERGED,
+    INVERSE_TEMPERATURES,
+    NO_KEYS,
+    POINT,
+    PROBLEM,
+    QUICK,
+    SEEN,
+    random_keys,
+)
+
+FOLDER = Path(__file__).resolve().parents[2] / "papers" / "tree_attention"
+OUT, LSE = dense(PROBLEM)
+RESULT = np.where(SEEN, CONVERGED, NO_KEYS)
+ARRAYS = {name: jnp.asarray(x) for name, x in PROBLEM.arrays.items()}
+
+
+def solve(f, **options):
+    def run():
+        return f(**ARRAYS, **PROBLEM.options, **options)
+
+    return jax.tree.map(np.asarray, jax.jit(run, compiler_options=QUICK)())
+
+
+@pytest.mark.parametrize(
+    "solver", ["newton", "mirror", optax.lbfgs()], ids=["newton", "mirror", "lbfgs"]
+)
+def test_minimiser_is_attention(solver):
+    """Each solver ends at ∇F(0), with M_λ = -F(0) there and a zero source, from a start that is another point."""
+    solution = solve(ea.map_attention, solver=solver, regulariser=0.8, tolerance=1e-9)
+    assert (solution.result == RESULT).all()
+    np.testing.assert_allclose(solution.point, OUT, atol=1e-7)
+    np.testing.assert_allclose(solution.source, np.zeros_like(OUT), atol=1e-7)
+    np.testing.assert_allclose(solution.value, np.where(SEEN, -LSE, np.inf), atol=1e-9)
+    path = solution.stats["path"][:, SEEN]
+    assert path.shape[0] == 65 and (path[0] - path[-1]).max() > 0.05
+    assert (np.diff(path, axis=0) <= 1e-9).all(), "the objective rises on its way"
+    assert (solution.stats["inner_steps"][SEEN] > 0).any()
+
+
+def test_start_is_the_plain_mean():
+    """Unless told otherwise the way begins at the mean of the values that a row sees, whatever their scores."""
+    seen = visible(PROBLEM) / np.maximum(visible(PROBLEM).sum(-1, keepdims=True), 1)
+    mean = jnp.asarray(np.einsum("bnts,bsnv->btnv", seen, rows(PROBLEM).value))
+
+    def run():
+        solution = ea.map_attention(**ARRAYS, **PROBLEM.options, regulariser=0.8)
+        there = ea.conjugate(mean, **ARRAYS, **PROBLEM.options, regulariser=0.8)
+        return solution.stats["path"][0], there.value
+
+    found, wanted = jax.jit(run, compiler_options=QUICK)()
+    np.testing.assert_allclose(found, wanted, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_newton_needs_few_steps(dtype):
+    """Exact attention to 1e-9 (1e-5 in float32) at each inverse temperature in 4 steps at most, by default and in any
+    unit of the values; with a regulariser of 1, in 7.
+    """
+    query, key, value, _ = random_keys(dtype)
+
+    @functools.partial(jax.jit, static_argnames="regulariser")
+    def run(scale, regulariser, value=value):
+        solution = ea.map_attention(
+            query, key, value, scale=scale, regulariser=regulariser, throw=False
+        )
+        return solution, ea.attention(query, key, value, scale=scale)
+
+    for beta in INVERSE_TEMPERATURES:
+        scale = jnp.asarray(beta / np.sqrt(8), dtype)
+        for regulariser, median, most in ((1.0, 4, 7), (None, 3, 4)):
+            solution, exact = run(scale, regulariser)
+            steps = np.asarray(solution.stats["steps"])
+            assert (np.asarray(solution.result) == CONVERGED).all()
+            assert np.median(steps) <= median and steps.max() <= most and (steps <= 5).mean() >= 0.9
+            error = abs(np.asarray(solution.point) - np.asarray(exact)).max()
+            assert error <= (1e-9 if dtype == "float64" else 1e-5)
+        # by a power of two, so that nothing is rounded otherwise
+        larger, _ = run(scale, None, 256 * value)
+        np.testing.assert_array_equal(larger.stats["steps"], solution.stats["steps"])
+
+
+@pytest.mark.parametrize("f", [ea.map_attention, ea.saddle_attention])
+def test_derivatives_are_those_of_attention(f):
+    """The optimum moves as ∇F(0) does, and its value as -F(0): no derivative is lost in the solver, nor in rows
+    without keys.
+    """
+    rng = np.random.default_rng(0)
+    weights, slopes = rng.standard_normal(OUT.shape), rng.standard_normal(LSE.shape)
+    slopes = np.where(SEEN, slopes, 0)
+
+    def total(query, value):
+        arrays = ARRAYS | {"query": query, "value": value}
+        solution = f(**arrays, **PROBLEM.options)
+        energy = jnp.where(SEEN, solution.value, 0.0)
+        return (solution.point * weights).sum() + (energy * slopes).sum()
+
+    found = jax.jit(jax.grad(total, (0, 1)), compiler_options=QUICK)(
+        ARRAYS["query"], ARRAYS["value"]
+    )
+    wanted = dense_vjp(PROBLEM, weights, -slopes)
+    for gradient, name in zip(found, ("query", "value"), strict=True):
+        np.testing.assert_allclose(gradient, wanted[name], atol=1e-9)
+
+
+def test_gamma_is_what_it_says():
+    """Γ = ζ·z - F(ζ), once for each query and head, and its gradients; plus infinity without keys, but no NaN."""
+    source = np.random.default_rng(1).standard_normal(POINT.shape)
+    out, lse = dense(replace(PROBLEM, source=source))
+
+    def total(source, point):
+        value = ea.gamma(source, point, **ARRAYS, **PROBLEM.options)
+        return jnp.where(SEEN, value, 0.0).sum(), value
+
+    program = jax.jit(jax.grad(total, (0, 1), has_aux=True), compiler_options=QUICK)
+    slopes, value = program(jnp.asarray(source), jnp.asarray(POINT))
+    np.testing.assert_allclose(
+        value, np.where(SEEN, (source * POINT).sum(-1) - lse, np.inf), atol=1e-9
+    )
+    some = SEEN[..., None]
+    np.testing.assert_allclose(slopes[0], np.where(some, POINT - out, 0), atol=1e-9)
+    np.testing.assert_allclose(slopes[1], np.where(some, source, 0), atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["extragradient", "optimistic", "newton"])
+def test_saddle_is_attention(method):
+    """Each method ends at (0, ∇F(0)) from elsewhere, where Γ = -F(0); Newton's takes two steps."""
+    start = tuple(jnp.asarray(x) for x in (0.3 * POINT[..., ::-1], POINT))
+    solution = solve(ea.saddle_attention, method=method, start=start, tolerance=1e-7)
+    assert (solution.result == RESULT).all()
+    np.testing.assert_allclose(solution.point, OUT, atol=1e-6)
+    np.testing.assert_allclose(solution.source, np.zeros_like(OUT), atol=1e-6)
+    np.testing.assert_allclose(solution.value, np.where(SEEN, -LSE, np.inf), atol=1e-6)
+    if method == "newton":
+        assert solution.stats["steps"].max() == 2
+
+
+def test_extragradient_finds_its_step():
+    """From hot to cold, 50 of 50 rows converge with the step that each finds by itself."""
+    query, key, value, _ = random_keys("float64")
+
+    @jax.jit
+    def run(scale):
+        solution = ea.saddle_attention(query, key, value, scale=scale, tolerance=1e-8, throw=False)
+        return solution, ea.attention(query, key, value, scale=scale)
+
+    for beta in INVERSE_TEMPERATURES:
+        solution, exact = run(jnp.asarray(beta / np.sqrt(8)))
+        assert (np.asarray(solution.result) == CONVERGED).all()
+        np.testing.assert_allclose(solution.point, exact, atol=1e-6)
+
+
+def test_joint_descent_on_gamma_diverges():
+    """Why none of the above is gradient descent: the saddle repels it, at the rate that its own Hessian says.
+
+    With step η the linearised map has, for each eigenvalue σ of Σ, the factor 1 + η (σ + √(σ² + 4))/2 > 1.
+    """
+    query, key, value, _ = random_keys("float64", seeds=4)
+    slopes = jax.grad(lambda *pair: ea.gamma(*pair, query, key, value).sum(), (0, 1))
+    attention = np.asarray(ea.attention(query, key, value))
+    step, steps = 0.1, 200
+
+    @jax.jit
+    def descend(source, point):
+        def body(pair, _):
+            pair = tuple(x - step * slope for x, slope in zip(pair, slopes(*pair), strict=True))
+            return pair, pair
+
+        return jax.lax.scan(body, (source, point), length=steps)[1]
+
+    start = attention + 1e-9
+    sources, points = map(np.asarray, descend(jnp.zeros_like(attention), jnp.asarray(start)))
+    error = np.linalg.norm(points[:, :, 0, 0] - attention[:, 0, 0], axis=-1)
+    assert (error[-1] > 0.1).all(), "a start 1e-9 away from attention ends far from it"
+    # while it is near, the fastest direction takes over, and grows by its factor in each step
+    early = 60
+    growth = (error[early] / error[early - 10]) ** 0.1
+    covariance = np.asarray(ea.covariance(query, key, value))[:, 0, 0]
+    sigma = np.linalg.eigvalsh(covariance)
+    factors = 1 + step * (sigma + np.sqrt(sigma**2 + 4)) / 2
+    assert (growth > factors[:, 0] - 1e-3).all() and (growth < factors[:, -1] + 1e-3).all()
+    assert (factors > 1).all()
+
+
+def test_keys_over_eight_devices():
+    """Keys spread over a mesh give the same points."""
+    rng = np.random.default_rng(8)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal(s)) for s in ((1, 3, 2, 3), (1, 16, 1, 3), (1, 16, 1, 2))
+    )
+
+    def run(**options):
+        def both(key, value):
+            return [
+                f(query, key, value, **options).point
+                for f in (ea.map_attention, ea.saddle_attention)
+            ]
+
+        return jax.jit(both, compiler_options=QUICK)
+
+    wanted = run()(key, value)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    with jax.set_mesh(mesh):
+        spread = [jax.device_put(x, NamedSharding(mesh, P(None, "x"))) for x in (key, value)]
+        found = run(parallel=SequenceParallel(axes=("x",)))(*spread)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-9)
+
+
+def test_figures_are_those_in_the_page():
+    """The table in docs/bayes.md is that of the measured figures, and these are what the page says of them."""
+    spec = importlib.util.spec_from_file_location("map", FOLDER / "map.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    figures = json.loads((FOLDER / "map.json").read_text(encoding="utf-8"))
+    page = (FOLDER.parents[1] / "docs" / "bayes.md").read_text(encoding="utf-8")
+    assert script.table(figures) in page
+    most = {"float64": 1e-9, "float32": 1e-5}
+    for row in figures["rows"]:
+        assert row["conjugate, Newton"]["converged"] == row["outside"] == figures["seeds"] == 50
+        for name in ("MAP, Newton", "MAP, Newton, λ = 1", "MAP, mirror descent"):
+            assert row[name]["converged"] == 50 and row[name]["error"] <= most[row["dtype"]]
+        assert row["MAP, Newton"]["most"] <= 4
+    assert figures["joint descent"]["median error"] > 1e7
+
+
+@pytest.mark.parametrize(
+    ("f", "changed", "error", "name", "received", "wanted"),
+    [
+        (ea.map_attention, {"regulariser": 0.0}, ValueError, "regulariser", "0.0", "above 0"),
+        (ea.map_attention, {"regulariser": -1}, ValueError, "regulariser", "-1", "above 0"),
+        (ea.map_attention, {"solver": "descent"}, ValueError, "solver", "'descent'", "'mirror'"),
+        (ea.map_attention, {"start": jnp.ones(3)}, ValueError, "start", "[3]", "(2, 5, 4, 2)"),
+        (ea.map_attention, {"max_steps": 0}, ValueError, "max_steps", "0", "at least 1"),
+        (ea.map_attention, {"throw": 1}, TypeError, "throw", "int 1", "True or False"),
+        (ea.saddle_attention, {"method": "descent"}, ValueError, "method", "'descent'", "'newton'"),
+        (ea.saddle_attention, {"step_size": 0.0}, ValueError, "step_size", "0.0", "above 0"),
+        (ea.saddle_attention, {"step_size": "a"}, TypeError, "step_size", "'a'", "real number"),
+        (ea.saddle_attention, {"start": 1.0}, TypeError, "start", "1.0", "pair"),
+        (ea.saddle_attention, {"max_steps": None}, TypeError, "max_steps", "None", "integer"),
+        (ea.gamma, {"source": 1.0, "point": 1.0}, TypeError, "source", "1.0", "array"),
+    ],
+)
+def test_bad_input(f, changed, error, name, received, wanted, unchecked):
+    """Each mistake is told by the argument's name, what came and what was wanted."""
+    complains(lambda: f(**ARRAYS, **changed), error, name, received, wanted)

@@ -1,0 +1,298 @@
+"""The energy report: what it says of each layer and head, of arrays, modules and models; and its picture."""
+
+import functools
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, collectives
+from energy_attn.models import Llama, LlamaConfig
+
+from ..distributed.meshes import mesh_of
+from ..problems import PROBLEMS, cast
+from ..reference import rows
+
+FIELDS = ("energy", "entropy", "heat_capacity", "variance", "effective_keys")
+CONFIG = LlamaConfig(11, 16, 8, 2, 4, 2, rope_theta=100.0)
+
+
+def exact(problem):
+    """The five numbers of each row, `[B, T, N]`, from the dense weights."""
+    r = rows(problem)
+    scores = np.where(np.isfinite(r.scores), r.scores, 0)
+    mean = (r.weights * scores).sum(-1)
+    heat = (r.weights * (scores - mean[..., None]) ** 2).sum(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.where(r.weights > 0, r.weights * np.log(r.weights), 0).sum(-1)
+    apart = r.value[:, None] - r.out[:, :, None]  # [B, T, S, N, V]
+    variance = np.einsum("bnts,btsnv->btn", r.weights, apart**2)
+    entropy, heat = entropy.transpose(0, 2, 1), heat.transpose(0, 2, 1)
+    effective = np.where(np.isfinite(r.lse), np.exp(entropy), 0)
+    return dict(zip(FIELDS, (r.lse, entropy, heat, variance, effective), strict=True))
+
+
+def means(found):
+    """Over the queries that see a key, `[1, N]`."""
+    seen = np.isfinite(found["energy"])
+    with np.errstate(invalid="ignore"):
+        total = {name: np.where(seen, x, 0).sum((0, 1)) for name, x in found.items()}
+    return {name: (x / seen.sum((0, 1)))[None] for name, x in total.items()}
+
+
+def close(report, wanted, tolerance=1e-10):
+    for name, x in wanted.items():
+        np.testing.assert_allclose(
+            getattr(report, name), x, rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small decoder whose heads differ: initial weights are too small for that."""
+    make = functools.partial(Llama, CONFIG, dtype=jnp.float64)
+    shapes = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray((0.4 if x.ndim == 3 else 1) * rng.standard_normal(x.shape)), shapes
+    )
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jax.random.randint(jax.random.key(1), (2, 7), 0, 11, jnp.int32)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias_rows"])
+def test_rows_and_means(name):
+    """A number of another row, layer or unit; a mean that counts queries which see nothing, or e^H of a mean H."""
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+
+    @jax.jit
+    def run(*arrays):
+        report = functools.partial(ea.energy_report, *arrays, **problem.options)
+        return report(per_query=True), report()
+
+    each, mean = run(*(arrays.get(n) for n in ("query", "key", "value", "bias")))
+    wanted = exact(problem)
+    close(each, {n: x[None] for n, x in wanted.items()})
+    close(mean, means(wanted))
+    assert (np.exp(means(wanted)["entropy"]) < means(wanted)["effective_keys"] - 1e-3).any()
+
+
+def test_no_query_sees_a_key():
+    """NaN where there is nothing to take a mean of, or in the gradient there."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 3, 2, 4))
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(q):
+        found = ea.energy_report(q, k, v, mask=jnp.zeros((3, 3), bool))
+        return sum(x.sum() for x in jax.tree.leaves(found) if x is not found.energy), found
+
+    slope, found = gradient(q)
+    assert np.isneginf(found.energy).all() and not slope.any()
+    assert not any(x.any() for x in jax.tree.leaves(found)[1:])
+
+
+def test_layer():
+    """Options of the layer that do not reach its report, a batch that is none, or other heads than it attends with."""
+    energy = ea.FreeEnergy(scale=0.7, is_causal=True, local_window_size=(3, 0))
+    layer = ea.MultiheadAttention(
+        4, 12, num_kv_heads=2, energy=energy, dropout_p=0.5, key=jax.random.key(0)
+    )
+    x = jax.random.normal(jax.random.key(1), (2, 6, 12))
+    y = x + 1
+    mask = jnp.ones((4, 6, 6), bool).at[1, :, 0].set(False)
+    halve = {"process_heads": lambda q, k, v: (q / 2, k, v)}
+
+    def project(linear, x, heads):
+        return jax.vmap(jax.vmap(linear))(x).reshape(2, 6, heads, 3)
+
+    @eqx.filter_jit
+    def run(layer, x, y):
+        query = project(layer.query_proj, x, 4) / 2
+        key, value = project(layer.key_proj, y, 2), project(layer.value_proj, x, 2)
+        options = {"scale": 0.7, "is_causal": True, "local_window_size": (3, 0)}
+        one = x[1], y[1], x[1], mask
+        return (
+            ea.energy_report(query, key, value, None, mask, **options),
+            ea.energy_report(layer, x, y, x, mask, **halve),
+            ea.energy_report(layer, *one, per_query=True, **halve),
+            layer(*one, inference=True, return_energy=True, **halve)[1],
+        )
+
+    wanted, found, one, energies = run(layer, x, y)
+    jax.tree.map(np.testing.assert_allclose, found, wanted)
+    assert one.energy.shape == (1, 6, 4)
+    np.testing.assert_allclose(one.energy[0], energies, rtol=1e-9)
+
+
+def test_llama(model, tokens):
+    """Layers out of order, or attention in the report that is not the model's: everything after it would differ."""
+
+    def attend(query, key, value, **options):  # beside the outputs, what they were made of
+        out, energy = ea.attention(query, key, value, **options)
+        return out, (energy, (query, key, value))
+
+    @jax.jit
+    def run(model, tokens):
+        energies, arrays = model(tokens, return_energies=True, attend=attend).energies
+        alone = functools.partial(ea.energy_report, is_causal=True, per_query=True)
+        return (
+            ea.energy_report(model, tokens, per_query=True),
+            ea.energy_report(model, tokens, local_window_size=(1, 0)),
+            energies,
+            jax.vmap(alone)(*arrays),
+        )
+
+    report, window, energies, alone = run(model, tokens)
+    assert report.energy.shape == (2, 2, 7, 4)
+    np.testing.assert_allclose(report.energy, energies, rtol=1e-9)
+    close(report, {name: getattr(alone, name)[:, 0] for name in FIELDS})
+    # the first token sees itself alone, the last one at most all
+    assert (report.entropy[:, :, 0] < 1e-12).all()
+    assert (report.effective_keys <= np.arange(1, 8)[None, None, :, None] * (1 + 1e-9)).all()
+    assert (window.effective_keys < 2).all()
+
+
+def test_llama_with_a_cache(model, tokens):
+    """A decode step is read, too: its queries, and all keys of the cache."""
+
+    @jax.jit
+    def run(model, tokens):
+        cache = model(tokens[:, :4], cache=model.empty_cache(2, 9)).cache
+        whole = ea.energy_report(model, tokens, per_query=True)
+        return whole, ea.energy_report(model, tokens[:, 4:], None, cache, per_query=True)
+
+    whole, rest = run(model, tokens)
+    close(rest, {name: getattr(whole, name)[:, :, 4:] for name in FIELDS})
+
+
+def test_in_a_training_step(model, tokens):
+    """A report that breaks in a compiled step, changes what is learnt, or has no gradient where the loss has it."""
+
+    @eqx.filter_jit
+    def step(model, weight):
+        def loss(model):
+            logits = model(tokens[:, :-1]).logits
+            data = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+            report = ea.energy_report(model, tokens[:, :-1])
+            return data + weight * (report.effective_keys**2).sum(), (data, report)
+
+        return eqx.filter_value_and_grad(loss, has_aux=True)(model)
+
+    def query_weights(model):
+        return model.layers.self_attn.q_proj.weight
+
+    (_, (data, report)), gradient = step(model, jnp.zeros(()))
+    alone = jax.jit(jax.grad(lambda m: _data(m, tokens)))(model)
+    np.testing.assert_allclose(query_weights(gradient), query_weights(alone), atol=1e-12)
+    # along the gradient of the penalty, it rises as fast as the gradient is long
+    _, steep = step(model, jnp.ones(()))
+    slope = jax.tree.map(jnp.subtract, steep, gradient)
+    length = jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(slope)))
+
+    def penalty(size):
+        there = jax.tree.map(lambda x, d: x + size / length * d, model, slope)
+        (total, (data, _)), _ = step(there, jnp.ones(()))
+        return total - data
+
+    np.testing.assert_allclose((penalty(1e-5) - penalty(-1e-5)) / 2e-5, length, rtol=1e-5)
+    assert length > 1 and report.entropy.shape == (2, 4) and np.isfinite(data)
+
+
+def _data(model, tokens):
+    logits = model(tokens[:, :-1]).logits
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def test_keys_on_eight_devices(model):
+    """Shards that are reported on each by itself, or keys that all devices hold after all."""
+    tokens = jax.random.randint(jax.random.key(2), (1, 16), 0, 11, jnp.int32)
+    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, 16, 2, 4), jnp.float64)
+    parallel = SequenceParallel("device")
+
+    def of_model(parallel, model, tokens):
+        return ea.energy_report(model, tokens, parallel=parallel)
+
+    def of_arrays(parallel, *arrays):
+        return ea.energy_report(*arrays, parallel=parallel, is_causal=True)
+
+    for report, given in ((of_model, (model, tokens)), (of_arrays, (q, k, v))):
+        alone = jax.jit(functools.partial(report, None))(*given)
+        with jax.set_mesh(mesh_of("8")):
+            spread = jax.jit(functools.partial(report, parallel)).lower(*given).compile()
+            found = jax.device_get(spread(*given))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, alone)
+        assert collectives(spread)
+
+
+def test_sixteen_bits():
+    """Numbers that are rounded to bfloat16, or arrays that are, before they are looked at."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 4), jnp.bfloat16)
+    wide = ea.energy_report(*(x.astype(jnp.float32) for x in (q, k, v)))
+    for found, wanted in zip(*map(jax.tree.leaves, (ea.energy_report(q, k, v), wide)), strict=True):
+        assert found.dtype == jnp.float32
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_bad_input(unchecked, model, tokens):
+    """A message that does not name what was wrong."""
+    layer = ea.MultiheadAttention(2, 4, key=jax.random.key(0))
+    x = jnp.zeros((2, 3, 4))
+    for call, error, words in (
+        (lambda: ea.energy_report("model", x), TypeError, "model: wanted .* got str"),
+        (lambda: ea.energy_report(x, x, x, per_query=1), TypeError, "per_query: wanted True"),
+        (lambda: ea.energy_report(x, x, x[:1]), ValueError, "value: wanted shape"),
+        (lambda: ea.energy_report(x, x, x, causal=True), TypeError, "causal"),
+        (lambda: ea.energy_report(layer, x, x[:1], x), ValueError, r"key_: wanted shape \(2"),
+        (lambda: ea.energy_report(layer, x[0], x[0], [1.0]), TypeError, "value: wanted"),
+        (lambda: ea.energy_report(model, x), TypeError, "tokens: wanted an integer"),
+        (lambda: ea.energy_report(model, tokens, causal=True), TypeError, "causal"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_picture(tmp_path):
+    """A map upside down or of another quantity, numbers that cannot be told from their cell, a file not written."""
+    pytest.importorskip("matplotlib")
+    values = np.arange(15.0).reshape(5, 3, 1) * np.asarray([1.0, -1.0])
+    values[0, 1, 1] = -np.inf
+    report = ea.EnergyReport(*map(jnp.asarray, values))
+    shown = values[[0, 1, 4, 2, 3]]
+    figure = ea.plot_energy_report(report, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    maps = [panel for panel in figure.axes if panel.images]
+    for panel, wanted in zip(maps, shown, strict=True):
+        (image,) = panel.images
+        np.testing.assert_array_equal(
+            image.get_array().filled(-np.inf), np.where(np.isfinite(wanted), wanted, -np.inf)
+        )
+        assert image.origin == "upper"
+        assert (panel.get_xlabel(), panel.get_ylabel()) == ("head", "layer")
+        said = {(t.get_position()[1], t.get_position()[0]): t.get_text() for t in panel.texts}
+        assert said == {i: f"{x:.3g}" for i, x in np.ndenumerate(wanted) if np.isfinite(x)}
+        assert {t.get_color() for t in panel.texts} == {"black", "white"}
+    # beyond a hundred heads there are no numbers
+    wide = ea.EnergyReport(*jnp.zeros((5, 10, 20)))
+    assert not any(panel.texts for panel in ea.plot_energy_report(wide).axes)
+
+
+def test_picture_refuses(monkeypatch, unchecked):
+    """A picture of something else, or a traceback out of matplotlib where it is not installed."""
+    q = jnp.ones((3, 2, 4))
+    with pytest.raises(TypeError, match="report: wanted an EnergyReport"):
+        ea.plot_energy_report(q)
+    with pytest.raises(ValueError, match="per_query"):
+        ea.plot_energy_report(ea.energy_report(q, q, q, per_query=True))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"energy_attn\[plot\]"):
+        ea.plot_energy_report(ea.energy_report(q, q, q))

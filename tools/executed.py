@@ -1,0 +1,17 @@
+"""MkDocs hook: the pages' blocks that are executed when the documentation is built find what they need.
+
+They run on eight simulated CPU devices, as the tests do, and may import the modules beside this one.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def on_startup(**_: Any) -> None:
+    """Called by MkDocs once, before JAX is imported."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    flags = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
