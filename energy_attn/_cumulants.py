@@ -16,6 +16,7 @@ from energy_attn.kernels._walk import Block
 
 from ._free_energy import Arrays
 from ._observe import (
+    centred,
     check_line,
     covariance_at,
     covariance_product,
@@ -147,6 +148,7 @@ def cumulant(
         return (state_at(call, source, arrays).out * lines[0]).sum(-1)
     if len(lines) == 2:
         return (covariance_product(call, source, arrays, lines[0])[1] * lines[1]).sum(-1)
+    arrays, _ = centred(arrays)
     mean = state_at(call, source, arrays).out
     # the same tangent, come again, has the same moments
     kinds = [next(j for j, y in enumerate(tangents) if y is x) for x in tangents]
@@ -157,7 +159,7 @@ def cumulant(
         for group in itertools.combinations(numbers, size)
     }
     wanted = tuple(dict.fromkeys(groups.values()))
-    part = _Products(wanted, central=True)
+    part = _Products(wanted)
     found = expectation_at(call, source, arrays, part, len(wanted), mean, *lines).out
     moments = {group: found[..., wanted.index(kind)] for group, kind in groups.items()}
     terms = [
@@ -218,7 +220,7 @@ def moment(
     lines = _check_tangents(tangents, arrays)
     if len(lines) == 1:
         return (state_at(call, source, arrays).out * lines[0]).sum(-1)
-    part = _Products((tuple(range(len(lines))),), central=False)
+    part = _Products((tuple(range(len(lines))),))
     origin = jnp.zeros_like(lines[0])
     return expectation_at(call, source, arrays, part, 1, origin, *lines).out[..., 0]
 
@@ -237,14 +239,9 @@ class _Products(NamedTuple):
     """Of blocks: the means of products of some of the numbers $u_i \\cdot (v - \\mathrm{mean})$."""
 
     groups: tuple[tuple[int, ...], ...]
-    central: bool
 
     def __call__(self, block: Block, mean: Array, *tangents: Array) -> Array:
-        value = block.value
-        if self.central:  # differences are exact where both terms are small
-            origin = value.mean(1, keepdims=True)
-            value, mean = value - origin, mean - origin
-        exact = precision(value.dtype)
+        value, exact = block.value, precision(block.value.dtype)
         used = {i: tangents[i] for group in self.groups for i in group}
         along = {
             i: outer(u, value, exact) - (u * mean).sum(-1, keepdims=True) for i, u in used.items()

@@ -22,6 +22,7 @@ from energy_attn.distributed._spread_rows import (
 )
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels._arguments import Call, Operands, Settings
+from energy_attn.kernels._covariance import centred as centred
 from energy_attn.kernels._covariance import covariance
 from energy_attn.kernels._errors import check_floating, check_shape
 from energy_attn.kernels._state import lse_dtype
@@ -87,16 +88,13 @@ def covariance_product(
     The Hessian is symmetric, so that the pullback of a cotangent by $\nabla F$ is the derivative
     of $\nabla F$ along it. Raises as the kernels do.
     """
-    # No covariance depends on where values have their origin, but its rounding errors do.
-    value = arrays.value
-    origin = jax.lax.stop_gradient(value.sum(-3, keepdims=True) / max(value.shape[-3], 1))
-    middle = arrays._replace(value=value - origin)
+    middle, origin = centred(arrays)
     zero = jnp.zeros_like(tangent)  # traced, so that it can be differentiated in
     found, pull_back = jax.vjp(
         lambda source: state_at(call, source, middle), zero if source is None else source
     )
     (product,) = pull_back(AttentionState(tangent, jnp.zeros_like(found.lse)))
-    heads = *origin.shape[:-1], arrays.query.shape[-2] // value.shape[-2], origin.shape[-1]
+    heads = *origin.shape[:-1], arrays.query.shape[-2] // origin.shape[-2], origin.shape[-1]
     origin = jnp.broadcast_to(origin[..., None, :], heads)
     origin = origin.reshape(*origin.shape[:-3], -1, origin.shape[-1])
     out = jnp.where(jnp.isfinite(found.lse)[..., None], found.out + origin, 0.0)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import enum
+import functools
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -50,7 +53,8 @@ class Solution(eqx.Module):
         source: the source at which it is attained; None where a problem has none.
         point: the point at which it is attained; None where the point was given.
         result: int32, the code of a [`Result`][energy_attn.Result] for each problem.
-        stats: what the solver counted and measured, by name.
+        stats: what the solver counted and measured, by name. Where a docstring does not say
+            otherwise they have no derivative, and asking for one raises `RuntimeError`.
 
     Examples:
         >>> import jax
@@ -98,6 +102,36 @@ def checked(solution: Solution, throw: bool, what: str, *, collective: bool = Fa
         else:
             solution = eqx.error_if(solution, failed.any(), _complaint(what, result))
     return solution
+
+
+def held(stats: dict[str, Array], given: Any, what: str) -> dict[str, Array]:
+    """Statistics of an iteration, which have no derivative in what was given: asking for one raises.
+
+    Raises `RuntimeError` where it is asked for, never a zero.
+    """
+    return _held(what, stats, given)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _held(what: str, stats: dict[str, Array], given: Any) -> dict[str, Array]:
+    del what, given
+    return stats
+
+
+def _held_forward(what: str, stats: Any, given: Any) -> tuple[Any, None]:
+    del what, given
+    return {name: x.value for name, x in stats.items()}, None
+
+
+def _held_backward(what: str, saved: None, cotangents: dict[str, Any]) -> Any:
+    del saved
+    wanted = [name for name, x in cotangents.items() if not isinstance(x, SymbolicZero)]
+    raise RuntimeError(
+        f"stats: wanted no derivative, as those of {what} have none, got one of {', '.join(wanted)}"
+    )
+
+
+_held.defvjp(_held_forward, _held_backward, symbolic_zeros=True)
 
 
 def _complaint(what: str, result: Result) -> str:

@@ -1,6 +1,7 @@
 """The covariance of the values under the attention weights, of the keys on one device."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,7 @@ def covariance(names: Sequence[str], settings: Settings, operands: Operands) -> 
 
     The matrix is summed up block by block, $O(T N H^2)$ numbers. Raises as `attend` does.
     """
-    # No covariance depends on where values have their origin, but its rounding errors do.
-    keys = max(operands.value.shape[1], 1)
-    origin = lax.stop_gradient(operands.value.sum(1, keepdims=True) / keys)
-    operands = operands._replace(value=operands.value - origin)
+    operands, origin = centred(operands)
     out, lse = attend(names, settings, operands)
     width = out.shape[-1]
     found = weighted(_scatter, width * width, settings, operands, lse, out)
@@ -31,6 +29,21 @@ def covariance(names: Sequence[str], settings: Settings, operands: Operands) -> 
     origin = jnp.repeat(origin, out.shape[2] // operands.key.shape[2], axis=2)
     out = jnp.where(jnp.isfinite(lse)[..., None], out + origin, 0.0)
     return CovarianceState(found.astype(out.dtype), out, lse)
+
+
+def centred(arrays: Any) -> tuple[Any, Array]:
+    """Operands, or the like, with the origin of values in the middle of them, and where that is.
+
+    No covariance, nor a cumulant of higher order, depends on it, but their rounding errors do. The
+    origin is `[..., 1, K, Hv]`, and 0 where values are not finite. Raises nothing.
+    """
+    value = arrays.value
+    if value.shape[-3] == 0:
+        return arrays, value.sum(-3, keepdims=True)
+    # Half of a sum: a mean would be rounded in one of XLA's fusions and not in another.
+    middle = 0.5 * (value.max(-3, keepdims=True) + value.min(-3, keepdims=True))
+    origin = lax.stop_gradient(jnp.where(jnp.isfinite(middle), middle, 0.0))
+    return arrays._replace(value=value - origin), origin
 
 
 def _scatter(block: Block, mean: Array) -> Array:

@@ -282,10 +282,13 @@ def share(part: Array, whole: Array) -> Array:
 def spread(part: CovarianceState, whole: AttentionState) -> Array:
     """What a part adds to the covariance of the whole, in `lse`'s dtype. Raises nothing."""
     wide = part.lse.dtype
-    apart = part.out.astype(wide) - whole.out.astype(wide)
-    own = part.covariance.astype(wide) + apart[..., :, None] * apart[..., None, :]
-    portion = share(part.lse, whole.lse)[..., None, None]
-    return jnp.where(portion > 0, own, 0.0) * portion
+    portion = share(part.lse, whole.lse)
+    # what a part without keys holds is nothing, before it is multiplied: no NaN, nor its derivative
+    present = _present(part.lse)[..., None]
+    out = jnp.where(present, part.out.astype(wide), 0.0)
+    covariance = jnp.where(present[..., None], part.covariance.astype(wide), 0.0)
+    apart = out - whole.out.astype(wide)
+    return (covariance + apart[..., :, None] * apart[..., None, :]) * portion[..., None, None]
 
 
 def _sum(x: Array, axis: int) -> Array:

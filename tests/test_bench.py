@@ -26,9 +26,9 @@ def test_suites(suite, tmp_path, capsys, monkeypatch):
     assert [row["name"] for row in result["times"]] == [case.name for case in cases]
     for row in result["times"]:
         peers = set(row["times_faster"])
-        assert peers and peers == set(row["largest_difference"]) == set(row["median_ms"]) - {
-            _cases.OURS
-        }
+        assert peers and peers == set(row["median_ms"]) - {_cases.OURS}
+        # one pass of attention shows what it costs, and is no peer of an observable's
+        assert set(row["largest_difference"]) == peers - {_cases.ONE_PASS}
         tolerance = {"float32": 1e-4, "bfloat16": 0.05}[row["dtype"]]
         assert max(row["largest_difference"].values()) < tolerance, row
         assert len(row["runs_ms"][_cases.OURS]) == 2

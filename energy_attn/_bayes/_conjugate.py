@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn._free_energy import Arrays, Prepared
 from energy_attn._observe import prepare_wide, state_at
-from energy_attn._solution import Result, Solution, checked
+from energy_attn._solution import Result, Solution, checked, held
 from energy_attn.kernels._errors import check_flag
 
 from ._arguments import (
@@ -200,4 +200,4 @@ def _solve(
     found = maximum(method, given)
     stats = {"steps": found.steps, "residual": found.residual, "path": found.path}
     value = attained(method, given, found)
-    return Solution(value, found.source, None, found.result, stats)
+    return Solution(value, found.source, None, found.result, held(stats, given, "conjugate"))

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from energy_attn._observe import covariance_product, prepare_wide
-from energy_attn._solution import Result, Solution, checked
+from energy_attn._solution import Result, Solution, checked, held
 from energy_attn.kernels._errors import check_flag
 
 from ._arguments import (
@@ -122,7 +122,8 @@ def map_attention(
     given = Given(arrays, point, regulariser, check_tolerance(tolerance, dtype))
     found = _found(method, given)
     value, point = at_optimum(call, arrays, found.value, found.point)
-    found = Solution(value, found.source, point, found.result, found.stats)
+    stats = held(found.stats, arrays, "map_attention")
+    found = Solution(value, found.source, point, found.result, stats)
     return checked(found, throw, "map_attention", collective=call.place is not None)
 
 

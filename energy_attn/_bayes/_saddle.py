@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn._free_energy import Arrays, Prepared
 from energy_attn._observe import covariance_product, prepare_wide, state_at
-from energy_attn._solution import Result, Solution, checked
+from energy_attn._solution import Result, Solution, checked, held
 from energy_attn.kernels._errors import check_choice, check_finite_number, check_flag, received
 
 from ._arguments import check_follows, check_max_steps, check_rows, check_tolerance
@@ -169,7 +169,8 @@ def saddle_attention(
     settings = _Settings(call, method, step_size, check_max_steps(max_steps))
     found = _found(settings, _Given(arrays, pair, accepted))
     value, point = at_optimum(call, arrays, found.value, found.point)
-    found = Solution(value, found.source, point, found.result, found.stats)
+    stats = held(found.stats, arrays, "saddle_attention")
+    found = Solution(value, found.source, point, found.result, stats)
     return checked(found, throw, "saddle_attention", collective=call.place is not None)
 
 

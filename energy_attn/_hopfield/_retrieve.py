@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -19,7 +18,7 @@ from energy_attn.kernels._errors import (
 
 from .._citation import cite
 from .._observe import prepare_wide
-from .._solution import Result, Solution, checked
+from .._solution import Result, Solution, checked, held
 from ._arguments import check_positive
 from ._descent import Settings, at, energy, nearest, rest, rises, scale_of
 
@@ -157,7 +156,7 @@ def _solve(settings: Settings, beta: Array, arrays: Any) -> Solution:
     path = jnp.where(after, value[None], jnp.concatenate([trace.path, value[None]]))
     counted = {"steps": trace.steps, "residual": trace.residual, "path": path}
     stats = {
-        **eqxi.nondifferentiable_backward(counted, "A statistic of retrieve's iteration"),
+        **held(counted, (beta, arrays), "retrieve"),
         "effective": jnp.where(seen, jnp.exp(entropy), 0.0),
         **nearest(call, beta, arrays, point, scale),
     }

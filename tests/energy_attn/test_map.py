@@ -228,6 +228,26 @@ def test_keys_over_eight_devices():
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("f", "name"),
+    [
+        (ea.map_attention, "path"),
+        (ea.saddle_attention, "residual"),
+        (functools.partial(ea.conjugate, jnp.asarray(POINT)), "path"),
+    ],
+    ids=["map_attention", "saddle_attention", "conjugate"],
+)
+def test_statistics_have_no_derivative(f, name):
+    """A zero in place of a derivative that there is not: with a residual in a loss, say."""
+
+    def total(query):
+        solution = f(**ARRAYS | {"query": query}, **PROBLEM.options, max_steps=1, throw=False)
+        return jnp.where(jnp.isfinite(solution.stats[name]), solution.stats[name], 0.0).sum()
+
+    with pytest.raises(RuntimeError, match=f"stats: wanted no derivative, .* got one of {name}"):
+        jax.make_jaxpr(jax.grad(total))(ARRAYS["query"])
+
+
 def test_figures_are_those_in_the_page():
     """The table in docs/bayes.md is that of the measured figures, and these are what the page says of them."""
     spec = importlib.util.spec_from_file_location("map", FOLDER / "map.py")

@@ -36,8 +36,8 @@ def close(a: CovarianceState, b: CovarianceState, tolerance=1e-12):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
-@given(st.integers(0, 2**32), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
-def test_laws(seed, *sizes):
+@given(st.integers(0, 2**32), st.tuples(*[st.integers(0, 5)] * 3))
+def test_laws(seed, sizes):
     """A fold that depends on order or grouping, or forgets the distance between the means of its parts."""
     parts = [drawn(seed + i, size) for i, size in enumerate(sizes)]
     a, b, c = (state_of(*part) for part in parts)
