@@ -124,7 +124,7 @@ def _walk(
     def nothing() -> Array:
         return blocks.full(start, batch, g.rows, width)
 
-    # Stored for the derivative are what goes in and the running sums' shapes, never a block.
+    # What a derivative stores is what goes in, never a block.
     @jax.checkpoint
     def one(at: Index, query: Array, key: Array, value: Array, *rows: Array) -> Array:
         def see() -> Array:
