@@ -10,9 +10,9 @@ from jaxtyping import Array
 
 from energy_attn.kernels._arguments import check_window
 from energy_attn.kernels._errors import (
-    check_array,
     check_floating,
     check_integer,
+    check_integral,
     check_shape,
     received,
 )
@@ -66,9 +66,7 @@ def check_whole(name: str, x: Any, rows: int) -> Array:
     """
     if isinstance(x, (int, np.integer)):
         return jnp.asarray(check_integer(name, x, least=0), jnp.int32)
-    x = check_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}: wanted an integer array, got {received(x)}")
+    x = check_integral(name, x)
     if x.ndim:
         check_shape(name, x, (rows,))
     if not isinstance(x, jax.core.Tracer) and (np.asarray(x) < 0).any():

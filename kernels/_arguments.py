@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array
 
 from ._errors import (
-    check_array,
     check_boolean,
     check_broadcastable,
     check_finite_number,
     check_flag,
     check_floating,
+    check_integral,
     check_shape,
     received,
 )
@@ -267,7 +267,7 @@ def _positions(
     if lengths is None:
         return positions
     name = f"{which}_seq_lengths"
-    lengths = _integers(name, lengths)
+    lengths = check_integral(name, lengths)
     if not batched and lengths.ndim == 0:
         lengths = lengths[None]
     else:
@@ -284,15 +284,8 @@ def _positions(
 def _numbers(name: str, x: Any, batch: int, size: int, batched: bool) -> Array | None:
     if x is None:
         return None
-    x = _integers(name, x)
+    x = check_integral(name, x)
     wanted = (batch, size) if batched else (size,)
     if x.shape not in (wanted, (1, size)):
         raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
     return jnp.asarray(x if x.ndim == 2 else x[None], jnp.int32)
-
-
-def _integers(name: str, x: Any) -> Any:
-    x = check_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}: wanted an integer array, got {received(x)}")
-    return x

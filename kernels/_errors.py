@@ -87,6 +87,14 @@ def check_boolean(name: str, x: Any) -> Any:
     return x
 
 
+def check_integral(name: str, x: Any) -> Any:
+    """Returns `x` if it is an array of integers; raises `TypeError` otherwise."""
+    x = check_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: wanted an integer array, got {received(x)}")
+    return x
+
+
 def check_floating_dtype(name: str, x: Any) -> jnp.dtype:
     """Returns `x` as a dtype; raises `TypeError` unless it is one that `check_floating` takes."""
     try:

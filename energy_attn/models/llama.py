@@ -21,10 +21,10 @@ from .._citation import cite
 from ..distributed import SequenceParallel
 from ..distributed._placement import check_mesh
 from ..kernels._errors import (
-    check_array,
     check_broadcastable,
     check_floating_dtype,
     check_integer,
+    check_integral,
     check_key,
     check_shape,
     received,
@@ -288,8 +288,6 @@ class Llama(eqx.Module):
 
 
 def _check_tokens(name: str, x: Any) -> Array:
-    x = check_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}: wanted an integer array, got {received(x)}")
+    x = check_integral(name, x)
     check_shape(name, x, ("batch", "time"))
     return x

@@ -1,0 +1,144 @@
+"""The prefix tree: candidate continuations with their common beginnings written once."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Int, Shaped
+
+from ..kernels._errors import check_array, check_boolean, check_integral, check_shape, received
+
+
+class PrefixTree(NamedTuple):
+    r"""Drafted candidates as a tree whose nodes are distinct prefixes, in slots of fixed number.
+
+    A node sees the context and its ancestors. So one pass of a model over the nodes verifies all
+    candidates, and a prefix that several share is read once.
+
+    A parent's slot comes before its children's. Slots from `size` on are not used: they hold the
+    pad token, depth 0, parent -1, and attend to themselves alone.
+
+    Attributes:
+        tokens: `[B, L]`, the token of each node.
+        mask: `[B, L, L]`, True where the row's node attends to the column's: itself and its
+            ancestors.
+        depth: `[B, L]` int32, the number of ancestors: a node's position is the length of the
+            context plus its depth.
+        parent: `[B, L]` int32, the parent's slot; -1 at roots.
+        unpacker: `[B, M, C]` int32, the slot of each entry of each candidate; -1 where there is no
+            entry, or none within the capacity.
+        size: `[B]` int32, the slots in use.
+
+    Source: the prefix tree of speculative decoding, as in SpecInfer (arXiv 2305.09781) and Medusa
+    (arXiv 2401.10774).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.prefix_tree import pack
+        >>> tree = pack(jnp.array([[[5, 7, 7], [5, 7, 8]]]))
+        >>> tree.tokens.tolist(), tree.depth.tolist(), tree.size.tolist()
+        ([[5, 7, 7, 8, 0, 0]], [[0, 1, 2, 2, 0, 0]], [4])
+    """
+
+    tokens: Int[Array, "B L"]
+    mask: Bool[Array, "B L L"]
+    depth: Int[Array, "B L"]
+    parent: Int[Array, "B L"]
+    unpacker: Int[Array, "B M C"]
+    size: Int[Array, " B"]
+
+
+def build(tokens: Array, line: Array, unpacker: Array, size: Array) -> PrefixTree:
+    """The tree whose node `n` has the ancestors `line[:, n]`, root first and itself last.
+
+    `line` is `[B, L, C]`, filled up with -1; only the first `size` slots are read. Raises nothing.
+    """
+    slots, levels = line.shape[1:]
+    each = jnp.arange(slots, dtype=jnp.int32)
+    used = each < size[:, None]
+    line = jnp.where(used[:, :, None], line, -1)
+    count = (line >= 0).sum(-1, dtype=jnp.int32)
+    mask = jnp.broadcast_to(jnp.eye(slots, dtype=bool), (len(line), slots, slots))
+    for level in range(levels):
+        mask |= line[:, :, level, None] == each
+    depth = jnp.maximum(count - 1, 0)
+    above = jnp.take_along_axis(line, jnp.maximum(count - 2, 0)[:, :, None], axis=2)[:, :, 0]
+    parent = jnp.where(count > 1, above, -1)
+    return PrefixTree(tokens, mask, depth, parent, unpacker, size)
+
+
+def unpack(x: Shaped[Array, "B L ..."], tree: PrefixTree) -> Shaped[Array, "B M C ..."]:
+    r"""What belongs to the nodes, brought back to the candidates: `x[b, unpacker[b, m, c]]`.
+
+    `unpack(tree.tokens, tree)` is the beam that was packed.
+
+    Args:
+        x: `[B, L, ...]` of any dtype, for each node: logits, hidden states, energies.
+        tree: the tree.
+
+    Returns:
+        `[B, M, C, ...]`; zeros for entries that have no node.
+
+    Raises:
+        TypeError: `x` is no array, or `tree` no `PrefixTree`.
+        ValueError: `x` is not of the tree's batch and slots, or the tree is none.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.prefix_tree import pack, unpack
+        >>> beam = jnp.array([[[5, 7, 7], [5, 7, 8]]])
+        >>> bool((unpack((tree := pack(beam)).tokens, tree) == beam).all())
+        True
+    """
+    check_tree("tree", tree)
+    x = check_array("x", x)
+    check_shape("x", x[:0, :0] if x.ndim < 2 else x, (*tree.tokens.shape, *x.shape[2:]))
+    return take(x, tree.unpacker)
+
+
+def take(x: Array, slots: Array) -> Array:
+    """`x[b, slots[b, ...]]` for `x` `[B, L, ...]`; zeros where a slot is -1. Raises nothing."""
+    rows = jnp.arange(len(x), dtype=jnp.int32).reshape(-1, *[1] * (slots.ndim - 1))
+    there = slots >= 0
+    taken = x[rows, jnp.where(there, slots, 0)]
+    there = there.reshape(*there.shape, *[1] * (taken.ndim - there.ndim))
+    return jnp.where(there, taken, jnp.zeros((), x.dtype))
+
+
+def check_tree(name: str, tree: Any) -> PrefixTree:
+    """Returns `tree`, which is a `PrefixTree` of arrays that fit.
+
+    Raises `TypeError` for another type or dtype; `ValueError` for shapes that do not belong
+    together and, where values are known, for a parent that does not come before its child.
+    """
+    if not isinstance(tree, PrefixTree):
+        raise TypeError(f"{name}: wanted a PrefixTree, got {received(tree)}")
+    for field in ("tokens", "depth", "parent", "unpacker", "size"):
+        check_integral(f"{name}.{field}", getattr(tree, field))
+    check_shape(f"{name}.tokens", tree.tokens, ("B", "L"))
+    batch, slots = tree.tokens.shape
+    check_shape(f"{name}.mask", check_boolean(f"{name}.mask", tree.mask), (batch, slots, slots))
+    check_shape(f"{name}.depth", tree.depth, (batch, slots))
+    check_shape(f"{name}.parent", tree.parent, (batch, slots))
+    check_shape(f"{name}.unpacker", tree.unpacker, (batch, "M", "C"))
+    check_shape(f"{name}.size", tree.size, (batch,))
+    check_parents(f"{name}.parent", tree.parent)
+    return tree
+
+
+def check_parents(name: str, parent: Any) -> None:
+    """Raises `ValueError` if values are known and a parent does not come before its child."""
+    if isinstance(parent, Tracer) or (
+        isinstance(parent, jax.Array) and not parent.is_fully_addressable
+    ):
+        return
+    found = np.asarray(parent)
+    wrong = np.argwhere((found < -1) | (found >= np.arange(found.shape[1])))
+    if len(wrong):
+        row, slot = wrong[0].tolist()
+        raise ValueError(
+            f"{name}: wanted -1 or a slot before the child's, got {found[row, slot]} "
+            f"for slot {slot} of row {row}"
+        )
