@@ -14,12 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels._arguments import check_call
-from energy_attn.kernels._errors import (
-    check_floating_dtype,
-    check_integer,
-    check_shape,
-    received,
-)
+from energy_attn.kernels._errors import check_floating_dtype, check_integer, check_shape, received
 from energy_attn.kernels._registry import attend, candidates
 
 from ._cache_arguments import (
@@ -33,7 +28,7 @@ from ._cache_arguments import (
 )
 from ._cache_io import Saved, check_path, restore, write
 from ._cache_slots import Slots
-from ._cache_write import Home, Stored, blank, home, positions, sharding_of
+from ._cache_write import Home, Stored, blank, fitting, home, numbered, positions, sharding_of
 from ._cache_write import append as write_tokens
 from ._parallel import SequenceParallel
 from ._placement import placement
@@ -205,8 +200,17 @@ class KVCache(eqx.Module):
         """
         room = self.capacity - (self.window or 0)
         tokens = check_new(key, value, self.dtype, self.key.shape, self.value.shape, room)
-        new = Stored(jnp.asarray(key), jnp.asarray(value), None, None)
         counts = check_counts(lengths, len(self.lengths), tokens)
+        return self._written(key, value, self._fitting(counts, tokens))
+
+    def _fitting(self, counts: Array, tokens: int) -> Array:
+        """`counts` if each row has room for as many tokens, of `tokens` at most; else an error."""
+        starts = None if self.window is not None else self.starts
+        return fitting(self._home(), self.capacity, starts, self.lengths, counts, tokens)
+
+    def _written(self, key: Any, value: Any, counts: Array) -> "KVCache":
+        """As `append`, for which there is room and all is of the right kind."""
+        new = Stored(jnp.asarray(key), jnp.asarray(value), None, None)
         if self.key_scale is not None:
             (key, key_scale), (value, value_scale) = quantize(new.key), quantize(new.value)
             new = Stored(key, value, key_scale, value_scale)
@@ -291,7 +295,8 @@ class KVCache(eqx.Module):
         check_stored("query", query, self.dtype)
         check_shape("query", query, (len(self.lengths), "T", "N", self.key.shape[-1]))
         if query_positions is None:
-            query_positions = self._newest(query.shape[1], lengths)
+            counts = check_counts(lengths, len(self.lengths), query.shape[1])
+            query_positions = numbered(self.lengths - counts, counts, query.shape[1])
         elif lengths is not None:
             raise ValueError(
                 "lengths: wanted None beside query_positions, which say what queries are absent, "
@@ -390,8 +395,3 @@ class KVCache(eqx.Module):
 
     def _read(self, x: Array, scale: Array | None) -> Array:
         return x if scale is None else dequantize(x, scale, self.dtype)
-
-    def _newest(self, queries: int, lengths: Any) -> Array:
-        counts = check_counts(lengths, len(self.lengths), queries)[:, None]
-        each = jnp.arange(queries, dtype=jnp.int32)[None]
-        return jnp.where(each < counts, self.lengths[:, None] - counts + each, -1)

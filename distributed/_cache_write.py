@@ -92,14 +92,19 @@ def blank(
     """
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-        make = functools.partial(jnp.zeros, shape, dtype)
-        return jax.jit(make, out_shardings=spec_of(parallel, len(shape)))()
+        return _zeros(shape, jnp.dtype(dtype), spec_of(parallel, len(shape)))()
 
     def scale(shape: tuple[int, ...]) -> Array | None:
         return zeros(shape[:-1], jnp.float32) if dtype == jnp.int8 else None
 
     stored = Stored(zeros(key, dtype), zeros(value, dtype), scale(key), scale(value))
     return stored, zeros(key[:1], jnp.int32), zeros(key[:1], jnp.int32)
+
+
+@functools.lru_cache
+def _zeros(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None) -> Any:
+    # Kept, so that caches of one kind are compiled for once.
+    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=spec)
 
 
 def home(parallel: SequenceParallel | None, key: Array, devices: int) -> Home | None:
@@ -140,11 +145,9 @@ def append(
 ) -> tuple[Stored, Array, Array]:
     """Writes the first `counts` of the new tokens of each row; returns what changed.
 
-    A ring lets go of what it overwrites; else a row without room for its tokens is an error when it
-    runs (Equinox's), and gets none of them.
+    A ring lets go of what it overwrites; else `counts` are those of `fitting`. Raises nothing.
     """
     tokens = new.key.shape[1]
-    counts = _fitting(place, slots.capacity, None if is_ring else starts, lengths, counts, tokens)
 
     def local(
         stored: Stored, new: Stored, starts: Array, lengths: Array, counts: Array
@@ -186,7 +189,9 @@ def append(
     )
 
 
-def _fitting(
+# Equinox's jit: outside of any other, JAX's raises a ValueError without the message in front.
+@eqx.filter_jit
+def fitting(
     place: Home | None,
     capacity: int,
     starts: Array | None,
@@ -196,7 +201,8 @@ def _fitting(
 ) -> Array:
     """The counts, or an error when it runs; where that is not raised, zero for the rows at fault.
 
-    `starts` is None for a ring, which always has room.
+    A row is at fault that has no room for `counts` more, or if they are not from 0 to `tokens`.
+    `starts` is None for a ring, which always has room. Raises, when it runs, Equinox's RuntimeError.
     """
 
     def local(starts: Array | None, lengths: Array, counts: Array) -> Array:
@@ -220,6 +226,12 @@ def _fitting(
         check_vma=False,  # the branch that raises returns counts that are said to be equal
     )
     return ask(*arrive(place.mesh, place.axes, (starts, lengths, counts), place.rows))
+
+
+def numbered(first: Array, counts: Array, tokens: int) -> Array:
+    """Positions `[B, tokens]` from `first` `[B]` on; -1 behind the row's `counts`. Raises nothing."""
+    each = jnp.arange(tokens, dtype=jnp.int32)[None]
+    return jnp.where(each < counts[:, None], first[:, None] + each, -1)
 
 
 def _write(buffer: Array, new: Array, slot: Array) -> Array:

@@ -9,6 +9,7 @@ devices is one associative reduction.
 
 import importlib.metadata
 
+from . import prefix_tree as prefix_tree
 from ._attention import attention as attention
 from ._bayes._conjugate import conjugate as conjugate
 from ._bayes._conjugate import rate as rate

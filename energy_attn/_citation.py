@@ -53,6 +53,19 @@ _PAPERS = {
         "Touvron, Hugo and others",
         "2302.13971",
     ),
+    "speculative": _Paper(
+        "leviathan2022speculative",
+        "Fast Inference from Transformers via Speculative Decoding",
+        "Leviathan, Yaniv and Kalman, Matan and Matias, Yossi",
+        "2211.17192",
+    ),
+    "specinfer": _Paper(
+        "miao2023specinfer",
+        "{SpecInfer}: Accelerating Generative {LLM} Serving with Tree-based Speculative Inference "
+        "and Token Verification",
+        "Miao, Xupeng and Oliaro, Gabriele and Zhang, Zhihao and others",
+        "2305.09781",
+    ),
     "zloss": _Paper(
         "chowdhery2022palm",
         "{PaLM}: Scaling Language Modeling with Pathways",
@@ -100,7 +113,8 @@ def citation() -> None:
     """Prints BibTeX for what this process has used: this library, and papers.
 
     The paper whose idea the library is comes always. Others do once something built on them was
-    called: ring or Ulysses attention, `Llama`, `retrieve`, the penalties, the flash kernels.
+    called: ring or Ulysses attention, `Llama`, prefix trees, `retrieve`, the penalties, the flash
+    kernels.
 
     Prints to standard output and returns None. Raises nothing.
 

@@ -20,6 +20,7 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
+from jax._src import dispatch
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -61,3 +62,10 @@ def user_settings() -> Iterator[None]:
         jax.numpy_rank_promotion("allow"),
     ):
         yield
+
+
+@pytest.fixture
+def raises_late():
+    """JAX keeps the last program that raised, and raises again when it waits for all, at exit for one."""
+    yield
+    dispatch.runtime_tokens.clear()

@@ -28,17 +28,17 @@ from ._cases import (
     numbers,
     program,
     shapes,
-    shrunk,
-    sides,
 )
+from ._generation import CONTINUATIONS, Continuation
 from ._measure import bandwidth, machine, measure
 from ._observables import JOBS
 from ._plot import plot
+from ._speculative import DECODE, TASKS, Task
 
 _HEADS = {"heads": 16, "kv_heads": 16, "width": 64}
 _LLAMA = {"heads": 32, "kv_heads": 8, "width": 128}
 _PAPER = {"heads": 16, "kv_heads": 16, "width": 128}
-SUITES: dict[str, tuple[Case, ...]] = {
+SUITES: dict[str, tuple[Case | Task | Continuation, ...]] = {
     "cpu": (
         Case("prefill", Shape(1, 2048, 2048, **_HEADS), "float32"),
         Case("prefill", Shape(1, 2048, 2048, **_HEADS), "bfloat16"),
@@ -72,6 +72,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case("jax.grad of F", Shape(1, 1, 262144, **_LLAMA), "bfloat16", bare=True),
     ),
     "observables": tuple(Case(name, Shape(1, 2048, 2048, **_HEADS), "float32") for name in JOBS),
+    "speculative": (*TASKS, *CONTINUATIONS),
 }
 MEMORY = Case("memory", Shape(1, 16384, 16384, 8, 8, 64), "float32", backward=True)
 
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite",
         choices=tuple(SUITES),
-        help="jobs for CPUs or for GPUs, or observables; default: as the machine",
+        help="jobs for CPUs or for GPUs, observables, or prefix trees; default: as the machine",
     )
     parser.add_argument("--out", type=Path, default=Path("bench"), help="folder for the results")
     parser.add_argument("--repeats", type=int, default=9, help="timings of each side")
@@ -99,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
     print(f"memory: {rate / 1e9:.1f} GB/s ({how})")
     rows = []
     for case in SUITES[suite]:
-        case = shrunk(case, args.shrink)
-        found, absent = sides(case, platform)
+        case = case.shrunk(args.shrink)
+        found, absent = case.sides(platform)
         rows.append(_row(case, found, absent, args.repeats, rate))
         print(_line(rows[-1]), flush=True)
-    memory = _memory(shrunk(MEMORY, args.shrink))
+    memory = _memory(MEMORY.shrunk(args.shrink))
     share = memory["bytes"][OURS] / memory["bytes"][JAX_NN]
     print(
         f"{'temporary memory':20} {memory['dtype']:9} {'':15}"
@@ -129,16 +130,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(
-    case: Case, found: dict[str, Run], absent: dict[str, str], repeats: int, rate: float
+    case: Case | Task | Continuation,
+    found: dict[str, Run],
+    absent: dict[str, str],
+    repeats: int,
+    rate: float,
 ) -> dict[str, Any]:
     differences = _differences(found)
     seconds = measure(found, repeats)
     medians = {name: statistics.median(runs) for name, runs in seconds.items()}
     row = {
         "name": case.name,
-        "dtype": case.dtype,
-        "causal": case.causal,
-        "shape": case.shape._asdict(),
+        **case.about(),
+        "sizes": case.sizes,
         "median_ms": {name: _ms(x) for name, x in medians.items()},
         "runs_ms": {name: list(map(_ms, runs)) for name, runs in seconds.items()},
         "times_faster": {
@@ -147,7 +151,7 @@ def _row(
         "largest_difference": differences,
         "absent": absent,
     }
-    if case.name == "decode":
+    if isinstance(case, Case) and case.name == "decode":
         # of what memory gives: keys and values are read once
         row["of_bandwidth"] = {
             name: round(case.key_bytes / x / rate, 2) for name, x in medians.items()
@@ -169,16 +173,14 @@ def _differences(found: dict[str, Run]) -> dict[str, float]:
         largest = max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
         return float(f"{largest:.2g}")
 
-    return {name: difference(name) for name in found if name not in (OURS, ONE_PASS)}
+    return {name: difference(name) for name in found if name not in (OURS, ONE_PASS, DECODE)}
 
 
 def _line(row: dict[str, Any]) -> str:
-    shape = row["shape"]
     against = "  ".join(f"{x:.2f}× faster than {name}" for name, x in row["times_faster"].items())
-    sizes = f"T={shape['queries']} S={shape['keys']}"
     of = f"  {row['of_bandwidth'][OURS]:.2f} of the bandwidth" if "of_bandwidth" in row else ""
     return (
-        f"{row['name']:20} {row['dtype']:9} {sizes:17} {row['median_ms'][OURS]:8.4g} ms  "
+        f"{row['name']:20} {row['dtype']:9} {row['sizes']:17} {row['median_ms'][OURS]:8.4g} ms  "
         f"{against}{of}"
     )
 

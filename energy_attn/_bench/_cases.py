@@ -66,12 +66,26 @@ class Case(NamedTuple):
         size = 2 * shape.batch * shape.keys * shape.kv_heads * shape.width
         return size * jnp.dtype(self.dtype).itemsize
 
+    @property
+    def sizes(self) -> str:
+        """The lengths, in short."""
+        return f"T={self.shape.queries}, S={self.shape.keys}"
 
-def shrunk(case: Case, by: int) -> Case:
-    """The case with sequences that are `by` times shorter. Raises nothing."""
-    shape = case.shape
-    queries, keys = (max(x // by, 1) for x in (shape.queries, shape.keys))
-    return case._replace(shape=shape._replace(queries=queries, keys=keys))
+    def about(self) -> dict[str, Any]:
+        """What the results say of it. Raises nothing."""
+        return {"dtype": self.dtype, "causal": self.causal, "shape": self.shape._asdict()}
+
+    def shrunk(self, by: int) -> "Case":
+        """The case with sequences that are `by` times shorter. Raises nothing."""
+        queries, keys = (max(x // by, 1) for x in (self.shape.queries, self.shape.keys))
+        return self._replace(shape=self.shape._replace(queries=queries, keys=keys))
+
+    def sides(self, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
+        """Ours and each peer's job, ready to run; and why peers that are not there are not.
+
+        Raises nothing.
+        """
+        return _sides(self, platform)
 
 
 def torch() -> Any:
@@ -95,11 +109,7 @@ def shapes(case: Case) -> list[tuple[int, ...]]:
     return [(shape.batch, *size, shape.width) for size in sizes]
 
 
-def sides(case: Case, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
-    """Ours and each peer's job, ready to run; and why peers that are not there are not.
-
-    Raises nothing.
-    """
+def _sides(case: Case, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
     arrays = _random(case)
     found: dict[str, Run] = {}
     absent: dict[str, str] = {}

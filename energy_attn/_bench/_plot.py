@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from ._cases import BARE, CUDNN, DENSE, FLASH, JAX_NN, ONE_PASS, PYTORCH
+from ._generation import MODEL, PLAIN
+from ._speculative import DECODE, PYTHON
 
 _COLOURS = {
     JAX_NN: "#4c72b0",
@@ -13,6 +15,10 @@ _COLOURS = {
     BARE: "#8c8c8c",
     DENSE: "#4c72b0",
     ONE_PASS: "#8c8c8c",
+    DECODE: "#8c8c8c",
+    PYTHON: "#dd8452",
+    PLAIN: "#8c8c8c",
+    MODEL: "#dd8452",
 }
 
 
@@ -62,8 +68,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def _label(row: dict[str, Any]) -> str:
-    shape = row["shape"]
     of = row.get("of_bandwidth", {}).get("energy_attn")
     read = "" if of is None else f", {of:.0%} of the bandwidth"
-    causal = ", causal" if row["causal"] else ""
-    return f"{row['name']}, {row['dtype']}{causal}\nT={shape['queries']}, S={shape['keys']}{read}"
+    causal = ", causal" if row.get("causal") else ""
+    return f"{row['name']}, {row['dtype']}{causal}\n{row['sizes']}{read}"

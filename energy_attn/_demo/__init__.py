@@ -67,9 +67,8 @@ def _run(args: argparse.Namespace, text: Text, devices: list[Any]) -> int:
     print(f"decoding over the mesh after {args.context:,} bytes of context ...", flush=True)
     with jax.set_mesh(make_mesh(_MESH, devices=devices)):
         tree = decode(model, prompt, args.tokens, parallel)
-        slots = tree.cache.key.shape[2]
-        longer = sent(compile_step(model, 2 * slots, parallel, attention))
-        fetched = sent(compile_step(model, slots, parallel, gathered))
+        longer = sent(compile_step(model, 2 * tree.slots, parallel, attention))
+        fetched = sent(compile_step(model, tree.slots, parallel, gathered))
     print("decoding on one device, twice ...", flush=True)
     alone = decode(model, prompt, args.tokens)
     dense = decode(model, prompt, args.tokens, attend=one_device)
@@ -82,7 +81,7 @@ def _run(args: argparse.Namespace, text: Text, devices: list[Any]) -> int:
             f"given its last {WINDOW}: {near:.2f} nats",
         ),
         *_equalities(tree, alone, dense, args.context),
-        *_traffic(model.config, sent(tree.step), longer, fetched, slots),
+        *_traffic(model.config, sent(tree.step), longer, fetched, tree.slots),
         *_times(tree, alone, dense),
     ]
     print(table(lines), end="\n\n")
@@ -138,7 +137,7 @@ def _passage(prompt: np.ndarray, decoded: np.ndarray) -> str:
 
 
 def _equalities(tree: Decoded, alone: Decoded, dense: Decoded, context: int) -> list[Line]:
-    wrong = errors(tree.traces, tree.cache, context)
+    wrong = errors(tree.traces, tree.held, context)
     count = len(tree.tokens)
     same = [int((tree.tokens == other.tokens).sum()) for other in (dense, alone)]
     return [

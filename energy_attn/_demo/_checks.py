@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..models import LlamaCache, LlamaConfig
+from ..models import LlamaConfig
 from ..models._output import LlamaTrace
+from ._decode import Held
 from ._temper import WINDOW
 
 _EPS = float(np.finfo(np.float32).eps)
@@ -48,24 +49,24 @@ def float64_attention(
     return out.transpose(1, 0, 2), (highest + np.log(total))[..., 0].T, scores
 
 
-def errors(trace: LlamaTrace, cache: LlamaCache, first: int) -> Errors:
+def errors(trace: LlamaTrace, held: Held, first: int) -> Errors:
     """Compares every layer's attention at every step with float64, from the same q, k and v.
 
     Args:
         trace: of the steps, `[layers, 1, steps, ...]`.
-        cache: as the last step left it; slots are written once, so it serves for all steps.
+        held: by the cache as the last step left it; slots are written once, so it serves for all
+            steps.
         first: the position of the first step.
 
     Raises nothing.
     """
     query, outs, energies = (np.asarray(x)[:, 0] for x in trace)
-    keys, values, positions = (np.asarray(x) for x in cache[:3])
     steps = first + np.arange(query.shape[1])
     beta = np.maximum(1.0, np.log(steps + 1.0) / np.log(WINDOW))
     query = query.astype(np.float64) * beta[:, None, None]
-    seen = (positions[0] >= 0) & (positions[0] <= steps[:, None])
+    seen = (held.positions >= 0) & (held.positions <= steps[:, None])
     worst = np.zeros((len(query), 4))
-    for layer, (key, value) in enumerate(zip(keys[:, 0], values[:, 0], strict=True)):
+    for layer, (key, value) in enumerate(zip(held.key, held.value, strict=True)):
         out, energy, scores = float64_attention(query[layer], key, value, seen)
         differences = energies[layer] - energy, outs[layer] - out
         worst[layer] = [np.abs(x).max() for x in (*differences, scores[:, seen], value)]

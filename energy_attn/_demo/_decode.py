@@ -14,11 +14,20 @@ from jaxtyping import Array
 from .. import attention
 from ..distributed import SequenceParallel, collectives
 from ..models import Llama, LlamaCache
+from ..models._continue import read_on
 from ..models._output import LlamaTrace
 from ._temper import tempered
 
 _CHUNK = 512  # of the prompt, read at a time
 Step = Callable[[Llama, Array, LlamaCache], tuple[Array, LlamaCache, LlamaTrace]]
+
+
+class Held(NamedTuple):
+    """What a cache holds: `[layers, S, K, H]` twice, and `[S]`, the position in each slot or -1."""
+
+    key: np.ndarray
+    value: np.ndarray
+    positions: np.ndarray
 
 
 class Decoded(NamedTuple):
@@ -29,7 +38,8 @@ class Decoded(NamedTuple):
         seconds: `[count]`, how long each step took.
         prefill_seconds: how long the prompt took, without compilation.
         traces: of each step, every layer's query, output and energy, on the host.
-        cache: as the last step left it.
+        held: keys, values and positions of the cache as the last step left it, on the host.
+        slots: of the cache.
         step: the compiled step.
     """
 
@@ -37,7 +47,8 @@ class Decoded(NamedTuple):
     seconds: np.ndarray
     prefill_seconds: float
     traces: LlamaTrace
-    cache: LlamaCache
+    held: Held
+    slots: int
     step: jax.stages.Compiled
 
 
@@ -73,15 +84,13 @@ def gathered(query: Array, key: Array, value: Array, **options: Any) -> Any:
     return attention(query, key, value, **options)
 
 
-def step_of(parallel: SequenceParallel | None, attend: Callable[..., Any]) -> Step:
+def step_of(attend: Callable[..., Any]) -> Step:
     """One step: reads a token `[B, 1]` and gives the likeliest next. Raises nothing."""
 
     def step(model: Llama, token: Array, cache: LlamaCache) -> tuple[Array, LlamaCache, LlamaTrace]:
-        x, after, trace = model._read(
-            token, None, cache, parallel=parallel, attend=tempered(attend), record=True
-        )
-        assert after is not None and trace is not None
-        return jnp.argmax(model._logits(x), -1).astype(jnp.int32), after, trace
+        one = jnp.ones(1, jnp.int32)
+        x, after, trace = read_on(model, token, cache, one, tempered(attend))
+        return jnp.argmax(model.logits(x), -1).astype(jnp.int32), after, trace
 
     return step
 
@@ -92,7 +101,7 @@ def compile_step(
     """A step over a cache of `slots`, compiled the cache is donated."""
     cache = model.empty_cache(1, slots, parallel=parallel)
     model, token = _place((model, jnp.zeros((1, 1), jnp.int32)), cache, parallel)
-    step = jax.jit(step_of(parallel, attend), donate_argnums=2)
+    step = jax.jit(step_of(attend), donate_argnums=2)
     return step.lower(model, token, cache).compile()
 
 
@@ -106,9 +115,7 @@ def decode(
     """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force."""
 
     def prefill(model: Llama, tokens: Array, cache: LlamaCache) -> tuple[Array, LlamaCache]:
-        out = model.prefill(
-            tokens, cache, chunk_size=_CHUNK, parallel=parallel, attend=tempered(attend)
-        )
+        out = model.prefill(tokens, cache, chunk_size=_CHUNK, attend=tempered(attend))
         assert out.cache is not None
         return jnp.argmax(out.logits, -1).astype(jnp.int32), out.cache
 
@@ -129,8 +136,19 @@ def decode(
         seconds.append(time.perf_counter() - began)
         traces.append(jax.tree.map(np.asarray, trace))
     joined = jax.tree.map(lambda *steps: np.concatenate(steps, axis=2), *traces)
+    key, value = (
+        np.stack([np.asarray(getattr(layer, name)[0]) for layer in cache.layers])
+        for name in ("key", "value")
+    )
+    held = Held(key, value, np.asarray(cache.layers[0].positions[0]))
     return Decoded(
-        np.array(decoded, np.uint8), np.array(seconds), prefill_seconds, joined, cache, step
+        np.array(decoded, np.uint8),
+        np.array(seconds),
+        prefill_seconds,
+        joined,
+        held,
+        cache.capacity,
+        step,
     )
 
 
@@ -152,5 +170,5 @@ def _place(arrays: Any, cache: LlamaCache, parallel: SequenceParallel | None) ->
     """`arrays` on every device that the cache is on."""
     if parallel is None:
         return arrays
-    layout: Any = cache.key.sharding
+    layout: Any = cache.layers[0].key.sharding
     return jax.device_put(arrays, NamedSharding(layout.mesh, P()))

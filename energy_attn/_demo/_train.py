@@ -74,7 +74,9 @@ def score(model: Llama, text: np.ndarray) -> tuple[float, float]:
     return float(near.mean()), float(far.mean())
 
 
-def train(text: np.ndarray, context: int, seconds: float, seed: int) -> Training:
+def train(
+    text: np.ndarray, context: int, seconds: float, seed: int, config: LlamaConfig = CONFIG
+) -> Training:
     """Trains a model on pieces of `text` for `seconds`, compilation not counted.
 
     A piece is `WINDOW` bytes long, but its positions jump once by up to `context`, so that the
@@ -83,7 +85,7 @@ def train(text: np.ndarray, context: int, seconds: float, seed: int) -> Training
     1.53 against 1.75 nats after 400 steps. The learning rate warms up and falls as a cosine of the
     time spent, so that the schedule is whole on a machine of any speed. Raises nothing.
     """
-    model: Any = Llama(CONFIG, key=jax.random.key(seed))
+    model: Any = Llama(config, key=jax.random.key(seed))
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 100, 1000, 0.05)
     rates = jax.tree.map(lambda x: _RATE if x.ndim == 3 else _ADAM_RATE, model)
     optimiser = optax.chain(

@@ -1,5 +1,13 @@
 """Models whose attention is this library's free energy, differentiated."""
 
+from ._cache import LlamaCache as LlamaCache
+from ._cache import TreeOutput as TreeOutput
+from ._config import LlamaConfig as LlamaConfig
+from ._drafters import AbstractDrafter as AbstractDrafter
+from ._drafters import ModelDrafter as ModelDrafter
+from ._drafters import PromptLookup as PromptLookup
+from ._generate import Generation as Generation
+from ._generate import generate as generate
+from ._output import LlamaOutput as LlamaOutput
+from ._score import score_continuations as score_continuations
 from .llama import Llama as Llama
-from .llama import LlamaCache as LlamaCache
-from .llama import LlamaConfig as LlamaConfig

@@ -1,75 +1,101 @@
-"""The cache of a Llama decoder, and how it is written where its slots lie."""
+"""The cache of a Llama decoder: one of keys and values for each layer."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec as P
+import equinox as eqx
 from jaxtyping import Array, Float, Int
 
-from ..distributed import SequenceParallel
+from ..distributed import KVCache, SequenceParallel
+from ..kernels._errors import check_shape, received
+from ..prefix_tree import Accepted, commit
+from ..prefix_tree._decode import on_path
+from ._config import LlamaConfig
 
 
-class LlamaCache(NamedTuple):
-    """The keys and values of what was read so far, for each layer.
+class TreeOutput(NamedTuple):
+    """What `Llama.read_tree` returns; nothing of it is in a cache yet.
 
     Attributes:
-        key: after the rotary embedding. The slots may be sharded.
-        value: of the same shape.
-        positions: int32, the position that each slot holds; -1 where it holds none.
-        length: int32, the number of slots written; the next token goes there.
+        logits: of the token after each node; float32, or float64 where the weights are.
+        keys: each layer's, after the rotary embedding.
+        values: each layer's.
+    """
+
+    logits: Float[Array, "batch nodes vocab"]
+    keys: tuple[Float[Array, "batch nodes kv_heads width"], ...]
+    values: tuple[Float[Array, "batch nodes kv_heads width"], ...]
+
+
+class LlamaCache(eqx.Module):
+    """The keys and values of what was read so far: a cache for each layer, all alike.
+
+    Attributes:
+        layers: a [`KVCache`][energy_attn.distributed.KVCache] each; keys as they are after the
+            rotary embedding.
 
     Examples:
         >>> import jax
-        >>> import jax.numpy as jnp
         >>> from energy_attn.models import Llama, LlamaConfig
         >>> config = LlamaConfig(256, 32, 64, num_hidden_layers=2, num_attention_heads=4)
         >>> cache = Llama(config, key=jax.random.key(0)).empty_cache(batch=1, slots=16)
-        >>> cache.key.shape
-        (2, 1, 16, 4, 8)
+        >>> len(cache.layers), cache.layers[0].key.shape, cache.lengths.tolist()
+        (2, (1, 16, 4, 8), [0])
     """
 
-    key: Float[Array, "layers batch slots kv_heads width"]
-    value: Float[Array, "layers batch slots kv_heads width"]
-    positions: Int[Array, "batch slots"]
-    length: Int[Array, ""]
+    layers: tuple[KVCache, ...]
+
+    @property
+    def lengths(self) -> Int[Array, " B"]:
+        """The tokens that each row has been given, `[B]`. Raises nothing."""
+        return self.layers[0].lengths
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens each row has room for. Raises nothing."""
+        return self.layers[0].capacity
+
+    @property
+    def parallel(self) -> SequenceParallel | None:
+        """The mesh axes that the slots are spread over. Raises nothing."""
+        return self.layers[0].parallel
+
+    def commit(self, accepted: Accepted, read: TreeOutput) -> "LlamaCache":
+        """The cache with the accepted nodes of a tree behind its tokens, in every layer.
+
+        As [`commit`][energy_attn.prefix_tree.commit]: nothing is sent between devices.
+
+        Args:
+            accepted: what was accepted of the tree.
+            read: what [`Llama.read_tree`][energy_attn.models.Llama] gave for it.
+
+        Raises:
+            TypeError: `read` is no `TreeOutput`, or as that `commit` does.
+            ValueError: as that `commit` does.
+            RuntimeError: (Equinox's, when it runs) a row has no room for its nodes.
+        """
+        if not isinstance(read, TreeOutput):
+            raise TypeError(f"read: wanted a TreeOutput, got {received(read)}")
+        new = zip(self.layers, read.keys, read.values, strict=True)
+        return LlamaCache(tuple(commit(stored, accepted, key, value) for stored, key, value in new))
+
+    def along(self, path: Array, read: TreeOutput, counts: Array) -> "LlamaCache":
+        """With the first `counts` nodes of a path, for which there is room. Raises nothing."""
+        new = zip(self.layers, read.keys, read.values, strict=True)
+        layers = (
+            stored._written(*on_path(stored, path, key, value), counts)
+            for stored, key, value in new
+        )
+        return LlamaCache(tuple(layers))
 
 
-def slots_at(axis: int, parallel: SequenceParallel) -> P:
-    """How an array is laid out whose slots lie along `axis`. Raises nothing."""
-    return P(*[None] * axis, parallel.axes)
-
-
-def append(buffer: Array, new: Array, index: tuple, parallel: SequenceParallel | None) -> Array:
-    """Writes `new` into `buffer` from `index` on, which counts leading axes, slots last.
-
-    The slots may be spread over devices: each writes those that lie there. Left to itself, XLA
-    gathers the whole buffer as soon as two slots are written. Raises nothing.
-    """
-    axis = len(index) - 1
-    index = tuple(jnp.asarray(i, jnp.int32) for i in index)
-    rest = (jnp.zeros((), jnp.int32),) * (buffer.ndim - len(index))
-    if parallel is None:
-        return lax.dynamic_update_slice(buffer, new, index + rest)
-
-    def write(buffer: Array, new: Array, *index: Array) -> Array:
-        have, time = buffer.shape[axis], new.shape[axis]
-        start = index[-1] - lax.axis_index(parallel.axes) * have  # counted from the first slot here
-        size = min(have, time)
-        first = jnp.clip(start, 0, have - size)
-        taken = first - start + jnp.arange(size, dtype=jnp.int32)
-        mine = jnp.take(new, taken, axis, mode="clip")
-        at = (*index[:-1], first, *rest)
-        old = lax.dynamic_slice(buffer, at, mine.shape)
-        here = jnp.expand_dims((taken >= 0) & (taken < time), range(1, new.ndim - axis))
-        here = jnp.broadcast_to(here, mine.shape)
-        return lax.dynamic_update_slice(buffer, jnp.where(here, mine, old), at)
-
-    spec = slots_at(axis, parallel)
-    return jax.shard_map(
-        write,
-        in_specs=(spec, P(), *[P()] * len(index)),
-        out_specs=spec,
-        axis_names=set(parallel.axes),
-    )(buffer, new, *index)
+def check_cache(cache: Any, config: LlamaConfig, batch: int) -> None:
+    """Raises `TypeError` for no `LlamaCache` and `ValueError` for that of another model or batch."""
+    if not isinstance(cache, LlamaCache):
+        raise TypeError(f"cache: wanted a LlamaCache, got {received(cache)}")
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"cache: wanted the {config.num_hidden_layers} layers of the model, "
+            f"got {len(cache.layers)}"
+        )
+    shape = batch, "slots", config.num_key_value_heads, config.head_dim
+    check_shape("cache.layers[0].key", cache.layers[0].key, shape)

@@ -1,5 +1,6 @@
 """The parts of a Llama layer: linear maps, norm, rotary embedding, MLP, projections."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -111,7 +112,7 @@ class LlamaAttention(eqx.Module):
 
 
 class LlamaLayer(eqx.Module):
-    """Attention and MLP, each behind its norm and added to the residual stream."""
+    """Attention and MLP, each behind its norm and added to the residual stream. Raises nothing."""
 
     input_layernorm: RMSNorm
     self_attn: LlamaAttention
@@ -124,6 +125,17 @@ class LlamaLayer(eqx.Module):
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.self_attn = LlamaAttention(config, dtype, key=attend)
         self.mlp = LlamaMLP(config, dtype, key=mlp)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time width"],
+        rope: tuple[Array, Array],
+        see: Callable[[Array, Array, Array], tuple[Array, Any]],
+    ) -> tuple[Float[Array, "batch time width"], Any]:
+        """The stream behind the layer, and what `see(query, key, value)` gives beside its output."""
+        out, found = see(*self.self_attn.project(self.input_layernorm(x), rope))
+        x = x + self.self_attn.o_proj(lax.collapse(out, 2))
+        return x + self.mlp(self.post_attention_layernorm(x)), found
 
 
 def rotary(

@@ -4,21 +4,18 @@ Names of fields and parameters are those of Hugging Face's `LlamaConfig` and `Ll
 so are the conventions: weights `(out, in)`, rotary embedding of the two halves of a head.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._attention import attention
 from .._citation import cite
-from ..distributed import SequenceParallel
+from ..distributed import KVCache, SequenceParallel
 from ..distributed._placement import check_mesh
 from ..kernels._errors import (
     check_broadcastable,
@@ -30,8 +27,11 @@ from ..kernels._errors import (
     received,
 )
 from ..kernels._state import lse_dtype
-from ._cache import LlamaCache, append, slots_at
+from ..prefix_tree import PrefixTree
+from ..prefix_tree._tree import check_tree
+from ._cache import LlamaCache, TreeOutput, check_cache
 from ._config import LlamaConfig
+from ._continue import fitting, read_chunks, read_on, read_tree
 from ._layers import Embedding, Linear, LlamaLayer, RMSNorm, dot, rotary
 from ._output import LlamaOutput, LlamaTrace
 
@@ -67,8 +67,8 @@ class Llama(eqx.Module):
         >>> cache = model.empty_cache(batch=1, slots=16)
         >>> out = model.prefill(jnp.zeros((1, 8), jnp.int32), cache)
         >>> out = model(jnp.argmax(out.logits, -1), cache=out.cache)  # one decode step
-        >>> int(out.cache.length)
-        9
+        >>> out.cache.lengths.tolist()
+        [9]
     """
 
     config: LlamaConfig = eqx.field(static=True)
@@ -99,6 +99,7 @@ class Llama(eqx.Module):
         positions: Int[Array, "#batch time"] | None = None,
         cache: LlamaCache | None = None,
         *,
+        lengths: Int[Array, " batch"] | None = None,
         parallel: SequenceParallel | None = None,
         return_energies: bool = False,
         attend: Callable[..., Any] = attention,
@@ -110,11 +111,13 @@ class Llama(eqx.Module):
 
         Args:
             tokens: any integer dtype.
-            positions: their global positions, any integer dtype; negative = not there. They go on
-                from the cache's length, or from 0, if not given.
+            positions: their global positions, any integer dtype; negative = not there. They count
+                from 0 if not given. A cache counts by itself.
             cache: from `empty_cache` or an earlier call; donate it to a jitted step.
-            parallel: None, or the `SequenceParallel` whose mesh axes the cache's slots (without a
-                cache, the tokens' keys) are spread over.
+            lengths: with a cache, `[batch]`: how many of the tokens each row really has, in front;
+                None means all. Logits behind them mean nothing.
+            parallel: None, or the `SequenceParallel` whose mesh axes the tokens' keys are spread
+                over. A cache has its own.
             return_energies: whether to return the free energies of all layers, or what else
                 `attend` returns beside its outputs.
             attend: what computes attention, called as [`attention`][energy_attn.attention] is; a
@@ -122,22 +125,35 @@ class Llama(eqx.Module):
                 beside its outputs may be any arrays: `energies` are those.
 
         Raises:
-            TypeError: if `tokens` or `positions` is no integer array, or `cache` no `LlamaCache`.
-            ValueError: if shapes do not fit, or the cache has too few slots left. In a compiled
-                step the latter is not known when it is traced: the logits are NaN then.
+            TypeError: if `tokens`, `positions` or `lengths` is no integer array, or `cache` no
+                `LlamaCache`.
+            ValueError: if shapes do not fit, or there are both a cache and `positions`, or another
+                `parallel` than the cache's.
+            RuntimeError: (Equinox's, when it runs) the cache has too few slots left.
+                `EQX_ON_ERROR=off` leaves this check out; the logits of such rows are NaN then.
         """
-        x, cache, trace = self._read(
-            tokens, positions, cache, parallel=parallel, attend=attend, record=return_energies
-        )
-        return LlamaOutput(self._logits(x), cache, trace.energy if trace else None)
+        if cache is None:
+            if lengths is not None:
+                raise ValueError(f"lengths: wanted None without a cache, got {received(lengths)}")
+            x, trace = self._read(tokens, positions, parallel, attend)
+        else:
+            if positions is not None:
+                raise ValueError(
+                    f"positions: wanted None beside a cache, which counts, got {received(positions)}"
+                )
+            check_tokens("tokens", tokens)
+            counts, wrong = fitting(self, tokens, cache, lengths, parallel=parallel)
+            x, cache, trace = read_on(self, tokens, cache, counts, attend)
+            x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
+        return LlamaOutput(self.logits(x), cache, trace.energy if return_energies else None)
 
     def prefill(
         self,
         tokens: Int[Array, "batch time"],
         cache: LlamaCache,
         *,
+        lengths: Int[Array, " batch"] | None = None,
         chunk_size: int = 1024,
-        parallel: SequenceParallel | None = None,
         attend: Callable[..., Any] = attention,
     ) -> LlamaOutput:
         """Reads a prompt into the cache, chunk by chunk; returns the last token's logits only.
@@ -145,149 +161,155 @@ class Llama(eqx.Module):
         Args:
             tokens: the prompt, any integer dtype.
             cache: what came before, usually nothing.
+            lengths: `[batch]`, how many of the tokens each row really has, in front, at least one;
+                None means all. The logits are those of each row's own last token.
             chunk_size: tokens read at a time, which bounds the memory of activations.
-            parallel: as in a call.
             attend: as in a call.
 
         Raises:
             TypeError: if `chunk_size` is no integer, or as a call does.
             ValueError: if there is no token, `chunk_size` is below 1, or as a call does.
+            RuntimeError: as a call does.
         """
-        time = _check_tokens("tokens", tokens).shape[1]
+        time = check_tokens("tokens", tokens).shape[1]
         check_integer("chunk_size", chunk_size, 1)
         if time < 1:
             raise ValueError(f"tokens: wanted at least one token, got {received(tokens)}")
-        self._check_cache(cache, tokens)
+        counts, wrong = fitting(self, tokens, cache, lengths, at_once=chunk_size)
+        x, cache = read_chunks(self, tokens, cache, counts, chunk_size, attend)
+        x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
+        return LlamaOutput(self.logits(x), cache, None)
 
-        def read(carry: tuple[Array, LlamaCache], chunk: Array) -> tuple[tuple, None]:
-            x, cache, _ = self._read(chunk, None, carry[1], parallel=parallel, attend=attend)
-            assert cache is not None
-            return (x[:, -1:], cache), None
+    def read_tree(self, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
+        """Logits for the token after each node of a prefix tree that goes on from the cache.
 
-        # the short chunk comes first, so that the last token ends a whole one
-        size = min(chunk_size, time)
-        short = time % size
-        carry = self.embed_tokens(tokens[:, :1]), cache
-        if short:
-            carry, _ = read(carry, tokens[:, :short])
-        chunks = tokens[:, short:].reshape(len(tokens), -1, size).swapaxes(0, 1)
-        (x, cache), _ = lax.scan(read, carry, chunks)
-        return LlamaOutput(self._logits(x), cache, None)
+        Each node is read once, and sees the whole context and its ancestors. The cache is not
+        changed: its `commit` writes what is accepted of the tree.
+
+        Args:
+            tree: of tokens behind those of the cache.
+            cache: from `empty_cache` or an earlier call.
+
+        Raises:
+            TypeError: if `tree` is no `PrefixTree`, or `cache` no `LlamaCache`.
+            ValueError: if they do not fit each other, or the model.
+
+        Source: SpecInfer (arXiv 2305.09781), section 4: tree-based parallel decoding.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> from energy_attn.models import Llama, LlamaConfig
+            >>> from energy_attn.prefix_tree import accept_greedy, pack
+            >>> config = LlamaConfig(16, 32, 64, num_hidden_layers=1, num_attention_heads=4)
+            >>> model = Llama(config, key=jax.random.key(0))
+            >>> tree = pack(jnp.array([[[3, 1, 4], [3, 1, 5]]]))
+            >>> read = model.read_tree(tree, model.empty_cache(batch=1, slots=16))
+            >>> read.logits.shape, accept_greedy(tree, read.logits).path.shape
+            ((1, 6, 16), (1, 3))
+        """
+        check_tree("tree", tree)
+        check_cache(cache, self.config, len(tree.tokens))
+        return read_tree(self, tree, cache)
 
     def empty_cache(
-        self, batch: int, slots: int, *, parallel: SequenceParallel | None = None
+        self,
+        batch: int,
+        slots: int,
+        *,
+        parallel: SequenceParallel | None = None,
+        block_size: int | None = None,
+        quantize: Literal["int8"] | None = None,
+        window: int | None = None,
     ) -> LlamaCache:
         """A cache that holds nothing yet, in the dtype of the weights.
 
         Args:
             batch: number of sequences.
-            slots: number of tokens that it can hold. With `parallel` it is rounded up to a
-                multiple of the devices, and each device of the mesh in force holds its share.
-            parallel: as in a call.
+            slots: number of tokens that it can hold, rounded up to whole blocks on every device.
+            parallel: the axes of the mesh in force to spread the slots over; None: not at all.
+            block_size: consecutive tokens that lie on one device; None: 128, or fewer where a
+                device holds fewer.
+            quantize: as in [`KVCache.empty`][energy_attn.distributed.KVCache.empty].
+            window: likewise.
 
         Raises:
-            TypeError: if a size is no integer, or `parallel` no `SequenceParallel`.
-            ValueError: if a size is negative, or an axis of `parallel` is not in the mesh in force.
+            TypeError: an argument of another type.
+            ValueError: sizes below one, or as `KVCache.empty` does.
         """
-        check_integer("batch", batch, 0)
-        check_integer("slots", slots, 0)
-        if parallel is not None:
-            check_mesh(parallel)
-            sizes = jax.sharding.get_abstract_mesh().shape
-            slots += -slots % math.prod(sizes[axis] for axis in parallel.axes)
-        heads, width = self.config.num_key_value_heads, self.config.head_dim
-        shape = (self.config.num_hidden_layers, batch, slots, heads, width)
+        if block_size is None:
+            devices = 1 if parallel is None else check_mesh(parallel)
+            block_size = min(128, -(-check_integer("slots", slots, 1) // devices))
 
-        def make() -> LlamaCache:
-            key, value = (jnp.zeros(shape, self.embed_tokens.weight.dtype) for _ in range(2))
-            positions = jnp.full((batch, slots), -1, jnp.int32)
-            return LlamaCache(key, value, positions, jnp.zeros((), jnp.int32))
+        def make() -> KVCache:
+            return KVCache.empty(
+                batch,
+                slots,
+                self.config.num_key_value_heads,
+                self.config.head_dim,
+                dtype=self._dtype,
+                quantize=quantize,
+                window=window,
+                parallel=parallel,
+                block_size=block_size,
+            )
 
-        if parallel is None:
-            return make()
-        whole, turns = slots_at(2, parallel), slots_at(1, parallel)
-        layout: Any = (whole, whole, turns, P())
-        return jax.jit(make, out_shardings=LlamaCache(*layout))()
+        # arrays of their own, so that the cache can be donated
+        return LlamaCache(tuple(make() for _ in range(self.config.num_hidden_layers)))
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        return self.embed_tokens.weight.dtype
 
     def _read(
         self,
         tokens: Array,
         positions: Array | None,
-        cache: LlamaCache | None,
-        *,
         parallel: SequenceParallel | None,
         attend: Callable[..., Any],
-        record: bool = False,
-    ) -> tuple[Array, LlamaCache | None, LlamaTrace | None]:
-        """Final hidden states, the cache with these tokens, and what attention did if wanted."""
-        batch, time = _check_tokens("tokens", tokens).shape
+    ) -> tuple[Array, LlamaTrace]:
+        """Final hidden states of tokens that see themselves, and what attention did."""
+        batch, time = check_tokens("tokens", tokens).shape
+        turns = jnp.arange(time, dtype=jnp.int32)[None]
         if positions is not None:
-            positions = _check_tokens("positions", positions).astype(jnp.int32)
+            turns = positions = check_tokens("positions", positions).astype(jnp.int32)
             check_broadcastable("positions", positions, (batch, time))
-        x = self.embed_tokens(tokens)
-        start, key_positions = jnp.zeros((), jnp.int32), positions
-        if cache is not None:
-            full = self._check_cache(cache, tokens)
-            start, x = cache.length, jnp.where(full, jnp.asarray(jnp.nan, x.dtype), x)
-        turns = start + jnp.arange(time, dtype=jnp.int32)[None] if positions is None else positions
-        if cache is not None:
-            positions = jnp.broadcast_to(turns, (batch, time))
-            key_positions = append(cache.positions, positions, (0, start), parallel)
-            cache = cache._replace(positions=key_positions, length=start + time)
-        width, dtype = self.layers.self_attn.head_dim, self.embed_tokens.weight.dtype
-        rope = rotary(turns, width, self.config.rope_theta, lse_dtype(dtype))
+        rope = self.rope(turns)
 
-        def step(carry: tuple, scanned: tuple) -> tuple[tuple, LlamaTrace | None]:
-            (x, cache), (layer, index) = carry, scanned
-            query, key, value = layer.self_attn.project(layer.input_layernorm(x), rope)
-            if cache is not None:
-                keys = append(cache.key, key[None], (index, 0, start), parallel)
-                values = append(cache.value, value[None], (index, 0, start), parallel)
-                cache = cache._replace(key=keys, value=values)
-                key, value = keys[index], values[index]
+        def see(query: Array, key: Array, value: Array) -> tuple[Array, LlamaTrace]:
             out, energy = attend(
                 query,
                 key,
                 value,
                 is_causal=True,
                 query_positions=positions,
-                key_positions=key_positions,
+                key_positions=positions,
                 parallel=parallel,
                 return_energy=True,
             )
-            x = x + layer.self_attn.o_proj(lax.collapse(out, 2))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-            return (x, cache), LlamaTrace(query, out, energy) if record else None
+            return out, LlamaTrace(query, out, energy)
 
-        layers = self.layers, jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
-        (x, cache), trace = lax.scan(step, (x, cache), layers)
-        return self.norm(x), cache, trace
+        def step(x: Array, layer: LlamaLayer) -> tuple[Array, LlamaTrace]:
+            return layer(x, rope, see)
 
-    def _logits(self, x: Array) -> Array:
+        x, trace = lax.scan(step, self.embed_tokens(tokens), self.layers)
+        return self.norm(x), trace
+
+    def layer(self, index: int) -> LlamaLayer:
+        """One layer's weights. Raises nothing but for an index that there is not."""
+        return jax.tree.map(lambda weight: weight[index], self.layers)
+
+    def rope(self, positions: Int[Array, "batch time"]) -> tuple[Array, Array]:
+        """Cosine and sine of the rotary embedding, `[batch, time, 1, head_dim / 2]`. Raises nothing."""
+        config = self.config
+        return rotary(positions, config.head_dim, config.rope_theta, lse_dtype(self._dtype))
+
+    def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocab"]:
+        """The output projection of final hidden states, in float32 or wider. Raises nothing."""
         return dot(x, (self.lm_head or self.embed_tokens).weight)
 
-    def _check_cache(self, cache: Any, tokens: Array) -> Array:
-        """Checks that `tokens` fit the cache, as far as can be; whether its slots are exceeded."""
-        if not isinstance(cache, LlamaCache):
-            raise TypeError(f"cache: wanted a LlamaCache, got {received(cache)}")
-        (batch, time), config = tokens.shape, self.config
-        heads, width = config.num_key_value_heads, config.head_dim
-        shape = (config.num_hidden_layers, batch, "slots", heads, width)
-        check_shape("cache.key", cache.key, shape)
-        slots = cache.key.shape[2]
-        full = f"cache: wanted {time} slots left of {slots} for tokens {received(tokens)}"
-        if time > slots:
-            raise ValueError(f"{full}, got {slots}")
-        if isinstance(cache.length, Tracer):
-            # Not eqx.error_if: in a program with collectives its error hangs the devices that wait
-            # for the one that raised it (jax 0.10, CPU). NaN is as loud.
-            return cache.length > slots - time
-        if int(cache.length) + time > slots:
-            raise ValueError(f"{full}, got {slots - int(cache.length)}")
-        return jnp.zeros((), bool)
 
-
-def _check_tokens(name: str, x: Any) -> Array:
+def check_tokens(name: str, x: Any) -> Any:
+    """Returns `x`, integers `[batch, time]`; raises `TypeError` or `ValueError` for another."""
     x = check_integral(name, x)
     check_shape(name, x, ("batch", "time"))
     return x

@@ -1,4 +1,30 @@
-"""Prefix trees: drafted continuations verified in one pass, for speculative decoding."""
+"""Prefix trees: drafted continuations verified in one pass, for speculative decoding.
 
+`pack` makes the tree of a beam, `token_tree` that of a fixed set of choices, and `grow` adds the
+likeliest nodes to one. A model reads the nodes at the positions `context + tree.depth`, its layers
+attending by `tree_decode`; `verify` says what of the tree is accepted, and `commit` appends that
+path's keys and values to the cache. The next round begins with the token that `verify` gave.
+
+Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> from energy_attn.prefix_tree import pack, verify
+    >>> tree = pack(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
+    >>> logits = jax.nn.one_hot(jnp.array([[3, 0, 0, 4, 9, 0]]), 10)  # a model's, after each node
+    >>> accepted = verify(tree, logits)
+    >>> tree.tokens[0][accepted.path[0]].tolist(), accepted.token.tolist()
+    ([5, 3, 4], [9])
+"""
+
+from ._accept import Accepted as Accepted
+from ._accept import accept_greedy as accept_greedy
+from ._accept import accept_sampling as accept_sampling
+from ._accept import verify as verify
+from ._decode import commit as commit
+from ._decode import tree_decode as tree_decode
+from ._grow import grow as grow
+from ._pack import pack as pack
+from ._reference import pack_reference as pack_reference
+from ._shapes import token_tree as token_tree
+from ._shapes import tree_from_parents as tree_from_parents
 from ._tree import PrefixTree as PrefixTree
 from ._tree import unpack as unpack

@@ -6,9 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int, Integer, Shaped
 
-from ..kernels._errors import check_array, check_boolean, check_integral, check_shape, received
+from energy_attn.kernels._errors import (
+    check_array,
+    check_boolean,
+    check_floating,
+    check_integral,
+    check_shape,
+    received,
+)
 
 
 class PrefixTree(NamedTuple):
@@ -42,7 +49,7 @@ class PrefixTree(NamedTuple):
         ([[5, 7, 7, 8, 0, 0]], [[0, 1, 2, 2, 0, 0]], [4])
     """
 
-    tokens: Int[Array, "B L"]
+    tokens: Integer[Array, "B L"]
     mask: Bool[Array, "B L L"]
     depth: Int[Array, "B L"]
     parent: Int[Array, "B L"]
@@ -56,13 +63,13 @@ def build(tokens: Array, line: Array, unpacker: Array, size: Array) -> PrefixTre
     `line` is `[B, L, C]`, filled up with -1; only the first `size` slots are read. Raises nothing.
     """
     slots, levels = line.shape[1:]
-    each = jnp.arange(slots, dtype=jnp.int32)
+    each = jnp.arange(slots, dtype=jnp.int32)[None]
     used = each < size[:, None]
     line = jnp.where(used[:, :, None], line, -1)
     count = (line >= 0).sum(-1, dtype=jnp.int32)
     mask = jnp.broadcast_to(jnp.eye(slots, dtype=bool), (len(line), slots, slots))
     for level in range(levels):
-        mask |= line[:, :, level, None] == each
+        mask |= line[:, :, level, None] == each[:, None]
     depth = jnp.maximum(count - 1, 0)
     above = jnp.take_along_axis(line, jnp.maximum(count - 2, 0)[:, :, None], axis=2)[:, :, 0]
     parent = jnp.where(count > 1, above, -1)
@@ -94,7 +101,7 @@ def unpack(x: Shaped[Array, "B L ..."], tree: PrefixTree) -> Shaped[Array, "B M 
     """
     check_tree("tree", tree)
     x = check_array("x", x)
-    check_shape("x", x[:0, :0] if x.ndim < 2 else x, (*tree.tokens.shape, *x.shape[2:]))
+    check_shape("x", x, (*tree.tokens.shape, *x.shape[2:]))
     return take(x, tree.unpacker)
 
 
@@ -111,13 +118,14 @@ def check_tree(name: str, tree: Any) -> PrefixTree:
     """Returns `tree`, which is a `PrefixTree` of arrays that fit.
 
     Raises `TypeError` for another type or dtype; `ValueError` for shapes that do not belong
-    together and, where values are known, for a parent that does not come before its child.
+    together and, where values are known, for a parent that does not come before its child, or a
+    size or an unpacker beyond the slots.
     """
     if not isinstance(tree, PrefixTree):
         raise TypeError(f"{name}: wanted a PrefixTree, got {received(tree)}")
     for field in ("tokens", "depth", "parent", "unpacker", "size"):
         check_integral(f"{name}.{field}", getattr(tree, field))
-    check_shape(f"{name}.tokens", tree.tokens, ("B", "L"))
+    check_slots(f"{name}.tokens", tree.tokens)
     batch, slots = tree.tokens.shape
     check_shape(f"{name}.mask", check_boolean(f"{name}.mask", tree.mask), (batch, slots, slots))
     check_shape(f"{name}.depth", tree.depth, (batch, slots))
@@ -125,14 +133,33 @@ def check_tree(name: str, tree: Any) -> PrefixTree:
     check_shape(f"{name}.unpacker", tree.unpacker, (batch, "M", "C"))
     check_shape(f"{name}.size", tree.size, (batch,))
     check_parents(f"{name}.parent", tree.parent)
+    check_range(f"{name}.size", tree.size, 0, slots)
+    check_range(f"{name}.unpacker", tree.unpacker, -1, slots - 1)
     return tree
+
+
+def check_logits(tree: Any, logits: Any) -> int:
+    """Returns the size of the vocabulary of floating `logits` `[B, L, V]`, which belong to `tree`.
+
+    Raises `TypeError` for another type or dtype and `ValueError` for other shapes, as `check_tree`.
+    """
+    check_tree("tree", tree)
+    check_shape("logits", check_floating("logits", logits), (*tree.tokens.shape, "V"))
+    if logits.shape[2] == 0:
+        raise ValueError(f"logits: wanted a vocabulary of at least 1 token, got {received(logits)}")
+    return logits.shape[2]
+
+
+def check_slots(name: str, tokens: Any) -> None:
+    """Raises `ValueError` unless `tokens` are `[B, L]` with at least one slot."""
+    check_shape(name, tokens, ("B", "L"))
+    if tokens.shape[1] == 0:
+        raise ValueError(f"{name}: wanted at least 1 slot, got {received(tokens)}")
 
 
 def check_parents(name: str, parent: Any) -> None:
     """Raises `ValueError` if values are known and a parent does not come before its child."""
-    if isinstance(parent, Tracer) or (
-        isinstance(parent, jax.Array) and not parent.is_fully_addressable
-    ):
+    if not is_known(parent):
         return
     found = np.asarray(parent)
     wrong = np.argwhere((found < -1) | (found >= np.arange(found.shape[1])))
@@ -142,3 +169,21 @@ def check_parents(name: str, parent: Any) -> None:
             f"{name}: wanted -1 or a slot before the child's, got {found[row, slot]} "
             f"for slot {slot} of row {row}"
         )
+
+
+def check_range(name: str, x: Any, least: int, most: int) -> None:
+    """Raises `ValueError` if values are known and one of the integers `x` is out of range."""
+    if not is_known(x):
+        return
+    found = np.asarray(x)
+    wrong = np.argwhere((found < least) | (found > most))
+    if len(wrong):
+        place = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"{name}: wanted integers from {least} to {most}, got {found[place]} at {list(place)}"
+        )
+
+
+def is_known(x: Any) -> bool:
+    """Whether the values of an array can be looked at here and now. Raises nothing."""
+    return not isinstance(x, Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
-from jax._src import dispatch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -240,13 +239,6 @@ def test_window(T):
             judge = model.problem(query, mine, is_causal=True, local_window_size=(window, 0))
             close(state.out, dense(judge)[0], f"step {i}")
         check_held(cache, model)
-
-
-@pytest.fixture
-def raises_late():
-    """JAX keeps the last program that raised, and raises again when it waits for all, at exit for one."""
-    yield
-    dispatch.runtime_tokens.clear()
 
 
 @pytest.mark.parametrize("jitted", [True, False])

@@ -136,11 +136,11 @@ def test_padding_changes_nothing():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64])
 def test_dtypes(dtype):
     """Logits and energies are float32 at least; weights of few bits cost accuracy and nothing else."""
-    model, tokens = build(dtype=dtype), random_tokens(2, 9)
+    model, tokens = build(VARIANTS["one layer"], dtype), random_tokens(2, 9)
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), model)
     got = model(tokens, return_energies=True)
     cache = model.empty_cache(2, 9)
-    assert cache.key.dtype == dtype
+    assert cache.layers[0].key.dtype == dtype
     cached = model.prefill(tokens, cache)
     expected = jnp.float64 if dtype == jnp.float64 else jnp.float32
     assert got.logits.dtype == got.energies.dtype == cached.logits.dtype == expected
@@ -218,26 +218,26 @@ def test_gradient_reaches_every_weight(name):
 
 
 PARALLEL = {
-    "one device, chunks": (None, 5),
-    "one device, whole": (None, 64),
-    "2×4, chunks": (SequenceParallel(("node", "device")), 5),
-    "2×4, byte by byte": (SequenceParallel(("node", "device")), 1),
-    "over device only": (SequenceParallel("device"), 8),
+    "one device, chunks": (None, 5, 1),
+    "2×4, chunks": (SequenceParallel(("node", "device")), 5, 2),
+    "2×4, byte by byte": (SequenceParallel(("node", "device")), 1, None),
+    "over device only": (SequenceParallel("device"), 8, 3),
 }
 
 
-@pytest.mark.parametrize(("parallel", "chunk_size"), PARALLEL.values(), ids=PARALLEL)
-def test_cache_equals_whole_reading(parallel, chunk_size):
-    """Prefill in chunks that straddle devices, then decoding, give what one reading gives."""
+@pytest.mark.parametrize(("parallel", "chunk_size", "block"), PARALLEL.values(), ids=PARALLEL)
+def test_cache_equals_whole_reading(parallel, chunk_size, block):
+    """Prefill in chunks that straddle blocks, then decoding, give what one reading gives."""
     model, tokens = build(), random_tokens(2, 19)
     whole = model(tokens, return_energies=True)
     with jax.set_mesh(make_mesh((2, 4))):
-        cache = model.empty_cache(2, 21, parallel=parallel)
-        assert cache.key.shape[2] == (21 if parallel is None else 24)
-        prefill = eqx.filter_jit(partial(model.prefill, chunk_size=chunk_size, parallel=parallel))
+        cache = model.empty_cache(2, 21, parallel=parallel, block_size=block)
+        devices = 1 if parallel is None else 4 if parallel.axes == ("device",) else 8
+        assert cache.capacity == -(-21 // (devices * (block or 3))) * devices * (block or 3)
+        prefill = eqx.filter_jit(partial(model.prefill, chunk_size=chunk_size))
         out = prefill(tokens[:, :13], cache)
         np.testing.assert_allclose(out.logits[:, 0], whole.logits[:, 12], rtol=1e-10, atol=1e-10)
-        step = eqx.filter_jit(partial(model, parallel=parallel, return_energies=True))
+        step = eqx.filter_jit(partial(model, return_energies=True))
         for t, time in [(13, 1), (14, 1), (15, 1), (16, 3)]:  # one at a time, then several
             out = step(tokens[:, t : t + time], cache=out.cache)
             here = slice(t, t + time)
@@ -245,9 +245,41 @@ def test_cache_equals_whole_reading(parallel, chunk_size):
             np.testing.assert_allclose(
                 out.energies, whole.energies[:, :, here], rtol=1e-10, atol=1e-10
             )
-    assert int(out.cache.length) == 19
-    positions = np.asarray(out.cache.positions)
-    assert (positions[:, :19] == np.arange(19)).all() and (positions[:, 19:] == -1).all()
+        positions = np.sort(np.asarray(out.cache.layers[0].positions), 1)
+    assert out.cache.lengths.tolist() == [19, 19]
+    assert (positions[:, -19:] == np.arange(19)).all() and (positions[:, :-19] == -1).all()
+
+
+def test_rows_of_different_lengths():
+    """Each row reads as if it were alone: prompts, steps of several tokens, and none at all."""
+    model, tokens = build(VARIANTS["one layer"]), random_tokens(3, 12)
+    counts, more = np.array([7, 1, 4], np.int32), np.array([3, 0, 2], np.int32)
+    out = eqx.filter_jit(partial(model.prefill, chunk_size=3))(
+        tokens[:, :7], model.empty_cache(3, 12), lengths=jnp.asarray(counts)
+    )
+    step = eqx.filter_jit(partial(model))(
+        tokens[:, 7:10], cache=out.cache, lengths=jnp.asarray(more)
+    )
+    assert step.cache.lengths.tolist() == (counts + more).tolist()
+    for row, (count, added) in enumerate(zip(counts, more, strict=True)):
+        alone = np.concatenate([tokens[row, :count], tokens[row, 7 : 7 + added]])[None]
+        want = model(jnp.asarray(alone)).logits[0]
+        np.testing.assert_allclose(out.logits[row, 0], want[count - 1], rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(step.logits[row, :added], want[count:], rtol=1e-10, atol=1e-10)
+
+
+def test_cache_of_few_bits_and_with_a_window():
+    """`quantize` rounds what is read back, and little; a window hides what is far, for ever."""
+    model, tokens = build(VARIANTS["one layer"], jnp.float32), random_tokens(1, 14)
+    whole = model(tokens).logits
+    read = eqx.filter_jit(partial(model.prefill, chunk_size=2))
+    few = read(tokens, model.empty_cache(1, 16, quantize="int8")).logits
+    error = np.abs(few[:, 0] - whole[:, -1]).max() / np.abs(whole).max()
+    assert 1e-5 < error < 0.05
+    ring = model.empty_cache(1, 6, window=3)
+    window = model(tokens, attend=partial(ea.attention, local_window_size=(3, 0))).logits
+    got = read(tokens, ring).logits
+    np.testing.assert_allclose(got[:, 0], window[:, -1], rtol=2e-4, atol=2e-4)
 
 
 def test_cache_stays_where_it_lies():
@@ -257,14 +289,14 @@ def test_cache_stays_where_it_lies():
         sent = {}
         for slots in (64, 640):
             cache = model.empty_cache(1, slots, parallel=parallel)
-            shards = [shard.data.shape[2] for shard in cache.key.addressable_shards]
-            assert shards == [slots // 8] * 8
-            step = jax.jit(lambda m, t, c: m(t, cache=c, parallel=parallel), donate_argnums=2)
+            first = cache.layers[0].key
+            assert [x.data.shape[1] for x in first.addressable_shards] == [slots // 8] * 8
+            step = jax.jit(lambda m, t, c: m(t, cache=c), donate_argnums=2)
             compiled = step.lower(model, random_tokens(1, 1), cache).compile()
             sent[slots] = [(c.kind, c.bytes, c.count) for c in collectives(compiled)]
             after = step(model, random_tokens(1, 1), cache).cache
-            assert after.key.sharding.spec == cache.key.sharding.spec
-            assert cache.key.is_deleted()
+            assert after.layers[0].key.sharding.spec == first.sharding.spec
+            assert first.is_deleted()
     assert sent[64] == sent[640]
     heads, width, layers = 4, 8, CONFIG.num_hidden_layers
     assert {kind for kind, _, _ in sent[64]} == {"all-reduce"}
@@ -285,15 +317,22 @@ def test_training_with_keys_spread():
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_running_over_the_cache_is_loud():
-    model, tokens = build(), random_tokens(1, 4)
-    out = model(tokens, cache=model.empty_cache(1, 6))
-    with pytest.raises(ValueError, match="cache: wanted 4 slots left of 6 .* got 2"):
-        model(tokens, cache=out.cache)
-    compiled = eqx.filter_jit(model)(tokens, cache=out.cache)
-    assert np.isnan(compiled.logits).all()
-    with pytest.raises(ValueError, match="cache: wanted 7 slots left of 6"):
-        eqx.filter_jit(model)(random_tokens(1, 7), cache=out.cache)
+def test_running_over_the_cache_is_loud(monkeypatch, raises_late):
+    """More tokens than fit: an error when it runs, NaN where errors are off; never other numbers."""
+    model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 4)
+    out = model(tokens, cache=model.empty_cache(2, 6))
+    with pytest.raises(RuntimeError, match="no room for its new tokens"):
+        jax.block_until_ready(model(tokens, cache=out.cache))
+    with pytest.raises(ValueError, match=r"cache: wanted room for 7 tokens at once, .*, got 6"):
+        eqx.filter_jit(model)(random_tokens(2, 7), cache=out.cache)
+
+    def silent(place, capacity, starts, lengths, counts, tokens):
+        return jnp.where(lengths + counts <= capacity, counts, 0)
+
+    monkeypatch.setattr("energy_attn.distributed._cache.fitting", silent)
+    loud = model(tokens, cache=out.cache, lengths=jnp.array([2, 3], jnp.int32))
+    assert np.isfinite(loud.logits[0]).all() and np.isnan(loud.logits[1]).all()
+    assert loud.cache.lengths.tolist() == [6, 4]
 
 
 def test_a_token_outside_the_vocabulary_is_loud():
@@ -355,8 +394,8 @@ def test_bad_config(change, kind, message, unchecked):
         dataclasses.replace(CONFIG, **change)
 
 
-def small_cache(model, **changes):
-    return model.empty_cache(1, 8)._replace(**changes)
+def small_cache(model):
+    return model.empty_cache(1, 8)
 
 
 BAD_CALLS = {
@@ -376,8 +415,28 @@ BAD_CALLS = {
     ),
     "cache of another batch": (
         ValueError,
-        r"cache.key: wanted shape \(3, 1, slots, 2, 8\)",
+        r"cache.layers\[0\].key: wanted shape \(1, slots, 2, 8\)",
         lambda m, t: m(t, cache=m.empty_cache(2, 8)),
+    ),
+    "cache of another model": (
+        ValueError,
+        "cache: wanted the 3 layers of the model, got 1",
+        lambda m, t: m(t, cache=build(VARIANTS["one layer"]).empty_cache(1, 8)),
+    ),
+    "positions beside a cache": (
+        ValueError,
+        "positions: wanted None beside a cache",
+        lambda m, t: m(t, t, small_cache(m)),
+    ),
+    "lengths without a cache": (
+        ValueError,
+        "lengths: wanted None without a cache",
+        lambda m, t: m(t, lengths=t[0, :1]),
+    ),
+    "parallel beside a cache of one device": (
+        ValueError,
+        "parallel: wanted None or the cache's, None",
+        lambda m, t: m(t, cache=small_cache(m), parallel=SequenceParallel()),
     ),
     "no prompt": (
         ValueError,
@@ -397,7 +456,7 @@ BAD_CALLS = {
     "prompt without cache": (TypeError, "cache: wanted", lambda m, t: m.prefill(t, None)),
     "negative slots": (
         ValueError,
-        "slots: wanted at least 0, got -1",
+        "slots: wanted at least 1, got -1",
         lambda m, t: m.empty_cache(1, -1),
     ),
     "outside a mesh": (

@@ -1,0 +1,140 @@
+"""A Llama decoder's reading of tokens that go on from a cache: in a row, in chunks, in a tree."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._attention import attention
+from ..distributed import KVCache, SequenceParallel
+from ..distributed._cache_arguments import check_counts
+from ..distributed._cache_write import numbered
+from ..kernels._errors import received
+from ..prefix_tree import PrefixTree, tree_decode
+from ._cache import LlamaCache, TreeOutput, check_cache
+from ._output import LlamaTrace
+
+# `model` is a Llama throughout: its module imports this one.
+
+
+def read_on(
+    model: Any,
+    tokens: Array,
+    cache: LlamaCache,
+    counts: Array,
+    attend: Callable[..., Any] = attention,
+) -> tuple[Array, LlamaCache, LlamaTrace]:
+    """Final hidden states of tokens behind those of the cache, which has room for `counts` of each row.
+
+    With the cache that has them, and what attention did. Raises nothing.
+    """
+    positions = numbered(cache.lengths, counts, tokens.shape[1])
+    x, rope = model.embed_tokens(tokens), model.rope(positions)
+    layers, traces = [], []
+    # One after the other, not scanned: a loop would copy each layer's slots out of one buffer.
+    for index, stored in enumerate(cache.layers):
+
+        def see(query: Array, key: Array, value: Array, stored: KVCache = stored) -> tuple:
+            stored = stored._written(key, value, counts)
+            out, energy = attend(
+                query,
+                stored.keys(),
+                stored.values(),
+                is_causal=True,
+                local_window_size=None if stored.window is None else (stored.window, 0),
+                query_positions=positions,
+                key_positions=stored.positions,
+                parallel=stored.parallel,
+                return_energy=True,
+            )
+            return out, (stored, LlamaTrace(query, out, energy))
+
+        x, (stored, trace) = model.layer(index)(x, rope, see)
+        layers.append(stored)
+        traces.append(trace)
+    joined = jax.tree.map(lambda *each: jnp.stack(each), *traces)
+    return model.norm(x), LlamaCache(tuple(layers)), joined
+
+
+def read_chunks(
+    model: Any,
+    tokens: Array,
+    cache: LlamaCache,
+    counts: Array,
+    chunk_size: int,
+    attend: Callable[..., Any] = attention,
+) -> tuple[Array, LlamaCache]:
+    """The final hidden state of each row's last token, `[B, 1, D]`, and the cache with all of them.
+
+    `chunk_size` tokens are read at a time. Raises nothing.
+    """
+
+    def read(carry: tuple[Array, Array, LlamaCache], chunk: Array) -> tuple[tuple, None]:
+        last, left, cache = carry
+        here = jnp.clip(left, 0, chunk.shape[1])
+        x, cache, _ = read_on(model, chunk, cache, here, attend)
+        newest = jnp.take_along_axis(x, jnp.maximum(here - 1, 0)[:, None, None], axis=1)
+        last = jnp.where(here[:, None, None] > 0, newest, last)
+        return (last, left - here, cache), None
+
+    # the short chunk comes first, so that those of one size can be scanned
+    time = tokens.shape[1]
+    size = min(chunk_size, time)
+    short = time % size
+    carry = model.embed_tokens(tokens[:, :1]), counts, cache
+    if short:
+        carry, _ = read(carry, tokens[:, :short])
+    chunks = tokens[:, short:].reshape(len(tokens), -1, size).swapaxes(0, 1)
+    (x, _, cache), _ = lax.scan(read, carry, chunks)
+    return x, cache
+
+
+def read_tree(model: Any, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
+    """Logits after each node of a tree behind the cache, and its keys and values. Raises nothing."""
+    x = model.embed_tokens(tree.tokens)
+    rope = model.rope(cache.lengths[:, None] + tree.depth)
+    keys, values = [], []
+    for index, stored in enumerate(cache.layers):
+
+        def see(query: Array, key: Array, value: Array, stored: KVCache = stored) -> tuple:
+            return tree_decode(query, key, value, tree, stored).out, (key, value)
+
+        x, (key, value) = model.layer(index)(x, rope, see)
+        keys.append(key)
+        values.append(value)
+    return TreeOutput(model.logits(model.norm(x)), tuple(keys), tuple(values))
+
+
+def fitting(
+    model: Any,
+    tokens: Array,
+    cache: Any,
+    lengths: Any,
+    *,
+    at_once: int | None = None,
+    parallel: SequenceParallel | None = None,
+) -> tuple[Array, Array]:
+    """How many of `tokens` each row of the cache gets, and what rows were to get more than fit.
+
+    `at_once`: how many are read at a time, which is all that a ring must have room for. Raises as
+    a call of the model does.
+    """
+    batch, time = tokens.shape
+    check_cache(cache, model.config, batch)
+    first = cache.layers[0]
+    if parallel is not None and parallel != first.parallel:
+        raise ValueError(
+            f"parallel: wanted None or the cache's, {first.parallel}, got {received(parallel)}"
+        )
+    needed = time if first.window is None or at_once is None else min(time, at_once)
+    room = first.capacity - (first.window or 0)
+    if needed > room:
+        raise ValueError(
+            f"cache: wanted room for {needed} tokens at once, of {received(tokens)}, got {room}"
+        )
+    wanted = check_counts(lengths, batch, time)
+    counts = first._fitting(wanted, time)
+    return counts, counts != wanted

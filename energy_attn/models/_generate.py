@@ -1,0 +1,189 @@
+"""Text from a decoder: the whole loop one compiled program, with or without a drafter."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from .._citation import cite
+from .._warp import check_sampling
+from ..distributed import SequenceParallel
+from ..distributed._cache_arguments import check_counts
+from ..kernels._errors import check_integer, check_key, received
+from ._drafters import AbstractDrafter
+from ._loop import Sampling, begin, run
+from .llama import Llama, check_tokens
+
+
+class Generation(NamedTuple):
+    """What was generated, and what it took.
+
+    Attributes:
+        tokens: `[B, max_new_tokens]` int32; -1 behind each row's end.
+        lengths: `[B]`, the tokens generated; a token of `stop` is the last of its row.
+        passes: `[B]`, how often the model read tokens to verify; the prompt is not counted.
+        drafted: `[B]`, the nodes drafted in these passes, roots not counted.
+        accepted: `[B]`, how many of them are part of the text.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.models import Generation
+        >>> one = jnp.ones(1, jnp.int32)
+        >>> Generation(jnp.zeros((1, 9)), 9 * one, 4 * one, 12 * one, 4 * one).tokens_per_pass
+        Array(2., dtype=float32)
+    """
+
+    tokens: Int[Array, "B max_new_tokens"]
+    lengths: Int[Array, " B"]
+    passes: Int[Array, " B"]
+    drafted: Int[Array, " B"]
+    accepted: Int[Array, " B"]
+
+    @property
+    def tokens_per_pass(self) -> Float[Array, ""]:
+        """Tokens for each time that the model read: 1 without a drafter. Raises nothing.
+
+        The first token of each row, which the prompt gives, is not counted.
+        """
+        return (self.lengths - 1).sum() / jnp.maximum(self.passes.sum(), 1)
+
+    @property
+    def acceptance_rate(self) -> Float[Array, ""]:
+        """The share of the drafted nodes that was accepted; 0 where there was none. Raises nothing."""
+        return self.accepted.sum() / jnp.maximum(self.drafted.sum(), 1)
+
+
+def generate(
+    model: Llama,
+    tokens: Int[Array, "B T"] | Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    lengths: Int[Array, " B"] | None = None,
+    parallel: SequenceParallel | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Sequence[int] = (),
+    key: PRNGKeyArray | None = None,
+    drafter: AbstractDrafter | None = None,
+    chunk_size: int = 1024,
+) -> Generation:
+    r"""Continues prompts.
+
+    The loop over tokens is one compiled program. With a drafter each pass of the model verifies a
+    tree of candidates over the cache, and several tokens may come of it. The text is the same: that
+    of greedy decoding at temperature 0, else one of the law
+    $\mathrm{softmax}(\mathrm{logits} / \mathrm{temperature})$, cut to `top_k` and `top_p`. The draw
+    after position $n$ depends on `key`, the row and $n$ alone, so that one key gives one text, on
+    any mesh and with any drafter, but for rounding.
+
+    Args:
+        model: the decoder.
+        tokens: the prompts: `[B, T]` integers, or a list of sequences of different lengths.
+        max_new_tokens: how many tokens each row gets at most.
+        lengths: `[B]`, how many of an array's tokens each row really has, in front; at least one.
+        parallel: the axes of the mesh in force to spread the cache over.
+        temperature: 0 chooses the likeliest token.
+        top_k: draw from that many likeliest tokens; None: from all.
+        top_p: draw from the likeliest tokens that have this probability together; None: from all.
+        stop: tokens that end a row.
+        key: of the draws; needed where `temperature` is not 0.
+        drafter: what guesses ahead, [`PromptLookup`][energy_attn.models.PromptLookup] or
+            [`ModelDrafter`][energy_attn.models.ModelDrafter]; None: a token at a time.
+        chunk_size: tokens of the prompts that are read at a time.
+
+    Returns:
+        The tokens, and how many passes they took.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: no prompt or an empty one, sizes below one, a temperature without a key, or the
+            mesh, as for [`KVCache`][energy_attn.distributed.KVCache].
+
+    Source: Leviathan et al. (arXiv 2211.17192) and SpecInfer (arXiv 2305.09781), whose output law
+    is the model's; the cache and its reduction: Tree Attention (arXiv 2408.04093), section 5.
+
+    Examples:
+        >>> import jax
+        >>> from energy_attn.models import Llama, LlamaConfig, PromptLookup, generate
+        >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = Llama(config, key=jax.random.key(0))
+        >>> found = generate(model, [[1, 2, 3], [4]], 5, drafter=PromptLookup(length=2))
+        >>> found.tokens.shape, found.lengths.tolist()
+        ((2, 5), [5, 5])
+    """
+    if not isinstance(model, Llama):
+        raise TypeError(f"model: wanted a Llama, got {received(model)}")
+    if drafter is not None and not isinstance(drafter, AbstractDrafter):
+        raise TypeError(f"drafter: wanted None or an AbstractDrafter, got {received(drafter)}")
+    if drafter is not None:
+        cite("speculative")
+    check_integer("max_new_tokens", max_new_tokens, 1)
+    check_integer("chunk_size", chunk_size, 1)
+    tokens, lengths = prompts(tokens, lengths)
+    sampling = _sampling(model, temperature, top_k, top_p, key)
+    slots = tokens.shape[1] + max_new_tokens
+    cache = model.empty_cache(len(tokens), slots, parallel=parallel)
+    ends = _stops(stop)
+    loop = begin(model, drafter, tokens, lengths, cache, sampling, ends, max_new_tokens, chunk_size)
+    loop = run(model, drafter, sampling, ends, loop)
+    return _generation(lengths, loop.text, loop.known, loop.counts, max_new_tokens)
+
+
+def prompts(tokens: Any, lengths: Any) -> tuple[Array, Array]:
+    """Prompts as `[B, T]` int32, padded behind, and the tokens that each has.
+
+    Raises `TypeError` for no integers, `ValueError` for no prompt or an empty one.
+    """
+    if isinstance(tokens, (list, tuple)):
+        if lengths is not None:
+            raise ValueError(f"lengths: wanted None beside a list, got {received(lengths)}")
+        rows = [np.asarray(row) for row in tokens]
+        for index, row in enumerate(rows):
+            if row.ndim != 1 or row.size == 0 or not np.issubdtype(row.dtype, np.integer):
+                raise ValueError(
+                    f"tokens: wanted sequences of at least one integer, got "
+                    f"{received(tokens[index])} as number {index}"
+                )
+        longest = max((len(row) for row in rows), default=0)
+        padded = [np.pad(row, (0, longest - len(row))) for row in rows]
+        tokens = np.array(padded, np.int32).reshape(len(rows), longest)
+        lengths = np.array([len(row) for row in rows], np.int32)
+    batch, time = check_tokens("tokens", tokens).shape
+    if batch < 1 or time < 1:
+        raise ValueError(f"tokens: wanted at least one prompt of one token, got {received(tokens)}")
+    counts = check_counts(lengths, batch, time)
+    if not isinstance(counts, jax.core.Tracer) and (np.asarray(counts) < 1).any():
+        raise ValueError(f"lengths: wanted at least 1, got {np.asarray(counts).tolist()}")
+    return jnp.asarray(tokens, jnp.int32), counts
+
+
+def _sampling(model: Llama, temperature: Any, top_k: Any, top_p: Any, key: Any) -> Sampling:
+    if isinstance(temperature, (int, float)) and temperature == 0:
+        return Sampling()
+    temperature, top_k, top_p = check_sampling(temperature, top_k, top_p)
+    if key is None:
+        raise ValueError(f"key: wanted a jax.random.key at temperature {temperature}, got None")
+    return Sampling(check_key("key", key), temperature, top_p, top_k)
+
+
+def _stops(stop: Any) -> tuple[int, ...]:
+    if isinstance(stop, (int, np.integer)):
+        stop = (stop,)
+    if not isinstance(stop, Sequence) or isinstance(stop, str):
+        raise TypeError(f"stop: wanted a token or a sequence of tokens, got {received(stop)}")
+    return tuple(check_integer("stop", token, 0) for token in stop)
+
+
+@functools.partial(jax.jit, static_argnames="most")
+def _generation(lengths: Array, text: Array, known: Array, counts: Array, most: int) -> Generation:
+    generated = known - lengths
+    each = jnp.arange(most, dtype=jnp.int32)[None]
+    tokens = jnp.take_along_axis(text, lengths[:, None] + each, axis=1)
+    tokens = jnp.where(each < generated[:, None], tokens, -1)
+    return Generation(tokens, generated, *counts)

@@ -1,0 +1,217 @@
+"""A drafted tree over a cache: its nodes' attention, and the accepted path written behind it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from energy_attn.distributed import KVCache
+from energy_attn.distributed._cache_arguments import check_reach, check_stored
+from energy_attn.distributed._cache_write import Home, home
+from energy_attn.distributed._placement import arrive, placement
+from energy_attn.distributed._spread import spread_attention
+from energy_attn.kernels import AttentionState, merge
+from energy_attn.kernels._arguments import check_call
+from energy_attn.kernels._errors import check_integral, check_shape, received
+from energy_attn.kernels._registry import attend, candidates
+
+from ._accept import Accepted
+from ._tree import PrefixTree, check_tree, take
+
+
+def tree_decode(
+    query: Float[Array, "B L N H"],
+    key: Float[Array, "B L K H"],
+    value: Float[Array, "B L K Hv"],
+    tree: PrefixTree,
+    cache: KVCache,
+    source: Float[Array, "B L N Hv"] | None = None,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> AttentionState:
+    r"""The attention of a tree's nodes over the cache and over their own ancestors.
+
+    $$F_n(\zeta) = \log \Big( \sum_{a \in \text{cache}} e^{s_{na} + \zeta_n \cdot v_a}
+      + \sum_{a \preceq n} e^{s_{na} + \zeta_n \cdot v_a} \Big), \qquad
+      s_{na} = \mathrm{scale}\; q_n \cdot k_a$$
+
+    with $a \preceq n$ the node itself and its ancestors. Every node sees all of the context, so
+    that the part that is spread over devices needs no mask of the tree: it is what `cache.attend`
+    finds, with the same collectives. The tree's part is one more state, of `L` × `L` scores on each
+    device, merged once. Nothing is written; [`commit`][energy_attn.prefix_tree.commit] does that.
+
+    A node's position is `cache.lengths + tree.depth`. Differentiable in query, key, value, source,
+    and in what the cache holds, in reverse mode.
+
+    Args:
+        query: `[B, L, N, H]` of the nodes, in the cache's `dtype`; `K` divides `N`.
+        key: `[B, L, K, H]` of the nodes, which are not in the cache.
+        value: `[B, L, K, Hv]`.
+        tree: of `B` rows and `L` slots.
+        cache: the context. Rows may be of different lengths, and empty.
+        source: the source $\zeta$, `[B, L, N, Hv]`; None means zero.
+        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
+        local_window_size: `(left, right)` or one int: a node sees only what is at most `left`
+            positions before its own, in the context and among its ancestors; None: the cache's
+            window, if it has one.
+        implementation: a name of [`implementations`][energy_attn.kernels.implementations], for the
+            context. The tree's part takes it as well, or `"blockwise"` where it takes no masks.
+
+    Returns:
+        `out` `[B, L, N, Hv]` in the cache's `dtype`, `lse` `[B, L, N]` in float32 (float64), which
+        are the energies. Slots that are not in use attend to themselves alone: finite, and without
+        meaning.
+
+    Raises:
+        TypeError: an argument is no array, no tree or no cache, or of another dtype.
+        ValueError: shapes that do not fit the tree or the cache, a window wider than the cache's,
+            or the mesh, as for the cache's `append`.
+        NotImplementedError: the implementation named declines the context.
+
+    Source: tree attention in the sense of SpecInfer (arXiv 2305.09781), section 4, joined with Tree
+    Attention (arXiv 2408.04093), Algorithm 3, by the merge of states.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.distributed import KVCache
+        >>> from energy_attn.prefix_tree import pack, tree_decode
+        >>> tree = pack(jnp.array([[[5, 7], [5, 8]]]), capacity=3)
+        >>> cache = KVCache.empty(1, 16, 2, 8, dtype=jnp.float32, block_size=16)
+        >>> cache = cache.append(jnp.zeros((1, 6, 2, 8)), jnp.ones((1, 6, 2, 8)))
+        >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.zeros((1, 3, 2, 8))
+        >>> state = tree_decode(q, k, k, tree, cache)
+        >>> jnp.exp(state.lse[0, :, 0]).round().tolist()  # six tokens, and the ancestors
+        [7.0, 8.0, 8.0]
+    """
+    _check_cache(cache)
+    check_shape("tree.tokens", check_tree("tree", tree).tokens, (len(cache.lengths), "L"))
+    batch, slots = tree.tokens.shape
+    _check_nodes(cache, batch, slots, key, value)
+    check_stored("query", query, cache.dtype)
+    check_shape("query", query, (batch, slots, "N", cache.key.shape[-1]))
+    names = candidates(implementation)
+    reach = check_reach(local_window_size, cache.window)
+    place = placement(cache.parallel, query, cache.key, cache.value)
+    if place is not None:
+        # of explicit mesh axes: rows and heads stay split, and each device has all slots of a tree
+        spec = PartitionSpec(place.batch or None, None, place.heads or None)
+        nodes = query, key, value, source
+        query, key, value, source = arrive(place.mesh, place.axes, nodes, spec)
+
+    used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
+    mask = tree.mask
+    if reach is not None:
+        mask = mask & (tree.depth[:, :, None] - tree.depth[:, None, :] <= reach[0])
+    # What the context holds is before all nodes: causality has nothing to hide.
+    context = cache.attend(
+        query,
+        source,
+        query_positions=jnp.where(used, cache.lengths[:, None] + tree.depth, -1),
+        is_causal=False,
+        local_window_size=reach,
+        scale=scale,
+        implementation=implementation,
+    )
+    call = check_call(query, key, value, source, mask=mask[:, None], scale=scale)
+    names = (*names, "blockwise")
+    if place is None or not place.batch + place.heads:
+        draft = attend(names, call.settings, call.operands)
+    else:
+        draft = spread_attention(place._replace(sequence=(), queries=False), names, call)
+    return merge(context, draft)
+
+
+def commit(
+    cache: KVCache,
+    accepted: Accepted,
+    key: Float[Array, "B L K H"],
+    value: Float[Array, "B L K Hv"],
+) -> KVCache:
+    r"""The cache with the keys and values of each row's accepted path behind what it holds.
+
+    Row $b$ is given `key[b, path[b, i]]` for $i <$ `length[b]`. Each device takes the tokens that
+    fall to it, so that nothing is sent, and no more than `C` keys of a row are ever laid out.
+
+    Args:
+        cache: as [`tree_decode`][energy_attn.prefix_tree.tree_decode] took it.
+        accepted: what [`verify`][energy_attn.prefix_tree.verify] returned; rows may accept
+            different numbers of nodes, and none.
+        key: `[B, L, K, H]` of the nodes, in the cache's `dtype`.
+        value: `[B, L, K, Hv]`.
+
+    Returns:
+        The cache. Give it away to `jax.jit` (`donate_argnums=`) to have it written in place.
+
+    Raises:
+        TypeError: an argument is no array, no cache or no `Accepted`, or of another dtype.
+        ValueError: shapes that do not fit the cache or each other; paths that are longer than the
+            cache has room for beside its window.
+        RuntimeError: as for the cache's `append`, a row has no room for its path.
+
+    Source: the cache update of SpecInfer (arXiv 2305.09781).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.distributed import KVCache
+        >>> from energy_attn.prefix_tree import Accepted, commit
+        >>> cache = KVCache.empty(2, 16, 2, 8, dtype=jnp.float32, block_size=16)
+        >>> key = jnp.ones((2, 5, 2, 8))  # of five nodes
+        >>> path = jnp.array([[0, 2, 4], [0, -1, -1]], jnp.int32)
+        >>> accepted = Accepted(path, jnp.array([3, 1], jnp.int32), jnp.array([6, 7], jnp.int32))
+        >>> commit(cache, accepted, key, key).lengths.tolist()
+        [3, 1]
+    """
+    _check_cache(cache)
+    if not isinstance(accepted, Accepted):
+        raise TypeError(f"accepted: wanted an Accepted, got {received(accepted)}")
+    rows = len(cache.lengths)
+    check_shape("accepted.path", check_integral("accepted.path", accepted.path), (rows, "C"))
+    check_shape("accepted.length", check_integral("accepted.length", accepted.length), (rows,))
+    _check_nodes(cache, rows, "L", key, value)
+    check_shape("value", value, (*key.shape[:2], *cache.value.shape[2:]))
+
+    return cache.append(*on_path(cache, accepted.path, key, value), lengths=accepted.length)
+
+
+def on_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Array, Array]:
+    """What belongs to the slots of `path` `[B, C]`, with zeros for -1, where `cache` takes it.
+
+    Each device that shares a row takes for itself. Raises `ValueError` for another mesh.
+    """
+
+    def taken(key: Array, value: Array, path: Array) -> tuple[Array, Array]:
+        return take(key, path), take(value, path)
+
+    key, value, path = map(jnp.asarray, (key, value, path))
+    place = _home(cache)
+    if place is None:
+        return taken(key, value, path)
+    spread = jax.shard_map(
+        taken,
+        mesh=place.mesh,
+        in_specs=(place.new, place.new, place.rows),
+        out_specs=place.new,
+        axis_names=place.axes,
+    )
+    key, value = arrive(place.mesh, place.axes, (key, value), place.new)
+    return spread(key, value, arrive(place.mesh, place.axes, path, place.rows))
+
+
+def _home(cache: KVCache) -> Home | None:
+    return home(cache.parallel, cache.key, cache.slots.devices)
+
+
+def _check_cache(cache: Any) -> None:
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache: wanted a KVCache, got {received(cache)}")
+
+
+def _check_nodes(cache: KVCache, rows: int, slots: int | str, key: Any, value: Any) -> None:
+    for name, x, stored in (("key", key, cache.key), ("value", value, cache.value)):
+        check_stored(name, x, cache.dtype)
+        check_shape(name, x, (rows, slots, *stored.shape[2:]))

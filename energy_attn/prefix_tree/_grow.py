@@ -1,0 +1,97 @@
+"""Trees grown by the likeliest nodes, under a budget."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from energy_attn.kernels._errors import check_integer, check_shape
+from energy_attn.kernels._state import lse_dtype
+
+from ._shapes import tree_of
+from ._tree import PrefixTree, check_logits, take
+
+
+def grow(tree: PrefixTree, logits: Float[Array, "B L V"], count: int) -> PrefixTree:
+    r"""The tree with the `count` likeliest of all nodes that it could be given.
+
+    $$\mathrm{score}(n) = \sum_{a \text{ on the path to } n,\ \text{no root}}
+      \log P(x_a \mid \mathrm{parent}(a))$$
+
+    Candidates are all tokens under all nodes, less those there already; their score is the
+    logarithm of the probability that the drafter gives the path behind its root. To draft a tree,
+    begin with [`tree_from_parents`][energy_attn.prefix_tree.tree_from_parents] of a root in `L`
+    slots, and grow it as often as it shall have levels.
+
+    Args:
+        tree: of `tree_from_parents`: its `unpacker` is `[B, L, C]`. Paths stay within `C` nodes.
+        logits: `[B, L, V]`, floating: the drafter's after each node; those of slots that are not
+            used are not read.
+        count: nodes to add to each row, static; fewer where slots or candidates come to an end.
+
+    Returns:
+        The tree with the new nodes behind the others, best first; equals in order of parent and
+        token.
+
+    Raises:
+        TypeError: `tree` is no `PrefixTree`, `logits` no floating array or `count` no integer.
+        ValueError: logits of another shape, a tree whose candidates are not its nodes, or a count
+            below 1.
+
+    Source: the dynamic draft trees of EAGLE-2 (arXiv 2406.16858).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.prefix_tree import grow, tree_from_parents
+        >>> slots = jnp.zeros((1, 4), int)
+        >>> tree = tree_from_parents(slots + 5, slots - 1, 3, jnp.array([1]))
+        >>> logits = jnp.log(jnp.array([[[0.1, 0.6, 0.3], *[[0.2, 0.1, 0.7]] * 3]]))
+        >>> tree = grow(tree, logits, 1)  # token 1, with probability 0.6
+        >>> tree = grow(tree, logits, 2)  # under it 2, with 0.42, and beside it 2, with 0.3
+        >>> tree.tokens.tolist(), tree.parent.tolist()
+        ([[5, 1, 2, 2]], [[-1, 0, 1, 0]])
+    """
+    check_logits(tree, logits)
+    check_shape("tree.unpacker", tree.unpacker, (*tree.tokens.shape, "C"))
+    count = check_integer("count", count, least=1)
+    return _grown(count, tree, jnp.asarray(logits))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _grown(count: int, tree: PrefixTree, logits: Array) -> PrefixTree:
+    batch, slots = tree.tokens.shape
+    # a node has at most `count` of the best
+    scores = _scores(tree, logits)
+    scores, tokens = lax.top_k(scores, min(count, scores.shape[2]))
+    offered = scores.shape[2]
+    scores, best = lax.top_k(scores.reshape(batch, slots * offered), min(count, slots * offered))
+    added = (scores > -jnp.inf).sum(-1, dtype=jnp.int32)
+
+    rank = jnp.arange(slots, dtype=jnp.int32)[None] - tree.size[:, None]
+    is_new = (rank >= 0) & (rank < added[:, None])
+    pick = take(best, jnp.where(is_new, rank, -1))
+    token = take(tokens.reshape(batch, slots * offered), pick).astype(tree.tokens.dtype)
+    return tree_of(
+        tree.unpacker.shape[2],
+        jnp.where(is_new, token, tree.tokens),
+        jnp.where(is_new, pick // offered, tree.parent),
+        jnp.minimum(tree.size + added, slots),
+    )
+
+
+def _scores(tree: PrefixTree, logits: Array) -> Array:
+    # [B, L, V]: of each token under each node; -inf where it cannot become one
+    slots, vocabulary = logits.shape[1:]
+    log_p = jax.nn.log_softmax(logits.astype(lse_dtype(logits.dtype)), axis=-1)
+    rows = jnp.arange(len(log_p), dtype=jnp.int32)[:, None]
+    used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
+    is_child = used & (tree.parent >= 0)
+    place = jnp.where(is_child, tree.parent, slots), tree.tokens.astype(jnp.int32)
+    edge = log_p.at[rows, *place].get(mode="fill", fill_value=0)
+    path = take(edge, tree.unpacker).sum(-1)
+    scores = jnp.where(jnp.isneginf(log_p), -jnp.inf, path[:, :, None] + log_p)
+    scores = scores.at[rows, *place].set(-jnp.inf, mode="drop")
+    open_ = used & (tree.depth < tree.unpacker.shape[2] - 1)
+    return jnp.where(open_[:, :, None], scores, -jnp.inf)

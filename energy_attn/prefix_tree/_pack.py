@@ -1,0 +1,127 @@
+"""Beams of candidates packed into prefix trees."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Integer
+
+from energy_attn.kernels._errors import check_integer, check_integral, check_shape, received
+
+from ._tree import PrefixTree, build, check_range, take
+
+
+def pack(
+    beam: Integer[Array, "B M C"],
+    *,
+    capacity: int | None = None,
+    lengths: Integer[Array, "B M"] | None = None,
+    pad_token: int = 0,
+) -> PrefixTree:
+    r"""The prefix tree of a beam of candidates: each distinct prefix once.
+
+    $$\mathrm{owner}_{mc} = \min\{j : x_{j,0..c} = x_{m,0..c}\}$$
+
+    The entry $(m, c)$ is a new node if it is its own owner, and else is that of its owner. Slots are
+    numbered by first occurrence, row after row, so that a parent precedes its children and any
+    capacity cuts off whole branches. A prefix may come from any earlier row, equal rows share all,
+    and first tokens that differ make several roots. Runs under `jax.jit` without asking for a
+    value; the work is of the order of `B M² C`, and of the mask's size.
+
+    Args:
+        beam: `[B, M, C]` integers of any dtype: `M` candidates of `C` tokens.
+        capacity: the slots `L`, static; None takes `M C`, which hold every tree.
+        lengths: `[B, M]` integers from 0 to `C`: how many tokens of each candidate there are. None:
+            all.
+        pad_token: what slots that are not used hold.
+
+    Returns:
+        The tree, with `beam`'s dtype in `tokens`. Where `capacity` cuts, it is the tree of the first
+        slots, and what was cut off has -1 in `unpacker`.
+
+    Raises:
+        TypeError: `beam` or `lengths` is no array of integers, `capacity` or `pad_token` no integer.
+        ValueError: a beam of another rank, without candidates or tokens, or with more entries than
+            int32 can number; a capacity below 1; lengths out of range (where values are known); a
+            pad token that the beam's dtype does not hold.
+
+    Source: token trees as in SpecInfer (arXiv 2305.09781).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.prefix_tree import pack
+        >>> words = "Mars is a red", "Mars is reddish when", "Mars is dark red"
+        >>> names = ["Mars", "is", "a", "red", "reddish", "when", "dark"]
+        >>> beam = jnp.array([[[names.index(word) for word in row.split()] for row in words]])
+        >>> tree = pack(beam)
+        >>> " ".join(names[token] for token in tree.tokens[0, : tree.size[0]])
+        'Mars is a red reddish when dark red'
+        >>> tree.unpacker[0].tolist()
+        [[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 7]]
+    """
+    beam, lengths = check_beam(beam, lengths)
+    entries = beam.shape[1] * beam.shape[2]
+    slots = entries if capacity is None else check_integer("capacity", capacity, least=1)
+    pad = check_integer("pad_token", pad_token)
+    limits = jnp.iinfo(beam.dtype)
+    if not limits.min <= pad <= limits.max:
+        raise ValueError(f"pad_token: wanted a value of {beam.dtype}, beam's dtype, got {pad}")
+
+    return _packed(slots, beam, lengths, jnp.asarray(pad, beam.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _packed(slots: int, beam: Array, lengths: Array, pad: Array) -> PrefixTree:
+    batch, rows, levels = beam.shape
+    row = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
+    level = jnp.arange(levels, dtype=jnp.int32)[None, None]
+    # how many tokens two candidates share at their beginnings: the first place where they differ
+    differ = beam[:, :, None] != beam[:, None]
+    common = jnp.where(differ, level[:, None], levels).min(-1)
+    common = jnp.minimum(common, jnp.minimum(lengths[:, :, None], lengths[:, None]))
+    owner = jnp.where(common[..., None] > level[:, None], row[:, None], rows).min(2)
+
+    is_new = (owner == row).reshape(batch, rows * levels)
+    number = jnp.cumsum(is_new, -1, dtype=jnp.int32) - 1
+    size = jnp.minimum(number[:, -1] + 1, slots)
+    slot = take(number, jnp.where(owner < rows, owner * levels + level, -1))
+    unpacker = jnp.where((owner < rows) & (slot < slots), slot, -1)
+
+    first = _first_entries(is_new, number, slots)
+    used = jnp.arange(slots, dtype=jnp.int32)[None] < size[:, None]
+    tokens = take(beam.reshape(is_new.shape), first)
+    tokens = jnp.where(used, tokens, pad)
+    line = take(unpacker, first // levels)
+    line = jnp.where(level <= (first % levels)[:, :, None], line, -1)
+    return build(tokens, line, unpacker, size)
+
+
+def _first_entries(is_new: Array, number: Array, slots: int) -> Array:
+    # the entry, counted row after row, that each slot has first; 0 where there is none
+    batch, entries = is_new.shape
+    each = jnp.broadcast_to(jnp.arange(entries, dtype=jnp.int32)[None], is_new.shape)
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    blank = jnp.zeros((batch, slots), jnp.int32)
+    return blank.at[rows, jnp.where(is_new, number, slots)].set(each, mode="drop")
+
+
+def check_beam(beam: Any, lengths: Any, name: str = "beam") -> tuple[Array, Array]:
+    """Returns a beam, called `name`, and its candidates' lengths, `[B, M]` int32, as JAX arrays.
+
+    Raises as `pack` does.
+    """
+    beam = check_integral(name, beam)
+    check_shape(name, beam, ("B", "M", "C"))
+    batch, rows, levels = beam.shape
+    if rows == 0 or levels == 0:
+        raise ValueError(f"{name}: wanted candidates with tokens, got {received(beam)}")
+    if rows * levels > np.iinfo(np.int32).max:
+        raise ValueError(f"{name}: wanted M * C that int32 can number, got {received(beam)}")
+    if lengths is None:
+        return jnp.asarray(beam), jnp.full((batch, rows), levels, jnp.int32)
+    lengths = check_integral("lengths", lengths)
+    check_shape("lengths", lengths, (batch, rows))
+    check_range("lengths", lengths, 0, levels)
+    return jnp.asarray(beam), jnp.asarray(lengths).astype(jnp.int32)

@@ -1,0 +1,178 @@
+"""Trees beyond beams: from parents, and from a fixed set of choices."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Integer
+
+from energy_attn.kernels._errors import (
+    check_integer,
+    check_integral,
+    check_shape,
+    received,
+)
+
+from ._tree import PrefixTree, build, check_parents, check_range, check_slots, is_known, take
+
+
+def tree_from_parents(
+    tokens: Integer[Array, "B L"],
+    parent: Integer[Array, "B L"],
+    depth: int,
+    size: Integer[Array, " B"] | None = None,
+) -> PrefixTree:
+    """The prefix tree of nodes whose parents are known.
+
+    Each node is a candidate: the path that ends in it. So `unpacker` is `[B, L, depth]`.
+
+    Args:
+        tokens: `[B, L]` integers of any dtype.
+        parent: `[B, L]` integers: the slot of each node's parent, which comes before it; -1 at
+            roots.
+        depth: the most nodes on a path, static.
+        size: `[B]` integers from 0 to `L`: the slots in use. None: all.
+
+    Returns:
+        The tree; slots that are not used hold token 0.
+
+    Raises:
+        TypeError: arrays that are not of integers, or a depth that is none.
+        ValueError: shapes that do not belong together, no slots, a depth below 1 and, where values are known,
+            a parent that does not come before its child, a longer path, or sizes out of range.
+
+    Source: token trees as in SpecInfer (arXiv 2305.09781).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.prefix_tree import tree_from_parents
+        >>> tree = tree_from_parents(jnp.array([[5, 7, 8, 9]]), jnp.array([[-1, 0, 0, 2]]), 3)
+        >>> tree.depth.tolist(), tree.unpacker[0, 3].tolist()
+        ([[0, 1, 1, 2]], [0, 2, 3])
+    """
+    check_slots("tokens", check_integral("tokens", tokens))
+    check_shape("parent", check_integral("parent", parent), tokens.shape)
+    check_parents("parent", parent)
+    depth = check_integer("depth", depth, least=1)
+    sizes = np.full(len(tokens), tokens.shape[1], np.int32) if size is None else size
+    check_shape("size", check_integral("size", sizes), tokens.shape[:1])
+    check_range("size", sizes, 0, tokens.shape[1])
+    _check_paths(parent, sizes, depth)
+    above, used = (jnp.asarray(x).astype(jnp.int32) for x in (parent, sizes))
+    return tree_of(depth, jnp.asarray(tokens), above, used)
+
+
+def token_tree(
+    choices: Sequence[Sequence[int]],
+    root: Integer[Array, " B"],
+    candidates: Integer[Array, "B D R"],
+) -> PrefixTree:
+    r"""The tree of a fixed set of choices among ranked candidates for each place, as Medusa's.
+
+    $$\mathrm{token}(r_0, \dots, r_d) = \mathrm{candidates}_{d, r_d}$$
+
+    Args:
+        choices: paths of ranks, `(0,)`, `(1,)`, `(0, 0)` and so on, in any order; the parent of each
+            is among them. The shape of the tree is fixed when it is traced.
+        root: `[B]` integers: the tokens at the root, sampled already.
+        candidates: `[B, D, R]` integers of the dtype of `root`: the tokens for each of the next `D`
+            places, by rank.
+
+    Returns:
+        The tree of `1 + len(choices)` slots, all in use: the root, then the choices, shorter ones
+        first and those of one length in order of their ranks. Siblings may hold equal tokens where
+        candidates do; the first counts.
+
+    Raises:
+        TypeError: choices that are no sequences of integers, or arrays not of integers.
+        ValueError: an empty choice, one that comes twice or without its parent, ranks or lengths
+            beyond the candidates, or shapes that do not belong together.
+
+    Source: the tree attention of Medusa (arXiv 2401.10774).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.prefix_tree import token_tree
+        >>> tree = token_tree([(0,), (1,), (0, 1)], jnp.array([5]), jnp.array([[[7, 8], [3, 4]]]))
+        >>> tree.tokens.tolist(), tree.parent.tolist()
+        ([[5, 7, 8, 4]], [[-1, 0, 0, 1]])
+    """
+    check_shape("root", check_integral("root", root), ("B",))
+    check_shape("candidates", check_integral("candidates", candidates), (len(root), "D", "R"))
+    if candidates.dtype != root.dtype:
+        raise TypeError(
+            f"candidates: wanted the dtype of root, {root.dtype}, got {received(candidates)}"
+        )
+    paths = _check_choices(choices, *candidates.shape[1:])
+    slot = {path: n for n, path in enumerate(paths, start=1)}
+    parent = np.array([-1, *(slot.get(path[:-1], 0) for path in paths)], np.int32)
+    batch, depth = len(root), 1 + max(map(len, paths), default=0)
+    place, rank = np.array([(len(path) - 1, path[-1]) for path in paths], np.int32).reshape(-1, 2).T
+    tokens = jnp.concatenate(
+        [jnp.asarray(root)[:, None], jnp.asarray(candidates)[:, place, rank]], axis=1
+    )
+    parent = jnp.broadcast_to(jnp.asarray(parent)[None], tokens.shape)
+    return tree_of(depth, tokens, parent, jnp.full(batch, tokens.shape[1], jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def tree_of(depth: int, tokens: Array, parent: Array, size: Array) -> PrefixTree:
+    """What `tree_from_parents` gives, of JAX arrays that have been checked. Raises nothing."""
+    slots = tokens.shape[1]
+    each = jnp.arange(slots, dtype=jnp.int32)[None]
+    used = each < size[:, None]
+    node = jnp.where(used, each, -1)
+    up = [node]  # each node, its parent, the parent's parent ...
+    for _ in range(depth - 1):
+        node = jnp.where(node >= 0, take(parent, node), -1)
+        up.append(node)
+    chain = jnp.stack(up, -1)
+    count = (chain >= 0).sum(-1, dtype=jnp.int32)[:, :, None]
+    level = jnp.arange(depth, dtype=jnp.int32)[None, None]
+    back = jnp.take_along_axis(chain, jnp.maximum(count - 1 - level, 0), 2)
+    line = jnp.where(level < count, back, -1)
+    tokens = jnp.where(used, tokens, jnp.zeros((), tokens.dtype))
+    return build(tokens, line, line, size)
+
+
+def _check_paths(parent: Any, size: Any, depth: int) -> None:
+    if not (is_known(parent) and is_known(size)):
+        return
+    rows = zip(np.asarray(parent).tolist(), np.asarray(size).tolist(), strict=True)
+    for row, (above, used) in enumerate(rows):
+        nodes: list[int] = []
+        for slot, up in enumerate(above[:used]):
+            nodes.append(1 if up < 0 else nodes[up] + 1)
+            if nodes[-1] > depth:
+                raise ValueError(
+                    f"parent: wanted paths of at most depth = {depth} nodes, "
+                    f"got {nodes[-1]} to slot {slot} of row {row}"
+                )
+
+
+def _check_choices(choices: Any, places: int, ranks: int) -> list[tuple[int, ...]]:
+    # in order of length, then of ranks
+    if not isinstance(choices, Sequence) or isinstance(choices, str):
+        raise TypeError(f"choices: wanted a sequence of tuples of ranks, got {received(choices)}")
+    paths = []
+    for choice in choices:
+        if not isinstance(choice, Sequence) or isinstance(choice, str):
+            raise TypeError(f"choices: wanted tuples of ranks, got {received(choice)}")
+        path = tuple(check_integer("choices", rank) for rank in choice)
+        if not 1 <= len(path) <= places or not all(0 <= rank < ranks for rank in path):
+            raise ValueError(
+                f"choices: wanted 1 to {places} ranks below {ranks}, "
+                f"the shape of candidates, got {path}"
+            )
+        paths.append(path)
+    known = set(paths)
+    if len(known) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(f"choices: wanted each choice once, got {twice} twice")
+    for path in paths:
+        if len(path) > 1 and path[:-1] not in known:
+            raise ValueError(f"choices: wanted {path[:-1]}, the parent, among them, got {path}")
+    return sorted(paths, key=lambda path: (len(path), path))
