@@ -17,8 +17,8 @@ _COLOURS = {
     ONE_PASS: "#8c8c8c",
     DECODE: "#8c8c8c",
     PYTHON: "#dd8452",
-    PLAIN: "#8c8c8c",
-    MODEL: "#dd8452",
+    PLAIN: "#55a868",
+    MODEL: "#8172b3",
 }
 
 

@@ -22,6 +22,22 @@ class AbstractDrafter(eqx.Module):
     """Drafts trees of candidates behind a text; what they hold never changes what is generated.
 
     `depth` is the most nodes on a path, the root among them, which is the last token known.
+    Methods run inside the compiled loop of [`generate`][energy_attn.models.generate].
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.models import AbstractDrafter
+        >>> from energy_attn.prefix_tree import pack
+        >>> class Again(AbstractDrafter):  # drafts the last token once more
+        ...     depth: int = 2
+        ...     def start(self, tokens, lengths, slots, parallel):
+        ...         return None
+        ...     def draft(self, text, lengths, state):
+        ...         last = jnp.take_along_axis(text, lengths[:, None] - 1, axis=1)
+        ...         return pack(jnp.stack([last, last], axis=2)), state
+        >>> tree, _ = Again().draft(jnp.array([[1, 2, 0]]), jnp.array([2]), None)
+        >>> tree.tokens.tolist()
+        [[2, 2]]
     """
 
     depth: eqx.AbstractVar[int]

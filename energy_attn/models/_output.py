@@ -15,6 +15,15 @@ class LlamaOutput(NamedTuple):
         cache: the cache with these tokens in it; None if none was given.
         energies: each layer's, position's and head's free energy in nats, or None. Whatever else
             the `attend` of the call returns beside its outputs, stacked likewise.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.models import Llama, LlamaConfig
+        >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = Llama(config, key=jax.random.key(0))
+        >>> out = model(jnp.zeros((1, 5), jnp.int32), return_energies=True)
+        >>> out.logits.shape, out.cache, out.energies.shape
+        ((1, 5, 16), None, (2, 1, 5, 2))
     """
 
     logits: Float[Array, "batch time vocab"]
