@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from energy_attn._free_energy import Arrays, Prepared
+from energy_attn._free_energy import Prepared
 from energy_attn.distributed._placement import is_explicit
 from energy_attn.kernels._errors import (
     check_finite_number,
@@ -17,15 +17,6 @@ from energy_attn.kernels._errors import (
     check_shape,
     received,
 )
-
-
-def check_rows(name: str, x: Any, arrays: Arrays) -> Array:
-    """A vector for each row, as wide as the values, in the dtype of the arrays of a prepared call.
-
-    Raises `TypeError` if it is no floating array and `ValueError` for a wrong shape.
-    """
-    check_shape(name, check_floating(name, x), (*arrays.query.shape[:-1], arrays.value.shape[-1]))
-    return jnp.asarray(x, arrays.query.dtype)
 
 
 def check_regulariser(x: Any, dtype: Any, *, positive: bool = False) -> tuple[Array, bool]:

@@ -7,7 +7,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from energy_attn._free_energy import Arrays, Prepared
-from energy_attn._observe import prepare_wide, state_at
+from energy_attn._observe import check_line, prepare_wide, state_at
 from energy_attn._solution import Result, Solution, checked, held
 from energy_attn.kernels._errors import check_flag
 
@@ -15,7 +15,6 @@ from ._arguments import (
     check_follows,
     check_max_steps,
     check_regulariser,
-    check_rows,
     check_solver,
     check_tolerance,
 )
@@ -188,7 +187,7 @@ def _solve(
     max_steps: Any,
     tolerance: Any,
 ) -> Solution:
-    point = check_rows("point", point, arrays)
+    point = check_line("point", point, arrays)
     regulariser, bounded = check_regulariser(regulariser, point.dtype)
     solver = check_solver(solver, "newton")
     if solver == "newton":

@@ -9,7 +9,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from energy_attn._observe import covariance_product, prepare_wide
+from energy_attn._observe import check_line, covariance_product, prepare_wide
 from energy_attn._solution import Result, Solution, checked, held
 from energy_attn.kernels._errors import check_flag
 
@@ -17,7 +17,6 @@ from ._arguments import (
     check_follows,
     check_max_steps,
     check_regulariser,
-    check_rows,
     check_solver,
     check_tolerance,
 )
@@ -118,7 +117,7 @@ def map_attention(
     if not isinstance(solver, str):
         check_follows(call, "solver", solver)
     method = Method(call, solver, check_max_steps(max_steps), True)
-    point = plain_mean(call, arrays) if start is None else check_rows("start", start, arrays)
+    point = plain_mean(call, arrays) if start is None else check_line("start", start, arrays)
     given = Given(arrays, point, regulariser, check_tolerance(tolerance, dtype))
     found = _found(method, given)
     value, point = at_optimum(call, arrays, found.value, found.point)

@@ -10,11 +10,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from energy_attn._free_energy import Arrays, Prepared
-from energy_attn._observe import covariance_product, prepare_wide, state_at
+from energy_attn._observe import check_line, covariance_product, prepare_wide, state_at
 from energy_attn._solution import Result, Solution, checked, held
 from energy_attn.kernels._errors import check_choice, check_finite_number, check_flag, received
 
-from ._arguments import check_follows, check_max_steps, check_rows, check_tolerance
+from ._arguments import check_follows, check_max_steps, check_tolerance
 from ._descent import RUNNING, Descent, Trial, advance, begin, running, select
 from ._follow import follow
 from ._maximise import length
@@ -72,7 +72,7 @@ def gamma(
         True
     """
     call, arrays = prepare_wide(query, key, value, bias, mask, **options)
-    source, point = check_rows("source", source, arrays), check_rows("point", point, arrays)
+    source, point = check_line("source", source, arrays), check_line("point", point, arrays)
     return (source * point).sum(-1) - state_at(call, source, arrays).lse
 
 
@@ -165,7 +165,7 @@ def saddle_attention(
     else:
         if not isinstance(start, tuple) or len(start) != 2:
             raise TypeError(f"start: wanted a pair (source, point), got {received(start)}")
-        pair = jnp.concatenate([check_rows("start", x, arrays) for x in start], -1)
+        pair = jnp.concatenate([check_line("start", x, arrays) for x in start], -1)
     settings = _Settings(call, method, step_size, check_max_steps(max_steps))
     found = _found(settings, _Given(arrays, pair, accepted))
     value, point = at_optimum(call, arrays, found.value, found.point)
