@@ -42,7 +42,7 @@ def check_room(window: Any, slots: Slots) -> int | None:
     return window
 
 
-def check_counts(lengths: Any, rows: int, tokens: int) -> Array:
+def check_counts(lengths: Any, rows: int, tokens: int, name: str = "lengths") -> Array:
     """How many of `tokens` each row has; None means all.
 
     Raises `TypeError` for no integers, `ValueError` for a wrong shape and, where values are known,
@@ -50,11 +50,11 @@ def check_counts(lengths: Any, rows: int, tokens: int) -> Array:
     """
     if lengths is None:
         return jnp.full(rows, tokens, jnp.int32)
-    counts = check_whole("lengths", lengths, rows)
+    counts = check_whole(name, lengths, rows)
     if counts.ndim == 0:
-        raise ValueError(f"lengths: wanted shape ({rows}), got {received(lengths)}")
+        raise ValueError(f"{name}: wanted shape ({rows}), got {received(lengths)}")
     if not isinstance(counts, jax.core.Tracer) and (np.asarray(counts) > tokens).any():
-        raise ValueError(f"lengths: wanted 0 to {tokens}, got {np.asarray(counts).tolist()}")
+        raise ValueError(f"{name}: wanted 0 to {tokens}, got {np.asarray(counts).tolist()}")
     return counts
 
 

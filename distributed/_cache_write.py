@@ -92,7 +92,12 @@ def blank(
     """
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-        return _zeros(shape, jnp.dtype(dtype), spec_of(parallel, len(shape)))()
+        spec = spec_of(parallel, len(shape))
+        made = _zeros(shape, jnp.dtype(dtype), spec)()
+        if parallel is None or spec is None:
+            return made
+        # inside of another jit, the types of explicit axes do not follow from where a result lies
+        return arrive(jax.sharding.get_abstract_mesh(), parallel.axes, made, spec)
 
     def scale(shape: tuple[int, ...]) -> Array | None:
         return zeros(shape[:-1], jnp.float32) if dtype == jnp.int8 else None

@@ -81,11 +81,15 @@ class LlamaCache(eqx.Module):
 
         Raises:
             TypeError: `read` is no `TreeOutput`, or as that `commit` does.
-            ValueError: as that `commit` does.
+            ValueError: `read` is of another number of layers, or as that `commit` does.
             RuntimeError: (Equinox's, when it runs) a row has no room for its nodes.
         """
         if not isinstance(read, TreeOutput):
             raise TypeError(f"read: wanted a TreeOutput, got {received(read)}")
+        if len(read.keys) != len(self.layers):
+            raise ValueError(
+                f"read: wanted the {len(self.layers)} layers of the cache, got {len(read.keys)}"
+            )
         new = zip(self.layers, read.keys, read.values, strict=True)
         return LlamaCache(tuple(commit(stored, accepted, key, value) for stored, key, value in new))
 

@@ -14,7 +14,8 @@ from .._citation import cite
 from .._warp import check_sampling
 from ..distributed import SequenceParallel
 from ..distributed._cache_arguments import check_counts
-from ..kernels._errors import check_integer, check_key, received
+from ..kernels._errors import check_integer, check_integral, check_key, check_shape, received
+from ..prefix_tree._tree import is_known
 from ._drafters import AbstractDrafter
 from ._loop import Sampling, begin, run
 from .llama import Llama, check_tokens
@@ -68,7 +69,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop: int | Sequence[int] = (),
+    stop: int | Sequence[int] | Int[Array | np.ndarray, " stops"] = (),
     key: PRNGKeyArray | None = None,
     drafter: AbstractDrafter | None = None,
     chunk_size: int = 1024,
@@ -88,22 +89,24 @@ def generate(
         max_new_tokens: how many tokens each row gets at most.
         lengths: `[B]`, how many of an array's tokens each row really has, in front; at least one.
         parallel: the axes of the mesh in force to spread the cache over.
-        temperature: 0 chooses the likeliest token.
+        temperature: 0, a number, chooses the likeliest token; an array is above 0.
         top_k: draw from that many likeliest tokens; None: from all.
         top_p: draw from the likeliest tokens that have this probability together; None: from all.
-        stop: tokens that end a row.
+        stop: tokens that end a row; an array, too.
         key: of the draws; needed where `temperature` is not 0.
         drafter: what guesses ahead, [`PromptLookup`][energy_attn.models.PromptLookup] or
             [`ModelDrafter`][energy_attn.models.ModelDrafter]; None: a token at a time.
         chunk_size: tokens of the prompts that are read at a time.
 
     Returns:
-        The tokens, and how many passes they took.
+        The tokens, and how many passes they took. Under `jax.jit`, where that cannot be refused, a
+        row whose prompt has a token outside the vocabulary, or no length from 1 to `T`, gets none.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: no prompt or an empty one, sizes below one, a temperature without a key, or the
-            mesh, as for [`KVCache`][energy_attn.distributed.KVCache].
+        ValueError: no prompt or an empty one, tokens outside the vocabulary, sizes below one, a
+            temperature without a key, a tree of another batch by a drafter, or the mesh, as for
+            [`KVCache`][energy_attn.distributed.KVCache].
 
     Source: Leviathan et al. (arXiv 2211.17192) and SpecInfer (arXiv 2305.09781), whose output law
     is the model's; the cache and its reduction: Tree Attention (arXiv 2408.04093), section 5.
@@ -125,65 +128,96 @@ def generate(
         cite("speculative")
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_integer("chunk_size", chunk_size, 1)
-    tokens, lengths = prompts(tokens, lengths)
+    tokens, lengths = prompts(tokens, lengths, model.config.vocab_size)
     sampling = _sampling(model, temperature, top_k, top_p, key)
     slots = tokens.shape[1] + max_new_tokens
     cache = model.empty_cache(len(tokens), slots, parallel=parallel)
     ends = _stops(stop)
     loop = begin(model, drafter, tokens, lengths, cache, sampling, ends, max_new_tokens, chunk_size)
     loop = run(model, drafter, sampling, ends, loop)
-    return _generation(lengths, loop.text, loop.known, loop.counts, max_new_tokens)
+    return _generation(loop.text, loop.start, loop.known, loop.counts, max_new_tokens)
 
 
-def prompts(tokens: Any, lengths: Any) -> tuple[Array, Array]:
-    """Prompts as `[B, T]` int32, padded behind, and the tokens that each has.
+def prompts(tokens: Any, lengths: Any, vocab: int, name: str = "lengths") -> tuple[Array, Array]:
+    """Prompts as `[B, T]` int32, padded behind, and the tokens that each has, said in `name`.
 
-    Raises `TypeError` for no integers, `ValueError` for no prompt or an empty one.
+    Raises `TypeError` for no integers; `ValueError` for no prompt or an empty one and, where values
+    are known, for a token outside the vocabulary.
     """
     if isinstance(tokens, (list, tuple)):
         if lengths is not None:
-            raise ValueError(f"lengths: wanted None beside a list, got {received(lengths)}")
-        rows = [np.asarray(row) for row in tokens]
-        for index, row in enumerate(rows):
-            if row.ndim != 1 or row.size == 0 or not np.issubdtype(row.dtype, np.integer):
-                raise ValueError(
-                    f"tokens: wanted sequences of at least one integer, got "
-                    f"{received(tokens[index])} as number {index}"
-                )
-        longest = max((len(row) for row in rows), default=0)
-        padded = [np.pad(row, (0, longest - len(row))) for row in rows]
-        tokens = np.array(padded, np.int32).reshape(len(rows), longest)
-        lengths = np.array([len(row) for row in rows], np.int32)
+            raise ValueError(f"{name}: wanted None beside a list, got {received(lengths)}")
+        tokens, lengths = _padded(tokens)
     batch, time = check_tokens("tokens", tokens).shape
     if batch < 1 or time < 1:
         raise ValueError(f"tokens: wanted at least one prompt of one token, got {received(tokens)}")
-    counts = check_counts(lengths, batch, time)
-    if not isinstance(counts, jax.core.Tracer) and (np.asarray(counts) < 1).any():
-        raise ValueError(f"lengths: wanted at least 1, got {np.asarray(counts).tolist()}")
-    return jnp.asarray(tokens, jnp.int32), counts
+    counts = check_counts(lengths, batch, time, name)
+    if is_known(counts) and (np.asarray(counts) < 1).any():
+        raise ValueError(f"{name}: wanted at least 1, got {np.asarray(counts).tolist()}")
+    check_vocabulary("tokens", tokens, counts, vocab)
+    return jnp.asarray(tokens).astype(jnp.int32), counts
+
+
+def check_vocabulary(name: str, tokens: Any, counts: Any, vocab: int) -> None:
+    """Raises `ValueError` where one of the first `counts` of `tokens` is known to be none of `vocab`."""
+    if is_known(tokens) and is_known(counts):
+        tokens = np.asarray(tokens)
+        there = np.arange(tokens.shape[-1]) < np.asarray(counts)[..., None]
+        outside = tokens[there & ((tokens < 0) | (tokens >= vocab))]
+        if outside.size:
+            raise ValueError(
+                f"{name}: wanted tokens from 0 to {vocab - 1}, the model's vocabulary, "
+                f"got {outside[0]}"
+            )
+
+
+def _padded(rows: Any) -> tuple[Any, Any]:
+    if any(isinstance(row, jax.core.Tracer) for row in rows):
+        raise TypeError("tokens: wanted an array [B, T] inside jax.jit, got a list of traced rows")
+    found = [np.asarray(row) for row in rows]
+    for index, row in enumerate(found):
+        if row.ndim != 1 or row.size == 0 or not np.issubdtype(row.dtype, np.integer):
+            raise ValueError(
+                f"tokens: wanted sequences of at least one integer, got "
+                f"{received(rows[index])} as number {index}"
+            )
+    counts = np.array([len(row) for row in found], np.int32)
+    padded = np.zeros((len(found), counts.max(initial=0)), np.int64)
+    for place, row in zip(padded, found, strict=True):
+        place[: len(row)] = row
+    return padded, counts
 
 
 def _sampling(model: Llama, temperature: Any, top_k: Any, top_p: Any, key: Any) -> Sampling:
-    if isinstance(temperature, (int, float)) and temperature == 0:
+    number = isinstance(temperature, (int, float, np.number)) and not isinstance(temperature, bool)
+    greedy = number and temperature == 0
+    temperature, top_k, top_p = check_sampling(1.0 if greedy else temperature, top_k, top_p)
+    if key is not None:
+        check_key("key", key)
+    if greedy:
         return Sampling()
-    temperature, top_k, top_p = check_sampling(temperature, top_k, top_p)
     if key is None:
-        raise ValueError(f"key: wanted a jax.random.key at temperature {temperature}, got None")
-    return Sampling(check_key("key", key), temperature, top_p, top_k)
+        shown = temperature if isinstance(temperature, float) else received(temperature)
+        raise ValueError(f"key: wanted a jax.random.key at temperature {shown}, got None")
+    most = None if top_k is None else min(top_k, model.config.vocab_size)
+    return Sampling(key, jnp.asarray(temperature, jnp.float32), top_p, most)
 
 
-def _stops(stop: Any) -> tuple[int, ...]:
+def _stops(stop: Any) -> Array:
     if isinstance(stop, (int, np.integer)):
         stop = (stop,)
-    if not isinstance(stop, Sequence) or isinstance(stop, str):
+    if isinstance(stop, (jax.Array, np.ndarray)):
+        check_shape("stop", check_integral("stop", stop), ("tokens",))
+        return jnp.asarray(stop).astype(jnp.int32)
+    if not isinstance(stop, Sequence) or isinstance(stop, (str, bytes)):
         raise TypeError(f"stop: wanted a token or a sequence of tokens, got {received(stop)}")
-    return tuple(check_integer("stop", token, 0) for token in stop)
+    return jnp.asarray([check_integer("stop", token, 0) for token in stop], jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames="most")
-def _generation(lengths: Array, text: Array, known: Array, counts: Array, most: int) -> Generation:
-    generated = known - lengths
+def _generation(text: Array, start: Array, known: Array, counts: Array, most: int) -> Generation:
+    generated = known - start
     each = jnp.arange(most, dtype=jnp.int32)[None]
-    tokens = jnp.take_along_axis(text, lengths[:, None] + each, axis=1)
+    tokens = jnp.take_along_axis(text, start[:, None] + each, axis=1)
     tokens = jnp.where(each < generated[:, None], tokens, -1)
     return Generation(tokens, generated, *counts)

@@ -38,7 +38,10 @@ class Embedding(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
         """The tokens' rows."""
-        return jnp.take(self.weight, tokens, 0, mode="fill")
+        vocab = self.weight.shape[0]
+        # negative indices would count from the end
+        outside = (tokens < 0) | (tokens >= vocab)
+        return jnp.take(self.weight, jnp.where(outside, vocab, tokens), 0, mode="fill")
 
 
 class RMSNorm(eqx.Module):

@@ -11,8 +11,9 @@ from jaxtyping import Array
 
 from .._warp import warp
 from ..distributed._cache_write import numbered
+from ..kernels._errors import check_shape
 from ..prefix_tree._accept import follow
-from ..prefix_tree._tree import take
+from ..prefix_tree._tree import check_tree, take
 from ._cache import LlamaCache
 from ._continue import read_chunks, read_on
 from ._drafters import AbstractDrafter, last_of
@@ -33,6 +34,7 @@ class Loop(NamedTuple):
 
     Attributes:
         text: `[B, slots]`, prompt and what was generated.
+        start: `[B]`, where the latter begins.
         known: `[B]`, how many tokens of it there are.
         left: `[B]`, how many are wanted; 0 behind a stop.
         cache: of the model, with all known tokens but the last.
@@ -41,6 +43,7 @@ class Loop(NamedTuple):
     """
 
     text: Array
+    start: Array
     known: Array
     left: Array
     cache: LlamaCache
@@ -48,7 +51,7 @@ class Loop(NamedTuple):
     counts: Array
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7, 8), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=(7, 8), donate_argnums=4)
 def begin(
     model: Llama,
     drafter: AbstractDrafter | None,
@@ -56,31 +59,39 @@ def begin(
     lengths: Array,
     cache: LlamaCache,
     sampling: Sampling,
-    stop: tuple[int, ...],
+    stop: Array,
     most: int,
     chunk_size: int,
 ) -> Loop:
-    """Reads the prompts, and chooses the first of `most` tokens of each row. Raises nothing."""
+    """Reads the prompts, and chooses the first of `most` tokens of each row.
+
+    A row whose prompt has no token, more than there are, or one outside the vocabulary, gets none.
+    Raises nothing.
+    """
     batch, time = tokens.shape
+    there = jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]
+    outside = (tokens < 0) | (tokens >= model.config.vocab_size)
+    wrong = (there & outside).any(1) | (lengths < 1) | (lengths > time)
+    lengths = jnp.clip(lengths, 1, time)
     x, cache = read_chunks(model, tokens, cache, lengths, chunk_size)
     depth = jnp.zeros((batch, 1), jnp.int32)
     first = _choose(sampling, model.logits(x), lengths - 1, depth, 1)
     text = jnp.pad(tokens, ((0, 0), (0, most)))
     state = None if drafter is None else drafter.start(tokens, lengths, time + most, cache.parallel)
     left, counts = jnp.full(batch, most, jnp.int32), jnp.zeros((3, batch), jnp.int32)
-    loop = Loop(text, lengths, left, cache, state, counts)
-    return _extended(loop, first, *_ended(first, jnp.ones_like(lengths), stop))
+    loop = Loop(text, lengths, lengths, jnp.where(wrong, 0, left), cache, state, counts)
+    return _extended(loop, first, *_ended(first, jnp.minimum(loop.left, 1), stop))
 
 
-@functools.partial(jax.jit, static_argnums=3, donate_argnums=4)
+@functools.partial(jax.jit, donate_argnums=4)
 def run(
     model: Llama,
     drafter: AbstractDrafter | None,
     sampling: Sampling,
-    stop: tuple[int, ...],
+    stop: Array,
     loop: Loop,
 ) -> Loop:
-    """Pass after pass, until no row wants more. Raises nothing."""
+    """Pass after pass, until no row wants more. Raises as the drafter does."""
 
     def one(loop: Loop) -> Loop:
         if drafter is None:
@@ -90,7 +101,7 @@ def run(
     return lax.while_loop(lambda loop: (loop.left > 0).any(), one, loop)
 
 
-def _read(model: Llama, sampling: Sampling, stop: tuple[int, ...], loop: Loop) -> Loop:
+def _read(model: Llama, sampling: Sampling, stop: Array, loop: Loop) -> Loop:
     """One token of each row that wants one."""
     number = jnp.minimum(loop.left, 1)
     x, cache, _ = read_on(model, last_of(loop.text, loop.known), loop.cache, number)
@@ -105,15 +116,24 @@ def _verify(
     model: Llama,
     drafter: AbstractDrafter,
     sampling: Sampling,
-    stop: tuple[int, ...],
+    stop: Array,
     loop: Loop,
 ) -> Loop:
     """What the model accepts of a tree behind each row, and the token that it puts behind that."""
     tree, state = drafter.draft(loop.text, loop.known, loop.state)
+    check_shape(
+        "drafter: its tree's tokens", check_tree("drafter", tree).tokens, (len(loop.known), "L")
+    )
+    root = last_of(loop.text, loop.known)[:, 0]
+    # Whatever was drafted, a pass goes on from the last token, and so by one at least.
+    tokens = tree.tokens.astype(jnp.int32).at[:, 0].set(root)
+    tree = tree._replace(tokens=tokens, size=jnp.maximum(tree.size, 1))
     levels = tree.unpacker.shape[2]
-    read = model.read_tree(tree, loop.cache)
+    # A token outside the vocabulary is never chosen; it must not be read as NaN, which all would see.
+    known = tree._replace(tokens=jnp.clip(tokens, 0, model.config.vocab_size - 1))
+    read = model.read_tree(known, loop.cache)
     choice = _choose(sampling, read.logits, loop.known - 1, tree.depth, levels)
-    accepted = follow(tree, choice, last_of(loop.text, loop.known)[:, 0])
+    accepted = follow(tree, choice, root)
     each = jnp.arange(levels, dtype=jnp.int32)[None]
     behind_root = jnp.roll(take(tree.tokens, accepted.path), -1, 1)
     is_next = each == accepted.length[:, None] - 1
@@ -127,12 +147,10 @@ def _verify(
     return _extended(loop._replace(cache=cache, state=state, counts=counts), new, number, stopped)
 
 
-def _ended(new: Array, number: Array, stop: tuple[int, ...]) -> tuple[Array, Array]:
+def _ended(new: Array, number: Array, stop: Array) -> tuple[Array, Array]:
     """`number` cut behind the first of `new` that stops a row, and whether there is one."""
     each = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    stops = jnp.zeros(new.shape, bool)
-    for token in stop:
-        stops |= (new == token) & (each < number[:, None])
+    stops = (new[:, :, None] == stop[None, None]).any(2) & (each < number[:, None])
     stopped = stops.any(1)
     return jnp.where(stopped, lax.argmax(stops, 1, jnp.int32) + 1, number), stopped
 

@@ -15,7 +15,7 @@ from ..prefix_tree._pack import check_beam
 from ..prefix_tree._tree import take
 from ._cache import LlamaCache
 from ._continue import read_chunks
-from ._generate import prompts
+from ._generate import check_vocabulary, prompts
 from .llama import Llama
 
 
@@ -47,11 +47,14 @@ def score_continuations(
 
     Returns:
         `[B, M, C]`, float32, or float64 where the weights are; 0 behind a continuation's end, so
-        that the sum over `C` is the continuation's log-probability.
+        that the sum over `C` is the continuation's log-probability. Under `jax.jit`, where that
+        cannot be refused, NaN from a token on that is outside the vocabulary, and for a prompt
+        without a length from 1 to `T`.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: shapes that do not fit, an empty prompt, lengths out of range, or the mesh.
+        ValueError: shapes that do not fit, an empty prompt, tokens outside the vocabulary, lengths
+            out of range, or the mesh.
 
     Source: the chain rule; one pass over shared prefixes as in SpecInfer (arXiv 2305.09781),
     section 4.
@@ -69,9 +72,11 @@ def score_continuations(
     if not isinstance(model, Llama):
         raise TypeError(f"model: wanted a Llama, got {received(model)}")
     check_integer("chunk_size", chunk_size, 1)
-    tokens, before = prompts(tokens, prompt_lengths)
+    vocab = model.config.vocab_size
+    tokens, before = prompts(tokens, prompt_lengths, vocab, "prompt_lengths")
     beam, counts = check_beam(continuations, lengths, "continuations")
     check_shape("continuations", beam, (len(tokens), "M", "C"))
+    check_vocabulary("continuations", continuations, counts, vocab)
     cache = model.empty_cache(len(tokens), tokens.shape[1], parallel=parallel)
     return _score(model, tokens, before, beam.astype(jnp.int32), counts, cache, chunk_size)
 
@@ -91,8 +96,12 @@ def _score(
     root = jnp.take_along_axis(tokens, before[:, None] - 1, axis=1)[:, :, None]
     root = jnp.broadcast_to(root, (*beam.shape[:2], 1))
     tree = pack(jnp.concatenate([root, beam], 2), lengths=counts + 1)
-    logits: Any = model.read_tree(tree, cache).logits
-    known = jax.nn.log_softmax(logits)
-    above = take(known, tree.parent)
-    each = jnp.take_along_axis(above, tree.tokens[:, :, None], axis=2)[:, :, 0]
+    # what is outside the vocabulary must not be read as NaN, which other branches would see
+    inside = jnp.clip(tree.tokens, 0, model.config.vocab_size - 1)
+    logits: Any = model.read_tree(tree._replace(tokens=inside), cache).logits
+    above = take(jax.nn.log_softmax(logits), tree.parent)
+    each = jnp.take_along_axis(above, inside[:, :, None], axis=2)[:, :, 0]
+    wrong = (tree.mask & (inside != tree.tokens)[:, None]).any(-1)
+    wrong |= ((before < 1) | (before > tokens.shape[1]))[:, None]
+    each = jnp.where(wrong, jnp.asarray(jnp.nan, each.dtype), each)
     return unpack(each, tree)[:, :, 1:]

@@ -1,16 +1,18 @@
 """What `citation()` says is what was used, and agrees with what the repository says of itself."""
 
+import functools
 import re
 from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 
 import energy_attn as ea
 from energy_attn import _citation
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.models import Llama, LlamaConfig
+from energy_attn.models import Llama, LlamaConfig, PromptLookup, generate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,6 +71,11 @@ def test_only_what_was_used(used):
             jax.eval_shape(lambda *x, p=spread: ea.attention(*x, parallel=p), q, k, v)
     spread = ["liu2023ring", "jacobs2023ulysses"]
     assert used() == [software, tree, *kernels, *spread, "touvron2023llama"]
+    model = Llama(config, key=jax.random.key(0))
+    drafted = functools.partial(generate, model, max_new_tokens=2, drafter=PromptLookup())
+    jax.eval_shape(drafted, jnp.ones((1, 3), jnp.int32))
+    ahead = ["leviathan2022speculative", "miao2023specinfer"]
+    assert used() == [software, tree, *kernels, *spread, "touvron2023llama", *ahead]
 
 
 def test_a_paper_without_an_entry():

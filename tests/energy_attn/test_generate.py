@@ -15,6 +15,7 @@ from energy_attn.models import (
     LlamaConfig,
     ModelDrafter,
     PromptLookup,
+    TreeOutput,
     _generate,
     generate,
     score_continuations,
@@ -107,6 +108,8 @@ def test_greedy_text_is_that_of_greedy_decoding(name, model, greedy):
     rate = accepted.sum() / max(drafted.sum(), 1)
     np.testing.assert_allclose(found.acceptance_rate, rate, rtol=1e-6)
     np.testing.assert_allclose(found.tokens_per_pass, (COUNT - 1) * 3 / passes.sum(), rtol=1e-6)
+    if name == "nonsense":  # four slots, always full, the root one of them
+        assert (drafted == 3 * passes).all()
     if name == "none":
         assert passes.tolist() == [COUNT - 1] * 3 and not drafted.any()
     if name == "itself":  # its likeliest child of the root is always right
@@ -157,17 +160,65 @@ def test_samples_have_the_law_of_the_model(model, whole):
 
 def test_rows_stop_by_themselves(model, greedy):
     """A stop token ends its row, and is its last; other rows go on. Nothing is read behind the end."""
-    stop = [int(greedy[0, 4]), int(greedy[1, 2])]
-    among = np.isin(greedy, stop)
-    ends = np.where(among.any(1), among.argmax(1) + 1, COUNT)
-    want = np.where(np.arange(COUNT) < ends[:, None], greedy, -1)
-    assert len(set(ends.tolist())) > 1
-    found = generate(model, PROMPTS, COUNT, stop=stop, drafter=PromptLookup(length=2))
-    np.testing.assert_array_equal(found.tokens, want)
-    assert found.lengths.tolist() == ends.tolist()
-    assert (np.asarray(found.passes) <= ends - 1).all()
+    drafts = ModelDrafter(model, length=2, nodes=4)  # accepted paths hold stops, and go on
+    for stop in [[int(greedy[0, 4]), int(greedy[1, 2])], *([token] for token in range(13))]:
+        among = np.isin(greedy, stop)
+        ends = np.where(among.any(1), among.argmax(1) + 1, COUNT)
+        want = np.where(np.arange(COUNT) < ends[:, None], greedy, -1)
+        # an array of one length, so that all are one program
+        found = generate(model, PROMPTS, COUNT, stop=np.resize(np.asarray(stop), 2), drafter=drafts)
+        np.testing.assert_array_equal(found.tokens, want)
+        assert found.lengths.tolist() == ends.tolist()
+        assert (np.asarray(found.passes) <= ends - 1).all()
     first = generate(model, PROMPTS, COUNT, stop=int(greedy[0, 0]))
     assert first.lengths[0] == 1 and first.passes[0] == 0
+
+
+def test_top_p_is_cut_to(model, greedy):
+    """The nucleus lost: of a vanishing share of the law only the likeliest token is left."""
+    found = generate(
+        model, PROMPTS, COUNT, temperature=2.0, top_p=1e-9, top_k=99, key=jax.random.key(0)
+    )
+    np.testing.assert_array_equal(found.tokens, greedy)
+
+
+class Wrong(AbstractDrafter):
+    """Draws no tree behind the text: another root, tokens that there are not, or nothing at all."""
+
+    depth: int = 2
+    empty: bool = eqx.field(static=True, default=False)
+
+    def start(self, tokens, lengths, slots, parallel):
+        return None
+
+    def draft(self, text, lengths, state):
+        last = jnp.take_along_axis(text, lengths[:, None] - 1, axis=1)
+        beam = jnp.stack([last + 1, jnp.full_like(last, 99)], axis=2)
+        lengths = jnp.zeros((len(text), 1), jnp.int32) if self.empty else None
+        return pack(beam, lengths=lengths), state
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_wrong_drafts_change_nothing(empty, model, greedy):
+    """A pass that accepts nothing, for ever; a NaN of one draft that every node sees."""
+    found = generate(model, PROMPTS, COUNT, drafter=Wrong(empty=empty))
+    np.testing.assert_array_equal(found.tokens, greedy)
+    assert found.passes.tolist() == [COUNT - 1] * 3
+
+
+def test_wrong_prompts_give_no_text(model, greedy):
+    """In a compiled program nothing can be refused: such rows get no token, others their own."""
+    padded = np.full((3, 8), 99, np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        padded[row, : len(prompt)] = prompt
+    good = jnp.asarray([len(prompt) for prompt in PROMPTS])
+    run = jax.jit(lambda tokens, lengths: generate(model, tokens, COUNT, lengths=lengths))
+    for row, length in [(0, 0), (1, 9), (0, 7)]:  # none, more than there are, one that is no token
+        found = run(jnp.asarray(padded), good.at[row].set(length))
+        want = greedy.copy()
+        want[row] = -1
+        np.testing.assert_array_equal(found.tokens, want)
+        assert found.lengths[row] == 0 and found.passes[row] == 0
 
 
 def test_one_token_and_arrays_with_lengths(model, greedy):
@@ -180,7 +231,7 @@ def test_one_token_and_arrays_with_lengths(model, greedy):
     assert found.tokens.tolist() == greedy[:, :1].tolist() and not found.passes.any()
 
 
-@pytest.mark.parametrize("name", ["none", "lookup"])
+@pytest.mark.parametrize("name", ["none", "lookup", "another model"])
 def test_over_a_mesh(name, model, greedy):
     """The same text, and a loop that sends what plain decoding sends: no keys, nothing to the host."""
     drafter = drafters(model)[name]
@@ -198,12 +249,28 @@ def test_over_a_mesh(name, model, greedy):
     np.testing.assert_array_equal(found.tokens, greedy)
     sent = collectives(compiled["loop"])
     assert {c.kind for c in sent} == {"all-reduce"}
+    if name == "another model":
+        return
     nodes = 1 if drafter is None else drafter.capacity
     heads, width = CONFIG.num_attention_heads, CONFIG.head_dim
     size = 3 * nodes * heads * (width + 2) * 8  # maxima, numerators and denominators in float64
     assert sum(c.bytes for c in sent) == CONFIG.num_hidden_layers * size
     text = compiled["loop"].as_text()
     assert not re.search("callback|outfeed|infeed|send|recv", text.lower())
+
+
+def test_inside_jit_on_explicit_axes(model, greedy):
+    """A cache that is made while a program is traced, and must have the type that steps keep."""
+    mesh = make_mesh((2, 4), explicit=True)
+    drafter = drafters(model)["another model"]
+    with jax.set_mesh(mesh):
+        run = jax.jit(
+            lambda tokens, lengths: generate(
+                model, tokens, 4, lengths=lengths, drafter=drafter, parallel=SequenceParallel()
+            )
+        )
+        found = run(jnp.asarray([[*PROMPTS[0], 0], [*PROMPTS[2], *[0] * 6]]), jnp.asarray([6, 1]))
+    np.testing.assert_array_equal(found.tokens, greedy[[0, 2], :4])
 
 
 def test_reading_and_writing_a_tree(model, whole):
@@ -285,6 +352,27 @@ def test_scores_are_those_of_one_by_one(parallel, model, whole):
             assert (got[count:] == 0).all()
 
 
+def test_scores_of_arrays_with_lengths(model, whole):
+    """Lengths of prompts ignored; a token outside the vocabulary that spoils other continuations."""
+    prompts = jnp.asarray([[1, 2, 3, 99], [5, 6, 7, 8]], jnp.int32)
+    conts = jnp.asarray([[[5, 1], [6, 13], [6, 2]]] * 2, jnp.int32)
+    run = jax.jit(
+        lambda lengths: score_continuations(model, prompts, conts, prompt_lengths=lengths)
+    )
+    found = np.asarray(run(jnp.asarray([3, 0])))
+    assert np.isnan(found[1]).all() and np.isnan(found[0]).tolist() == [[0, 0], [0, 1], [0, 0]]
+    for tokens, got in zip(conts[0], found[0], strict=True):
+        logits = whole([1, 2, 3, int(tokens[0])])[2:]
+        logs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        want = [logs[place, int(token)] for place, token in enumerate(tokens) if token < 13]
+        np.testing.assert_allclose(got[: len(want)], want, rtol=1e-9, atol=1e-9)
+
+
+class Treeless(Wrong):
+    def draft(self, text, lengths, state):
+        return text, state
+
+
 TOKENS = jnp.ones((1, 3), jnp.int32)
 BAD = {
     "no model": (TypeError, "model: wanted a Llama", lambda m: generate(None, TOKENS, 3)),
@@ -343,6 +431,55 @@ BAD = {
         TypeError,
         "stop: wanted a token or a sequence of tokens",
         lambda m: generate(m, TOKENS, 3, stop="end"),
+    ),
+    "a token outside the vocabulary": (
+        ValueError,
+        "tokens: wanted tokens from 0 to 12, the model's vocabulary, got 13",
+        lambda m: generate(m, [[1, 13, 2]], 3),
+    ),
+    "a token that int32 does not hold": (
+        ValueError,
+        "tokens: wanted tokens from 0 to 12, the model's vocabulary, got 4294967298",
+        lambda m: generate(m, [[1, 2**32 + 2]], 3),
+    ),
+    "a continuation outside the vocabulary": (
+        ValueError,
+        "continuations: wanted tokens from 0 to 12",
+        lambda m: score_continuations(m, TOKENS, jnp.full((1, 1, 2), -1)),
+    ),
+    "lengths of prompts beyond them": (
+        ValueError,
+        r"prompt_lengths: wanted 0 to 3, got \[4\]",
+        lambda m: score_continuations(
+            m, TOKENS, jnp.ones((1, 1, 2), jnp.int32), prompt_lengths=jnp.array([4])
+        ),
+    ),
+    "greedy, and a key that is none": (
+        TypeError,
+        "key: wanted a jax.random.key",
+        lambda m: generate(m, TOKENS, 3, key="abc"),
+    ),
+    "greedy, and a top_k below 1": (
+        ValueError,
+        "top_k: wanted at least 1",
+        lambda m: generate(m, TOKENS, 3, top_k=-3),
+    ),
+    "a drafter without a tree": (
+        TypeError,
+        "drafter: wanted a PrefixTree",
+        lambda m: generate(m, TOKENS, 3, drafter=Treeless()),
+    ),
+    "traced rows": (
+        TypeError,
+        r"tokens: wanted an array \[B, T\] inside jax.jit",
+        lambda m: jax.jit(lambda row: generate(m, [row], 3))(TOKENS[0]),
+    ),
+    "what another model read": (
+        ValueError,
+        "read: wanted the 2 layers of the cache, got 1",
+        lambda m: m.empty_cache(1, 4).commit(
+            None, TreeOutput(TOKENS[None] / 1, (TOKENS,), (TOKENS,))
+        ),
     ),
     "outside a mesh": (
         ValueError,

@@ -333,12 +333,16 @@ def test_running_over_the_cache_is_loud(monkeypatch, raises_late):
     loud = model(tokens, cache=out.cache, lengths=jnp.array([2, 3], jnp.int32))
     assert np.isfinite(loud.logits[0]).all() and np.isnan(loud.logits[1]).all()
     assert loud.cache.lengths.tolist() == [6, 4]
+    prompt = model.prefill(tokens, out.cache, lengths=jnp.array([2, 3], jnp.int32))
+    assert np.isfinite(prompt.logits[0]).all() and np.isnan(prompt.logits[1]).all()
 
 
 def test_a_token_outside_the_vocabulary_is_loud():
     model = build()
-    logits = model(jnp.array([[1, 2, CONFIG.vocab_size, 3], [1, 2, 3, 4]], jnp.int32)).logits
+    tokens = jnp.array([[1, 2, CONFIG.vocab_size, 3], [1, 2, 3, 4], [-1, 1, 2, 3]], jnp.int32)
+    logits = model(tokens).logits
     assert np.isnan(logits[0, 2:]).all() and np.isfinite(logits[1]).all()
+    assert np.isnan(logits[2]).all()
 
 
 def test_no_batch_and_no_time():
