@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from energy_attn._citation import cite
 from energy_attn.distributed import KVCache
 from energy_attn.distributed._cache_arguments import check_reach, check_stored
 from energy_attn.distributed._cache_write import Home, home
@@ -88,6 +89,7 @@ def tree_decode(
         >>> jnp.exp(state.lse[0, :, 0]).round().tolist()  # six tokens, and the ancestors
         [7.0, 8.0, 8.0]
     """
+    cite("specinfer")
     _check_cache(cache)
     check_shape("tree.tokens", check_tree("tree", tree).tokens, (len(cache.lengths), "L"))
     batch, slots = tree.tokens.shape
