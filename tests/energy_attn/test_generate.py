@@ -241,6 +241,7 @@ def test_over_a_mesh(name, model, greedy):
 
     def spy(*args):
         compiled["loop"] = run.lower(*args).compile()
+        compiled["state"] = args[-1].state
         return run(*args)
 
     with jax.set_mesh(make_mesh((2, 4))), pytest.MonkeyPatch.context() as patch:
@@ -250,6 +251,7 @@ def test_over_a_mesh(name, model, greedy):
     sent = collectives(compiled["loop"])
     assert {c.kind for c in sent} == {"all-reduce"}
     if name == "another model":
+        assert compiled["state"].parallel == parallel  # its cache is spread as well
         return
     nodes = 1 if drafter is None else drafter.capacity
     heads, width = CONFIG.num_attention_heads, CONFIG.head_dim
