@@ -164,7 +164,7 @@ class ModelDrafter(AbstractDrafter):
         ValueError: a size below one, or fewer nodes than `length` and the root.
 
     Source: Leviathan et al. (arXiv 2211.17192); trees by joint probability as in EAGLE-2
-    (arXiv 2406.16858), section 4.1.
+    (arXiv 2406.16858).
 
     Examples:
         >>> import jax

@@ -56,8 +56,7 @@ def score_continuations(
         ValueError: shapes that do not fit, an empty prompt, tokens outside the vocabulary, lengths
             out of range, or the mesh.
 
-    Source: the chain rule; one pass over shared prefixes as in SpecInfer (arXiv 2305.09781),
-    section 4.
+    Source: the chain rule; one pass over shared prefixes as in SpecInfer (arXiv 2305.09781).
 
     Examples:
         >>> import jax, jax.numpy as jnp

@@ -194,7 +194,7 @@ class Llama(eqx.Module):
             TypeError: if `tree` is no `PrefixTree`, or `cache` no `LlamaCache`.
             ValueError: if they do not fit each other, or the model.
 
-        Source: SpecInfer (arXiv 2305.09781), section 4: tree-based parallel decoding.
+        Source: SpecInfer (arXiv 2305.09781): a token tree is read in one pass.
 
         Examples:
             >>> import jax, jax.numpy as jnp

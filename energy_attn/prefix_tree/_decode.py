@@ -74,7 +74,7 @@ def tree_decode(
             or the mesh, as for the cache's `append`.
         NotImplementedError: the implementation named declines the context.
 
-    Source: tree attention in the sense of SpecInfer (arXiv 2305.09781), section 4, joined with Tree
+    Source: tree attention in the sense of SpecInfer (arXiv 2305.09781), joined with Tree
     Attention (arXiv 2408.04093), Algorithm 3, by the merge of states.
 
     Examples:
