@@ -87,7 +87,7 @@ def train(
     """
     model: Any = Llama(config, key=jax.random.key(seed))
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 100, 1000, 0.05)
-    rates = jax.tree.map(lambda x: _RATE if x.ndim == 3 else _ADAM_RATE, model)
+    rates = jax.tree.map(lambda matrix: _RATE if matrix else _ADAM_RATE, _matrices(model))
     optimiser = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
@@ -135,6 +135,13 @@ def train(
 
 
 def _dimensions(model: Any) -> Any:
-    """For Muon: which leaves are stacked matrices `(layers, out, in)`; the others are Adam's."""
-    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
-    return jax.tree.map(lambda x: matrix if x.ndim == 3 else None, model)
+    """For Muon: which leaves are matrices `(out, in)`; the others are Adam's."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    return jax.tree.map(lambda found: matrix if found else None, _matrices(model))
+
+
+def _matrices(model: Any) -> Any:
+    """Which leaves are matrices of layers: the embedding is none."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x.ndim == 2 and path[0].name == "layers", model
+    )

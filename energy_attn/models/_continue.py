@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -15,7 +14,7 @@ from ..distributed._cache_write import numbered
 from ..kernels._errors import received
 from ..prefix_tree import PrefixTree, tree_decode
 from ._cache import LlamaCache, TreeOutput, check_cache
-from ._output import LlamaTrace
+from ._output import LlamaTrace, joined
 
 # `model` is a Llama throughout: its module imports this one.
 
@@ -34,8 +33,7 @@ def read_on(
     positions = numbered(cache.lengths, counts, tokens.shape[1])
     x, rope = model.embed_tokens(tokens), model.rope(positions)
     layers, traces = [], []
-    # One after the other, not scanned: a loop would copy each layer's slots out of one buffer.
-    for index, stored in enumerate(cache.layers):
+    for layer, stored in zip(model.layers, cache.layers, strict=True):
 
         def see(query: Array, key: Array, value: Array, stored: KVCache = stored) -> tuple:
             stored = stored._written(key, value, counts)
@@ -52,11 +50,10 @@ def read_on(
             )
             return out, (stored, LlamaTrace(query, out, energy))
 
-        x, (stored, trace) = model.layer(index)(x, rope, see)
+        x, (stored, trace) = layer(x, rope, see)
         layers.append(stored)
         traces.append(trace)
-    joined = jax.tree.map(lambda *each: jnp.stack(each), *traces)
-    return model.norm(x), LlamaCache(tuple(layers)), joined
+    return model.norm(x), LlamaCache(tuple(layers)), joined(traces)
 
 
 def read_chunks(
@@ -97,12 +94,12 @@ def read_tree(model: Any, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
     x = model.embed_tokens(tree.tokens)
     rope = model.rope(cache.lengths[:, None] + tree.depth)
     keys, values = [], []
-    for index, stored in enumerate(cache.layers):
+    for layer, stored in zip(model.layers, cache.layers, strict=True):
 
         def see(query: Array, key: Array, value: Array, stored: KVCache = stored) -> tuple:
             return tree_decode(query, key, value, tree, stored).out, (key, value)
 
-        x, (key, value) = model.layer(index)(x, rope, see)
+        x, (key, value) = layer(x, rope, see)
         keys.append(key)
         values.append(value)
     return TreeOutput(model.logits(model.norm(x)), tuple(keys), tuple(values))

@@ -17,7 +17,7 @@ from ._config import LlamaConfig
 class Linear(eqx.Module):
     r"""$y = W x$, accumulated in float32 or wider. Raises nothing."""
 
-    weight: Float[Array, "*layers out in"]
+    weight: Float[Array, "out in"]
 
     def __init__(self, inputs: int, outputs: int, dtype: Any, *, key: PRNGKeyArray):
         # Hugging Face's initializer_range
@@ -50,7 +50,7 @@ class RMSNorm(eqx.Module):
     Raises nothing. Source: Zhang and Sennrich (arXiv 1910.07467), equation 4.
     """
 
-    weight: Float[Array, "*layers width"]
+    weight: Float[Array, " width"]
     eps: float = eqx.field(static=True)
 
     def __init__(self, width: int, eps: float, dtype: Any):

@@ -1,7 +1,10 @@
 """What a Llama decoder returns."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ._cache import LlamaCache
@@ -37,3 +40,8 @@ class LlamaTrace(NamedTuple):
     query: Float[Array, "layers batch time heads width"]
     out: Float[Array, "layers batch time heads width"]
     energy: PyTree[Float[Array, "layers batch time heads"]]
+
+
+def joined(traces: Sequence[LlamaTrace]) -> LlamaTrace:
+    """The traces of single layers, stacked. Raises nothing."""
+    return jax.tree.map(lambda *each: jnp.stack(each), *traces)

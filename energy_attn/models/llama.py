@@ -10,7 +10,6 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._attention import attention
@@ -33,7 +32,7 @@ from ._cache import LlamaCache, TreeOutput, check_cache
 from ._config import LlamaConfig
 from ._continue import fitting, read_chunks, read_on, read_tree
 from ._layers import Embedding, Linear, LlamaLayer, RMSNorm, dot, rotary
-from ._output import LlamaOutput, LlamaTrace
+from ._output import LlamaOutput, LlamaTrace, joined
 
 
 class Llama(eqx.Module):
@@ -47,8 +46,8 @@ class Llama(eqx.Module):
         dtype: of all weights.
         key: for the initial weights: normal, of deviation 0.02.
 
-    `layers` holds all layers' weights stacked along a leading axis; `lm_head` is None where the
-    embedding serves as output projection too.
+    Paths of weights are Hugging Face's names: `layers[0].self_attn.q_proj.weight`. `lm_head` is None
+    where the embedding serves as output projection too.
 
     Raises:
         TypeError: if `config` is no `LlamaConfig`, `dtype` is not floating, or `key` is no key.
@@ -73,7 +72,7 @@ class Llama(eqx.Module):
 
     config: LlamaConfig = eqx.field(static=True)
     embed_tokens: Embedding
-    layers: LlamaLayer
+    layers: tuple[LlamaLayer, ...]
     norm: RMSNorm
     lm_head: Linear | None
 
@@ -86,9 +85,8 @@ class Llama(eqx.Module):
         embed, layers, head = jax.random.split(check_key("key", key), 3)
         vocab, width = config.vocab_size, config.hidden_size
         self.embed_tokens = Embedding(vocab, width, dtype, key=embed)
-        self.layers = eqx.filter_vmap(lambda key: LlamaLayer(config, dtype, key=key))(
-            jax.random.split(layers, config.num_hidden_layers)
-        )
+        keys = jax.random.split(layers, config.num_hidden_layers)
+        self.layers = tuple(LlamaLayer(config, dtype, key=key) for key in keys)
         self.norm = RMSNorm(width, config.rms_norm_eps, dtype)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(width, vocab, dtype, key=head)
@@ -288,15 +286,11 @@ class Llama(eqx.Module):
             )
             return out, LlamaTrace(query, out, energy)
 
-        def step(x: Array, layer: LlamaLayer) -> tuple[Array, LlamaTrace]:
-            return layer(x, rope, see)
-
-        x, trace = lax.scan(step, self.embed_tokens(tokens), self.layers)
-        return self.norm(x), trace
-
-    def layer(self, index: int) -> LlamaLayer:
-        """One layer's weights. Raises nothing but for an index that there is not."""
-        return jax.tree.map(lambda weight: weight[index], self.layers)
+        x, traces = self.embed_tokens(tokens), []
+        for layer in self.layers:
+            x, trace = layer(x, rope, see)
+            traces.append(trace)
+        return self.norm(x), joined(traces)
 
     def rope(self, positions: Int[Array, "batch time"]) -> tuple[Array, Array]:
         """Cosine and sine of the rotary embedding, `[batch, time, 1, head_dim / 2]`. Raises nothing."""

@@ -564,19 +564,25 @@ def test_scores_have_their_gradients(model):
 
 
 def test_weights_of_sixteen_bits(model):
-    """Trees read in bfloat16: as near to float64 as plain reading is, and the same text drafted."""
+    """Trees read in bfloat16: as near to float64 as plain reading is, and what is drafted is as likely."""
     few = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), few)
-    text = jnp.asarray([[5, 6, 7, 8, 9, 5]] * 2, jnp.int32)
+    text = jnp.asarray(PROMPTS[1], jnp.int32)[None].repeat(2, 0)
 
     @jax.jit
-    def errors(few, wide):
+    def judged(few, wide, text):
         want = wide(text).logits
-        chain = few.read_tree(pack(text[:, None]), few.empty_cache(2, 8)).logits
+        chain = few.read_tree(pack(text[:, None]), few.empty_cache(2, text.shape[1])).logits
         off = [jnp.abs(x.astype(jnp.float64) - want).max() for x in (chain, few(text).logits)]
-        return off[0], off[1]
+        return off[0], off[1], want
 
-    tree, plain = errors(few, wide)
+    tree, plain, _ = judged(few, wide, text)
     assert 0 < tree < 1.5 * plain
-    found = [generate(few, PROMPTS, COUNT, drafter=d).tokens for d in (None, PromptLookup())]
-    np.testing.assert_array_equal(*found)
+    drafters = (None, PromptLookup())
+    found = [generate(few, text, COUNT, drafter=d).tokens for d in drafters]
+    for tokens in found:
+        # Rounding may choose another of tokens that are nearly as likely, and then go on from there.
+        _, plain, logits = judged(few, wide, jnp.concatenate([text, tokens], 1))
+        logits = logits[:, text.shape[1] - 1 : -1]
+        chosen = jnp.take_along_axis(logits, tokens[..., None], 2)[..., 0]
+        assert (logits.max(2) - chosen).max() < 2 * plain < 0.2 * logits.std()

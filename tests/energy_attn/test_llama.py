@@ -71,7 +71,7 @@ def numpy_llama(model, tokens, positions):
     for b in range(batch):
         x = weights.embed_tokens.weight[tokens[b]]
         for layer in range(c.num_hidden_layers):
-            w = jax.tree.map(lambda leaf, layer=layer: leaf[layer], weights.layers)
+            w = weights.layers[layer]
             y = norm(x, w.input_layernorm.weight)
             q, k, v = (
                 (y @ proj.weight.T).reshape(time, -1, c.head_dim)
@@ -160,15 +160,13 @@ def test_attention_is_ours_to_choose():
 
 
 def loop_over_layers(model, tokens):
-    """The same layers, one after the other, without scan."""
+    """The same layers, with the plainest attention."""
     x = model.embed_tokens(tokens)
-    rope = None
     from energy_attn.models._layers import rotary
 
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     rope = rotary(positions, model.config.head_dim, model.config.rope_theta, x.dtype)
-    for i in range(model.config.num_hidden_layers):
-        layer = jax.tree.map(lambda leaf, i=i: leaf[i], model.layers)
+    for layer in model.layers:
         q, k, v = layer.self_attn.project(layer.input_layernorm(x), rope)
         out = ea.attention(q, k, v, is_causal=True, implementation="reference")
         x = x + layer.self_attn.o_proj(out.reshape(*tokens.shape, -1))
@@ -176,14 +174,14 @@ def loop_over_layers(model, tokens):
     return model.norm(x) @ model.lm_head.weight.T
 
 
-def test_scan_equals_loop_with_gradients():
+def test_equals_the_plain_loop_with_gradients():
     model, tokens = build(), random_tokens(2, 10)
     weight = jax.random.normal(jax.random.key(5), (2, 10, CONFIG.vocab_size), jnp.float64)
-    scanned = jax.jit(jax.value_and_grad(lambda m: (m(tokens).logits * weight).sum()))(model)
+    called = jax.jit(jax.value_and_grad(lambda m: (m(tokens).logits * weight).sum()))(model)
     looped = jax.jit(jax.value_and_grad(lambda m: (loop_over_layers(m, tokens) * weight).sum()))(
         model
     )
-    for got, want in zip(jax.tree.leaves(scanned), jax.tree.leaves(looped), strict=True):
+    for got, want in zip(jax.tree.leaves(called), jax.tree.leaves(looped), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9 * np.abs(want).max())
 
 
@@ -352,22 +350,25 @@ def test_no_batch_and_no_time():
 
 
 def test_names_are_those_of_hugging_face():
-    """`model.layers.0.self_attn.q_proj.weight` is `layers.self_attn.q_proj.weight[0]`, and so on."""
+    """`model.layers.0.self_attn.q_proj.weight` is `layers[0].self_attn.q_proj.weight`, and so on."""
+    layer = {
+        "input_layernorm.weight": (24,),
+        "self_attn.q_proj.weight": (32, 24),
+        "self_attn.k_proj.weight": (16, 24),
+        "self_attn.v_proj.weight": (16, 24),
+        "self_attn.o_proj.weight": (24, 32),
+        "post_attention_layernorm.weight": (24,),
+        "mlp.gate_proj.weight": (36, 24),
+        "mlp.up_proj.weight": (36, 24),
+        "mlp.down_proj.weight": (24, 36),
+    }
     names = {
-        jax.tree_util.keystr(path).lstrip("."): leaf.shape
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(build())
     }
     assert names == {
         "embed_tokens.weight": (40, 24),
-        "layers.input_layernorm.weight": (3, 24),
-        "layers.self_attn.q_proj.weight": (3, 32, 24),
-        "layers.self_attn.k_proj.weight": (3, 16, 24),
-        "layers.self_attn.v_proj.weight": (3, 16, 24),
-        "layers.self_attn.o_proj.weight": (3, 24, 32),
-        "layers.post_attention_layernorm.weight": (3, 24),
-        "layers.mlp.gate_proj.weight": (3, 36, 24),
-        "layers.mlp.up_proj.weight": (3, 36, 24),
-        "layers.mlp.down_proj.weight": (3, 24, 36),
+        **{f"layers.{i}.{name}": shape for i in range(3) for name, shape in layer.items()},
         "norm.weight": (24,),
         "lm_head.weight": (40, 24),
     }

@@ -59,7 +59,7 @@ def model():
     shapes = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
     rng = np.random.default_rng(0)
     return jax.tree.map(
-        lambda x: jnp.asarray((0.4 if x.ndim == 3 else 1) * rng.standard_normal(x.shape)), shapes
+        lambda x: jnp.asarray((0.4 if x.ndim == 2 else 1) * rng.standard_normal(x.shape)), shapes
     )
 
 
@@ -189,7 +189,7 @@ def test_in_a_training_step(model, tokens):
         return eqx.filter_value_and_grad(loss, has_aux=True)(model)
 
     def query_weights(model):
-        return model.layers.self_attn.q_proj.weight
+        return model.layers[0].self_attn.q_proj.weight
 
     (_, (data, report)), gradient = step(model, jnp.zeros(()))
     alone = jax.jit(jax.grad(lambda m: _data(m, tokens)))(model)
