@@ -7,7 +7,7 @@ PYTHON ?=
 # What pip is asked for: JAX='jax>=0.8,<0.9' tests another jax (and may name more, with spaces between);
 # TEST_EXTRAS=test,flash adds an extra.
 JAX ?= jax
-TORCH ?= torch
+TORCH ?= torch==2.13.0
 TEST_EXTRAS ?= test
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=loadfile
 
@@ -24,7 +24,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .PHONY: help demo test test-tpu test-cuda test-flash test-slow test-device check bench docs clean
 
 help:
-	@echo "make demo    train a small decoder, decode over eight devices, compare with the dense answer"
+	@echo "make demo    decode over eight devices with a small trained model, compare with the dense answer"
 	@echo "make test    the tests"
 	@echo "make test-tpu, test-cuda, test-flash    programs compiled for TPU pods and for GPUs; with flash-attn-jax"
 	@echo "make test-slow    more processes than a small machine has cores for"
@@ -58,14 +58,14 @@ test-slow:
 test-device:
 	@JAX_PLATFORMS= $(MAKE) --no-print-directory VENV=$(VENV)-device PYTEST_ARGS='tests/kernels' test
 
-check: $(VENV)/.installed-check,docs,io,plot
+check: $(VENV)/.installed-check,docs,io,models,plot
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_structure.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/mkdocs build --strict
 
-bench: $(VENV)/.installed-plot $(VENV)/.installed-torch
+bench: $(VENV)/.installed-models,plot $(VENV)/.installed-torch
 	$(BIN)/python -m energy_attn bench
 
 docs: $(VENV)/.installed-docs
@@ -86,8 +86,8 @@ $(BIN)/python:
 	exit 1
 
 $(VENV)/.installed-torch: $(BIN)/python
-	@echo "installing $(TORCH)"
-	@$(BIN)/python -m pip install -qq $(TORCH)
+	@echo "installing $(TORCH) and transformers"
+	@$(BIN)/python -m pip install -qq $(TORCH) transformers
 	@touch $@
 
 $(VENV)/.installed-%: $(BIN)/python pyproject.toml

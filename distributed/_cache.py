@@ -140,7 +140,7 @@ class KVCache(eqx.Module):
         kind = check_floating_dtype("dtype", dtype)
         if quantize is not None and quantize != "int8":
             raise ValueError(f"quantize: wanted None or 'int8', got {received(quantize)}")
-        slots = layout(sizes["capacity"], sizes["block_size"], parallel)
+        slots = layout(sizes["capacity"], sizes["block_size"], parallel, sizes["kv_heads"])
         window = check_room(window, slots)
         shape = batch, slots.capacity, kv_heads
         stored, starts, lengths = blank(
@@ -372,7 +372,8 @@ class KVCache(eqx.Module):
         capacity = old.capacity if capacity is None else capacity
         block = old.block if block_size is None else block_size
         capacity = check_integer("capacity", capacity, least=1)
-        new = layout(capacity, check_integer("block_size", block, least=1), parallel)
+        block, heads = check_integer("block_size", block, least=1), saved.shapes["key"][2]
+        new = layout(capacity, block, parallel, heads)
         window = check_room(about["window"], new)
         numbers = [saved.whole(name) for name in ("starts", "lengths")]
         if window is not None:

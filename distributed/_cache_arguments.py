@@ -19,12 +19,15 @@ from energy_attn.kernels._errors import (
 
 from ._cache_slots import Slots
 from ._parallel import SequenceParallel
-from ._placement import check_mesh
+from ._placement import check_mesh, check_share, product
 
 
-def layout(capacity: int, block: int, parallel: SequenceParallel | None) -> Slots:
-    """Room for `capacity` tokens in whole blocks. Raises as `check_mesh` does."""
-    devices = 1 if parallel is None else check_mesh(parallel)
+def layout(capacity: int, block: int, parallel: SequenceParallel | None, kv_heads: int) -> Slots:
+    """Room for `capacity` tokens in whole blocks. Raises as `check_mesh` and `check_share` do."""
+    devices = 1
+    if parallel is not None:
+        devices = check_mesh(parallel)
+        check_share("kv_heads", kv_heads, product(jax.sharding.get_abstract_mesh(), parallel.heads))
     stripe = block * devices
     return Slots(-(-capacity // stripe) * stripe, block, devices)
 

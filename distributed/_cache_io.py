@@ -195,7 +195,11 @@ def _moved(
             found[first, last][place] = piece[row, slot]
     if sharding is None:
         return jnp.asarray(found[0, shape[1]])
-    return jax.make_array_from_callback(shape, sharding, lambda at: found[_slots_of(at, shape)])
+
+    def part(at: tuple[slice, ...]) -> np.ndarray:
+        return found[_slots_of(at, shape)][at[0], :, *at[2:]]
+
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def _slots_of(index: Any, shape: tuple[int, ...]) -> tuple[int, int]:

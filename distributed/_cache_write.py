@@ -63,7 +63,7 @@ class Home(NamedTuple):
 
 
 def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | None:
-    """How an array of a new cache is split on the mesh in force: its slots, if it has any.
+    """How an array of a new cache is split on the mesh in force: its slots and heads, if it has any.
 
     Written as JAX writes it of what `append` returns, so that a step compiles once: with every
     axis named where the mesh's are explicit. None without `parallel`. Raises nothing.
@@ -71,7 +71,7 @@ def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | Non
     if parallel is None:
         return None
     mesh = jax.sharding.get_abstract_mesh()
-    spec = (None, parallel.axes) if rank > 1 else ()
+    spec = (None, parallel.axes, *([parallel.heads] if parallel.heads else [])) if rank > 1 else ()
     if is_explicit(mesh, parallel.axes):
         spec = (*spec, *[None] * (rank - len(spec)))
     return PartitionSpec(*spec)
@@ -115,14 +115,14 @@ def _zeros(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None) -> An
 def home(parallel: SequenceParallel | None, key: Array, devices: int) -> Home | None:
     """Where the keys of a cache lie that was made for so many devices; None: on one device.
 
-    Rows and heads too may be split, over explicit mesh axes. Raises `ValueError` if no mesh is in
+    Rows too may be split, over explicit mesh axes, and so may heads. Raises `ValueError` if no mesh is in
     force, or one that has another number of devices along the cache's axes.
     """
     found = 1 if parallel is None else check_mesh(parallel)
     of_type = jax.typeof(key).sharding.mesh
     batch, sequence, heads = (split_of(key, axis) for axis in range(3))
     if parallel is not None:
-        sequence = parallel.axes
+        sequence, heads = parallel.axes, parallel.heads or heads
     else:
         found = math.prod(of_type.shape[axis] for axis in sequence)
     if found != devices:

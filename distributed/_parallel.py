@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from energy_attn.kernels._errors import check_choice, check_names, received
+from energy_attn.kernels._errors import check_choice, check_flag, check_names, received
 
 from . import cost
 from ._transfers import check_levels
@@ -21,8 +21,8 @@ class SequenceParallel:
     r"""How an attention is spread along its sequence over a mesh.
 
     Device $i$ of the axes holds a part of keys and values. Queries are sharded in the same way
-    where there are as many as keys (training, prefill), and are on all devices otherwise (decoding,
-    a chunk of a prompt); on explicit mesh axes it is the type of the query that says so.
+    where there are as many as keys (training), and are on all devices otherwise (decoding), unless
+    `split_queries` says otherwise; on explicit mesh axes it is the type of the query that says so.
 
     Attributes:
         axes: the mesh axes that the sequence is sharded over, slow ones first.
@@ -40,9 +40,13 @@ class SequenceParallel:
             or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence].
         topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
             platform in use.
+        split_queries: whether queries are sharded; None: where there are as many as keys. A chunk
+            of a prompt, which goes on from a cache, is a case for True.
+        heads: other mesh axes, over which the heads are sharded, and those of a cache: for weights
+            that are (tensor parallelism). Heads do not meet: it costs nothing here.
 
     Raises:
-        TypeError: `axes` are no names, or `topology` is none.
+        TypeError: `axes` or `heads` are no names, `topology` is none, or `split_queries` no boolean.
         ValueError: axes that repeat, an unknown method, merge or layout, or `"hierarchical"` over
             one axis.
 
@@ -63,6 +67,8 @@ class SequenceParallel:
     merge: str
     layout: str
     topology: cost.Topology | None
+    split_queries: bool | None
+    heads: tuple[str, ...]
 
     def __init__(
         self,
@@ -72,14 +78,22 @@ class SequenceParallel:
         layout: Literal["contiguous", "striped", "zigzag"] = "contiguous",
         *,
         topology: cost.Topology | None = None,
+        split_queries: bool | None = None,
+        heads: str | Sequence[str] = (),
     ) -> None:
         names = check_names("axes", axes, "mesh axes")
-        given = {"method": method, "merge": merge, "layout": layout}
+        given: dict[str, Any] = {"method": method, "merge": merge, "layout": layout}
         for field, choices in _CHOICES.items():
             check_choice(field, given[field], choices)
         check_merge(merge, len(names))
         check_topology(topology, len(names))
-        for field, value in {"axes": names, **given, "topology": topology}.items():
+        if split_queries is not None:
+            check_flag("split_queries", split_queries)
+        over = check_names("heads", heads, "mesh axes") if len(heads) else ()
+        check_names("axes and heads", (*names, *over), "mesh axes")
+        given |= {"axes": names, "topology": topology, "split_queries": split_queries}
+        given["heads"] = over
+        for field, value in given.items():
             object.__setattr__(self, field, value)
 
 

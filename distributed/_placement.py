@@ -41,7 +41,7 @@ class Placement(NamedTuple):
     @property
     def devices(self) -> int:
         """How many devices share a sequence."""
-        return _product(self.mesh, self.sequence)
+        return product(self.mesh, self.sequence)
 
 
 def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placement | None:
@@ -58,7 +58,7 @@ def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placemen
     first = key.ndim - 4  # -1 where there is no batch axis
     sequence = split_of(key, first + 1) if parallel is None else parallel.axes
     batch = (split_of(query, first) or split_of(key, first)) if first == 0 else ()
-    heads = split_of(key, first + 2)
+    heads = split_of(key, first + 2) if parallel is None or not parallel.heads else parallel.heads
     batch = tuple(axis for axis in batch if axis not in sequence)
     heads = tuple(axis for axis in heads if axis not in sequence + batch)
     if not batch + sequence + heads:
@@ -72,8 +72,11 @@ def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placemen
     mesh = _type(key).mesh if mesh.empty else mesh
     if is_explicit(mesh, sequence):
         queries = not set(split_of(query, first + 1)).isdisjoint(sequence)
+    elif parallel is not None and parallel.split_queries is not None:
+        queries = parallel.split_queries
     else:
         queries = query.shape[first + 1] == key.shape[first + 1]
+    check_share("key", key.shape[-2], product(mesh, heads))
     place = Placement(mesh, batch, sequence, heads, queries, "tree", "auto", None)
     if parallel is not None:
         place = place._replace(merge=parallel.merge, topology=parallel.topology)
@@ -83,7 +86,7 @@ def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placemen
     if method == "auto":
         method = _choose_method(place, query, key, value)
     if method == "ulysses":
-        check_heads("key", key.shape[-2] // _product(mesh, heads), place.devices)
+        check_heads("key", key.shape[-2] // product(mesh, heads), place.devices)
     # heads can be exchanged for sequence only where there is a sequence of queries
     return place._replace(method=method, queries=queries or method == "ulysses")
 
@@ -91,7 +94,7 @@ def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placemen
 def _choose_method(place: Placement, query: Array, key: Array, value: Array) -> str:
     if not place.queries:
         return "tree"
-    batch, heads = _product(place.mesh, place.batch), _product(place.mesh, place.heads)
+    batch, heads = product(place.mesh, place.batch), product(place.mesh, place.heads)
     shape = cost.Shape(
         math.prod(query.shape[:-3]) // batch,
         query.shape[-3],
@@ -106,12 +109,22 @@ def _choose_method(place: Placement, query: Array, key: Array, value: Array) -> 
     return cost.choose_method(shape, place.topology or usual_topology(place.mesh, place.sequence))
 
 
-def _product(mesh: AbstractMesh, axes: Axes) -> int:
+def product(mesh: AbstractMesh, axes: Axes) -> int:
+    """The number of devices along axes of a mesh. Raises nothing."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _type(x: Any) -> NamedSharding:
     return jax.typeof(x).sharding
+
+
+def check_share(name: str, heads: int, devices: int) -> None:
+    """Raises `ValueError` where so many devices cannot share heads out."""
+    if heads % devices:
+        raise ValueError(
+            f"{name}: wanted a number of heads that is a multiple of the {devices} devices that "
+            f"they are split over, got {heads}"
+        )
 
 
 def split_of(x: Any, axis: int) -> Axes:
@@ -134,7 +147,7 @@ def check_mesh(parallel: Any) -> int:
             f"parallel: wanted a mesh in force with the axes {parallel.axes}, got none; "
             "use jax.set_mesh(mesh)"
         )
-    for axis in parallel.axes:
+    for axis in parallel.axes + parallel.heads:
         if axis not in mesh.axis_names:
             raise ValueError(
                 f"parallel: wanted axes of the mesh in force, {mesh.axis_names}, got {axis!r}"
@@ -144,7 +157,7 @@ def check_mesh(parallel: Any) -> int:
                 f"parallel: wanted axes that no surrounding jax.shard_map has taken, got {axis!r}; "
                 "call tree_attention of energy_attn.distributed, or its like, inside it"
             )
-    return _product(mesh, parallel.axes)
+    return product(mesh, parallel.axes)
 
 
 def kind_of(mesh: AbstractMesh, axis: str) -> AxisType:
@@ -165,3 +178,17 @@ def arrive(mesh: AbstractMesh, axes: Iterable[str], tree: Any, spec: PartitionSp
     if not is_explicit(mesh, axes):
         return tree
     return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)
+
+
+def split_along(x: Array, axis: int, parallel: SequenceParallel) -> Array:
+    """`x` with one of its axes split over the devices of `parallel`, which divide it.
+
+    Inside `jax.jit`. Raises nothing.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if is_explicit(mesh, parallel.axes):
+        spec: list[Any] = [split_of(x, other) or None for other in range(x.ndim)]
+        spec[axis] = parallel.axes
+        return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    spec = [parallel.axes if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))

@@ -1,15 +1,17 @@
-"""`python -m energy_attn info | demo | bench | launch`."""
+"""`python -m energy_attn info | demo | generate | bench | launch`."""
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
+
+from ._devices import simulate_devices
 
 _ABOUT = "Attention as the gradient of a free energy."
 _COMMANDS = {
     "info": "devices, implementations, and which would be used for what and why",
-    "demo": "train a small decoder, decode over eight devices, compare with the dense answer",
+    "demo": "decode over eight devices with a small trained model, compare with the dense answer",
+    "generate": "go on from a text with a Llama checkpoint, its context spread over a mesh",
     "bench": "times and memory beside jax.nn and PyTorch",
     "launch": "run a program as several processes on this machine, and end all when one fails",
 }
@@ -29,24 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text)
         if name == chosen:
             if name == "demo" or "speculative" in arguments:  # they spread a cache
-                _simulate_devices()
+                simulate_devices()
             module = importlib.import_module(f"energy_attn._{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(arguments)
     return args.run(args)
-
-
-def _simulate_devices() -> None:
-    """Asks for eight CPU devices, unless the user has asked for something else.
-
-    The flag is read when JAX starts its CPU backend. On a machine with accelerators those stay the
-    default devices.
-    """
-    flag = "--xla_force_host_platform_device_count"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if flag not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}=8".strip()
 
 
 if __name__ == "__main__":

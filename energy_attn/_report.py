@@ -66,7 +66,8 @@ def energy_report(
       options of [`free_energy`][energy_attn.free_energy];
     - `energy_report(layer, query, key_, value, mask=None, **options)` for a
       [`MultiheadAttention`][energy_attn.MultiheadAttention]: inputs as in its call, or with a
-      batch axis before them; `process_heads` and positions are options. Dropout is off;
+      batch axis before them; `process_heads`, positions and the lengths of padded rows
+      (`query_seq_lengths`, `key_value_seq_lengths`) are options. Dropout is off;
     - `energy_report(model, tokens, positions=None, cache=None, **options)` for a
       [`Llama`][energy_attn.models.Llama]: as its call; options besides `parallel` are those of
       `free_energy`.

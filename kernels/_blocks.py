@@ -85,9 +85,25 @@ def join_queries(grid: Grid, x: Array, rows: int) -> Array:
 def cut_keys(grid: Grid, x: Array) -> Array:
     """`[B, S, K, W]` to `[K, blocks, B, keys, W]`."""
     batch, _, kv_heads, width = x.shape
-    x = _pad(x, 1, grid.keys * grid.key_blocks)
+    x = whole_blocks(grid, x)
     x = x.reshape(batch, grid.key_blocks, grid.keys, kv_heads, width)
     return x.transpose(3, 1, 0, 2, 4)
+
+
+def whole_blocks(grid: Grid, x: Array) -> Array:
+    """`[B, S, K, W]` with keys that fill the last block."""
+    return _pad(x, 1, grid.keys * grid.key_blocks)
+
+
+def take_keys(grid: Grid, x: Array, at: "Index") -> Array:
+    """One block `[B, keys, W]` of `whole_blocks`, with no copy of the others."""
+    batch, _, _, width = x.shape
+    zero = jnp.zeros_like(at.key)
+    corner = zero, at.key * grid.keys, at.head, zero
+    # XLA:CPU slices floats of 16 bits by way of a float32 copy of them all, and bits without one.
+    bits = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+    block = lax.dynamic_slice(bits, corner, (batch, grid.keys, 1, width))
+    return lax.bitcast_convert_type(block, x.dtype).reshape(batch, grid.keys, width)
 
 
 def join_keys(grid: Grid, x: Array, columns: int) -> Array:

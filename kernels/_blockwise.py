@@ -20,6 +20,8 @@ from ._blocks import (
     cut_queries,
     join_keys,
     join_queries,
+    take_keys,
+    whole_blocks,
 )
 from ._kernel import AbstractKernel
 from ._state import AttentionState, lse_dtype
@@ -65,21 +67,23 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
     blocks = Blocks(counted(operands, settings), settings)
     g = blocks.grid
     wide = lse_dtype(operands.query.dtype)
-    # The probabilities stay in the wide dtype, and so do the values that they weigh.
-    values = cut_keys(g, value.astype(wide))
+    keys, values = (whole_blocks(g, x) for x in (operands.key, value))
 
     def one_block_of_queries(at: Index) -> tuple[Array, Array]:
         def one_block_of_keys(carry: Any, j: Array) -> Any:
             here = at._replace(key=j)
 
             def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
-                scores = blocks.scores(here)
+                query, key = blocks.query[here.head, here.query], take_keys(g, keys, here)
+                scores = blocks.scores_of(query, key, here)
                 new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
                 shift = jnp.where(jnp.isfinite(new), new, 0.0)
                 weights = jnp.exp(scores - shift)
                 decay = jnp.exp(maximum - shift)
                 total = total * decay + weights.sum(-1, keepdims=True)
-                return new, total, sums * decay + blocks.product(weights, values[here.head, j])
+                # The probabilities stay in the wide dtype, and so do the values that they weigh.
+                weighed = blocks.product(weights, take_keys(g, values, here).astype(wide))
+                return new, total, sums * decay + weighed
 
             return when(blocks.meet(here), attend, *carry), None
 

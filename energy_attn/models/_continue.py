@@ -1,5 +1,6 @@
 """A Llama decoder's reading of tokens that go on from a cache: in a row, in chunks, in a tree."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,12 @@ from .._attention import attention
 from ..distributed import KVCache, SequenceParallel
 from ..distributed._cache_arguments import check_counts
 from ..distributed._cache_write import numbered
+from ..distributed._placement import check_mesh, split_along
 from ..kernels._errors import received
 from ..prefix_tree import PrefixTree, tree_decode
 from ._cache import LlamaCache, TreeOutput, check_cache
 from ._output import LlamaTrace, joined
+from ._stream import tell_read
 
 # `model` is a Llama throughout: its module imports this one.
 
@@ -25,13 +28,21 @@ def read_on(
     cache: LlamaCache,
     counts: Array,
     attend: Callable[..., Any] = attention,
+    *,
+    split: bool = False,
 ) -> tuple[Array, LlamaCache, LlamaTrace]:
     """Final hidden states of tokens behind those of the cache, which has room for `counts` of each row.
 
-    With the cache that has them, and what attention did. Raises nothing.
+    With the cache that has them, and what attention did. `split`: whether each of the cache's devices
+    reads its share of the tokens, which they divide; else all read all. Raises nothing.
     """
+    parallel = cache.parallel
     positions = numbered(cache.lengths, counts, tokens.shape[1])
-    x, rope = model.embed_tokens(tokens), model.rope(positions)
+    x = model.embed_tokens(tokens)
+    if split and parallel is not None:
+        parallel = dataclasses.replace(parallel, split_queries=True)
+        x, positions = (split_along(array, 1, parallel) for array in (x, positions))
+    rope = model.rope(positions)
     layers, traces = [], []
     for layer, stored in zip(model.layers, cache.layers, strict=True):
 
@@ -45,7 +56,7 @@ def read_on(
                 local_window_size=None if stored.window is None else (stored.window, 0),
                 query_positions=positions,
                 key_positions=stored.positions,
-                parallel=stored.parallel,
+                parallel=parallel,
                 return_energy=True,
             )
             return out, (stored, LlamaTrace(query, out, energy))
@@ -63,22 +74,35 @@ def read_chunks(
     counts: Array,
     chunk_size: int,
     attend: Callable[..., Any] = attention,
+    watch: Array | None = None,
 ) -> tuple[Array, LlamaCache]:
     """The final hidden state of each row's last token, `[B, 1, D]`, and the cache with all of them.
 
-    `chunk_size` tokens are read at a time. Raises nothing.
+    `chunk_size` tokens are read at a time, and split over the cache's devices. `watch` is told of
+    each chunk. Raises nothing.
     """
+    parallel, time = cache.parallel, tokens.shape[1]
+    devices = 1 if parallel is None else check_mesh(parallel)
 
     def read(carry: tuple[Array, Array, LlamaCache], chunk: Array) -> tuple[tuple, None]:
         last, left, cache = carry
-        here = jnp.clip(left, 0, chunk.shape[1])
-        x, cache, _ = read_on(model, chunk, cache, here, attend)
-        newest = jnp.take_along_axis(x, jnp.maximum(here - 1, 0)[:, None, None], axis=1)
+        split = devices > 1 and chunk.shape[1] >= devices
+        there = chunk.shape[1]
+        if split:
+            chunk = jnp.pad(chunk, ((0, 0), (0, -there % devices)))
+        here = jnp.clip(left, 0, there)
+        positions = numbered(cache.lengths, here, chunk.shape[1])
+        newest = jnp.maximum(cache.lengths + here - 1, 0)[:, None]
+        x, cache, _ = read_on(model, chunk, cache, here, attend, split=split)
+        if split and parallel is not None:
+            positions = split_along(positions, 1, parallel)
+        # a sum, of which each device has a part: no device is sent the others' tokens
+        newest = jnp.where((positions == newest)[:, :, None], x, 0).sum(1, keepdims=True)
         last = jnp.where(here[:, None, None] > 0, newest, last)
+        tell_read(watch, there)
         return (last, left - here, cache), None
 
     # the short chunk comes first, so that those of one size can be scanned
-    time = tokens.shape[1]
     size = min(chunk_size, time)
     short = time % size
     carry = model.embed_tokens(tokens[:, :1]), counts, cache

@@ -1,7 +1,7 @@
 """Text from a decoder: the whole loop one compiled program, with or without a drafter."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +11,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._citation import cite
+from .._progress import Progress
 from .._warp import check_sampling
 from ..distributed import SequenceParallel
 from ..distributed._cache_arguments import check_counts
-from ..kernels._errors import check_integer, check_integral, check_key, check_shape, received
+from ..kernels._errors import (
+    check_integer,
+    check_integral,
+    check_key,
+    check_shape,
+    received,
+)
 from ..prefix_tree._tree import is_known
 from ._drafters import AbstractDrafter
 from ._loop import Sampling, begin, run
+from ._stream import listening
 from .llama import Llama, check_tokens
 
 
@@ -72,6 +80,8 @@ def generate(
     stop: int | Sequence[int] | Int[Array | np.ndarray, " stops"] = (),
     key: PRNGKeyArray | None = None,
     drafter: AbstractDrafter | None = None,
+    stream: Callable[[np.ndarray], Any] | None = None,
+    progress: bool | Progress | None = False,
     chunk_size: int = 1024,
 ) -> Generation:
     r"""Continues prompts.
@@ -96,7 +106,13 @@ def generate(
         key: of the draws; needed where `temperature` is not 0.
         drafter: what guesses ahead, [`PromptLookup`][energy_attn.models.PromptLookup] or
             [`ModelDrafter`][energy_attn.models.ModelDrafter]; None: a token at a time.
-        chunk_size: tokens of the prompts that are read at a time.
+        stream: is called with the tokens that follow, an int32 array `[B, n]`, as soon as they are
+            known, in order; -1 where a row has none or ends. An exception that it raises ends the
+            generation, and is raised.
+        progress: whether to show on standard error how far the prompts have been read; None: where
+            that is a terminal; a function: called instead with the share that is read and a note.
+        chunk_size: tokens of the prompts that are read at a time, at least; where the cache is
+            spread over devices, each reads its share of them.
 
     Returns:
         The tokens, and how many passes they took. Under `jax.jit`, where that cannot be refused, a
@@ -105,7 +121,8 @@ def generate(
     Raises:
         TypeError: an argument of another type.
         ValueError: no prompt or an empty one, tokens outside the vocabulary, sizes below one, a
-            temperature without a key, a tree of another batch by a drafter, or the mesh, as for
+            temperature without a key, `stream` or `progress` inside `jax.jit`, a tree of another
+            batch by a drafter, or the mesh, as for
             [`KVCache`][energy_attn.distributed.KVCache].
 
     Source: Leviathan et al. (arXiv 2211.17192) and SpecInfer (arXiv 2305.09781), whose output law
@@ -126,6 +143,8 @@ def generate(
         raise TypeError(f"drafter: wanted None or an AbstractDrafter, got {received(drafter)}")
     if drafter is not None:
         cite("speculative")
+    if stream is not None and not callable(stream):
+        raise TypeError(f"stream: wanted None or a function of tokens, got {received(stream)}")
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_integer("chunk_size", chunk_size, 1)
     tokens, lengths = prompts(tokens, lengths, model.config.vocab_size)
@@ -133,8 +152,12 @@ def generate(
     slots = tokens.shape[1] + max_new_tokens
     cache = model.empty_cache(len(tokens), slots, parallel=parallel)
     ends = _stops(stop)
-    loop = begin(model, drafter, tokens, lengths, cache, sampling, ends, max_new_tokens, chunk_size)
-    loop = run(model, drafter, sampling, ends, loop)
+    with listening(stream, progress, tokens.shape[1]) as watch:
+        loop = begin(
+            *(model, drafter, tokens, lengths, cache, sampling),
+            *(ends, watch, max_new_tokens, chunk_size),
+        )
+        loop = run(model, drafter, sampling, ends, watch, loop)
     return _generation(loop.text, loop.start, loop.known, loop.counts, max_new_tokens)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a Llama layer: linear maps, norm, rotary embedding, MLP, projections."""
+"""The parts of a Llama layer: linear maps, norm, MLP, projections."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,20 +12,28 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..kernels._state import lse_dtype
 from ._config import LlamaConfig
+from ._rope import rotate
 
 
 class Linear(eqx.Module):
-    r"""$y = W x$, accumulated in float32 or wider. Raises nothing."""
+    r"""$y = W x + b$, accumulated in float32 or wider; `bias` may be None. Raises nothing."""
 
     weight: Float[Array, "out in"]
+    bias: Float[Array, " out"] | None
 
-    def __init__(self, inputs: int, outputs: int, dtype: Any, *, key: PRNGKeyArray):
+    def __init__(
+        self, inputs: int, outputs: int, dtype: Any, *, bias: bool = False, key: PRNGKeyArray
+    ):
         # Hugging Face's initializer_range
         self.weight = 0.02 * jax.random.normal(key, (outputs, inputs), dtype)
+        self.bias = jnp.zeros(outputs, dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        """The product, in the dtype of `x`."""
-        return dot(x, self.weight).astype(x.dtype)
+        """The map, in the dtype of `x`."""
+        y = dot(x, self.weight)
+        if self.bias is not None:
+            y += jnp.expand_dims(self.bias.astype(y.dtype), range(x.ndim - 1))
+        return y.astype(x.dtype)
 
 
 class Embedding(eqx.Module):
@@ -77,9 +85,10 @@ class LlamaMLP(eqx.Module):
     def __init__(self, config: LlamaConfig, dtype: Any, *, key: PRNGKeyArray):
         gate, up, down = jax.random.split(key, 3)
         width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(width, inner, dtype, key=gate)
-        self.up_proj = Linear(width, inner, dtype, key=up)
-        self.down_proj = Linear(inner, width, dtype, key=down)
+        linear = partial(Linear, dtype=dtype, bias=config.mlp_bias)
+        self.gate_proj = linear(width, inner, key=gate)
+        self.up_proj = linear(width, inner, key=up)
+        self.down_proj = linear(inner, width, key=down)
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """The MLP's contribution to the residual stream."""
@@ -87,7 +96,7 @@ class LlamaMLP(eqx.Module):
 
 
 class LlamaAttention(eqx.Module):
-    """The four projections around attention, all without bias; the heads share keys in groups."""
+    """The four projections around attention; the heads share keys in groups."""
 
     q_proj: Linear
     k_proj: Linear
@@ -100,10 +109,11 @@ class LlamaAttention(eqx.Module):
         width, self.head_dim = config.hidden_size, config.head_dim
         inner = config.num_attention_heads * config.head_dim
         shared = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(width, inner, dtype, key=q)
-        self.k_proj = Linear(width, shared, dtype, key=k)
-        self.v_proj = Linear(width, shared, dtype, key=v)
-        self.o_proj = Linear(inner, width, dtype, key=o)
+        linear = partial(Linear, dtype=dtype, bias=config.attention_bias)
+        self.q_proj = linear(width, inner, key=q)
+        self.k_proj = linear(width, shared, key=k)
+        self.v_proj = linear(width, shared, key=v)
+        self.o_proj = linear(inner, width, key=o)
 
     def project(self, x: Float[Array, "batch time width"], rope: tuple[Array, Array]) -> tuple:
         """Queries and keys turned to their positions, and values, each `[B, T, heads, H]`."""
@@ -139,30 +149,6 @@ class LlamaLayer(eqx.Module):
         out, found = see(*self.self_attn.project(self.input_layernorm(x), rope))
         x = x + self.self_attn.o_proj(lax.collapse(out, 2))
         return x + self.mlp(self.post_attention_layernorm(x)), found
-
-
-def rotary(
-    positions: Int[Array, "batch time"], width: int, theta: float, dtype: Any
-) -> tuple[Float[Array, "batch time 1 half"], Float[Array, "batch time 1 half"]]:
-    r"""Cosine and sine of $p\,\theta^{-2i/H}$ at position $p$ for $i < H/2$, in `dtype`.
-
-    Raises nothing. Source: Su et al. (arXiv 2104.09864), equation 15.
-    """
-    exponent = jnp.arange(0, width, 2, dtype=dtype) / width
-    frequency = jnp.power(jnp.asarray(theta, dtype), -exponent)
-    angle = positions.astype(dtype)[:, :, None, None] * frequency[None, None, None]
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(
-    x: Float[Array, "batch time heads width"], cos: Array, sin: Array
-) -> Float[Array, "batch time heads width"]:
-    """Turns each pair $(x_i, x_{i+H/2})$ by its angle: Hugging Face's halves, not neighbours.
-
-    Raises nothing.
-    """
-    a, b = jnp.split(x.astype(lse_dtype(x.dtype)), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
 def dot(x: Array, weight: Array) -> Array:

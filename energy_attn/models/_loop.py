@@ -17,6 +17,7 @@ from ..prefix_tree._tree import check_tree, take
 from ._cache import LlamaCache
 from ._continue import read_chunks, read_on
 from ._drafters import AbstractDrafter, last_of
+from ._stream import tell_wrote
 from .llama import Llama
 
 
@@ -51,7 +52,7 @@ class Loop(NamedTuple):
     counts: Array
 
 
-@functools.partial(jax.jit, static_argnums=(7, 8), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=(8, 9), donate_argnums=4)
 def begin(
     model: Llama,
     drafter: AbstractDrafter | None,
@@ -60,6 +61,7 @@ def begin(
     cache: LlamaCache,
     sampling: Sampling,
     stop: Array,
+    watch: Array | None,
     most: int,
     chunk_size: int,
 ) -> Loop:
@@ -73,35 +75,36 @@ def begin(
     outside = (tokens < 0) | (tokens >= model.config.vocab_size)
     wrong = (there & outside).any(1) | (lengths < 1) | (lengths > time)
     lengths = jnp.clip(lengths, 1, time)
-    x, cache = read_chunks(model, tokens, cache, lengths, chunk_size)
+    x, cache = read_chunks(model, tokens, cache, lengths, chunk_size, watch=watch)
     depth = jnp.zeros((batch, 1), jnp.int32)
     first = _choose(sampling, model.logits(x), lengths - 1, depth, 1)
     text = jnp.pad(tokens, ((0, 0), (0, most)))
     state = None if drafter is None else drafter.start(tokens, lengths, time + most, cache.parallel)
     left, counts = jnp.full(batch, most, jnp.int32), jnp.zeros((3, batch), jnp.int32)
     loop = Loop(text, lengths, lengths, jnp.where(wrong, 0, left), cache, state, counts)
-    return _extended(loop, first, *_ended(first, jnp.minimum(loop.left, 1), stop))
+    return _extended(loop, first, *_ended(first, jnp.minimum(loop.left, 1), stop), watch)
 
 
-@functools.partial(jax.jit, donate_argnums=4)
+@functools.partial(jax.jit, donate_argnums=5)
 def run(
     model: Llama,
     drafter: AbstractDrafter | None,
     sampling: Sampling,
     stop: Array,
+    watch: Array | None,
     loop: Loop,
 ) -> Loop:
     """Pass after pass, until no row wants more. Raises as the drafter does."""
 
     def one(loop: Loop) -> Loop:
         if drafter is None:
-            return _read(model, sampling, stop, loop)
-        return _verify(model, drafter, sampling, stop, loop)
+            return _read(model, sampling, stop, watch, loop)
+        return _verify(model, drafter, sampling, stop, watch, loop)
 
     return lax.while_loop(lambda loop: (loop.left > 0).any(), one, loop)
 
 
-def _read(model: Llama, sampling: Sampling, stop: Array, loop: Loop) -> Loop:
+def _read(model: Llama, sampling: Sampling, stop: Array, watch: Array | None, loop: Loop) -> Loop:
     """One token of each row that wants one."""
     number = jnp.minimum(loop.left, 1)
     x, cache, _ = read_on(model, last_of(loop.text, loop.known), loop.cache, number)
@@ -109,7 +112,7 @@ def _read(model: Llama, sampling: Sampling, stop: Array, loop: Loop) -> Loop:
     new = _choose(sampling, model.logits(x), loop.known - 1, depth, 1)
     none = jnp.zeros_like(number)
     loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, none, none]))
-    return _extended(loop, new, *_ended(new, number, stop))
+    return _extended(loop, new, *_ended(new, number, stop), watch)
 
 
 def _verify(
@@ -117,6 +120,7 @@ def _verify(
     drafter: AbstractDrafter,
     sampling: Sampling,
     stop: Array,
+    watch: Array | None,
     loop: Loop,
 ) -> Loop:
     """What the model accepts of a tree behind each row, and the token that it puts behind that."""
@@ -144,7 +148,8 @@ def _verify(
     counts = loop.counts + jnp.where((loop.left > 0)[None], counts, 0)
     # The root, and of the new tokens all but the last: that is the next root.
     cache = loop.cache.along(accepted.path, read, number)
-    return _extended(loop._replace(cache=cache, state=state, counts=counts), new, number, stopped)
+    loop = loop._replace(cache=cache, state=state, counts=counts)
+    return _extended(loop, new, number, stopped, watch)
 
 
 def _ended(new: Array, number: Array, stop: Array) -> tuple[Array, Array]:
@@ -155,13 +160,14 @@ def _ended(new: Array, number: Array, stop: Array) -> tuple[Array, Array]:
     return jnp.where(stopped, lax.argmax(stops, 1, jnp.int32) + 1, number), stopped
 
 
-def _extended(loop: Loop, new: Array, number: Array, stopped: Array) -> Loop:
-    """With the first `number` of `new` behind the text."""
+def _extended(loop: Loop, new: Array, number: Array, stopped: Array, watch: Array | None) -> Loop:
+    """With the first `number` of `new` behind the text, of which `watch` is told."""
     places = numbered(loop.known, number, new.shape[1])
     nowhere = jnp.int32(loop.text.shape[1])
     rows = jnp.arange(len(new), dtype=jnp.int32)[:, None]
     text = loop.text.at[rows, jnp.where(places < 0, nowhere, places)].set(new, mode="drop")
-    left = jnp.where(stopped, 0, loop.left - number)
+    goes_on = tell_wrote(watch, jnp.where(places < 0, -1, new))
+    left = jnp.where(stopped | ~jnp.asarray(goes_on), 0, loop.left - number)
     return loop._replace(text=text, known=loop.known + number, left=left)
 
 

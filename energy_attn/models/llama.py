@@ -4,12 +4,14 @@ Names of fields and parameters are those of Hugging Face's `LlamaConfig` and `Ll
 so are the conventions: weights `(out, in)`, rotary embedding of the two halves of a head.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._attention import attention
@@ -29,10 +31,12 @@ from ..kernels._state import lse_dtype
 from ..prefix_tree import PrefixTree
 from ..prefix_tree._tree import check_tree
 from ._cache import LlamaCache, TreeOutput, check_cache
+from ._checkpoint import load, save
 from ._config import LlamaConfig
 from ._continue import fitting, read_chunks, read_on, read_tree
-from ._layers import Embedding, Linear, LlamaLayer, RMSNorm, dot, rotary
+from ._layers import Embedding, Linear, LlamaLayer, RMSNorm, dot
 from ._output import LlamaOutput, LlamaTrace, joined
+from ._rope import frequencies, rotary
 
 
 class Llama(eqx.Module):
@@ -44,7 +48,7 @@ class Llama(eqx.Module):
     Args:
         config: its sizes.
         dtype: of all weights.
-        key: for the initial weights: normal, of deviation 0.02.
+        key: for the initial weights: normal, of deviation 0.02; biases are 0.
 
     Paths of weights are Hugging Face's names: `layers[0].self_attn.q_proj.weight`. `lm_head` is None
     where the embedding serves as output projection too.
@@ -52,8 +56,11 @@ class Llama(eqx.Module):
     Raises:
         TypeError: if `config` is no `LlamaConfig`, `dtype` is not floating, or `key` is no key.
 
-    Source: Touvron et al. (arXiv 2302.13971), section 2.2; computed as Hugging Face's
-    `LlamaForCausalLM` without rope scaling.
+    Computed as Hugging Face's `LlamaForCausalLM`: norms, softmax and rotary embedding in float32, or
+    in float64 where the weights are. With weights of fewer bits cosines and sines are not rounded
+    to them, as they are there.
+
+    Source: Touvron et al. (arXiv 2302.13971), section 2.2.
 
     Examples:
         >>> import jax
@@ -90,6 +97,73 @@ class Llama(eqx.Module):
         self.norm = RMSNorm(width, config.rms_norm_eps, dtype)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(width, vocab, dtype, key=head)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        mesh: Mesh | None = None,
+        dtype: Any = None,
+        tensor: str = "tensor",
+        progress: bool | Callable[[float, str], Any] | None = None,
+    ) -> "Llama":
+        """Reads a checkpoint of Hugging Face's: `config.json`, and one or several safetensors files.
+
+        All is checked before the first weight is read, and nothing is unpickled. A weight is read
+        once, by each process what its devices hold of it; beside the weights the host holds no more
+        than one at a time. Frequencies in old files are passed over, and so is the output
+        projection where it is tied to the embedding.
+
+        Args:
+            directory: the folder.
+            mesh: of the devices that get the weights, as [`shard`][energy_attn.models.shard]
+                places them; None: the mesh in force, else the default device.
+            dtype: of the weights; None: that of the files, which is then one. float64 is float32
+                where JAX's 64 bits are off.
+            tensor: the axis that weights are split over, if the mesh has it.
+            progress: a bar on standard error, or a function of the share that is done and a name;
+                None: a bar if standard error is a terminal.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: as [`from_json`][energy_attn.models.LlamaConfig.from_json]; no weights, or only
+                pickled ones; a file that is truncated, no safetensors or outside of the folder;
+                tensors that are missing, not expected, or of another shape or dtype; or a mesh
+                that `shard` refuses.
+
+        Examples:
+            >>> import jax, tempfile
+            >>> from energy_attn.models import Llama, LlamaConfig
+            >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     Llama(config, key=jax.random.key(0)).save(folder)
+            ...     model = Llama.load(folder)
+            >>> model.config == config
+            True
+        """
+
+        def build(config: LlamaConfig) -> Llama:
+            return eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
+
+        cite("llama")
+        return load(directory, build, mesh=mesh, dtype=dtype, tensor=tensor, progress=progress)
+
+    def save(self, directory: str | os.PathLike[str], *, max_shard_size: int = 5 * 10**9) -> None:
+        """Writes a checkpoint that `load` and transformers read.
+
+        Files are complete before they take the place of older ones. Weights are brought together
+        one at a time. Where there are several processes all call it, and the first one writes.
+
+        Args:
+            directory: the folder, made if need be; other files in it stay.
+            max_shard_size: bytes of weights in a file; there are more files where one is not enough.
+
+        Raises:
+            TypeError: an argument of another type, or a weight that is traced or abstract.
+            ValueError: `max_shard_size` below 1.
+        """
+        save(self, directory, max_shard_size)
 
     def __call__(
         self,
@@ -295,7 +369,9 @@ class Llama(eqx.Module):
     def rope(self, positions: Int[Array, "batch time"]) -> tuple[Array, Array]:
         """Cosine and sine of the rotary embedding, `[batch, time, 1, head_dim / 2]`. Raises nothing."""
         config = self.config
-        return rotary(positions, config.head_dim, config.rope_theta, lse_dtype(self._dtype))
+        dtype = lse_dtype(self._dtype)
+        turns = frequencies(config.head_dim, config.rope_theta, config.rope_scaling, dtype)
+        return rotary(positions, turns)
 
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocab"]:
         """The output projection of final hidden states, in float32 or wider. Raises nothing."""

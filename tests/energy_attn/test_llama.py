@@ -11,13 +11,13 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
-from energy_attn.models import Llama, LlamaCache, LlamaConfig
+from energy_attn.models import LinearRope, Llama, LlamaCache, LlamaConfig
 
 CONFIG = LlamaConfig(
     vocab_size=40,
     hidden_size=24,
     intermediate_size=36,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
@@ -28,7 +28,9 @@ VARIANTS = {
     "multi-head": dataclasses.replace(CONFIG, num_key_value_heads=4),
     "multi-query": dataclasses.replace(CONFIG, num_key_value_heads=1),
     "tied": dataclasses.replace(CONFIG, tie_word_embeddings=True),
-    "wide heads": dataclasses.replace(CONFIG, head_dim=10),
+    "wide heads, biases, scaled rope": dataclasses.replace(
+        CONFIG, head_dim=10, attention_bias=True, mlp_bias=True, rope_scaling=LinearRope(3.0)
+    ),
     "one layer": dataclasses.replace(CONFIG, num_hidden_layers=1),
     "large eps": dataclasses.replace(CONFIG, rms_norm_eps=0.3),
 }
@@ -57,9 +59,13 @@ def numpy_llama(model, tokens, positions):
     def norm(x, weight):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * weight
 
+    def linear(x, map):
+        return x @ map.weight.T + (0 if map.bias is None else map.bias)
+
     def turn(x, position):
         # As in Hugging Face: cos and sin of both halves, and the halves swapped with a sign.
         angle = position / c.rope_theta ** (np.arange(0, c.head_dim, 2) / c.head_dim)
+        angle = angle if c.rope_scaling is None else angle / c.rope_scaling.factor
         cos, sin = (np.concatenate([f(angle), f(angle)]) for f in (np.cos, np.sin))
         first, second = x[: c.head_dim // 2], x[c.head_dim // 2 :]
         return x * cos + np.concatenate([-second, first]) * sin
@@ -74,7 +80,7 @@ def numpy_llama(model, tokens, positions):
             w = weights.layers[layer]
             y = norm(x, w.input_layernorm.weight)
             q, k, v = (
-                (y @ proj.weight.T).reshape(time, -1, c.head_dim)
+                linear(y, proj).reshape(time, -1, c.head_dim)
                 for proj in (w.self_attn.q_proj, w.self_attn.k_proj, w.self_attn.v_proj)
             )
             mixed = np.zeros_like(q)
@@ -90,14 +96,11 @@ def numpy_llama(model, tokens, positions):
                     energy = np.log(np.exp(scores).sum())
                     energies[layer, b, t, n] = energy
                     mixed[t, n] = np.exp(scores - energy) @ v[seen, n // group]
-            x = x + mixed.reshape(time, -1) @ w.self_attn.o_proj.weight.T
+            x = x + linear(mixed.reshape(time, -1), w.self_attn.o_proj)
             y = norm(x, w.post_attention_layernorm.weight)
-            gate = y @ w.mlp.gate_proj.weight.T
-            x = (
-                x
-                + (gate / (1 + np.exp(-gate)) * (y @ w.mlp.up_proj.weight.T))
-                @ w.mlp.down_proj.weight.T
-            )
+            gate = linear(y, w.mlp.gate_proj)
+            inner = gate / (1 + np.exp(-gate)) * linear(y, w.mlp.up_proj)
+            x = x + linear(inner, w.mlp.down_proj)
         head = weights.embed_tokens if c.tie_word_embeddings else weights.lm_head
         logits[b] = norm(x, weights.norm.weight) @ head.weight.T
     return logits, energies
@@ -162,10 +165,7 @@ def test_attention_is_ours_to_choose():
 def loop_over_layers(model, tokens):
     """The same layers, with the plainest attention."""
     x = model.embed_tokens(tokens)
-    from energy_attn.models._layers import rotary
-
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    rope = rotary(positions, model.config.head_dim, model.config.rope_theta, x.dtype)
+    rope = model.rope(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
     for layer in model.layers:
         q, k, v = layer.self_attn.project(layer.input_layernorm(x), rope)
         out = ea.attention(q, k, v, is_causal=True, implementation="reference")
@@ -303,7 +303,7 @@ def test_cache_stays_where_it_lies():
 
 def test_training_with_keys_spread():
     """Without a cache, `parallel` spreads the tokens' own keys; the gradients are the same."""
-    model, tokens = build(), random_tokens(2, 13)
+    model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 13)
 
     def loss(model, parallel=None):
         return (model(tokens, parallel=parallel).logits ** 2).mean()
@@ -368,7 +368,7 @@ def test_names_are_those_of_hugging_face():
     }
     assert names == {
         "embed_tokens.weight": (40, 24),
-        **{f"layers.{i}.{name}": shape for i in range(3) for name, shape in layer.items()},
+        **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()},
         "norm.weight": (24,),
         "lm_head.weight": (40, 24),
     }
@@ -425,7 +425,7 @@ BAD_CALLS = {
     ),
     "cache of another model": (
         ValueError,
-        "cache: wanted the 3 layers of the model, got 1",
+        "cache: wanted the 2 layers of the model, got 1",
         lambda m, t: m(t, cache=build(VARIANTS["one layer"]).empty_cache(1, 8)),
     ),
     "positions beside a cache": (

@@ -1,0 +1,80 @@
+"""Text to tokens and back, as a checkpoint's folder says."""
+
+import abc
+import codecs
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class AbstractTokenizer(abc.ABC):
+    """Text to tokens, and tokens to text while they come."""
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with those that begin one. Raises nothing."""
+
+    @abc.abstractmethod
+    def writer(self) -> Callable[[list[int]], str]:
+        """A function that is given tokens as they come, and says what text they add.
+
+        Half a character is kept until its other half comes. Raises nothing.
+        """
+
+
+class Bytes(AbstractTokenizer):
+    """A token for each byte of UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes."""
+        return list(text.encode("utf-8"))
+
+    def writer(self) -> Callable[[list[int]], str]:
+        """Decodes bytes; what is no UTF-8 becomes U+FFFD."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda tokens: decoder.decode(bytes(tokens))
+
+
+class FromFile(AbstractTokenizer):
+    """A `tokenizer.json`, by the library `tokenizers`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens that the file puts around a text."""
+        return self._tokenizer.encode(text).ids
+
+    def writer(self) -> Callable[[list[int]], str]:
+        """Decodes by the library's stream, without special tokens."""
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda tokens: "".join(stream.step(self._tokenizer, x) or "" for x in tokens)
+
+
+def tokenizer_of(directory: Path, vocab: int) -> AbstractTokenizer:
+    """The tokenizer of a checkpoint; bytes where it has none and a vocabulary of 256.
+
+    Raises `ImportError` without `tokenizers`, and `ValueError` if there is no tokenizer, or none
+    that can be read.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        if vocab == 256:
+            return Bytes()
+        raise ValueError(
+            f"tokenizer: wanted {path}, for a vocabulary of {vocab} tokens, got no such file"
+        )
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ImportError(
+            "text is split by the library tokenizers: pip install 'energy_attn[models]'"
+        ) from error
+    try:
+        return FromFile(Tokenizer.from_file(str(path)))
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(
+            f"tokenizer: wanted a file of the library tokenizers, got {path}: {error}"
+        ) from error

@@ -1,0 +1,190 @@
+"""Llama beside Hugging Face's own, in PyTorch: the same checkpoint gives the same logits and the same text."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.models import Llama, generate
+from energy_attn.models._config import _scaling
+from energy_attn.models._rope import frequencies
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+LlamaForCausalLM, TheirConfig = transformers.LlamaForCausalLM, transformers.LlamaConfig
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+# Logits here are of order 3; PyTorch's own float32 is up to 1e-5 from its float64, and so is ours.
+TOLERANCE = 2e-5
+TEXT = 64
+LONG = 120  # tokens, where the original context is 32
+PROMPTS = (50, 17, 33)
+
+SHAPES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 256,
+    # far from ties: with the usual 0.02 all logits are nearly equal
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+CHECKPOINTS = {
+    # grouped 8/2, tied, llama3 beyond the original context
+    "llama3": {
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    # heads wider than hidden_size / heads, biases, linear scaling, several files
+    "biases": {
+        "num_key_value_heads": 4,
+        "head_dim": 10,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+}
+
+
+def theirs(config, dtype=torch.float32):
+    """Weights of which every one matters: biases and norms would begin at 0 and 1."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(TheirConfig(**SHAPES, **config)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.add_(0.2 * torch.randn_like(weight))
+    return model.to(dtype)
+
+
+class Pair:
+    """Their model, and ours as read from the checkpoint that theirs wrote."""
+
+    def __init__(self, name, folder):
+        self.folder, self.config = folder, CHECKPOINTS[name]
+        self.theirs = theirs(self.config)
+        size = "60KB" if name == "biases" else "5GB"
+        self.theirs.save_pretrained(folder, max_shard_size=size)
+        assert len(list(folder.glob("*.safetensors"))) == (7 if name == "biases" else 1)
+        self.ours = Llama.load(folder)
+        draw = np.random.default_rng(1)
+        self.prompts = [draw.integers(0, SHAPES["vocab_size"], n).tolist() for n in PROMPTS]
+        self.tokens = draw.integers(0, SHAPES["vocab_size"], (2, LONG))
+
+    def their_logits(self, model=None):
+        with torch.no_grad():
+            return (model or self.theirs)(torch.tensor(self.tokens)).logits.double().numpy()
+
+    def their_text(self):
+        """Each prompt alone: nothing is padded."""
+        found = []
+        for prompt in self.prompts:
+            row = torch.tensor([prompt])
+            out = self.theirs.generate(
+                row, attention_mask=torch.ones_like(row), max_new_tokens=TEXT, do_sample=False
+            )
+            found.append(out[0, len(prompt) :].tolist())
+        return found
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def pair(request, tmp_path_factory):
+    return Pair(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@jax.jit
+def our_logits(model, tokens):
+    return model(tokens).logits
+
+
+def test_logits(pair):
+    """A norm, rotation, scaling, bias or grouping that differs; positions beyond the original context."""
+    assert {leaf.dtype for leaf in jax.tree.leaves(pair.ours)} == {jnp.dtype("float32")}
+    got = our_logits(pair.ours, jnp.asarray(pair.tokens, jnp.int32))
+    want = pair.their_logits()
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+    assert np.abs(want).max() > 2
+    # the tolerance is a few times what PyTorch's float32 costs
+    exact = pair.their_logits(theirs(pair.config, torch.float64))
+    own = np.abs(want - exact).max()
+    assert TOLERANCE / 10 < own < TOLERANCE
+    assert np.abs(np.asarray(got) - exact).max() < 4 * own
+
+
+@pytest.mark.parametrize("pair", ["llama3"], indirect=True)
+def test_greedy_text(pair):
+    """Prompts of different lengths: one wrong position in the cache, and the texts part."""
+    want = pair.their_text()
+    assert generate(pair.ours, pair.prompts, TEXT).tokens.tolist() == want
+    with jax.set_mesh(make_mesh((2, 4))):
+        ours = Llama.load(pair.folder)
+        spread = generate(ours, pair.prompts, TEXT, parallel=SequenceParallel())
+    assert spread.tokens.tolist() == want
+    assert all(len(set(row)) > 8 for row in want)
+
+
+def test_the_way_back(pair, tmp_path):
+    """What we write is theirs bit for bit: weights, and the configuration that gives the logits."""
+    pair.ours.save(tmp_path, max_shard_size=60_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    back, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert back.dtype == torch.float32 and back.config.eos_token_id is None
+    np.testing.assert_array_equal(pair.their_logits(back.eval()), pair.their_logits())
+
+
+@pytest.mark.parametrize("pair", ["llama3"], indirect=True)
+def test_weights_of_16_bits(pair):
+    """bfloat16 weights, norms and softmax in float32: no further from the exact logits than theirs."""
+    rounded = theirs(pair.config, torch.bfloat16)
+    exact = theirs(pair.config, torch.bfloat16).double()
+    model = Llama.load(pair.folder, dtype="bfloat16")
+    got = np.asarray(our_logits(model, jnp.asarray(pair.tokens, jnp.int32)), np.float64)
+    want = pair.their_logits(exact)
+    error = [np.sqrt(((x - want) ** 2).mean()) for x in (got, pair.their_logits(rounded))]
+    assert error[0] < 1.1 * error[1] < 0.1
+
+
+ROPES = {
+    "Llama 2": {"rope_type": "default", "rope_theta": 10000.0},
+    "Llama 3": {"rope_type": "default", "rope_theta": 500000.0},
+    "Llama 3.1": {
+        **CHECKPOINTS["llama3"]["rope_parameters"],
+        "rope_theta": 500000.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "Llama 3.2": {
+        **CHECKPOINTS["llama3"]["rope_parameters"],
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_frequencies_of_real_models(rope):
+    """At position 130,000 a frequency that is one bit off turns a pair by a hundredth too much."""
+    for width in (64, 128):
+        config = TheirConfig(**SHAPES, head_dim=width, rope_parameters=dict(rope))
+        want = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+        want = want.inv_freq.numpy()
+        got = frequencies(width, rope["rope_theta"], _scaling(rope, 0), np.dtype("float32"))
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, want, rtol=1.3e-7)  # one bit
+        assert (got == want).mean() > 0.9

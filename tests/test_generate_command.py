@@ -1,0 +1,127 @@
+"""`python -m energy_attn generate`: text in a file, text out, as `generate` would write it."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from energy_attn.__main__ import main
+from energy_attn.models import Llama, LlamaConfig, generate
+
+PROMPT = "ab" * 9 + "é"
+CONFIG = LlamaConfig(256, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint for bytes; its weights are large, so that no two tokens are nearly as likely."""
+    made = tmp_path_factory.mktemp("bytes")
+    model = jax.tree.map(lambda x: 20 * x, Llama(CONFIG, key=jax.random.key(0)))
+    model.save(made)
+    (made / "prompt.txt").write_text(PROMPT, "utf-8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def written(folder):
+    """What the model writes."""
+    found = generate(Llama.load(folder), [list(PROMPT.encode())], 12)
+    return np.asarray(found.tokens[0])
+
+
+def command(folder, *more, prompt=True):
+    given = ["--prompt-file", str(folder / "prompt.txt")] if prompt else []
+    return main(["generate", "--model", str(folder), *given, "--max-new-tokens", "12", *more])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--mesh", "2x2", "--tensor", "2", "--chunk-size", "8", "--speculative"],
+    ],
+    ids=["alone", "mesh"],
+)
+def test_writes_what_the_model_writes(more, folder, written, capsys):
+    """Bytes that are no UTF-8 too; the mesh, the split weights and the drafts change nothing."""
+    assert command(folder, *more) == 0
+    said = capsys.readouterr()
+    assert said.out == bytes(written.tolist()).decode("utf-8", "replace") + "\n"
+    assert re.search(r"^20 tokens read and the first written in [\d.]+ s", said.err, re.M)
+    assert ("of the drafted tokens accepted" in said.err) == ("--speculative" in more)
+
+
+def test_ends_where_the_checkpoint_says(folder, written, tmp_path, capsys):
+    """`eos_token_id` of generation_config.json goes before that of config.json; it may be a list."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    first = int(written[3])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [300, first]}))
+    assert command(tmp_path) == 0
+    end = written.tolist().index(first) + 1
+    want = bytes(written[:end].tolist()).decode("utf-8", "replace")
+    assert capsys.readouterr().out == want + "\n"
+
+
+def test_tokens_of_a_tokenizer(tmp_path, capsys):
+    """Text of tokens depends on their neighbours, and a character may take several of them."""
+    # every byte is a token, in the order of the library's alphabet for bytes: é takes two
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    model = jax.tree.map(lambda x: 20 * x, Llama(CONFIG, key=jax.random.key(1)))
+    model.save(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = tokenizer.encode(PROMPT).ids
+    assert len(tokens) == len(PROMPT.encode())
+    assert main(["generate", "--model", str(tmp_path), "--prompt", PROMPT]) == 0
+    found = generate(model, [tokens], 128).tokens[0].tolist()
+    said = capsys.readouterr().out.removesuffix("\n")
+    # half a character at the end is kept back
+    assert tokenizer.decode(found).startswith(said) and len(said) >= 100
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--speculative", "--draft-model", "x"], "--speculative: wanted it or --draft-model"),
+        (["--tensor", "0"], "--tensor: wanted at least 1, got 0"),
+        (["--mesh", "3x5"], "wanted 15 devices, real or simulated, got 8"),
+        (["--max-new-tokens", "0"], "max_new_tokens: wanted at least 1, got 0"),
+        (["--dtype", "int8"], "dtype: wanted"),
+    ],
+)
+def test_what_cannot_be_done_is_said(more, message, folder, capsys):
+    assert command(folder, *more) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_files_are_named(folder, tmp_path, capsys):
+    assert main(["generate", "--model", str(tmp_path / "none"), "--prompt", "a"]) == 2
+    assert "none" in capsys.readouterr().err
+    assert main(["generate", "--model", str(folder), "--prompt-file", str(tmp_path / "no")]) == 2
+    assert "no" in capsys.readouterr().err
+    odd = LlamaConfig(300, 16, 24, num_hidden_layers=1, num_attention_heads=4)
+    Llama(odd, key=jax.random.key(0)).save(tmp_path)
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "a"]) == 2
+    assert "tokenizer.json, for a vocabulary of 300 tokens" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "a"]) == 2
+    assert "wanted a file of the library tokenizers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mesh", ["2y4", "0x4", "1x2x3", ""])
+def test_a_mesh_that_is_none(mesh, folder, capsys):
+    with pytest.raises(SystemExit):
+        command(folder, "--mesh", mesh)
+    assert "invalid mesh value" in capsys.readouterr().err
+
+
+def test_a_method_that_is_none(folder, capsys):
+    with pytest.raises(SystemExit):
+        command(folder, "--method", "star")
+    assert "invalid choice: 'star'" in capsys.readouterr().err
