@@ -1,4 +1,4 @@
-"""`python -m energy_attn bench`: times and memory beside `jax.nn`, cuDNN, flash-attn-jax and PyTorch.
+"""`python -m energy_attn bench`: times and memory beside `jax.nn`, cuDNN, flash-attn-jax, PyTorch, transformers.
 
 All sides run in one process, compiled and warmed up, and take turns; a figure is a ratio of
 medians. Writes JSON and a plot. Peers that are not installed are left out, and named.
@@ -30,6 +30,7 @@ from ._cases import (
     shapes,
 )
 from ._generation import CONTINUATIONS, Continuation
+from ._llama import PASSES, Pass
 from ._measure import bandwidth, machine, measure
 from ._observables import JOBS
 from ._plot import plot
@@ -38,7 +39,7 @@ from ._speculative import DECODE, TASKS, Task
 _HEADS = {"heads": 16, "kv_heads": 16, "width": 64}
 _LLAMA = {"heads": 32, "kv_heads": 8, "width": 128}
 _PAPER = {"heads": 16, "kv_heads": 16, "width": 128}
-SUITES: dict[str, tuple[Case | Task | Continuation, ...]] = {
+SUITES: dict[str, tuple[Case | Task | Continuation | Pass, ...]] = {
     "cpu": (
         Case("prefill", Shape(1, 2048, 2048, **_HEADS), "float32"),
         Case("prefill", Shape(1, 2048, 2048, **_HEADS), "bfloat16"),
@@ -73,6 +74,7 @@ SUITES: dict[str, tuple[Case | Task | Continuation, ...]] = {
     ),
     "observables": tuple(Case(name, Shape(1, 2048, 2048, **_HEADS), "float32") for name in JOBS),
     "speculative": (*TASKS, *CONTINUATIONS),
+    "llama": PASSES,
 }
 MEMORY = Case("memory", Shape(1, 16384, 16384, 8, 8, 64), "float32", backward=True)
 
@@ -82,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite",
         choices=tuple(SUITES),
-        help="jobs for CPUs or for GPUs, observables, or prefix trees; default: as the machine",
+        help="jobs for CPUs or for GPUs, observables, prefix trees, or a decoder; default: as the machine",
     )
     parser.add_argument("--out", type=Path, default=Path("bench"), help="folder for the results")
     parser.add_argument("--repeats", type=int, default=9, help="timings of each side")
@@ -130,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(
-    case: Case | Task | Continuation,
+    case: Case | Task | Continuation | Pass,
     found: dict[str, Run],
     absent: dict[str, str],
     repeats: int,

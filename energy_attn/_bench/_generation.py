@@ -1,4 +1,4 @@
-"""Generation: what drafting ahead brings for a small trained model on real text."""
+"""Generation: what drafting ahead brings for the library's small model on real text."""
 
 import dataclasses
 import functools
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._demo._model import byte_llama
 from .._demo._text import standard_library
-from .._demo._train import CONFIG, train
+from .._demo._train import CONFIG, SHORT, train
 from ..distributed import SequenceParallel, make_mesh
 from ..models import AbstractDrafter, Generation, Llama, ModelDrafter, PromptLookup, generate
 from ._cases import OURS, Run
@@ -19,11 +20,12 @@ PLAIN = "a token at a time"
 MODEL = "drafts by a smaller model"
 
 _SMALL = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=192, num_hidden_layers=1)
-_SECONDS = 60.0  # of training the demo's model, and half of it for the smaller one
+_SECONDS = 30.0  # of training the smaller model
+_STEPS = 2000  # at most
 
 
 class Models(NamedTuple):
-    """The demo's model and a smaller one, trained, and bytes that they have not seen."""
+    """The library's model of bytes and a smaller one, trained, and bytes that they have not seen."""
 
     model: Llama
     small: Llama
@@ -32,11 +34,10 @@ class Models(NamedTuple):
 
 @functools.cache
 def trained(seconds: float) -> Models:
-    """Trains both. Raises `FileNotFoundError` where Python's sources are not."""
+    """Reads the one and trains the other. Raises `FileNotFoundError` where Python's sources are not."""
     text = standard_library()
-    model = train(text.train, CONFIG.max_position_embeddings, seconds, 0).model
-    small = train(text.train, CONFIG.max_position_embeddings, seconds / 2, 1, _SMALL).model
-    return Models(model, small, text.held_out)
+    small = train(text.train, 1, _STEPS, seconds, _SMALL, stages=SHORT).model
+    return Models(byte_llama(), small, text.held_out)
 
 
 class Continuation(NamedTuple):
@@ -47,7 +48,7 @@ class Continuation(NamedTuple):
         prompt: bytes of each prompt.
         new: bytes to generate for each.
         devices: how many the cache is spread over.
-        seconds: of training.
+        seconds: of training the smaller model.
     """
 
     prompts: int

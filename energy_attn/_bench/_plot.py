@@ -5,6 +5,7 @@ from typing import Any
 
 from ._cases import BARE, CUDNN, DENSE, FLASH, JAX_NN, ONE_PASS, PYTORCH
 from ._generation import MODEL, PLAIN
+from ._llama import TRANSFORMERS
 from ._speculative import DECODE, PYTHON
 
 _COLOURS = {
@@ -19,6 +20,7 @@ _COLOURS = {
     PYTHON: "#dd8452",
     PLAIN: "#55a868",
     MODEL: "#8172b3",
+    TRANSFORMERS: "#dd8452",
 }
 
 

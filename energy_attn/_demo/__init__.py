@@ -1,6 +1,6 @@
 """`python -m energy_attn demo`: the library's main job, on a real text, judged before the reader.
 
-Trains a small byte-level Llama on the sources of Python's standard library, reads a long prompt and
+A small byte-level Llama, trained on the sources of Python's standard library, reads a long prompt and
 decodes from it with the key/value cache sharded over a 2 × 4 mesh; then decodes the same on one
 device, and computes every attention again in float64.
 """
@@ -15,26 +15,31 @@ import jax
 import numpy as np
 
 from .. import attention
+from .._devices import enough_devices
 from ..distributed import SequenceParallel, make_mesh
-from ..models import LlamaConfig
+from ..models import Llama, LlamaConfig, shard
 from ._checks import errors, expected
 from ._decode import Decoded, Sent, compile_step, decode, gathered, one_device, sent
+from ._model import byte_llama
 from ._picture import draw
 from ._report import Line, readable, table
-from ._temper import WINDOW
 from ._text import Text, standard_library
-from ._train import Training, parameters, score, train
+from ._train import WINDOW, parameters, score, train
 
 _MESH = (2, 4)
 DEVICES = 8
+_STEPS = 2000  # of training, at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options. Raises nothing."""
+    parser.add_argument(
+        "--train", action="store_true", help="train a model, not use the one that is there"
+    )
     parser.add_argument("--seconds", type=float, default=85.0, help="time to train (%(default)s)")
     parser.add_argument("--context", type=int, default=8192, help="bytes of prompt (%(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="bytes to decode (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of training (%(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("demo.png"), help="the picture (%(default)s)"
     )
@@ -45,30 +50,32 @@ def run(args: argparse.Namespace) -> int:
     try:
         text = standard_library()
         _check(args, len(text.held_out))
-        devices = _devices()
+        devices = enough_devices(DEVICES)
+        model = None if args.train else byte_llama()
     except (OSError, ValueError, RuntimeError) as error:
         print(f"energy_attn demo: {error}", file=sys.stderr)
         return 2
     # Accelerators would round the factors of float32 products.
     with jax.default_device(devices[0]), jax.default_matmul_precision("highest"):
-        return _run(args, text, devices)
+        return _run(args, text, devices, model or _new(args, text))
 
 
-def _run(args: argparse.Namespace, text: Text, devices: list[Any]) -> int:
+def _run(args: argparse.Namespace, text: Text, devices: list[Any], model: Llama) -> int:
     # The prompt ends where a line does.
     end = args.context + text.held_out[args.context :].tobytes().find(b"\n") + 1
     prompt = text.held_out[end - args.context : end]
-    print(f"{_machine(devices)}, as a 2 × 4 mesh", flush=True)
-
-    training = train(text.train, args.context, args.seconds, args.seed)
-    print(_trained(training, len(text.train), text.files), flush=True)
-    model, parallel = training.model, SequenceParallel(method="tree", merge="allreduce")
     near, far = score(model, prompt)
-    print(f"decoding over the mesh after {args.context:,} bytes of context ...", flush=True)
-    with jax.set_mesh(make_mesh(_MESH, devices=devices)):
-        tree = decode(model, prompt, args.tokens, parallel)
-        longer = sent(compile_step(model, 2 * tree.slots, parallel, attention))
-        fetched = sent(compile_step(model, tree.slots, parallel, gathered))
+    print(
+        f"{parameters(model):,} weights, trained on Python's standard library, read {args.context:,} "
+        f"bytes of it that they have not seen\non {_machine(devices)}, as a 2 × 4 mesh ...",
+        flush=True,
+    )
+    mesh = make_mesh(_MESH, devices=devices)
+    spread, parallel = shard(model, mesh), SequenceParallel(method="tree", merge="allreduce")
+    with jax.set_mesh(mesh):
+        tree = decode(spread, prompt, args.tokens, parallel)
+        longer = sent(compile_step(spread, 2 * tree.slots, parallel, attention))
+        fetched = sent(compile_step(spread, tree.slots, parallel, gathered))
     print("decoding on one device, twice ...", flush=True)
     alone = decode(model, prompt, args.tokens)
     dense = decode(model, prompt, args.tokens, attend=one_device)
@@ -105,28 +112,21 @@ def _check(args: argparse.Namespace, available: int) -> None:
         raise ValueError(f"--out: wanted a path in a folder that exists, got {args.out}")
 
 
-def _devices() -> list[Any]:
-    """Eight devices: the default ones if there are as many, else simulated ones."""
-    for devices in (jax.devices(), jax.devices("cpu")):
-        if len(devices) >= DEVICES:
-            return devices[:DEVICES]
-    raise ValueError(f"wanted {DEVICES} devices, real or simulated, got {len(devices)}")
-
-
 def _machine(devices: list[Any]) -> str:
     if devices[0].platform == "cpu":
         return f"{DEVICES} simulated devices on {os.cpu_count()} CPU cores"
     return f"{DEVICES} devices: {devices[0].device_kind}"
 
 
-def _trained(training: Training, size: int, files: int) -> str:
-    steps = len(training.losses)
-    nats = training.losses[-50:].mean()
-    return (
-        f"trained {parameters(training.model):,} weights on {files} files of Python's standard "
-        f"library ({size / 1e6:.1f} MB): {steps} steps in {training.seconds:.0f} s, "
-        f"loss {nats:.2f} nats a byte"
+def _new(args: argparse.Namespace, text: Text) -> Llama:
+    """A model that is trained now, and a line that says how that went."""
+    training = train(text.train, args.seed, _STEPS, args.seconds)
+    print(
+        f"trained on {text.files} files ({len(text.train) / 1e6:.1f} MB): {len(training.losses)} "
+        f"steps in {training.seconds:.0f} s, loss {training.losses[-50:].mean():.2f} nats a byte",
+        flush=True,
     )
+    return training.model
 
 
 def _passage(prompt: np.ndarray, decoded: np.ndarray) -> str:

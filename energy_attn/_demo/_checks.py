@@ -7,7 +7,6 @@ import numpy as np
 from ..models import LlamaConfig
 from ..models._output import LlamaTrace
 from ._decode import Held
-from ._temper import WINDOW
 
 _EPS = float(np.finfo(np.float32).eps)
 
@@ -62,8 +61,6 @@ def errors(trace: LlamaTrace, held: Held, first: int) -> Errors:
     """
     query, outs, energies = (np.asarray(x)[:, 0] for x in trace)
     steps = first + np.arange(query.shape[1])
-    beta = np.maximum(1.0, np.log(steps + 1.0) / np.log(WINDOW))
-    query = query.astype(np.float64) * beta[:, None, None]
     seen = (held.positions >= 0) & (held.positions <= steps[:, None])
     worst = np.zeros((len(query), 4))
     for layer, (key, value) in enumerate(zip(held.key, held.value, strict=True)):

@@ -1,4 +1,4 @@
-"""Greedy decoding, compiled ahead of time so that the program that runs is the one that is read."""
+"""Decoding, compiled ahead of time so that the program that runs is the one that is read."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -16,9 +15,9 @@ from ..distributed import SequenceParallel, collectives
 from ..models import Llama, LlamaCache
 from ..models._continue import read_on
 from ..models._output import LlamaTrace
-from ._temper import tempered
 
 _CHUNK = 512  # of the prompt, read at a time
+_TEMPERATURE, _SEED = 0.5, 0  # of the draws: the likeliest bytes soon repeat themselves
 Step = Callable[[Llama, Array, LlamaCache], tuple[Array, LlamaCache, LlamaTrace]]
 
 
@@ -85,24 +84,29 @@ def gathered(query: Array, key: Array, value: Array, **options: Any) -> Any:
 
 
 def step_of(attend: Callable[..., Any]) -> Step:
-    """One step: reads a token `[B, 1]` and gives the likeliest next. Raises nothing."""
+    """One step: reads a token `[B, 1]` and draws the next. Raises nothing."""
 
     def step(model: Llama, token: Array, cache: LlamaCache) -> tuple[Array, LlamaCache, LlamaTrace]:
         one = jnp.ones(1, jnp.int32)
-        x, after, trace = read_on(model, token, cache, one, tempered(attend))
-        return jnp.argmax(model.logits(x), -1).astype(jnp.int32), after, trace
+        x, after, trace = read_on(model, token, cache, one, attend)
+        return _drawn(model.logits(x), after), after, trace
 
     return step
+
+
+def _drawn(logits: Array, cache: LlamaCache) -> Array:
+    """A byte behind those of the cache. The noise is that of its position, whoever decodes."""
+    key = jax.random.fold_in(jax.random.key(_SEED), cache.lengths[0])
+    return jax.random.categorical(key, logits / _TEMPERATURE).astype(jnp.int32)
 
 
 def compile_step(
     model: Llama, slots: int, parallel: SequenceParallel | None, attend: Callable[..., Any]
 ) -> jax.stages.Compiled:
-    """A step over a cache of `slots`, compiled the cache is donated."""
+    """A step over a cache of `slots`, compiled; the cache is donated. Raises nothing."""
     cache = model.empty_cache(1, slots, parallel=parallel)
-    model, token = _place((model, jnp.zeros((1, 1), jnp.int32)), cache, parallel)
     step = jax.jit(step_of(attend), donate_argnums=2)
-    return step.lower(model, token, cache).compile()
+    return step.lower(model, jnp.zeros((1, 1), jnp.int32), cache).compile()
 
 
 def decode(
@@ -112,17 +116,20 @@ def decode(
     parallel: SequenceParallel | None = None,
     attend: Callable[..., Any] = attention,
 ) -> Decoded:
-    """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force."""
+    """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force.
+
+    The model is where the cache is to be. Raises nothing.
+    """
 
     def prefill(model: Llama, tokens: Array, cache: LlamaCache) -> tuple[Array, LlamaCache]:
-        out = model.prefill(tokens, cache, chunk_size=_CHUNK, attend=tempered(attend))
+        out = model.prefill(tokens, cache, chunk_size=_CHUNK, attend=attend)
         assert out.cache is not None
-        return jnp.argmax(out.logits, -1).astype(jnp.int32), out.cache
+        return _drawn(out.logits, out.cache), out.cache
 
     slots = len(prompt) + count
     step = compile_step(model, slots, parallel, attend)
     cache = model.empty_cache(1, slots, parallel=parallel)
-    model, tokens = _place((model, jnp.asarray(prompt[None], jnp.int32)), cache, parallel)
+    tokens = jnp.asarray(prompt[None], jnp.int32)
     read = jax.jit(prefill, donate_argnums=2).lower(model, tokens, cache).compile()
 
     began = time.perf_counter()
@@ -164,11 +171,3 @@ def sent(step: jax.stages.Compiled) -> Sent:
         sum(c.bytes * (c.count or 0) for c in found),
         peak,
     )
-
-
-def _place(arrays: Any, cache: LlamaCache, parallel: SequenceParallel | None) -> Any:
-    """`arrays` on every device that the cache is on."""
-    if parallel is None:
-        return arrays
-    layout: Any = cache.layers[0].key.sharding
-    return jax.device_put(arrays, NamedSharding(layout.mesh, P()))

@@ -1,50 +1,8 @@
-"""What the demo prints: a progress bar and a table."""
+"""What the demo prints: a table, and bytes as text."""
 
-import sys
-import time
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
-
-_WIDTH = 30
-_LINES = 8  # of progress, where there is no terminal
-
-
-class Progress:
-    """A progress bar on standard error; a few plain lines where that is no terminal."""
-
-    def __init__(self, what: str):
-        self._what, self._stream = what, sys.stderr
-        self._live = self._stream.isatty()
-        self._shown, self._last = -1.0, 0.0
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def show(self, done: float, note: str) -> None:
-        """Shows that `done` of 1 is done, and a note. Raises nothing."""
-        done = min(done, 1.0)
-        if self._live:
-            now = time.perf_counter()
-            if now - self._last < 0.1 and done < 1.0:
-                return
-            self._last = now
-            bar = "█" * round(done * _WIDTH)
-            self._stream.write(f"\r\x1b[K{self._what} │{bar:<{_WIDTH}}│ {done:4.0%}  {note}")
-        elif done >= 1.0 or done - self._shown >= 1 / _LINES:
-            self._shown = done
-            self._stream.write(f"{self._what} {done:4.0%}  {note}\n")
-        self._stream.flush()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._live:
-            self._stream.write("\n")
 
 
 class Line(NamedTuple):

@@ -1,6 +1,8 @@
-"""Training of the demo's small model: bytes in, next byte out, for a given time."""
+"""Training of a small model: bytes in, next byte out, for a number of steps or a given time."""
 
+import math
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,35 +13,50 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int
 
-from .. import attention
+from .._attention import attention
+from .._entropy import entropy
+from .._penalty import entropy_penalty, lse_penalty
+from .._progress import progress_of
 from ..models import Llama, LlamaConfig
-from ._report import Progress
-from ._temper import WINDOW, tempered
 
 CONFIG = LlamaConfig(
     vocab_size=256,
     hidden_size=128,
-    intermediate_size=384,
+    intermediate_size=448,
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=32,
     tie_word_embeddings=True,
     max_position_embeddings=8192,
+    eos_token_id=(0,),  # what parts files
 )
-_BATCH = 4
+WINDOW = 512  # bytes read at once for most of the training
 _RATE = 0.02  # of the matrices' orthogonal steps, at its peak
 _ADAM_RATE = 0.003  # of the norms and the embedding
-_MAX_STEPS = 2000
+_LOW = 1.0  # nats, below which entropies are not to fall
+_SEEN = 16  # keys at least, for a row of which this is asked
+
+
+class Stage(NamedTuple):
+    """Until which share of the training pieces of how many bytes are read, and how many at once."""
+
+    until: float
+    window: int
+    batch: int
+
+
+# Short pieces are the cheap ones; the last ones make the model look as far as it can.
+STAGES = (Stage(0.88, WINDOW, 4), Stage(0.97, 4096, 1), Stage(1.0, 8192, 1))
+SHORT = (Stage(1.0, WINDOW, 4),)
 
 
 class Training(NamedTuple):
-    """A trained model, and how it came about; losses in nats a byte."""
+    """A trained model, and how it came about; losses in nats a byte, without a penalty."""
 
     model: Llama
     losses: np.ndarray
     seconds: float
-    compile_seconds: float
 
 
 def parameters(model: Any) -> int:
@@ -47,12 +64,70 @@ def parameters(model: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
 
 
-def loss(
-    model: Llama, tokens: Int[Array, "batch read"], positions: Int[Array, "batch time"]
-) -> Float[Array, ""]:
-    r"""$-\log P$ of each byte after those before it, on average, in nats. Raises nothing."""
-    logits = model(tokens[:, :-1], positions).logits
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+def surprise(model: Llama, tokens: Int[Array, "batch read"]) -> Float[Array, "batch time"]:
+    r"""$-\log P$ of each byte after those before it, in nats. Raises nothing."""
+    logits = model(tokens[:, :-1]).logits
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
+
+def _observed(query: Array, *arrays: Array, return_energy: bool, **options: Any) -> Any:
+    out, energy = attention(query, *arrays, return_energy=return_energy, **options)
+    return out, (energy, entropy(query, *arrays, **options))
+
+
+def _z_loss(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
+    out: Any = model(tokens, positions, return_energies=True)
+    return out.logits, lse_penalty(out.energies)
+
+
+def _entropy(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
+    out: Any = model(tokens, positions, return_energies=True, attend=_observed)
+    row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None, :, None]
+    return out.logits, entropy_penalty(out.energies[1], row >= _SEEN, low=_LOW)
+
+
+def _none(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
+    return model(tokens, positions).logits, jnp.float32(0)
+
+
+class Penalty(NamedTuple):
+    """What may be added to the loss: how much of it, and what gives the logits and the penalty."""
+
+    strength: float
+    read: Callable[[Llama, Array, Array], tuple[Array, Array]]
+
+
+PENALTIES = {
+    "none": Penalty(0.0, _none),
+    "z-loss": Penalty(1e-3, _z_loss),
+    "entropy": Penalty(0.1, _entropy),
+}
+
+
+class Observed(NamedTuple):
+    """A model on some text: its loss, and what attention did, over layers, rows and heads.
+
+    Attributes:
+        loss: nats a byte.
+        energy: the mean of the energies' sizes, in nats.
+        largest_energy: the largest.
+        entropy: the mean entropy of the rows, in nats.
+    """
+
+    loss: Array
+    energy: Array
+    largest_energy: Array
+    entropy: Array
+
+
+@jax.jit
+def observe(model: Llama, tokens: Int[Array, "batch read"]) -> Observed:
+    """What a model does on pieces of text, without a change to it. Raises nothing."""
+    out: Any = model(tokens[:, :-1], return_energies=True, attend=_observed)
+    loss = optax.softmax_cross_entropy_with_integer_labels(out.logits, tokens[:, 1:])
+    energies, entropies = out.energies
+    sizes = jnp.abs(energies)
+    return Observed(loss.mean(), sizes.mean(), sizes.max(), entropies.mean())
 
 
 def score(model: Llama, text: np.ndarray) -> tuple[float, float]:
@@ -60,33 +135,47 @@ def score(model: Llama, text: np.ndarray) -> tuple[float, float]:
 
     `text` has twice `WINDOW` bytes at least. Raises nothing.
     """
-
-    @jax.jit
-    def surprise(model: Llama, tokens: Array) -> Array:
-        positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
-        logits = model(tokens[:, :-1], positions, attend=tempered(attention)).logits
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-
     half = WINDOW // 2
-    pieces = [text[-WINDOW - half - 1 : -half], text[-WINDOW - 1 :]]
-    near = surprise(model, jnp.asarray(np.stack(pieces), jnp.int32))[:, -half:]
-    far = surprise(model, jnp.asarray(text[None], jnp.int32))[:, -WINDOW:]
+    pieces = np.stack([text[-WINDOW - half - 1 : -half], text[-WINDOW - 1 :]])
+    losses = jax.jit(surprise)
+    near = losses(model, jnp.asarray(pieces, jnp.int32))[:, -half:]
+    far = losses(model, jnp.asarray(text[None], jnp.int32))[:, -WINDOW:]
     return float(near.mean()), float(far.mean())
 
 
 def train(
-    text: np.ndarray, context: int, seconds: float, seed: int, config: LlamaConfig = CONFIG
+    text: np.ndarray,
+    seed: int,
+    steps: int,
+    seconds: float = math.inf,
+    config: LlamaConfig = CONFIG,
+    penalty: str = "none",
+    stages: Sequence[Stage] = STAGES,
+    after: Callable[[int, Llama], None] = lambda step, model: None,
 ) -> Training:
-    """Trains a model on pieces of `text` for `seconds`, compilation not counted.
+    """Trains a model on pieces of `text` for `steps` or `seconds`, whichever end first.
 
-    A piece is `WINDOW` bytes long, but its positions jump once by up to `context`, so that the
-    rotary embedding meets every distance of a long prompt at the price of a short one (PoSE, Zhu et
-    al., arXiv 2309.10400). Muon (Jordan et al., 2024) gets farther than AdamW:
-    1.53 against 1.75 nats after 400 steps. The learning rate warms up and falls as a cosine of the
-    time spent, so that the schedule is whole on a machine of any speed. Raises nothing.
+    The positions of a piece jump once by up to as far as the model's context allows, so that the
+    rotary embedding meets every distance of a long text at the price of a short piece (PoSE, Zhu et
+    al., arXiv 2309.10400). Muon (Jordan et al., 2024) gets farther than AdamW: 1.53 against 1.75
+    nats after 400 steps. The learning rate warms up and falls as a cosine of the share that is done:
+    of the steps, or of the time, compilation not counted.
+
+    Args:
+        text: the bytes, at least one more than the largest piece.
+        seed: of weights and batches.
+        steps: how many at most.
+        seconds: how long at most; at least one step is made.
+        config: of the model.
+        penalty: what is added to the loss, of `PENALTIES`.
+        stages: what is read when; the last one's share ends at 1.
+        after: called after each step with its number from 1 and the model, which the next step
+            takes for itself.
+
+    Raises `KeyError` for another penalty, and what `after` raises.
     """
     model: Any = Llama(config, key=jax.random.key(seed))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 100, 1000, 0.05)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 50, 1000, 0.02)
     rates = jax.tree.map(lambda matrix: _RATE if matrix else _ADAM_RATE, _matrices(model))
     optimiser = optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -97,41 +186,48 @@ def train(
             muon_weight_dimension_numbers=_dimensions,
         ),
     )
+    strength, read = PENALTIES[penalty]
+
+    def loss(model: Any, tokens: Array, positions: Array) -> tuple[Array, Array]:
+        logits, added = read(model, tokens[:, :-1], positions)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean() + strength * added, losses.mean()
 
     def step(
         model: Any, state: Any, scale: Array, tokens: Array, positions: Array
     ) -> tuple[Any, Any, Array]:
-        value, slope = jax.value_and_grad(loss)(model, tokens, positions)
+        slope, value = jax.grad(loss, has_aux=True)(model, tokens, positions)
         updates, state = optimiser.update(slope, state, model)
         updates = jax.tree.map(lambda rate, update: scale * rate * update, rates, updates)
         return optax.apply_updates(model, updates), state, value
 
     rng = np.random.default_rng(seed)
 
-    def batch() -> tuple[np.ndarray, np.ndarray]:
-        starts = rng.integers(0, len(text) - WINDOW, (_BATCH, 1))
-        tokens = text[starts + np.arange(WINDOW + 1)]
-        jump = rng.integers(0, max(1, context - WINDOW), (_BATCH, 1))
-        jumped = np.arange(WINDOW) >= rng.integers(1, WINDOW, (_BATCH, 1))
-        return tokens.astype(np.int32), (np.arange(WINDOW) + jump * jumped).astype(np.int32)
+    def batch(stage: Stage) -> tuple[np.ndarray, np.ndarray]:
+        size, each = (stage.batch, 1), np.arange(stage.window)
+        starts = rng.integers(0, len(text) - stage.window, size)
+        tokens = text[starts + np.arange(stage.window + 1)]
+        jump = rng.integers(0, max(1, config.max_position_embeddings - stage.window), size)
+        jumped = each >= rng.integers(1, stage.window, size)
+        return tokens.astype(np.int32), (each + jump * jumped).astype(np.int32)
 
     state = optimiser.init(model)
-    began = time.perf_counter()
-    run = (
-        jax.jit(step, donate_argnums=(0, 1)).lower(model, state, np.float32(0), *batch()).compile()
-    )
-    compiled = time.perf_counter()
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    runs = [jitted.lower(model, state, np.float32(0), *batch(x)).compile() for x in stages]
     losses: list[float] = []
+    began = time.perf_counter()
     elapsed = done = 0.0
-    with Progress("training") as progress:
+    with progress_of("training", True) as show:
         while done < 1.0:
+            run, stage = next(x for x in zip(runs, stages, strict=True) if done < x[1].until)
             scale = np.asarray(schedule(1000.0 * done), np.float32)
-            model, state, value = run(model, state, scale, *batch())
+            model, state, value = run(model, state, scale, *batch(stage))
             losses.append(float(value))
-            elapsed = time.perf_counter() - compiled
-            done = max(elapsed / seconds, len(losses) / _MAX_STEPS) if seconds > 0 else 1.0
-            progress.show(done, f"loss {np.mean(losses[-20:]):.2f} nats/byte, {elapsed:.0f} s")
-    return Training(model, np.array(losses), elapsed, compiled - began)
+            after(len(losses), model)
+            elapsed = time.perf_counter() - began
+            done = max(elapsed / seconds if seconds > 0 else 1.0, len(losses) / steps)
+            show(min(done, 1.0), f"loss {np.mean(losses[-20:]):.2f} nats/byte, {elapsed:.0f} s")
+    return Training(model, np.array(losses), elapsed)
 
 
 def _dimensions(model: Any) -> Any:
