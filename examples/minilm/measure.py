@@ -1,0 +1,178 @@
+"""What attention does in each layer and head of an encoder, and in one head on one sentence."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from tokenizers import Encoding
+
+import energy_attn as ea
+
+from .bert import Bert, pooled, tokenize
+
+# The example: a head that seeks what a pronoun stands for, and a pronoun that may stand for two things.
+SENTENCE = "The piano did not pass through the door because it was too wide."
+OTHER = "The piano did not pass through the door because it was too narrow."
+WORD, LAYER, HEAD = "it", 3, 1
+TOWARDS = ("piano", "door", "[CLS]")
+POINTS = 33
+
+
+class Encoded(NamedTuple):
+    """Sentences `[B, T]`, what each layer made of them, and their embeddings.
+
+    Attributes:
+        lengths: `[B]`; tokens from there on are padding.
+        states: `[B, layers + 1, T, width]`: what each layer got, and what the last one gave.
+        embeddings: `[B, width]`, of length 1.
+    """
+
+    lengths: Int[Array, " B"]
+    states: Float[Array, "B layers+1 T width"]
+    embeddings: Float[Array, "B width"]
+
+
+def encode(model: Bert, encodings: list[Encoding]) -> Encoded:
+    """Runs the model on one padded batch. Raises nothing."""
+    tokens = jnp.asarray([encoding.ids for encoding in encodings], jnp.int32)
+    lengths = jnp.asarray([sum(x.attention_mask) for x in encodings], jnp.int32)
+    return Encoded(lengths, *_encode(model, tokens, lengths))
+
+
+@eqx.filter_jit
+def _encode(model: Bert, tokens: Array, lengths: Array) -> tuple[Array, Array]:
+    states = jax.vmap(model)(tokens, lengths)
+    return states, jax.vmap(pooled)(states[:, -1], lengths)
+
+
+def energy_report(model: Bert, encoded: Encoded) -> ea.EnergyReport:
+    """The report of all layers, `[layers, heads]`, each read at what it gets; padding is no key and no query.
+
+    Raises nothing.
+    """
+    reports = [_layer_report(*at) for at in _layers(model, encoded)]
+    return jax.tree.map(lambda *layers: jnp.concatenate(layers), *reports)
+
+
+def weights_of(model: Bert, encoded: Encoded) -> Float[Array, "layers B T heads S"]:
+    """The weights of all rows. Raises nothing.
+
+    A sentence is short enough to look at them one by one: attention to values that are the rows of a unit matrix.
+    """
+    return jnp.stack([_layer_weights(*at) for at in _layers(model, encoded)])
+
+
+def _layers(model: Bert, encoded: Encoded) -> list[tuple[ea.MultiheadAttention, Array, Array]]:
+    """Each layer's attention, what it gets, and the lengths. Layers are alike: one program serves all."""
+    inputs = jnp.moveaxis(encoded.states[:, :-1], 1, 0)
+    return [
+        (layer.attention, x, encoded.lengths) for layer, x in zip(model.layers, inputs, strict=True)
+    ]
+
+
+@eqx.filter_jit
+def _layer_report(layer: ea.MultiheadAttention, x: Array, lengths: Array) -> ea.EnergyReport:
+    return ea.energy_report(
+        layer, x, x, x, query_seq_lengths=lengths, key_value_seq_lengths=lengths
+    )
+
+
+@eqx.filter_jit
+def _layer_weights(layer: ea.MultiheadAttention, x: Array, lengths: Array) -> Array:
+    query, key, _ = jax.vmap(lambda x: layer.project(x, x, x))(x)
+    return ea.attention(
+        query, key, one_hot(key), query_seq_lengths=lengths, key_value_seq_lengths=lengths
+    )
+
+
+def one_hot(key: Float[Array, "*B S heads H"]) -> Float[Array, "*B S heads S"]:
+    """Values that are the rows of a unit matrix, for these keys. Raises nothing."""
+    *batch, size, heads, _ = key.shape
+    return jnp.broadcast_to(jnp.eye(size, dtype=key.dtype)[:, None], (*batch, size, heads, size))
+
+
+def looks_at(model: Bert, encoded: Encoded) -> dict[str, np.ndarray]:
+    """The mean weight of some keys in each layer and head, `[layers, heads]`. Raises nothing.
+
+    `first`: of a sentence's first token, [CLS]; `itself`: of the query's own; `before` and `after`: of the neighbours,
+    over the queries that have them.
+    """
+    weights = np.asarray(weights_of(model, encoded), np.float64)
+    place = np.arange(weights.shape[-1])
+    lengths = np.asarray(encoded.lengths)[:, None, None]
+    query, key = place[:, None], place
+    real = (query < lengths) & (key < lengths)  # [B, T, S]
+    chosen = {
+        "first": key == 0 * query,
+        "itself": key == query,
+        "before": key == query - 1,
+        "after": key == query + 1,
+    }
+    return {
+        name: np.einsum("lbtns,bts->ln", weights, real & where) / (real & where).sum()
+        for name, where in chosen.items()
+    }
+
+
+def worked_example(model: Bert, directory: Path) -> dict[str, Any]:
+    """One row of attention: its weights, the covariance of its values, and what it costs to move its output.
+
+    Raises what `tokenize` raises.
+
+    Entries, beside those of an energy report: `weights` `[S]`; `eigenvalues` of the covariance, from the largest on;
+    `along` `[S]`: how far each value is from the output in the direction of the first; `rate`: the rate function of
+    `distance` in that direction; `towards`: for some tokens the rate function on the way from the output to their
+    value, at parts `share` of it; `other`: the weights of these tokens in the other sentence.
+    """
+    encodings = tokenize(directory, [SENTENCE, OTHER])  # as long as each other
+    tokens = encodings[0].tokens
+    places = jnp.asarray([tokens.index(token) for token in (WORD, *TOWARDS)], jnp.int32)
+    one, two = encode(model, encodings).states[:, LAYER]
+    report, found = _row(model.layers[LAYER].attention, one, places)
+    _, other = _row(model.layers[LAYER].attention, two, places)
+    names = {"sentence": SENTENCE, "tokens": tokens, "query": WORD, "layer": LAYER, "head": HEAD}
+    numbers = {name: x.item() for name, x in vars(report).items()}
+    towards = dict(zip(TOWARDS, found.pop("towards"), strict=True))
+    other = dict(zip(TOWARDS, other["weights"][places[1:]], strict=True))
+    return names | numbers | found | {"towards": towards, "other": other}
+
+
+@eqx.filter_jit
+def _row(
+    layer: ea.MultiheadAttention, x: Float[Array, "T width"], places: Int[Array, " 1+tokens"]
+) -> tuple[ea.EnergyReport, dict[str, Array]]:
+    """The report and the arrays of the example, for the query at the first of the places."""
+    query, key, value = (heads[:, HEAD : HEAD + 1] for heads in layer.project(x, x, x))
+    query = query[places[:1]]
+    report = ea.energy_report(query, key, value, per_query=True)
+    weights = ea.attention(query, key, one_hot(key))[0, 0]
+    out = ea.attention(query, key, value)[0]  # [1, width]
+    sizes, directions = jnp.linalg.eigh(ea.covariance(query, key, value)[0, 0])
+    along = (value[:, 0] - out) @ directions[:, -1]
+    along = along * jnp.sign(along[weights.argmax()])  # the heaviest key is on the right
+
+    # One component of the output has the rate function of values that are numbers.
+    distance = jnp.linspace(along.min(), along.max(), 2 * POINTS - 1, dtype=x.dtype)
+    share = jnp.linspace(0, 1, POINTS, dtype=x.dtype)
+    ways = out[None] + share[None, :, None] * (value[places[1:]] - out[None])  # [tokens, P, width]
+    return report, {
+        "weights": weights,
+        "eigenvalues": sizes[::-1],
+        "along": along,
+        "distance": distance,
+        "rate": _rate(distance[:, None], query, key, along[:, None]),
+        "share": share,
+        "towards": _rate(ways.reshape(-1, ways.shape[-1]), query, key, value[:, 0]).reshape(
+            len(ways), -1
+        ),
+    }
+
+
+def _rate(point: Array, query: Array, key: Array, value: Array) -> Array:
+    """The rate function `[P]` at points `[P, Hv]`, for one query and values `[S, Hv]`."""
+    query = jnp.broadcast_to(query, (len(point), *query.shape[1:]))
+    return ea.rate(point[:, None], query, key, value[:, None]).value[:, 0]
