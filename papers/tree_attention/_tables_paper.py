@@ -1,0 +1,179 @@
+"""Tables 1 and 2 of the paper's later text, and what the cost model says of the same machines."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from energy_attn.distributed import cost
+from energy_attn.models import Llama, Llama3Rope, LlamaConfig
+
+TOKENS = 10
+# What the predictions rest on; printed with them.
+ASSUMPTIONS = (
+    "Lengths: k is 1024 in table 1; table 2 prints whole numbers.",
+    "Weights and cache are bfloat16, and weights are whole on every device: the paper does not say.",
+    "A step reads every weight once, but for an untied embedding, and keys and values, at the full "
+    "bandwidth of memory. No kernel takes time to start, and no arithmetic takes any.",
+    "Tree: a device reads its own keys and values; each layer folds by the cost model's best merge.",
+    "Ring: keys and values travel, so that every device reads those of all; nothing overlaps with "
+    "that (section 6.3 of the paper: not feasible in decoding).",
+    "Repeated: the same ring where each key is repeated for the query heads that share it, as the "
+    "paper's equations count keys. Whether its program did so the paper does not say.",
+    "Links, memory and arithmetic are the makers' figures; latencies are those that NCCL and RCCL "
+    "reckon with. One hop between two of four MI300X has one link, 64 GB/s.",
+    "Prompt: the products of all weights but embedding and output, and causal attention, shared "
+    "evenly by the devices at the peak of dense bfloat16 products: a lower bound.",
+)
+
+
+class Time(NamedTuple):
+    """Seconds: a mean, and its standard error."""
+
+    mean: float
+    error: float
+
+
+class Measured(NamedTuple):
+    """A row of the paper's tables: seconds for a prompt and ten tokens."""
+
+    prompt: int
+    tree: Time
+    ring: Time
+
+
+class System(NamedTuple):
+    """A machine of the paper, and the times that the paper gives for it.
+
+    `bandwidth` is that of a device's memory, bytes per second; `flops` those of its dense bfloat16
+    products, per second.
+    """
+
+    table: int
+    model: str
+    topology: cost.Topology
+    bandwidth: float
+    flops: float
+    rows: tuple[Measured, ...]
+
+
+def _llama(
+    layers: int, width: int, inside: int, head_dim: int, factor: float, tied: bool
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=width,
+        intermediate_size=inside,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=Llama3Rope(factor, 1.0, 4.0, 8192),
+        tie_word_embeddings=tied,
+        max_position_embeddings=131072,
+    )
+
+
+# As in the config.json of the published checkpoints.
+LLAMAS = {
+    "Llama 3.1 8B": _llama(32, 4096, 14336, 128, 8.0, tied=False),
+    "Llama 3.2 1B": _llama(16, 2048, 8192, 64, 32.0, tied=True),
+}
+
+# Times: section 6.4 (table 1) and appendix C.3 (table 2). Bandwidths and products: the data sheets
+# of H100 SXM and MI300X, and NVIDIA's Ada architecture paper.
+_FABRIC = cost.Topology(
+    "4x MI300X", (cost.Link(4, 0.8e-6, 64e9, "Infinity Fabric"),), "tree", 12e-6
+)
+SYSTEMS = {
+    "8x H100": System(
+        *(1, "Llama 3.1 8B", cost.dgx_h100(), 3.35e12, 989.4e12),
+        (
+            Measured(32 * 1024, Time(0.60, 0.15), Time(2.57, 0.35)),
+            Measured(64 * 1024, Time(1.08, 0.10), Time(4.42, 0.38)),
+            Measured(128 * 1024, Time(2.68, 0.28), Time(6.38, 0.58)),
+            Measured(256 * 1024, Time(2.89, 0.62), Time(8.19, 1.07)),
+        ),
+    ),
+    "4x MI300X": System(
+        *(1, "Llama 3.1 8B", _FABRIC, 5.3e12, 1307.4e12),
+        (
+            Measured(32 * 1024, Time(1.05, 0.01), Time(3.57, 0.25)),
+            Measured(64 * 1024, Time(2.36, 0.01), Time(7.33, 0.25)),
+            Measured(128 * 1024, Time(6.43, 0.25), Time(16.40, 0.40)),
+            Measured(256 * 1024, Time(15.30, 4.93), Time(35.12, 5.02)),
+        ),
+    ),
+    "2x RTX 4090": System(
+        *(2, "Llama 3.2 1B", cost.rtx_4090(2), 1.008e12, 165.2e12),
+        (
+            Measured(8000, Time(0.34, 0.05), Time(1.38, 0.07)),
+            Measured(16000, Time(0.58, 0.07), Time(2.77, 0.04)),
+            Measured(20000, Time(0.74, 0.01), Time(3.47, 0.04)),
+            Measured(32000, Time(1.01, 0.02), Time(5.45, 0.03)),
+        ),
+    ),
+}
+
+
+def attention_of(config: LlamaConfig, keys: int, dtype: str) -> cost.Shape:
+    """The attention of one layer in a decode step, as the cost model takes it."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return cost.Shape(1, 1, keys, heads, kv_heads, config.head_dim, dtype=dtype, causal=True)
+
+
+def abstract(config: LlamaConfig) -> Any:
+    """The model in bfloat16 without its numbers: shapes and dtypes alone."""
+    return jax.eval_shape(lambda key: Llama(config, jnp.bfloat16, key=key), jax.random.key(0))
+
+
+def bytes_of(tree: Any) -> int:
+    """Of all arrays of a tree, abstract ones too."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def predict(system: System, prompt: int) -> dict[str, float]:
+    """Seconds by the cost model: of reading the prompt, and of a decode step by each method.
+
+    What is assumed, `ASSUMPTIONS` says.
+    """
+    config, topology = LLAMAS[system.model], system.topology
+    model, layers = abstract(config), config.num_hidden_layers
+    embedding = 0 if config.tie_word_embeddings else bytes_of(model.embed_tokens)
+    weights = bytes_of(model) - embedding
+
+    def step(method: str, way: str, shape: cost.Shape, shards: int) -> float:
+        stored = 2 * shape.keys * shape.kv_heads * shape.width * shape.bytes // topology.devices
+        read = weights + layers * shards * stored
+        return read / system.bandwidth + layers * cost.latency(method, way, shape, topology)
+
+    shape = attention_of(config, prompt, "bfloat16")
+    repeated = dataclasses.replace(shape, kv_heads=shape.heads)
+    inside = bytes_of(model.layers) // 2
+    products = 2 * prompt * inside + 2 * layers * prompt**2 * shape.heads * shape.width
+    return {
+        "prompt": products / topology.devices / system.flops,
+        "tree": step("tree", cost.choose_merge(shape, topology), shape, 1),
+        "ring": step("ring", "keys", shape, topology.devices),
+        "repeated": step("ring", "keys", repeated, topology.devices),
+    }
+
+
+def beside_measured() -> list[dict[str, Any]]:
+    """A row for each of the paper's: its times, what they leave for a step, and `predict`."""
+    return [
+        {
+            "system": name,
+            "model": system.model,
+            "prompt": row.prompt,
+            "paper": {"tree": row.tree._asdict(), "ring": row.ring._asdict()},
+            # the prompt is read alike, so that the difference is the steps'
+            "step_difference_s": (row.ring.mean - row.tree.mean) / TOKENS,
+            "predicted": predict(system, row.prompt),
+        }
+        for name, system in SYSTEMS.items()
+        for row in system.rows
+    ]

@@ -1,0 +1,147 @@
+"""What `tables.py` says: its measurements, the paper's, compiled programs; and a plot."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+COLOURS = {"tree": "#4c72b0", "ring, keys": "#c44e52", "ring, queries": "#8172b3"}
+
+
+def run_table(run: dict[str, Any]) -> str:
+    """The times of one group of devices, a line for each prompt and method."""
+    lines = [
+        f"\n{run['devices']} devices ({run['platform']}), {run['processes']} processes; seconds, "
+        "mean ± standard error",
+        f"{'prompt':>8} {'read':>15}  {'':14} {'decoded':>16} {'both':>15} {'× tree':>7} "
+        f"{'bytes a step':>13} {'model':>13}",
+    ]
+    for row in run["rows"]:
+        tree = row["methods"]["tree"]["decode_s"]["mean"]
+        for name, x in row["methods"].items():
+            sent, said = (
+                sum(kind["bytes"] for kind in x[which].values())
+                for which in ("sent_per_step", "predicted_per_step")
+            )
+            lines.append(
+                f"{short(row['prompt']):>8} {time(row['prompt_s']):>15}  {name:14} "
+                f"{time(x['decode_s']):>16} {time(x['total_s']):>15} "
+                f"{x['decode_s']['mean'] / tree:7.2f} {sent:13} {said:13}"
+                + ("" if x["same_tokens"] else "  other tokens than the tree's")
+            )
+    return "\n".join(lines)
+
+
+def paper_table(rows: list[dict[str, Any]]) -> str:
+    """The paper's times beside the cost model's."""
+    lines = [
+        "\nThe paper's tables 1 and 2: seconds for a prompt and ten tokens, ring and tree. Beside "
+        "them, of a step: (ring - tree) / 10 in the paper and by the model, ms; and the least time "
+        "for the prompt, s",
+        f"{'':12} {'prompt':>6} {'tree':>12} {'ring':>12} {'ratio':>6} | {'paper':>7} {'model':>7} "
+        f"{'repeated':>9} | {'tree a step':>12} {'prompt':>7}",
+    ]
+    for row in rows:
+        said, paper = row["predicted"], row["paper"]
+        ratio = paper["ring"]["mean"] / paper["tree"]["mean"]
+        ring, repeated = (1e3 * (said[name] - said["tree"]) for name in ("ring", "repeated"))
+        lines.append(
+            f"{row['system']:12} {short(row['prompt']):>6} {time(paper['tree'], 2):>12} "
+            f"{time(paper['ring'], 2):>12} {ratio:6.1f} | {1e3 * row['step_difference_s']:7.0f} "
+            f"{ring:7.1f} {repeated:9.1f} | {1e3 * said['tree']:12.1f} {said['prompt']:7.2f}"
+        )
+    return "\n".join(lines)
+
+
+def case_table(case: dict[str, Any]) -> str:
+    """A model compiled for a target, a line for each program."""
+    lines = [
+        f"\n{case['model']} on {case['target']}, weights {case['weights']}, {case['slots']} slots; "
+        f"of {case['memory'] / 1e9:g} GB a device holds, and sends:"
+    ]
+    for name, x in case["programs"].items():
+        kinds = ", ".join(
+            f"{kind['rounds']} {what} of {kind['bytes']} B" for what, kind in x["sends"].items()
+        )
+        said = "; ".join(
+            f"attention by the model: {kind['rounds']} {what} of {kind['bytes']} B"
+            for what, kind in x.get("attention_sends", {}).items()
+        )
+        lines.append(f"{name:12} {x['holds'] / 1e9:7.2f} GB  {kinds}  {said}")
+    return "\n".join(lines)
+
+
+def time(seconds: dict[str, float], digits: int = 4) -> str:
+    """A mean and its standard error."""
+    return f"{seconds['mean']:.{digits}f}±{seconds['error']:.{digits}f}"
+
+
+def short(tokens: int) -> str:
+    """8192 as 8k."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
+
+
+def draw(result: dict[str, Any], path: Path) -> str:
+    """Draws decode steps over lengths of prompts, ours and what the paper's tables leave for them.
+
+    Returns what there is to say: where it is, or why not.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no plot: matplotlib is not installed (pip install 'energy_attn[plot]')"
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs, paper = result["runs"], result["paper"]
+    systems = list(dict.fromkeys(row["system"] for row in paper))
+    count = len(runs) + len(systems)
+    figure, panels = pyplot.subplots(
+        1, count, figsize=(1.0 + 2.5 * count, 3.8), squeeze=False, layout="constrained"
+    )
+    for panel, run in zip(panels[0], runs, strict=False):
+        prompts = [row["prompt"] for row in run["rows"]]
+        for name, colour in COLOURS.items():
+            times = [row["methods"][name]["decode_s"] for row in run["rows"]]
+            scale = 1e3 / result["tokens"]
+            mean, error = ([scale * x[key] for x in times] for key in ("mean", "error"))
+            panel.errorbar(
+                prompts, mean, error, color=colour, marker="o", markersize=3.5, label=name
+            )
+        several = f", {run['processes']} processes" if run["processes"] > 1 else ""
+        panel.set_title(f"here: {run['devices']} devices{several}", fontsize=9)
+    panels[0, 0].set_ylabel("ms for a decode step")
+    for panel, system in zip(panels[0, len(runs) :], systems, strict=True):
+        rows = [row for row in paper if row["system"] == system]
+        prompts = [row["prompt"] for row in rows]
+        said = [row["predicted"] for row in rows]
+        differences = {
+            "paper: (ring - tree) / 10": ([row["step_difference_s"] for row in rows], "k", "-"),
+            "model: ring - tree": ([x["ring"] - x["tree"] for x in said], "#c44e52", "--"),
+            "with repeated keys": ([x["repeated"] - x["tree"] for x in said], "#dd8452", ":"),
+            "model: tree": ([x["tree"] for x in said], "#4c72b0", "--"),
+        }
+        for name, (seconds, colour, line) in differences.items():
+            milliseconds = [1e3 * x for x in seconds]
+            panel.plot(
+                prompts, milliseconds, color=colour, linestyle=line, marker="o", markersize=3,
+                label=name,
+            )  # fmt: skip
+        panel.set_title(f"{system}, {rows[0]['model']}", fontsize=9)
+    for panel in panels[0]:
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        lengths = [int(x) for x in panel.lines[0].get_xdata()]
+        # two labels of the table's would lie on each other
+        ticks = [x for x in lengths if not any(x / 1.3 < y < x for y in lengths)]
+        panel.set_xticks(ticks, [short(tick) for tick in ticks], fontsize=8)
+        panel.minorticks_off()
+        panel.set_xlabel("prompt")
+        panel.grid(axis="y", color="0.9", linewidth=0.8)
+        panel.spines[["top", "right"]].set_visible(False)
+    ours, theirs = (panels[0, place].get_legend_handles_labels() for place in (0, -1))
+    style: dict[str, Any] = {"frameon": False, "fontsize": 8}
+    figure.legend(*ours, loc="outside lower left", ncols=len(ours[1]), **style)
+    figure.legend(*theirs, loc="outside lower right", ncols=len(theirs[1]), **style)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return f"wrote {path}"

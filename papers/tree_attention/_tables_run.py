@@ -1,0 +1,261 @@
+"""The protocol of tables 1 and 2 on the devices at hand: a prompt, then ten tokens by each method.
+
+    python -m energy_attn launch -n 2 -- papers/tree_attention/_tables_run.py PLAN RESULT
+
+is what `tables.py` runs for several processes, with a plan (`Plan`) in JSON; the first process
+writes what was found. The prompt is read in the same way whatever the method: each repetition
+reads it once, and every method decodes from a copy of the cache that this leaves.
+"""
+
+import collections
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _tables_paper import attention_of
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn._demo._text import standard_library
+from energy_attn.distributed import (
+    SequenceParallel,
+    collectives,
+    cost,
+    initialize,
+    make_mesh,
+    place,
+    ring_attention,
+)
+from energy_attn.models import Llama, LlamaConfig
+
+AXIS = "device"
+# A model of bytes with 0.9 million weights, as many as the demo's.
+BYTES = LlamaConfig(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+# Initial weights are so small that every token is followed by the same one.
+_SPREAD = 5
+
+
+class Plan(NamedTuple):
+    """What is to be measured."""
+
+    prompts: list[int]
+    tokens: int
+    repetitions: int
+    chunk: int
+    model: str | None  # a folder; None: `BYTES`, with random weights
+
+
+def ring(travels: str) -> Callable[..., Any]:
+    """Attention for a model's `attend=`, by a ring in which keys, or the queries' states, travel."""
+
+    def attend(query: Any, key: Any, value: Any, **said: Any) -> Any:
+        def here(query: Any, key: Any, value: Any, queries: Any, keys: Any) -> Any:
+            return tuple(
+                ring_attention(
+                    *(query, key, value),
+                    axis_name=AXIS,
+                    travels=travels,
+                    queries_sharded=False,
+                    is_causal=said["is_causal"],
+                    query_positions=queries,
+                    key_positions=keys,
+                )
+            )
+
+        sharded = P(None, AXIS)
+        spread = jax.shard_map(
+            here,
+            in_specs=(P(), sharded, sharded, P(), sharded),
+            out_specs=P(),
+            axis_names={AXIS},
+            check_vma=False,  # each device folds the keys in the order in which they come
+        )
+        return spread(query, key, value, said["query_positions"], said["key_positions"])
+
+    return attend
+
+
+METHODS = {"tree": ea.attention, "ring, keys": ring("keys"), "ring, queries": ring("queries")}
+
+
+def reader(chunk: int) -> Callable[..., Any]:
+    """Reads a prompt into a cache; gives the token after it, and the cache."""
+
+    def read(model: Any, tokens: Any, cache: Any) -> tuple[Any, Any]:
+        out = model.prefill(tokens, cache, chunk_size=chunk)
+        return lax.argmax(out.logits, 2, jnp.int32), out.cache
+
+    return read
+
+
+def decoder(attend: Callable[..., Any], tokens: int) -> Callable[..., Any]:
+    """Decode steps after a token: the likeliest ones, the logits of each, and the cache."""
+
+    def decode(model: Any, first: Any, cache: Any) -> tuple[Any, Any, Any]:
+        def step(carry: Any, _: None) -> Any:
+            out = model(carry[0], cache=carry[1], attend=attend)
+            token = lax.argmax(out.logits, 2, jnp.int32)
+            return (token, out.cache), (token, out.logits)
+
+        (_, cache), found = lax.scan(step, (first, cache), None, length=tokens)
+        return *found, cache
+
+    return decode
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """The mean of several times, and its standard error."""
+    error = statistics.stdev(seconds) / math.sqrt(len(seconds))
+    return {"mean": statistics.mean(seconds), "error": error}
+
+
+def sent(compiled: Any, steps: int = 1) -> dict[str, dict[str, int]]:
+    """What a program sends in one of its steps: by kind, collectives and bytes."""
+    kinds: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for found in collectives(compiled):
+        assert found.count is not None and found.count % steps == 0, found
+        count = found.count // steps
+        kinds[found.kind].update({"rounds": count, "bytes": count * found.bytes})
+    return {kind: dict(counts) for kind, counts in kinds.items()}
+
+
+def predicted(
+    method: str, config: LlamaConfig, keys: int, dtype: str, topology: cost.Topology
+) -> dict[str, dict[str, int]]:
+    """What the cost model says that a step sends by one of `METHODS`."""
+    shape = attention_of(config, keys, dtype)
+    name, _, way = method.partition(", ")
+    way = way or cost.choose_merge(shape, topology)
+    kinds: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for transfer in cost.transfers(name, way, shape, topology):
+        count = config.num_hidden_layers * transfer.count
+        kinds[transfer.kind].update({"rounds": count, "bytes": count * transfer.bytes})
+    return {kind: dict(counts) for kind, counts in kinds.items()}
+
+
+def timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Seconds until the last process has what `run` returns, and that."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("begin")
+    start = time.perf_counter()
+    found = jax.block_until_ready(run(*arguments))
+    seconds = np.float64(time.perf_counter() - start)
+    if jax.process_count() > 1:
+        seconds = multihost_utils.process_allgather(seconds).max()
+    return float(seconds), found
+
+
+def measure(model: Any, text: np.ndarray, plan: Plan, prompt: int) -> dict[str, Any]:
+    """Times one length of prompt, on the mesh in force."""
+    devices, platform = jax.device_count(), jax.default_backend()
+    topology = cost.topology_of((AXIS,), (devices,), platform, jax.process_count())
+    tokens = place(text[None, :prompt].astype(np.int32), P(), whole=True)
+    slots = prompt + plan.tokens
+
+    def empty() -> Any:
+        return model.empty_cache(1, slots, parallel=SequenceParallel(AXIS))
+
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    read = jax.jit(reader(plan.chunk), donate_argnums=2).lower(model, tokens, empty()).compile()
+    first, cache = read(model, tokens, empty())
+    programs = {
+        name: jax.jit(decoder(attend, plan.tokens), donate_argnums=2)
+        .lower(model, first, cache)
+        .compile()
+        for name, attend in METHODS.items()
+    }
+    reading: list[float] = []
+    decoding: dict[str, list[float]] = {name: [] for name in METHODS}
+    found: dict[str, Any] = {}
+    for repetition in range(-1, plan.repetitions):  # the first does not count
+        blank = jax.block_until_ready(empty())
+        seconds, (first, cache) = timed(read, model, tokens, blank)
+        reading.append(seconds)
+        turn = repetition % len(METHODS)  # none is always the first
+        for name in (*METHODS, *METHODS)[turn : turn + len(METHODS)]:
+            copied = jax.block_until_ready(copy(cache))
+            seconds, found[name] = timed(programs[name], model, first, copied)
+            decoding[name].append(seconds)
+    reading, totals = reading[1:], {}
+    for name, seconds in decoding.items():
+        decoding[name] = seconds[1:]
+        totals[name] = [x + y for x, y in zip(reading, seconds[1:], strict=True)]
+    (capacity,) = {stored.capacity for stored in cache.layers}
+    dtype = cache.layers[0].dtype.name
+    return {
+        "prompt": prompt,
+        "slots": capacity,
+        "tokens": np.asarray(found["tree"][0].addressable_data(0)).ravel().tolist(),
+        "prompt_s": summary(reading),
+        "methods": {
+            name: {
+                "decode_s": summary(decoding[name]),
+                "total_s": summary(totals[name]),
+                "repetitions_s": decoding[name],
+                "sent_per_step": sent(program, plan.tokens),
+                "predicted_per_step": predicted(name, model.config, capacity, dtype, topology),
+                **compared(found[name], found["tree"]),
+            }
+            for name, program in programs.items()
+        },
+    }
+
+
+def compared(found: Any, tree: Any) -> dict[str, Any]:
+    """Whether tokens are those of the tree, on all devices, and how far the logits are off."""
+    token, logits, _ = found
+    wanted, near = (np.asarray(x.addressable_data(0)) for x in tree[:2])
+    same = [np.array_equal(shard.data, wanted) for shard in token.addressable_shards]
+    off = [abs(np.asarray(shard.data) - near).max() for shard in logits.addressable_shards]
+    return {"same_tokens": all(same), "logits_differ_by": float(max(off))}
+
+
+def byte_model(mesh: Any) -> Llama:
+    """`BYTES` with random weights, whole on all devices: times do not depend on what they are."""
+
+    def make(key: Any) -> Any:
+        model = Llama(BYTES, key=key)
+        return jax.tree.map(lambda x: _SPREAD * x if x.ndim == 2 else x, model)
+
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P()))(jax.random.key(0))
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """All lengths of prompt, over all devices of all processes."""
+    initialize()
+    mesh = make_mesh((jax.device_count(),), (AXIS,))
+    text = standard_library().train
+    with jax.set_mesh(mesh):
+        model = byte_model(mesh) if plan.model is None else Llama.load(plan.model, mesh=mesh)
+        rows = [measure(model, text, plan, prompt) for prompt in plan.prompts]
+    return {
+        "platform": jax.default_backend(),
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    measured = run(Plan(**json.loads(sys.argv[1])))
+    if jax.process_index() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(measured))

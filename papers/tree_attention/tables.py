@@ -1,0 +1,167 @@
+"""Tables 1 and 2 of the paper's later text on whatever devices there are.
+
+    python papers/tree_attention/tables.py --devices 8 --prompts 8192,16384,32768
+    python papers/tree_attention/tables.py --processes 2,4 --prompts 8192,16384
+    python papers/tree_attention/tables.py --aot h200,rtx4090
+
+A prompt is read, and ten tokens are decoded from a cache that is sharded over all devices: by the
+tree, by the ring of keys that the paper compares with, and by a ring of the queries' states. Times
+are means of ten repetitions with their standard errors; compilation and a first repetition do not
+count. They are printed beside the paper's, and beside what the cost model says of its machines.
+
+Without `--devices` and `--processes` those devices are used that JAX finds; `--devices` simulates
+so many on the CPU. `--processes` starts real processes on this machine, with `--devices` devices
+each, that talk by gloo over loopback. Without `--model`, whose folder holds a checkpoint, the model
+is a small one of bytes with random weights: what they are does not change times.
+
+`--aot` compiles the paper's own models, for machines that are not here, and says what they hold and
+send: for GPUs with CUDA's compiler (`make test-cuda` says what to install), for TPUs with libtpu.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TARGETS = ("h200", "rtx4090", "v5p", "v5e")
+WORKER = Path(__file__).with_name("_tables_run.py")
+
+
+def main() -> int:
+    """Does what the arguments say, prints tables, and writes JSON and a plot."""
+    args = arguments()
+    prepare(args)
+    from latency import machine
+
+    result = {"machine": machine(), **(compiled(args) if args.aot else measured(args))}
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{args.name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+    if args.aot:
+        return 0
+    from _tables_report import draw
+
+    print(draw(result, path.with_suffix(".svg")))
+    rows = [row for run in result["runs"] for row in run["rows"]]
+    other = [x for row in rows for x in row["methods"].values() if not x["same_tokens"]]
+    if other:
+        print(f"tables: {len(other)} times other tokens than the tree's", file=sys.stderr)
+    return int(bool(other))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line, checked."""
+
+    def integers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description="The paper's tables 1 and 2.")
+    add = parser.add_argument
+    add("--prompts", type=integers, default=[8192, 16384, 32768], help="lengths, in tokens")
+    add("--tokens", type=int, default=10, help="decoded after each prompt")
+    add("--repetitions", type=int, default=10)
+    add("--chunk", type=int, default=1024, help="tokens of a prompt that are read at a time")
+    add("--devices", type=int, help="as many simulated ones; with --processes, of each")
+    add("--processes", type=integers, help="as many, on this machine")
+    add("--model", type=Path, help="folder of a checkpoint, with config.json and safetensors")
+    add("--aot", type=lambda text: text.split(","), help=f"compile for {', '.join(TARGETS)}")
+    add("--seconds", type=float, default=3600, help="time limit for each number of processes")
+    add("--out", type=Path, default=Path("tables"), help="folder for the results")
+    add("--name", default="tables", help="of the files there")
+    args = parser.parse_args()
+    for name, least in (("prompts", 1), ("tokens", 1), ("repetitions", 2), ("chunk", 1)):
+        given = getattr(args, name)
+        if min(given if isinstance(given, list) else [given]) < least:
+            parser.error(f"--{name}: wanted {least} or more, got {given}")
+    for name, given in (("devices", [args.devices or 1]), ("processes", args.processes or [1])):
+        if min(given) < 1:
+            parser.error(f"--{name}: wanted 1 or more, got {given}")
+    for target in args.aot or ():
+        if target not in TARGETS:
+            parser.error(f"--aot: wanted some of {', '.join(TARGETS)}, got {target}")
+    return args
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Sets what is read when JAX and Equinox are imported, or JAX starts."""
+    # The cache's check that there is room would wait for the device at each step.
+    os.environ.setdefault("EQX_ON_ERROR", "off")
+    if args.aot:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is run
+    elif args.devices and not args.processes:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={args.devices}"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """The protocol, on the devices here or in each group of processes."""
+    from _tables_paper import ASSUMPTIONS, beside_measured
+    from _tables_report import paper_table, run_table
+
+    runs = []
+    for run in here(args) if args.processes is None else by_processes(args):
+        runs.append(run)
+        print(run_table(run), flush=True)
+    paper = beside_measured()
+    print(paper_table(paper), *ASSUMPTIONS, sep="\n- ")
+    return {
+        "model": "bytes" if args.model is None else args.model.name,
+        "tokens": args.tokens,
+        "repetitions": args.repetitions,
+        "runs": runs,
+        "paper": paper,
+        "assumptions": ASSUMPTIONS,
+    }
+
+
+def here(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is found on the devices of this process."""
+    from _tables_run import run
+
+    yield run(plan(args))
+
+
+def by_processes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is found by each number of processes; ends with the first that fails."""
+    for number in args.processes:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "result.json")
+            launch = [sys.executable, "-m", "energy_attn", "launch", "-n", str(number)]
+            launch += ["--devices", str(args.devices or 1), "--timeout", str(args.seconds)]
+            command = [*launch, "--", str(WORKER), json.dumps(plan(args)._asdict()), str(path)]
+            ended = subprocess.run(command, stdout=subprocess.DEVNULL)
+            if ended.returncode:
+                raise SystemExit(ended.returncode)
+            yield json.loads(path.read_text())
+
+
+def plan(args: argparse.Namespace) -> Any:
+    """The part of the arguments that a measurement needs."""
+    from _tables_run import Plan
+
+    model = None if args.model is None else str(args.model)
+    return Plan(args.prompts, args.tokens, args.repetitions, args.chunk, model)
+
+
+def compiled(args: argparse.Namespace) -> dict[str, Any]:
+    """The paper's models, compiled for the targets that were asked for."""
+    from _tables_aot import CASES, TARGETS, compile_case
+    from _tables_report import case_table
+
+    found = []
+    for case in CASES:
+        if case.target in args.aot:
+            found.append(compile_case(case, TARGETS[case.target]))
+            print(case_table(found[-1]), flush=True)
+    return {"cases": found}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
