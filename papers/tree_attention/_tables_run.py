@@ -23,10 +23,10 @@ import numpy as np
 from _tables_paper import attention_of
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
+from energy_attn._demo._model import FOLDER
 from energy_attn._demo._text import standard_library
 from energy_attn.distributed import (
     SequenceParallel,
@@ -40,18 +40,6 @@ from energy_attn.distributed import (
 from energy_attn.models import Llama, LlamaConfig
 
 AXIS = "device"
-# A model of bytes with 0.9 million weights, as many as the demo's.
-BYTES = LlamaConfig(
-    vocab_size=256,
-    hidden_size=128,
-    intermediate_size=384,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-)
-# Initial weights are so small that every token is followed by the same one.
-_SPREAD = 5
 
 
 class Plan(NamedTuple):
@@ -61,7 +49,7 @@ class Plan(NamedTuple):
     tokens: int
     repetitions: int
     chunk: int
-    model: str | None  # a folder; None: `BYTES`, with random weights
+    model: str | None  # a folder; None: that of the byte-level model of the library
 
 
 def ring(travels: str) -> Callable[..., Any]:
@@ -229,23 +217,13 @@ def compared(found: Any, tree: Any) -> dict[str, Any]:
     return {"same_tokens": all(same), "logits_differ_by": float(max(off))}
 
 
-def byte_model(mesh: Any) -> Llama:
-    """`BYTES` with random weights, whole on all devices: times do not depend on what they are."""
-
-    def make(key: Any) -> Any:
-        model = Llama(BYTES, key=key)
-        return jax.tree.map(lambda x: _SPREAD * x if x.ndim == 2 else x, model)
-
-    return jax.jit(make, out_shardings=NamedSharding(mesh, P()))(jax.random.key(0))
-
-
 def run(plan: Plan) -> dict[str, Any]:
     """All lengths of prompt, over all devices of all processes."""
     initialize()
     mesh = make_mesh((jax.device_count(),), (AXIS,))
-    text = standard_library().train
+    text = standard_library().held_out
     with jax.set_mesh(mesh):
-        model = byte_model(mesh) if plan.model is None else Llama.load(plan.model, mesh=mesh)
+        model = Llama.load(plan.model or FOLDER, mesh=mesh)
         rows = [measure(model, text, plan, prompt) for prompt in plan.prompts]
     return {
         "platform": jax.default_backend(),
