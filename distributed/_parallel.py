@@ -89,7 +89,8 @@ class SequenceParallel:
         check_topology(topology, len(names))
         if split_queries is not None:
             check_flag("split_queries", split_queries)
-        over = check_names("heads", heads, "mesh axes") if len(heads) else ()
+        none = isinstance(heads, (tuple, list)) and not heads
+        over = () if none else check_names("heads", heads, "mesh axes")
         check_names("axes and heads", (*names, *over), "mesh axes")
         given |= {"axes": names, "topology": topology, "split_queries": split_queries}
         given["heads"] = over

@@ -74,7 +74,8 @@ def test_wheel(built):
     _, installed = built
     files = {p.relative_to(installed).as_posix() for p in installed.rglob("*") if p.is_file()}
     package = {name for name in files if not name.split("/")[0].endswith(".dist-info")}
-    assert package == modules() | {"energy_attn/py.typed"}
+    data = {"py.typed", "_demo/model/config.json", "_demo/model/model.safetensors"}
+    assert package == modules() | {f"energy_attn/{name}" for name in data}
 
 
 def test_wheel_imports(built, tmp_path):
