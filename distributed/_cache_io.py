@@ -196,7 +196,7 @@ def _moved(
     if sharding is None:
         return jnp.asarray(found[0, shape[1]])
 
-    def part(at: tuple[slice, ...]) -> np.ndarray:
+    def part(at: Any) -> np.ndarray:
         return found[_slots_of(at, shape)][at[0], :, *at[2:]]
 
     return jax.make_array_from_callback(shape, sharding, part)
