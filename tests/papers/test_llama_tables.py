@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -281,10 +282,12 @@ def test_committed_programs():
     ],
 )
 @pytest.mark.usefixtures("user_settings")
-def test_compiled_ahead(target):
+def test_compiled_ahead(target, monkeypatch):
     """Llama 3.2 1B, whose programs have come to hold or to send something else than those committed."""
     aot = module("_tables_aot")
     (case,) = (x for x in aot.CASES if x.target == target and x.model == "Llama 3.2 1B")
+    # what raises when a program runs wants a device that is here
+    monkeypatch.setattr(eqx, "branched_error_if", lambda x, *said: x)
     found = aot.compile_case(case, aot.TARGETS[target])
     agree(found)
     weights, slots, devices = (
