@@ -63,6 +63,28 @@ def test_spread(kind, name):
         check(run(arrays, cotangents(problem, jnp.float64)), problem)
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("everything", "tree"),
+        ("everything", "ring"),
+        ("positions_causal", "tree"),
+        ("no_keys", "tree"),
+    ],
+)
+def test_queries_and_heads_split(name, method):
+    """Fewer queries than keys, and heads on an axis of their own: a part in the wrong place, a gradient lost.
+
+    Numbers of queries that 4 does not divide (11, 5), biases and masks for each head, and a source.
+    """
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    parallel = SequenceParallel("device", method, split_queries=True, heads="tensor")
+    run = jax.jit(state_and_gradients(problem, parallel=parallel), compiler_options=QUICK)
+    with jax.set_mesh(make_mesh((4, 2), ("device", "tensor"))):
+        check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
 def test_not_jitted():
     """Eager calls, whose arrays live on one device until they are spread, and the unsharded call beside them."""
     problem = PROBLEMS["decode_ragged"]
