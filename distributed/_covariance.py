@@ -60,7 +60,7 @@ def _fold_covariances_jvp(
     whole = AttentionState(merged.out, merged.lse)
     wide = state.lse.dtype
     portion = share(state.lse, merged.lse)
-    present = portion > 0
+    present = portion != 0
     energy = jnp.where(present, change.lse, 0.0)
     apart = state.out.astype(wide) - merged.out.astype(wide)
     moved = change.out.astype(wide)

@@ -7,7 +7,14 @@ import jax
 from jax import lax
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels._arguments import Call, Operands, check_call, check_scores
+from energy_attn.kernels._arguments import (
+    Call,
+    Operands,
+    Settings,
+    check_call,
+    check_scores,
+    out_dtype,
+)
 from energy_attn.kernels._errors import check_flag, received
 from energy_attn.kernels._registry import candidates
 
@@ -79,6 +86,11 @@ def scores_of(operands: Operands, heads: int = 1, rows: int = 1, columns: int = 
     """The shape of the scores of `operands`, with some sizes multiplied. Raises nothing."""
     batch, times, number, _ = operands.query.shape
     return batch, number * heads, times * rows, operands.key.shape[1] * columns
+
+
+def rounded(state: AttentionState, operands: Operands, settings: Settings) -> AttentionState:
+    """The state of all keys, `out` in the dtype that the call asks for. Raises nothing."""
+    return AttentionState(state.out.astype(out_dtype(operands, settings)), state.lse)
 
 
 def unbatched(state: AttentionState) -> AttentionState:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels._errors import check_floating, received
-from energy_attn.kernels._state import State, check_state, share
+from energy_attn.kernels._state import State, check_state, holds_keys, share
 
 from . import cost
 from ._covariance import check_covariance_merge, fold_covariances
@@ -110,7 +110,7 @@ def logsumexp_across(
     replicated source is Algorithm 2: one more all-reduce sums the devices' gradients.
 
     Args:
-        lse: this device's energies, of any shape; minus infinity (or not finite) for no keys.
+        lse: this device's energies, of any shape; minus infinity for no keys.
         axis_name: the mesh axis, or several, slow ones first: they are folded together.
         merge: as for [`merge_across`][energy_attn.distributed.merge_across], as is `topology`.
         topology: see there.
@@ -166,7 +166,7 @@ def _fold_across_jvp(
     merged: AttentionState = fold_across(way, axes, state)
     wide = state.lse.dtype
     # a part without keys counts for nothing, whatever it holds; nor may it make a NaN
-    present = jnp.isfinite(state.lse)
+    present = holds_keys(state.lse)
     portion = share(state.lse, merged.lse)
     energy = jnp.where(present, change.lse, 0.0)
     apart = state.out.astype(wide) - merged.out.astype(wide)

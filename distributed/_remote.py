@@ -40,6 +40,7 @@ from jaxtyping import Array, Float, Int
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels._pallas import result_like
 from energy_attn.kernels._registry import vary_together
+from energy_attn.kernels._state import holds_keys, steady
 
 Axes = tuple[str, ...]
 Fold = Callable[[AttentionState, Axes], AttentionState]
@@ -230,18 +231,13 @@ def _merged(
 ) -> Float[Array, "rows lanes"]:
     # `kernels.merge`, but with energies in a column: of a vector of truths, as it has there, the
     # chips' compiler makes no column.
-    empty = -jnp.inf
-    first, second = (
-        jnp.where(jnp.isfinite(lse), lse, empty)
-        for lse in (x[:, width : width + 1], y[:, width : width + 1])
-    )
-    top = jnp.maximum(first, second)
-    shift = jnp.where(top > empty, top, 0.0)
+    first, second = (z[:, width : width + 1] for z in (x, y))
+    shift = steady(jnp.maximum(first, second))
     a, b = jnp.exp(first - shift), jnp.exp(second - shift)
-    seen = a + b > 0
-    total = jnp.where(seen, a + b, 1.0)
-    out = jnp.where(first > empty, x, 0.0) * a + jnp.where(second > empty, y, 0.0) * b
-    lse = jnp.where(seen, shift + jnp.log(total), empty)
+    empty = a + b == 0
+    total = jnp.where(empty, 1.0, a + b)
+    out = jnp.where(holds_keys(first), x, 0.0) * a + jnp.where(holds_keys(second), y, 0.0) * b
+    lse = jnp.where(empty, -jnp.inf, shift + jnp.log(total))
     lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     return jnp.where(lane == width, lse, out / total)
 

@@ -11,13 +11,22 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState, merge
-from energy_attn.kernels._arguments import Operands, Settings
-from energy_attn.kernels._blockwise import backward_wide, narrow
+from energy_attn.kernels._arguments import Operands, Settings, parts_of
+from energy_attn.kernels._blockwise import backward_wide, empty_like, narrow
 from energy_attn.kernels._errors import check_choice, check_flag
 from energy_attn.kernels._registry import attend, vary_together
 from energy_attn.kernels._state import lse_dtype
 
-from ._inside import Axes, AxisName, Scores, check_axes, check_local, scores_of, unbatched
+from ._inside import (
+    Axes,
+    AxisName,
+    Scores,
+    check_axes,
+    check_local,
+    rounded,
+    scores_of,
+    unbatched,
+)
 from ._merge import fold_across
 from ._wire import moved, transfer
 
@@ -138,7 +147,8 @@ def ring(
     if what_travels(travels, operands, sharded) == "queries":
         if sharded:
             return _queries_around(names, settings, axes, operands)
-        return fold_across("ring", axes, attend(names, settings, operands))
+        state = fold_across("ring", axes, attend(names, parts_of(settings), operands))
+        return rounded(state, operands, settings)
     around = _keys_around if names == ("reference",) else _keys_around_and_back
     return around(names, settings, axes, operands)
 
@@ -165,22 +175,6 @@ def _part(x: Array | None, axis: int, place: Array, size: int) -> Any:
     return lax.dynamic_slice_in_dim(x, place * size, size, axis)
 
 
-def _empty(operands: Operands) -> AttentionState:
-    """No keys yet, for the queries of `operands`; rounded only when all have been seen."""
-    query, value = operands.query, operands.value
-    shape, wide = (*query.shape[:-1], value.shape[-1]), lse_dtype(value.dtype, query.dtype)
-    out = lax.full_like(query, 0.0, dtype=wide, shape=shape)
-    return AttentionState(out, lax.full_like(query, -jnp.inf, dtype=wide, shape=shape[:-1]))
-
-
-def _add(state: AttentionState, more: AttentionState) -> AttentionState:
-    return merge(state, AttentionState(more.out.astype(state.out.dtype), more.lse))
-
-
-def _narrow(state: AttentionState, operands: Operands) -> AttentionState:
-    return AttentionState(state.out.astype(operands.value.dtype), state.lse)
-
-
 class _Keys(NamedTuple):
     """What travels when keys do."""
 
@@ -205,7 +199,8 @@ def _keys_around(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> AttentionState:
     def visit(state: AttentionState, keys: _Keys, step: Any) -> AttentionState:
-        return _add(state, attend(names, settings, _with_keys(operands, keys, step, axes)))
+        here = _with_keys(operands, keys, step, axes)
+        return merge(state, attend(names, parts_of(settings), here))
 
     def step(carry: tuple[AttentionState, _Keys], i: Array) -> Any:
         state, keys = carry
@@ -213,10 +208,10 @@ def _keys_around(
         return (visit(state, keys, i), following), None
 
     last = lax.axis_size(axes) - 1
-    start = _empty(operands), _keys_of(operands)
+    start = empty_like(parts_of(settings), operands), _keys_of(operands)
     if last > 0:
         start, _ = lax.scan(step, start, jnp.arange(last, dtype=jnp.int32))
-    return _narrow(visit(*start, last), operands)
+    return rounded(visit(*start, last), operands, settings)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -305,10 +300,10 @@ def _queries_around(
             bias=_part(operands.bias, 2, place, rows),
             mask=_part(operands.mask, 2, place, rows),
         )
-        state = _add(state, attend(names, settings, here))
+        state = merge(state, attend(names, parts_of(settings), here))
         return (transfer(lambda x: _hop(x, axes), state), following), None
 
     visitors = operands.query, operands.query_positions, operands.query_segments
     steps = jnp.arange(lax.axis_size(axes), dtype=jnp.int32)
-    (state, _), _ = lax.scan(step, (_empty(operands), visitors), steps)
-    return _narrow(state, operands)
+    (state, _), _ = lax.scan(step, (empty_like(parts_of(settings), operands), visitors), steps)
+    return rounded(state, operands, settings)

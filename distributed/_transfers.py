@@ -145,14 +145,16 @@ def transfers(
     | tree, queries on all devices | sent |
     |---|---|
     | `"allreduce"` | all-reduce of $R w$, then of $R (H_v + 1) w$ |
-    | `"gather"` | all-gather of $R (H_v b + w)$ |
+    | `"gather"` | all-gather of $R (H_v + 1) w$ |
     | `"butterfly"` | $\lceil\log_2 p\rceil$ permutes of $R (H_v + 1) w$; odd factors send several states in some |
     | `"hierarchical"` | all-to-all and all-gather over the last axis, a butterfly of $R/f$ rows over the others |
 
     With sharded queries, the tree gathers them and folds with a reduce-scatter (`"allreduce"`) or
     an all-to-all (the others). A ring sends keys and values $p - 1$ times, or a state around
-    (`"queries"`); Ulysses exchanges heads for sequence. On CPUs a state is one array of
-    `lse`'s dtype everywhere. A gather on TPUs fills up the last row of energies, and XLA makes of it an all-reduce
+    (`"queries"`); Ulysses exchanges heads for sequence. States that are to be folded travel in
+    `lse`'s dtype, and are rounded to that of the arrays once, when they have been; that of all keys
+    (Ulysses) is rounded before it is sent, but on CPUs a state is one array of `lse`'s dtype
+    everywhere. A gather on TPUs fills up the last row of energies, and XLA makes of it an all-reduce
     of $p$ times the size over 64 chips and more of one slice.
 
     Args:
@@ -247,8 +249,8 @@ def _all(topology: Topology) -> tuple[int, ...]:
     return tuple(range(len(topology.links)))
 
 
-def _pair(shape: Shape, topology: Topology) -> int:
-    """Bytes of one row's state where it is only sent: `out` in its own dtype, unless packed."""
+def _whole_state(shape: Shape, topology: Topology) -> int:
+    """Bytes of one row's state over all keys: `out` in its own dtype, unless packed."""
     if topology.platform == "cpu":
         return shape.state
     return shape.out_width * shape.bytes + shape.wide_bytes
@@ -261,9 +263,9 @@ def _allreduce(shape: Shape, topology: Topology) -> Iterator[Transfer]:
 
 
 def _gather(shape: Shape, topology: Topology) -> Iterator[Transfer]:
-    size = shape.rows * _pair(shape, topology)
+    size = shape.rows * shape.state
     if topology.platform == "tpu" and shape.out_width > 0:  # energies fill rows of outputs
-        row = shape.out_width * shape.bytes
+        row = shape.out_width * shape.wide_bytes
         size = row * (shape.rows + -(-shape.rows * shape.wide_bytes // row))
     one_slice = all(link.torus for link in topology.links)
     if topology.platform == "tpu" and one_slice and topology.devices >= _MANY_CHIPS:
@@ -294,10 +296,10 @@ def _hierarchical(shape: Shape, topology: Topology) -> Iterator[Transfer]:
     devices = topology.links[fast].devices
     share = -(-shape.rows // devices)
     if devices > 1:
-        yield Transfer("all-to-all", share * devices * _pair(shape, topology), (fast,))
+        yield Transfer("all-to-all", share * devices * shape.state, (fast,))
     yield from _exchanges(share * shape.state, topology, tuple(slow))
     if devices > 1:
-        yield Transfer("all-gather", share * _pair(shape, topology), (fast,))
+        yield Transfer("all-gather", share * shape.state, (fast,))
 
 
 def _scattered(merge: str, shape: Shape, topology: Topology) -> Iterator[Transfer]:
@@ -308,7 +310,7 @@ def _scattered(merge: str, shape: Shape, topology: Topology) -> Iterator[Transfe
         yield Transfer("all-reduce", rows * shape.wide_bytes, axes)
         yield Transfer("reduce-scatter", rows * shape.state, axes)
     else:
-        yield Transfer("all-to-all", rows * _pair(shape, topology), axes)
+        yield Transfer("all-to-all", rows * shape.state, axes)
 
 
 def _keys(shape: Shape, topology: Topology) -> Iterator[Transfer]:
@@ -322,7 +324,7 @@ def _keys(shape: Shape, topology: Topology) -> Iterator[Transfer]:
 def _queries(shape: Shape, topology: Topology) -> Iterator[Transfer]:
     devices, rows, axes = topology.devices, local_rows(shape, topology), _all(topology)
     if not shape.queries_sharded:  # all have the queries: what goes around is each device's state
-        yield Transfer("collective-permute", rows * _pair(shape, topology), axes, devices - 1)
+        yield Transfer("collective-permute", rows * shape.state, axes, devices - 1)
         return
     # queries with the states of the keys that they have seen; the last hop brings them home
     yield Transfer("collective-permute", rows * shape.width * shape.bytes, axes, devices)
@@ -335,4 +337,4 @@ def _ulysses(shape: Shape, topology: Topology) -> Iterator[Transfer]:
     axes, rows = _all(topology), local_rows(shape, topology)
     for size in (rows * shape.width * shape.bytes, *kv_shard(shape, topology)):
         yield Transfer("all-to-all", size, axes)
-    yield Transfer("all-to-all", rows * _pair(shape, topology), axes)
+    yield Transfer("all-to-all", rows * _whole_state(shape, topology), axes)

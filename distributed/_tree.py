@@ -9,12 +9,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels._arguments import Operands, Settings
+from energy_attn.kernels._arguments import Operands, Settings, parts_of
 from energy_attn.kernels._errors import check_flag
 from energy_attn.kernels._registry import attend
 
 from . import cost
-from ._inside import Axes, AxisName, check_axes, check_local, scores_of, unbatched
+from ._inside import Axes, AxisName, check_axes, check_local, rounded, scores_of, unbatched
 from ._merge import choose_merge, fold_across
 from ._parallel import check_merge, check_topology
 from ._ways import reduce_scatter, scatter
@@ -117,8 +117,9 @@ def tree(
     topology: cost.Topology | None,
 ) -> AttentionState:
     """The state of queries that all devices have. Raises as `attend` does."""
-    state = attend(names, settings, operands)
-    return fold_across(choose_merge(merge, state, axes, topology), axes, state)
+    state = attend(names, parts_of(settings), operands)
+    state = fold_across(choose_merge(merge, state, axes, topology), axes, state)
+    return rounded(state, operands, settings)
 
 
 def tree_of_shards(
@@ -133,14 +134,13 @@ def tree_of_shards(
     Raises as `attend` does.
     """
     rows = operands.query.shape[1]
-    state = attend(names, settings, with_all_queries(operands, axes))
+    state = attend(names, parts_of(settings), with_all_queries(operands, axes))
 
     def by_device(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, rows, *x.shape[2:]), 1, 0)
 
     fold = reduce_scatter if merge == "allreduce" else scatter
-    folded = fold(AttentionState(*map(by_device, state)), axes)
-    return AttentionState(folded.out.astype(state.out.dtype), folded.lse)
+    return rounded(fold(AttentionState(*map(by_device, state)), axes), operands, settings)
 
 
 def with_all_queries(operands: Operands, axes: Axes) -> Operands:

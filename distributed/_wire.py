@@ -103,8 +103,15 @@ def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
 def same(tree: Any, axes: tuple[str, ...]) -> Any:
     """Arrays that are equal on all devices of `axes`, with a type that says so; sends nothing.
 
-    A maximum over groups of one device each is how JAX lets that be said. It has no derivative.
-    Raises nothing.
+    A maximum over groups of one device each is how JAX lets that be said; of bits, as XLA:CPU makes
+    minus infinity of the maximum of a NaN. It has no derivative. Raises nothing.
     """
     alone = [[i] for i in range(lax.axis_size(axes))]
-    return lax.pmax(tree, axes, axis_index_groups=alone)
+
+    def said(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return lax.pmax(x, axes, axis_index_groups=alone)
+        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+        return lax.bitcast_convert_type(lax.pmax(bits, axes, axis_index_groups=alone), x.dtype)
+
+    return jax.tree.map(said, tree)

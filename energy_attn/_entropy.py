@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels._blocks import outer, product
-from energy_attn.kernels._state import precision
+from energy_attn.kernels._state import holds_keys, precision
 from energy_attn.kernels._walk import Block
 
 from ._free_energy import Arrays, Prepared, attended, checked
@@ -201,7 +201,7 @@ def observe(call: Prepared, arrays: Arrays) -> Observed:
 
 def entropy_of(mean: Array, lse: Array) -> Array:
     """From the mean of the scores and the energy; 0 where there is no key. Raises nothing."""
-    seen = jnp.isfinite(lse)
+    seen = holds_keys(lse)
     # the difference of two large numbers: rounding alone makes it negative
     return jnp.where(seen, jnp.maximum(jnp.where(seen, lse, 0.0) - mean, 0.0), 0.0)
 

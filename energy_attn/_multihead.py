@@ -21,6 +21,7 @@ from energy_attn.kernels._errors import (
     check_shape,
     received,
 )
+from energy_attn.kernels._state import share
 
 from ._module import FreeEnergy
 
@@ -292,10 +293,8 @@ class MultiheadAttention(eqx.Module):
             query, key_, value, None, keep, return_energy=True, **options
         )
         energy = self.energy(query, key_, value, None, None, mask, **options)
-        some = jnp.isfinite(kept)
-        share = jnp.where(some, jnp.exp(jnp.where(some, kept - energy, 0.0)), 0.0)
-        share = share / (chance or 1.0)  # where the chance is zero nothing is kept
-        return (out * share[..., None].astype(out.dtype)).astype(out.dtype), energy
+        held = share(kept, energy) / (chance or 1.0)  # where the chance is zero nothing is kept
+        return (out * held[..., None].astype(out.dtype)).astype(out.dtype), energy
 
 
 def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:

@@ -25,7 +25,7 @@ from energy_attn.kernels._arguments import Call, Operands, Settings
 from energy_attn.kernels._covariance import centred as centred
 from energy_attn.kernels._covariance import covariance
 from energy_attn.kernels._errors import check_floating, check_shape
-from energy_attn.kernels._state import lse_dtype
+from energy_attn.kernels._state import holds_keys, lse_dtype
 from energy_attn.kernels._walk import Part, expectation, support
 
 from ._free_energy import Arrays, Prepared, checked, prepare
@@ -97,7 +97,7 @@ def covariance_product(
     heads = *origin.shape[:-1], arrays.query.shape[-2] // origin.shape[-2], origin.shape[-1]
     origin = jnp.broadcast_to(origin[..., None, :], heads)
     origin = origin.reshape(*origin.shape[:-3], -1, origin.shape[-1])
-    out = jnp.where(jnp.isfinite(found.lse)[..., None], found.out + origin, 0.0)
+    out = jnp.where(holds_keys(found.lse)[..., None], found.out + origin, 0.0)
     lse = found.lse if source is None else found.lse + (source * origin).sum(-1)
     return AttentionState(out, lse), product
 

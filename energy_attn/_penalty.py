@@ -11,6 +11,7 @@ from energy_attn.kernels._errors import (
     check_finite_number,
     check_floating,
 )
+from energy_attn.kernels._state import holds_keys
 
 from ._citation import cite
 
@@ -23,7 +24,8 @@ def lse_penalty(
     $$L = \frac{1}{|R|} \sum_{i \in R} F_i^2$$
 
     over the rows $R$ that see a key and that `where` takes. A row without keys has $F = -\infty$; it
-    counts for nothing, and brings no NaN into the gradient.
+    counts for nothing, and brings no NaN into the gradient. An energy that is NaN makes the penalty
+    NaN.
 
     Args:
         energy: in nats, as [`free_energy`][energy_attn.free_energy] and
@@ -47,7 +49,7 @@ def lse_penalty(
     """
     cite("zloss")
     energy = check_floating("energy", energy)
-    taken = _taken(energy, where) & jnp.isfinite(energy)
+    taken = _taken(energy, where) & holds_keys(energy)
     return _mean(jnp.where(taken, energy, 0.0) ** 2, taken)
 
 
@@ -67,7 +69,7 @@ def entropy_penalty(
     Args:
         entropy: in nats, as [`entropy`][energy_attn.entropy] gives it, of any shape.
         where: boolean, broadcastable to `entropy`; False leaves a row out. Rows that see no key
-            have entropy 0: leave them out with `jnp.isfinite(energy)` if there are any.
+            have entropy 0: leave them out with `energy != -jnp.inf` if there are any.
         low: the lower bound in nats; None is none.
         high: the upper bound in nats; None is none.
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from energy_attn.kernels._errors import check_array, check_flag, check_floating, received
+from energy_attn.kernels._state import holds_keys
 
 from ._entropy import observe
 from ._multihead import MultiheadAttention
@@ -114,7 +115,7 @@ def energy_report(
         raise TypeError(
             f"model: wanted a query array, a MultiheadAttention or a Llama, got {received(model)}"
         )
-    seen = jnp.isfinite(rows.energy)
+    seen = holds_keys(rows.energy)
     effective = jnp.where(seen, jnp.exp(rows.entropy), 0.0)
     if per_query:
         return EnergyReport(*rows, effective)

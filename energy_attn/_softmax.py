@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels._errors import check_axis, check_boolean, check_floating, received
 from energy_attn.kernels._softmax import softmax
+from energy_attn.kernels._state import steady
 
 
 class ShiftedEnergy(NamedTuple):
@@ -104,7 +105,7 @@ def shifted_energy(
     rows = _rows(scores, where, axis)
     if shift is None:
         constant = lax.stop_gradient(rows.max(-1, initial=-jnp.inf))
-        given = jnp.where(jnp.isfinite(constant), constant, 0.0)
+        given = steady(constant)
     else:
         given = check_floating("shift", shift).astype(rows.dtype)
         if given.shape != rows.shape[:-1]:

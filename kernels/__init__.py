@@ -1,6 +1,7 @@
 """HOW: `(out, lse)` of the keys on one device, and the algebra that folds such states."""
 
 from ._attention import local_attention as local_attention
+from ._foreign import as_state as as_state
 from ._registry import implementations as implementations
 from ._state import AttentionState as AttentionState
 from ._state import CovarianceState as CovarianceState

@@ -18,7 +18,7 @@ from ._errors import (
     check_shape,
     received,
 )
-from ._mask import Rule
+from ._mask import Rule, reachable
 from ._state import lse_dtype
 
 
@@ -55,10 +55,12 @@ class Settings(NamedTuple):
     Attributes:
         scale: the factor of the scores.
         rule: which positions see which.
+        wide: whether `out` is handed over in `lse`'s dtype, to be folded, and not in value's.
     """
 
     scale: float
     rule: Rule
+    wide: bool = False
 
 
 def cotangents(query: Any, key: Any, value: Any, bias: Any) -> Operands:
@@ -74,6 +76,61 @@ def counted(operands: Operands, settings: Settings) -> Operands:
         jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in operands[:2]
     )
     return operands._replace(query_positions=query_positions, key_positions=key_positions)
+
+
+def reached(operands: Operands, settings: Settings) -> Operands:
+    """`counted`, and keys that no query of the call may see are not there: position -1.
+
+    What they hold is not read. Raises nothing.
+    """
+    operands = counted(operands, settings)
+    queries, keys = operands.query_positions, operands.key_positions
+    if queries is None or keys is None or queries.shape[1] == 0:
+        return operands
+    seen = reachable(settings.rule, queries, keys)
+    return operands._replace(key_positions=jnp.where(seen, keys, -1))
+
+
+def cleared(operands: Operands) -> Operands:
+    """Operands with zeros where no query, key or value is, for what is multiplied by a zero there.
+
+    Of a key that a mask hides from all queries it is none, too. Raises nothing.
+    """
+    keys = there(operands)
+
+    def kept(x: Array, some: Array | None) -> Array:
+        return x if some is None else jnp.where(some[:, :, None, None], x, 0)
+
+    rows = operands.query_positions
+    return operands._replace(
+        query=kept(operands.query, None if rows is None else rows >= 0),
+        key=kept(operands.key, keys),
+        value=kept(operands.value, keys),
+    )
+
+
+def there(operands: Operands) -> Array | None:
+    """Which keys are there and are not hidden from all queries, `[B or 1, S or 1]`; None if all are.
+
+    Raises nothing.
+    """
+    found = None if operands.key_positions is None else operands.key_positions >= 0
+    if operands.mask is None:
+        return found
+    shown = operands.mask.any((1, 2))
+    return shown if found is None else found & shown
+
+
+def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
+    """The dtype of `out`: value's, or that of `lse` where it is to be folded. Raises nothing."""
+    if settings.wide:
+        return lse_dtype(operands.query.dtype, operands.value.dtype)
+    return jnp.dtype(operands.value.dtype)
+
+
+def parts_of(settings: Settings) -> Settings:
+    """Settings of parts that are to be folded: rounded once, when they have been. Raises nothing."""
+    return settings._replace(wide=True)
 
 
 class Call(NamedTuple):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from ._arguments import Operands, Settings
+from ._arguments import Operands, Settings, cleared, reached, there
 from ._mask import meeting, visible
 from ._state import lse_dtype, precision
 
@@ -138,8 +138,16 @@ class Blocks:
         exact = precision(operands.query.dtype)
         self.outer = functools.partial(outer, precision=exact)
         self.product = functools.partial(product, precision=exact)
-        self.query = cut_queries(g, operands.query)
-        self.key = cut_keys(g, operands.key)
+        operands = reached(operands, settings)
+        clear = cleared(operands)
+        self.query = cut_queries(g, clear.query)
+        self.key = cut_keys(g, clear.key)
+        self.value = cut_keys(g, clear.value)
+        shown = there(operands)
+        if shown is not None:
+            shown = jnp.broadcast_to(shown, (len(shown), operands.key.shape[1]))
+            shown = _pad(shown, 1, g.keys * g.key_blocks).reshape(-1, g.key_blocks, g.keys)
+        self._shown = shown
         rows, columns = g.times * g.query_blocks, g.keys * g.key_blocks
         self.bias = _pad_scores(operands.bias, rows, columns)
         self.mask = _pad_scores(operands.mask, rows, columns)
@@ -171,6 +179,13 @@ class Blocks:
     def meet(self, at: Index) -> Bool[Array, ""] | None:
         """Whether any query of the block may see any key of it; None if all see all."""
         return None if self._meet is None else self._meet[at.query, at.key]
+
+    def take_values(self, values: Array, at: Index) -> Array:
+        """One block of the operands' values, `whole_blocks`, with zeros where none is there."""
+        block = take_keys(self.grid, values, at)
+        return (
+            block if self._shown is None else jnp.where(self._shown[:, at.key, :, None], block, 0)
+        )
 
     def scores(self, at: Index) -> Array:
         """The scores of one block, `[B, rows, keys]`, minus infinity where a key is hidden."""

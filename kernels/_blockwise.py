@@ -5,18 +5,17 @@ exists (online softmax: Milakov and Gimelshein, arXiv 1805.02867; FlashAttention
 arXiv 2307.08691).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._arguments import Operands, Settings, cotangents, counted
+from ._arguments import Operands, Settings, cotangents, out_dtype
 from ._blocks import (
     Blocks,
     Index,
-    cut_keys,
     cut_queries,
     join_keys,
     join_queries,
@@ -24,7 +23,7 @@ from ._blocks import (
     whole_blocks,
 )
 from ._kernel import AbstractKernel
-from ._state import AttentionState, lse_dtype
+from ._state import AttentionState, holds_keys, lse_dtype, steady
 
 
 class Blockwise(AbstractKernel):
@@ -63,8 +62,8 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
     batch, rows = operands.query.shape[:2]
     value = operands.value
     if batch == 0 or rows == 0 or operands.key.shape[1] == 0:
-        return empty_like(operands)
-    blocks = Blocks(counted(operands, settings), settings)
+        return empty_like(settings, operands)
+    blocks = Blocks(operands, settings)
     g = blocks.grid
     wide = lse_dtype(operands.query.dtype)
     keys, values = (whole_blocks(g, x) for x in (operands.key, value))
@@ -77,12 +76,12 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
                 query, key = blocks.query[here.head, here.query], take_keys(g, keys, here)
                 scores = blocks.scores_of(query, key, here)
                 new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
-                shift = jnp.where(jnp.isfinite(new), new, 0.0)
+                shift = steady(new)
                 weights = jnp.exp(scores - shift)
                 decay = jnp.exp(maximum - shift)
                 total = total * decay + weights.sum(-1, keepdims=True)
                 # The probabilities stay in the wide dtype, and so do the values that they weigh.
-                weighed = blocks.product(weights, take_keys(g, values, here).astype(wide))
+                weighed = blocks.product(weights, blocks.take_values(values, here).astype(wide))
                 return new, total, sums * decay + weighed
 
             return when(blocks.meet(here), attend, *carry), None
@@ -93,10 +92,10 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
             blocks.full(0.0, batch, g.rows, value.shape[-1]),
         )
         (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, jnp.arange(g.key_blocks))
-        seen = total > 0
-        total = jnp.where(seen, total, 1.0)
-        lse = jnp.where(seen, maximum + jnp.log(total), -jnp.inf)
-        return (sums / total).astype(value.dtype), lse
+        empty = total == 0
+        total = jnp.where(empty, 1.0, total)
+        lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(total))
+        return (sums / total).astype(out_dtype(operands, settings)), lse
 
     def one_head(h: Array) -> tuple[Array, Array]:
         return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), jnp.arange(g.query_blocks))
@@ -105,10 +104,10 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
     return AttentionState(join_queries(g, out, rows), join_queries(g, lse, rows)[..., 0])
 
 
-def empty_like(operands: Operands) -> AttentionState:
+def empty_like(settings: Settings, operands: Operands) -> AttentionState:
     """The state of no keys, of the types that the state of `operands` has. Raises nothing."""
     shape = (*operands.query.shape[:-1], operands.value.shape[-1])
-    out = lax.full_like(operands.value, 0.0, shape=shape)
+    out = lax.full_like(operands.value, 0.0, shape=shape, dtype=out_dtype(operands, settings))
     wide = lse_dtype(operands.query.dtype)
     return AttentionState(out, lax.full_like(out, -jnp.inf, shape=shape[:-1], dtype=wide))
 
@@ -142,6 +141,25 @@ def slope(state: AttentionState, cotangent: AttentionState) -> Array:
     return delta if cotangent.lse is None else delta - cotangent.lse
 
 
+class Rows(NamedTuple):
+    """What a backward is given of rows. Where no key is seen nothing is asked: $P = e^{s - inf} = 0$."""
+
+    query: Array  # [B, T, N, H]
+    d_out: Array  # [B, T, N, Hv]
+    lse: Array  # [B, T, N], plus infinity for rows that see no key
+    delta: Array  # [B, T, N], `slope`
+
+
+def rows_of(operands: Operands, state: AttentionState, cotangent: AttentionState) -> Rows:
+    """The rows of a backward, finite where no key is seen. Raises nothing."""
+    query, d_out = operands.query, cotangent.out
+    seen = holds_keys(state.lse)
+    if operands.query_positions is not None:  # else all rows are there
+        query, d_out = (jnp.where(seen[..., None], x, 0) for x in (query, d_out))
+    lse = jnp.where(seen, state.lse, jnp.inf)
+    return Rows(query, d_out, lse, jnp.where(seen, slope(state, cotangent), 0.0))
+
+
 def narrow(found: Operands, operands: Operands) -> Operands:
     """Cotangents in the dtypes of the operands that they are of. Raises nothing."""
 
@@ -167,16 +185,14 @@ def backward_wide(
     (batch, rows), columns = query.shape[:2], key.shape[1]
     if batch == 0 or rows == 0 or columns == 0:
         return none
-    blocks = Blocks(counted(operands, settings), settings)
+    given = rows_of(operands, state, cotangent)
+    blocks = Blocks(operands._replace(query=given.query), settings)
     g = blocks.grid
-    # Rows that see no key, and rows that fill the last block, have lse = +inf here: P = 0.
-    seen = jnp.isfinite(state.lse)
-    lse = jnp.where(seen, state.lse, jnp.inf)
-    delta = jnp.where(seen, slope(state, cotangent), 0.0)
-    lse = cut_queries(g, lse[..., None], fill=jnp.inf)
-    delta = cut_queries(g, delta[..., None])
-    outs = cut_queries(g, cotangent.out)
-    values = cut_keys(g, value)
+    lse = cut_queries(
+        g, given.lse[..., None], fill=jnp.inf
+    )  # also of rows that fill the last block
+    delta = cut_queries(g, given.delta[..., None])
+    outs = cut_queries(g, given.d_out)
     # Sums over rows are taken as [width, rows] times [rows, keys], a plain matrix product, and so
     # the gradients of keys and values lie on their side until the end.
     queries_on_side = blocks.query.astype(wide).swapaxes(-1, -2)
@@ -189,7 +205,8 @@ def backward_wide(
 
         def pull() -> tuple[Array, Array, Array, Array | None]:
             weights = jnp.exp(blocks.scores(here) - lse[rows])
-            d_scores = weights * (blocks.outer(outs[rows], values[keys]) - delta[rows])
+            values = blocks.value[keys].astype(outs.dtype)  # what is folded is wide
+            d_scores = weights * (blocks.outer(outs[rows], values) - delta[rows])
             return (
                 blocks.product(queries_on_side[rows], d_scores),
                 blocks.product(outs_on_side[rows], weights),

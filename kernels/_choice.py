@@ -33,8 +33,8 @@ def run_chosen(
 ) -> Any:
     """`task(kernel, settings, platform, *args)`, of the kernel that `fitting` finds when lowered.
 
-    `like(*args)` makes arrays of the types that the results have. Raises as `fitting` does, when
-    the program is lowered.
+    `like(settings, *args)` makes arrays of the types that the results have. Raises as `fitting`
+    does, when the program is lowered.
     """
     if not kernels[0].platforms:
         return task(kernels[0], settings, None, *args)
@@ -48,7 +48,8 @@ def run_chosen(
         levels=(),
         tree=tree,
     )
-    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(like, *args)), found)
+    results = jax.eval_shape(functools.partial(like, settings), *args)
+    return jax.tree.unflatten(jax.tree.structure(results), found)
 
 
 def fitting(
@@ -132,9 +133,11 @@ choice_p.def_impl(_bind)
 
 
 @choice_p.def_abstract_eval
-def _types(*flat: Any, like: Any, levels: Any, tree: Any, **params: Any) -> list[Any]:
+def _types(
+    *flat: Any, like: Any, settings: Settings, levels: Any, tree: Any, **params: Any
+) -> list[Any]:
     def leaves(*flat: Any) -> list[Any]:
-        return jax.tree.leaves(like(*jax.tree.unflatten(tree, flat)))
+        return jax.tree.leaves(like(settings, *jax.tree.unflatten(tree, flat)))
 
     for axes in levels:
         leaves = jax.vmap(leaves, in_axes=axes)

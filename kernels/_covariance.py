@@ -11,7 +11,7 @@ from jaxtyping import Array
 from ._arguments import Operands, Settings
 from ._blocks import product
 from ._registry import attend
-from ._state import CovarianceState, precision
+from ._state import CovarianceState, holds_keys, precision
 from ._walk import Block, weighted
 
 
@@ -27,7 +27,7 @@ def covariance(names: Sequence[str], settings: Settings, operands: Operands) -> 
     found = found.reshape(*out.shape, width)
     found = (found + found.swapaxes(-1, -2)) / 2
     origin = jnp.repeat(origin, out.shape[2] // operands.key.shape[2], axis=2)
-    out = jnp.where(jnp.isfinite(lse)[..., None], out + origin, 0.0)
+    out = jnp.where(holds_keys(lse)[..., None], out + origin, 0.0)
     return CovarianceState(found.astype(out.dtype), out, lse)
 
 

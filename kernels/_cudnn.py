@@ -16,7 +16,7 @@ from ._arguments import Operands, Settings
 from ._kernel import AbstractKernel
 from ._mask import Rule
 from ._state import AttentionState
-from ._vendor import check_plain, pull_back, side
+from ._vendor import check_plain, pull_back, side, state_of
 
 LEAST = 64  # queries and keys; few rows are for kernels that split the keys
 
@@ -55,7 +55,7 @@ class CuDNN(AbstractKernel):
         """One call of cuDNN, with its softmax statistics. Raises nothing."""
         found = _primitives()
         out, lse = found.forward(*operands[:3], **found.options(settings, operands.key.shape[1]))
-        return AttentionState(out, lse.swapaxes(1, 2))
+        return state_of(out, lse.swapaxes(1, 2), operands, settings)
 
     def backward(
         self,

@@ -1,14 +1,15 @@
 """The decode implementation: few queries against many keys, read once and where they lie."""
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from . import _blockwise
-from ._arguments import Operands, Settings
-from ._blocks import inner, outer, product
+from ._arguments import Operands, Settings, cleared, out_dtype, reached, there
+from ._blocks import KEY_BLOCK, inner, outer, product
 from ._kernel import AbstractKernel
 from ._reference import masked
 from ._softmax import softmax
@@ -44,7 +45,7 @@ class Decode(AbstractKernel):
     ) -> AttentionState:
         """One product for all scores and one for all outputs. Raises nothing."""
         return lax.platform_dependent(
-            operands,
+            reached(operands, settings),
             cpu=functools.partial(_block_diagonal, settings=settings),
             default=functools.partial(_per_head, settings=settings),
         )
@@ -87,7 +88,7 @@ def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
     out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, times, heads, value_width)
     total, lse = (x.reshape(batch, heads, times).transpose(0, 2, 1) for x in (total, lse))
     out = out.astype(total.dtype) / total[..., None]
-    return AttentionState(out.astype(operands.value.dtype), lse)
+    return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
 
 # With R rows, of all heads, and W columns, of all key heads: [B, R, W], [B, S, W] and [B, S, W] to
@@ -98,7 +99,8 @@ def _rows_first(
 ) -> tuple[Array, Array, Array]:
     scores = _masked(outer(spread, key, None), operands, settings)
     weights, total, lse = softmax(scores)
-    return product(weights.astype(value.dtype), value, None), total[..., 0], lse
+    weighed = functools.partial(product, precision=None)
+    return _summed(weighed, weights, value, 2, operands), total[..., 0], lse
 
 
 def _keys_first(
@@ -109,7 +111,48 @@ def _keys_first(
     # there and back costs nothing: both are in the same loop as what is done in between
     scores = _masked(scores, operands, settings).swapaxes(1, 2)
     weights, total, lse = softmax(scores, axis=1)
-    return inner(weights.astype(value.dtype), value, exact), total[:, 0], lse
+    weighed = functools.partial(inner, precision=exact)
+    return _summed(weighed, weights, value, 1, operands), total[:, 0], lse
+
+
+def _summed(
+    weighed: Callable[[Array, Array], Array],
+    weights: Array,
+    value: Array,
+    axis: int,
+    operands: Operands,
+) -> Array:
+    """`weighed(weights, value)`, of which nothing is a slot's that is not there.
+
+    Its weight is zero, but what it holds may not be finite, and a copy of all values with zeros
+    there would take as long as the sum. So the sum is taken as it is, and only if it is not finite
+    taken again, block by block. `axis` of the weights is that of the keys.
+    """
+    weights, shown = weights.astype(value.dtype), there(operands)
+    found = weighed(weights, value)
+    if shown is None:
+        return found
+    columns = value.shape[1]
+    block = min(columns, KEY_BLOCK)
+    shown = jnp.broadcast_to(shown, value.shape[:2])
+
+    def again(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add(i: Array, total: Array) -> Array:
+            # the last block begins earlier, and what it shares with the one before counts once
+            first = jnp.minimum(i * block, columns - block)
+            new = jnp.arange(block)[None] + first >= i * block
+            values, some = (lax.dynamic_slice_in_dim(x, first, block, 1) for x in (value, shown))
+            values = jnp.where((some & new)[:, :, None], values, 0)
+            parts = lax.dynamic_slice_in_dim(weights, first, block, axis)
+            return total + weighed(parts, values)
+
+        total, wrong = carry
+        blocks = -(-columns // block)
+        return lax.fori_loop(0, blocks, add, lax.full_like(total, 0)), ~wrong
+
+    # a loop and not a condition: mapped over, that would always take both ways
+    wrong = ~jnp.isfinite(found).all()
+    return lax.while_loop(lambda carry: carry[1], again, (found, wrong))[0]
 
 
 def _masked(scores: Array, operands: Operands, settings: Settings) -> Array:
@@ -128,6 +171,8 @@ def _per_head(operands: Operands, settings: Settings) -> AttentionState:
     einsum = functools.partial(
         jnp.einsum, precision=precision(query.dtype), preferred_element_type=wide
     )
+    # where this runs, the zeros are put in place as the values are read
+    value = cleared(operands).value
     scores = einsum("btkgh,bskh->btkgs", grouped, key)
     scores = scores.reshape(batch, times, heads, key.shape[1])
     scores = masked(scores.transpose(0, 2, 1, 3), operands, settings).transpose(0, 2, 1, 3)
@@ -135,4 +180,4 @@ def _per_head(operands: Operands, settings: Settings) -> AttentionState:
     weights = weights.astype(value.dtype).reshape(*grouped.shape[:-1], key.shape[1])
     out = einsum("btkgs,bskv->btkgv", weights, value)
     out = out.reshape(batch, times, heads, value.shape[-1]) / total
-    return AttentionState(out.astype(value.dtype), lse)
+    return AttentionState(out.astype(out_dtype(operands, settings)), lse)

@@ -83,7 +83,8 @@ def _run_backward(
     return kernel.backward(operands, settings, state, cotangent, platform)
 
 
-def _zeros(operands: Operands, *others: Any) -> Operands:
+def _zeros(settings: Settings, operands: Operands, *others: Any) -> Operands:
+    del settings
     return cotangents(*(None if x is None else jnp.zeros_like(x) for x in operands[:4]))
 
 

@@ -13,7 +13,7 @@ from ._arguments import Operands, Settings
 from ._kernel import AbstractKernel
 from ._mask import Rule
 from ._state import AttentionState
-from ._vendor import check_plain, pull_back, side
+from ._vendor import check_plain, pull_back, side, state_of
 
 
 class FlashAttn(AbstractKernel):
@@ -41,9 +41,8 @@ class FlashAttn(AbstractKernel):
     ) -> AttentionState:
         """One call, with the energies in float32. Raises nothing."""
         options = _options(settings, operands.key.shape[1])
-        # No row is without keys here: where one is, these energies are +inf.
         out, lse = _package().forward(*operands[:3], **options)
-        return AttentionState(out, lse.swapaxes(1, 2))
+        return state_of(out, lse.swapaxes(1, 2), operands, settings)
 
     def backward(
         self,

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+_MOST_BLOCKS = 1024  # of queries, that are compared with every key
 _FAR = jnp.iinfo(jnp.int32).max // 2  # farther than any position; adding a window cannot overflow
 
 
@@ -92,6 +93,21 @@ def must_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
 def may_share(query: Interval, key: Interval) -> Bool[Array, "..."]:
     """Whether any two members of two blocks of segment numbers might be equal. Raises nothing."""
     return (query.low <= key.high) & (key.low <= query.high)
+
+
+def reachable(rule: Rule, query: Int[Array, "#B T"], key: Int[Array, "#B S"]) -> Bool[Array, "_ S"]:
+    """Which keys any query may see. Raises nothing.
+
+    Never false where one does; true where none does only in gaps between the positions of queries
+    that follow each other, of many under a window.
+    """
+    blocks = 1 if rule.window is None else min(query.shape[1], _MOST_BLOCKS)
+    block = -(-query.shape[1] // blocks)
+    query = jnp.pad(query, ((0, 0), (0, blocks * block - query.shape[1])), constant_values=-1)
+    low, high = interval(query.reshape(len(query), blocks, block))
+    own = Interval(key[:, :, None], key[:, :, None])
+    queries = Interval(low[:, None, :], high[:, None, :])
+    return (key >= 0) & may_meet(rule, queries, own).any(-1)
 
 
 # of queries and of keys, cut into blocks

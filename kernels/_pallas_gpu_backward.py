@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from . import _pallas_gpu_tile as tiles
 from ._arguments import Operands, Settings, cotangents
-from ._blockwise import slope
+from ._blockwise import rows_of
 from ._pallas import result_like
 from ._pallas_gpu_plan import Plan, make_plan, marks, walks
 from ._rows import Marks
@@ -31,11 +31,10 @@ def backward(
 ) -> Operands:
     """The cotangents of query, key and value. Raises nothing that `make_plan` does not."""
     query, key, value = operands[:3]
-    seen = jnp.isfinite(state.lse)
-    delta = jnp.where(seen, slope(state, cotangent), 0.0)
-    # in bits, and infinite for rows that see no key: then all their weights are zero
-    lse = jnp.where(seen, state.lse * tiles.LOG2_E, jnp.inf)
-    arrays = (query, key, value, cotangent.out.astype(value.dtype), lse, delta)
+    given_rows = rows_of(operands, state, cotangent)
+    lse = given_rows.lse * tiles.LOG2_E  # in bits
+    d_out = given_rows.d_out.astype(value.dtype)
+    arrays = (given_rows.query, key, value, d_out, lse, given_rows.delta)
 
     def run(kernel: Any, plan: Plan, *like: Array) -> list[Array]:
         given = marks(operands, plan)
@@ -86,6 +85,8 @@ def _query_kernel(
             scores = jnp.where(seen, scores, -jnp.inf)
         weights = jnp.exp2(scores - lse[:, None])
         value = tiles.load_keys(plan, value_ref, at, tile, plan.value_width, not masked)
+        if masked:
+            key, value = tiles.cleared(plan, marks, at, tile, key, value)
         d_scores = weights * (tiles.product(d_out, value, 1, 1) - delta[:, None])
         return sums + tiles.product(d_scores.astype(key.dtype), key, 1, 0)
 
@@ -110,6 +111,7 @@ def _key_kernel(
     at = tiles.program(plan, of_keys=True)
     key = tiles.load_keys(plan, key_ref, at, at.tile, plan.width, False)
     value = tiles.load_keys(plan, value_ref, at, at.tile, plan.value_width, False)
+    key, value = tiles.cleared(plan, marks, at, at.tile, key, value)
 
     def step(tile: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
         d_key, d_value = carry

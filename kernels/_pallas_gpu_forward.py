@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array
 
 from . import _pallas_gpu_tile as tiles
-from ._arguments import Operands
+from ._arguments import Operands, out_dtype
 from ._pallas import result_like
 from ._pallas_gpu_plan import LEAST, Plan, marks, walks
 from ._rows import Marks
@@ -28,7 +28,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     """The state of a call, by a plan for "forward". Raises nothing."""
     query, key, value = operands[:3]
     given = marks(operands, plan)
-    wide = value.dtype if plan.splits == 1 else jnp.float32
+    wide = out_dtype(operands, plan.settings) if plan.splits == 1 else jnp.float32
     shape = (plan.splits, *query.shape[:-1])
     parts = pl.pallas_call(
         functools.partial(_kernel, plan),
@@ -43,7 +43,8 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     )(query, key, value, given, walks(given, plan, of_keys=False))
     if plan.splits == 1:
         return AttentionState(*(part[0] for part in parts))
-    return _merged(AttentionState(*parts), operands, interpret=interpret)
+    dtype = out_dtype(operands, plan.settings)
+    return _merged(AttentionState(*parts), query, dtype, interpret=interpret)
 
 
 def _kernel(
@@ -72,6 +73,8 @@ def _kernel(
         weights = jnp.exp2(scores - shift[:, None])
         decay = jnp.exp2(maximum - shift)
         value = tiles.load_keys(plan, value_ref, at, tile, plan.value_width, not masked)
+        if masked:
+            (value,) = tiles.cleared(plan, marks, at, tile, value)
         added = tiles.product(weights.astype(value.dtype), value, 1, 0)
         return new, total * decay + weights.sum(1), sums * decay[:, None] + added
 
@@ -85,17 +88,18 @@ def _kernel(
     absent = tiles.absent(marks, at, rows)
     if absent is not None:
         total = jnp.where(absent, 0.0, total)
-    some = total > 0
-    share = jnp.where(some, 1 / jnp.where(some, total, 1.0), 0.0)
-    tiles.store_rows(out_ref, at, rows, sums * share[:, None], plan.value_width)
-    lse = jnp.where(some, (maximum + jnp.log2(total)) / tiles.LOG2_E, -jnp.inf)
+    empty = total == 0
+    out = jnp.where(empty[:, None], 0.0, sums / jnp.where(empty, 1.0, total)[:, None])
+    tiles.store_rows(out_ref, at, rows, out, plan.value_width)
+    lse = jnp.where(empty, -jnp.inf, (maximum + jnp.log2(total)) / tiles.LOG2_E)
     index = (at.split, at.batch, rows.time, rows.head)
     triton.store(lse_ref.at[index], lse, mask=rows.there)
 
 
-def _merged(parts: AttentionState, operands: Operands, *, interpret: bool) -> AttentionState:
+def _merged(
+    parts: AttentionState, query: Array, dtype: jnp.dtype, *, interpret: bool
+) -> AttentionState:
     """The fold of the states that the programs of a split walk have left, in one kernel."""
-    query, _, value = operands[:3]
     splits, *shape, width = parts.out.shape
     flat = [x.reshape(splits, -1, *x.shape[4:]) for x in parts]
     rows = flat[1].shape[1]
@@ -104,7 +108,7 @@ def _merged(parts: AttentionState, operands: Operands, *, interpret: bool) -> At
         functools.partial(_merge, block),
         grid=(rows, -(-width // block)),
         out_shape=[
-            result_like(query, (rows, width), value.dtype),
+            result_like(query, (rows, width), dtype),
             result_like(query, (rows,), jnp.float32),
         ],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),

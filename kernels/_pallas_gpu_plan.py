@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ._arguments import Operands, Settings, counted
+from ._arguments import Operands, Settings, reached
 from ._mask import Interval, interval, must_meet
 from ._rows import Marks, filled, meet, spans
 
@@ -174,8 +174,8 @@ def marks(operands: Operands, plan: Plan) -> Marks:
 
     Without segments, kernels count positions that are not given by themselves. Raises nothing.
     """
-    if operands.query_segments is not None:
-        operands = counted(operands, plan.settings)
+    if operands.query_positions is not None or operands.query_segments is not None:
+        operands = reached(operands, plan.settings)
 
     def fill(x: Array | None, tile: int, value: int) -> Array | None:
         return None if x is None else filled(x, 1, tile, value)

@@ -192,6 +192,20 @@ def seen(
     return found
 
 
+def cleared(
+    plan: Plan, marks: Marks, at: Program, tile: Array, *arrays: Array
+) -> tuple[Array, ...]:
+    """Tiles of keys or values with zeros where no row of the call may look. Raises nothing."""
+    key, right = tile * plan.keys + numbers(plan.keys), plan.settings.rule.sides[1]
+    if marks.key_positions is not None:
+        there = load(marks.key_positions, (_row_of(marks.key_positions, at), key), None) >= 0
+    elif plan.columns > plan.times + right:  # positions count from 0
+        there = key < plan.times + right
+    else:
+        return arrays
+    return tuple(jnp.where(there[:, None], x, jnp.zeros_like(x)) for x in arrays)
+
+
 def absent(marks: Marks, at: Program, rows: Rows) -> Bool[Array, " rows"] | None:
     """Which rows have no position, and so see nothing; None if all have. Raises nothing."""
     if marks.row_positions is None:

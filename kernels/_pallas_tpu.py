@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ._arguments import Operands, Settings
+from ._arguments import Operands, Settings, out_dtype
 from ._kernel import AbstractKernel, check_operands
 from ._pallas import result_like
 from ._pallas_tpu_backward import backward
 from ._pallas_tpu_layout import Layout, fold_keys, fold_rows, layout, unfold_rows
 from ._pallas_tpu_marks import marks_of, walks
-from ._pallas_tpu_step import HIDDEN, clear, dot, hide, key_spec, look, mark_specs, step
+from ._pallas_tpu_step import HIDDEN, clear, dot, hide, kept, key_spec, look, mark_specs, step
 from ._state import AttentionState, merge_all
 
 # The keys of few rows are walked in two shares at once: v4 and v5p are two cores.
@@ -90,7 +90,7 @@ def _forward(operands: Operands, settings: Settings, *, interpret: bool) -> Atte
         return s, b, p, 0, i
 
     width, value_width = query.shape[-1], value.shape[-1]
-    out_dtype = value.dtype if splits == 1 else jnp.float32
+    found_dtype = out_dtype(operands, settings) if splits == 1 else jnp.float32
     rows = at.row_blocks * at.row_block
     specs = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(numbers),
@@ -115,7 +115,7 @@ def _forward(operands: Operands, settings: Settings, *, interpret: bool) -> Atte
         functools.partial(_kernel, at=at, walk=walk),
         grid_spec=specs,
         out_shape=[
-            result_like(query, (splits, batch, at.heads, rows, value_width), out_dtype),
+            result_like(query, (splits, batch, at.heads, rows, value_width), found_dtype),
             result_like(query, (splits, batch, at.heads, 1, rows), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
@@ -133,7 +133,7 @@ def _forward(operands: Operands, settings: Settings, *, interpret: bool) -> Atte
     state = AttentionState(out, lse.squeeze(-2))
     state = merge_all(state) if splits > 1 else AttentionState(out[0], state.lse[0])
     out, lse = (unfold_rows(x, at) for x in state)
-    return AttentionState(out.astype(value.dtype), lse)
+    return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
 
 def _kernel(
@@ -180,16 +180,17 @@ def _kernel(
         decay = jnp.exp(old - shift)
         maximum[...] = new
         total[...] = total[...] * decay + weights.sum(-1, keepdims=True)
-        found = dot(weights.astype(value.dtype), value[...], (1, 1 if at.tall_value else 0))
+        values = kept(value, compared, tall=at.tall_value)
+        found = dot(weights.astype(value.dtype), values, (1, 1 if at.tall_value else 0))
         sums[...] = sums[...] * decay + found
 
     @pl.when(j == pl.num_programs(4) - 1)
     def _() -> None:
-        seen = total[...] > 0
+        empty = total[...] == 0
         if "row_positions" in marks:  # rows that are not there see what all see
-            seen &= marks["row_positions"][...].T >= 0
-        divisor = jnp.where(seen, total[...], 1.0)
-        out[...] = jnp.where(seen, sums[...] / divisor, 0.0).astype(out.dtype)
+            empty |= marks["row_positions"][...].T < 0
+        divisor = jnp.where(empty, 1.0, total[...])
+        out[...] = jnp.where(empty, 0.0, sums[...] / divisor).astype(out.dtype)
         # a column of energies for each row, written as a row: a column would take 128 times its
         # memory
-        lse[...] = jnp.where(seen, maximum[...] + jnp.log(divisor), HIDDEN).T
+        lse[...] = jnp.where(empty, HIDDEN, maximum[...] + jnp.log(divisor)).T

@@ -9,10 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ._arguments import Operands, Settings, cotangents
+from ._blockwise import rows_of
 from ._pallas import result_like
 from ._pallas_tpu_layout import Layout, fold_keys, fold_rows, layout, unfold_keys, unfold_rows
 from ._pallas_tpu_marks import Marks, marks_of, walks
-from ._pallas_tpu_step import clear, dot, hide, key_spec, look, mark_specs, step
+from ._pallas_tpu_step import clear, dot, hide, kept, key_spec, look, mark_specs, step
 from ._state import AttentionState
 
 _PARALLEL = pltpu.CompilerParams(
@@ -34,15 +35,11 @@ def backward(
     neither adds to what another step wrote. Raises nothing.
     """
     at = layout(operands, settings, backward=True)
-    query, key, value = operands[:3]
-    seen = jnp.isfinite(state.lse)
-    delta = (cotangent.out.astype(jnp.float32) * state.out.astype(jnp.float32)).sum(-1)
-    if cotangent.lse is not None:
-        delta -= cotangent.lse
-    # rows that see nothing, and rows that fill a block: e^{s - inf} = 0
-    lse = fold_rows(jnp.where(seen, state.lse, jnp.inf), at, jnp.inf)[:, :, None]
-    delta = fold_rows(jnp.where(seen, delta, 0.0), at)[:, :, None]
-    rows = (fold_rows(query, at), fold_rows(cotangent.out.astype(value.dtype), at), lse, delta)
+    key, value = operands[1:3]
+    query, d_out, lse, delta = rows_of(operands, state, cotangent)
+    lse = fold_rows(lse, at, jnp.inf)[:, :, None]  # also of rows that fill a block: e^{s - inf} = 0
+    delta = fold_rows(delta, at)[:, :, None]
+    rows = (fold_rows(query, at), fold_rows(d_out.astype(value.dtype), at), lse, delta)
     keys = fold_keys(key, at, tall=at.tall_key), fold_keys(value, at, tall=at.tall_value)
     marks = marks_of(operands, at)
     d_query = _rows_over_keys(rows, keys, marks, at, interpret=interpret)
@@ -143,10 +140,12 @@ def _rows_kernel(
         clear(key, block, at, tall=at.tall_key)
         clear(value, block, at, tall=at.tall_value)
         key_width, value_width = _widths(at)
-        scores = dot(query[...], key[...], (1, key_width)) * at.settings.scale
+        keys = kept(key, compared, tall=at.tall_key)
+        values = kept(value, compared, tall=at.tall_value)
+        scores = dot(query[...], keys, (1, key_width)) * at.settings.scale
         weights = jnp.exp(hide(scores, compared, block, at, turned=False) - lse[...].T)
-        d_scores = weights * (dot(d_out[...], value[...], (1, value_width)) - delta[...].T)
-        sums[...] += dot(d_scores.astype(key.dtype), key[...], (1, 1 - key_width))
+        d_scores = weights * (dot(d_out[...], values, (1, value_width)) - delta[...].T)
+        sums[...] += dot(d_scores.astype(key.dtype), keys, (1, 1 - key_width))
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _() -> None:
@@ -222,10 +221,12 @@ def _keys_kernel(
     @look(numbers, walk(b, i), j, marks)
     def _(block: Any, compared: dict[str, Any]) -> None:
         key_width, value_width = _widths(at)
-        scores = dot(key[...], query[...], (key_width, 1)) * at.settings.scale
+        keys = kept(key, compared, tall=at.tall_key)
+        values = kept(value, compared, tall=at.tall_value)
+        scores = dot(keys, query[...], (key_width, 1)) * at.settings.scale
         weights = jnp.exp(hide(scores, compared, i, at, turned=True) - lse[...])
         value_sums[...] += dot(weights.astype(d_out.dtype), d_out[...], (1, 0))
-        d_scores = weights * (dot(value[...], d_out[...], (value_width, 1)) - delta[...])
+        d_scores = weights * (dot(values, d_out[...], (value_width, 1)) - delta[...])
         key_sums[...] += dot(d_scores.astype(query.dtype), query[...], (1, 0))
 
     @pl.when(j == pl.num_programs(3) - 1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from ._arguments import Operands, counted
+from ._arguments import Operands, reached
 from ._mask import Interval, interval, must_meet
 from ._pallas_tpu_layout import Layout
 from ._rows import Marks as RowMarks
@@ -33,7 +33,7 @@ class Marks(NamedTuple):
 
 def marks_of(operands: Operands, at: Layout) -> Marks:
     """The marks of folded rows and keys. Raises nothing."""
-    operands = counted(operands, at.settings)
+    operands = reached(operands, at.settings)
     # `mark` counts the heads that share a key head: none is left that does
     batch, keys, key_block = len(operands.key), operands.key.shape[1], at.key_block // at.key_fold
     folded = operands._replace(

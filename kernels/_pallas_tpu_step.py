@@ -119,6 +119,15 @@ def clear(x: Any, key_block: Any, at: Layout, *, tall: bool) -> None:
             x[past] = jnp.zeros_like(x[past])
 
 
+def kept(x: Any, marks: dict[str, Any], *, tall: bool) -> Array:
+    """A block of keys or values with zeros where, as its marks say, none is there. Raises nothing."""
+    if "key_positions" not in marks:
+        return x[...]
+    positions = marks["key_positions"][...]
+    there = (positions if tall else positions.T) >= 0
+    return jnp.where(there, x[...], jnp.zeros((), x.dtype))
+
+
 def dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
     """The product of two matrices over the axes `over`, summed in float32. Raises nothing."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT

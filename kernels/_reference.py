@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._arguments import Operands, Settings, cotangents, counted
+from ._arguments import Operands, Settings, cleared, cotangents, out_dtype, reached
 from ._kernel import AbstractKernel
 from ._mask import visible
 from ._softmax import softmax
-from ._state import AttentionState, lse_dtype, precision
+from ._state import AttentionState, holds_keys, lse_dtype, precision
 
 
 class Reference(AbstractKernel):
@@ -29,7 +29,8 @@ class Reference(AbstractKernel):
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
         """The softmax and the weighted sum, as they are written. Raises nothing."""
-        query, key, value = operands[:3]
+        operands = reached(operands, settings)
+        query, key, value = cleared(operands)[:3]
         batch, times, heads, width = query.shape
         columns, kv_heads = key.shape[1:3]
         group = heads // kv_heads
@@ -53,8 +54,12 @@ class Reference(AbstractKernel):
             precision=precision(query.dtype),
             preferred_element_type=lse_dtype(value.dtype),
         )
-        out = out.reshape(batch, times, heads, value.shape[-1]).astype(value.dtype)
-        return AttentionState(out, lse.transpose(0, 2, 1))
+        out = out.reshape(batch, times, heads, value.shape[-1])
+        lse = lse.transpose(0, 2, 1)
+        out = jnp.where(
+            holds_keys(lse)[..., None], out, 0
+        )  # where nothing is seen, nothing is asked
+        return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
     def backward(
         self,
@@ -77,8 +82,10 @@ class Reference(AbstractKernel):
 
 
 def masked(scores: Float[Array, "B N T S"], operands: Operands, settings: Settings) -> Array:
-    """Products of queries and keys made scores: scaled, biased, minus infinity where hidden."""
-    operands = counted(operands, settings)
+    """Products of queries and keys made scores: scaled, biased, minus infinity where hidden.
+
+    Positions that are not given count for nothing.
+    """
     scores = scores * settings.scale
     if operands.bias is not None:
         scores = scores + operands.bias.astype(scores.dtype)

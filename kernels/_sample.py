@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-from ._arguments import Operands, Settings, counted
+from ._arguments import Operands, Settings
 from ._blocks import Blocks, Index, cut_queries, join_queries
 from ._registry import vary_together
-from ._state import lse_dtype
+from ._state import lse_dtype, share, steady
 
 
 class Draw(NamedTuple):
     """Keys drawn for each row, and what they were drawn from.
 
     Attributes:
-        places: of the keys; -1 where there is none.
+        places: of the keys; -1 where there is none, or `lse` is NaN.
         lse: the energy of the keys that they were drawn from.
     """
 
@@ -39,7 +39,7 @@ def sample(
     beside it. Each block takes two new random numbers to a draw, so that the chances are resolved
     as well in many keys as in few.
     """
-    *together, seeds = vary_together((*counted(operands, settings), seeds))
+    *together, seeds = vary_together((*operands, seeds))
     operands = Operands(*together)
     (batch, times, heads), columns = operands.query.shape[:3], operands.key.shape[1]
     if 0 in (batch, times, columns):
@@ -81,9 +81,8 @@ def sample(
 def united(first: Draw, second: Draw, chance: Float[Array, "*batch number"]) -> Draw:
     """The draw of two disjoint key sets, by numbers that are uniform in $[0, 1)$. Raises nothing."""
     lse = jnp.logaddexp(first.lse, second.lse)
-    some = jnp.isfinite(second.lse)
-    share = jnp.where(some, jnp.exp(jnp.where(some, second.lse - lse, 0.0)), 0.0)
-    return Draw(jnp.where(chance < share[..., None], second.places, first.places), lse)
+    places = jnp.where(chance < share(second.lse, lse)[..., None], second.places, first.places)
+    return Draw(jnp.where(jnp.isnan(lse)[..., None], -1, places), lse)
 
 
 def seeds_of(seeds: UInt32[Array, "*batch 2"], number: Array | int) -> UInt32[Array, "*batch 2"]:
@@ -116,8 +115,7 @@ def _draw(
     scores: Float[Array, "B rows keys"], chance: Float[Array, "B rows number"]
 ) -> tuple[Int[Array, "B rows number"], Float[Array, "B rows"]]:
     """Places in a block by the inverse of the distribution function, and the block's energy."""
-    top = scores.max(-1, keepdims=True)
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    top = steady(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     below = jnp.cumsum(weights, -1)
     total = below[..., -1:]
@@ -129,6 +127,6 @@ def _draw(
 
     places = lax.map(place, jnp.moveaxis(chance, -1, 0))
     places = jnp.minimum(jnp.moveaxis(places, 0, -1), last[..., None].astype(jnp.int32))
-    some = total > 0
-    lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)[..., 0]
-    return jnp.where(some, places, -1), lse
+    empty = total == 0
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
+    return jnp.where(total > 0, places, -1), lse

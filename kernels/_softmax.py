@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ._state import steady
+
 
 class Softmax(NamedTuple):
     """The pieces of a softmax over an axis, which `total` keeps with size 1.
@@ -26,13 +28,13 @@ def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
 
     The maximum $m$ is held constant: $F = m + \log\sum e^{s - m}$ does not depend on it, so the
     derivatives of these lines, of any order and in both modes, are those of $F$. A row without
-    keys takes $m = 0$ and a total of 1, and so is finite, derivatives included. Raises nothing.
+    keys takes $m = 0$ and a total of 1, and so is finite, derivatives included. A NaN among the
+    scores, or an overflow, makes all of its row NaN. Raises nothing.
     """
-    shift = lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf))
-    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
+    shift = steady(lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf)))
     weights = jnp.exp(scores - shift)
     total = weights.sum(axis, keepdims=True)
-    seen = total > 0
-    total = jnp.where(seen, total, 1.0)
-    lse = jnp.where(seen, shift + jnp.log(total), -jnp.inf)
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, shift + jnp.log(total))
     return Softmax(weights, total, lse.squeeze(axis))

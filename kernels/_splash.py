@@ -21,7 +21,7 @@ from ._blockwise import slope
 from ._kernel import AbstractKernel
 from ._mask import Rule
 from ._state import AttentionState
-from ._vendor import check_plain
+from ._vendor import check_plain, state_of
 
 _BLOCKS = (512, 256, 128)  # the largest that divides is taken
 _MOST = 32768  # their masks are cut into blocks on the host, one by one
@@ -64,7 +64,7 @@ class Splash(AbstractKernel):
         found = _kernel(settings.rule, query.shape[2], key.shape[2], platform != "tpu")
         with _as_expected():
             out, (lse,) = jax.vmap(found)(query, key, value)
-        return AttentionState(out.swapaxes(1, 2), lse.swapaxes(1, 2))
+        return state_of(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
 
     def backward(
         self,
@@ -77,7 +77,8 @@ class Splash(AbstractKernel):
         """Two kernels, of the queries' gradient and of the others. Raises nothing."""
         query, key, value = _scaled(operands, settings)
         found = _kernel(settings.rule, query.shape[2], key.shape[2], platform != "tpu")
-        rows = (state.lse, cotangent.out, slope(state, cotangent))
+        d_out = cotangent.out.astype(value.dtype)
+        rows = (state.lse, d_out, slope(state, cotangent))
         with _as_expected():
             pulled = jax.vmap(functools.partial(_pull, found))(
                 query, key, value, *(x.swapaxes(1, 2) for x in rows)

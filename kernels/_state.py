@@ -138,11 +138,18 @@ def empty_state(
 #     m = max_i F_i,   w_i = e^{F_i - m},   F = m + log Σ w_i,   out = Σ w_i out_i / Σ w_i
 #
 # F does not depend on m, so m is held constant and every derivative, of any order and in either
-# mode, is the derivative of these lines. No NaN can arise: absent parts enter as (0, -inf), whose
-# weight is e^{-inf} = 0 with derivative 0, and the divisor of an empty fold is replaced by 1.
-def _present(lse: Array) -> Array:
-    # FlashAttention-2 reports +inf, others NaN, for a row without keys: all of them are empty
-    return jnp.isfinite(lse)
+# mode, is the derivative of these lines. They make no NaN of their own: empty parts enter as
+# (0, -inf), whose weight is e^{-inf} = 0 with derivative 0, and the divisor of an empty fold is
+# replaced by 1. One that a part holds, or an overflow, is in the weights or in the sum, whatever
+# a maximum over devices makes of it, and so reaches the whole.
+def holds_keys(lse: Array) -> Array:
+    """Which parts hold keys: all but those of minus infinity. NaN is no word for empty."""
+    return lse != -jnp.inf
+
+
+def steady(maximum: Array) -> Array:
+    """What scores are shifted by: their maximum, or 0 where there are none. Raises nothing."""
+    return jnp.where(holds_keys(maximum), maximum, 0.0)
 
 
 def fold(
@@ -157,16 +164,14 @@ def fold(
     together. Where it keeps a part of the rows alone, `kept` takes the same part of the maxima.
     `out` keeps its dtype; the arithmetic is in `lse`'s. Raises nothing.
     """
-    present = _present(state.lse)
-    lse = jnp.where(present, state.lse, -jnp.inf)
-    shift = maximum(lax.stop_gradient(lse))
-    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
+    lse = state.lse
+    shift = steady(maximum(lax.stop_gradient(lse)))
     weight = jnp.exp(lse - shift)
-    out = jnp.where(present[..., None], state.out.astype(lse.dtype), 0.0)
+    out = jnp.where(holds_keys(lse)[..., None], state.out.astype(lse.dtype), 0.0)
     numerator, denominator = total((out * weight[..., None], weight))
-    seen = denominator > 0
-    denominator = jnp.where(seen, denominator, 1.0)
-    lse = jnp.where(seen, kept(shift) + jnp.log(denominator), -jnp.inf)
+    empty = denominator == 0
+    denominator = jnp.where(empty, 1.0, denominator)
+    lse = jnp.where(empty, -jnp.inf, kept(shift) + jnp.log(denominator))
     return AttentionState((numerator / denominator[..., None]).astype(state.out.dtype), lse)
 
 
@@ -178,7 +183,8 @@ def merge(a: State, b: State) -> State:
 
     and of covariances as [`merge_all`][energy_attn.kernels.merge_all] says. A commutative monoid
     with identity $(0, -\infty)$ on both sides; empty merged with empty is empty, forward and
-    backward, without a NaN. A part whose `lse` is not finite holds no keys, whatever its `out`.
+    backward, without a NaN. A part whose `lse` is minus infinity holds no keys, whatever its `out`;
+    any other that is not finite makes the whole NaN.
 
     Args:
         a: the state of the first key set, an `AttentionState` or a `CovarianceState`.
@@ -275,8 +281,8 @@ def merge_all(stacked: State, axis: int = 0) -> State:
 
 def share(part: Array, whole: Array) -> Array:
     r"""$e^{F_i - F}$: what a part holds of the whole; nothing if it has no keys. Raises nothing."""
-    present = _present(part)
-    return jnp.where(present, jnp.exp(jnp.where(present, part - whole, -jnp.inf)), 0.0)
+    some = holds_keys(part)
+    return jnp.where(some, jnp.exp(jnp.where(some, part - whole, -jnp.inf)), 0.0)
 
 
 def spread(part: CovarianceState, whole: AttentionState) -> Array:
@@ -284,9 +290,9 @@ def spread(part: CovarianceState, whole: AttentionState) -> Array:
     wide = part.lse.dtype
     portion = share(part.lse, whole.lse)
     # what a part without keys holds is nothing, before it is multiplied: no NaN, nor its derivative
-    present = _present(part.lse)[..., None]
-    out = jnp.where(present, part.out.astype(wide), 0.0)
-    covariance = jnp.where(present[..., None], part.covariance.astype(wide), 0.0)
+    some = holds_keys(part.lse)[..., None]
+    out = jnp.where(some, part.out.astype(wide), 0.0)
+    covariance = jnp.where(some[..., None], part.covariance.astype(wide), 0.0)
     apart = out - whole.out.astype(wide)
     return (covariance + apart[..., :, None] * apart[..., None, :]) * portion[..., None, None]
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._arguments import Operands, Settings, cotangents
+from ._arguments import Operands, Settings, cotangents, out_dtype
 from ._kernel import check_operands
 from ._state import AttentionState
 
@@ -50,6 +50,17 @@ def side(size: int, keys: int) -> int | None:
     return size if size < keys - 1 else None
 
 
+def state_of(out: Array, lse: Array, operands: Operands, settings: Settings) -> AttentionState:
+    """What a vendor's kernel gave, as states are: in a call that `check_plain` lets pass every row
+    sees a key, and an energy that is not finite is a broken number, whatever a vendor writes
+    for one (FlashAttention-2 writes plus infinity, as for no keys). Raises nothing.
+    """
+    broken = ~jnp.isfinite(lse)
+    lse = jnp.where(broken, jnp.nan, lse)
+    out = jnp.where(broken[..., None], jnp.nan, out.astype(out_dtype(operands, settings)))
+    return AttentionState(out, lse)
+
+
 def pull_back(
     pull: Pull, operands: Operands, state: AttentionState, cotangent: AttentionState
 ) -> Operands:
@@ -60,9 +71,10 @@ def pull_back(
     $\dot{out} = (high, low, 0, \dots)$, where $high + low = \dot{lse}$, it gives the rest,
     $P_a \dot{lse}$: exact, but for the last bits of two 16-bit numbers, and at no greater width.
     """
-    query, key, value = pull(operands.value, state.out, cotangent.out)
+    out, d_out = (x.astype(operands.value.dtype) for x in (state.out, cotangent.out))
+    query, key, value = pull(operands.value, out, d_out)
     if cotangent.lse is not None:
-        ones, zero, parts = _energies(operands.value, state.out, cotangent.lse)
+        ones, zero, parts = _energies(operands.value, out, cotangent.lse)
         more_query, more_key, _ = pull(ones, zero, parts)
         query, key = _add(query, more_query), _add(key, more_key)
     return cotangents(query, key, value, None)

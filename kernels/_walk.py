@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ._arguments import Operands, Settings, counted
-from ._blocks import Blocks, Index, cut_keys, cut_queries, join_queries, outer
+from ._arguments import Operands, Settings
+from ._blocks import Blocks, Index, cut_queries, join_queries, outer
 from ._registry import attend, vary_together
-from ._state import AttentionState, lse_dtype, precision
+from ._state import AttentionState, holds_keys, lse_dtype, precision
 
 
 class Block(NamedTuple):
@@ -75,8 +75,8 @@ def weighted(
     *rows: Float[Array, "B T N _"],
 ) -> Float[Array, "B T N width"]:
     """The sum of `part`, with weights relative to given energies. Raises nothing."""
-    seen = jnp.isfinite(lse)
-    lse = jnp.where(seen, lse, jnp.inf)[..., None]  # a row that sees nothing has no weights
+    # a row that sees nothing has no weights
+    lse = jnp.where(holds_keys(lse), lse, jnp.inf)[..., None]
 
     def sums(scores: Array, value: Array, lse: Array, *rows: Array) -> Array:
         return part(Block(scores, jnp.exp(scores - lse), value), *rows)
@@ -109,7 +109,7 @@ def _walk(
     operands: Operands,
     *rows: Array,
 ) -> Array:
-    operands, rows = _together(counted(operands, settings), rows)
+    operands, rows = _together(operands, rows)
     (batch, times, heads), columns = operands.query.shape[:3], operands.key.shape[1]
     wide = lse_dtype(operands.query.dtype)
     if 0 in (batch, times, columns):
@@ -117,7 +117,7 @@ def _walk(
         return lax.full_like(operands.query, start, dtype=wide, shape=shape)
     blocks = Blocks(operands, settings)
     g = blocks.grid
-    values = cut_keys(g, operands.value.astype(wide))
+    values = blocks.value.astype(wide)
     # Absent rows get what present ones may get: nothing of them is kept.
     cut = tuple(cut_queries(g, x) for x in rows)
 

@@ -12,6 +12,7 @@ from energy_attn._free_energy import Arrays, Prepared
 from energy_attn._observe import covariance_at, state_at, support_at
 from energy_attn._solution import Result
 from energy_attn.kernels import AttentionState
+from energy_attn.kernels._state import holds_keys
 
 from ._descent import RUNNING, Descent, Trial, descend
 from ._follow import follow
@@ -104,7 +105,7 @@ def _trial(
     size = jnp.sqrt((point * point).sum(-1) + (out * out).sum(-1) + spread)
     far = length(source)
     eps = 4 * jnp.finfo(out.dtype).eps
-    scores = jnp.where(jnp.isfinite(lse), abs(lse), 0.0) + abs((source * point).sum(-1))
+    scores = jnp.where(holds_keys(lse), abs(lse), 0.0) + abs((source * point).sum(-1))
     noise = eps * (1.0 + scores + far * size + given.regulariser * far**2)
     # As good as asked for, or as rounding lets it be: scores that are off by ε move the mean by
     # no more than ε times the deviation of the values.

@@ -21,7 +21,7 @@ from energy_attn.kernels._errors import (
     received,
 )
 from energy_attn.kernels._softmax import softmax
-from energy_attn.kernels._state import lse_dtype
+from energy_attn.kernels._state import holds_keys, lse_dtype
 
 from .._citation import cite
 from .._module import FreeEnergy
@@ -152,7 +152,7 @@ class EnergyAttentionBlock(eqx.Module):
             for energy, arrays in self._passes(wide, lengths)
         ]
         whole = softmax(jnp.stack(parts, -1)).lse if parts else jnp.full((), -jnp.inf, wide.dtype)
-        seen = jnp.isfinite(whole)
+        seen = holds_keys(whole)
         whole = jnp.broadcast_to(jnp.where(seen, whole, 0.0), query.shape[:-1])
         return -whole.sum((-2, -1)) / self._beta(wide.dtype)
 

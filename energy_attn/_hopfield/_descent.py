@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels._blocks import outer, product
-from energy_attn.kernels._state import precision
+from energy_attn.kernels._state import holds_keys, precision
 
 from .._observe import covariance_at, expectation_at, state_at, support_at
 
@@ -181,15 +181,14 @@ def nearest(call: Any, beta: Array, arrays: Any, point: Array, scale: Scale) -> 
     memory, digits, squares = jnp.split(found, [width, width + _DIGITS], -1)
     # Memories that share the largest score show in the variance of their positions.
     digits, squares = lax.stop_gradient((digits, squares[..., 0]))
-    seen = jnp.isfinite(lse)
-    alone = seen & (squares - (digits**2).sum(-1) < 0.1)
+    alone = jnp.isfinite(lse) & (squares - (digits**2).sum(-1) < 0.1)
     units = jnp.asarray([_BASE**i for i in range(_DIGITS)], jnp.int32)
     which = jnp.round(digits).astype(jnp.int32) * jnp.expand_dims(units, range(lse.ndim))
     along = (point * memory).sum(-1)
     lengths = (point**2).sum(-1) * (memory**2).sum(-1)
-    some = lengths > 0
+    some = lengths != 0
     cosine = jnp.where(some, along / jnp.sqrt(jnp.where(some, lengths, 1.0)), 0.0)
-    score = jnp.where(seen, beta * along - lse, -jnp.inf)
+    score = jnp.where(holds_keys(lse), beta * along - lse, -jnp.inf)
     return {
         "nearest": jnp.where(alone, which.sum(-1).astype(jnp.int32), -1),
         "weight": jnp.exp(jnp.minimum(score, 0.0)),

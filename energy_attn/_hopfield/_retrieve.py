@@ -15,6 +15,7 @@ from energy_attn.kernels._errors import (
     check_shape,
     received,
 )
+from energy_attn.kernels._state import holds_keys
 
 from .._citation import cite
 from .._observe import prepare_wide
@@ -146,7 +147,7 @@ def _solve(settings: Settings, beta: Array, arrays: Any) -> Solution:
     point, trace = found
     here = at(call, beta, arrays, point)
     value = energy(beta, point, here.lse, scale)
-    seen = jnp.isfinite(here.lse)
+    seen = holds_keys(here.lse)
     # Scores are β x·m, and the mean of m is `out`: their mean needs no pass of its own.
     entropy = jnp.where(seen, here.lse - beta * (point * here.out).sum(-1), 0.0)
     after = (

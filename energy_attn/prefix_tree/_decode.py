@@ -12,10 +12,10 @@ from energy_attn._citation import cite
 from energy_attn.distributed import KVCache
 from energy_attn.distributed._cache_arguments import check_reach, check_stored
 from energy_attn.distributed._cache_write import Home, home
-from energy_attn.distributed._placement import arrive, placement
+from energy_attn.distributed._placement import Placement, arrive, placement
 from energy_attn.distributed._spread import spread_attention
 from energy_attn.kernels import AttentionState, merge
-from energy_attn.kernels._arguments import check_call
+from energy_attn.kernels._arguments import Call, check_call, parts_of
 from energy_attn.kernels._errors import check_integral, check_shape, received
 from energy_attn.kernels._registry import attend, candidates
 
@@ -110,22 +110,32 @@ def tree_decode(
     if reach is not None:
         mask = mask & (tree.depth[:, :, None] - tree.depth[:, None, :] <= reach[0])
     # What the context holds is before all nodes: causality has nothing to hide.
-    context = cache.attend(
+    before = check_call(
         query,
+        cache.keys(),
+        cache.values(),
         source,
-        query_positions=jnp.where(used, cache.lengths[:, None] + tree.depth, -1),
-        is_causal=False,
-        local_window_size=reach,
         scale=scale,
-        implementation=implementation,
+        local_window_size=reach,
+        query_positions=jnp.where(used, cache.lengths[:, None] + tree.depth, -1),
+        key_positions=cache.positions,
     )
-    call = check_call(query, key, value, source, mask=mask[:, None], scale=scale)
-    names = (*names, "blockwise")
-    if place is None or not place.batch + place.heads:
-        draft = attend(names, call.settings, call.operands)
-    else:
-        draft = spread_attention(place._replace(sequence=(), queries=False), names, call)
-    return merge(context, draft)
+    # where they are now, the nodes are split otherwise than they came
+    context = _part(placement(cache.parallel, query, cache.key, cache.value), names, before)
+    drafts = check_call(query, key, value, source, mask=mask[:, None], scale=scale)
+    alone = None
+    if place is not None and place.batch + place.heads:
+        alone = place._replace(sequence=(), queries=False)
+    out, lse = merge(context, _part(alone, (*names, "blockwise"), drafts))
+    return AttentionState(out.astype(cache.dtype), lse)
+
+
+def _part(place: Placement | None, names: tuple[str, ...], call: Call) -> AttentionState:
+    """The state of some of the keys, to be folded with others. Raises as the kernels do."""
+    call = call._replace(settings=parts_of(call.settings))
+    if place is None:
+        return attend(names, call.settings, call.operands)
+    return spread_attention(place, names, call)
 
 
 def commit(
