@@ -3,8 +3,8 @@
 
     python tools/mathfont.py texgyretermes-math.otf
 
-writes `docs/fonts/math.woff2` anew. Browsers draw MathML with a font that has a MATH table: without one sums stay small and
-brackets do not grow; and few systems have one. TeX Gyre Termes Math 1.543 is in every TeX distribution.
+writes `docs/fonts/math.woff2` anew. Browsers draw MathML with a font that has a MATH table: without one sums stay small
+and brackets do not grow; and few systems have one. TeX Gyre Termes Math 1.543 is in every TeX distribution.
 """
 
 import sys
@@ -17,7 +17,8 @@ from fontTools.ttLib import TTFont
 FONT = Path(__file__).resolve().parents[1] / "docs" / "fonts" / "math.woff2"
 # A modified font goes by another name, as its licence asks.
 FAMILY = "energy_attn Math"
-# First and last code points of what equations are written with. Letters alone are drawn in italics: U+1D434 and U+1D6E2 on.
+# First and last code points of what equations are written with. Letters alone are drawn in italics: U+1D434 and
+# U+1D6E2 on.
 RANGES = (
     *((0x20, 0x7E), (0xA0, 0xA0), (0xAC, 0xB7), (0xD7, 0xD7), (0xF7, 0xF7), (0x2C6, 0x2C7)),
     *((0x2D9, 0x2DC), (0x302, 0x308), (0x391, 0x3D6), (0x3F5, 0x3F5), (0x2010, 0x2064)),

@@ -1,6 +1,7 @@
 """MkDocs hook: a signature that is not broken into lines stops the build, and says on which page it stands.
 
-mkdocstrings breaks them with a formatter. Where it finds none it says so, and goes on with lines of thousands of pixels.
+mkdocstrings breaks them with a formatter. Where it finds none it says so, and goes on with lines of thousands of
+pixels.
 """
 
 import html
