@@ -186,7 +186,10 @@ def test_committed_times():
             numbers = [float(number) for number in re.findall(r"[\d.]+", cell)]
             wanted = [row["median_ms"], row["min_ms"], row["max_ms"]]
             assert numbers == pytest.approx(wanted, abs=0.051), (method, keys)
-    for name, label in (("latency", "{} hosts"), ("latency-devices", "{} hosts of 2 devices, 2 ms")):
+    for name, label in (
+        ("latency", "{} hosts"),
+        ("latency-devices", "{} hosts of 2 devices, 2 ms"),
+    ):
         for column, keys in enumerate(runs):
             for hosts, _, methods in (run for run in committed(name) if run[1] == keys):
                 times = {method: row["median_ms"] for method, row in methods.items()}
@@ -204,12 +207,15 @@ def test_how_far_the_model_is_off():
             predicted = [methods[fold]["model"]["ms"] for fold in folds]
             measured = [methods[fold]["median_ms"] for fold in folds]
             assert predicted == sorted(predicted)
-            assert measured == sorted(measured) or hosts == 2  # the first two are one exchange there
+            # between two hosts the first two are one exchange
+            assert measured == sorted(measured) or hosts == 2
             alone = methods["no exchange"]["median_ms"]
             off += [
                 (row["median_ms"] - alone) / row["model"]["ms"]
                 for method, row in methods.items()
-                if row["model"] and keys < 32768 and (name, method) != ("latency-devices", "ring, keys")
+                if row["model"]
+                and keys < 32768
+                and (name, method) != ("latency-devices", "ring, keys")
             ]
             if name == "latency-devices" and keys < 32768:
                 row = methods["ring, keys"]
