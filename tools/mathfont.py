@@ -39,7 +39,9 @@ def cut(whole: Path) -> None:
     subsetter.populate(unicodes=[c for first, last in RANGES for c in range(first, last + 1)])
     subsetter.subset(font)
     (script,) = font["GSUB"].table.ScriptList.ScriptRecord
-    script.ScriptTag = "DFLT"  # "math" there, which browsers do not ask for: primes would be too small
+    script.ScriptTag = (
+        "DFLT"  # "math" there, which browsers do not ask for: primes would be too small
+    )
     names = {1: FAMILY, 2: "Regular", 3: FAMILY, 4: FAMILY, 6: FAMILY.replace(" ", "")}
     font["name"].names = [name for name in font["name"].names if name.nameID in (0, 13, 14)]
     for identifier, text in names.items():
