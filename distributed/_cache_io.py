@@ -33,7 +33,8 @@ def _safetensors() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
-            "caches are kept in safetensors files: pip install 'energy_attn[io]'"
+            "caches are kept in files by the library safetensors, which is not installed: "
+            "pip install safetensors"
         ) from error
     return safetensors
 

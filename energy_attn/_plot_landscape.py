@@ -14,7 +14,7 @@ def plot_landscape(landscape: Landscape, axes: Any = None) -> Any:
 
     On the left $F$, with the arrow of its slope at the source 0, which is attention. On the right
     $I$, with attention at its minimum; outside of the hull of the values it is infinite and left
-    empty. Needs matplotlib (`pip install 'energy_attn[plot]'`).
+    empty. Needs matplotlib, which the extra `plot` brings.
 
     Args:
         landscape: of [`landscape`][energy_attn.landscape].
@@ -42,7 +42,9 @@ def plot_landscape(landscape: Landscape, axes: Any = None) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plot_landscape: install 'energy_attn[plot]'") from error
+        raise ImportError(
+            "plot_landscape: wanted matplotlib, which is not installed (pip install matplotlib)"
+        ) from error
     if axes is None:
         axes = Figure(figsize=(8.4, 3.9), layout="constrained").subplots(1, 2)
     left, right = axes

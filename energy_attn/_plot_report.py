@@ -39,7 +39,7 @@ def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = 
     Raises:
         TypeError: if `report` is no `EnergyReport`.
         ValueError: if it is one of single queries.
-        ImportError: if matplotlib is not installed: `pip install 'energy_attn[plot]'`.
+        ImportError: if matplotlib is not installed, which the extra `plot` brings.
 
     Examples:
         >>> import jax
@@ -61,8 +61,7 @@ def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = 
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "plot_energy_report: wanted matplotlib, which is not installed "
-            "(pip install 'energy_attn[plot]')"
+            "plot_energy_report: wanted matplotlib, which is not installed (pip install matplotlib)"
         ) from error
 
     layers, heads = shape

@@ -70,7 +70,7 @@ def tokenizer_of(directory: Path, vocab: int) -> AbstractTokenizer:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ImportError(
-            "text is split by the library tokenizers: pip install 'energy_attn[models]'"
+            "text is split by the library tokenizers, which is not installed: pip install tokenizers"
         ) from error
     try:
         return FromFile(Tokenizer.from_file(str(path)))

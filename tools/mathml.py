@@ -1,12 +1,14 @@
 """MkDocs hook: the equations that arithmatex marked become MathML, so that a page needs no script to show them.
 
-An equation that cannot be converted stops the build and says on which page it stands.
+An equation that cannot be converted, or has a character that the equations' font lacks, stops the build and says on
+which page it stands.
 """
 
 import html
 import re
 from typing import Any
 
+import mathfont
 from math_core import LatexError, LatexToMathML
 from mkdocs.exceptions import PluginError
 
@@ -30,6 +32,12 @@ def on_page_content(content: str, *, page: Any, **_: Any) -> str:
             mathml = CONVERTER.convert_with_local_state(latex.strip(), displaystyle=block)
         except LatexError as error:
             raise PluginError(f"{page.file.src_uri}: {latex!r}: {error}") from error
+        drawn = html.unescape(re.sub("<[^>]*>", "", mathml))
+        if lacking := set(drawn) - mathfont.characters():
+            raise PluginError(
+                f"{page.file.src_uri}: {latex!r}: docs/fonts/math.woff2 lacks {sorted(lacking)}; "
+                "tools/mathfont.py says what it has"
+            )
         return f'<{equation["tag"]} class="arithmatex">{mathml}</{equation["tag"]}>'
 
     return EQUATION.sub(to_mathml, content)

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     (args.out / f"{suite}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"wrote {args.out / suite}.json")
     if importlib.util.find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed (pip install 'energy_attn[plot]')")
+        print("no plot: matplotlib is not installed (pip install matplotlib)")
     else:
         plot(result, args.out / f"{suite}.svg")
         print(f"wrote {args.out / suite}.svg")

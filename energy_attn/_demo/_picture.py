@@ -32,7 +32,7 @@ def draw(path: Path, energies: np.ndarray, text: np.ndarray, context: int) -> st
         from matplotlib.colors import Normalize
         from matplotlib.figure import Figure
     except ImportError:
-        return "no picture: matplotlib is not installed (pip install 'energy_attn[plot]')"
+        return "no picture: matplotlib is not installed (pip install matplotlib)"
 
     layers, count, heads = energies.shape
     width, height = 1.6 + 0.135 * count, 1.2 + layers * (0.12 + 0.24 * heads)

@@ -86,7 +86,7 @@ def draw(result: dict[str, Any], path: Path) -> str:
     Returns what there is to say: where it is, or why not.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed (pip install 'energy_attn[plot]')"
+        return "no plot: matplotlib is not installed (pip install matplotlib)"
     import matplotlib
 
     matplotlib.use("Agg")

@@ -392,7 +392,7 @@ def test_no_package(monkeypatch, forgetful):
     """An ImportError out of a call, or advice that leaves out what is missing."""
     monkeypatch.setitem(sys.modules, "flash_attn_jax", None)
     reason = declines("flash")
-    assert "energy_attn[flash]" in reason and "libcudart.so.12" in reason
+    assert "pip install flash-attn-jax" in reason and "libcudart.so.12" in reason
 
 
 @pytest.mark.parametrize(

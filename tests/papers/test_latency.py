@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 from ..problems import Problem
 from ..reference import dense
 
-FOLDER = Path(__file__).resolve().parents[2] / "papers" / "tree_attention"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "papers" / "tree_attention"
 HOSTS, DEVICES, KEYS, HEADS, WIDTH = 2, 2, 16, 2, 8
 METHODS = {
     "no exchange",
@@ -156,6 +158,70 @@ def test_hosts_that_fail():
     assert ended.returncode != 0
     assert "hosts failed" in ended.stderr
     assert "--- host 1, exit" in ended.stderr
+
+
+def committed(name):
+    """Median times and the cost model's of a committed run, by hosts, keys and method."""
+    kept = json.loads((ROOT / "docs" / "benchmarks" / f"{name}.json").read_text())
+    for run in kept["runs"]:
+        yield run["hosts"], run["keys"], {row["method"]: row for row in run["rows"]}
+
+
+def section():
+    """The lines of the page that say what was measured; each table row as its cells."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = page.split("\n## Decode steps over hosts\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return text, {cells[0]: cells[1:] for cells in rows}
+
+
+def test_committed_times():
+    """The page's section on decode steps is lost, as it was once, or says other times than the files beside it."""
+    text, rows = section()
+    assert re.search(r"!\[[^]]+\]\(benchmarks/latency.svg\)", text)
+    runs = {keys: methods for hosts, keys, methods in committed("latency") if hosts == 8}
+    for method in METHODS - {"tree, hierarchical"}:  # of one axis
+        for keys, cell in zip(runs, rows[method], strict=False):
+            row = runs[keys][method]
+            numbers = [float(number) for number in re.findall(r"[\d.]+", cell)]
+            wanted = [row["median_ms"], row["min_ms"], row["max_ms"]]
+            assert numbers == pytest.approx(wanted, abs=0.051), (method, keys)
+    for name, label in (
+        ("latency", "{} hosts"),
+        ("latency-devices", "{} hosts of 2 devices, 2 ms"),
+    ):
+        for column, keys in enumerate(runs):
+            for hosts, _, methods in (run for run in committed(name) if run[1] == keys):
+                times = {method: row["median_ms"] for method, row in methods.items()}
+                best = min(time for method, time in times.items() if method.startswith("tree"))
+                cell = [float(number) for number in rows[label.format(hosts)][column].split(", ")]
+                wanted = [times["ring, queries"] / tree for tree in (times["tree, auto"], best)]
+                assert cell == pytest.approx(wanted, abs=0.0051), (name, hosts, keys)
+
+
+def test_how_far_the_model_is_off():
+    """What the pages say of the cost model: too quick by 1.1 to 3.4, too slow for one ring, folds in their order."""
+    off, folds = [], ("tree, butterfly", "tree, gather", "tree, allreduce")
+    for name in ("latency", "latency-devices"):
+        for hosts, keys, methods in committed(name):
+            predicted = [methods[fold]["model"]["ms"] for fold in folds]
+            measured = [methods[fold]["median_ms"] for fold in folds]
+            assert predicted == sorted(predicted)
+            # between two hosts the first two are one exchange
+            assert measured == sorted(measured) or hosts == 2
+            alone = methods["no exchange"]["median_ms"]
+            off += [
+                (row["median_ms"] - alone) / row["model"]["ms"]
+                for method, row in methods.items()
+                if row["model"]
+                and keys < 32768
+                and (name, method) != ("latency-devices", "ring, keys")
+            ]
+            if name == "latency-devices" and keys < 32768:
+                row = methods["ring, keys"]
+                assert 0.7 < (row["median_ms"] - alone) / row["model"]["ms"] < 0.8
+    assert (round(min(off), 1), round(max(off), 1)) == (1.1, 3.4)
+    assert "lasts 1.1 to 3.4 times what" in section()[0]
 
 
 @pytest.mark.parametrize("wrong", [("--keys", 10, "--hosts", 4), ("--turns", 0), ("--mbit", 0)])
