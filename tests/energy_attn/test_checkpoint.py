@@ -1,8 +1,10 @@
 """Checkpoints in folders: read as they were written by others, whole or not at all, and onto a mesh."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -17,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, shard
+
+from ..disk import Killed, contents, failing
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
 load_file = pytest.importorskip("safetensors.numpy").load_file
@@ -467,7 +471,7 @@ def test_bad_folder(make, message, tmp_path, monkeypatch):
     def never(*_):
         raise AssertionError("a weight is read")
 
-    monkeypatch.setattr("energy_attn.models._safetensors.read", never)
+    monkeypatch.setattr("energy_attn.distributed._safetensors.read", never)
     with pytest.raises(ValueError, match=message):
         Llama.load(tmp_path)
 
@@ -540,29 +544,55 @@ def test_what_is_written(tmp_path):
     model.save(out)
     assert {file.name for file in out.iterdir()} == {"config.json", WHOLE, "tokenizer.json"}
     with safe_open(out / WHOLE, "np") as file:
-        assert file.metadata() == {"format": "pt"}
+        about = file.metadata()
     said = json.loads((out / "config.json").read_text())
+    assert about == {"format": "pt", "energy_attn_save": said["energy_attn_save"]}
     assert said["torch_dtype"] == "bfloat16" and said["eos_token_id"] == [3, 5]
     assert_same(Llama.load(out), tensors)
 
 
-def test_a_save_that_fails_changes_nothing(tmp_path, monkeypatch):
-    """A full disk in the middle: the checkpoint that was there is still whole."""
-    tensors = arrays()
-    model = Llama.load(write(tmp_path, tensors))
-    doubled = jax.tree.map(lambda x: 2 * x, model)
-    written = []
+TINY = LlamaConfig(6, 2, 2, num_hidden_layers=1, num_attention_heads=1, tie_word_embeddings=True)
+OLD = Llama(TINY, key=jax.random.key(1))
+NEW = Llama(dataclasses.replace(TINY, rope_theta=9.0), key=jax.random.key(2))
 
-    def full(leaf):
-        written.append(leaf)
-        if len(written) > 9:
-            raise OSError("no space left")
-        return np.asarray(leaf)
 
-    monkeypatch.setattr("energy_attn.models._checkpoint._host", full)
-    with pytest.raises(OSError, match="no space"):
-        doubled.save(tmp_path)
-    assert_same(Llama.load(tmp_path), tensors)
+def same(model, other):
+    leaves = zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True)
+    return model.config == other.config and all(bool((a == b).all()) for a, b in leaves)
+
+
+@pytest.mark.parametrize("error", [Killed, OSError])
+@pytest.mark.parametrize("sizes", [(99, 99), (99, 9999), (9999, 99)], ids=str)
+def test_a_save_that_ends_anywhere(sizes, error, tmp_path):
+    """Weights of one save beside weights or constants of another; files that no reader wants, for ever."""
+    first, folder = tmp_path / "first", tmp_path / "folder"
+    OLD.save(first, max_shard_size=sizes[0])
+    made, seen = len(contents(first)), []
+    assert made == (2 if sizes[0] > 99 else 4)
+    for step in range(1, 200):
+        shutil.copytree(first, folder)
+        with failing(step, error) as disk:
+            try:
+                NEW.save(folder, max_shard_size=sizes[1])
+                ended = True
+            except (Killed, OSError):
+                ended = False
+        if not disk.failed:
+            break
+        found = Llama.load(folder)
+        is_new = same(found, NEW)
+        assert is_new or (same(found, OLD) and not ended)
+        seen.append(is_new)
+        if error is OSError and not is_new:
+            assert contents(folder) == contents(first)
+        with contextlib.suppress(Killed), failing(step):
+            OLD.save(folder, max_shard_size=sizes[0])
+        assert len(contents(folder)) <= 9
+        NEW.save(folder, max_shard_size=sizes[1])
+        assert len(contents(folder)) == (2 if sizes[1] > 99 else 4)
+        shutil.rmtree(folder)
+    assert ended and same(Llama.load(folder), NEW) and {*seen} == {False, True}
+    assert error is OSError or seen == sorted(seen)  # one step decides
 
 
 def test_progress(tmp_path, capsys):
@@ -595,7 +625,7 @@ SPLIT = {
 
 def test_where_weights_lie(tmp_path, monkeypatch):
     """Each device has its part and no more; abstract weights, those in memory and those in files agree."""
-    monkeypatch.setattr("energy_attn.models._safetensors._PIECE", 200)  # bytes: 3 rows of 16
+    monkeypatch.setattr("energy_attn.distributed._safetensors._PIECE", 200)  # bytes: 3 rows of 16
     tensors = arrays()
     write(tmp_path, tensors)
     mesh = make_mesh((4, 2), ("sequence", "tensor"))
