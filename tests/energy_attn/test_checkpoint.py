@@ -434,6 +434,48 @@ def without_config(folder):
     (folder / "config.json").unlink()
 
 
+def with_layers_by_the_billion(folder):
+    write(folder, arrays(), SAID | {"num_hidden_layers": 10**9})
+
+
+def pointed_at(name):
+    def make(folder):
+        write(folder, arrays())
+        pointer = (
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 16060522496\n"
+        )
+        (folder / name).write_text(pointer)
+
+    return make
+
+
+def with_bytes_of_another(folder):
+    write(folder, arrays())
+    header, data = header_of(folder / WHOLE)
+    header["lm_head.weight"]["data_offsets"] = header["model.embed_tokens.weight"]["data_offsets"]
+    rewritten(folder / WHOLE, header, data)
+
+
+def saved_by_us(folder):
+    write(folder, arrays())
+    Llama.load(folder).save(folder, max_shard_size=4000)
+
+
+def with_a_file_of_another_save(folder):
+    saved_by_us(folder)
+    first = sorted(folder.glob("model-*"))[0]
+    text = first.read_bytes()
+    saved_by_us(folder)
+    sorted(folder.glob("model-*"))[0].write_bytes(text)
+
+
+def with_the_config_of_another_save(folder):
+    saved_by_us(folder)
+    text = (folder / "config.json").read_bytes()
+    saved_by_us(folder)
+    (folder / "config.json").write_bytes(text)
+
+
 BAD_FOLDERS = {
     without: rf"directory: wanted all tensors of the model, got it without {QUERY}, {NORM}",
     with_another: "directory: wanted no other tensors, got it with model.layers.2.mlp.up_proj",
@@ -458,6 +500,12 @@ BAD_FOLDERS = {
     pickled: "got pytorch_model.bin: only safetensors is read, as nothing is unpickled",
     empty: f"directory: wanted {WHOLE} or {INDEX} in it, got",
     without_config: "path: wanted a config.json, got .*config.json",
+    with_layers_by_the_billion: "num_hidden_layers: wanted at most the 2 layers .* got 1000000000",
+    pointed_at(WHOLE): rf"{WHOLE}: wanted the file itself, got a Git LFS pointer: git lfs pull",
+    pointed_at("config.json"): "config.json: wanted the file itself, got a Git LFS pointer",
+    with_bytes_of_another: f"wanted bytes of its own in .*{WHOLE}, got another tensor's",
+    with_a_file_of_another_save: r"model-\w+-00001-of-\d+.safetensors: wanted a file of the save \w+",
+    with_the_config_of_another_save: "config.json: wanted the one of the weights, whose energy_attn_save",
 }
 
 
@@ -588,7 +636,8 @@ def test_a_save_that_ends_anywhere(sizes, error, tmp_path):
         with contextlib.suppress(Killed), failing(step):
             OLD.save(folder, max_shard_size=sizes[0])
         assert len(contents(folder)) <= 9
-        NEW.save(folder, max_shard_size=sizes[1])
+        with failing():
+            NEW.save(folder, max_shard_size=sizes[1])
         assert len(contents(folder)) == (2 if sizes[1] > 99 else 4)
         shutil.rmtree(folder)
     assert ended and same(Llama.load(folder), NEW) and {*seen} == {False, True}
@@ -682,13 +731,23 @@ def test_logits_on_a_mesh(tensor, tmp_path):
 
 SHARED = """
 import sys
-from energy_attn.distributed import initialize, make_mesh
+from energy_attn.distributed import _files, initialize, make_mesh
 initialize()
 from energy_attn.models import Llama
 
 mesh = make_mesh((1, 2), ("sequence", "tensor"))
 model = Llama.load(sys.argv[1], mesh=mesh)
 assert not model.lm_head.weight.is_fully_addressable
+
+def full(*_):
+    raise OSError("no space left")
+
+write, _files.write = _files.write, full
+try:
+    model.save(sys.argv[2])  # of which the first process writes, and all learn that it failed
+    sys.exit("a save that failed on one process went on on another")
+except OSError:
+    _files.write = write
 model.save(sys.argv[2])
 Llama.load(sys.argv[2])  # at once: the others wait until the first has written
 """
