@@ -21,16 +21,23 @@ class Disk:
     """Counts what changes a file; the operation `fails_at`, from 1, is not done, half done if it is a write."""
 
     def __init__(self, fails_at: int, error: type[BaseException]):
-        self.fails_at, self.error, self.steps = fails_at, error, 0
+        self.fails_at, self.error, self.log = fails_at, error, []
 
     @property
     def failed(self) -> bool:
-        return self.steps >= self.fails_at
+        return len(self.log) >= self.fails_at
 
-    def step(self) -> None:
-        self.steps += 1
-        if self.steps == self.fails_at or (self.failed and self.error is Killed):
+    def step(self, what: str) -> None:
+        self.log.append(what)
+        if len(self.log) == self.fails_at or (self.failed and self.error is Killed):
             raise Killed() if self.error is Killed else OSError(errno.ENOSPC, "no space left")
+
+    def check_synced(self) -> None:
+        """Nothing takes another's place before it is on disk, and nothing goes before that is on disk too."""
+        for i in (i for i, what in enumerate(self.log) if what == "replace"):
+            before, behind = self.log[:i][::-1], self.log[i:]
+            assert before.index("fsync") < before.index("write")
+            assert "unlink" not in behind[: behind.index("fsync")]
 
 
 class _Stream:
@@ -48,7 +55,7 @@ class _Stream:
 
     def write(self, data):
         try:
-            self._disk.step()
+            self._disk.step("write")
         except BaseException:
             self._stream.write(data[: len(data) // 2])
             raise
@@ -60,23 +67,25 @@ def failing(fails_at: int = 10**9, error: type[BaseException] = Killed) -> Itera
     """All of Python's file operations, on such a disk; without a number on one that never fails."""
     disk, opened = Disk(fails_at, error), io.open
 
-    def change(real):
+    def change(name, real):
         def changed(*args, **options):
-            disk.step()
+            disk.step(name)
             return real(*args, **options)
 
         return changed
 
     def open_file(file, mode="r", *args, **options):
         if set(mode) & set("wxa+") and isinstance(file, (str, Path)):
-            disk.step()
+            disk.step("open")
             return _Stream(opened(file, mode, *args, **options), disk)
         return opened(file, mode, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in _CHANGES:
-            patch.setattr(os, name, change(getattr(os, name)))
-        patch.setattr(os, "fsync", change(lambda _: None))  # no power is cut here, and it is slow
+            patch.setattr(os, name, change(name, getattr(os, name)))
+        patch.setattr(
+            os, "fsync", change("fsync", lambda _: None)
+        )  # no power is cut here, and it is slow
         patch.setattr(builtins, "open", open_file)
         patch.setattr(io, "open", open_file)
         yield disk

@@ -153,6 +153,7 @@ def test_a_save_that_ends_anywhere(count, error, tmp_path, monkeypatch, unchecke
         shutil.rmtree(folder)
     assert seen == sorted(seen) and {*seen} == {False, True}  # one step decides
     assert ends == [None] * count
+    disk.check_synced()
 
 
 def test_old_saves(tmp_path):
