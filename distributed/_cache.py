@@ -26,7 +26,8 @@ from ._cache_arguments import (
     check_whole,
     layout,
 )
-from ._cache_io import Saved, check_path, restore, write
+from ._cache_files import check_path, write
+from ._cache_io import Saved, restore
 from ._cache_slots import Slots
 from ._cache_write import Home, Stored, blank, fitting, home, numbered, positions, sharding_of
 from ._cache_write import append as write_tokens
@@ -322,16 +323,17 @@ class KVCache(eqx.Module):
     def save(self, path: str | os.PathLike) -> None:
         """Writes the cache into a folder of safetensors files, bit by bit, one file per process.
 
-        Each process writes the slots that lie on its devices. The folder must be one that all of
-        them see, and nobody may load it before the last has finished.
+        All processes call it; each writes the slots that lie on its devices. The files are on disk
+        before their index takes the old one's place: a save that is killed leaves the old cache or
+        the new one, and the next save clears up. When it returns, any process may load the folder.
 
         Args:
-            path: the folder; made if need be. Files of an earlier `save` are replaced.
+            path: the folder, which all processes see; made if need be. Files of an earlier `save`,
+                by whatever number of processes, are replaced; others stay.
 
         Raises:
             TypeError: `path` is no path, or the cache is traced (inside `jax.jit`).
-            ValueError: the folder holds a cache saved by another number of processes.
-            ImportError: safetensors is not installed.
+            OSError: a process cannot write, on all of them; what was there before still is.
         """
         arrays = self._stored()._asdict() | {"starts": self.starts, "lengths": self.lengths}
         about = {
@@ -363,30 +365,28 @@ class KVCache(eqx.Module):
 
         Raises:
             TypeError: an argument of another type.
-            ValueError: a folder that holds no cache, or not all of one; a capacity below what the
-                rows hold (with a window: not above the window); no mesh in force.
-            ImportError: safetensors is not installed.
+            ValueError: a folder that holds no cache, or not all of one; a file that is not as `save`
+                wrote it, by name, before anything of the size that it asks for is made; a cache of
+                float64 where JAX's 64 bits are off; a capacity below what the rows hold (with a
+                window: not above the window); no mesh in force.
         """
         saved = Saved(check_path(path))
-        about, old = saved.about, Slots(*saved.about["slots"])
-        capacity = old.capacity if capacity is None else capacity
-        block = old.block if block_size is None else block_size
-        capacity = check_integer("capacity", capacity, least=1)
-        block, heads = check_integer("block_size", block, least=1), saved.shapes["key"][2]
-        new = layout(capacity, block, parallel, heads)
-        window = check_room(about["window"], new)
-        numbers = [saved.whole(name) for name in ("starts", "lengths")]
+        about, old = saved.about, saved.about.slots
+        capacity = check_integer("capacity", old.capacity if capacity is None else capacity, 1)
+        block = check_integer("block_size", old.block if block_size is None else block_size, 1)
+        new = layout(capacity, block, parallel, about.arrays["key"][0][2])
+        window = check_room(about.window, new)
+        starts, lengths = saved.starts, saved.lengths
         if window is not None:
-            numbers[0] = np.maximum(numbers[0], numbers[1] - new.capacity)
-        needed = int((numbers[1] - numbers[0]).max())
+            starts = np.maximum(starts, lengths - new.capacity)
+        needed = int((lengths - starts).max())
         if needed > new.capacity:
             raise ValueError(
                 f"capacity: wanted at least the {needed} tokens that a row holds, got {new.capacity}"
             )
-        stored = restore(saved, old, new, numbers[0], numbers[1], parallel)
-        starts, lengths = (jax.device_put(x, sharding_of(parallel, 1)) for x in numbers)
-        kind = jnp.dtype(about["dtype"])
-        return KVCache(*stored, starts, lengths, new, window, kind, parallel)
+        stored = restore(saved, old, new, starts, lengths, parallel)
+        starts, lengths = (jax.device_put(x, sharding_of(parallel, 1)) for x in (starts, lengths))
+        return KVCache(*stored, starts, lengths, new, window, about.dtype, parallel)
 
     def _home(self) -> Home | None:
         return home(self.parallel, self.key, self.slots.devices)

@@ -1,145 +1,167 @@
-"""Sharded arrays in safetensors files: each process writes what it holds, any mesh reads it back."""
+"""A saved cache read back: checked before anything is made, and each part brought to its device."""
 
+import itertools
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from energy_attn.kernels._errors import received
+from energy_attn.kernels._errors import check_floating_dtype, check_integer
 
+from . import _cache_files, _safetensors
+from ._cache_arguments import check_room
 from ._cache_slots import Slots
 from ._cache_write import Stored, sharding_of
 from ._parallel import SequenceParallel
-
-_NAME = re.compile(r"\d{5}-of-(\d{5})\.safetensors")
-_KEY = "energy_attn"
+from ._safetensors import Tensor
 
 # Where the block of an array begins on each axis, and the block.
 Piece = tuple[tuple[int, ...], np.ndarray]
+Block = tuple[tuple[int, ...], Tensor]
 
 
-def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "caches are kept in files by the library safetensors, which is not installed: "
-            "pip install safetensors"
-        ) from error
-    return safetensors
+class About(NamedTuple):
+    """What a file says about the cache that it is part of."""
 
-
-def check_path(path: Any) -> Path:
-    """Returns `path` as one; raises `TypeError` for what is no path."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: wanted the path of a folder, got {received(path)}")
-    return Path(os.fsdecode(path))
-
-
-def write(path: Path, arrays: Mapping[str, Array], about: Mapping[str, Any]) -> None:
-    """Writes this process's part of `arrays` into the folder `path`, one file per process.
-
-    Every block of an array is written once, by the process that holds its first copy.
-
-    Raises `TypeError` for traced arrays, `ValueError` if the folder holds the files of another
-    number of processes, and `ImportError` without safetensors.
-    """
-    pieces: dict[str, np.ndarray] = {}
-    for name, x in arrays.items():
-        if isinstance(x, jax.core.Tracer):
-            raise TypeError(f"{name}: wanted an array that has been computed, got {received(x)}")
-        for shard in x.addressable_shards:
-            if shard.replica_id == 0:
-                begins = (
-                    part.indices(size)[0] for part, size in zip(shard.index, x.shape, strict=True)
-                )
-                label = f"{name}@{','.join(map(str, begins))}"
-                pieces[label] = np.ascontiguousarray(shard.data)
-    path.mkdir(parents=True, exist_ok=True)
-    processes = jax.process_count()
-    others = {count for count in _counts(path) if count != processes}
-    if others:
-        raise ValueError(
-            f"path: wanted a folder without the files of another number of processes than "
-            f"{processes}, got {path} with those of {min(others)}"
-        )
-    about = dict(about) | {"shapes": {name: x.shape for name, x in arrays.items()}}
-    name = f"{jax.process_index():05d}-of-{processes:05d}.safetensors"
-    unfinished = path / f"{name}.unfinished"
-    _safetensors().numpy.save_file(pieces, unfinished, {_KEY: json.dumps(about)})
-    unfinished.replace(path / name)  # a file is there whole or not at all
-
-
-def _counts(path: Path) -> list[int]:
-    return [int(found[1]) for file in path.iterdir() if (found := _NAME.fullmatch(file.name))]
+    save: str | None
+    slots: Slots
+    window: int | None
+    dtype: np.dtype
+    arrays: dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
 class Saved:
-    """What a folder written by `write` holds. Raises `ValueError` if that is not all of it.
+    """What a folder written by `KVCache.save` holds, every header checked against its file's size.
+
+    Raises `ValueError` naming a file that is not as `save` writes it, or of another save; and the
+    folder where files or parts of arrays are missing.
 
     Attributes:
-        about: what was said about the arrays.
-        shapes: the shape of each array.
+        about: what was said about the cache.
+        starts: `[B]`, as saved.
+        lengths: `[B]`, as saved.
     """
 
-    about: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
+    about: About
+    starts: np.ndarray
+    lengths: np.ndarray
 
     def __init__(self, path: Path) -> None:
-        counts = _counts(path) if path.is_dir() else []
-        if not counts or set(counts) != {len(counts)}:
+        names, save = _cache_files.index(path)
+        if not names:
             raise ValueError(
-                f"path: wanted a folder with all files of one KVCache.save, got {path} with "
-                f"{len(counts)} of {max(counts, default=1)}"
+                f"path: wanted a folder with all files of one KVCache.save, got {path} with 0 of 1"
             )
-        open_file = _safetensors().safe_open
-        self._files = [
-            open_file(path / f"{i:05d}-of-{len(counts):05d}.safetensors", "np")
-            for i in range(len(counts))
-        ]
-        told = [(file.metadata() or {}).get(_KEY) for file in self._files]
-        if told[0] is None or any(text != told[0] for text in told):
-            raise ValueError(f"path: wanted files of one KVCache.save, got others in {path}")
-        self.about = json.loads(told[0])
-        self.shapes = {name: tuple(shape) for name, shape in self.about.pop("shapes").items()}
+        files = [path / name for name in names]
+        headers = [_safetensors.header(file) for file in files]
+        texts = [header.about.get(_cache_files.KEY) for header in headers]
+        self.about = _about(files[0], texts[0])
+        for file, text in zip(files, texts, strict=True):
+            if text != texts[0] or self.about.save != save:
+                raise ValueError(f"{file}: wanted a file of the same KVCache.save as the others")
+        self._blocks = {name: [] for name in self.about.arrays}
+        for label, tensor in itertools.chain(*(header.tensors.items() for header in headers)):
+            name, begins = _place(label, tensor, self.about)
+            self._blocks[name].append((begins, tensor))
+        for name, blocks in self._blocks.items():
+            _check_cover(path, name, blocks, self.about.arrays[name][0])
+        self.starts, self.lengths = map(self._whole, ("starts", "lengths"))
+        held = self.lengths - self.starts
+        if min(self.starts.min(), held.min()) < 0 or held.max() > self.about.slots.capacity:
+            raise ValueError(
+                f"{path}: wanted rows of 0 to {self.about.slots.capacity} tokens, "
+                f"got {held.tolist()} from {self.starts.tolist()}"
+            )
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        """The blocks that an array was saved in, read one at a time.
+        """The blocks that an array was saved in, read one at a time; raises as the class."""
+        for begins, tensor in self._blocks[name]:
+            whole = tuple((0, size) for size in tensor.shape)
+            assert tensor.dtype is not None
+            yield begins, _safetensors.read(tensor, [whole], tensor.dtype)[whole]
 
-        Raises `ValueError` if they are not all of the array.
-        """
-        seen = 0
-        for file in self._files:
-            for label in file.keys():
-                mine, begins = label.split("@")
-                if mine == name:
-                    piece = file.get_tensor(label)
-                    seen += piece.size
-                    yield tuple(int(i) for i in begins.split(",")), piece
-        if seen != math.prod(self.shapes[name]):
-            raise ValueError(
-                f"path: wanted all {math.prod(self.shapes[name])} numbers of {name}, got {seen}"
-            )
-
-    def whole(self, name: str) -> np.ndarray:
-        """An array put together, on this process's host; raises as `pieces`."""
-        whole = None
+    def _whole(self, name: str) -> np.ndarray:
+        """An array put together, on this process's host."""
+        whole = np.zeros(*self.about.arrays[name])
         for begins, piece in self.pieces(name):
-            if whole is None:
-                whole = np.zeros(self.shapes[name], piece.dtype)
             whole[_block(begins, piece.shape)] = piece
-        assert whole is not None
         return whole
+
+
+def _about(file: Path, text: str | None) -> About:
+    """What a file says, its parts in agreement; raises `ValueError` naming it."""
+    try:
+        said = json.loads(text or "null")
+        slots = Slots(*(check_integer("slots", size, 1) for size in said["slots"]))
+        if slots.capacity % slots.stripe:
+            raise ValueError(f"slots: wanted whole blocks on every device, got {slots}")
+        dtype = check_floating_dtype("dtype", said["dtype"])
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(f"dtype: wanted JAX's 64 bits on (jax_enable_x64), got {dtype}")
+        stored = np.dtype(np.int8) if said["stored"] == "int8" else dtype
+        shapes = {
+            name: tuple(check_integer(name, size, 1) for size in shape)
+            for name, shape in said["shapes"].items()
+        }
+        rows, _, heads, _ = shapes["key"]
+        arrays = {
+            "key": ((rows, slots.capacity, heads, shapes["key"][3]), stored),
+            "value": ((rows, slots.capacity, heads, shapes["value"][3]), stored),
+            "starts": ((rows,), np.dtype(np.int32)),
+            "lengths": ((rows,), np.dtype(np.int32)),
+        }
+        if stored == np.int8:
+            scale = (rows, slots.capacity, heads), np.dtype(np.float32)
+            arrays |= {"key_scale": scale, "value_scale": scale}
+        if shapes != {name: shape for name, (shape, _) in arrays.items()}:
+            raise ValueError(f"shapes: wanted those of a cache with {slots}, got {shapes}")
+        return About(said.get("save"), slots, check_room(said["window"], slots), dtype, arrays)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{file}: wanted what KVCache.save says of a cache, got {error}"
+        ) from error
+
+
+def _place(label: str, tensor: Tensor, about: About) -> tuple[str, tuple[int, ...]]:
+    """Of which array a tensor is a block, and where it begins; raises `ValueError` naming its file."""
+    name, _, begins = label.partition("@")
+    shape, dtype = about.arrays.get(name, ((), None))
+    places = tuple(int(begin) for begin in begins.split(",") if re.fullmatch(r"\d{1,18}", begin))
+    fits = (
+        tensor.dtype is not None
+        and tensor.dtype == dtype
+        and len(places) == len(tensor.shape) == len(shape)
+        and all(
+            size >= 1 and begin % size == 0 and begin + size <= whole
+            for begin, size, whole in zip(places, tensor.shape, shape, strict=True)
+        )
+    )
+    if not fits:
+        raise ValueError(
+            f"{tensor.file}: wanted blocks of a cache's arrays, got {label!r} of "
+            f"{tensor.code}{list(tensor.shape)}"
+        )
+    return name, places
+
+
+def _check_cover(path: Path, name: str, blocks: Sequence[Block], shape: Sequence[int]) -> None:
+    """Raises `ValueError` unless blocks of one shape, each at a multiple of it, are all of an array."""
+    sizes = {tensor.shape for _, tensor in blocks}
+    places = {begins for begins, _ in blocks}
+    seen = len(places) * math.prod(min(sizes, default=()))
+    if len(sizes) != 1 or len(places) != len(blocks) or seen != math.prod(shape):
+        raise ValueError(
+            f"{path}: wanted all {math.prod(shape)} numbers of {name} once, got {len(blocks)} "
+            f"blocks of shapes {sorted(sizes)}"
+        )
 
 
 def _block(begins: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
@@ -165,9 +187,9 @@ def restore(
         return np.where(tokens < starts[rows, None], -1, new.slot(tokens))
 
     def read(name: str) -> Array | None:
-        if name not in saved.shapes:
+        if name not in saved.about.arrays:
             return None
-        rows, _, *rest = saved.shapes[name]
+        rows, _, *rest = saved.about.arrays[name][0]
         shape = rows, new.capacity, *rest
         return _moved(saved.pieces(name), shape, sharding_of(parallel, len(shape)), to)
 

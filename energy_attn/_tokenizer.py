@@ -2,9 +2,11 @@
 
 import abc
 import codecs
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+
+from .distributed._files import check_pulled
 
 
 class AbstractTokenizer(abc.ABC):
@@ -36,21 +38,47 @@ class Bytes(AbstractTokenizer):
 
 
 class FromFile(AbstractTokenizer):
-    """A `tokenizer.json`, by the library `tokenizers`."""
+    """A `tokenizer.json`, by the library `tokenizers`; `ValueError` names the file where that fails."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._path = path
+        with _explained(path):
+            check_pulled(path)
+            self._tokenizer = Tokenizer.from_file(str(path))
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the file puts around a text."""
-        return self._tokenizer.encode(text).ids
+        with _explained(self._path):
+            return self._tokenizer.encode(text).ids
 
     def writer(self) -> Callable[[list[int]], str]:
         """Decodes by the library's stream, without special tokens."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
-        return lambda tokens: "".join(stream.step(self._tokenizer, x) or "" for x in tokens)
+
+        def write(tokens: list[int]) -> str:
+            with _explained(self._path):
+                return "".join(stream.step(self._tokenizer, x) or "" for x in tokens)
+
+        return write
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What the library raises, as a `ValueError` that names the file."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # it raises no narrower class, and where Rust panics no Exception
+        raise ValueError(
+            f"tokenizer: wanted a file of the library tokenizers, got {path}: {error}"
+        ) from error
 
 
 def tokenizer_of(directory: Path, vocab: int) -> AbstractTokenizer:
@@ -67,14 +95,8 @@ def tokenizer_of(directory: Path, vocab: int) -> AbstractTokenizer:
             f"tokenizer: wanted {path}, for a vocabulary of {vocab} tokens, got no such file"
         )
     try:
-        from tokenizers import Tokenizer
+        return FromFile(path)
     except ImportError as error:
         raise ImportError(
             "text is split by the library tokenizers, which is not installed: pip install tokenizers"
-        ) from error
-    try:
-        return FromFile(Tokenizer.from_file(str(path)))
-    except Exception as error:  # the library raises no narrower class
-        raise ValueError(
-            f"tokenizer: wanted a file of the library tokenizers, got {path}: {error}"
         ) from error

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from energy_attn.__main__ import main
+from energy_attn._tokenizer import tokenizer_of
 from energy_attn.models import Llama, LlamaConfig, generate
 
 PROMPT = "ab" * 9 + "é"
@@ -112,6 +113,24 @@ def test_missing_files_are_named(folder, tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text("{")
     assert main(["generate", "--model", str(tmp_path), "--prompt", "a"]) == 2
     assert "wanted a file of the library tokenizers" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_panics(tmp_path):
+    """What is no Exception where Rust panics, reading the file or a text, and ends the caller; a pointer."""
+    path = tmp_path / "tokenizer.json"
+    said = json.loads(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
+    broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    path.write_text(json.dumps(said | {"normalizer": broken}))
+    with pytest.raises(ValueError, match=f"tokenizer: wanted a file .* got {path}: Precompiled"):
+        tokenizer_of(tmp_path, 1)
+    special = [{"SpecialToken": {"id": "X", "type_id": 0}}]
+    broken = {"type": "TemplateProcessing", "single": special, "pair": [], "special_tokens": {}}
+    path.write_text(json.dumps(said | {"post_processor": broken}))
+    with pytest.raises(ValueError, match=f"tokenizer: wanted a file .* got {path}: no entry"):
+        tokenizer_of(tmp_path, 1).encode("a")
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="Git LFS pointer: git lfs pull"):
+        tokenizer_of(tmp_path, 1)
 
 
 @pytest.mark.parametrize("mesh", ["2y4", "0x4", "1x2x3", ""])

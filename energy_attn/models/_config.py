@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..distributed._files import check_pulled
 from ..kernels._errors import check_finite_number, check_flag, check_integer, received
 from ._rope import LinearRope, Llama3Rope
 
@@ -143,6 +144,7 @@ class LlamaConfig:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path: wanted the path of a config.json, got {received(path)}")
         try:
+            check_pulled(Path(path))
             said = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"path: wanted a config.json, got {path}: {error}") from error

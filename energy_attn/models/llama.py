@@ -31,12 +31,13 @@ from ..kernels._state import lse_dtype
 from ..prefix_tree import PrefixTree
 from ..prefix_tree._tree import check_tree
 from ._cache import LlamaCache, TreeOutput, check_cache
-from ._checkpoint import load, save
+from ._checkpoint import load
 from ._config import LlamaConfig
 from ._continue import fitting, read_chunks, read_on, read_tree
 from ._layers import Embedding, Linear, LlamaLayer, RMSNorm, dot
 from ._output import LlamaOutput, LlamaTrace, joined
 from ._rope import frequencies, rotary
+from ._save import save
 
 
 class Llama(eqx.Module):
@@ -128,7 +129,8 @@ class Llama(eqx.Module):
         Raises:
             TypeError: an argument of another type.
             ValueError: as [`from_json`][energy_attn.models.LlamaConfig.from_json]; no weights, or only
-                pickled ones; a file that is truncated, no safetensors or outside of the folder;
+                pickled ones; a file that is truncated, no safetensors, a pointer of Git LFS, outside
+                of the folder or of another `save` than the rest; more layers than the files have;
                 tensors that are missing, not expected, or of another shape or dtype; or a mesh
                 that `shard` refuses.
 
@@ -152,8 +154,10 @@ class Llama(eqx.Module):
     def save(self, directory: str | os.PathLike[str], *, max_shard_size: int = 5 * 10**9) -> None:
         """Writes a checkpoint that `load` and transformers read.
 
-        Files are complete before they take the place of older ones. Weights are brought together
-        one at a time. Where there are several processes all call it, and the first one writes.
+        Files are on disk before the weights' file, or the index of several, takes the place of the
+        old one: a save that is killed leaves the old checkpoint or the new one, `load` refuses files
+        of different saves, and the next save clears up. Weights are brought together one at a time.
+        Where there are several processes all call it, and the first one writes.
 
         Args:
             directory: the folder, made if need be; other files in it stay.
@@ -162,6 +166,7 @@ class Llama(eqx.Module):
         Raises:
             TypeError: an argument of another type, or a weight that is traced or abstract.
             ValueError: `max_shard_size` below 1.
+            OSError: a file cannot be written, on all processes; what was there before still is.
         """
         save(self, directory, max_shard_size)
 

@@ -155,12 +155,15 @@ def cache() -> dict:
     assert fetch(held.lengths).tolist() == [6, 6]
     run = os.environ["JAX_COORDINATOR_ADDRESS"].replace(":", "-")
     folder = Path(tempfile.gettempdir()) / f"energy_attn-cache-{run}"
-    held.save(folder)
-    multihost_utils.sync_global_devices("saved")
+    for _ in range(2):
+        held.save(folder)  # when it returns, all have written
+        assert len(list(folder.iterdir())) >= jax.process_count() + 1
     again = KVCache.load(folder, parallel=SequenceParallel(), block_size=2)
     out = jax.jit(lambda cache, query: cache.attend(query).out)(again, place(new[0], jax.P()))
     errors["out of the cache read"] = worst(out, exact)
     multihost_utils.sync_global_devices("read")
+    assert len(list(folder.iterdir())) == jax.process_count() + 1
+    multihost_utils.sync_global_devices("counted")
     shutil.rmtree(folder, ignore_errors=True)
     return {"errors": errors}
 

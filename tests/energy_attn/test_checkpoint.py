@@ -1,8 +1,10 @@
 """Checkpoints in folders: read as they were written by others, whole or not at all, and onto a mesh."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -17,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, shard
+
+from ..disk import Killed, contents, failing
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
 load_file = pytest.importorskip("safetensors.numpy").load_file
@@ -430,6 +434,48 @@ def without_config(folder):
     (folder / "config.json").unlink()
 
 
+def with_layers_by_the_billion(folder):
+    write(folder, arrays(), SAID | {"num_hidden_layers": 10**9})
+
+
+def pointed_at(name):
+    def make(folder):
+        write(folder, arrays())
+        pointer = (
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 16060522496\n"
+        )
+        (folder / name).write_text(pointer)
+
+    return make
+
+
+def with_bytes_of_another(folder):
+    write(folder, arrays())
+    header, data = header_of(folder / WHOLE)
+    header["lm_head.weight"]["data_offsets"] = header["model.embed_tokens.weight"]["data_offsets"]
+    rewritten(folder / WHOLE, header, data)
+
+
+def saved_by_us(folder):
+    write(folder, arrays())
+    Llama.load(folder).save(folder, max_shard_size=4000)
+
+
+def with_a_file_of_another_save(folder):
+    saved_by_us(folder)
+    first = sorted(folder.glob("model-*"))[0]
+    text = first.read_bytes()
+    saved_by_us(folder)
+    sorted(folder.glob("model-*"))[0].write_bytes(text)
+
+
+def with_the_config_of_another_save(folder):
+    saved_by_us(folder)
+    text = (folder / "config.json").read_bytes()
+    saved_by_us(folder)
+    (folder / "config.json").write_bytes(text)
+
+
 BAD_FOLDERS = {
     without: rf"directory: wanted all tensors of the model, got it without {QUERY}, {NORM}",
     with_another: "directory: wanted no other tensors, got it with model.layers.2.mlp.up_proj",
@@ -454,6 +500,12 @@ BAD_FOLDERS = {
     pickled: "got pytorch_model.bin: only safetensors is read, as nothing is unpickled",
     empty: f"directory: wanted {WHOLE} or {INDEX} in it, got",
     without_config: "path: wanted a config.json, got .*config.json",
+    with_layers_by_the_billion: "num_hidden_layers: wanted at most the 2 layers .* got 1000000000",
+    pointed_at(WHOLE): rf"{WHOLE}: wanted the file itself, got a Git LFS pointer: git lfs pull",
+    pointed_at("config.json"): "config.json: wanted the file itself, got a Git LFS pointer",
+    with_bytes_of_another: f"wanted bytes of its own in .*{WHOLE}, got another tensor's",
+    with_a_file_of_another_save: r"model-\w+-00001-of-\d+.safetensors: wanted a file of the save \w+",
+    with_the_config_of_another_save: "config.json: wanted the one of the weights, whose energy_attn_save",
 }
 
 
@@ -467,7 +519,7 @@ def test_bad_folder(make, message, tmp_path, monkeypatch):
     def never(*_):
         raise AssertionError("a weight is read")
 
-    monkeypatch.setattr("energy_attn.models._safetensors.read", never)
+    monkeypatch.setattr("energy_attn.distributed._safetensors.read", never)
     with pytest.raises(ValueError, match=message):
         Llama.load(tmp_path)
 
@@ -540,29 +592,64 @@ def test_what_is_written(tmp_path):
     model.save(out)
     assert {file.name for file in out.iterdir()} == {"config.json", WHOLE, "tokenizer.json"}
     with safe_open(out / WHOLE, "np") as file:
-        assert file.metadata() == {"format": "pt"}
+        about = file.metadata()
     said = json.loads((out / "config.json").read_text())
+    assert about == {"format": "pt", "energy_attn_save": said["energy_attn_save"]}
     assert said["torch_dtype"] == "bfloat16" and said["eos_token_id"] == [3, 5]
     assert_same(Llama.load(out), tensors)
 
 
-def test_a_save_that_fails_changes_nothing(tmp_path, monkeypatch):
-    """A full disk in the middle: the checkpoint that was there is still whole."""
-    tensors = arrays()
-    model = Llama.load(write(tmp_path, tensors))
-    doubled = jax.tree.map(lambda x: 2 * x, model)
-    written = []
+TINY = LlamaConfig(6, 2, 2, num_hidden_layers=1, num_attention_heads=1, tie_word_embeddings=True)
+OLD = Llama(TINY, key=jax.random.key(1))
+NEW = Llama(dataclasses.replace(TINY, rope_theta=9.0), key=jax.random.key(2))
 
-    def full(leaf):
-        written.append(leaf)
-        if len(written) > 9:
-            raise OSError("no space left")
-        return np.asarray(leaf)
 
-    monkeypatch.setattr("energy_attn.models._checkpoint._host", full)
-    with pytest.raises(OSError, match="no space"):
-        doubled.save(tmp_path)
-    assert_same(Llama.load(tmp_path), tensors)
+def same(model, other):
+    leaves = zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True)
+    return model.config == other.config and all(bool((a == b).all()) for a, b in leaves)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ((99, 99), Killed),
+        ((99, 9999), Killed),
+        ((9999, 99), Killed),
+        ((9999, 99), OSError),
+    ],
+)
+def test_a_save_that_ends_anywhere(sizes, error, tmp_path):
+    """Weights of one save beside weights or constants of another; files that no reader wants, for ever."""
+    first, folder = tmp_path / "first", tmp_path / "folder"
+    OLD.save(first, max_shard_size=sizes[0])
+    made, seen = len(contents(first)), []
+    assert made == (2 if sizes[0] > 99 else 4)
+    for step in range(1, 200):
+        shutil.copytree(first, folder)
+        with failing(step, error) as disk:
+            try:
+                NEW.save(folder, max_shard_size=sizes[1])
+                ended = True
+            except (Killed, OSError):
+                ended = False
+        if not disk.failed:
+            break
+        found = Llama.load(folder)
+        is_new = same(found, NEW)
+        assert is_new or (same(found, OLD) and not ended)
+        seen.append(is_new)
+        if error is OSError and not is_new:
+            assert contents(folder) == contents(first)
+        with contextlib.suppress(Killed), failing(step):
+            OLD.save(folder, max_shard_size=sizes[0])
+        assert len(contents(folder)) <= 9
+        with failing():
+            NEW.save(folder, max_shard_size=sizes[1])
+        assert len(contents(folder)) == (2 if sizes[1] > 99 else 4)
+        shutil.rmtree(folder)
+    assert ended and same(Llama.load(folder), NEW) and {*seen} == {False, True}
+    assert error is OSError or seen == sorted(seen)  # one step decides
+    disk.check_synced()
 
 
 def test_progress(tmp_path, capsys):
@@ -595,7 +682,7 @@ SPLIT = {
 
 def test_where_weights_lie(tmp_path, monkeypatch):
     """Each device has its part and no more; abstract weights, those in memory and those in files agree."""
-    monkeypatch.setattr("energy_attn.models._safetensors._PIECE", 200)  # bytes: 3 rows of 16
+    monkeypatch.setattr("energy_attn.distributed._safetensors._PIECE", 200)  # bytes: 3 rows of 16
     tensors = arrays()
     write(tmp_path, tensors)
     mesh = make_mesh((4, 2), ("sequence", "tensor"))
@@ -652,13 +739,23 @@ def test_logits_on_a_mesh(tensor, tmp_path):
 
 SHARED = """
 import sys
-from energy_attn.distributed import initialize, make_mesh
+from energy_attn.distributed import _files, initialize, make_mesh
 initialize()
 from energy_attn.models import Llama
 
 mesh = make_mesh((1, 2), ("sequence", "tensor"))
 model = Llama.load(sys.argv[1], mesh=mesh)
 assert not model.lm_head.weight.is_fully_addressable
+
+def full(*_):
+    raise OSError("no space left")
+
+write, _files.write = _files.write, full
+try:
+    model.save(sys.argv[2])  # of which the first process writes, and all learn that it failed
+    sys.exit("a save that failed on one process went on on another")
+except OSError:
+    _files.write = write
 model.save(sys.argv[2])
 Llama.load(sys.argv[2])  # at once: the others wait until the first has written
 """

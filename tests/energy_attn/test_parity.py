@@ -139,12 +139,18 @@ def test_greedy_text(pair):
 
 def test_the_way_back(pair, tmp_path):
     """What we write is theirs bit for bit: weights, and the configuration that gives the logits."""
-    pair.ours.save(tmp_path, max_shard_size=60_000)
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    back, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values())
+    for size in (60_000, 10**9, 60_000):  # several files, one in their place, and back
+        pair.ours.save(tmp_path, max_shard_size=size)
+        assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == 60_000)
+        back, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(report.values())
+        for name, weight in pair.theirs.state_dict().items():
+            assert torch.equal(back.state_dict()[name], weight), name
     assert back.dtype == torch.float32 and back.config.eos_token_id is None
     np.testing.assert_array_equal(pair.their_logits(back.eval()), pair.their_logits())
+    # what they write of it is read here, beside what was saved here
+    back.save_pretrained(tmp_path)
+    assert Llama.load(tmp_path).config == pair.ours.config
 
 
 @pytest.mark.parametrize("pair", ["llama3"], indirect=True)

@@ -14,9 +14,18 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..kernels._errors import received
+from energy_attn.kernels._errors import received
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+from . import _files
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "I8": "int8",
+}
 _CODES = {jnp.dtype(name): code for code, name in _DTYPES.items()}
 _HEADER = 100_000_000  # bytes, the most that the format allows
 _PIECE = 1 << 22  # bytes that are read or written at a time
@@ -35,13 +44,21 @@ class Tensor(NamedTuple):
     code: str
 
 
-def tensors(file: Path) -> dict[str, Tensor]:
+class Header(NamedTuple):
+    """What a file says: of itself, and where its tensors are."""
+
+    about: dict[str, str]
+    tensors: dict[str, Tensor]
+
+
+def header(file: Path) -> Header:
     """What a file holds, its header checked against its size.
 
     Raises `ValueError` naming the file, and the tensor where it is one's, for a file that is not
     there, truncated or no safetensors file.
     """
     try:
+        _files.check_pulled(file)
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -54,25 +71,30 @@ def tensors(file: Path) -> dict[str, Tensor]:
             f"{file}: wanted a safetensors file, got a header of {length} bytes in one of {size}"
         )
     try:
-        header = json.loads(text)
+        entries = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: wanted a safetensors file, got {error}") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"{file}: wanted a safetensors file, got {received(header)} as header")
-    header.pop("__metadata__", None)
-    found, ends = {}, 0
-    for name, entry in header.items():
+    if not isinstance(entries, dict):
+        raise ValueError(f"{file}: wanted a safetensors file, got {received(entries)} as header")
+    about = entries.pop("__metadata__", {})
+    if not isinstance(about, dict) or not all(isinstance(text, str) for text in about.values()):
+        raise ValueError(f"{file}: wanted texts as __metadata__, got {received(about)}")
+    found, spans = {}, []
+    for name, entry in entries.items():
         found[name], end = _tensor(file, name, entry, 8 + length)
-        ends = max(ends, end)
-    if ends > size:
-        raise ValueError(
-            f"{file}: wanted {ends} bytes for its tensors, got {size}: it is truncated"
-        )
-    return found
+        spans.append((found[name].begin, end, name))
+    end = 0
+    for begin, last, name in sorted(spans):
+        if begin < end:  # else a small file could ask for any memory
+            raise ValueError(f"{name}: wanted bytes of its own in {file}, got another tensor's")
+        end = last
+    if end > size:
+        raise ValueError(f"{file}: wanted {end} bytes for its tensors, got {size}: it is truncated")
+    return Header(about, found)
 
 
 def _tensor(file: Path, name: str, entry: Any, begins: int) -> tuple[Tensor, int]:
-    """A tensor as a header says it, and the byte at which it ends; raises as `tensors`."""
+    """A tensor as a header says it, and the byte at which it ends; raises as `header`."""
     match entry:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(first), int(last)]}:
             pass
@@ -95,7 +117,7 @@ def read(tensor: Tensor, parts: Iterable[Part], dtype: np.dtype) -> dict[Part, n
     """Parts of a tensor in `dtype`, from one pass over the rows that they need.
 
     Beside them no more than `_PIECE` bytes of the file are in memory, or one row. Raises
-    `ValueError` where the file ends before the tensor.
+    `ValueError` where the file ends before the tensor, or cannot be read.
     """
     found = {part: np.empty([end - start for start, end in part], dtype) for part in parts}
     stored, (_, *width) = tensor.dtype, tensor.shape
@@ -104,17 +126,23 @@ def read(tensor: Tensor, parts: Iterable[Part], dtype: np.dtype) -> dict[Part, n
     step = max(1, _PIECE // max(row, 1))
     first, last = min(part[0][0] for part in found), max(part[0][1] for part in found)
     whole = np.empty((min(step, last - first), *width), stored)
-    with tensor.file.open("rb", buffering=0) as stream:
-        for start in range(first, last, step):
-            end = min(start + step, last)
-            stream.seek(tensor.begin + start * row)
-            piece = whole[: end - start]
-            _fill(stream, piece, tensor.file)
-            for ((begins, ends), *columns), out in found.items():
-                low, high = max(begins, start), min(ends, end)
-                if low < high:
-                    index = slice(low - start, high - start), *(slice(*part) for part in columns)
-                    out[low - begins : high - begins] = piece[index]
+    try:
+        with open(tensor.file, "rb", buffering=0) as stream:
+            for start in range(first, last, step):
+                end = min(start + step, last)
+                stream.seek(tensor.begin + start * row)
+                piece = whole[: end - start]
+                _fill(stream, piece, tensor.file)
+                for ((begins, ends), *columns), out in found.items():
+                    low, high = max(begins, start), min(ends, end)
+                    if low < high:
+                        index = (
+                            slice(low - start, high - start),
+                            *(slice(*part) for part in columns),
+                        )
+                        out[low - begins : high - begins] = piece[index]
+    except OSError as error:
+        raise ValueError(f"{tensor.file}: wanted a safetensors file, got {error}") from error
     return found
 
 
@@ -129,24 +157,30 @@ def _fill(stream: Any, piece: np.ndarray, file: Path) -> None:
 
 
 def write(
-    file: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterator[np.ndarray]
+    file: Path,
+    about: Mapping[str, str],
+    shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    arrays: Iterable[np.ndarray],
 ) -> None:
-    """Writes tensors of these shapes and dtypes, of which `arrays` gives one at a time.
+    """Writes a new file of tensors of these shapes and dtypes, of which `arrays` gives one at a time.
 
     Raises `OSError` where the file cannot be written.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": dict(about)}
     end = 0
     for name, (shape, dtype) in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {
+        entries[name] = {
             "dtype": _CODES[dtype],
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(header).encode()
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # the numbers then begin where any dtype may
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+
+    def pieces() -> Iterator[Any]:
+        yield len(text).to_bytes(8, "little") + text
         for array in arrays:
-            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+    _files.write(file, pieces())

@@ -1,0 +1,96 @@
+"""A disk that fails at its n-th operation: for good, as where a process is killed, or once, as where it is full."""
+
+import builtins
+import contextlib
+import errno
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_CHANGES = "replace", "rename", "unlink", "remove", "mkdir", "rmdir"
+
+
+class Killed(BaseException):
+    """No handler runs to any effect: the disk refuses whatever it is asked for afterwards."""
+
+
+class Disk:
+    """Counts what changes a file; the operation `fails_at`, from 1, is not done, half done if it is a write."""
+
+    def __init__(self, fails_at: int, error: type[BaseException]):
+        self.fails_at, self.error, self.log = fails_at, error, []
+
+    @property
+    def failed(self) -> bool:
+        return len(self.log) >= self.fails_at
+
+    def step(self, what: str) -> None:
+        self.log.append(what)
+        if len(self.log) == self.fails_at or (self.failed and self.error is Killed):
+            raise Killed() if self.error is Killed else OSError(errno.ENOSPC, "no space left")
+
+    def check_synced(self) -> None:
+        """Nothing takes another's place before it is on disk, and nothing goes before that is on disk too."""
+        for i in (i for i, what in enumerate(self.log) if what == "replace"):
+            before, behind = self.log[:i][::-1], self.log[i:]
+            assert before.index("fsync") < before.index("write")
+            assert "unlink" not in behind[: behind.index("fsync")]
+
+
+class _Stream:
+    def __init__(self, stream, disk: Disk):
+        self._stream, self._disk = stream, disk
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._stream.close()
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, data):
+        try:
+            self._disk.step("write")
+        except BaseException:
+            self._stream.write(data[: len(data) // 2])
+            raise
+        return self._stream.write(data)
+
+
+@contextlib.contextmanager
+def failing(fails_at: int = 10**9, error: type[BaseException] = Killed) -> Iterator[Disk]:
+    """All of Python's file operations, on such a disk; without a number on one that never fails."""
+    disk, opened = Disk(fails_at, error), io.open
+
+    def change(name, real):
+        def changed(*args, **options):
+            disk.step(name)
+            return real(*args, **options)
+
+        return changed
+
+    def open_file(file, mode="r", *args, **options):
+        if set(mode) & set("wxa+") and isinstance(file, (str, Path)):
+            disk.step("open")
+            return _Stream(opened(file, mode, *args, **options), disk)
+        return opened(file, mode, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _CHANGES:
+            patch.setattr(os, name, change(name, getattr(os, name)))
+        patch.setattr(
+            os, "fsync", change("fsync", lambda _: None)
+        )  # no power is cut here, and it is slow
+        patch.setattr(builtins, "open", open_file)
+        patch.setattr(io, "open", open_file)
+        yield disk
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder."""
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
