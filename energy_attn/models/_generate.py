@@ -24,9 +24,9 @@ from ..kernels._errors import (
 )
 from ..prefix_tree._tree import is_known
 from ._drafters import AbstractDrafter
+from ._llama import Llama, check_tokens
 from ._loop import Sampling, begin, run
 from ._stream import listening
-from .llama import Llama, check_tokens
 
 
 class Generation(NamedTuple):

@@ -27,10 +27,10 @@ def tree_decode(
     query: Float[Array, "B L N H"],
     key: Float[Array, "B L K H"],
     value: Float[Array, "B L K Hv"],
+    *,
     tree: PrefixTree,
     cache: KVCache,
     source: Float[Array, "B L N Hv"] | None = None,
-    *,
     scale: float | Float[Array, ""] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -85,7 +85,7 @@ def tree_decode(
         >>> cache = KVCache.empty(1, 16, 2, 8, dtype=jnp.float32, block_size=16)
         >>> cache = cache.append(jnp.zeros((1, 6, 2, 8)), jnp.ones((1, 6, 2, 8)))
         >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.zeros((1, 3, 2, 8))
-        >>> state = tree_decode(q, k, k, tree, cache)
+        >>> state = tree_decode(q, k, k, tree=tree, cache=cache)
         >>> jnp.exp(state.lse[0, :, 0]).round().tolist()  # six tokens, and the ancestors
         [7.0, 8.0, 8.0]
     """
@@ -112,7 +112,7 @@ def tree_decode(
     # What the context holds is before all nodes: causality has nothing to hide.
     context = cache.attend(
         query,
-        source,
+        source=source,
         query_positions=jnp.where(used, cache.lengths[:, None] + tree.depth, -1),
         is_causal=False,
         local_window_size=reach,

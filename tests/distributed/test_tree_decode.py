@@ -80,16 +80,17 @@ def decoded(cache, arrays, counts, **options):
     (old_key, key), (old_value, value) = split["key"], split["value"]
     half = old_key.shape[1] // 2
     first = jnp.minimum(counts, half)
-    cache = cache.append(old_key[:, :half], old_value[:, :half], first)
+    cache = cache.append(old_key[:, :half], old_value[:, :half], lengths=first)
     # what each row gets second follows what it got first
     at = first[:, None] + jnp.arange(old_key.shape[1] - half, dtype=jnp.int32)[None]
     later = (
         jnp.take_along_axis(x, at[:, :, None, None], axis=1, mode="clip")
         for x in (old_key, old_value)
     )
-    cache = cache.append(*later, counts - first)
+    cache = cache.append(*later, lengths=counts - first)
     source = arrays.get("source")
-    return tree_decode(arrays["query"], key, value, tree_of(), cache, source, scale=0.7, **options)
+    options = {"scale": 0.7, "source": source, **options}
+    return tree_decode(arrays["query"], key, value, tree=tree_of(), cache=cache, **options)
 
 
 def empty(kind, dtype=jnp.float64, capacity=48, **options):
@@ -158,13 +159,15 @@ def test_names():
     arrays, rounded = cast(replace(problem, source=None), jnp.float32)
     key, value, query = arrays["key"][:, S:], arrays["value"][:, S:], arrays["query"]
     counts = jnp.asarray(COUNTS, jnp.int32)
-    cache = empty("1", jnp.float32).append(arrays["key"][:, :S], arrays["value"][:, :S], counts)
+    cache = empty("1", jnp.float32).append(
+        arrays["key"][:, :S], arrays["value"][:, :S], lengths=counts
+    )
     run = jax.jit(functools.partial(tree_decode, scale=0.7, implementation="pallas_tpu"))
     state = run(query, key, value, tree_of(), cache)
     close(state.out.astype(jnp.float64), dense(rounded)[0], tolerance=1e-6)
     with pytest.raises(NotImplementedError, match="query: wanted at most 64 rows"):
         many = jnp.concatenate([query] * 4, 2)
-        tree_decode(many, key, value, tree_of(), cache, implementation="decode")
+        tree_decode(many, key, value, tree=tree_of(), cache=cache, implementation="decode")
 
 
 def test_rows_and_heads_split():
@@ -183,7 +186,7 @@ def test_rows_and_heads_split():
 
         split = "data", "sequence", "model"
         cache = jax.tree.map(lambda x: put(x, *split[: x.ndim if x.ndim > 1 else 1]), cache)
-        cache = cache.append(key[:, :S], value[:, :S], jnp.asarray(counts, jnp.int32))
+        cache = cache.append(key[:, :S], value[:, :S], lengths=jnp.asarray(counts, jnp.int32))
         together = [put(x, "data", None, "model") for x in nodes]
         for given in nodes, together:
             args = *given[:3], tree_of(rows), cache, given[3]
@@ -229,7 +232,7 @@ def test_collectives(merge):
                 plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
                 found.append(sent(plain.lower(cache, query).compile()))
                 counts = jnp.asarray(COUNTS, jnp.int32)
-                cache = cache.append(arrays["key"][:, :S], arrays["value"][:, :S], counts)
+                cache = cache.append(arrays["key"][:, :S], arrays["value"][:, :S], lengths=counts)
                 state = step(*args[:4], cache, source)
     assert found[0] and all(each == found[0] for each in found), found
     close(state.out, dense(problem)[0])
@@ -242,7 +245,7 @@ def test_quantized():
     key, value = arrays["key"], arrays["value"]
     with jax.set_mesh(mesh_of("8")):
         cache = empty("8", jnp.float32, quantize="int8")
-        cache = append(cache, key[:, :S], value[:, :S], counts)
+        cache = append(cache, key[:, :S], value[:, :S], lengths=counts)
         step = jax.jit(functools.partial(tree_decode, scale=0.7))
         args = arrays["query"], key[:, S:], value[:, S:], tree_of(), cache, arrays["source"]
         state = step(*args)
@@ -278,7 +281,7 @@ def check_written(done, before, accepted, key, value):
             for x in map(np.asarray, (key, value))
         ]
         there = jnp.asarray([i < len(path) for path in paths], jnp.int32)
-        before = append(before, *(x[:, None] for x in each), there)
+        before = append(before, *(x[:, None] for x in each), lengths=there)
     for mine, exact in zip(jax.tree.leaves(done), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(exact))
 

@@ -122,7 +122,7 @@ def test_layer():
         options = {"scale": 0.7, "is_causal": True, "local_window_size": (3, 0)}
         one = x[1], y[1], x[1], mask
         return (
-            ea.energy_report(query, key, value, None, mask, **options),
+            ea.energy_report(query, key, value, mask=mask, **options),
             ea.energy_report(layer, x, y, x, mask, **halve),
             ea.energy_report(layer, *one, per_query=True, **halve),
             layer(*one, inference=True, return_energy=True, **halve)[1],
