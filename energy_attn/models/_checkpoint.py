@@ -17,7 +17,7 @@ from .._progress import Progress, progress_of
 from ..distributed import fetch
 from ..kernels._errors import check_floating_dtype, check_integer, received
 from . import _safetensors
-from ._config import LlamaConfig
+from ._config import LlamaConfig, with_ends
 from ._safetensors import Part, Tensor
 from ._shard import shardings
 
@@ -47,7 +47,7 @@ def load(
         raise ValueError(f"directory: wanted a folder, got {folder}, which is none")
     if dtype is not None:
         dtype = check_floating_dtype("dtype", dtype)
-    config = LlamaConfig.from_json(_inside(folder, _CONFIG))
+    config = with_ends(LlamaConfig.from_json(_inside(folder, _CONFIG)), folder)
     model = build(config)
     names, leaves = named(model)
     stored = _matching(_stored(folder), names, leaves, config, dtype)
