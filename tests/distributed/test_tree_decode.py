@@ -74,6 +74,11 @@ def problem_of(name="tree", counts=COUNTS, rows=PARENTS, window=None, S=S, **opt
     return Problem(name, **arrays, mask=mask, scale=0.7, **options)
 
 
+def by_place(query, key, value, tree, cache, source=None, **options):
+    """`tree_decode`, for programs that are compiled for arguments in a row."""
+    return tree_decode(query, key, value, tree=tree, cache=cache, source=source, **options)
+
+
 def decoded(cache, arrays, counts, **options):
     """The context appended to `cache`, in two parts, and the state of the nodes over it."""
     split = {name: (x[:, :-L], x[:, -L:]) for name, x in arrays.items() if name in ("key", "value")}
@@ -162,7 +167,7 @@ def test_names():
     cache = empty("1", jnp.float32).append(
         arrays["key"][:, :S], arrays["value"][:, :S], lengths=counts
     )
-    run = jax.jit(functools.partial(tree_decode, scale=0.7, implementation="pallas_tpu"))
+    run = jax.jit(functools.partial(by_place, scale=0.7, implementation="pallas_tpu"))
     state = run(query, key, value, tree_of(), cache)
     close(state.out.astype(jnp.float64), dense(rounded)[0], tolerance=1e-6)
     with pytest.raises(NotImplementedError, match="query: wanted at most 64 rows"):
@@ -190,7 +195,7 @@ def test_rows_and_heads_split():
         together = [put(x, "data", None, "model") for x in nodes]
         for given in nodes, together:
             args = *given[:3], tree_of(rows), cache, given[3]
-            step = jax.jit(functools.partial(tree_decode, scale=0.7)).lower(*args).compile()
+            step = jax.jit(functools.partial(by_place, scale=0.7)).lower(*args).compile()
             plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
             assert sent(step) == sent(plain.lower(cache, given[0]).compile()) != []
             state = step(*args)
@@ -204,7 +209,7 @@ def test_rows_and_heads_split():
             assert tuple(done.key.sharding.spec)[:3] == split
         query, *pair, source = [put(x, None, None, "sequence") for x in nodes]
         tree = jax.tree.map(lambda x: put(x, "data"), tree_of(rows))
-        state = jax.jit(tree_decode)(query, *pair, tree, cache, source, scale=jnp.float64(0.7))
+        state = jax.jit(by_place)(query, *pair, tree, cache, source, scale=jnp.float64(0.7))
         close(state.out, dense(problem)[0])
 
 
@@ -226,7 +231,7 @@ def test_collectives(merge):
                 B, capacity, K, H, V, dtype=jnp.float64, block_size=1, parallel=spread
             )
             args = query, *nodes, tree_of(), cache, source
-            step = jax.jit(functools.partial(tree_decode, scale=0.7)).lower(*args).compile()
+            step = jax.jit(functools.partial(by_place, scale=0.7)).lower(*args).compile()
             found.append(sent(step))
             if capacity == 16:
                 plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
@@ -246,7 +251,7 @@ def test_quantized():
     with jax.set_mesh(mesh_of("8")):
         cache = empty("8", jnp.float32, quantize="int8")
         cache = append(cache, key[:, :S], value[:, :S], lengths=counts)
-        step = jax.jit(functools.partial(tree_decode, scale=0.7))
+        step = jax.jit(functools.partial(by_place, scale=0.7))
         args = arrays["query"], key[:, S:], value[:, S:], tree_of(), cache, arrays["source"]
         state = step(*args)
         for name, read in ("key", cache.keys()), ("value", cache.values()):
@@ -451,7 +456,7 @@ def test_tpu(monkeypatch):
             jax.ShapeDtypeStruct((rows, nodes, heads, width), jnp.bfloat16) for heads in (heads, kv)
         )
         args = jax.tree.map(on, (query, key, key, tree, like))
-        found = jax.jit(tree_decode).lower(*args).compile()
+        found = jax.jit(by_place).lower(*args).compile()
         plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
         plain = plain.lower(args[-1], args[0]).compile()
     assert sent(found) and sent(found) == sent(plain)

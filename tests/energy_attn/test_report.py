@@ -75,11 +75,13 @@ def test_rows_and_means(name):
     arrays, _ = cast(problem, jnp.float64)
 
     @jax.jit
-    def run(*arrays):
-        report = functools.partial(ea.energy_report, *arrays, **problem.options)
+    def run(query, key, value, bias=None):
+        report = functools.partial(
+            ea.energy_report, query, key, value, bias=bias, **problem.options
+        )
         return report(per_query=True), report()
 
-    each, mean = run(*(arrays.get(n) for n in ("query", "key", "value", "bias")))
+    each, mean = run(**arrays)
     wanted = exact(problem)
     close(each, {n: x[None] for n, x in wanted.items()})
     close(mean, means(wanted))
