@@ -303,7 +303,7 @@ def test_commit():
     old = [jnp.asarray(rng.standard_normal((B, S, K, width))) for width in (H, V)]
     accepted = accept([[2, 9, 15], [0], []])
     with jax.set_mesh(mesh_of("2x4")):
-        cache = empty("2x4", capacity=8192).append(*old, jnp.asarray(COUNTS, jnp.int32))
+        cache = empty("2x4", capacity=8192).append(*old, lengths=jnp.asarray(COUNTS, jnp.int32))
         step = jax.jit(commit, donate_argnums=0)
         program = step.lower(cache, accepted, key, value).compile()
         text = program.as_text()
@@ -317,7 +317,7 @@ def test_commit():
             pair = (
                 jnp.stack([x[b, n] for b, n in enumerate(chosen)])[:, None] for x in (key, value)
             )
-            plain = plain.append(*pair, jnp.asarray([1, i == 0, 0], jnp.int32))
+            plain = plain.append(*pair, lengths=jnp.asarray([1, i == 0, 0], jnp.int32))
         attend = jax.jit(lambda cache: cache.attend(query[:, :1]))
         for mine, exact in zip(attend(done), attend(plain), strict=True):
             np.testing.assert_array_equal(mine, exact)
