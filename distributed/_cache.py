@@ -178,6 +178,7 @@ class KVCache(eqx.Module):
         self,
         key: Float[Array, "B T K H"],
         value: Float[Array, "B T K Hv"],
+        *,
         lengths: Int[Array, " B"] | None = None,
     ) -> "KVCache":
         """The cache with new tokens behind those that each row has been given.
@@ -253,8 +254,8 @@ class KVCache(eqx.Module):
     def attend(
         self,
         query: Float[Array, "B T N H"],
-        source: Float[Array, "B T N Hv"] | None = None,
         *,
+        source: Float[Array, "B T N Hv"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         query_positions: Int[Array, "..."] | None = None,
         is_causal: bool = True,

@@ -17,7 +17,7 @@ Examples:
     'tree'
 """
 
-import math
+import math as _math
 
 from ._topology import Link as Link
 from ._topology import Topology as Topology
@@ -32,7 +32,9 @@ from ._transfers import MERGES as MERGES
 from ._transfers import TRAVELS as TRAVELS
 from ._transfers import Shape as Shape
 from ._transfers import Transfer as Transfer
-from ._transfers import check_sizes, kv_shard, local_rows
+from ._transfers import check_sizes as _check_sizes
+from ._transfers import kv_shard as _kv_shard
+from ._transfers import local_rows as _local_rows
 from ._transfers import transfers as transfers
 
 
@@ -110,13 +112,13 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
         3.0
     """
     found = transfers(method, merge, shape, topology)
-    mine = local_rows(shape, topology)
+    mine = _local_rows(shape, topology)
     gathered = method == "tree" and shape.queries_sharded
     rows = mine * topology.devices if gathered else mine
     states = rows * (shape.state + shape.wide_bytes)
     arriving = sum(_arriving(transfer, topology) for transfer in found)
     query = mine * shape.width * shape.bytes
-    return sum(kv_shard(shape, topology)) + query + states + arriving
+    return sum(_kv_shard(shape, topology)) + query + states + arriving
 
 
 def latency(method: str, merge: str | None, shape: Shape, topology: Topology) -> float:
@@ -179,7 +181,7 @@ def choose_merge(shape: Shape, topology: Topology) -> str:
         >>> cost.choose_merge(shape, cost.ethernet(8, latency=2e-4))
         'butterfly'
     """
-    check_sizes(shape, topology)
+    _check_sizes(shape, topology)
     return _fastest("tree", shape, topology)
 
 
@@ -208,7 +210,7 @@ def choose_method(shape: Shape, topology: Topology) -> str:
         >>> cost.choose_method(cost.Shape(1, 1, 640_000, 32, 8, 128), cost.dgx_h100(16))
         'tree'
     """
-    check_sizes(shape, topology)
+    _check_sizes(shape, topology)
     if not shape.queries_sharded:
         return "tree"
     ways: dict[str, str | None] = {
@@ -227,7 +229,7 @@ def _fastest(method: str, shape: Shape, topology: Topology) -> str:
 
 
 def _sent(transfer: Transfer, topology: Topology) -> float:
-    devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
+    devices = _math.prod(topology.links[axis].devices for axis in transfer.axes)
     others = devices - 1
     part = {
         "all-reduce": 2.0 if topology.all_reduce == "tree" else 2 * others / devices,
@@ -240,7 +242,7 @@ def _sent(transfer: Transfer, topology: Topology) -> float:
 
 
 def _arriving(transfer: Transfer, topology: Topology) -> int:
-    devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
+    devices = _math.prod(topology.links[axis].devices for axis in transfer.axes)
     part = {
         "all-reduce": 0,
         "all-gather": devices,
@@ -263,10 +265,10 @@ def _seconds(transfer: Transfer, topology: Topology) -> float:
 
 def _around(transfer: Transfer, links: list[Link], topology: Topology) -> float:
     """One ring over all devices; or, for sums, two trees."""
-    devices = math.prod(link.devices for link in links)
-    hops, above, slowest = 0.0, 0, math.inf
+    devices = _math.prod(link.devices for link in links)
+    hops, above, slowest = 0.0, 0, _math.inf
     for i, link in enumerate(links):
-        blocks = math.prod(x.devices for x in links[: i + 1])
+        blocks = _math.prod(x.devices for x in links[: i + 1])
         hops += (blocks - above) / devices * link.latency  # the ring's hops at this level
         above = blocks
         slowest = min(slowest, link.bandwidth * (devices // blocks))
@@ -274,7 +276,7 @@ def _around(transfer: Transfer, links: list[Link], topology: Topology) -> float:
     if transfer.kind == "all-reduce":
         hops *= 2
         if topology.all_reduce == "tree":
-            hops = 2 * sum(math.ceil(math.log2(link.devices)) * link.latency for link in links)
+            hops = 2 * sum(_math.ceil(_math.log2(link.devices)) * link.latency for link in links)
     once = Transfer(transfer.kind, transfer.bytes, transfer.axes)
     return hops + _sent(once, topology) / slowest
 
@@ -282,7 +284,7 @@ def _around(transfer: Transfer, links: list[Link], topology: Topology) -> float:
 def _levels(transfer: Transfer, links: list[Link], topology: Topology) -> float:
     """Axis by axis, each holding what the slower ones gathered, or the faster ones cut."""
     seconds, above = 0.0, 1
-    devices = math.prod(link.devices for link in links)
+    devices = _math.prod(link.devices for link in links)
     for link in links:
         gathers = 2 if transfer.kind == "all-reduce" else 1
         shard = transfer.bytes if transfer.kind == "all-gather" else transfer.bytes / devices

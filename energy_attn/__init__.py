@@ -7,7 +7,7 @@ Free energies of disjoint key sets add by logaddexp, so attention over keys that
 devices is one associative reduction.
 """
 
-import importlib.metadata
+from importlib.metadata import version as _version
 
 from . import prefix_tree as prefix_tree
 from ._attention import attention as attention
@@ -43,4 +43,4 @@ from ._softmax import shifted_energy as shifted_energy
 from ._solution import Result as Result
 from ._solution import Solution as Solution
 
-__version__ = importlib.metadata.version("energy_attn")
+__version__ = _version("energy_attn")

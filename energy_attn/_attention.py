@@ -30,6 +30,7 @@ def attention(
     implementation: str | Sequence[str] | None = None,
     parallel: SequenceParallel | None = None,
     return_energy: bool = False,
+    return_residual: bool = False,
 ) -> Any:
     r"""Attention: the gradient of the free energy in the source, at zero.
 
@@ -55,19 +56,25 @@ def attention(
         key_positions: `[B, S]` integers likewise.
         query_segment_ids: `[B, T]` integers: a query sees the keys of its own segment alone.
         key_segment_ids: `[B, S]` integers likewise, given together with the queries'.
-        implementation: a name of [`implementations`][energy_attn.kernels.implementations].
+        implementation: a name of [`implementations`][energy_attn.kernels.implementations], or
+            `"xla"` for any of those that XLA alone runs; `"cudnn"` is one of the names.
         parallel: how keys are spread over the mesh in force; see
             [`free_energy`][energy_attn.free_energy].
         return_energy: whether to return `(out, energy)`.
+        return_residual: as in `jax.nn`: whether to return `(out, residual)`, the residual being the
+            energies rounded to value's dtype. It can be differentiated; on JAX's own XLA path its
+            gradient is zero.
 
     Returns:
         `out` `[B, T, N, Hv]` in value's dtype; with `return_energy`, also the energies
         `[B, T, N]` in nats, float32 (float64 for float64). A query that sees no key has
-        `out = 0` and energy minus infinity (`jax.nn` returns the mean of the values there).
+        `out = 0` and energy minus infinity (`jax.nn` returns the mean of the values there, and a
+        large negative residual).
 
     Raises:
         TypeError: an argument is no array or of another dtype.
-        ValueError: shapes that do not belong together, values out of range, unknown names.
+        ValueError: shapes that do not belong together, values out of range, unknown names, both
+            `return_energy` and `return_residual`.
         NotImplementedError: the implementation named declines the call.
 
     Source: Tree Attention (arXiv 2408.04093), equations 6 to 10.
@@ -82,7 +89,9 @@ def attention(
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-5))
         True
     """
-    check_flag("return_energy", return_energy)
+    flags = {"return_energy": return_energy, "return_residual": return_residual}
+    if all([check_flag(name, flag) for name, flag in flags.items()]):
+        raise ValueError("return_residual: wanted either it or return_energy, got both")
     call, arrays = prepare(
         query,
         key,
@@ -102,4 +111,6 @@ def attention(
         parallel=parallel,
     )
     out, energy = evaluate_at_zero(call, arrays)
+    if return_residual:
+        return out, energy.astype(out.dtype)
     return (out, energy) if return_energy else out

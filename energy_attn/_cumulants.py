@@ -33,6 +33,7 @@ def covariance(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
+    *,
     tangent: Float[Array, "*B T N Hv"] | None = None,
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
@@ -76,7 +77,7 @@ def covariance(
         >>> import energy_attn as ea
         >>> q, k, v, u = jax.random.normal(jax.random.key(0), (4, 5, 2, 4))
         >>> matrix = ea.covariance(q, k, v, is_causal=True)
-        >>> along = ea.covariance(q, k, v, u, is_causal=True)
+        >>> along = ea.covariance(q, k, v, tangent=u, is_causal=True)
         >>> matrix.shape, along.shape
         ((5, 2, 4, 4), (5, 2, 4))
         >>> bool(jnp.allclose(jnp.einsum("tnij,tnj->tni", matrix, u), along, atol=1e-5))
@@ -92,6 +93,7 @@ def cumulant(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
+    *,
     tangents: Sequence[Float[Array, "*B T N Hv"]],
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
@@ -136,10 +138,10 @@ def cumulant(
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> q, k, v, u = jax.random.normal(jax.random.key(0), (4, 5, 2, 4))
-        >>> variance = ea.cumulant(q, k, v, (u, u))
-        >>> bool(jnp.allclose(variance, (u * ea.covariance(q, k, v, u)).sum(-1), atol=1e-5))
+        >>> variance = ea.cumulant(q, k, v, tangents=(u, u))
+        >>> bool(jnp.allclose(variance, (u * ea.covariance(q, k, v, tangent=u)).sum(-1), atol=1e-5))
         True
-        >>> ea.cumulant(q, k, v, (u, u, u)).shape  # the third central moment: skewness
+        >>> ea.cumulant(q, k, v, tangents=(u, u, u)).shape  # the third central moment: skewness
         (5, 2)
     """
     call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
@@ -175,6 +177,7 @@ def moment(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
+    *,
     tangents: Sequence[Float[Array, "*B T N Hv"]],
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
@@ -212,8 +215,8 @@ def moment(
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> q, k, v, u = jax.random.normal(jax.random.key(0), (4, 5, 2, 4))
-        >>> first, second = ea.moment(q, k, v, [u]), ea.moment(q, k, v, [u, u])
-        >>> bool(jnp.allclose(second - first**2, ea.cumulant(q, k, v, [u, u]), atol=1e-5))
+        >>> first, second = ea.moment(q, k, v, tangents=[u]), ea.moment(q, k, v, tangents=[u, u])
+        >>> bool(jnp.allclose(second - first**2, ea.cumulant(q, k, v, tangents=[u, u]), atol=1e-5))
         True
     """
     call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)

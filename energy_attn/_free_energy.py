@@ -48,10 +48,10 @@ def free_energy(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
+    *,
     source: Float[Array | np.ndarray, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
-    *,
     scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[Array, "..."] | None = None,
@@ -114,7 +114,7 @@ def free_energy(
         >>> import jax, jax.numpy as jnp, numpy as np
         >>> import energy_attn as ea
         >>> q, k, v = (jax.random.normal(x, (5, 2, 4)) for x in jax.random.split(jax.random.key(0), 3))
-        >>> total = lambda source: ea.free_energy(q, k, v, source).sum()
+        >>> total = lambda source: ea.free_energy(q, k, v, source=source).sum()
         >>> out = jax.grad(total)(np.zeros(q.shape, q.dtype))
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
         True

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 import time
@@ -39,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, help="0: the likeliest token (%(default)s)")
     add("--top-k", type=int, help="draw from that many likeliest tokens")
     add("--top-p", type=float, help="draw from the likeliest tokens of that probability together")
+    add("--stop", type=_tokens, help="tokens that end the text, 2 or 2,7; default: as in the files")
     add("--seed", type=int, default=0, help="of the draws (%(default)s)")
     add("--dtype", help="of weights and cache: bfloat16, float32; default: as in the files")
     add("--chunk-size", type=int, default=1024, help="tokens read at a time (%(default)s)")
@@ -72,6 +72,13 @@ def _mesh(text: str) -> tuple[int, ...]:
 _mesh.__name__ = "mesh"  # what argparse calls a wrong one
 
 
+def _tokens(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+_tokens.__name__ = "tokens"
+
+
 def _check(args: argparse.Namespace) -> None:
     if args.tensor < 1:
         raise ValueError(f"--tensor: wanted at least 1, got {args.tensor}")
@@ -101,7 +108,7 @@ def _run(args: argparse.Namespace, count: int) -> int:
             temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,
-            stop=_ends(args.model, model),
+            eos_token_id=args.stop,
             key=jax.random.key(args.seed),
             drafter=drafter,
             stream=said,
@@ -119,15 +126,6 @@ def _drafter(args: argparse.Namespace, mesh: Any) -> AbstractDrafter | None:
     if args.draft_model is not None:
         return ModelDrafter(Llama.load(args.draft_model, mesh=mesh, dtype=args.dtype))
     return None
-
-
-def _ends(directory: Path, model: Llama) -> tuple[int, ...]:
-    """The tokens that end a text: those of generation_config.json, which goes before config.json."""
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return model.config.eos_token_id
-    found = json.loads(path.read_text("utf-8")).get("eos_token_id", model.config.eos_token_id)
-    return tuple(found) if isinstance(found, (list, tuple)) else () if found is None else (found,)
 
 
 class _Said:

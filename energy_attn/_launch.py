@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
         mapping |= {
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_COORDINATOR_BIND_ADDRESS": address,
+            # JAX's sign of mpirun, the first cluster that it looks for
+            "OMPI_MCA_orte_hnp_uri": f"0.0;tcp://{address}",
         }
     return supervise([sys.executable, "-u", *program], environments, args.timeout, args.log_dir)
 
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def environment(
     base: Mapping[str, str], processes: int, index: int, devices: int
 ) -> dict[str, str]:
-    """The environment of one process: what `initialize()` reads, and its devices."""
+    """The environment of one process: what `initialize()` and JAX's own read, and its devices."""
     flags = base.get("XLA_FLAGS", "").split()
     wanted = {
         "--xla_force_host_platform_device_count": devices,
@@ -114,6 +116,12 @@ def environment(
         "JAX_PROCESS_ID": str(index),
         # Accelerators are shared out; on the CPU each process has its own, and this says nothing.
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, ids)),
+        # For jax.distributed.initialize(), which takes these numbers from a cluster alone: those of
+        # Open MPI, whichever this was started in; from version 5 on JAX would import mpi4py.
+        "OMPI_COMM_WORLD_SIZE": str(processes),
+        "OMPI_COMM_WORLD_RANK": str(index),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(index),
+        "OMPI_VERSION": "4",
         "XLA_FLAGS": " ".join(flags),
     }
 

@@ -40,7 +40,7 @@ class FreeEnergy(eqx.Module):
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
         >>> energy(q, k, v).shape
         (5, 2)
-        >>> gradient = jax.grad(lambda source: energy(q, k, v, source).sum())
+        >>> gradient = jax.grad(lambda source: energy(q, k, v, source=source).sum())
         >>> zero = np.zeros(q.shape, q.dtype)
         >>> bool(jnp.all(energy.attention(q, k, v) == gradient(zero)))
         True
@@ -83,6 +83,7 @@ class FreeEnergy(eqx.Module):
         query: Float[Array, "*B T N H"],
         key: Float[Array, "*B S K H"],
         value: Float[Array, "*B S K Hv"],
+        *,
         source: Any = None,
         bias: Float[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | None = None,
@@ -91,16 +92,19 @@ class FreeEnergy(eqx.Module):
         """Energies `[B, T, N]`, in nats; arguments and errors as in
         [`free_energy`][energy_attn.free_energy], `**arrays` being its lengths and positions.
         """
-        return free_energy(query, key, value, source, bias, mask, **self.options(), **arrays)
+        options = self.options()
+        return free_energy(
+            query, key, value, source=source, bias=bias, mask=mask, **options, **arrays
+        )
 
     def attention(
         self,
         query: Float[Array, "*B T N H"],
         key: Float[Array, "*B S K H"],
         value: Float[Array, "*B S K Hv"],
+        *,
         bias: Float[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | None = None,
-        *,
         return_energy: bool = False,
         **arrays: Any,
     ) -> Any:

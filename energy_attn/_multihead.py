@@ -208,7 +208,7 @@ class MultiheadAttention(eqx.Module):
             warnings.warn("deterministic: say inference instead", DeprecationWarning, stacklevel=2)
             inference = deterministic
         check_flag("return_energy", return_energy)
-        heads = self.project(query, key_, value, mask, process_heads=process_heads)
+        heads = self.project(query, key_, value, mask=mask, process_heads=process_heads)
         options = {"query_positions": query_positions, "key_positions": key_positions}
         out, energy = self._attend(heads, mask, options, key, inference)
         out = jax.vmap(self.output_proj)(out.reshape(query.shape[0], -1))
@@ -219,8 +219,8 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | None = None,
         *,
+        mask: Bool[Array, "..."] | None = None,
         process_heads: Callable[..., Sequence[Array]] | None = None,
     ) -> tuple[Array, Array, Array]:
         """The heads that a call attends with, for [`entropy`][energy_attn.entropy] and its like.
@@ -276,7 +276,7 @@ class MultiheadAttention(eqx.Module):
             check_flag("inference", inference)
         if inference or self.dropout.p == 0:
             return self.energy.attention(
-                query, key_, value, None, mask, return_energy=True, **options
+                query, key_, value, mask=mask, return_energy=True, **options
             )
         if key is None:
             raise RuntimeError("key: wanted a jax.random.key, as dropout is on; got None")
@@ -290,9 +290,9 @@ class MultiheadAttention(eqx.Module):
         )
         keep = keep if mask is None else keep & jnp.broadcast_to(mask, shape)
         out, kept = self.energy.attention(
-            query, key_, value, None, keep, return_energy=True, **options
+            query, key_, value, mask=keep, return_energy=True, **options
         )
-        energy = self.energy(query, key_, value, None, None, mask, **options)
+        energy = self.energy(query, key_, value, mask=mask, **options)
         held = share(kept, energy) / (chance or 1.0)  # where the chance is zero nothing is kept
         return (out * held[..., None].astype(out.dtype)).astype(out.dtype), energy
 

@@ -17,7 +17,7 @@ from ._citation import cite
 
 
 def lse_penalty(
-    energy: Float[Array, "..."], where: Bool[Array, "..."] | None = None
+    energy: Float[Array, "..."], *, where: Bool[Array, "..."] | None = None
 ) -> Float[Array, ""]:
     r"""The z-loss: the mean square of the free energies, which keeps scores from drifting.
 
@@ -55,8 +55,8 @@ def lse_penalty(
 
 def entropy_penalty(
     entropy: Float[Array, "..."],
-    where: Bool[Array, "..."] | None = None,
     *,
+    where: Bool[Array, "..."] | None = None,
     low: float | None = None,
     high: float | None = None,
 ) -> Float[Array, ""]:

@@ -63,8 +63,8 @@ def energy_report(
 
     Three forms:
 
-    - `energy_report(query, key, value, bias=None, mask=None, **options)`: one attention, with the
-      options of [`free_energy`][energy_attn.free_energy];
+    - `energy_report(query, key, value, *, bias=None, mask=None, **options)`: one attention, with
+      the options of [`free_energy`][energy_attn.free_energy];
     - `energy_report(layer, query, key_, value, mask=None, **options)` for a
       [`MultiheadAttention`][energy_attn.MultiheadAttention]: inputs as in its call, or with a
       batch axis before them; `process_heads`, positions and the lengths of padded rows
@@ -139,7 +139,7 @@ class _Rows(NamedTuple):
 
 
 def _observed(
-    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
+    query: Any, key: Any, value: Any, *, bias: Any = None, mask: Any = None, **options: Any
 ) -> tuple[Array, _Rows]:
     """Attention, in the dtype of the query, and what is found of its rows."""
     found = observe(*prepare_wide(query, key, value, bias, mask, **options))
@@ -169,7 +169,7 @@ def _of_layer(
                 f"{name}: wanted shape ({query.shape[0]}, length, width), got {received(x)}"
             )
     heads = (jax.vmap(project) if batched else project)(query, key_, value)
-    return _alone(_observed(*heads, None, mask, **layer.energy.options(), **positions)[1])
+    return _alone(_observed(*heads, mask=mask, **layer.energy.options(), **positions)[1])
 
 
 def _of_llama(

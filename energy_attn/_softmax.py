@@ -20,8 +20,8 @@ class ShiftedEnergy(NamedTuple):
 
 def safe_softmax(
     scores: Float[Array, "..."],
-    where: Bool[Array, "..."] | None = None,
     *,
+    where: Bool[Array, "..."] | None = None,
     axis: int = -1,
 ) -> Float[Array, "..."]:
     r"""The softmax, which is zero where every key is hidden.

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ._errors import (
+    broadcasts,
     check_boolean,
     check_broadcastable,
     check_finite_number,
@@ -230,11 +231,9 @@ def check_scores(
     Raises `TypeError` for another dtype and `ValueError` for a shape that does not broadcast.
     """
     if bias is not None:
-        check_broadcastable("bias", check_floating("bias", bias), shape, leading=False)
-        bias = _four_axes(bias)
+        bias = _four_axes("bias", check_floating("bias", bias), shape)
     if mask is not None:
-        check_broadcastable("mask", check_boolean("mask", mask), shape, leading=False)
-        mask = _four_axes(mask)
+        mask = _four_axes("mask", check_boolean("mask", mask), shape)
     return bias, mask
 
 
@@ -289,8 +288,20 @@ def _with_source(
     return query, key, 1.0
 
 
-def _four_axes(x: Any) -> Array:
+def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
     # as in jax.nn: leading axes may be left out
+    try:
+        check_broadcastable(name, x, shape, leading=False)
+    except ValueError as wrong:
+        # axes that other libraries leave out; here they have to be said, as two may be equally long
+        batch, _, rows, columns = shape
+        if broadcasts(x.shape, (batch, columns)):
+            hint = f"(batch, keys) write {name}[:, None, None, :]"
+        elif broadcasts(x.shape, (batch, rows, columns)):
+            hint = f"(batch, queries, keys) write {name}[:, None]"
+        else:
+            raise
+        raise ValueError(f"{wrong}; for {hint}") from None
     x = jnp.asarray(x)
     return x if x.ndim >= 4 else x[(None,) * (4 - x.ndim)]
 

@@ -69,14 +69,18 @@ def check_broadcastable(name: str, x: Any, shape: tuple[int, ...], *, leading: b
     shape and the wanted one.
     """
     given = x.shape if leading else (1,) * (len(shape) - len(x.shape)) + x.shape
-    fits = len(given) == len(shape) and all(
-        have in (1, want) for want, have in zip(shape, given, strict=True)
-    )
-    if not fits:
+    if not broadcasts(given, shape):
         raise ValueError(
             f"{name}: wanted a shape broadcastable to ({', '.join(map(str, shape))})"
             f"{' with each axis given' if leading else ''}, got {received(x)}"
         )
+
+
+def broadcasts(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether sizes are, axis by axis, those of `shape` or 1."""
+    return len(given) == len(shape) and all(
+        have in (1, want) for want, have in zip(shape, given, strict=True)
+    )
 
 
 def check_boolean(name: str, x: Any) -> Any:

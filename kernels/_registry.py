@@ -52,7 +52,8 @@ def implementations() -> tuple[str, ...]:
     - `"blockwise"`: XLA, any call, any platform, memory O(T·block); reverse mode of any order.
     - `"reference"`: plain JAX with the whole score matrix; every derivative, both modes.
 
-    Those made for another platform than a program is lowered for are passed over. Raises nothing.
+    `"xla"`, which `jax.nn` has, stands for the last three. Those made for another platform than a
+    program is lowered for are passed over. Raises nothing.
     Source: the online softmax of Milakov and Gimelshein (arXiv 1805.02867) and FlashAttention-2
     (arXiv 2307.08691) for all but the reference.
 
@@ -84,11 +85,11 @@ def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
             f"implementation: wanted a name, names or None, got {received(implementation)}"
         )
     for name in names:
-        if name not in _REGISTRY:
-            raise ValueError(
-                f"implementation: wanted one of {', '.join(map(repr, _REGISTRY))}, got {name!r}"
-            )
-    return tuple(names)
+        if name not in (*_REGISTRY, "xla"):
+            known = ", ".join(map(repr, _REGISTRY))
+            raise ValueError(f"implementation: wanted one of {known} or 'xla', got {name!r}")
+    xla = [name for name, kernel in _REGISTRY.items() if not kernel.platforms]
+    return tuple(x for name in names for x in (xla if name == "xla" else [name]))
 
 
 def attend(names: Sequence[str], settings: Settings, operands: Operands) -> AttentionState:

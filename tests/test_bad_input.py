@@ -133,6 +133,10 @@ SHARED = [
         "bool[2,3,7]",
         "broadcastable to (2, 4, 3, 7)",
     ),
+    # what other libraries' masks look like
+    ({"mask": a(B, S, dtype="bool")}, ValueError, "mask[:, None, None, :]", "to (2, 4, 3, 7)"),
+    ({"mask": a(B, T, S, dtype="bool")}, ValueError, "mask[:, None]", "to (2, 4, 3, 7)"),
+    ({"bias": a(B, S)}, ValueError, "bias[:, None, None, :]", "to (2, 4, 3, 7)"),
     # scale
     ({"scale": NAN}, ValueError, "nan", "finite"),
     ({"scale": INF}, ValueError, "inf", "finite"),

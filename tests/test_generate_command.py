@@ -56,15 +56,28 @@ def test_writes_what_the_model_writes(more, folder, written, capsys):
 
 
 def test_ends_where_the_checkpoint_says(folder, written, tmp_path, capsys):
-    """`eos_token_id` of generation_config.json goes before that of config.json; it may be a list."""
+    """generation_config.json goes before config.json, in the command and in `generate`, and both may be overridden."""
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     first = int(written[3])
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [300, first]}))
+    said = tmp_path / "generation_config.json"
+    said.write_text(json.dumps({"eos_token_id": [300, first]}))
     assert command(tmp_path) == 0
     end = written.tolist().index(first) + 1
     want = bytes(written[:end].tolist()).decode("utf-8", "replace")
     assert capsys.readouterr().out == want + "\n"
+    # whoever calls the function stops there too; and is not stopped, having said otherwise
+    model = Llama.load(tmp_path)
+    found = [generate(model, [list(PROMPT.encode())], 12, **x) for x in ({}, {"eos_token_id": ()})]
+    assert found[0].lengths.tolist() == [end] and found[1].tokens[0].tolist() == written.tolist()
+    assert command(tmp_path, "--stop", "300,301") == 0
+    assert capsys.readouterr().out == bytes(written.tolist()).decode("utf-8", "replace") + "\n"
+    model.save(tmp_path / "again")
+    assert Llama.load(tmp_path / "again").config.eos_token_id == (300, first)
+    for text in "[2]", '{"eos_token_id": "</s>"}', "{":
+        said.write_text(text)
+        with pytest.raises((TypeError, ValueError), match="generation_config.json"):
+            Llama.load(tmp_path)
 
 
 def test_tokens_of_a_tokenizer(tmp_path, capsys):

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import re
 import tomllib
+import types
 import typing
 from functools import partial
 from pathlib import Path
@@ -102,17 +103,59 @@ def test_every_room_exports_something():
     assert rooms <= {package for package, _ in EXPORTS}
 
 
+def functions_of(public) -> list[types.FunctionType]:
+    """A public function, or the methods of a public class that are public too."""
+    if inspect.isclass(public):
+        own = [n for n in vars(public) if n == "__call__" or not n.startswith("_")]
+        return [f for f in (getattr(public, n) for n in own) if inspect.isfunction(f)]
+    return [f for f in [inspect.unwrap(public)] if inspect.isfunction(f)]
+
+
+def test_no_stray_public_names():
+    """A module that is imported to be used, or a helper, among the names that a package shows."""
+    packages = {package for package, _ in EXPORTS}
+    public = {*packages, "energy_attn.distributed.cost"}
+    for package in public:
+        module = importlib.import_module(package)
+        shown = {name for name in dir(module) if not name.startswith("_")}
+        shown -= {"jaxtyping"}  # which the type checks of this suite put there
+        modules = {name for name in shown if inspect.ismodule(getattr(module, name))}
+        assert {getattr(module, name).__name__ for name in modules} <= public, package
+        if package in packages:
+            assert shown - modules <= {name for p, name in EXPORTS if p == package}, package
+
+
+def by_place(function) -> list[str]:
+    """The arguments that may be given by place behind the value, or that hide something."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if {"query", "value"} & set(names):
+        last = max(i for i, n in enumerate(names) if n in ("query", "key", "key_", "value"))
+        return names[last + 1 :]
+    return [name for name in names if name in ("bias", "mask", "where")]
+
+
+def test_arguments_after_value_are_given_by_name():
+    """A source where a bias was meant, or a tangent: where shapes agree, another function without a word."""
+    found = {
+        f"{package}.{function.__qualname__}": names
+        for package, name in EXPORTS
+        for function in functions_of(getattr(importlib.import_module(package), name))
+        if (names := by_place(function))
+    }
+    # as jax.nn and Equinox have it, whose places these take
+    assert found == {
+        "energy_attn.attention": ["bias", "mask"],
+        "energy_attn.MultiheadAttention.__call__": ["mask"],
+    }
+
+
 @pytest.mark.parametrize(("package", "name"), EXPORTS)
 def test_public_names_are_documented_and_typed(package, name):
     public = getattr(importlib.import_module(package), name)
     doc = inspect.cleandoc(public.__doc__ or "")
     assert re.search("^Examples:\n    >>> ", doc, re.MULTILINE), "wants a section `Examples:`"
-    if inspect.isclass(public):
-        own = [n for n in vars(public) if n == "__call__" or not n.startswith("_")]
-        functions = [f for f in (getattr(public, n) for n in own) if inspect.isfunction(f)]
-    else:
-        functions = [f for f in [inspect.unwrap(public)] if inspect.isfunction(f)]
-    for function in functions:
+    for function in functions_of(public):
         assert function.__doc__, f"{function.__qualname__} wants a docstring"
         # Annotations that cannot be resolved would be passed over by the type checks.
         hints = typing.get_type_hints(function, include_extras=True)

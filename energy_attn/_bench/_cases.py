@@ -165,7 +165,7 @@ def _attentions(case: Case, platform: str) -> dict[str, Callable[..., Any]]:
 
         def gradient(q: Any, k: Any, v: Any) -> Any:
             def total(source: Any) -> Any:
-                return energy_attn.free_energy(q, k, v, source, is_causal=case.causal).sum()
+                return energy_attn.free_energy(q, k, v, source=source, is_causal=case.causal).sum()
 
             return jax.grad(total)(np.zeros(q.shape, q.dtype))
 

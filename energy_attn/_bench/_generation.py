@@ -109,11 +109,12 @@ class Continuation(NamedTuple):
         step = (len(models.text) - self.prompt) // self.prompts
         places = np.arange(self.prompts)[:, None] * step + np.arange(self.prompt)
         tokens = jnp.asarray(models.text[places], jnp.int32)
+        options = {"drafter": drafter, "eos_token_id": ()}  # as many tokens for each
         if self.devices == 1:
-            return generate(models.model, tokens, self.new, drafter=drafter)
+            return generate(models.model, tokens, self.new, **options)
         with jax.set_mesh(make_mesh((self.devices,), ("device",))):
             spread = SequenceParallel("device")
-            return generate(models.model, tokens, self.new, drafter=drafter, parallel=spread)
+            return generate(models.model, tokens, self.new, parallel=spread, **options)
 
 
 CONTINUATIONS = (

@@ -58,6 +58,6 @@ JOBS: dict[str, tuple[Job, Job]] = {
     "entropy": (energy_attn.entropy, _entropy),
     "gradient of entropy": (_gradient(energy_attn.entropy), _gradient(_entropy)),
     "heat capacity": (lambda q, k, v: energy_attn.score_moments(q, k, v).variance, _heat_capacity),
-    "covariance product": (lambda q, k, v: energy_attn.covariance(q, k, v, q), _covariance),
-    "third cumulant": (lambda q, k, v: energy_attn.cumulant(q, k, v, (q, q, q)), _third),
+    "covariance product": (lambda q, k, v: energy_attn.covariance(q, k, v, tangent=q), _covariance),
+    "third cumulant": (lambda q, k, v: energy_attn.cumulant(q, k, v, tangents=(q, q, q)), _third),
 }

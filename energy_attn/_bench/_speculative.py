@@ -79,7 +79,7 @@ def _verify(L: int, S: int, N: int, K: int, H: int) -> dict[str, Run]:
         mask = jnp.concatenate((seen, tree.mask[:, None]), -1)
         return jax.nn.dot_product_attention(query, *whole, mask=mask)
 
-    verify = jax.jit(lambda *args: tree_decode(*args).out)
+    verify = jax.jit(lambda q, k, v, tree, cache: tree_decode(q, k, v, tree=tree, cache=cache).out)
     decode = jax.jit(lambda query, cache: cache.attend(query, is_causal=False).out)
     args = query, key, value, tree, cache
     return {

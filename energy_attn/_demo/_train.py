@@ -83,7 +83,7 @@ def _z_loss(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array
 def _entropy(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
     out: Any = model(tokens, positions, return_energies=True, attend=_observed)
     row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None, :, None]
-    return out.logits, entropy_penalty(out.energies[1], row >= _SEEN, low=_LOW)
+    return out.logits, entropy_penalty(out.energies[1], where=row >= _SEEN, low=_LOW)
 
 
 def _none(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:

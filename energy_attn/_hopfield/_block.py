@@ -119,8 +119,8 @@ class EnergyAttentionBlock(eqx.Module):
     def energy(
         self,
         x: Float[Array, "*B T width"],
-        mask: Bool[Array, "..."] | None = None,
         *,
+        mask: Bool[Array, "..."] | None = None,
         lengths: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B"]:
         """$E$ of the tokens, in nats over $β$.
@@ -148,7 +148,7 @@ class EnergyAttentionBlock(eqx.Module):
         value = jax.lax.stop_gradient(key[..., :1])
         # Keys before and after a token are disjoint: their free energies add by logaddexp.
         parts = [
-            energy(query, key, value, None, None, mask, **arrays)
+            energy(query, key, value, mask=mask, **arrays)
             for energy, arrays in self._passes(wide, lengths)
         ]
         whole = softmax(jnp.stack(parts, -1)).lse if parts else jnp.full((), -jnp.inf, wide.dtype)
@@ -159,8 +159,8 @@ class EnergyAttentionBlock(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "*B T width"],
-        mask: Bool[Array, "..."] | None = None,
         *,
+        mask: Bool[Array, "..."] | None = None,
         lengths: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B T width"]:
         """The update, $-∂E/∂g$; arguments and errors as in `energy`.
@@ -168,7 +168,7 @@ class EnergyAttentionBlock(eqx.Module):
         Returns `[B, T, width]` or `[T, width]`, in float32 (float64).
         """
         wide = self._widened(x)
-        return -jax.grad(lambda x: self.energy(x, mask, lengths=lengths).sum())(wide)
+        return -jax.grad(lambda x: self.energy(x, mask=mask, lengths=lengths).sum())(wide)
 
     def _widened(self, x: Any) -> Array:
         x = check_floating("x", x)

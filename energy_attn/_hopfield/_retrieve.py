@@ -30,8 +30,8 @@ _AT_REST = {"float32": 1e-5, "float64": 1e-10}
 def retrieve(
     state: Float[Array, "*B T N H"],
     memories: Float[Array, "*B S K H"],
-    mask: Bool[Array, "..."] | None = None,
     *,
+    mask: Bool[Array, "..."] | None = None,
     inverse_temperature: float | Float[Array, ""] = 1.0,
     max_steps: int = 100,
     tolerance: float | None = None,

@@ -8,9 +8,9 @@ from ._drafters import ModelDrafter as ModelDrafter
 from ._drafters import PromptLookup as PromptLookup
 from ._generate import Generation as Generation
 from ._generate import generate as generate
+from ._llama import Llama as Llama
 from ._output import LlamaOutput as LlamaOutput
 from ._rope import LinearRope as LinearRope
 from ._rope import Llama3Rope as Llama3Rope
 from ._score import score_continuations as score_continuations
 from ._weights import shard as shard
-from .llama import Llama as Llama

@@ -14,7 +14,7 @@ from ..distributed import _safetensors
 from ..distributed._safetensors import Part, Tensor
 from ..kernels._errors import FLOATING, check_floating_dtype
 from . import _folder
-from ._config import LlamaConfig
+from ._config import LlamaConfig, with_ends
 from ._folder import CONFIG, INDEX, WHOLE
 from ._shard import shardings
 
@@ -41,7 +41,7 @@ def load(
         raise ValueError(f"directory: wanted a folder, got {folder}, which is none")
     if dtype is not None:
         dtype = check_floating_dtype("dtype", dtype)
-    config = _folder.config(folder)
+    config = with_ends(_folder.config(folder), folder)
     found = _stored(folder)
     _check_layers(config, found)
     model = build(config)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ class LlamaConfig:
         rope_scaling: how the rotary embedding is slowed for longer contexts,
             [`LinearRope`][energy_attn.models.LinearRope],
             [`Llama3Rope`][energy_attn.models.Llama3Rope] or None.
-        eos_token_id: the tokens that end a text, for the `stop` of
-            [`generate`][energy_attn.models.generate]; nothing stops at them by itself.
+        eos_token_id: the tokens that end a text, where
+            [`generate`][energy_attn.models.generate] stops if it is not told otherwise.
 
     Raises:
         TypeError: a size that is no integer, a constant that is no number, a flag that is none, a
@@ -143,11 +143,7 @@ class LlamaConfig:
         """
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path: wanted the path of a config.json, got {received(path)}")
-        try:
-            check_pulled(Path(path))
-            said = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"path: wanted a config.json, got {path}: {error}") from error
+        said = _read(path, "config.json")
         try:
             return cls(**_fields(said))
         except (TypeError, ValueError) as error:
@@ -198,11 +194,41 @@ def _fields(said: Any) -> dict[str, Any]:
     fields = {name: said[name] for name in names if name in said}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]
-    ends = fields.pop("eos_token_id", None)
-    if ends is not None:
-        fields["eos_token_id"] = tuple(ends) if isinstance(ends, Sequence) else (ends,)
+    fields["eos_token_id"] = _ends(said)
     context = said.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
     return {**fields, "rope_scaling": _scaling(rope, context)}
+
+
+def with_ends(config: LlamaConfig, folder: Path) -> LlamaConfig:
+    """With the tokens that end a text by the generation_config.json of a folder, if it says any.
+
+    transformers stops there, whatever config.json says. Raises as `from_json`.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return config
+    said = _read(path, path.name)
+    if not isinstance(said, Mapping):
+        raise ValueError(f"{path}: wanted a JSON object, got {received(said)}")
+    if "eos_token_id" not in said:
+        return config
+    try:
+        return dataclasses.replace(config, eos_token_id=_ends(said))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _read(path: str | os.PathLike[str], what: str) -> Any:
+    try:
+        check_pulled(Path(path))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"path: wanted a {what}, got {path}: {error}") from error
+
+
+def _ends(said: Mapping[str, Any]) -> tuple[int, ...]:
+    ends = said.get("eos_token_id")
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
 
 
 def _scaling(rope: Mapping[str, Any], context: Any) -> LinearRope | Llama3Rope | None:

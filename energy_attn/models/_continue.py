@@ -121,7 +121,7 @@ def read_tree(model: Any, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
     for layer, stored in zip(model.layers, cache.layers, strict=True):
 
         def see(query: Array, key: Array, value: Array, stored: KVCache = stored) -> tuple:
-            return tree_decode(query, key, value, tree, stored).out, (key, value)
+            return tree_decode(query, key, value, tree=tree, cache=stored).out, (key, value)
 
         x, (key, value) = layer(x, rope, see)
         keys.append(key)

@@ -13,7 +13,7 @@ from ..kernels._errors import check_integer, received
 from ..prefix_tree import PrefixTree, grow, pack, tree_from_parents
 from ._cache import LlamaCache
 from ._continue import read_chunks, read_on
-from .llama import Llama
+from ._llama import Llama
 
 _CHUNK = 1024  # of a prompt, read at a time
 

@@ -1,6 +1,7 @@
 """Text from a decoder: the whole loop one compiled program, with or without a drafter."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +24,12 @@ from ..kernels._errors import (
     received,
 )
 from ..prefix_tree._tree import is_known
+from ._config import LlamaConfig
 from ._drafters import AbstractDrafter
+from ._llama import Llama, check_tokens
 from ._loop import Sampling, begin, run
+from ._rope import LinearRope
 from ._stream import listening
-from .llama import Llama, check_tokens
 
 
 class Generation(NamedTuple):
@@ -34,7 +37,7 @@ class Generation(NamedTuple):
 
     Attributes:
         tokens: `[B, max_new_tokens]` int32; -1 behind each row's end.
-        lengths: `[B]`, the tokens generated; a token of `stop` is the last of its row.
+        lengths: `[B]`, the tokens generated; a token that ends a row is its last.
         passes: `[B]`, how often the model read tokens to verify; the prompt is not counted.
         drafted: `[B]`, the nodes drafted in these passes, roots not counted.
         accepted: `[B]`, how many of them are part of the text.
@@ -77,7 +80,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop: int | Sequence[int] | Int[Array | np.ndarray, " stops"] = (),
+    eos_token_id: int | Sequence[int] | Int[Array | np.ndarray, " ends"] | None = None,
     key: PRNGKeyArray | None = None,
     drafter: AbstractDrafter | None = None,
     stream: Callable[[np.ndarray], Any] | None = None,
@@ -102,7 +105,9 @@ def generate(
         temperature: 0, a number, chooses the likeliest token; an array is above 0.
         top_k: draw from that many likeliest tokens; None: from all.
         top_p: draw from the likeliest tokens that have this probability together; None: from all.
-        stop: tokens that end a row; an array, too.
+        eos_token_id: a token that ends a row, or several, an array too; None: those of
+            `model.config`, which [`Llama.load`][energy_attn.models.Llama.load] has from
+            generation_config.json, or config.json; `()`: none.
         key: of the draws; needed where `temperature` is not 0.
         drafter: what guesses ahead, [`PromptLookup`][energy_attn.models.PromptLookup] or
             [`ModelDrafter`][energy_attn.models.ModelDrafter]; None: a token at a time.
@@ -113,6 +118,10 @@ def generate(
             that is a terminal; a function: called instead with the share that is read and a note.
         chunk_size: tokens of the prompts that are read at a time, at least; where the cache is
             spread over devices, each reads its share of them.
+
+    Warns:
+        UserWarning: `top_k` or `top_p` at temperature 0, where nothing is drawn; prompts that end,
+            with the new tokens, beyond the context that the model is meant for.
 
     Returns:
         The tokens, and how many passes they took. Under `jax.jit`, where that cannot be refused, a
@@ -147,11 +156,14 @@ def generate(
         raise TypeError(f"stream: wanted None or a function of tokens, got {received(stream)}")
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_integer("chunk_size", chunk_size, 1)
-    tokens, lengths = prompts(tokens, lengths, model.config.vocab_size)
+    given = lengths
+    tokens, lengths = prompts(tokens, given, model.config.vocab_size)
+    longest = tokens.shape[1] if given is None else given
+    _warn_beyond(model.config, longest, max_new_tokens)
     sampling = _sampling(model, temperature, top_k, top_p, key)
     slots = tokens.shape[1] + max_new_tokens
     cache = model.empty_cache(len(tokens), slots, parallel=parallel)
-    ends = _stops(stop)
+    ends = _ends(model.config.eos_token_id if eos_token_id is None else eos_token_id)
     with listening(stream, progress, tokens.shape[1]) as watch:
         loop = begin(
             *(model, drafter, tokens, lengths, cache, sampling),
@@ -218,6 +230,9 @@ def _sampling(model: Llama, temperature: Any, top_k: Any, top_p: Any, key: Any) 
     if key is not None:
         check_key("key", key)
     if greedy:
+        unused = [name for name, x in (("top_k", top_k), ("top_p", top_p)) if x is not None]
+        if unused:
+            _warn(f"{unused[0]}: wanted a temperature above 0 beside it, got 0; nothing is drawn")
         return Sampling()
     if key is None:
         shown = temperature if isinstance(temperature, float) else received(temperature)
@@ -226,15 +241,33 @@ def _sampling(model: Llama, temperature: Any, top_k: Any, top_p: Any, key: Any) 
     return Sampling(key, jnp.asarray(temperature, jnp.float32), top_p, most)
 
 
-def _stops(stop: Any) -> Array:
-    if isinstance(stop, (int, np.integer)):
-        stop = (stop,)
-    if isinstance(stop, (jax.Array, np.ndarray)):
-        check_shape("stop", check_integral("stop", stop), ("tokens",))
-        return jnp.asarray(stop).astype(jnp.int32)
-    if not isinstance(stop, Sequence) or isinstance(stop, (str, bytes)):
-        raise TypeError(f"stop: wanted a token or a sequence of tokens, got {received(stop)}")
-    return jnp.asarray([check_integer("stop", token, 0) for token in stop], jnp.int32)
+def _warn_beyond(config: LlamaConfig, lengths: Any, more: int) -> None:
+    """Warns where a row is known to end behind the positions that a model has been trained on."""
+    context = config.max_position_embeddings
+    if isinstance(config.rope_scaling, LinearRope):  # by convention it leaves that number as it was
+        context = int(context * config.rope_scaling.factor)
+    if is_known(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
+        _warn(
+            f"tokens: wanted prompts that end with max_new_tokens within the {context} positions of "
+            f"the model (max_position_embeddings), got up to {last}; what is written beyond may be "
+            "worthless"
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=4)  # the caller of `generate`
+
+
+def _ends(tokens: Any) -> Array:
+    name = "eos_token_id"
+    if isinstance(tokens, (int, np.integer)):
+        tokens = (tokens,)
+    if isinstance(tokens, (jax.Array, np.ndarray)):
+        check_shape(name, check_integral(name, tokens), ("tokens",))
+        return jnp.asarray(tokens).astype(jnp.int32)
+    if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes)):
+        raise TypeError(f"{name}: wanted a token or a sequence of tokens, got {received(tokens)}")
+    return jnp.asarray([check_integer(name, token, 0) for token in tokens], jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames="most")

@@ -17,8 +17,8 @@ from ..prefix_tree._tree import check_tree, take
 from ._cache import LlamaCache
 from ._continue import read_chunks, read_on
 from ._drafters import AbstractDrafter, last_of
+from ._llama import Llama
 from ._stream import tell_wrote
-from .llama import Llama
 
 
 class Sampling(eqx.Module):

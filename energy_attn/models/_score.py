@@ -16,7 +16,7 @@ from ..prefix_tree._tree import take
 from ._cache import LlamaCache
 from ._continue import read_chunks
 from ._generate import check_vocabulary, prompts
-from .llama import Llama
+from ._llama import Llama
 
 
 def score_continuations(

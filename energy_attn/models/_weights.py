@@ -6,8 +6,8 @@ import jax
 from jax.sharding import Mesh
 
 from ..kernels._errors import received
+from ._llama import Llama
 from ._shard import shardings
-from .llama import Llama
 
 
 def shard(model: Llama, mesh: Mesh, *, tensor: str = "tensor") -> Llama:

@@ -27,10 +27,10 @@ def tree_decode(
     query: Float[Array, "B L N H"],
     key: Float[Array, "B L K H"],
     value: Float[Array, "B L K Hv"],
+    *,
     tree: PrefixTree,
     cache: KVCache,
     source: Float[Array, "B L N Hv"] | None = None,
-    *,
     scale: float | Float[Array, ""] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -85,7 +85,7 @@ def tree_decode(
         >>> cache = KVCache.empty(1, 16, 2, 8, dtype=jnp.float32, block_size=16)
         >>> cache = cache.append(jnp.zeros((1, 6, 2, 8)), jnp.ones((1, 6, 2, 8)))
         >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.zeros((1, 3, 2, 8))
-        >>> state = tree_decode(q, k, k, tree, cache)
+        >>> state = tree_decode(q, k, k, tree=tree, cache=cache)
         >>> jnp.exp(state.lse[0, :, 0]).round().tolist()  # six tokens, and the ancestors
         [7.0, 8.0, 8.0]
     """
@@ -114,7 +114,7 @@ def tree_decode(
         query,
         cache.keys(),
         cache.values(),
-        source,
+        source=source,
         scale=scale,
         local_window_size=reach,
         query_positions=jnp.where(used, cache.lengths[:, None] + tree.depth, -1),
@@ -122,7 +122,7 @@ def tree_decode(
     )
     # where they are now, the nodes are split otherwise than they came
     context = _part(placement(cache.parallel, query, cache.key, cache.value), names, before)
-    drafts = check_call(query, key, value, source, mask=mask[:, None], scale=scale)
+    drafts = check_call(query, key, value, source=source, mask=mask[:, None], scale=scale)
     alone = None
     if place is not None and place.batch + place.heads:
         alone = place._replace(sequence=(), queries=False)

@@ -114,7 +114,7 @@ def test_every_step(kind):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(cache, query, key, value, lengths):
-        cache = cache.append(key, value, lengths)
+        cache = cache.append(key, value, lengths=lengths)
         return cache, cache.attend(query, lengths=lengths)
 
     model, rng = Model(), np.random.default_rng(0)
@@ -122,7 +122,7 @@ def test_every_step(kind):
         cache = empty(kind, capacity=57)
         assert cache.capacity == 64
         new, counts = tokens(0, 5), (5, 0, 2)
-        cache = cache.append(*new, jnp.asarray(counts))
+        cache = cache.append(*new, lengths=jnp.asarray(counts))
         model.append(*new, counts)
         for i in range(48):
             query, new = rng.standard_normal((B, 1, N, H)), tokens(i + 1, 1)
@@ -228,7 +228,7 @@ def test_no_room_unchecked(monkeypatch):
             [((12, 5, 0), (12, 5, 0)), ((0, 12, 12), (0, 0, 12))]
         ):
             new = tokens(i, 12)
-            cache = cache.append(*new, jnp.asarray(counts))
+            cache = cache.append(*new, lengths=jnp.asarray(counts))
             model.append(*new, written)
         check_held(cache, model)
 
@@ -237,7 +237,7 @@ def test_same_as_attention():
     """`positions`, `keys` and `parallel` mean to `ea.attention` what they mean to `attend`; one device as well."""
     query = jnp.asarray(np.random.default_rng(0).standard_normal((B, 2, N, H)))
     with jax.set_mesh(mesh_of("8")):
-        cache = empty().append(*tokens(0, 11), jnp.asarray([11, 4, 0]))
+        cache = empty().append(*tokens(0, 11), lengths=jnp.asarray([11, 4, 0]))
         state = cache.attend(query, lengths=jnp.asarray([2, 1, 0]))
         out, energy = ea.attention(
             query,
@@ -249,7 +249,7 @@ def test_same_as_attention():
             parallel=cache.parallel,
             return_energy=True,
         )
-    alone = empty(parallel=None).append(*tokens(0, 11), jnp.asarray([11, 4, 0]))
+    alone = empty(parallel=None).append(*tokens(0, 11), lengths=jnp.asarray([11, 4, 0]))
     alone = alone.attend(query, lengths=jnp.asarray([2, 1, 0]))
     for other in (out, energy), alone:
         close(other[0], np.asarray(state.out))
@@ -273,9 +273,9 @@ def test_rows_and_heads_split():
             return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
         cache = jax.tree.map(put, cache)
-        compiled = append.lower(cache, key, key, jnp.asarray(counts)).compile()
+        compiled = append.lower(cache, key, key, lengths=jnp.asarray(counts)).compile()
         assert collectives(compiled) == ()
-        cache = append(cache, key, key, jnp.asarray(counts))
+        cache = append(cache, key, key, lengths=jnp.asarray(counts))
         assert tuple(cache.key.sharding.spec)[:3] == ("data", "sequence", "model")
         out = cache.attend(query, query_positions=jnp.full((rows, 1), 9)).out
     exact = dense(Problem("split", query, key, key, key_value_seq_lengths=counts))
@@ -346,7 +346,7 @@ def test_saved_and_loaded(options, tmp_path):
     with jax.set_mesh(mesh_of("8")):
         cache = empty(capacity=32, **options)
         for i in range(2 if options.get("window") is None else 5):
-            cache = append(cache, *tokens(i, 13, dtype), jnp.asarray([13, 5, 0], jnp.int32))
+            cache = append(cache, *tokens(i, 13, dtype), lengths=jnp.asarray([13, 5, 0], jnp.int32))
         cache = cache.evict(jnp.asarray([3, 0, 0]))
         cache.save(tmp_path / "cache")
         before = held(cache)
@@ -410,10 +410,12 @@ BAD = {
     "key: wanted 1 to 38 new tokens": lambda c: c.append(
         np.zeros((B, 39, K, H)), np.zeros((B, 39, K, V))
     ),
-    "lengths: wanted 0 to 2, got [0, 3, 1]": lambda c: c.append(*NEW, jnp.asarray([0, 3, 1])),
-    "lengths: wanted no negative": lambda c: c.append(*NEW, jnp.asarray([0, -1, 1])),
-    "lengths: wanted shape (3)": lambda c: c.append(*NEW, jnp.asarray([1, 1])),
-    "lengths: wanted an integer array": lambda c: c.append(*NEW, jnp.ones(B)),
+    "lengths: wanted 0 to 2, got [0, 3, 1]": lambda c: c.append(
+        *NEW, lengths=jnp.asarray([0, 3, 1])
+    ),
+    "lengths: wanted no negative": lambda c: c.append(*NEW, lengths=jnp.asarray([0, -1, 1])),
+    "lengths: wanted shape (3)": lambda c: c.append(*NEW, lengths=jnp.asarray([1, 1])),
+    "lengths: wanted an integer array": lambda c: c.append(*NEW, lengths=jnp.ones(B)),
     "count: wanted either count or before": lambda c: c.evict(),
     "count: wanted at least 0": lambda c: c.evict(-1),
     "before: wanted an integer array": lambda c: c.evict(before=jnp.ones(B)),
@@ -453,6 +455,6 @@ def test_counts_known_late(raises_late):
     """Numbers of tokens that are traced, and out of range: no token may be taken that was not given."""
     with jax.set_mesh(mesh_of("8")):
         with pytest.raises(RuntimeError, match="lengths: wanted from 0 to as many new tokens"):
-            jax.block_until_ready(append(empty(), *tokens(0, 2), jnp.asarray([1, 3, 0])))
-        cache = append(empty(), *tokens(0, 2), jnp.asarray([1, 2, 0]))
+            jax.block_until_ready(append(empty(), *tokens(0, 2), lengths=jnp.asarray([1, 3, 0])))
+        cache = append(empty(), *tokens(0, 2), lengths=jnp.asarray([1, 2, 0]))
     assert cache.lengths.tolist() == [1, 2, 0]

@@ -221,7 +221,7 @@ def test_inside_shard_map(implementation):
         return ea.attention(query, key, value, implementation=implementation)
 
     def summed(source, query, key, value):
-        return ea.free_energy(query, key, value, source, implementation=implementation).sum()
+        return ea.free_energy(query, key, value, source=source, implementation=implementation).sum()
 
     def of_source(query, key, value):  # equal on all devices, as the source is
         return jax.grad(summed)(np.zeros((1, *out.shape[1:])), query, key, value)
@@ -411,7 +411,7 @@ def gradient_in_source(attend, query, key, value):
 
     def total(source):
         options = {name: attend.keywords[name] for name in ("parallel", "implementation")}
-        return ea.free_energy(query, key, value, source, **options).sum()
+        return ea.free_energy(query, key, value, source=source, **options).sum()
 
     return jax.grad(total)(query)
 

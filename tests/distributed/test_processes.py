@@ -142,6 +142,33 @@ def test_a_lost_process_ends_the_run_and_is_named(what, status, said):
         assert "[0] sum 12.0" in done.stdout
 
 
+# A program that knows nothing of this library, in an allocation whose own launcher has left its marks.
+PLAIN = """
+import jax, jax.numpy as jnp, numpy as np
+jax.distributed.initialize()
+mesh = jax.make_mesh((jax.device_count(),), ("x",))
+x = jax.make_array_from_callback(
+    (jax.device_count(),), jax.NamedSharding(mesh, jax.P("x")), lambda i: np.arange(4.0)[i]
+)
+print(jax.process_index(), "of", jax.process_count(), jax.local_device_count(), float(jnp.sum(x)))
+jax.distributed.shutdown()
+"""
+MARKS = {
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-9]", "SLURM_NTASKS": "9"},
+    **{"SLURM_PROCID": "5", "SLURM_LOCALID": "5", "OMPI_VERSION": "5.0.7"},
+}
+
+
+def test_plain_jax_finds_the_others(monkeypatch):
+    """`jax.distributed.initialize()` under the launcher: processes that JAX does not number, or those of a cluster."""
+    for name, text in MARKS.items():
+        monkeypatch.setenv(name, text)
+    done = launch("-n", 2, "--devices", 2, "--timeout", SECONDS, "--", "-c", PLAIN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = set(done.stdout.splitlines())
+    assert {"[0] 0 of 2 2 6.0", "[1] 1 of 2 2 6.0"} <= lines, done.stdout
+
+
 def test_without_a_supervisor_survivors_get_an_exception():
     """A lost peer that nobody watches over. JAX alone would wait in the collective, then abort without an exception."""
     coordinator = f"localhost:{free_port()}"

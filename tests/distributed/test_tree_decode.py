@@ -74,22 +74,28 @@ def problem_of(name="tree", counts=COUNTS, rows=PARENTS, window=None, S=S, **opt
     return Problem(name, **arrays, mask=mask, scale=0.7, **options)
 
 
+def by_place(query, key, value, tree, cache, source=None, **options):
+    """`tree_decode`, for programs that are compiled for arguments in a row."""
+    return tree_decode(query, key, value, tree=tree, cache=cache, source=source, **options)
+
+
 def decoded(cache, arrays, counts, **options):
     """The context appended to `cache`, in two parts, and the state of the nodes over it."""
     split = {name: (x[:, :-L], x[:, -L:]) for name, x in arrays.items() if name in ("key", "value")}
     (old_key, key), (old_value, value) = split["key"], split["value"]
     half = old_key.shape[1] // 2
     first = jnp.minimum(counts, half)
-    cache = cache.append(old_key[:, :half], old_value[:, :half], first)
+    cache = cache.append(old_key[:, :half], old_value[:, :half], lengths=first)
     # what each row gets second follows what it got first
     at = first[:, None] + jnp.arange(old_key.shape[1] - half, dtype=jnp.int32)[None]
     later = (
         jnp.take_along_axis(x, at[:, :, None, None], axis=1, mode="clip")
         for x in (old_key, old_value)
     )
-    cache = cache.append(*later, counts - first)
+    cache = cache.append(*later, lengths=counts - first)
     source = arrays.get("source")
-    return tree_decode(arrays["query"], key, value, tree_of(), cache, source, scale=0.7, **options)
+    options = {"scale": 0.7, "source": source, **options}
+    return tree_decode(arrays["query"], key, value, tree=tree_of(), cache=cache, **options)
 
 
 def empty(kind, dtype=jnp.float64, capacity=48, **options):
@@ -158,13 +164,15 @@ def test_names():
     arrays, rounded = cast(replace(problem, source=None), jnp.float32)
     key, value, query = arrays["key"][:, S:], arrays["value"][:, S:], arrays["query"]
     counts = jnp.asarray(COUNTS, jnp.int32)
-    cache = empty("1", jnp.float32).append(arrays["key"][:, :S], arrays["value"][:, :S], counts)
-    run = jax.jit(functools.partial(tree_decode, scale=0.7, implementation="pallas_tpu"))
+    cache = empty("1", jnp.float32).append(
+        arrays["key"][:, :S], arrays["value"][:, :S], lengths=counts
+    )
+    run = jax.jit(functools.partial(by_place, scale=0.7, implementation="pallas_tpu"))
     state = run(query, key, value, tree_of(), cache)
     close(state.out.astype(jnp.float64), dense(rounded)[0], tolerance=1e-6)
     with pytest.raises(NotImplementedError, match="query: wanted at most 64 rows"):
         many = jnp.concatenate([query] * 4, 2)
-        tree_decode(many, key, value, tree_of(), cache, implementation="decode")
+        tree_decode(many, key, value, tree=tree_of(), cache=cache, implementation="decode")
 
 
 def test_rows_and_heads_split():
@@ -183,11 +191,11 @@ def test_rows_and_heads_split():
 
         split = "data", "sequence", "model"
         cache = jax.tree.map(lambda x: put(x, *split[: x.ndim if x.ndim > 1 else 1]), cache)
-        cache = cache.append(key[:, :S], value[:, :S], jnp.asarray(counts, jnp.int32))
+        cache = cache.append(key[:, :S], value[:, :S], lengths=jnp.asarray(counts, jnp.int32))
         together = [put(x, "data", None, "model") for x in nodes]
         for given in nodes, together:
             args = *given[:3], tree_of(rows), cache, given[3]
-            step = jax.jit(functools.partial(tree_decode, scale=0.7)).lower(*args).compile()
+            step = jax.jit(functools.partial(by_place, scale=0.7)).lower(*args).compile()
             plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
             assert sent(step) == sent(plain.lower(cache, given[0]).compile()) != []
             state = step(*args)
@@ -201,7 +209,7 @@ def test_rows_and_heads_split():
             assert tuple(done.key.sharding.spec)[:3] == split
         query, *pair, source = [put(x, None, None, "sequence") for x in nodes]
         tree = jax.tree.map(lambda x: put(x, "data"), tree_of(rows))
-        state = jax.jit(tree_decode)(query, *pair, tree, cache, source, scale=jnp.float64(0.7))
+        state = jax.jit(by_place)(query, *pair, tree, cache, source, scale=jnp.float64(0.7))
         close(state.out, dense(problem)[0])
 
 
@@ -223,13 +231,13 @@ def test_collectives(merge):
                 B, capacity, K, H, V, dtype=jnp.float64, block_size=1, parallel=spread
             )
             args = query, *nodes, tree_of(), cache, source
-            step = jax.jit(functools.partial(tree_decode, scale=0.7)).lower(*args).compile()
+            step = jax.jit(functools.partial(by_place, scale=0.7)).lower(*args).compile()
             found.append(sent(step))
             if capacity == 16:
                 plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
                 found.append(sent(plain.lower(cache, query).compile()))
                 counts = jnp.asarray(COUNTS, jnp.int32)
-                cache = cache.append(arrays["key"][:, :S], arrays["value"][:, :S], counts)
+                cache = cache.append(arrays["key"][:, :S], arrays["value"][:, :S], lengths=counts)
                 state = step(*args[:4], cache, source)
     assert found[0] and all(each == found[0] for each in found), found
     close(state.out, dense(problem)[0])
@@ -242,8 +250,8 @@ def test_quantized():
     key, value = arrays["key"], arrays["value"]
     with jax.set_mesh(mesh_of("8")):
         cache = empty("8", jnp.float32, quantize="int8")
-        cache = append(cache, key[:, :S], value[:, :S], counts)
-        step = jax.jit(functools.partial(tree_decode, scale=0.7))
+        cache = append(cache, key[:, :S], value[:, :S], lengths=counts)
+        step = jax.jit(functools.partial(by_place, scale=0.7))
         args = arrays["query"], key[:, S:], value[:, S:], tree_of(), cache, arrays["source"]
         state = step(*args)
         for name, read in ("key", cache.keys()), ("value", cache.values()):
@@ -278,7 +286,7 @@ def check_written(done, before, accepted, key, value):
             for x in map(np.asarray, (key, value))
         ]
         there = jnp.asarray([i < len(path) for path in paths], jnp.int32)
-        before = append(before, *(x[:, None] for x in each), there)
+        before = append(before, *(x[:, None] for x in each), lengths=there)
     for mine, exact in zip(jax.tree.leaves(done), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(exact))
 
@@ -295,7 +303,7 @@ def test_commit():
     old = [jnp.asarray(rng.standard_normal((B, S, K, width))) for width in (H, V)]
     accepted = accept([[2, 9, 15], [0], []])
     with jax.set_mesh(mesh_of("2x4")):
-        cache = empty("2x4", capacity=8192).append(*old, jnp.asarray(COUNTS, jnp.int32))
+        cache = empty("2x4", capacity=8192).append(*old, lengths=jnp.asarray(COUNTS, jnp.int32))
         step = jax.jit(commit, donate_argnums=0)
         program = step.lower(cache, accepted, key, value).compile()
         text = program.as_text()
@@ -309,7 +317,7 @@ def test_commit():
             pair = (
                 jnp.stack([x[b, n] for b, n in enumerate(chosen)])[:, None] for x in (key, value)
             )
-            plain = plain.append(*pair, jnp.asarray([1, i == 0, 0], jnp.int32))
+            plain = plain.append(*pair, lengths=jnp.asarray([1, i == 0, 0], jnp.int32))
         attend = jax.jit(lambda cache: cache.attend(query[:, :1]))
         for mine, exact in zip(attend(done), attend(plain), strict=True):
             np.testing.assert_array_equal(mine, exact)
@@ -448,7 +456,7 @@ def test_tpu(monkeypatch):
             jax.ShapeDtypeStruct((rows, nodes, heads, width), jnp.bfloat16) for heads in (heads, kv)
         )
         args = jax.tree.map(on, (query, key, key, tree, like))
-        found = jax.jit(tree_decode).lower(*args).compile()
+        found = jax.jit(by_place).lower(*args).compile()
         plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
         plain = plain.lower(args[-1], args[0]).compile()
     assert sent(found) and sent(found) == sent(plain)

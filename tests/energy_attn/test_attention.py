@@ -6,6 +6,7 @@ on, float64 off, NumPy's promotion (`jax.nn` accepts no other).
 """
 
 import functools
+import inspect
 from dataclasses import replace
 
 import jax
@@ -17,12 +18,13 @@ import energy_attn as ea
 
 from ..naive import assert_close
 from ..problems import PROBLEMS, Problem, cast
-from ..reference import dense, magnitudes, rows
+from ..reference import dense, dense_vjp, magnitudes, rows
 
 pytestmark = pytest.mark.usefixtures("user_settings")
 
 BASE = PROBLEMS["grouped"]  # B=2, T=5, S=7, N=6, K=2, H=4
 DTYPES = ("float32", "bfloat16")
+QUICK = {"xla_backend_optimization_level": 0}
 
 
 def normal(*shape):
@@ -93,7 +95,7 @@ def results(dtype: str) -> dict:
         options = {k: v for k, v in problems[case].options.items() if k not in traced} | traced
         return attend(*arguments, arrays.get("bias"), options.pop("mask", None), **options)
 
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def everything(given):
         ours = functools.partial(ea.attention, return_energy=True)
         return {
@@ -210,3 +212,147 @@ def test_row_that_sees_nothing():
     np.testing.assert_allclose(theirs[:, 2], mean, rtol=0, atol=1e-6)
     others = np.asarray([0, 1, 3, 4])
     np.testing.assert_allclose(ours[:, others], theirs[:, others], rtol=0, atol=1e-5)
+
+
+def residuals_of_jax_nn() -> bool:
+    """Whether this JAX has `return_residual`, which 0.8 has not."""
+    return "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_residual_like_jax_nn(dtype):
+    """A residual of another shape or dtype than jax.nn's, or with its gradient, which is zero without a word."""
+    problem = problem_of("everything")
+    arrays, rounded = cast(problem, jnp.dtype(dtype))
+    options = dict(problem.options)
+    arguments = arrays["key"], arrays["value"], arrays["bias"], options.pop("mask")
+
+    def residual(query, attend):
+        out, residual = attend(query, *arguments, **options, return_residual=True)
+        return residual.sum(where=jnp.abs(residual) < 1e4), (out, residual)
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+    def both(attend):
+        return jax.grad(residual, has_aux=True)(arrays["query"], attend)
+
+    slope, (out, found) = both(ea.attention)
+    _, lse = dense(rounded)
+    assert found.shape == problem.query.shape[:-1] and found.dtype == out.dtype == dtype
+    np.testing.assert_allclose(
+        found.astype(np.float32), lse, rtol=1e-5 if dtype == "float32" else 4e-3
+    )
+    exact = dense_vjp(rounded, np.zeros(out.shape), np.isfinite(lse).astype(float))["query"]
+    np.testing.assert_allclose(
+        slope.astype(np.float32), exact, atol=1e-5 if dtype == "float32" else 0.03
+    )
+    assert abs(exact).max() > 0.1
+    if residuals_of_jax_nn():
+        slope, theirs = both(jax.nn.dot_product_attention)
+        assert [(x.shape, x.dtype) for x in theirs] == [(x.shape, x.dtype) for x in (out, found)]
+        seen = np.isfinite(lse)
+        np.testing.assert_allclose(
+            *(x.astype(np.float32)[seen] for x in (found, theirs[1])), atol=0.02
+        )
+        assert not np.asarray(slope).any()  # what the documentation says of it
+
+
+# Calls of jax.nn, positional arguments included, in the dtypes and the forms in which programs make them.
+TOKENS, HEADS = 8, 4
+CALLS = {
+    "vmap": {"groups": 2, "vmap": True},
+    "one key head": {"groups": 4, "implementation": "xla", "dtype": "float32"},
+    "bias": {"bias": (1, HEADS, TOKENS, TOKENS)},
+    "bias, vmap": {"bias": (2, HEADS, TOKENS, TOKENS), "vmap": True, "mask": (1, 1, TOKENS)},
+    "wide bias": {"bias": (2, 1, 1, TOKENS), "wide": True},
+    "bias, causal": {"bias": (1, HEADS, TOKENS, TOKENS), "is_causal": True},
+    "padding": {"lengths": True},
+    "padding, causal": {"lengths": True, "is_causal": True, "implementation": "xla"},
+    "mask": {"mask": (1, 1, TOKENS, TOKENS), "groups": 2},
+    "mask, padding": {"mask": (1, 1, TOKENS, TOKENS), "lengths": True},
+    "window": {"is_causal": True, "local_window_size": (3, 2)},
+    "left": {"local_window_size": (3, 0), "implementation": "xla"},
+}
+
+
+def called(attend, arrays, cotangent, implementation=None, vmap=False, **options):
+    """`out` and what comes back through it, lengths and masks among the arguments that are differentiated."""
+
+    def run(query, key, value, bias, mask, rows, keys):
+        lengths = {"query_seq_lengths": rows, "key_value_seq_lengths": keys}
+        return attend(
+            query, key, value, bias, mask, **lengths, implementation=implementation, **options
+        )
+
+    if vmap:
+        run = jax.vmap(
+            run, in_axes=(0, 0, 0, 0 if arrays[3] is not None else None, None, None, None)
+        )
+    out, back = jax.vjp(run, *arrays)
+    return out, [x for x in back(cotangent) if x is not None and x.dtype != jax.dtypes.float0]
+
+
+def test_called_as_jax_nn():
+    """A call that jax.nn takes and we refuse, or one that we take for another."""
+    rng = np.random.default_rng(7)
+    given, forms = {}, {}
+    for name, form in CALLS.items():
+        form = dict(form)
+        dtype, groups = jnp.dtype(form.pop("dtype", "bfloat16")), form.pop("groups", 1)
+        sizes = {k: form.pop(k, None) for k in ("bias", "mask")}
+        wide = jnp.float32 if form.pop("wide", False) else dtype
+        shape = (2, TOKENS, HEADS // groups, 8)
+        arrays = [
+            jnp.asarray(rng.standard_normal(s), dtype)
+            for s in ((2, TOKENS, HEADS, 8), shape, shape)
+        ]
+        bias, mask = (s and rng.standard_normal(s) for s in sizes.values())
+        arrays.append(None if bias is None else jnp.asarray(bias, wide))
+        arrays.append(None if mask is None else jnp.asarray(mask > -1).at[..., 0].set(True))
+        ragged = form.pop("lengths", False)
+        arrays += [ints(4, 2), ints(3, 6)] if ragged else [None, None]
+        cotangent = jnp.asarray(rng.standard_normal((2, TOKENS, HEADS, 8)), dtype)
+        given[name], forms[name] = (arrays, cotangent), form
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def everything(given):
+        return {
+            name: [
+                called(f, *given[name], **form)
+                for f in (ea.attention, jax.nn.dot_product_attention)
+            ]
+            for name, form in forms.items()
+        }
+
+    for name, (ours, theirs) in everything(given).items():
+        for mine, wanted in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+            assert (mine.shape, mine.dtype) == (wanted.shape, wanted.dtype), name
+            near = (x.astype(np.float32) for x in (mine, wanted))
+            np.testing.assert_allclose(*near, atol=0.05, rtol=0.02, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key": normal(2, 7, 2, 4)},
+        {"value": normal(2, 6, 2, 5)},
+        {"query": normal(2, 5, 3, 5)},
+        {"query": normal(1, 2, 5, 6, 5)},
+        {"mask": normal(2, 6, 5, 7)},
+        {"mask": keep(1, 2, 6, 5, 7)},
+        {"bias": normal(1, 2, 6, 5, 7)},
+        {"key_value_seq_lengths": ints(7)},
+        {"query_seq_lengths": normal(2)},
+        {"implementation": "mine"},
+    ],
+    ids=lambda changes: f"{next(iter(changes))}-{np.ndim(next(iter(changes.values())))}",
+)
+def test_refused_as_jax_nn(changes, unchecked):
+    """What jax.nn refuses and we would make something of."""
+    arrays = {name: getattr(BASE, name) for name in ("query", "key", "value")}
+    given = {
+        name: x if isinstance(x, str) or x.dtype != np.float64 else x.astype(np.float32)
+        for name, x in {**arrays, **changes}.items()
+    }
+    for attend in (jax.nn.dot_product_attention, ea.attention):
+        with pytest.raises((ValueError, TypeError)):
+            attend(**given)

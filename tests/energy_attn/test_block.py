@@ -48,7 +48,7 @@ def printed(block, x, seen, beta=Y**-0.5):
 
 @eqx.filter_jit
 def both(block, x, mask=None, lengths=None):
-    return block.energy(x, mask, lengths=lengths), block(x, mask, lengths=lengths)
+    return block.energy(x, mask=mask, lengths=lengths), block(x, mask=mask, lengths=lengths)
 
 
 def agrees(found, block, x, seen, beta=Y**-0.5):

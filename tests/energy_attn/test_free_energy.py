@@ -301,7 +301,7 @@ def test_numpy_zero_is_no_constant(implementation):
         return (direction * jax.grad(total)(source)).sum()
 
     def one_row(source, query, key, value):
-        return ea.free_energy(query, key, value, source, implementation=implementation).sum()
+        return ea.free_energy(query, key, value, source=source, implementation=implementation).sum()
 
     def slope_of_a_row(source, direction, *row):
         return (direction * jax.grad(one_row)(source, *row)).sum()
@@ -514,7 +514,7 @@ def test_gradient_is_the_kernel(shape, dtype):
 
     def gradient(query, key, value, source=None, energy=False):
         def total(source):
-            energy = ea.free_energy(query, key, value, source)
+            energy = ea.free_energy(query, key, value, source=source)
             return energy.sum(), energy
 
         zeros = np.zeros((B, T, N, H), dtype) if source is None else source

@@ -1,6 +1,7 @@
 """Generation: the text is the model's own, whatever drafts it, wherever the cache lies."""
 
 import re
+from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -11,6 +12,7 @@ import pytest
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import (
     AbstractDrafter,
+    LinearRope,
     Llama,
     LlamaConfig,
     ModelDrafter,
@@ -166,11 +168,11 @@ def test_rows_stop_by_themselves(model, greedy):
         ends = np.where(among.any(1), among.argmax(1) + 1, COUNT)
         want = np.where(np.arange(COUNT) < ends[:, None], greedy, -1)
         # an array of one length, so that all are one program
-        found = generate(model, PROMPTS, COUNT, stop=np.resize(np.asarray(stop), 2), drafter=drafts)
+        found = generate(model, PROMPTS, COUNT, eos_token_id=np.resize(stop, 2), drafter=drafts)
         np.testing.assert_array_equal(found.tokens, want)
         assert found.lengths.tolist() == ends.tolist()
         assert (np.asarray(found.passes) <= ends - 1).all()
-    first = generate(model, PROMPTS, COUNT, stop=int(greedy[0, 0]))
+    first = generate(model, PROMPTS, COUNT, eos_token_id=int(greedy[0, 0]))
     assert first.lengths[0] == 1 and first.passes[0] == 0
 
 
@@ -180,6 +182,26 @@ def test_top_p_is_cut_to(model, greedy):
         model, PROMPTS, COUNT, temperature=2.0, top_p=1e-9, top_k=99, key=jax.random.key(0)
     )
     np.testing.assert_array_equal(found.tokens, greedy)
+
+
+def test_warnings():
+    """Options without an effect, and positions that the model has never seen: a text that is bad without a word."""
+
+    def traced(count, model=SMALL, **options):
+        model = Llama(replace(model, max_position_embeddings=6), key=jax.random.key(0))
+        jax.eval_shape(
+            lambda model: generate(model, [[1, 2, 3], [4]], count, **options).tokens, model
+        )
+
+    traced(3)  # up to the last position, not a word
+    with pytest.warns(UserWarning, match="within the 6 positions .* got up to 7"):
+        traced(4)
+    with pytest.warns(UserWarning, match="within the 9 positions .* got up to 10"):
+        traced(7, replace(SMALL, rope_scaling=LinearRope(1.5)))
+    for name, value in ("top_k", 3), ("top_p", 0.5):
+        with pytest.warns(UserWarning, match=f"{name}: wanted a temperature above 0"):
+            traced(2, **{name: value})
+        traced(2, **{name: value}, temperature=1.0, key=jax.random.key(0))
 
 
 class Wrong(AbstractDrafter):
@@ -431,8 +453,8 @@ BAD = {
     ),
     "a stop that is text": (
         TypeError,
-        "stop: wanted a token or a sequence of tokens",
-        lambda m: generate(m, TOKENS, 3, stop="end"),
+        "eos_token_id: wanted a token or a sequence of tokens",
+        lambda m: generate(m, TOKENS, 3, eos_token_id="end"),
     ),
     "a token outside the vocabulary": (
         ValueError,

@@ -26,9 +26,12 @@ WEIGHTS = np.exp(SCORES) / np.exp(SCORES).sum()
 
 
 def plane(dtype=np.float64, **options):
-    arrays = (jnp.asarray(x, dtype) for x in (QUERY, KEY, VALUE, DIRECTIONS, BIAS))
+    *arrays, directions, bias = (
+        jnp.asarray(x, dtype) for x in (QUERY, KEY, VALUE, DIRECTIONS, BIAS)
+    )
+    options = {"directions": directions, "bias": bias, "mask": jnp.asarray(MASK), **options}
     options = {"scale": SCALE, "extent": EXTENT, "points": POINTS, **options}
-    return ea.landscape(*arrays, jnp.asarray(MASK), **options)
+    return ea.landscape(*arrays, **options)
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +79,11 @@ def test_sixteen_bits_and_devices():
         key, value = (
             jax.device_put(x, NamedSharding(mesh, P(("node", "device")))) for x in (KEY, VALUE)
         )
-        rest = (jnp.asarray(x) for x in (DIRECTIONS, BIAS, MASK))
+        rest = {"directions": DIRECTIONS, "bias": BIAS, "mask": MASK}
         options = {"scale": SCALE, "extent": EXTENT, "points": POINTS}
+        options |= {name: jnp.asarray(x) for name, x in rest.items()}
         parallel = SequenceParallel(("node", "device"))
-        agrees(ea.landscape(jnp.asarray(QUERY), key, value, *rest, **options, parallel=parallel))
+        agrees(ea.landscape(jnp.asarray(QUERY), key, value, **options, parallel=parallel))
 
 
 def test_directions_and_extents_by_default():

@@ -123,13 +123,13 @@ def test_attention_is_gradient(name):
     @eqx.filter_jit
     def run(energy):
         def total(source):
-            found = energy(query, key, value, source, bias, mask, **options)
+            found = energy(query, key, value, source=source, bias=bias, mask=mask, **options)
             return found.sum(), found
 
         zeros = np.zeros((*query.shape[:-1], value.shape[-1]))
         by_call = jax.grad(total, has_aux=True)(zeros)
         return by_call, energy.attention(
-            query, key, value, bias, mask, return_energy=True, **options
+            query, key, value, bias=bias, mask=mask, return_energy=True, **options
         )
 
     by_call, by_method = run(energy)

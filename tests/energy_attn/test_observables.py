@@ -232,8 +232,8 @@ def test_offset_values():
         tangent = u.astype(dtype)
         return (
             ea.covariance(*given),
-            ea.covariance(*given, tangent),
-            ea.cumulant(*given, [tangent] * 3),
+            ea.covariance(*given, tangent=tangent),
+            ea.cumulant(*given, tangents=[tangent] * 3),
         )
 
     for found, exact in zip(run(jnp.float32), run(jnp.float64), strict=True):
@@ -247,7 +247,7 @@ def test_no_matrix_of_scores():
 
     def penalty(q, k, v, u):
         heat = ea.score_moments(q, k, v, is_causal=True).variance
-        return heat.sum() + ea.cumulant(q, k, v, [u, u, u], is_causal=True).sum()
+        return heat.sum() + ea.cumulant(q, k, v, tangents=[u, u, u], is_causal=True).sum()
 
     compiled = jax.jit(jax.grad(penalty, (0, 1, 2)), compiler_options=QUICK).lower(*given).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.7 * 4 * length**2
@@ -268,7 +268,7 @@ def test_penalties():
             rest = arrays | {"query": query}
             energy, entropy = ea.free_energy(**rest, **options), ea.entropy(**rest, **options)
             z = ea.lse_penalty(energy)
-            return z + ea.entropy_penalty(entropy, jnp.isfinite(energy), low=1.0, high=1.2)
+            return z + ea.entropy_penalty(entropy, where=jnp.isfinite(energy), low=1.0, high=1.2)
 
         def exact(query):
             r = rows(replace(problem, query=query))
@@ -290,19 +290,49 @@ Q, K, V = (np.ones(shape, np.float32) for shape in ((2, 3, 4, 5), (2, 7, 2, 5), 
 U = np.ones((2, 3, 4, 6), np.float32)
 E = np.ones((2, 3), np.float32)
 BAD = {
-    "tangent's shape": (lambda: ea.covariance(Q, K, V, Q), ValueError, "tangent", "5]", "6)"),
-    "tangent's dtype": (lambda: ea.covariance(Q, K, V, U > 0), TypeError, "tangent", "bool", "fl"),
-    "no tangent": (lambda: ea.cumulant(Q, K, V, []), ValueError, "tangents", "0", "one to 8"),
-    "nine": (lambda: ea.moment(Q, K, V, [U] * 9), ValueError, "tangents", "9", "one to 8"),
-    "one array": (lambda: ea.cumulant(Q, K, V, U), TypeError, "tangents", "float32", "sequence"),
-    "second": (lambda: ea.cumulant(Q, K, V, [U, Q]), ValueError, "tangents[1]", "5]", "6)"),
-    "source": (lambda: ea.entropy(Q, K, V, Q), ValueError, "source", "5]", "6)"),
+    "tangent's shape": (
+        lambda: ea.covariance(Q, K, V, tangent=Q),
+        ValueError,
+        "tangent",
+        "5]",
+        "6)",
+    ),
+    "tangent's dtype": (
+        lambda: ea.covariance(Q, K, V, tangent=U > 0),
+        TypeError,
+        "tangent",
+        "bool",
+        "fl",
+    ),
+    "no tangent": (
+        lambda: ea.cumulant(Q, K, V, tangents=[]),
+        ValueError,
+        "tangents",
+        "0",
+        "one to 8",
+    ),
+    "nine": (lambda: ea.moment(Q, K, V, tangents=[U] * 9), ValueError, "tangents", "9", "one to 8"),
+    "one array": (
+        lambda: ea.cumulant(Q, K, V, tangents=U),
+        TypeError,
+        "tangents",
+        "float32",
+        "sequence",
+    ),
+    "second": (
+        lambda: ea.cumulant(Q, K, V, tangents=[U, Q]),
+        ValueError,
+        "tangents[1]",
+        "5]",
+        "6)",
+    ),
+    "source": (lambda: ea.entropy(Q, K, V, source=Q), ValueError, "source", "5]", "6)"),
     "option": (lambda: ea.entropy(Q, K, V, causal=True), TypeError, "causal", "=", "is_causal"),
     "keys": (lambda: ea.score_moments(Q, V, V), ValueError, "key", "6]", "5)"),
     "energy": (lambda: ea.lse_penalty(3.0), TypeError, "energy", "float", "array"),
-    "where": (lambda: ea.lse_penalty(E, E), TypeError, "where", "float32", "boolean"),
+    "where": (lambda: ea.lse_penalty(E, where=E), TypeError, "where", "float32", "boolean"),
     "where's shape": (
-        lambda: ea.lse_penalty(E, np.ones(2, bool)),
+        lambda: ea.lse_penalty(E, where=np.ones(2, bool)),
         *(ValueError, "where", "bool[2]", "(2, 3)"),
     ),
     "bounds": (lambda: ea.entropy_penalty(E), ValueError, "low", "None", "bound"),

@@ -143,7 +143,7 @@ def test_stream_is_the_text(model, tokens):
     """All tokens in order, with a drafter or over a mesh, and a bar for the prompts."""
     prompts = [list(map(int, tokens[0])), [1, 2, 3]]
     want = generate(model, prompts, 9)
-    ends = {"stop": int(want.tokens[1, 4]), "chunk_size": 20}
+    ends = {"eos_token_id": int(want.tokens[1, 4]), "chunk_size": 20}
     heard, shown = [], []
     listens = {"stream": heard.append, "progress": lambda done, note: shown.append((done, note))}
     drafted = generate(model, prompts, 9, drafter=PromptLookup(), **ends, **listens)

@@ -75,11 +75,13 @@ def test_rows_and_means(name):
     arrays, _ = cast(problem, jnp.float64)
 
     @jax.jit
-    def run(*arrays):
-        report = functools.partial(ea.energy_report, *arrays, **problem.options)
+    def run(query, key, value, bias=None):
+        report = functools.partial(
+            ea.energy_report, query, key, value, bias=bias, **problem.options
+        )
         return report(per_query=True), report()
 
-    each, mean = run(*(arrays.get(n) for n in ("query", "key", "value", "bias")))
+    each, mean = run(**arrays)
     wanted = exact(problem)
     close(each, {n: x[None] for n, x in wanted.items()})
     close(mean, means(wanted))
@@ -122,7 +124,7 @@ def test_layer():
         options = {"scale": 0.7, "is_causal": True, "local_window_size": (3, 0)}
         one = x[1], y[1], x[1], mask
         return (
-            ea.energy_report(query, key, value, None, mask, **options),
+            ea.energy_report(query, key, value, mask=mask, **options),
             ea.energy_report(layer, x, y, x, mask, **halve),
             ea.energy_report(layer, *one, per_query=True, **halve),
             layer(*one, inference=True, return_energy=True, **halve)[1],

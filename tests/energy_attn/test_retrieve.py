@@ -210,7 +210,7 @@ def partly_hidden(memories, beta, parallel=None):
     found = ea.retrieve(
         jnp.asarray(STATE),
         memories,
-        jnp.asarray(SEEN).reshape(1, 1, 1, -1),
+        mask=jnp.asarray(SEEN).reshape(1, 1, 1, -1),
         inverse_temperature=beta,
         key_value_seq_lengths=jnp.asarray(LENGTHS),
         parallel=parallel,

@@ -59,7 +59,7 @@ def test_output_projection_folds_into_the_values():
 
         def total(source):  # one source for each query, shared by its heads
             shared = jnp.broadcast_to(source[:, None], (6, 3, 12))
-            return ea.free_energy(query, key, wide, shared).sum()
+            return ea.free_energy(query, key, wide, source=shared).sum()
 
         return jax.grad(total)(jnp.zeros_like(x)), layer(x, x, x)
 
