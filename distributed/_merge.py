@@ -46,6 +46,9 @@ def merge_across(
     - `"hierarchical"`, over several axes, the last of them fast: an all-to-all along that one, a
       butterfly of each device's share of the rows along the others, and an all-gather.
 
+    The last two ways only move states, in the dtypes that they have; the sums of the others are in
+    `lse`'s. Hand `out` over in `lse`'s dtype, as `tree_attention` does, and it is rounded once.
+
     With the last three, the results on all devices are bitwise equal by construction. Derivatives,
     of any order and in both modes, are the same for all ways; that of the keys' own state needs no
     communication: with $w_i = e^{F_i - F}$,

@@ -47,8 +47,8 @@ def tree_attention(
     gradient is one `psum`. Queries of which each device has a part: they are gathered, and the
     states of all, $B T N (H + 1)$ numbers, are reduced and scattered, so that each device has those
     of its own queries. Per device $\frac{p-1}{p} B T N (2H + 1)$ numbers cross the links, where a
-    ring passes $\frac{p-1}{p} B S K \cdot 2H$: as much if every head has its own keys ($K = N$)
-    and more if heads share them.
+    ring passes $\frac{p-1}{p} B S K \cdot 2H$: as many if every head has its own keys ($K = N$)
+    and more if heads share them. States travel in `lse`'s dtype, and are rounded once.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, equal on all devices of the axes, or this device's.

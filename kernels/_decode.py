@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -136,7 +137,7 @@ def _summed(
     block = min(columns, KEY_BLOCK)
     shown = jnp.broadcast_to(shown, value.shape[:2])
 
-    def again(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def again() -> Array:
         def add(i: Array, total: Array) -> Array:
             # the last block begins earlier, and what it shares with the one before counts once
             first = jnp.minimum(i * block, columns - block)
@@ -146,13 +147,21 @@ def _summed(
             parts = lax.dynamic_slice_in_dim(weights, first, block, axis)
             return total + weighed(parts, values)
 
-        total, wrong = carry
-        blocks = -(-columns // block)
-        return lax.fori_loop(0, blocks, add, lax.full_like(total, 0)), ~wrong
+        return lax.fori_loop(0, -(-columns // block), add, lax.full_like(found, 0))
 
-    # a loop and not a condition: mapped over, that would always take both ways
-    wrong = ~jnp.isfinite(found).all()
-    return lax.while_loop(lambda carry: carry[1], again, (found, wrong))[0]
+    return lax.cond(_broken(found), again, lambda: found)
+
+
+# Of all that is mapped over at once: of a condition for each, both ways would always be taken.
+@jax.custom_batching.custom_vmap
+def _broken(x: Array) -> Array:
+    return ~jnp.isfinite(x).all()
+
+
+@_broken.def_vmap
+def _broken_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
+    del size, batched
+    return _broken(x), False
 
 
 def _masked(scores: Array, operands: Operands, settings: Settings) -> Array:
