@@ -13,6 +13,8 @@ TEST_EXTRAS ?= test
 CUDA ?= 12
 # What to test, as files or folders of tests/; empty means all.
 PART ?=
+# How far LLVM optimises: a quarter of the time of `make test`. HLO, and with it what programs hold and send, is the same.
+OPTIMISE ?= 0
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=loadfile
 
 BIN := $(VENV)/bin
@@ -37,7 +39,7 @@ help:
 	@echo "make demo    decode over eight devices with a small trained model, compare with the dense answer"
 	@echo "make test    the tests; PART=tests/kernels: some of them"
 	@echo "make test-newest    the tests on the newest JAX, which needs Python 3.12: found, or unpacked on Debian"
-	@echo "make test-full    the tests that take long, too"
+	@echo "make test-full    the tests that take long, too, and programs optimised as users have them"
 	@echo "make test-tpu, test-cuda, test-flash    programs compiled for TPU pods and for GPUs; with flash-attn-jax"
 	@echo "make test-cuda CUDA=13    the same with CUDA 13, on the newest JAX"
 	@echo "make test-device JAX='jax[cuda13]'    the tests of kernels on the accelerator at hand"
@@ -50,36 +52,37 @@ demo: $(VENV)/.installed-plot
 	$(BIN)/python -m energy_attn demo
 
 test: $(VENV)/.installed-$(TEST_EXTRAS)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(PART)
+	XLA_FLAGS="--xla_backend_optimization_level=$(OPTIMISE) $$XLA_FLAGS" $(BIN)/python -m pytest $(PYTEST_ARGS) $(PART)
 
 test-newest:
 	@python=$$($(NEWER)) && $(MAKE) --no-print-directory PYTHON="$$python" VENV=$(VENV)-newest test
 
 test-full:
-	@$(MAKE) --no-print-directory PYTEST_ARGS="$(PYTEST_ARGS) -m 'not (tpu or cuda or flash)'" test
+	@$(MAKE) --no-print-directory OPTIMISE=3 PYTEST_ARGS="$(PYTEST_ARGS) -m 'not (tpu or cuda or flash)'" test
 
 # Each in an environment of its own: with these packages, JAX looks for their hardware whenever it starts.
 test-tpu:
-	@$(MAKE) --no-print-directory VENV=$(VENV)-tpu TEST_EXTRAS=test,tpu PYTEST_ARGS='-m tpu tests' test
+	@$(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-tpu TEST_EXTRAS=test,tpu PYTEST_ARGS='-m tpu tests' test
 
+# CUDA's compiler takes most of the time, so the files go to several processes; libtpu allows one.
 # The plugin must be of JAX's own version; with CUDA 12, the newest that Python 3.11 has.
 test-cuda: test-cuda$(CUDA)
 
 test-cuda12:
-	@$(MAKE) --no-print-directory VENV=$(VENV)-cuda12 TEST_EXTRAS=test,cuda12-compiler PYTEST_ARGS='-m cuda tests' \
+	@$(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-cuda12 TEST_EXTRAS=test,cuda12-compiler PYTEST_ARGS='$(PYTEST_ARGS) -m cuda' \
 	    JAX='jax==0.10.2 jax-cuda12-plugin==0.10.2' test
 
 test-cuda13:
-	@python=$$($(NEWER)) && $(MAKE) --no-print-directory VENV=$(VENV)-cuda13 TEST_EXTRAS=test,cuda13-compiler \
-	    PYTHON="$$python" PYTEST_ARGS='-m cuda tests' JAX='jax jax-cuda13-plugin' test
+	@python=$$($(NEWER)) && $(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-cuda13 TEST_EXTRAS=test,cuda13-compiler \
+	    PYTHON="$$python" PYTEST_ARGS='$(PYTEST_ARGS) -m cuda' JAX='jax jax-cuda13-plugin' test
 
 # The plugin looks for libraries that only programs which run need.
 test-flash:
-	@JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(MAKE) --no-print-directory VENV=$(VENV)-flash TEST_EXTRAS=test,flash PYTEST_ARGS='-m flash tests' \
+	@JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-flash TEST_EXTRAS=test,flash PYTEST_ARGS='-m flash tests' \
 	    JAX='jax>=0.8,<0.9 jax-cuda12-plugin>=0.8,<0.9 nvidia-cuda-nvcc-cu12' test
 
 test-device:
-	@JAX_PLATFORMS= $(MAKE) --no-print-directory VENV=$(VENV)-device PYTEST_ARGS='tests/kernels' test
+	@JAX_PLATFORMS= $(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-device PYTEST_ARGS='tests/kernels' test
 
 check: $(VENV)/.installed-check,docs,io,models,plot
 	$(BIN)/ruff format --check .
