@@ -93,7 +93,7 @@ def test_installs_when_something_has_changed(tree):
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )
 def test_targets(tree, arguments, folder, python, installed, tested):
-    """Tests that run on an older Python or JAX than they are for, in the environment of others, or not as users compile."""
+    """Tests that run on an older Python or JAX than they are for, in others' environment, or not as users compile."""
     made, asked, ran = make(tree, *arguments)
     environment = f".venv-{folder}" if folder else ".venv"
     assert made == f"bin/{python} -m venv --clear {environment}"
