@@ -9,10 +9,21 @@ PYTHON ?=
 JAX ?= jax
 TORCH ?= torch==2.13.0
 TEST_EXTRAS ?= test
+# The CUDA toolkit that `make test-cuda` compiles with.
+CUDA ?= 12
+# What to test, as files or folders of tests/; empty means all.
+PART ?=
+# How far LLVM optimises: a quarter of the time of `make test`. HLO, and with it what programs hold and send, is the same.
+OPTIMISE ?= 0
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=loadfile
 
 BIN := $(VENV)/bin
 CANDIDATES := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
+# Not empty if PYTHON is not the one that $(VENV) was made with, which is then made anew.
+OTHER := $(if $(PYTHON),$(shell said='import sys; print(sys.version)'; \
+    [ "$$($(PYTHON) -c "$$said" 2>&1)" = "$$($(BIN)/python -c "$$said" 2>/dev/null)" ] || echo FORCE))
+# Prints a Python for the newest JAX: PYTHON, one that is found, or one unpacked into $(VENV)-python.
+NEWER := PYTHON='$(PYTHON)' tools/newer_python.sh $(VENV)-python
 
 # The MkDocs theme says at every start what it thinks of MkDocs 2; pyright, that there is a newer pyright.
 export NO_MKDOCS_2_WARNING := 1
@@ -21,13 +32,16 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-tpu test-cuda test-flash test-slow test-device check bench docs clean
+.PHONY: help demo test test-newest test-full test-tpu test-cuda test-cuda12 test-cuda13 test-flash test-device \
+    check bench docs clean FORCE
 
 help:
 	@echo "make demo    decode over eight devices with a small trained model, compare with the dense answer"
-	@echo "make test    the tests"
+	@echo "make test    the tests; PART=tests/kernels: some of them"
+	@echo "make test-newest    the tests on the newest JAX, which needs Python 3.12: found, or unpacked on Debian"
+	@echo "make test-full    the tests that take long, too, and programs optimised as users have them"
 	@echo "make test-tpu, test-cuda, test-flash    programs compiled for TPU pods and for GPUs; with flash-attn-jax"
-	@echo "make test-slow    more processes than a small machine has cores for"
+	@echo "make test-cuda CUDA=13    the same with CUDA 13, on the newest JAX"
 	@echo "make test-device JAX='jax[cuda13]'    the tests of kernels on the accelerator at hand"
 	@echo "make check   format, lint, types, import direction, documentation"
 	@echo "make bench   times and memory beside jax.nn and PyTorch"
@@ -38,27 +52,39 @@ demo: $(VENV)/.installed-plot
 	$(BIN)/python -m energy_attn demo
 
 test: $(VENV)/.installed-$(TEST_EXTRAS)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	XLA_FLAGS="--xla_backend_optimization_level=$(OPTIMISE) $$XLA_FLAGS" $(BIN)/python -m pytest $(PYTEST_ARGS) $(PART)
+
+test-newest:
+	@python=$$($(NEWER)) && $(MAKE) --no-print-directory PYTHON="$$python" VENV=$(VENV)-newest test
+
+test-full:
+	@$(MAKE) --no-print-directory OPTIMISE=3 PYTEST_ARGS="$(PYTEST_ARGS) -m 'not (tpu or cuda or flash)'" test
 
 # Each in an environment of its own: with these packages, JAX looks for their hardware whenever it starts.
 test-tpu:
-	@$(MAKE) --no-print-directory VENV=$(VENV)-tpu TEST_EXTRAS=test,tpu PYTEST_ARGS='-m tpu tests' test
+	@$(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-tpu TEST_EXTRAS=test,tpu PYTEST_ARGS='-m tpu tests' test
 
-test-cuda:
-	@$(MAKE) --no-print-directory VENV=$(VENV)-cuda TEST_EXTRAS=test,cuda JAX='jax==0.10.2' PYTEST_ARGS='-m cuda tests' test
+# CUDA's compiler takes most of the time, so the files go to several processes; libtpu allows one.
+# The plugin must be of JAX's own version; with CUDA 12, the newest that Python 3.11 has.
+test-cuda: test-cuda$(CUDA)
+
+test-cuda12:
+	@$(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-cuda12 TEST_EXTRAS=test,cuda12-compiler PYTEST_ARGS='$(PYTEST_ARGS) -m cuda' \
+	    JAX='jax==0.10.2 jax-cuda12-plugin==0.10.2' test
+
+test-cuda13:
+	@python=$$($(NEWER)) && $(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-cuda13 TEST_EXTRAS=test,cuda13-compiler \
+	    PYTHON="$$python" PYTEST_ARGS='$(PYTEST_ARGS) -m cuda' JAX='jax jax-cuda13-plugin' test
 
 # The plugin looks for libraries that only programs which run need.
 test-flash:
-	@JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(MAKE) --no-print-directory VENV=$(VENV)-flash TEST_EXTRAS=test,flash PYTEST_ARGS='-m flash tests' \
+	@JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-flash TEST_EXTRAS=test,flash PYTEST_ARGS='-m flash tests' \
 	    JAX='jax>=0.8,<0.9 jax-cuda12-plugin>=0.8,<0.9 nvidia-cuda-nvcc-cu12' test
 
-test-slow:
-	@$(MAKE) --no-print-directory PYTEST_ARGS='-m slow tests/distributed' test
-
 test-device:
-	@JAX_PLATFORMS= $(MAKE) --no-print-directory VENV=$(VENV)-device PYTEST_ARGS='tests/kernels' test
+	@JAX_PLATFORMS= $(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-device PYTEST_ARGS='tests/kernels' test
 
-check: $(VENV)/.installed-check,docs,io,models,plot
+check: $(VENV)/.installed-check,docs,models,plot
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_structure.py
@@ -72,9 +98,9 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VENV)-tpu $(VENV)-cuda $(VENV)-flash $(VENV)-device build dist site energy_attn.egg-info demo.png
+	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash device) build dist site energy_attn.egg-info demo.png
 
-$(BIN)/python:
+$(BIN)/python: $(OTHER)
 	@for python in $(CANDIDATES); do \
 	    if "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	        echo "making $(VENV) with $$("$$python" --version)"; \
@@ -90,7 +116,13 @@ $(VENV)/.installed-torch: $(BIN)/python
 	@$(BIN)/python -m pip install -qq $(TORCH) transformers
 	@touch $@
 
-$(VENV)/.installed-%: $(BIN)/python pyproject.toml
+$(VENV)/.installed-%: $(VENV)/.jax pyproject.toml
 	@echo "installing .[$*]"
-	@$(BIN)/python -m pip install -qq --editable '.[$*]' $(foreach wanted,$(JAX),'$(wanted)')
+	@$(BIN)/python -m pip install -qq --upgrade --editable '.[$*]' $(foreach wanted,$(JAX),'$(wanted)')
 	@touch $@
+
+# Newer than what is installed if another JAX is asked for than the last time.
+$(VENV)/.jax: $(BIN)/python FORCE
+	@echo '$(JAX)' | cmp -s - $@ || echo '$(JAX)' >$@
+
+FORCE:

@@ -362,6 +362,28 @@ def test_sources_are_found_in_order(tmp_path):
     assert (text.held_out.tobytes(), text.files) == (b"# typing.py\n", 3)
 
 
+def test_sources_that_cannot_be_read(tmp_path, monkeypatch):
+    """One broken link, one file of somebody else's or one pipe that ends the demo or holds it up for ever."""
+    (tmp_path / "a.py").write_bytes(b"\xff\xfe no text")  # bytes are enough
+    (tmp_path / "argparse.py").symlink_to(tmp_path / "nowhere.py")
+    (tmp_path / "b.py").symlink_to(tmp_path / "nowhere.py")
+    (tmp_path / "c.py").symlink_to(tmp_path / "c.py")
+    (tmp_path / "d.py").write_text("secret")
+    os.mkfifo(tmp_path / "e.py")
+    (tmp_path / "typing.py").write_text("kept")
+    read = Path.read_bytes
+
+    def forbidden(path):  # whoever tests as root may read everything
+        if path.name == "d.py":
+            raise PermissionError(path)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    text = _text.standard_library(tmp_path)
+    assert text.train.tobytes() == b"\xff\xfe no text" and text.files == 1
+    assert text.held_out.tobytes() == b"kept"
+
+
 def test_no_sources(tmp_path):
     with pytest.raises(FileNotFoundError, match="no sources of the standard library"):
         _text.standard_library(tmp_path)

@@ -1,7 +1,9 @@
 """A text that every machine has: the sources of Python's standard library, as bytes."""
 
+import contextlib
 import os
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ class Text(NamedTuple):
 
 
 def standard_library(root: str | Path | None = None) -> Text:
-    """Reads the standard library's `.py` files in the order of their paths.
+    """Reads the standard library's `.py` files in the order of their paths; those that cannot be read are left out.
 
     Args:
         root: where it lies; found by `sysconfig` if None.
@@ -34,7 +36,7 @@ def standard_library(root: str | Path | None = None) -> Text:
         uint8 arrays; a zero byte parts the files.
 
     Raises:
-        FileNotFoundError: if there are no sources there, as where Python came as one zip file.
+        FileNotFoundError: if there are no sources there that can be read, as where Python came as one zip file.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
     paths = []
@@ -43,11 +45,21 @@ def standard_library(root: str | Path | None = None) -> Text:
         paths += [Path(folder, name) for name in names if _is_source(name)]
     paths.sort(key=lambda path: path.relative_to(root).parts)
     held_out = [root / name for name in _HELD_OUT]
-    train = [path.read_bytes() for path in paths if path not in held_out]
-    held = [path.read_bytes() for path in held_out if path in paths]
+    train = _readable(path for path in paths if path not in held_out)
+    held = _readable(path for path in held_out if path in paths)
     if not train or not held:
         raise FileNotFoundError(f"no sources of the standard library in {root}")
     return Text(_joined(train), _joined(held), len(train))
+
+
+def _readable(paths: Iterable[Path]) -> list[bytes]:
+    """What the files hold, without links that lead nowhere, pipes (which would be waited for) and files of others."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                found.append(path.read_bytes())
+    return found
 
 
 def _joined(files: list[bytes]) -> np.ndarray:

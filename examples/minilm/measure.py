@@ -131,14 +131,24 @@ def worked_example(model: Bert, directory: Path) -> dict[str, Any]:
     encodings = tokenize(directory, [SENTENCE, OTHER])  # as long as each other
     tokens = encodings[0].tokens
     places = jnp.asarray([tokens.index(token) for token in (WORD, *TOWARDS)], jnp.int32)
-    one, two = encode(model, encodings).states[:, LAYER]
-    report, found = _row(model.layers[LAYER].attention, one, places)
-    _, other = _row(model.layers[LAYER].attention, two, places)
+    # The rate at a value is a small difference of large numbers: the decimals that are shown want float64.
+    with jax.enable_x64(True):
+        layer, (one, two) = _doubled(
+            (model.layers[LAYER].attention, encode(model, encodings).states[:, LAYER])
+        )
+        report, found = _row(layer, one, places)
+        _, other = _row(layer, two, places)
     names = {"sentence": SENTENCE, "tokens": tokens, "query": WORD, "layer": LAYER, "head": HEAD}
     numbers = {name: x.item() for name, x in vars(report).items()}
     towards = dict(zip(TOWARDS, found.pop("towards"), strict=True))
     other = dict(zip(TOWARDS, other["weights"][places[1:]], strict=True))
     return names | numbers | found | {"towards": towards, "other": other}
+
+
+def _doubled(tree: Any) -> Any:
+    """Its floating arrays in float64."""
+    floats, others = eqx.partition(tree, eqx.is_inexact_array)
+    return eqx.combine(jax.tree.map(lambda x: x.astype(jnp.float64), floats), others)
 
 
 @eqx.filter_jit

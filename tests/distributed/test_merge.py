@@ -113,9 +113,11 @@ def test_folds_and_gradients(kind, way):
 ROUNDS = {1: 0, 2: 1, 3: 2, 4: 2, 5: 3, 6: 3, 7: 3, 8: 3}
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1,), (3,), (5,), (6,), (7,), (2, 3), (3, 2), (2, 2, 2)], ids=str
-)
+# The others go the same ways as these.
+OTHERS = (pytest.param(x, marks=pytest.mark.full) for x in [(3,), (5,), (6,), (3, 2)])
+
+
+@pytest.mark.parametrize("sizes", [(1,), (7,), (2, 3), (2, 2, 2), *OTHERS], ids=str)
 def test_any_number_of_devices(sizes):
     """Numbers that are no powers of two, which an exchange by pairs leaves out; replicas that differ in a bit.
 

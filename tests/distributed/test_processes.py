@@ -110,7 +110,7 @@ def test_collectives_span_all_processes(ran, merge):
         assert process[f"decode {merge}"]["largest group"] == 8
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_four_processes_of_two_devices(tmp_path):
     ran = run_scenarios(4, 2, tmp_path)
     for name in SCENARIOS:
