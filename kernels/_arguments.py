@@ -288,4 +288,8 @@ def _numbers(name: str, x: Any, batch: int, size: int, batched: bool) -> Array |
     wanted = (batch, size) if batched else (size,)
     if x.shape not in (wanted, (1, size)):
         raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
+    if x.size and not np.can_cast(x.dtype, np.int32) and not isinstance(x, jax.core.Tracer):
+        least, most = int(x.min()), int(x.max())
+        if not -(2**31) <= least <= most < 2**31:
+            raise ValueError(f"{name}: wanted numbers of 32 bits, got {least} to {most}")
     return jnp.asarray(x if x.ndim == 2 else x[None], jnp.int32)
