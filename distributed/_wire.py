@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels._registry import vary_together
+from energy_attn.kernels._registry import summable, vary_together
 
 
 def transfer(collective: Callable[[Any], Any], state: AttentionState) -> AttentionState:
@@ -53,8 +53,8 @@ def moved(collective: Callable[[Array], Array], x: Array) -> Array:
 def _moved_jvp(
     collective: Callable[[Array], Array], primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
-    # integers have no tangents: those are sent as they are
-    return moved(collective, *primals), collective(*tangents)
+    # integers have no tangents: those are sent as they are; what is gathered is summed on the way back
+    return moved(collective, *primals), summable(collective, *tangents)
 
 
 def joined(x: Array, axes: tuple[str, ...], axis: int) -> Array:
@@ -107,4 +107,5 @@ def same(tree: Any, axes: tuple[str, ...]) -> Any:
     Raises nothing.
     """
     alone = [[i] for i in range(lax.axis_size(axes))]
-    return lax.pmax(tree, axes, axis_index_groups=alone)
+    largest = functools.partial(lax.pmax, axis_name=axes, axis_index_groups=alone)
+    return jax.tree.map(functools.partial(summable, largest), tree)

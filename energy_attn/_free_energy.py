@@ -282,10 +282,11 @@ def _energy_backward(static: Prepared, saved: Any, cotangent: Any) -> tuple[Any,
         return None, None
     source = None
     if like is not None:
-        source = (cotangent[..., None] * out.astype(cotangent.dtype)).astype(like.dtype)
+        source = cotangent[..., None] * out.astype(cotangent.dtype)
         # a source that is equal on all devices of a shard_map sums up what they find
         summed = varying_axes(source) - varying_axes(like)
         source = lax.psum(source, tuple(sorted(summed))) if summed else source
+        source = source.astype(like.dtype)
     if pull_back is None:
         return source, None
     (found,) = pull_back(AttentionState(jnp.zeros_like(out), cotangent))

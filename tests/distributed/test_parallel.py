@@ -5,6 +5,8 @@ send between devices, which is what the method is for.
 """
 
 import functools
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -201,6 +203,50 @@ def test_heads_on_another_axis():
     assert {c.group_size for c in found} == {4}
     half = 8 * EVEN.key.size // 8  # of one device, in bytes
     assert all(c.bytes != half for c in found), found
+
+
+BFLOAT16 = """
+import os
+os.environ |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+import jax, jax.numpy as jnp, numpy as np
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, make_mesh
+
+arrays = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8), jnp.bfloat16)
+
+def loss(query, key, value, **options):
+    out, energy = ea.attention(query, key, value, return_energy=True, **options)
+    return (out.astype(energy.dtype) ** 2).sum() + energy.sum(), out
+
+for rows, method, merge in CASES:
+    parallel = SequenceParallel(("node", "device"), method, merge)
+    query, key, value = arrays[0, :, :rows], *arrays[1:]
+    def slope(query, key, value, **options):
+        return jax.grad(lambda *x: loss(*x, **options), (0, 1, 2), has_aux=True)(query, key, value)
+    def run(*arrays, **options):
+        program = jax.jit(lambda *x: slope(*x, **options), compiler_options=QUICK)
+        return jax.device_get(program(*arrays))
+    with jax.set_mesh(make_mesh((2, 2, 2), ("data", "node", "device"))):
+        found = run(query, key, value, parallel=parallel)
+    with jax.enable_x64():
+        exact = run(*(np.asarray(x, np.float64) for x in (query, key, value)))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, atol=0.02 * np.abs(y).max())
+print("done")
+"""
+
+
+def test_bfloat16_beside_another_axis():
+    """Sums of bfloat16 over some axes of a mesh, on which XLA:CPU aborts the process: a process of their own."""
+    cases = [
+        (16, "tree", "auto"),
+        (1, "tree", "gather"),
+        (1, "tree", "hierarchical"),
+        (1, "ring", "auto"),
+    ]
+    code = BFLOAT16.replace("CASES", repr(cases)).replace("QUICK", repr(QUICK))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
