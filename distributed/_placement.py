@@ -47,7 +47,8 @@ class Placement(NamedTuple):
 def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placement | None:
     """How a checked call is split: as `parallel` says, and as the types of the arrays say.
 
-    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is split.
+    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is split, nor might be:
+    the axes that `jax.vmap` maps over are not part of the types that are seen within it.
 
     Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in
     force, an axis is not in it, an axis is taken by a surrounding `shard_map`, or its devices
@@ -61,15 +62,15 @@ def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placemen
     heads = split_of(key, first + 2) if parallel is None or not parallel.heads else parallel.heads
     batch = tuple(axis for axis in batch if axis not in sequence)
     heads = tuple(axis for axis in heads if axis not in sequence + batch)
-    if not batch + sequence + heads:
-        return None
     mesh: Any = jax.sharding.get_abstract_mesh()
-    if mesh.empty and not isinstance(key, jax.core.Tracer):
+    mesh = _type(key).mesh if mesh.empty and isinstance(key, jax.core.Tracer) else mesh
+    if not batch + sequence + heads and not left_to_compiler(mesh, ()):
+        return None
+    if mesh.empty:
         raise ValueError(
             f"key: wanted the mesh in force that its type is split over, {jax.typeof(key)}, "
             "got none; use jax.set_mesh(mesh)"
         )
-    mesh = _type(key).mesh if mesh.empty else mesh
     if is_explicit(mesh, sequence):
         queries = not set(split_of(query, first + 1)).isdisjoint(sequence)
     elif parallel is not None and parallel.split_queries is not None:
@@ -168,6 +169,19 @@ def kind_of(mesh: AbstractMesh, axis: str) -> AxisType:
 def is_explicit(mesh: AbstractMesh, axes: Iterable[str]) -> bool:
     """Whether any of the axes is part of array types. Raises nothing."""
     return any(kind_of(mesh, axis) == AxisType.Explicit for axis in axes)
+
+
+def left_to_compiler(mesh: AbstractMesh, axes: Axes) -> Axes:
+    """The explicit axes of a mesh besides `axes`, where JAX can make them automatic.
+
+    Types are then left out of what is computed: few reshapes and sums are allowed on arrays whose
+    types are split, or split by a `jax.vmap` around them. Raises nothing.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Manual in kinds.values():
+        # the gradient of such a change fails inside a shard_map (JAX 0.8 to 0.12)
+        return ()
+    return tuple(x for x in kinds if kinds[x] == AxisType.Explicit and x not in axes)
 
 
 def arrive(mesh: AbstractMesh, axes: Iterable[str], tree: Any, spec: PartitionSpec) -> Any:

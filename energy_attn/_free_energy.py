@@ -181,7 +181,7 @@ def prepare(
     place = placement(parallel, query, key, value)
     if call.names != ("reference",):
         cite("milakov", "flash")
-    if place is not None:
+    if place is not None and place.axes:
         cite(place.method)
     compares = given.settings.rule.constrains or given.operands.key_positions is not None
     if parallel is not None and compares:

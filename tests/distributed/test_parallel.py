@@ -185,6 +185,42 @@ def test_batch_on_another_axis(kinds):
         check(run(arrays, given), EVEN)
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_mapped_over_an_explicit_axis(implementation):
+    """Grouped heads under a `vmap` over a batch that types split: reshapes that JAX refuses, as a model's block meets.
+
+    The state and its gradients, their own derivative, and an observable.
+    """
+    problem = replace(PROBLEMS["grouped"], key=EVEN.key, value=EVEN.value)
+    arrays, _ = cast(problem, jnp.float64)
+    given = cotangents(problem, jnp.float64)
+
+    def attend(query, key, value):
+        return ea.attention(query, key, value, implementation=implementation, return_energy=True)
+
+    def state(arrays):
+        return jax.vmap(attend)(**arrays)
+
+    def run(arrays, cotangent):
+        found, back = jax.vjp(state, arrays)
+        (slope,) = back(cotangent)
+        twice = jax.grad(lambda x: (jax.vjp(state, x)[1](cotangent)[0]["query"] ** 2).sum())
+        return found, slope, twice(arrays), jax.vmap(ea.entropy)(**arrays)
+
+    run = jax.jit(run, compiler_options=QUICK)
+    *_, twice, entropy = run(arrays, given)
+    mesh = make_mesh((2, 4), ("batch", "device"), explicit=True)
+    with jax.set_mesh(mesh):
+        arrays = typed(arrays, mesh, "device", batch="batch")
+        rows = NamedSharding(mesh, P("batch"))
+        arrays["query"] = jax.device_put(arrays["query"], rows)
+        *found, twice_spread, entropy_spread = run(arrays, jax.device_put(given, rows))
+    check(found, problem)
+    close(entropy_spread, entropy)
+    for name in twice:
+        close(twice_spread[name], twice[name], name)
+
+
 def test_heads_on_another_axis():
     """Heads that types split, gathered, or folded with each other; nothing but the keys' states is sent."""
     mesh = make_mesh((2, 4), ("model", "device"), explicit=True)
