@@ -74,7 +74,7 @@ def _line(place: Placement, query: Array) -> PartitionSpec:
 def _over_devices(
     place: Placement, run: Callable[..., Any], operands: Operands, *rows: Array
 ) -> Any:
-    if not place.axes:
+    if place.inside or not place.axes:
         return run(operands, *rows)
     number, split = operands.query.shape[1], split_of(operands.query, 1)
     if place.sequence:

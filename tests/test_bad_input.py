@@ -291,7 +291,11 @@ def split_key_without_mesh():
 
 PARALLEL = (
     (on_mesh(partial(spread, "node")), ValueError, "parallel", "'node'", "('device',)"),
-    (inside(partial(spread, "device")), ValueError, "parallel", "'device'", "no surrounding"),
+    (
+        inside(lambda: shard_sequence(a(8), SequenceParallel("device"), axis=0)),
+        *(ValueError, "parallel", "'device'", "no surrounding"),
+    ),
+    (inside(partial(spread, "device", bias=a(1, 1, 1, 1))), ValueError, "bias", "float32", "None"),
     (split_key_without_mesh, ValueError, "key", "none", "mesh in force"),
     (partial(SequenceParallel, ()), TypeError, "axes", "tuple ()", "names"),
     (partial(SequenceParallel, 3), TypeError, "axes", "int 3", "names"),
