@@ -34,9 +34,17 @@ def spread_attention(place: Placement, names: Sequence[str], call: Call) -> Atte
 def _spread(
     place: Placement, names: tuple[str, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
+    place = where_rows_are(place, operands)
     if place.sequence:
         operands = counted(operands, settings)  # a device's part does not count from 0
     return over_devices(place, functools.partial(_method(place), names, settings), operands)
+
+
+def where_rows_are(place: Placement, operands: Operands) -> Placement:
+    """`place`, or one that splits nothing where nothing is asked: XLA splits no empty program."""
+    if place.inside or 0 not in operands.query.shape[:2]:
+        return place
+    return place._replace(batch=(), sequence=(), heads=(), queries=False)
 
 
 def over_devices(
