@@ -84,7 +84,7 @@ def _fold_covariances_jvp(
 
 # A state as the message that it travels as: one line of numbers for each row.
 def _packed(state: CovarianceState) -> AttentionState:
-    flat: Array = state.covariance.reshape(*state.lse.shape, -1)
+    flat: Array = state.covariance.reshape(*state.lse.shape, state.out.shape[-1] ** 2)
     return AttentionState(jnp.concatenate([state.out, flat], -1), state.lse)
 
 

@@ -132,6 +132,47 @@ def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.nda
     return np.stack([tokens[:devices], tokens[: devices - 1 : -1]], 1).reshape(-1)
 
 
+def positions_here(layout: str, size: int, axes: tuple[str, ...]) -> Array:
+    """Which tokens of a sequence this device of a `jax.shard_map` holds, int32 `[1, size]`.
+
+    Raises `ValueError` for parts of odd length in the order `"zigzag"`, which are of two pieces.
+    """
+    devices, here = lax.axis_size(axes), lax.axis_index(axes)
+    place = jnp.arange(size, dtype=jnp.int32)[None]
+    if layout == "contiguous":
+        return here * size + place
+    if layout == "striped":
+        return here + place * devices
+    if size % 2:
+        raise ValueError(f"layout: wanted parts of even length for 'zigzag', got {size}")
+    piece = size // 2
+    back = (2 * devices - 1 - here) * piece
+    return jnp.where(place < piece, here * piece + place, back + place - piece)
+
+
+def with_positions_inside(
+    parallel: SequenceParallel,
+    split_queries: bool,
+    options: dict[str, Any],
+    rows: int,
+    columns: int,
+) -> dict[str, Any]:
+    """As `with_positions`, for one device's part of a call inside `jax.shard_map`.
+
+    Raises as `positions_here`.
+    """
+    ordered = dict(options)
+    if options["key_positions"] is None:
+        ordered["key_positions"] = positions_here(parallel.layout, columns, parallel.axes)
+    if options["query_positions"] is None and split_queries:
+        # as many as keys lie as they do, others in their own order, as outside
+        layout = parallel.layout if rows == columns else "contiguous"
+        ordered["query_positions"] = positions_here(layout, rows, parallel.axes)
+    elif options["query_positions"] is None:
+        ordered["query_positions"] = jnp.arange(rows, dtype=jnp.int32)[None]
+    return ordered
+
+
 def with_positions(
     parallel: SequenceParallel, options: dict[str, Any], rows: int, columns: int
 ) -> dict[str, Any]:

@@ -183,6 +183,8 @@ def choose_merge(
     merge: str, state: AttentionState, axes: Axes, topology: cost.Topology | None
 ) -> str:
     """The way that a checked `merge=` means for this state over these axes. Raises nothing."""
+    if state.lse.size == 0:
+        return "allreduce"  # HLO exchanges no empty arrays
     if merge == "auto":
         rows, width = state.lse.size, state.out.shape[-1]
         shape = cost.Shape(1, rows, 0, 1, 1, width, dtype=state.out.dtype.name)

@@ -22,7 +22,8 @@ class SequenceParallel:
 
     Device $i$ of the axes holds a part of keys and values. Queries are sharded in the same way
     where there are as many as keys (training), and are on all devices otherwise (decoding), unless
-    `split_queries` says otherwise; on explicit mesh axes it is the type of the query that says so.
+    `split_queries` says otherwise; on explicit mesh axes it is the type of the query that says so,
+    and so it is inside a `jax.shard_map` over the axes, where arrays are this device's part.
 
     Attributes:
         axes: the mesh axes that the sequence is sharded over, slow ones first.

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from energy_attn.kernels._errors import received
+from energy_attn.kernels._registry import varying_axes
 
 from . import cost
 from ._inside import Axes
@@ -32,6 +33,9 @@ class Placement(NamedTuple):
     method: str
     merge: str
     topology: cost.Topology | None
+    inside: bool = (
+        False  # of a `jax.shard_map` over the sequence's axes: arrays are a device's part
+    )
 
     @property
     def axes(self) -> Axes:
@@ -47,7 +51,8 @@ class Placement(NamedTuple):
 def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placement | None:
     """How a checked call is split: as `parallel` says, and as the types of the arrays say.
 
-    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is split.
+    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is split, nor might be:
+    the axes that `jax.vmap` maps over are not part of the types that are seen within it.
 
     Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in
     force, an axis is not in it, an axis is taken by a surrounding `shard_map`, or its devices
@@ -61,15 +66,15 @@ def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placemen
     heads = split_of(key, first + 2) if parallel is None or not parallel.heads else parallel.heads
     batch = tuple(axis for axis in batch if axis not in sequence)
     heads = tuple(axis for axis in heads if axis not in sequence + batch)
-    if not batch + sequence + heads:
-        return None
     mesh: Any = jax.sharding.get_abstract_mesh()
-    if mesh.empty and not isinstance(key, jax.core.Tracer):
+    mesh = _type(key).mesh if mesh.empty and isinstance(key, jax.core.Tracer) else mesh
+    if not batch + sequence + heads and not left_to_compiler(mesh, ()):
+        return None
+    if mesh.empty:
         raise ValueError(
             f"key: wanted the mesh in force that its type is split over, {jax.typeof(key)}, "
             "got none; use jax.set_mesh(mesh)"
         )
-    mesh = _type(key).mesh if mesh.empty else mesh
     if is_explicit(mesh, sequence):
         queries = not set(split_of(query, first + 1)).isdisjoint(sequence)
     elif parallel is not None and parallel.split_queries is not None:
@@ -91,14 +96,49 @@ def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placemen
     return place._replace(method=method, queries=queries or method == "ulysses")
 
 
+def is_inside(parallel: Any) -> bool:
+    """Whether the axes of `parallel` are those of a surrounding `jax.shard_map`. Raises nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return isinstance(parallel, SequenceParallel) and all(
+        axis in mesh.axis_names and kind_of(mesh, axis) == AxisType.Manual for axis in parallel.axes
+    )
+
+
+def placement_inside(
+    parallel: SequenceParallel, query: Array, key: Array, value: Array
+) -> Placement:
+    """How the parts of a checked call meet that the devices of a `jax.shard_map` hold.
+
+    Queries are this device's part if their type varies along the axes, and all devices' if it does
+    not while that of the keys does. Where types do not tell (`check_vma=False`), they are a part if
+    there are as many as keys. Raises `ValueError` where a device has too few heads for `"ulysses"`.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    axes, told = set(parallel.axes), varying_axes(key) | varying_axes(query)
+    queries = query.shape[-3] == key.shape[-3]
+    if parallel.split_queries is not None:
+        queries = parallel.split_queries
+    elif axes <= told:
+        queries = not axes.isdisjoint(varying_axes(query))
+    place = Placement(mesh, (), parallel.axes, (), queries, "", parallel.merge, parallel.topology)
+    place = place._replace(inside=True)
+    method = parallel.method
+    if method == "auto":
+        method = _choose_method(place, query, key, value)
+    if method == "ulysses":
+        check_heads("key", key.shape[-2], place.devices)
+    return place._replace(method=method, queries=queries or method == "ulysses")
+
+
 def _choose_method(place: Placement, query: Array, key: Array, value: Array) -> str:
     if not place.queries:
         return "tree"
     batch, heads = product(place.mesh, place.batch), product(place.mesh, place.heads)
+    parts = place.devices if place.inside else 1
     shape = cost.Shape(
         math.prod(query.shape[:-3]) // batch,
-        query.shape[-3],
-        key.shape[-3],
+        query.shape[-3] * parts,
+        key.shape[-3] * parts,
         query.shape[-2] // heads,
         key.shape[-2] // heads,
         key.shape[-1],
@@ -155,7 +195,8 @@ def check_mesh(parallel: Any) -> int:
         if kind_of(mesh, axis) == AxisType.Manual:
             raise ValueError(
                 f"parallel: wanted axes that no surrounding jax.shard_map has taken, got {axis!r}; "
-                "call tree_attention of energy_attn.distributed, or its like, inside it"
+                "inside one that has taken all of them, attention and its observables alone know "
+                "what to do"
             )
     return product(mesh, parallel.axes)
 
@@ -168,6 +209,19 @@ def kind_of(mesh: AbstractMesh, axis: str) -> AxisType:
 def is_explicit(mesh: AbstractMesh, axes: Iterable[str]) -> bool:
     """Whether any of the axes is part of array types. Raises nothing."""
     return any(kind_of(mesh, axis) == AxisType.Explicit for axis in axes)
+
+
+def left_to_compiler(mesh: AbstractMesh, axes: Axes) -> Axes:
+    """The explicit axes of a mesh besides `axes`, where JAX can make them automatic.
+
+    Types are then left out of what is computed: few reshapes and sums are allowed on arrays whose
+    types are split, or split by a `jax.vmap` around them. Raises nothing.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Manual in kinds.values():
+        # the gradient of such a change fails inside a shard_map (JAX 0.8 to 0.12)
+        return ()
+    return tuple(x for x in kinds if kinds[x] == AxisType.Explicit and x not in axes)
 
 
 def arrive(mesh: AbstractMesh, axes: Iterable[str], tree: Any, spec: PartitionSpec) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
@@ -14,7 +14,7 @@ from energy_attn.kernels._arguments import Call, Operands, Settings, counted
 from energy_attn.kernels._registry import attend
 
 from ._inside import Axes
-from ._placement import Placement, arrive, split_of
+from ._placement import Placement, arrive, is_explicit, left_to_compiler, split_of
 from ._ring import ring, what_travels
 from ._tree import tree, tree_of_shards
 from ._ulysses import ulysses
@@ -34,9 +34,17 @@ def spread_attention(place: Placement, names: Sequence[str], call: Call) -> Atte
 def _spread(
     place: Placement, names: tuple[str, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
+    place = where_rows_are(place, operands)
     if place.sequence:
         operands = counted(operands, settings)  # a device's part does not count from 0
     return over_devices(place, functools.partial(_method(place), names, settings), operands)
+
+
+def where_rows_are(place: Placement, operands: Operands) -> Placement:
+    """`place`, or one that splits nothing where nothing is asked: XLA splits no empty program."""
+    if place.inside or 0 not in operands.query.shape[:2]:
+        return place
+    return place._replace(batch=(), sequence=(), heads=(), queries=False)
 
 
 def over_devices(
@@ -47,6 +55,35 @@ def over_devices(
     `rows`, and the arrays of the tree that `run` returns, are `[B, T, N, ...]` and are split as the
     queries are. Raises as `run` does.
     """
+    rest = left_to_compiler(place.mesh, place.axes)
+    if rest:
+
+        def within(operands: Operands, *rows: Array) -> Any:
+            mesh = jax.sharding.get_abstract_mesh()
+            return _over_devices(place._replace(mesh=mesh), run, operands, *rows)
+
+        line = NamedSharding(place.mesh, _line(place, operands.query))
+        return auto_axes(within, axes=rest, out_sharding=line)(operands, *rows)
+    return _over_devices(place, run, operands, *rows)
+
+
+def _line(place: Placement, query: Array) -> PartitionSpec:
+    """How what is found for `query` is split, as its type says: `[B, T, N, ...]`."""
+    if not place.axes:
+        return PartitionSpec(*(split_of(query, axis) or None for axis in range(3)))
+    kept = place.sequence if place.queries and split_of(query, 1) else ()
+    parts = (
+        tuple(axis for axis in axes if is_explicit(place.mesh, (axis,)))
+        for axes in (place.batch, kept, place.heads)
+    )
+    return PartitionSpec(*(part or None for part in parts))
+
+
+def _over_devices(
+    place: Placement, run: Callable[..., Any], operands: Operands, *rows: Array
+) -> Any:
+    if place.inside or not place.axes:
+        return run(operands, *rows)
     number, split = operands.query.shape[1], split_of(operands.query, 1)
     if place.sequence:
         operands = _pad_keys(operands, place.devices)

@@ -15,7 +15,7 @@ from ._covariance import fold_covariances
 from ._inside import Axes
 from ._merge import choose_merge, fold_across
 from ._placement import Placement
-from ._spread import over_devices
+from ._spread import over_devices, where_rows_are
 from ._tree import with_all_queries
 from ._wire import joined
 
@@ -53,8 +53,8 @@ def _whole(task: Task, settings: Settings, operands: Operands, *rows: Array) -> 
 def _spread(
     place: Placement, task: Task, settings: Settings, operands: Operands, *rows: Array
 ) -> Any:
+    place = where_rows_are(place, operands)._replace(method="tree")
     axes = place.sequence
-    place = place._replace(method="tree")
 
     def run(operands: Operands, *rows: Array) -> Any:
         own = operands.query.shape[1]

@@ -133,11 +133,11 @@ def tree_of_shards(
 
     Raises as `attend` does.
     """
-    rows = operands.query.shape[1]
+    devices, rows = lax.axis_size(axes), operands.query.shape[1]
     state = attend(names, parts_of(settings), with_all_queries(operands, axes))
 
     def by_device(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, rows, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(x.shape[0], devices, rows, *x.shape[2:]), 1, 0)
 
     fold = reduce_scatter if merge == "allreduce" else scatter
     return rounded(fold(AttentionState(*map(by_device, state)), axes), operands, settings)

@@ -62,11 +62,12 @@ def hierarchical(state: AttentionState, axes: Axes) -> AttentionState:
     """
     *slow, fast = axes
     devices, shape, rows = lax.axis_size(fast), state.lse.shape, state.lse.size
+    width = state.out.shape[-1]
     share = -(-rows // devices)
     missing = share * devices - rows
-    out = jnp.pad(state.out.reshape(rows, -1), ((0, missing), (0, 0)))
+    out = jnp.pad(state.out.reshape(rows, width), ((0, missing), (0, 0)))
     lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
-    cut = AttentionState(out.reshape(devices, share, -1), lse.reshape(devices, share))
+    cut = AttentionState(out.reshape(devices, share, width), lse.reshape(devices, share))
     mine = _narrow(exchanged(scatter(cut, (fast,)), tuple(slow)), state)
     whole = transfer(lambda x: lax.all_gather(x, fast, tiled=True), mine)
     out, lse = (x[:rows] for x in whole)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels._registry import vary_together
+from energy_attn.kernels._registry import summable, vary_together
 
 
 def transfer(collective: Callable[[Any], Any], state: AttentionState) -> AttentionState:
@@ -40,21 +40,23 @@ def moved(collective: Callable[[Array], Array], x: Array) -> Array:
     XLA:CPU would widen 16-bit floats and send twice the bytes; there they travel as integers.
     """
 
-    def as_bits(x: Array) -> Array:
-        bits = lax.bitcast_convert_type(x, jnp.uint16)
-        return lax.bitcast_convert_type(collective(bits), x.dtype)
-
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
         return collective(x)
-    return lax.platform_dependent(x, cpu=as_bits, default=collective)
+    return lax.platform_dependent(x, cpu=functools.partial(as_bits, collective), default=collective)
 
 
 @moved.defjvp
 def _moved_jvp(
     collective: Callable[[Array], Array], primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
-    # integers have no tangents: those are sent as they are
-    return moved(collective, *primals), collective(*tangents)
+    # integers have no tangents: those are sent as they are; what is gathered is summed on the way back
+    return moved(collective, *primals), summable(collective, *tangents)
+
+
+def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
+    """Floating numbers through a collective, as integers of their bits. Raises nothing."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(collective(bits), x.dtype)
 
 
 def joined(x: Array, axes: tuple[str, ...], axis: int) -> Array:
@@ -107,11 +109,9 @@ def same(tree: Any, axes: tuple[str, ...]) -> Any:
     minus infinity of the maximum of a NaN. It has no derivative. Raises nothing.
     """
     alone = [[i] for i in range(lax.axis_size(axes))]
+    largest = functools.partial(lax.pmax, axis_name=axes, axis_index_groups=alone)
 
     def said(x: Array) -> Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return lax.pmax(x, axes, axis_index_groups=alone)
-        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-        return lax.bitcast_convert_type(lax.pmax(bits, axes, axis_index_groups=alone), x.dtype)
+        return as_bits(largest, x) if jnp.issubdtype(x.dtype, jnp.floating) else largest(x)
 
     return jax.tree.map(said, tree)

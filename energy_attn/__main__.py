@@ -2,10 +2,13 @@
 
 import argparse
 import importlib
+import io
+import signal
 import sys
 from collections.abc import Sequence
 
 from ._devices import simulate_devices
+from ._output import silence
 
 _ABOUT = "Attention as the gradient of a free energy."
 _COMMANDS = {
@@ -39,5 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return args.run(args)
 
 
+def _command() -> int:
+    """As `main`, with escapes for what standard output cannot encode, and quiet once it is closed."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return main()
+        finally:  # argparse exits from within
+            sys.stdout.flush()
+    except BrokenPipeError:  # `| head`
+        silence(sys.stdout)
+        return 128 + signal.SIGPIPE
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_command())

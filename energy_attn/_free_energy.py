@@ -11,11 +11,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.distributed._layout import with_positions
-from energy_attn.distributed._placement import Placement, placement
+from energy_attn.distributed._layout import with_positions, with_positions_inside
+from energy_attn.distributed._placement import Placement, is_inside, placement, placement_inside
 from energy_attn.distributed._spread import spread_attention
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels._arguments import Call, check_call, check_source
+from energy_attn.kernels._errors import received
 from energy_attn.kernels._registry import attend, candidates, varying_axes
 
 from ._citation import cite
@@ -177,18 +178,35 @@ def prepare(
     (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
     call = Prepared(candidates(implementation), None, tuple(static.items()))
     arrays = Arrays(query, key, value, bias, mask, traced)
+    inside = is_inside(parallel)
+    if inside:
+        _check_inside(arrays)
     given = checked(call, None, arrays)
-    place = placement(parallel, query, key, value)
+    place = (placement_inside if inside else placement)(parallel, query, key, value)
     if call.names != ("reference",):
         cite("milakov", "flash")
-    if place is not None:
+    if place is not None and place.axes:
         cite(place.method)
     compares = given.settings.rule.constrains or given.operands.key_positions is not None
     if parallel is not None and compares:
-        arrays = arrays._replace(
-            options=with_positions(parallel, traced, query.shape[-3], key.shape[-3])
-        )
-    return call._replace(place=place), arrays
+        size = query.shape[-3], key.shape[-3]
+        if inside:
+            traced = with_positions_inside(parallel, place.queries, traced, *size)
+        else:
+            traced = with_positions(parallel, traced, *size)
+    return call._replace(place=place), arrays._replace(options=traced)
+
+
+def _check_inside(arrays: Arrays) -> None:
+    """Raises `ValueError` for what one device of a `jax.shard_map` cannot say of all others' keys."""
+    given = {"bias": arrays.bias, "mask": arrays.mask, **arrays.options}
+    for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
+        if given[name] is not None:
+            other = "ring_attention or its like" if name in ("bias", "mask") else "positions"
+            raise ValueError(
+                f"{name}: wanted None where parallel's axes are those of a surrounding "
+                f"jax.shard_map, got {received(given[name])}; {other} will do"
+            )
 
 
 def evaluate(call: Prepared, source: Any, arrays: Arrays) -> Array:
@@ -209,6 +227,8 @@ def evaluate_at_zero(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
     # Inside shard_map the energies differ between devices. Then so must the source: the gradient
     # in one that is equal on all of them would be summed over them.
     varying = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    if call.place is not None and call.place.inside and not call.place.queries:
+        varying -= frozenset(call.place.sequence)  # what is folded is equal on all of them
     if varying:
         zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
         call = call._replace(at_zero=call.names != ("reference",))
@@ -282,10 +302,11 @@ def _energy_backward(static: Prepared, saved: Any, cotangent: Any) -> tuple[Any,
         return None, None
     source = None
     if like is not None:
-        source = (cotangent[..., None] * out.astype(cotangent.dtype)).astype(like.dtype)
+        source = cotangent[..., None] * out.astype(cotangent.dtype)
         # a source that is equal on all devices of a shard_map sums up what they find
         summed = varying_axes(source) - varying_axes(like)
         source = lax.psum(source, tuple(sorted(summed))) if summed else source
+        source = source.astype(like.dtype)
     if pull_back is None:
         return source, None
     (found,) = pull_back(AttentionState(jnp.zeros_like(out), cotangent))

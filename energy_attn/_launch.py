@@ -22,6 +22,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from . import _worker
+from ._output import silence, write_line
 
 _LAST = 30  # lines of the failing process that are shown again
 _PAUSE = 0.02  # seconds between looks
@@ -89,7 +90,11 @@ def run(args: argparse.Namespace) -> int:
             # JAX's sign of mpirun, the first cluster that it looks for
             "OMPI_MCA_orte_hnp_uri": f"0.0;tcp://{address}",
         }
-    return supervise([sys.executable, "-u", *program], environments, args.timeout, args.log_dir)
+    try:
+        return supervise([sys.executable, "-u", *program], environments, args.timeout, args.log_dir)
+    except OSError as error:
+        print(f"launch: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def environment(
@@ -126,6 +131,30 @@ def environment(
     }
 
 
+class Output:
+    """Where lines go. One that fails (a full disk, a reader that has gone) is said so, and given up:
+    it is no reason to end a run.
+    """
+
+    def __init__(self, name: str, stream: IO[str]) -> None:
+        self.name = name
+        self.stream = stream
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def write(self, line: str) -> None:
+        """Writes a line, whole."""
+        with self._lock:
+            if self._failed:
+                return
+            try:
+                write_line(self.stream, line)
+            except OSError as error:
+                self._failed = True
+                silence(self.stream)
+                _say(f"launch: {self.name}: {error.strerror}; the run goes on without it")
+
+
 class Worker:
     """One process, and what it writes: passed on with its number before each line."""
 
@@ -134,14 +163,14 @@ class Worker:
         index: int,
         command: Sequence[str],
         environment: Mapping[str, str],
-        log: IO[str] | None,
-        lock: threading.Lock,
+        shown: Output,
+        log: Output | None,
     ) -> None:
         self.index = index
         self.last: collections.deque[str] = collections.deque(maxlen=_LAST)
         self.closed = math.inf  # when its output ended
+        self._shown = shown
         self._log = log
-        self._lock = lock
         self._stopped_since: float | None = None
         # -I and -S: the few lines of _worker.py need nothing that takes time to find.
         shim = [sys.executable, "-I", "-S", _worker.__file__, str(os.getpid())]
@@ -198,10 +227,9 @@ class Worker:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\n")
                 self.last.append(line)
-                with self._lock:
-                    print(f"[{self.index}] {line}", flush=True)
+                self._shown.write(f"[{self.index}] {line}")
                 if self._log is not None:
-                    print(line, file=self._log, flush=True)
+                    self._log.write(line)
         self.closed = time.monotonic()
 
 
@@ -214,8 +242,8 @@ def supervise(
     """Runs the command once in each environment; the first failure ends all, and is reported.
 
     A failure is an exit status other than 0, death by a signal, or a process that stays stopped for
-    a second. Everything is ended on Ctrl-C, SIGTERM and SIGHUP too, and by the system if this
-    process is killed.
+    a second. Everything is ended on Ctrl-C, SIGTERM and SIGHUP too, and by a guard that waits for
+    that if this process is killed: the processes with all that they started.
 
     Args:
         command: an executable with its path, and arguments.
@@ -231,9 +259,9 @@ def supervise(
         OSError: the command cannot be started, or the folder not be written.
     """
     begin = time.monotonic()
-    lock = threading.Lock()
+    shown = Output("standard output", sys.stdout)
+    logs = [] if log_dir is None else _open_logs(log_dir, len(environments))
     workers: list[Worker] = []
-    logs: list[IO[str]] = []
     asked: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -242,14 +270,20 @@ def supervise(
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, ask) for number in handled}
     failure = None
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", _worker.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         for index, mapping in enumerate(environments):
-            log = None
-            if log_dir is not None:
-                log_dir.mkdir(parents=True, exist_ok=True)
-                log = (log_dir / f"process-{index}.log").open("w", encoding="utf-8")
-                logs.append(log)
-            workers.append(Worker(index, command, mapping, log, lock))
+            log = logs[index] if logs else None
+            workers.append(Worker(index, command, mapping, shown, log))
+            assert guard.stdin is not None
+            guard.stdin.write(f"{workers[-1].process.pid}\n".encode())
+            guard.stdin.flush()
         while failure is None and any(w.process.poll() is None for w in workers):
             time.sleep(_PAUSE)
             failure = _first(workers)
@@ -264,10 +298,12 @@ def supervise(
     finally:
         for worker in workers:
             worker.end()
+        guard.kill()
+        guard.communicate()
         for worker in workers:
             worker.drain()
         for log in logs:
-            log.close()
+            log.stream.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     if failure is None:
@@ -314,7 +350,18 @@ def _report(
     if failure.process is not None and workers[failure.process].last:
         lines = "\n".join(f"    {line}" for line in workers[failure.process].last)
         text += f"\nlaunch: the last lines of process {failure.process}:\n{lines}"
-    print(text, file=sys.stderr, flush=True)
+    _say(text)
+
+
+def _open_logs(folder: Path, number: int) -> list[Output]:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = (folder / f"process-{index}.log" for index in range(number))
+    return [Output(str(file), file.open("w", encoding="utf-8")) for file in files]
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        write_line(sys.stderr, text)
 
 
 def _signal_name(number: int) -> str:

@@ -211,7 +211,7 @@ class MultiheadAttention(eqx.Module):
         heads = self.project(query, key_, value, mask=mask, process_heads=process_heads)
         options = {"query_positions": query_positions, "key_positions": key_positions}
         out, energy = self._attend(heads, mask, options, key, inference)
-        out = jax.vmap(self.output_proj)(out.reshape(query.shape[0], -1))
+        out = jax.vmap(self.output_proj)(out.reshape(query.shape[0], self.num_heads * self.vo_size))
         return (out, energy) if return_energy else out
 
     def project(
@@ -298,4 +298,5 @@ class MultiheadAttention(eqx.Module):
 
 
 def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:
-    return jax.vmap(linear)(x).reshape(x.shape[0], heads, -1)
+    projected = jax.vmap(linear)(x)
+    return projected.reshape(x.shape[0], heads, projected.shape[1] // heads)

@@ -94,9 +94,10 @@ def covariance_product(
         lambda source: state_at(call, source, middle), zero if source is None else source
     )
     (product,) = pull_back(AttentionState(tangent, jnp.zeros_like(found.lse)))
-    heads = *origin.shape[:-1], arrays.query.shape[-2] // origin.shape[-2], origin.shape[-1]
+    number = arrays.query.shape[-2]
+    heads = *origin.shape[:-1], number // origin.shape[-2], origin.shape[-1]
     origin = jnp.broadcast_to(origin[..., None, :], heads)
-    origin = origin.reshape(*origin.shape[:-3], -1, origin.shape[-1])
+    origin = origin.reshape(*origin.shape[:-3], number, origin.shape[-1])
     out = jnp.where(holds_keys(found.lse)[..., None], found.out + origin, 0.0)
     lse = found.lse if source is None else found.lse + (source * origin).sum(-1)
     return AttentionState(out, lse), product

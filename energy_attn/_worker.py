@@ -1,8 +1,11 @@
 """`python _worker.py PARENT command…`: runs the command, and lets it die with its parent.
 
+Without arguments: a guard over what such commands start.
+
 A file by itself that imports nothing of ours: what it starts in stays the command's process.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -38,5 +41,15 @@ def watch(parent: int, command: Sequence[str]) -> int:
     return status
 
 
+def guard() -> None:
+    """Ends the process groups that its input names, one a line, once that ends.
+
+    The system closes it when the launcher is killed, which could end what it has started no more.
+    """
+    for group in [int(line) for line in sys.stdin]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]) if sys.argv[1:] else guard())

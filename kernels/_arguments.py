@@ -6,6 +6,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ._errors import (
@@ -283,9 +284,20 @@ def _with_source(
     # scale q·k + ζ·v = [scale q, ζ]·[k, v]: a source is as many extra dimensions of query and key,
     # again in the dtype of the scores.
     wide = lse_dtype(query.dtype, source.dtype)
+    source, value = _as_split(source, query), _as_split(value, key)
     query = jnp.concatenate([query.astype(wide) * scale, source.astype(wide)], -1)
     key = jnp.concatenate([key.astype(wide), value.astype(wide)], -1)
     return query, key, 1.0
+
+
+def _as_split(x: Array, like: Array) -> Array:
+    """`x` with all axes but the last split over explicit mesh axes as those of `like` are."""
+    sharding: Any = jax.typeof(like).sharding
+    parts = sharding.spec[: like.ndim - 1]
+    mine = jax.typeof(x).sharding.spec[: like.ndim - 1]
+    if tuple(mine) == tuple(parts):
+        return x
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*parts)))
 
 
 def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
@@ -356,4 +368,8 @@ def _numbers(name: str, x: Any, batch: int, size: int, batched: bool) -> Array |
     wanted = (batch, size) if batched else (size,)
     if x.shape not in (wanted, (1, size)):
         raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
+    if x.size and not np.can_cast(x.dtype, np.int32) and not isinstance(x, jax.core.Tracer):
+        least, most = int(x.min()), int(x.max())
+        if not -(2**31) <= least <= most < 2**31:
+            raise ValueError(f"{name}: wanted numbers of 32 bits, got {least} to {most}")
     return jnp.asarray(x if x.ndim == 2 else x[None], jnp.int32)

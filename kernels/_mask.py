@@ -6,7 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 _MOST_BLOCKS = 1024  # of queries, that are compared with every key
-_FAR = jnp.iinfo(jnp.int32).max // 2  # farther than any position; adding a window cannot overflow
+# The last position, and the farthest that two can be apart. Windows are compared with differences of
+# positions, which cannot overflow; a position and a window might, added.
+_FAR = int(jnp.iinfo(jnp.int32).max)
 
 
 class Rule(NamedTuple):
@@ -42,7 +44,7 @@ def visible(rule: Rule, query: Int[Array, "..."], key: Int[Array, "..."]) -> Boo
         seen &= key <= query
     if rule.window is not None:
         left, right = (min(side, _FAR) for side in rule.window)
-        seen &= (key >= query - left) & (key <= query + right)
+        seen &= (key - query >= -left) & (key - query <= right)
     return seen
 
 
@@ -71,7 +73,7 @@ def may_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
         meet &= key.low <= query.high
     if rule.window is not None:
         left, right = (min(side, _FAR) for side in rule.window)
-        meet &= (key.high >= query.low - left) & (key.low <= query.high + right)
+        meet &= (key.high - query.low >= -left) & (key.low - query.high <= right)
     return meet
 
 
@@ -86,7 +88,7 @@ def must_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
         meet &= key.high <= query.low
     if rule.window is not None:
         left, right = (min(side, _FAR) for side in rule.window)
-        meet &= (key.low >= query.high - left) & (key.high <= query.low + right)
+        meet &= (key.low - query.high >= -left) & (key.high - query.low <= right)
     return meet
 
 

@@ -1,11 +1,13 @@
 """One operation, many implementations: names, what each declines, and the choice."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array
 
 from ._arguments import Operands, Settings
@@ -181,10 +183,27 @@ def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> l
     union = frozenset(axes).union(*(varying_axes(x) for x in arrays if x is not None))
 
     def vary(x: Array | None) -> Any:
-        missing = union - varying_axes(x) if x is not None else None
-        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+        missing = tuple(sorted(union - varying_axes(x))) if x is not None else None
+        return summable(lambda x: lax.pcast(x, missing, to="varying"), x) if missing else x
 
     return [vary(x) for x in arrays]
+
+
+def summable(collective: Callable[[Array], Array], x: Array) -> Array:
+    """`collective(x)`, which adds or compares, or whose derivative does, numbers of many devices.
+
+    XLA:CPU widens bfloat16 for that, and in a `jax.shard_map` over some axes of a mesh ends the
+    whole process ("Invalid binary instruction opcode copy", JAX 0.8 to 0.12): there it is widened
+    already. Raises nothing.
+    """
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    if x.dtype != jnp.bfloat16 or all(kind == AxisType.Manual for kind in kinds):
+        return collective(x)
+
+    def wide(x: Array) -> Array:
+        return collective(x.astype(jnp.float32)).astype(x.dtype)
+
+    return lax.platform_dependent(x, cpu=wide, default=collective)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -21,7 +21,7 @@ from ._blockwise import slope
 from ._kernel import AbstractKernel
 from ._mask import Rule
 from ._state import AttentionState
-from ._vendor import check_plain, state_of
+from ._vendor import check_plain, side, state_of
 
 _BLOCKS = (512, 256, 128)  # the largest that divides is taken
 _MOST = 32768  # their masks are cut into blocks on the host, one by one
@@ -143,7 +143,7 @@ def _kernel(rule: Rule, rows: int, keys: int, interpret: bool) -> Any:
 
 def _mask(masks: Any, rule: Rule, shape: tuple[int, int]) -> Any:
     if rule.window is not None:
-        left, right = rule.window
+        left, right = (side(x, shape[1]) for x in rule.window)
         return masks.LocalMask(shape, (left, 0 if rule.is_causal else right), 0)
     return masks.CausalMask(shape) if rule.is_causal else masks.FullMask(shape)
 

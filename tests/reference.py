@@ -57,7 +57,9 @@ def visible(problem: Problem) -> np.ndarray:
 
 def _positions(positions, lengths, batch, size):
     indices = np.broadcast_to(np.arange(size), (batch, size))
-    positions = indices if positions is None else np.broadcast_to(positions, (batch, size))
+    # 64 bits: a window added to the last positions overflows 32
+    positions = indices if positions is None else np.asarray(positions, np.int64)
+    positions = np.broadcast_to(positions, (batch, size))
     return (
         positions
         if lengths is None

@@ -177,6 +177,7 @@ SHARED = [
     ({"key_positions": a(B, 1, dtype="int32")}, ValueError, "int32[2,1]", "(2, 7)"),
     ({"key_positions": a(B + 1, S, dtype="int32")}, ValueError, "int32[3,7]", "(2, 7)"),
     ({"key_positions": a(B, S, dtype="bool")}, TypeError, "bool[2,7]", "integer"),
+    ({"key_positions": np.full((B, S), 2**31)}, ValueError, "2147483648", "32 bits"),
     ({"key_positions": a(S + 1, dtype="int32"), **ONE}, ValueError, "int32[8]", "(7,)"),
     ({"key_segment_ids": None, **ROW_SEGMENTS}, ValueError, "None", "beside the other's"),
     ({"query_segment_ids": None, **SEGMENTS}, ValueError, "None", "beside the other's"),
@@ -294,7 +295,11 @@ def split_key_without_mesh():
 
 PARALLEL = (
     (on_mesh(partial(spread, "node")), ValueError, "parallel", "'node'", "('device',)"),
-    (inside(partial(spread, "device")), ValueError, "parallel", "'device'", "no surrounding"),
+    (
+        inside(lambda: shard_sequence(a(8), SequenceParallel("device"), axis=0)),
+        *(ValueError, "parallel", "'device'", "no surrounding"),
+    ),
+    (inside(partial(spread, "device", bias=a(1, 1, 1, 1))), ValueError, "bias", "float32", "None"),
     (split_key_without_mesh, ValueError, "key", "none", "mesh in force"),
     (partial(SequenceParallel, ()), TypeError, "axes", "tuple ()", "names"),
     (partial(SequenceParallel, 3), TypeError, "axes", "int 3", "names"),

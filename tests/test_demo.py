@@ -4,6 +4,7 @@ import argparse
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -407,6 +408,18 @@ def test_info():
     assert done.returncode == 0, done.stderr
     assert "1 × cpu" in done.stdout and "decode, blockwise, reference" in done.stdout
     assert done.stdout.count("declines") >= 1
+
+
+def test_reader_that_goes():
+    """`info | head`, and an encoding that lacks letters: a traceback at the end."""
+    command = [sys.executable, "-m", "energy_attn", "info"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "ascii"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as info:
+        info.stdout.close()
+        assert info.stderr.read() == ""
+    assert info.returncode == 128 + signal.SIGPIPE
+    assert "1 \\xd7 cpu" in run_module("info", PYTHONIOENCODING="ascii").stdout
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.what)

@@ -99,6 +99,47 @@ def test_logs_and_prefixes(tmp_path, capfd):
         assert log == "out\nerr -n --x\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+def test_full_disk(tmp_path, capfd):
+    """A run that ends, or hangs, as the reader of its output died of a log that cannot be written."""
+    (tmp_path / "process-0.log").symlink_to("/dev/full")
+    code = "for i in range(3): print(i)"
+    assert run("-n", 2, "--log-dir", tmp_path, "--", "-c", code) == 0
+    shown = capfd.readouterr()
+    assert len(shown.out.splitlines()) == 6
+    file = tmp_path / "process-0.log"
+    assert shown.err == f"launch: {file}: No space left on device; the run goes on without it\n"
+    assert (tmp_path / "process-1.log").read_text() == "0\n1\n2\n"
+
+
+def test_logs_that_cannot_be(tmp_path, capfd):
+    """A traceback, after processes have been started."""
+    path = tmp_path / "file"
+    path.touch()
+    assert run("-n", 1, "--log-dir", path, "--", "-c", f"open({str(path)!r}, 'w').write('x')") == 2
+    assert capfd.readouterr().err == f"launch: {path}: File exists\n"
+    assert path.read_text() == ""
+
+
+def test_reader_that_goes(tmp_path):
+    """`| head`, and an encoding that lacks letters: the run goes on, what it still writes goes nowhere."""
+    done = tmp_path / "done"
+    code = (
+        "import sys\nsys.stdout.buffer.write('ü\\n'.encode())\n"
+        f"for i in range(9999): print(i)\nopen({str(done)!r}, 'w')"
+    )
+    command = [sys.executable, "-m", "energy_attn", "launch", "-n", "1", "--", "-c", code]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        assert launcher.stdout.readline() == "[0] \\xfc\n"
+        launcher.stdout.close()
+        said = launcher.stderr.read()
+    assert said == "launch: standard output: Broken pipe; the run goes on without it\n"
+    assert launcher.returncode == 0 and done.exists()
+
+
 def test_module_and_script(tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text("import sys; print(sys.argv[1:])")
@@ -212,10 +253,12 @@ def test_time_limit(capfd):
     ],
 )
 def test_workers_die_with_the_launcher(tmp_path, number, status):
-    """Ctrl-C, a scheduler's SIGTERM, and the SIGKILL that leaves no chance to clean up."""
+    """Ctrl-C, a scheduler's SIGTERM, and the SIGKILL that leaves no chance to clean up, with what workers started."""
     code = (
-        f"import os, time; open({str(tmp_path)!r} + '/' + os.environ['JAX_PROCESS_ID'], 'w')"
-        ".write(f'{os.getpid()}\\n'); time.sleep(60)"
+        "import os, subprocess, sys, time; "
+        f"child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); "
+        f"open({str(tmp_path)!r} + '/' + os.environ['JAX_PROCESS_ID'], 'w')"
+        ".write(f'{os.getpid()} {child.pid}\\n'); time.sleep(60)"
     )
     start = (
         "import sys; from energy_attn import _launch; "
@@ -225,7 +268,7 @@ def test_workers_die_with_the_launcher(tmp_path, number, status):
     launcher = subprocess.Popen(
         [sys.executable, "-c", start], cwd=ROOT, stderr=subprocess.DEVNULL, text=True
     )
-    pids = [int(wait_for(tmp_path / name)) for name in "01"]
+    pids = [int(pid) for name in "01" for pid in wait_for(tmp_path / name).split()]
     launcher.send_signal(number)
     assert launcher.wait(30) == status
     assert all(map(gone, pids))

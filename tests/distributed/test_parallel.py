@@ -5,6 +5,8 @@ send between devices, which is what the method is for.
 """
 
 import functools
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -183,6 +185,42 @@ def test_batch_on_another_axis(kinds):
         check(run(arrays, given), EVEN)
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_mapped_over_an_explicit_axis(implementation):
+    """Grouped heads under a `vmap` over a batch that types split: reshapes that JAX refuses, as a model's block meets.
+
+    The state and its gradients, their own derivative, and an observable.
+    """
+    problem = replace(PROBLEMS["grouped"], key=EVEN.key, value=EVEN.value)
+    arrays, _ = cast(problem, jnp.float64)
+    given = cotangents(problem, jnp.float64)
+
+    def attend(query, key, value):
+        return ea.attention(query, key, value, implementation=implementation, return_energy=True)
+
+    def state(arrays):
+        return jax.vmap(attend)(**arrays)
+
+    def run(arrays, cotangent):
+        found, back = jax.vjp(state, arrays)
+        (slope,) = back(cotangent)
+        twice = jax.grad(lambda x: (jax.vjp(state, x)[1](cotangent)[0]["query"] ** 2).sum())
+        return found, slope, twice(arrays), jax.vmap(ea.entropy)(**arrays)
+
+    run = jax.jit(run, compiler_options=QUICK)
+    *_, twice, entropy = run(arrays, given)
+    mesh = make_mesh((2, 4), ("batch", "device"), explicit=True)
+    with jax.set_mesh(mesh):
+        arrays = typed(arrays, mesh, "device", batch="batch")
+        rows = NamedSharding(mesh, P("batch"))
+        arrays["query"] = jax.device_put(arrays["query"], rows)
+        *found, twice_spread, entropy_spread = run(arrays, jax.device_put(given, rows))
+    check(found, problem)
+    close(entropy_spread, entropy)
+    for name in twice:
+        close(twice_spread[name], twice[name], name)
+
+
 def test_heads_on_another_axis():
     """Heads that types split, gathered, or folded with each other; nothing but the keys' states is sent."""
     mesh = make_mesh((2, 4), ("model", "device"), explicit=True)
@@ -201,6 +239,50 @@ def test_heads_on_another_axis():
     assert {c.group_size for c in found} == {4}
     half = 8 * EVEN.key.size // 8  # of one device, in bytes
     assert all(c.bytes != half for c in found), found
+
+
+BFLOAT16 = """
+import os
+os.environ |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+import jax, jax.numpy as jnp, numpy as np
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, make_mesh
+
+arrays = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8), jnp.bfloat16)
+
+def loss(query, key, value, **options):
+    out, energy = ea.attention(query, key, value, return_energy=True, **options)
+    return (out.astype(energy.dtype) ** 2).sum() + energy.sum(), out
+
+for rows, method, merge in CASES:
+    parallel = SequenceParallel(("node", "device"), method, merge)
+    query, key, value = arrays[0, :, :rows], *arrays[1:]
+    def slope(query, key, value, **options):
+        return jax.grad(lambda *x: loss(*x, **options), (0, 1, 2), has_aux=True)(query, key, value)
+    def run(*arrays, **options):
+        program = jax.jit(lambda *x: slope(*x, **options), compiler_options=QUICK)
+        return jax.device_get(program(*arrays))
+    with jax.set_mesh(make_mesh((2, 2, 2), ("data", "node", "device"))):
+        found = run(query, key, value, parallel=parallel)
+    with jax.enable_x64():
+        exact = run(*(np.asarray(x, np.float64) for x in (query, key, value)))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, atol=0.02 * np.abs(y).max())
+print("done")
+"""
+
+
+def test_bfloat16_beside_another_axis():
+    """Sums of bfloat16 over some axes of a mesh, on which XLA:CPU aborts the process: a process of their own."""
+    cases = [
+        (16, "tree", "auto"),
+        (1, "tree", "gather"),
+        (1, "tree", "hierarchical"),
+        (1, "ring", "auto"),
+    ]
+    code = BFLOAT16.replace("CASES", repr(cases)).replace("QUICK", repr(QUICK))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])

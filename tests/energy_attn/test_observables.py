@@ -350,3 +350,36 @@ def test_bad_input(what, unchecked, user_settings):
     """A mistake that surfaces as an error of XLA, of Python's unpacking, or not at all."""
     call, error, name, received, wanted = BAD[what]
     complains(call, error, name, received, wanted)
+
+
+EMPTY = {
+    "attention": ea.attention,
+    "entropy": ea.entropy,
+    "covariance": ea.covariance,
+    "score_moments": ea.score_moments,
+    "temperature_sensitivity": ea.temperature_sensitivity,
+    "product": lambda *x, **options: ea.covariance(*x, tangent=x[0], **options),
+    "cumulant": lambda *x, **options: ea.cumulant(*x, [x[0]] * 3, **options),
+}
+
+
+def test_nothing_asked():
+    """No rows in a batch, or no queries: an empty answer from all that attention has one for, on a mesh as well."""
+    key = jnp.zeros((2, 8, 1, 3))
+    for shape in ((0, 2, 2, 3), (2, 0, 2, 3)):
+        given = jnp.zeros(shape), key[: shape[0]], key[: shape[0]]
+        with jax.set_mesh(make_mesh((2, 4))):
+            for method, merge, split in (
+                ("tree", "hierarchical", None),
+                ("tree", "auto", True),
+                ("ring", "auto", None),
+            ):
+                parallel = SequenceParallel(method=method, merge=merge, split_queries=split)
+                for name in ("attention", "covariance", "product"):
+                    for x in jax.tree.leaves(EMPTY[name](*given, parallel=parallel)):
+                        assert x.shape[:3] == shape[:3], (name, method)
+        for name, function in EMPTY.items():
+            for x in jax.tree.leaves(function(*given)):
+                assert x.shape[:3] == shape[:3], name
+    layer = ea.MultiheadAttention(2, 4, dtype=key.dtype, key=jax.random.key(0))
+    assert layer(*[jnp.zeros((0, 4))] * 3).shape == (0, 4)
