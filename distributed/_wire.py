@@ -39,7 +39,6 @@ def moved(collective: Callable[[Array], Array], x: Array) -> Array:
 
     XLA:CPU would widen 16-bit floats and send twice the bytes; there they travel as integers.
     """
-
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
         return collective(x)
     return lax.platform_dependent(x, cpu=functools.partial(as_bits, collective), default=collective)
