@@ -76,6 +76,11 @@ def counted(operands: Operands, settings: Settings) -> Operands:
     return operands._replace(query_positions=query_positions, key_positions=key_positions)
 
 
+def known(*sizes: Any) -> bool:
+    """Whether sizes are numbers, and none a symbol of `jax.export.symbolic_shape`."""
+    return all(isinstance(size, int) for size in sizes)
+
+
 class Call(NamedTuple):
     """A checked call: operands, settings, and whether the user's arrays had a batch axis."""
 

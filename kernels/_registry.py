@@ -8,9 +8,9 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
-from ._arguments import Operands, Settings
+from ._arguments import Operands, Settings, known
 from ._blockwise import Blockwise
-from ._choice import fitting
+from ._choice import Program, fitting, unfit
 from ._cudnn import CuDNN
 from ._decode import Decode
 from ._errors import received
@@ -119,7 +119,9 @@ def explain(names: Sequence[str], settings: Settings, operands: Operands, platfo
     Raises what `attend` raises.
     """
     kernels, declined = _taking(names, settings, operands)
-    chosen = fitting(kernels, platform, partitioned=False)
+    program = Program(platform)
+    chosen = fitting(kernels, program)
+    declined |= {kernel.name: reason for kernel in kernels if (reason := unfit(kernel, program))}
     before = names[: list(names).index(chosen.name)]
     made = [name for name in before if platform in (_REGISTRY[name].platforms or (platform,))]
     return Choice(chosen.name, tuple((name, declined[name]) for name in made))
@@ -135,6 +137,7 @@ def _taking(
         kernel = _REGISTRY[name]
         try:
             if kernel.platforms:
+                _check_known(operands)
                 _check_unsplit(operands)
             kernel.check(operands, settings)
         except NotImplementedError as reason:
@@ -150,6 +153,12 @@ def _taking(
     raise ExceptionGroup(
         f"no implementation of {', '.join(names)} takes this call", [x for _, x in reasons]
     )
+
+
+def _check_known(operands: Operands) -> None:
+    for name, x in zip(Operands._fields, operands, strict=True):
+        if x is not None and not known(*x.shape):
+            raise NotImplementedError(f"{name}: wanted sizes that are known, got shape {x.shape}")
 
 
 def _check_unsplit(operands: Operands) -> None:
