@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array
 
 from . import _blockwise
-from ._arguments import Operands, Settings
+from ._arguments import Operands, Settings, known
 from ._blocks import inner, outer, product
 from ._kernel import AbstractKernel
 from ._reference import masked
@@ -28,12 +28,13 @@ class Decode(AbstractKernel):
 
     name = "decode"
     platforms = ()
-    interpreted = False
+    interpreted = ()
+    exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for more rows."""
         times, heads = operands.query.shape[1:3]
-        if times * heads > MOST_ROWS:
+        if not known(times) or times * heads > MOST_ROWS:
             raise NotImplementedError(
                 f"query: wanted at most {MOST_ROWS} rows times heads, "
                 f"got {times} × {heads} = {times * heads}"
@@ -114,7 +115,7 @@ def _keys_first(
 
 def _masked(scores: Array, operands: Operands, settings: Settings) -> Array:
     times, heads = operands.query.shape[1:3]
-    shape = len(scores), heads, times, scores.shape[-1]
+    shape = scores.shape[0], heads, times, scores.shape[-1]
     return masked(scores.reshape(shape), operands, settings).reshape(scores.shape)
 
 
