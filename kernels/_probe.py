@@ -20,13 +20,21 @@ from ._mask import Rule
 _ROWS, _HEADS, _WIDTH = 128, 2, 64  # that all vendors' kernels take
 
 
-@functools.cache
 def obstacle(kernel: AbstractKernel, platform: str) -> str | None:
     """Why programs with a kernel cannot be lowered for a platform of its own; None if they can."""
+    return _tried(kernel, platform, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.cache
+def _tried(kernel: AbstractKernel, platform: str, x64: bool) -> str | None:
     # In a thread of its own: this is asked while another program is lowered, under that one's
-    # mesh, precision and switches, of which a new thread has none.
+    # mesh and switches, of which a new thread has none.
+    def run() -> str | None:
+        with jax.enable_x64(x64):
+            return _try(kernel, platform)
+
     with ThreadPoolExecutor(1) as alone:
-        return alone.submit(_try, kernel, platform).result()
+        return alone.submit(run).result()
 
 
 def _try(kernel: AbstractKernel, platform: str) -> str | None:

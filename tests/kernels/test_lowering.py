@@ -14,6 +14,8 @@ from energy_attn.kernels import _private, _probe, _registry, local_attention
 from energy_attn.kernels._arguments import Operands, Settings
 from energy_attn.kernels._mask import Rule
 
+pytestmark = pytest.mark.usefixtures("user_settings")
+
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 TRITON, MOSAIC = "__gpu$xla.gpu.triton", "tpu_custom_call"
 
@@ -90,7 +92,7 @@ def test_in_any_context(dtype, afresh):
     with jax.set_mesh(mesh):
         assert calls(split, arrays, "cuda") == wanted
     afresh()
-    with jax.enable_x64(False), jax.disable_jit(), jax.numpy_rank_promotion("raise"):
+    with jax.enable_x64(True), jax.disable_jit(), jax.numpy_rank_promotion("raise"):
         assert calls(with_gradients, abstract(dtype), "cuda") == wanted
     afresh()
     with jax.default_matmul_precision("highest"), jax.checking_leaks():
