@@ -8,11 +8,8 @@ from typing import Any
 
 import jax
 
-# Not public: what JAX itself asks for the processes of a job, and whether it is too late.
-from jax._src import xla_bridge
-from jax._src.clusters import ClusterEnv
-
 from energy_attn.kernels._errors import check_integer, received
+from energy_attn.kernels._private import find
 
 from ._roll_call import Caller, answer, hold, split_address
 
@@ -64,6 +61,8 @@ def initialize(
         TypeError: arguments of wrong types.
         ValueError: an address without a port, numbers out of range, or only some of the three
             that are needed.
+        NotImplementedError: this version of JAX has another way to recognise a cluster; say all
+            three, or `cluster_detection_method="deactivate"`.
         RuntimeError: the coordinator cannot be reached, its port is taken, or a process did not
             come within `initialization_timeout`: said in every process that is there. Or it is too
             late: it was called before, or a device has been used.
@@ -117,7 +116,7 @@ def initialize(
     split_address("coordinator_bind_address", bind)
     if jax.distributed.is_initialized():
         raise RuntimeError("initialize: wanted one call in each process, got a second one")
-    if xla_bridge.backends_are_initialized():
+    if _started():
         raise RuntimeError(
             "initialize: wanted the call before anything uses a device (arrays, jax.devices(), "
             "jax.process_count(), …); got it after JAX started its devices"
@@ -176,9 +175,17 @@ def _detected(
     """What is not given, from the cluster that this runs on, if JAX knows it."""
     if method == "deactivate" or None not in (address, count, process, devices):
         return address, count, process, devices
-    return ClusterEnv.auto_detect_unset_distributed_params(
+    return find("cluster").Environment.auto_detect_unset_distributed_params(
         address, count, process, devices, method, seconds
     )
+
+
+def _started() -> bool:
+    """Whether JAX has started its devices, as far as that can be told; it checks so itself."""
+    try:
+        return find("devices").started()
+    except NotImplementedError:
+        return False
 
 
 def _leave_on_failure() -> None:

@@ -38,7 +38,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from energy_attn.kernels import AttentionState
+from energy_attn.kernels._choice import exported
 from energy_attn.kernels._pallas import result_like
+from energy_attn.kernels._private import find
 from energy_attn.kernels._registry import vary_together
 from energy_attn.kernels._state import holds_keys, steady
 
@@ -66,7 +68,10 @@ def folded(state: AttentionState, axes: Axes, otherwise: Fold) -> AttentionState
     By one kernel where a program is lowered for TPUs on which `reaches` and `fits` hold, else by
     `otherwise`. It has no derivative. Raises nothing.
     """
-    _depend_on_devices()
+    try:
+        _depend_on_devices()
+    except NotImplementedError:
+        return otherwise(state, axes)
     names = jax.sharding.get_abstract_mesh().axis_names
     found = butterfly_p.bind(
         *vary_together(state, axes), axes=axes, names=names, otherwise=otherwise
@@ -134,8 +139,11 @@ def _lower_tpu(ctx: Any, *operands: Any, axes: Axes, names: Axes, otherwise: Fol
     module = ctx.module_context
     mesh = getattr(module.axis_context, "mesh", None)
     manual = frozenset(getattr(module.axis_context, "manual_axes", ()))
-    exported = module.lowering_parameters.for_export
-    if exported or not reaches(mesh, manual) or not fits(AttentionState(*ctx.avals_in), axes):
+    if (
+        exported(module)
+        or not reaches(mesh, manual)
+        or not fits(AttentionState(*ctx.avals_in), axes)
+    ):
         return _lower(ctx, *operands, axes=axes, names=names, otherwise=otherwise)
 
     def kernel(out: Array, lse: Array) -> AttentionState:
@@ -152,9 +160,7 @@ mlir.register_lowering(butterfly_p, _lower_tpu, platform="tpu")
 def _depend_on_devices() -> None:
     # JAX lowers a program once for all devices that it may run on, unless it is told that they
     # matter; there is no public way to say so.
-    from jax._src import dispatch
-
-    dispatch.prim_requires_devices_during_lowering.add(butterfly_p)
+    find("lowering").need_devices.add(butterfly_p)
 
 
 def exchanged(

@@ -15,7 +15,7 @@ from energy_attn.distributed._layout import with_positions, with_positions_insid
 from energy_attn.distributed._placement import Placement, is_inside, placement, placement_inside
 from energy_attn.distributed._spread import spread_attention
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels._arguments import Call, check_call, check_source
+from energy_attn.kernels._arguments import Call, check_call, check_source, known
 from energy_attn.kernels._errors import received
 from energy_attn.kernels._registry import attend, candidates, varying_axes
 
@@ -222,8 +222,13 @@ def evaluate_at_zero(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
     Raises nothing.
     """
     query, value = arrays.query, arrays.value
-    # one element, broadcast: known to be zero, and of no size
-    zero: Any = np.broadcast_to(np.zeros((), value.dtype), (*query.shape[:-1], value.shape[-1]))
+    shape = (*query.shape[:-1], value.shape[-1])
+    zero: Any
+    if known(*shape):
+        # one element, broadcast: known to be zero, and of no size
+        zero = np.broadcast_to(np.zeros((), value.dtype), shape)
+    else:
+        zero = jnp.zeros(shape, value.dtype)
     # Inside shard_map the energies differ between devices. Then so must the source: the gradient
     # in one that is equal on all of them would be summed over them.
     varying = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
@@ -231,6 +236,7 @@ def evaluate_at_zero(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
         varying -= frozenset(call.place.sequence)  # what is folded is equal on all of them
     if varying:
         zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
+    if isinstance(zero, jax.Array):
         call = call._replace(at_zero=call.names != ("reference",))
 
     def total(source: Any) -> tuple[Array, Array]:

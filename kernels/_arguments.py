@@ -135,6 +135,11 @@ def parts_of(settings: Settings) -> Settings:
     return settings._replace(wide=True)
 
 
+def known(*sizes: Any) -> bool:
+    """Whether sizes are numbers, and none a symbol of `jax.export.symbolic_shape`."""
+    return all(isinstance(size, int) for size in sizes)
+
+
 class Call(NamedTuple):
     """A checked call: operands, settings, and whether the user's arrays had a batch axis."""
 

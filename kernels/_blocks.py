@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from ._arguments import Operands, Settings, cleared, reached, there
+from ._arguments import Operands, Settings, cleared, known, reached, there
 from ._mask import meeting, visible
 from ._state import lse_dtype, precision
 
@@ -51,12 +51,20 @@ def grid(operands: Operands, causal: bool) -> Grid:
     batch, rows, heads, _ = operands.query.shape
     columns, kv_heads = operands.key.shape[1:3]
     group = heads // kv_heads
-    most = max(QUERY_BLOCK // max(batch, 1), min(SMALLEST_QUERY_BLOCK, QUERY_BLOCK))
-    query_blocks = min(rows, _number(rows * group, most, causal))
-    key_blocks = _number(columns, KEY_BLOCK, causal)
-    times = math.ceil(rows / max(query_blocks, 1))
-    keys = math.ceil(columns / max(key_blocks, 1))
+    least = min(SMALLEST_QUERY_BLOCK, QUERY_BLOCK)
+    most = max(QUERY_BLOCK // max(batch, 1), least) if known(batch) else least
+    times, query_blocks = _cut(rows, group, most, causal)
+    keys, key_blocks = _cut(columns, 1, KEY_BLOCK, causal)
     return Grid(kv_heads, group, times, query_blocks, keys, key_blocks)
+
+
+def _cut(size: int, group: int, most: int, even: bool) -> tuple[int, int]:
+    """How many of `size` are in a block of at most `most // group`, and the number of blocks."""
+    if not known(size):
+        times = max(most // group, 1)
+        return times, -(-size // times)
+    blocks = min(size, _number(size * group, most, even))
+    return math.ceil(size / max(blocks, 1)), blocks
 
 
 def _number(size: int, most: int, even: bool) -> int:
@@ -145,7 +153,7 @@ class Blocks:
         self.value = cut_keys(g, clear.value)
         shown = there(operands)
         if shown is not None:
-            shown = jnp.broadcast_to(shown, (len(shown), operands.key.shape[1]))
+            shown = jnp.broadcast_to(shown, (shown.shape[0], operands.key.shape[1]))
             shown = _pad(shown, 1, g.keys * g.key_blocks).reshape(-1, g.key_blocks, g.keys)
         self._shown = shown
         rows, columns = g.times * g.query_blocks, g.keys * g.key_blocks

@@ -31,7 +31,8 @@ class Blockwise(AbstractKernel):
 
     name = "blockwise"
     platforms = ()
-    interpreted = False
+    interpreted = ()
+    exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises nothing."""

@@ -8,7 +8,7 @@ primitive stands for the attention until it is lowered, and only the kernel chos
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from ._arguments import Settings
+from ._arguments import Settings, known
 from ._kernel import AbstractKernel
+from ._probe import obstacle
 
 Task = Callable[..., Any]  # (kernel, settings, platform, *args) to arrays
 
@@ -52,32 +53,64 @@ def run_chosen(
     return jax.tree.unflatten(jax.tree.structure(results), found)
 
 
-def fitting(
-    kernels: Sequence[AbstractKernel], platform: str, *, partitioned: bool
-) -> AbstractKernel:
-    """The first kernel for a program that is lowered for `platform`.
+class Program(NamedTuple):
+    """What is known of a program when it is lowered, beyond the calls in it.
 
-    `partitioned`: whether XLA splits the program over devices, which only kernels of its own
-    operations bear. If nothing else fits, the first kernel that can be interpreted does.
+    Attributes:
+        platform: what it is lowered for.
+        partitioned: whether XLA splits it over devices.
+        exported: whether it is to be serialised, and run by other versions of JAX.
+        symbolic: whether its arrays have sizes that are not known yet.
+    """
+
+    platform: str
+    partitioned: bool = False
+    exported: bool = False
+    symbolic: bool = False
+
+
+def fitting(kernels: Sequence[AbstractKernel], program: Program) -> AbstractKernel:
+    """The first kernel for a program: of its platform, or made of XLA's operations.
+
+    If there is none, the first that JAX lowers although it may not serialise it, which then is for
+    JAX to say; or else the first that can be interpreted.
 
     Raises `NotImplementedError` if none is left.
     """
+    reasons = {}
     for kernel in kernels:
-        if not kernel.platforms or (platform in kernel.platforms and not partitioned):
+        reason = unfit(kernel, program)
+        if reason is None:
+            return kernel
+        reasons[kernel.name] = reason
+    for kernel in kernels:
+        if unfit(kernel, program._replace(exported=False)) is None:
             return kernel
     for kernel in kernels:
-        if kernel.interpreted and platform not in kernel.platforms:
+        if program.platform in kernel.interpreted and not program.symbolic:
             return kernel
-    names = ", ".join(kernel.name for kernel in kernels)
-    if any(platform in kernel.platforms for kernel in kernels):
-        raise NotImplementedError(
-            f"implementation: XLA cannot split {names} over devices; wanted a call in a "
-            f"jax.shard_map over all axes of the mesh, or beside {names} one of XLA's operations"
-        )
-    made_for = ", ".join(sorted({p for kernel in kernels for p in kernel.platforms}))
     raise NotImplementedError(
-        f"implementation: {names} is made for {made_for}, got a program for {platform}"
+        "implementation: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     )
+
+
+def unfit(kernel: AbstractKernel, program: Program) -> str | None:
+    """Why a program cannot have a kernel in it; None if it can."""
+    if not kernel.platforms:
+        return None
+    if program.platform not in kernel.platforms:
+        made_for = ", ".join(kernel.platforms)
+        return f"it is made for {made_for}, got a program for {program.platform}"
+    if program.partitioned:
+        return (
+            "XLA cannot split it over devices; wanted a call in a jax.shard_map over all axes of "
+            "the mesh, or beside it one of XLA's operations"
+        )
+    if program.symbolic:
+        return "wanted sizes that are known, got symbolic ones"
+    if program.exported and not kernel.exported:
+        return "JAX does not serialise programs with it (jax.export)"
+    return obstacle(kernel, program.platform)
 
 
 Levels = tuple[tuple[int | None, ...], ...]  # of nested vmaps, innermost first: the axes mapped
@@ -154,8 +187,13 @@ batching.primitive_batchers[choice_p] = _batch
 
 def _lower(ctx: Any, *flat: Any, on: str, kernels: Any, like: Any, **params: Any) -> Any:
     del like
-    partitioned = not _whole(ctx.module_context.axis_context)
-    kernel = fitting(kernels, on, partitioned=partitioned)
+    program = Program(
+        on,
+        partitioned=not _whole(ctx.module_context.axis_context),
+        exported=exported(ctx.module_context),
+        symbolic=not all(known(*x.shape) for x in ctx.avals_in),
+    )
+    kernel = fitting(kernels, program)
     run = functools.partial(_run, kernel=kernel, platform=on, **params)
     if kernel.platforms:
         # Inside jax.shard_map types say along which axes of the mesh an array may differ. No kernel
@@ -175,6 +213,11 @@ def platform_here() -> str:
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "rocm" in device.client.platform_version else "cuda"
+
+
+def exported(context: Any) -> bool:
+    """Whether a program is lowered to be serialised, by the context of its module."""
+    return context.lowering_parameters.for_export
 
 
 def _whole(context: Any) -> bool:

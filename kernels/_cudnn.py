@@ -6,15 +6,15 @@ for another. Beneath it lie JAX's two primitives for one device, forward with th
 float32 and backward from them: these are called here, and are looked for before they are.
 """
 
-import functools
-from typing import Any, NamedTuple
+import inspect
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ._arguments import Operands, Settings
 from ._kernel import AbstractKernel
 from ._mask import Rule
+from ._private import find
 from ._state import AttentionState
 from ._vendor import check_plain, pull_back, side, state_of
 
@@ -31,7 +31,8 @@ class CuDNN(AbstractKernel):
 
     name = "cudnn"
     platforms = ("cuda",)
-    interpreted = False
+    interpreted = ()
+    exported = False
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes but float16 and bfloat16; arrays of masks,
@@ -47,14 +48,13 @@ class CuDNN(AbstractKernel):
             raise NotImplementedError(
                 f"local_window_size: wanted no keys after the query's, got {rule.window}"
             )
-        _primitives()
+        find("cudnn")
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
         """One call of cuDNN, with its softmax statistics. Raises nothing."""
-        found = _primitives()
-        out, lse = found.forward(*operands[:3], **found.options(settings, operands.key.shape[1]))
+        out, lse = _forward(*operands[:3], **_options(settings, operands.key.shape[1]))
         return state_of(out, lse.swapaxes(1, 2), operands, settings)
 
     def backward(
@@ -66,12 +66,11 @@ class CuDNN(AbstractKernel):
         platform: str | None,
     ) -> Operands:
         """One call of cuDNN for each cotangent. Raises nothing."""
-        found = _primitives()
-        options = found.options(settings, operands.key.shape[1])
+        options = _options(settings, operands.key.shape[1])
         lse = state.lse.swapaxes(1, 2)
 
         def pull(value: Any, out: Any, d_out: Any) -> Any:
-            return found.backward(*operands[:2], value, lse, out, d_out, **options)
+            return _backward(*operands[:2], value, lse, out, d_out, **options)
 
         return pull_back(pull, operands, state, cotangent)
 
@@ -80,62 +79,35 @@ def _looks_back(rule: Rule) -> bool:
     return rule.is_causal or (rule.window is not None and rule.window[1] == 0)
 
 
-class _Primitives(NamedTuple):
-    """What is called of JAX; lse is `[B, N, T]` here."""
-
-    module: Any
-
-    def forward(self, query: Any, key: Any, value: Any, **options: Any) -> Any:
-        """`(out, lse)`. The operands not used are those of biases, lengths and pages."""
-        primitive = self.module._dot_product_attention_fwd_p
-        unused = (jnp.zeros(0, query.dtype),) * 7
-        return primitive.bind(query, key, value, *unused, **options, is_training=True)
-
-    def backward(
-        self, query: Any, key: Any, value: Any, lse: Any, out: Any, d_out: Any, **options: Any
-    ) -> Any:
-        """The cotangents of query, key and value."""
-        primitive = self.module._dot_product_attention_bwd_p
-        unused = (jnp.zeros(0, query.dtype),) * 7
-        return primitive.bind(query, key, value, *unused, lse, out, d_out, **options)
-
-    def options(self, settings: Settings, keys: int) -> dict[str, Any]:
-        """The parameters of both."""
-        rule, kinds = settings.rule, self.module.MaskType
-        left = None if rule.window is None else side(rule.window[0], keys)
-        return {
-            "scale": settings.scale,
-            "seed": 0,
-            "dropout_rate": 0.0,
-            "variadic_args": (False, False),  # no bias, and no gradient of one
-            "mask_type": kinds.CAUSAL if _looks_back(rule) else kinds.NO_MASK,
-            "layout": self.module.AttentionLayout.BTNH.value,
-            # the query's own key counts
-            "sliding_window_length": None if left is None else left + 1,
-        }
+def _forward(query: Any, key: Any, value: Any, **options: Any) -> Any:
+    """`(out, lse)`. The operands not used are those of biases, lengths and pages."""
+    unused = (jnp.zeros(0, query.dtype),) * 7
+    return find("cudnn").forward.bind(query, key, value, *unused, **options, is_training=True)
 
 
-@functools.cache
-def _primitives() -> _Primitives:
-    """The primitives, tried on shapes: a version of JAX may lack them, or call them otherwise."""
-    try:
-        from jax._src.cudnn import fused_attention_stablehlo
+def _backward(
+    query: Any, key: Any, value: Any, lse: Any, out: Any, d_out: Any, **options: Any
+) -> Any:
+    """The cotangents of query, key and value."""
+    unused = (jnp.zeros(0, query.dtype),) * 7
+    return find("cudnn").backward.bind(query, key, value, *unused, lse, out, d_out, **options)
 
-        found = _Primitives(fused_attention_stablehlo)
-        x = jax.ShapeDtypeStruct((1, LEAST, 1, 8), jnp.bfloat16)
-        lse = jax.ShapeDtypeStruct((1, 1, LEAST), jnp.float32)
-        options = found.options(Settings(1.0, Rule()), LEAST)
-        state = jax.eval_shape(functools.partial(found.forward, **options), x, x, x)
-        pulled = jax.eval_shape(functools.partial(found.backward, **options), x, x, x, lse, x, x)
-    except (ImportError, AttributeError, TypeError) as reason:
-        raise NotImplementedError(
-            f"cudnn: wanted a version of JAX that calls cuDNN as 0.8 to 0.11 do, "
-            f"got {jax.__version__}: {reason}"
-        ) from reason
-    if [(y.shape, y.dtype) for y in (*state, *pulled)] != [
-        (y.shape, y.dtype) for y in (x, lse, x, x, x)
-    ]:
-        raise NotImplementedError(
-            f"cudnn: JAX {jax.__version__} gives other arrays than 0.8 to 0.11"
-        )
-    return found
+
+def _options(settings: Settings, keys: int) -> dict[str, Any]:
+    """The parameters of both."""
+    rule, found = settings.rule, find("cudnn")
+    left = None if rule.window is None else side(rule.window[0], keys)
+    # from 0.12 on: functions of the scores, of which cuDNN makes a part of its kernel
+    newer = {"score_mod_name", "score_mod_jaxpr"} & inspect.signature(
+        found.lowering
+    ).parameters.keys()
+    return {
+        "scale": settings.scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),  # no bias, and no gradient of one
+        "mask_type": found.Mask.CAUSAL if _looks_back(rule) else found.Mask.NO_MASK,
+        "layout": found.Layout.BTNH.value,
+        # the query's own key counts
+        "sliding_window_length": None if left is None else left + 1,
+    } | dict.fromkeys(newer)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from . import _blockwise
-from ._arguments import Operands, Settings, cleared, out_dtype, reached, there
+from ._arguments import Operands, Settings, cleared, known, out_dtype, reached, there
 from ._blocks import KEY_BLOCK, inner, outer, product
 from ._kernel import AbstractKernel
 from ._reference import masked
@@ -30,12 +30,13 @@ class Decode(AbstractKernel):
 
     name = "decode"
     platforms = ()
-    interpreted = False
+    interpreted = ()
+    exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for more rows."""
         times, heads = operands.query.shape[1:3]
-        if times * heads > MOST_ROWS:
+        if not known(times) or times * heads > MOST_ROWS:
             raise NotImplementedError(
                 f"query: wanted at most {MOST_ROWS} rows times heads, "
                 f"got {times} × {heads} = {times * heads}"
@@ -129,11 +130,12 @@ def _summed(
     there would take as long as the sum. So the sum is taken as it is, and only if it is not finite
     taken again, block by block. `axis` of the weights is that of the keys.
     """
-    weights, shown = weights.astype(value.dtype), there(operands)
+    weights, shown, columns = weights.astype(value.dtype), there(operands), value.shape[1]
+    if shown is not None and not known(columns):
+        value = jnp.where(shown[:, :, None], value, 0)
     found = weighed(weights, value)
-    if shown is None:
+    if shown is None or not known(columns):
         return found
-    columns = value.shape[1]
     block = min(columns, KEY_BLOCK)
     shown = jnp.broadcast_to(shown, value.shape[:2])
 
@@ -166,7 +168,7 @@ def _broken_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array, boo
 
 def _masked(scores: Array, operands: Operands, settings: Settings) -> Array:
     times, heads = operands.query.shape[1:3]
-    shape = len(scores), heads, times, scores.shape[-1]
+    shape = scores.shape[0], heads, times, scores.shape[-1]
     return masked(scores.reshape(shape), operands, settings).reshape(scores.shape)
 
 

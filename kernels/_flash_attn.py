@@ -7,11 +7,12 @@ which has a use where `_choice` has folded the batch and knows the program to be
 
 import ctypes
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from ._arguments import Operands, Settings
 from ._kernel import AbstractKernel
 from ._mask import Rule
+from ._private import find
 from ._state import AttentionState
 from ._vendor import check_plain, pull_back, side, state_of
 
@@ -26,7 +27,8 @@ class FlashAttn(AbstractKernel):
 
     name = "flash"
     platforms = ("cuda",)
-    interpreted = False
+    interpreted = ()
+    exported = False
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes but float16 and bfloat16; arrays of masks,
@@ -79,29 +81,17 @@ def _window(rule: Rule, keys: int) -> tuple[int, int]:
     return (-1 if left is None else left), (-1 if right is None else right)
 
 
-class _Package(NamedTuple):
-    """What is called of flash-attn-jax; lse is `[B, N, T]` there."""
-
-    forward: Any
-    backward: Any
-
-
 @functools.cache
-def _package() -> _Package:
+def _package() -> Any:
+    """What is called of flash-attn-jax; lse is `[B, N, T]` there."""
     try:
-        from flash_attn_jax.flash_bwd import (  # pyright: ignore[reportMissingImports]
-            _flash_mha_bwd_lowering,
-        )
-        from flash_attn_jax.flash_fwd import (  # pyright: ignore[reportMissingImports]
-            _flash_mha_fwd_lowering,
-        )
-
+        found = find("flash")
         # by which it asks for the number of multiprocessors when a program is lowered
         ctypes.CDLL("libcudart.so")
-    except (ImportError, AttributeError, OSError) as reason:
+    except (NotImplementedError, OSError) as reason:
         raise NotImplementedError(
             "flash: wanted flash-attn-jax 0.6 (pip install flash-attn-jax einops; it needs JAX 0.8 "
             "or older), libcudart.so.12 (pip install nvidia-cuda-runtime-cu12) and libcudart.so "
             f"of a CUDA toolkit, got {reason}"
         ) from reason
-    return _Package(_flash_mha_fwd_lowering, _flash_mha_bwd_lowering)
+    return found

@@ -19,12 +19,15 @@ class AbstractKernel(abc.ABC):
         platforms: the platforms that it is made for, as `jax.Device.platform` names them ("cuda"
             for NVIDIA's); empty if it is made of XLA's own operations, and so runs on all of them,
             batched and split over devices by JAX.
-        interpreted: whether it can also run on other platforms if asked for by name, slowly.
+        interpreted: other platforms on which it can run if asked for by name, slowly.
+        exported: whether JAX promises that a program which `jax.export` has serialised with it
+            runs later.
     """
 
     name: ClassVar[str]
     platforms: ClassVar[tuple[str, ...]]
-    interpreted: ClassVar[bool]
+    interpreted: ClassVar[tuple[str, ...]]
+    exported: ClassVar[bool]
 
     @abc.abstractmethod
     def check(self, operands: Operands, settings: Settings) -> None:

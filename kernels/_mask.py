@@ -103,10 +103,13 @@ def reachable(rule: Rule, query: Int[Array, "#B T"], key: Int[Array, "#B S"]) ->
     Never false where one does; true where none does only in gaps between the positions of queries
     that follow each other, of many under a window.
     """
-    blocks = 1 if rule.window is None else min(query.shape[1], _MOST_BLOCKS)
-    block = -(-query.shape[1] // blocks)
-    query = jnp.pad(query, ((0, 0), (0, blocks * block - query.shape[1])), constant_values=-1)
-    low, high = interval(query.reshape(len(query), blocks, block))
+    batch, rows = query.shape
+    blocks, block = 1, rows
+    if rule.window is not None and isinstance(rows, int):  # and no symbol
+        blocks = min(rows, _MOST_BLOCKS)
+        block = -(-rows // blocks)
+        query = jnp.pad(query, ((0, 0), (0, blocks * block - rows)), constant_values=-1)
+    low, high = interval(query.reshape(batch, blocks, block))
     own = Interval(key[:, :, None], key[:, :, None])
     queries = Interval(low[:, None, :], high[:, None, :])
     return (key >= 0) & may_meet(rule, queries, own).any(-1)

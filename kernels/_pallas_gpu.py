@@ -1,5 +1,10 @@
 """The pallas_gpu implementation: our own kernels for NVIDIA's GPUs, written in Pallas on Triton."""
 
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
 from ._arguments import Operands, Settings
 from ._kernel import AbstractKernel, check_operands
 from ._pallas_gpu_plan import make_plan
@@ -18,7 +23,8 @@ class PallasGPU(AbstractKernel):
 
     name = "pallas_gpu"
     platforms = ("cuda",)
-    interpreted = True
+    interpreted = ("cpu", "tpu")
+    exported = False
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float64, and empty axes; for
@@ -42,7 +48,8 @@ class PallasGPU(AbstractKernel):
         from ._pallas_gpu_forward import forward
 
         found = make_plan(operands, settings, "forward")
-        return forward(operands, found, interpret=platform != "cuda")
+        with _target(platform):
+            return forward(operands, found, interpret=platform != "cuda")
 
     def backward(
         self,
@@ -55,4 +62,24 @@ class PallasGPU(AbstractKernel):
         """Two kernels, of the queries' gradient and of the others. Raises nothing."""
         from ._pallas_gpu_backward import backward
 
-        return backward(operands, settings, state, cotangent, interpret=platform != "cuda")
+        with _target(platform):
+            return backward(operands, settings, state, cotangent, interpret=platform != "cuda")
+
+
+@contextlib.contextmanager
+def _target(platform: str | None) -> Iterator[None]:
+    """Names a GPU to JAX where it knows of none: a program may be lowered on another machine.
+
+    Up to 0.10 JAX takes one of compute capability 9.0 by itself. Nothing in the kernels depends on
+    it, and what is compiled of them, XLA decides by the GPU that it compiles for.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    here = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    devices = (here, mesh.abstract_device)
+    known = platform != "cuda" or "gpu" in (getattr(x, "platform", x) for x in devices)
+    if known or jax.__version_info__ < (0, 11):
+        yield
+        return
+    gpu = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=gpu)):
+        yield

@@ -136,5 +136,7 @@ def _merge(block: int, parts_ref: Any, lses_ref: Any, out_ref: Any, lse_ref: Any
         lambda x: x.max(0, keepdims=True),
         lambda pair: (pair[0].sum(0, keepdims=True), pair[1].sum(0, keepdims=True)),
     )
-    triton.store(out_ref.at[row, column], state.out[0].astype(out_ref.dtype), mask=inside)
-    triton.store(lse_ref.at[row], state.lse[0], mask=at == 0)
+    # sums of one element: JAX 0.8 has no slices in kernels for Triton
+    out, lse = (x.sum(0) for x in state)
+    triton.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=inside)
+    triton.store(lse_ref.at[row], lse, mask=at == 0)

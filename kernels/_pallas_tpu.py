@@ -33,7 +33,8 @@ class PallasTPU(AbstractKernel):
 
     name = "pallas_tpu"
     platforms = ("tpu",)
-    interpreted = True
+    interpreted = ("cpu", "cuda", "rocm")
+    exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for biases, masks, float16, float64, or no rows or keys."""

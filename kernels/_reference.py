@@ -20,7 +20,8 @@ class Reference(AbstractKernel):
 
     name = "reference"
     platforms = ()
-    interpreted = False
+    interpreted = ()
+    exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises nothing."""

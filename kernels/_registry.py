@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jaxtyping import Array
 
-from ._arguments import Operands, Settings
+from ._arguments import Operands, Settings, known
 from ._blockwise import Blockwise
-from ._choice import fitting
+from ._choice import Program, fitting, unfit
 from ._cudnn import CuDNN
 from ._decode import Decode
 from ._errors import received
@@ -122,7 +122,9 @@ def explain(names: Sequence[str], settings: Settings, operands: Operands, platfo
     Raises what `attend` raises.
     """
     kernels, declined = _taking(names, settings, operands)
-    chosen = fitting(kernels, platform, partitioned=False)
+    program = Program(platform)
+    chosen = fitting(kernels, program)
+    declined |= {kernel.name: reason for kernel in kernels if (reason := unfit(kernel, program))}
     before = names[: list(names).index(chosen.name)]
     made = [name for name in before if platform in (_REGISTRY[name].platforms or (platform,))]
     return Choice(chosen.name, tuple((name, declined[name]) for name in made))
@@ -138,6 +140,7 @@ def _taking(
         kernel = _REGISTRY[name]
         try:
             if kernel.platforms:
+                _check_known(operands)
                 _check_unsplit(operands)
             kernel.check(operands, settings)
         except NotImplementedError as reason:
@@ -153,6 +156,12 @@ def _taking(
     raise ExceptionGroup(
         f"no implementation of {', '.join(names)} takes this call", [x for _, x in reasons]
     )
+
+
+def _check_known(operands: Operands) -> None:
+    for name, x in zip(Operands._fields, operands, strict=True):
+        if x is not None and not known(*x.shape):
+            raise NotImplementedError(f"{name}: wanted sizes that are known, got shape {x.shape}")
 
 
 def _check_unsplit(operands: Operands) -> None:
@@ -183,8 +192,10 @@ def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> l
     union = frozenset(axes).union(*(varying_axes(x) for x in arrays if x is not None))
 
     def vary(x: Array | None) -> Any:
-        missing = tuple(sorted(union - varying_axes(x))) if x is not None else None
-        return summable(lambda x: lax.pcast(x, missing, to="varying"), x) if missing else x
+        missing = () if x is None else tuple(sorted(union - varying_axes(x)))
+        if x is None or not missing:
+            return x
+        return summable(lambda x: lax.pcast(x, missing, to="varying"), x)
 
     return [vary(x) for x in arrays]
 

@@ -7,10 +7,9 @@ so the two kernels are called here themselves.
 
 import contextlib
 import functools
-import importlib
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from ._arguments import Operands, Settings, cotangents
 from ._blockwise import slope
 from ._kernel import AbstractKernel
 from ._mask import Rule
+from ._private import find
 from ._state import AttentionState
 from ._vendor import check_plain, side, state_of
 
@@ -36,7 +36,8 @@ class Splash(AbstractKernel):
 
     name = "splash"
     platforms = ("tpu",)
-    interpreted = True
+    interpreted = ("cpu", "cuda", "rocm")
+    exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes but bfloat16; arrays of masks, biases, positions
@@ -54,7 +55,7 @@ class Splash(AbstractKernel):
                 )
         if math.frexp(settings.scale)[0] != 0.5:
             raise NotImplementedError(f"scale: wanted a power of two, got {settings.scale}")
-        _modules()
+        find("splash")
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
@@ -101,8 +102,7 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
         del options[name]
     options |= {x: getattr(blocks, x) for x in ("q_layout", "k_layout", "v_layout")}
     arrays = (query, key, value, None, None, lse, d_out, delta)
-    kernels = _modules().kernels
-    _, d_key, d_value = kernels._splash_attention_bwd_dkv(
+    _, d_key, d_value = find("splash").backward_key(
         *arrays,
         bq=blocks.block_q_dkv,
         bkv=blocks.block_kv_dkv,
@@ -111,7 +111,7 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
         use_fused_bwd_kernel=False,  # it rounds a part of the queries' gradient per block of keys
         **options,
     )
-    d_query = kernels._splash_attention_bwd_dq(
+    d_query = find("splash").backward_query(
         *arrays,
         bq=blocks.block_q_dq,
         bkv=blocks.block_kv_dq,
@@ -123,15 +123,15 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
 
 @functools.lru_cache(maxsize=32)
 def _kernel(rule: Rule, rows: int, keys: int, interpret: bool) -> Any:
-    kernels, masks, _ = _modules()
+    splash = find("splash")
     bq, bkv = (next(b for b in _BLOCKS if n % b == 0) for n in (rows, keys))
-    blocks = kernels.BlockSizes(
+    blocks = splash.BlockSizes(
         block_q=bq, block_kv=bkv, block_q_dkv=bq, block_kv_dkv=bkv, block_q_dq=bq, block_kv_dq=bkv
     )
     # A list of one mask serves all heads. What is made of it is kept from one trace to the next.
     with jax.ensure_compile_time_eval():
-        found = kernels.make_splash_mha(
-            mask=masks.MultiHeadMask([_mask(masks, rule, (rows, keys))]),
+        found = splash.make(
+            mask=splash.masks.MultiHeadMask([_mask(splash.masks, rule, (rows, keys))]),
             block_sizes=blocks,
             save_residuals=True,
             head_shards=1,
@@ -148,33 +148,6 @@ def _mask(masks: Any, rule: Rule, shape: tuple[int, int]) -> Any:
     return masks.CausalMask(shape) if rule.is_causal else masks.FullMask(shape)
 
 
-class _Modules(NamedTuple):
-    kernels: Any
-    masks: Any
-    config: Any
-
-
-@functools.cache
-def _modules() -> _Modules:
-    place = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
-    try:
-        from jax._src import config
-
-        kernels, masks = (importlib.import_module(place + part) for part in ("kernel", "mask"))
-        for module, name in (
-            (kernels, "_splash_attention_bwd_dkv"),
-            (kernels, "_splash_attention_bwd_dq"),
-            (config, "_check_vma"),
-        ):
-            getattr(module, name)
-    except (ImportError, AttributeError) as reason:
-        raise NotImplementedError(
-            f"splash: wanted a version of JAX with the kernels of 0.8 to 0.11, "
-            f"got {jax.__version__}: {reason}"
-        ) from reason
-    return _Modules(kernels, masks, config)
-
-
 @contextlib.contextmanager
 def _as_expected() -> Iterator[None]:
     """JAX as these kernels expect it: 32 bits, and free promotion of dtypes and ranks.
@@ -186,6 +159,6 @@ def _as_expected() -> Iterator[None]:
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
-        _modules().config._check_vma(False),
+        find("splash").check_varying(False),
     ):
         yield

@@ -74,6 +74,27 @@ def test_wrong_import_is_found(sound, where, line):
     assert finding.startswith(f"{where}:")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from jax._src import core",
+        "import jax._src.core as core",
+        "def f():\n    from jax.nn import _private",
+        "import jax\nx = jax.lax._convert(1)",
+        "from jax.interpreters import mlir\nx = mlir._rules['cuda']",
+        "import importlib\nx = importlib.import_module('jax._src.core')",
+    ],
+)
+def test_private_name_is_found(sound, line):
+    """An update of JAX that breaks what nobody knows to depend on it."""
+    (sound / "distributed" / "_b.py").write_text(line + "\n")
+    (finding,) = check_structure.private_names(sound)
+    assert finding.startswith("distributed/_b.py:")
+    (sound / "distributed" / "_b.py").unlink()
+    (sound / check_structure.PRIVATE_NAMES).write_text(line + "\nimport jax\nv = jax.__version__\n")
+    assert list(check_structure.private_names(sound)) == []
+
+
 def test_broken_link_is_found(sound):
     link = sound / "energy_attn" / "kernels"
     link.unlink()

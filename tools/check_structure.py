@@ -6,6 +6,7 @@ The rules:
 - `energy_attn/kernels` and `energy_attn/distributed` are relative links to the folders of the same name.
 - `kernels` imports nothing of ours but itself, `distributed` only `kernels` and itself, each under its full name; and
   nothing imports bare `kernels` or `distributed`, which are other people's packages.
+- Names of JAX that are private stand in one module, which looks for them before they are called.
 - A module holds one concept: at most 400 lines.
 - Every name that a package exports stands in the documentation's API pages.
 
@@ -27,6 +28,7 @@ MAY_IMPORT = {
     "energy_attn": {"kernels", "distributed", "energy_attn"},
 }
 MAX_LINES = 400
+PRIVATE_NAMES = "kernels/_private.py"
 
 
 def sources(root: Path, folder: str) -> list[Path]:
@@ -105,6 +107,46 @@ def wrong_imports(root: Path) -> Iterator[str]:
                     yield f"{where}: {folder} imports {name}, against the direction"
 
 
+def private_names(root: Path) -> Iterator[str]:
+    """Private names of JAX that are imported, written as attributes or in strings, outside of the module for them."""
+    for folder in ROOMS:
+        for path in sources(root, folder):
+            where = str(path.relative_to(root))
+            if where == PRIVATE_NAMES:
+                continue
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            found = [
+                (line, name)
+                for line, name in imports(module_name(root, path), tree)
+                if is_private(name)
+            ]
+            bound = {
+                alias.asname or alias.name.split(".")[0]
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                for alias in node.names
+                if (getattr(node, "module", None) or alias.name).split(".")[0] == "jax"
+            }
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    if "jax._" in node.value:
+                        found.append((node.lineno, node.value))
+                elif isinstance(node, ast.Attribute):
+                    name = ast.unparse(node)
+                    if name.split(".")[0] in bound and is_private(f"jax.{name}"):
+                        found.append((node.lineno, name))
+            for line, name in found:
+                yield f"{where}:{line}: {name} is private; {PRIVATE_NAMES} is for such names"
+
+
+def is_private(name: str) -> bool:
+    """Whether a name of JAX's has a part that is private: `jax._src.core`, but not `jax.__version__`."""
+    first, *rest = name.split(".")
+    return first == "jax" and any(
+        part.startswith("_") and not part.startswith("__") for part in rest
+    )
+
+
 def long_modules(root: Path) -> Iterator[str]:
     """Modules of more than `MAX_LINES` lines."""
     for folder in ROOMS:
@@ -125,7 +167,7 @@ def undocumented_exports(root: Path) -> Iterator[str]:
             yield f"docs/api: no page has `::: {package}.{name}`"
 
 
-RULES = (broken_links, wrong_imports, long_modules, undocumented_exports)
+RULES = (broken_links, wrong_imports, private_names, long_modules, undocumented_exports)
 
 
 def main() -> int:

@@ -13,8 +13,13 @@ from jax.sharding import Mesh
 @functools.cache
 def toolkit() -> Path:
     """Where CUDA's compiler lies; also tells the plugin, which reads its flags when it is loaded."""
-    spec = importlib.util.find_spec("nvidia.cuda_nvcc")
-    folder = Path(next(iter(spec.submodule_search_locations)))
+    # as the packages for CUDA 12 and those for CUDA 13 have it
+    places = [
+        Path(root, part)
+        for root in importlib.util.find_spec("nvidia").submodule_search_locations
+        for part in ("cuda_nvcc", "cu13")
+    ]
+    folder = next(place for place in places if (place / "bin" / "ptxas").is_file())
     os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"  # ptxas
     # there is no GPU to time kernels on
     os.environ["XLA_FLAGS"] += f" --xla_gpu_cuda_data_dir={folder} --xla_gpu_autotune_level=0"

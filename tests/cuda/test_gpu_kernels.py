@@ -48,7 +48,9 @@ class Compiled:
             else jax.ShapeDtypeStruct(x, dtype, sharding=sharding)
             for x in shapes
         ]
-        options = None if folder is None else {"xla_dump_to": str(folder)}
+        # newer versions of XLA write instructions only if asked to
+        dump = {"xla_dump_to": str(folder), "xla_dump_emitter_re": ".*"}
+        options = None if folder is None else dump
         program = jax.jit(run).lower(*arguments).compile(options)
         self.text = program.as_text()
         self.memory = program.memory_analysis()

@@ -42,7 +42,7 @@ def started(monkeypatch) -> list[dict]:
     def connect(address, count, process, **options):
         calls.append({"address": address, "count": count, "process": process, **options})
 
-    monkeypatch.setattr(_initialize.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(_initialize, "_started", lambda: False)
     monkeypatch.setattr(_initialize, "hold", lambda caller, bind: calls.append({"held": bind}))
     monkeypatch.setattr(_initialize, "answer", lambda caller: calls.append({"answered": caller}))
     monkeypatch.setattr(_initialize, "_leave_on_failure", lambda: None)

@@ -21,7 +21,9 @@ from ..problems import PROBLEMS, cast
 class Marked(AbstractKernel):
     """A kernel whose state tells that it ran: `out` is a number of its own, `lse` the batch that it was given."""
 
-    def __init__(self, name, platforms, number, interpreted=False):
+    exported = True
+
+    def __init__(self, name, platforms, number, interpreted=()):
         self.name, self.platforms, self.interpreted = name, platforms, interpreted
         self.number = number
 
@@ -51,7 +53,7 @@ def kernels(monkeypatch):
     made = (
         Marked("mine", ("cpu",), MINE),
         Marked("theirs", ("tpu",), THEIRS),
-        Marked("slow", ("cuda",), SLOW, interpreted=True),
+        Marked("slow", ("cuda",), SLOW, interpreted=("cpu",)),
     )
     registry = {kernel.name: kernel for kernel in made} | _registry._REGISTRY
     monkeypatch.setattr(_registry, "_REGISTRY", registry)
@@ -116,7 +118,7 @@ def test_interpreted_only_by_name(kernels):
     run = functools.partial(attend, arrays())
     assert float(run(("theirs", "slow")).out.ravel()[0]) == SLOW
     assert float(run(("slow", "mine")).out.ravel()[0]) == MINE
-    for names, message in (("theirs", "theirs is made for tpu, got a program for cpu"),):
+    for names, message in (("theirs", "theirs: it is made for tpu, got a program for cpu"),):
         with pytest.raises(NotImplementedError, match=message):
             run(names)
 
@@ -127,7 +129,7 @@ def test_partitioned_programs_get_xla(kernels):
     given = {name: jax.device_put(x, NamedSharding(mesh, P("x"))) for name, x in arrays().items()}
     split = jax.jit(attend)(given)
     np.testing.assert_allclose(split.out, attend(arrays(), "reference").out, rtol=1e-5, atol=1e-6)
-    with pytest.raises(NotImplementedError, match="XLA cannot split mine over devices"):
+    with pytest.raises(NotImplementedError, match="mine: XLA cannot split it over devices"):
         jax.jit(lambda a: attend(a, "mine"))(given)
     manual = jax.shard_map(attend, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     np.testing.assert_array_equal(jax.jit(manual)(given).out, MINE)

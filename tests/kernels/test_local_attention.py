@@ -95,7 +95,7 @@ RUNNABLE = tuple(
     name
     for name, kernel in _registry._REGISTRY.items()
     if TRAITS[name] != VENDOR
-    and (not kernel.platforms or kernel.interpreted or HERE in kernel.platforms)
+    and (not kernel.platforms or HERE in (*kernel.interpreted, *kernel.platforms))
 )
 
 # Kernels that bring a forward pass alone, differentiated by the blockwise backward: all gradients of

@@ -1,0 +1,144 @@
+"""Programs that are serialised: for a platform that is not here, for later versions of JAX, for sizes not known yet."""
+
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn import attention, free_energy
+from energy_attn.kernels import _blocks, local_attention
+
+# Annotations say that sizes are ints, which symbols are none.
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+def made(seed, *shape, dtype=np.float64):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def exported(run, *arguments, platform="cpu"):
+    """A program of which nothing is left but what can be serialised."""
+    return jax.export.export(jax.jit(run), platforms=(platform,))(*arguments)
+
+
+def calls(program):
+    """What a program calls that XLA itself does not know."""
+    return set(re.findall(r"custom_call @([\w$.]+)", program.mlir_module())) - {"shape_assertion"}
+
+
+def abstract(shape, dtype=np.float64):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
+def test_for_cuda(dtype):
+    """cuDNN's and Triton's calls in a program that JAX then refuses to serialise; by name, that is for JAX to say."""
+    x = abstract((1, 256, 4, 64), dtype)
+
+    def run(*arrays):
+        state, back = jax.vjp(lambda *x: local_attention(*x, is_causal=True), *arrays)
+        return state, back(state)
+
+    assert calls(exported(run, x, x, x, platform="cuda")) == set()
+
+    def named(*arrays):
+        return local_attention(*arrays, implementation="pallas_gpu")
+
+    export = jax.export.export(jax.jit(named), platforms=("cuda",))
+    with pytest.raises(ValueError, match="no compatibility guarantees"):
+        export(x, x, x)
+
+
+def test_for_tpus():
+    """A fall-back to XLA where JAX does promise that a program runs later."""
+    x = abstract((1, 256, 4, 64), jnp.bfloat16)
+    program = exported(lambda *x: local_attention(*x), x, x, x, platform="tpu")
+    assert calls(program) == {"tpu_custom_call"}
+
+
+@pytest.mark.parametrize(
+    ("symbols", "options"),
+    [("b", {}), ("b, s", {"is_causal": True, "local_window_size": (50, 0)})],
+    ids=str,
+)
+def test_symbolic_sizes(symbols, options, monkeypatch):
+    """Blocks of a number that is asked for before it is known; rows that fill the last block, counted."""
+    monkeypatch.setattr(_blocks, "KEY_BLOCK", 64)
+    monkeypatch.setattr(_blocks, "QUERY_BLOCK", 64)
+    batch, rows, heads, kv_heads, width = 2, 12, 4, 2, 8
+    names = dict(zip(symbols.split(", "), jax.export.symbolic_shape(symbols), strict=True))
+    b, s = names.get("b", batch), names.get("s", rows)
+
+    def run(*arrays):
+        return attention(*arrays, **options, return_energy=True)
+
+    def wanted(*arrays):
+        return tuple(local_attention(*arrays, **options, implementation="reference"))
+
+    def with_gradients(f):
+        def run(arrays, cotangent):
+            found, back = jax.vjp(f, *arrays)
+            return *found, *back(cotangent)
+
+        return jax.jit(run)
+
+    program = exported(run, *(abstract((b, s, n, width)) for n in (heads, kv_heads, kv_heads)))
+    # within a block, and beyond one in each direction
+    for b, s in ((2, 12), (3, 150 if "s" in names else 12)):
+        arrays = [made(i, b, s, n, width) for i, n in enumerate((heads, kv_heads, kv_heads))]
+        given = arrays, (made(7, b, s, heads, width), made(8, b, s, heads))
+        for x, y in zip(
+            with_gradients(program.call)(*given), with_gradients(wanted)(*given), strict=True
+        ):
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
+
+
+def test_decoding_with_a_cache_of_any_length():
+    """One query, a symbolic number of slots and of rows, lengths, bias, mask, positions and segments beside them."""
+    b, s = jax.export.symbolic_shape("b, s")
+    heads, kv_heads, width = 4, 2, 8
+
+    def arguments(b, s, make):
+        return {
+            "query": make((b, 1, heads, width)),
+            "key": make((b, s, kv_heads, width)),
+            "value": make((b, s, kv_heads, width)),
+            "bias": make((1, heads, 1, s)),
+            "mask": make((b, 1, 1, s), bool),
+            "key_value_seq_lengths": make((b,), np.int32),
+            "query_positions": make((b, 1), np.int32),
+            "key_positions": make((b, s), np.int32),
+            "query_segment_ids": make((b, 1), np.int32),
+            "key_segment_ids": make((b, s), np.int32),
+        }
+
+    def concrete(shape, dtype=np.float64):
+        if dtype == np.float64:
+            return made(len(shape), *shape)
+        return np.ones(shape, dtype)
+
+    def run(arguments, source, implementation=None):
+        return free_energy(source=source, **arguments, implementation=implementation)
+
+    source = (1, heads, width)
+    program = exported(run, arguments(b, s, abstract), abstract((b, *source)))
+    for rows, slots in ((1, 3), (3, 2000)):
+        given = arguments(rows, slots, concrete), made(9, rows, *source)
+        given[0]["key_value_seq_lengths"] = np.arange(rows, dtype=np.int32) + slots - rows
+        wanted = run(*given, implementation="reference")
+        np.testing.assert_allclose(program.call(*given), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_mapped_over_a_symbolic_axis():
+    """Kernels that are chosen by the sizes of one row, and then meet a batch that is not known."""
+    (b,) = jax.export.symbolic_shape("b")
+    x = abstract((b, 16, 2, 64), jnp.float32)
+    run = jax.vmap(lambda *x: local_attention(*x).out)
+    program = exported(run, x, x, x)
+    arrays = [made(i, 3, 16, 2, 64, dtype=np.float32) for i in range(3)]
+    np.testing.assert_allclose(program.call(*arrays), run(*arrays), rtol=1e-5, atol=1e-5)
+    for platform in ("cuda", "tpu"):
+        assert calls(exported(run, x, x, x, platform=platform)) == set()
