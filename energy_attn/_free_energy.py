@@ -190,7 +190,7 @@ def prepare(
     compares = given.settings.rule.constrains or given.operands.key_positions is not None
     if parallel is not None and compares:
         size = query.shape[-3], key.shape[-3]
-        if inside:
+        if inside and place is not None:
             traced = with_positions_inside(parallel, place.queries, traced, *size)
         else:
             traced = with_positions(parallel, traced, *size)

@@ -2,19 +2,19 @@
 
 import contextlib
 import os
-from typing import TextIO
+from typing import IO
 
 
-def write_line(stream: TextIO, text: str) -> None:
+def write_line(stream: IO[str], text: str) -> None:
     """Writes a line at once, with escapes for what the stream's encoding lacks.
 
     Raises `OSError` where nobody reads it, or its disk is full.
     """
-    encoding = stream.encoding or "utf-8"
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
-def silence(stream: TextIO) -> None:
+def silence(stream: IO[str]) -> None:
     """Lets go of what a stream still holds, and of all that comes. Raises nothing.
 
     Python would try to write it when it ends, and complain.
