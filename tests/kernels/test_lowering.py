@@ -65,7 +65,7 @@ def afresh(monkeypatch):
         ("rocm", jnp.bfloat16, set()),
         ("cpu", jnp.bfloat16, set()),
     ],
-    ids=str,
+    ids=["cuda-bfloat16", "cuda-float32", "tpu-bfloat16", "tpu-float32", "rocm", "cpu"],
 )
 def test_default(platform, dtype, wanted):
     """A kernel whose lowering wants other parameters than this JAX passes, or a GPU; XLA where a kernel would do."""
@@ -82,7 +82,7 @@ def _call():
     return Settings(64**-0.5, Rule(is_causal=True)), Operands(*abstract(), *[None] * 4)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_in_any_context(dtype, afresh):
     """A probe that is traced into the program around it, or under its mesh, its precision, its switches."""
     wanted = {FORWARD, BACKWARD} if dtype == jnp.bfloat16 else {TRITON}
