@@ -82,7 +82,7 @@ def _call():
     return Settings(64**-0.5, Rule(is_causal=True)), Operands(*abstract(), *[None] * 4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 def test_in_any_context(dtype, afresh):
     """A probe that is traced into the program around it, or under its mesh, its precision, its switches."""
     wanted = {FORWARD, BACKWARD} if dtype == jnp.bfloat16 else {TRITON}
