@@ -154,7 +154,8 @@ class Blocks:
         shown = there(operands)
         if shown is not None:
             shown = jnp.broadcast_to(shown, (shown.shape[0], operands.key.shape[1]))
-            shown = _pad(shown, 1, g.keys * g.key_blocks).reshape(-1, g.key_blocks, g.keys)
+            shown = _pad(shown, 1, g.keys * g.key_blocks)
+            shown = shown.reshape(shown.shape[0], g.key_blocks, g.keys)
         self._shown = shown
         rows, columns = g.times * g.query_blocks, g.keys * g.key_blocks
         self.bias = _pad_scores(operands.bias, rows, columns)

@@ -57,9 +57,8 @@ class Reference(AbstractKernel):
         )
         out = out.reshape(batch, times, heads, value.shape[-1])
         lse = lse.transpose(0, 2, 1)
-        out = jnp.where(
-            holds_keys(lse)[..., None], out, 0
-        )  # where nothing is seen, nothing is asked
+        # where nothing is seen, nothing is asked
+        out = jnp.where(holds_keys(lse)[..., None], out, 0)
         return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
     def backward(
