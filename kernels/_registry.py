@@ -182,8 +182,9 @@ def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> l
     union = frozenset(axes).union(*(varying_axes(x) for x in arrays if x is not None))
 
     def vary(x: Array | None) -> Any:
-        missing = tuple(sorted(union - varying_axes(x))) if x is not None else None
-        return summable(lambda x: lax.pcast(x, missing, to="varying"), x) if missing else x
+        if x is None or not (missing := tuple(sorted(union - varying_axes(x)))):
+            return x
+        return summable(lambda x: lax.pcast(x, missing, to="varying"), x)
 
     return [vary(x) for x in arrays]
 
