@@ -144,5 +144,5 @@ def test_limits_of_jax():
 
     with jax.set_mesh(make_mesh((2, 4), ("stage", "device"))):
         assert jax.jit(total).lower(jnp.ones((2, 8, 1, 2)))
-        with pytest.raises(ValueError, match="manual axes"):
+        with pytest.raises(ValueError, match="(?i)manual"):
             jax.jit(jax.grad(total)).lower(jnp.ones((2, 8, 1, 2)))
