@@ -182,7 +182,8 @@ def prepare(
     if inside:
         _check_inside(arrays)
     given = checked(call, None, arrays)
-    place = (placement_inside if inside else placement)(parallel, query, key, value)
+    where = placement_inside if inside else placement
+    place = where(parallel, query, key, value)
     if call.names != ("reference",):
         cite("milakov", "flash")
     if place is not None and place.axes:
@@ -190,7 +191,7 @@ def prepare(
     compares = given.settings.rule.constrains or given.operands.key_positions is not None
     if parallel is not None and compares:
         size = query.shape[-3], key.shape[-3]
-        if inside and place is not None:
+        if place is not None and place.inside:
             traced = with_positions_inside(parallel, place.queries, traced, *size)
         else:
             traced = with_positions(parallel, traced, *size)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import NamedTuple, TextIO
 
 from . import _worker
 from ._output import silence, write_line
@@ -136,7 +136,7 @@ class Output:
     it is no reason to end a run.
     """
 
-    def __init__(self, name: str, stream: IO[str]) -> None:
+    def __init__(self, name: str, stream: TextIO) -> None:
         self.name = name
         self.stream = stream
         self._lock = threading.Lock()

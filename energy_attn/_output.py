@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-from typing import IO
+from typing import TextIO
 
 
-def write_line(stream: IO[str], text: str) -> None:
+def write_line(stream: TextIO, text: str) -> None:
     """Writes a line at once, with escapes for what the stream's encoding lacks.
 
     Raises `OSError` where nobody reads it, or its disk is full.
@@ -14,7 +14,7 @@ def write_line(stream: IO[str], text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
-def silence(stream: IO[str]) -> None:
+def silence(stream: TextIO) -> None:
     """Lets go of what a stream still holds, and of all that comes. Raises nothing.
 
     Python would try to write it when it ends, and complain.

@@ -191,8 +191,7 @@ def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> l
     union = frozenset(axes).union(*(varying_axes(x) for x in arrays if x is not None))
 
     def vary(x: Array | None) -> Any:
-        missing = () if x is None else tuple(sorted(union - varying_axes(x)))
-        if x is None or not missing:
+        if x is None or not (missing := tuple(sorted(union - varying_axes(x)))):
             return x
         return summable(lambda x: lax.pcast(x, missing, to="varying"), x)
 

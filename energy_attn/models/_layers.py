@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..kernels._state import lse_dtype
@@ -48,8 +49,15 @@ class Embedding(eqx.Module):
         """The tokens' rows."""
         vocab = self.weight.shape[0]
         # negative indices would count from the end
-        outside = (tokens < 0) | (tokens >= vocab)
-        return jnp.take(self.weight, jnp.where(outside, vocab, tokens), 0, mode="fill")
+        index = jnp.where((tokens < 0) | (tokens >= vocab), vocab, tokens)
+        rows = self.weight.at[index]
+        split = tuple(jax.typeof(index).sharding.spec)
+        if not any(split):
+            return rows.get(mode="fill")
+        # of tokens that types split over a mesh, JAX asks how their rows are
+        mesh, width = jax.typeof(index).sharding.mesh, jax.typeof(self.weight).sharding.spec[1:]
+        spread = NamedSharding(mesh, PartitionSpec(*split, *width))
+        return rows.get(mode="fill", out_sharding=spread)
 
 
 class RMSNorm(eqx.Module):

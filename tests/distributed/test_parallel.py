@@ -185,6 +185,7 @@ def test_batch_on_another_axis(kinds):
         check(run(arrays, given), EVEN)
 
 
+@batches_psum
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_mapped_over_an_explicit_axis(implementation):
     """Grouped heads under a `vmap` over a batch that types split: reshapes that JAX refuses, as a model's block meets.

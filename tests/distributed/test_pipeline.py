@@ -126,3 +126,23 @@ def test_queries_on_all_devices(method):
     close(entropy, exact)
     for name, slope in dense_vjp(plain, np.asarray(direction), np.zeros(energy.shape)).items():
         close(gradients[name], slope, name)
+
+
+def test_limits_of_jax():
+    """What docs/guide.md says that JAX cannot differentiate: if this fails, newer JAX can, and the page may say so."""
+    parallel = SequenceParallel("device", "ring")
+
+    def total(x):
+        attend = functools.partial(ea.attention, parallel=parallel)
+        stage = jax.shard_map(
+            lambda x: attend(x, x, x),
+            in_specs=P("stage"),
+            out_specs=P("stage"),
+            axis_names={"stage"},
+        )
+        return stage(x).sum()
+
+    with jax.set_mesh(make_mesh((2, 4), ("stage", "device"))):
+        assert jax.jit(total).lower(jnp.ones((2, 8, 1, 2)))
+        with pytest.raises(ValueError, match="(?i)manual"):
+            jax.jit(jax.grad(total)).lower(jnp.ones((2, 8, 1, 2)))

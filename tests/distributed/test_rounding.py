@@ -1,4 +1,4 @@
-"""Arrays of 16 bits: what many devices hold of a row is rounded once, when it has been folded, as one device rounds it."""
+"""Arrays of 16 bits: what many devices hold of a row is rounded once, when it has been folded."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ WAYS = {
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_as_exact_as_one_device(dtype):
-    """States rounded before they are folded: over eight devices half as much again as on one, of values and gradients."""
+    """States that are rounded before they are folded err half as much again over eight devices as on one."""
     rng = np.random.default_rng(0)
     query, key, value = (
         jnp.asarray(rng.standard_normal((1, n, 8, 32)), dtype) for n in (16, 2048, 2048)

@@ -359,7 +359,7 @@ EMPTY = {
     "score_moments": ea.score_moments,
     "temperature_sensitivity": ea.temperature_sensitivity,
     "product": lambda *x, **options: ea.covariance(*x, tangent=x[0], **options),
-    "cumulant": lambda *x, **options: ea.cumulant(*x, [x[0]] * 3, **options),
+    "cumulant": lambda *x, **options: ea.cumulant(*x, tangents=[x[0]] * 3, **options),
 }
 
 
