@@ -79,6 +79,26 @@ def test_what_is_absent_is_not_read(name, kind):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
+def test_what_is_absent_is_not_read_by_what_is_mapped_over():
+    """A question asked of each row alone, whether all is well, has both its answers computed under vmap."""
+    query, key, value = arrays()
+    lengths = jnp.asarray(LENGTHS)
+
+    def run(query, key, value, length):
+        return local_attention(
+            query, key, value, key_value_seq_lengths=length, implementation="decode"
+        )
+
+    mapped = jax.jit(jax.vmap(run))
+    wanted = mapped(query, key, value.at[0, 3:].set(0), lengths)
+    for bad in (np.nan, np.inf):
+        found = mapped(query, key, value.at[0, 3:].set(bad), lengths)
+        for mine, theirs in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+    # the sum that is taken again, and so reads the values twice, is in a branch
+    assert "conditional" in mapped.lower(query, key, value, lengths).compile().as_text()
+
+
 @NAMES
 def test_absent_queries_ask_nothing(name):
     """NaN in a padded query, or in what is asked of it, in the gradients of keys and values."""
