@@ -61,7 +61,8 @@ def test_every_extra_is_explained():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").split("## Extras")[1]
     named = [
-        re.findall("`([a-z0-9-]+)`", line.split("|")[1]) for line in re.findall(r"^\| `.*", page, re.M)
+        re.findall("`([a-z0-9-]+)`", line.split("|")[1])
+        for line in re.findall(r"^\| `.*", page, re.M)
     ]
     assert {name for row in named for name in row} == set(project["optional-dependencies"])
 
