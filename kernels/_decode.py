@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from . import _blockwise
 from ._arguments import Operands, Settings, cleared, known, out_dtype, reached, there
-from ._blocks import KEY_BLOCK, inner, outer, product
+from ._blocks import inner, outer, product
 from ._kernel import AbstractKernel
 from ._reference import masked
 from ._softmax import softmax
@@ -19,6 +19,8 @@ from ._state import AttentionState, lse_dtype, precision
 # Above this many query rows (times heads) the block-diagonal product wastes more arithmetic than
 # it saves in bandwidth; chosen by measurement.
 MOST_ROWS = 64
+# The values of a sum that is not finite are summed again in so many pieces, or in fewer of so many keys.
+PIECES, LEAST_PIECE = 8, 128
 
 
 class Decode(AbstractKernel):
@@ -128,7 +130,7 @@ def _summed(
 
     Its weight is zero, but what it holds may not be finite, and a copy of all values with zeros
     there would take as long as the sum. So the sum is taken as it is, and only if it is not finite
-    taken again, block by block. `axis` of the weights is that of the keys.
+    taken again, piece by piece. `axis` of the weights is that of the keys.
     """
     weights, shown, columns = weights.astype(value.dtype), there(operands), value.shape[1]
     if shown is not None and not known(columns):
@@ -136,20 +138,18 @@ def _summed(
     found = weighed(weights, value)
     if shown is None or not known(columns):
         return found
-    block = min(columns, KEY_BLOCK)
+    # one piece after the other, so that what is laid out anew is small beside the values
+    step = max(-(-columns // PIECES), LEAST_PIECE)
     shown = jnp.broadcast_to(shown, value.shape[:2])
 
     def again() -> Array:
-        def add(i: Array, total: Array) -> Array:
-            # the last block begins earlier, and what it shares with the one before counts once
-            first = jnp.minimum(i * block, columns - block)
-            new = jnp.arange(block)[None] + first >= i * block
-            values, some = (lax.dynamic_slice_in_dim(x, first, block, 1) for x in (value, shown))
-            values = jnp.where((some & new)[:, :, None], values, 0)
-            parts = lax.dynamic_slice_in_dim(weights, first, block, axis)
-            return total + weighed(parts, values)
-
-        return lax.fori_loop(0, -(-columns // block), add, lax.full_like(found, 0))
+        total = lax.full_like(found, 0)
+        for first in range(0, columns, step):
+            piece = slice(first, min(first + step, columns))
+            values = jnp.where(shown[:, piece, None], value[:, piece], 0)
+            parts = lax.slice_in_dim(weights, piece.start, piece.stop, axis=axis)
+            total += weighed(parts, values)
+        return total
 
     return lax.cond(_broken(found), again, lambda: found)
 

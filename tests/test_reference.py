@@ -179,8 +179,8 @@ def test_visibility_by_loops():
         window = problem.local_window_size
         left, right = (window, window) if isinstance(window, int) else (window or (np.inf, np.inf))
         for b, n, t, s in np.ndindex(seen.shape):
-            i = t if problem.query_positions is None else problem.query_positions[b, t]
-            j = s if problem.key_positions is None else problem.key_positions[b, s]
+            i = t if problem.query_positions is None else int(problem.query_positions[b, t])
+            j = s if problem.key_positions is None else int(problem.key_positions[b, s])
             lengths = problem.query_seq_lengths, problem.key_value_seq_lengths
             there = all(
                 length is None or index < length[b]

@@ -343,7 +343,7 @@ class History(RuleBasedStateMachine):
     def append(self, wanted):
         count, new = self.room(wanted), tokens(self.step, 3)
         with self.mesh():
-            self.cache = append(self.cache, *new, jnp.asarray(count, jnp.int32))
+            self.cache = append(self.cache, *new, lengths=jnp.asarray(count, jnp.int32))
         self.model.append(*new, count)
 
     @rule(wanted=counts, order=st.permutations(range(4)))

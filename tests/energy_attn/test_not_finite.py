@@ -40,7 +40,7 @@ def observed(query, key, value, parallel):
         "sensitivity": ea.temperature_sensitivity(*call, **options),
         "covariance": ea.covariance(*call, **options),
         "product": ea.covariance(*call, tangent=tangent, **options),
-        "cumulant": ea.cumulant(*call, [tangent] * 3, **options),
+        "cumulant": ea.cumulant(*call, tangents=[tangent] * 3, **options),
         **{name: solution.value for name, solution in solutions.items()},
     }
     results = {name: solution.result for name, solution in solutions.items()}
