@@ -146,7 +146,8 @@ def _summed(
         total = lax.full_like(found, 0)
         for first in range(0, columns, step):
             piece = slice(first, min(first + step, columns))
-            values = jnp.where(shown[:, piece, None], value[:, piece], 0)
+            some, total = lax.optimization_barrier((shown[:, piece], total))
+            values = jnp.where(some[:, :, None], value[:, piece], 0)
             parts = lax.slice_in_dim(weights, piece.start, piece.stop, axis=axis)
             total += weighed(parts, values)
         return total
