@@ -136,21 +136,22 @@ def _summed(
     if shown is not None and not known(columns):
         value = jnp.where(shown[:, :, None], value, 0)
     found = weighed(weights, value)
-    if shown is None or not known(columns):
+    if shown is None or not known(columns) or columns == 0:
         return found
-    # one piece after the other, so that what is laid out anew is small beside the values
-    step = max(-(-columns // PIECES), LEAST_PIECE)
+    piece = min(max(-(-columns // PIECES), LEAST_PIECE), columns)
     shown = jnp.broadcast_to(shown, value.shape[:2])
 
     def again() -> Array:
-        total = lax.full_like(found, 0)
-        for first in range(0, columns, step):
-            piece = slice(first, min(first + step, columns))
-            some, total = lax.optimization_barrier((shown[:, piece], total))
-            values = jnp.where(some[:, :, None], value[:, piece], 0)
-            parts = lax.slice_in_dim(weights, piece.start, piece.stop, axis=axis)
-            total += weighed(parts, values)
-        return total
+        def add(i: Array, total: Array) -> Array:
+            # the last piece begins earlier, and what it shares with the one before counts once
+            first = jnp.minimum(i * piece, columns - piece)
+            new = jnp.arange(piece)[None] + first >= i * piece
+            values, some = (lax.dynamic_slice_in_dim(x, first, piece, 1) for x in (value, shown))
+            values = jnp.where((some & new)[:, :, None], values, 0)
+            parts = lax.dynamic_slice_in_dim(weights, first, piece, axis)
+            return total + weighed(parts, values)
+
+        return lax.fori_loop(0, -(-columns // piece), add, lax.full_like(found, 0))
 
     return lax.cond(_broken(found), again, lambda: found)
 
