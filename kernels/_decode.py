@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from . import _blockwise
 from ._arguments import Operands, Settings, cleared, known, out_dtype, reached, there
-from ._blocks import inner, outer, product
+from ._blocks import KEY_BLOCK, inner, outer, product
 from ._kernel import AbstractKernel
 from ._reference import masked
 from ._softmax import softmax
@@ -19,7 +19,8 @@ from ._state import AttentionState, lse_dtype, precision
 # Above this many query rows (times heads) the block-diagonal product wastes more arithmetic than
 # it saves in bandwidth; chosen by measurement.
 MOST_ROWS = 64
-# The values of a sum that is not finite are summed again in so many pieces, or in fewer of so many keys.
+# The values of a sum that is not finite are summed again in so many pieces at least, or in fewer of
+# so many keys. They need memory whether they are summed or not: small, it costs no time.
 PIECES, LEAST_PIECE = 8, 128
 
 
@@ -138,7 +139,7 @@ def _summed(
     found = weighed(weights, value)
     if shown is None or not known(columns) or columns == 0:
         return found
-    piece = min(max(-(-columns // PIECES), LEAST_PIECE), columns)
+    piece = min(max(-(-columns // PIECES), LEAST_PIECE), KEY_BLOCK, columns)
     shown = jnp.broadcast_to(shown, value.shape[:2])
 
     def again() -> Array:
