@@ -130,7 +130,7 @@ def test_gather(pod):
     program = compiled(pod, tree_attention, KEYS[pod], merge="gather")
     assert len(collectives(program)) == 1
     assert payload(program) == predicted("tree", "gather", pod)
-    assert shards(program, pod) <= 1.01
+    assert shards(program, pod) <= 1.02  # the states of all devices, in float32, are a part of it
 
 
 def test_auto_knows_the_platform():

@@ -33,9 +33,10 @@ def test_gradients(chip, heads, kv_heads, width):
     """Blocks that do not fit a chip, or more memory than copies with the heads in front."""
     shapes = operands(ROWS, ROWS, heads, kv_heads, width)
     program = compiled(chip, both_gradients, *shapes, kernels=3)
-    # q, k, v, out, dout and three gradients, of 128 lanes each at least; and energies in 128 lanes
+    # q, k, v, out, dout and three gradients, of 128 lanes each at least; energies in 128 lanes; and
+    # out once more, when it is looked at for what is broken
     elements = ROWS * max(width, 128) * (4 * heads + 4 * kv_heads)
-    assert temporary(program) <= 2 * elements + 4 * 128 * heads * ROWS + 2**25
+    assert temporary(program) <= 2 * elements + 4 * 128 * heads * ROWS + 2**26
 
 
 @every_chip
