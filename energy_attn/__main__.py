@@ -7,8 +7,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ._devices import simulate_devices
-from ._output import silence
+from .cli._devices import simulate_devices
+from .cli._output import silence
 
 _ABOUT = "Attention as the gradient of a free energy."
 _COMMANDS = {
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == chosen:
             if name == "demo" or "speculative" in arguments:  # they spread a cache
                 simulate_devices()
-            module = importlib.import_module(f"energy_attn._{name}")
+            module = importlib.import_module(f"energy_attn.cli.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(arguments)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn import _bench
 from energy_attn.__main__ import main
-from energy_attn._bench import _cases, _generation, _measure, _speculative
+from energy_attn.cli import bench
+from energy_attn.cli.bench import _cases, _generation, _measure, _speculative
 from energy_attn.models import Llama, LlamaConfig
 
 
@@ -21,16 +21,16 @@ def untrained(seconds):
 
 
 @pytest.mark.usefixtures("user_settings")
-@pytest.mark.parametrize("suite", _bench.SUITES)
+@pytest.mark.parametrize("suite", bench.SUITES)
 def test_suites(suite, tmp_path, capsys, monkeypatch):
     """A suite that cannot run, or that times peers which compute something else."""
     seen, cases = set(), []
-    for case in _bench.SUITES[suite]:  # one of each kind: the sizes differ alone
+    for case in bench.SUITES[suite]:  # one of each kind: the sizes differ alone
         kind = case.name, "T=1," in case.sizes
         if kind not in seen:
             seen.add(kind)
             cases.append(case)
-    monkeypatch.setitem(_bench.SUITES, suite, tuple(cases))
+    monkeypatch.setitem(bench.SUITES, suite, tuple(cases))
     monkeypatch.setattr(_generation, "trained", untrained)
     arguments = ["bench", "--suite", suite, "--shrink", "128", "--repeats", "2"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
@@ -52,7 +52,7 @@ def test_suites(suite, tmp_path, capsys, monkeypatch):
 def test_wrong_answers_are_seen():
     """A fast wrong answer that nobody compares."""
     found = {_cases.OURS: lambda: jnp.ones(3), "peer": lambda: jnp.asarray([1.0, 1.0, 1.5])}
-    assert _bench._differences(found) == {"peer": 0.5}
+    assert bench._differences(found) == {"peer": 0.5}
 
 
 def test_sides_take_turns(monkeypatch):

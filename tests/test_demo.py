@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import energy_attn._demo as demo
+import energy_attn.cli.demo as demo
 from energy_attn import __main__ as command
-from energy_attn import _devices
-from energy_attn._demo import _checks, _model, _picture, _report, _text, _train
-from energy_attn._info import CALLS, choice
+from energy_attn.cli import _devices
+from energy_attn.cli.demo import _checks, _model, _picture, _report, _text, _train
+from energy_attn.cli.info import CALLS, choice
 from energy_attn.models import Llama, LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[1]

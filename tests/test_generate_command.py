@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from energy_attn.__main__ import main
-from energy_attn._tokenizer import tokenizer_of
+from energy_attn.cli._tokenizer import tokenizer_of
 from energy_attn.models import Llama, LlamaConfig, generate
 
 PROMPT = "ab" * 9 + "é"

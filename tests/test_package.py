@@ -74,7 +74,7 @@ def test_wheel(built):
     _, installed = built
     files = {p.relative_to(installed).as_posix() for p in installed.rglob("*") if p.is_file()}
     package = {name for name in files if not name.split("/")[0].endswith(".dist-info")}
-    data = {"py.typed", "_demo/model/config.json", "_demo/model/model.safetensors"}
+    data = {"py.typed", "cli/demo/model/config.json", "cli/demo/model/model.safetensors"}
     assert package == modules() | {f"energy_attn/{name}" for name in data}
 
 

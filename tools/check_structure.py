@@ -6,6 +6,8 @@ The rules:
 - `energy_attn/kernels` and `energy_attn/distributed` are relative links to the folders of the same name.
 - `kernels` imports nothing of ours but itself, `distributed` only `kernels` and itself, each under its full name; and
   nothing imports bare `kernels` or `distributed`, which are other people's packages.
+- What a room uses of another it imports from there as users do, or from its `internal.py`; no other module.
+- The folders of a room do not import each other in a circle.
 - Names of JAX that are private stand in one module, which looks for them before they are called.
 - A module holds one concept: at most 400 lines.
 - Every name that a package exports stands in the documentation's API pages.
@@ -29,6 +31,7 @@ MAY_IMPORT = {
 }
 MAX_LINES = 400
 PRIVATE_NAMES = "kernels/_private.py"
+DOOR = "internal"
 
 
 def sources(root: Path, folder: str) -> list[Path]:
@@ -107,6 +110,60 @@ def wrong_imports(root: Path) -> Iterator[str]:
                     yield f"{where}: {folder} imports {name}, against the direction"
 
 
+def other_doors(root: Path) -> Iterator[str]:
+    """Imports of another room's modules besides its packages for users and its door."""
+    for folder in (*ROOMS, "papers", "examples", "docs"):
+        for path in sources(root, folder):
+            module = module_name(root, path)
+            own = room_of(module)
+            for line, name in imports(module, ast.parse(path.read_text(encoding="utf-8"))):
+                room = room_of(name)
+                if room is None or room == own:
+                    continue
+                if any(part.startswith("_") for part in name.split(".") if part != "__version__"):
+                    where = f"{path.relative_to(root)}:{line}"
+                    yield f"{where}: imports {name}, past the doors of {room}"
+
+
+def folder_of(root: Path, name: str) -> str | None:
+    """The folder that a module, or a name in it, lies in: `kernels/xla`; None for what is nobody's."""
+    parts = name.split(".")[1:]
+    for count in range(len(parts), 0, -1):
+        path = Path("energy_attn", *parts[:count])
+        if (root / path).is_dir() or (root / path.with_suffix(".py")).is_file():
+            found = path if (root / path).is_dir() else path.parent
+            return str(found.relative_to("energy_attn"))
+    return None
+
+
+def circles(root: Path) -> Iterator[str]:
+    """Folders that import each other, one way or the other.
+
+    An `__init__.py` shows what lies below it and is nobody's lower door, so what it imports does
+    not count; nor does `internal.py`.
+    """
+    uses: dict[str, set[str]] = {}
+    for room in ROOMS:
+        for path in sources(root, room):
+            if path.name in ("__init__.py", "__main__.py", f"{DOOR}.py"):
+                continue
+            module = module_name(root, path)
+            own = folder_of(root, module)
+            for _, name in imports(module, ast.parse(path.read_text(encoding="utf-8"))):
+                other = folder_of(root, name) if room_of(name) == room_of(module) else None
+                if own and other and own != other:
+                    uses.setdefault(own, set()).add(other)
+    for folder in sorted(uses):
+        seen, ahead = set[str](), [folder]
+        while ahead:
+            for other in uses.get(ahead.pop(), ()):
+                if other == folder:
+                    yield f"{folder}: imports itself around a circle, through {sorted(uses[folder])}"
+                elif other not in seen:
+                    seen.add(other)
+                    ahead.append(other)
+
+
 def private_names(root: Path) -> Iterator[str]:
     """Private names of JAX that are imported, written as attributes or in strings, outside of the module for them."""
     for folder in ROOMS:
@@ -162,12 +219,22 @@ def undocumented_exports(root: Path) -> Iterator[str]:
         page.read_text(encoding="utf-8") for page in sorted((root / "docs" / "api").glob("*.md"))
     )
     shown = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    for package, block in re.findall(r"^::: (\S+)\n((?: .*\n)+)", pages, re.MULTILINE):
+        shown |= {f"{package}.{name}" for name in re.findall(r"^ +- (\w+)$", block, re.MULTILINE)}
     for package, name in exports(root):
         if f"{package}.{name}" not in shown:
             yield f"docs/api: no page has `::: {package}.{name}`"
 
 
-RULES = (broken_links, wrong_imports, private_names, long_modules, undocumented_exports)
+RULES = (
+    broken_links,
+    wrong_imports,
+    other_doors,
+    circles,
+    private_names,
+    long_modules,
+    undocumented_exports,
+)
 
 
 def main() -> int:

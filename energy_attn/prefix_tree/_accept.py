@@ -8,9 +8,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from energy_attn._warp import check_sampling, draw
-from energy_attn.kernels._errors import check_floating, check_key, check_shape
+from energy_attn.kernels.internal import check_floating, check_key, check_shape
 
+from ._sampling import check_sampling, draw
 from ._tree import PrefixTree, check_logits
 
 

@@ -8,17 +8,30 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from energy_attn._citation import cite
 from energy_attn.distributed import KVCache
-from energy_attn.distributed._cache_arguments import check_reach, check_stored
-from energy_attn.distributed._cache_write import Home, home
-from energy_attn.distributed._placement import Placement, arrive, placement
-from energy_attn.distributed._spread import spread_attention
+from energy_attn.distributed.internal import (
+    Home,
+    Placement,
+    arrive,
+    check_reach,
+    check_stored,
+    home,
+    placement,
+    spread_attention,
+)
 from energy_attn.kernels import AttentionState, merge
-from energy_attn.kernels._arguments import Call, check_call, parts_of
-from energy_attn.kernels._errors import check_integral, check_shape, received
-from energy_attn.kernels._registry import attend, candidates
+from energy_attn.kernels.internal import (
+    Call,
+    attend,
+    candidates,
+    check_call,
+    check_integral,
+    check_shape,
+    parts_of,
+    received,
+)
 
+from ..core._citation import cite
 from ._accept import Accepted
 from ._tree import PrefixTree, check_tree, take
 

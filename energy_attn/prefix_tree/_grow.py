@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from energy_attn.kernels._errors import check_integer, check_shape
-from energy_attn.kernels._state import lse_dtype
+from energy_attn.kernels.internal import check_integer, check_shape, lse_dtype
 
 from ._shapes import tree_of
 from ._tree import PrefixTree, check_logits, take

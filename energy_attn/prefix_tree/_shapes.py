@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer
 
-from energy_attn.kernels._errors import (
-    check_integer,
-    check_integral,
-    check_shape,
-    received,
-)
+from energy_attn.kernels.internal import check_integer, check_integral, check_shape, received
 
 from ._tree import PrefixTree, build, check_parents, check_range, check_slots, is_known, take
 

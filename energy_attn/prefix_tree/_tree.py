@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
-from energy_attn.kernels._errors import (
+from energy_attn.kernels.internal import (
     check_array,
     check_boolean,
     check_floating,

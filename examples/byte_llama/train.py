@@ -3,7 +3,7 @@
 Writes a checkpoint in Hugging Face's format, config.json and model.safetensors, and a curve: what attention did on text
 that was held out, while the model learned. An hour or so on two cores; what the library comes with was made by
 
-    python examples/byte_llama/train.py --out energy_attn/_demo/model --curve examples/byte_llama/curves/model.json
+    python examples/byte_llama/train.py --out energy_attn/cli/demo/model --curve examples/byte_llama/curves/model.json
 
 and, for NAME none, z-loss and entropy, what the curves show:
 
@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from energy_attn._demo._text import standard_library
-from energy_attn._demo._train import (
+from energy_attn.cli.demo._text import standard_library
+from energy_attn.cli.demo._train import (
     CONFIG,
     PENALTIES,
     SHORT,

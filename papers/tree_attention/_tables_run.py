@@ -26,8 +26,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn._demo._model import FOLDER
-from energy_attn._demo._text import standard_library
+from energy_attn.cli.demo._model import FOLDER
+from energy_attn.cli.demo._text import standard_library
 from energy_attn.distributed import (
     SequenceParallel,
     collectives,

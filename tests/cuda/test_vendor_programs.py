@@ -14,7 +14,9 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.kernels import AttentionState, _cudnn, _flash_attn, _registry, local_attention
+from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels.dispatch import _registry
+from energy_attn.kernels.vendor import _cudnn, _flash_attn
 
 from .target import nodes
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from energy_attn.distributed import make_mesh
-from energy_attn.distributed._remote import exchanged, fits
+from energy_attn.distributed.merge._remote import exchanged, fits
 from energy_attn.kernels import AttentionState, merge_all
 
 MESHES = {

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
-from energy_attn.distributed._cache import KVCache
-from energy_attn.distributed._quantize import dequantize, quantize
+from energy_attn.distributed.cache._cache import KVCache
+from energy_attn.distributed.cache._quantize import dequantize, quantize
 
 from ..problems import Problem
 from ..reference import dense, dense_vjp
@@ -218,7 +218,7 @@ def test_no_room(jitted, raises_late):
 def test_no_room_unchecked(monkeypatch):
     """With Equinox's checks off, a row without room keeps what it has, and the others get theirs."""
     monkeypatch.setattr(
-        "energy_attn.distributed._cache_write.eqx.branched_error_if", lambda x, *_: x
+        "energy_attn.distributed.cache._write.eqx.branched_error_if", lambda x, *_: x
     )
     model = Model()
     with jax.set_mesh(mesh_of("8")):

@@ -30,8 +30,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from energy_attn.distributed import KVCache, _files, _safetensors
-from energy_attn.distributed._cache_files import write
+from energy_attn.distributed import KVCache
+from energy_attn.distributed.cache._files import write
+from energy_attn.distributed.runtime import _files, _safetensors
 from energy_attn.prefix_tree import Accepted, commit
 
 from ..disk import Killed, contents, failing

@@ -16,8 +16,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.distributed import _loops, collectives
-from energy_attn.distributed._collectives import collectives_in
+from energy_attn.distributed import collectives
+from energy_attn.distributed.hlo import _loops
+from energy_attn.distributed.hlo._collectives import collectives_in
 
 ALL = (0, 1, 2, 3, 4, 5, 6, 7)
 NODES = ((0, 4), (1, 5), (2, 6), (3, 7))

@@ -341,7 +341,11 @@ WRONG = {
         TypeError,
         "topology: wanted a Topology, got str 'dgx'",
     ),
-    "no shape": (lambda: cost.choose_method(3, topology((2,))), TypeError, "shape: wanted a Shape"),
+    "no shape": (
+        lambda: cost.choose_method(3, topology((2,))),
+        TypeError,
+        "shape: wanted a Shape",
+    ),
     "ulysses decodes": (
         lambda: cost.volume("ulysses", None, DECODE, topology((2,))),
         ValueError,
@@ -357,7 +361,11 @@ WRONG = {
         ValueError,
         "method: .*divides the 2 heads of keys for 'ulysses', got 3",
     ),
-    "chip": (lambda: cost.tpu("v1", (2,)), ValueError, "chip: wanted one of 'v5p', .*got str 'v1'"),
+    "chip": (
+        lambda: cost.tpu("v1", (2,)),
+        ValueError,
+        "chip: wanted one of 'v5p', .*got str 'v1'",
+    ),
     "torus": (lambda: cost.tpu("v5p", ()), ValueError, "axes: .*one or more axes"),
     "nodes": (lambda: cost.dgx_h100(0), ValueError, "nodes: .*at least 1, got 0"),
     "sizes": (

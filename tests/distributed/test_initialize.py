@@ -8,9 +8,9 @@ from collections.abc import Callable
 import jax
 import pytest
 
-from energy_attn.distributed import _initialize
-from energy_attn.distributed._initialize import initialize
-from energy_attn.distributed._roll_call import Caller, answer, hold
+from energy_attn.distributed.runtime import _initialize
+from energy_attn.distributed.runtime._initialize import initialize
+from energy_attn.distributed.runtime._rendezvous import Caller, answer, hold
 
 from .test_launch import free_port
 

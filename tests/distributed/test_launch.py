@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from energy_attn import _launch, _worker
+from energy_attn.cli import _worker, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = "import time; time.sleep(60)"
@@ -27,8 +27,8 @@ def free_port() -> int:
 def run(*arguments: object) -> int:
     """`python -m energy_attn launch …`, in this process."""
     parser = argparse.ArgumentParser()
-    _launch.add_arguments(parser)
-    return _launch.run(parser.parse_args(list(map(str, arguments))))
+    launch.add_arguments(parser)
+    return launch.run(parser.parse_args(list(map(str, arguments))))
 
 
 def by_index(zero: str, one: str) -> str:
@@ -74,7 +74,7 @@ def test_environment_of_each_process(monkeypatch, capfd):
 
 def test_what_the_user_says_wins():
     given = {"XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=7", "JAX_PLATFORMS": "cuda"}
-    got = _launch.environment(given, 1, 0, 2)
+    got = launch.environment(given, 1, 0, 2)
     assert got["JAX_PLATFORMS"] == "cuda"
     assert got["XLA_FLAGS"].count("collective_timeout") == 1
     assert "--xla_cpu_collective_timeout_seconds=7" in got["XLA_FLAGS"]
@@ -261,9 +261,9 @@ def test_workers_die_with_the_launcher(tmp_path, number, status):
         ".write(f'{os.getpid()} {child.pid}\\n'); time.sleep(60)"
     )
     start = (
-        "import sys; from energy_attn import _launch; "
+        "import sys; from energy_attn.cli import launch; "
         f"workers = [{{'JAX_PROCESS_ID': x}} for x in '01']; "
-        f"sys.exit(_launch.supervise([sys.executable, '-c', {code!r}], workers))"
+        f"sys.exit(launch.supervise([sys.executable, '-c', {code!r}], workers))"
     )
     launcher = subprocess.Popen(
         [sys.executable, "-c", start], cwd=ROOT, stderr=subprocess.DEVNULL, text=True

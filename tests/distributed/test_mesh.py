@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from energy_attn.distributed import make_mesh
-from energy_attn.distributed._mesh import _arranged, _default_shape
+from energy_attn.distributed.runtime._mesh import _arranged, _default_shape
 
 NAMES = ("node", "device")
 

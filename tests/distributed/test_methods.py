@@ -23,11 +23,11 @@ from energy_attn.distributed import (
     ulysses_attention,
     unshard_sequence,
 )
-from energy_attn.distributed._layout import sequence_order
-from energy_attn.distributed._placement import placement
-from energy_attn.kernels._arguments import Operands, Settings
-from energy_attn.kernels._blocks import Blocks
-from energy_attn.kernels._mask import Rule
+from energy_attn.distributed.spec._layout import sequence_order
+from energy_attn.distributed.spec._plan import placement
+from energy_attn.kernels.call._arguments import Operands, Settings
+from energy_attn.kernels.call._mask import Rule
+from energy_attn.kernels.xla._blocks import Blocks
 
 from ..naive import assert_all_close
 from ..problems import Problem, _make, cast, cotangents, everything

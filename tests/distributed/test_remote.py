@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, merge_across, tree_attention
-from energy_attn.distributed._remote import SWITCH, butterfly_p, fits
+from energy_attn.distributed.merge._remote import SWITCH, butterfly_p, fits
 from energy_attn.kernels import AttentionState, merge_all
 
 from .meshes import batches_psum, close, mesh_of

@@ -240,7 +240,7 @@ def test_bad_rope_scaling(unchecked):
 
 def test_frequencies():
     """Llama 3's scaling as a function of each pair's wavelength, one pair at a time."""
-    from energy_attn.models._rope import frequencies
+    from energy_attn.models.llama._rope import frequencies
 
     scaling = Llama3Rope(8.0, 1.0, 4.0, 8192)
     got = frequencies(128, 5e5, scaling, np.dtype("float64"))
@@ -519,7 +519,7 @@ def test_bad_folder(make, message, tmp_path, monkeypatch):
     def never(*_):
         raise AssertionError("a weight is read")
 
-    monkeypatch.setattr("energy_attn.distributed._safetensors.read", never)
+    monkeypatch.setattr("energy_attn.distributed.runtime._safetensors.read", never)
     with pytest.raises(ValueError, match=message):
         Llama.load(tmp_path)
 
@@ -682,7 +682,9 @@ SPLIT = {
 
 def test_where_weights_lie(tmp_path, monkeypatch):
     """Each device has its part and no more; abstract weights, those in memory and those in files agree."""
-    monkeypatch.setattr("energy_attn.distributed._safetensors._PIECE", 200)  # bytes: 3 rows of 16
+    monkeypatch.setattr(
+        "energy_attn.distributed.runtime._safetensors._PIECE", 200
+    )  # bytes: 3 rows of 16
     tensors = arrays()
     write(tmp_path, tensors)
     mesh = make_mesh((4, 2), ("sequence", "tensor"))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import energy_attn as ea
-from energy_attn import _citation
+from energy_attn.core import _citation
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, LlamaConfig, PromptLookup, generate
 

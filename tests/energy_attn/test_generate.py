@@ -18,10 +18,10 @@ from energy_attn.models import (
     ModelDrafter,
     PromptLookup,
     TreeOutput,
-    _generate,
     generate,
     score_continuations,
 )
+from energy_attn.models.generation import _generate
 from energy_attn.prefix_tree import accept_greedy, pack
 
 CONFIG = LlamaConfig(13, 16, 24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

@@ -7,8 +7,8 @@ import pytest
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, generate
-from energy_attn.models._config import _scaling
-from energy_attn.models._rope import frequencies
+from energy_attn.models.llama._config import _scaling
+from energy_attn.models.llama._rope import frequencies
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
-from energy_attn.models import Llama, LlamaConfig, PromptLookup, _generate, generate, shard
+from energy_attn.models import Llama, LlamaConfig, PromptLookup, generate, shard
+from energy_attn.models.generation import _generate
 from tests.energy_attn.test_generate import build
 
 CONFIG = LlamaConfig(

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn._solution import Result
+from energy_attn.core._solution import Result
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.kernels._errors import received
+from energy_attn.kernels.call._checks import received
 
 from ..test_bad_input import a, complains
 
@@ -268,7 +268,7 @@ def test_steps_run_out_and_numbers_end():
 
 def test_energy_that_rises_is_told(monkeypatch):
     """The promise of descent that nobody checks: with energies of another sign they rise."""
-    from energy_attn._hopfield import _descent
+    from energy_attn.hopfield import _descent
 
     right = _descent.energy
     monkeypatch.setattr(_descent, "energy", lambda *args: -right(*args))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import energy_attn as ea
-from energy_attn.kernels._sample import _draw
+from energy_attn.kernels.reductions._sample import _draw
 
 from ..distributed.meshes import mesh_of, parallel_of
 from ..problems import BLOCKS, LARGE, PROBLEMS, cast

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn._warp import check_sampling, draw, warp
+from energy_attn.prefix_tree._sampling import check_sampling, draw, warp
 
 from ..test_bad_input import complains
 

@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn import attention
-from energy_attn.kernels import AttentionState, _choice, _registry, local_attention
-from energy_attn.kernels._arguments import check_call, cotangents
-from energy_attn.kernels._kernel import AbstractKernel
+from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels.call._arguments import check_call, cotangents
+from energy_attn.kernels.call._kernel import AbstractKernel
+from energy_attn.kernels.dispatch import _lowering, _registry
 
 from ..problems import PROBLEMS, cast
 
@@ -207,6 +208,6 @@ def _registry_call(dtype):
 def test_one_cached_program_for_each_shape(kernels):
     """Calls outside of jit that compile every time."""
     attend(arrays())
-    sizes = _choice._bind._cache_size()
+    sizes = _lowering._bind._cache_size()
     attend(arrays())
-    assert _choice._bind._cache_size() == sizes
+    assert _lowering._bind._cache_size() == sizes

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from energy_attn import attention, free_energy
-from energy_attn.kernels import _blocks, local_attention
+from energy_attn.kernels import local_attention
+from energy_attn.kernels.xla import _blocks
 
 # Annotations say that sizes are ints, which symbols are none.
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -15,17 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import (
-    AttentionState,
-    _arguments,
-    _blocks,
-    _pallas_gpu_plan,
-    _pallas_tpu_layout,
-    _registry,
-    implementations,
-    local_attention,
-)
-from energy_attn.kernels._choice import platform_here
+from energy_attn.kernels import AttentionState, implementations, local_attention
+from energy_attn.kernels.call import _arguments
+from energy_attn.kernels.dispatch import _registry
+from energy_attn.kernels.dispatch._lowering import platform_here
+from energy_attn.kernels.pallas.gpu import _plan
+from energy_attn.kernels.pallas.tpu import _layout
+from energy_attn.kernels.xla import _blocks
 
 from ..naive import assert_all_close, expected, select
 from ..problems import (
@@ -261,14 +257,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(_blocks, "QUERY_BLOCK", 8)
     monkeypatch.setattr(_blocks, "KEY_BLOCK", 8)
     for name in ("STILL", "MOVING", "MOVING_BACKWARD", "FLOAT32"):
-        monkeypatch.setattr(_pallas_gpu_plan, name, 16)
-    monkeypatch.setattr(_pallas_gpu_plan, "PROGRAMS", 16)  # some walks shared, some not
-    monkeypatch.setattr(_pallas_gpu_plan, "LEAST_WALK", 1)
-    monkeypatch.setattr(_pallas_tpu_layout, "ROWS", 16)
+        monkeypatch.setattr(_plan, name, 16)
+    monkeypatch.setattr(_plan, "PROGRAMS", 16)  # some walks shared, some not
+    monkeypatch.setattr(_plan, "LEAST_WALK", 1)
+    monkeypatch.setattr(_layout, "ROWS", 16)
     for name in ("KEYS", "KEYS_OF_FEW_ROWS", "KEYS_BACKWARD"):
-        monkeypatch.setattr(_pallas_tpu_layout, name, 8)
+        monkeypatch.setattr(_layout, name, 8)
     for name in ("LANES", "SUBLANES"):
-        monkeypatch.setattr(_pallas_tpu_layout, name, 1)
+        monkeypatch.setattr(_layout, name, 1)
 
 
 each = pytest.mark.parametrize("implementation", RUNNABLE)

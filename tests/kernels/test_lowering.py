@@ -10,9 +10,10 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.kernels import _private, _probe, _registry, local_attention
-from energy_attn.kernels._arguments import Operands, Settings
-from energy_attn.kernels._mask import Rule
+from energy_attn.kernels import _private, local_attention
+from energy_attn.kernels.call._arguments import Operands, Settings
+from energy_attn.kernels.call._mask import Rule
+from energy_attn.kernels.dispatch import _probe, _registry
 
 pytestmark = pytest.mark.usefixtures("user_settings")
 

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from energy_attn.kernels._mask import Interval, Rule, interval, may_meet, must_meet, visible
+from energy_attn.kernels.call._mask import Interval, Rule, interval, may_meet, must_meet, visible
 
 LAST = 2**31 - 1
 NEAR = [st.integers(x, x + 6) for x in (0, 2**30 - 3, LAST - 6)]

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from energy_attn.kernels import _pallas_tpu_layout
-from energy_attn.kernels._arguments import check_call
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.pallas.tpu import _layout
 
 from ..problems import BLOCKS, HEADS, cast
 from .test_local_attention import check
@@ -33,10 +33,10 @@ CASES = [
 def test_forms(form, problem, monkeypatch):
     """A head, a block or a turned axis mistaken for another, forward or backward; the odd block of two shares lost."""
     for name, size in (SMALL | FORMS[form]).items():
-        monkeypatch.setattr(_pallas_tpu_layout, name, size)
+        monkeypatch.setattr(_layout, name, size)
     call = check_call(**cast(problem, jnp.float32)[0], **problem.options)
     for backward in (False, True):
-        at = _pallas_tpu_layout.layout(call.operands, call.settings, backward=backward)
+        at = _layout.layout(call.operands, call.settings, backward=backward)
         assert at.key_blocks > 1
         assert (form == "keys last") == (at.tall_key or at.tall_value)
         if form == "heads in front":

@@ -8,7 +8,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.kernels import AttentionState, _registry, _splash, local_attention
+from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels.dispatch import _registry
+from energy_attn.kernels.vendor import _splash
 
 from .test_tpu_programs import compiled, devices, every_chip, operands, temporary
 

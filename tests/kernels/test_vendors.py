@@ -14,18 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import (
-    AttentionState,
-    _cudnn,
-    _flash_attn,
-    _private,
-    _probe,
-    _registry,
-    _splash,
-    _vendor,
-    local_attention,
-)
-from energy_attn.kernels._arguments import check_call
+from energy_attn.kernels import AttentionState, _private, local_attention
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.dispatch import _probe, _registry
+from energy_attn.kernels.vendor import _adapter, _cudnn, _flash_attn, _splash
 
 from ..naive import assert_all_close, select
 from ..problems import PROBLEMS, _make, cast, cotangents
@@ -242,7 +234,7 @@ def test_cotangent_of_lse_in_two_parts():
     """dlse rounded to 16 bits: delta would lose what float32 keeps of it."""
     lse = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 2)), jnp.float32)
     value, out = (jnp.zeros((1, n, 2, 8), jnp.bfloat16) for n in (5, 3))
-    ones, zero, parts = _vendor._energies(value, out, lse)
+    ones, zero, parts = _adapter._energies(value, out, lse)
     found = (parts.astype(jnp.float32) * ones[:, :1].astype(jnp.float32)).sum(-1)
     np.testing.assert_allclose(found, lse, rtol=2.0**-16)
     assert zero.shape == out.shape and not zero.any()
@@ -399,7 +391,9 @@ def test_a_broken_energy_is_none_of_no_keys(broken):
     lse = jnp.zeros(shape[:-1], jnp.float32).at[0, 1, 0].set(broken)
     for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
         settings = call.settings._replace(wide=wide)
-        out, energy = _vendor.state_of(jnp.zeros(shape, jnp.bfloat16), lse, call.operands, settings)
+        out, energy = _adapter.state_of(
+            jnp.zeros(shape, jnp.bfloat16), lse, call.operands, settings
+        )
         assert out.dtype == dtype and energy.dtype == jnp.float32
         assert np.isnan(out[0, 1, 0]).all() and np.isnan(energy[0, 1, 0])
         assert np.isnan(out).sum() == shape[-1] and np.isnan(energy).sum() == 1

@@ -1,0 +1,1 @@
+"""A key-value cache sharded over a mesh."""

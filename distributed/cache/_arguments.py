@@ -1,0 +1,118 @@
+"""Checks of what a cache is given, each error naming the argument, what came and what was wanted."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from energy_attn.kernels.internal import (
+    check_floating,
+    check_integer,
+    check_integral,
+    check_shape,
+    check_window,
+    received,
+)
+
+from ..spec._parallel import SequenceParallel
+from ..spec._plan import check_mesh, check_share, product
+from ._slots import Slots
+
+
+def layout(capacity: int, block: int, parallel: SequenceParallel | None, kv_heads: int) -> Slots:
+    """Room for `capacity` tokens in whole blocks. Raises as `check_mesh` and `check_share` do."""
+    devices = 1
+    if parallel is not None:
+        devices = check_mesh(parallel)
+        check_share("kv_heads", kv_heads, product(jax.sharding.get_abstract_mesh(), parallel.heads))
+    stripe = block * devices
+    return Slots(-(-capacity // stripe) * stripe, block, devices)
+
+
+def check_room(window: Any, slots: Slots) -> int | None:
+    """Returns the window; raises `ValueError` if no new token has room beside it."""
+    if window is None:
+        return None
+    window = check_integer("window", window, least=0)
+    if window >= slots.capacity:
+        raise ValueError(
+            f"window: wanted less than the capacity, {slots.capacity}, so that there is room for a "
+            f"new token, got {window}"
+        )
+    return window
+
+
+def check_counts(lengths: Any, rows: int, tokens: int, name: str = "lengths") -> Array:
+    """How many of `tokens` each row has; None means all.
+
+    Raises `TypeError` for no integers, `ValueError` for a wrong shape and, where values are known,
+    for numbers out of range.
+    """
+    if lengths is None:
+        return jnp.full(rows, tokens, jnp.int32)
+    counts = check_whole(name, lengths, rows)
+    if counts.ndim == 0:
+        raise ValueError(f"{name}: wanted shape ({rows}), got {received(lengths)}")
+    if not isinstance(counts, jax.core.Tracer) and (np.asarray(counts) > tokens).any():
+        raise ValueError(f"{name}: wanted 0 to {tokens}, got {np.asarray(counts).tolist()}")
+    return counts
+
+
+def check_whole(name: str, x: Any, rows: int) -> Array:
+    """Returns `x`, for all rows or one each, as int32.
+
+    Raises `TypeError` for no integers, `ValueError` for a wrong shape and, where values are known,
+    for negative ones.
+    """
+    if isinstance(x, (int, np.integer)):
+        return jnp.asarray(check_integer(name, x, least=0), jnp.int32)
+    x = check_integral(name, x)
+    if x.ndim:
+        check_shape(name, x, (rows,))
+    if not isinstance(x, jax.core.Tracer) and (np.asarray(x) < 0).any():
+        raise ValueError(f"{name}: wanted no negative numbers, got {np.asarray(x).tolist()}")
+    return jnp.asarray(x, jnp.int32)
+
+
+def check_stored(name: str, x: Any, dtype: Any) -> None:
+    """Raises `TypeError` unless `x` is an array of the cache's dtype: nothing is rounded unasked."""
+    check_floating(name, x)
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: wanted the dtype of the cache, {dtype}, got {received(x)}")
+
+
+def check_new(
+    key: Any, value: Any, dtype: Any, keys: tuple[int, ...], values: tuple[int, ...], most: int
+) -> int:
+    """The number of new tokens, of which a cache with such keys and values takes so many at most.
+
+    Raises `TypeError` for another dtype and `ValueError` for another shape or too many.
+    """
+    for name, x, (rows, _, *heads) in (("key", key, keys), ("value", value, values)):
+        check_stored(name, x, dtype)
+        check_shape(name, x, (rows, "T", *heads))
+    check_shape("value", value, (*key.shape[:2], *values[2:]))
+    if not 1 <= key.shape[1] <= most:
+        raise ValueError(
+            f"key: wanted 1 to {most} new tokens, for which the cache has room beside its window, "
+            f"got {received(key)}"
+        )
+    return key.shape[1]
+
+
+def check_reach(size: Any, window: int | None) -> tuple[int, int] | None:
+    """How far queries see in a cache of that window.
+
+    Raises `TypeError` for what is no window and `ValueError` for one that reaches behind it.
+    """
+    reach = check_window(size)
+    if window is None:
+        return reach
+    if reach is not None and reach[0] > window:
+        raise ValueError(
+            f"local_window_size: wanted at most the cache's window, {window}, to the left, got {size}"
+        )
+    return (window, 0) if reach is None else reach

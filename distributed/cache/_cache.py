@@ -1,0 +1,405 @@
+"""A cache of keys and values: fixed in size, spread over devices, written where its slots lie."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import (
+    attend,
+    candidates,
+    check_call,
+    check_floating_dtype,
+    check_integer,
+    check_shape,
+    received,
+)
+
+from ..methods._sharded_attention import spread_attention
+from ..spec._parallel import SequenceParallel
+from ..spec._plan import placement
+from ._arguments import (
+    check_counts,
+    check_new,
+    check_reach,
+    check_room,
+    check_stored,
+    check_whole,
+    layout,
+)
+from ._files import check_path, write
+from ._io import Saved, restore
+from ._quantize import dequantize, quantize
+from ._slots import Slots
+from ._write import Home, Stored, blank, fitting, home, numbered, positions, sharding_of
+from ._write import append as write_tokens
+
+
+class KVCache(eqx.Module):
+    r"""Keys and values of the tokens read so far, sharded along the sequence.
+
+    Tokens are dealt out to devices in blocks: with blocks of $b$ tokens and $p$ devices,
+
+    $$\mathrm{device}(n) = \lfloor n / b \rfloor \bmod p$$
+
+    so that at every length no device holds more than one block more than another. The token
+    `capacity` later takes the same slot: with a window the cache is a ring that runs for ever.
+    Attention needs no knowledge of any of this: `positions` says which token each slot holds.
+
+    Every method returns a new cache. Inside `jax.jit` with the cache donated
+    (`donate_argnums=`), `append` writes in place and sends nothing between devices.
+
+    Attributes:
+        key: `[B, capacity, K, H]`, as stored: in `dtype`, or int8.
+        value: `[B, capacity, K, Hv]`.
+        key_scale: None, or float32 `[B, capacity, K]`: what a step of an int8 key is worth.
+        value_scale: likewise.
+        starts: `[B]`, the first token that each row still holds.
+        lengths: `[B]`, the tokens that each row has been given: where the next one goes.
+        slots: the layout: capacity, block and number of devices.
+        window: how far back a query sees, or None: all the way.
+        dtype: the dtype of keys and values as given and as read.
+        parallel: the mesh axes that the slots are spread over, and how attention folds.
+
+    Source: one cache shard per device as in Tree Attention (arXiv 2408.04093), section 5; dealt out
+    in turns as tokens are in Striped Attention (arXiv 2311.09431).
+
+    Examples:
+        >>> import functools
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import KVCache, SequenceParallel, make_mesh
+        >>> @functools.partial(jax.jit, donate_argnums=0)
+        ... def step(cache, query, key, value):
+        ...     cache = cache.append(key, value)
+        ...     return cache, cache.attend(query).out
+        >>> q, k = jnp.ones((2, 1, 4, 8)), jnp.ones((2, 1, 2, 8))
+        >>> with jax.set_mesh(make_mesh((jax.device_count(),), ("device",))):
+        ...     spread = SequenceParallel("device")
+        ...     cache = KVCache.empty(2, 64, 2, 8, dtype=jnp.float32, parallel=spread, block_size=4)
+        ...     for _ in range(3):
+        ...         cache, out = step(cache, q, k, k)
+        >>> out.shape, cache.lengths.tolist()
+        ((2, 1, 4, 8), [3, 3])
+    """
+
+    key: Shaped[Array, "B S K H"]
+    value: Shaped[Array, "B S K Hv"]
+    key_scale: Float[Array, "B S K"] | None
+    value_scale: Float[Array, "B S K"] | None
+    starts: Int[Array, " B"]
+    lengths: Int[Array, " B"]
+    slots: Slots = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    dtype: Any = eqx.field(static=True)
+    parallel: SequenceParallel | None = eqx.field(static=True)
+
+    @staticmethod
+    def empty(
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        width: int,
+        value_width: int | None = None,
+        *,
+        dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        quantize: Literal["int8"] | None = None,
+        window: int | None = None,
+        parallel: SequenceParallel | None = None,
+        block_size: int = 128,
+    ) -> "KVCache":
+        """A cache that holds no token yet, made where its slots are to lie.
+
+        Args:
+            batch: the number of rows.
+            capacity: how many tokens each row has room for, at least: rounded up to whole blocks on
+                every device.
+            kv_heads: heads of keys and values.
+            width: of a key.
+            value_width: of a value; None: as of a key.
+            dtype: of keys and values, given and read; float16, bfloat16, float32 or float64.
+            quantize: `"int8"` stores 8 bits per number and a float32 scale per head and token. What
+                is read back differs by at most 1/254 of the largest number of that head and token,
+                and the rounding of `dtype`. It cannot be differentiated. While attending, a device
+                may hold its share of keys or values in `dtype` once more.
+            window: how many tokens before its own a query sees, as in
+                `local_window_size=(window, 0)`. Older tokens give way to new ones. Room for
+                the window and the largest append is needed.
+            parallel: the axes of the mesh in force to spread the slots over; None: not at all.
+            block_size: consecutive tokens that lie on one device.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: sizes below one, a capacity not above the window, an unknown `quantize`, no
+                mesh in force.
+        """
+        sizes = {"batch": batch, "capacity": capacity, "kv_heads": kv_heads, "width": width}
+        sizes["value_width"] = width if value_width is None else value_width
+        sizes["block_size"] = block_size
+        sizes = {name: check_integer(name, size, least=1) for name, size in sizes.items()}
+        kind = check_floating_dtype("dtype", dtype)
+        if quantize is not None and quantize != "int8":
+            raise ValueError(f"quantize: wanted None or 'int8', got {received(quantize)}")
+        slots = layout(sizes["capacity"], sizes["block_size"], parallel, sizes["kv_heads"])
+        window = check_room(window, slots)
+        shape = batch, slots.capacity, kv_heads
+        stored, starts, lengths = blank(
+            (*shape, width),
+            (*shape, sizes["value_width"]),
+            kind if quantize is None else jnp.dtype(jnp.int8),
+            parallel,
+        )
+        return KVCache(*stored, starts, lengths, slots, window, kind, parallel)
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens each row has room for."""
+        return self.slots.capacity
+
+    @property
+    def positions(self) -> Int[Array, "B S"]:
+        """The token that each slot holds, `[B, capacity]` int32; -1 where it holds none.
+
+        For `key_positions=` of [`attention`][energy_attn.attention] and its like. Raises
+        `ValueError` as `append` does for the mesh.
+        """
+        return positions(self._home(), self.slots, self.starts, self.lengths)
+
+    def keys(self) -> Float[Array, "B S K H"]:
+        """The keys in `dtype`, a slot each. Raises nothing."""
+        return self._read(self.key, self.key_scale)
+
+    def values(self) -> Float[Array, "B S K Hv"]:
+        """The values in `dtype`, a slot each. Raises nothing."""
+        return self._read(self.value, self.value_scale)
+
+    def append(
+        self,
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K Hv"],
+        *,
+        lengths: Int[Array, " B"] | None = None,
+    ) -> "KVCache":
+        """The cache with new tokens behind those that each row has been given.
+
+        Each device writes the tokens that fall to it, so that nothing is sent. Rows may be of
+        different lengths. Derivatives flow from what is read to what was appended.
+
+        Args:
+            key: `[B, T, K, H]` in the cache's `dtype`, equal on all devices that share a row.
+            value: `[B, T, K, Hv]`.
+            lengths: `[B]`, how many of the `T` tokens each row really has, 0 to `T`, in front; None
+                means `T`.
+
+        Raises:
+            TypeError: no array, or of another dtype.
+            ValueError: shapes that do not fit the cache; more tokens at once than it has room for
+                beside its window; another number of devices than it was made for, or no mesh.
+            RuntimeError: (Equinox's, when it runs) a row has no room for its tokens; none of them
+                is then written, nor anything overwritten. `EQX_ON_ERROR=off` leaves this check out,
+                which on GPUs waits for the device once a step; such rows then stay as they are.
+        """
+        room = self.capacity - (self.window or 0)
+        tokens = check_new(key, value, self.dtype, self.key.shape, self.value.shape, room)
+        counts = check_counts(lengths, len(self.lengths), tokens)
+        return self._written(key, value, self._fitting(counts, tokens))
+
+    def _fitting(self, counts: Array, tokens: int) -> Array:
+        """`counts` if each row has room for as many tokens, of `tokens` at most; else an error."""
+        starts = None if self.window is not None else self.starts
+        return fitting(self._home(), self.capacity, starts, self.lengths, counts, tokens)
+
+    def _written(self, key: Any, value: Any, counts: Array) -> "KVCache":
+        """As `append`, for which there is room and all is of the right kind."""
+        new = Stored(jnp.asarray(key), jnp.asarray(value), None, None)
+        if self.key_scale is not None:
+            (key, key_scale), (value, value_scale) = quantize(new.key), quantize(new.value)
+            new = Stored(key, value, key_scale, value_scale)
+        is_ring, place = self.window is not None, self._home()
+        stored, starts, ends = write_tokens(
+            place, self.slots, is_ring, self._stored(), new, self.starts, self.lengths, counts
+        )
+        return dataclasses.replace(self, **stored._asdict(), starts=starts, lengths=ends)
+
+    def evict(
+        self,
+        count: int | Int[Array, " B"] | None = None,
+        *,
+        before: int | Int[Array, " B"] | None = None,
+    ) -> "KVCache":
+        """The cache without its oldest tokens, whose slots are free for new ones; nothing moves.
+
+        Args:
+            count: how many tokens of each row go, for all rows or `[B]`; at most those there are.
+            before: instead: the position before which tokens go, for all rows or `[B]`.
+
+        Raises:
+            TypeError: no integers.
+            ValueError: both arguments or none, negative numbers, or another number of rows.
+        """
+        if (count is None) == (before is None):
+            raise ValueError(
+                f"count: wanted either count or before, got {received(count)} and {received(before)}"
+            )
+        rows = len(self.lengths)
+        if count is None:
+            first = check_whole("before", before, rows)
+        else:
+            held = self.lengths - self.starts
+            first = self.starts + jnp.minimum(check_whole("count", count, rows), held)
+        starts = jnp.clip(first, self.starts, self.lengths)
+        return dataclasses.replace(self, starts=starts)
+
+    def attend(
+        self,
+        query: Float[Array, "B T N H"],
+        *,
+        source: Float[Array, "B T N Hv"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        query_positions: Int[Array, "..."] | None = None,
+        is_causal: bool = True,
+        local_window_size: int | tuple[int, int] | None = None,
+        scale: float | Float[Array, ""] | None = None,
+        implementation: str | Sequence[str] | None = None,
+    ) -> AttentionState:
+        r"""The attention of queries over the tokens that the cache holds.
+
+        $$F(\zeta) = \log \sum_{a \in \text{cache}} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a),
+          \qquad \mathrm{out} = \nabla F(\zeta)$$
+
+        The queries are by default those of the tokens appended last, so that a decode step is
+        `append`, then `attend`. With another function of the free energy, give it `keys()`,
+        `values()`, `key_positions=positions` and `parallel` of the cache.
+
+        Args:
+            query: `[B, T, N, H]` in the cache's `dtype`; `K` divides `N`.
+            source: the source $\zeta$, `[B, T, N, Hv]`; None means zero.
+            lengths: how many of the queries each row really has, as given to `append`.
+            query_positions: `[B, T]` integers: the tokens that the queries belong to, instead.
+            is_causal: hide tokens after the query's own.
+            local_window_size: `(left, right)` or one int: only tokens that near are seen; None: the
+                cache's window, if it has one.
+            scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
+            implementation: a name of [`implementations`][energy_attn.kernels.implementations].
+
+        Returns:
+            The state over all devices' tokens: `out` in the cache's `dtype`, `lse` in float32
+            (float64). A query that sees no token has `out = 0` and `lse = -inf`.
+
+        Raises:
+            TypeError: an argument is no array or of another dtype.
+            ValueError: shapes that do not fit the cache, a window wider than the cache's, both
+                `lengths` and `query_positions`, or the mesh, as for `append`.
+            NotImplementedError: the implementation named declines the call.
+        """
+        names = candidates(implementation)
+        check_stored("query", query, self.dtype)
+        check_shape("query", query, (len(self.lengths), "T", "N", self.key.shape[-1]))
+        if query_positions is None:
+            counts = check_counts(lengths, len(self.lengths), query.shape[1])
+            query_positions = numbered(self.lengths - counts, counts, query.shape[1])
+        elif lengths is not None:
+            raise ValueError(
+                "lengths: wanted None beside query_positions, which say what queries are absent, "
+                f"got {received(lengths)}"
+            )
+        call = check_call(
+            query,
+            self.keys(),
+            self.values(),
+            source,
+            scale=scale,
+            is_causal=is_causal,
+            local_window_size=check_reach(local_window_size, self.window),
+            query_positions=query_positions,
+            key_positions=self.positions,
+        )
+        operands = call.operands
+        place = placement(self.parallel, operands.query, operands.key, operands.value)
+        if place is None:
+            return attend(names, call.settings, operands)
+        return spread_attention(place, names, call)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the cache into a folder of safetensors files, bit by bit, one file per process.
+
+        All processes call it; each writes the slots that lie on its devices. The files are on disk
+        before their index takes the old one's place: a save that is killed leaves the old cache or
+        the new one, and the next save clears up. When it returns, any process may load the folder.
+
+        Args:
+            path: the folder, which all processes see; made if need be. Files of an earlier `save`,
+                by whatever number of processes, are replaced; others stay.
+
+        Raises:
+            TypeError: `path` is no path, or the cache is traced (inside `jax.jit`).
+            OSError: a process cannot write, on all of them; what was there before still is.
+        """
+        arrays = self._stored()._asdict() | {"starts": self.starts, "lengths": self.lengths}
+        about = {
+            "slots": self.slots,
+            "window": self.window,
+            "dtype": self.dtype.name,
+            "stored": self.key.dtype.name,
+        }
+        arrays = {name: x for name, x in arrays.items() if x is not None}
+        write(check_path(path), arrays, about)
+
+    @staticmethod
+    def load(
+        path: str | os.PathLike,
+        *,
+        parallel: SequenceParallel | None = None,
+        capacity: int | None = None,
+        block_size: int | None = None,
+    ) -> "KVCache":
+        """Reads what `save` wrote onto the mesh in force, whatever mesh it was saved from.
+
+        Each process reads the tokens that its own devices hold; each is exactly what was saved.
+
+        Args:
+            path: the folder.
+            parallel: as for `empty`.
+            capacity: as for `empty`; None: as saved, rounded up to whole blocks on every device.
+            block_size: as for `empty`; None: as saved.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: a folder that holds no cache, or not all of one; a file that is not as `save`
+                wrote it, by name, before anything of the size that it asks for is made; a cache of
+                float64 where JAX's 64 bits are off; a capacity below what the rows hold (with a
+                window: not above the window); no mesh in force.
+        """
+        saved = Saved(check_path(path))
+        about, old = saved.about, saved.about.slots
+        capacity = check_integer("capacity", old.capacity if capacity is None else capacity, 1)
+        block = check_integer("block_size", old.block if block_size is None else block_size, 1)
+        new = layout(capacity, block, parallel, about.arrays["key"][0][2])
+        window = check_room(about.window, new)
+        starts, lengths = saved.starts, saved.lengths
+        if window is not None:
+            starts = np.maximum(starts, lengths - new.capacity)
+        needed = int((lengths - starts).max())
+        if needed > new.capacity:
+            raise ValueError(
+                f"capacity: wanted at least the {needed} tokens that a row holds, got {new.capacity}"
+            )
+        stored = restore(saved, old, new, starts, lengths, parallel)
+        starts, lengths = (jax.device_put(x, sharding_of(parallel, 1)) for x in (starts, lengths))
+        return KVCache(*stored, starts, lengths, new, window, about.dtype, parallel)
+
+    def _home(self) -> Home | None:
+        return home(self.parallel, self.key, self.slots.devices)
+
+    def _stored(self) -> Stored:
+        return Stored(self.key, self.value, self.key_scale, self.value_scale)
+
+    def _read(self, x: Array, scale: Array | None) -> Array:
+        return x if scale is None else dequantize(x, scale, self.dtype)

@@ -1,0 +1,110 @@
+"""The files of a cache in a folder: each process writes what it holds, and an index names them all."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jaxtyping import Array
+
+from energy_attn.kernels.internal import received
+
+from ..runtime import _files, _safetensors
+
+KEY = "energy_attn"  # of what a file says about the cache that it is part of
+
+_INDEX = "kv_cache.index.json"
+_PART = re.compile(rf"\d{{5}}-of-\d{{5}}-{_files.IDENTITY}\.safetensors")
+_OLD = re.compile(r"\d{5}-of-(\d{5})\.safetensors")  # of saves without an index
+_OURS = re.compile(
+    rf"({_PART.pattern}|{_OLD.pattern}(\.unfinished)?"
+    rf"|{re.escape(_INDEX)}\.{_files.IDENTITY}\.unfinished)"
+)
+
+
+def check_path(path: Any) -> Path:
+    """Returns `path` as one; raises `TypeError` for what is no path."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: wanted the path of a folder, got {received(path)}")
+    return Path(os.fsdecode(path))
+
+
+def write(path: Path, arrays: Mapping[str, Array], about: Mapping[str, Any]) -> None:
+    """Writes `arrays` into the folder `path`, one file per process, in place of what it holds.
+
+    Every block of an array is written once, by the process that holds its first copy. All processes
+    call it, and when it returns all have written.
+
+    Raises `TypeError` for traced arrays, and `OSError` where a process cannot write or its file is
+    not seen by the first one; the folder then holds what it held before.
+    """
+    pieces: dict[str, np.ndarray] = {}
+    for name, x in arrays.items():
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(f"{name}: wanted an array that has been computed, got {received(x)}")
+        for shard in x.addressable_shards:
+            if shard.replica_id == 0:
+                begins = (
+                    part.indices(size)[0] for part, size in zip(shard.index, x.shape, strict=True)
+                )
+                label = f"{name}@{','.join(map(str, begins))}"
+                pieces[label] = np.ascontiguousarray(shard.data)
+    about = dict(about) | {"shapes": {name: x.shape for name, x in arrays.items()}}
+    mine, processes = jax.process_index(), jax.process_count()
+    with _files.saving(path, _OURS, named) as save:
+        files = [f"{i:05d}-of-{processes:05d}-{save}.safetensors" for i in range(processes)]
+        said = {KEY: json.dumps(about | {"save": save})}
+        shapes = {label: (piece.shape, piece.dtype) for label, piece in pieces.items()}
+        with _files.together(path):
+            _safetensors.write(path / files[mine], said, shapes, pieces.values())
+            _files.sync(path)
+        with _files.together(path):
+            if mine == 0:
+                _name(path, files, save)
+
+
+def _name(path: Path, files: list[str], save: str) -> None:
+    """From here on a reader finds these files."""
+    for name in files:
+        if not (path / name).is_file():
+            raise OSError(f"{path}: wanted a folder that all processes see, got one without {name}")
+    unfinished = path / f"{_INDEX}.{save}{_files.UNFINISHED}"
+    _files.write(unfinished, [json.dumps({"save": save, "files": files}).encode()])
+    _files.replace(unfinished, path / _INDEX)
+
+
+def index(path: Path) -> tuple[list[str], str | None]:
+    """The files of the cache in a folder, none if there is none, and the identity of its save.
+
+    Raises `ValueError` for an index that cannot be read.
+    """
+    file = path / _INDEX
+    if not file.exists():
+        there = sorted(os.listdir(path)) if path.is_dir() else []
+        old = [found for name in there if (found := _OLD.fullmatch(name))]
+        if any(int(found[1]) != len(old) for found in old):
+            raise ValueError(
+                f"path: wanted a folder with all files of one KVCache.save, got {path} with "
+                f"{len(old)} of {int(old[0][1])}"
+            )
+        return [found[0] for found in old], None
+    try:
+        match json.loads(file.read_bytes()):
+            case {"save": str(save), "files": [str(), *_] as files} if all(
+                isinstance(name, str) and _PART.fullmatch(name) and save in name for name in files
+            ):
+                return list(files), save
+            case said:
+                raise ValueError(received(said))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: wanted the index of a KVCache.save, got {error}") from error
+
+
+def named(path: Path) -> set[str]:
+    """What of a folder is read: the files that its index names. Raises `ValueError` as `index`."""
+    return set(index(path)[0])

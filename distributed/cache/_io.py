@@ -1,0 +1,231 @@
+"""A saved cache read back: checked before anything is made, and each part brought to its device."""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from energy_attn.kernels.internal import check_floating_dtype, check_integer
+
+from ..runtime import _safetensors
+from ..runtime._safetensors import Tensor
+from ..spec._parallel import SequenceParallel
+from . import _files
+from ._arguments import check_room
+from ._slots import Slots
+from ._write import Stored, sharding_of
+
+# Where the block of an array begins on each axis, and the block.
+Piece = tuple[tuple[int, ...], np.ndarray]
+Block = tuple[tuple[int, ...], Tensor]
+
+
+class About(NamedTuple):
+    """What a file says about the cache that it is part of."""
+
+    save: str | None
+    slots: Slots
+    window: int | None
+    dtype: np.dtype
+    arrays: dict[str, tuple[tuple[int, ...], np.dtype]]
+
+
+class Saved:
+    """What a folder written by `KVCache.save` holds, every header checked against its file's size.
+
+    Raises `ValueError` naming a file that is not as `save` writes it, or of another save; and the
+    folder where files or parts of arrays are missing.
+
+    Attributes:
+        about: what was said about the cache.
+        starts: `[B]`, as saved.
+        lengths: `[B]`, as saved.
+    """
+
+    about: About
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    def __init__(self, path: Path) -> None:
+        names, save = _files.index(path)
+        if not names:
+            raise ValueError(
+                f"path: wanted a folder with all files of one KVCache.save, got {path} with 0 of 1"
+            )
+        files = [path / name for name in names]
+        headers = [_safetensors.header(file) for file in files]
+        texts = [header.about.get(_files.KEY) for header in headers]
+        self.about = _about(files[0], texts[0])
+        for file, text in zip(files, texts, strict=True):
+            if text != texts[0] or self.about.save != save:
+                raise ValueError(f"{file}: wanted a file of the same KVCache.save as the others")
+        self._blocks = {name: [] for name in self.about.arrays}
+        for label, tensor in itertools.chain(*(header.tensors.items() for header in headers)):
+            name, begins = _place(label, tensor, self.about)
+            self._blocks[name].append((begins, tensor))
+        for name, blocks in self._blocks.items():
+            _check_cover(path, name, blocks, self.about.arrays[name][0])
+        self.starts, self.lengths = map(self._whole, ("starts", "lengths"))
+        held = self.lengths - self.starts
+        if min(self.starts.min(), held.min()) < 0 or held.max() > self.about.slots.capacity:
+            raise ValueError(
+                f"{path}: wanted rows of 0 to {self.about.slots.capacity} tokens, "
+                f"got {held.tolist()} from {self.starts.tolist()}"
+            )
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        """The blocks that an array was saved in, read one at a time; raises as the class."""
+        for begins, tensor in self._blocks[name]:
+            whole = tuple((0, size) for size in tensor.shape)
+            assert tensor.dtype is not None
+            yield begins, _safetensors.read(tensor, [whole], tensor.dtype)[whole]
+
+    def _whole(self, name: str) -> np.ndarray:
+        """An array put together, on this process's host."""
+        whole = np.zeros(*self.about.arrays[name])
+        for begins, piece in self.pieces(name):
+            whole[_block(begins, piece.shape)] = piece
+        return whole
+
+
+def _about(file: Path, text: str | None) -> About:
+    """What a file says, its parts in agreement; raises `ValueError` naming it."""
+    try:
+        said = json.loads(text or "null")
+        slots = Slots(*(check_integer("slots", size, 1) for size in said["slots"]))
+        if slots.capacity % slots.stripe:
+            raise ValueError(f"slots: wanted whole blocks on every device, got {slots}")
+        dtype = check_floating_dtype("dtype", said["dtype"])
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(f"dtype: wanted JAX's 64 bits on (jax_enable_x64), got {dtype}")
+        stored = np.dtype(np.int8) if said["stored"] == "int8" else dtype
+        shapes = {
+            name: tuple(check_integer(name, size, 1) for size in shape)
+            for name, shape in said["shapes"].items()
+        }
+        rows, _, heads, _ = shapes["key"]
+        arrays = {
+            "key": ((rows, slots.capacity, heads, shapes["key"][3]), stored),
+            "value": ((rows, slots.capacity, heads, shapes["value"][3]), stored),
+            "starts": ((rows,), np.dtype(np.int32)),
+            "lengths": ((rows,), np.dtype(np.int32)),
+        }
+        if stored == np.int8:
+            scale = (rows, slots.capacity, heads), np.dtype(np.float32)
+            arrays |= {"key_scale": scale, "value_scale": scale}
+        if shapes != {name: shape for name, (shape, _) in arrays.items()}:
+            raise ValueError(f"shapes: wanted those of a cache with {slots}, got {shapes}")
+        return About(said.get("save"), slots, check_room(said["window"], slots), dtype, arrays)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{file}: wanted what KVCache.save says of a cache, got {error}"
+        ) from error
+
+
+def _place(label: str, tensor: Tensor, about: About) -> tuple[str, tuple[int, ...]]:
+    """Of which array a tensor is a block, and where it begins; raises `ValueError` naming its file."""
+    name, _, begins = label.partition("@")
+    shape, dtype = about.arrays.get(name, ((), None))
+    places = tuple(int(begin) for begin in begins.split(",") if re.fullmatch(r"\d{1,18}", begin))
+    fits = (
+        tensor.dtype is not None
+        and tensor.dtype == dtype
+        and len(places) == len(tensor.shape) == len(shape)
+        and all(
+            size >= 1 and begin % size == 0 and begin + size <= whole
+            for begin, size, whole in zip(places, tensor.shape, shape, strict=True)
+        )
+    )
+    if not fits:
+        raise ValueError(
+            f"{tensor.file}: wanted blocks of a cache's arrays, got {label!r} of "
+            f"{tensor.code}{list(tensor.shape)}"
+        )
+    return name, places
+
+
+def _check_cover(path: Path, name: str, blocks: Sequence[Block], shape: Sequence[int]) -> None:
+    """Raises `ValueError` unless blocks of one shape, each at a multiple of it, are all of an array."""
+    sizes = {tensor.shape for _, tensor in blocks}
+    places = {begins for begins, _ in blocks}
+    seen = len(places) * math.prod(min(sizes, default=()))
+    if len(sizes) != 1 or len(places) != len(blocks) or seen != math.prod(shape):
+        raise ValueError(
+            f"{path}: wanted all {math.prod(shape)} numbers of {name} once, got {len(blocks)} "
+            f"blocks of shapes {sorted(sizes)}"
+        )
+
+
+def _block(begins: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(i, i + size) for i, size in zip(begins, shape, strict=True))
+
+
+def restore(
+    saved: Saved,
+    old: Slots,
+    new: Slots,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    parallel: SequenceParallel | None,
+) -> Stored:
+    """The saved arrays `[B, S, K, ...]` with their tokens in other slots, each part on its device.
+
+    Of each row the tokens from `starts` up to `lengths` are kept; slots without one are zero.
+    Raises as `Saved.pieces` does.
+    """
+
+    def to(rows: slice, slots: slice) -> np.ndarray:
+        tokens = old.held(np.arange(slots.start, slots.stop)[None], lengths[rows, None])
+        return np.where(tokens < starts[rows, None], -1, new.slot(tokens))
+
+    def read(name: str) -> Array | None:
+        if name not in saved.about.arrays:
+            return None
+        rows, _, *rest = saved.about.arrays[name][0]
+        shape = rows, new.capacity, *rest
+        return _moved(saved.pieces(name), shape, sharding_of(parallel, len(shape)), to)
+
+    return Stored(*map(read, Stored._fields))
+
+
+def _moved(
+    pieces: Iterator[Piece],
+    shape: tuple[int, ...],
+    sharding: NamedSharding | None,
+    to: Callable[[slice, slice], np.ndarray],
+) -> Array:
+    parts = [tuple(slice(0, size) for size in shape)]
+    if sharding is not None:
+        parts = list(sharding.addressable_devices_indices_map(shape).values())
+    bounds = {_slots_of(part, shape) for part in parts}
+    found: dict[tuple[int, int], np.ndarray] = {}
+    for begins, piece in pieces:
+        rows, slots, *rest = _block(begins, piece.shape)
+        new = to(rows, slots)
+        for first, last in bounds:
+            if (first, last) not in found:
+                found[first, last] = np.zeros((shape[0], last - first, *shape[2:]), piece.dtype)
+            row, slot = np.nonzero((new >= first) & (new < last))
+            place = (rows.start + row, new[row, slot] - first, *rest)
+            found[first, last][place] = piece[row, slot]
+    if sharding is None:
+        return jnp.asarray(found[0, shape[1]])
+
+    def part(at: Any) -> np.ndarray:
+        return found[_slots_of(at, shape)][at[0], :, *at[2:]]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _slots_of(index: Any, shape: tuple[int, ...]) -> tuple[int, int]:
+    first, last, _ = index[1].indices(shape[1])
+    return first, last

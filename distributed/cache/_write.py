@@ -1,0 +1,303 @@
+"""Writing tokens into the slots of a cache, each device into its own, and nothing else moved."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from ..spec._arguments import Axes
+from ..spec._parallel import SequenceParallel
+from ..spec._plan import arrive, check_mesh, is_explicit, split_of
+from ._slots import Slots
+
+_ERRORS = (
+    "lengths: wanted from 0 to as many new tokens as key has",
+    "append: a row of the cache has no room for its new tokens; evict old ones first, or make a "
+    "cache of more capacity or with a window",
+)
+
+
+class Stored(NamedTuple):
+    """What a cache stores of its tokens, `[B, S, K, ...]` each; scales only beside int8."""
+
+    key: Any
+    value: Any
+    key_scale: Any
+    value_scale: Any
+
+
+class Home(NamedTuple):
+    """Where a cache lies: the mesh axes that its rows, slots and heads are split over; static."""
+
+    mesh: Any  # jax.sharding.AbstractMesh
+    batch: Axes
+    sequence: Axes
+    heads: Axes
+
+    @property
+    def axes(self) -> set[str]:
+        """All of them."""
+        return {*self.batch, *self.sequence, *self.heads}
+
+    @property
+    def slots(self) -> PartitionSpec:
+        """Of arrays `[B, S, K, ...]`."""
+        return PartitionSpec(self.batch or None, self.sequence or None, self.heads or None)
+
+    @property
+    def new(self) -> PartitionSpec:
+        """Of new tokens `[B, T, K, ...]`, which all devices that share a row have."""
+        return PartitionSpec(self.batch or None, None, self.heads or None)
+
+    @property
+    def rows(self) -> PartitionSpec:
+        """Of arrays `[B]`."""
+        return PartitionSpec(self.batch or None)
+
+
+def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | None:
+    """How an array of a new cache is split on the mesh in force: its slots and heads, if it has any.
+
+    Written as JAX writes it of what `append` returns, so that a step compiles once: with every
+    axis named where the mesh's are explicit. None without `parallel`. Raises nothing.
+    """
+    if parallel is None:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = (None, parallel.axes, *([parallel.heads] if parallel.heads else [])) if rank > 1 else ()
+    if is_explicit(mesh, parallel.axes):
+        spec = (*spec, *[None] * (rank - len(spec)))
+    return PartitionSpec(*spec)
+
+
+def sharding_of(parallel: SequenceParallel | None, rank: int) -> NamedSharding | None:
+    """The same with the mesh's devices, outside of `jax.jit`. Raises nothing."""
+    spec = spec_of(parallel, rank)
+    return None if spec is None else NamedSharding(jax.sharding.get_mesh(), spec)
+
+
+def blank(
+    key: tuple[int, ...], value: tuple[int, ...], dtype: Any, parallel: SequenceParallel | None
+) -> tuple[Stored, Array, Array]:
+    """Slots of these shapes and of a dtype, with scales where that is int8, and no tokens.
+
+    Each device makes its own. Raises nothing.
+    """
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+        spec = spec_of(parallel, len(shape))
+        made = _zeros(shape, jnp.dtype(dtype), spec)()
+        if parallel is None or spec is None:
+            return made
+        # inside of another jit, the types of explicit axes do not follow from where a result lies
+        return arrive(jax.sharding.get_abstract_mesh(), parallel.axes, made, spec)
+
+    def scale(shape: tuple[int, ...]) -> Array | None:
+        return zeros(shape[:-1], jnp.float32) if dtype == jnp.int8 else None
+
+    stored = Stored(zeros(key, dtype), zeros(value, dtype), scale(key), scale(value))
+    return stored, zeros(key[:1], jnp.int32), zeros(key[:1], jnp.int32)
+
+
+@functools.lru_cache
+def _zeros(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None) -> Any:
+    # Kept, so that caches of one kind are compiled for once.
+    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=spec)
+
+
+def home(parallel: SequenceParallel | None, key: Array, devices: int) -> Home | None:
+    """Where the keys of a cache lie that was made for so many devices; None: on one device.
+
+    Rows too may be split, over explicit mesh axes, and so may heads. Raises `ValueError` if no mesh is in
+    force, or one that has another number of devices along the cache's axes.
+    """
+    found = 1 if parallel is None else check_mesh(parallel)
+    of_type = jax.typeof(key).sharding.mesh
+    batch, sequence, heads = (split_of(key, axis) for axis in range(3))
+    if parallel is not None:
+        sequence, heads = parallel.axes, parallel.heads or heads
+    else:
+        found = math.prod(of_type.shape[axis] for axis in sequence)
+    if found != devices:
+        raise ValueError(
+            f"parallel: wanted a mesh in force with the {devices} devices along the sequence that "
+            f"the cache was made for, got one with {found}; save and load move a cache to another"
+        )
+    if not batch + sequence + heads:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    return Home(of_type if mesh.empty else mesh, batch, sequence, heads)
+
+
+# Compiled here, so that a call outside of jit runs as one program.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def append(
+    place: Home | None,
+    slots: Slots,
+    is_ring: bool,
+    stored: Stored,
+    new: Stored,
+    starts: Array,
+    lengths: Array,
+    counts: Array,
+) -> tuple[Stored, Array, Array]:
+    """Writes the first `counts` of the new tokens of each row; returns what changed.
+
+    A ring lets go of what it overwrites; else `counts` are those of `fitting`. Raises nothing.
+    """
+    tokens = new.key.shape[1]
+
+    def local(
+        stored: Stored, new: Stored, starts: Array, lengths: Array, counts: Array
+    ) -> tuple[Stored, Array, Array]:
+        device = lax.axis_index(place.sequence) if place and place.sequence else jnp.int32(0)
+        # What a device gets of consecutive tokens are consecutive tokens of its own.
+        first = slots.below(device, lengths)[:, None]
+        mine = first + jnp.arange(slots.most(tokens), dtype=jnp.int32)[None]
+        token = slots.token(device, mine) - lengths[:, None]
+        # tokens that are not there go behind the last slot, each to a place of its own
+        nowhere = slots.here + mine - first
+        slot = jnp.where(token < counts[:, None], mine % slots.here, nowhere)
+
+        def put(buffer: Array | None, new: Array | None) -> Any:
+            if buffer is None or new is None:
+                return None
+            taken = jax.vmap(lambda x, at: jnp.take(x, at, 0, mode="clip"))(new, token)
+            return _write(buffer, taken, slot)
+
+        ends = lengths + counts
+        if is_ring:
+            starts = jnp.maximum(starts, ends - slots.capacity)
+        return Stored(*map(put, stored, new)), starts, ends
+
+    if place is None:
+        return local(stored, new, starts, lengths, counts)
+    rows = place.rows
+    spread = jax.shard_map(
+        local,
+        mesh=place.mesh,
+        in_specs=(place.slots, place.new, rows, rows, rows),
+        out_specs=(place.slots, rows, rows),
+        axis_names=place.axes,
+    )
+    return spread(
+        arrive(place.mesh, place.axes, stored, place.slots),
+        arrive(place.mesh, place.axes, new, place.new),
+        *arrive(place.mesh, place.axes, (starts, lengths, counts), rows),
+    )
+
+
+# Equinox's jit: outside of any other, JAX's raises a ValueError without the message in front.
+@eqx.filter_jit
+def fitting(
+    place: Home | None,
+    capacity: int,
+    starts: Array | None,
+    lengths: Array,
+    counts: Array,
+    tokens: int,
+) -> Array:
+    """The counts, or an error when it runs; where that is not raised, zero for the rows at fault.
+
+    A row is at fault that has no room for `counts` more, or if they are not from 0 to `tokens`.
+    `starts` is None for a ring, which always has room. Raises, when it runs, Equinox's RuntimeError.
+    """
+
+    def local(starts: Array | None, lengths: Array, counts: Array) -> Array:
+        known = (counts >= 0) & (counts <= tokens)
+        fits = known if starts is None else known & (lengths + counts - starts <= capacity)
+        which = jnp.where(known.all(), 1, 0)
+        counts = eqx.branched_error_if(counts, ~fits, which, _ERRORS)
+        return jnp.where(fits, counts, 0)
+
+    if place is None:
+        return local(starts, lengths, counts)
+    # Each device asks for itself: else one would be asked, and would have to tell the others. What
+    # may raise takes a region in which no axis is left to the compiler.
+    kinds = zip(place.mesh.axis_names, place.mesh.axis_types, strict=True)
+    ask = jax.shard_map(
+        local,
+        mesh=place.mesh,
+        in_specs=place.rows,
+        out_specs=place.rows,
+        axis_names={axis for axis, kind in kinds if kind != AxisType.Manual},
+        check_vma=False,  # the branch that raises returns counts that are said to be equal
+    )
+    return ask(*arrive(place.mesh, place.axes, (starts, lengths, counts), place.rows))
+
+
+def numbered(first: Array, counts: Array, tokens: int) -> Array:
+    """Positions `[B, tokens]` from `first` `[B]` on; -1 behind the row's `counts`. Raises nothing."""
+    each = jnp.arange(tokens, dtype=jnp.int32)[None]
+    return jnp.where(each < counts[:, None], first[:, None] + each, -1)
+
+
+def _write(buffer: Array, new: Array, slot: Array) -> Array:
+    """`buffer` `[B, S, ...]` with `new` `[B, L, ...]` at `slot` `[B, L]`; none where that is ≥ S."""
+    return lax.platform_dependent(buffer, new, slot, cpu=_one_by_one, default=_scatter)
+
+
+def _scatter(buffer: Array, new: Array, slot: Array) -> Array:
+    def row(buffer: Array, new: Array, slot: Array) -> Array:
+        return buffer.at[slot].set(new, mode="drop", unique_indices=True)
+
+    return jax.vmap(row)(buffer, new, slot)
+
+
+# What XLA:CPU makes of a scatter anyway, but for bfloat16, of which it would make a float32 copy of
+# the whole buffer, as it would to choose between new and old entries. The derivative is that of a
+# scatter, which stores no steps.
+@jax.custom_jvp
+def _one_by_one(buffer: Array, new: Array, slot: Array) -> Array:
+    rows, tokens = slot.shape
+
+    def one(i: Array, buffer: Array) -> Array:
+        row, token = i // tokens, i % tokens
+        at = (row, slot[row, token], *(jnp.int32(0),) * (buffer.ndim - 2))
+        put = lax.dynamic_slice(new, (row, token, *at[2:]), (1, 1, *new.shape[2:]))
+        return lax.cond(
+            at[1] < buffer.shape[1],
+            lambda buffer: lax.dynamic_update_slice(buffer, put, at),
+            lambda buffer: buffer,
+            buffer,
+        )
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(rows * tokens), one, buffer)
+
+
+@_one_by_one.defjvp
+def _one_by_one_jvp(
+    primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Any]
+) -> tuple[Array, Array]:
+    buffer, new, slot = primals
+    return _one_by_one(buffer, new, slot), _scatter(tangents[0], tangents[1], slot)
+
+
+# Worked out from two numbers per row, so that there is nothing to keep in step.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def positions(place: Home | None, slots: Slots, starts: Array, lengths: Array) -> Array:
+    """The token in each slot, `[B, S]`; -1 where there is none. Raises nothing."""
+
+    def local(starts: Array, lengths: Array) -> Array:
+        device = lax.axis_index(place.sequence) if place and place.sequence else jnp.int32(0)
+        here = device * slots.here + jnp.arange(slots.here, dtype=jnp.int32)
+        token = slots.held(here[None], lengths[:, None])
+        return jnp.where(token >= starts[:, None], token, -1)
+
+    if place is None:
+        return local(starts, lengths)
+    spread = jax.shard_map(
+        local,
+        mesh=place.mesh,
+        in_specs=(place.rows, place.rows),
+        out_specs=PartitionSpec(place.batch or None, place.sequence or None),
+        axis_names=place.axes,
+    )
+    return spread(*arrive(place.mesh, place.axes, (starts, lengths), place.rows))

@@ -1,0 +1,1 @@
+"""Compiled programs as text: their collectives, groups and loops."""

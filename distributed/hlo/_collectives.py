@@ -1,0 +1,217 @@
+"""What a compiled program sends between devices, read from its optimised HLO."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+import jax
+
+from energy_attn.kernels.internal import received
+
+from ._groups import Groups, groups_of
+from ._loops import trip_count
+from ._parse import Instruction, Module, arrays, parse
+
+Kind = Literal[
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+]
+_KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
+# Between TPU slices, XLA leaves collectives to a runtime on the hosts: it prints a `send` to that
+# runtime, and names the collective and its members in the attributes.
+_MEGASCALE: dict[str, Kind] = {
+    "ALL_GATHER": "all-gather",
+    "ALL_REDUCE": "all-reduce",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+    "REDUCE_SCATTER": "reduce-scatter",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    r"""One collective operation of a compiled program.
+
+    Attributes:
+        kind: the operation, as HLO names it; of an asynchronous pair (`-start`, `-done`) there is
+            one.
+        bytes: payload: the bytes of its operands on one device, each time that it runs, without
+            the padding of layouts. For an all-gather that is the shard a device gives
+            (`group_size` times as much comes out), for a reduce-scatter the whole array
+            (1/`group_size` of it comes out), for an all-to-all everything a device holds, its own
+            part included. What crosses the links follows from it: a ring all-reduce over
+            $p$ devices sends $2 \frac{p-1}{p}$ `bytes` from each.
+        group_size: devices that take part together: the largest of `groups`; 0 where there is none.
+        count: how often each run of the program runs it: the product of the trip counts of the
+            loops around it. `None` where that depends on data: inside a `while` whose trip count
+            cannot be known, or in a branch of a conditional.
+        dtypes: HLO names of its operands' dtypes (`f32`, `bf16`): what is sent, which may differ
+            from what the program's author wrote.
+        shapes: its operands' shapes on one device.
+        groups: the devices of each group. Numbers are places in the program's device assignment
+            (in a mesh, row-major), not `Device.id`. For a collective-permute, the cycles and chains
+            that its pairs form.
+        across_slices: whether it leaves a TPU slice, over the data-centre network. Device d of
+            slice s (counted from 1) is then s · 100000 + d in `groups`.
+
+    Examples:
+        >>> from energy_attn.distributed import Collective
+        >>> gather = Collective("all-gather", 4096, 4, 1, ("bf16",), ((8, 256),), ((0, 1, 2, 3),))
+        >>> gather.bytes * gather.group_size  # bytes that come out, on every device
+        16384
+    """
+
+    kind: Kind
+    bytes: int
+    group_size: int
+    count: int | None
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    groups: Groups
+    across_slices: bool = False
+
+
+def collectives(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
+    r"""The collectives of a compiled program, in the order in which it lists them.
+
+    The payload that one run of the program hands to collectives, per device, is
+
+    $$\sum_{c} c.\mathrm{bytes} \cdot c.\mathrm{count}$$
+
+    Read from the optimised HLO, so after the compiler has fused, split, widened and reordered:
+    on CPU, GPU and TPU, from ahead-of-time compilation too. A collective that several calls lead to
+    is listed for each of them. Not seen are transfers that no HLO instruction names: those inside
+    custom calls (remote copies of Pallas kernels) and between a device and its own host. A
+    collective whose groups are single devices sends nothing, and is left out.
+
+    Args:
+        compiled: what `jax.jit(f).lower(...).compile()` returns.
+
+    Returns:
+        One [`Collective`][energy_attn.distributed.Collective] per operation; none for a program
+        that runs on one device.
+
+    Raises:
+        TypeError: if `compiled` is anything else, a `Lowered` for instance: what it will send is
+            not decided yet.
+        ValueError: if its text cannot be had or holds a collective that is not understood; none is
+            left out in silence.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> from energy_attn.distributed import collectives
+        >>> mesh = Mesh(jax.devices(), ("device",))
+        >>> total = jax.shard_map(
+        ...     lambda x: jax.lax.psum(x, "device"), mesh=mesh, in_specs=P("device"), out_specs=P()
+        ... )
+        >>> compiled = jax.jit(total).lower(jnp.ones((jax.device_count(), 128))).compile()
+        >>> [(c.kind, c.bytes, c.shapes, c.count) for c in collectives(compiled)]
+        [('all-reduce', 512, ((1, 128),), 1)]
+    """
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            "compiled: wanted jax.stages.Compiled, e.g. jax.jit(f).lower(...).compile(), "
+            f"got {received(compiled)}"
+        )
+    text = compiled.as_text()
+    if text is None:
+        raise ValueError(
+            "compiled: wanted a program with HLO text, got one whose as_text() is None"
+        )
+    return collectives_in(text)
+
+
+def collectives_in(text: str) -> tuple[Collective, ...]:
+    """As `collectives`, for a program given as optimised HLO text (a dump of XLA's, say).
+
+    Raises `ValueError` for text that is no HLO or holds a collective that is not understood.
+    """
+    found = [
+        _collective(module, found)
+        for module in parse(text)
+        for found in _found(module, module.entry)
+    ]
+    return tuple(c for c in found if c.group_size != 1)
+
+
+class _Found(NamedTuple):
+    """A collective of a computation, and how often one call of the outermost one runs it."""
+
+    computation: str
+    instruction: Instruction
+    kind: Kind
+    times: int | None
+
+
+def _found(module: Module, name: str) -> Iterator[_Found]:
+    computation = module.computations[name]
+    starts = any("AsyncCollectiveStart" in x.rest for x in computation.values())
+    for x in computation.values():
+        kind = _kind(x)
+        if kind is not None:
+            # XLA:TPU may spread one collective over several fusions, beside their own work. Each
+            # repeats the instruction, marked as a link of a chain; the first holds the start.
+            if starts or "chain_id" not in x.frontend_attributes:
+                yield _Found(name, x, kind, 1)
+        elif x.opcode == "while":
+            for part, extra in (("condition", 1), ("body", 0)):
+                inside = [found for called in x.called(part) for found in _found(module, called)]
+                trips = trip_count(module, name, x) if inside else None
+                for found in inside:
+                    times = found.times
+                    if times is not None:
+                        times = None if trips is None else (trips + extra) * times
+                    yield found._replace(times=times)
+        elif x.opcode == "conditional":
+            branches = x.called("branch_computations", "true_computation", "false_computation")
+            for branch in branches:
+                for found in _found(module, branch):
+                    yield found._replace(times=None)
+        # the rest of an asynchronous pair names the computation that its start has run
+        elif not x.opcode.endswith(("-update", "-done")):
+            for called in x.called("calls", "to_apply", "called_computations"):
+                yield from _found(module, called)
+
+
+def _kind(x: Instruction) -> Kind | None:
+    opcode = x.opcode.removesuffix("-start")
+    if opcode != "send":
+        return _KINDS.get(opcode)
+    transfer = x.frontend_attributes.get("_xla_megascale_transfer_type")
+    if transfer is not None:
+        if transfer not in _MEGASCALE:
+            raise ValueError(f"text: {x.name} sends between slices by {transfer}, not understood")
+        return _MEGASCALE[transfer]
+    # a permute taken apart by XLA:GPU, unless it is a host's own traffic
+    return None if x.attributes.get("is_host_transfer") == "true" else "collective-permute"
+
+
+def _collective(module: Module, found: _Found) -> Collective:
+    name, x, kind, times = found
+    # Operands, never results: those of a start repeat the operands. After the first operand of
+    # these two come a token, or where to put things.
+    first = kind == "ragged-all-to-all" or x.opcode == "send"
+    operands = x.operands[:1] if first else x.operands
+    computation = module.computations[name]
+    if "slice_sizes" in x.attributes:
+        raise ValueError(f"text: {x.name} sends parts of its operands, which is not understood")
+    if any(operand not in computation for operand in operands):
+        raise ValueError(f"text: {x.name} has operands that {name} does not define: {operands}")
+    sent = [array for operand in operands for array in arrays(computation[operand].shape)]
+    groups = groups_of(module, x, kind)
+    return Collective(
+        kind,
+        sum(array.bytes for array in sent),
+        max(map(len, groups), default=0),
+        times,
+        tuple(array.dtype for array in sent),
+        tuple(array.sizes for array in sent),
+        groups,
+        "_xla_megascale_target" in x.frontend_attributes,
+    )

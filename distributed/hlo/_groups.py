@@ -1,0 +1,155 @@
+"""Which devices take part in a collective: HLO's several ways to write it, read as one."""
+
+import itertools
+import re
+
+import numpy as np
+
+from ._parse import Instruction, Module, split
+
+Groups = tuple[tuple[int, ...], ...]
+
+_REDUCING = ("all-reduce", "all-gather", "reduce-scatter")
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? *\{([^}]*)\}")
+_AXIS = re.compile(r"([^,:]+)(?::\((\d+)\)(\d+))?")
+# Device d of TPU slice s, counted from 1, is s · _SLICE + d to the runtime between slices.
+_SLICE = 100_000
+_PRODUCT = re.compile(r"\{([\d,:]+)\}x\{([\d,:]+)\}")
+
+
+def groups_of(module: Module, instruction: Instruction, kind: str) -> Groups:
+    """The devices of each group of a collective, as places in the device assignment.
+
+    With $P$ partitions, partition i of replica r is device $r P + i$. For a collective-permute the
+    groups are the cycles and chains that its pairs form.
+
+    Raises `ValueError` where they are written in a way that is not understood.
+    """
+    between_slices = instruction.frontend_attributes.get("_xla_megascale_target")
+    try:
+        if between_slices is not None:
+            return _rows(_slices(between_slices))
+        if kind == "collective-permute":
+            pairs = instruction.attributes.get("source_target_pairs")
+            if pairs is None:
+                pairs = instruction.frontend_attributes["_xla_send_recv_source_target_pairs"]
+            listed = _chains(_lists(pairs))
+        else:
+            text = instruction.attributes["replica_groups"]
+            if "device_ids" in instruction.attributes:
+                text += ", device_ids=" + instruction.attributes["device_ids"]
+            listed = _listed(text)
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"text: the devices of {instruction.name} are written in a way that is not understood: "
+            f"{instruction.rest[:300]}"
+        ) from None
+    return _rows(_devices(module, instruction, kind, listed))
+
+
+def _devices(
+    module: Module, instruction: Instruction, kind: str, listed: list[list[int]]
+) -> list[list[int]]:
+    # What the listed numbers count, and what an empty list stands for, depends on two attributes
+    # (openxla.org/xla/operation_semantics, "Collective ops"; `GetCollectiveOpGroupMode`).
+    replicas, partitions = range(module.replicas), range(module.partitions)
+    if not listed and kind == "collective-permute":
+        return []
+    if instruction.attributes.get("use_global_device_ids") == "true":
+        return listed or [list(range(module.replicas * module.partitions))]
+    if "channel_id" not in instruction.attributes:  # replicas; each partition by itself
+        listed = listed or [list(replicas)]
+        return [[r * module.partitions + i for r in group] for group in listed for i in partitions]
+    if kind in _REDUCING:  # replicas, all partitions together
+        listed = listed or [list(replicas)]
+        return [[r * module.partitions + i for r in group for i in partitions] for group in listed]
+    listed = listed or [list(partitions)]  # partitions, of each replica by itself
+    return [[r * module.partitions + i for i in group] for group in listed for r in replicas]
+
+
+def _rows(groups: list[list[int]]) -> Groups:
+    return tuple(map(tuple, groups))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(item) for item in text.split(",") if item]
+
+
+def _lists(text: str) -> list[list[int]]:
+    if not text.startswith("{"):
+        raise ValueError(text)
+    return [_integers(item[1:-1]) for item in split(text, 1)[0]]
+
+
+def _chains(pairs: list[list[int]]) -> list[list[int]]:
+    """Connected components of source → target, each in the order in which data travels if it can."""
+    of: dict[int, list[int]] = {}
+    for source, target in pairs:
+        ahead, behind = of.setdefault(source, [source]), of.setdefault(target, [target])
+        if ahead is not behind:
+            ahead.extend(behind)
+            of.update(dict.fromkeys(behind, ahead))
+    return list({id(chain): chain for chain in of.values()}.values())
+
+
+def _listed(text: str) -> list[list[int]]:
+    iota, mesh = _IOTA.fullmatch(text), _MESH.fullmatch(text)
+    if iota:
+        return _iota(*iota.groups()[1:]).reshape(_integers(iota[1])).tolist()
+    return _mesh(*mesh.groups()) if mesh else _lists(text)
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    """All numbers below the product of `sizes`, laid out in that shape and transposed."""
+    shape = _integers(sizes)
+    grid = np.arange(np.prod(shape)).reshape(shape)
+    return grid if order is None else grid.transpose(_integers(order))
+
+
+def _mesh(mesh: str, devices: str | None, axes: str) -> list[list[int]]:
+    """Groups along mesh axes, `mesh['a'=2,'b'=8] {'a','b':(2)4}`.
+
+    `'b':(2)4` is the part of size 4 of axis b whose left neighbours have a product of 2.
+    """
+    sizes = {name: int(size) for name, size in (item.split("=") for item in mesh.split(","))}
+    parts = [
+        (name, int(left or 1), int(size or sizes[name])) for name, left, size in _AXIS.findall(axes)
+    ]
+    # every axis cut at the bounds of the parts that are asked of it
+    factors: list[tuple[str, int, int]] = []
+    for name, size in sizes.items():
+        cuts = {1, size} | {c for n, left, s in parts if n == name for c in (left, left * s)}
+        factors += [(name, low, high) for low, high in itertools.pairwise(sorted(cuts))]
+    inside = [
+        i
+        for name, left, size in parts
+        for i, (n, low, high) in enumerate(factors)
+        if n == name and left <= low and high <= left * size
+    ]
+    outside = [i for i in range(len(factors)) if i not in inside]
+    if devices is None:
+        grid = np.arange(np.prod(list(sizes.values())))
+    elif devices.startswith("["):
+        shape, _, order = devices.removeprefix("[").removesuffix(")").partition("]T(")
+        grid = _iota(shape, order)
+    else:
+        grid = np.array(_integers(devices))
+    grid = grid.reshape([high // low for _, low, high in factors]).transpose(outside + inside)
+    return grid.reshape(-1, np.prod([size for _, _, size in parts], dtype=int)).tolist()
+
+
+def _slices(target: str) -> list[list[int]]:
+    """Members of a collective between slices: `{1,2}x{0:7}`, `{{100000,200000},...}`, `{{a->b},...}`."""
+    product = _PRODUCT.fullmatch(target)
+    if product:
+        slices, devices = (_spans(text) for text in product.groups())
+        return [[s * _SLICE + d for s in slices] for d in devices]
+    groups = _lists(target.replace("->", ","))
+    return _chains(groups) if "->" in target else groups
+
+
+def _spans(text: str) -> list[int]:
+    """`0:3,7` is 0, 1, 2, 3, 7."""
+    bounds = ([int(n) for n in item.split(":")] for item in text.split(","))
+    return [n for first, *last in bounds for n in range(first, (last or [first])[0] + 1)]

@@ -1,0 +1,141 @@
+"""How often a loop of a compiled program runs.
+
+XLA:CPU and XLA:GPU print the trip count that they found beside the loop. XLA:TPU drops it, so there
+the counter is followed: the integers of the loop's state are computed step by step, exactly as the
+program says, until its condition fails. What depends on an argument stays unknown.
+"""
+
+import dataclasses
+import json
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ._parse import Instruction, Module
+
+# A counter is followed at most this far: seconds of Python.
+_STEPS = 1 << 16
+
+_INTEGER = re.compile(r"([su])(\d+)\[")
+_COPIES = {
+    "bitcast",
+    "copy",
+    "copy-done",
+    "copy-start",
+    "optimization-barrier",
+    "reshape",
+}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "and": operator.and_,
+    "maximum": max,
+    "minimum": min,
+    "multiply": operator.mul,
+    "or": operator.or_,
+    "subtract": operator.sub,
+}
+_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "EQ": operator.eq,
+    "GE": operator.ge,
+    "GT": operator.gt,
+    "LE": operator.le,
+    "LT": operator.lt,
+    "NE": operator.ne,
+}
+
+
+def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
+    """How often the body of `loop`, a `while` instruction of `computation`, runs.
+
+    `None` where it depends on data, or the counter could not be followed to its end. The condition
+    runs once more than the body. Raises nothing.
+    """
+    known = _config(loop).get("known_trip_count")
+    if known is not None:
+        return int(known["n"])
+    state = _Call(module, computation, None).value(loop.operands[0])
+    (condition,), (body,) = loop.called("condition"), loop.called("body")
+    for step in range(_STEPS):
+        again = _Call(module, condition, (state,)).result()
+        if again is None:
+            return None
+        if not again:
+            return step
+        state = _Call(module, body, (state,)).result()
+    return None
+
+
+def _config(instruction: Instruction) -> dict[str, Any]:
+    try:
+        config = json.loads(instruction.attributes.get("backend_config", "{}"))
+        # older text quotes it once more
+        config = json.loads(config) if isinstance(config, str) else config
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A computation with its arguments (`None`: unknown ones), and the values found so far.
+
+    A value is an integer, a tuple of values, or `None` for whatever is not one.
+    """
+
+    module: Module
+    computation: str
+    arguments: tuple | None
+    seen: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def result(self) -> Any:
+        return self.value(self.module.roots[self.computation])
+
+    def value(self, name: str) -> Any:
+        if name not in self.seen:
+            self.seen[name] = self.compute(self.module.computations[self.computation][name])
+        return self.seen[name]
+
+    def compute(self, x: Instruction) -> Any:
+        if x.opcode == "parameter":
+            return self.arguments[int(x.operands[0])] if self.arguments is not None else None
+        if x.opcode == "constant":
+            return _literal(x)
+        if x.opcode == "tuple":
+            return tuple(map(self.value, x.operands))
+        if x.opcode == "get-tuple-element":
+            of = self.value(x.operands[0])
+            return of[int(x.attributes["index"])] if isinstance(of, tuple) else None
+        if x.opcode in _COPIES:
+            return self.value(x.operands[0])
+        if x.opcode == "convert":
+            return _held(x.shape, self.value(x.operands[0]))
+        if x.opcode in ("call", "fusion"):
+            (called,) = x.called("calls", "to_apply")
+            return _Call(self.module, called, tuple(map(self.value, x.operands))).result()
+        operation = _ARITHMETIC.get(x.opcode)
+        if x.opcode == "compare":
+            operation = _COMPARISONS[x.attributes["direction"]]
+        if operation is None:
+            return None
+        a, b = map(self.value, x.operands)
+        known = isinstance(a, int) and isinstance(b, int)
+        return _held(x.shape, operation(a, b)) if known else None
+
+
+def _held(shape: str, value: Any) -> int | None:
+    """An integer as an array of this shape holds it: wrapped around; `None` if it would round."""
+    dtype = _INTEGER.match(shape)
+    if dtype is None or not isinstance(value, int):
+        return value if shape.startswith("pred") else None
+    span = 1 << int(dtype[2])
+    low = -span // 2 if dtype[1] == "s" else 0
+    return (value - low) % span + low
+
+
+def _literal(constant: Instruction) -> int | None:
+    try:
+        (text,) = constant.operands
+        return int({"true": "1", "false": "0"}.get(text, text))
+    except ValueError:  # an array, or no integer
+        return None

@@ -1,0 +1,1 @@
+"""Merge strategies: how the states of all devices become one that all of them have."""

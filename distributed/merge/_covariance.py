@@ -1,0 +1,92 @@
+"""Folding the covariances of all devices: the law of total covariance, in one reduction."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from energy_attn.kernels import AttentionState, CovarianceState, merge_all
+from energy_attn.kernels.internal import share, spread
+
+from ._packing import gathered, same, transfer
+from ._strategies import Axes, exchanged
+
+
+def check_covariance_merge(merge: str) -> str:
+    """The way that a checked `merge=` means for covariances.
+
+    A sum is none: it would have to know the mean of all keys before. Raises `ValueError` where one
+    is asked for.
+    """
+    if merge not in ("auto", "butterfly", "gather"):
+        raise ValueError(
+            f"merge: wanted 'butterfly', 'gather' or 'auto' for covariances, got {merge!r}"
+        )
+    return "gather" if merge == "gather" else "butterfly"
+
+
+# Compiled here, so that a call outside of jit runs as one program.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def fold_covariances(way: str, axes: Axes, state: CovarianceState) -> CovarianceState:
+    """The covariance state of all keys, equal on all devices; differentiable. Raises nothing."""
+    width, dtype = state.out.shape[-1], state.out.dtype
+    message = _packed(CovarianceState(*(x.astype(state.lse.dtype) for x in state)))
+    unpack = functools.partial(_unpacked, width=width)
+    if way == "gather":
+        found = merge_all(unpack(gathered(message, axes)), axis=0)
+    else:
+        found = unpack(exchanged(message, axes, unpack, _packed))
+    covariance, out, lse = same(found, axes)
+    return CovarianceState(covariance.astype(dtype), out.astype(dtype), lse)
+
+
+# With w = e^{F_i - F} and d = out_i - out, all sums over the devices,
+#     dF = Σ w dF_i,   dout = Σ w (dout_i + d dF_i),
+#     dΣ = Σ w (dΣ_i + (Σ_i + d dᵀ - Σ) dF_i + d dout_iᵀ + dout_i dᵀ),
+# for what the change of the common mean brings cancels, as Σ w d = 0.
+@fold_covariances.defjvp
+def _fold_covariances_jvp(
+    way: str,
+    axes: Axes,
+    primals: tuple[CovarianceState],
+    tangents: tuple[CovarianceState],
+) -> tuple[CovarianceState, CovarianceState]:
+    (state,), (change,) = primals, tangents
+    merged: CovarianceState = fold_covariances(way, axes, state)
+    whole = AttentionState(merged.out, merged.lse)
+    wide = state.lse.dtype
+    portion = share(state.lse, merged.lse)
+    present = portion != 0
+    energy = jnp.where(present, change.lse, 0.0)
+    apart = state.out.astype(wide) - merged.out.astype(wide)
+    moved = change.out.astype(wide)
+    crossed = apart[..., :, None] * moved[..., None, :]
+    excess = spread(state, whole) - portion[..., None, None] * merged.covariance.astype(wide)
+    own = change.covariance.astype(wide) + crossed + crossed.swapaxes(-1, -2)
+    covariance = portion[..., None, None] * own + excess * energy[..., None, None]
+    out = portion[..., None] * (moved + apart * energy[..., None])
+    here = CovarianceState(
+        jnp.where(present[..., None, None], covariance, 0.0),
+        jnp.where(present[..., None], out, 0.0),
+        portion * energy,
+    )
+    summed = transfer(lambda x: lax.psum(x, axes), _packed(here))
+    found = _unpacked(summed, state.out.shape[-1])
+    dtype = state.out.dtype
+    return merged, CovarianceState(
+        found.covariance.astype(dtype), found.out.astype(dtype), found.lse
+    )
+
+
+# A state as the message that it travels as: one line of numbers for each row.
+def _packed(state: CovarianceState) -> AttentionState:
+    flat: Array = state.covariance.reshape(*state.lse.shape, state.out.shape[-1] ** 2)
+    return AttentionState(jnp.concatenate([state.out, flat], -1), state.lse)
+
+
+def _unpacked(message: AttentionState, width: int) -> CovarianceState:
+    out, flat = message.out[..., :width], message.out[..., width:]
+    return CovarianceState(flat.reshape(*out.shape, width), out, message.lse)

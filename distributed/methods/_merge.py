@@ -1,0 +1,199 @@
+"""Folding states over mesh axes, inside `jax.shard_map`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from energy_attn.kernels import AttentionState, CovarianceState
+from energy_attn.kernels.internal import (
+    State,
+    check_floating,
+    check_state,
+    holds_keys,
+    received,
+    share,
+)
+
+from .. import cost
+from ..merge._covariance import check_covariance_merge, fold_covariances
+from ..merge._packing import transfer
+from ..merge._remote import wanted
+from ..merge._strategies import WAYS
+from ..network._topology import usual_topology
+from ..spec._arguments import Axes, AxisName, check_axes
+from ..spec._parallel import check_merge, check_topology
+
+
+def merge_across(
+    state: State,
+    axis_name: AxisName,
+    merge: str = "auto",
+    *,
+    topology: cost.Topology | None = None,
+) -> State:
+    r"""The state of all keys, from the state of each device's own.
+
+    $$m = \max_i F_i, \qquad
+      \mathrm{out} = \frac{\sum_i \mathrm{out}_i\, e^{F_i - m}}{\sum_i e^{F_i - m}}, \qquad
+      F = m + \log \sum_i e^{F_i - m}$$
+
+    Four ways lead there; none sends anything that depends on the number of keys. Per device, for
+    $R = B T N$ rows:
+
+    - `"allreduce"`: a pmax of `lse`, then a psum of numerator and denominator together. Two
+      collectives, $R (H + 2)$ numbers of `lse`'s dtype.
+    - `"gather"`: one all-gather of the states, folded by each device for itself.
+    - `"butterfly"`: $\lceil \log_2 p \rceil$ exchanges of one state each (for odd factors $m$ of $p$,
+      of $m - 1$ states in $\lceil \log_2 m \rceil$ of them), axis by axis from the last.
+    - `"hierarchical"`, over several axes, the last of them fast: an all-to-all along that one, a
+      butterfly of each device's share of the rows along the others, and an all-gather.
+
+    The last two ways only move states, in the dtypes that they have; the sums of the others are in
+    `lse`'s. Hand `out` over in `lse`'s dtype, as `tree_attention` does, and it is rounded once.
+
+    With the last three, the results on all devices are bitwise equal by construction. Derivatives,
+    of any order and in both modes, are the same for all ways; that of the keys' own state needs no
+    communication: with $w_i = e^{F_i - F}$,
+
+    $$\mathrm{d}F = \sum_i w_i\, \mathrm{d}F_i, \qquad \mathrm{d\,out} = \sum_i w_i
+      \left(\mathrm{d\,out}_i + (\mathrm{out}_i - \mathrm{out})\, \mathrm{d}F_i\right)$$
+
+    Args:
+        state: this device's `out` `[..., H]` and `lse` `[...]`. A device that holds no keys
+            passes the empty state. A [`CovarianceState`][energy_attn.kernels.CovarianceState] folds
+            by `"gather"` or `"butterfly"` (`"auto"`), with $R (H^2 + H + 1)$ numbers to a state.
+        axis_name: the mesh axis, or several, slow ones first: they are folded together.
+        merge: the way, or `"auto"`: the fastest by [`cost`][energy_attn.distributed.cost.choose_merge].
+        topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
+            platform in use.
+
+    Returns:
+        The folded state, equal on all devices of the axes: `out` in its own dtype (the sums are in
+        `lse`'s), `lse` in float32 (float64).
+
+    Raises:
+        TypeError: `state` is no `AttentionState`, `axis_name` no name, `topology` no topology.
+        ValueError: an axis repeats or is not bound (called outside `jax.shard_map`), an unknown
+            way, `"hierarchical"` over a single axis, or a way that covariances do not fold by.
+
+    Source: Tree Attention (arXiv 2408.04093), Algorithm 3 with $m = \max_i F_i$.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import make_mesh, merge_across
+        >>> from energy_attn.kernels import AttentionState
+        >>> spec = jax.sharding.PartitionSpec("device")
+        >>> def f(out, lse):
+        ...     return merge_across(AttentionState(out[0], lse[0]), "device", "butterfly")
+        >>> mesh = make_mesh((jax.device_count(),), ("device",))
+        >>> parts = jnp.ones((jax.device_count(), 3, 4)), jnp.zeros((jax.device_count(), 3))
+        >>> with jax.set_mesh(mesh):
+        ...     jax.shard_map(f, in_specs=spec, out_specs=jax.P())(*parts).out.shape
+        (3, 4)
+    """
+    check_state("state", state)
+    axes = check_axes(axis_name)
+    check_merge(merge, len(axes))
+    check_topology(topology, len(axes))
+    if isinstance(state, CovarianceState):
+        return fold_covariances(check_covariance_merge(merge), axes, state)
+    return fold_across(choose_merge(merge, state, axes, topology), axes, state)
+
+
+def logsumexp_across(
+    lse: Float[Array, "..."],
+    axis_name: AxisName,
+    merge: str = "auto",
+    *,
+    topology: cost.Topology | None = None,
+) -> Float[Array, "..."]:
+    r"""The free energy of all keys, from that of each device's own.
+
+    $$F = m + \log \sum_i e^{F_i - m}, \qquad m = \max_i F_i$$
+
+    with $m$ held constant in every derivative, which changes none. `jax.grad` of this in a
+    replicated source is Algorithm 2: one more all-reduce sums the devices' gradients.
+
+    Args:
+        lse: this device's energies, of any shape; minus infinity for no keys.
+        axis_name: the mesh axis, or several, slow ones first: they are folded together.
+        merge: as for [`merge_across`][energy_attn.distributed.merge_across], as is `topology`.
+        topology: see there.
+
+    Returns:
+        The energies, equal on all devices of the axes.
+
+    Raises:
+        TypeError: `lse` is no float32 or float64 array, or as `merge_across`.
+        ValueError: as `merge_across`.
+
+    Source: Tree Attention (arXiv 2408.04093), Algorithm 1 with $m$ added back.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import logsumexp_across, make_mesh
+        >>> n = jax.device_count()
+        >>> with jax.set_mesh(make_mesh((n,), ("device",))):
+        ...     f = jax.shard_map(
+        ...         lambda x: logsumexp_across(x, "device"),
+        ...         in_specs=jax.P("device"), out_specs=jax.P(),
+        ...     )
+        ...     bool(jnp.allclose(f(jnp.zeros(n)), jnp.log(n)))
+        True
+    """
+    lse = check_floating("lse", lse)
+    if lse.dtype not in (jnp.float32, jnp.float64):
+        raise TypeError(f"lse: wanted a float32 or float64 array, got {received(lse)}")
+    axes = check_axes(axis_name)
+    check_merge(merge, len(axes))
+    check_topology(topology, len(axes))
+    lse = jnp.asarray(lse)
+    state = AttentionState(jnp.zeros((*lse.shape, 0), lse.dtype), lse)  # an output of no width
+    return fold_across(choose_merge(merge, state, axes, topology), axes, state).lse
+
+
+# Compiled here, so that a call outside of jit runs as one program.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def fold_across(way: str, axes: Axes, state: AttentionState) -> AttentionState:
+    """The fold of states by a way of `WAYS`, with the derivative of all of them."""
+    return WAYS[way](state, axes)
+
+
+@fold_across.defjvp
+def _fold_across_jvp(
+    way: str,
+    axes: Axes,
+    primals: tuple[AttentionState],
+    tangents: tuple[AttentionState],
+) -> tuple[AttentionState, AttentionState]:
+    (state,), (change,) = primals, tangents
+    merged: AttentionState = fold_across(way, axes, state)
+    wide = state.lse.dtype
+    # a part without keys counts for nothing, whatever it holds; nor may it make a NaN
+    present = holds_keys(state.lse)
+    portion = share(state.lse, merged.lse)
+    energy = jnp.where(present, change.lse, 0.0)
+    apart = state.out.astype(wide) - merged.out.astype(wide)
+    out = change.out.astype(wide) + apart * energy[..., None]
+    out = jnp.where(present[..., None], out * portion[..., None], 0.0)
+    moved = transfer(lambda x: lax.psum(x, axes), AttentionState(out, portion * energy))
+    return merged, AttentionState(moved.out.astype(state.out.dtype), moved.lse)
+
+
+def choose_merge(
+    merge: str, state: AttentionState, axes: Axes, topology: cost.Topology | None
+) -> str:
+    """The way that a checked `merge=` means for this state over these axes. Raises nothing."""
+    if state.lse.size == 0:
+        return "allreduce"  # HLO exchanges no empty arrays
+    if merge == "auto":
+        rows, width = state.lse.size, state.out.shape[-1]
+        shape = cost.Shape(1, rows, 0, 1, 1, width, dtype=state.out.dtype.name)
+        merge = cost.choose_merge(
+            shape, topology or usual_topology(jax.sharding.get_abstract_mesh(), axes)
+        )
+    return "remote" if merge == "butterfly" and wanted() else merge

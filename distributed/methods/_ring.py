@@ -1,0 +1,317 @@
+"""Ring attention: keys, or queries with their states, pass every device once."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from energy_attn.kernels import AttentionState, merge
+from energy_attn.kernels.internal import (
+    Operands,
+    Settings,
+    attend,
+    backward_wide,
+    check_choice,
+    check_flag,
+    empty_like,
+    lse_dtype,
+    narrow,
+    parts_of,
+    vary_together,
+)
+
+from ..merge._packing import moved, transfer
+from ..spec._arguments import (
+    Axes,
+    AxisName,
+    Scores,
+    check_axes,
+    check_local,
+    rounded,
+    scores_of,
+    unbatched,
+)
+from ._merge import fold_across
+
+TRAVELS = ("keys", "queries", "auto")
+Names = tuple[str, ...]
+
+
+def ring_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    source: Float[Array, "*B T N Hv"] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Any = None,
+    axis_name: AxisName,
+    travels: str = "auto",
+    queries_sharded: bool = True,
+    implementation: str | Sequence[str] | None = None,
+    **options: Any,
+) -> AttentionState:
+    r"""Attention over keys sharded along mesh axes, passed around a ring, inside `jax.shard_map`.
+
+    $$\mathrm{state} = \mathrm{state}_{i} \oplus \mathrm{state}_{i-1} \oplus \dots
+      \oplus \mathrm{state}_{i-p+1}$$
+
+    with $\oplus$ the [`merge`][energy_attn.kernels.merge] of states and the shards of keys numbered
+    by device, counted modulo $p$. `travels="keys"`: each device keeps its queries and passes the
+    keys and values that it holds to the next one, $p - 1$ times; each transfer begins before the
+    computation beside it. The derivative goes around once more, with gradients that travel with
+    their keys in `lse`'s dtype. Memory is $O(T + S)$ per device in both. `travels="queries"`: keys
+    stay, queries and their states go around and come home, $p$ times; or, where all devices have
+    the same queries, their states alone, $p - 1$ times. That is little where queries are few.
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`, this device's, or equal on all devices.
+        key: `[B, S, K, H]`, this device's shard.
+        value: `[B, S, K, Hv]`, this device's shard.
+        source: `[B, T, N, Hv]`, as `query`.
+        bias: broadcastable to `[B, N, T, p S]`, for this device's queries and all keys in the
+            order of the devices; if queries travel, to `[B, N, p T, S]`, for all queries and this
+            device's keys.
+        mask: boolean, likewise.
+        axis_name: the mesh axis, or several, slow ones first: the ring goes through all of them.
+        travels: `"keys"`, `"queries"`, or `"auto"`: whichever is fewer bytes where queries are
+            sharded, else queries, so that all devices find the same to the last bit.
+        queries_sharded: whether `query` and what belongs to it are this device's part.
+        implementation: as for [`local_attention`][energy_attn.kernels.local_attention].
+        **options: likewise. Positions are global: with `is_causal`, a window or ragged rows give
+            `key_positions` and `query_positions`, as the defaults count from the shard's first.
+
+    Returns:
+        The state of this device's queries over all keys.
+
+    Raises:
+        TypeError: as `local_attention`.
+        ValueError: as `local_attention`; an axis is not bound; positions are compared but not
+            given; or `travels` is none of these.
+
+    Source: Ring Attention (arXiv 2310.01889); for queries that travel, Context Parallelism for
+    Scalable Million-Token Inference (arXiv 2411.01783).
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import make_mesh, ring_attention
+        >>> n = jax.device_count()
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2 * n, 2, 4))
+        >>> sharded = jax.P(None, "device")
+        >>> with jax.set_mesh(make_mesh((n,), ("device",))):
+        ...     f = jax.shard_map(
+        ...         lambda q, k, v: ring_attention(q, k, v, axis_name="device").out,
+        ...         in_specs=sharded, out_specs=sharded,
+        ...     )
+        ...     out = f(q, k, v)
+        >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
+        True
+    """
+    axes = check_axes(axis_name)
+    check_choice("travels", travels, TRAVELS)
+    sharded = check_flag("queries_sharded", queries_sharded)
+
+    def scores(operands: Operands) -> Scores:
+        if what_travels(travels, operands, sharded) == "keys":
+            return scores_of(operands, columns=lax.axis_size(axes))
+        return scores_of(operands, rows=lax.axis_size(axes) if sharded else 1)
+
+    arrays = query, key, value, source, bias, mask
+    names, call = check_local(arrays, options, implementation, queries=sharded, scores=scores)
+    state = ring(names, call.settings, call.operands, axes, travels, sharded)
+    return state if call.batched else unbatched(state)
+
+
+def what_travels(travels: str, operands: Operands, sharded: bool) -> str:
+    """What `travels` means, `"keys"` or `"queries"`. Raises nothing.
+
+    `operands` are one device's, or, where queries are sharded, those of all together.
+    """
+    if travels != "auto":
+        return travels
+    if not sharded:  # around with the keys, each device would fold them in another order
+        return "queries"
+    query, key, value = operands[:3]
+    state = (value.shape[-1] + 1) * lse_dtype(value.dtype).itemsize
+    queries = query.nbytes + math.prod(query.shape[:-1]) * state
+    return "keys" if key.nbytes + value.nbytes <= queries else "queries"
+
+
+def ring(
+    names: Names,
+    settings: Settings,
+    operands: Operands,
+    axes: Axes,
+    travels: str,
+    sharded: bool,
+) -> AttentionState:
+    """The state of this device's queries, or of those that all have. Raises as `attend` does."""
+    operands = Operands(*vary_together(operands, axes))
+    if what_travels(travels, operands, sharded) == "queries":
+        if sharded:
+            return _queries_around(names, settings, axes, operands)
+        state = fold_across("ring", axes, attend(names, parts_of(settings), operands))
+        return rounded(state, operands, settings)
+    around = _keys_around if names == ("reference",) else _keys_around_and_back
+    return around(names, settings, axes, operands)
+
+
+def _hop(tree: Any, axes: Axes) -> Any:
+    devices = lax.axis_size(axes)
+    pairs = [(i, (i + 1) % devices) for i in range(devices)]
+
+    def pass_on(x: Array) -> Array:
+        return lax.ppermute(x, axes, pairs)
+
+    return jax.tree.map(functools.partial(moved, pass_on), tree)
+
+
+def _origin(step: Any, axes: Axes) -> Array:
+    """Where that came from which is here after so many hops."""
+    return (lax.axis_index(axes) - step) % lax.axis_size(axes)
+
+
+def _part(x: Array | None, axis: int, place: Array, size: int) -> Any:
+    """The part of bias or mask along an axis that belongs to one device, unless it is broadcast."""
+    if x is None or x.shape[axis] == 1:
+        return x
+    return lax.dynamic_slice_in_dim(x, place * size, size, axis)
+
+
+class _Keys(NamedTuple):
+    """What travels when keys do."""
+
+    key: Array
+    value: Array
+    key_positions: Array | None
+    key_segments: Array | None
+
+
+def _keys_of(operands: Operands) -> _Keys:
+    return _Keys(*(getattr(operands, name) for name in _Keys._fields))
+
+
+def _with_keys(operands: Operands, keys: _Keys, step: Any, axes: Axes) -> Operands:
+    """The operands of one step: the keys that are here now, and what is said of their scores."""
+    place, size = _origin(step, axes), keys.key.shape[1]
+    bias, mask = (_part(x, 3, place, size) for x in (operands.bias, operands.mask))
+    return operands._replace(bias=bias, mask=mask, **keys._asdict())
+
+
+def _keys_around(
+    names: Names, settings: Settings, axes: Axes, operands: Operands
+) -> AttentionState:
+    def visit(state: AttentionState, keys: _Keys, step: Any) -> AttentionState:
+        here = _with_keys(operands, keys, step, axes)
+        return merge(state, attend(names, parts_of(settings), here))
+
+    def step(carry: tuple[AttentionState, _Keys], i: Array) -> Any:
+        state, keys = carry
+        following = _hop(keys, axes)  # begun before the computation beside it
+        return (visit(state, keys, i), following), None
+
+    last = lax.axis_size(axes) - 1
+    start = empty_like(parts_of(settings), operands), _keys_of(operands)
+    if last > 0:
+        start, _ = lax.scan(step, start, jnp.arange(last, dtype=jnp.int32))
+    return rounded(visit(*start, last), operands, settings)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _keys_around_and_back(
+    names: Names, settings: Settings, axes: Axes, operands: Operands
+) -> AttentionState:
+    return _keys_around(names, settings, axes, operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _save(
+    names: Names, settings: Settings, axes: Axes, operands: Operands
+) -> tuple[AttentionState, tuple[Operands, AttentionState]]:
+    # through the rule again, and compiled: see `kernels._flash`
+    state: AttentionState = _keys_around_and_back(names, settings, axes, operands)
+    return state, (operands, state)
+
+
+class _Gradients(NamedTuple):
+    """Of keys and values, which travel with them; of queries and bias, which stay."""
+
+    keys: tuple[Array, Array]
+    query: Array
+    bias: Array | None
+
+
+def _pull_back(
+    names: Names,
+    settings: Settings,
+    axes: Axes,
+    saved: tuple[Operands, AttentionState],
+    cotangent: AttentionState,
+) -> tuple[Operands]:
+    del names
+    operands, state = saved
+
+    def visit(keys: _Keys, so_far: _Gradients | None, step: Any) -> _Gradients:
+        here = _with_keys(operands, keys, step, axes)
+        found = backward_wide(here, settings, state, cotangent)
+        bias = found.bias
+        if bias is not None and operands.bias is not None:
+            whole = lax.full_like(bias, 0.0, shape=operands.bias.shape)
+            columns = bias.shape[3]
+            at = _origin(step, axes) * columns if whole.shape[3] > columns else 0
+            bias = lax.dynamic_update_slice_in_dim(whole, bias, at, 3)
+        found = _Gradients((found.key, found.value), found.query, bias)
+        return found if so_far is None else jax.tree.map(jnp.add, so_far, found)
+
+    # Gradients follow their keys one hop behind, and so both transfers begin before the
+    # computation beside them.
+    def step(carry: tuple[_Keys, _Gradients], i: Array) -> Any:
+        keys, gradients = carry
+        following, arriving = _hop((keys, gradients.keys), axes)
+        return (following, visit(keys, gradients._replace(keys=arriving), i)), None
+
+    last = lax.axis_size(axes) - 1
+    keys = _keys_of(operands)
+    following = _hop(keys, axes) if last > 0 else keys
+    found = visit(keys, None, 0)
+    if last > 1:
+        middle = jnp.arange(1, last, dtype=jnp.int32)
+        (following, found), _ = lax.scan(step, (following, found), middle)
+    if last > 0:
+        found = visit(following, found._replace(keys=_hop(found.keys, axes)), last)
+        found = found._replace(keys=_hop(found.keys, axes))  # home
+    gradients = Operands(found.query, *found.keys, found.bias, None, None, None)
+    return (narrow(gradients, operands),)
+
+
+_keys_around_and_back.defvjp(_save, _pull_back)
+
+
+def _queries_around(
+    names: Names, settings: Settings, axes: Axes, operands: Operands
+) -> AttentionState:
+    rows = operands.query.shape[1]
+
+    def step(carry: tuple[AttentionState, tuple[Any, ...]], i: Array) -> Any:
+        state, (query, positions, segments) = carry
+        following = _hop((query, positions, segments), axes)
+        place = _origin(i, axes)
+        here = operands._replace(
+            query=query,
+            query_positions=positions,
+            query_segments=segments,
+            bias=_part(operands.bias, 2, place, rows),
+            mask=_part(operands.mask, 2, place, rows),
+        )
+        state = merge(state, attend(names, parts_of(settings), here))
+        return (transfer(lambda x: _hop(x, axes), state), following), None
+
+    visitors = operands.query, operands.query_positions, operands.query_segments
+    steps = jnp.arange(lax.axis_size(axes), dtype=jnp.int32)
+    (state, _), _ = lax.scan(step, (empty_like(parts_of(settings), operands), visitors), steps)
+    return rounded(state, operands, settings)

@@ -1,0 +1,151 @@
+"""Tree attention: local kernels, then one associative reduction over the mesh."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import Operands, Settings, attend, check_flag, parts_of
+
+from .. import cost
+from ..merge._packing import joined
+from ..merge._strategies import reduce_scatter, scatter
+from ..spec._arguments import Axes, AxisName, check_axes, check_local, rounded, scores_of, unbatched
+from ..spec._parallel import check_merge, check_topology
+from ._merge import choose_merge, fold_across
+
+
+def tree_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    source: Float[Array, "*B T N Hv"] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Any = None,
+    axis_name: AxisName,
+    merge: str = "auto",
+    queries_sharded: bool = False,
+    topology: cost.Topology | None = None,
+    implementation: str | Sequence[str] | None = None,
+    **options: Any,
+) -> AttentionState:
+    r"""Attention over keys sharded along mesh axes, by one reduction, inside `jax.shard_map`.
+
+    $$F(\zeta) = \log \sum_i e^{F_i(\zeta)}, \qquad
+      F_i(\zeta) = \log \sum_{a \in \text{shard } i} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a)$$
+
+    Each device computes the state of its own keys, then the states are folded. Queries that all
+    devices have ([`merge_across`][energy_attn.distributed.merge_across]): $O(B T N H)$ bytes,
+    whatever the number of keys; in the derivative `key` and `value` stay local and the query's
+    gradient is one `psum`. Queries of which each device has a part: they are gathered, and the
+    states of all, $B T N (H + 1)$ numbers, are reduced and scattered, so that each device has those
+    of its own queries. Per device $\frac{p-1}{p} B T N (2H + 1)$ numbers cross the links, where a
+    ring passes $\frac{p-1}{p} B S K \cdot 2H$: as many if every head has its own keys ($K = N$)
+    and more if heads share them. States travel in `lse`'s dtype, and are rounded once.
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`, equal on all devices of the axes, or this device's.
+        key: `[B, S, K, H]`, this device's shard; `S` may be 0 and may differ in what is present.
+        value: `[B, S, K, Hv]`, this device's shard.
+        source: `[B, T, N, Hv]`, as `query`.
+        bias: for all queries and this device's keys, broadcastable to `[B, N, T, S]`.
+        mask: boolean, likewise.
+        axis_name: the mesh axis, or several, slow ones first, along which keys are sharded.
+        merge: how states are folded; see [`merge_across`][energy_attn.distributed.merge_across].
+            Where queries are sharded, `"allreduce"` is a pmax of `lse` and a reduce-scatter of
+            sums, and every other way one all-to-all of states.
+        queries_sharded: whether `query` and what belongs to it are this device's part.
+        topology: of the axes, for `merge="auto"`.
+        implementation: as for [`local_attention`][energy_attn.kernels.local_attention].
+        **options: likewise. Positions are global: with `is_causal`, a window or ragged rows give
+            this shard's `key_positions` and the `query_positions`, as the defaults count from the
+            shard's first key.
+
+    Returns:
+        The state over all keys: of all queries, equal on all devices, or of this device's.
+
+    Raises:
+        TypeError: as `local_attention`.
+        ValueError: as `local_attention` and `merge_across`; or positions are compared but not given.
+
+    Source: Tree Attention (arXiv 2408.04093), Algorithm 3.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import make_mesh, tree_attention
+        >>> n = jax.device_count()
+        >>> q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 3 * n, 2, 4))
+        >>> sharded = jax.P(None, "device")
+        >>> with jax.set_mesh(make_mesh((n,), ("device",))):
+        ...     f = jax.shard_map(
+        ...         lambda q, k: tree_attention(q, k, k, axis_name="device"),
+        ...         in_specs=(jax.P(), sharded), out_specs=jax.P(),
+        ...     )
+        ...     bool(jnp.allclose(f(q, k).out, 1))
+        True
+    """
+    axes = check_axes(axis_name)
+    check_merge(merge, len(axes))
+    check_topology(topology, len(axes))
+    sharded = check_flag("queries_sharded", queries_sharded)
+    devices = lax.axis_size(axes) if sharded else 1
+    names, call = check_local(
+        (query, key, value, source, bias, mask),
+        options,
+        implementation,
+        queries=sharded,
+        scores=lambda operands: scores_of(operands, rows=devices),
+    )
+    given = names, call.settings, call.operands, axes, merge
+    state = tree_of_shards(*given) if sharded else tree(*given, topology)
+    return state if call.batched else unbatched(state)
+
+
+def tree(
+    names: Sequence[str],
+    settings: Settings,
+    operands: Operands,
+    axes: Axes,
+    merge: str,
+    topology: cost.Topology | None,
+) -> AttentionState:
+    """The state of queries that all devices have. Raises as `attend` does."""
+    state = attend(names, parts_of(settings), operands)
+    state = fold_across(choose_merge(merge, state, axes, topology), axes, state)
+    return rounded(state, operands, settings)
+
+
+def tree_of_shards(
+    names: Sequence[str],
+    settings: Settings,
+    operands: Operands,
+    axes: Axes,
+    merge: str,
+) -> AttentionState:
+    """The state of this device's queries; bias and mask are for all of them.
+
+    Raises as `attend` does.
+    """
+    devices, rows = lax.axis_size(axes), operands.query.shape[1]
+    state = attend(names, parts_of(settings), with_all_queries(operands, axes))
+
+    def by_device(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], devices, rows, *x.shape[2:]), 1, 0)
+
+    fold = reduce_scatter if merge == "allreduce" else scatter
+    return rounded(fold(AttentionState(*map(by_device, state)), axes), operands, settings)
+
+
+def with_all_queries(operands: Operands, axes: Axes) -> Operands:
+    """Operands with the queries of all devices, end to end, and what belongs to them.
+
+    Raises nothing.
+    """
+    mine = operands.query, operands.query_positions, operands.query_segments
+    query, positions, segments = jax.tree.map(lambda x: joined(x, axes, 1), mine)
+    return operands._replace(query=query, query_positions=positions, query_segments=segments)

@@ -1,0 +1,117 @@
+"""Ulysses: heads exchanged for sequence, and back."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jaxtyping import Array, Float
+
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import Operands, Settings, attend
+
+from ..merge._packing import joined, moved, transfer
+from ..spec._arguments import Axes, AxisName, Scores, check_axes, check_local, scores_of, unbatched
+from ..spec._plan import check_heads
+
+
+def ulysses_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    source: Float[Array, "*B T N Hv"] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Any = None,
+    axis_name: AxisName,
+    implementation: str | Sequence[str] | None = None,
+    **options: Any,
+) -> AttentionState:
+    r"""Attention over a sequence sharded along mesh axes, head by head, inside `jax.shard_map`.
+
+    An all-to-all gives each of the $p$ devices the whole sequence of $N/p$ query heads and $K/p$
+    key heads; after attention, another brings the states back. Per device,
+    $\frac{p-1}{p^2}$ of queries, keys, values and outputs cross the links: little, as long as there
+    are heads enough.
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`, this device's part; `T` is equal on all.
+        key: `[B, S, K, H]`, this device's part; the number of devices divides `K`.
+        value: `[B, S, K, Hv]`, likewise.
+        source: `[B, T, N, Hv]`, likewise.
+        bias: for this device's `N/p` heads, all queries and all keys, in the order of the devices;
+            broadcastable to `[B, N/p, p T, p S]`.
+        mask: boolean, likewise.
+        axis_name: the mesh axis, or several, along which the sequence is sharded.
+        implementation: as for [`local_attention`][energy_attn.kernels.local_attention].
+        **options: likewise. Positions are global: with `is_causal`, a window or ragged rows give
+            `key_positions` and `query_positions`, as the defaults count from the shard's first.
+
+    Returns:
+        The state of this device's queries over all keys.
+
+    Raises:
+        TypeError: as `local_attention`.
+        ValueError: as `local_attention`; an axis is not bound; positions are compared but not
+            given; or the devices do not divide the heads of keys.
+
+    Source: DeepSpeed Ulysses (arXiv 2309.14509).
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import make_mesh, ulysses_attention
+        >>> n = jax.device_count()
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2 * n, n, 4))
+        >>> sharded = jax.P(None, "device")
+        >>> with jax.set_mesh(make_mesh((n,), ("device",))):
+        ...     f = jax.shard_map(
+        ...         lambda q, k, v: ulysses_attention(q, k, v, axis_name="device").out,
+        ...         in_specs=sharded, out_specs=sharded,
+        ...     )
+        ...     out = f(q, k, v)
+        >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
+        True
+    """
+    axes = check_axes(axis_name)
+    devices = lax.axis_size(axes)
+
+    def scores(operands: Operands) -> Scores:
+        check_heads("key", operands.key.shape[2], devices)
+        batch, heads, rows, columns = scores_of(operands, rows=devices, columns=devices)
+        return batch, heads // devices, rows, columns
+
+    arrays = query, key, value, source, bias, mask
+    names, call = check_local(arrays, options, implementation, queries=True, scores=scores)
+    state = ulysses(names, call.settings, call.operands, axes)
+    return state if call.batched else unbatched(state)
+
+
+def ulysses(
+    names: Sequence[str], settings: Settings, operands: Operands, axes: Axes
+) -> AttentionState:
+    """The state of this device's queries; bias and mask are for its heads, and all else.
+
+    Raises as `attend` does.
+    """
+
+    def exchange(x: Array) -> Array:
+        return lax.all_to_all(x, axes, 2, 1, tiled=True)
+
+    to_heads = functools.partial(moved, exchange)
+
+    def whole(x: Array | None) -> Any:
+        return None if x is None else joined(x, axes, 1)
+
+    here = Operands(
+        to_heads(operands.query),
+        to_heads(operands.key),
+        to_heads(operands.value),
+        operands.bias,
+        operands.mask,
+        whole(operands.query_positions),
+        whole(operands.key_positions),
+        whole(operands.query_segments),
+        whole(operands.key_segments),
+    )
+    state = attend(names, settings, here)
+    return transfer(lambda x: lax.all_to_all(x, axes, 1, 2, tiled=True), state)

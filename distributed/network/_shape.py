@@ -1,0 +1,87 @@
+"""The sizes of one attention."""
+
+import dataclasses
+
+from energy_attn.kernels.internal import check_flag, check_floating_dtype, check_integer
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    r"""The sizes of one attention, all devices together.
+
+    Attributes:
+        batch: $B$.
+        queries: $T$, 1 when decoding.
+        keys: $S$; device $i$ of $p$ holds $S/p$ of them.
+        heads: $N$, of the queries.
+        kv_heads: $K$, of keys and values; it divides `heads`.
+        width: $H$, of queries and keys.
+        value_width: $H_v$; None: `width`.
+        dtype: of all arrays but `lse`, which is float32 (float64 with float64).
+        causal: whether positions are compared: a ring then sends them along with the keys.
+        queries_sharded: whether queries are sharded as keys are (prefill, training); else they are
+            on every device (decode).
+
+    Raises:
+        TypeError: sizes that are no integers, a dtype that is not floating.
+        ValueError: negative sizes, no heads, or `kv_heads` that does not divide `heads`.
+
+    Source: Tree Attention (arXiv 2408.04093), section 6.3: $b$, $N$, $n_h$, $d_h$ are `batch`,
+        `keys`, `heads`, `width`; the paper's $d = d_h n_h$ for keys is here `kv_heads` · `width`.
+
+    Examples:
+        >>> from energy_attn.distributed.cost import Shape
+        >>> Shape(1, 1, 640_000, 16, 16, 128).rows
+        16
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int | None = None
+    dtype: str = "bfloat16"
+    causal: bool = False
+    queries_sharded: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "queries", "keys", "width"):
+            check_integer(name, getattr(self, name), least=0)
+        for name in ("heads", "kv_heads"):
+            check_integer(name, getattr(self, name), least=1)
+        if self.value_width is not None:
+            check_integer("value_width", self.value_width, least=0)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads: wanted a divisor of the {self.heads} heads, got {self.kv_heads}"
+            )
+        check_floating_dtype("dtype", self.dtype)
+        check_flag("causal", self.causal)
+        check_flag("queries_sharded", self.queries_sharded)
+
+    @property
+    def rows(self) -> int:
+        """Queries times heads: $B T N$."""
+        return self.batch * self.queries * self.heads
+
+    @property
+    def out_width(self) -> int:
+        """$H_v$, given or not."""
+        return self.width if self.value_width is None else self.value_width
+
+    @property
+    def bytes(self) -> int:
+        """Of one number of the arrays."""
+        return check_floating_dtype("dtype", self.dtype).itemsize
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of one number of `lse`, and of whatever is summed."""
+        return max(self.bytes, 4)
+
+    @property
+    def state(self) -> int:
+        """Bytes of one row's state, where it is folded: $H_v + 1$ numbers of `lse`'s dtype."""
+        return (self.out_width + 1) * self.wide_bytes

@@ -1,0 +1,1 @@
+"""Processes, meshes, global arrays and files."""

@@ -1,0 +1,131 @@
+"""Data between this process's memory and arrays that are spread over all processes."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.core
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from energy_attn.kernels.internal import check_array, check_flag, received
+
+Arrays = TypeVar("Arrays")
+
+
+def place(local: Arrays, sharding: NamedSharding | PartitionSpec, *, whole: bool = False) -> Arrays:
+    """Makes global arrays of what each process holds.
+
+    Every process calls it with its own part: along a dimension that is sharded over processes, the
+    parts are laid end to end in the mesh's order; along the others they are the whole, and must be
+    equal in all processes.
+
+    Args:
+        local: this process's part, an array (NumPy, or JAX on this process's devices) or a tree of
+            them.
+        sharding: of the global array: a `NamedSharding`, or the `PartitionSpec` of one in the mesh
+            in force (`jax.set_mesh`).
+        whole: whether every process gives the whole array instead, equal in all of them, of which
+            its devices take their parts.
+
+    Returns:
+        The global arrays, with that sharding; float64 and int64 as JAX's settings have them.
+
+    Raises:
+        TypeError: leaves that are no arrays, or a sharding that is none.
+        ValueError: no mesh is in force, the sharding does not fit, or an array is already spread
+            over other processes.
+
+    Examples:
+        >>> import jax, numpy as np
+        >>> from energy_attn.distributed import fetch, make_mesh, place
+        >>> n = jax.device_count()
+        >>> with jax.set_mesh(make_mesh()):
+        ...     key = place(np.ones((1, 4 * n, 2, 8), np.float32), jax.P(None, ("node", "device")))
+        >>> key.addressable_data(0).shape, fetch(key).shape == key.shape
+        ((1, 4, 2, 8), True)
+    """
+    check_flag("whole", whole)
+    if isinstance(sharding, PartitionSpec):
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty:
+            raise ValueError(
+                f"sharding: wanted a NamedSharding, or jax.set_mesh(mesh) in force, got {sharding}"
+            )
+        try:
+            sharding = NamedSharding(mesh, sharding)
+        except ValueError as error:
+            raise ValueError(
+                f"sharding: wanted axes of the mesh in force, {mesh.axis_names}, got {sharding}"
+            ) from error
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"sharding: wanted a NamedSharding or a PartitionSpec, got {received(sharding)}"
+        )
+    return jax.tree.map(lambda x: _placed(x, sharding, whole), local)
+
+
+def fetch(x: Any) -> Any:
+    """Brings whole arrays into the memory of every process.
+
+    `np.asarray` takes only arrays of which this process has every part. This also takes those that
+    are spread over processes; for them it is a collective, which every process has to call, and for
+    a moment the whole array lies on each device. To look at this process's own parts, see
+    `x.addressable_shards`.
+
+    Args:
+        x: an array, or a tree of arrays, as a jitted function returned them.
+
+    Returns:
+        The same tree of NumPy arrays, equal in all processes.
+
+    Raises:
+        TypeError: leaves that are no arrays, or are traced: inside `jax.jit` there is nothing to
+            fetch yet.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.distributed import fetch
+        >>> fetch({"energy": jnp.zeros((1, 2))})
+        {'energy': array([[0., 0.]], dtype=float32)}
+    """
+    return jax.tree.map(_fetched, x)
+
+
+def _placed(local: Any, sharding: NamedSharding, whole: bool) -> jax.Array:
+    check_array("local", local)
+    _check_concrete("local", local)
+    if isinstance(local, jax.Array) and not local.is_fully_addressable:
+        raise ValueError(
+            "local: wanted this process's part, got an array that is spread over processes, "
+            f"{received(local)}; jax.device_put gives it another sharding"
+        )
+    if len(sharding.spec) > local.ndim:
+        raise ValueError(
+            f"sharding: wanted at most {local.ndim} dimensions for {received(local)}, "
+            f"got {sharding.spec}"
+        )
+    part = np.asarray(local, jax.dtypes.canonicalize_dtype(local.dtype))
+    try:
+        return jax.make_array_from_process_local_data(sharding, part, part.shape if whole else None)
+    except ValueError as error:
+        held = "the whole array" if whole else "this process's part of an array"
+        raise ValueError(
+            f"local: wanted {held} that {sharding.spec} divides over the mesh "
+            f"{dict(sharding.mesh.shape)}, got {received(local)}: {error}"
+        ) from error
+
+
+def _fetched(x: Any) -> np.ndarray:
+    check_array("x", x)
+    _check_concrete("x", x)
+    if isinstance(x, np.ndarray) or x.is_fully_addressable:
+        return np.asarray(x)
+    if x.is_fully_replicated:
+        return np.asarray(x.addressable_data(0))
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+def _check_concrete(name: str, x: Any) -> None:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name}: wanted an array outside jax.jit and the like, got {received(x)}")

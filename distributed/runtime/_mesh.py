@@ -1,0 +1,146 @@
+"""Meshes of devices."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from energy_attn.kernels.internal import check_flag, check_integer, check_names, received
+
+
+def make_mesh(
+    shape: Sequence[int] | None = None,
+    axis_names: Sequence[str] = ("node", "device"),
+    *,
+    devices: Sequence[Any] | None = None,
+    explicit: bool = False,
+) -> Mesh:
+    """A mesh of devices with named axes, slow axes first.
+
+    Devices that share a fast network lie together along the last axes, and hosts along the first:
+    the slow network is crossed by the first axis whose size it divides. Where TPU slices (or, on
+    GPUs, hosts) are told apart by `Device.slice_index`, they are the parts that a slow network
+    joins, and within each `jax.experimental.mesh_utils` makes neighbours of the mesh neighbours on
+    the chips' links; otherwise processes are. One TPU slice has no slow network: there only the
+    links matter.
+
+    Args:
+        shape: the size of each axis. None with two axes means slices × devices of each where there
+            are several, else processes × devices of each (1 × all where each process has one
+            device of the same slice); with a single axis, all devices.
+        axis_names: a name for each axis; by default `("node", "device")`, which is what
+            [`SequenceParallel`][energy_attn.distributed.SequenceParallel] spreads keys over.
+        devices: the devices; all by default. Those of one part of the slow network are brought
+            together, otherwise their order is kept where links do not decide it.
+        explicit: whether the axes are explicit, so that array types say how arrays are sharded
+            (`jax.typeof`) and attention takes the sharded path by itself.
+
+    Returns:
+        A `jax.sharding.Mesh`; put it in force with `jax.set_mesh(mesh)`.
+
+    Raises:
+        TypeError: names that are no strings, sizes that are no integers, devices that are none.
+        ValueError: names that repeat, a number of names other than of sizes, or sizes that do not
+            use every device; or, with `shape` None, parts of the slow network that differ in size.
+
+    Source: the two-level meshes of Tree Attention (arXiv 2408.04093), section 6.
+
+    Examples:
+        >>> import jax
+        >>> from energy_attn.distributed import make_mesh
+        >>> make_mesh((jax.device_count(),), ("device",)).axis_names
+        ('device',)
+    """
+    names = check_names("axis_names", axis_names, "axes")
+    if devices is not None and not (
+        isinstance(devices, Sequence) and all(isinstance(x, jax.Device) for x in devices)
+    ):
+        raise TypeError(f"devices: wanted a sequence of devices or None, got {received(devices)}")
+    found = jax.devices() if devices is None else list(devices)
+    if not found:
+        raise ValueError("devices: wanted at least one, got none")
+    if shape is None:
+        shape = _default_shape(found, names)
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError(f"shape: wanted a sequence of integers, got {received(shape)}")
+    shape = tuple(check_integer("shape", size, least=1) for size in shape)
+    if len(shape) != len(names):
+        raise ValueError(f"shape: wanted a size for each of the axes {names}, got {shape}")
+    if math.prod(shape) != len(found):
+        raise ValueError(f"shape: wanted sizes whose product is {len(found)} devices, got {shape}")
+    kind = AxisType.Explicit if check_flag("explicit", explicit) else AxisType.Auto
+    return Mesh(_arranged(shape, found), names, axis_types=(kind,) * len(names))
+
+
+def _default_shape(devices: Sequence[Any], names: tuple[str, ...]) -> tuple[int, ...]:
+    if len(names) == 1:
+        return (len(devices),)
+    if len(names) > 2:
+        raise ValueError(f"shape: wanted the size of each of the axes {names}, got None")
+    sizes = _sizes(devices, _slice) or _sizes(devices, _process)
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            "shape: wanted the size of each axis, as slices or processes have different numbers "
+            f"of devices ({', '.join(map(str, sizes))}); got None"
+        )
+    if sizes[0] == 1 and _slice(devices[0]) is not None:
+        return (1, len(devices))  # a process for each device, on one fast network
+    return (len(sizes), sizes[0])
+
+
+def _arranged(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    """The devices as an array of that shape: the slow network along the first axes."""
+    if devices[0].platform == "tpu":
+        parts, by_process = _sizes(devices, _slice), False
+    else:
+        slices = _sizes(devices, _slice)
+        parts, by_process = slices or _sizes(devices, _process), not slices
+    if len(parts) <= 1:
+        return _linked(mesh_utils.create_device_mesh, shape, devices)
+    if len(set(parts)) > 1:
+        if not by_process:
+            raise ValueError(
+                "devices: wanted as many of each slice, "
+                f"got {', '.join(map(str, parts))} of {len(parts)} slices"
+            )
+        return np.array(devices, dtype=object).reshape(shape)
+    left, slow = len(parts), []
+    for size in shape:
+        slow.append(math.gcd(size, left))
+        left //= slow[-1]
+    fast = [size // across for size, across in zip(shape, slow, strict=True)]
+    return _linked(
+        mesh_utils.create_hybrid_device_mesh,
+        fast,
+        slow,
+        devices,
+        process_is_granule=by_process,
+        should_sort_granules_by_key=False,
+    )
+
+
+def _linked(arrange: Callable[..., np.ndarray], *args: Any, **options: Any) -> np.ndarray:
+    try:
+        return arrange(*args, **options)
+    except NotImplementedError:
+        # Sizes that are no products of the torus's: rings then fold within its axes.
+        return arrange(*args, **options, allow_split_physical_axes=True)
+
+
+def _sizes(devices: Sequence[Any], part: Callable[[Any], int | None]) -> list[int]:
+    """How many devices are in each part; nothing where slices are not told apart."""
+    parts = [part(device) for device in devices]
+    several = len(set(parts)) > 1 or part is _process
+    return [parts.count(name) for name in dict.fromkeys(parts)] if several else []
+
+
+def _process(device: Any) -> int:
+    return device.process_index
+
+
+def _slice(device: Any) -> int | None:
+    return getattr(device, "slice_index", None)

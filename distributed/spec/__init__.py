@@ -1,0 +1,1 @@
+"""How an attention lies on a mesh: what the user says, what array types say, layouts."""

@@ -1,0 +1,99 @@
+"""What functions that are called inside `jax.shard_map` have in common: axes, and their arguments."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import (
+    Call,
+    Operands,
+    Settings,
+    candidates,
+    check_call,
+    check_flag,
+    check_scores,
+    out_dtype,
+    received,
+)
+
+Axes = tuple[str, ...]
+AxisName = str | Axes
+Scores = tuple[int, int, int, int]
+
+# Options that compare positions, whose defaults count from the first key of a shard.
+_COMPARING = ("local_window_size", "key_value_seq_lengths")
+
+
+def check_axes(axis_name: Any) -> Axes:
+    """Returns the axis names as a tuple, each bound in the surrounding `shard_map`.
+
+    Raises `TypeError` for anything but names and `ValueError` for one that repeats or is not bound.
+    """
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, tuple) or not axes or not all(isinstance(x, str) for x in axes):
+        raise TypeError(
+            f"axis_name: wanted the name of a mesh axis, or a tuple of names, "
+            f"got {received(axis_name)}"
+        )
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"axis_name: wanted different mesh axes, got {axes}")
+    for axis in axes:
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            raise ValueError(
+                f"axis_name: wanted mesh axes of the surrounding jax.shard_map, got {axis!r}, "
+                f"which is not bound here"
+            ) from None
+    return axes
+
+
+def check_local(
+    arrays: Sequence[Any],
+    options: dict[str, Any],
+    implementation: Any,
+    *,
+    queries: bool,
+    scores: Callable[[Operands], Scores],
+) -> tuple[tuple[str, ...], Call]:
+    """The implementations and the checked call of one device: query to mask, and the options.
+
+    `queries`: whether it has a part of the queries alone. `scores`: from the operands to the shape
+    `(B, N, T, S)` that bias and mask are given for.
+
+    Raises as `local_attention`, and `ValueError` where positions are compared but not given.
+    """
+    names = candidates(implementation)
+    query, key, value, source, bias, mask = arrays
+    call = check_call(query, key, value, source, **options)
+    compares = check_flag("is_causal", options.get("is_causal", False)) or any(
+        options.get(name) is not None for name in _COMPARING
+    )
+    wanted = {"key_positions": "keys"} | ({"query_positions": "queries"} if queries else {})
+    for name, what in wanted.items():
+        if compares and options.get(name) is None:
+            raise ValueError(
+                f"{name}: wanted the global positions of this device's {what}, as is_causal, "
+                f"local_window_size or key_value_seq_lengths compare them; got None"
+            )
+    bias, mask = check_scores(bias, mask, scores(call.operands))
+    return names, call._replace(operands=call.operands._replace(bias=bias, mask=mask))
+
+
+def scores_of(operands: Operands, heads: int = 1, rows: int = 1, columns: int = 1) -> Scores:
+    """The shape of the scores of `operands`, with some sizes multiplied. Raises nothing."""
+    batch, times, number, _ = operands.query.shape
+    return batch, number * heads, times * rows, operands.key.shape[1] * columns
+
+
+def rounded(state: AttentionState, operands: Operands, settings: Settings) -> AttentionState:
+    """The state of all keys, `out` in the dtype that the call asks for. Raises nothing."""
+    return AttentionState(state.out.astype(out_dtype(operands, settings)), state.lse)
+
+
+def unbatched(state: AttentionState) -> AttentionState:
+    """Without the batch axis that a call without one was given. Raises nothing."""
+    return jax.tree.map(lambda x: x[0], state)

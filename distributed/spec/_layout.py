@@ -1,0 +1,199 @@
+"""Layouts: in which order a sequence lies over the devices that share it."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Shaped
+
+from energy_attn.kernels.internal import check_array, check_axis
+
+from ._parallel import SequenceParallel
+from ._plan import check_mesh, is_explicit
+
+
+def shard_sequence(
+    x: Shaped[Array, "..."], parallel: SequenceParallel | str, *, axis: int = 1
+) -> Shaped[Array, "..."]:
+    """Brings an array into the order of a layout, sharded along its sequence.
+
+    Under a causal mask the last part of a sequence has most to do. With `"zigzag"` device $i$ of
+    $p$ holds the $i$-th of $2p$ pieces from the front and the $i$-th from the back, with
+    `"striped"` every $p$-th token from the $i$-th on, and all have equally much. Queries, keys,
+    values and whatever else goes along the sequence are brought into the same order; attention with
+    the same `parallel` knows the positions, and its results are in that order too.
+
+    Args:
+        x: any array with a sequence along `axis`.
+        parallel: whose axes and layout are meant; a layout's name alone means the default axes.
+        axis: the sequence's.
+
+    Returns:
+        The array in the layout's order, sharded along `axis` over the mesh in force.
+
+    Raises:
+        TypeError: `x` is no array, or `parallel` no `SequenceParallel`.
+        ValueError: no mesh is in force or it lacks the axes; or the length is no multiple of the
+            number of devices (of twice that number for `"zigzag"`). Attention itself takes
+            contiguous sequences of any length.
+
+    Source: Striped Attention (arXiv 2311.09431); zigzag, the balanced order of Llama 3's context
+    parallelism (arXiv 2407.21783, section 3.3.2).
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import SequenceParallel, make_mesh
+        >>> from energy_attn.distributed import shard_sequence, unshard_sequence
+        >>> x = jnp.arange(4 * jax.device_count())
+        >>> zigzag = SequenceParallel("device", layout="zigzag")
+        >>> with jax.set_mesh(make_mesh((jax.device_count(),), ("device",))):
+        ...     back = unshard_sequence(shard_sequence(x, zigzag, axis=0), zigzag, axis=0)
+        >>> bool((back == x).all())
+        True
+    """
+    parallel = _parallel(parallel)
+    x = check_array("x", x)
+    axis = check_axis("axis", axis, x.ndim, "x")
+    order = sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
+    x = x if parallel.layout == "contiguous" else jnp.take(x, order, axis, mode="clip")
+    spec = PartitionSpec(*[None] * axis, parallel.axes)
+    if is_explicit(jax.sharding.get_abstract_mesh(), parallel.axes):
+        return jax.reshard(jnp.asarray(x), spec)
+    if isinstance(x, jax.core.Tracer):
+        return lax.with_sharding_constraint(x, spec)
+    return jax.device_put(x, spec)
+
+
+def unshard_sequence(
+    x: Shaped[Array, "..."], parallel: SequenceParallel | str, *, axis: int = 1
+) -> Shaped[Array, "..."]:
+    """The inverse of [`shard_sequence`][energy_attn.distributed.shard_sequence]'s order.
+
+    Args:
+        x: an array in the order of a layout.
+        parallel: as it was sharded.
+        axis: the sequence's.
+
+    Returns:
+        The array in the order of the sequence; where it lies is left to JAX.
+
+    Raises:
+        TypeError: as `shard_sequence`.
+        ValueError: as `shard_sequence`.
+
+    Source: see `shard_sequence`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import SequenceParallel, make_mesh, unshard_sequence
+        >>> striped = SequenceParallel("device", layout="striped")
+        >>> with jax.set_mesh(make_mesh((1,), ("device",), devices=jax.devices()[:1])):
+        ...     unshard_sequence(jnp.arange(3), striped, axis=0).tolist()
+        [0, 1, 2]
+    """
+    parallel = _parallel(parallel)
+    x = check_array("x", x)
+    axis = check_axis("axis", axis, x.ndim, "x")
+    order = sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
+    if parallel.layout == "contiguous":
+        return jnp.asarray(x)
+    return jnp.take(x, np.argsort(order).astype(np.int32), axis, mode="clip")
+
+
+def _parallel(parallel: Any) -> SequenceParallel:
+    if isinstance(parallel, str):
+        layout: Any = parallel
+        return SequenceParallel(layout=layout)
+    return parallel
+
+
+def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.ndarray:
+    """Which token of a sequence lies in each place, int32 `[length]`.
+
+    Raises as `check_mesh`, and `ValueError` naming `name` for a length that does not fit.
+    """
+    devices = check_mesh(parallel)
+    tokens = np.arange(length, dtype=np.int32)
+    pieces = 2 * devices if parallel.layout == "zigzag" else devices
+    if length % pieces:
+        raise ValueError(
+            f"{name}: wanted a multiple of {pieces} for the layout {parallel.layout!r} over "
+            f"{devices} devices, got {length}"
+        )
+    if parallel.layout == "contiguous":
+        return tokens
+    if parallel.layout == "striped":
+        return tokens.reshape(-1, devices).T.reshape(-1)
+    tokens = tokens.reshape(pieces, -1)
+    return np.stack([tokens[:devices], tokens[: devices - 1 : -1]], 1).reshape(-1)
+
+
+def positions_here(layout: str, size: int, axes: tuple[str, ...]) -> Array:
+    """Which tokens of a sequence this device of a `jax.shard_map` holds, int32 `[1, size]`.
+
+    Raises `ValueError` for parts of odd length in the order `"zigzag"`, which are of two pieces.
+    """
+    devices, here = lax.axis_size(axes), lax.axis_index(axes)
+    place = jnp.arange(size, dtype=jnp.int32)[None]
+    if layout == "contiguous":
+        return here * size + place
+    if layout == "striped":
+        return here + place * devices
+    if size % 2:
+        raise ValueError(f"layout: wanted parts of even length for 'zigzag', got {size}")
+    piece = size // 2
+    back = (2 * devices - 1 - here) * piece
+    return jnp.where(place < piece, here * piece + place, back + place - piece)
+
+
+def with_positions_inside(
+    parallel: SequenceParallel,
+    split_queries: bool,
+    options: dict[str, Any],
+    rows: int,
+    columns: int,
+) -> dict[str, Any]:
+    """As `with_positions`, for one device's part of a call inside `jax.shard_map`.
+
+    Raises as `positions_here`.
+    """
+    ordered = dict(options)
+    if options["key_positions"] is None:
+        ordered["key_positions"] = positions_here(parallel.layout, columns, parallel.axes)
+    if options["query_positions"] is None and split_queries:
+        # as many as keys lie as they do, others in their own order, as outside
+        layout = parallel.layout if rows == columns else "contiguous"
+        ordered["query_positions"] = positions_here(layout, rows, parallel.axes)
+    elif options["query_positions"] is None:
+        ordered["query_positions"] = jnp.arange(rows, dtype=jnp.int32)[None]
+    return ordered
+
+
+def with_positions(
+    parallel: SequenceParallel, options: dict[str, Any], rows: int, columns: int
+) -> dict[str, Any]:
+    """The options of a checked call with the positions that a layout implies.
+
+    Queries lie in its order if there are as many as keys, else as they come. Positions that are
+    given stay. Raises as `sequence_order`.
+    """
+    if parallel.layout == "contiguous":
+        return options
+    keys = sequence_order(columns, parallel, "key.shape[1]")
+    queries = keys if rows == columns else np.arange(rows, dtype=np.int32)
+    ordered = dict(options)
+    for positions, lengths, tokens in (
+        ("query_positions", "query_seq_lengths", queries[None]),
+        ("key_positions", "key_value_seq_lengths", keys[None]),
+    ):
+        if options[positions] is None:
+            ordered[positions], ordered[lengths] = tokens, None
+            if options[lengths] is not None:
+                # the first so many tokens, wherever they lie
+                length = jnp.asarray(options[lengths], jnp.int32).reshape(-1, 1)
+                ordered[positions] = jnp.where(tokens < length, tokens, jnp.int32(-1))
+    return ordered

@@ -1,0 +1,117 @@
+"""How the keys of an attention are spread over a mesh: what a user says."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from energy_attn.kernels.internal import check_choice, check_flag, check_names, received
+
+from .. import cost
+from ..cost._transfers import MERGES, check_levels
+
+_CHOICES = {
+    "method": ("tree", "ring", "ulysses", "auto"),
+    "merge": (*MERGES, "auto"),
+    "layout": ("contiguous", "striped", "zigzag"),
+}
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class SequenceParallel:
+    r"""How an attention is spread along its sequence over a mesh.
+
+    Device $i$ of the axes holds a part of keys and values. Queries are sharded in the same way
+    where there are as many as keys (training), and are on all devices otherwise (decoding), unless
+    `split_queries` says otherwise; on explicit mesh axes it is the type of the query that says so,
+    and so it is inside a `jax.shard_map` over the axes, where arrays are this device's part.
+
+    Attributes:
+        axes: the mesh axes that the sequence is sharded over, slow ones first.
+        method: `"tree"`: local states, then one reduction; see
+            [`tree_attention`][energy_attn.distributed.tree_attention]. `"ring"`: keys or queries
+            pass all devices; see [`ring_attention`][energy_attn.distributed.ring_attention].
+            `"ulysses"`: heads are exchanged for sequence; see
+            [`ulysses_attention`][energy_attn.distributed.ulysses_attention]. `"auto"`: the tree for
+            queries that are on all devices, else the fastest by
+            [`cost`][energy_attn.distributed.cost.choose_method].
+        merge: how a tree folds, `"allreduce"`, `"gather"`, `"butterfly"` or, over several axes,
+            `"hierarchical"`; see [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`:
+            the fastest by `cost`.
+        layout: the order in which the sequence lies over the devices: `"contiguous"`, `"striped"`
+            or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence].
+        topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
+            platform in use.
+        split_queries: whether queries are sharded; None: where there are as many as keys. A chunk
+            of a prompt, which goes on from a cache, is a case for True.
+        heads: other mesh axes, over which the heads are sharded, and those of a cache: for weights
+            that are (tensor parallelism). Heads do not meet: it costs nothing here.
+
+    Raises:
+        TypeError: `axes` or `heads` are no names, `topology` is none, or `split_queries` no boolean.
+        ValueError: axes that repeat, an unknown method, merge or layout, or `"hierarchical"` over
+            one axis.
+
+    Source: Tree Attention (arXiv 2408.04093), section 5.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> from energy_attn.distributed import SequenceParallel, make_mesh
+        >>> q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 64, 2, 4))
+        >>> with jax.set_mesh(make_mesh((jax.device_count(),), ("device",))):
+        ...     ea.attention(q, k, k, parallel=SequenceParallel("device")).shape
+        (1, 1, 2, 4)
+    """
+
+    axes: tuple[str, ...]
+    method: str
+    merge: str
+    layout: str
+    topology: cost.Topology | None
+    split_queries: bool | None
+    heads: tuple[str, ...]
+
+    def __init__(
+        self,
+        axes: str | Sequence[str] = ("node", "device"),
+        method: Literal["tree", "ring", "ulysses", "auto"] = "auto",
+        merge: Literal["allreduce", "gather", "butterfly", "hierarchical", "auto"] = "auto",
+        layout: Literal["contiguous", "striped", "zigzag"] = "contiguous",
+        *,
+        topology: cost.Topology | None = None,
+        split_queries: bool | None = None,
+        heads: str | Sequence[str] = (),
+    ) -> None:
+        names = check_names("axes", axes, "mesh axes")
+        given: dict[str, Any] = {"method": method, "merge": merge, "layout": layout}
+        for field, choices in _CHOICES.items():
+            check_choice(field, given[field], choices)
+        check_merge(merge, len(names))
+        check_topology(topology, len(names))
+        if split_queries is not None:
+            check_flag("split_queries", split_queries)
+        none = isinstance(heads, (tuple, list)) and not heads
+        over = () if none else check_names("heads", heads, "mesh axes")
+        check_names("axes and heads", (*names, *over), "mesh axes")
+        given |= {"axes": names, "topology": topology, "split_queries": split_queries}
+        given["heads"] = over
+        for field, value in given.items():
+            object.__setattr__(self, field, value)
+
+
+def check_merge(merge: Any, axes: int) -> None:
+    """Raises `ValueError` unless `merge` is the name of a way to fold over so many axes."""
+    check_choice("merge", merge, _CHOICES["merge"])
+    check_levels(merge, axes)
+
+
+def check_topology(topology: Any, axes: int) -> None:
+    """Raises `TypeError` for what is no topology, `ValueError` for one of another number of axes."""
+    if topology is None:
+        return
+    if not isinstance(topology, cost.Topology):
+        raise TypeError(f"topology: wanted a cost.Topology or None, got {received(topology)}")
+    if len(topology.links) != axes:
+        raise ValueError(
+            f"topology: wanted a link for each of the {axes} mesh axes, got {len(topology.links)}"
+        )

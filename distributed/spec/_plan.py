@@ -1,0 +1,255 @@
+"""Where the parts of an attention lie: what array types and the user say, brought together."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from energy_attn.kernels.internal import received, varying_axes
+
+from .. import cost
+from ..network._topology import usual_topology
+from ._arguments import Axes
+from ._parallel import SequenceParallel
+
+
+class Placement(NamedTuple):
+    """Which mesh axes the axes of an attention are split over, and how its parts meet; static.
+
+    Batch rows and heads do not meet: each device attends for its own. Keys do.
+    """
+
+    mesh: Any  # jax.sharding.AbstractMesh
+    batch: Axes
+    sequence: Axes
+    heads: Axes
+    queries: bool  # split along the sequence, as keys are
+    method: str
+    merge: str
+    topology: cost.Topology | None
+    inside: bool = (
+        False  # of a `jax.shard_map` over the sequence's axes: arrays are a device's part
+    )
+
+    @property
+    def axes(self) -> Axes:
+        """All the mesh axes that anything is split over."""
+        return self.batch + self.sequence + self.heads
+
+    @property
+    def devices(self) -> int:
+        """How many devices share a sequence."""
+        return product(self.mesh, self.sequence)
+
+
+def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placement | None:
+    """How a checked call is split: as `parallel` says, and as the types of the arrays say.
+
+    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is split, nor might be:
+    the axes that `jax.vmap` maps over are not part of the types that are seen within it.
+
+    Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in
+    force, an axis is not in it, an axis is taken by a surrounding `shard_map`, or its devices
+    cannot share the heads out for `"ulysses"`.
+    """
+    if parallel is not None:
+        check_mesh(parallel)
+    first = key.ndim - 4  # -1 where there is no batch axis
+    sequence = split_of(key, first + 1) if parallel is None else parallel.axes
+    batch = (split_of(query, first) or split_of(key, first)) if first == 0 else ()
+    heads = split_of(key, first + 2) if parallel is None or not parallel.heads else parallel.heads
+    batch = tuple(axis for axis in batch if axis not in sequence)
+    heads = tuple(axis for axis in heads if axis not in sequence + batch)
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    mesh = _type(key).mesh if mesh.empty and isinstance(key, jax.core.Tracer) else mesh
+    if not batch + sequence + heads and not left_to_compiler(mesh, ()):
+        return None
+    if mesh.empty:
+        raise ValueError(
+            f"key: wanted the mesh in force that its type is split over, {jax.typeof(key)}, "
+            "got none; use jax.set_mesh(mesh)"
+        )
+    if is_explicit(mesh, sequence):
+        queries = not set(split_of(query, first + 1)).isdisjoint(sequence)
+    elif parallel is not None and parallel.split_queries is not None:
+        queries = parallel.split_queries
+    else:
+        queries = query.shape[first + 1] == key.shape[first + 1]
+    check_share("key", key.shape[-2], product(mesh, heads))
+    place = Placement(mesh, batch, sequence, heads, queries, "tree", "auto", None)
+    if parallel is not None:
+        place = place._replace(merge=parallel.merge, topology=parallel.topology)
+    if not sequence:
+        return place
+    method = "auto" if parallel is None else parallel.method
+    if method == "auto":
+        method = _choose_method(place, query, key, value)
+    if method == "ulysses":
+        check_heads("key", key.shape[-2] // product(mesh, heads), place.devices)
+    # heads can be exchanged for sequence only where there is a sequence of queries
+    return place._replace(method=method, queries=queries or method == "ulysses")
+
+
+def is_inside(parallel: Any) -> bool:
+    """Whether the axes of `parallel` are those of a surrounding `jax.shard_map`. Raises nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return isinstance(parallel, SequenceParallel) and all(
+        axis in mesh.axis_names and kind_of(mesh, axis) == AxisType.Manual for axis in parallel.axes
+    )
+
+
+def placement_inside(
+    parallel: SequenceParallel, query: Array, key: Array, value: Array
+) -> Placement:
+    """How the parts of a checked call meet that the devices of a `jax.shard_map` hold.
+
+    Queries are this device's part if their type varies along the axes, and all devices' if it does
+    not while that of the keys does. Where types do not tell (`check_vma=False`), they are a part if
+    there are as many as keys. Raises `ValueError` where a device has too few heads for `"ulysses"`.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    axes, told = set(parallel.axes), varying_axes(key) | varying_axes(query)
+    queries = query.shape[-3] == key.shape[-3]
+    if parallel.split_queries is not None:
+        queries = parallel.split_queries
+    elif axes <= told:
+        queries = not axes.isdisjoint(varying_axes(query))
+    place = Placement(mesh, (), parallel.axes, (), queries, "", parallel.merge, parallel.topology)
+    place = place._replace(inside=True)
+    method = parallel.method
+    if method == "auto":
+        method = _choose_method(place, query, key, value)
+    if method == "ulysses":
+        check_heads("key", key.shape[-2], place.devices)
+    return place._replace(method=method, queries=queries or method == "ulysses")
+
+
+def _choose_method(place: Placement, query: Array, key: Array, value: Array) -> str:
+    if not place.queries:
+        return "tree"
+    batch, heads = product(place.mesh, place.batch), product(place.mesh, place.heads)
+    parts = place.devices if place.inside else 1
+    shape = cost.Shape(
+        math.prod(query.shape[:-3]) // batch,
+        query.shape[-3] * parts,
+        key.shape[-3] * parts,
+        query.shape[-2] // heads,
+        key.shape[-2] // heads,
+        key.shape[-1],
+        value.shape[-1],
+        dtype=query.dtype.name,
+        queries_sharded=True,
+    )
+    return cost.choose_method(shape, place.topology or usual_topology(place.mesh, place.sequence))
+
+
+def product(mesh: AbstractMesh, axes: Axes) -> int:
+    """The number of devices along axes of a mesh. Raises nothing."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _type(x: Any) -> NamedSharding:
+    return jax.typeof(x).sharding
+
+
+def check_heads(name: str, heads: int, devices: int) -> None:
+    """Raises `ValueError` where so many devices cannot share the heads of keys out."""
+    if heads % devices:
+        raise ValueError(
+            f"{name}: wanted a number of heads that is a multiple of the {devices} devices for "
+            f"'ulysses', got {heads}; 'ring' and 'tree' take any"
+        )
+
+
+def check_share(name: str, heads: int, devices: int) -> None:
+    """Raises `ValueError` where so many devices cannot share heads out."""
+    if heads % devices:
+        raise ValueError(
+            f"{name}: wanted a number of heads that is a multiple of the {devices} devices that "
+            f"they are split over, got {heads}"
+        )
+
+
+def split_of(x: Any, axis: int) -> Axes:
+    """The mesh axes that an axis of an array is split over, as its type says. Raises nothing."""
+    spec = _type(x).spec
+    part = spec[axis] if axis < len(spec) else None
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
+def check_mesh(parallel: Any) -> int:
+    """The number of devices that `parallel` spreads over on the mesh in force.
+
+    Raises as `placement` does.
+    """
+    if not isinstance(parallel, SequenceParallel):
+        raise TypeError(f"parallel: wanted a SequenceParallel or None, got {received(parallel)}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"parallel: wanted a mesh in force with the axes {parallel.axes}, got none; "
+            "use jax.set_mesh(mesh)"
+        )
+    for axis in parallel.axes + parallel.heads:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"parallel: wanted axes of the mesh in force, {mesh.axis_names}, got {axis!r}"
+            )
+        if kind_of(mesh, axis) == AxisType.Manual:
+            raise ValueError(
+                f"parallel: wanted axes that no surrounding jax.shard_map has taken, got {axis!r}; "
+                "inside one that has taken all of them, attention and its observables alone know "
+                "what to do"
+            )
+    return product(mesh, parallel.axes)
+
+
+def kind_of(mesh: AbstractMesh, axis: str) -> AxisType:
+    """Whether an axis of a mesh is automatic, explicit or manual. Raises nothing."""
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]
+
+
+def is_explicit(mesh: AbstractMesh, axes: Iterable[str]) -> bool:
+    """Whether any of the axes is part of array types. Raises nothing."""
+    return any(kind_of(mesh, axis) == AxisType.Explicit for axis in axes)
+
+
+def left_to_compiler(mesh: AbstractMesh, axes: Axes) -> Axes:
+    """The explicit axes of a mesh besides `axes`, where JAX can make them automatic.
+
+    Types are then left out of what is computed: few reshapes and sums are allowed on arrays whose
+    types are split, or split by a `jax.vmap` around them. Raises nothing.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Manual in kinds.values():
+        # the gradient of such a change fails inside a shard_map (JAX 0.8 to 0.12)
+        return ()
+    return tuple(x for x in kinds if kinds[x] == AxisType.Explicit and x not in axes)
+
+
+def arrive(mesh: AbstractMesh, axes: Iterable[str], tree: Any, spec: PartitionSpec) -> Any:
+    """Arrays as a `shard_map` over `axes` takes them: of explicit axes types must say so already.
+
+    Raises nothing.
+    """
+    if not is_explicit(mesh, axes):
+        return tree
+    return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)
+
+
+def split_along(x: Array, axis: int, parallel: SequenceParallel) -> Array:
+    """`x` with one of its axes split over the devices of `parallel`, which divide it.
+
+    Inside `jax.jit`. Raises nothing.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if is_explicit(mesh, parallel.axes):
+        spec: list[Any] = [split_of(x, other) or None for other in range(x.ndim)]
+        spec[axis] = parallel.axes
+        return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    spec = [parallel.axes if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))

@@ -1,0 +1,1 @@
+"""Conjugates, rate functions, MAP and saddle-point attention."""

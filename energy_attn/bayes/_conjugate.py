@@ -1,0 +1,202 @@
+"""The convex conjugate of the free energy, and the rate function that it is up to a constant."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float
+
+from energy_attn.kernels.internal import check_flag
+
+from ..core._free_energy import Arrays, Prepared
+from ..core._solution import Result, Solution, checked, held
+from ..observables._observe import check_line, prepare_wide, state_at
+from ._arguments import (
+    check_follows,
+    check_max_steps,
+    check_regulariser,
+    check_solver,
+    check_tolerance,
+)
+from ._maximise import Given, Method, attained, maximum
+
+
+def conjugate(
+    point: Float[Array, "*B T N Hv"],
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    regulariser: float | Float[Array, ""] = 0.0,
+    solver: str | optax.GradientTransformation | None = None,
+    max_steps: int = 64,
+    tolerance: float | None = None,
+    throw: bool = True,
+    **options: Any,
+) -> Solution:
+    r"""The convex conjugate of the free energy at a point, for each query and head.
+
+    $$F_\lambda^*(z) = \sup_\zeta \left\{z \cdot \zeta - F_\lambda(\zeta)\right\}, \qquad
+      F_\lambda(\zeta) = F(\zeta) + \tfrac{\lambda}{2} |\zeta|^2$$
+
+    The supremum is attained at the source $\hat\zeta(z)$ whose tilted attention is the point,
+    $\nabla F(\hat\zeta) + \lambda \hat\zeta = z$. All rows are solved together, each at its own
+    pace: by damped Newton, or by any optimiser of Optax's with a state of its own for each row.
+
+    Without a regulariser the conjugate is finite on the convex hull of the values that the row
+    sees, and plus infinity outside of it. There the solver stops at a certificate: a vector $u$
+    with $u \cdot z > \max_a u \cdot v_a$. At an extreme value $v_a$ the supremum, $-\log P_a - F(0)$, is
+    approached as the source grows without bound; the solver stops where the point is reached to
+    within the tolerance. With a regulariser above zero the conjugate is finite everywhere (the
+    Moreau envelope of the one without).
+
+    Differentiable by a rule of its own, in reverse mode and twice: its gradient in $z$ is $\hat\zeta$,
+    whose derivative in turn is $(\Sigma(\hat\zeta) + \lambda)^{-1}$, and its gradients in query, key, value,
+    bias and `scale` are those of $-F(\hat\zeta)$. `source` is differentiable as well. Second derivatives
+    are `jax.jacrev(jax.jacrev(f))`. Where the conjugate is infinite all derivatives are zero; where
+    the hull has a lower dimension than the values, they are those along it.
+
+    Args:
+        point: $z$, `[B, T, N, Hv]` or `[T, N, Hv]`, one for each query and head.
+        query: `[B, T, N, H]` or `[T, N, H]`.
+        key: `[B, S, K, H]` or `[S, K, H]`.
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
+        bias: as in [`free_energy`][energy_attn.free_energy], as is `mask`.
+        mask: boolean, True where a key takes part.
+        regulariser: $\lambda \ge 0$, in the unit of the values squared; a number or a floating scalar.
+        solver: None or `"newton"`, or an `optax.GradientTransformation` such as `optax.lbfgs()`.
+        max_steps: how many steps a row may take.
+        tolerance: the residual $|\nabla F_\lambda(\hat\zeta) - z|$ that is accepted, relative to the size of
+            point and values. None is 1e-10 in float64 and 2e-6 in float32; more is accepted where
+            rounding asks for it.
+        throw: whether to raise if a row does not converge.
+        **options: those of [`free_energy`][energy_attn.free_energy]: `scale`, `is_causal`,
+            lengths, positions, `implementation`, `parallel`.
+
+    Returns:
+        A [`Solution`][energy_attn.Solution] with `value` `[B, T, N]` in nats and `source`
+        `[B, T, N, Hv]`, in float32 (float64); `result`: `converged`, or `outside_hull` (`value` is
+        plus infinity, `source` the certificate $u$), or `no_keys` (plus infinity, and zeros).
+        `stats`: `steps` and `residual` of each row, and `path`, `[max_steps + 1, B, T, N]`: the value
+        after each step, from $-F(0)$ on.
+
+    Raises:
+        TypeError: an argument of the wrong type, or an unknown option.
+        ValueError: shapes that do not belong together, a negative regulariser, an unknown solver.
+        NotImplementedError: an optimiser of Optax's where arrays are split over explicit mesh axes.
+        RuntimeError: a row did not converge and `throw` is set; inside jit, when the program runs.
+            Where keys are spread over a mesh, inside jit, the row's value is NaN instead.
+
+    Source: the supremum over sources of what Tree Attention (arXiv 2408.04093) calls the
+    log-likelihood, equations 21 to 26; equation 30 of the later text.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
+        >>> solution = ea.conjugate(ea.attention(q, k, v), q, k, v)  # at attention: zero tilt
+        >>> bool(jnp.allclose(solution.value, -ea.free_energy(q, k, v), atol=1e-4))
+        True
+    """
+    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
+    check_flag("throw", throw)
+    found = _solve(point, call, arrays, regulariser, solver, max_steps, tolerance)
+    return checked(found, throw, "conjugate", collective=call.place is not None)
+
+
+def rate(
+    point: Float[Array, "*B T N Hv"],
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    regulariser: float | Float[Array, ""] = 0.0,
+    solver: str | optax.GradientTransformation | None = None,
+    max_steps: int = 64,
+    tolerance: float | None = None,
+    throw: bool = True,
+    **options: Any,
+) -> Solution:
+    r"""The rate function: how unlikely a point is as the mean of values drawn by attention.
+
+    $$I(z) = \sup_\zeta \left\{z \cdot \zeta - F(\zeta)\right\} + F(0)
+           = \mathrm{KL}(P_{\hat\zeta} \,\|\, P)
+           = \min_p \Big\{\mathrm{KL}(p \,\|\, P) : \sum_a p_a v_a = z\Big\} \ge 0$$
+
+    It vanishes exactly at attention. The mean of $n$ values drawn from the attention weights $P$ is
+    near $z$ with probability $e^{-n I(z)}$ to leading order (Cramér, Sanov): attention is the most
+    probable mean. `jax.grad` in the point gives $\hat\zeta$, and the derivative of that
+    $\Sigma(\hat\zeta)^{-1}$.
+
+    Args:
+        point: $z$, `[B, T, N, Hv]` or `[T, N, Hv]`.
+        query: `[B, T, N, H]` or `[T, N, H]`.
+        key: `[B, S, K, H]` or `[S, K, H]`.
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
+        bias: as in [`free_energy`][energy_attn.free_energy], as is `mask`.
+        mask: boolean, True where a key takes part.
+        regulariser: $\lambda \ge 0$. Above zero: $I$ smoothed, its Moreau envelope
+            $\min_w \{I(w) + |z - w|^2 / 2\lambda\}$, which is finite everywhere and has the same minimiser.
+        solver: as in [`conjugate`][energy_attn.conjugate], like the arguments that follow.
+        max_steps: how many steps a row may take.
+        tolerance: the residual that is accepted.
+        throw: whether to raise if a row does not converge.
+        **options: those of [`free_energy`][energy_attn.free_energy].
+
+    Returns:
+        A [`Solution`][energy_attn.Solution] as that of [`conjugate`][energy_attn.conjugate], with
+        `value` in nats; below zero by no more than rounding. Plus infinity outside of the hull of
+        the values, and for a row that sees no key. `path` is that of the conjugate plus $F(0)$.
+
+    Raises:
+        TypeError: an argument of the wrong type, or an unknown option.
+        ValueError: shapes that do not belong together, a negative regulariser, an unknown solver.
+        RuntimeError: as [`conjugate`][energy_attn.conjugate].
+
+    Source: the theorems of Cramér and Sanov; Dembo and Zeitouni, Large Deviations Techniques and
+    Applications, sections 2.1 and 2.2.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 1, 2))
+        >>> solution = ea.rate(jnp.zeros((9, 1, 2)) + v.mean(0), q, k, v)
+        >>> bool((solution.value > 0).all())
+        True
+    """
+    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
+    check_flag("throw", throw)
+    found = _solve(point, call, arrays, regulariser, solver, max_steps, tolerance)
+    lse = state_at(call, None, arrays).lse
+    lse = jnp.where(found.result == Result.no_keys, 0.0, lse)
+    stats = found.stats | {"path": found.stats["path"] + lse[None]}
+    found = Solution(found.value + lse, found.source, None, found.result, stats)
+    return checked(found, throw, "rate", collective=call.place is not None)
+
+
+def _solve(
+    point: Any,
+    call: Prepared,
+    arrays: Arrays,
+    regulariser: Any,
+    solver: Any,
+    max_steps: Any,
+    tolerance: Any,
+) -> Solution:
+    point = check_line("point", point, arrays)
+    regulariser, bounded = check_regulariser(regulariser, point.dtype)
+    solver = check_solver(solver, "newton")
+    if solver == "newton":
+        solver = None
+    else:
+        check_follows(call, "solver", solver)
+    method = Method(call, solver, check_max_steps(max_steps), bounded)
+    given = Given(arrays, point, regulariser, check_tolerance(tolerance, point.dtype))
+    found = maximum(method, given)
+    stats = {"steps": found.steps, "residual": found.residual, "path": found.path}
+    value = attained(method, given, found)
+    return Solution(value, found.source, None, found.result, held(stats, given, "conjugate"))

@@ -1,0 +1,1 @@
+"""The commands of `python -m energy_attn`."""

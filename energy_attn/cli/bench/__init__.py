@@ -1,0 +1,195 @@
+"""`python -m energy_attn bench`: times and memory beside `jax.nn`, cuDNN, flash-attn-jax, PyTorch, transformers.
+
+All sides run in one process, compiled and warmed up, and take turns; a figure is a ratio of
+medians. Writes JSON and a plot. Peers that are not installed are left out, and named.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import energy_attn
+from energy_attn.kernels.internal import platform_here
+
+from ._cases import JAX_NN, ONE_PASS, OURS, Case, Run, Shape, numbers, program, shapes
+from ._generation import CONTINUATIONS, Continuation
+from ._llama import PASSES, Pass
+from ._measure import bandwidth, machine, measure
+from ._observables import JOBS
+from ._plot import plot
+from ._speculative import DECODE, TASKS, Task
+
+_HEADS = {"heads": 16, "kv_heads": 16, "width": 64}
+_LLAMA = {"heads": 32, "kv_heads": 8, "width": 128}
+_PAPER = {"heads": 16, "kv_heads": 16, "width": 128}
+SUITES: dict[str, tuple[Case | Task | Continuation | Pass, ...]] = {
+    "cpu": (
+        Case("prefill", Shape(1, 2048, 2048, **_HEADS), "float32"),
+        Case("prefill", Shape(1, 2048, 2048, **_HEADS), "bfloat16"),
+        Case("decode", Shape(1, 1, 65536, **_HEADS), "float32"),
+        Case("decode", Shape(1, 1, 65536, **_HEADS), "bfloat16"),
+        Case("decode", Shape(1, 1, 262144, **_HEADS), "float32"),
+        Case("decode", Shape(1, 1, 262144, **_HEADS), "bfloat16"),
+        Case("forward + backward", Shape(1, 2048, 2048, **_HEADS), "float32", backward=True),
+        Case("jax.grad of F", Shape(1, 2048, 2048, **_HEADS), "float32", bare=True),
+    ),
+    "gpu": (
+        *(
+            Case("prefill", Shape(1, 1024 * k, 1024 * k, **_PAPER), "bfloat16", causal=True)
+            for k in (4, 8, 16, 32)
+        ),
+        *(
+            Case("decode", Shape(1, 1, 1024 * k, **_LLAMA), "bfloat16")
+            for k in (64, 256, 1024, 4096)
+        ),
+        *(
+            Case(
+                "forward + backward",
+                Shape(1, 1024 * k, 1024 * k, **_PAPER),
+                "bfloat16",
+                backward=True,
+                causal=True,
+            )
+            for k in (4, 8, 16)
+        ),
+        Case("jax.grad of F", Shape(1, 8192, 8192, **_PAPER), "bfloat16", causal=True, bare=True),
+        Case("jax.grad of F", Shape(1, 1, 262144, **_LLAMA), "bfloat16", bare=True),
+    ),
+    "observables": tuple(Case(name, Shape(1, 2048, 2048, **_HEADS), "float32") for name in JOBS),
+    "speculative": (*TASKS, *CONTINUATIONS),
+    "llama": PASSES,
+}
+MEMORY = Case("memory", Shape(1, 16384, 16384, 8, 8, 64), "float32", backward=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench`."""
+    parser.add_argument(
+        "--suite",
+        choices=tuple(SUITES),
+        help="jobs for CPUs or for GPUs, observables, prefix trees, or a decoder; default: as the machine",
+    )
+    parser.add_argument("--out", type=Path, default=Path("bench"), help="folder for the results")
+    parser.add_argument("--repeats", type=int, default=9, help="timings of each side")
+    parser.add_argument("--shrink", type=int, default=1, help="divide sequence lengths, to try out")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures every case, prints a table, and writes `<suite>.json` and `<suite>.svg`."""
+    if args.repeats < 1 or args.shrink < 1:
+        print("bench: --repeats and --shrink want numbers of at least 1", file=sys.stderr)
+        return 2
+    platform = platform_here()
+    suite = args.suite or ("gpu" if platform == "cuda" else "cpu")
+    how, rate = bandwidth(platform, args.repeats, max((2**30) // args.shrink, 2**16))
+    print(f"memory: {rate / 1e9:.1f} GB/s ({how})")
+    rows = []
+    for case in SUITES[suite]:
+        case = case.shrunk(args.shrink)
+        found, absent = case.sides(platform)
+        rows.append(_row(case, found, absent, args.repeats, rate))
+        print(_line(rows[-1]), flush=True)
+    memory = _memory(MEMORY.shrunk(args.shrink))
+    share = memory["bytes"][OURS] / memory["bytes"][JAX_NN]
+    print(
+        f"{'temporary memory':20} {memory['dtype']:9} {'':15}"
+        f"{memory['bytes'][OURS] / 2**20:8.0f} MiB  {100 * share:.2f}% of {JAX_NN}'s"
+    )
+    result = {
+        "machine": machine(),
+        "suite": suite,
+        "repeats": args.repeats,
+        "bandwidth": {"GB_per_s": round(rate / 1e9, 2), "measured_by": how},
+        "times": rows,
+        "memory": memory,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{suite}.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {args.out / suite}.json")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plot: matplotlib is not installed (pip install matplotlib)")
+    else:
+        plot(result, args.out / f"{suite}.svg")
+        print(f"wrote {args.out / suite}.svg")
+    return 0
+
+
+def _row(
+    case: Case | Task | Continuation | Pass,
+    found: dict[str, Run],
+    absent: dict[str, str],
+    repeats: int,
+    rate: float,
+) -> dict[str, Any]:
+    differences = _differences(found)
+    seconds = measure(found, repeats)
+    medians = {name: statistics.median(runs) for name, runs in seconds.items()}
+    row = {
+        "name": case.name,
+        **case.about(),
+        "sizes": case.sizes,
+        "median_ms": {name: _ms(x) for name, x in medians.items()},
+        "runs_ms": {name: list(map(_ms, runs)) for name, runs in seconds.items()},
+        "times_faster": {
+            name: round(x / medians[OURS], 2) for name, x in medians.items() if name != OURS
+        },
+        "largest_difference": differences,
+        "absent": absent,
+    }
+    if isinstance(case, Case) and case.name == "decode":
+        # of what memory gives: keys and values are read once
+        row["of_bandwidth"] = {
+            name: round(case.key_bytes / x / rate, 2) for name, x in medians.items()
+        }
+    return row
+
+
+def _ms(seconds: float) -> float:
+    return float(f"{1e3 * seconds:.4g}")
+
+
+def _differences(found: dict[str, Run]) -> dict[str, float]:
+    """The largest difference of a peer's results from ours, of their largest entry."""
+    ours = numbers(found[OURS]())
+
+    def difference(name: str) -> float:
+        theirs = numbers(found[name]())
+        pairs = zip(ours, theirs, strict=True)
+        largest = max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
+        return float(f"{largest:.2g}")
+
+    return {name: difference(name) for name in found if name not in (OURS, ONE_PASS, DECODE)}
+
+
+def _line(row: dict[str, Any]) -> str:
+    against = "  ".join(f"{x:.2f}× faster than {name}" for name, x in row["times_faster"].items())
+    of = f"  {row['of_bandwidth'][OURS]:.2f} of the bandwidth" if "of_bandwidth" in row else ""
+    return (
+        f"{row['name']:20} {row['dtype']:9} {row['sizes']:17} {row['median_ms'][OURS]:8.4g} ms  "
+        f"{against}{of}"
+    )
+
+
+def _memory(case: Case) -> dict[str, Any]:
+    arrays = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes(case)]
+
+    def temporary(attend: Any) -> int:
+        analysis = program(case, attend).lower(*arrays).compile().memory_analysis()
+        return int(analysis.temp_size_in_bytes)
+
+    return {
+        "name": "temporary memory, forward + backward",
+        "dtype": case.dtype,
+        "shape": case.shape._asdict(),
+        "bytes": {
+            OURS: temporary(energy_attn.attention),
+            JAX_NN: temporary(jax.nn.dot_product_attention),
+        },
+    }

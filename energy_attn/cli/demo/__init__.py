@@ -1,0 +1,208 @@
+"""`python -m energy_attn demo`: the library's main job, on a real text, judged before the reader.
+
+A small byte-level Llama, trained on the sources of Python's standard library, reads a long prompt and
+decodes from it with the key/value cache sharded over a 2 × 4 mesh; then decodes the same on one
+device, and computes every attention again in float64.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from energy_attn.distributed import SequenceParallel, make_mesh
+
+from ... import attention
+from ...models import Llama, LlamaConfig, shard
+from .._devices import enough_devices
+from ._checks import errors, expected
+from ._decode import Decoded, Sent, compile_step, decode, gathered, one_device, sent
+from ._model import byte_llama
+from ._picture import draw
+from ._report import Line, readable, table
+from ._text import Text, standard_library
+from ._train import WINDOW, parameters, score, train
+
+_MESH = (2, 4)
+DEVICES = 8
+_STEPS = 2000  # of training, at most
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the demo's options. Raises nothing."""
+    parser.add_argument(
+        "--train", action="store_true", help="train a model, not use the one that is there"
+    )
+    parser.add_argument("--seconds", type=float, default=85.0, help="time to train (%(default)s)")
+    parser.add_argument("--context", type=int, default=8192, help="bytes of prompt (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=96, help="bytes to decode (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of training (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo.png"), help="the picture (%(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the demo; 0 if every equality holds, 1 if one does not, 2 if it cannot be run."""
+    try:
+        text = standard_library()
+        _check(args, len(text.held_out))
+        devices = enough_devices(DEVICES)
+        model = None if args.train else byte_llama()
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"energy_attn demo: {error}", file=sys.stderr)
+        return 2
+    # Accelerators would round the factors of float32 products.
+    with jax.default_device(devices[0]), jax.default_matmul_precision("highest"):
+        return _run(args, text, devices, model or _new(args, text))
+
+
+def _run(args: argparse.Namespace, text: Text, devices: list[Any], model: Llama) -> int:
+    # The prompt ends where a line does.
+    end = args.context + text.held_out[args.context :].tobytes().find(b"\n") + 1
+    prompt = text.held_out[end - args.context : end]
+    near, far = score(model, prompt)
+    print(
+        f"{parameters(model):,} weights, trained on Python's standard library, read {args.context:,} "
+        f"bytes of it that they have not seen\non {_machine(devices)}, as a 2 × 4 mesh ...",
+        flush=True,
+    )
+    mesh = make_mesh(_MESH, devices=devices)
+    spread, parallel = shard(model, mesh), SequenceParallel(method="tree", merge="allreduce")
+    with jax.set_mesh(mesh):
+        tree = decode(spread, prompt, args.tokens, parallel)
+        longer = sent(compile_step(spread, 2 * tree.slots, parallel, attention))
+        fetched = sent(compile_step(spread, tree.slots, parallel, gathered))
+    print("decoding on one device, twice ...", flush=True)
+    alone = decode(model, prompt, args.tokens)
+    dense = decode(model, prompt, args.tokens, attend=one_device)
+
+    print(f"\n{_passage(prompt, tree.tokens)}\n")
+    lines = [
+        Line(
+            "loss on the prompt's end",
+            f"{far:.2f} nats",
+            f"given its last {WINDOW}: {near:.2f} nats",
+        ),
+        *_equalities(tree, alone, dense, args.context),
+        *_traffic(model.config, sent(tree.step), longer, fetched, tree.slots),
+        *_times(tree, alone, dense),
+    ]
+    print(table(lines), end="\n\n")
+    energies = np.asarray(tree.traces.energy)[:, 0]
+    print(draw(args.out, energies, tree.tokens, args.context) or f"picture: {args.out}")
+    broken = [line.what for line in lines if line.holds is False]
+    for what in broken:
+        print(f"energy_attn demo: does not hold: {what}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def _check(args: argparse.Namespace, available: int) -> None:
+    if not 2 * WINDOW <= args.context < available - WINDOW:
+        limits = f"from {2 * WINDOW} to {available - WINDOW - 1}"
+        raise ValueError(f"--context: wanted {limits} bytes, got {args.context}")
+    if args.tokens < 1:
+        raise ValueError(f"--tokens: wanted at least 1, got {args.tokens}")
+    if not args.seconds >= 0:
+        raise ValueError(f"--seconds: wanted at least 0, got {args.seconds}")
+    if not args.out.parent.is_dir():
+        raise ValueError(f"--out: wanted a path in a folder that exists, got {args.out}")
+
+
+def _machine(devices: list[Any]) -> str:
+    if devices[0].platform == "cpu":
+        return f"{DEVICES} simulated devices on {os.cpu_count()} CPU cores"
+    return f"{DEVICES} devices: {devices[0].device_kind}"
+
+
+def _new(args: argparse.Namespace, text: Text) -> Llama:
+    """A model that is trained now, and a line that says how that went."""
+    training = train(text.train, args.seed, _STEPS, args.seconds)
+    print(
+        f"trained on {text.files} files ({len(text.train) / 1e6:.1f} MB): {len(training.losses)} "
+        f"steps in {training.seconds:.0f} s, loss {training.losses[-50:].mean():.2f} nats a byte",
+        flush=True,
+    )
+    return training.model
+
+
+def _passage(prompt: np.ndarray, decoded: np.ndarray) -> str:
+    before = readable(prompt[-400:]).split("\n", 1)[-1].split("\n")
+    ruled = "\n".join(f"  │ {line}" for line in before[:-1])
+    after = "\n".join(f"  ┃ {line}" for line in (before[-1] + readable(decoded)).split("\n"))
+    return f"  │ the prompt, its end\n  ┃ and what the model wrote\n\n{ruled}\n{after}"
+
+
+def _equalities(tree: Decoded, alone: Decoded, dense: Decoded, context: int) -> list[Line]:
+    wrong = errors(tree.traces, tree.held, context)
+    count = len(tree.tokens)
+    same = [int((tree.tokens == other.tokens).sum()) for other in (dense, alone)]
+    return [
+        Line("bytes equal to dense decoding", f"{same[0]} of {count}", "all", same[0] == count),
+        Line("bytes equal to one device's", f"{same[1]} of {count}", "all", same[1] == count),
+        Line(
+            "energies, largest error against float64",
+            f"{wrong.energy:.1e} nats",
+            f"at most {wrong.energy_allowed:.1e}",
+            bool(wrong.energy <= wrong.energy_allowed),
+        ),
+        Line(
+            "outputs, largest error against float64",
+            f"{wrong.out:.1e}",
+            f"at most {wrong.out_allowed:.1e}",
+            bool(wrong.out <= wrong.out_allowed),
+        ),
+    ]
+
+
+def _traffic(
+    config: LlamaConfig, tree: Sent, longer: Sent, fetched: Sent, slots: int
+) -> list[Line]:
+    operations, size = expected(config)
+    layers = config.num_hidden_layers
+    return [
+        Line(
+            "collectives a step",
+            f"{tree.operations} {'/'.join(tree.kinds)}",
+            f"{operations} = 2 × {layers} layers",
+            (tree.kinds, tree.operations) == (("all-reduce",), operations),
+        ),
+        Line(
+            "bytes handed to them",
+            f"{tree.bytes:,}",
+            f"{size:,} = {layers} layers × B·T·N·(H + 2) × 4",
+            tree.bytes == size,
+        ),
+        Line(
+            f"both for a cache of {2 * slots:,} slots",
+            f"{longer.operations}, {longer.bytes:,}",
+            f"as for {slots:,}",
+            longer[:3] == tree[:3],
+        ),
+        Line(
+            "peak memory of a step, on each device",
+            f"{tree.peak / 2**20:.2f} MiB",
+            f"{fetched.peak / 2**20:.2f} MiB if keys and values were gathered,",
+        ),
+        Line("", "", f"and {fetched.bytes * DEVICES:,} bytes would arrive"),
+    ]
+
+
+def _times(tree: Decoded, alone: Decoded, dense: Decoded) -> list[Line]:
+    def median(decoded: Decoded) -> str:
+        return f"{1e3 * np.median(decoded.seconds):.1f} ms"
+
+    def prefill(decoded: Decoded) -> str:
+        return f"{decoded.prefill_seconds:.1f} s"
+
+    compared = "{} on one device, {} with jax.nn's attention"
+    simulated = [Line("", "", "(simulated devices share the cores: this is no speed-up)")]
+    return [
+        Line("time a byte, median", median(tree), compared.format(median(alone), median(dense))),
+        Line("time for the prompt", prefill(tree), compared.format(prefill(alone), prefill(dense))),
+        *(simulated if jax.default_backend() == "cpu" else []),
+    ]

@@ -1,0 +1,84 @@
+"""The judge of the demo: attention once more in float64 NumPy, and what theory says is sent."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...models import LlamaConfig
+from ...models.generation._output import LlamaTrace
+from ._decode import Held
+
+_EPS = float(np.finfo(np.float32).eps)
+
+
+class Errors(NamedTuple):
+    """The largest error of energies and outputs, and what float32 rounding may account for."""
+
+    energy: float
+    energy_allowed: float
+    out: float
+    out_allowed: float
+
+
+def float64_attention(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, seen: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    r"""$F = \log\sum_a e^{q \cdot k_a / \sqrt{H}}$ and $\nabla F = \sum_a P_a v_a$, written out.
+
+    Args:
+        query: `[T, N, H]`.
+        key: `[S, K, H]`; query head `n` reads key head `n // (N / K)`.
+        value: `[S, K, H]`.
+        seen: `[T, S]`, True where a key takes part.
+
+    Returns:
+        `out` `[T, N, H]`, `energy` `[T, N]` and the scores `[N, T, S]`, all float64.
+
+    Raises nothing.
+    """
+    heads = query.shape[1] // key.shape[1]
+    key, value = (np.repeat(x.astype(np.float64), heads, axis=1) for x in (key, value))
+    query = query.astype(np.float64) / np.sqrt(query.shape[-1])
+    scores = np.matmul(query.transpose(1, 0, 2), key.transpose(1, 2, 0))
+    scores = np.where(seen, scores, -np.inf)
+    highest = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - highest)
+    total = weights.sum(-1, keepdims=True)
+    out = np.matmul(weights / total, value.transpose(1, 0, 2))
+    return out.transpose(1, 0, 2), (highest + np.log(total))[..., 0].T, scores
+
+
+def errors(trace: LlamaTrace, held: Held, first: int) -> Errors:
+    """Compares every layer's attention at every step with float64, from the same q, k and v.
+
+    Args:
+        trace: of the steps, `[layers, 1, steps, ...]`.
+        held: by the cache as the last step left it; slots are written once, so it serves for all
+            steps.
+        first: the position of the first step.
+
+    Raises nothing.
+    """
+    query, outs, energies = (np.asarray(x)[:, 0] for x in trace)
+    steps = first + np.arange(query.shape[1])
+    seen = (held.positions >= 0) & (held.positions <= steps[:, None])
+    worst = np.zeros((len(query), 4))
+    for layer, (key, value) in enumerate(zip(held.key, held.value, strict=True)):
+        out, energy, scores = float64_attention(query[layer], key, value, seen)
+        differences = energies[layer] - energy, outs[layer] - out
+        worst[layer] = [np.abs(x).max() for x in (*differences, scores[:, seen], value)]
+    energy, out, score, size = worst.max(0)  # NaN if any is
+    # A score is a sum of H products, rounded relative to their size; an error of the scores moves
+    # F by as much, and the weights, so the output relative to the values, by twice that.
+    allowed = 16 * _EPS * max(1.0, score)
+    return Errors(energy, allowed, out, 2 * allowed * max(1.0, size))
+
+
+def expected(config: LlamaConfig, batch: int = 1, time: int = 1) -> tuple[int, int]:
+    """Operations and bytes that tree reduction sends at a step, on one device.
+
+    In each layer one maximum of the energies, `B T N`, and one sum of numerators and
+    denominators, `B T N (H + 1)`, in float32 (MATH.md, sections 3 and 4). Raises nothing.
+    """
+    layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.head_dim
+    return 2 * layers, layers * batch * time * heads * (width + 2) * 4

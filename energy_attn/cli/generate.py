@@ -1,0 +1,166 @@
+"""`python -m energy_attn generate`: goes on from a text with a Llama checkpoint, over a mesh."""
+
+import argparse
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from energy_attn.distributed import SequenceParallel, make_mesh
+
+from ..models import AbstractDrafter, Generation, Llama, ModelDrafter, PromptLookup, generate
+from ._devices import enough_devices, simulate_devices
+from ._tokenizer import AbstractTokenizer, tokenizer_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `generate`."""
+    add = parser.add_argument
+    add(
+        "--model",
+        type=Path,
+        required=True,
+        help="folder: config.json, *.safetensors, tokenizer.json",
+    )
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="the text to go on from")
+    prompt.add_argument("--prompt-file", type=Path, help="a file with it, in UTF-8")
+    add("--mesh", type=_mesh, default=(), help="devices to spread the context over: 8, or 2x4")
+    add("--tensor", type=int, default=1, help="devices to split the weights over (%(default)s)")
+    methods = "auto", "tree", "ring", "ulysses"
+    add("--method", default="auto", choices=methods, help="of reading a prompt (%(default)s)")
+    add("--max-new-tokens", type=int, default=128, help="tokens to write (%(default)s)")
+    add("--temperature", type=float, default=0.0, help="0: the likeliest token (%(default)s)")
+    add("--top-k", type=int, help="draw from that many likeliest tokens")
+    add("--top-p", type=float, help="draw from the likeliest tokens of that probability together")
+    add("--stop", type=_tokens, help="tokens that end the text, 2 or 2,7; default: as in the files")
+    add("--seed", type=int, default=0, help="of the draws (%(default)s)")
+    add("--dtype", help="of weights and cache: bfloat16, float32; default: as in the files")
+    add("--chunk-size", type=int, default=1024, help="tokens read at a time (%(default)s)")
+    add("--speculative", action="store_true", help="draft ahead by looking up the text")
+    add("--draft-model", type=Path, help="draft ahead by a smaller model, of this folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the text to standard output as it comes, and what it took to standard error.
+
+    0 if all went well, 2 if something cannot be done as asked.
+    """
+    count = math.prod(args.mesh) * args.tensor
+    if count > 1:
+        simulate_devices(count)
+    try:
+        _check(args)
+        return _run(args, count)
+    except (OSError, TypeError, ValueError, NotImplementedError, ImportError) as error:
+        print(f"energy_attn generate: {error}", file=sys.stderr)
+        return 2
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in text.lower().split("x"))
+    if not 1 <= len(sizes) <= 2 or min(sizes) < 1:
+        raise ValueError  # argparse says the rest
+    return sizes
+
+
+_mesh.__name__ = "mesh"  # what argparse calls a wrong one
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+_tokens.__name__ = "tokens"
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.tensor < 1:
+        raise ValueError(f"--tensor: wanted at least 1, got {args.tensor}")
+    if args.speculative and args.draft_model is not None:
+        raise ValueError("--speculative: wanted it or --draft-model, got both")
+
+
+def _run(args: argparse.Namespace, count: int) -> int:
+    prompt = args.prompt_file.read_text("utf-8") if args.prompt is None else args.prompt
+    sequence = ("node", "device")[2 - len(args.mesh) :]
+    mesh = None
+    if count > 1:
+        names, sizes = (*sequence, "tensor"), (*args.mesh, args.tensor)
+        mesh = make_mesh(sizes, names, devices=enough_devices(count))
+    parallel = SequenceParallel(sequence, method=args.method) if mesh and sequence else None
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        model = Llama.load(args.model, mesh=mesh, dtype=args.dtype)
+        tokenizer = tokenizer_of(args.model, model.config.vocab_size)
+        tokens = tokenizer.encode(prompt)
+        drafter = _drafter(args, mesh)
+        said = _Said(tokenizer)
+        found = generate(
+            model,
+            [tokens],
+            args.max_new_tokens,
+            parallel=parallel,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            eos_token_id=args.stop,
+            key=jax.random.key(args.seed),
+            drafter=drafter,
+            stream=said,
+            progress=None,
+            chunk_size=args.chunk_size,
+        )
+    said.end()
+    print(_summary(said, found, len(tokens)), file=sys.stderr)
+    return 0
+
+
+def _drafter(args: argparse.Namespace, mesh: Any) -> AbstractDrafter | None:
+    if args.speculative:
+        return PromptLookup()
+    if args.draft_model is not None:
+        return ModelDrafter(Llama.load(args.draft_model, mesh=mesh, dtype=args.dtype))
+    return None
+
+
+class _Said:
+    """Writes tokens as text while they come, and keeps when they came."""
+
+    times: list[float]
+    counts: list[int]
+
+    def __init__(self, tokenizer: AbstractTokenizer) -> None:
+        self.times, self.counts = [time.perf_counter()], [0]
+        self._write: Callable[[list[int]], str] = tokenizer.writer()
+
+    def __call__(self, tokens: np.ndarray) -> None:
+        row = [int(token) for token in tokens[0] if token >= 0]
+        self.times.append(time.perf_counter())
+        self.counts.append(len(row))
+        sys.stdout.write(self._write(row))
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Ends the line."""
+        sys.stdout.write("\n")
+
+
+def _summary(said: _Said, found: Generation, prompt: int) -> str:
+    first = said.times[1] - said.times[0]
+    text = f"{prompt:,} tokens read and the first written in {first:.1f} s, compilation included"
+    # what came before the second pass compiled the loop
+    rest, seconds = sum(said.counts[3:]), said.times[-1] - said.times[min(2, len(said.times) - 1)]
+    if rest:
+        text += f"; then {rest / seconds:,.1f} tokens a second"
+    if int(found.drafted.sum()):
+        text += (
+            f", {float(found.tokens_per_pass):.2f} a pass, "
+            f"{float(found.acceptance_rate):.0%} of the drafted tokens accepted"
+        )
+    return text

@@ -1,0 +1,1 @@
+"""The free energy, attention as its gradient, and what the rest shares."""

@@ -1,0 +1,344 @@
+"""The free energy, and attention as its gradient."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from energy_attn.distributed import SequenceParallel
+from energy_attn.distributed.internal import (
+    Placement,
+    is_inside,
+    placement,
+    placement_inside,
+    spread_attention,
+    with_positions,
+    with_positions_inside,
+)
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import (
+    Call,
+    attend,
+    candidates,
+    check_call,
+    check_source,
+    known,
+    received,
+    varying_axes,
+)
+
+from ._citation import cite
+
+
+class Prepared(NamedTuple):
+    """What of a checked call is known when it is traced.
+
+    `at_zero`: the source is zero, although it is no NumPy array.
+    """
+
+    names: tuple[str, ...]
+    place: Placement | None
+    options: tuple[tuple[str, Any], ...]
+    at_zero: bool = False
+
+
+class Arrays(NamedTuple):
+    """What of a call may be traced, batched and differentiated; the source aside."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    mask: Any
+    options: dict[str, Any]
+
+
+def free_energy(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    source: Float[Array | np.ndarray, "*B T N Hv"] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, "..."] | None = None,
+    key_value_seq_lengths: Int[Array, "..."] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_positions: Int[Array, "..."] | None = None,
+    key_positions: Int[Array, "..."] | None = None,
+    query_segment_ids: Int[Array, "..."] | None = None,
+    key_segment_ids: Int[Array, "..."] | None = None,
+    implementation: str | Sequence[str] | None = None,
+    parallel: SequenceParallel | None = None,
+) -> Float[Array, "*B T N"]:
+    r"""The free energy of each query and head, whose gradient in the source is attention.
+
+    $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + b_a + \zeta \cdot v_a), \qquad
+      \frac{\partial F}{\partial \zeta} = \sum_a P_{\zeta,a}\, v_a$$
+
+    $F$ is the cumulant generating function of the values under $P = \mathrm{softmax}(s)$, up to
+    $F(0)$, the log partition function. `jax.grad` in the source costs one kernel pass, the same
+    program as calling the kernel by hand. Differentiable in query, key, value, source, bias and
+    `scale`; second derivatives in reverse mode. With `implementation="reference"` it is plain JAX:
+    any order, both modes.
+
+    A source that is zero when the call is traced (None, or a NumPy array of zeros) is never
+    materialised: `jax.grad(f)(np.zeros(shape))` reads the values alone.
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
+        key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
+        source: $\zeta$, `[B, T, N, Hv]`, one for each query and head; None is zero.
+        bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
+        mask: boolean, shaped like `bias`; True where a key takes part.
+        scale: the factor of $q \cdot k$ (inverse temperature); None is $1/\sqrt{H}$.
+        is_causal: hide keys whose position is after the query's.
+        query_seq_lengths: `[B]` integers; queries from there on are absent.
+        key_value_seq_lengths: `[B]` integers; keys from there on are absent.
+        local_window_size: `(left, right)` or one int: only keys that near are seen.
+        query_positions: `[B, T]` integers, global positions; negative means absent.
+        key_positions: `[B, S]` integers likewise.
+        query_segment_ids: `[B, T]` integers: a query sees the keys of its own segment alone.
+        key_segment_ids: `[B, S]` integers likewise, given together with the queries'.
+        implementation: a name of [`implementations`][energy_attn.kernels.implementations].
+        parallel: how keys are spread over the mesh in force. None: not at all, unless key's type
+            says that its sequence is sharded (explicit mesh axes).
+
+    Returns:
+        Energies `[B, T, N]` in nats; float32, or float64 for float64 inputs. Minus infinity for a
+        query that sees no key, with zero gradients.
+
+    Raises:
+        TypeError: an argument is no array or of another dtype.
+        ValueError: shapes that do not belong together, values out of range, unknown names.
+        NotImplementedError: the implementation named declines the call.
+
+    Source: Tree Attention (arXiv 2408.04093), equations 6 and 15; with one source per query and
+    head, equations 16 to 19.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> import energy_attn as ea
+        >>> q, k, v = (jax.random.normal(x, (5, 2, 4)) for x in jax.random.split(jax.random.key(0), 3))
+        >>> total = lambda source: ea.free_energy(q, k, v, source=source).sum()
+        >>> out = jax.grad(total)(np.zeros(q.shape, q.dtype))
+        >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
+        True
+    """
+    call, arrays = prepare(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids,
+        implementation=implementation,
+        parallel=parallel,
+    )
+    if source is not None:
+        check_source(source, query, value)
+    return evaluate(call, source, arrays)
+
+
+def prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: Any = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    query_positions: Any = None,
+    key_positions: Any = None,
+    query_segment_ids: Any = None,
+    key_segment_ids: Any = None,
+    implementation: Any = None,
+    parallel: Any = None,
+) -> tuple[Prepared, Arrays]:
+    """Checks the arguments of a call before any tracing: what a user sees of a mistake is the mistake.
+
+    Returns what is known of the call, and its arrays. Raises as `free_energy` does.
+    """
+    static: dict[str, Any] = {"is_causal": is_causal, "local_window_size": local_window_size}
+    traced: dict[str, Any] = {
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "query_positions": query_positions,
+        "key_positions": key_positions,
+        "query_segment_ids": query_segment_ids,
+        "key_segment_ids": key_segment_ids,
+    }
+    (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
+    call = Prepared(candidates(implementation), None, tuple(static.items()))
+    arrays = Arrays(query, key, value, bias, mask, traced)
+    inside = is_inside(parallel)
+    if inside:
+        _check_inside(arrays)
+    given = checked(call, None, arrays)
+    where = placement_inside if inside else placement
+    place = where(parallel, query, key, value)
+    if call.names != ("reference",):
+        cite("milakov", "flash")
+    if place is not None and place.axes:
+        cite(place.method)
+    compares = given.settings.rule.constrains or given.operands.key_positions is not None
+    if parallel is not None and compares:
+        size = query.shape[-3], key.shape[-3]
+        if place is not None and place.inside:
+            traced = with_positions_inside(parallel, place.queries, traced, *size)
+        else:
+            traced = with_positions(parallel, traced, *size)
+    return call._replace(place=place), arrays._replace(options=traced)
+
+
+def _check_inside(arrays: Arrays) -> None:
+    """Raises `ValueError` for what one device of a `jax.shard_map` cannot say of all others' keys."""
+    given = {"bias": arrays.bias, "mask": arrays.mask, **arrays.options}
+    for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
+        if given[name] is not None:
+            other = "ring_attention or its like" if name in ("bias", "mask") else "positions"
+            raise ValueError(
+                f"{name}: wanted None where parallel's axes are those of a surrounding "
+                f"jax.shard_map, got {received(given[name])}; {other} will do"
+            )
+
+
+def evaluate(call: Prepared, source: Any, arrays: Arrays) -> Array:
+    """The energies of a prepared call at a source that has been checked. Raises nothing."""
+    if source is None or call.names == ("reference",):
+        return state_at(call, source, arrays).lse
+    return _energy(call, source, arrays)
+
+
+def evaluate_at_zero(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
+    """Attention, which is the gradient of a prepared call in the source at zero, and the energies.
+
+    Raises nothing.
+    """
+    query, value = arrays.query, arrays.value
+    shape = (*query.shape[:-1], value.shape[-1])
+    zero: Any
+    if known(*shape):
+        # one element, broadcast: known to be zero, and of no size
+        zero = np.broadcast_to(np.zeros((), value.dtype), shape)
+    else:
+        zero = jnp.zeros(shape, value.dtype)
+    # Inside shard_map the energies differ between devices. Then so must the source: the gradient
+    # in one that is equal on all of them would be summed over them.
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    if call.place is not None and call.place.inside and not call.place.queries:
+        varying -= frozenset(call.place.sequence)  # what is folded is equal on all of them
+    if varying:
+        zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
+    if isinstance(zero, jax.Array):
+        call = call._replace(at_zero=call.names != ("reference",))
+
+    def total(source: Any) -> tuple[Array, Array]:
+        energy = evaluate(call, source, arrays)
+        return energy.sum(), energy
+
+    return jax.grad(total, has_aux=True)(zero)
+
+
+def checked(call: Prepared, source: Any, arrays: Arrays) -> Call:
+    """The operands of a prepared call at a source, as kernels take them. Raises nothing more."""
+    return check_call(*arrays[:3], source, *arrays[3:5], **dict(call.options), **arrays.options)
+
+
+def state_at(static: Prepared, source: Any, arrays: Arrays) -> AttentionState:
+    r"""$\nabla F$ and $F$ of a prepared call at a source; both differentiable. Raises as kernels do."""
+    source = None if static.at_zero else _unless_zero(source)
+    return attended(static, checked(static, source, arrays))
+
+
+def attended(static: Prepared, call: Call) -> AttentionState:
+    """The state of operands, by the implementation and over the mesh that a prepared call names.
+
+    Raises as the kernels do.
+    """
+    if static.place is None:
+        state = attend(static.names, call.settings, call.operands)
+    else:
+        state = spread_attention(static.place, static.names, call)
+    return state if call.batched else jax.tree.map(lambda x: x[0], state)
+
+
+def _unless_zero(source: Any) -> Any:
+    # A NumPy array is known when the program is traced, and nothing can differentiate with respect
+    # to it here: a derivative, of whatever order, would have brought a tracer instead.
+    if source is None or isinstance(source, jax.Array):
+        return source
+    source = np.asarray(source)  # JAX before 0.9 wraps NumPy arrays while it differentiates
+    return source if source.any() else None
+
+
+# F and its gradient in the source are the two outputs of one kernel pass. The rule computes the
+# state once and keeps `out`, which is ∂F/∂ζ: the cotangent of the source is g · out, and the
+# kernel's own derivative is asked only for what is being differentiated besides the source.
+# `out` is itself a differentiable function of everything, so attention can be differentiated on.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _energy(static: Prepared, source: Any, arrays: Arrays) -> Array:
+    return state_at(static, source, arrays).lse
+
+
+def _energy_forward(static: Prepared, source: Any, arrays: Arrays) -> tuple[Array, Any]:
+    perturbed = any(x.perturbed for x in _primals(arrays))
+    source, arrays = (_values(x) for x in (source, arrays))
+    # of the source's own type, which need not be that of the values, must its cotangent be
+    like = None
+    if source is not None:
+        like = lax.full_like(source, 0, dtype=jnp.result_type(source), shape=(0,))
+    if not perturbed:
+        state = state_at(static, source, arrays)
+        return state.lse, (state.out, like, None)
+    state, pull_back = jax.vjp(functools.partial(state_at, static, source), arrays)
+    return state.lse, (state.out, like, pull_back)
+
+
+def _energy_backward(static: Prepared, saved: Any, cotangent: Any) -> tuple[Any, Any]:
+    out, like, pull_back = saved
+    del static
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return None, None
+    source = None
+    if like is not None:
+        source = cotangent[..., None] * out.astype(cotangent.dtype)
+        # a source that is equal on all devices of a shard_map sums up what they find
+        summed = varying_axes(source) - varying_axes(like)
+        source = lax.psum(source, tuple(sorted(summed))) if summed else source
+        source = source.astype(like.dtype)
+    if pull_back is None:
+        return source, None
+    (found,) = pull_back(AttentionState(jnp.zeros_like(out), cotangent))
+    return source, found
+
+
+def _primals(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "perturbed"))
+
+
+def _values(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
+
+
+_energy.defvjp(_energy_forward, _energy_backward, symbolic_zeros=True)

@@ -1,0 +1,137 @@
+"""Softmax that is safe where nothing is left to normalise, and shifted energies."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from energy_attn.kernels.internal import (
+    check_axis,
+    check_boolean,
+    check_floating,
+    received,
+    softmax,
+    steady,
+)
+
+
+class ShiftedEnergy(NamedTuple):
+    """`F' = F - shift`, and the shift that must be added to report `F`."""
+
+    energy: Float[Array, "..."]
+    shift: Float[Array, "..."]
+
+
+def safe_softmax(
+    scores: Float[Array, "..."],
+    *,
+    where: Bool[Array, "..."] | None = None,
+    axis: int = -1,
+) -> Float[Array, "..."]:
+    r"""The softmax, which is zero where every key is hidden.
+
+    $$P_a = \frac{\partial F}{\partial s_a} = e^{s_a - F}, \qquad F = \log \sum_a e^{s_a}$$
+
+    A row whose keys are all hidden has $F = -\infty$: its probabilities are 0, and so are its
+    gradients, where `jax.nn.softmax` gives NaN. Any order of derivative, both modes.
+
+    Args:
+        scores: of any shape and floating dtype; minus infinity hides a key. The arithmetic is in
+            float32 or wider.
+        where: boolean, broadcastable to `scores`; False hides a key.
+        axis: the axis of the keys.
+
+    Returns:
+        Probabilities of the shape and dtype of `scores`.
+
+    Raises:
+        TypeError: `scores` is no floating array, `where` no boolean one or `axis` no integer.
+        ValueError: `axis` is out of range, or `where` does not broadcast.
+
+    Source: Tree Attention (arXiv 2408.04093), Appendix 11.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> ea.safe_softmax(jnp.array([[0.0, 0.0], [-jnp.inf, -jnp.inf]])).tolist()
+        [[0.5, 0.5], [0.0, 0.0]]
+    """
+    rows = _rows(scores, where, axis)
+    weights, total, _ = softmax(rows)
+    return jnp.moveaxis(weights / total, -1, axis).astype(scores.dtype)
+
+
+def shifted_energy(
+    scores: Float[Array, "..."],
+    shift: Float[Array, "..."] | None = None,
+    *,
+    where: Bool[Array, "..."] | None = None,
+    axis: int = -1,
+) -> ShiftedEnergy:
+    r"""The energy of shifted scores, and the shift.
+
+    $$F' = \log \sum_a e^{s_a - m}, \qquad F = F' + m$$
+
+    Three facts, each easily got wrong:
+
+    1. For a **constant** $m$ the gradient is that of $F$, whatever $m$ is.
+    2. $F'$ is not the energy: $m$ must be added back.
+    3. If $m$ depends on what is differentiated, as $m = \max_a s_a$ does, $F'$ has another
+       gradient: in the source it is attention minus the value of the largest score. The shift
+       that this function takes by itself is therefore held constant.
+
+    Args:
+        scores: of any shape and floating dtype; minus infinity hides a key.
+        shift: $m$, of the shape of `scores` less `axis`; None takes the maximum, held constant
+            (0 where every key is hidden).
+        where: boolean, broadcastable to `scores`; False hides a key.
+        axis: the axis of the keys.
+
+    Returns:
+        `(energy, shift)`, both of the shape of `scores` less `axis`, in float32 (float64).
+
+    Raises:
+        TypeError: `scores` or `shift` is no floating array, `where` no boolean one or `axis` no
+            integer.
+        ValueError: `axis` is out of range, or shapes do not belong together.
+
+    Source: Tree Attention (arXiv 2408.04093), Appendix 11, whose statement that the gradient is
+    the same holds for a constant $m$ only.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> scores = jnp.array([1.0, 3.0])
+        >>> energy, shift = ea.shifted_energy(scores)
+        >>> bool(jnp.allclose(energy + shift, jax.nn.logsumexp(scores)))
+        True
+    """
+    rows = _rows(scores, where, axis)
+    if shift is None:
+        constant = lax.stop_gradient(rows.max(-1, initial=-jnp.inf))
+        given = steady(constant)
+    else:
+        given = check_floating("shift", shift).astype(rows.dtype)
+        if given.shape != rows.shape[:-1]:
+            raise ValueError(
+                f"shift: wanted the shape of scores less axis, {rows.shape[:-1]}, "
+                f"got {received(shift)}"
+            )
+    return ShiftedEnergy(softmax(rows - given[..., None]).lse, given)
+
+
+def _rows(scores: Any, where: Any, axis: Any) -> Array:
+    scores = check_floating("scores", scores)
+    axis = check_axis("axis", axis, scores.ndim, "scores")
+    rows = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
+    if where is not None:
+        where = check_boolean("where", where)
+        try:
+            where = jnp.broadcast_to(where, scores.shape)
+        except ValueError:
+            raise ValueError(
+                f"where: wanted a shape broadcastable to {scores.shape}, got {received(where)}"
+            ) from None
+        rows = jnp.where(where, rows, -jnp.inf)
+    return jnp.moveaxis(rows, axis, -1)

@@ -1,0 +1,1 @@
+"""Retrieval from modern Hopfield networks, and energy-based blocks."""

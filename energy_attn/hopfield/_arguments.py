@@ -1,0 +1,26 @@
+"""Checks that retrieval and the block share."""
+
+from typing import Any
+
+import jax
+import jax.core
+
+from energy_attn.kernels.internal import check_finite_number, check_floating, received
+
+
+def check_positive(name: str, x: Any) -> Any:
+    """Returns `x` if it is a number above zero, or a floating scalar array, above zero where known.
+
+    Raises `TypeError` for another type or dtype and `ValueError` for another value, or an array
+    with axes.
+    """
+    if isinstance(x, jax.Array):
+        if x.ndim != 0:
+            raise ValueError(f"{name}: wanted a number or a floating scalar, got {received(x)}")
+        check_floating(name, x)
+        number = None if isinstance(x, jax.core.Tracer) else check_finite_number(name, float(x))
+    else:
+        number = x = check_finite_number(name, x)
+    if number is not None and number <= 0:
+        raise ValueError(f"{name}: wanted a number above zero, got {number}")
+    return x

@@ -1,0 +1,213 @@
+"""The attention block of Energy Transformers: the gradient of an attention energy in the block's input."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from energy_attn.distributed.internal import sequence_order
+from energy_attn.kernels.internal import (
+    check_array,
+    check_flag,
+    check_floating,
+    check_floating_dtype,
+    check_integer,
+    check_key,
+    check_shape,
+    holds_keys,
+    lse_dtype,
+    received,
+    softmax,
+)
+
+from ..core._citation import cite
+from ..nn._module import FreeEnergy
+from ._arguments import check_positive
+
+
+class EnergyAttentionBlock(eqx.Module):
+    r"""Attention as the descent of an energy of the tokens, as in Energy Transformers.
+
+    $$E(g) = -\frac1\beta \sum_h \sum_C \log \sum_{B \ne C} \exp(\beta\, K_{hB} \cdot Q_{hC}),
+      \qquad Q_{hC} = W^Q_h g_C, \quad K_{hB} = W^K_h g_B$$
+
+    `energy(g)` is $E$ and `block(g)` the update $-\partial E / \partial g$, along which a small
+    step lowers $E$:
+
+    $$-\frac{\partial E}{\partial g_A} = \sum_h \sum_{B \ne A} {W^Q_h}^T K_{hB}\, \omega_{hBA}
+      + \sum_h \sum_{C \ne A} {W^K_h}^T Q_{hC}\, \omega_{hAC},
+      \qquad \omega_{hBC} = \mathrm{softmax}_{B \ne C}(\beta\, K_{hB} \cdot Q_{hC})$$
+
+    The first term is attention whose values are the keys; the second pushes a token towards the
+    queries that attend to it. It is the *other* sense of "energy attention": the energy is
+    differentiated in the block's input, through queries and keys, where
+    [`free_energy`][energy_attn.free_energy] is differentiated in its source. Nothing of size $T^2$ is
+    made: $E$ costs a pass of the kernel, the update two more.
+
+    This is their attention alone: the layer norm that makes $g$ of a token, the Hopfield network
+    beside it and the biases that they leave out are not part of it. Tokens that see no other one
+    add nothing to $E$.
+
+    Args:
+        width: of a token.
+        num_heads: the number of heads.
+        head_width: of queries and keys in a head; `width // num_heads` if None.
+        exclude_self: whether a token does not see itself, as in the paper.
+        free_energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of every head. Its `scale` is
+            $\beta$, positive, by default $1/\sqrt{\mathtt{head\_width}}$; its mask, kernel and
+            `parallel` are the block's.
+        dtype: of the parameters; JAX's default floating dtype if None.
+        key: a `jax.random.key` for the initial parameters, normal of variance 1 / `width`.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: sizes that are not positive, or an inverse temperature that is not.
+
+    Source: Hoover et al., Energy Transformer (arXiv 2302.07253), the energy $E^{ATT}$ of the
+    multi-head energy attention and its update.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> block = ea.EnergyAttentionBlock(16, 4, key=jax.random.key(0))
+        >>> x = jax.random.normal(jax.random.key(1), (9, 16))
+        >>> update = block(x)
+        >>> update.shape, bool(block.energy(x + 0.01 * update) < block.energy(x))
+        ((9, 16), True)
+    """
+
+    query_weight: Float[Array, "heads head_width width"]
+    key_weight: Float[Array, "heads head_width width"]
+    free_energy: FreeEnergy
+    exclude_self: bool = eqx.field(static=True)
+    width: int = eqx.field(static=True)
+    num_heads: int = eqx.field(static=True)
+    head_width: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        head_width: int | None = None,
+        *,
+        exclude_self: bool = True,
+        free_energy: FreeEnergy | None = None,
+        dtype: Any = None,
+        key: PRNGKeyArray,
+    ) -> None:
+        self.num_heads = check_integer("num_heads", num_heads, least=1)
+        least = num_heads if head_width is None else 1
+        self.width = check_integer("width", width, least)
+        head_width = width // num_heads if head_width is None else head_width
+        self.head_width = check_integer("head_width", head_width, least=1)
+        self.exclude_self = check_flag("exclude_self", exclude_self)
+        self.free_energy = FreeEnergy() if free_energy is None else free_energy
+        if not isinstance(self.free_energy, FreeEnergy):
+            raise TypeError(f"free_energy: wanted a FreeEnergy, got {received(free_energy)}")
+        if self.free_energy.scale is not None:
+            check_positive("free_energy.scale", self.free_energy.scale)
+        dtype = jnp.zeros(()).dtype if dtype is None else check_floating_dtype("dtype", dtype)
+        shape = (self.num_heads, self.head_width, self.width)
+        self.query_weight, self.key_weight = (
+            jax.random.normal(key, shape, dtype) * jnp.asarray(width**-0.5, dtype)
+            for key in jax.random.split(check_key("key", key))
+        )
+
+    def energy(
+        self,
+        x: Float[Array, "*B T width"],
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        lengths: Int[Array, "..."] | None = None,
+    ) -> Float[Array, "*B"]:
+        """$E$ of the tokens, in nats over $β$.
+
+        Args:
+            x: tokens $g$, `[B, T, width]` or `[T, width]`; 16 bits are computed with in float32.
+            mask: boolean, of four axes, each 1 or that of `[B, num_heads, T, T]`: which token (the
+                third axis) sees which (the fourth).
+            lengths: `[B]` integers; tokens from there on are absent.
+
+        Returns:
+            `[B]`, or a scalar; float32, or float64 for float64 tokens.
+
+        Raises:
+            TypeError: an argument is no array or of another dtype.
+            ValueError: shapes that do not belong together.
+        """
+        cite("hoover")
+        wide = self._widened(x)
+        query, key = (
+            jnp.einsum("nyd,...td->...tny", weight.astype(wide.dtype), wide)
+            for weight in (self.query_weight, self.key_weight)
+        )
+        # Only energies are wanted, for which any values do.
+        value = jax.lax.stop_gradient(key[..., :1])
+        # Keys before and after a token are disjoint: their free energies add by logaddexp.
+        parts = [
+            energy(query, key, value, mask=mask, **arrays)
+            for energy, arrays in self._passes(wide, lengths)
+        ]
+        whole = softmax(jnp.stack(parts, -1)).lse if parts else jnp.full((), -jnp.inf, wide.dtype)
+        seen = holds_keys(whole)
+        whole = jnp.broadcast_to(jnp.where(seen, whole, 0.0), query.shape[:-1])
+        return -whole.sum((-2, -1)) / self._beta(wide.dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B T width"],
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        lengths: Int[Array, "..."] | None = None,
+    ) -> Float[Array, "*B T width"]:
+        """The update, $-∂E/∂g$; arguments and errors as in `energy`.
+
+        Returns `[B, T, width]` or `[T, width]`, in float32 (float64).
+        """
+        wide = self._widened(x)
+        return -jax.grad(lambda x: self.energy(x, mask=mask, lengths=lengths).sum())(wide)
+
+    def _widened(self, x: Any) -> Array:
+        x = check_floating("x", x)
+        if x.ndim not in (2, 3) or x.shape[-1] != self.width:
+            raise ValueError(
+                f"x: wanted shape (B, T, {self.width}) or (T, {self.width}), got {received(x)}"
+            )
+        return jnp.asarray(x, lse_dtype(x.dtype))
+
+    def _beta(self, dtype: Any) -> Any:
+        scale = self.free_energy.scale
+        return jnp.asarray(self.head_width**-0.5 if scale is None else scale, dtype)
+
+    def _passes(self, x: Array, lengths: Any) -> list[tuple[FreeEnergy, dict[str, Any]]]:
+        """Energies to evaluate, and their lengths or positions, that together see each key once."""
+        whole, length = self.free_energy, x.shape[-2]
+        if not self.exclude_self:
+            return [(whole, {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths})]
+        order = np.arange(length, dtype=np.int32)
+        if whole.parallel is not None and whole.parallel.layout != "contiguous":
+            order = sequence_order(length, whole.parallel, "x.shape[-2]")
+        present: Any = np.ones((1, length), bool)
+        if lengths is not None:
+            check_shape("lengths", check_array("lengths", lengths), x.shape[:-2])
+            present = order[None] < jnp.asarray(lengths, jnp.int32).reshape(-1, 1)
+        # Causality hides the keys after a query. With keys counted from one it hides its own as
+        # well, and counted from the end it hides those before: no mask of T×T is needed.
+        window = whole.local_window_size
+        sides = (window, window) if isinstance(window, int) else window
+        passes = []
+        for side, places in enumerate((order, length - 1 - order)):
+            reach = None if sides is None else (sides[side] - 1, 0)
+            if (side == 1 and whole.is_causal) or (reach is not None and reach[0] < 0):
+                continue
+            one = dataclasses.replace(whole, is_causal=True, local_window_size=reach)
+            arrays = {
+                name: jnp.where(present, (places + first)[None], np.int32(-1))
+                for name, first in (("query_positions", 0), ("key_positions", 1))
+            }
+            passes.append((one, arrays))
+        return passes

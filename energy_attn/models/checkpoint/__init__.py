@@ -1,0 +1,1 @@
+"""Checkpoints: folders of configurations and safetensors."""

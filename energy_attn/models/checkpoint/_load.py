@@ -1,0 +1,170 @@
+"""A Llama from a folder: Hugging Face's `config.json` and safetensors files."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from energy_attn.distributed.internal import Part, Tensor, safetensors
+from energy_attn.kernels.internal import FLOATING, check_floating_dtype
+
+from .._progress import Progress, progress_of
+from ..llama._config import LlamaConfig, with_ends
+from . import _folder
+from ._folder import CONFIG, INDEX, WHOLE
+from ._shard import shardings
+
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_SHOWN = 3  # names in an error
+
+
+def load(
+    directory: Any,
+    build: Callable[[LlamaConfig], Any],
+    *,
+    mesh: Any,
+    dtype: Any,
+    tensor: Any,
+    progress: bool | Progress | None,
+) -> Any:
+    """The model that `build` gives with abstract weights, with those of a folder.
+
+    Everything is checked before a weight is read. Raises as `Llama.load`.
+    """
+    folder = _folder.checked(directory)
+    if not folder.is_dir():
+        raise ValueError(f"directory: wanted a folder, got {folder}, which is none")
+    if dtype is not None:
+        dtype = check_floating_dtype("dtype", dtype)
+    config = with_ends(_folder.config(folder), folder)
+    found = _stored(folder)
+    _check_layers(config, found)
+    model = build(config)
+    names, leaves = named(model)
+    stored = _matching(found, names, leaves, config, dtype)
+    dtype = jax.dtypes.canonicalize_dtype(stored[0].dtype if dtype is None else dtype)
+    if mesh is None:
+        in_force = jax.sharding.get_mesh()
+        mesh = None if in_force.empty else in_force
+    places = [None] * len(leaves) if mesh is None else shardings(model, mesh, tensor)
+    total, done, arrays = sum(leaf.size for leaf in leaves), 0, []
+    with progress_of(f"reading {folder.name}", progress) as show:
+        for name, one, place in zip(names, stored, places, strict=True):
+            # one at a time: else the host has what is still on its way to the devices
+            arrays.append(jax.block_until_ready(_array(one, place, dtype)))
+            done += arrays[-1].size
+            show(done / total, name)
+    return jax.tree.unflatten(jax.tree.structure(model), arrays)
+
+
+def _array(tensor: Tensor, place: Any, dtype: np.dtype) -> Array:
+    """A tensor on its devices, of which this process reads what its own have."""
+    if place is None:
+        whole = tuple((0, size) for size in tensor.shape)
+        return jax.device_put(safetensors.read(tensor, [whole], dtype)[whole])
+    indices = place.addressable_devices_indices_map(tensor.shape).values()
+    parts = {_part(index, tensor.shape) for index in indices}
+    found = safetensors.read(tensor, parts, dtype)
+    return jax.make_array_from_callback(
+        tensor.shape, place, lambda index: found[_part(index, tensor.shape)]
+    )
+
+
+def _part(index: Any, shape: tuple[int, ...]) -> Part:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def named(model: Any) -> tuple[list[str], list[Any]]:
+    """The names that a checkpoint has for the weights of a Llama, and the weights. Raises nothing."""
+    names, leaves = [], []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        names.append(name if name.startswith("lm_head.") else f"model.{name}")
+        leaves.append(leaf)
+    return names, leaves
+
+
+def _stored(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder by name; raises `ValueError` where they cannot be found."""
+    if (whole := _folder.inside(folder, WHOLE)).exists():
+        return safetensors.header(whole).tensors
+    if not _folder.inside(folder, INDEX).exists():
+        if pickles := [file.name for kind in _PICKLES for file in folder.glob(kind)]:
+            raise ValueError(
+                f"directory: wanted {WHOLE} or {INDEX}, got {pickles[0]}: only safetensors is "
+                "read, as nothing is unpickled; write it anew with save_pretrained of transformers"
+            )
+        raise ValueError(f"directory: wanted {WHOLE} or {INDEX} in it, got {folder}")
+    where, save = _folder.index(folder)
+    headers = {
+        name: safetensors.header(_folder.inside(folder, name)) for name in set(where.values())
+    }
+    for name, header in headers.items():
+        other = _folder.identity_of(header.about)
+        if save not in (None, other):
+            raise ValueError(
+                f"{folder / name}: wanted a file of the save {save}, as {INDEX} says, got {other}"
+            )
+    for name, file in where.items():
+        if name not in headers[file].tensors:
+            raise ValueError(f"{name}: wanted it in {folder / file}, as {INDEX} says, got none")
+    return {name: headers[file].tensors[name] for name, file in where.items()}
+
+
+def _check_layers(config: LlamaConfig, stored: Mapping[str, Tensor]) -> None:
+    """Raises `ValueError` for more layers than files have, before anything is made of them."""
+    layers = {found[1] for name in stored if (found := _LAYER.match(name))}
+    if config.num_hidden_layers > len(layers):
+        raise ValueError(
+            f"num_hidden_layers: wanted at most the {len(layers)} layers of which the files have "
+            f"tensors, got {config.num_hidden_layers} in {CONFIG}"
+        )
+
+
+def _matching(
+    stored: Mapping[str, Tensor],
+    names: list[str],
+    leaves: list[Any],
+    config: LlamaConfig,
+    dtype: np.dtype | None,
+) -> list[Tensor]:
+    """The tensors of these names, all checked; raises `ValueError` naming one that is not right."""
+    unexpected = [name for name in stored if name not in names and not _ignored(name, config)]
+    missing = [name for name in names if name not in stored]
+    for what, found in (("all tensors of the model", missing), ("no other tensors", unexpected)):
+        if found:
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            which = "without" if found is missing else "with"
+            raise ValueError(
+                f"directory: wanted {what}, got it {which} {', '.join(found[:_SHOWN])}{more}"
+            )
+    first = stored[names[0]]
+    for name, leaf in zip(names, leaves, strict=True):
+        tensor = stored[name]
+        if tensor.dtype is None or tensor.dtype not in FLOATING:
+            raise ValueError(
+                f"{name}: wanted float16, bfloat16, float32 or float64 in {tensor.file}, "
+                f"got {tensor.code}"
+            )
+        if tensor.shape != leaf.shape:
+            raise ValueError(
+                f"{name}: wanted shape {leaf.shape} by {CONFIG}, got {tensor.shape} in "
+                f"{tensor.file}"
+            )
+        if dtype is None and tensor.dtype != first.dtype:
+            raise ValueError(
+                f"{name}: wanted {first.dtype} as in {names[0]}, or dtype=..., got {tensor.dtype}"
+            )
+    return [stored[name] for name in names]
+
+
+def _ignored(name: str, config: LlamaConfig) -> bool:
+    """Whether Hugging Face reads past it: old files have frequencies, tied ones a head."""
+    return name.endswith(".rotary_emb.inv_freq") or (
+        config.tie_word_embeddings and name == "lm_head.weight"
+    )

@@ -1,0 +1,125 @@
+"""A Llama written into a folder as Hugging Face's `config.json` and safetensors files, all at once."""
+
+import contextlib
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jaxtyping import Array
+
+from energy_attn.distributed import fetch
+from energy_attn.distributed.internal import files, safetensors
+from energy_attn.kernels.internal import check_integer, received
+
+from . import _folder
+from ._folder import CONFIG, INDEX, SAVE, WHOLE, unfinished
+from ._load import named
+
+# What a save writes under names of its own, and what older ones have left unfinished.
+_OURS = re.compile(
+    rf"model-{files.IDENTITY}-\d{{5}}-of-\d{{5}}\.safetensors"
+    rf"|(model(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?|config\.json)"
+    rf"(\.{files.IDENTITY})?\.unfinished"
+)
+# What transformers writes: a reader would prefer an old file of one of these names.
+_THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def save(model: Any, directory: Any, max_shard_size: int) -> None:
+    """Writes a model into a folder, files of at most that many bytes; raises as `Llama.save`."""
+    folder = _folder.checked(directory)
+    check_integer("max_shard_size", max_shard_size, 1)
+    names, leaves = named(model)
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+            raise TypeError(f"{name}: wanted an array that has been computed, got {received(leaf)}")
+    groups = _groups(dict(zip(names, leaves, strict=True)), max_shard_size)
+    first = jax.process_index() == 0
+    with files.saving(folder, _OURS, _folder.in_use) as identity:
+        about = {"format": "pt", SAVE: identity}
+        parts = {WHOLE: groups[0]} if len(groups) == 1 else _numbered(groups, identity)
+        arrays = map(_host, leaves)
+        with files.together(folder):
+            try:
+                if first:
+                    for file, group in parts.items():
+                        place = unfinished(file, identity) if file == WHOLE else file
+                        shapes = {name: (leaf.shape, leaf.dtype) for name, leaf in group.items()}
+                        some = itertools.islice(arrays, len(group))
+                        safetensors.write(folder / place, about, shapes, some)
+                    _write_texts(folder, model, parts, identity)
+            finally:
+                # of several processes each has its part in bringing every weight together
+                for _ in arrays if jax.process_count() > 1 else ():
+                    pass
+        with files.together(folder):
+            if first:
+                _place(folder, WHOLE if len(groups) == 1 else INDEX, identity)
+                files.clean(folder, _THEIRS, _folder.in_use)
+
+
+def _groups(leaves: dict[str, Array], most: int) -> list[dict[str, Array]]:
+    """The weights of each file, of at most so many bytes unless a single one has more."""
+    groups: list[dict[str, Array]] = [{}]
+    size = 0
+    for name, leaf in leaves.items():
+        size += leaf.nbytes
+        if size > most and groups[-1]:
+            groups.append({})
+            size = leaf.nbytes
+        groups[-1][name] = leaf
+    return groups
+
+
+def _numbered(groups: list[dict[str, Array]], identity: str) -> dict[str, dict[str, Array]]:
+    return {
+        f"model-{identity}-{i:05d}-of-{len(groups):05d}.safetensors": group
+        for i, group in enumerate(groups, 1)
+    }
+
+
+def _write_texts(
+    folder: Path, model: Any, parts: dict[str, dict[str, Array]], identity: str
+) -> None:
+    """The configuration, and the index where there are several files; both wait for their place."""
+    where = {name: file for file, group in parts.items() for name in group}
+    leaves = [leaf for group in parts.values() for leaf in group.values()]
+    said = {**model.config.to_json(), "torch_dtype": leaves[0].dtype.name, SAVE: identity}
+    texts: dict[str, Any] = {CONFIG: said}
+    if len(parts) > 1:
+        total = sum(leaf.nbytes for leaf in leaves)
+        texts[INDEX] = {"metadata": {"total_size": total, SAVE: identity}, "weight_map": where}
+    for name, text in texts.items():
+        files.write(
+            folder / unfinished(name, identity), [(json.dumps(text, indent=2) + "\n").encode()]
+        )
+
+
+def _place(folder: Path, weights: str, identity: str) -> None:
+    """From here on a reader finds the new weights, and their configuration."""
+    # an index changes nothing as long as the one file is there, which readers prefer
+    single = folder / WHOLE
+    hidden = weights == INDEX and single.exists()
+    try:
+        files.replace(folder / unfinished(weights, identity), folder / weights)
+        if hidden:
+            files.remove(single)
+    except OSError:
+        if hidden and single.exists():
+            with contextlib.suppress(OSError):
+                files.remove(folder / weights)
+        raise
+    files.sync(folder)
+    files.replace(folder / unfinished(CONFIG, identity), folder / CONFIG)
+
+
+def _host(leaf: Array) -> np.ndarray:
+    """A weight on the host, from all devices that have a part of it. Raises nothing."""
+    # in an array of its own, as an array keeps the copy that it was once asked for
+    parts = [shard.data for shard in leaf.addressable_shards]
+    return fetch(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))

@@ -1,0 +1,1 @@
+"""Generation, speculative decoding and scores of continuations."""

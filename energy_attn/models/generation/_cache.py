@@ -1,0 +1,117 @@
+"""The cache of a Llama decoder: one of keys and values for each layer."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+from jaxtyping import Array, Float, Int
+
+from energy_attn.distributed import KVCache, SequenceParallel
+from energy_attn.kernels.internal import check_shape, received
+
+from ...prefix_tree import Accepted, commit
+from ...prefix_tree._decode import on_path
+from ..llama._config import LlamaConfig
+
+
+class TreeOutput(NamedTuple):
+    """What `Llama.read_tree` returns; nothing of it is in a cache yet.
+
+    Attributes:
+        logits: of the token after each node; float32, or float64 where the weights are.
+        keys: each layer's, after the rotary embedding.
+        values: each layer's.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.models import Llama, LlamaConfig
+        >>> from energy_attn.prefix_tree import pack
+        >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = Llama(config, key=jax.random.key(0))
+        >>> tree = pack(jnp.array([[[3, 1, 4], [3, 1, 5]]]))
+        >>> read = model.read_tree(tree, model.empty_cache(batch=1, slots=16))
+        >>> read.logits.shape, len(read.keys), read.keys[0].shape
+        ((1, 6, 16), 2, (1, 6, 2, 4))
+    """
+
+    logits: Float[Array, "batch nodes vocab"]
+    keys: tuple[Float[Array, "batch nodes kv_heads width"], ...]
+    values: tuple[Float[Array, "batch nodes kv_heads width"], ...]
+
+
+class LlamaCache(eqx.Module):
+    """The keys and values of what was read so far: a cache for each layer, all alike.
+
+    Attributes:
+        layers: a [`KVCache`][energy_attn.distributed.KVCache] each; keys as they are after the
+            rotary embedding.
+
+    Examples:
+        >>> import jax
+        >>> from energy_attn.models import Llama, LlamaConfig
+        >>> config = LlamaConfig(256, 32, 64, num_hidden_layers=2, num_attention_heads=4)
+        >>> cache = Llama(config, key=jax.random.key(0)).empty_cache(batch=1, slots=16)
+        >>> len(cache.layers), cache.layers[0].key.shape, cache.lengths.tolist()
+        (2, (1, 16, 4, 8), [0])
+    """
+
+    layers: tuple[KVCache, ...]
+
+    @property
+    def lengths(self) -> Int[Array, " B"]:
+        """The tokens that each row has been given, `[B]`. Raises nothing."""
+        return self.layers[0].lengths
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens each row has room for. Raises nothing."""
+        return self.layers[0].capacity
+
+    @property
+    def parallel(self) -> SequenceParallel | None:
+        """The mesh axes that the slots are spread over. Raises nothing."""
+        return self.layers[0].parallel
+
+    def commit(self, accepted: Accepted, read: TreeOutput) -> "LlamaCache":
+        """The cache with the accepted nodes of a tree behind its tokens, in every layer.
+
+        As [`commit`][energy_attn.prefix_tree.commit]: nothing is sent between devices.
+
+        Args:
+            accepted: what was accepted of the tree.
+            read: what [`Llama.read_tree`][energy_attn.models.Llama] gave for it.
+
+        Raises:
+            TypeError: `read` is no `TreeOutput`, or as that `commit` does.
+            ValueError: `read` is of another number of layers, or as that `commit` does.
+            RuntimeError: (Equinox's, when it runs) a row has no room for its nodes.
+        """
+        if not isinstance(read, TreeOutput):
+            raise TypeError(f"read: wanted a TreeOutput, got {received(read)}")
+        if len(read.keys) != len(self.layers):
+            raise ValueError(
+                f"read: wanted the {len(self.layers)} layers of the cache, got {len(read.keys)}"
+            )
+        new = zip(self.layers, read.keys, read.values, strict=True)
+        return LlamaCache(tuple(commit(stored, accepted, key, value) for stored, key, value in new))
+
+    def along(self, path: Array, read: TreeOutput, counts: Array) -> "LlamaCache":
+        """With the first `counts` nodes of a path, for which there is room. Raises nothing."""
+        new = zip(self.layers, read.keys, read.values, strict=True)
+        layers = (
+            stored._written(*on_path(stored, path, key, value), counts)
+            for stored, key, value in new
+        )
+        return LlamaCache(tuple(layers))
+
+
+def check_cache(cache: Any, config: LlamaConfig, batch: int) -> None:
+    """Raises `TypeError` for no `LlamaCache` and `ValueError` for that of another model or batch."""
+    if not isinstance(cache, LlamaCache):
+        raise TypeError(f"cache: wanted a LlamaCache, got {received(cache)}")
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"cache: wanted the {config.num_hidden_layers} layers of the model, "
+            f"got {len(cache.layers)}"
+        )
+    shape = batch, "slots", config.num_key_value_heads, config.head_dim
+    check_shape("cache.layers[0].key", cache.layers[0].key, shape)

@@ -1,0 +1,160 @@
+"""A Llama decoder's reading of tokens that go on from a cache: in a row, in chunks, in a tree."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from energy_attn.distributed import KVCache, SequenceParallel
+from energy_attn.distributed.internal import check_counts, check_mesh, numbered, split_along
+from energy_attn.kernels.internal import received
+
+from ...core._attention import attention
+from ...prefix_tree import PrefixTree, tree_decode
+from ._cache import LlamaCache, TreeOutput, check_cache
+from ._output import LlamaTrace, joined
+from ._stream import tell_read
+
+# `model` is a Llama throughout: its module imports this one.
+
+
+def read_on(
+    model: Any,
+    tokens: Array,
+    cache: LlamaCache,
+    counts: Array,
+    attend: Callable[..., Any] = attention,
+    *,
+    split: bool = False,
+) -> tuple[Array, LlamaCache, LlamaTrace]:
+    """Final hidden states of tokens behind those of the cache, which has room for `counts` of each row.
+
+    With the cache that has them, and what attention did. `split`: whether each of the cache's devices
+    reads its share of the tokens, which they divide; else all read all. Raises nothing.
+    """
+    parallel = cache.parallel
+    positions = numbered(cache.lengths, counts, tokens.shape[1])
+    x = model.embed_tokens(tokens)
+    if split and parallel is not None:
+        parallel = dataclasses.replace(parallel, split_queries=True)
+        x, positions = (split_along(array, 1, parallel) for array in (x, positions))
+    rope = model.rope(positions)
+    layers, traces = [], []
+    for layer, stored in zip(model.layers, cache.layers, strict=True):
+
+        def see(query: Array, key: Array, value: Array, stored: KVCache = stored) -> tuple:
+            stored = stored._written(key, value, counts)
+            out, energy = attend(
+                query,
+                stored.keys(),
+                stored.values(),
+                is_causal=True,
+                local_window_size=None if stored.window is None else (stored.window, 0),
+                query_positions=positions,
+                key_positions=stored.positions,
+                parallel=parallel,
+                return_energy=True,
+            )
+            return out, (stored, LlamaTrace(query, out, energy))
+
+        x, (stored, trace) = layer(x, rope, see)
+        layers.append(stored)
+        traces.append(trace)
+    return model.norm(x), LlamaCache(tuple(layers)), joined(traces)
+
+
+def read_chunks(
+    model: Any,
+    tokens: Array,
+    cache: LlamaCache,
+    counts: Array,
+    chunk_size: int,
+    attend: Callable[..., Any] = attention,
+    watch: Array | None = None,
+) -> tuple[Array, LlamaCache]:
+    """The final hidden state of each row's last token, `[B, 1, D]`, and the cache with all of them.
+
+    `chunk_size` tokens are read at a time, and split over the cache's devices. `watch` is told of
+    each chunk. Raises nothing.
+    """
+    parallel, time = cache.parallel, tokens.shape[1]
+    devices = 1 if parallel is None else check_mesh(parallel)
+
+    def read(carry: tuple[Array, Array, LlamaCache], chunk: Array) -> tuple[tuple, None]:
+        last, left, cache = carry
+        split = devices > 1 and chunk.shape[1] >= devices
+        there = chunk.shape[1]
+        if split:
+            chunk = jnp.pad(chunk, ((0, 0), (0, -there % devices)))
+        here = jnp.clip(left, 0, there)
+        positions = numbered(cache.lengths, here, chunk.shape[1])
+        newest = jnp.maximum(cache.lengths + here - 1, 0)[:, None]
+        x, cache, _ = read_on(model, chunk, cache, here, attend, split=split)
+        if split and parallel is not None:
+            positions = split_along(positions, 1, parallel)
+        # a sum, of which each device has a part: no device is sent the others' tokens
+        newest = jnp.where((positions == newest)[:, :, None], x, 0).sum(1, keepdims=True)
+        last = jnp.where(here[:, None, None] > 0, newest, last)
+        tell_read(watch, there)
+        return (last, left - here, cache), None
+
+    # the short chunk comes first, so that those of one size can be scanned
+    size = min(chunk_size, time)
+    short = time % size
+    carry = model.embed_tokens(tokens[:, :1]), counts, cache
+    if short:
+        carry, _ = read(carry, tokens[:, :short])
+    chunks = tokens[:, short:].reshape(len(tokens), -1, size).swapaxes(0, 1)
+    (x, _, cache), _ = lax.scan(read, carry, chunks)
+    return x, cache
+
+
+def read_tree(model: Any, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
+    """Logits after each node of a tree behind the cache, and its keys and values. Raises nothing."""
+    x = model.embed_tokens(tree.tokens)
+    rope = model.rope(cache.lengths[:, None] + tree.depth)
+    keys, values = [], []
+    for layer, stored in zip(model.layers, cache.layers, strict=True):
+
+        def see(query: Array, key: Array, value: Array, stored: KVCache = stored) -> tuple:
+            return tree_decode(query, key, value, tree=tree, cache=stored).out, (key, value)
+
+        x, (key, value) = layer(x, rope, see)
+        keys.append(key)
+        values.append(value)
+    return TreeOutput(model.logits(model.norm(x)), tuple(keys), tuple(values))
+
+
+def fitting(
+    model: Any,
+    tokens: Array,
+    cache: Any,
+    lengths: Any,
+    *,
+    at_once: int | None = None,
+    parallel: SequenceParallel | None = None,
+) -> tuple[Array, Array]:
+    """How many of `tokens` each row of the cache gets, and what rows were to get more than fit.
+
+    `at_once`: how many are read at a time, which is all that a ring must have room for. Raises as
+    a call of the model does.
+    """
+    batch, time = tokens.shape
+    check_cache(cache, model.config, batch)
+    first = cache.layers[0]
+    if parallel is not None and parallel != first.parallel:
+        raise ValueError(
+            f"parallel: wanted None or the cache's, {first.parallel}, got {received(parallel)}"
+        )
+    needed = time if first.window is None or at_once is None else min(time, at_once)
+    room = first.capacity - (first.window or 0)
+    if needed > room:
+        raise ValueError(
+            f"cache: wanted room for {needed} tokens at once, of {received(tokens)}, got {room}"
+        )
+    wanted = check_counts(lengths, batch, time)
+    counts = first._fitting(wanted, time)
+    return counts, counts != wanted

@@ -1,0 +1,226 @@
+"""What guesses the next tokens cheaply, for a model to verify in one pass."""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from energy_attn.distributed import SequenceParallel
+from energy_attn.kernels.internal import check_integer, received
+
+from ...prefix_tree import PrefixTree, grow, pack, tree_from_parents
+from ..llama._llama import Llama
+from ._cache import LlamaCache
+from ._continue import read_chunks, read_on
+
+_CHUNK = 1024  # of a prompt, read at a time
+
+
+class AbstractDrafter(eqx.Module):
+    """Drafts trees of candidates behind a text; what they hold never changes what is generated.
+
+    `depth` is the most nodes on a path, the root among them, which is the last token known.
+    Methods run inside the compiled loop of [`generate`][energy_attn.models.generate].
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.models import AbstractDrafter
+        >>> from energy_attn.prefix_tree import pack
+        >>> class Again(AbstractDrafter):  # drafts the last token once more
+        ...     depth: int = 2
+        ...     def start(self, tokens, lengths, slots, parallel):
+        ...         return None
+        ...     def draft(self, text, lengths, state):
+        ...         last = jnp.take_along_axis(text, lengths[:, None] - 1, axis=1)
+        ...         return pack(jnp.stack([last, last], axis=2)), state
+        >>> tree, _ = Again().draft(jnp.array([[1, 2, 0]]), jnp.array([2]), None)
+        >>> tree.tokens.tolist()
+        [[2, 2]]
+    """
+
+    depth: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def start(
+        self,
+        tokens: Int[Array, "batch time"],
+        lengths: Int[Array, " batch"],
+        slots: int,
+        parallel: SequenceParallel | None,
+    ) -> Any:
+        """What the drafter keeps while it goes on from prompts, in arrays of fixed shapes.
+
+        Args:
+            tokens: the prompts.
+            lengths: how many of the tokens each row really has, in front.
+            slots: the most tokens that a row will ever have.
+            parallel: the mesh axes that a cache is to be spread over.
+        """
+
+    @abc.abstractmethod
+    def draft(
+        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: Any
+    ) -> tuple[PrefixTree, Any]:
+        """A tree whose only root is the last token of each row, and what to keep.
+
+        Args:
+            text: the tokens known, prompt and generated.
+            lengths: how many each row has; up to `depth` more than at the draft before.
+            state: what is kept.
+        """
+
+
+class PromptLookup(AbstractDrafter):
+    """Drafts what followed the last tokens when they came before: no second model, no weights.
+
+    The latest places where the longest ending of the text, of `ngram` tokens at most, occurred
+    before each give a candidate.
+
+    Args:
+        ngram: the most tokens that are compared.
+        candidates: the number of places.
+        length: tokens drafted for each.
+        capacity: nodes of the tree; None: room for all.
+
+    Raises:
+        TypeError: a size that is no integer.
+        ValueError: a size below one.
+
+    Source: prompt lookup decoding, as LLMA (arXiv 2304.04487) copies spans from references.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.models import PromptLookup
+        >>> text = jnp.array([[1, 2, 3, 4, 1, 2, 0, 0]], jnp.int32)
+        >>> tree, _ = PromptLookup(candidates=1, length=3).draft(text, jnp.array([6]), None)
+        >>> tree.tokens.tolist()  # the last token known, and what came after 1, 2
+        [[2, 3, 4, 1]]
+    """
+
+    ngram: int = eqx.field(static=True)
+    candidates: int = eqx.field(static=True)
+    capacity: int = eqx.field(static=True)
+    depth: int = eqx.field(static=True)
+
+    def __init__(
+        self, ngram: int = 3, candidates: int = 2, length: int = 6, capacity: int | None = None
+    ):
+        self.ngram = check_integer("ngram", ngram, 1)
+        self.candidates = check_integer("candidates", candidates, 1)
+        self.depth = check_integer("length", length, 1) + 1
+        most = candidates * length + 1
+        self.capacity = most if capacity is None else check_integer("capacity", capacity, 1)
+
+    def start(
+        self,
+        tokens: Int[Array, "batch time"],
+        lengths: Int[Array, " batch"],
+        slots: int,
+        parallel: SequenceParallel | None,
+    ) -> None:
+        """Nothing is kept but the text."""
+
+    def draft(
+        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: Any
+    ) -> tuple[PrefixTree, Any]:
+        """What followed the same tokens before."""
+        slots = text.shape[1]
+        each = jnp.arange(slots, dtype=jnp.int32)[None]
+        # same[e]: how many tokens before place e, going back, equal those before the text's end
+        same = jnp.zeros(text.shape, jnp.int32)
+        equal = jnp.ones(text.shape, bool)
+        for back in range(1, min(self.ngram, slots) + 1):
+            wanted = _at(text, lengths[:, None] - back)
+            equal &= (jnp.roll(text, back, 1) == wanted) & (each >= back)
+            same += equal.astype(jnp.int32)
+        here = (each < lengths[:, None]) & (same > 0)
+        # the longest ending first, then the latest place
+        found = jnp.where(here, same * slots + each, -1)
+        score, _ = lax.top_k(found, min(self.candidates, slots))
+        place = jnp.where(score >= 0, score % slots, lengths[:, None])
+        follows = place[:, :, None] + jnp.arange(self.depth - 1, dtype=jnp.int32)[None, None]
+        drafted = _at(text, follows.reshape(len(text), -1)).reshape(follows.shape)
+        last = last_of(text, lengths)[:, :, None]
+        beam = jnp.concatenate([jnp.broadcast_to(last, (*place.shape, 1)), drafted], 2)
+        counts = 1 + jnp.clip(lengths[:, None] - place, 0, self.depth - 1)
+        return pack(beam, capacity=self.capacity, lengths=counts), state
+
+
+class ModelDrafter(AbstractDrafter):
+    """Drafts with a smaller model: its likeliest continuations, as a tree.
+
+    The tree grows level by level: each time the small model reads it, the continuations of the
+    highest joint probability are added.
+
+    Args:
+        model: it shares the vocabulary of the model that verifies.
+        length: the most tokens ahead, and how many times the small model reads the tree.
+        nodes: of the tree, the root among them.
+
+    Raises:
+        TypeError: `model` is no `Llama`, or a size no integer.
+        ValueError: a size below one, or fewer nodes than `length` and the root.
+
+    Source: Leviathan et al. (arXiv 2211.17192); trees by joint probability as in EAGLE-2
+    (arXiv 2406.16858).
+
+    Examples:
+        >>> import jax
+        >>> from energy_attn.models import Llama, LlamaConfig, ModelDrafter
+        >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
+        >>> ModelDrafter(Llama(config, key=jax.random.key(0)), length=3, nodes=7).depth
+        4
+    """
+
+    model: Llama
+    nodes: int = eqx.field(static=True)
+    depth: int = eqx.field(static=True)
+
+    def __init__(self, model: Llama, length: int = 4, nodes: int = 16):
+        if not isinstance(model, Llama):
+            raise TypeError(f"model: wanted a Llama, got {received(model)}")
+        self.model = model
+        self.depth = check_integer("length", length, 1) + 1
+        self.nodes = check_integer("nodes", nodes, self.depth)
+
+    def start(
+        self,
+        tokens: Int[Array, "batch time"],
+        lengths: Int[Array, " batch"],
+        slots: int,
+        parallel: SequenceParallel | None,
+    ) -> LlamaCache:
+        """The small model's cache, with the prompts read."""
+        cache = self.model.empty_cache(len(tokens), slots, parallel=parallel)
+        return read_chunks(self.model, tokens, cache, lengths, _CHUNK)[1]
+
+    def draft(
+        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: LlamaCache
+    ) -> tuple[PrefixTree, LlamaCache]:
+        """The likeliest continuations."""
+        # the cache lags behind the last token, the root, by what was accepted since
+        behind = lengths - 1 - state.lengths
+        each = state.lengths[:, None] + jnp.arange(self.depth, dtype=jnp.int32)[None]
+        _, state, _ = read_on(self.model, _at(text, each), state, behind)
+        tokens = jnp.pad(last_of(text, lengths), ((0, 0), (0, self.nodes - 1)))
+        parent = jnp.full(tokens.shape, -1, jnp.int32)
+        one = jnp.ones(len(text), jnp.int32)
+        tree = tree_from_parents(tokens, parent, self.depth, one)
+        levels = self.depth - 1
+        for level in range(levels):
+            count = (self.nodes - 1) * (level + 1) // levels - (self.nodes - 1) * level // levels
+            tree = grow(tree, self.model.read_tree(tree, state).logits, count)
+        return tree, state
+
+
+def last_of(text: Array, lengths: Array) -> Array:
+    """The last of the first `lengths` tokens of each row, `[B, 1]`. Raises nothing."""
+    return _at(text, lengths[:, None] - 1)
+
+
+def _at(text: Array, places: Array) -> Array:
+    """`text[b, places[b]]`, from its ends where a place lies outside. Raises nothing."""
+    return jnp.take_along_axis(text, jnp.clip(places, 0, text.shape[1] - 1), axis=1)

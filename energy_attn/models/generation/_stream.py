@@ -1,0 +1,101 @@
+"""What a compiled loop tells the host while it runs: how far it has read, and tokens as they come."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jaxtyping import Array
+
+from energy_attn.kernels.internal import received
+
+from .._progress import Progress, progress_of
+
+# Compiled programs call the functions below and say whom they mean by a number, so that a program is
+# not compiled again when another listens. Who listens stands here while it does.
+_LISTENERS: dict[int, "_Listener"] = {}
+_NUMBERS = itertools.count()
+
+
+class _Listener:
+    """Hands on what it is told; an error in doing so is kept, and ends the loop."""
+
+    error: BaseException | None
+
+    def __init__(self, stream: Callable[[np.ndarray], Any] | None, show: Progress, total: int):
+        self.error = None
+        self._stream, self._show, self._total = stream, show, total
+        self._read = 0
+
+    def read(self, number: int) -> None:
+        """So many more tokens of the prompts were read."""
+        self._read += number
+        note = f"{self._read:,} of {self._total:,} tokens"
+        self._tell(self._show, self._read / self._total, note)
+
+    def wrote(self, tokens: np.ndarray) -> bool:
+        """These follow, -1 where a row has none; whether to go on."""
+        if self._stream is not None:
+            self._tell(self._stream, tokens)
+        return self.error is None
+
+    def _tell(self, receiver: Callable[..., Any], *told: Any) -> None:
+        if self.error is None:
+            try:
+                receiver(*told)
+            except BaseException as error:  # of whatever kind: it must not be lost in the runtime
+                self.error = error
+
+
+@contextlib.contextmanager
+def listening(
+    stream: Callable[[np.ndarray], Any] | None, progress: bool | Progress | None, total: int
+) -> Iterator[Array | None]:
+    """Gives the number to say to `tell_read` and `tell_wrote`; None where nobody listens.
+
+    On leaving everything has been told. Raises then what was raised on being told; at once
+    `ValueError` where a program is traced, and `TypeError` for another `progress` than there is.
+    """
+    if stream is None and progress is False:
+        yield None
+        return
+    number = next(_NUMBERS)
+    watch = jnp.zeros((), jnp.int32) + number
+    if isinstance(watch, jax.core.Tracer):
+        name, given = ("progress", progress) if stream is None else ("stream", stream)
+        raise ValueError(f"{name}: wanted none inside of jax.jit, got {received(given)}")
+    with progress_of("reading", progress) as show:
+        listener = _LISTENERS[number] = _Listener(stream, show, total)
+        try:
+            yield watch
+        finally:
+            jax.effects_barrier()
+            del _LISTENERS[number]
+    if listener.error is not None:
+        raise listener.error
+
+
+def tell_read(watch: Array | None, number: int) -> None:
+    """Says that so many more tokens of the prompts were read. Inside `jax.jit`; raises nothing."""
+    if watch is not None:
+        io_callback(_read, None, watch, number, ordered=True)
+
+
+def tell_wrote(watch: Array | None, tokens: Array) -> Array | bool:
+    """Says which tokens follow; whether to go on. Inside `jax.jit`; raises nothing."""
+    if watch is None:
+        return True
+    return io_callback(_wrote, jax.ShapeDtypeStruct((), bool), watch, tokens, ordered=True)
+
+
+def _read(watch: Any, number: Any) -> None:
+    _LISTENERS[int(watch)].read(int(number))
+
+
+def _wrote(watch: Any, tokens: Any) -> np.ndarray:
+    return np.asarray(_LISTENERS[int(watch)].wrote(np.asarray(tokens)))

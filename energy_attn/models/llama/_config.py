@@ -1,0 +1,250 @@
+"""The sizes and constants of a Llama decoder, and the `config.json` that says them."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from energy_attn.distributed.internal import check_pulled
+from energy_attn.kernels.internal import check_finite_number, check_flag, check_integer, received
+
+from ._rope import LinearRope, Llama3Rope
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes and constants of a Llama decoder, under Hugging Face's names.
+
+    Attributes:
+        vocab_size: number of tokens.
+        hidden_size: width of the residual stream.
+        intermediate_size: width inside the MLP.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key/value heads, a divisor of the query heads; None for one
+            each.
+        head_dim: width of a head, even; None for `hidden_size / num_attention_heads`.
+        rms_norm_eps: added to the mean square before its root.
+        rope_theta: the rotary embedding's base.
+        tie_word_embeddings: whether the output projection is the embedding.
+        max_position_embeddings: the context that the model is meant for; nothing is sized by it.
+        attention_bias: whether the four projections around attention have biases.
+        mlp_bias: whether the three of the MLP have.
+        rope_scaling: how the rotary embedding is slowed for longer contexts,
+            [`LinearRope`][energy_attn.models.LinearRope],
+            [`Llama3Rope`][energy_attn.models.Llama3Rope] or None.
+        eos_token_id: the tokens that end a text, where
+            [`generate`][energy_attn.models.generate] stops if it is not told otherwise.
+
+    Raises:
+        TypeError: a size that is no integer, a constant that is no number, a flag that is none, a
+            scaling or tokens of another type.
+        ValueError: a size that is not positive, heads that do not divide, an odd head.
+
+    Examples:
+        >>> from energy_attn.models import LlamaConfig
+        >>> LlamaConfig(hidden_size=64, num_attention_heads=4).head_dim
+        16
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    # None only as an argument: these are filled in
+    num_key_value_heads: int = None  # pyright: ignore[reportAssignmentType]
+    head_dim: int = None  # pyright: ignore[reportAssignmentType]
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_scaling: LinearRope | Llama3Rope | None = None
+    eos_token_id: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        check_integer("num_attention_heads", heads, 1)
+        self._fill("num_key_value_heads", heads if kv_heads is None else kv_heads)
+        for name in _SIZES:
+            check_integer(name, getattr(self, name), 1)
+        if heads % self.num_key_value_heads != 0:
+            raise ValueError(
+                f"num_key_value_heads: wanted a divisor of the {heads} heads, "
+                f"got {self.num_key_value_heads}"
+            )
+        if self.head_dim is None:
+            if self.hidden_size % heads != 0:
+                raise ValueError(
+                    f"hidden_size: wanted a multiple of the {heads} heads where head_dim is not "
+                    f"given, got {self.hidden_size}"
+                )
+            self._fill("head_dim", self.hidden_size // heads)
+        if check_integer("head_dim", self.head_dim, 2) % 2:
+            raise ValueError(f"head_dim: wanted an even number, got {self.head_dim}")
+        for name, least in (("rms_norm_eps", 0.0), ("rope_theta", 1.0)):
+            if check_finite_number(name, getattr(self, name)) < least:
+                raise ValueError(f"{name}: wanted at least {least}, got {getattr(self, name)}")
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        scaling = self.rope_scaling
+        if not isinstance(scaling, (LinearRope, Llama3Rope, type(None))):
+            raise TypeError(
+                f"rope_scaling: wanted a LinearRope, a Llama3Rope or None, got {received(scaling)}"
+            )
+        if not isinstance(self.eos_token_id, tuple):  # a field of a static one: it must be hashable
+            raise TypeError(f"eos_token_id: wanted a tuple, got {received(self.eos_token_id)}")
+        for token in self.eos_token_id:
+            check_integer("eos_token_id", token, 0)
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> "LlamaConfig":
+        """Reads the `config.json` of a checkpoint of Hugging Face's, of transformers 4 or 5.
+
+        What is not said has the value that it has there. Of what is said beside the attributes
+        above, nothing changes what the model computes, or it is refused.
+
+        Args:
+            path: the file.
+
+        Raises:
+            TypeError: `path` is no path, or a value is of another type.
+            ValueError: no file, no JSON, another model or activation, quantized weights, a rotary
+                embedding of part of a head or scaled in a way that is not known here, or as the
+                class does. `dynamic` is refused as its frequencies depend on the length of the
+                whole text, and would turn the keys that a cache already has.
+
+        Examples:
+            >>> import json, pathlib, tempfile
+            >>> from energy_attn.models import LlamaConfig
+            >>> rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            ...         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+            >>> said = {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": rope}
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = pathlib.Path(folder, "config.json")
+            ...     _ = path.write_text(json.dumps(said))
+            ...     config = LlamaConfig.from_json(path)
+            >>> config.rope_theta, config.rope_scaling.factor
+            (500000.0, 8.0)
+        """
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path: wanted the path of a config.json, got {received(path)}")
+        said = _read(path, "config.json")
+        try:
+            return cls(**_fields(said))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{path}: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """What a `config.json` says of it that transformers 4 and 5 both read. Raises nothing.
+
+        Examples:
+            >>> from energy_attn.models import LlamaConfig
+            >>> LlamaConfig(rope_theta=5e5).to_json()["rope_parameters"]
+            {'rope_type': 'default', 'rope_theta': 500000.0}
+        """
+        said = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+        said |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        scaling = self.rope_scaling
+        if scaling is not None:
+            kind = "linear" if isinstance(scaling, LinearRope) else "llama3"
+            said["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
+        default = said["rope_scaling"] or {"rope_type": "default"}
+        said["rope_parameters"] = {**default, "rope_theta": self.rope_theta}
+        # null: transformers has tokens of its own for what is not said
+        ends = list(self.eos_token_id) or None
+        said["bos_token_id"], said["eos_token_id"] = None, ends
+        return said
+
+    def _fill(self, name: str, value: int) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _fields(said: Any) -> dict[str, Any]:
+    """The arguments of a `LlamaConfig` that a `config.json` says; raises as `from_json`."""
+    if not isinstance(said, Mapping):
+        raise ValueError(f"config: wanted a JSON object, got {received(said)}")
+    for name, only in (("model_type", "llama"), ("hidden_act", "silu")):
+        if said.get(name, None if name == "model_type" else only) != only:
+            raise ValueError(f"{name}: wanted {only!r}, got {received(said.get(name))}")
+    if said.get("quantization_config") is not None:
+        raise ValueError("quantization_config: wanted weights that are not quantized, got one")
+    # transformers 5 has one object for both; 4 has the base apart
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise TypeError(f"rope_scaling: wanted a JSON object, got {received(rope)}")
+    part = rope.get("partial_rotary_factor", said.get("partial_rotary_factor"))
+    if part not in (None, 1):
+        raise ValueError(f"partial_rotary_factor: wanted 1, got {received(part)}")
+    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope_scaling"}
+    fields = {name: said[name] for name in names if name in said}
+    if "rope_theta" in rope:
+        fields["rope_theta"] = rope["rope_theta"]
+    fields["eos_token_id"] = _ends(said)
+    context = said.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
+    return {**fields, "rope_scaling": _scaling(rope, context)}
+
+
+def with_ends(config: LlamaConfig, folder: Path) -> LlamaConfig:
+    """With the tokens that end a text by the generation_config.json of a folder, if it says any.
+
+    transformers stops there, whatever config.json says. Raises as `from_json`.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return config
+    said = _read(path, path.name)
+    if not isinstance(said, Mapping):
+        raise ValueError(f"{path}: wanted a JSON object, got {received(said)}")
+    if "eos_token_id" not in said:
+        return config
+    try:
+        return dataclasses.replace(config, eos_token_id=_ends(said))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _read(path: str | os.PathLike[str], what: str) -> Any:
+    try:
+        check_pulled(Path(path))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"path: wanted a {what}, got {path}: {error}") from error
+
+
+def _ends(said: Mapping[str, Any]) -> tuple[int, ...]:
+    ends = said.get("eos_token_id")
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+
+
+def _scaling(rope: Mapping[str, Any], context: Any) -> LinearRope | Llama3Rope | None:
+    """The scaling that an object says, for a model of that context; raises as `from_json`."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3"):
+        raise ValueError(f"rope_type: wanted 'default', 'linear' or 'llama3', got {received(kind)}")
+    names = ["factor"] if kind == "linear" else ["factor", "low_freq_factor", "high_freq_factor"]
+    for name in names:
+        if name not in rope:
+            raise ValueError(f"rope_scaling: wanted its {name}, got {received(dict(rope))}")
+    values = {name: rope[name] for name in names}
+    if kind == "linear":
+        return LinearRope(**values)
+    context = rope.get("original_max_position_embeddings", context)
+    return Llama3Rope(**values, original_max_position_embeddings=context)

@@ -1,0 +1,166 @@
+"""The parts of a Llama layer: linear maps, norm, MLP, projections."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from energy_attn.kernels.internal import lse_dtype
+
+from ._config import LlamaConfig
+from ._rope import rotate
+
+
+class Linear(eqx.Module):
+    r"""$y = W x + b$, accumulated in float32 or wider; `bias` may be None. Raises nothing."""
+
+    weight: Float[Array, "out in"]
+    bias: Float[Array, " out"] | None
+
+    def __init__(
+        self, inputs: int, outputs: int, dtype: Any, *, bias: bool = False, key: PRNGKeyArray
+    ):
+        # Hugging Face's initializer_range
+        self.weight = 0.02 * jax.random.normal(key, (outputs, inputs), dtype)
+        self.bias = jnp.zeros(outputs, dtype) if bias else None
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        """The map, in the dtype of `x`."""
+        y = dot(x, self.weight)
+        if self.bias is not None:
+            y += jnp.expand_dims(self.bias.astype(y.dtype), range(x.ndim - 1))
+        return y.astype(x.dtype)
+
+
+class Embedding(eqx.Module):
+    """A row of `weight` for each token; NaN for a token outside the vocabulary. Raises nothing."""
+
+    weight: Float[Array, "vocab width"]
+
+    def __init__(self, vocab: int, width: int, dtype: Any, *, key: PRNGKeyArray):
+        self.weight = 0.02 * jax.random.normal(key, (vocab, width), dtype)
+
+    def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
+        """The tokens' rows."""
+        vocab = self.weight.shape[0]
+        # negative indices would count from the end
+        index = jnp.where((tokens < 0) | (tokens >= vocab), vocab, tokens)
+        rows = self.weight.at[index]
+        split = tuple(jax.typeof(index).sharding.spec)
+        if not any(split):
+            return rows.get(mode="fill")
+        # of tokens that types split over a mesh, JAX asks how their rows are
+        mesh, width = jax.typeof(index).sharding.mesh, jax.typeof(self.weight).sharding.spec[1:]
+        spread = NamedSharding(mesh, PartitionSpec(*split, *width))
+        return rows.get(mode="fill", out_sharding=spread)
+
+
+class RMSNorm(eqx.Module):
+    r"""$y = w \circ x / \sqrt{\mathrm{mean}(x^2) + \epsilon}$, computed in float32 or wider.
+
+    Raises nothing. Source: Zhang and Sennrich (arXiv 1910.07467), equation 4.
+    """
+
+    weight: Float[Array, " width"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, width: int, eps: float, dtype: Any):
+        self.weight = jnp.ones(width, dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """Each vector brought to mean square 1, then scaled."""
+        wide = x.astype(lse_dtype(x.dtype))
+        wide *= lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        return wide.astype(x.dtype) * jnp.expand_dims(self.weight, range(x.ndim - 1))
+
+
+class LlamaMLP(eqx.Module):
+    r"""SwiGLU: $W_{down}(\mathrm{silu}(W_{gate} x) \circ W_{up} x)$. Raises nothing.
+
+    Source: Shazeer (arXiv 2002.05202), equation 6.
+    """
+
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
+    def __init__(self, config: LlamaConfig, dtype: Any, *, key: PRNGKeyArray):
+        gate, up, down = jax.random.split(key, 3)
+        width, inner = config.hidden_size, config.intermediate_size
+        linear = partial(Linear, dtype=dtype, bias=config.mlp_bias)
+        self.gate_proj = linear(width, inner, key=gate)
+        self.up_proj = linear(width, inner, key=up)
+        self.down_proj = linear(inner, width, key=down)
+
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """The MLP's contribution to the residual stream."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LlamaAttention(eqx.Module):
+    """The four projections around attention; the heads share keys in groups."""
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    head_dim: int = eqx.field(static=True)
+
+    def __init__(self, config: LlamaConfig, dtype: Any, *, key: PRNGKeyArray):
+        q, k, v, o = jax.random.split(key, 4)
+        width, self.head_dim = config.hidden_size, config.head_dim
+        inner = config.num_attention_heads * config.head_dim
+        shared = config.num_key_value_heads * config.head_dim
+        linear = partial(Linear, dtype=dtype, bias=config.attention_bias)
+        self.q_proj = linear(width, inner, key=q)
+        self.k_proj = linear(width, shared, key=k)
+        self.v_proj = linear(width, shared, key=v)
+        self.o_proj = linear(inner, width, key=o)
+
+    def project(self, x: Float[Array, "batch time width"], rope: tuple[Array, Array]) -> tuple:
+        """Queries and keys turned to their positions, and values, each `[B, T, heads, H]`."""
+        q, k, v = (
+            proj(x).reshape(*x.shape[:2], proj.weight.shape[0] // self.head_dim, self.head_dim)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(q, *rope), rotate(k, *rope), v
+
+
+class LlamaLayer(eqx.Module):
+    """Attention and MLP, each behind its norm and added to the residual stream. Raises nothing."""
+
+    input_layernorm: RMSNorm
+    self_attn: LlamaAttention
+    post_attention_layernorm: RMSNorm
+    mlp: LlamaMLP
+
+    def __init__(self, config: LlamaConfig, dtype: Any, *, key: PRNGKeyArray):
+        attend, mlp = jax.random.split(key)
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, dtype)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.self_attn = LlamaAttention(config, dtype, key=attend)
+        self.mlp = LlamaMLP(config, dtype, key=mlp)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time width"],
+        rope: tuple[Array, Array],
+        see: Callable[[Array, Array, Array], tuple[Array, Any]],
+    ) -> tuple[Float[Array, "batch time width"], Any]:
+        """The stream behind the layer, and what `see(query, key, value)` gives beside its output."""
+        out, found = see(*self.self_attn.project(self.input_layernorm(x), rope))
+        x = x + self.self_attn.o_proj(lax.collapse(out, 2))
+        return x + self.mlp(self.post_attention_layernorm(x)), found
+
+
+def dot(x: Array, weight: Array) -> Array:
+    """`x` times the transpose of `weight` `(out, in)`, in float32 or wider. Raises nothing."""
+    axes = ((x.ndim - 1,), (1,)), ((), ())
+    return lax.dot_general(x, weight, axes, preferred_element_type=lse_dtype(x.dtype))

@@ -1,0 +1,1 @@
+"""Equinox modules and penalties."""

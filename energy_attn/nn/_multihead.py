@@ -1,0 +1,302 @@
+"""Multi-head attention as an Equinox module, each head the gradient of a free energy."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from energy_attn.kernels.internal import (
+    check_boolean,
+    check_broadcastable,
+    check_finite_number,
+    check_flag,
+    check_floating,
+    check_floating_dtype,
+    check_integer,
+    check_key,
+    check_shape,
+    received,
+    share,
+)
+
+from ._module import FreeEnergy
+
+
+class MultiheadAttention(eqx.Module):
+    r"""Multi-head attention, each head the gradient of a free energy.
+
+    $$\mathrm{MultiheadAttention}(Q, K, V) = \sum_h \nabla F_h\; W^O_h, \qquad
+      F_h(\zeta) = \log \sum_a \exp(\mathrm{scale}\; Q W^Q_h \cdot K_a W^K_h
+      + \zeta \cdot V_a W^V_h)$$
+
+    Takes the place of `equinox.nn.MultiheadAttention`: the constructor and the call accept the
+    same arguments, parameters have the same names and shapes, and equal weights give equal outputs
+    (but for queries that see no key, whose output is zero before the output projection). Adds
+    grouped heads, causality, windows and positions, sharded keys, and the energies.
+
+    Args:
+        num_heads: the number of query heads.
+        query_size: the width of `query`.
+        key_size: the width of `key_`; `query_size` if None.
+        value_size: the width of `value`; `query_size` if None.
+        output_size: the width of the result; `query_size` if None.
+        qk_size: the width of queries and keys in a head; `query_size // num_heads` if None.
+        vo_size: the width of values in a head; `query_size // num_heads` if None.
+        use_query_bias: whether the query projection has a bias; likewise the next three.
+        use_key_bias: see `use_query_bias`.
+        use_value_bias: see `use_query_bias`.
+        use_output_bias: see `use_query_bias`.
+        dropout_p: the probability that an attention weight is dropped.
+        inference: whether dropout is off; `equinox.nn.inference_mode` toggles it.
+        dtype: of the parameters; JAX's default floating dtype if None.
+        num_kv_heads: the number of key/value heads, which divides `num_heads`; `num_heads` if
+            None.
+        energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of every head.
+        key: a `jax.random.key` for the initial parameters.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: sizes that are not positive, `num_kv_heads` that does not divide, or a
+            `dropout_p` that is no probability.
+
+    Source: Tree Attention (arXiv 2408.04093), equations 16 to 20.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> x = jnp.ones((7, 16))
+        >>> layer = ea.MultiheadAttention(
+        ...     4, 16, num_kv_heads=2, energy=ea.FreeEnergy(is_causal=True), key=jax.random.key(0)
+        ... )
+        >>> out, energy = layer(x, x, x, return_energy=True)
+        >>> out.shape, energy.shape
+        ((7, 16), (7, 4))
+    """
+
+    query_proj: eqx.nn.Linear
+    key_proj: eqx.nn.Linear
+    value_proj: eqx.nn.Linear
+    output_proj: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    energy: FreeEnergy
+    num_heads: int = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    query_size: int = eqx.field(static=True)
+    key_size: int = eqx.field(static=True)
+    value_size: int = eqx.field(static=True)
+    output_size: int = eqx.field(static=True)
+    qk_size: int = eqx.field(static=True)
+    vo_size: int = eqx.field(static=True)
+    use_query_bias: bool = eqx.field(static=True)
+    use_key_bias: bool = eqx.field(static=True)
+    use_value_bias: bool = eqx.field(static=True)
+    use_output_bias: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        query_size: int,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        output_size: int | None = None,
+        qk_size: int | None = None,
+        vo_size: int | None = None,
+        use_query_bias: bool = False,
+        use_key_bias: bool = False,
+        use_value_bias: bool = False,
+        use_output_bias: bool = False,
+        dropout_p: float = 0.0,
+        inference: bool = False,
+        dtype: Any = None,
+        *,
+        num_kv_heads: int | None = None,
+        energy: FreeEnergy | None = None,
+        key: PRNGKeyArray,
+    ) -> None:
+        def size_of(name: str, size: int | None, otherwise: int) -> int:
+            return check_integer(name, otherwise if size is None else size, least=1)
+
+        num_heads = check_integer("num_heads", num_heads, least=1)
+        num_kv_heads = size_of("num_kv_heads", num_kv_heads, num_heads)
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(
+                f"num_kv_heads: wanted a divisor of num_heads = {num_heads}, got {num_kv_heads}"
+            )
+        energy = FreeEnergy() if energy is None else energy
+        if not isinstance(energy, FreeEnergy):
+            raise TypeError(f"energy: wanted a FreeEnergy, got {received(energy)}")
+        if not 0 <= check_finite_number("dropout_p", dropout_p) <= 1:
+            raise ValueError(f"dropout_p: wanted a probability, got {dropout_p}")
+        dtype = None if dtype is None else check_floating_dtype("dtype", dtype)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        # a head has the width query_size // num_heads, unless it is told another
+        least = num_heads if qk_size is None or vo_size is None else 1
+        self.query_size = query_size = check_integer("query_size", query_size, least)
+        self.key_size = size_of("key_size", key_size, query_size)
+        self.value_size = size_of("value_size", value_size, query_size)
+        self.output_size = size_of("output_size", output_size, query_size)
+        self.qk_size = size_of("qk_size", qk_size, query_size // num_heads)
+        self.vo_size = size_of("vo_size", vo_size, query_size // num_heads)
+        self.use_query_bias = check_flag("use_query_bias", use_query_bias)
+        self.use_key_bias = check_flag("use_key_bias", use_key_bias)
+        self.use_value_bias = check_flag("use_value_bias", use_value_bias)
+        self.use_output_bias = check_flag("use_output_bias", use_output_bias)
+        keys = jax.random.split(check_key("key", key), 4)
+        # the order of keys in Equinox, so that equal keys give equal parameters
+        self.query_proj, self.key_proj, self.value_proj, self.output_proj = (
+            eqx.nn.Linear(wide, narrow, use_bias=use_bias, dtype=dtype, key=key)
+            for (wide, narrow, use_bias), key in zip(
+                (
+                    (query_size, num_heads * self.qk_size, use_query_bias),
+                    (self.key_size, num_kv_heads * self.qk_size, use_key_bias),
+                    (self.value_size, num_kv_heads * self.vo_size, use_value_bias),
+                    (num_heads * self.vo_size, self.output_size, use_output_bias),
+                ),
+                keys,
+                strict=True,
+            )
+        )
+        self.dropout = eqx.nn.Dropout(dropout_p, inference=check_flag("inference", inference))
+        self.energy = energy
+
+    def __call__(
+        self,
+        query: Float[Array, "T query_size"],
+        key_: Float[Array, "S key_size"],
+        value: Float[Array, "S value_size"],
+        mask: Bool[Array, "..."] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[..., Sequence[Array]] | None = None,
+        query_positions: Int[Array, " T"] | None = None,
+        key_positions: Int[Array, " S"] | None = None,
+        return_energy: bool = False,
+    ) -> Any:
+        """Attends; `jax.vmap` it for a batch.
+
+        Args:
+            query: `[T, query_size]`.
+            key_: `[S, key_size]`.
+            value: `[S, value_size]`.
+            mask: boolean `[T, S]` or `[num_heads, T, S]`; False hides a key.
+            key: a `jax.random.key` for dropout.
+            inference: overrides the field of the same name in `dropout`.
+            deterministic: the old name of `inference`, as in Equinox; warns.
+            process_heads: maps `(query, key, value)` heads, `[T, num_heads, qk_size]`,
+                `[S, num_kv_heads, qk_size]`, `[S, num_kv_heads, vo_size]`, to new ones of the
+                same shapes: rotary embeddings, for instance.
+            query_positions: `[T]` integers for causality and windows; negative means absent.
+            key_positions: `[S]` integers likewise.
+            return_energy: whether to return `(out, energy)`.
+
+        Returns:
+            `[T, output_size]`; with `return_energy`, also energies `[T, num_heads]` in nats
+            (before dropout).
+
+        Raises:
+            TypeError: an argument is no array of the right dtype.
+            ValueError: shapes that do not belong together.
+            RuntimeError: dropout is on but no key is given.
+        """
+        if deterministic is not None:
+            warnings.warn("deterministic: say inference instead", DeprecationWarning, stacklevel=2)
+            inference = deterministic
+        check_flag("return_energy", return_energy)
+        heads = self.project(query, key_, value, mask=mask, process_heads=process_heads)
+        options = {"query_positions": query_positions, "key_positions": key_positions}
+        out, energy = self._attend(heads, mask, options, key, inference)
+        out = jax.vmap(self.output_proj)(out.reshape(query.shape[0], self.num_heads * self.vo_size))
+        return (out, energy) if return_energy else out
+
+    def project(
+        self,
+        query: Float[Array, "T query_size"],
+        key_: Float[Array, "S key_size"],
+        value: Float[Array, "S value_size"],
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        process_heads: Callable[..., Sequence[Array]] | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """The heads that a call attends with, for [`entropy`][energy_attn.entropy] and its like.
+
+        Arguments and errors as in a call, whose `mask` is checked and not used.
+
+        Returns:
+            Queries `[T, num_heads, qk_size]`, keys `[S, num_kv_heads, qk_size]` and values
+            `[S, num_kv_heads, vo_size]`.
+        """
+        for name, x, width in (
+            ("query", query, self.query_size),
+            ("key_", key_, self.key_size),
+            ("value", value, self.value_size),
+        ):
+            check_shape(name, check_floating(name, x), ("length", width))
+        check_shape("value", value, (key_.shape[0], self.value_size))
+        if mask is not None:
+            scores = (self.num_heads, query.shape[0], key_.shape[0])
+            check_broadcastable("mask", check_boolean("mask", mask), scores, leading=False)
+        heads = (
+            _project(self.query_proj, query, self.num_heads),
+            _project(self.key_proj, key_, self.num_kv_heads),
+            _project(self.value_proj, value, self.num_kv_heads),
+        )
+        if process_heads is None:
+            return heads
+        if not callable(process_heads):
+            raise TypeError(f"process_heads: wanted a function, got {received(process_heads)}")
+        processed = process_heads(*heads)
+        if not isinstance(processed, Iterable):
+            raise TypeError(f"process_heads: wanted three arrays, got {received(processed)}")
+        processed = tuple(check_floating("process_heads", x) for x in processed)
+        shapes, wanted = ([x.shape for x in group] for group in (processed, heads))
+        if shapes != wanted:
+            raise ValueError(f"process_heads: wanted shapes {wanted} back, got {shapes}")
+        query, key_, value = processed
+        return query, key_, value
+
+    def _attend(
+        self,
+        heads: tuple[Array, ...],
+        mask: Array | None,
+        options: dict[str, Any],
+        key: PRNGKeyArray | None,
+        inference: bool | None,
+    ) -> tuple[Array, Array]:
+        query, key_, value = heads
+        shape = (self.num_heads, query.shape[0], key_.shape[0])
+        if inference is None:
+            inference = self.dropout.inference
+        else:
+            check_flag("inference", inference)
+        if inference or self.dropout.p == 0:
+            return self.energy.attention(
+                query, key_, value, mask=mask, return_energy=True, **options
+            )
+        if key is None:
+            raise RuntimeError("key: wanted a jax.random.key, as dropout is on; got None")
+        # Dropout keeps a random set of keys and divides by the chance to be kept. Attention over
+        # the kept keys, times the share of the partition function that they hold,
+        #     Σ_kept P_a v_a = e^{F_kept - F} ∇F_kept,
+        # is the weighted sum without the matrix of weights. Keys as in Equinox, one a head.
+        chance = 1 - self.dropout.p
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, chance, shape[1:]))(
+            jax.random.split(check_key("key", key), self.num_heads)
+        )
+        keep = keep if mask is None else keep & jnp.broadcast_to(mask, shape)
+        out, kept = self.energy.attention(
+            query, key_, value, mask=keep, return_energy=True, **options
+        )
+        energy = self.energy(query, key_, value, mask=mask, **options)
+        held = share(kept, energy) / (chance or 1.0)  # where the chance is zero nothing is kept
+        return (out * held[..., None].astype(out.dtype)).astype(out.dtype), energy
+
+
+def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:
+    projected = jax.vmap(linear)(x)
+    return projected.reshape(x.shape[0], heads, projected.shape[1] // heads)

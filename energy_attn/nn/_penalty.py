@@ -1,0 +1,116 @@
+"""Penalties on energies and entropies, for training."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from energy_attn.kernels.internal import (
+    check_boolean,
+    check_broadcastable,
+    check_finite_number,
+    check_floating,
+    holds_keys,
+)
+
+from ..core._citation import cite
+
+
+def lse_penalty(
+    energy: Float[Array, "..."], *, where: Bool[Array, "..."] | None = None
+) -> Float[Array, ""]:
+    r"""The z-loss: the mean square of the free energies, which keeps scores from drifting.
+
+    $$L = \frac{1}{|R|} \sum_{i \in R} F_i^2$$
+
+    over the rows $R$ that see a key and that `where` takes. A row without keys has $F = -\infty$; it
+    counts for nothing, and brings no NaN into the gradient. An energy that is NaN makes the penalty
+    NaN.
+
+    Args:
+        energy: in nats, as [`free_energy`][energy_attn.free_energy] and
+            `attention(..., return_energy=True)` give them, of any shape.
+        where: boolean, broadcastable to `energy`; False leaves a row out (padding).
+
+    Returns:
+        A scalar in nats squared, in the dtype of `energy`; 0 if there is no row.
+
+    Raises:
+        TypeError: `energy` is no floating array or `where` no boolean one.
+        ValueError: `where` does not broadcast.
+
+    Source: PaLM (Chowdhery et al., arXiv 2204.02311), section 5, for the logits of the output.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> float(ea.lse_penalty(jnp.array([1.0, 3.0, -jnp.inf])))
+        5.0
+    """
+    cite("zloss")
+    energy = check_floating("energy", energy)
+    taken = _taken(energy, where) & holds_keys(energy)
+    return _mean(jnp.where(taken, energy, 0.0) ** 2, taken)
+
+
+def entropy_penalty(
+    entropy: Float[Array, "..."],
+    *,
+    where: Bool[Array, "..."] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+) -> Float[Array, ""]:
+    r"""The mean square by which entropies leave an interval.
+
+    $$L = \frac{1}{|R|} \sum_{i \in R} \max(H_{low} - H_i,\ 0,\ H_i - H_{high})^2$$
+
+    A lower bound keeps heads from collapsing onto single keys, an upper one from averaging over all.
+
+    Args:
+        entropy: in nats, as [`entropy`][energy_attn.entropy] gives it, of any shape.
+        where: boolean, broadcastable to `entropy`; False leaves a row out. Rows that see no key
+            have entropy 0: leave them out with `energy != -jnp.inf` if there are any.
+        low: the lower bound in nats; None is none.
+        high: the upper bound in nats; None is none.
+
+    Returns:
+        A scalar in nats squared, in the dtype of `entropy`; 0 if there is no row.
+
+    Raises:
+        TypeError: `entropy` is no floating array, `where` no boolean one or a bound no number.
+        ValueError: `where` does not broadcast, there is no bound, or `low` is above `high`.
+
+    Source: on the collapse that a lower bound prevents, Zhai et al. (arXiv 2303.06296).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> float(ea.entropy_penalty(jnp.array([0.5, 2.0]), low=1.0))
+        0.125
+    """
+    cite("entropy")
+    entropy = check_floating("entropy", entropy)
+    if low is None and high is None:
+        raise ValueError("low: wanted a bound in nats for low, high or both, got None for both")
+    apart: Any = 0.0
+    if low is not None:
+        check_finite_number("low", low)
+        apart = jnp.maximum(low - entropy, 0.0)
+    if high is not None:
+        check_finite_number("high", high)
+        if low is not None and low > high:
+            raise ValueError(f"low: wanted at most high = {high}, got {low}")
+        apart = apart + jnp.maximum(entropy - high, 0.0)
+    taken = _taken(entropy, where)
+    return _mean(jnp.where(taken, apart, 0.0) ** 2, taken)
+
+
+def _taken(x: Array, where: Any) -> Array:
+    if where is None:
+        return jnp.ones(x.shape, bool)
+    check_broadcastable("where", check_boolean("where", where), x.shape, leading=False)
+    return jnp.broadcast_to(where, x.shape)
+
+
+def _mean(x: Array, taken: Array) -> Array:
+    return x.sum() / jnp.maximum(taken.sum(dtype=x.dtype), 1.0)

@@ -1,0 +1,148 @@
+"""What the observables of attention are made of: the state, the covariance and means, at a source.
+
+All of them take a prepared call, work for every implementation, and fold over a mesh as the call
+says.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from energy_attn.distributed.internal import (
+    Task,
+    fold_maxima,
+    fold_spreads,
+    fold_states,
+    spread_rows,
+)
+from energy_attn.kernels import AttentionState, CovarianceState
+from energy_attn.kernels.internal import (
+    Call,
+    Operands,
+    Part,
+    Settings,
+    centred,
+    check_floating,
+    check_shape,
+    covariance,
+    expectation,
+    holds_keys,
+    lse_dtype,
+    support,
+)
+
+from ..core._free_energy import Arrays, Prepared, checked, prepare, state_at
+
+OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(prepare).parameters.items()
+    if parameter.kind == parameter.KEYWORD_ONLY
+)
+
+
+def prepare_wide(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
+) -> tuple[Prepared, Arrays]:
+    """As `prepare`; arrays of 16 bits become float32, for what is found is to be as good as energies.
+
+    Raises as `free_energy` does.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"{name}: wanted one of the options {', '.join(OPTIONS)}, got {name}=")
+    call, arrays = prepare(query, key, value, bias, mask, **options)
+    wide = functools.partial(jnp.asarray, dtype=lse_dtype(arrays.query.dtype))
+    query, key, value = map(wide, arrays[:3])
+    return call, arrays._replace(query=query, key=key, value=value)
+
+
+def prepare_at(
+    query: Any, key: Any, value: Any, source: Any, bias: Any, mask: Any, **options: Any
+) -> tuple[Prepared, Array | None, Arrays]:
+    """As `prepare_wide`, with a source (or None) in the dtype of the arrays.
+
+    Raises as `free_energy` does.
+    """
+    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
+    return call, None if source is None else check_line("source", source, arrays), arrays
+
+
+def check_line(name: str, x: Any, arrays: Arrays) -> Array:
+    """Returns what has a vector of the values' width for each row, in the dtype of the arrays.
+
+    Raises `TypeError` if it is no floating array and `ValueError` for a wrong shape.
+    """
+    check_shape(name, check_floating(name, x), (*arrays.query.shape[:-1], arrays.value.shape[-1]))
+    return jnp.asarray(x, arrays.query.dtype)
+
+
+def covariance_at(call: Prepared, source: Any, arrays: Arrays) -> CovarianceState:
+    r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
+    task = Task(Find(covariance, (call.names,)), fold_spreads)
+    return run(call, task, checked(call, source, arrays))
+
+
+def covariance_product(
+    call: Prepared, source: Any, arrays: Arrays, tangent: Array
+) -> tuple[AttentionState, Array]:
+    r"""The state at a source, and $\nabla^2 F\, u$: attention and its pullback along $u$.
+
+    The Hessian is symmetric, so that the pullback of a cotangent by $\nabla F$ is the derivative
+    of $\nabla F$ along it. Raises as the kernels do.
+    """
+    middle, origin = centred(arrays)
+    zero = jnp.zeros_like(tangent)  # traced, so that it can be differentiated in
+    found, pull_back = jax.vjp(
+        lambda source: state_at(call, source, middle), zero if source is None else source
+    )
+    (product,) = pull_back(AttentionState(tangent, jnp.zeros_like(found.lse)))
+    number = arrays.query.shape[-2]
+    heads = *origin.shape[:-1], number // origin.shape[-2], origin.shape[-1]
+    origin = jnp.broadcast_to(origin[..., None, :], heads)
+    origin = origin.reshape(*origin.shape[:-3], number, origin.shape[-1])
+    out = jnp.where(holds_keys(found.lse)[..., None], found.out + origin, 0.0)
+    lse = found.lse if source is None else found.lse + (source * origin).sum(-1)
+    return AttentionState(out, lse), product
+
+
+def expectation_at(
+    call: Prepared, source: Any, arrays: Arrays, part: Part, width: int, *rows: Array
+) -> AttentionState:
+    """The mean of what `part` says of blocks (see `kernels._walk.expectation`), and the energies.
+
+    `rows` are `[*B, T, N, W]`. Raises as the kernels do.
+    """
+    task = Task(Find(expectation, (part, width, call.names)), fold_states)
+    return run(call, task, checked(call, source, arrays), *rows)
+
+
+def support_at(call: Prepared, arrays: Arrays, direction: Array) -> Array:
+    r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity if none. Raises nothing."""
+    task = Task(Find(support), fold_maxima)
+    return run(call, task, checked(call, None, arrays), jax.lax.stop_gradient(direction))
+
+
+class Find(NamedTuple):
+    """A function with its first arguments; unlike a partial one, equal to another of the same."""
+
+    function: Callable[..., Any]
+    first: tuple[Any, ...] = ()
+
+    def __call__(self, settings: Settings, operands: Operands, *rows: Array) -> Any:
+        return self.function(*self.first, settings, operands, *rows)
+
+
+def run(call: Prepared, task: Task, given: Call, *rows: Array) -> Any:
+    """What a task finds of a checked call, with the batch axis that its arrays had or had not.
+
+    Raises as the task does.
+    """
+    if given.batched:
+        return spread_rows(call.place, task, given, *rows)
+    found = spread_rows(call.place, task, given, *(x[None] for x in rows))
+    return jax.tree.map(lambda x: x[0], found)

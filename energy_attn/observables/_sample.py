@@ -1,0 +1,112 @@
+"""Keys drawn from the attention weights."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from energy_attn.distributed.internal import Axes, Placement, Task, same
+from energy_attn.kernels.internal import (
+    Draw,
+    Operands,
+    Settings,
+    check_integer,
+    check_key,
+    sample,
+    seeds_of,
+    uniform,
+    united,
+)
+
+from ..core._free_energy import checked
+from ._observe import Find, prepare_at, run
+
+
+def sample_keys(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    source: Float[Array, "*B T N Hv"] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    rng: PRNGKeyArray,
+    num_samples: int = 1,
+    **options: Any,
+) -> Int[Array, "*B T N num_samples"]:
+    r"""Draws keys for each query and head from its attention weights, without their matrix.
+
+    $$a \sim P_\zeta, \qquad P_{\zeta,a} = e^{s_a + \zeta \cdot v_a - F(\zeta)}$$
+
+    One walk over blocks of keys. The draw of a union of key sets is that of the later with the chance
+    $e^{F_2 - F}$, else that of the earlier, and so it folds over a mesh, too. Draws are independent,
+    with returning; the mean of the values drawn tends to attention. It has no derivative.
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`, any floating dtype.
+        key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N`.
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`; only a source looks at it.
+        source: $\zeta$, `[B, T, N, Hv]`; None is zero.
+        bias: added to the scaled scores, as in [`free_energy`][energy_attn.free_energy].
+        mask: boolean, likewise.
+        rng: a `jax.random.key`.
+        num_samples: draws for each query and head.
+        **options: as for [`free_energy`][energy_attn.free_energy]. An implementation, which must
+            be one that is known, changes nothing: there is one, made of XLA's operations.
+
+    Returns:
+        int32 `[B, T, N, num_samples]`: places along the axis of the keys; -1 for a query that sees
+        none.
+
+    Raises:
+        TypeError: an argument is no array or of another dtype, `rng` no key, or an option unknown.
+        ValueError: shapes that do not belong together, or `num_samples` below 1.
+
+    Source: reservoir sampling, Chao (Biometrika 69, 1982).
+
+    Examples:
+        >>> import jax
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> drawn = ea.sample_keys(q, k, v, is_causal=True, rng=jax.random.key(1), num_samples=3)
+        >>> drawn.shape, drawn[0].tolist()  # the first query sees the first key alone
+        ((5, 2, 3), [[0, 0, 0], [0, 0, 0]])
+    """
+    check_integer("num_samples", num_samples, 1)
+    check_key("rng", rng)
+    call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
+    arrays, source = lax.stop_gradient((arrays, source))
+    seeds = jax.random.bits(rng, (*arrays.query.shape[:-1], 2), jnp.uint32)
+    axes = () if call.place is None else call.place.sequence
+    task = Task(Find(_drawn, (num_samples, axes)), _fold_draws)
+    return run(call, task, checked(call, source, arrays), seeds)[0].places
+
+
+def _drawn(
+    number: int, axes: Axes, settings: Settings, operands: Operands, seeds: Array
+) -> tuple[Draw, Array]:
+    index, lse = sample(number, settings, operands, seeds)
+    if axes:  # devices hold keys in order, as many each
+        first = lax.axis_index(axes).astype(jnp.int32) * operands.key.shape[1]
+        index = jnp.where(index < 0, -1, index + first)
+    return Draw(index, lse), seeds
+
+
+def _fold_draws(found: tuple[Draw, Array], axes: Axes, place: Placement) -> tuple[Draw, Array]:
+    del place
+    mine, seeds = found
+    parts: Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
+    devices = lax.axis_size(axes)
+    # Devices have drawn with the same numbers, which does no harm: one of them is chosen, here with
+    # others than any block is drawn with.
+    shape = devices, mine.places.shape[-1]
+    chances = uniform(seeds_of(seeds, jnp.iinfo(jnp.int32).max), shape, mine.lse.dtype)
+
+    def fold(drawn: Draw, i: Array) -> tuple[Draw, None]:
+        return united(drawn, Draw(parts.places[i], parts.lse[i]), chances[..., i, :]), None
+
+    first = Draw(parts.places[0], parts.lse[0])
+    drawn, _ = lax.scan(fold, first, jnp.arange(1, devices))
+    return same(drawn, axes), same(seeds, axes)

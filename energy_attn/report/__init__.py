@@ -1,0 +1,1 @@
+"""Reports on the energies of a model, landscapes, and their plots."""

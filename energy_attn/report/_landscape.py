@@ -1,0 +1,203 @@
+"""The free energy and the rate function over planes through attention."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from energy_attn.distributed import SequenceParallel
+from energy_attn.kernels.internal import (
+    check_boolean,
+    check_finite_number,
+    check_floating,
+    check_integer,
+    check_shape,
+    received,
+)
+
+from ..bayes._conjugate import rate
+from ..core._free_energy import free_energy
+from ..hopfield._arguments import check_positive
+from ..observables._observe import covariance_at, prepare_wide
+
+_SPREAD = 3.0  # of the grids by default, in standard deviations
+
+
+class Landscape(eqx.Module):
+    r"""The free energy over a plane of sources and the rate function over a plane of points.
+
+    With directions $u_1, u_2$ and coordinates $a, b$: $F(a u_1 + b u_2)$ around the source 0, and
+    $I(\nabla F(0) + a u_1 + b u_2)$ around attention.
+
+    Attributes:
+        directions: $u_1, u_2$.
+        attention: $\nabla F(0)$, the origin of the plane of points.
+        slope: $\nabla F(0) \cdot u_i$, the gradient of $F$ in the plane of sources at its origin.
+        source: coordinates of the sources along each direction.
+        free_energy: $F$ in nats; the first axis goes along $u_1$.
+        point: coordinates of the points along each direction.
+        rate: $I$ in nats, plus infinity outside of the hull of the values; NaN where it was not
+            found.
+        values: coordinates of the values in the plane of points, NaN of those that the mask hides;
+            None unless the plane is the whole space.
+
+    Examples:
+        >>> import jax
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2))
+        >>> ea.landscape(q[0], k, v, points=5).rate.shape
+        (5, 5)
+    """
+
+    directions: Float[Array, "2 Hv"]
+    attention: Float[Array, " Hv"]
+    slope: Float[Array, "2"]
+    source: Float[Array, "2 points"]
+    free_energy: Float[Array, "points points"]
+    point: Float[Array, "2 points"]
+    rate: Float[Array, "points points"]
+    values: Float[Array, "S 2"] | None
+
+
+def landscape(
+    query: Float[Array, " H"],
+    key: Float[Array, "S H"],
+    value: Float[Array, "S Hv"],
+    *,
+    directions: Float[Array, "2 Hv"] | None = None,
+    bias: Float[Array, " S"] | None = None,
+    mask: Bool[Array, " S"] | None = None,
+    extent: tuple[float, float] | None = None,
+    points: int = 41,
+    scale: float | Float[Array, ""] | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    parallel: SequenceParallel | None = None,
+) -> Landscape:
+    r"""The free energy and the rate function of one attention row along two directions.
+
+    $$F(a u_1 + b u_2), \qquad I(\nabla F(0) + a u_1 + b u_2)$$
+
+    $F$ is convex, and its slope at the origin is attention. $I$ is convex, zero at attention and
+    nowhere else, and infinite outside of the hull of the values. Either is the other's Legendre
+    transform, up to $F(0)$. Each grid is one batch of queries.
+
+    Args:
+        query: `[H]`, one row's.
+        key: `[S, H]`.
+        value: `[S, Hv]`.
+        directions: `[2, Hv]`, in the unit of the values. None takes the two along which values
+            vary most under the attention weights, of length 1.
+        bias: `[S]`, added to the scaled scores.
+        mask: `[S]`, boolean; False hides a key.
+        extent: half the width of the grids of sources and of points, in multiples of the
+            directions. None is 3 / σ and 3 σ, where σ is the standard deviation of the values along
+            a direction, under the attention weights.
+        points: of a grid along either direction.
+        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
+        implementation: a name of [`implementations`][energy_attn.kernels.implementations].
+        parallel: how keys are spread over the mesh in force.
+
+    Returns:
+        A [`Landscape`][energy_attn.Landscape], which
+        [`plot_landscape`][energy_attn.plot_landscape] draws; in float32 (float64).
+
+    Raises:
+        TypeError: an argument is no array or of another dtype.
+        ValueError: shapes that do not belong together, values out of range, unknown names; values
+            of width 1 without directions.
+
+    Source: Tree Attention (arXiv 2408.04093), equation 15, for $F$; Cramér's theorem for $I$.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2))
+        >>> plane = ea.landscape(q[0], k, v, points=5)
+        >>> lowest = jnp.unravel_index(plane.rate.argmin(), plane.rate.shape)
+        >>> [int(i) for i in lowest]  # attention, in the middle
+        [2, 2]
+    """
+    _check(query, key, value, directions, bias, mask)
+    points = check_integer("points", points, least=2)
+    options = {"scale": scale, "implementation": implementation, "parallel": parallel}
+    arrays = {
+        "key": key[:, None],
+        "value": value[:, None],
+        "bias": None if bias is None else bias[None, None, None],
+        "mask": None if mask is None else mask[None, None, None],
+    }
+    call, wide = prepare_wide(query[None, None], **arrays, **options)
+    at_zero = covariance_at(call, None, wide)
+    covariance, attention = at_zero.covariance[0, 0], at_zero.out[0, 0]
+    arrays |= {"key": wide.key, "value": wide.value, "bias": wide.bias}
+    if directions is None:
+        directions = _principal(covariance)
+    directions = jnp.asarray(directions, attention.dtype)
+    sources, places = _widths(extent, directions, covariance)
+    fractions = jnp.linspace(-1.0, 1.0, points, dtype=attention.dtype)[None]
+    sources, places = sources[:, None] * fractions, places[:, None] * fractions
+    # every place of a grid is a query of its own
+    queries = jnp.broadcast_to(wide.query, (points**2, *wide.query.shape[1:]))
+    energies = free_energy(queries, **arrays, source=_plane(sources, directions), **options)
+    z = attention[None, None] + _plane(places, directions)
+    rates = rate(z, queries, **arrays, throw=False, **options)
+    known = rates.converged | jnp.isposinf(rates.value)
+    return Landscape(
+        directions,
+        attention,
+        (directions * attention[None]).sum(-1),
+        sources,
+        energies.reshape(points, points),
+        places,
+        jnp.where(known, rates.value, jnp.nan).reshape(points, points),
+        _coordinates(wide.value[:, 0], mask, attention, directions),
+    )
+
+
+def _check(query: Any, key: Any, value: Any, directions: Any, bias: Any, mask: Any) -> None:
+    check_shape("query", check_floating("query", query), ("H",))
+    check_shape("key", check_floating("key", key), ("S", query.shape[0]))
+    check_shape("value", check_floating("value", value), (key.shape[0], "Hv"))
+    if directions is not None:
+        check_shape("directions", check_floating("directions", directions), (2, value.shape[1]))
+    elif value.shape[1] < 2:
+        raise ValueError(f"value: wanted a width of at least 2, got {received(value)}")
+    if bias is not None:
+        check_shape("bias", check_floating("bias", bias), (key.shape[0],))
+    if mask is not None:
+        check_shape("mask", check_boolean("mask", mask), (key.shape[0],))
+
+
+def _principal(covariance: Array) -> Array:
+    _, axes = jnp.linalg.eigh(covariance)
+    two = axes[:, :-3:-1].T
+    # an axis points both ways; of the two, the one whose largest part is positive
+    largest = jnp.take_along_axis(two, jnp.abs(two).argmax(1)[:, None], 1)
+    return two * jnp.where(largest < 0, -1.0, 1.0)
+
+
+def _widths(extent: Any, directions: Array, covariance: Array) -> tuple[Array, Array]:
+    if extent is not None:
+        if not (isinstance(extent, (tuple, list)) and len(extent) == 2):
+            raise TypeError(f"extent: wanted a pair (sources, points), got {received(extent)}")
+        source, point = (check_positive("extent", check_finite_number("extent", x)) for x in extent)
+        return jnp.full(2, source, directions.dtype), jnp.full(2, point, directions.dtype)
+    # u·ζ varies by 1/σ, and the coordinate along u of a value by σ / |u|²
+    sigma = jnp.sqrt(jnp.einsum("iv,vw,iw->i", directions, covariance, directions))
+    sigma = jnp.where(sigma > 0, sigma, 1.0)
+    squares = (directions**2).sum(-1)
+    return _SPREAD / sigma, _SPREAD * sigma / jnp.where(squares > 0, squares, 1.0)
+
+
+def _plane(coordinates: Array, directions: Array) -> Array:
+    first, second = jnp.meshgrid(*coordinates, indexing="ij")
+    both = jnp.stack([first.ravel(), second.ravel()], -1)
+    return (both @ directions)[:, None]
+
+
+def _coordinates(values: Array, mask: Any, attention: Array, directions: Array) -> Array | None:
+    if values.shape[1] != 2:
+        return None
+    found = jnp.linalg.solve(directions.T, (values - attention[None]).T).T
+    return found if mask is None else jnp.where(mask[:, None], found, jnp.nan)

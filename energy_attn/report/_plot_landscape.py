@@ -1,0 +1,131 @@
+"""The picture of a landscape."""
+
+from typing import Any
+
+import numpy as np
+
+from energy_attn.kernels.internal import received
+
+from ._landscape import Landscape
+
+
+def plot_landscape(landscape: Landscape, axes: Any = None) -> Any:
+    r"""Draws both planes of a landscape: contours of $F$ and of $I$ in nats, attention marked.
+
+    On the left $F$, with the arrow of its slope at the source 0, which is attention. On the right
+    $I$, with attention at its minimum; outside of the hull of the values it is infinite and left
+    empty. Needs matplotlib, which the extra `plot` brings.
+
+    Args:
+        landscape: of [`landscape`][energy_attn.landscape].
+        axes: two axes of matplotlib's to draw into; None makes a figure.
+
+    Returns:
+        The matplotlib `Figure`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        TypeError: `landscape` is no `Landscape`.
+
+    Source: see [`landscape`][energy_attn.landscape].
+
+    Examples:
+        >>> import jax
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2))
+        >>> figure = ea.plot_landscape(ea.landscape(q[0], k, v, points=9))
+        >>> [panel.get_title().split()[0] for panel in figure.axes[:2]]
+        ['free', 'rate']
+    """
+    if not isinstance(landscape, Landscape):
+        raise TypeError(f"landscape: wanted a Landscape, got {received(landscape)}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "plot_landscape: wanted matplotlib, which is not installed (pip install matplotlib)"
+        ) from error
+    if axes is None:
+        axes = Figure(figsize=(8.4, 3.9), layout="constrained").subplots(1, 2)
+    left, right = axes
+    _draw_free_energy(left, landscape)
+    _draw_rate(right, landscape)
+    return left.figure
+
+
+def _draw_free_energy(axes: Any, plane: Landscape) -> None:
+    x, y, energies = (np.asarray(a) for a in (*plane.source, plane.free_energy))
+    _contours(
+        axes, x, y, energies, np.linspace(energies.min(), energies.max(), 15), "viridis", "neither"
+    )
+    # as long as half of the panel, whatever the units
+    slope = np.asarray(plane.slope)
+    room = np.asarray([x[-1], y[-1]])
+    longest = np.max(np.abs(slope) / room)
+    if longest > 0:
+        axes.annotate(
+            "",
+            tuple(slope * 0.5 / longest),
+            (0.0, 0.0),
+            arrowprops={
+                "arrowstyle": "-|>",
+                "color": "white",
+                "lw": 1.6,
+                "shrinkA": 0,
+                "shrinkB": 0,
+            },
+        )
+    axes.plot(0, 0, "o", color="white", markersize=5)
+    axes.set_title("free energy F(ζ); its slope at 0 is attention")
+    axes.set_xlabel("source along $u_1$")
+    axes.set_ylabel("source along $u_2$")
+
+
+def _draw_rate(axes: Any, plane: Landscape) -> None:
+    x, y, rates = (np.asarray(a) for a in (*plane.point, plane.rate))
+    inside = np.isfinite(rates)
+    # near corners of the hull I has its highest values and little area
+    most = np.percentile(rates[inside], 97) if inside.any() else 0.0
+    shown = np.ma.masked_where(~inside, rates)
+    # equal steps of √I are about equal steps of distance
+    _contours(axes, x, y, shown, (most or 1.0) * np.linspace(0, 1, 13) ** 2, "magma_r", "max")
+    if plane.values is not None:
+        values = np.asarray(plane.values)
+        values = values[np.isfinite(values).all(1)]
+        axes.plot(*values.T, ".", color="tab:blue", markersize=6, label="values")
+        axes.fill(*_hull(values).T, fill=False, edgecolor="tab:blue", linewidth=0.8)
+        axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
+    axes.plot(
+        0, 0, "*", color="tab:green", markeredgecolor="white", markersize=13, label="attention"
+    )
+    axes.set_title("rate function I(z); empty outside of the hull")
+    axes.set_xlabel("$z$ along $u_1$, from attention")
+    axes.set_ylabel("$z$ along $u_2$, from attention")
+    axes.legend(loc="upper right", fontsize=8, framealpha=0.8)
+
+
+def _contours(axes: Any, x: Any, y: Any, z: Any, levels: Any, colours: str, extend: str) -> None:
+    filled = axes.contourf(x, y, z.T, levels=levels, cmap=colours, extend=extend)
+    axes.contour(x, y, z.T, levels=levels, colors="0.2", linewidths=0.4, alpha=0.6)
+    bar = axes.figure.colorbar(filled, ax=axes, pad=0.02, format="%.2g")
+    bar.set_label("nats")
+    bar.outline.set_visible(False)
+
+
+def _hull(values: np.ndarray) -> np.ndarray:
+    # the corners in order: the lower chain from left to right and the upper one back
+    def chain(ordered: Any) -> list[np.ndarray]:
+        corners: list[np.ndarray] = []
+        for value in ordered:
+            while len(corners) > 1 and _turn(corners[-2], corners[-1], value) <= 0:
+                corners.pop()
+            corners.append(value)
+        return corners[:-1]
+
+    ordered = values[np.lexsort(values.T[::-1])]
+    return np.asarray(chain(ordered) + chain(ordered[::-1]))
+
+
+def _turn(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> float:
+    (x, y), (u, w) = b - a, c - b
+    return float(x * w - y * u)

@@ -1,0 +1,127 @@
+"""A picture of an energy report: what each layer and head does."""
+
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from energy_attn.kernels.internal import received
+
+from ._report import EnergyReport
+
+# Field, title, unit and colours: those of one kind are alike.
+_PANELS = (
+    ("energy", "free energy  F", "nats", "cividis"),
+    ("entropy", "entropy  H", "nats", "viridis"),
+    ("effective_keys", "effective keys  exp H", "keys", "viridis"),
+    ("heat_capacity", "heat capacity  Var(s)", "nats²", "magma"),
+    ("variance", "variance of the values  tr Σ", "value²", "magma"),
+)
+# More cells than this, and numbers in them would be too small to read.
+_READABLE = 96
+
+
+def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = None) -> Any:
+    """Draws a report: a heat map of layers and heads for each quantity, and all heads side by side.
+
+    Where cells are few, each says its number. The last panel has a point for each head, by its
+    energy and entropy: heads that look at one key lie at the bottom, those that average over all at
+    the top.
+
+    Args:
+        report: of means, as `energy_report(...)` returns it without `per_query`.
+        path: where the picture is written; its suffix (`.png`, `.svg`, `.pdf`) says how. None
+            writes nothing.
+
+    Returns:
+        The `matplotlib.figure.Figure`, to be changed, shown or saved.
+
+    Raises:
+        TypeError: if `report` is no `EnergyReport`.
+        ValueError: if it is one of single queries.
+        ImportError: if matplotlib is not installed, which the extra `plot` brings.
+
+    Examples:
+        >>> import jax
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> figure = ea.plot_energy_report(ea.energy_report(q, k, v))
+        >>> [panel.get_title() for panel in figure.axes[:2]]
+        ['free energy  F', 'entropy  H']
+    """
+    if not isinstance(report, EnergyReport):
+        raise TypeError(f"report: wanted an EnergyReport, got {received(report)}")
+    shape = report.energy.shape
+    if len(shape) != 2:
+        raise ValueError(
+            f"report: wanted means of shape (layers, heads), got {received(report.energy)}; "
+            "leave per_query out"
+        )
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "plot_energy_report: wanted matplotlib, which is not installed (pip install matplotlib)"
+        ) from error
+
+    layers, heads = shape
+    across = min(max(1.6 + 0.42 * heads, 2.7), 5.5)
+    down = min(max(1.2 + 0.34 * layers, 1.9), 5.5)
+    figure = Figure(figsize=(3 * across, 2 * down), layout="constrained")
+    panels = figure.subplots(2, 3).ravel()
+    for panel, (field, title, unit, colours) in zip(panels, _PANELS, strict=False):
+        values = np.asarray(getattr(report, field), np.float64)
+        shown = np.ma.masked_invalid(values)
+        image = panel.imshow(shown, aspect="auto", cmap=colours, interpolation="nearest")
+        panel.set(title=title, xlabel="head", ylabel="layer")
+        panel.set_xticks(_places(heads))
+        panel.set_yticks(_places(layers))
+        panel.tick_params(length=0)
+        panel.spines[:].set_visible(False)
+        _bar(figure, panel, image, unit)
+        if layers * heads <= _READABLE:
+            _annotate(panel, image, values)
+    _compare(figure, panels[-1], report)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _places(count: int) -> range:
+    """Which of so many rows or columns are numbered."""
+    return range(0, count, 1 if count <= 16 else 4 if count <= 64 else 16)
+
+
+def _bar(figure: Any, panel: Any, drawn: Any, label: str, **options: Any) -> None:
+    bar = figure.colorbar(drawn, ax=panel, pad=0.02, **options)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+
+
+def _compare(figure: Any, panel: Any, report: EnergyReport) -> None:
+    energy, entropy = (np.asarray(x, np.float64) for x in (report.energy, report.entropy))
+    layers, heads = energy.shape
+    layer = np.repeat(np.arange(layers), heads)
+    drawn = panel.scatter(
+        energy.ravel(), entropy.ravel(), 24, layer, cmap="plasma", edgecolors="0.6", linewidths=0.7
+    )
+    panel.set(title="every head", xlabel="free energy F, nats", ylabel="entropy H, nats")
+    panel.spines[["top", "right"]].set_visible(False)
+    _bar(figure, panel, drawn, "layer", ticks=_places(layers))
+
+
+def _annotate(panel: Any, image: Any, values: np.ndarray) -> None:
+    for (layer, head), value in np.ndenumerate(values):
+        if not np.isfinite(value):
+            continue
+        red, green, blue, _ = image.cmap(image.norm(value))
+        light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
+        panel.text(
+            head,
+            layer,
+            f"{value:.3g}",
+            ha="center",
+            va="center",
+            fontsize=7,
+            color="black" if light else "white",
+        )

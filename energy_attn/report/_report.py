@@ -1,0 +1,195 @@
+"""What every layer and head of a model does, in a few numbers each."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from energy_attn.kernels.internal import (
+    check_array,
+    check_flag,
+    check_floating,
+    holds_keys,
+    received,
+)
+
+from ..models import Llama
+from ..nn._multihead import MultiheadAttention
+from ..observables._entropy import observe
+from ..observables._observe import prepare_wide
+
+
+class EnergyReport(eqx.Module):
+    """What attention does in each layer and head: `[layers, heads]`, or `[layers, B, T, heads]`.
+
+    A pytree of arrays, as [`energy_report`][energy_attn.energy_report] returns it;
+    [`plot_energy_report`][energy_attn.plot_energy_report] draws it.
+
+    Attributes:
+        energy: the free energy $F$, in nats; minus infinity where no key is seen.
+        entropy: $H$ of the attention weights, in nats.
+        heat_capacity: the variance of the scores, $\\partial^2 F/\\partial\\beta^2$, in nats squared.
+        variance: $\\mathrm{tr}\\,\\Sigma$: the mean square by which values differ from attention,
+            in the square of their unit.
+        effective_keys: $e^H$, a number of keys: its mean is that of each row's $e^H$.
+
+    Examples:
+        >>> import jax
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> report = ea.energy_report(0 * q, k, v)  # all five keys alike
+        >>> report.effective_keys.round(3).tolist()
+        [[5.0, 5.0]]
+    """
+
+    energy: Float[Array, "layers *queries heads"]
+    entropy: Float[Array, "layers *queries heads"]
+    heat_capacity: Float[Array, "layers *queries heads"]
+    variance: Float[Array, "layers *queries heads"]
+    effective_keys: Float[Array, "layers *queries heads"]
+
+
+def energy_report(
+    model: Any, *inputs: Any, per_query: bool = False, **options: Any
+) -> EnergyReport:
+    r"""Energy, entropy, heat capacity, variance and effective keys of every layer and head.
+
+    $$F, \qquad H = F - \mathbb{E}_P[s], \qquad \mathrm{Var}_P(s), \qquad
+      \mathrm{tr}\,\Sigma = \sum_a P_a \|v_a - \mathrm{out}\|^2, \qquad e^H$$
+
+    of each row of attention, or their means over the queries that see a key. It costs about three
+    flash passes for each layer, and no matrix of weights. A function of arrays without side
+    effects: it works inside `jax.jit`, in a training step, and is differentiable in reverse mode.
+
+    Three forms:
+
+    - `energy_report(query, key, value, *, bias=None, mask=None, **options)`: one attention, with
+      the options of [`free_energy`][energy_attn.free_energy];
+    - `energy_report(layer, query, key_, value, mask=None, **options)` for a
+      [`MultiheadAttention`][energy_attn.MultiheadAttention]: inputs as in its call, or with a
+      batch axis before them; `process_heads`, positions and the lengths of padded rows
+      (`query_seq_lengths`, `key_value_seq_lengths`) are options. Dropout is off;
+    - `energy_report(model, tokens, positions=None, cache=None, **options)` for a
+      [`Llama`][energy_attn.models.Llama]: as its call; options besides `parallel` are those of
+      `free_energy`.
+
+    Args:
+        model: a query array, a `MultiheadAttention` or a `Llama`.
+        *inputs: what it is called with.
+        per_query: whether to return each query's numbers instead of the means.
+        **options: see above.
+
+    Returns:
+        An [`EnergyReport`][energy_attn.EnergyReport] of arrays `[layers, heads]`, or
+        `[layers, B, T, heads]` (without `B` where the inputs have no batch); float32, or float64.
+        Queries that see no key are left out of the means; their own numbers are an energy of minus
+        infinity and zeros.
+
+    Raises:
+        TypeError: `model` is none of the three, or an argument of the wrong type.
+        ValueError: shapes that do not belong together, values out of range.
+
+    Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> from energy_attn.models import Llama, LlamaConfig
+        >>> config = LlamaConfig(256, 32, 64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = Llama(config, key=jax.random.key(0))
+        >>> tokens = jnp.zeros((1, 8), jnp.int32)
+        >>> report = ea.energy_report(model, tokens)
+        >>> report.entropy.shape
+        (2, 4)
+        >>> ea.energy_report(model, tokens, per_query=True).entropy.shape
+        (2, 1, 8, 4)
+    """
+    check_flag("per_query", per_query)
+    if isinstance(model, Llama):
+        rows = _of_llama(model, *inputs, **options)
+    elif isinstance(model, MultiheadAttention):
+        rows = _of_layer(model, *inputs, **options)
+    elif isinstance(model, (jax.Array, np.ndarray)):
+        rows = _alone(_observed(model, *inputs, **options)[1])
+    else:
+        raise TypeError(
+            f"model: wanted a query array, a MultiheadAttention or a Llama, got {received(model)}"
+        )
+    seen = holds_keys(rows.energy)
+    effective = jnp.where(seen, jnp.exp(rows.entropy), 0.0)
+    if per_query:
+        return EnergyReport(*rows, effective)
+    axes = tuple(range(1, seen.ndim - 1))
+    count = seen.sum(axes, dtype=rows.energy.dtype)
+
+    def mean(x: Array) -> Array:
+        return jnp.where(seen, x, 0.0).sum(axes) / jnp.maximum(count, 1.0)
+
+    energy, *others = map(mean, (*rows, effective))
+    return EnergyReport(jnp.where(count > 0, energy, -jnp.inf), *others)
+
+
+class _Rows(NamedTuple):
+    """What is found of each row: the fields of a report that are no functions of others."""
+
+    energy: Array
+    entropy: Array
+    heat_capacity: Array
+    variance: Array
+
+
+def _observed(
+    query: Any, key: Any, value: Any, *, bias: Any = None, mask: Any = None, **options: Any
+) -> tuple[Array, _Rows]:
+    """Attention, in the dtype of the query, and what is found of its rows."""
+    found = observe(*prepare_wide(query, key, value, bias, mask, **options))
+    return found.out.astype(query.dtype), _Rows(*found[:-1])
+
+
+def _alone(rows: _Rows) -> _Rows:
+    """The rows of one layer, as a model's."""
+    return jax.tree.map(lambda x: x[None], rows)
+
+
+def _of_layer(
+    layer: MultiheadAttention,
+    query: Any,
+    key_: Any,
+    value: Any,
+    mask: Any = None,
+    *,
+    process_heads: Callable[..., Sequence[Array]] | None = None,
+    **positions: Any,
+) -> _Rows:
+    project = functools.partial(layer.project, mask=mask, process_heads=process_heads)
+    batched = check_floating("query", query).ndim == 3
+    for name, x in (("key_", key_), ("value", value)) if batched else ():
+        if check_array(name, x).shape[:1] != query.shape[:1]:
+            raise ValueError(
+                f"{name}: wanted shape ({query.shape[0]}, length, width), got {received(x)}"
+            )
+    heads = (jax.vmap(project) if batched else project)(query, key_, value)
+    return _alone(_observed(*heads, mask=mask, **layer.energy.options(), **positions)[1])
+
+
+def _of_llama(
+    model: Llama,
+    tokens: Any,
+    positions: Any = None,
+    cache: Any = None,
+    *,
+    parallel: Any = None,
+    **options: Any,
+) -> _Rows:
+    def attend(query: Array, key: Array, value: Array, *, return_energy: bool, **call: Any) -> Any:
+        del return_energy  # as a report
+        return _observed(query, key, value, **call, **options)
+
+    found = model(tokens, positions, cache, parallel=parallel, return_energies=True, attend=attend)
+    rows: Any = found.energies
+    return rows

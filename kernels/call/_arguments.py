@@ -1,0 +1,380 @@
+"""From the arguments that a user gives to the operands that every implementation takes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from ._checks import (
+    broadcasts,
+    check_boolean,
+    check_broadcastable,
+    check_finite_number,
+    check_flag,
+    check_floating,
+    check_integral,
+    check_shape,
+    received,
+)
+from ._mask import Rule, reachable
+from ._state import lse_dtype
+
+
+class Operands(NamedTuple):
+    """The arrays of one call, all with a batch axis.
+
+    Attributes:
+        query: `[B, T, N, H]`.
+        key: `[B, S, K, H]`, of the dtype of `query`.
+        value: `[B, S, K, Hv]`, of any floating dtype.
+        bias: None, or floating of four axes that broadcast to `[B, N, T, S]`.
+        mask: None, or boolean of four axes that broadcast to `[B, N, T, S]`.
+        query_positions: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'. Where
+            the rule compares positions and none are given, they count from 0.
+        key_positions: None, or int32 `[B, S]` or `[1, S]`.
+        query_segments: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'.
+        key_segments: None, or int32 `[B, S]` or `[1, S]`.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+    mask: Array | None
+    query_positions: Array | None
+    key_positions: Array | None
+    query_segments: Array | None = None
+    key_segments: Array | None = None
+
+
+class Settings(NamedTuple):
+    """What is known when a call is traced; hashable.
+
+    Attributes:
+        scale: the factor of the scores.
+        rule: which positions see which.
+        wide: whether `out` is handed over in `lse`'s dtype, to be folded, and not in value's.
+    """
+
+    scale: float
+    rule: Rule
+    wide: bool = False
+
+
+def cotangents(query: Any, key: Any, value: Any, bias: Any) -> Operands:
+    """Cotangents in the form of the operands: None for masks, positions and segments."""
+    return Operands(query, key, value, bias, None, None, None)  # pyright: ignore[reportArgumentType]  # as JAX has it
+
+
+def counted(operands: Operands, settings: Settings) -> Operands:
+    """Operands with the positions that the rule compares, whether given or not. Raises nothing."""
+    if operands.query_positions is not None or not settings.rule.constrains:
+        return operands
+    query_positions, key_positions = (
+        jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in operands[:2]
+    )
+    return operands._replace(query_positions=query_positions, key_positions=key_positions)
+
+
+def reached(operands: Operands, settings: Settings) -> Operands:
+    """`counted`, and keys that no query of the call may see are not there: position -1.
+
+    What they hold is not read. Raises nothing.
+    """
+    operands = counted(operands, settings)
+    queries, keys = operands.query_positions, operands.key_positions
+    if queries is None or keys is None or queries.shape[1] == 0:
+        return operands
+    seen = reachable(settings.rule, queries, keys)
+    return operands._replace(key_positions=jnp.where(seen, keys, -1))
+
+
+def cleared(operands: Operands) -> Operands:
+    """Operands with zeros where no query, key or value is, for what is multiplied by a zero there.
+
+    Of a key that a mask hides from all queries it is none, too. Raises nothing.
+    """
+    keys = there(operands)
+
+    def kept(x: Array, some: Array | None) -> Array:
+        return x if some is None else jnp.where(some[:, :, None, None], x, 0)
+
+    rows = operands.query_positions
+    return operands._replace(
+        query=kept(operands.query, None if rows is None else rows >= 0),
+        key=kept(operands.key, keys),
+        value=kept(operands.value, keys),
+    )
+
+
+def there(operands: Operands) -> Array | None:
+    """Which keys are there and are not hidden from all queries, `[B or 1, S or 1]`; None if all are.
+
+    Raises nothing.
+    """
+    found = None if operands.key_positions is None else operands.key_positions >= 0
+    if operands.mask is None:
+        return found
+    shown = operands.mask.any((1, 2))
+    return shown if found is None else found & shown
+
+
+def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
+    """The dtype of `out`: value's, or that of `lse` where it is to be folded. Raises nothing."""
+    if settings.wide:
+        return lse_dtype(operands.query.dtype, operands.value.dtype)
+    return jnp.dtype(operands.value.dtype)
+
+
+def parts_of(settings: Settings) -> Settings:
+    """Settings of parts that are to be folded: rounded once, when they have been. Raises nothing."""
+    return settings._replace(wide=True)
+
+
+def known(*sizes: Any) -> bool:
+    """Whether sizes are numbers, and none a symbol of `jax.export.symbolic_shape`."""
+    return all(isinstance(size, int) for size in sizes)
+
+
+class Call(NamedTuple):
+    """A checked call: operands, settings, and whether the user's arrays had a batch axis."""
+
+    operands: Operands
+    settings: Settings
+    batched: bool
+
+
+def check_call(
+    query: Any,
+    key: Any,
+    value: Any,
+    source: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: Any = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    query_positions: Any = None,
+    key_positions: Any = None,
+    query_segment_ids: Any = None,
+    key_segment_ids: Any = None,
+) -> Call:
+    """Checks every argument of `local_attention` and brings it to the common form.
+
+    Raises `TypeError` or `ValueError` naming the argument, what came and what was wanted.
+    """
+    query, key, value = (
+        jnp.asarray(check_floating(name, x))
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name}: wanted the dtype of query, {query.dtype}, got {received(x)}")
+    if query.ndim not in (3, 4):
+        raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
+    batched = query.ndim == 4
+    *lead, rows, heads, width = query.shape
+    check_shape("key", key, (*lead, "S", "K", width))
+    columns, kv_heads = key.shape[-3:-1]
+    check_shape("value", value, (*lead, columns, kv_heads, "Hv"))
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(
+            f"query: wanted a number of heads that is a multiple of the {kv_heads} "
+            f"key/value heads, got {received(query)}"
+        )
+    for name, x in (("query", query), ("value", value)):
+        if x.shape[-1] == 0:
+            raise ValueError(f"{name}: wanted a width above zero, got {received(x)}")
+    if source is not None:
+        check_source(source, query, value)
+        source = jnp.asarray(source)
+    if not batched:
+        query, key, value = query[None], key[None], value[None]
+        source = None if source is None else source[None]
+
+    batch = query.shape[0]
+    scores = (batch, heads, rows, columns)
+    bias, mask = check_scores(bias, mask, scores)
+    rule = Rule(check_flag("is_causal", is_causal), check_window(local_window_size))
+
+    query_positions = _positions("query", query_positions, query_seq_lengths, batch, rows, batched)
+    key_positions = _positions(
+        "key_value", key_positions, key_value_seq_lengths, batch, columns, batched
+    )
+    if (query_positions is None) != (key_positions is None):
+        query_positions, key_positions = (
+            jnp.arange(size, dtype=jnp.int32)[None] if x is None else x
+            for x, size in ((query_positions, rows), (key_positions, columns))
+        )
+
+    if (query_segment_ids is None) != (key_segment_ids is None):
+        missing = "query_segment_ids" if query_segment_ids is None else "key_segment_ids"
+        raise ValueError(f"{missing}: wanted an integer array beside the other's, got None")
+    segments = (
+        _numbers("query_segment_ids", query_segment_ids, batch, rows, batched),
+        _numbers("key_segment_ids", key_segment_ids, batch, columns, batched),
+    )
+
+    query, key, scale = _scaled(query, key, scale)
+    if source is not None:
+        query, key, scale = _with_source(query, key, value, source, scale)
+    operands = Operands(query, key, value, bias, mask, query_positions, key_positions, *segments)
+    return Call(operands, Settings(scale, rule), batched)
+
+
+def check_scores(
+    bias: Any, mask: Any, shape: tuple[int, int, int, int]
+) -> tuple[Array | None, Array | None]:
+    """Returns bias and mask, where given, with four axes that broadcast to `shape`.
+
+    Raises `TypeError` for another dtype and `ValueError` for a shape that does not broadcast.
+    """
+    if bias is not None:
+        bias = _four_axes("bias", check_floating("bias", bias), shape)
+    if mask is not None:
+        mask = _four_axes("mask", check_boolean("mask", mask), shape)
+    return bias, mask
+
+
+def check_source(source: Any, query: Array, value: Array) -> None:
+    """Checks a source beside a query and a value that have been checked, and computes nothing.
+
+    Raises `TypeError` if it is no floating array and `ValueError` for a wrong shape.
+    """
+    check_floating("source", source)
+    check_shape("source", source, (*query.shape[:-1], value.shape[-1]))
+
+
+def check_scale(scale: Any) -> Any:
+    """Returns `scale` if it is None, a finite number or a floating scalar array.
+
+    Raises `TypeError` for another type or dtype, `ValueError` for what is infinite or NaN (where
+    that is known) or an array with axes.
+    """
+    if scale is None:
+        return None
+    if not isinstance(scale, jax.Array):
+        return check_finite_number("scale", scale)
+    if scale.ndim != 0:
+        raise ValueError(f"scale: wanted a number or a floating scalar, got {received(scale)}")
+    scale = check_floating("scale", scale)
+    if not isinstance(scale, jax.core.Tracer):
+        check_finite_number("scale", float(scale))
+    return scale
+
+
+def _scaled(query: Array, key: Array, scale: Any) -> tuple[Array, Array, float]:
+    scale, wide = check_scale(scale), lse_dtype(query.dtype)
+    if scale is None:
+        return query, key, query.shape[-1] ** -0.5
+    if not isinstance(scale, jax.Array):
+        if abs(scale) > float(jnp.finfo(wide).max):
+            raise ValueError(f"scale: wanted a number within {wide}, got {scale}")
+        return query, key, scale
+    # An array may be traced and differentiated (an inverse temperature): it becomes part of the
+    # query, in the dtype of the scores so that nothing is rounded that a number would not round.
+    return query.astype(wide) * scale.astype(wide), key.astype(wide), 1.0
+
+
+def _with_source(
+    query: Array, key: Array, value: Array, source: Array, scale: float
+) -> tuple[Array, Array, float]:
+    # scale q·k + ζ·v = [scale q, ζ]·[k, v]: a source is as many extra dimensions of query and key,
+    # again in the dtype of the scores.
+    wide = lse_dtype(query.dtype, source.dtype)
+    source, value = _as_split(source, query), _as_split(value, key)
+    query = jnp.concatenate([query.astype(wide) * scale, source.astype(wide)], -1)
+    key = jnp.concatenate([key.astype(wide), value.astype(wide)], -1)
+    return query, key, 1.0
+
+
+def _as_split(x: Array, like: Array) -> Array:
+    """`x` with all axes but the last split over explicit mesh axes as those of `like` are."""
+    sharding: Any = jax.typeof(like).sharding
+    parts = sharding.spec[: like.ndim - 1]
+    mine = jax.typeof(x).sharding.spec[: like.ndim - 1]
+    if tuple(mine) == tuple(parts):
+        return x
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*parts)))
+
+
+def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
+    # as in jax.nn: leading axes may be left out
+    try:
+        check_broadcastable(name, x, shape, leading=False)
+    except ValueError as wrong:
+        # axes that other libraries leave out; here they have to be said, as two may be equally long
+        batch, _, rows, columns = shape
+        if broadcasts(x.shape, (batch, columns)):
+            hint = f"(batch, keys) write {name}[:, None, None, :]"
+        elif broadcasts(x.shape, (batch, rows, columns)):
+            hint = f"(batch, queries, keys) write {name}[:, None]"
+        else:
+            raise
+        raise ValueError(f"{wrong}; for {hint}") from None
+    x = jnp.asarray(x)
+    return x if x.ndim >= 4 else x[(None,) * (4 - x.ndim)]
+
+
+def check_window(size: Any) -> tuple[int, int] | None:
+    """Returns the window as `(left, right)`, or None.
+
+    Raises `TypeError` for anything but an int or a pair, `ValueError` for negative sizes.
+    """
+    if size is None:
+        return None
+    sides = (size, size) if isinstance(size, (int, np.integer)) else size
+    if not (
+        isinstance(sides, tuple)
+        and len(sides) == 2
+        and all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in sides)
+    ):
+        raise TypeError(
+            f"local_window_size: wanted an int or a pair (left, right), got {received(size)}"
+        )
+    if min(sides) < 0:
+        raise ValueError(f"local_window_size: wanted sizes of at least 0, got {size}")
+    return int(sides[0]), int(sides[1])
+
+
+def _positions(
+    which: str, positions: Any, lengths: Any, batch: int, size: int, batched: bool
+) -> Array | None:
+    name = "query_positions" if which == "query" else "key_positions"
+    positions = _numbers(name, positions, batch, size, batched)
+    if lengths is None:
+        return positions
+    name = f"{which}_seq_lengths"
+    lengths = check_integral(name, lengths)
+    if not batched and lengths.ndim == 0:
+        lengths = lengths[None]
+    else:
+        check_shape(name, lengths, (batch,))
+    if not isinstance(lengths, jax.core.Tracer):
+        values = np.asarray(lengths)
+        if values.size and not 0 <= values.min() <= values.max() <= size:
+            raise ValueError(f"{name}: wanted lengths from 0 to {size}, got {values.tolist()}")
+    slots = jnp.arange(size, dtype=jnp.int32)[None]
+    inside = slots < lengths.astype(jnp.int32)[:, None]
+    return jnp.where(inside, slots if positions is None else positions, -1)
+
+
+def _numbers(name: str, x: Any, batch: int, size: int, batched: bool) -> Array | None:
+    if x is None:
+        return None
+    x = check_integral(name, x)
+    wanted = (batch, size) if batched else (size,)
+    if x.shape not in (wanted, (1, size)):
+        raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
+    if x.size and not np.can_cast(x.dtype, np.int32) and not isinstance(x, jax.core.Tracer):
+        least, most = int(x.min()), int(x.max())
+        if not -(2**31) <= least <= most < 2**31:
+            raise ValueError(f"{name}: wanted numbers of 32 bits, got {least} to {most}")
+    return jnp.asarray(x if x.ndim == 2 else x[None], jnp.int32)

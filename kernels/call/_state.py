@@ -1,0 +1,330 @@
+"""The state of an attention over a set of keys, and the monoid that folds states."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ._checks import (
+    check_axis,
+    check_floating,
+    check_floating_dtype,
+    check_integer,
+    check_shape,
+    received,
+)
+
+
+class AttentionState(NamedTuple):
+    r"""What a set of keys $A$ contributes to attention: $(\nabla F_A, F_A)$.
+
+    $$F_A = \log \sum_{a \in A} e^{s_a}, \qquad \nabla F_A = \sum_{a \in A} e^{s_a - F_A}\, v_a$$
+
+    Attributes:
+        out: the gradient of the free energy in the source, which is attention over these keys
+            alone. Shape `[..., H]`, usually `[B, T, N, H]`; any floating dtype. Zero where no key
+            is visible.
+        lse: the free energy itself, in nats (natural logarithm). The shape of `out` less its last
+            axis; float32, or float64 where `out` is. Minus infinity where no key is visible.
+
+    States of disjoint key sets form a commutative monoid under
+    [`merge`][energy_attn.kernels.merge] with identity
+    [`empty_state`][energy_attn.kernels.empty_state].
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.kernels import AttentionState, merge
+        >>> left = AttentionState(jnp.ones((2, 4)), jnp.zeros(2))
+        >>> right = AttentionState(-jnp.ones((2, 4)), jnp.zeros(2))
+        >>> merge(left, right).out.tolist()[0]
+        [0.0, 0.0, 0.0, 0.0]
+    """
+
+    out: Float[Array, "*batch width"]
+    lse: Float[Array, "*batch"]
+
+
+class CovarianceState(NamedTuple):
+    r"""What a set of keys $A$ contributes to attention and to its covariance:
+    $(\nabla^2 F_A, \nabla F_A, F_A)$.
+
+    $$\nabla^2 F_A = \sum_{a \in A} P_a\, (v_a - \mathrm{out})(v_a - \mathrm{out})^T,
+      \qquad P_a = e^{s_a - F_A}$$
+
+    Attributes:
+        covariance: of the values under the attention weights; `[..., H, H]`, in the dtype of `out`.
+        out: their mean, which is attention; `[..., H]`, usually `[B, T, N, H]`.
+        lse: the free energy, in nats; as in [`AttentionState`][energy_attn.kernels.AttentionState].
+
+    All are zero, and `lse` minus infinity, where no key is visible. A commutative monoid under
+    [`merge`][energy_attn.kernels.merge], by the law of total covariance.
+
+    Source: Tree Attention (arXiv 2408.04093), equation 11 of second order, for cumulants.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.kernels import CovarianceState, merge
+        >>> left = CovarianceState(jnp.zeros((1, 1)), jnp.ones(1), jnp.zeros(()))
+        >>> right = CovarianceState(jnp.zeros((1, 1)), -jnp.ones(1), jnp.zeros(()))
+        >>> merge(left, right).covariance.tolist()  # two points, each of weight one half
+        [[1.0]]
+    """
+
+    covariance: Float[Array, "*batch width width"]
+    out: Float[Array, "*batch width"]
+    lse: Float[Array, "*batch"]
+
+
+# Either of the states, the same one throughout a signature.
+State = TypeVar("State", AttentionState, CovarianceState)
+
+
+def lse_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype of energies, and of all accumulation, that goes with operands of `dtypes`.
+
+    float64 if any is float64, else float32 (also for float16 and bfloat16). Raises nothing.
+    """
+    wide = any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes)
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)
+
+
+def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
+    """Of products of queries and keys of `dtype`: 32 bits in full. Raises nothing.
+
+    GPUs and TPUs multiply but 10 or 7 bits of them unless they are told to, and energies in nats
+    would be off by as much. `jax.default_matmul_precision` is obeyed where it is set.
+    """
+    told = jax.config.jax_default_matmul_precision is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 and not told else None
+
+
+def empty_state(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32
+) -> AttentionState:
+    r"""The state of no keys at all, $(0, -\infty)$: the identity of `merge`.
+
+    Args:
+        shape: the shape of `out`, usually `(B, T, N, H)`; `lse` has it less the last axis.
+        dtype: the dtype of `out`. `lse` is float32, or float64 where `out` is.
+
+    Raises:
+        TypeError: if `dtype` is not floating or `shape` no tuple of integers.
+        ValueError: if `shape` has no axis or a negative size.
+
+    Source: the identity of the fold in Tree Attention (arXiv 2408.04093), Algorithm 3.
+
+    Examples:
+        >>> from energy_attn.kernels import empty_state
+        >>> empty_state((1, 2, 3, 4)).lse.shape
+        (1, 2, 3)
+    """
+    dtype = check_floating_dtype("dtype", dtype)
+    if not isinstance(shape, (tuple, list)):
+        raise TypeError(f"shape: wanted a tuple of integers, got {received(shape)}")
+    shape = tuple(check_integer("shape", size, least=0) for size in shape)
+    if len(shape) == 0:
+        raise ValueError("shape: wanted at least the width axis, got ()")
+    lse = jnp.full(shape[:-1], -jnp.inf, lse_dtype(dtype))
+    return AttentionState(jnp.zeros(shape, dtype), lse)
+
+
+# The fold, written once. `maximum` and `total` reduce over whatever holds the parts: an array axis
+# here, a mesh axis in `energy_attn.distributed`.
+#
+#     m = max_i F_i,   w_i = e^{F_i - m},   F = m + log Σ w_i,   out = Σ w_i out_i / Σ w_i
+#
+# F does not depend on m, so m is held constant and every derivative, of any order and in either
+# mode, is the derivative of these lines. They make no NaN of their own: empty parts enter as
+# (0, -inf), whose weight is e^{-inf} = 0 with derivative 0, and the divisor of an empty fold is
+# replaced by 1. One that a part holds, or an overflow, is in the weights or in the sum, whatever
+# a maximum over devices makes of it, and so reaches the whole.
+def holds_keys(lse: Array) -> Array:
+    """Which parts hold keys: all but those of minus infinity. NaN is no word for empty."""
+    return lse != -jnp.inf
+
+
+def steady(maximum: Array) -> Array:
+    """What scores are shifted by: their maximum, or 0 where there are none. Raises nothing."""
+    return jnp.where(holds_keys(maximum), maximum, 0.0)
+
+
+def fold(
+    state: AttentionState,
+    maximum: Callable[[Any], Any],
+    total: Callable[[Any], Any],
+    kept: Callable[[Any], Any] = lambda shift: shift,
+) -> AttentionState:
+    r"""Folds states: energies by logaddexp, outputs by their shares $e^{F_i - F}$.
+
+    `total` is given the pair (numerator, denominator), so that a distributed one can send both
+    together. Where it keeps a part of the rows alone, `kept` takes the same part of the maxima.
+    `out` keeps its dtype; the arithmetic is in `lse`'s. Raises nothing.
+    """
+    lse = state.lse
+    shift = steady(maximum(lax.stop_gradient(lse)))
+    weight = jnp.exp(lse - shift)
+    out = jnp.where(holds_keys(lse)[..., None], state.out.astype(lse.dtype), 0.0)
+    numerator, denominator = total((out * weight[..., None], weight))
+    empty = denominator == 0
+    denominator = jnp.where(empty, 1.0, denominator)
+    lse = jnp.where(empty, -jnp.inf, kept(shift) + jnp.log(denominator))
+    return AttentionState((numerator / denominator[..., None]).astype(state.out.dtype), lse)
+
+
+def merge(a: State, b: State) -> State:
+    r"""The state of the union of two disjoint key sets.
+
+    $$F = \log(e^{F_a} + e^{F_b}), \qquad
+      \mathrm{out} = \mathrm{out}_a e^{F_a - F} + \mathrm{out}_b e^{F_b - F}$$
+
+    and of covariances as [`merge_all`][energy_attn.kernels.merge_all] says. A commutative monoid
+    with identity $(0, -\infty)$ on both sides; empty merged with empty is empty, forward and
+    backward, without a NaN. A part whose `lse` is minus infinity holds no keys, whatever its `out`;
+    any other that is not finite makes the whole NaN.
+
+    Args:
+        a: the state of the first key set, an `AttentionState` or a `CovarianceState`.
+        b: the state of the second, of the same kind and of equal shapes and dtypes.
+
+    Returns:
+        The merged state: `out` in the parts' dtype, `lse` in float32 (float64).
+
+    Raises:
+        TypeError: if `a` or `b` is no state, they are of two kinds, or their dtypes differ.
+        ValueError: if their shapes differ.
+
+    Source: $F_{A \cup B} = \mathrm{logaddexp}(F_A, F_B)$ and its derivatives; Tree Attention
+    (arXiv 2408.04093), the associative operation of section 5.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.kernels import AttentionState, empty_state, merge
+        >>> some = AttentionState(jnp.ones((1, 2)), jnp.zeros(1))
+        >>> merge(some, empty_state((1, 2))).out.tolist()
+        [[1.0, 1.0]]
+    """
+    check_state("a", a)
+    check_state("b", b)
+    if type(a) is not type(b):
+        raise TypeError(f"b: wanted the kind of state of a, {type(a).__name__}, got {received(b)}")
+    for mine, theirs, field in zip(a, b, a._fields, strict=True):
+        if mine.shape != theirs.shape:
+            raise ValueError(
+                f"b.{field}: wanted the shape of a's, {mine.shape}, got {received(theirs)}"
+            )
+        if mine.dtype != theirs.dtype:
+            raise TypeError(
+                f"b.{field}: wanted the dtype of a's, {mine.dtype}, got {received(theirs)}"
+            )
+    # The larger part first. Compiled, one of the two products is fused into the sum and rounded
+    # less than the other: without this, merge(a, b) and merge(b, a) differ in the last bit, and so
+    # do two devices that exchange their states and each merge "mine, theirs". Parts of equal lse
+    # have the shares 1 and 1, products that need no rounding.
+    larger = a.lse >= b.lse
+
+    def ordered(x: Array, y: Array) -> Array:
+        first = larger.reshape(*larger.shape, *[1] * (x.ndim - larger.ndim))
+        return jnp.stack([jnp.where(first, x, y), jnp.where(first, y, x)])
+
+    return merge_all(jax.tree.map(ordered, a, b), axis=0)
+
+
+def merge_all(stacked: State, axis: int = 0) -> State:
+    r"""The state of the union of many disjoint key sets, in one pass.
+
+    $$F = \log \sum_i e^{F_i}, \qquad \mathrm{out} = \sum_i \mathrm{out}_i\, e^{F_i - F}$$
+
+    and, where there are covariances, the law of total covariance:
+
+    $$\Sigma = \sum_i e^{F_i - F} \left(\Sigma_i
+      + (\mathrm{out}_i - \mathrm{out})(\mathrm{out}_i - \mathrm{out})^T\right)$$
+
+    Args:
+        stacked: states stacked along one axis of `lse` (and the same axis of the others).
+        axis: that axis, counted in `lse`'s axes; may be negative. A length of zero gives the
+            empty state.
+
+    Returns:
+        The folded state, with `axis` removed.
+
+    Raises:
+        TypeError: if `stacked` is no state or `axis` no integer.
+        ValueError: if the shapes do not belong together or `axis` is out of range.
+
+    Source: Tree Attention (arXiv 2408.04093), Algorithm 3 on one device.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.kernels import AttentionState, merge_all
+        >>> parts = AttentionState(jnp.ones((8, 1, 2)), jnp.zeros((8, 1)))
+        >>> float(merge_all(parts).lse[0])  # log 8
+        2.0794415...
+    """
+    check_state("stacked", stacked)
+    axis = check_axis("axis", axis, stacked.lse.ndim, "stacked.lse")
+
+    def total(pair: tuple[Array, Array]) -> tuple[Array, Array]:
+        return _sum(pair[0], axis), _sum(pair[1], axis)
+
+    parts = AttentionState(stacked.out, stacked.lse)
+    whole = fold(parts, lambda x: x.max(axis, keepdims=True, initial=-jnp.inf), total)
+    merged = AttentionState(whole.out.squeeze(axis), whole.lse.squeeze(axis))
+    if isinstance(stacked, AttentionState):
+        return merged
+    covariance = _sum(spread(stacked, whole), axis).squeeze(axis)
+    return CovarianceState(covariance.astype(stacked.covariance.dtype), *merged)
+
+
+def share(part: Array, whole: Array) -> Array:
+    r"""$e^{F_i - F}$: what a part holds of the whole; nothing if it has no keys. Raises nothing."""
+    some = holds_keys(part)
+    return jnp.where(some, jnp.exp(jnp.where(some, part - whole, -jnp.inf)), 0.0)
+
+
+def spread(part: CovarianceState, whole: AttentionState) -> Array:
+    """What a part adds to the covariance of the whole, in `lse`'s dtype. Raises nothing."""
+    wide = part.lse.dtype
+    portion = share(part.lse, whole.lse)
+    # what a part without keys holds is nothing, before it is multiplied: no NaN, nor its derivative
+    some = holds_keys(part.lse)[..., None]
+    out = jnp.where(some, part.out.astype(wide), 0.0)
+    covariance = jnp.where(some[..., None], part.covariance.astype(wide), 0.0)
+    apart = out - whole.out.astype(wide)
+    return (covariance + apart[..., :, None] * apart[..., None, :]) * portion[..., None, None]
+
+
+def _sum(x: Array, axis: int) -> Array:
+    # On CPUs, XLA adds slices 30 to 100 times faster than it reduces an axis that is not the last.
+    count = x.shape[axis]
+    if not 1 <= count <= 16:
+        return x.sum(axis, keepdims=True)
+    return functools.reduce(jnp.add, (lax.index_in_dim(x, i, axis) for i in range(count)))
+
+
+def check_state(name: str, state: Any) -> None:
+    """Checks that `state` is an `AttentionState` or a `CovarianceState` of arrays that fit.
+
+    Raises `TypeError` for another type or a dtype that is not floating, `ValueError` for shapes
+    that differ in more than the width's axes.
+    """
+    if not isinstance(state, (AttentionState, CovarianceState)):
+        raise TypeError(f"{name}: wanted an AttentionState, got {received(state)}")
+    check_floating(f"{name}.out", state.out)
+    check_floating(f"{name}.lse", state.lse)
+    if state.out.ndim == 0:
+        raise ValueError(f"{name}.out: wanted at least the width axis, got {received(state.out)}")
+    check_shape(f"{name}.lse", state.lse, state.out.shape[:-1])
+    wanted = lse_dtype(state.out.dtype)
+    if state.lse.dtype not in (wanted, jnp.float64):
+        raise TypeError(
+            f"{name}.lse: wanted {wanted} or wider beside {state.out.dtype} outputs, "
+            f"got {received(state.lse)}"
+        )
+    if isinstance(state, CovarianceState):
+        check_floating(f"{name}.covariance", state.covariance)
+        shape = (*state.out.shape, state.out.shape[-1])
+        check_shape(f"{name}.covariance", state.covariance, shape)

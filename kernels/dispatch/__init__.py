@@ -1,0 +1,1 @@
+"""Which kernel computes a call, on which platform, and how its state is differentiated."""

@@ -1,0 +1,106 @@
+"""`local_attention`: the state of the keys on one device."""
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from ..call._arguments import check_call
+from ..call._state import AttentionState
+from ._registry import attend, candidates
+
+
+def local_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    source: Float[Array, "*B T N Hv"] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, "..."] | None = None,
+    key_value_seq_lengths: Int[Array, "..."] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_positions: Int[Array, "..."] | None = None,
+    key_positions: Int[Array, "..."] | None = None,
+    query_segment_ids: Int[Array, "..."] | None = None,
+    key_segment_ids: Int[Array, "..."] | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> AttentionState:
+    r"""The state `(out, lse)` of an attention over the keys given: one kernel pass.
+
+    $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q\cdot k_a + b_a + \zeta\cdot v_a), \qquad
+      \mathrm{lse} = F(\zeta), \quad \mathrm{out} = \nabla F(\zeta) = \sum_a P_a v_a$$
+
+    with the sum over the keys that the masks let the query see. Both outputs are differentiable in
+    query, key, value, source and bias. States of disjoint keys fold with
+    [`merge`][energy_attn.kernels.merge].
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
+        key: `[B, S, K, H]` or `[S, K, H]`, of query's dtype. `K` divides `N`: query head `n` reads
+            key head `n // (N / K)`, and no key is repeated in memory. `S` may be 0.
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`; `Hv` may differ from `H`.
+        source: the source $\zeta$, `[B, T, N, Hv]`; None means zero and costs nothing.
+        bias: added to the scaled scores; four axes (leading ones may be left out), each of size 1
+            or that of `[B, N, T, S]`.
+        mask: boolean, shaped like `bias`; True where a key takes part.
+        scale: factor of $q\cdot k$; None means $1/\sqrt{H}$. A scalar array may be differentiated.
+        is_causal: hide keys whose position is after the query's.
+        query_seq_lengths: `[B]` integers; queries from there on are absent.
+        key_value_seq_lengths: `[B]` integers; keys from there on are absent.
+        local_window_size: `(left, right)`, or one int for both: only keys at positions in
+            `[query - left, query + right]` are seen.
+        query_positions: `[B, T]` integers, the global positions that causality and windows
+            compare; None means `0 … T-1`. Negative: the query is absent.
+        key_positions: `[B, S]` integers likewise; negative for unfilled cache slots.
+        query_segment_ids: `[B, T]` integers: a query sees the keys of its own segment alone, as
+            where several documents are packed into one row. Given together with the keys'.
+        key_segment_ids: `[B, S]` integers likewise.
+        implementation: a name of [`implementations`][energy_attn.kernels.implementations], or
+            several to be tried in turn; None tries all.
+
+    Returns:
+        `out` `[B, T, N, Hv]` in value's dtype, and `lse` `[B, T, N]` in float32 (float64 for
+        float64), in nats. Rows that see no key have `out = 0`, `lse = -inf` and zero gradients.
+
+    Raises:
+        TypeError: an argument is no array or of another dtype.
+        ValueError: shapes that do not belong together, values out of range, an unknown name.
+        NotImplementedError: the implementation named declines the call (an `ExceptionGroup` of
+            reasons where several were named).
+
+    Source: Tree Attention (arXiv 2408.04093), equations 6 and 15; FlashAttention-2
+    (arXiv 2307.08691) for the blockwise passes.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.kernels import local_attention, merge
+        >>> q, k, v = (jax.random.normal(key, (1, 6, 2, 4)) for key in jax.random.split(jax.random.key(0), 3))
+        >>> whole = local_attention(q, k, v)
+        >>> halves = merge(local_attention(q, k[:, :3], v[:, :3]), local_attention(q, k[:, 3:], v[:, 3:]))
+        >>> bool(jnp.allclose(whole.out, halves.out, atol=1e-6))
+        True
+    """
+    names = candidates(implementation)
+    call = check_call(
+        query,
+        key,
+        value,
+        source,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids,
+    )
+    state = attend(names, call.settings, call.operands)
+    return state if call.batched else jax.tree.map(lambda x: x[0], state)

@@ -1,0 +1,109 @@
+"""Attention with a derivative: what every kernel's `forward` and `backward` are joined to."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from ..call._arguments import Operands, Settings, cotangents
+from ..call._kernel import AbstractKernel
+from ..call._state import AttentionState
+from ..xla import _blockwise
+from ._lowering import run_chosen
+
+Kernels = tuple[AbstractKernel, ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def flash(kernels: Kernels, settings: Settings, operands: Operands) -> AttentionState:
+    """The state by the first of `kernels` that fits; both `out` and `lse` are differentiable.
+
+    First derivatives are the kernel's own `backward`. Reverse over reverse differentiates that of
+    the blockwise implementation and is right; forward mode through a custom_vjp raises JAX's
+    `TypeError`, never a zero. Raises as `run_chosen`.
+    """
+    return run_chosen(_forward, _blockwise.empty_like, kernels, settings, operands)
+
+
+def _forward(
+    kernel: AbstractKernel, settings: Settings, platform: Any, operands: Operands
+) -> AttentionState:
+    return kernel.forward(operands, settings, platform)
+
+
+def _save(kernels: Kernels, settings: Settings, operands: Any) -> Any:
+    leaves, tree = jax.tree.flatten(operands, is_leaf=lambda x: hasattr(x, "perturbed"))
+    return _run_and_save(kernels, settings, tree.unflatten(x.value for x in leaves))
+
+
+# Compiled as one: in a loop, JAX (0.8 to 0.10) confuses the arguments of the rule inside a rule
+# with constants of the loop when it differentiates for the second time.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_and_save(kernels: Kernels, settings: Settings, operands: Operands) -> Any:
+    # through `flash`: the saved state enters the backward and must itself be differentiable when
+    # the backward is differentiated
+    state: AttentionState = flash(kernels, settings, operands)
+    return state, (operands, state)
+
+
+def _pull_back(kernels: Kernels, settings: Settings, saved: Any, cotangent: AttentionState) -> Any:
+    operands, state = saved
+    out, lse = (None if isinstance(x, SymbolicZero) else x for x in cotangent)
+    if out is None:
+        out = jnp.zeros_like(state.out)
+    return (_backward(kernels, settings, operands, state, AttentionState(out, lse)),)  # pyright: ignore[reportArgumentType]  # lse may be None
+
+
+# With symbolic zeros: training through `out` alone, by far the most common case, is known for what
+# it is, and a vendor's backward that knows no cotangent of lse will do.
+flash.defvjp(_save, _pull_back, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _backward(
+    kernels: Kernels,
+    settings: Settings,
+    operands: Operands,
+    state: AttentionState,
+    cotangent: AttentionState,
+) -> Operands:
+    return run_chosen(_run_backward, _zeros, kernels, settings, operands, state, cotangent)
+
+
+def _run_backward(
+    kernel: AbstractKernel,
+    settings: Settings,
+    platform: Any,
+    operands: Operands,
+    state: AttentionState,
+    cotangent: AttentionState,
+) -> Operands:
+    return kernel.backward(operands, settings, state, cotangent, platform)
+
+
+def _zeros(settings: Settings, operands: Operands, *others: Any) -> Operands:
+    del settings
+    return cotangents(*(None if x is None else jnp.zeros_like(x) for x in operands[:4]))
+
+
+# All kernels compute the same function, and the derivative of its derivative is that of the one
+# which is written in JAX.
+def _save_backward(kernels: Kernels, settings: Settings, *saved: Any) -> Any:
+    return _backward(kernels, settings, *saved), saved
+
+
+def _pull_back_backward(kernels: Kernels, settings: Settings, saved: Any, cotangent: Any) -> Any:
+    del kernels
+    plain = functools.partial(_differentiable_backward, settings)
+    return jax.vjp(plain, *saved)[1](cotangent)
+
+
+def _differentiable_backward(
+    settings: Settings, operands: Operands, state: AttentionState, cotangent: AttentionState
+) -> Operands:
+    return _blockwise.backward(operands, settings, state, cotangent)
+
+
+_backward.defvjp(_save_backward, _pull_back_backward)

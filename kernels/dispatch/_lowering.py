@@ -1,0 +1,228 @@
+"""A choice of kernel that is made when a program is lowered: by its platform and its partitioning.
+
+A traced program may be lowered for any platform, so that tracing cannot choose; and whether XLA
+will split the program over devices, as it can no hand-written kernel, is known only then. So one
+primitive stands for the attention until it is lowered, and only the kernel chosen is traced.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from ..call._arguments import Settings, known
+from ..call._kernel import AbstractKernel
+from ._probe import obstacle
+
+Task = Callable[..., Any]  # (kernel, settings, platform, *args) to arrays
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+def run_chosen(
+    task: Task,
+    like: Callable[..., Any],
+    kernels: Sequence[AbstractKernel],
+    settings: Settings,
+    *args: Any,
+) -> Any:
+    """`task(kernel, settings, platform, *args)`, of the kernel that `fitting` finds when lowered.
+
+    `like(settings, *args)` makes arrays of the types that the results have. Raises as `fitting`
+    does, when the program is lowered.
+    """
+    if not kernels[0].platforms:
+        return task(kernels[0], settings, None, *args)
+    flat, tree = jax.tree.flatten(args)
+    found = _bind(
+        *flat,
+        task=task,
+        like=like,
+        kernels=tuple(kernels),
+        settings=settings,
+        levels=(),
+        tree=tree,
+    )
+    results = jax.eval_shape(functools.partial(like, settings), *args)
+    return jax.tree.unflatten(jax.tree.structure(results), found)
+
+
+class Program(NamedTuple):
+    """What is known of a program when it is lowered, beyond the calls in it.
+
+    Attributes:
+        platform: what it is lowered for.
+        partitioned: whether XLA splits it over devices.
+        exported: whether it is to be serialised, and run by other versions of JAX.
+        symbolic: whether its arrays have sizes that are not known yet.
+    """
+
+    platform: str
+    partitioned: bool = False
+    exported: bool = False
+    symbolic: bool = False
+
+
+def fitting(kernels: Sequence[AbstractKernel], program: Program) -> AbstractKernel:
+    """The first kernel for a program: of its platform, or made of XLA's operations.
+
+    If there is none, the first that JAX lowers although it may not serialise it, which then is for
+    JAX to say; or else the first that can be interpreted.
+
+    Raises `NotImplementedError` if none is left.
+    """
+    reasons = {}
+    for kernel in kernels:
+        reason = unfit(kernel, program)
+        if reason is None:
+            return kernel
+        reasons[kernel.name] = reason
+    for kernel in kernels:
+        if unfit(kernel, program._replace(exported=False)) is None:
+            return kernel
+    for kernel in kernels:
+        if program.platform in kernel.interpreted and not program.symbolic:
+            return kernel
+    raise NotImplementedError(
+        "implementation: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    )
+
+
+def unfit(kernel: AbstractKernel, program: Program) -> str | None:
+    """Why a program cannot have a kernel in it; None if it can."""
+    if not kernel.platforms:
+        return None
+    if program.platform not in kernel.platforms:
+        made_for = ", ".join(kernel.platforms)
+        return f"it is made for {made_for}, got a program for {program.platform}"
+    if program.partitioned:
+        return (
+            "XLA cannot split it over devices; wanted a call in a jax.shard_map over all axes of "
+            "the mesh, or beside it one of XLA's operations"
+        )
+    if program.symbolic:
+        return "wanted sizes that are known, got symbolic ones"
+    if program.exported and not kernel.exported:
+        return "JAX does not serialise programs with it (jax.export)"
+    return obstacle(kernel, program.platform)
+
+
+Levels = tuple[tuple[int | None, ...], ...]  # of nested vmaps, innermost first: the axes mapped
+
+
+def _run(
+    *flat: Any,
+    task: Task,
+    kernel: AbstractKernel,
+    settings: Settings,
+    platform: str,
+    levels: Levels,
+    tree: Any,
+) -> list[Any]:
+    def run(*flat: Any) -> list[Any]:
+        return jax.tree.leaves(task(kernel, settings, platform, *jax.tree.unflatten(tree, flat)))
+
+    if kernel.platforms:
+        return _folded(run, levels, flat) if levels else run(*flat)
+    for axes in levels:
+        run = jax.vmap(run, in_axes=axes)
+    return run(*flat)
+
+
+def _folded(run: Callable[..., list[Any]], levels: Levels, flat: Any) -> list[Any]:
+    """Vmapped calls as one of a larger batch: all arrays have their batch axis in front."""
+
+    def forward(x: Any, axes: tuple[int | None, ...]) -> Any:
+        for place, axis in enumerate(reversed(axes)):
+            x = jnp.expand_dims(x, place) if axis is None else jnp.moveaxis(x, place + axis, place)
+        return x
+
+    moved = [forward(x, axes) for x, axes in zip(flat, zip(*levels, strict=True), strict=True)]
+    depth = len(levels) + 1
+    lead = tuple(max(sizes) for sizes in zip(*(x.shape[:depth] for x in moved), strict=True))
+
+    def fold(x: Any) -> Any:
+        # broadcast over the batch, and so over the larger one; of a batch of 1, nobody can tell
+        if lead[-1] > 1 and math.prod(x.shape[:depth]) == 1:
+            return x.reshape(1, *x.shape[depth:])
+        x = jnp.broadcast_to(x, (*lead, *x.shape[depth:]))
+        return x.reshape(-1, *x.shape[depth:])
+
+    return [x.reshape(*lead, *x.shape[1:]) for x in run(*map(fold, moved))]
+
+
+choice_p = Primitive("attention_kernel")
+choice_p.multiple_results = True
+_bind = jax.jit(
+    choice_p.bind, static_argnames=("task", "like", "kernels", "settings", "levels", "tree")
+)
+choice_p.def_impl(_bind)
+
+
+@choice_p.def_abstract_eval
+def _types(
+    *flat: Any, like: Any, settings: Settings, levels: Any, tree: Any, **params: Any
+) -> list[Any]:
+    def leaves(*flat: Any) -> list[Any]:
+        return jax.tree.leaves(like(settings, *jax.tree.unflatten(tree, flat)))
+
+    for axes in levels:
+        leaves = jax.vmap(leaves, in_axes=axes)
+    return jax.make_jaxpr(leaves)(*flat).out_avals
+
+
+def _batch(flat: Any, axes: Any, *, levels: Any, **params: Any) -> tuple[list[Any], list[int]]:
+    found = choice_p.bind(*flat, levels=(*levels, tuple(axes)), **params)
+    return found, [0] * len(found)
+
+
+batching.primitive_batchers[choice_p] = _batch
+
+
+def _lower(ctx: Any, *flat: Any, on: str, kernels: Any, like: Any, **params: Any) -> Any:
+    del like
+    program = Program(
+        on,
+        partitioned=not _whole(ctx.module_context.axis_context),
+        exported=exported(ctx.module_context),
+        symbolic=not all(known(*x.shape) for x in ctx.avals_in),
+    )
+    kernel = fitting(kernels, program)
+    run = functools.partial(_run, kernel=kernel, platform=on, **params)
+    if kernel.platforms:
+        # Inside jax.shard_map types say along which axes of the mesh an array may differ. No kernel
+        # crosses devices, and Pallas (its interpreter above all) mixes such arrays with constants.
+        plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+        ctx = ctx.replace(avals_in=plain)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
+
+
+for _platform in PLATFORMS:
+    mlir.register_lowering(choice_p, functools.partial(_lower, on=_platform), platform=_platform)
+
+
+def platform_here() -> str:
+    """The platform that programs are lowered for unless said otherwise. Raises nothing."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version else "cuda"
+
+
+def exported(context: Any) -> bool:
+    """Whether a program is lowered to be serialised, by the context of its module."""
+    return context.lowering_parameters.for_export
+
+
+def _whole(context: Any) -> bool:
+    """Whether a program is for one device, or for one of a jax.shard_map over all mesh axes."""
+    if isinstance(context, mlir.SPMDAxisContext):
+        mesh = context.mesh
+        return context.manual_axes | set(mesh.manual_axes) == set(mesh.axis_names)
+    return getattr(context, "num_devices", 1) == 1

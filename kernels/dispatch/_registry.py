@@ -1,0 +1,217 @@
+"""One operation, many implementations: names, what each declines, and the choice."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ..call._arguments import Operands, Settings, known
+from ..call._checks import received
+from ..call._kernel import AbstractKernel
+from ..call._state import AttentionState
+from ..pallas.gpu._kernel import PallasGPU
+from ..pallas.tpu._kernel import PallasTPU
+from ..vendor._cudnn import CuDNN
+from ..vendor._flash_attn import FlashAttn
+from ..vendor._splash import Splash
+from ..xla._blockwise import Blockwise
+from ..xla._decode import Decode
+from ..xla._reference import Reference
+from ._derivative import flash
+from ._lowering import Program, fitting, unfit
+
+# In order of preference: vendors' kernels, which are tuned for many rows and take few calls, our
+# own, which take most, and those that are made of XLA's operations and run everywhere.
+_REGISTRY: dict[str, AbstractKernel] = {
+    kernel.name: kernel
+    for kernel in (
+        CuDNN(),
+        PallasGPU(),
+        FlashAttn(),
+        Splash(),
+        PallasTPU(),
+        Decode(),
+        Blockwise(),
+        Reference(),
+    )
+}
+
+
+def implementations() -> tuple[str, ...]:
+    """The names that `implementation=` accepts, in the order in which they are tried.
+
+    - `"cudnn"`: NVIDIA's flash attention, 16 bits, many rows, positions that count from 0.
+    - `"pallas_gpu"`: our own kernels for NVIDIA's GPUs: any positions; few rows split the keys.
+    - `"flash"`: FlashAttention-2 from flash-attn-jax, which the extra `flash` brings; 16 bits.
+    - `"splash"`: JAX's splash attention for TPUs, bfloat16, whole blocks, positions from 0.
+    - `"pallas_tpu"`: our own kernels for TPUs: any positions; few rows read the keys as they lie.
+    - `"decode"`: XLA, few query rows; one matrix product for all heads. Backward as blockwise.
+    - `"blockwise"`: XLA, any call, any platform, memory O(T·block); reverse mode of any order.
+    - `"reference"`: plain JAX with the whole score matrix; every derivative, both modes.
+
+    `"xla"`, which `jax.nn` has, stands for the last three. Those made for another platform than a
+    program is lowered for are passed over. Raises nothing.
+    Source: the online softmax of Milakov and Gimelshein (arXiv 1805.02867) and FlashAttention-2
+    (arXiv 2307.08691) for all but the reference.
+
+    Examples:
+        >>> from energy_attn.kernels import implementations
+        >>> "blockwise" in implementations()
+        True
+    """
+    return tuple(_REGISTRY)
+
+
+class Choice(NamedTuple):
+    """Which implementation takes a call, and why the ones before it decline."""
+
+    name: str
+    declined: tuple[tuple[str, str], ...]
+
+
+def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The implementations to try for the user's `implementation=`.
+
+    Raises `ValueError` for an unknown name and `TypeError` for anything but names.
+    """
+    if implementation is None:
+        return implementations()
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"implementation: wanted a name, names or None, got {received(implementation)}"
+        )
+    for name in names:
+        if name not in (*_REGISTRY, "xla"):
+            known = ", ".join(map(repr, _REGISTRY))
+            raise ValueError(f"implementation: wanted one of {known} or 'xla', got {name!r}")
+    xla = [name for name, kernel in _REGISTRY.items() if not kernel.platforms]
+    return tuple(x for name in names for x in (xla if name == "xla" else [name]))
+
+
+def attend(names: Sequence[str], settings: Settings, operands: Operands) -> AttentionState:
+    """Runs the first of the implementations `names` that takes the call, compiled.
+
+    Which of those made for a platform that is, is found when the program is lowered.
+
+    Raises its `NotImplementedError` if the only one declines, and an `ExceptionGroup` of all
+    reasons if several do.
+    """
+    return _attend(tuple(names), settings, Operands(*vary_together(operands)))
+
+
+# Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(names: tuple[str, ...], settings: Settings, operands: Operands) -> AttentionState:
+    kernels, _ = _taking(names, settings, operands)
+    if isinstance(kernels[0], Reference):
+        # differentiated by JAX, to any order and in both modes
+        return kernels[0].forward(operands, settings, None)
+    return flash(kernels, settings, operands)
+
+
+def explain(names: Sequence[str], settings: Settings, operands: Operands, platform: str) -> Choice:
+    """Which of `names` takes a call on a platform, and why those before it that are made for it do
+    not; by shapes alone: `operands` may be `jax.ShapeDtypeStruct`s.
+
+    Raises what `attend` raises.
+    """
+    kernels, declined = _taking(names, settings, operands)
+    program = Program(platform)
+    chosen = fitting(kernels, program)
+    declined |= {kernel.name: reason for kernel in kernels if (reason := unfit(kernel, program))}
+    before = names[: list(names).index(chosen.name)]
+    made = [name for name in before if platform in (_REGISTRY[name].platforms or (platform,))]
+    return Choice(chosen.name, tuple((name, declined[name]) for name in made))
+
+
+def _taking(
+    names: Sequence[str], settings: Settings, operands: Operands
+) -> tuple[tuple[AbstractKernel, ...], dict[str, str]]:
+    """The kernels that take a call, up to the first that fits everywhere; and why others do not."""
+    kernels: list[AbstractKernel] = []
+    reasons: list[tuple[str, NotImplementedError]] = []
+    for name in names:
+        kernel = _REGISTRY[name]
+        try:
+            if kernel.platforms:
+                _check_known(operands)
+                _check_unsplit(operands)
+            kernel.check(operands, settings)
+        except NotImplementedError as reason:
+            reasons.append((name, reason))
+            continue
+        kernels.append(kernel)
+        if not kernel.platforms:
+            break
+    if kernels:
+        return tuple(kernels), {name: str(reason) for name, reason in reasons}
+    if len(reasons) == 1:
+        raise reasons[0][1]
+    raise ExceptionGroup(
+        f"no implementation of {', '.join(names)} takes this call", [x for _, x in reasons]
+    )
+
+
+def _check_known(operands: Operands) -> None:
+    for name, x in zip(Operands._fields, operands, strict=True):
+        if x is not None and not known(*x.shape):
+            raise NotImplementedError(f"{name}: wanted sizes that are known, got shape {x.shape}")
+
+
+def _check_unsplit(operands: Operands) -> None:
+    for name, x in zip(Operands._fields, operands, strict=True):
+        if x is not None and any(part is not None for part in split(x)):
+            raise NotImplementedError(
+                f"{name}: wanted an array that its type does not split over a mesh (as inside "
+                f"jax.shard_map), got one split by {split(x)}"
+            )
+
+
+def split(x: Any) -> tuple[Any, ...]:
+    """What mesh axes each axis of an array is split over by its type. Raises nothing."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return ()
+    return tuple(jax.typeof(x).sharding.spec)
+
+
+def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> list[Any]:
+    """Arrays that all may differ along `axes`, and along those that any of them differs along.
+
+    None stays None. Raises nothing.
+    """
+    # Inside shard_map, arrays that are equal on all devices (a replicated query) meet arrays that
+    # are not (a shard of the keys). Kernels then compute values that differ between devices from
+    # all of them; said once here, the derivative of a replicated operand is summed over the
+    # devices by JAX itself.
+    union = frozenset(axes).union(*(varying_axes(x) for x in arrays if x is not None))
+
+    def vary(x: Array | None) -> Any:
+        if x is None or not (missing := tuple(sorted(union - varying_axes(x)))):
+            return x
+        return summable(lambda x: lax.pcast(x, missing, to="varying"), x)
+
+    return [vary(x) for x in arrays]
+
+
+def summable(collective: Callable[[Array], Array], x: Array) -> Array:
+    """`collective(x)`, which adds or compares, or whose derivative does, numbers of many devices.
+
+    Numbers of 16 bits are added in 32. (XLA:CPU would widen bfloat16 by itself, and in a
+    `jax.shard_map` over some axes of a mesh it ends the whole process there: "Invalid binary
+    instruction opcode copy", JAX 0.8 to 0.12.) Raises nothing.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
+        return collective(x)
+    return collective(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes of a surrounding `jax.shard_map` along which an array may differ. Raises nothing."""
+    kind = jax.typeof(x)
+    # the attribute's name before jax 0.10
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

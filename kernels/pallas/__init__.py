@@ -1,0 +1,1 @@
+"""Kernels written in Pallas, for TPUs and for NVIDIA GPUs."""

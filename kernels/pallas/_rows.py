@@ -1,0 +1,103 @@
+"""Operands as hand-written kernels take them: rows that share a key head lie together, in blocks.
+
+A row is a query of one head. Of the `N / K` heads that share a key head, all rows are laid in one
+axis, ordered by (head, time) and filled up to whole blocks with rows that see nothing: so few
+queries fill a block by their heads, and no key is repeated.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ..call._arguments import Operands, Settings, counted
+from ..call._mask import meeting
+
+
+def lay(x: Array, kv_heads: int, block: int, fill: float = 0) -> Array:
+    """`[B, T, N, ...]` to rows `[B, K, R, ...]`, `R` a multiple of `block`. Raises nothing."""
+    batch, times, heads, *rest = x.shape
+    x = x.reshape(batch, times, kv_heads, heads // kv_heads, *rest)
+    x = x.transpose(0, 2, 3, 1, *range(4, x.ndim)).reshape(batch, kv_heads, -1, *rest)
+    return filled(x, 2, block, fill)
+
+
+def take(x: Array, times: int, heads: int) -> Array:
+    """The inverse of `lay`: rows `[B, K, R, ...]` to `[B, T, N, ...]`. Raises nothing."""
+    batch, kv_heads, _, *rest = x.shape
+    group = heads // kv_heads
+    x = x[:, :, : group * times].reshape(batch, kv_heads, group, times, *rest)
+    return x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(batch, times, heads, *rest)
+
+
+class Marks(NamedTuple):
+    """What tells who sees whom, of rows and of keys: positions and segments, each or None.
+
+    Attributes:
+        row_positions: int32 `[B or 1, R]`; -1 for rows that fill a block.
+        key_positions: int32 `[B or 1, C]`; -1 for keys that fill a block.
+        row_segments: int32 `[B or 1, R]`.
+        key_segments: int32 `[B or 1, C]`.
+    """
+
+    row_positions: Int[Array, "b R"] | None
+    key_positions: Int[Array, "b C"] | None
+    row_segments: Int[Array, "b R"] | None
+    key_segments: Int[Array, "b C"] | None
+
+
+def mark(operands: Operands, settings: Settings, row_block: int, key_block: int) -> Marks:
+    """The marks of the rows that `lay` makes and of the keys, both filled up to whole blocks.
+
+    None where all rows see all keys. Keys that only fill the last block are marked, if anything
+    is, and are not there in memory: a kernel hides them by their number. Raises nothing.
+    """
+    operands = counted(operands, settings)
+    group = operands.query.shape[2] // operands.key.shape[2]
+
+    def rows(x: Any, fill: int) -> Any:
+        return None if x is None else filled(jnp.tile(x, (1, group)), 1, row_block, fill)
+
+    def keys(x: Any, fill: int) -> Any:
+        return None if x is None else filled(x, 1, key_block, fill)
+
+    return Marks(
+        rows(operands.query_positions, -1),
+        keys(operands.key_positions, -1),
+        rows(operands.query_segments, 0),
+        keys(operands.key_segments, 0),
+    )
+
+
+def meet(
+    marks: Marks, settings: Settings, row_block: int, key_block: int
+) -> Bool[Array, "b row_blocks key_blocks"] | None:
+    """Which blocks of rows might see any key of which blocks of keys; None if all might."""
+
+    def cut(rows: Any, keys: Any) -> Any:
+        if rows is None:
+            return None
+        return tuple(
+            x.reshape(len(x), -1, block) for x, block in ((rows, row_block), (keys, key_block))
+        )
+
+    return meeting(settings.rule, cut(*marks[:2]), cut(*marks[2:]))
+
+
+def spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
+    """The first and one past the last block `y` that each block `x` meets; 0 and 0 if none."""
+    number = meets.shape[-1]
+    some = meets.any(-1)
+    first = jnp.where(some, meets.argmax(-1), 0)
+    stop = jnp.where(some, number - meets[..., ::-1].argmax(-1), 0)
+    return first.astype(jnp.int32), stop.astype(jnp.int32)
+
+
+def filled(x: Array, axis: int, block: int, fill: float) -> Array:
+    """`x` with an axis filled up to whole blocks. Raises nothing."""
+    missing = math.ceil(x.shape[axis] / block) * block - x.shape[axis]
+    if missing == 0:
+        return x
+    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=fill)

@@ -1,0 +1,1 @@
+"""Flash attention for NVIDIA GPUs, in Pallas on Triton."""

@@ -1,0 +1,85 @@
+"""The pallas_gpu implementation: our own kernels for NVIDIA's GPUs, written in Pallas on Triton."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from ...call._arguments import Operands, Settings
+from ...call._kernel import AbstractKernel, check_operands
+from ...call._state import AttentionState
+from ._plan import make_plan
+
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+class PallasGPU(AbstractKernel):
+    """Flash attention, and decoding with the keys of a query split over the chip.
+
+    Forward and backward with masks by position and segment. Keys and values are read where they
+    lie and never copied; programs skip the tiles that their rows cannot see, and mask only where
+    they must.
+    """
+
+    name = "pallas_gpu"
+    platforms = ("cuda",)
+    interpreted = ("cpu", "tpu")
+    exported = False
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises `NotImplementedError` for bias and mask arrays, float64, and empty axes; for
+        widths of which no tiles fit on the chip; and without Pallas on Triton.
+        """
+        check_operands(operands, _DTYPES, ("bias", "mask"))
+        for kind in ("forward", "query", "key"):
+            make_plan(operands, settings, kind)
+        try:
+            # Late, as JAX 0.11 announces the end of its Triton backend.
+            from . import _backward, _forward  # noqa: F401
+        except ImportError as reason:
+            raise NotImplementedError(
+                f"pallas_gpu: wanted a JAX with Pallas on Triton, got {reason}"
+            ) from reason
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """One kernel, and a merge of its parts where few rows meet many keys. Raises nothing."""
+        from ._forward import forward
+
+        found = make_plan(operands, settings, "forward")
+        with _target(platform):
+            return forward(operands, found, interpret=platform != "cuda")
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """Two kernels, of the queries' gradient and of the others. Raises nothing."""
+        from ._backward import backward
+
+        with _target(platform):
+            return backward(operands, settings, state, cotangent, interpret=platform != "cuda")
+
+
+@contextlib.contextmanager
+def _target(platform: str | None) -> Iterator[None]:
+    """Names a GPU to JAX where it knows of none: a program may be lowered on another machine.
+
+    Up to 0.10 JAX takes one of compute capability 9.0 by itself. Nothing in the kernels depends on
+    it, and what is compiled of them, XLA decides by the GPU that it compiles for.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    here = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    devices = (here, mesh.abstract_device)
+    known = platform != "cuda" or "gpu" in (getattr(x, "platform", x) for x in devices)
+    if known or jax.__version_info__ < (0, 11):
+        yield
+        return
+    gpu = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=gpu)):
+        yield

@@ -1,0 +1,278 @@
+"""What the GPU kernels do with tiles: load and store them, walk over them, and mask their scores.
+
+Arrays are read and written where they lie, `[B, T, N, H]` and `[B, S, K, H]`, by the numbers of
+rows, heads and columns; what is not there is masked in the load, so that widths and lengths of any
+size fit into tiles of powers of two.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Bool, Float, Int
+
+from ...call._mask import visible
+from .._rows import Marks
+from ._plan import Plan, power
+
+LOG2_E = float(np.log2(np.e))  # scores are in bits within a kernel: the hardware has exp2 alone
+
+
+class Program(NamedTuple):
+    """Which program this is: its tile, its key head and row of the batch, its share of the walk."""
+
+    tile: Array
+    kv_head: Array
+    batch: Array
+    split: Array
+
+
+def program(plan: Plan, *, of_keys: bool) -> Program:
+    """The numbers of this program, whose tile is of rows or of keys; tiles count fastest.
+
+    Under a causal rule the last rows see most keys, and the first keys are seen by most rows: these
+    begin, and short walks end. Raises nothing.
+    """
+    tiles = plan.key_tiles if of_keys else plan.row_tiles
+    i, tile = divide(pl.program_id(0), tiles)
+    i, kv_head = divide(i, plan.kv_heads)
+    split, batch = divide(i, plan.batch)
+    return Program(tile if of_keys else tiles - 1 - tile, kv_head, batch, split)
+
+
+def divide(x: Array, size: int) -> tuple[Array, Array]:
+    """Quotients and remainders of numbers that are not negative. Raises nothing."""
+    if size == 1:
+        return x, jnp.zeros_like(x)
+    quotient = lax.div(x, lax.full_like(x, size))
+    return quotient, x - quotient * size
+
+
+def numbers(size: int) -> Int[Array, " size"]:
+    """0, 1, ..., of 32 bits. Raises nothing."""
+    return lax.iota(jnp.int32, size)
+
+
+def load(ref: Any, index: tuple[Any, ...], there: Any, other: float = 0) -> Array:
+    """Elements by their numbers, `other` where they are not there (None: all are)."""
+    if there is None:
+        return triton.load(ref.at[index])
+    return triton.load(ref.at[index], mask=there, other=other)
+
+
+class Columns(NamedTuple):
+    """The columns of a tile as wide as an array's last axis: their numbers, and which are there."""
+
+    number: Int[Array, "1 width"]
+    there: Bool[Array, "1 width"] | None
+
+
+def columns(width: int) -> Columns:
+    """Columns of a tile for arrays of `width`. Raises nothing."""
+    number = numbers(power(width))[None, :]
+    return Columns(number, None if power(width) == width else number < width)
+
+
+class Rows(NamedTuple):
+    """The rows of a tile of queries: their times and heads, and which are there."""
+
+    time: Int[Array, " rows"]
+    head: Int[Array, " rows"]
+    there: Bool[Array, " rows"] | None
+
+
+def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
+    """The rows of a tile. Raises nothing."""
+    row = numbers(plan.rows)
+    time, head = divide(row, plan.row_heads)
+    if plan.full_rows:
+        there = None
+    else:
+        there = time < plan.row_times
+    of_time, of_head = divide(tile, plan.head_tiles)
+    time += of_time * plan.row_times
+    head += of_head * plan.row_heads
+    if there is not None:
+        there &= (time < plan.times) & (head < plan.group)
+    return Rows(time, head + kv_head * plan.group, there)
+
+
+def load_rows(ref: Any, at: Program, rows: Rows, width: int) -> Array:
+    """`[rows, width]` of an array `[B, T, N, width]`, zero where nothing is. Raises nothing."""
+    index, there = _place(rows, columns(width))
+    return load(ref, (at.batch, *index), there)
+
+
+def store_rows(ref: Any, at: Program, rows: Rows, x: Array, width: int) -> None:
+    """Stores `[rows, width]` to this program's share of `[splits, B, T, N, width]`."""
+    index, there = _place(rows, columns(width))
+    triton.store(ref.at[(at.split, at.batch, *index)], x.astype(ref.dtype), mask=there)
+
+
+def _place(rows: Rows, columns: Columns) -> tuple[tuple[Array, Array, Array], Any]:
+    time, head = rows.time[:, None], rows.head[:, None]
+    there = None if rows.there is None else rows.there[:, None]
+    return (time, head, columns.number), _both(there, columns.there, len(rows.time))
+
+
+def _both(a: Array | None, b: Array | None, size: int) -> Array | None:
+    if a is None:
+        return None if b is None else jnp.broadcast_to(b, (size, b.shape[1]))
+    return a if b is None else a & b
+
+
+def load_numbers(ref: Any, at: Program, rows: Rows, other: float) -> Float[Array, " rows"]:
+    """One number for each row, of an array `[B, T, N]`; `other` where nothing is."""
+    return load(ref, (at.batch, rows.time, rows.head), rows.there, other)
+
+
+def load_keys(plan: Plan, ref: Any, at: Program, tile: Array, width: int, full: bool) -> Array:
+    """`[keys, width]` of an array `[B, S, K, width]`, zero where nothing is.
+
+    `full`: the tile is known to be. Raises nothing.
+    """
+    index, there = _place_keys(plan, at, tile, width, full)
+    return load(ref, (at.batch, *index), there)
+
+
+def store_keys(plan: Plan, ref: Any, at: Program, x: Array, width: int) -> None:
+    """Stores `[keys, width]` to this program's share of `[splits, B, S, K, width]`."""
+    index, there = _place_keys(plan, at, at.tile, width, False)
+    triton.store(ref.at[(at.split, at.batch, *index)], x.astype(ref.dtype), mask=there)
+
+
+def _place_keys(plan: Plan, at: Program, tile: Array, width: int, full: bool) -> tuple[Any, Any]:
+    key, column = tile * plan.keys + numbers(plan.keys), columns(width)
+    there = None if full or plan.full_keys else (key < plan.columns)[:, None]
+    return (key[:, None], at.kv_head, column.number), _both(there, column.there, plan.keys)
+
+
+def product(a: Array, b: Array, a_axis: int, b_axis: int) -> Float[Array, "i j"]:
+    """Contracts two tiles over an axis of each; float32 in full precision, sums in float32."""
+    return lax.dot_general(
+        a,
+        b,
+        (((a_axis,), (b_axis,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def seen(
+    plan: Plan, marks: Marks, at: Program, rows: Rows, tile: Array, *, keys_first: bool
+) -> Bool[Array, "i j"]:
+    """Which rows of a tile see which keys of another. Raises nothing.
+
+    `[rows, keys]`, or `[keys, rows]`.
+    """
+    key = tile * plan.keys + numbers(plan.keys)
+
+    def facing(of_rows: Array, of_keys: Array) -> tuple[Array, Array]:
+        i, j = (-2, -1) if keys_first else (-1, -2)
+        return jnp.expand_dims(of_rows, i), jnp.expand_dims(of_keys, j)
+
+    def of(ref: Any, number: Array, there: Any) -> Array:
+        return number if ref is None else load(ref, (_row_of(ref, at), number), there, -1)
+
+    found = facing(rows.time, key)[1] < plan.columns
+    if plan.settings.rule.constrains or marks.row_positions is not None:
+        # where none are given, they count from 0
+        of_rows = of(marks.row_positions, rows.time, rows.there)
+        of_keys = of(marks.key_positions, key, None)
+        found &= visible(plan.settings.rule, *facing(of_rows, of_keys))
+    if marks.row_segments is not None:
+        of_rows, of_keys = facing(
+            of(marks.row_segments, rows.time, rows.there), of(marks.key_segments, key, None)
+        )
+        found &= of_rows == of_keys
+    return found
+
+
+def cleared(
+    plan: Plan, marks: Marks, at: Program, tile: Array, *arrays: Array
+) -> tuple[Array, ...]:
+    """Tiles of keys or values with zeros where no row of the call may look. Raises nothing."""
+    key, right = tile * plan.keys + numbers(plan.keys), plan.settings.rule.sides[1]
+    if marks.key_positions is not None:
+        there = load(marks.key_positions, (_row_of(marks.key_positions, at), key), None) >= 0
+    elif plan.columns > plan.times + right:  # positions count from 0
+        there = key < plan.times + right
+    else:
+        return arrays
+    return tuple(jnp.where(there[:, None], x, jnp.zeros_like(x)) for x in arrays)
+
+
+def absent(marks: Marks, at: Program, rows: Rows) -> Bool[Array, " rows"] | None:
+    """Which rows have no position, and so see nothing; None if all have. Raises nothing."""
+    if marks.row_positions is None:
+        return None
+    index = (_row_of(marks.row_positions, at), rows.time)
+    return load(marks.row_positions, index, rows.there, -1) < 0
+
+
+class Reach(NamedTuple):
+    """What a tile walks over: tiles that it might meet, and among them a run that needs no mask."""
+
+    first: Any
+    stop: Any
+    begin: Any
+    end: Any
+
+
+def reach(plan: Plan, found: Any, at: Program, *, of_keys: bool) -> Reach:
+    """What this program's tile, of rows or of keys, walks over: as `walks` found, or if that is
+    None as the rule has it where positions count from 0. Raises nothing.
+    """
+    tile = at.tile if of_keys else divide(at.tile, plan.head_tiles)[0]
+    if found is not None:
+        return Reach(*(found[i, _row_of(found, at, 1), tile] for i in range(4)))
+    sides = (plan.row_times, plan.times), (plan.keys, plan.columns)
+    (block, size), (other, others) = sides[::-1] if of_keys else sides
+    unit = plan.head_tiles if of_keys else 1
+    if not plan.settings.rule.constrains:
+        # keys that fill the last tile are hidden from rows; as rows of a tile they count for nothing
+        whole = -(-others // other) if of_keys else others // other
+        return Reach(*(np.int32(unit * x) for x in (0, -(-others // other), 0, whole)))
+    left, right = (min(side, size + others) for side in plan.settings.rule.sides)
+    if of_keys:
+        left, right = right, left
+    least, most = tile * block, jnp.minimum((tile + 1) * block, size) - 1
+    first, _ = divide(jnp.maximum(least - left, 0), other)
+    stop, _ = divide(jnp.minimum(most + right + 1, others) + (other - 1), other)
+    begin, _ = divide(jnp.maximum(most - left, 0) + (other - 1), other)
+    end, _ = divide(jnp.minimum(least + right + 1, others), other)
+    return Reach(*(unit * x for x in (jnp.minimum(first, stop), stop, begin, end)))
+
+
+def walk(
+    plan: Plan, over: Reach, at: Program, step: Callable[[Any, Any, bool], Any], x: Any
+) -> Any:
+    """`x = step(tile, x, masked)` over this program's share of what its tile walks over.
+
+    First tiles that need no mask, then those around them. Raises nothing.
+    """
+    first, stop, begin, end = over
+    if plan.splits > 1:
+        share, _ = divide(jnp.asarray(stop - first + (plan.splits - 1), jnp.int32), plan.splits)
+        first = first + at.split * share
+        stop = jnp.minimum(first + share, stop)
+    if not isinstance(first, np.integer):
+        # a run within the share, also where either is empty
+        begin = jnp.minimum(jnp.maximum(begin, first), jnp.maximum(first, stop))
+        end = jnp.maximum(jnp.minimum(end, stop), begin)
+    x = lax.fori_loop(begin, end, lambda tile, x: step(tile, x, False), x)
+    if isinstance(over.end, np.integer) and over.end == over.stop:
+        return x
+
+    def around(i: Array, x: Any) -> Any:
+        return step(jnp.where(i < begin, i, i + (end - begin)), x, True)
+
+    return lax.fori_loop(first, stop - (end - begin), around, x)
+
+
+def _row_of(ref: Any, at: Program, axis: int = 0) -> Any:
+    return 0 if ref.shape[axis] == 1 else at.batch

@@ -1,0 +1,1 @@
+"""Flash attention for TPUs, in Pallas on Mosaic."""

@@ -1,0 +1,241 @@
+"""The backward of the kernel for TPUs: rows that walk over keys, and keys that walk over rows."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ...call._arguments import Operands, Settings, cotangents
+from ...call._state import AttentionState
+from ...xla._blockwise import rows_of
+from .._common import result_like
+from ._layout import Layout, fold_keys, fold_rows, layout, unfold_keys, unfold_rows
+from ._step import clear, dot, hide, kept, key_spec, look, mark_specs, step
+from ._visibility import Marks, marks_of, walks
+
+_PARALLEL = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+)
+
+
+def backward(
+    operands: Operands,
+    settings: Settings,
+    state: AttentionState,
+    cotangent: AttentionState,
+    *,
+    interpret: bool,
+) -> Operands:
+    r"""The cotangents of query, key and value, scores computed anew in each of two kernels.
+
+    One sums over the keys of a block of rows, the other over the rows of a block of keys, and so
+    neither adds to what another step wrote. Raises nothing.
+    """
+    at = layout(operands, settings, backward=True)
+    key, value = operands[1:3]
+    query, d_out, lse, delta = rows_of(operands, state, cotangent)
+    lse = fold_rows(lse, at, jnp.inf)[:, :, None]  # also of rows that fill a block: e^{s - inf} = 0
+    delta = fold_rows(delta, at)[:, :, None]
+    rows = (fold_rows(query, at), fold_rows(d_out.astype(value.dtype), at), lse, delta)
+    keys = fold_keys(key, at, tall=at.tall_key), fold_keys(value, at, tall=at.tall_value)
+    marks = marks_of(operands, at)
+    d_query = _rows_over_keys(rows, keys, marks, at, interpret=interpret)
+    d_key, d_value = _keys_over_rows(rows, keys, marks, at, interpret=interpret)
+    return cotangents(
+        unfold_rows(d_query, at),
+        unfold_keys(d_key, at, tall=at.tall_key),
+        unfold_keys(d_value, at, tall=at.tall_value),
+        None,
+    )
+
+
+def _specs(
+    rows: tuple[Any, ...], at: Layout, row: Callable[..., Any], key: Callable[..., Any]
+) -> list[pl.BlockSpec]:
+    """Blocks of query, dout, lse, delta, key and value; `row` and `key` say which of the blocks."""
+
+    def of_row(b: Any, p: Any, *others: Any) -> Any:
+        return b, p, row(b, *others), 0
+
+    def of_row_number(b: Any, p: Any, *others: Any) -> Any:
+        return b, p, 0, row(b, *others)
+
+    width, value_width = (x.shape[-1] for x in rows[:2])
+    return [
+        *(pl.BlockSpec((None, None, at.row_block, x.shape[-1]), of_row) for x in rows[:2]),
+        *(pl.BlockSpec((None, None, 1, at.row_block), of_row_number) for _ in rows[2:]),
+        key_spec(width, at, key, tall=at.tall_key),
+        key_spec(value_width, at, key, tall=at.tall_value),
+    ]
+
+
+def _rows_over_keys(
+    rows: tuple[Any, ...], keys: tuple[Any, ...], marks: Marks, at: Layout, *, interpret: bool
+) -> Any:
+    query = rows[0]
+    batch, width = query.shape[0], query.shape[-1]
+    numbers = walks(marks, at, batch)
+
+    def walk(b: Any, i: Any) -> Any:
+        return b * at.row_blocks + i
+
+    def row(b: Any, i: Any, j: Any, *_: Any) -> Any:
+        return i
+
+    def key(b: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
+        return step(first, stop, walk(b, i), j)
+
+    specs = _specs(rows, at, row, key)
+    return pl.pallas_call(
+        functools.partial(_rows_kernel, at=at, walk=walk),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(numbers),
+            grid=(batch, at.heads, at.row_blocks, at.key_blocks),
+            in_specs=[*specs, mark_specs(marks.arrays, at, row, key)],
+            out_specs=specs[0],
+            scratch_shapes=[pltpu.VMEM((at.row_block, width), jnp.float32)],
+        ),
+        out_shape=result_like(query, query.shape, query.dtype),
+        compiler_params=_PARALLEL,
+        interpret=interpret,
+        name="attention_backward_rows",
+    )(*numbers, *rows, *keys, marks.arrays)
+
+
+def _rows_kernel(
+    first: Any,
+    stop: Any,
+    open_first: Any,
+    open_stop: Any,
+    query: Any,
+    d_out: Any,
+    lse: Any,
+    delta: Any,
+    key: Any,
+    value: Any,
+    marks: dict[str, Any],
+    d_query: Any,
+    sums: Any,
+    *,
+    at: Layout,
+    walk: Callable[..., Any],
+) -> None:
+    """One block of rows meets one block of keys, `dq += ds k`.
+
+    query and d_query `[rows, H]`, d_out `[rows, Hv]`, lse and delta `[1, rows]`, key `[keys, H]`,
+    value `[keys, Hv]`, marks `[1, rows]` and `[1, keys]`; sums `[rows, H]`, float32.
+    """
+    b, p, i, j = map(pl.program_id, range(4))
+    numbers = first, stop, open_first, open_stop
+
+    @pl.when(j == 0)
+    def _() -> None:
+        sums[...] = jnp.zeros_like(sums)
+
+    @look(numbers, walk(b, i), j, marks)
+    def _(block: Any, compared: dict[str, Any]) -> None:
+        clear(key, block, at, tall=at.tall_key)
+        clear(value, block, at, tall=at.tall_value)
+        key_width, value_width = _widths(at)
+        keys = kept(key, compared, tall=at.tall_key)
+        values = kept(value, compared, tall=at.tall_value)
+        scores = dot(query[...], keys, (1, key_width)) * at.settings.scale
+        weights = jnp.exp(hide(scores, compared, block, at, turned=False) - lse[...].T)
+        d_scores = weights * (dot(d_out[...], values, (1, value_width)) - delta[...].T)
+        sums[...] += dot(d_scores.astype(key.dtype), keys, (1, 1 - key_width))
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    def _() -> None:
+        d_query[...] = (sums[...] * at.settings.scale).astype(d_query.dtype)
+
+
+def _keys_over_rows(
+    rows: tuple[Any, ...], keys: tuple[Any, ...], marks: Marks, at: Layout, *, interpret: bool
+) -> Any:
+    batch = len(rows[0])
+    numbers = walks(marks, at, batch, of_keys=True)
+
+    def walk(b: Any, i: Any) -> Any:
+        return b * at.key_blocks + i
+
+    def key(b: Any, i: Any, j: Any, *_: Any) -> Any:
+        return i
+
+    def row(b: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
+        return step(first, stop, walk(b, i), j)
+
+    specs = _specs(rows, at, row, key)
+    return pl.pallas_call(
+        functools.partial(_keys_kernel, at=at, walk=walk),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(numbers),
+            grid=(batch, at.heads, at.key_blocks, at.row_blocks),
+            in_specs=[*specs, mark_specs(marks.arrays, at, row, key)],
+            out_specs=specs[-2:],
+            scratch_shapes=[pltpu.VMEM((at.key_block, x.shape[-1]), jnp.float32) for x in rows[:2]],
+        ),
+        out_shape=[result_like(rows[0], x.shape, x.dtype) for x in keys],
+        compiler_params=_PARALLEL,
+        interpret=interpret,
+        name="attention_backward_keys",
+    )(*numbers, *rows, *keys, marks.arrays)
+
+
+def _keys_kernel(
+    first: Any,
+    stop: Any,
+    open_first: Any,
+    open_stop: Any,
+    query: Any,
+    d_out: Any,
+    lse: Any,
+    delta: Any,
+    key: Any,
+    value: Any,
+    marks: dict[str, Any],
+    d_key: Any,
+    d_value: Any,
+    key_sums: Any,
+    value_sums: Any,
+    *,
+    at: Layout,
+    walk: Callable[..., Any],
+) -> None:
+    """One block of keys meets one block of rows, `dv += P^T dout` and `dk += ds^T q`.
+
+    Scores are `[keys, rows]` here, and so no matrix is transposed. What lies past the end of the
+    keys stays in rows of results that are never written. Arguments as those of `_rows_kernel`;
+    d_key and key_sums `[keys, H]`, d_value and value_sums `[keys, Hv]`.
+    """
+    b, p, i, j = map(pl.program_id, range(4))
+    numbers = first, stop, open_first, open_stop
+
+    @pl.when(j == 0)
+    def _() -> None:
+        key_sums[...] = jnp.zeros_like(key_sums)
+        value_sums[...] = jnp.zeros_like(value_sums)
+
+    @look(numbers, walk(b, i), j, marks)
+    def _(block: Any, compared: dict[str, Any]) -> None:
+        key_width, value_width = _widths(at)
+        keys = kept(key, compared, tall=at.tall_key)
+        values = kept(value, compared, tall=at.tall_value)
+        scores = dot(keys, query[...], (key_width, 1)) * at.settings.scale
+        weights = jnp.exp(hide(scores, compared, i, at, turned=True) - lse[...])
+        value_sums[...] += dot(weights.astype(d_out.dtype), d_out[...], (1, 0))
+        d_scores = weights * (dot(values, d_out[...], (value_width, 1)) - delta[...])
+        key_sums[...] += dot(d_scores.astype(query.dtype), query[...], (1, 0))
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    def _() -> None:
+        found = key_sums[...] * at.settings.scale, value_sums[...]
+        for x, ref, tall in zip(found, (d_key, d_value), (at.tall_key, at.tall_value), strict=True):
+            ref[...] = (x.T if tall else x).astype(ref.dtype)
+
+
+def _widths(at: Layout) -> tuple[int, int]:
+    """Which axis of a block of keys, and of values, is the width."""
+    return 0 if at.tall_key else 1, 0 if at.tall_value else 1

@@ -1,0 +1,176 @@
+"""How the TPU kernels see a call: heads folded into the other axes, and blocks that fit on a chip."""
+
+import math
+from typing import NamedTuple
+
+from jaxtyping import Array
+
+from ...call._arguments import Operands, Settings
+from .._rows import lay, take
+
+# Rows (queries times heads) that are few: reading keys takes longer than computing with them, even
+# where every row meets the keys of all heads.
+FEW_ROWS = 256
+# Blocks, of rows and of keys, as large as memory on the chip lets them be. The keys of few rows
+# come in blocks that take the chip's memory a microsecond or more, several times what a step costs.
+ROWS = 512
+KEYS = 1024
+KEYS_OF_FEW_ROWS = 4096
+KEYS_BACKWARD = 512
+# What the compiler grants a kernel on every chip is 16 MiB, less what the estimate leaves out; and
+# of 1 MiB for scalars a half, of which each block that walks takes 16 bytes.
+MEMORY = 12 * 2**20
+WALKS = 2**15
+LANES, SUBLANES = 128, 16
+
+
+class Layout(NamedTuple):
+    """What a kernel knows of a call when it is traced.
+
+    A TPU computes with tiles of 8 or 16 by 128 of an array's last two axes, so that an axis of
+    heads before the width is of use only if it is folded into another or moved to the front. How
+    keys `[B, S, K, H]` lie in memory is XLA's choice, such that tiles are full:
+
+    - `H` a multiple of 128 and `K` 1, 2, 4 or a multiple of 8: as written, and so as
+      `[B, S·K, H]`. Few rows fold all heads into the keys' axis; a row sees the keys of its head
+      alone. More rows move the key heads to the front, by a copy.
+    - `H` a multiple of 128 and another `K`: as `[B, K, S, H]`, heads in front already.
+    - Another `H`, and many keys: as `[B, K, H, S]`. They are taken so, called tall here.
+
+    Query heads that share a key head are folded into the queries' axis.
+
+    Attributes:
+        heads: the axis in front, `P`: 1, or the number of key heads.
+        row_fold: query heads folded into queries, `N / P`.
+        key_fold: key heads folded into keys, `K / P`.
+        rows: the length of the axis of queries then, `T·N / P`.
+        keys: the length of the axis of keys, `S·K / P`.
+        tall_key: whether keys are taken as `[P, H, C]` and not as `[P, C, H]`.
+        tall_value: the same of values.
+        row_block: rows in a block.
+        key_block: keys in a block.
+        bounded: whether nothing but their number tells keys past the end in the last block.
+        settings: those of the call.
+    """
+
+    heads: int
+    row_fold: int
+    key_fold: int
+    rows: int
+    keys: int
+    tall_key: bool
+    tall_value: bool
+    row_block: int
+    key_block: int
+    bounded: bool
+    settings: Settings
+
+    @property
+    def row_blocks(self) -> int:
+        """The number of blocks of rows."""
+        return math.ceil(self.rows / self.row_block)
+
+    @property
+    def key_blocks(self) -> int:
+        """The number of blocks of keys."""
+        return math.ceil(self.keys / self.key_block)
+
+
+def layout(operands: Operands, settings: Settings, *, backward: bool) -> Layout:
+    """The layout and the blocks of a call's forward or backward kernels.
+
+    Raises `NotImplementedError` if no block fits into the memory on a chip, or too many are needed.
+    """
+    batch, times, heads, width = operands.query.shape
+    _, columns, kv_heads, value_width = operands.value.shape
+    few = times * heads <= FEW_ROWS
+    tall = bool(width % LANES), bool(value_width % LANES)
+    as_written = kv_heads in (1, 2, 4) or (kv_heads % 8 == 0 and math.lcm(LANES, kv_heads) <= KEYS)
+    front = 1 if few and as_written and not any(tall) else kv_heads
+    row_fold, key_fold = heads // front, kv_heads // front
+    rows, keys = times * row_fold, columns * key_fold
+    most_keys = KEYS_BACKWARD if backward else KEYS_OF_FEW_ROWS if few else KEYS
+    unit = math.lcm(LANES, key_fold)  # a block has all heads of a key
+    most_rows = ROWS
+    while True:
+        row_block = _even(rows, most_rows, SUBLANES if rows <= most_rows else LANES)
+        key_block = _even(keys, most_keys, unit)
+        needed = _memory(operands, row_block, key_block, backward=backward)
+        if needed <= MEMORY:
+            positions = operands.query_positions is not None or settings.rule.constrains
+            bounded = keys % key_block > 0 and not positions
+            sizes = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block
+            found = Layout(*sizes, bounded, settings)
+            break
+        if key_block > unit and key_block >= row_block:
+            most_keys = key_block // 2
+        elif row_block > LANES:
+            most_rows = row_block // 2
+        elif key_block > unit:
+            most_keys = key_block // 2
+        else:
+            raise NotImplementedError(
+                f"query: wanted widths of which blocks fit into {MEMORY >> 20} MiB, got {width} "
+                f"beside values of {value_width}"
+            )
+    walks = batch * max(found.row_blocks, found.key_blocks if backward else 0)
+    if walks > WALKS:
+        raise NotImplementedError(
+            f"query: wanted at most {WALKS} blocks of {row_block} rows or {key_block} keys in a "
+            f"batch, got {walks}"
+        )
+    return found
+
+
+def _even(size: int, most: int, unit: int) -> int:
+    """Blocks of about `most` that are filled evenly, in whole units."""
+    number = math.ceil(size / max(most // unit * unit, unit))
+    return math.ceil(math.ceil(size / number) / unit) * unit
+
+
+def _memory(operands: Operands, row_block: int, key_block: int, *, backward: bool) -> int:
+    query, key, value = operands[:3]
+    width, value_width = (math.ceil(x.shape[-1] / LANES) * LANES for x in (query, value))
+    a_row = width * query.dtype.itemsize + value_width * value.dtype.itemsize
+    a_key = width * key.dtype.itemsize + value_width * value.dtype.itemsize
+    # blocks come and go while others are computed with: each is there twice
+    blocks = 2 * (row_block * a_row + key_block * a_key)
+    sums = row_block * (value_width + 2 * LANES) * 4
+    if backward:
+        blocks += 2 * max(row_block * a_row, key_block * a_key)
+        sums = max(row_block * width, key_block * (width + value_width)) * 4
+    # Scores and what is made of them; float32 products are made of three 16-bit parts each.
+    wide = query.dtype.itemsize == 4
+    scores = row_block * key_block * 4 * ((6 if backward else 4) + wide)
+    parts = 6 * (row_block + key_block) * (width + value_width) if wide else 0
+    return blocks + sums + scores + parts
+
+
+def fold_rows(x: Array, at: Layout, fill: float = 0) -> Array:
+    """`[B, T, N, ...]` to rows `[B, P, R, ...]`, ordered by (time, head). Raises nothing.
+
+    Blocks then cover short intervals of time, so that few of them meet under a causal rule.
+    """
+    batch, times, heads, *rest = x.shape
+    x = x.reshape(batch, times, at.heads, at.row_fold, *rest).swapaxes(2, 3)
+    return lay(x.reshape(batch, at.rows, at.heads, *rest), at.heads, at.row_block, fill)
+
+
+def unfold_rows(x: Array, at: Layout) -> Array:
+    """The inverse of `fold_rows`. Raises nothing."""
+    batch, _, _, *rest = x.shape
+    x = take(x, at.rows, at.heads).reshape(batch, -1, at.row_fold, at.heads, *rest)
+    return x.swapaxes(2, 3).reshape(batch, -1, at.heads * at.row_fold, *rest)
+
+
+def fold_keys(x: Array, at: Layout, *, tall: bool) -> Array:
+    """`[B, S, K, W]` to `[B, P, C, W]`, or to `[B, P, W, C]` if `tall`. Raises nothing."""
+    x = lay(x.reshape(x.shape[0], at.keys, at.heads, x.shape[-1]), at.heads, 1)
+    return x.swapaxes(2, 3) if tall else x
+
+
+def unfold_keys(x: Array, at: Layout, *, tall: bool) -> Array:
+    """The inverse of `fold_keys`. Raises nothing."""
+    x = x.swapaxes(2, 3) if tall else x
+    batch, width = x.shape[0], x.shape[-1]
+    return take(x, at.keys, at.heads).reshape(batch, -1, at.heads * at.key_fold, width)

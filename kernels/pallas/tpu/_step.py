@@ -1,0 +1,137 @@
+"""What the TPU kernels share: where their blocks are, and the parts of one step."""
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from ...call._mask import visible
+from ._layout import Layout
+
+HIDDEN = -math.inf
+
+
+def key_spec(width: int, at: Layout, block: Callable[..., Any], *, tall: bool) -> pl.BlockSpec:
+    """A block of keys or values; `block` says which. Raises nothing."""
+
+    def where(b: Any, p: Any, *others: Any) -> Any:
+        number = block(b, *others)
+        return (b, p, 0, number) if tall else (b, p, number, 0)
+
+    shape = (width, at.key_block) if tall else (at.key_block, width)
+    return pl.BlockSpec((None, None, *shape), where)
+
+
+def step(first: Any, stop: Any, walk: Any, number: Any) -> Any:
+    """The block that a walk's step looks at; steps past the end stay, so that nothing is read.
+
+    Raises nothing.
+    """
+    return jnp.minimum(first[walk] + number, jnp.maximum(stop[walk] - 1, 0))
+
+
+def look(
+    numbers: tuple[Any, Any, Any, Any], walk: Any, number: Any, marks: dict[str, Any]
+) -> Callable[[Callable[[Any, dict[str, Any]], None]], None]:
+    """Decorates what a walk's step does with a block and the marks that tell who sees whom there.
+
+    Of a run of blocks in which all see all, most of a long causal context, positions and segments
+    need not be compared. Raises nothing.
+    """
+    first, stop, open_first, open_stop = (x[walk] for x in numbers)
+    block = first + number
+    heads = {name: x for name, x in marks.items() if name.endswith("heads")}
+
+    def run(do: Callable[[Any, dict[str, Any]], None]) -> None:
+        if len(heads) == len(marks):
+            pl.when(block < stop)(lambda: do(block, marks))
+            return
+        is_open = (open_first <= block) & (block < open_stop)
+        pl.when((block < stop) & is_open)(lambda: do(block, heads))
+        pl.when((block < stop) & jnp.logical_not(is_open))(lambda: do(block, marks))
+
+    return run
+
+
+def mark_specs(
+    marks: dict[str, Array], at: Layout, row: Callable[..., Any], key: Callable[..., Any]
+) -> dict[str, pl.BlockSpec]:
+    """Where a kernel finds its marks; `row` and `key` say which of the blocks. Raises nothing."""
+
+    def spec(name: str, x: Array) -> pl.BlockSpec:
+        index, block = (row, at.row_block) if name.startswith("row") else (key, at.key_block)
+
+        def where(*step: Any) -> Any:
+            b, _, *others = step
+            # one for all the batch, or one block for all blocks
+            number = index(b, *others) if x.shape[-1] > block else 0
+            return b if len(x) > 1 else 0, 0, number
+
+        return pl.BlockSpec((None, 1, block), where)
+
+    return {name: spec(name, x) for name, x in marks.items()}
+
+
+def hide(
+    scores: Array, marks: dict[str, Any], key_block: Any, at: Layout, *, turned: bool
+) -> Array:
+    """Scores `[rows, keys]` of one block, or `[keys, rows]` if `turned`, -inf where hidden.
+
+    Raises nothing.
+    """
+
+    def pair(name: str) -> tuple[Array, Array]:
+        row, key = marks[f"row_{name}"][...], marks[f"key_{name}"][...]
+        return (row, key.T) if turned else (row.T, key)
+
+    conditions: list[Any] = []
+    if "row_positions" in marks:
+        conditions.append(visible(at.settings.rule, *pair("positions")))
+    if at.bounded:
+        shape, axis = ((at.key_block, 1), 0) if turned else ((1, at.key_block), 1)
+        number = key_block * at.key_block + lax.broadcasted_iota(jnp.int32, shape, axis)
+        conditions.append(number < at.keys)
+    for name in ("segments", "heads"):
+        if f"row_{name}" in marks:
+            conditions.append(operator.eq(*pair(name)))
+    if not conditions:
+        return scores
+    return jnp.where(functools.reduce(operator.and_, conditions), scores, HIDDEN)
+
+
+def clear(x: Any, key_block: Any, at: Layout, *, tall: bool) -> None:
+    """Zeros in place of what the last block of keys or values holds past their end.
+
+    A weight of zero times what is there might be NaN. Raises nothing.
+    """
+    inside = at.keys % at.key_block
+    if inside:
+
+        @pl.when(key_block == at.key_blocks - 1)
+        def _() -> None:
+            past = (slice(None), slice(inside, None)) if tall else slice(inside, None)
+            x[past] = jnp.zeros_like(x[past])
+
+
+def kept(x: Any, marks: dict[str, Any], *, tall: bool) -> Array:
+    """A block of keys or values with zeros where, as its marks say, none is there. Raises nothing."""
+    if "key_positions" not in marks:
+        return x[...]
+    positions = marks["key_positions"][...]
+    there = (positions if tall else positions.T) >= 0
+    return jnp.where(there, x[...], jnp.zeros((), x.dtype))
+
+
+def dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
+    """The product of two matrices over the axes `over`, summed in float32. Raises nothing."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dimensions = (((over[0],), (over[1],)), ((), ()))
+    return lax.dot_general(
+        a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,135 @@
+"""Who sees whom, as the TPU kernels are told it, and which blocks they walk over."""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from ...call._arguments import Operands, reached
+from ...call._mask import Interval, interval, must_meet
+from .._rows import Marks as RowMarks
+from .._rows import mark, meet, spans
+from ._layout import Layout
+
+
+class Marks(NamedTuple):
+    """What tells a kernel who sees whom, and which blocks it need not look at.
+
+    Attributes:
+        arrays: int32 `[B or 1, 1, R]` of rows and `[B or 1, 1, C]` of keys, by name: positions,
+            segments and heads, those that there are. Heads of keys are those of one block.
+        meets: which blocks of rows might see which of keys, `[B or 1, rows, keys]`, or None if all.
+        open: of which all rows that are there see all keys, the same; None if all do.
+    """
+
+    arrays: dict[str, Array]
+    meets: Array | None
+    open: Array | None
+
+
+def marks_of(operands: Operands, at: Layout) -> Marks:
+    """The marks of folded rows and keys. Raises nothing."""
+    operands = reached(operands, at.settings)
+    # `mark` counts the heads that share a key head: none is left that does
+    batch, keys, key_block = len(operands.key), operands.key.shape[1], at.key_block // at.key_fold
+    folded = operands._replace(
+        query=jax.ShapeDtypeStruct((batch, at.rows, 1, 1), jnp.float32),
+        key=jax.ShapeDtypeStruct((batch, keys, 1, 1), jnp.float32),
+        query_positions=_repeated(operands.query_positions, at.row_fold),
+        query_segments=_repeated(operands.query_segments, at.row_fold),
+    )
+    found = mark(folded, at.settings, at.row_block, key_block)
+    meets = meet(found, at.settings, at.row_block, key_block)
+    names = ("row_positions", "key_positions", "row_segments", "key_segments")
+    arrays = {n: x[:, None] for n, x in zip(names, found, strict=True) if x is not None}
+    for name in arrays:
+        if name.startswith("key"):
+            arrays[name] = _repeated(arrays[name], at.key_fold)
+    if at.key_fold > 1:
+        group = at.row_fold // at.key_fold
+        rows = jnp.arange(at.row_blocks * at.row_block, dtype=jnp.int32)
+        arrays["row_heads"] = (rows % at.row_fold // group)[None, None]
+        arrays["key_heads"] = jnp.arange(at.key_block, dtype=jnp.int32)[None, None] % at.key_fold
+    return Marks(arrays, meets, _open(found, at, key_block))
+
+
+def _open(found: RowMarks, at: Layout, key_block: int) -> Any:
+    conditions = []
+
+    def cut(rows: Array, keys: Array) -> tuple[Array, Array]:
+        return (
+            rows.reshape(len(rows), -1, 1, at.row_block),
+            keys.reshape(len(keys), 1, -1, key_block),
+        )
+
+    if found.row_positions is not None and found.key_positions is not None:
+        rows, keys = cut(found.row_positions, found.key_positions)
+        all_keys = Interval(keys.min(-1), keys.max(-1))
+        conditions.append(must_meet(at.settings.rule, interval(rows), all_keys))
+    if found.row_segments is not None and found.key_segments is not None:
+        rows, keys = cut(found.row_segments, found.key_segments)
+        # no minimum exceeds a maximum, and so all four are equal
+        conditions.append((rows.min(-1) == keys.max(-1)) & (rows.max(-1) == keys.min(-1)))
+    return functools.reduce(operator.and_, conditions) if conditions else None
+
+
+def _repeated(x: Array | None, times: int) -> Any:
+    """`jnp.repeat` along the last axis, as sums over windows of numbers with zeros between them.
+
+    XLA:TPU makes an array of 16 times the memory for `jnp.repeat`, and takes minutes to compile it.
+    """
+    if x is None or times == 1:
+        return x
+    zero, others = jnp.zeros((), x.dtype), x.ndim - 1
+    x = lax.pad(x, zero, [(0, 0, 0)] * others + [(0, times - 1, times - 1)])
+    window, before = [1] * others + [times], [(0, 0)] * others + [(times - 1, 0)]
+    return lax.reduce_window(x, zero, lax.add, window, [1] * (others + 1), before)
+
+
+Numbers = Int[Array, "walks"]
+
+
+def walks(
+    marks: Marks, at: Layout, batch: int, *, of_keys: bool = False, splits: int = 1
+) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """What each block of rows walks over: the first block of keys and one past the last, then the
+    first and one past the last of a run of open ones. With `of_keys` those of keys, over rows.
+
+    For each member of the batch, block, and share of `splits` equal ones, in one axis: a chip
+    keeps such numbers in memory for scalars, whose last axis it fills up. Raises nothing.
+    """
+    outer, inner = at.row_blocks, at.key_blocks
+    if of_keys:
+        outer, inner = inner, outer
+        marks = marks._replace(
+            **{
+                name: None if x is None else x.swapaxes(1, 2)
+                for name, x in (("meets", marks.meets), ("open", marks.open))
+            }
+        )
+    whole = tuple(jnp.full((1, outer), x, jnp.int32) for x in (0, inner))
+    first, stop = whole if marks.meets is None else spans(marks.meets)
+    open_first, open_stop = whole if marks.open is None else _first_run(marks.open)
+
+    def each(x: Array) -> Array:
+        return jnp.broadcast_to(x[..., None], (batch, outer, splits))
+
+    first, stop, open_first, open_stop = map(each, (first, stop, open_first, open_stop))
+    share = (stop - first + splits - 1) // splits
+    first = jnp.minimum(first + share * lax.broadcasted_iota(jnp.int32, share.shape, 2), stop)
+    stop = jnp.minimum(first + share, stop)
+    first, stop, open_first, open_stop = (
+        x.reshape(-1) for x in (first, stop, open_first, open_stop)
+    )
+    return first, stop, open_first, open_stop
+
+
+def _first_run(x: Array) -> tuple[Array, Array]:
+    first = x.argmax(-1).astype(jnp.int32)
+    number = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    ends = jnp.where(x | (number < first[..., None]), x.shape[-1], number).min(-1)
+    return first, jnp.where(x.any(-1), ends, 0)

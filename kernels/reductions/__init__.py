@@ -1,0 +1,1 @@
+"""Reductions over blocks of scores that are not attention: covariances, expectations, samples."""

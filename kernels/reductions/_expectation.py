@@ -1,0 +1,159 @@
+"""Sums, or maxima, over keys of whatever can be said of a block of scores.
+
+The walk over blocks that `_blockwise` makes for attention, for any function of a block; made so
+that JAX differentiates it, to any order and in both modes, and stores no block.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ..call._arguments import Operands, Settings
+from ..call._state import AttentionState, holds_keys, lse_dtype, precision
+from ..dispatch._registry import attend, vary_together
+from ..xla._blocks import Blocks, Index, cut_queries, join_queries, outer
+
+
+class Block(NamedTuple):
+    """What is known of some rows (queries of some heads) and some keys.
+
+    Attributes:
+        scores: minus infinity where a row does not see a key.
+        weights: $P_a = e^{s_a - F}$, zero where a row does not see a key.
+        value: of these keys, in the dtype of the scores.
+    """
+
+    scores: Float[Array, "B rows keys"]
+    weights: Float[Array, "B rows keys"]
+    value: Float[Array, "B keys width"]
+
+
+# Of a block, and of arrays that have a line for each row, what is to be summed: [B, rows, outputs].
+Part = Callable[..., Array]
+# The same of the scores and the values of a block, for any way to join what blocks say.
+_Said = Callable[..., Array]
+
+
+def expectation(
+    part: Part,
+    width: int,
+    names: Sequence[str],
+    settings: Settings,
+    operands: Operands,
+    *rows: Float[Array, "B T N _"],
+) -> AttentionState:
+    r"""The mean under the attention weights of what `part` says, and the energies.
+
+    $$\mathrm{out} = \sum_a P_a f_a, \qquad \mathrm{lse} = F$$
+
+    A state: those of disjoint keys fold as attention does, if `part` is linear in the weights and
+    `rows` are the same for all of them. The energies are those of the implementation that `names`
+    choose. Raises as `attend` does.
+
+    Args:
+        part: $\sum_a P_a f_a$ of one block, `part(block, *rows)`.
+        width: how many numbers that is for each row.
+        names: the implementations to try.
+        settings: of the call.
+        operands: of the call.
+        *rows: what else `part` is given, `[B, T, N, W]` each.
+    """
+    state = attend(names, settings, operands)
+    return AttentionState(weighted(part, width, settings, operands, state.lse, *rows), state.lse)
+
+
+def weighted(
+    part: Part,
+    width: int,
+    settings: Settings,
+    operands: Operands,
+    lse: Float[Array, "B T N"],
+    *rows: Float[Array, "B T N _"],
+) -> Float[Array, "B T N width"]:
+    """The sum of `part`, with weights relative to given energies. Raises nothing."""
+    # a row that sees nothing has no weights
+    lse = jnp.where(holds_keys(lse), lse, jnp.inf)[..., None]
+
+    def sums(scores: Array, value: Array, lse: Array, *rows: Array) -> Array:
+        return part(Block(scores, jnp.exp(scores - lse), value), *rows)
+
+    return _walk(sums, jnp.add, 0.0, width, settings, operands, lse, *rows)
+
+
+def support(
+    settings: Settings, operands: Operands, direction: Float[Array, "B T N Hv"]
+) -> Float[Array, "B T N"]:
+    r"""The support function of the hull of the values that a row sees, $\max_a u \cdot v_a$.
+
+    Minus infinity for a row that sees no key. Held constant in derivatives. Raises nothing.
+    """
+    operands, direction = lax.stop_gradient((operands, direction))
+    return _walk(_largest, jnp.maximum, -jnp.inf, 1, settings, operands, direction)[..., 0]
+
+
+def _largest(scores: Array, value: Array, direction: Array) -> Array:
+    along = outer(direction, value, precision(direction.dtype))
+    return jnp.where(jnp.isneginf(scores), -jnp.inf, along).max(-1, keepdims=True)
+
+
+def _walk(
+    say: _Said,
+    join: Callable[[Array, Array], Array],
+    start: float,
+    width: int,
+    settings: Settings,
+    operands: Operands,
+    *rows: Array,
+) -> Array:
+    operands, rows = _together(operands, rows)
+    (batch, times, heads), columns = operands.query.shape[:3], operands.key.shape[1]
+    wide = lse_dtype(operands.query.dtype)
+    if 0 in (batch, times, columns):
+        shape = (batch, times, heads, width)
+        return lax.full_like(operands.query, start, dtype=wide, shape=shape)
+    blocks = Blocks(operands, settings)
+    g = blocks.grid
+    values = blocks.value.astype(wide)
+    # Absent rows get what present ones may get: nothing of them is kept.
+    cut = tuple(cut_queries(g, x) for x in rows)
+
+    def nothing() -> Array:
+        return blocks.full(start, batch, g.rows, width)
+
+    # What a derivative stores is what goes in, never a block.
+    @jax.checkpoint
+    def one(at: Index, query: Array, key: Array, value: Array, *rows: Array) -> Array:
+        def see() -> Array:
+            return say(blocks.scores_of(query, key, at), value, *rows)
+
+        meet = blocks.meet(at)
+        return see() if meet is None else lax.cond(meet, see, nothing)
+
+    # What a loop runs over is handed to it, so that each step's cotangents are its own.
+    def one_head(taken: Any) -> Array:
+        h, queries, keys, values, rows = taken
+
+        def one_block_of_queries(taken: Any) -> Array:
+            i, query, rows = taken
+
+            def one_block_of_keys(carry: Array, taken: Any) -> Any:
+                j, key, value = taken
+                return join(carry, one(Index(h, i, j), query, key, value, *rows)), None
+
+            over = jnp.arange(g.key_blocks), keys, values
+            return lax.scan(one_block_of_keys, nothing(), over)[0]
+
+        return lax.map(one_block_of_queries, (jnp.arange(g.query_blocks), queries, rows))
+
+    over = jnp.arange(g.kv_heads), blocks.query, blocks.key, values, cut
+    return join_queries(g, lax.map(one_head, over), times)
+
+
+def _together(operands: Operands, rows: tuple[Array, ...]) -> tuple[Operands, tuple[Array, ...]]:
+    together = vary_together((*operands, *rows))
+    number = len(operands)
+    return Operands(*together[:number]), tuple(together[number:])

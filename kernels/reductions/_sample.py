@@ -1,0 +1,132 @@
+"""Keys drawn from the attention weights, block by block.
+
+What has been drawn from the keys so far, and their energy, is a state: the draw of a union of two
+key sets is that of the second with the chance $e^{F_2 - F}$, else that of the first. (Reservoir
+sampling with weights; M. T. Chao, Biometrika 69, 1982.)
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+from ..call._arguments import Operands, Settings
+from ..call._state import lse_dtype, share, steady
+from ..dispatch._registry import vary_together
+from ..xla._blocks import Blocks, Index, cut_queries, join_queries
+
+
+class Draw(NamedTuple):
+    """Keys drawn for each row, and what they were drawn from.
+
+    Attributes:
+        places: of the keys; -1 where there is none, or `lse` is NaN.
+        lse: the energy of the keys that they were drawn from.
+    """
+
+    places: Int[Array, "*batch number"]
+    lse: Float[Array, "*batch"]
+
+
+def sample(
+    number: int, settings: Settings, operands: Operands, seeds: UInt32[Array, "B T N 2"]
+) -> Draw:
+    """Draws `number` keys for each row, with returning, from $P_a = e^{s_a - F}$. Raises nothing.
+
+    `seeds` are the data of a random key for each row: a row draws the same whichever rows are
+    beside it. Each block takes two new random numbers to a draw, so that the chances are resolved
+    as well in many keys as in few.
+    """
+    *together, seeds = vary_together((*operands, seeds))
+    operands = Operands(*together)
+    (batch, times, heads), columns = operands.query.shape[:3], operands.key.shape[1]
+    if 0 in (batch, times, columns):
+        wide = lse_dtype(operands.query.dtype)
+        shape = (batch, times, heads)
+        index = lax.full_like(operands.query, -1, dtype=jnp.int32, shape=(*shape, number))
+        return Draw(index, lax.full_like(operands.query, -jnp.inf, dtype=wide, shape=shape))
+    blocks = Blocks(operands, settings)
+    g = blocks.grid
+    seeds = cut_queries(g, seeds)
+
+    def one_block_of_queries(at: Index) -> Draw:
+        keys = seeds[at.head, at.query]
+
+        def one_block_of_keys(drawn: Draw, j: Array) -> tuple[Draw, None]:
+            here = at._replace(key=j)
+
+            def draw() -> Draw:
+                chances = _uniform(keys, j, (2, number), drawn.lse.dtype)
+                place, lse = _draw(blocks.scores(here), chances[:, :, 1])
+                first = j.astype(jnp.int32) * g.keys
+                new = Draw(jnp.where(place < 0, -1, place + first), lse)
+                return united(drawn, new, chances[:, :, 0])
+
+            meet = blocks.meet(here)
+            return (draw() if meet is None else lax.cond(meet, draw, lambda: drawn)), None
+
+        lse = blocks.full(-jnp.inf, batch, g.rows)
+        index = lax.full_like(lse, -1, dtype=jnp.int32, shape=(batch, g.rows, number))
+        return lax.scan(one_block_of_keys, Draw(index, lse), jnp.arange(g.key_blocks))[0]
+
+    def one_head(h: Array) -> Draw:
+        return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), jnp.arange(g.query_blocks))
+
+    index, lse = lax.map(one_head, jnp.arange(g.kv_heads))
+    return Draw(join_queries(g, index, times), join_queries(g, lse[..., None], times)[..., 0])
+
+
+def united(first: Draw, second: Draw, chance: Float[Array, "*batch number"]) -> Draw:
+    """The draw of two disjoint key sets, by numbers that are uniform in $[0, 1)$. Raises nothing."""
+    lse = jnp.logaddexp(first.lse, second.lse)
+    places = jnp.where(chance < share(second.lse, lse)[..., None], second.places, first.places)
+    return Draw(jnp.where(jnp.isnan(lse)[..., None], -1, places), lse)
+
+
+def seeds_of(seeds: UInt32[Array, "*batch 2"], number: Array | int) -> UInt32[Array, "*batch 2"]:
+    """Other seeds, told apart by a number. Raises nothing."""
+
+    def fold(seed: Array) -> Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(key, number))
+
+    return jax.vmap(fold)(seeds.reshape(-1, 2)).reshape(seeds.shape)
+
+
+def uniform(
+    seeds: UInt32[Array, "*batch 2"], shape: tuple[int, ...], dtype: jnp.dtype
+) -> Float[Array, "..."]:
+    """Numbers uniform in $[0, 1)$, `shape` of them for each seed. Raises nothing."""
+
+    def draw(seed: Array) -> Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.uniform(key, shape, dtype)
+
+    return jax.vmap(draw)(seeds.reshape(-1, 2)).reshape(*seeds.shape[:-1], *shape)
+
+
+def _uniform(seeds: Array, number: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    return uniform(seeds_of(seeds, number), shape, dtype)
+
+
+def _draw(
+    scores: Float[Array, "B rows keys"], chance: Float[Array, "B rows number"]
+) -> tuple[Int[Array, "B rows number"], Float[Array, "B rows"]]:
+    """Places in a block by the inverse of the distribution function, and the block's energy."""
+    top = steady(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    below = jnp.cumsum(weights, -1)
+    total = below[..., -1:]
+    # where rounding lets a number reach the total, the last key that is seen
+    last = scores.shape[-1] - 1 - jnp.argmax(weights[..., ::-1] > 0, -1)
+
+    def place(chance: Array) -> Array:
+        return (below <= (chance[..., None] * total)).sum(-1, dtype=jnp.int32)
+
+    places = lax.map(place, jnp.moveaxis(chance, -1, 0))
+    places = jnp.minimum(jnp.moveaxis(places, 0, -1), last[..., None].astype(jnp.int32))
+    empty = total == 0
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
+    return jnp.where(total > 0, places, -1), lse

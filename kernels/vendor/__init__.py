@@ -1,0 +1,1 @@
+"""Kernels of other libraries, behind adapters that make states of their results."""

@@ -1,0 +1,164 @@
+"""The splash implementation: JAX's own TPU kernels for training and prefill, tuned by their authors.
+
+Their backward kernels take the energies and $\\delta$ as they are, so that the cotangent of lse
+passes through exactly. JAX's function that calls them makes its own $\\delta$, of `out` alone, and
+so the two kernels are called here themselves.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from .._private import find
+from ..call._arguments import Operands, Settings, cotangents
+from ..call._kernel import AbstractKernel
+from ..call._mask import Rule
+from ..call._state import AttentionState
+from ..xla._blockwise import slope
+from ._adapter import check_plain, side, state_of
+
+_BLOCKS = (512, 256, 128)  # the largest that divides is taken
+_MOST = 32768  # their masks are cut into blocks on the host, one by one
+
+
+class Splash(AbstractKernel):
+    """JAX's splash attention: bfloat16, whole blocks of 128 rows, scores by a power of two.
+
+    The kernels take queries that are scaled already, which rounds them unless the scale is a power
+    of two: the default is one for widths of 64 and 256, and not for 128.
+    """
+
+    name = "splash"
+    platforms = ("tpu",)
+    interpreted = ("cpu", "cuda", "rocm")
+    exported = True
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises `NotImplementedError` for dtypes but bfloat16; arrays of masks, biases, positions
+        or segments; widths above 256; rows or keys that are no multiple of 128, or more than 32768;
+        scales that are no power of two; and versions of JAX without what is called here.
+        """
+        check_plain(operands, settings, widest=256)
+        if operands.query.dtype != "bfloat16":
+            raise NotImplementedError(f"query: wanted bfloat16, got {operands.query.dtype}")
+        for name, x in (("query", operands.query), ("key", operands.key)):
+            if x.shape[1] % _BLOCKS[-1] != 0 or x.shape[1] > _MOST:
+                raise NotImplementedError(
+                    f"{name}: wanted a multiple of {_BLOCKS[-1]} rows up to {_MOST}, "
+                    f"got {x.shape[1]}"
+                )
+        if math.frexp(settings.scale)[0] != 0.5:
+            raise NotImplementedError(f"scale: wanted a power of two, got {settings.scale}")
+        find("splash")
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """One kernel, after a copy of the operands with the heads in front. Raises nothing."""
+        query, key, value = _scaled(operands, settings)
+        found = _kernel(settings.rule, query.shape[2], key.shape[2], platform != "tpu")
+        with _as_expected():
+            out, (lse,) = jax.vmap(found)(query, key, value)
+        return state_of(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """Two kernels, of the queries' gradient and of the others. Raises nothing."""
+        query, key, value = _scaled(operands, settings)
+        found = _kernel(settings.rule, query.shape[2], key.shape[2], platform != "tpu")
+        d_out = cotangent.out.astype(value.dtype)
+        rows = (state.lse, d_out, slope(state, cotangent))
+        with _as_expected():
+            pulled = jax.vmap(functools.partial(_pull, found))(
+                query, key, value, *(x.swapaxes(1, 2) for x in rows)
+            )
+        query, key, value = (x.swapaxes(1, 2) for x in pulled)
+        return cotangents(query * settings.scale, key, value, None)
+
+
+def _scaled(operands: Operands, settings: Settings) -> list[Array]:
+    """The operands with the heads in front, and the queries scaled: exact, by a power of two."""
+    query, key, value = operands[:3]
+    return [x.swapaxes(1, 2) for x in (query * settings.scale, key, value)]
+
+
+def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array]:
+    """The cotangents of one batch entry's queries (as scaled), keys and values."""
+    key, value, lse, d_out, delta = others
+    options, blocks = dict(found.kwargs), found.kwargs["block_sizes"]
+    for name in ("block_sizes", "save_residuals", "residual_checkpoint_name"):
+        del options[name]
+    options |= {x: getattr(blocks, x) for x in ("q_layout", "k_layout", "v_layout")}
+    arrays = (query, key, value, None, None, lse, d_out, delta)
+    _, d_key, d_value = find("splash").backward_key(
+        *arrays,
+        bq=blocks.block_q_dkv,
+        bkv=blocks.block_kv_dkv,
+        bkv_compute=blocks.block_kv_dkv_compute,
+        mask_info=found.dkv_mask_info,
+        use_fused_bwd_kernel=False,  # it rounds a part of the queries' gradient per block of keys
+        **options,
+    )
+    d_query = find("splash").backward_query(
+        *arrays,
+        bq=blocks.block_q_dq,
+        bkv=blocks.block_kv_dq,
+        mask_info=found.dq_mask_info,
+        **options,
+    )
+    return d_query, d_key, d_value
+
+
+@functools.lru_cache(maxsize=32)
+def _kernel(rule: Rule, rows: int, keys: int, interpret: bool) -> Any:
+    splash = find("splash")
+    bq, bkv = (next(b for b in _BLOCKS if n % b == 0) for n in (rows, keys))
+    blocks = splash.BlockSizes(
+        block_q=bq, block_kv=bkv, block_q_dkv=bq, block_kv_dkv=bkv, block_q_dq=bq, block_kv_dq=bkv
+    )
+    # A list of one mask serves all heads. What is made of it is kept from one trace to the next.
+    with jax.ensure_compile_time_eval():
+        found = splash.make(
+            mask=splash.masks.MultiHeadMask([_mask(splash.masks, rule, (rows, keys))]),
+            block_sizes=blocks,
+            save_residuals=True,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        return jax.tree.map(np.asarray, found)
+
+
+def _mask(masks: Any, rule: Rule, shape: tuple[int, int]) -> Any:
+    if rule.window is not None:
+        left, right = (side(x, shape[1]) for x in rule.window)
+        return masks.LocalMask(shape, (left, 0 if rule.is_causal else right), 0)
+    return masks.CausalMask(shape) if rule.is_causal else masks.FullMask(shape)
+
+
+@contextlib.contextmanager
+def _as_expected() -> Iterator[None]:
+    """JAX as these kernels expect it: 32 bits, and free promotion of dtypes and ranks.
+
+    Nor do they say along which axes of a `jax.shard_map` their results vary, which is asked for
+    there; nothing that runs when a program is lowered needs to know.
+    """
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        find("splash").check_varying(False),
+    ):
+        yield

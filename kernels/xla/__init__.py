@@ -1,0 +1,1 @@
+"""Kernels in plain JAX, which run everywhere."""

@@ -1,0 +1,279 @@
+"""Scores in blocks: how operands are cut, and which blocks need be computed at all."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+from ..call._arguments import Operands, Settings, cleared, known, reached, there
+from ..call._mask import meeting, visible
+from ..call._state import lse_dtype, precision
+
+# Rows of queries (of all heads that share a key head) and keys in a block. Chosen by measurement:
+# large enough for the matrix products to run at full speed, small enough to stay in the cache. All
+# rows of a batch are in a block together, so that a batch split over devices stays where it is, and
+# share the number of queries, down to the smallest.
+QUERY_BLOCK = 1024
+SMALLEST_QUERY_BLOCK = 256
+KEY_BLOCK = 1024
+
+
+class Grid(NamedTuple):
+    """How `[T, N]` queries and `[S, K]` keys are cut into blocks; static.
+
+    A block of queries holds `times` consecutive positions of all `group` heads that share one key
+    head, so no key is ever repeated and a block covers an interval of time.
+    """
+
+    kv_heads: int
+    group: int
+    times: int
+    query_blocks: int
+    keys: int
+    key_blocks: int
+
+    @property
+    def rows(self) -> int:
+        """The number of query rows in a block."""
+        return self.group * self.times
+
+
+def grid(operands: Operands, causal: bool) -> Grid:
+    """The smallest grid of blocks of at most the set sizes, evenly filled. Raises nothing.
+
+    Under a causal rule the numbers of blocks are even: where two distant pieces of a sequence lie
+    together, as in the zigzag layout, none then holds a part of both.
+    """
+    batch, rows, heads, _ = operands.query.shape
+    columns, kv_heads = operands.key.shape[1:3]
+    group = heads // kv_heads
+    least = min(SMALLEST_QUERY_BLOCK, QUERY_BLOCK)
+    most = max(QUERY_BLOCK // max(batch, 1), least) if known(batch) else least
+    times, query_blocks = _cut(rows, group, most, causal)
+    keys, key_blocks = _cut(columns, 1, KEY_BLOCK, causal)
+    return Grid(kv_heads, group, times, query_blocks, keys, key_blocks)
+
+
+def _cut(size: int, group: int, most: int, even: bool) -> tuple[int, int]:
+    """How many of `size` are in a block of at most `most // group`, and the number of blocks."""
+    if not known(size):
+        times = max(most // group, 1)
+        return times, -(-size // times)
+    blocks = min(size, _number(size * group, most, even))
+    return math.ceil(size / max(blocks, 1)), blocks
+
+
+def _number(size: int, most: int, even: bool) -> int:
+    blocks = math.ceil(size / most)
+    return blocks + blocks % 2 if even and 2 * size > most else blocks
+
+
+def cut_queries(grid: Grid, x: Array, fill: int | float = 0) -> Array:
+    """`[B, T, N, W]` to `[K, blocks, B, rows, W]`, rows ordered by (head of the group, time)."""
+    batch, rows, heads, width = x.shape
+    x = _pad(x, 1, grid.times * grid.query_blocks, fill)
+    x = x.reshape(batch, grid.query_blocks, grid.times, grid.kv_heads, grid.group, width)
+    x = x.transpose(3, 1, 0, 4, 2, 5)
+    return x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.rows, width)
+
+
+def join_queries(grid: Grid, x: Array, rows: int) -> Array:
+    """The inverse of `cut_queries`: `[K, blocks, B, rows, W]` to `[B, T, N, W]`."""
+    batch, width = x.shape[2], x.shape[-1]
+    x = x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.group, grid.times, width)
+    x = x.transpose(2, 1, 4, 0, 3, 5)
+    x = x.reshape(batch, grid.query_blocks * grid.times, grid.kv_heads * grid.group, width)
+    return x[:, :rows]
+
+
+def cut_keys(grid: Grid, x: Array) -> Array:
+    """`[B, S, K, W]` to `[K, blocks, B, keys, W]`."""
+    batch, _, kv_heads, width = x.shape
+    x = whole_blocks(grid, x)
+    x = x.reshape(batch, grid.key_blocks, grid.keys, kv_heads, width)
+    return x.transpose(3, 1, 0, 2, 4)
+
+
+def whole_blocks(grid: Grid, x: Array) -> Array:
+    """`[B, S, K, W]` with keys that fill the last block."""
+    return _pad(x, 1, grid.keys * grid.key_blocks)
+
+
+def take_keys(grid: Grid, x: Array, at: "Index") -> Array:
+    """One block `[B, keys, W]` of `whole_blocks`, with no copy of the others."""
+    batch, _, _, width = x.shape
+    zero = jnp.zeros_like(at.key)
+    corner = zero, at.key * grid.keys, at.head, zero
+    # XLA:CPU slices floats of 16 bits by way of a float32 copy of them all, and bits without one.
+    bits = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+    block = lax.dynamic_slice(bits, corner, (batch, grid.keys, 1, width))
+    return lax.bitcast_convert_type(block, x.dtype).reshape(batch, grid.keys, width)
+
+
+def join_keys(grid: Grid, x: Array, columns: int) -> Array:
+    """The inverse of `cut_keys`: `[K, blocks, B, keys, W]` to `[B, S, K, W]`."""
+    batch, width = x.shape[2], x.shape[-1]
+    x = x.transpose(2, 1, 3, 0, 4)
+    return x.reshape(batch, grid.key_blocks * grid.keys, grid.kv_heads, width)[:, :columns]
+
+
+def _pad(x: Array, axis: int, size: int, fill: int | float = 0) -> Array:
+    missing = size - x.shape[axis]
+    if missing == 0:
+        return x
+    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+class Index(NamedTuple):
+    """Which block: key head, block of queries, block of keys."""
+
+    head: Array
+    query: Array
+    key: Array
+
+
+class Blocks:
+    """Everything that scores are made of, cut by a grid; a block of scores is `[B, rows, keys]`."""
+
+    def __init__(self, operands: Operands, settings: Settings):
+        self.grid = g = grid(operands, settings.rule.is_causal)
+        self.settings = settings
+        exact = precision(operands.query.dtype)
+        self.outer = functools.partial(outer, precision=exact)
+        self.product = functools.partial(product, precision=exact)
+        operands = reached(operands, settings)
+        clear = cleared(operands)
+        self.query = cut_queries(g, clear.query)
+        self.key = cut_keys(g, clear.key)
+        self.value = cut_keys(g, clear.value)
+        shown = there(operands)
+        if shown is not None:
+            shown = jnp.broadcast_to(shown, (shown.shape[0], operands.key.shape[1]))
+            shown = _pad(shown, 1, g.keys * g.key_blocks)
+            shown = shown.reshape(shown.shape[0], g.key_blocks, g.keys)
+        self._shown = shown
+        rows, columns = g.times * g.query_blocks, g.keys * g.key_blocks
+        self.bias = _pad_scores(operands.bias, rows, columns)
+        self.mask = _pad_scores(operands.mask, rows, columns)
+        query_positions, key_positions = operands.query_positions, operands.key_positions
+        if columns != operands.key.shape[1] and key_positions is None:
+            # keys that fill the last block are not there
+            query_positions = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
+            key_positions = jnp.zeros((1, operands.key.shape[1]), jnp.int32)
+        self.positions = self.segments = None
+        if query_positions is not None and key_positions is not None:
+            self.positions = self._cut(query_positions, key_positions, fill=-1)
+        if operands.query_segments is not None and operands.key_segments is not None:
+            self.segments = self._cut(operands.query_segments, operands.key_segments, fill=0)
+        meet = meeting(settings.rule, self.positions, self.segments)
+        self._meet = None if meet is None else meet.any(0)
+
+    def _cut(self, queries: Array, keys: Array, fill: int) -> tuple[Array, Array]:
+        g = self.grid
+        queries = _pad(queries, 1, g.times * g.query_blocks, fill)
+        keys = _pad(keys, 1, g.keys * g.key_blocks, fill)
+        return queries.reshape(-1, g.query_blocks, g.times), keys.reshape(-1, g.key_blocks, g.keys)
+
+    def full(self, fill: float, *shape: int) -> Array:
+        """A constant to start a loop with, in the dtype of the scores; inside shard_map it counts
+        as differing between devices like the operands do, as loops require.
+        """
+        return lax.full_like(self.query, fill, dtype=lse_dtype(self.query.dtype), shape=shape)
+
+    def meet(self, at: Index) -> Bool[Array, ""] | None:
+        """Whether any query of the block may see any key of it; None if all see all."""
+        return None if self._meet is None else self._meet[at.query, at.key]
+
+    def take_values(self, values: Array, at: Index) -> Array:
+        """One block of the operands' values, `whole_blocks`, with zeros where none is there."""
+        block = take_keys(self.grid, values, at)
+        return (
+            block if self._shown is None else jnp.where(self._shown[:, at.key, :, None], block, 0)
+        )
+
+    def scores(self, at: Index) -> Array:
+        """The scores of one block, `[B, rows, keys]`, minus infinity where a key is hidden."""
+        return self.scores_of(self.query[at.head, at.query], self.key[at.head, at.key], at)
+
+    def scores_of(self, query: Array, key: Array, at: Index) -> Array:
+        """The same of a block's queries and keys that have been taken out already."""
+        scores = self.outer(query, key) * self.settings.scale
+        if self.bias is not None:
+            scores = scores + self._block(self.bias, at).astype(scores.dtype)
+        if self.mask is not None:
+            scores = jnp.where(self._block(self.mask, at), scores, -jnp.inf)
+        if self.positions is not None:
+            seen = visible(self.settings.rule, *self._facing(self.positions, at))
+            scores = jnp.where(seen, scores, -jnp.inf)
+        if self.segments is not None:
+            queries, keys = self._facing(self.segments, at)
+            scores = jnp.where(queries == keys, scores, -jnp.inf)
+        return scores
+
+    def _facing(self, numbers: tuple[Array, Array], at: Index) -> tuple[Array, Array]:
+        """Of the rows and of the keys of a block, `[B, rows, 1]` and `[B, 1, keys]`."""
+        queries, keys = (x[:, i] for x, i in zip(numbers, at[1:], strict=True))
+        return jnp.tile(queries, (1, self.grid.group))[:, :, None], keys[:, None, :]
+
+    def _block(self, x: Array, at: Index) -> Array:
+        g = self.grid
+        block = lax.dynamic_slice(x, *self._corner(x.shape, at))
+        block = jnp.broadcast_to(block, (x.shape[0], g.group, g.times, g.keys))
+        return block.reshape(x.shape[0], g.rows, g.keys)
+
+    def _corner(self, shape: tuple[int, ...], at: Index) -> tuple[list[Array], list[int]]:
+        g = self.grid
+        steps = (g.group, g.times, g.keys)
+        start = [
+            i * step if n > 1 else 0 * i for n, i, step in zip(shape[1:], at, steps, strict=True)
+        ]
+        sizes = [min(n, step) for n, step in zip(shape[1:], steps, strict=True)]
+        return [0 * at.head, *start], [shape[0], *sizes]
+
+    def add_to_bias(self, total: Array, block: Array, at: Index) -> Array:
+        """Adds the gradient of one block of scores to that of the (padded) bias."""
+        g = self.grid
+        start, sizes = self._corner(total.shape, at)
+        block = block.reshape(-1, g.group, g.times, g.keys)
+        axes = tuple(i for i in range(4) if sizes[i] == 1 and block.shape[i] > 1)
+        block = block.sum(axes, keepdims=True)
+        return lax.dynamic_update_slice(
+            total, lax.dynamic_slice(total, start, sizes) + block, start
+        )
+
+
+def _pad_scores(x: Array | None, rows: int, columns: int) -> Array | None:
+    if x is None:
+        return None
+    x = x if x.shape[2] == 1 else _pad(x, 2, rows)
+    return x if x.shape[3] == 1 else _pad(x, 3, columns)
+
+
+def outer(a: Array, b: Array, precision: lax.Precision | None) -> Array:
+    """`a bᵀ` of `[B, m, w]` and `[B, n, w]`, accumulated in float32 or wider. Raises nothing."""
+    return _dot(a, b, (1, 1), precision)
+
+
+def product(a: Array, b: Array, precision: lax.Precision | None) -> Array:
+    """`a b` of `[B, m, k]` and `[B, k, n]`, accumulated in float32 or wider. Raises nothing."""
+    return _dot(a, b, (1, 0), precision)
+
+
+def inner(a: Array, b: Array, precision: lax.Precision | None) -> Array:
+    """`aᵀ b` of `[B, k, m]` and `[B, k, n]`, accumulated in float32 or wider. Raises nothing."""
+    return _dot(a, b, (0, 0), precision)
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precision | None) -> Array:
+    def dot(a: Array, b: Array) -> Array:
+        axes = ((contract[0],), (contract[1],)), ((), ())
+        wide = lse_dtype(a.dtype)
+        return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=wide)
+
+    # XLA:CPU has its fast 16-bit product only without a batch axis
+    return dot(a[0], b[0])[None] if a.shape[0] == 1 else jax.vmap(dot)(a, b)

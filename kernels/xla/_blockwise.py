@@ -1,0 +1,266 @@
+"""The blockwise implementation: XLA alone, memory O(T·block), any platform.
+
+Forward and backward walk over blocks of scores and keep running statistics; the `T×S` matrix never
+exists (online softmax: Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2: Dao,
+arXiv 2307.08691).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ..call._arguments import Operands, Settings, cotangents, out_dtype
+from ..call._kernel import AbstractKernel
+from ..call._state import AttentionState, holds_keys, lse_dtype, steady
+from ._blocks import Blocks, Index, cut_queries, join_keys, join_queries, take_keys, whole_blocks
+
+
+class Blockwise(AbstractKernel):
+    """XLA alone: any call, any platform, memory O(T·block)."""
+
+    name = "blockwise"
+    platforms = ()
+    interpreted = ()
+    exported = True
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises nothing."""
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """The online softmax over blocks of keys. Raises nothing."""
+        return forward(operands, settings)
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """Both cotangents pulled back in blocks. Raises nothing."""
+        return backward(operands, settings, state, cotangent)
+
+
+def forward(operands: Operands, settings: Settings) -> AttentionState:
+    """`(out, lse)` by online softmax over blocks of keys; takes every call. Raises nothing.
+
+    Differentiated as it stands it would store every block: `backward` is its derivative.
+    """
+    batch, rows = operands.query.shape[:2]
+    value = operands.value
+    if batch == 0 or rows == 0 or operands.key.shape[1] == 0:
+        return empty_like(settings, operands)
+    blocks = Blocks(operands, settings)
+    g = blocks.grid
+    wide = lse_dtype(operands.query.dtype)
+    keys, values = (whole_blocks(g, x) for x in (operands.key, value))
+
+    def one_block_of_queries(at: Index) -> tuple[Array, Array]:
+        def one_block_of_keys(carry: Any, j: Array) -> Any:
+            here = at._replace(key=j)
+
+            def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
+                query, key = blocks.query[here.head, here.query], take_keys(g, keys, here)
+                scores = blocks.scores_of(query, key, here)
+                new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
+                shift = steady(new)
+                weights = jnp.exp(scores - shift)
+                decay = jnp.exp(maximum - shift)
+                total = total * decay + weights.sum(-1, keepdims=True)
+                # The probabilities stay in the wide dtype, and so do the values that they weigh.
+                weighed = blocks.product(weights, blocks.take_values(values, here).astype(wide))
+                return new, total, sums * decay + weighed
+
+            return when(blocks.meet(here), attend, *carry), None
+
+        start = (
+            blocks.full(-jnp.inf, batch, g.rows, 1),
+            blocks.full(0.0, batch, g.rows, 1),
+            blocks.full(0.0, batch, g.rows, value.shape[-1]),
+        )
+        (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, jnp.arange(g.key_blocks))
+        empty = total == 0
+        total = jnp.where(empty, 1.0, total)
+        lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(total))
+        return (sums / total).astype(out_dtype(operands, settings)), lse
+
+    def one_head(h: Array) -> tuple[Array, Array]:
+        return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), jnp.arange(g.query_blocks))
+
+    out, lse = lax.map(one_head, jnp.arange(g.kv_heads))
+    return AttentionState(join_queries(g, out, rows), join_queries(g, lse, rows)[..., 0])
+
+
+def empty_like(settings: Settings, operands: Operands) -> AttentionState:
+    """The state of no keys, of the types that the state of `operands` has. Raises nothing."""
+    shape = (*operands.query.shape[:-1], operands.value.shape[-1])
+    out = lax.full_like(operands.value, 0.0, shape=shape, dtype=out_dtype(operands, settings))
+    wide = lse_dtype(operands.query.dtype)
+    return AttentionState(out, lax.full_like(out, -jnp.inf, shape=shape[:-1], dtype=wide))
+
+
+def backward(
+    operands: Operands,
+    settings: Settings,
+    state: AttentionState,
+    cotangent: AttentionState,
+) -> Operands:
+    r"""The vector-Jacobian product of `(out, lse)` with both cotangents, in blocks.
+
+    With $P_a = e^{s_a - F}$ and $\delta = \dot{out}\cdot out - \dot{lse}$,
+
+    $$\dot s_a = P_a (\dot{out}\cdot v_a - \delta), \quad \dot v_a = \sum P_a \dot{out}, \quad
+      \dot q = \mathrm{scale} \sum_a \dot s_a k_a, \quad \dot k_a = \mathrm{scale} \sum \dot s_a q.$$
+
+    Returns the cotangents in the form of the operands, None for masks and positions. It is
+    differentiable JAX itself, so second derivatives in reverse mode are right. Raises nothing.
+    """
+    return narrow(backward_wide(operands, settings, state, cotangent), operands)
+
+
+def slope(state: AttentionState, cotangent: AttentionState) -> Array:
+    """`δ` of `backward`: what the cotangents say of the total weight, `[B, T, N]`. Raises nothing.
+
+    A cotangent of `lse` that is None is zero.
+    """
+    wide = state.lse.dtype
+    delta = (cotangent.out.astype(wide) * state.out.astype(wide)).sum(-1)
+    return delta if cotangent.lse is None else delta - cotangent.lse
+
+
+class Rows(NamedTuple):
+    """What a backward is given of rows. Where no key is seen nothing is asked: $P = e^{s - inf} = 0$."""
+
+    query: Array  # [B, T, N, H]
+    d_out: Array  # [B, T, N, Hv]
+    lse: Array  # [B, T, N], plus infinity for rows that see no key
+    delta: Array  # [B, T, N], `slope`
+
+
+def rows_of(operands: Operands, state: AttentionState, cotangent: AttentionState) -> Rows:
+    """The rows of a backward, finite where no key is seen. Raises nothing."""
+    query, d_out = operands.query, cotangent.out
+    seen = holds_keys(state.lse)
+    if operands.query_positions is not None:  # else all rows are there
+        query, d_out = (jnp.where(seen[..., None], x, 0) for x in (query, d_out))
+    lse = jnp.where(seen, state.lse, jnp.inf)
+    return Rows(query, d_out, lse, jnp.where(seen, slope(state, cotangent), 0.0))
+
+
+def narrow(found: Operands, operands: Operands) -> Operands:
+    """Cotangents in the dtypes of the operands that they are of. Raises nothing."""
+
+    def cast(x: Array | None, like: Any) -> Any:
+        return None if x is None else x.astype(like.dtype)
+
+    return Operands(*map(cast, found, operands))
+
+
+def backward_wide(
+    operands: Operands,
+    settings: Settings,
+    state: AttentionState,
+    cotangent: AttentionState,
+) -> Operands:
+    """As `backward`, with the cotangents in the dtype of the scores, to be added up further.
+
+    `state` may be that of more keys than these: the shares are those in the whole. Raises nothing.
+    """
+    query, key, value, bias = operands[:4]
+    wide = lse_dtype(query.dtype)
+    none = cotangents(*(None if x is None else jnp.zeros_like(x, dtype=wide) for x in operands[:4]))
+    (batch, rows), columns = query.shape[:2], key.shape[1]
+    if batch == 0 or rows == 0 or columns == 0:
+        return none
+    given = rows_of(operands, state, cotangent)
+    blocks = Blocks(operands._replace(query=given.query), settings)
+    g = blocks.grid
+    lse = cut_queries(
+        g, given.lse[..., None], fill=jnp.inf
+    )  # also of rows that fill the last block
+    delta = cut_queries(g, given.delta[..., None])
+    outs = cut_queries(g, given.d_out)
+    # Sums over rows are taken as [width, rows] times [rows, keys], a plain matrix product, and so
+    # the gradients of keys and values lie on their side until the end.
+    queries_on_side = blocks.query.astype(wide).swapaxes(-1, -2)
+    outs_on_side = outs.astype(wide).swapaxes(-1, -2)
+
+    # What a derivative of this derivative would store of a block is which one it was.
+    @jax.checkpoint
+    def pulled(here: Index) -> tuple[Array, Array, Array, Array | None]:
+        rows, keys = (here.head, here.query), (here.head, here.key)
+
+        def pull() -> tuple[Array, Array, Array, Array | None]:
+            weights = jnp.exp(blocks.scores(here) - lse[rows])
+            values = blocks.value[keys].astype(outs.dtype)  # what is folded is wide
+            d_scores = weights * (blocks.outer(outs[rows], values) - delta[rows])
+            return (
+                blocks.product(queries_on_side[rows], d_scores),
+                blocks.product(outs_on_side[rows], weights),
+                blocks.product(d_scores, blocks.key[keys].astype(wide)),
+                None if bias is None else d_scores,
+            )
+
+        def nothing() -> tuple[Array, Array, Array, Array | None]:
+            return (
+                blocks.full(0.0, batch, key.shape[-1], g.keys),
+                blocks.full(0.0, batch, value.shape[-1], g.keys),
+                blocks.full(0.0, batch, g.rows, key.shape[-1]),
+                None if bias is None else blocks.full(0.0, batch, g.rows, g.keys),
+            )
+
+        meet = blocks.meet(here)
+        return pull() if meet is None else lax.cond(meet, pull, nothing)
+
+    def one_block_of_keys(at: Index, queries: Array, biases: Array | None) -> Any:
+        def one_block_of_queries(carry: Any, i: Array) -> Any:
+            d_keys, d_values, queries, biases = carry
+            here = at._replace(query=i)
+            to_keys, to_values, to_queries, d_scores = pulled(here)
+            if biases is not None:
+                biases = blocks.add_to_bias(biases, d_scores, here)
+            queries = queries.at[i].add(to_queries)
+            return (d_keys + to_keys, d_values + to_values, queries, biases), None
+
+        start = (
+            blocks.full(0.0, batch, key.shape[-1], g.keys),
+            blocks.full(0.0, batch, value.shape[-1], g.keys),
+            queries,
+            biases,
+        )
+        (d_keys, d_values, queries, biases), _ = lax.scan(
+            one_block_of_queries, start, jnp.arange(g.query_blocks)
+        )
+        return (queries, biases), (d_keys, d_values)
+
+    def one_head(biases: Array | None, h: Array) -> Any:
+        def step(carry: Any, j: Array) -> Any:
+            return one_block_of_keys(Index(h, j, j), *carry)
+
+        queries = blocks.full(0.0, g.query_blocks, batch, g.rows, key.shape[-1])
+        (queries, biases), found = lax.scan(step, (queries, biases), jnp.arange(g.key_blocks))
+        return biases, (queries, *found)
+
+    biases = None if blocks.bias is None else blocks.full(0.0, *blocks.bias.shape)
+    biases, (queries, keys, values) = lax.scan(one_head, biases, jnp.arange(g.kv_heads))
+    if bias is not None and biases is not None:
+        biases = biases[:, :, : bias.shape[2], : bias.shape[3]]
+    return none._replace(
+        query=join_queries(g, queries, rows) * settings.scale,
+        key=join_keys(g, keys.swapaxes(-1, -2), columns) * settings.scale,
+        value=join_keys(g, values.swapaxes(-1, -2), columns),
+        bias=biases,
+    )
+
+
+def when(condition: Array | None, f: Any, *carry: Any) -> Any:
+    """`f(*carry)` where `condition` holds or is None, else `carry`. Raises nothing."""
+    if condition is None:
+        return f(*carry)
+    return lax.cond(condition, f, lambda *carry: carry, *carry)

@@ -1,0 +1,197 @@
+"""The decode implementation: few queries against many keys, read once and where they lie."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ..call._arguments import Operands, Settings, cleared, known, out_dtype, reached, there
+from ..call._kernel import AbstractKernel
+from ..call._state import AttentionState, lse_dtype, precision
+from . import _blockwise
+from ._blocks import KEY_BLOCK, inner, outer, product
+from ._reference import masked
+from ._softmax import softmax
+
+# Above this many query rows (times heads) the block-diagonal product wastes more arithmetic than
+# it saves in bandwidth; chosen by measurement.
+MOST_ROWS = 64
+# The values of a sum that is not finite are summed again in so many pieces at least, or in fewer of
+# so many keys. They need memory whether they are summed or not: small, it costs no time.
+PIECES, LEAST_PIECE = 8, 128
+
+
+class Decode(AbstractKernel):
+    """XLA alone, for at most 64 query rows times heads: reads each key and value once.
+
+    Memory O(T·N·S), a small part of the keys' own. On CPUs all heads go into one product; other
+    platforms take a product per head as it is, and would copy the values to join heads and widths.
+    """
+
+    name = "decode"
+    platforms = ()
+    interpreted = ()
+    exported = True
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises `NotImplementedError` for more rows."""
+        times, heads = operands.query.shape[1:3]
+        if not known(times) or times * heads > MOST_ROWS:
+            raise NotImplementedError(
+                f"query: wanted at most {MOST_ROWS} rows times heads, "
+                f"got {times} × {heads} = {times * heads}"
+            )
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """One product for all scores and one for all outputs. Raises nothing."""
+        return lax.platform_dependent(
+            reached(operands, settings),
+            cpu=functools.partial(_block_diagonal, settings=settings),
+            default=functools.partial(_per_head, settings=settings),
+        )
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """As the blockwise implementation. Raises nothing."""
+        return _blockwise.backward(operands, settings, state, cotangent)
+
+
+def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
+    # Keys keep their layout [S, K·H]: the queries of all heads are laid out block-diagonally, so
+    # that one product gives all scores, [T·N, S], and one more all outputs. Bandwidth-bound where
+    # a product per head would stride through memory.
+    query, key, value = operands[:3]
+    batch, times, heads, width = query.shape
+    columns, kv_heads = key.shape[1:3]
+    group, rows = heads // kv_heads, times * heads
+    # rows are ordered (key head, head of the group, time)
+    diagonal = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
+    spread = query.reshape(batch, times, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
+    spread = (spread[:, :, :, :, None, :] * diagonal).reshape(batch, rows, kv_heads * width)
+    # the barrier keeps XLA from rebuilding this array inside the product
+    spread = lax.optimization_barrier(spread)
+    key = key.reshape(batch, columns, kv_heads * width)
+    value = value.reshape(batch, columns, kv_heads * value.shape[-1])
+    if query.dtype.itemsize == 2:
+        out, total, lse = _rows_first(spread, key, value, operands, settings)
+    else:
+        out, total, lse = _keys_first(spread, key, value, operands, settings)
+    # of each row's outputs for all key heads, the one of its own head
+    value_width = operands.value.shape[-1]
+    out = out.reshape(batch, kv_heads, group, times, kv_heads, value_width)
+    out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, times, heads, value_width)
+    total, lse = (x.reshape(batch, heads, times).transpose(0, 2, 1) for x in (total, lse))
+    out = out.astype(total.dtype) / total[..., None]
+    return AttentionState(out.astype(out_dtype(operands, settings)), lse)
+
+
+# With R rows, of all heads, and W columns, of all key heads: [B, R, W], [B, S, W] and [B, S, W] to
+# [B, R, W], not yet divided, and to the totals and energies [B, R]. XLA:CPU multiplies 32 bits
+# fastest if scores lie as [S, R], and 16 bits if as [R, S]: else it would widen all values first.
+def _rows_first(
+    spread: Array, key: Array, value: Array, operands: Operands, settings: Settings
+) -> tuple[Array, Array, Array]:
+    scores = _masked(outer(spread, key, None), operands, settings)
+    weights, total, lse = softmax(scores)
+    weighed = functools.partial(product, precision=None)
+    return _summed(weighed, weights, value, 2, operands), total[..., 0], lse
+
+
+def _keys_first(
+    spread: Array, key: Array, value: Array, operands: Operands, settings: Settings
+) -> tuple[Array, Array, Array]:
+    exact = precision(spread.dtype)
+    scores = outer(key, spread, exact).swapaxes(1, 2)
+    # there and back costs nothing: both are in the same loop as what is done in between
+    scores = _masked(scores, operands, settings).swapaxes(1, 2)
+    weights, total, lse = softmax(scores, axis=1)
+    weighed = functools.partial(inner, precision=exact)
+    return _summed(weighed, weights, value, 1, operands), total[:, 0], lse
+
+
+def _summed(
+    weighed: Callable[[Array, Array], Array],
+    weights: Array,
+    value: Array,
+    axis: int,
+    operands: Operands,
+) -> Array:
+    """`weighed(weights, value)`, of which nothing is a slot's that is not there.
+
+    Its weight is zero, but what it holds may not be finite, and a copy of all values with zeros
+    there would take as long as the sum. So the sum is taken as it is, and only if it is not finite
+    taken again, piece by piece. `axis` of the weights is that of the keys.
+    """
+    weights, shown, columns = weights.astype(value.dtype), there(operands), value.shape[1]
+    if shown is not None and not known(columns):
+        value = jnp.where(shown[:, :, None], value, 0)
+    found = weighed(weights, value)
+    if shown is None or not known(columns) or columns == 0:
+        return found
+    piece = min(max(-(-columns // PIECES), LEAST_PIECE), KEY_BLOCK, columns)
+    shown = jnp.broadcast_to(shown, value.shape[:2])
+
+    def again() -> Array:
+        def add(i: Array, total: Array) -> Array:
+            # the last piece begins earlier, and what it shares with the one before counts once
+            first = jnp.minimum(i * piece, columns - piece)
+            new = jnp.arange(piece)[None] + first >= i * piece
+            values, some = (lax.dynamic_slice_in_dim(x, first, piece, 1) for x in (value, shown))
+            values = jnp.where((some & new)[:, :, None], values, 0)
+            parts = lax.dynamic_slice_in_dim(weights, first, piece, axis)
+            return total + weighed(parts, values)
+
+        return lax.fori_loop(0, -(-columns // piece), add, lax.full_like(found, 0))
+
+    return lax.cond(_broken(found), again, lambda: found)
+
+
+# Of all that is mapped over at once: of a condition for each, both ways would always be taken.
+@jax.custom_batching.custom_vmap
+def _broken(x: Array) -> Array:
+    return ~jnp.isfinite(x).all()
+
+
+@_broken.def_vmap
+def _broken_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
+    del size, batched
+    return _broken(x), False
+
+
+def _masked(scores: Array, operands: Operands, settings: Settings) -> Array:
+    times, heads = operands.query.shape[1:3]
+    shape = scores.shape[0], heads, times, scores.shape[-1]
+    return masked(scores.reshape(shape), operands, settings).reshape(scores.shape)
+
+
+def _per_head(operands: Operands, settings: Settings) -> AttentionState:
+    # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, where T = 1 would not.
+    query, key, value = operands[:3]
+    batch, times, heads, width = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(batch, times, kv_heads, heads // kv_heads, width)
+    wide = lse_dtype(query.dtype)
+    einsum = functools.partial(
+        jnp.einsum, precision=precision(query.dtype), preferred_element_type=wide
+    )
+    # where this runs, the zeros are put in place as the values are read
+    value = cleared(operands).value
+    scores = einsum("btkgh,bskh->btkgs", grouped, key)
+    scores = scores.reshape(batch, times, heads, key.shape[1])
+    scores = masked(scores.transpose(0, 2, 1, 3), operands, settings).transpose(0, 2, 1, 3)
+    weights, total, lse = softmax(scores)
+    weights = weights.astype(value.dtype).reshape(*grouped.shape[:-1], key.shape[1])
+    out = einsum("btkgs,bskv->btkgv", weights, value)
+    out = out.reshape(batch, times, heads, value.shape[-1]) / total
+    return AttentionState(out.astype(out_dtype(operands, settings)), lse)

@@ -1,0 +1,102 @@
+"""The plain implementation: slow, obviously right, any order of derivative in both modes."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..call._arguments import Operands, Settings, cleared, cotangents, out_dtype, reached
+from ..call._kernel import AbstractKernel
+from ..call._mask import visible
+from ..call._state import AttentionState, holds_keys, lse_dtype, precision
+from ._softmax import softmax
+
+
+class Reference(AbstractKernel):
+    """Attention with the whole `[B, N, T, S]` matrix in memory; takes every call.
+
+    Plain differentiable JAX, so `jax.grad`, `jax.jvp`, `jax.linearize` and `jax.hessian` of
+    `forward` work to any order.
+    """
+
+    name = "reference"
+    platforms = ()
+    interpreted = ()
+    exported = True
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises nothing."""
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """The softmax and the weighted sum, as they are written. Raises nothing."""
+        operands = reached(operands, settings)
+        query, key, value = cleared(operands)[:3]
+        batch, times, heads, width = query.shape
+        columns, kv_heads = key.shape[1:3]
+        group = heads // kv_heads
+
+        grouped = query.reshape(batch, times, kv_heads, group, width)
+        scores = jnp.einsum(
+            "btkgh,bskh->bkgts",
+            grouped,
+            key,
+            precision=precision(query.dtype),
+            preferred_element_type=lse_dtype(query.dtype),
+        )
+        weights, total, lse = softmax(
+            masked(scores.reshape(batch, heads, times, columns), operands, settings)
+        )
+        weights = (weights / total).astype(value.dtype)
+        out = jnp.einsum(
+            "bkgts,bskh->btkgh",
+            weights.reshape(batch, kv_heads, group, times, columns),
+            value,
+            precision=precision(query.dtype),
+            preferred_element_type=lse_dtype(value.dtype),
+        )
+        out = out.reshape(batch, times, heads, value.shape[-1])
+        lse = lse.transpose(0, 2, 1)
+        # where nothing is seen, nothing is asked
+        out = jnp.where(holds_keys(lse)[..., None], out, 0)
+        return AttentionState(out.astype(out_dtype(operands, settings)), lse)
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """JAX's derivative of `forward`. Raises nothing."""
+        names = Operands._fields[:4]
+
+        def run(*arrays: Array) -> AttentionState:
+            return self.forward(
+                operands._replace(**dict(zip(names, arrays, strict=True))), settings, platform
+            )
+
+        found = jax.vjp(run, *operands[:4])[1](cotangent)
+        return cotangents(*found)
+
+
+def masked(scores: Float[Array, "B N T S"], operands: Operands, settings: Settings) -> Array:
+    """Products of queries and keys made scores: scaled, biased, minus infinity where hidden.
+
+    Positions that are not given count for nothing.
+    """
+    scores = scores * settings.scale
+    if operands.bias is not None:
+        scores = scores + operands.bias.astype(scores.dtype)
+    queries, keys = operands.query_positions, operands.key_positions
+    if queries is not None and keys is not None:
+        seen = visible(settings.rule, queries[:, :, None], keys[:, None, :])
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    queries, keys = operands.query_segments, operands.key_segments
+    if queries is not None and keys is not None:
+        shared = queries[:, :, None] == keys[:, None, :]
+        scores = jnp.where(shared[:, None], scores, -jnp.inf)
+    if operands.mask is not None:
+        scores = jnp.where(operands.mask, scores, -jnp.inf)
+    return scores

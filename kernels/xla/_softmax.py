@@ -1,0 +1,40 @@
+"""The softmax of a row of scores and its free energy, written once."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ..call._state import steady
+
+
+class Softmax(NamedTuple):
+    """The pieces of a softmax over an axis, which `total` keeps with size 1.
+
+    Attributes:
+        weights: `exp(scores - shift)`, not normalised.
+        total: their sum; 1 for a row without keys.
+        lse: the free energy, without that axis; minus infinity for a row without keys.
+    """
+
+    weights: Float[Array, "..."]
+    total: Float[Array, "..."]
+    lse: Float[Array, "..."]
+
+
+def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
+    r"""The softmax over an axis, where scores of minus infinity hide keys.
+
+    The maximum $m$ is held constant: $F = m + \log\sum e^{s - m}$ does not depend on it, so the
+    derivatives of these lines, of any order and in both modes, are those of $F$. A row without
+    keys takes $m = 0$ and a total of 1, and so is finite, derivatives included. A NaN among the
+    scores, or an overflow, makes all of its row NaN. Raises nothing.
+    """
+    shift = steady(lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf)))
+    weights = jnp.exp(scores - shift)
+    total = weights.sum(axis, keepdims=True)
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, shift + jnp.log(total))
+    return Softmax(weights, total, lse.squeeze(axis))
