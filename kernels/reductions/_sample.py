@@ -22,11 +22,11 @@ class Draw(NamedTuple):
     """Keys drawn for each row, and what they were drawn from.
 
     Attributes:
-        places: of the keys; -1 where there is none, or `lse` is NaN.
+        indices: of the keys; -1 where there is none, or `lse` is NaN.
         lse: the energy of the keys that they were drawn from.
     """
 
-    places: Int[Array, "*batch number"]
+    indices: Int[Array, "*batch number"]
     lse: Float[Array, "*batch"]
 
 
@@ -81,8 +81,8 @@ def sample(
 def united(first: Draw, second: Draw, chance: Float[Array, "*batch number"]) -> Draw:
     """The draw of two disjoint key sets, by numbers that are uniform in $[0, 1)$. Raises nothing."""
     lse = jnp.logaddexp(first.lse, second.lse)
-    places = jnp.where(chance < share(second.lse, lse)[..., None], second.places, first.places)
-    return Draw(jnp.where(jnp.isnan(lse)[..., None], -1, places), lse)
+    indices = jnp.where(chance < share(second.lse, lse)[..., None], second.indices, first.indices)
+    return Draw(jnp.where(jnp.isnan(lse)[..., None], -1, indices), lse)
 
 
 def seeds_of(seeds: UInt32[Array, "*batch 2"], number: Array | int) -> UInt32[Array, "*batch 2"]:
@@ -125,8 +125,8 @@ def _draw(
     def place(chance: Array) -> Array:
         return (below <= (chance[..., None] * total)).sum(-1, dtype=jnp.int32)
 
-    places = lax.map(place, jnp.moveaxis(chance, -1, 0))
-    places = jnp.minimum(jnp.moveaxis(places, 0, -1), last[..., None].astype(jnp.int32))
+    indices = lax.map(place, jnp.moveaxis(chance, -1, 0))
+    indices = jnp.minimum(jnp.moveaxis(indices, 0, -1), last[..., None].astype(jnp.int32))
     empty = total == 0
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
-    return jnp.where(total > 0, places, -1), lse
+    return jnp.where(total > 0, indices, -1), lse
