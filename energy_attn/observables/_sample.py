@@ -14,10 +14,10 @@ from energy_attn.kernels.internal import (
     Settings,
     check_integer,
     check_key,
+    fold_in_seeds,
+    merge_draws,
     sample,
-    seeds_of,
     uniform,
-    united,
 )
 
 from ..core._free_energy import checked
@@ -102,10 +102,10 @@ def _fold_draws(found: tuple[Draw, Array], axes: Axes, place: Placement) -> tupl
     # Devices have drawn with the same numbers, which does no harm: one of them is chosen, here with
     # others than any block is drawn with.
     shape = devices, mine.indices.shape[-1]
-    chances = uniform(seeds_of(seeds, jnp.iinfo(jnp.int32).max), shape, mine.lse.dtype)
+    chances = uniform(fold_in_seeds(seeds, jnp.iinfo(jnp.int32).max), shape, mine.lse.dtype)
 
     def fold(drawn: Draw, i: Array) -> tuple[Draw, None]:
-        return united(drawn, Draw(parts.indices[i], parts.lse[i]), chances[..., i, :]), None
+        return merge_draws(drawn, Draw(parts.indices[i], parts.lse[i]), chances[..., i, :]), None
 
     first = Draw(parts.indices[0], parts.lse[0])
     drawn, _ = lax.scan(fold, first, jnp.arange(1, devices))
