@@ -62,7 +62,7 @@ KINDS = {
 
 
 def plain(x: Any) -> Any:
-    """Arrays as lists of numbers of four decimals, for JSON. Raises nothing."""
+    """Arrays as lists of numbers of four decimals, for JSON."""
     if isinstance(x, dict):
         return {name: plain(y) for name, y in x.items()}
     if isinstance(x, (str, int, list, tuple)):
@@ -71,7 +71,7 @@ def plain(x: Any) -> Any:
 
 
 def tables(result: dict[str, Any]) -> Iterator[str]:
-    """Lines: the sentences, the layers, and the effective keys of each head. Raises nothing."""
+    """Lines: the sentences, the layers, and the effective keys of each head."""
     yield "sentences, the nearest other one and the cosine to it"
     for i, sentence in enumerate(result["sentences"]):
         nearest, cosine = result["nearest"][i], result["cosine"][i]
@@ -88,7 +88,7 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
 
 
 def words(result: dict[str, Any]) -> Iterator[str]:
-    """Lines: what is to be seen in the tables. Raises nothing."""
+    """Lines: what is to be seen in the tables."""
     report = {name: np.asarray(x) for name, x in result["report"].items()}
     looks = {name: np.asarray(x) for name, x in result["looks_at"].items()}
     keys = report["effective_keys"]
@@ -116,7 +116,7 @@ def words(result: dict[str, Any]) -> Iterator[str]:
 
 
 def example_words(example: dict[str, Any]) -> Iterator[str]:
-    """Lines: what is to be seen in the row of attention. Raises nothing."""
+    """Lines: what is to be seen in the row of attention."""
     tokens, weights, along, sizes = (
         example["tokens"],
         *(np.asarray(example[name]) for name in ("weights", "along", "eigenvalues")),

@@ -9,16 +9,16 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.kernels.internal import check_flag
 
 from ..core._free_energy import Arrays, Prepared
-from ..core._solution import Result, Solution, checked, held
-from ..observables._observe import check_line, prepare_wide, state_at
-from ._arguments import (
-    check_follows,
+from ..core._solution import Result, Solution, raise_on_failure, without_derivative
+from ..observables._at_source import check_row_vectors, prepare_widened, state_at
+from ._checks import (
     check_max_steps,
+    check_optax_mesh,
     check_regulariser,
     check_solver,
     check_tolerance,
 )
-from ._maximise import Given, Method, attained, maximum
+from ._maximise import SolverInputs, SolverOptions, attained_value, maximum
 
 
 def conjugate(
@@ -100,10 +100,10 @@ def conjugate(
         >>> bool(jnp.allclose(solution.value, -ea.free_energy(q, k, v), atol=1e-4))
         True
     """
-    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
+    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
     found = _solve(point, call, arrays, regulariser, solver, max_steps, tolerance)
-    return checked(found, throw, "conjugate", collective=call.place is not None)
+    return raise_on_failure(found, throw, "conjugate", collective=call.place is not None)
 
 
 def rate(
@@ -168,14 +168,14 @@ def rate(
         >>> bool((solution.value > 0).all())
         True
     """
-    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
+    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
     found = _solve(point, call, arrays, regulariser, solver, max_steps, tolerance)
     lse = state_at(call, None, arrays).lse
     lse = jnp.where(found.result == Result.no_keys, 0.0, lse)
     stats = found.stats | {"path": found.stats["path"] + lse[None]}
     found = Solution(found.value + lse, found.source, None, found.result, stats)
-    return checked(found, throw, "rate", collective=call.place is not None)
+    return raise_on_failure(found, throw, "rate", collective=call.place is not None)
 
 
 def _solve(
@@ -187,16 +187,18 @@ def _solve(
     max_steps: Any,
     tolerance: Any,
 ) -> Solution:
-    point = check_line("point", point, arrays)
+    point = check_row_vectors("point", point, arrays)
     regulariser, bounded = check_regulariser(regulariser, point.dtype)
     solver = check_solver(solver, "newton")
     if solver == "newton":
         solver = None
     else:
-        check_follows(call, "solver", solver)
-    method = Method(call, solver, check_max_steps(max_steps), bounded)
-    given = Given(arrays, point, regulariser, check_tolerance(tolerance, point.dtype))
-    found = maximum(method, given)
+        check_optax_mesh(call, "solver", solver)
+    static = SolverOptions(call, solver, check_max_steps(max_steps), bounded)
+    inputs = SolverInputs(arrays, point, regulariser, check_tolerance(tolerance, point.dtype))
+    found = maximum(static, inputs)
     stats = {"steps": found.steps, "residual": found.residual, "path": found.path}
-    value = attained(method, given, found)
-    return Solution(value, found.source, None, found.result, held(stats, given, "conjugate"))
+    value = attained_value(static, inputs, found)
+    return Solution(
+        value, found.source, None, found.result, without_derivative(stats, inputs, "conjugate")
+    )

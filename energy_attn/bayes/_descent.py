@@ -35,9 +35,9 @@ class Trial(NamedTuple):
     direction: Array
     noise: Array
     residual: Array
-    accepted: Array
-    verdict: Array
-    inner: Array
+    threshold: Array
+    status: Array
+    inner_steps: Array
 
 
 class Descent(NamedTuple):
@@ -54,7 +54,7 @@ class Descent(NamedTuple):
 
     last: Trial
     steps: Array
-    inner: Array
+    inner_steps: Array
     path: Array
     passes: Array
 
@@ -62,7 +62,7 @@ class Descent(NamedTuple):
 Evaluate = Callable[[Array, Array], Trial]
 
 
-def descend(evaluate: Evaluate, start: Array, max_steps: int) -> Descent:
+def newton_descent(evaluate: Evaluate, start: Array, max_steps: int) -> Descent:
     """Damped Newton: each row along its own direction, with its own step length (Armijo).
 
     One loop with one evaluation in it: in each pass a row either takes the step that it tries, or
@@ -70,58 +70,58 @@ def descend(evaluate: Evaluate, start: Array, max_steps: int) -> Descent:
     put. A row that was cut short begins its next search a little longer than where this one ended.
 
     `evaluate(x, passes)` gives a `Trial`. A row ends unconverged after `max_steps` steps, or when
-    its step has shrunk to nothing. Raises nothing.
+    its step has shrunk to nothing.
     """
 
     def step(carry: tuple[Descent, Array]) -> tuple[Descent, Array]:
-        found, length = carry
+        found, norm = carry
         last = found.last
-        active = last.verdict == RUNNING
-        move = jnp.where(active[..., None], length[..., None] * last.direction, 0.0)
+        active = last.status == RUNNING
+        move = jnp.where(active[..., None], norm[..., None] * last.direction, 0.0)
         trial = evaluate(last.at + move, found.passes)
         slope = (last.gradient * last.direction).sum(-1)
-        enough = trial.value <= last.value + 0.1 * length * slope + last.noise
+        enough = trial.value <= last.value + 0.1 * norm * slope + last.noise
         # a certificate ends a row whether it has descended or not
-        moved = active & (enough | (trial.verdict == Result.outside_hull))
+        moved = active & (enough | (trial.status == Result.outside_hull))
         found = advance(found, trial, moved, max_steps)
-        lost = active & ~moved & (length < jnp.finfo(length.dtype).eps)
-        verdict = jnp.where(lost, Result.max_steps_reached, found.last.verdict)
-        found = found._replace(last=found.last._replace(verdict=verdict))
-        return found, jnp.where(moved, jnp.minimum(1.0, 8 * length), 0.35 * length)
+        lost = active & ~moved & (norm < jnp.finfo(norm.dtype).eps)
+        status = jnp.where(lost, Result.max_steps_reached, found.last.status)
+        found = found._replace(last=found.last._replace(status=status))
+        return found, jnp.where(moved, jnp.minimum(1.0, 8 * norm), 0.35 * norm)
 
-    found = begin(evaluate(start, jnp.int32(0)), max_steps)
+    found = initial_descent(evaluate(start, jnp.int32(0)), max_steps)
     carry = (found, jnp.ones_like(found.last.value))
-    return lax.while_loop(lambda carry: running(carry[0]), step, carry)[0]
+    return lax.while_loop(lambda carry: any_running(carry[0]), step, carry)[0]
 
 
-def begin(first: Trial, recorded: int) -> Descent:
-    """A descent of no steps, whose path will be `recorded` for so many. Raises nothing."""
+def initial_descent(first: Trial, recorded: int) -> Descent:
+    """A descent of no steps, whose path will be `recorded` for so many."""
     path = jnp.broadcast_to(first.value[None], (recorded + 1, *first.value.shape))
-    return Descent(first, jnp.zeros_like(first.verdict), first.inner, path, jnp.int32(1))
+    return Descent(first, jnp.zeros_like(first.status), first.inner_steps, path, jnp.int32(1))
 
 
-def running(found: Descent) -> Array:
-    """Whether any row has still to go on. Raises nothing."""
-    return (found.last.verdict == RUNNING).any()
+def any_running(found: Descent) -> Array:
+    """Whether any row has still to go on."""
+    return (found.last.status == RUNNING).any()
 
 
 def advance(found: Descent, trial: Trial, moved: Array, max_steps: int) -> Descent:
-    """The descent after a trial that the rows `moved` take. Raises nothing."""
-    active = found.last.verdict == RUNNING
-    inner = found.inner + jnp.where(active, trial.inner, 0)
+    """The descent after a trial that the rows `moved` take."""
+    active = found.last.status == RUNNING
+    inner_steps = found.inner_steps + jnp.where(active, trial.inner_steps, 0)
     last = select(moved, trial, found.last)
     steps = found.steps + moved.astype(found.steps.dtype)
-    over = (steps >= max_steps) & (last.verdict == RUNNING)
-    last = last._replace(verdict=jnp.where(over, Result.max_steps_reached, last.verdict))
+    over = (steps >= max_steps) & (last.status == RUNNING)
+    last = last._replace(status=jnp.where(over, Result.max_steps_reached, last.status))
     later = (
         jnp.arange(len(found.path), dtype=steps.dtype).reshape(-1, *[1] * steps.ndim) >= steps[None]
     )
     path = jnp.where(later, last.value[None], found.path)
-    return Descent(last, steps, inner, path, found.passes + 1)
+    return Descent(last, steps, inner_steps, path, found.passes + 1)
 
 
 def select(rows: Array, new: Any, old: Any) -> Any:
-    """`new` for some rows and `old` for the others; further axes of arrays are behind. Raises nothing."""
+    """`new` for some rows and `old` for the others; further axes of arrays are behind."""
 
     def choose(new: Array, old: Array) -> Array:
         return jnp.where(rows.reshape(*rows.shape, *[1] * (new.ndim - rows.ndim)), new, old)

@@ -11,19 +11,19 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import check_flag
 
-from ..core._solution import Result, Solution, checked, held
-from ..observables._observe import check_line, covariance_product, prepare_wide
-from ._arguments import (
-    check_follows,
+from ..core._solution import Result, Solution, raise_on_failure, without_derivative
+from ..observables._at_source import check_row_vectors, covariance_product, prepare_widened
+from ._checks import (
     check_max_steps,
+    check_optax_mesh,
     check_regulariser,
     check_solver,
     check_tolerance,
 )
-from ._descent import RUNNING, Descent, Trial, advance, begin, descend, running
-from ._follow import follow
-from ._maximise import Given, Method, length, search
-from ._optimum import at_optimum, plain_mean
+from ._descent import RUNNING, Descent, Trial, advance, any_running, initial_descent, newton_descent
+from ._exact_optimum import default_start, with_exact_derivative
+from ._maximise import SolverInputs, SolverOptions, find_source, norm
+from ._optax_descent import optax_descent
 
 # A point's source is found by so many steps of Newton's method at most, and so much more exactly
 # than the point.
@@ -108,22 +108,24 @@ def map_attention(
         >>> bool(jnp.allclose(solution.point, ea.attention(q, k, v), atol=1e-4))
         True
     """
-    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
+    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
     dtype = arrays.query.dtype
     regulariser = _spread(arrays.value) if regulariser is None else regulariser
     regulariser, _ = check_regulariser(regulariser, dtype, positive=True)
     solver = check_solver(solver, "newton", "mirror")
     if not isinstance(solver, str):
-        check_follows(call, "solver", solver)
-    method = Method(call, solver, check_max_steps(max_steps), True)
-    point = plain_mean(call, arrays) if start is None else check_line("start", start, arrays)
-    given = Given(arrays, point, regulariser, check_tolerance(tolerance, dtype))
-    found = _found(method, given)
-    value, point = at_optimum(call, arrays, found.value, found.point)
-    stats = held(found.stats, arrays, "map_attention")
+        check_optax_mesh(call, "solver", solver)
+    static = SolverOptions(call, solver, check_max_steps(max_steps), True)
+    point = (
+        default_start(call, arrays) if start is None else check_row_vectors("start", start, arrays)
+    )
+    inputs = SolverInputs(arrays, point, regulariser, check_tolerance(tolerance, dtype))
+    found = _solve(static, inputs)
+    value, point = with_exact_derivative(call, arrays, found.value, found.point)
+    stats = without_derivative(found.stats, arrays, "map_attention")
     found = Solution(value, found.source, point, found.result, stats)
-    return checked(found, throw, "map_attention", collective=call.place is not None)
+    return raise_on_failure(found, throw, "map_attention", collective=call.place is not None)
 
 
 def _spread(value: Array) -> Array:
@@ -133,79 +135,79 @@ def _spread(value: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _found(method: Method, given: Given) -> Solution:
-    given = lax.stop_gradient(given)
+def _solve(static: SolverOptions, inputs: SolverInputs) -> Solution:
+    inputs = lax.stop_gradient(inputs)
 
     def evaluate(point: Array, passes: Array) -> Trial:
         del passes
-        return _trial(method, given._replace(point=point))
+        return _trial(static, inputs._replace(point=point))
 
-    if method.solver == "newton":
-        found = descend(evaluate, given.point, method.max_steps)
-    elif method.solver == "mirror":
-        found = _mirror(method, given)
+    if static.solver == "newton":
+        found = newton_descent(evaluate, inputs.point, static.max_steps)
+    elif static.solver == "mirror":
+        found = _mirror(static, inputs)
     else:
 
-        def objective(point: Array, given: Given) -> tuple[Array, Array]:
-            last = _source(method, given._replace(point=point)).last
+        def objective(point: Array, inputs: SolverInputs) -> tuple[Array, Array]:
+            last = _source(static, inputs._replace(point=point)).last
             return -last.value, last.at
 
-        start = given.point
-        found = follow(method.solver, evaluate, objective, given, start, method.max_steps)
+        start = inputs.point
+        found = optax_descent(static.solver, evaluate, objective, inputs, start, static.max_steps)
     last = found.last
     stats = {
         "steps": found.steps,
-        "inner_steps": found.inner,
+        "inner_steps": found.inner_steps,
         "residual": last.residual,
         "path": found.path,
     }
-    point = jnp.where((last.verdict == Result.no_keys)[..., None], 0.0, last.at)
-    return Solution(last.value, last.gradient, point, last.verdict, stats)
+    point = jnp.where((last.status == Result.no_keys)[..., None], 0.0, last.at)
+    return Solution(last.value, last.gradient, point, last.status, stats)
 
 
-def _source(method: Method, given: Given) -> Descent:
-    method = method._replace(solver=None, max_steps=_INNER_STEPS)
-    return search(method, given._replace(tolerance=_INNER_TOLERANCE * given.tolerance))
+def _source(static: SolverOptions, inputs: SolverInputs) -> Descent:
+    static = static._replace(solver=None, max_steps=_INNER_STEPS)
+    return find_source(static, inputs._replace(tolerance=_INNER_TOLERANCE * inputs.tolerance))
 
 
-def _trial(method: Method, given: Given) -> Trial:
-    found = _source(method, given)
+def _trial(static: SolverOptions, inputs: SolverInputs) -> Trial:
+    found = _source(static, inputs)
     last = found.last
-    ended = jnp.where(last.verdict == Result.converged, RUNNING, last.verdict)
-    last = last._replace(verdict=ended, inner=found.steps)
-    return _at_source(method, given, last, last.at)
+    ended = jnp.where(last.status == Result.converged, RUNNING, last.status)
+    last = last._replace(status=ended, inner_steps=found.steps)
+    return _at_source(static, inputs, last, last.at)
 
 
 # Mirror descent in the mirror ∇F_λ*, whose gradient step of length 1/2 is ζ ← ζ - ζ/2.
-def _mirror(method: Method, given: Given) -> Descent:
+def _mirror(static: SolverOptions, inputs: SolverInputs) -> Descent:
     def step(found: Descent) -> Descent:
         last = found.last
-        none = last._replace(inner=jnp.zeros_like(last.inner))
-        trial = _at_source(method, given, none, 0.5 * last.gradient)
-        return advance(found, trial, last.verdict == RUNNING, method.max_steps)
+        none = last._replace(inner_steps=jnp.zeros_like(last.inner_steps))
+        trial = _at_source(static, inputs, none, 0.5 * last.gradient)
+        return advance(found, trial, last.status == RUNNING, static.max_steps)
 
-    found = begin(_trial(method, given), method.max_steps)
-    return lax.while_loop(running, step, found)
+    found = initial_descent(_trial(static, inputs), static.max_steps)
+    return lax.while_loop(any_running, step, found)
 
 
 # The point of a source is known exactly, z = ∇F_λ(ζ), which cannot be said of the source of a
 # point: so every trial stands at the point of the source that was found. There ∇M_λ(z) = ζ and
 # ∇²M_λ = (Σ(ζ) + λ)⁻¹, and Newton's step needs no solving: -(Σ + λ) ζ.
-def _at_source(method: Method, given: Given, trial: Trial, source: Array) -> Trial:
-    """`trial`, moved to the point of a source. Raises nothing."""
-    (out, lse), product = covariance_product(method.call, source, given.arrays, source)
-    pushed = given.regulariser * source
+def _at_source(static: SolverOptions, inputs: SolverInputs, trial: Trial, source: Array) -> Trial:
+    """`trial`, moved to the point of a source."""
+    (out, lse), product = covariance_product(static.call, source, inputs.arrays, source)
+    pushed = inputs.regulariser * source
     point = out + pushed
-    residual = length(product + pushed)
+    residual = norm(product + pushed)
     size = jnp.sqrt((point * point).sum(-1) + (out * out).sum(-1))
-    accepted = (given.tolerance + 4 * jnp.finfo(lse.dtype).eps) * size
-    ended = jnp.where(residual <= accepted, Result.converged, RUNNING)
+    threshold = (inputs.tolerance + 4 * jnp.finfo(lse.dtype).eps) * size
+    ended = jnp.where(residual <= threshold, Result.converged, RUNNING)
     return trial._replace(
         at=point,
         value=((out + 0.5 * pushed) * source).sum(-1) - lse,
         gradient=source,
         direction=-product - pushed,
         residual=residual,
-        accepted=accepted,
-        verdict=jnp.where(trial.verdict == RUNNING, ended, trial.verdict),
+        threshold=threshold,
+        status=jnp.where(trial.status == RUNNING, ended, trial.status),
     )

@@ -12,13 +12,18 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.kernels.internal import check_choice, check_finite_number, check_flag, received
 
 from ..core._free_energy import Arrays, Prepared
-from ..core._solution import Result, Solution, checked, held
-from ..observables._observe import check_line, covariance_product, prepare_wide, state_at
-from ._arguments import check_follows, check_max_steps, check_tolerance
-from ._descent import RUNNING, Descent, Trial, advance, begin, running, select
-from ._follow import follow
-from ._maximise import length
-from ._optimum import at_optimum, plain_mean
+from ..core._solution import Result, Solution, raise_on_failure, without_derivative
+from ..observables._at_source import (
+    check_row_vectors,
+    covariance_product,
+    prepare_widened,
+    state_at,
+)
+from ._checks import check_max_steps, check_optax_mesh, check_tolerance
+from ._descent import RUNNING, Descent, Trial, advance, any_running, initial_descent, select
+from ._exact_optimum import default_start, with_exact_derivative
+from ._maximise import norm
+from ._optax_descent import optax_descent
 
 SOLVERS = ("extragradient", "optimistic", "newton")
 
@@ -72,8 +77,11 @@ def gamma(
         >>> bool(jnp.allclose(jnp.stack(slopes), 0, atol=1e-5))
         True
     """
-    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
-    source, point = check_line("source", source, arrays), check_line("point", point, arrays)
+    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
+    source, point = (
+        check_row_vectors("source", source, arrays),
+        check_row_vectors("point", point, arrays),
+    )
     return (source * point).sum(-1) - state_at(call, source, arrays).lse
 
 
@@ -150,39 +158,39 @@ def saddle_attention(
         >>> bool(jnp.allclose(solution.point, ea.attention(q, k, v), atol=1e-4))
         True
     """
-    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
+    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_choice("solver", solver, SOLVERS)
     check_flag("throw", throw)
     if solver == "optimistic":
-        check_follows(call, "solver", solver)
+        check_optax_mesh(call, "solver", solver)
     if step_size is not None:
         step_size = check_finite_number("step_size", step_size)
         if step_size <= 0:
             raise ValueError(f"step_size: wanted a number above 0, got {step_size}")
-    accepted = check_tolerance(tolerance, arrays.query.dtype)
+    threshold = check_tolerance(tolerance, arrays.query.dtype)
     if start is None:
-        point = plain_mean(call, arrays)
+        point = default_start(call, arrays)
         pair = jnp.concatenate([jnp.zeros_like(point), point], -1)
     else:
         if not isinstance(start, tuple) or len(start) != 2:
             raise TypeError(f"start: wanted a pair (source, point), got {received(start)}")
-        pair = jnp.concatenate([check_line("start", x, arrays) for x in start], -1)
-    settings = _Settings(call, solver, step_size, check_max_steps(max_steps))
-    found = _found(settings, _Given(arrays, pair, accepted))
-    value, point = at_optimum(call, arrays, found.value, found.point)
-    stats = held(found.stats, arrays, "saddle_attention")
+        pair = jnp.concatenate([check_row_vectors("start", x, arrays) for x in start], -1)
+    static = _SaddleOptions(call, solver, step_size, check_max_steps(max_steps))
+    found = _solve(static, _SaddleInputs(arrays, pair, threshold))
+    value, point = with_exact_derivative(call, arrays, found.value, found.point)
+    stats = without_derivative(found.stats, arrays, "saddle_attention")
     found = Solution(value, found.source, point, found.result, stats)
-    return checked(found, throw, "saddle_attention", collective=call.place is not None)
+    return raise_on_failure(found, throw, "saddle_attention", collective=call.place is not None)
 
 
-class _Settings(NamedTuple):
+class _SaddleOptions(NamedTuple):
     call: Prepared
     solver: str
     step_size: float | None
     max_steps: int
 
 
-class _Given(NamedTuple):
+class _SaddleInputs(NamedTuple):
     """What is traced. `start` is source and point in one, `[*B, T, N, 2 Hv]`."""
 
     arrays: Arrays
@@ -191,85 +199,85 @@ class _Given(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _found(settings: _Settings, given: _Given) -> Solution:
-    given = lax.stop_gradient(given)
+def _solve(static: _SaddleOptions, inputs: _SaddleInputs) -> Solution:
+    inputs = lax.stop_gradient(inputs)
 
     def evaluate(pair: Array, passes: Array) -> Trial:
         del passes
-        return _trial(settings, given, pair)
+        return _trial(static, inputs, pair)
 
-    if settings.solver == "optimistic":
-        solver = optax.optimistic_gradient_descent(settings.step_size or 0.1)
+    if static.solver == "optimistic":
+        solver = optax.optimistic_gradient_descent(static.step_size or 0.1)
 
-        def objective(pair: Array, given: _Given) -> tuple[Array, Array]:
-            trial = _trial(settings, given, pair)
+        def objective(pair: Array, inputs: _SaddleInputs) -> tuple[Array, Array]:
+            trial = _trial(static, inputs, pair)
             return trial.value, trial.gradient
 
-        start, most = given.start, settings.max_steps
-        found = follow(solver, evaluate, objective, given, start, most, recorded=0)
-    elif settings.solver == "newton":
-        found = _newton(settings, given, evaluate(given.start, jnp.int32(0)), evaluate)
+        start, most = inputs.start, static.max_steps
+        found = optax_descent(solver, evaluate, objective, inputs, start, most, recorded=0)
+    elif static.solver == "newton":
+        found = _newton(static, inputs, evaluate(inputs.start, jnp.int32(0)), evaluate)
     else:
-        found = _extragradient(settings, evaluate(given.start, jnp.int32(0)), evaluate)
+        found = _extragradient(static, evaluate(inputs.start, jnp.int32(0)), evaluate)
     last = found.last
-    none = (last.verdict == Result.no_keys)[..., None]
+    none = (last.status == Result.no_keys)[..., None]
     source, point = jnp.split(jnp.where(none, 0.0, last.at), 2, -1)
     stats = {"steps": found.steps, "residual": last.residual}
-    return Solution(last.value, source, point, last.verdict, stats)
+    return Solution(last.value, source, point, last.status, stats)
 
 
-def _trial(settings: _Settings, given: _Given, pair: Array) -> Trial:
+def _trial(static: _SaddleOptions, inputs: _SaddleInputs, pair: Array) -> Trial:
     # the "gradient" is that of Γ with the sign of its first half turned: Γ is to rise in the source
     source, point = jnp.split(pair, 2, -1)
-    out, lse = state_at(settings.call, source, given.arrays)
+    out, lse = state_at(static.call, source, inputs.arrays)
     gradient = jnp.concatenate([out - point, source], -1)
-    residual = length(gradient)
+    residual = norm(gradient)
     value = (source * point).sum(-1) - lse
     rounding = 4 * jnp.finfo(lse.dtype).eps
     size = jnp.sqrt(1.0 + (point * point).sum(-1))
-    accepted = (given.tolerance + rounding) * size
+    threshold = (inputs.tolerance + rounding) * size
     noise = rounding * size * (1.0 + abs(lse))  # of the slopes, as the scores are rounded
-    verdicts = [jnp.isneginf(lse), ~jnp.isfinite(value), residual <= accepted]
+    statuses = [jnp.isneginf(lse), ~jnp.isfinite(value), residual <= threshold]
     codes = (Result.no_keys, Result.not_finite, Result.converged)
-    verdict = jnp.select(verdicts, [jnp.int32(x) for x in codes], RUNNING)
-    zero = jnp.zeros_like(verdict)
-    return Trial(pair, value, gradient, gradient, noise, residual, accepted, verdict, zero)
+    status = jnp.select(statuses, [jnp.int32(x) for x in codes], RUNNING)
+    zero = jnp.zeros_like(status)
+    return Trial(pair, value, gradient, gradient, noise, residual, threshold, status, zero)
 
 
-def _extragradient(settings: _Settings, first: Trial, evaluate: Any) -> Descent:
-    adapts = settings.step_size is None
+def _extragradient(static: _SaddleOptions, first: Trial, evaluate: Any) -> Descent:
+    adapts = static.step_size is None
 
     def step(carry: tuple[Descent, Array]) -> tuple[Descent, Array]:
         found, size = carry
         last = found.last
-        active = last.verdict == RUNNING
+        active = last.status == RUNNING
         half = evaluate(last.at - size[..., None] * last.gradient, found.passes)
         trial = evaluate(last.at - size[..., None] * half.gradient, found.passes)
         moved = active
         if adapts:  # the slopes half a step ahead must not differ by more than the slopes are
-            near = length(half.gradient - last.gradient) <= 0.7 * last.residual
+            near = norm(half.gradient - last.gradient) <= 0.7 * last.residual
             blurred = last.residual <= 8 * last.noise  # that they differ then means nothing
             moved = active & (near | blurred)
             size = size * jnp.where(blurred, 1.0, jnp.where(near, 1.1, 0.6))
-        found = advance(found, trial, moved, settings.max_steps)
-        over = found.passes > 2 * settings.max_steps
-        verdict = found.last.verdict
-        verdict = jnp.where(over & (verdict == RUNNING), Result.max_steps_reached, verdict)
-        return found._replace(last=found.last._replace(verdict=verdict)), size
+        found = advance(found, trial, moved, static.max_steps)
+        over = found.passes > 2 * static.max_steps
+        status = found.last.status
+        status = jnp.where(over & (status == RUNNING), Result.max_steps_reached, status)
+        return found._replace(last=found.last._replace(status=status)), size
 
-    size = jnp.full_like(first.value, 0.5 if settings.step_size is None else settings.step_size)
-    carry = (begin(first, 0), size)
-    return lax.while_loop(lambda carry: running(carry[0]), step, carry)[0]
+    size = jnp.full_like(first.value, 0.5 if static.step_size is None else static.step_size)
+    carry = (initial_descent(first, 0), size)
+    return lax.while_loop(lambda carry: any_running(carry[0]), step, carry)[0]
 
 
-def _newton(settings: _Settings, given: _Given, first: Trial, evaluate: Any) -> Descent:
+def _newton(static: _SaddleOptions, inputs: _SaddleInputs, first: Trial, evaluate: Any) -> Descent:
     def step(found: Descent) -> Descent:
         last = found.last
         source, _ = jnp.split(last.at, 2, -1)
-        state, product = covariance_product(settings.call, source, given.arrays, source)
+        state, product = covariance_product(static.call, source, inputs.arrays, source)
         pair = jnp.concatenate([jnp.zeros_like(source), state.out - product], -1)
-        active = last.verdict == RUNNING
+        active = last.status == RUNNING
         trial = evaluate(select(active, pair, last.at), found.passes)
-        return advance(found, trial, active, settings.max_steps)
+        return advance(found, trial, active, static.max_steps)
 
-    return lax.while_loop(running, step, begin(first, 0))
+    return lax.while_loop(any_running, step, initial_descent(first, 0))

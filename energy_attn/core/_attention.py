@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import check_flag
 
-from ._free_energy import evaluate_at_zero, prepare
+from ._free_energy import attention_and_energy, prepare
 
 
 def attention(
@@ -110,7 +110,7 @@ def attention(
         implementation=implementation,
         parallel=parallel,
     )
-    out, energy = evaluate_at_zero(call, arrays)
+    out, energy = attention_and_energy(call, arrays)
     if return_residual:
         return out, energy.astype(out.dtype)
     return (out, energy) if return_energy else out

@@ -116,7 +116,7 @@ def citation() -> None:
     called: ring or Ulysses attention, `Llama`, prefix trees, `retrieve`, the penalties, the flash
     kernels.
 
-    Prints to standard output and returns None. Raises nothing.
+    Prints to standard output and returns None.
 
     Source: Tree Attention (arXiv 2408.04093).
 

@@ -153,7 +153,7 @@ def free_energy(
     )
     if source is not None:
         check_source(source, query, value)
-    return evaluate(call, source, arrays)
+    return energy_at(call, source, arrays)
 
 
 def prepare(
@@ -194,7 +194,7 @@ def prepare(
     inside = is_inside(parallel)
     if inside:
         _check_inside(arrays)
-    given = checked(call, None, arrays)
+    given = check_at(call, None, arrays)
     where = placement_inside if inside else placement
     place = where(parallel, query, key, value)
     if call.names != ("reference",):
@@ -223,18 +223,15 @@ def _check_inside(arrays: Arrays) -> None:
             )
 
 
-def evaluate(call: Prepared, source: Any, arrays: Arrays) -> Array:
-    """The energies of a prepared call at a source that has been checked. Raises nothing."""
+def energy_at(call: Prepared, source: Any, arrays: Arrays) -> Array:
+    """The energies of a prepared call at a source that has been checked."""
     if source is None or call.names == ("reference",):
         return state_at(call, source, arrays).lse
     return _energy(call, source, arrays)
 
 
-def evaluate_at_zero(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
-    """Attention, which is the gradient of a prepared call in the source at zero, and the energies.
-
-    Raises nothing.
-    """
+def attention_and_energy(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
+    """Attention, which is the gradient of a prepared call in the source at zero, and the energies."""
     query, value = arrays.query, arrays.value
     shape = (*query.shape[:-1], value.shape[-1])
     zero: Any
@@ -254,24 +251,24 @@ def evaluate_at_zero(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
         call = call._replace(at_zero=call.names != ("reference",))
 
     def total(source: Any) -> tuple[Array, Array]:
-        energy = evaluate(call, source, arrays)
+        energy = energy_at(call, source, arrays)
         return energy.sum(), energy
 
     return jax.grad(total, has_aux=True)(zero)
 
 
-def checked(call: Prepared, source: Any, arrays: Arrays) -> CheckedCall:
-    """The operands of a prepared call at a source, as kernels take them. Raises nothing more."""
+def check_at(call: Prepared, source: Any, arrays: Arrays) -> CheckedCall:
+    """The operands of a prepared call at a source, as kernels take them."""
     return check_call(*arrays[:3], source, *arrays[3:5], **dict(call.options), **arrays.options)
 
 
 def state_at(static: Prepared, source: Any, arrays: Arrays) -> AttentionState:
     r"""$\nabla F$ and $F$ of a prepared call at a source; both differentiable. Raises as kernels do."""
     source = None if static.at_zero else _unless_zero(source)
-    return attended(static, checked(static, source, arrays))
+    return attend_checked(static, check_at(static, source, arrays))
 
 
-def attended(static: Prepared, call: CheckedCall) -> AttentionState:
+def attend_checked(static: Prepared, call: CheckedCall) -> AttentionState:
     """The state of operands, by the implementation and over the mesh that a prepared call names.
 
     Raises as the kernels do.

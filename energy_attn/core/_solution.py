@@ -82,7 +82,9 @@ class Solution(eqx.Module):
 _FAILURES = (Result.max_steps_reached, Result.not_finite, Result.energy_rose)
 
 
-def checked(solution: Solution, throw: bool, what: str, *, collective: bool = False) -> Solution:
+def raise_on_failure(
+    solution: Solution, throw: bool, what: str, *, collective: bool = False
+) -> Solution:
     """The solution, which raises if any of its problems failed, where `throw`.
 
     Outside of jit it raises at once, `RuntimeError`; inside, when the program runs and uses it, as
@@ -104,26 +106,26 @@ def checked(solution: Solution, throw: bool, what: str, *, collective: bool = Fa
     return solution
 
 
-def held(stats: dict[str, Array], given: Any, what: str) -> dict[str, Array]:
+def without_derivative(stats: dict[str, Array], given: Any, what: str) -> dict[str, Array]:
     """Statistics of an iteration, which have no derivative in what was given: asking for one raises.
 
     Raises `RuntimeError` where it is asked for, never a zero.
     """
-    return _held(what, stats, given)
+    return _without_derivative(what, stats, given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _held(what: str, stats: dict[str, Array], given: Any) -> dict[str, Array]:
+def _without_derivative(what: str, stats: dict[str, Array], given: Any) -> dict[str, Array]:
     del what, given
     return stats
 
 
-def _held_forward(what: str, stats: Any, given: Any) -> tuple[Any, None]:
+def _without_derivative_forward(what: str, stats: Any, given: Any) -> tuple[Any, None]:
     del what, given
     return {name: x.value for name, x in stats.items()}, None
 
 
-def _held_backward(what: str, saved: None, cotangents: dict[str, Any]) -> Any:
+def _without_derivative_backward(what: str, saved: None, cotangents: dict[str, Any]) -> Any:
     del saved
     wanted = [name for name, x in cotangents.items() if not isinstance(x, SymbolicZero)]
     raise RuntimeError(
@@ -131,7 +133,9 @@ def _held_backward(what: str, saved: None, cotangents: dict[str, Any]) -> Any:
     )
 
 
-_held.defvjp(_held_forward, _held_backward, symbolic_zeros=True)
+_without_derivative.defvjp(
+    _without_derivative_forward, _without_derivative_backward, symbolic_zeros=True
+)
 
 
 def _complaint(what: str, result: Result) -> str:

@@ -26,7 +26,7 @@ from energy_attn.kernels.internal import (
 
 from ..core._citation import cite
 from ..nn._module import FreeEnergy
-from ._arguments import check_positive
+from ._checks import check_positive
 
 
 class EnergyAttentionBlock(eqx.Module):

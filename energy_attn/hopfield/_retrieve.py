@@ -18,10 +18,18 @@ from energy_attn.kernels.internal import (
 )
 
 from ..core._citation import cite
-from ..core._solution import Result, Solution, checked, held
-from ..observables._observe import prepare_wide
-from ._arguments import check_positive
-from ._descent import Settings, at, energy, nearest, rest, rises, scale_of
+from ..core._solution import Result, Solution, raise_on_failure, without_derivative
+from ..observables._at_source import prepare_widened
+from ._checks import check_positive
+from ._fixed_point import (
+    RetrievalOptions,
+    energy,
+    energy_rises,
+    fixed_point,
+    memory_stats,
+    nearest_memory,
+    state_at_point,
+)
 
 # The step at which a state counts as at rest, unless the caller says otherwise.
 _AT_REST = {"float32": 1e-5, "float64": 1e-10}
@@ -103,16 +111,16 @@ def retrieve(
     beta = check_positive("scale", scale)
     max_steps = check_integer("max_steps", max_steps, least=1)
     throw = check_flag("throw", throw)
-    call, arrays = prepare_wide(state, memories, memories, None, mask, scale=1.0, **options)
+    call, arrays = prepare_widened(state, memories, memories, None, mask, scale=1.0, **options)
     wide = arrays.query.dtype
     if tolerance is None:
         tolerance = _AT_REST[wide.name]
     else:
         tolerance = float(check_positive("tolerance", check_finite_number("tolerance", tolerance)))
     cite("ramsauer")
-    settings = Settings(call, max_steps, tolerance)
-    solution = _solve(settings, jnp.asarray(beta, wide), arrays)
-    return checked(solution, throw, "retrieve", collective=call.place is not None)
+    static = RetrievalOptions(call, max_steps, tolerance)
+    solution = _solve(static, jnp.asarray(beta, wide), arrays)
+    return raise_on_failure(solution, throw, "retrieve", collective=call.place is not None)
 
 
 def _check_arrays(state: Any, memories: Any) -> None:
@@ -138,30 +146,30 @@ def _check_arrays(state: Any, memories: Any) -> None:
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=0)
-def _solve(settings: Settings, beta: Array, arrays: Any) -> Solution:
-    call = settings.call
-    scale = scale_of(call, arrays)
-    found: Any = rest(settings, beta, arrays, scale)
-    point, trace = found
-    here = at(call, beta, arrays, point)
-    value = energy(beta, point, here.lse, scale)
+def _solve(static: RetrievalOptions, beta: Array, arrays: Any) -> Solution:
+    call = static.call
+    memory = memory_stats(call, arrays)
+    found: Any = fixed_point(static, beta, arrays, memory)
+    point, progress = found
+    here = state_at_point(call, beta, arrays, point)
+    value = energy(beta, point, here.lse, memory)
     seen = holds_keys(here.lse)
     # Scores are β x·m, and the mean of m is `out`: their mean needs no pass of its own.
     entropy = jnp.where(seen, here.lse - beta * (point * here.out).sum(-1), 0.0)
     after = (
-        jnp.arange(settings.max_steps + 1, dtype=jnp.int32).reshape(-1, *[1] * value.ndim)
-        >= trace.passes
+        jnp.arange(static.max_steps + 1, dtype=jnp.int32).reshape(-1, *[1] * value.ndim)
+        >= progress.passes
     )
-    path = jnp.where(after, value[None], jnp.concatenate([trace.path, value[None]]))
-    counted = {"steps": trace.steps, "residual": trace.residual, "path": path}
+    path = jnp.where(after, value[None], jnp.concatenate([progress.path, value[None]]))
+    counted = {"steps": progress.steps, "residual": progress.residual, "path": path}
     stats = {
-        **held(counted, (beta, arrays), "retrieve"),
+        **without_derivative(counted, (beta, arrays), "retrieve"),
         "effective": jnp.where(seen, jnp.exp(entropy), 0.0),
-        **nearest(call, beta, arrays, point, scale),
+        **nearest_memory(call, beta, arrays, point, memory),
     }
-    result = jnp.where(trace.running, int(Result.max_steps_reached), int(Result.converged))
-    rose = trace.rose | rises(trace, value, beta, point, here.lse, scale)
+    result = jnp.where(progress.running, int(Result.max_steps_reached), int(Result.converged))
+    rose = progress.rose | energy_rises(progress, value, beta, point, here.lse, memory)
     result = jnp.where(rose, int(Result.energy_rose), result)
     result = jnp.where(jnp.isfinite(value), result, int(Result.not_finite))
-    result = jnp.where(jnp.isneginf(scale.log_count), int(Result.no_keys), result)
+    result = jnp.where(jnp.isneginf(memory.log_count), int(Result.no_keys), result)
     return Solution(value, None, point, result.astype(jnp.int32), stats)

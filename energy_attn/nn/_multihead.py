@@ -293,8 +293,10 @@ class MultiheadAttention(eqx.Module):
             query, key_, value, mask=keep, return_energy=True, **options
         )
         energy = self.energy(query, key_, value, mask=mask, **options)
-        held = share(kept, energy) / (chance or 1.0)  # where the chance is zero nothing is kept
-        return (out * held[..., None].astype(out.dtype)).astype(out.dtype), energy
+        kept_share = share(kept, energy) / (
+            chance or 1.0
+        )  # where the chance is zero nothing is kept
+        return (out * kept_share[..., None].astype(out.dtype)).astype(out.dtype), energy
 
 
 def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:

@@ -49,8 +49,8 @@ def lse_penalty(
     """
     cite("zloss")
     energy = check_floating("energy", energy)
-    taken = _taken(energy, where) & holds_keys(energy)
-    return _mean(jnp.where(taken, energy, 0.0) ** 2, taken)
+    included = _included(energy, where) & holds_keys(energy)
+    return _mean(jnp.where(included, energy, 0.0) ** 2, included)
 
 
 def entropy_penalty(
@@ -101,16 +101,16 @@ def entropy_penalty(
         if low is not None and low > high:
             raise ValueError(f"low: wanted at most high = {high}, got {low}")
         apart = apart + jnp.maximum(entropy - high, 0.0)
-    taken = _taken(entropy, where)
-    return _mean(jnp.where(taken, apart, 0.0) ** 2, taken)
+    included = _included(entropy, where)
+    return _mean(jnp.where(included, apart, 0.0) ** 2, included)
 
 
-def _taken(x: Array, where: Any) -> Array:
+def _included(x: Array, where: Any) -> Array:
     if where is None:
         return jnp.ones(x.shape, bool)
     check_broadcastable("where", check_boolean("where", where), x.shape, leading=False)
     return jnp.broadcast_to(where, x.shape)
 
 
-def _mean(x: Array, taken: Array) -> Array:
-    return x.sum() / jnp.maximum(taken.sum(dtype=x.dtype), 1.0)
+def _mean(x: Array, included: Array) -> Array:
+    return x.sum() / jnp.maximum(included.sum(dtype=x.dtype), 1.0)

@@ -12,13 +12,13 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.kernels.internal import ScoreBlock, outer, precision, received
 
 from ..core._free_energy import Arrays
-from ._observe import (
+from ._at_source import (
     centred,
-    check_line,
+    check_row_vectors,
     covariance_at,
     covariance_product,
     expectation_at,
-    prepare_at,
+    prepare_with_source,
     state_at,
 )
 
@@ -80,10 +80,12 @@ def covariance(
         >>> bool(jnp.allclose(jnp.einsum("tnij,tnj->tni", matrix, u), along, atol=1e-5))
         True
     """
-    call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
+    call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
     if tangent is None:
         return covariance_at(call, source, arrays).covariance
-    return covariance_product(call, source, arrays, check_line("tangent", tangent, arrays))[1]
+    return covariance_product(call, source, arrays, check_row_vectors("tangent", tangent, arrays))[
+        1
+    ]
 
 
 def cumulant(
@@ -141,25 +143,25 @@ def cumulant(
         >>> ea.cumulant(q, k, v, tangents=(u, u, u)).shape  # the third central moment: skewness
         (5, 2)
     """
-    call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
-    lines = _check_tangents(tangents, arrays)
-    if len(lines) == 1:
-        return (state_at(call, source, arrays).out * lines[0]).sum(-1)
-    if len(lines) == 2:
-        return (covariance_product(call, source, arrays, lines[0])[1] * lines[1]).sum(-1)
+    call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
+    directions = _check_tangents(tangents, arrays)
+    if len(directions) == 1:
+        return (state_at(call, source, arrays).out * directions[0]).sum(-1)
+    if len(directions) == 2:
+        return (covariance_product(call, source, arrays, directions[0])[1] * directions[1]).sum(-1)
     arrays, _ = centred(arrays)
     mean = state_at(call, source, arrays).out
     # the same tangent, come again, has the same moments
     kinds = [next(j for j, y in enumerate(tangents) if y is x) for x in tangents]
-    numbers = range(len(lines))
+    numbers = range(len(directions))
     groups = {
         group: tuple(kinds[i] for i in group)
-        for size in range(2, len(lines) + 1)
+        for size in range(2, len(directions) + 1)
         for group in itertools.combinations(numbers, size)
     }
     wanted = tuple(dict.fromkeys(groups.values()))
-    part = _Products(wanted)
-    found = expectation_at(call, source, arrays, part, len(wanted), mean, *lines).out
+    part = _CentredProducts(wanted)
+    found = expectation_at(call, source, arrays, part, len(wanted), mean, *directions).out
     moments = {group: found[..., wanted.index(kind)] for group, kind in groups.items()}
     terms = [
         (-1) ** (len(parts) - 1)
@@ -216,13 +218,13 @@ def moment(
         >>> bool(jnp.allclose(second - first**2, ea.cumulant(q, k, v, tangents=[u, u]), atol=1e-5))
         True
     """
-    call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
-    lines = _check_tangents(tangents, arrays)
-    if len(lines) == 1:
-        return (state_at(call, source, arrays).out * lines[0]).sum(-1)
-    part = _Products((tuple(range(len(lines))),))
-    origin = jnp.zeros_like(lines[0])
-    return expectation_at(call, source, arrays, part, 1, origin, *lines).out[..., 0]
+    call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
+    directions = _check_tangents(tangents, arrays)
+    if len(directions) == 1:
+        return (state_at(call, source, arrays).out * directions[0]).sum(-1)
+    part = _CentredProducts((tuple(range(len(directions))),))
+    origin = jnp.zeros_like(directions[0])
+    return expectation_at(call, source, arrays, part, 1, origin, *directions).out[..., 0]
 
 
 def _check_tangents(tangents: Any, arrays: Arrays) -> list[Array]:
@@ -232,10 +234,10 @@ def _check_tangents(tangents: Any, arrays: Arrays) -> list[Array]:
         raise ValueError(
             f"tangents: wanted from one to {_HIGHEST_ORDER} arrays, got {len(tangents)}"
         )
-    return [check_line(f"tangents[{i}]", x, arrays) for i, x in enumerate(tangents)]
+    return [check_row_vectors(f"tangents[{i}]", x, arrays) for i, x in enumerate(tangents)]
 
 
-class _Products(NamedTuple):
+class _CentredProducts(NamedTuple):
     """Of blocks: the means of products of some of the numbers $u_i \\cdot (v - \\mathrm{mean})$."""
 
     groups: tuple[tuple[int, ...], ...]

@@ -7,8 +7,14 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import ScoreBlock, holds_keys, outer, precision, product
 
-from ..core._free_energy import Arrays, Prepared, attended, checked
-from ._observe import covariance_product, expectation_at, prepare_at, prepare_wide, state_at
+from ..core._free_energy import Arrays, Prepared, attend_checked, check_at
+from ._at_source import (
+    covariance_product,
+    expectation_at,
+    prepare_widened,
+    prepare_with_source,
+    state_at,
+)
 
 
 class ScoreMoments(NamedTuple):
@@ -76,7 +82,7 @@ def entropy(
         >>> float(ea.entropy(0 * q, k, v)[0, 0])  # all five keys alike: log 5
         1.609...
     """
-    call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
+    call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
     mean, lse = _mean_score(call, source, arrays)
     return entropy_of(mean, lse)
 
@@ -123,8 +129,8 @@ def score_moments(
         >>> mean.shape, bool((variance > 0).all())
         ((5, 2), True)
     """
-    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
-    return _with_scores(call, arrays, arrays.value[..., :1]).scores
+    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
+    return _score_statistics(call, arrays, arrays.value[..., :1]).scores
 
 
 def temperature_sensitivity(
@@ -170,11 +176,11 @@ def temperature_sensitivity(
         >>> bool(jnp.allclose(ea.temperature_sensitivity(q, k, v), difference, atol=1e-4))
         True
     """
-    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
-    return _with_scores(call, arrays, arrays.value).crossed
+    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
+    return _score_statistics(call, arrays, arrays.value).cross_covariance
 
 
-class Observed(NamedTuple):
+class RowObservables(NamedTuple):
     """What an energy report is made of, for each row."""
 
     energy: Float[Array, "*B T N"]
@@ -184,14 +190,14 @@ class Observed(NamedTuple):
     out: Float[Array, "*B T N Hv"]
 
 
-def observe(call: Prepared, arrays: Arrays) -> Observed:
+def row_observables(call: Prepared, arrays: Arrays) -> RowObservables:
     """Energy, entropy, heat capacity and trace of the covariance of each row, and attention.
 
     About three flash passes. Raises as the kernels do.
     """
-    found = _with_scores(call, arrays, arrays.value)
-    trace = expectation_at(call, None, arrays, _squared_distance, 1, found.out).out[..., 0]
-    return Observed(
+    found = _score_statistics(call, arrays, arrays.value)
+    trace = expectation_at(call, None, arrays, _squared_distance_term, 1, found.out).out[..., 0]
+    return RowObservables(
         found.lse,
         entropy_of(found.scores.mean, found.lse),
         found.scores.variance,
@@ -201,7 +207,7 @@ def observe(call: Prepared, arrays: Arrays) -> Observed:
 
 
 def entropy_of(mean: Array, lse: Array) -> Array:
-    """From the mean of the scores and the energy; 0 where there is no key. Raises nothing."""
+    """From the mean of the scores and the energy; 0 where there is no key."""
     seen = holds_keys(lse)
     # the difference of two large numbers: rounding alone makes it negative
     return jnp.where(seen, jnp.maximum(jnp.where(seen, lse, 0.0) - mean, 0.0), 0.0)
@@ -209,28 +215,28 @@ def entropy_of(mean: Array, lse: Array) -> Array:
 
 def _mean_score(call: Prepared, source: Array | None, arrays: Arrays) -> tuple[Array, Array]:
     if arrays.bias is not None:
-        found = expectation_at(call, source, arrays, _score, 1)
+        found = expectation_at(call, source, arrays, _score_term, 1)
         return found.out[..., 0], found.lse
-    given = checked(call, source, arrays)
+    given = check_at(call, source, arrays)
     operands = given.operands
-    out, lse = attended(call, given._replace(operands=operands._replace(value=operands.key)))
+    out, lse = attend_checked(call, given._replace(operands=operands._replace(value=operands.key)))
     query = operands.query if given.batched else operands.query[0]
     return given.settings.scale * (query * out).sum(-1), lse
 
 
-class _WithScores(NamedTuple):
+class _ScoreStatistics(NamedTuple):
     scores: ScoreMoments
     out: Array  # E[v]
-    crossed: Array  # Cov(s, v)
+    cross_covariance: Array  # Cov(s, v)
     lse: Array
 
 
-def _with_scores(call: Prepared, arrays: Arrays, value: Array) -> _WithScores:
+def _score_statistics(call: Prepared, arrays: Arrays, value: Array) -> _ScoreStatistics:
     if arrays.bias is not None:
-        return _with_biased_scores(call, arrays._replace(value=value))
+        return _biased_score_statistics(call, arrays._replace(value=value))
     # The scores are values, too: v' = [k, v] has the score along u = [scale q, 0], and Cov(v') u
     # holds both Cov(k) scale q and Cov(v, s).
-    given = checked(call, None, arrays)
+    given = check_at(call, None, arrays)
     query = given.operands.query if given.batched else given.operands.query[0]
     along, width = query * given.settings.scale, query.shape[-1]
     joined = arrays._replace(value=jnp.concatenate([arrays.key, value], -1))
@@ -239,15 +245,15 @@ def _with_scores(call: Prepared, arrays: Arrays, value: Array) -> _WithScores:
     mean = (along * state.out[..., :width]).sum(-1)
     variance = jnp.maximum((along * found[..., :width]).sum(-1), 0.0)
     scores = ScoreMoments(mean, variance)
-    return _WithScores(scores, state.out[..., width:], found[..., width:], state.lse)
+    return _ScoreStatistics(scores, state.out[..., width:], found[..., width:], state.lse)
 
 
-def _with_biased_scores(call: Prepared, arrays: Arrays) -> _WithScores:
+def _biased_score_statistics(call: Prepared, arrays: Arrays) -> _ScoreStatistics:
     mean, lse = _mean_score(call, None, arrays)
     width = arrays.value.shape[-1]
-    found = expectation_at(call, None, arrays, _about_mean, 1 + width, mean[..., None]).out
+    found = expectation_at(call, None, arrays, _deviation_terms, 1 + width, mean[..., None]).out
     out = state_at(call, None, arrays).out
-    return _WithScores(ScoreMoments(mean, found[..., 0]), out, found[..., 1:], lse)
+    return _ScoreStatistics(ScoreMoments(mean, found[..., 0]), out, found[..., 1:], lse)
 
 
 # Parts of expectations. A hidden key has the weight 0 and the score minus infinity.
@@ -255,21 +261,21 @@ def _finite(block: ScoreBlock) -> Array:
     return jnp.where(jnp.isneginf(block.scores), 0.0, block.scores)
 
 
-def _score(block: ScoreBlock) -> Array:
+def _score_term(block: ScoreBlock) -> Array:
     return (block.weights * _finite(block)).sum(-1, keepdims=True)
 
 
-def _about_mean(block: ScoreBlock, mean: Array) -> Array:
+def _deviation_terms(block: ScoreBlock, mean: Array) -> Array:
     apart = _finite(block) - mean
     weighted = block.weights * apart
     own = (weighted * apart).sum(-1, keepdims=True)
     return jnp.concatenate([own, product(weighted, block.value, precision(mean.dtype))], -1)
 
 
-def _squared_distance(block: ScoreBlock, mean: Array) -> Array:
+def _squared_distance_term(block: ScoreBlock, mean: Array) -> Array:
     # |v - m|² = |v|² - 2 v·m + |m|², of vectors from the middle of the block
     origin = block.value.mean(1, keepdims=True)
     value, mean = block.value - origin, mean - origin
-    crossed = outer(mean, value, precision(mean.dtype))
+    cross = outer(mean, value, precision(mean.dtype))
     squares = (value**2).sum(-1)[:, None, :] + (mean**2).sum(-1, keepdims=True)
-    return (block.weights * (squares - 2 * crossed)).sum(-1, keepdims=True)
+    return (block.weights * (squares - 2 * cross)).sum(-1, keepdims=True)

@@ -20,8 +20,8 @@ from energy_attn.kernels.internal import (
     uniform,
 )
 
-from ..core._free_energy import checked
-from ._observe import Find, prepare_at, run
+from ..core._free_energy import check_at
+from ._at_source import HashablePartial, prepare_with_source, run_reduction
 
 
 def sample_keys(
@@ -76,12 +76,12 @@ def sample_keys(
     """
     check_integer("num_samples", num_samples, 1)
     check_key("rng", rng)
-    call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
+    call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
     arrays, source = lax.stop_gradient((arrays, source))
     seeds = jax.random.bits(rng, (*arrays.query.shape[:-1], 2), jnp.uint32)
     axes = () if call.place is None else call.place.sequence
-    task = Task(Find(_drawn, (num_samples, axes)), _fold_draws)
-    return run(call, task, checked(call, source, arrays), seeds)[0].indices
+    task = Task(HashablePartial(_drawn, (num_samples, axes)), _fold_draws)
+    return run_reduction(call, task, check_at(call, source, arrays), seeds)[0].indices
 
 
 def _drawn(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import check_floating, check_key, check_shape
 
-from ._sampling import check_sampling, draw
+from ._sampling import check_sampling, sample_tokens
 from ._tree import PrefixTree, check_logits
 
 
@@ -81,7 +81,7 @@ def accept_greedy(
     """
     _check_logits(tree, logits, context_logits)
     context = None if context_logits is None else _largest(context_logits)
-    return follow(tree, _largest(logits), context)
+    return longest_chosen_path(tree, _largest(logits), context)
 
 
 def accept_sampling(
@@ -138,12 +138,12 @@ def accept_sampling(
     check_key("key", key)
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p)
     first, rest = jax.random.split(key)
-    choice = draw(rest, jnp.asarray(logits), temperature, top_k, top_p)
+    choice = sample_tokens(rest, jnp.asarray(logits), temperature, top_k, top_p)
     if context_logits is None:
         context = jnp.where(tree.size > 0, tree.tokens[:, 0].astype(jnp.int32), -1)
     else:
-        context = draw(first, jnp.asarray(context_logits), temperature, top_k, top_p)
-    return follow(tree, choice, context)
+        context = sample_tokens(first, jnp.asarray(context_logits), temperature, top_k, top_p)
+    return longest_chosen_path(tree, choice, context)
 
 
 def verify(
@@ -194,18 +194,18 @@ def verify(
 
 
 @jax.jit
-def follow(tree: PrefixTree, choice: Array, context_choice: Array | None) -> Accepted:
+def longest_chosen_path(tree: PrefixTree, choice: Array, context_choice: Array | None) -> Accepted:
     """The longest path all of whose tokens were chosen: `choice` `[B, L]` int32 after each node.
 
     `context_choice` `[B]` int32 is the choice after the context; with None every root was chosen.
-    Of siblings with equal tokens the first counts. Raises nothing.
+    Of siblings with equal tokens the first counts.
     """
     slots, levels = tree.tokens.shape[1], tree.unpacker.shape[2]
-    each, level = (jnp.arange(n, dtype=jnp.int32)[None] for n in (slots, levels))
-    used, tokens = each < tree.size[:, None], tree.tokens.astype(jnp.int32)
+    slot_index, level = (jnp.arange(n, dtype=jnp.int32)[None] for n in (slots, levels))
+    used, tokens = slot_index < tree.size[:, None], tree.tokens.astype(jnp.int32)
     same = tree.tokens[:, :, None] == tree.tokens[:, None]
     same &= tree.parent[:, :, None] == tree.parent[:, None]
-    is_first = ~(same & (each[:, None] < each[..., None])).any(-1)
+    is_first = ~(same & (slot_index[:, None] < slot_index[..., None])).any(-1)
     is_root = tree.parent < 0
     wanted = jnp.take_along_axis(choice, jnp.where(is_root, 0, tree.parent), 1)
     if context_choice is None:
@@ -218,9 +218,9 @@ def follow(tree: PrefixTree, choice: Array, context_choice: Array | None) -> Acc
     nodes = jnp.where(reached, tree.depth + 1, 0)
     end = lax.argmax(nodes, 1, jnp.int32)  # the smallest slot of those with the longest path
     length = nodes.max(1)
-    line = jnp.take_along_axis(tree.mask, end[:, None, None], 1) & (length > 0)[:, None, None]
-    here = line & (tree.depth[:, None] == level[..., None])
-    path = jnp.where(here, each[:, None], -1).max(-1)
+    ancestors = jnp.take_along_axis(tree.mask, end[:, None, None], 1) & (length > 0)[:, None, None]
+    here = ancestors & (tree.depth[:, None] == level[..., None])
+    path = jnp.where(here, slot_index[:, None], -1).max(-1)
     after = jnp.take_along_axis(choice, end[:, None], 1)[:, 0]
     none = jnp.asarray(-1, jnp.int32) if context_choice is None else context_choice
     return Accepted(path, length, jnp.where(length > 0, after, none))

@@ -33,7 +33,7 @@ from energy_attn.kernels.internal import (
 
 from ..core._citation import cite
 from ._accept import Accepted
-from ._tree import PrefixTree, check_tree, take
+from ._tree import PrefixTree, check_tree, gather_slots
 
 
 def tree_decode(
@@ -134,16 +134,20 @@ def tree_decode(
         key_positions=cache.positions,
     )
     # where they are now, the nodes are split otherwise than they came
-    context = _part(placement(cache.parallel, query, cache.key, cache.value), names, before)
+    context = _partial_state(
+        placement(cache.parallel, query, cache.key, cache.value), names, before
+    )
     drafts = check_call(query, key, value, source=source, mask=mask[:, None], scale=scale)
     alone = None
     if place is not None and place.batch + place.heads:
         alone = place._replace(sequence=(), queries=False)
-    out, lse = merge(context, _part(alone, (*names, "blockwise"), drafts))
+    out, lse = merge(context, _partial_state(alone, (*names, "blockwise"), drafts))
     return AttentionState(out.astype(cache.dtype), lse)
 
 
-def _part(place: Placement | None, names: tuple[str, ...], call: CheckedCall) -> AttentionState:
+def _partial_state(
+    place: Placement | None, names: tuple[str, ...], call: CheckedCall
+) -> AttentionState:
     """The state of some of the keys, to be folded with others. Raises as the kernels do."""
     call = call._replace(settings=with_wide_out(call.settings))
     if place is None:
@@ -200,17 +204,17 @@ def commit(
     _check_nodes(cache, rows, "L", key, value)
     check_shape("value", value, (*key.shape[:2], *cache.value.shape[2:]))
 
-    return cache.append(*on_path(cache, accepted.path, key, value), lengths=accepted.length)
+    return cache.append(*gather_path(cache, accepted.path, key, value), lengths=accepted.length)
 
 
-def on_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Array, Array]:
+def gather_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Array, Array]:
     """What belongs to the slots of `path` `[B, C]`, with zeros for -1, where `cache` takes it.
 
     Each device that shares a row takes for itself. Raises `ValueError` for another mesh.
     """
 
     def taken(key: Array, value: Array, path: Array) -> tuple[Array, Array]:
-        return take(key, path), take(value, path)
+        return gather_slots(key, path), gather_slots(value, path)
 
     key, value, path = map(jnp.asarray, (key, value, path))
     place = _home(cache)

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 from energy_attn.kernels.internal import check_integer, check_shape, lse_dtype
 
-from ._shapes import tree_of
-from ._tree import PrefixTree, check_logits, take
+from ._shapes import tree_from_checked_parents
+from ._tree import PrefixTree, check_logits, gather_slots
 
 
 def grow(tree: PrefixTree, logits: Float[Array, "B L V"], count: int) -> PrefixTree:
@@ -70,9 +70,9 @@ def _grown(count: int, tree: PrefixTree, logits: Array) -> PrefixTree:
 
     rank = jnp.arange(slots, dtype=jnp.int32)[None] - tree.size[:, None]
     is_new = (rank >= 0) & (rank < added[:, None])
-    pick = take(best, jnp.where(is_new, rank, -1))
-    token = take(tokens.reshape(batch, slots * offered), pick).astype(tree.tokens.dtype)
-    return tree_of(
+    pick = gather_slots(best, jnp.where(is_new, rank, -1))
+    token = gather_slots(tokens.reshape(batch, slots * offered), pick).astype(tree.tokens.dtype)
+    return tree_from_checked_parents(
         tree.unpacker.shape[2],
         jnp.where(is_new, token, tree.tokens),
         jnp.where(is_new, pick // offered, tree.parent),
@@ -89,7 +89,7 @@ def _scores(tree: PrefixTree, logits: Array) -> Array:
     is_child = used & (tree.parent >= 0)
     place = jnp.where(is_child, tree.parent, slots), tree.tokens.astype(jnp.int32)
     edge = log_p.at[rows, *place].get(mode="fill", fill_value=0)
-    path = take(edge, tree.unpacker).sum(-1)
+    path = gather_slots(edge, tree.unpacker).sum(-1)
     scores = jnp.where(jnp.isneginf(log_p), -jnp.inf, path[:, :, None] + log_p)
     scores = scores.at[rows, *place].set(-jnp.inf, mode="drop")
     open_ = used & (tree.depth < tree.unpacker.shape[2] - 1)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Integer
 
 from energy_attn.kernels.internal import check_integer, check_integral, check_shape, received
 
-from ._tree import PrefixTree, build, check_range, take
+from ._tree import PrefixTree, check_range, gather_slots, tree_from_ancestors
 
 
 def pack(
@@ -86,25 +86,25 @@ def _packed(slots: int, beam: Array, lengths: Array, pad: Array) -> PrefixTree:
     is_new = (owner == row).reshape(batch, rows * levels)
     number = jnp.cumsum(is_new, -1, dtype=jnp.int32) - 1
     size = jnp.minimum(number[:, -1] + 1, slots)
-    slot = take(number, jnp.where(owner < rows, owner * levels + level, -1))
+    slot = gather_slots(number, jnp.where(owner < rows, owner * levels + level, -1))
     unpacker = jnp.where((owner < rows) & (slot < slots), slot, -1)
 
     first = _first_entries(is_new, number, slots)
     used = jnp.arange(slots, dtype=jnp.int32)[None] < size[:, None]
-    tokens = take(beam.reshape(is_new.shape), first)
+    tokens = gather_slots(beam.reshape(is_new.shape), first)
     tokens = jnp.where(used, tokens, pad)
-    line = take(unpacker, first // levels)
-    line = jnp.where(level <= (first % levels)[:, :, None], line, -1)
-    return build(tokens, line, unpacker, size)
+    ancestors = gather_slots(unpacker, first // levels)
+    ancestors = jnp.where(level <= (first % levels)[:, :, None], ancestors, -1)
+    return tree_from_ancestors(tokens, ancestors, unpacker, size)
 
 
 def _first_entries(is_new: Array, number: Array, slots: int) -> Array:
     # the entry, counted row after row, that each slot has first; 0 where there is none
     batch, entries = is_new.shape
-    each = jnp.broadcast_to(jnp.arange(entries, dtype=jnp.int32)[None], is_new.shape)
+    entry = jnp.broadcast_to(jnp.arange(entries, dtype=jnp.int32)[None], is_new.shape)
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
     blank = jnp.zeros((batch, slots), jnp.int32)
-    return blank.at[rows, jnp.where(is_new, number, slots)].set(each, mode="drop")
+    return blank.at[rows, jnp.where(is_new, number, slots)].set(entry, mode="drop")
 
 
 def check_beam(beam: Any, lengths: Any, name: str = "beam") -> tuple[Array, Array]:

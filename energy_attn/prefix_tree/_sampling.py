@@ -19,7 +19,7 @@ from energy_attn.kernels.internal import (
 )
 
 
-def warp(logits: Array, temperature: Any, top_k: int | None, top_p: Any) -> Array:
+def process_logits(logits: Array, temperature: Any, top_k: int | None, top_p: Any) -> Array:
     r"""Logits `[..., V]` whose softmax is the law to draw from; minus infinity where it is cut off.
 
     $$\ell \mapsto (\ell - \max \ell) / T$$
@@ -27,7 +27,7 @@ def warp(logits: Array, temperature: Any, top_k: int | None, top_p: Any) -> Arra
     Then the `top_k` largest are kept (all, if there are fewer), and of these the fewest whose
     probability reaches `top_p`. Among equals those of lower token come first, so that exactly that
     many are kept, at least one. Float32 or wider. A row of minus infinities stays what it is; NaN
-    is never cut off. Arguments are those that `check_sampling` has passed. Raises nothing.
+    is never cut off. Arguments are those that `check_sampling` has passed.
     """
     wide = lse_dtype(logits.dtype)
     logits = logits.astype(wide)
@@ -50,23 +50,25 @@ def warp(logits: Array, temperature: Any, top_k: int | None, top_p: Any) -> Arra
         # a sum may round up to 1 before its end
         last = jnp.where(top_p < 1, jnp.minimum(short, last), last)
     value, token = (jnp.take_along_axis(x, last, -1) for x in (values, tokens))
-    each = lax.broadcasted_iota(jnp.int32, scaled.shape, scaled.ndim - 1)
-    after = (scaled < value) | ((scaled == value) & (each > token))
+    token_index = lax.broadcasted_iota(jnp.int32, scaled.shape, scaled.ndim - 1)
+    after = (scaled < value) | ((scaled == value) & (token_index > token))
     return jnp.where(after, -jnp.inf, scaled)
 
 
 @functools.partial(jax.jit, static_argnames="top_k")
-def draw(key: Array, logits: Array, temperature: Any, top_k: int | None, top_p: Any) -> Array:
-    """Tokens, int32, each drawn from its row of `logits` `[..., V]` as `warp` makes them.
+def sample_tokens(
+    key: Array, logits: Array, temperature: Any, top_k: int | None, top_p: Any
+) -> Array:
+    """Tokens, int32, each drawn from its row of `logits` `[..., V]` as `process_logits` makes them.
 
-    Independent of one another. A row of minus infinities gives token 0. Raises nothing.
+    Independent of one another. A row of minus infinities gives token 0.
     """
-    warped = warp(logits, temperature, top_k, top_p)
+    warped = process_logits(logits, temperature, top_k, top_p)
     return jax.random.categorical(key, warped, axis=-1).astype(jnp.int32)
 
 
 def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> tuple[Any, int | None, Any]:
-    """Returns the settings of `warp`: numbers as Python's, scalar arrays as they are, None for all.
+    """Returns the settings of `process_logits`: numbers as Python's, scalar arrays as they are, None for all.
 
     Raises `TypeError` for another type and `ValueError` for what is out of range, so far as values
     are known: a temperature that is not above 0, `top_k` below 1, `top_p` outside of (0, 1].

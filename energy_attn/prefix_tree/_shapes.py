@@ -11,7 +11,15 @@ from jaxtyping import Array, Integer
 
 from energy_attn.kernels.internal import check_integer, check_integral, check_shape, received
 
-from ._tree import PrefixTree, build, check_parents, check_range, check_slots, is_known, take
+from ._tree import (
+    PrefixTree,
+    check_parents,
+    check_range,
+    check_slots,
+    gather_slots,
+    is_concrete,
+    tree_from_ancestors,
+)
 
 
 def tree_from_parents(
@@ -57,7 +65,7 @@ def tree_from_parents(
     check_range("size", sizes, 0, tokens.shape[1])
     _check_paths(parent, sizes, depth)
     above, used = (jnp.asarray(x).astype(jnp.int32) for x in (parent, sizes))
-    return tree_of(depth, jnp.asarray(tokens), above, used)
+    return tree_from_checked_parents(depth, jnp.asarray(tokens), above, used)
 
 
 def token_tree(
@@ -110,31 +118,33 @@ def token_tree(
         [jnp.asarray(root)[:, None], jnp.asarray(candidates)[:, place, rank]], axis=1
     )
     parent = jnp.broadcast_to(jnp.asarray(parent)[None], tokens.shape)
-    return tree_of(depth, tokens, parent, jnp.full(batch, tokens.shape[1], jnp.int32))
+    return tree_from_checked_parents(
+        depth, tokens, parent, jnp.full(batch, tokens.shape[1], jnp.int32)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def tree_of(depth: int, tokens: Array, parent: Array, size: Array) -> PrefixTree:
-    """What `tree_from_parents` gives, of JAX arrays that have been checked. Raises nothing."""
+def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Array) -> PrefixTree:
+    """What `tree_from_parents` gives, of JAX arrays that have been checked."""
     slots = tokens.shape[1]
-    each = jnp.arange(slots, dtype=jnp.int32)[None]
-    used = each < size[:, None]
-    node = jnp.where(used, each, -1)
+    slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
+    used = slot_index < size[:, None]
+    node = jnp.where(used, slot_index, -1)
     up = [node]  # each node, its parent, the parent's parent ...
     for _ in range(depth - 1):
-        node = jnp.where(node >= 0, take(parent, node), -1)
+        node = jnp.where(node >= 0, gather_slots(parent, node), -1)
         up.append(node)
     chain = jnp.stack(up, -1)
     count = (chain >= 0).sum(-1, dtype=jnp.int32)[:, :, None]
     level = jnp.arange(depth, dtype=jnp.int32)[None, None]
     back = jnp.take_along_axis(chain, jnp.maximum(count - 1 - level, 0), 2)
-    line = jnp.where(level < count, back, -1)
+    ancestors = jnp.where(level < count, back, -1)
     tokens = jnp.where(used, tokens, jnp.zeros((), tokens.dtype))
-    return build(tokens, line, line, size)
+    return tree_from_ancestors(tokens, ancestors, ancestors, size)
 
 
 def _check_paths(parent: Any, size: Any, depth: int) -> None:
-    if not (is_known(parent) and is_known(size)):
+    if not (is_concrete(parent) and is_concrete(size)):
         return
     rows = zip(np.asarray(parent).tolist(), np.asarray(size).tolist(), strict=True)
     for row, (above, used) in enumerate(rows):
@@ -148,7 +158,7 @@ def _check_paths(parent: Any, size: Any, depth: int) -> None:
                 )
 
 
-def _check_choices(choices: Any, places: int, ranks: int) -> list[tuple[int, ...]]:
+def _check_choices(choices: Any, levels: int, ranks: int) -> list[tuple[int, ...]]:
     # in order of length, then of ranks
     if not isinstance(choices, Sequence) or isinstance(choices, str):
         raise TypeError(f"choices: wanted a sequence of tuples of ranks, got {received(choices)}")
@@ -157,9 +167,9 @@ def _check_choices(choices: Any, places: int, ranks: int) -> list[tuple[int, ...
         if not isinstance(choice, Sequence) or isinstance(choice, str):
             raise TypeError(f"choices: wanted tuples of ranks, got {received(choice)}")
         path = tuple(check_integer("choices", rank) for rank in choice)
-        if not 1 <= len(path) <= places or not all(0 <= rank < ranks for rank in path):
+        if not 1 <= len(path) <= levels or not all(0 <= rank < ranks for rank in path):
             raise ValueError(
-                f"choices: wanted 1 to {places} ranks below {ranks}, "
+                f"choices: wanted 1 to {levels} ranks below {ranks}, "
                 f"the shape of candidates, got {path}"
             )
         paths.append(path)

@@ -57,21 +57,23 @@ class PrefixTree(NamedTuple):
     size: Int[Array, " B"]
 
 
-def build(tokens: Array, line: Array, unpacker: Array, size: Array) -> PrefixTree:
+def tree_from_ancestors(
+    tokens: Array, ancestors: Array, unpacker: Array, size: Array
+) -> PrefixTree:
     """The tree whose node `n` has the ancestors `line[:, n]`, root first and itself last.
 
-    `line` is `[B, L, C]`, filled up with -1; only the first `size` slots are read. Raises nothing.
+    `ancestors` is `[B, L, C]`, filled up with -1; only the first `size` slots are read.
     """
-    slots, levels = line.shape[1:]
-    each = jnp.arange(slots, dtype=jnp.int32)[None]
-    used = each < size[:, None]
-    line = jnp.where(used[:, :, None], line, -1)
-    count = (line >= 0).sum(-1, dtype=jnp.int32)
-    mask = jnp.broadcast_to(jnp.eye(slots, dtype=bool), (len(line), slots, slots))
+    slots, levels = ancestors.shape[1:]
+    slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
+    used = slot_index < size[:, None]
+    ancestors = jnp.where(used[:, :, None], ancestors, -1)
+    count = (ancestors >= 0).sum(-1, dtype=jnp.int32)
+    mask = jnp.broadcast_to(jnp.eye(slots, dtype=bool), (len(ancestors), slots, slots))
     for level in range(levels):
-        mask |= line[:, :, level, None] == each[:, None]
+        mask |= ancestors[:, :, level, None] == slot_index[:, None]
     depth = jnp.maximum(count - 1, 0)
-    above = jnp.take_along_axis(line, jnp.maximum(count - 2, 0)[:, :, None], axis=2)[:, :, 0]
+    above = jnp.take_along_axis(ancestors, jnp.maximum(count - 2, 0)[:, :, None], axis=2)[:, :, 0]
     parent = jnp.where(count > 1, above, -1)
     return PrefixTree(tokens, mask, depth, parent, unpacker, size)
 
@@ -102,11 +104,11 @@ def unpack(x: Shaped[Array, "B L ..."], tree: PrefixTree) -> Shaped[Array, "B M 
     check_tree("tree", tree)
     x = check_array("x", x)
     check_shape("x", x, (*tree.tokens.shape, *x.shape[2:]))
-    return take(x, tree.unpacker)
+    return gather_slots(x, tree.unpacker)
 
 
-def take(x: Array, slots: Array) -> Array:
-    """`x[b, slots[b, ...]]` for `x` `[B, L, ...]`; zeros where a slot is -1. Raises nothing."""
+def gather_slots(x: Array, slots: Array) -> Array:
+    """`x[b, slots[b, ...]]` for `x` `[B, L, ...]`; zeros where a slot is -1."""
     rows = jnp.arange(len(x), dtype=jnp.int32).reshape(-1, *[1] * (slots.ndim - 1))
     there = slots >= 0
     taken = x[rows, jnp.where(there, slots, 0)]
@@ -159,7 +161,7 @@ def check_slots(name: str, tokens: Any) -> None:
 
 def check_parents(name: str, parent: Any) -> None:
     """Raises `ValueError` if values are known and a parent does not come before its child."""
-    if not is_known(parent):
+    if not is_concrete(parent):
         return
     found = np.asarray(parent)
     wrong = np.argwhere((found < -1) | (found >= np.arange(found.shape[1])))
@@ -173,7 +175,7 @@ def check_parents(name: str, parent: Any) -> None:
 
 def check_range(name: str, x: Any, least: int, most: int) -> None:
     """Raises `ValueError` if values are known and one of the integers `x` is out of range."""
-    if not is_known(x):
+    if not is_concrete(x):
         return
     found = np.asarray(x)
     wrong = np.argwhere((found < least) | (found > most))
@@ -184,6 +186,6 @@ def check_range(name: str, x: Any, least: int, most: int) -> None:
         )
 
 
-def is_known(x: Any) -> bool:
-    """Whether the values of an array can be looked at here and now. Raises nothing."""
+def is_concrete(x: Any) -> bool:
+    """Whether the values of an array can be looked at here and now."""
     return not isinstance(x, Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)

@@ -18,8 +18,8 @@ from energy_attn.kernels.internal import (
 
 from ..bayes._conjugate import rate
 from ..core._free_energy import free_energy
-from ..hopfield._arguments import check_positive
-from ..observables._observe import covariance_at, prepare_wide
+from ..hopfield._checks import check_positive
+from ..observables._at_source import covariance_at, prepare_widened
 
 _SPREAD = 3.0  # of the grids by default, in standard deviations
 
@@ -127,20 +127,20 @@ def landscape(
         "bias": None if bias is None else bias[None, None, None],
         "mask": None if mask is None else mask[None, None, None],
     }
-    call, wide = prepare_wide(query[None, None], **arrays, **options)
+    call, wide = prepare_widened(query[None, None], **arrays, **options)
     at_zero = covariance_at(call, None, wide)
     covariance, attention = at_zero.covariance[0, 0], at_zero.out[0, 0]
     arrays |= {"key": wide.key, "value": wide.value, "bias": wide.bias}
     if directions is None:
         directions = _principal(covariance)
     directions = jnp.asarray(directions, attention.dtype)
-    sources, places = _widths(extent, directions, covariance)
+    sources, points_ = _extents(extent, directions, covariance)
     fractions = jnp.linspace(-1.0, 1.0, points, dtype=attention.dtype)[None]
-    sources, places = sources[:, None] * fractions, places[:, None] * fractions
+    sources, points_ = sources[:, None] * fractions, points_[:, None] * fractions
     # every place of a grid is a query of its own
     queries = jnp.broadcast_to(wide.query, (points**2, *wide.query.shape[1:]))
     energies = free_energy(queries, **arrays, source=_plane(sources, directions), **options)
-    z = attention[None, None] + _plane(places, directions)
+    z = attention[None, None] + _plane(points_, directions)
     rates = rate(z, queries, **arrays, throw=False, **options)
     known = rates.converged | jnp.isposinf(rates.value)
     return Landscape(
@@ -149,7 +149,7 @@ def landscape(
         (directions * attention[None]).sum(-1),
         sources,
         energies.reshape(points, points),
-        places,
+        points_,
         jnp.where(known, rates.value, jnp.nan).reshape(points, points),
         _coordinates(wide.value[:, 0], mask, attention, directions),
     )
@@ -177,7 +177,7 @@ def _principal(covariance: Array) -> Array:
     return two * jnp.where(largest < 0, -1.0, 1.0)
 
 
-def _widths(extent: Any, directions: Array, covariance: Array) -> tuple[Array, Array]:
+def _extents(extent: Any, directions: Array, covariance: Array) -> tuple[Array, Array]:
     if extent is not None:
         if not (isinstance(extent, (tuple, list)) and len(extent) == 2):
             raise TypeError(f"extent: wanted a pair (sources, points), got {received(extent)}")

@@ -74,8 +74,8 @@ def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = 
         shown = np.ma.masked_invalid(values)
         image = panel.imshow(shown, aspect="auto", cmap=colours, interpolation="nearest")
         panel.set(title=title, xlabel="head", ylabel="layer")
-        panel.set_xticks(_places(heads))
-        panel.set_yticks(_places(layers))
+        panel.set_xticks(_ticks(heads))
+        panel.set_yticks(_ticks(layers))
         panel.tick_params(length=0)
         panel.spines[:].set_visible(False)
         _bar(figure, panel, image, unit)
@@ -87,7 +87,7 @@ def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = 
     return figure
 
 
-def _places(count: int) -> range:
+def _ticks(count: int) -> range:
     """Which of so many rows or columns are numbered."""
     return range(0, count, 1 if count <= 16 else 4 if count <= 64 else 16)
 
@@ -107,7 +107,7 @@ def _compare(figure: Any, panel: Any, report: EnergyReport) -> None:
     )
     panel.set(title="every head", xlabel="free energy F, nats", ylabel="entropy H, nats")
     panel.spines[["top", "right"]].set_visible(False)
-    _bar(figure, panel, drawn, "layer", ticks=_places(layers))
+    _bar(figure, panel, drawn, "layer", ticks=_ticks(layers))
 
 
 def _annotate(panel: Any, image: Any, values: np.ndarray) -> None:

@@ -20,8 +20,8 @@ from energy_attn.kernels.internal import (
 
 from ..models import Llama
 from ..nn._multihead import MultiheadAttention
-from ..observables._entropy import observe
-from ..observables._observe import prepare_wide
+from ..observables._at_source import prepare_widened
+from ..observables._entropy import row_observables
 
 
 class EnergyReport(eqx.Module):
@@ -147,7 +147,7 @@ def _observed(
     query: Any, key: Any, value: Any, *, bias: Any = None, mask: Any = None, **options: Any
 ) -> tuple[Array, _Rows]:
     """Attention, in the dtype of the query, and what is found of its rows."""
-    found = observe(*prepare_wide(query, key, value, bias, mask, **options))
+    found = row_observables(*prepare_widened(query, key, value, bias, mask, **options))
     return found.out.astype(query.dtype), _Rows(*found[:-1])
 
 

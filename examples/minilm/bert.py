@@ -37,7 +37,7 @@ RENAMED = (
 
 
 class Embeddings(eqx.Module):
-    """The sum of what a token is, where it stands and which of two texts it is of, normalised. Raises nothing."""
+    """The sum of what a token is, where it stands and which of two texts it is of, normalised."""
 
     word_embeddings: eqx.nn.Embedding
     position_embeddings: eqx.nn.Embedding
@@ -62,7 +62,7 @@ class Embeddings(eqx.Module):
 
 
 class Layer(eqx.Module):
-    r"""$y = \mathrm{norm}(x + \mathrm{attention}(x))$, then $\mathrm{norm}(y + \mathrm{MLP}(y))$. Raises nothing."""
+    r"""$y = \mathrm{norm}(x + \mathrm{attention}(x))$, then $\mathrm{norm}(y + \mathrm{MLP}(y))$."""
 
     attention: ea.MultiheadAttention
     attention_norm: eqx.nn.LayerNorm
@@ -119,7 +119,7 @@ class Bert(eqx.Module):
     def __call__(
         self, tokens: Int[Array, " T"], length: Int[Array, ""]
     ) -> Float[Array, "layers+1 T width"]:
-        """What each layer gets, and what the last one gives; rows from `length` on mean nothing. Raises nothing."""
+        """What each layer gets, and what the last one gives; rows from `length` on mean nothing."""
         states = [self.embeddings(tokens)]
         for layer in self.layers:
             states.append(layer(states[-1], length))
@@ -127,7 +127,7 @@ class Bert(eqx.Module):
 
 
 def pooled(state: Float[Array, "T width"], length: Int[Array, ""]) -> Float[Array, " width"]:
-    """The mean of a sentence's rows, of length 1: its embedding. Raises nothing."""
+    """The mean of a sentence's rows, of length 1: its embedding."""
     real = jnp.arange(len(state), dtype=jnp.int32)[:, None] < length
     mean = jnp.where(real, state, 0.0).sum(0) / length.astype(state.dtype)
     return mean / jnp.linalg.norm(mean)

@@ -12,7 +12,7 @@ BLUE, ORANGE, GREEN = COLOURS = ("#1f86cc", "#e69f00", "#009e73")
 
 
 def draw_example(example: dict[str, Any]) -> Figure:
-    """The row of attention in three panels, from `worked_example`. Raises nothing."""
+    """The row of attention in three panels, from `worked_example`."""
     figure = Figure(figsize=(11, 3.7), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     tokens = example["tokens"]

@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
 
 def encode(model: Bert, encodings: list[Encoding]) -> Encoded:
-    """Runs the model on one padded batch. Raises nothing."""
+    """Runs the model on one padded batch."""
     tokens = jnp.asarray([encoding.ids for encoding in encodings], jnp.int32)
     lengths = jnp.asarray([sum(x.attention_mask) for x in encodings], jnp.int32)
     return Encoded(lengths, *_encode(model, tokens, lengths))
@@ -50,16 +50,13 @@ def _encode(model: Bert, tokens: Array, lengths: Array) -> tuple[Array, Array]:
 
 
 def energy_report(model: Bert, encoded: Encoded) -> ea.EnergyReport:
-    """The report of all layers, `[layers, heads]`, each read at what it gets; padding is no key and no query.
-
-    Raises nothing.
-    """
+    """The report of all layers, `[layers, heads]`, each read at what it gets; padding is no key and no query."""
     reports = [_layer_report(*at) for at in _layers(model, encoded)]
     return jax.tree.map(lambda *layers: jnp.concatenate(layers), *reports)
 
 
 def weights_of(model: Bert, encoded: Encoded) -> Float[Array, "layers B T heads S"]:
-    """The weights of all rows. Raises nothing.
+    """The weights of all rows.
 
     A sentence is short enough to look at them one by one: attention to values that are the rows of a unit matrix.
     """
@@ -90,13 +87,13 @@ def _layer_weights(layer: ea.MultiheadAttention, x: Array, lengths: Array) -> Ar
 
 
 def one_hot(key: Float[Array, "*B S heads H"]) -> Float[Array, "*B S heads S"]:
-    """Values that are the rows of a unit matrix, for these keys. Raises nothing."""
+    """Values that are the rows of a unit matrix, for these keys."""
     *batch, size, heads, _ = key.shape
     return jnp.broadcast_to(jnp.eye(size, dtype=key.dtype)[:, None], (*batch, size, heads, size))
 
 
 def looks_at(model: Bert, encoded: Encoded) -> dict[str, np.ndarray]:
-    """The mean weight of some keys in each layer and head, `[layers, heads]`. Raises nothing.
+    """The mean weight of some keys in each layer and head, `[layers, heads]`.
 
     `first`: of a sentence's first token, [CLS]; `itself`: of the query's own; `before` and `after`: of the neighbours,
     over the queries that have them.

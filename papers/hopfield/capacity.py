@@ -26,7 +26,7 @@ BETAS = tuple(float(2 ** (i / 4)) for i in range(-8, 9))
 
 
 def directions(random: np.random.Generator, count: int, width: int) -> np.ndarray:
-    """Random unit vectors, `[count, width]`. Raises nothing."""
+    """Random unit vectors, `[count, width]`."""
     drawn = random.standard_normal((count, width))
     return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
 
@@ -85,22 +85,19 @@ def measure(
 
 
 def nearest_scores(memories: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """For some of the memories, the largest inner product with another one. Raises nothing."""
+    """For some of the memories, the largest inner product with another one."""
     scores = memories[which] @ memories.T
     scores[np.arange(len(which)), which] = -np.inf
     return scores.max(1)
 
 
 def separation(beta: float, size: int, radius: float) -> float:
-    """The gap of inner products from which on Ramsauer et al. call a memory well separated, and prove it stored.
-
-    Raises nothing.
-    """
+    """The gap of inner products from which on Ramsauer et al. call a memory well separated, and prove it stored."""
     return 2 / (beta * size) + np.log(2 * (size - 1) * size * beta * radius**2) / beta
 
 
 def mean_field(beta: float, width: int) -> float | None:
-    """The number of memories up to which mean field theory finds a point of rest at a memory. Raises nothing.
+    """The number of memories up to which mean field theory finds a point of rest at a memory.
 
     Let x = r m be on the ray of the memory m, of weight w. Each of the others is replaced by its mean over the sphere:
     with the cosine t of a random direction, κ = β d r and Z = <exp(κ t)>, their weights add to (N - 1) Z and their mean
@@ -125,7 +122,7 @@ def mean_field(beta: float, width: int) -> float | None:
 
 
 def theorem_3(beta: float, width: int, failure: float) -> float:
-    """How many memories Theorem 3 of Ramsauer et al. proves to be stored: √p c^((d-1)/4). Raises nothing.
+    """How many memories Theorem 3 of Ramsauer et al. proves to be stored: √p c^((d-1)/4).
 
     All of them, on the sphere of radius √d, but with a probability of failure p.
     """
@@ -134,14 +131,14 @@ def theorem_3(beta: float, width: int, failure: float) -> float:
 
 
 def growth(beta: float, square: float, width: int, failure: float) -> float:
-    """The constant c of Theorem 3, on the sphere of radius K √(d-1), where `square` is K². Raises nothing."""
+    """The constant c of Theorem 3, on the sphere of radius K √(d-1), where `square` is K²."""
     a = 2 / (width - 1) * (1 + np.log(2 * beta * square * failure * (width - 1)))
     b = 2 * square * beta / 5
     return b / lambert(np.exp(a + np.log(b)))
 
 
 def lambert(x: float) -> float:
-    """The upper branch of Lambert's W: w e^w = x, for x above zero. Raises nothing."""
+    """The upper branch of Lambert's W: w e^w = x, for x above zero."""
     w = np.log1p(x)
     for _ in range(50):
         w -= (w - x * np.exp(-w)) / (1 + w)
@@ -149,7 +146,7 @@ def lambert(x: float) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Mean retrieval errors, a line for each β, and beside them what theory says. Raises nothing."""
+    """Mean retrieval errors, a line for each β, and beside them what theory says."""
     lines = [
         "mean |x - m| / M; down: β; across: number of memories; then: mean field's number, and",
         "the one that Theorem 3 proves, with probability 1/2",
@@ -164,7 +161,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def borders(places: list[float]) -> np.ndarray:
-    """Where cells around some places end on a logarithmic axis: one more than there are. Raises nothing."""
+    """Where cells around some places end on a logarithmic axis: one more than there are."""
     logs = np.log(places)
     middles = (logs[1:] + logs[:-1]) / 2
     return np.exp([2 * logs[0] - middles[0], *middles, 2 * logs[-1] - middles[-1]])

@@ -20,10 +20,10 @@ from energy_attn.prefix_tree import (
     tree_from_parents,
     verify,
 )
-from energy_attn.prefix_tree._accept import follow
+from energy_attn.prefix_tree._accept import longest_chosen_path
 
 from ..test_bad_input import complains
-from .test_warp import law
+from .test_sampling import distribution
 
 B, M, C, V = 2, 4, 3, 3
 many = settings(max_examples=100)  # all of one compiled program
@@ -115,7 +115,9 @@ def target(seed, zeros=False):
     def chances(word):
         if word not in known:
             rng = np.random.default_rng([seed, len(word), *[token + 1 for token in word]])
-            known[word] = law(rng.standard_normal(V) * 1.5, 1.0, 2 if zeros else None, None)
+            known[word] = distribution(
+                rng.standard_normal(V) * 1.5, 1.0, 2 if zeros else None, None
+            )
         return known[word]
 
     return chances
@@ -145,7 +147,9 @@ def emitted(tree, chances, context):
     # without a context, as accept_sampling has it: slot 0 is what was drawn
     first = draws[:, -1] if context else np.full(len(draws), int(tree.tokens[0, 0]), np.int32)
     trees = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(draws), *x.shape[1:])), tree)
-    path, length, token = map(np.asarray, follow(trees, jnp.asarray(choice), jnp.asarray(first)))
+    path, length, token = map(
+        np.asarray, longest_chosen_path(trees, jnp.asarray(choice), jnp.asarray(first))
+    )
     found = {}
     for i, weight in enumerate(weights):
         word = (*(words[path[i, length[i] - 1]] if length[i] else ()), int(token[i]))
@@ -210,7 +214,7 @@ def test_choosing_the_longest_root_is_not_lossless():
     choice = np.zeros((len(draws), tree.tokens.shape[1]), np.int32)
     choice[:, : len(words)] = draws
     trees_ = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(draws), *x.shape[1:])), tree)
-    path = np.asarray(follow(trees_, jnp.asarray(choice), None).path)
+    path = np.asarray(longest_chosen_path(trees_, jnp.asarray(choice), None).path)
     first = np.array([words[slot][0] for slot in path[:, 0]])
     assert abs(weights[first == 2].sum() - chances(())[2]) > 0.1
 
@@ -256,7 +260,7 @@ def test_draws(context):
     options = 1.7, 2, 0.7
 
     def chances(word):
-        return law(logits[names.get(word, -1)], *options)
+        return distribution(logits[names.get(word, -1)], *options)
 
     want = emitted(tree, chances, context)
     trees_ = jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape[1:])), tree)

@@ -23,7 +23,7 @@ from energy_attn.kernels.internal import (
 
 from ...core._citation import cite
 from ...prefix_tree._sampling import check_sampling
-from ...prefix_tree._tree import is_known
+from ...prefix_tree._tree import is_concrete
 from .._progress import Progress
 from ..llama._config import LlamaConfig
 from ..llama._llama import Llama, check_tokens
@@ -188,7 +188,7 @@ def prompts(tokens: Any, lengths: Any, vocab: int, name: str = "lengths") -> tup
     if batch < 1 or time < 1:
         raise ValueError(f"tokens: wanted at least one prompt of one token, got {received(tokens)}")
     counts = check_counts(lengths, batch, time, name)
-    if is_known(counts) and (np.asarray(counts) < 1).any():
+    if is_concrete(counts) and (np.asarray(counts) < 1).any():
         raise ValueError(f"{name}: wanted at least 1, got {np.asarray(counts).tolist()}")
     check_vocabulary("tokens", tokens, counts, vocab)
     return jnp.asarray(tokens).astype(jnp.int32), counts
@@ -196,7 +196,7 @@ def prompts(tokens: Any, lengths: Any, vocab: int, name: str = "lengths") -> tup
 
 def check_vocabulary(name: str, tokens: Any, counts: Any, vocab: int) -> None:
     """Raises `ValueError` where one of the first `counts` of `tokens` is known to be none of `vocab`."""
-    if is_known(tokens) and is_known(counts):
+    if is_concrete(tokens) and is_concrete(counts):
         tokens = np.asarray(tokens)
         there = np.arange(tokens.shape[-1]) < np.asarray(counts)[..., None]
         outside = tokens[there & ((tokens < 0) | (tokens >= vocab))]
@@ -247,7 +247,7 @@ def _warn_beyond(config: LlamaConfig, lengths: Any, more: int) -> None:
     context = config.max_position_embeddings
     if isinstance(config.rope_scaling, LinearRope):  # by convention it leaves that number as it was
         context = int(context * config.rope_scaling.factor)
-    if is_known(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
+    if is_concrete(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
         _warn(
             f"tokens: wanted prompts that end with max_new_tokens within the {context} positions of "
             f"the model (max_position_embeddings), got up to {last}; what is written beyond may be "

@@ -36,7 +36,7 @@ from energy_attn.kernels.internal import (
     support_function,
 )
 
-from ..core._free_energy import Arrays, Prepared, checked, prepare, state_at
+from ..core._free_energy import Arrays, Prepared, check_at, prepare, state_at
 
 OPTIONS = tuple(
     name
@@ -45,7 +45,7 @@ OPTIONS = tuple(
 )
 
 
-def prepare_wide(
+def prepare_widened(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
 ) -> tuple[Prepared, Arrays]:
     """As `prepare`; arrays of 16 bits become float32, for what is found is to be as good as energies.
@@ -61,18 +61,18 @@ def prepare_wide(
     return call, arrays._replace(query=query, key=key, value=value)
 
 
-def prepare_at(
+def prepare_with_source(
     query: Any, key: Any, value: Any, source: Any, bias: Any, mask: Any, **options: Any
 ) -> tuple[Prepared, Array | None, Arrays]:
-    """As `prepare_wide`, with a source (or None) in the dtype of the arrays.
+    """As `prepare_widened`, with a source (or None) in the dtype of the arrays.
 
     Raises as `free_energy` does.
     """
-    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
-    return call, None if source is None else check_line("source", source, arrays), arrays
+    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
+    return call, None if source is None else check_row_vectors("source", source, arrays), arrays
 
 
-def check_line(name: str, x: Any, arrays: Arrays) -> Array:
+def check_row_vectors(name: str, x: Any, arrays: Arrays) -> Array:
     """Returns what has a vector of the values' width for each row, in the dtype of the arrays.
 
     Raises `TypeError` if it is no floating array and `ValueError` for a wrong shape.
@@ -83,8 +83,8 @@ def check_line(name: str, x: Any, arrays: Arrays) -> Array:
 
 def covariance_at(call: Prepared, source: Any, arrays: Arrays) -> CovarianceState:
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
-    task = Task(Find(covariance, (call.names,)), fold_spreads)
-    return run(call, task, checked(call, source, arrays))
+    task = Task(HashablePartial(covariance, (call.names,)), fold_spreads)
+    return run_reduction(call, task, check_at(call, source, arrays))
 
 
 def covariance_product(
@@ -117,17 +117,17 @@ def expectation_at(
 
     `rows` are `[*B, T, N, W]`. Raises as the kernels do.
     """
-    task = Task(Find(expectation, (part, width, call.names)), fold_states)
-    return run(call, task, checked(call, source, arrays), *rows)
+    task = Task(HashablePartial(expectation, (part, width, call.names)), fold_states)
+    return run_reduction(call, task, check_at(call, source, arrays), *rows)
 
 
 def support_at(call: Prepared, arrays: Arrays, direction: Array) -> Array:
-    r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity if none. Raises nothing."""
-    task = Task(Find(support_function), fold_maxima)
-    return run(call, task, checked(call, None, arrays), jax.lax.stop_gradient(direction))
+    r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity if none."""
+    task = Task(HashablePartial(support_function), fold_maxima)
+    return run_reduction(call, task, check_at(call, None, arrays), jax.lax.stop_gradient(direction))
 
 
-class Find(NamedTuple):
+class HashablePartial(NamedTuple):
     """A function with its first arguments; unlike a partial one, equal to another of the same."""
 
     function: Callable[..., Any]
@@ -137,7 +137,7 @@ class Find(NamedTuple):
         return self.function(*self.first, settings, operands, *rows)
 
 
-def run(call: Prepared, task: Task, given: CheckedCall, *rows: Array) -> Any:
+def run_reduction(call: Prepared, task: Task, given: CheckedCall, *rows: Array) -> Any:
     """What a task finds of a checked call, with the batch axis that its arrays had or had not.
 
     Raises as the task does.

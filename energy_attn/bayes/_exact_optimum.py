@@ -10,28 +10,29 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState
 
 from ..core._free_energy import Arrays, Prepared
-from ..observables._observe import state_at
+from ..observables._at_source import state_at
 
 
 # The optimum is at z = ∇F(0), where the objective is -F(0) and the source is zero, whatever the
 # arrays, the regulariser and the start: so that these are its derivatives, of whatever order. What
 # the solver found stays as it is.
-def at_optimum(call: Prepared, arrays: Arrays, value: Array, point: Array) -> tuple[Array, Array]:
-    """The value and point that a solver has found, with the derivatives of the true ones.
-
-    Raises nothing.
-    """
-    found: Any = _at_optimum(call, arrays, value, point)
+def with_exact_derivative(
+    call: Prepared, arrays: Arrays, value: Array, point: Array
+) -> tuple[Array, Array]:
+    """The value and point that a solver has found, with the derivatives of the true ones."""
+    found: Any = _with_exact_derivative(call, arrays, value, point)
     return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _at_optimum(call: Prepared, arrays: Arrays, value: Array, point: Array) -> tuple[Array, Array]:
+def _with_exact_derivative(
+    call: Prepared, arrays: Arrays, value: Array, point: Array
+) -> tuple[Array, Array]:
     return value, point
 
 
 def _forward(call: Prepared, arrays: Arrays, value: Array, point: Array) -> tuple[Any, Arrays]:
-    return at_optimum(call, arrays, value, point), arrays
+    return with_exact_derivative(call, arrays, value, point), arrays
 
 
 def _backward(call: Prepared, arrays: Arrays, cotangent: tuple[Array, Array]) -> Any:
@@ -41,10 +42,10 @@ def _backward(call: Prepared, arrays: Arrays, cotangent: tuple[Array, Array]) ->
     return found, None, None
 
 
-_at_optimum.defvjp(_forward, _backward)
+_with_exact_derivative.defvjp(_forward, _backward)
 
 
-def plain_mean(call: Prepared, arrays: Arrays) -> Array:
+def default_start(call: Prepared, arrays: Arrays) -> Array:
     """The mean of the values that each row sees: a point of their hull, of all weights the middle.
 
     Raises as the kernels do.

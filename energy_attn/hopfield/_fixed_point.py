@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import holds_keys, outer, precision, product
 
-from ..observables._observe import covariance_at, expectation_at, state_at, support_at
+from ..observables._at_source import covariance_at, expectation_at, state_at, support_at
 
 # In multiples of the dtype's precision: what energies may be off by through rounding.
 _ROUNDING = 64.0
@@ -18,7 +18,7 @@ _ROUNDING = 64.0
 _BASE, _DIGITS = 1024, 3
 
 
-class Settings(NamedTuple):
+class RetrievalOptions(NamedTuple):
     """What of a retrieval is known when it is traced; hashable."""
 
     call: Any
@@ -26,7 +26,7 @@ class Settings(NamedTuple):
     tolerance: float
 
 
-class Trace(NamedTuple):
+class Progress(NamedTuple):
     """How an iteration went, for each row; `passes` counts those that were run for all of them.
 
     `path[k]` is the energy after k steps, for k below `passes`, and `last` that of the last pass.
@@ -43,7 +43,7 @@ class Trace(NamedTuple):
     running: Array
 
 
-class Scale(NamedTuple):
+class MemoryStats(NamedTuple):
     """What the energies are measured by, for each row: how many memories it sees, in nats, and the
     square of the largest one's length.
     """
@@ -52,29 +52,26 @@ class Scale(NamedTuple):
     square: Array
 
 
-def at(call: Any, beta: Array, arrays: Any, point: Array) -> Any:
-    """The state of the memories at a point: their weighted mean, and F. Raises nothing."""
+def state_at_point(call: Any, beta: Array, arrays: Any, point: Array) -> Any:
+    """The state of the memories at a point: their weighted mean, and F."""
     return state_at(call, None, arrays._replace(query=beta * point))
 
 
-def scale_of(call: Any, arrays: Any) -> Scale:
-    """How many memories each row sees, and how long the longest of them is. Raises nothing."""
+def memory_stats(call: Any, arrays: Any) -> MemoryStats:
+    """How many memories each row sees, and how long the longest of them is."""
     squares = (arrays.value**2).sum(-1, keepdims=True)
     one = jnp.ones_like(arrays.query[..., :1])
     # without scores every memory weighs the same: F is the logarithm of their number
     uniform = arrays._replace(query=jnp.zeros_like(one), key=squares, value=squares)
-    longest, lse = _foremost(call, uniform, one, 0.0)
-    return Scale(lse, longest[..., 0])
+    longest, lse = _furthest_along(call, uniform, one, 0.0)
+    return MemoryStats(lse, longest[..., 0])
 
 
-def energy(beta: Array, point: Array, lse: Array, scale: Scale) -> Array:
-    """E of a point whose free energy is `lse`; plus infinity where no memory is seen.
-
-    Raises nothing.
-    """
-    empty = jnp.isneginf(scale.log_count)
-    entropic = jnp.where(empty, 0.0, scale.log_count) - jnp.where(empty, 0.0, lse)
-    energies = 0.5 * (point**2).sum(-1) + entropic / beta + 0.5 * scale.square
+def energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> Array:
+    """E of a point whose free energy is `lse`; plus infinity where no memory is seen."""
+    empty = jnp.isneginf(stats.log_count)
+    entropic = jnp.where(empty, 0.0, stats.log_count) - jnp.where(empty, 0.0, lse)
+    energies = 0.5 * (point**2).sum(-1) + entropic / beta + 0.5 * stats.square
     return jnp.where(empty, jnp.inf, energies)
 
 
@@ -83,88 +80,88 @@ def energy(beta: Array, point: Array, lse: Array, scale: Scale) -> Array:
 # J is symmetric: the transpose that reverse mode wants is itself. The rule is made of differentiable
 # calls, this function among them, so that its derivative is right in turn.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def rest(settings: Settings, beta: Array, arrays: Any, scale: Scale) -> tuple[Array, Trace]:
+def fixed_point(
+    static: RetrievalOptions, beta: Array, arrays: Any, stats: MemoryStats
+) -> tuple[Array, Progress]:
     """The point where each row comes to rest, starting from the query of `arrays`, and its trace.
 
     Differentiable in reverse mode, in the point alone: the caller keeps derivatives of the trace
-    from being asked for. Raises nothing.
+    from being asked for.
     """
-    call = settings.call
-    length = jnp.sqrt(scale.square)
+    call = static.call
+    length = jnp.sqrt(stats.square)
     unit = jnp.where(length > 0, length, 1.0)
 
     def under_way(carry: Any) -> Array:
-        _, trace = carry
-        return (trace.passes < settings.max_steps) & trace.running.any()
+        _, progress = carry
+        return (progress.passes < static.max_steps) & progress.running.any()
 
     def step(carry: Any) -> Any:
-        point, trace = carry
-        here = at(call, beta, arrays, point)
-        energies = energy(beta, point, here.lse, scale)
-        rose = rises(trace, energies, beta, point, here.lse, scale)
+        point, progress = carry
+        here = state_at_point(call, beta, arrays, point)
+        energies = energy(beta, point, here.lse, stats)
+        rose = energy_rises(progress, energies, beta, point, here.lse, stats)
         moved = jnp.sqrt(((here.out - point) ** 2).sum(-1))
-        running = trace.running
-        new = Trace(
-            trace.passes + 1,
-            trace.steps + running.astype(jnp.int32),
-            jnp.where(running, moved / unit, trace.residual),
-            lax.dynamic_update_index_in_dim(trace.path, energies, trace.passes, 0),
+        running = progress.running
+        new = Progress(
+            progress.passes + 1,
+            progress.steps + running.astype(jnp.int32),
+            jnp.where(running, moved / unit, progress.residual),
+            lax.dynamic_update_index_in_dim(progress.path, energies, progress.passes, 0),
             energies,
-            trace.rose | (running & rose),
-            running & (moved > settings.tolerance * length),
+            progress.rose | (running & rose),
+            running & (moved > static.tolerance * length),
         )
         return jnp.where(running[..., None], here.out, point), new
 
-    zero = jnp.zeros_like(scale.log_count)
-    start = Trace(
+    zero = jnp.zeros_like(stats.log_count)
+    start = Progress(
         jnp.zeros((), jnp.int32),
         zero.astype(jnp.int32),
         zero,
-        jnp.broadcast_to(zero, (settings.max_steps, *zero.shape)),
+        jnp.broadcast_to(zero, (static.max_steps, *zero.shape)),
         zero + jnp.inf,
         jnp.zeros_like(zero, bool),
-        scale.log_count > -jnp.inf,
+        stats.log_count > -jnp.inf,
     )
     # what sees no memory does not move, and ends at 0
     point = jnp.where(start.running[..., None], arrays.query, 0.0)
     return lax.while_loop(under_way, step, (point, start))
 
 
-def rises(
-    trace: Trace, energies: Array, beta: Array, point: Array, lse: Array, scale: Scale
+def energy_rises(
+    progress: Progress, energies: Array, beta: Array, point: Array, lse: Array, stats: MemoryStats
 ) -> Array:
-    """Whether energies, of a point whose F is `lse`, are above the last ones by more than rounding.
-
-    Raises nothing.
-    """
-    terms = (point**2).sum(-1) + scale.square + (jnp.abs(lse) + scale.log_count) / beta
-    return energies > trace.last + _ROUNDING * jnp.finfo(energies.dtype).eps * terms
+    """Whether energies, of a point whose F is `lse`, are above the last ones by more than rounding."""
+    terms = (point**2).sum(-1) + stats.square + (jnp.abs(lse) + stats.log_count) / beta
+    return energies > progress.last + _ROUNDING * jnp.finfo(energies.dtype).eps * terms
 
 
-def _rest_forward(settings: Settings, beta: Array, arrays: Any, scale: Scale) -> Any:
-    found: Any = rest(settings, beta, arrays, scale)
-    return found, (beta, arrays, scale, found[0])
+def _fixed_point_forward(
+    static: RetrievalOptions, beta: Array, arrays: Any, stats: MemoryStats
+) -> Any:
+    found: Any = fixed_point(static, beta, arrays, stats)
+    return found, (beta, arrays, stats, found[0])
 
 
-def _rest_backward(settings: Settings, saved: Any, cotangent: Any) -> Any:
-    beta, arrays, scale, point = saved
-    call = settings.call
+def _fixed_point_backward(static: RetrievalOptions, saved: Any, cotangent: Any) -> Any:
+    beta, arrays, stats, point = saved
+    call = static.call
     covariance = covariance_at(call, None, arrays._replace(query=beta * point)).covariance
     one = jnp.eye(point.shape[-1], dtype=point.dtype)
     jacobian = jnp.expand_dims(one, range(point.ndim - 1)) - beta * covariance
     pushed = jnp.linalg.solve(jacobian, cotangent[0][..., None])[..., 0]
-    _, pull_back = jax.vjp(lambda b, a: at(call, b, a, point).out, beta, arrays)
-    return *pull_back(pushed), jax.tree.map(jnp.zeros_like, scale)
+    _, pull_back = jax.vjp(lambda b, a: state_at_point(call, b, a, point).out, beta, arrays)
+    return *pull_back(pushed), jax.tree.map(jnp.zeros_like, stats)
 
 
-rest.defvjp(_rest_forward, _rest_backward)
+fixed_point.defvjp(_fixed_point_forward, _fixed_point_backward)
 
 
-def nearest(call: Any, beta: Array, arrays: Any, point: Array, scale: Scale) -> dict[str, Array]:
-    """The memory of largest weight at a point: which it is, its weight, and its cosine with the point.
-
-    Raises nothing.
-    """
+def nearest_memory(
+    call: Any, beta: Array, arrays: Any, point: Array, stats: MemoryStats
+) -> dict[str, Array]:
+    """The memory of largest weight at a point: which it is, its weight, and its cosine with the point."""
     memories, width = arrays.value, point.shape[-1]
     index = jnp.arange(memories.shape[-3], dtype=jnp.int32)
     digits = jnp.stack([index // _BASE**i % _BASE for i in range(_DIGITS)], -1)
@@ -175,8 +172,8 @@ def nearest(call: Any, beta: Array, arrays: Any, point: Array, scale: Scale) -> 
     )
     marked = arrays._replace(query=beta * point, value=jnp.concatenate([memories, digits], -1))
     direction = jnp.concatenate([point, jnp.zeros_like(point, shape=(*point.shape[:-1], 4))], -1)
-    doubt = jnp.sqrt((point**2).sum(-1) * scale.square)
-    found, lse = _foremost(call, marked, direction, doubt)
+    doubt = jnp.sqrt((point**2).sum(-1) * stats.square)
+    found, lse = _furthest_along(call, marked, direction, doubt)
     memory, digits, squares = jnp.split(found, [width, width + _DIGITS], -1)
     # Memories that share the largest score show in the variance of their positions.
     digits, squares = lax.stop_gradient((digits, squares[..., 0]))
@@ -195,19 +192,19 @@ def nearest(call: Any, beta: Array, arrays: Any, point: Array, scale: Scale) -> 
     }
 
 
-def _foremost(call: Any, arrays: Any, direction: Array, doubt: Any) -> tuple[Array, Array]:
+def _furthest_along(call: Any, arrays: Any, direction: Array, doubt: Any) -> tuple[Array, Array]:
     # The value that lies foremost in a direction, and the energies. Of several that do, within
     # rounding of `doubt`, the mean by weight.
     top = support_at(call, arrays, direction)
     floor = top - _ROUNDING * jnp.finfo(top.dtype).eps * lax.stop_gradient(doubt)
     rows = lax.stop_gradient(direction), floor[..., None]
     width = 1 + arrays.value.shape[-1]
-    state = expectation_at(call, None, arrays, _sum_foremost, width, *rows)
+    state = expectation_at(call, None, arrays, _sum_furthest, width, *rows)
     total, values = state.out[..., :1], state.out[..., 1:]
     return values / jnp.where(total > 0, total, 1.0), state.lse
 
 
-def _sum_foremost(block: Any, direction: Array, floor: Array) -> Array:
+def _sum_furthest(block: Any, direction: Array, floor: Array) -> Array:
     exact = precision(direction.dtype)
     foremost = outer(direction, block.value, exact) >= floor
     weights = jnp.where(foremost, block.weights, 0.0)

@@ -57,7 +57,7 @@ def check_solver(x: Any, *names: str) -> Any:
     return x
 
 
-def check_follows(call: Prepared, name: str, x: Any) -> None:
+def check_optax_mesh(call: Prepared, name: str, x: Any) -> None:
     """Raises `NotImplementedError` where mesh axes are explicit: Optax's branches cannot be batched.
 
     `name` is the argument that asks for a solver of Optax's, and `x` what it is.

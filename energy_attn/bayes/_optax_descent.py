@@ -10,17 +10,17 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
-from ._descent import RUNNING, Descent, Evaluate, advance, begin, running, select
+from ._descent import RUNNING, Descent, Evaluate, advance, any_running, initial_descent, select
 
 # Value and gradient of every row's function at `x`, given what they are functions of besides.
 Objective = Callable[[Array, Any], tuple[Array, Array]]
 
 
-def follow(
+def optax_descent(
     solver: optax.GradientTransformation,
     evaluate: Evaluate,
     objective: Objective,
-    given: Any,
+    inputs: Any,
     start: Array,
     max_steps: int,
     recorded: int | None = None,
@@ -30,7 +30,7 @@ def follow(
     Nothing is shared between rows: each has its own memory and line search, and one that has ended
     stays put. `objective(x, given)` is what line searches evaluate, `evaluate` what decides when a
     row ends; the directions of its trials are not looked at. `recorded`: for how many steps the
-    path is kept, all by default. Raises nothing.
+    path is kept, all by default.
     """
     solver = optax.with_extra_args_support(solver)
     shape, width = start.shape, start.shape[-1]
@@ -39,8 +39,8 @@ def follow(
     def flat(x: Array) -> Array:
         return x.reshape(-1, *x.shape[len(shape) - 1 :])
 
-    def update(gradient: Array, state: Any, x: Array, value: Array, given: Any) -> Any:
-        more = {"value": value, "grad": gradient, "value_fn": lambda x: row_value(x, given)}
+    def update(gradient: Array, state: Any, x: Array, value: Array, inputs: Any) -> Any:
+        more = {"value": value, "grad": gradient, "value_fn": lambda x: row_value(x, inputs)}
         # Optax is written for promotion as NumPy has it, whatever the user has set.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, state = solver.update(gradient, state, x, **more)
@@ -51,42 +51,42 @@ def follow(
         last = found.last
         x = flat(last.at)
         new, new_state = jax.vmap(update, (0, 0, 0, 0, None))(
-            flat(last.gradient), state, x, flat(last.value), given
+            flat(last.gradient), state, x, flat(last.value), inputs
         )
-        active = last.verdict == RUNNING
+        active = last.status == RUNNING
         new = select(flat(active), new, x)
         state = select(flat(active), new_state, state)
         trial = evaluate(new.reshape(shape), found.passes)
         return advance(found, trial, active, max_steps), state
 
     most = max_steps if recorded is None else recorded
-    found = begin(evaluate(start, jnp.int32(0)), most)
+    found = initial_descent(evaluate(start, jnp.int32(0)), most)
     carry = (found, jax.vmap(solver.init)(start.reshape(-1, width)))
-    return lax.while_loop(lambda carry: running(carry[0]), step, carry)[0]
+    return lax.while_loop(lambda carry: any_running(carry[0]), step, carry)[0]
 
 
 def _row_value(objective: Objective, shape: tuple[int, ...]) -> Callable[[Array, Any], Array]:
     # A row's function, which only a pass over all rows can evaluate. Mapped over the rows, as it
     # always is, it is that pass; by itself it stands for the types of what it returns.
     @custom_vmap
-    def evaluated(x: Array, given: Any) -> tuple[Array, Array]:
-        del given
+    def evaluated(x: Array, inputs: Any) -> tuple[Array, Array]:
+        del inputs
         return jnp.zeros_like(x[0]), jnp.zeros_like(x)
 
     @evaluated.def_vmap
-    def _(size: int, batched: Any, x: Array, given: Any) -> Any:
+    def _(size: int, batched: Any, x: Array, inputs: Any) -> Any:
         x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
         # a branch that rows choose for themselves has made copies of what they share
-        given = jax.tree.map(lambda x, batched: x[0] if batched else x, given, batched[1])
-        value, gradient = objective(x.reshape(shape), given)
+        inputs = jax.tree.map(lambda x, batched: x[0] if batched else x, inputs, batched[1])
+        value, gradient = objective(x.reshape(shape), inputs)
         return (value.reshape(size), gradient.reshape(size, -1)), (True, True)
 
     @jax.custom_vjp
-    def value(x: Array, given: Any) -> Array:
-        return evaluated(x, given)[0]
+    def value(x: Array, inputs: Any) -> Array:
+        return evaluated(x, inputs)[0]
 
-    def forward(x: Array, given: Any) -> tuple[Array, Array]:
-        return evaluated(x, given)
+    def forward(x: Array, inputs: Any) -> tuple[Array, Array]:
+        return evaluated(x, inputs)
 
     def backward(gradient: Array, cotangent: Array) -> tuple[Array, None]:
         return cotangent * gradient, None
