@@ -1,4 +1,4 @@
-"""What is known of attention as an optimum: where it is, and how that depends on the arrays."""
+"""The optimum that `map_attention` and `saddle_attention` look for: its derivative, and where to start."""
 
 import functools
 from typing import Any
@@ -13,13 +13,13 @@ from ..core._free_energy import Arrays, Prepared
 from ..observables._at_source import state_at
 
 
-# The optimum is at z = ∇F(0), where the objective is -F(0) and the source is zero, whatever the
-# arrays, the regulariser and the start: so that these are its derivatives, of whatever order. What
-# the solver found stays as it is.
+# The optimum is at z = ∇F(0), where the objective is -F(0) and the source is zero, for every
+# regulariser and start. Its derivatives of every order are therefore those of ∇F(0) and -F(0),
+# and the values that the solver found are returned unchanged.
 def with_exact_derivative(
     call: Prepared, arrays: Arrays, value: Array, point: Array
 ) -> tuple[Array, Array]:
-    """The value and point that a solver has found, with the derivatives of the true ones."""
+    """The value and point that a solver has found, with the derivatives of the exact ones."""
     found: Any = _with_exact_derivative(call, arrays, value, point)
     return found
 
@@ -46,12 +46,12 @@ _with_exact_derivative.defvjp(_forward, _backward)
 
 
 def default_start(call: Prepared, arrays: Arrays) -> Array:
-    """The mean of the values that each row sees: a point of their hull, of all weights the middle.
+    """The unweighted mean of the values that each row sees, a point of their hull.
 
     Raises as the kernels do.
     """
     bias = arrays.bias
-    if bias is not None:  # one of minus infinity hides a key
+    if bias is not None:  # a bias of minus infinity hides a key
         bias = jnp.where(jnp.isneginf(bias), bias, 0.0)
     arrays = arrays._replace(query=jnp.zeros_like(arrays.query), bias=bias)
     return state_at(call, None, arrays).out

@@ -1,4 +1,4 @@
-"""Attention as the most probable point: the minimiser of the smoothed rate function."""
+"""Attention as a maximum a posteriori: the minimiser of the smoothed rate function."""
 
 import functools
 from typing import Any
@@ -25,8 +25,8 @@ from ._exact_optimum import default_start, with_exact_derivative
 from ._maximise import SolverInputs, SolverOptions, find_source, norm
 from ._optax_descent import optax_descent
 
-# A point's source is found by so many steps of Newton's method at most, and so much more exactly
-# than the point.
+# The inner Newton solve for a point's source: its largest number of steps, and its tolerance as a
+# fraction of the outer one.
 _INNER_STEPS, _INNER_TOLERANCE = 64, 0.1
 
 
@@ -52,17 +52,17 @@ def map_attention(
 
     $M_\lambda + F(0)$ is the rate function of the mean of $n$ values drawn by attention and seen through
     Gaussian noise of variance $\lambda / n$. It is finite everywhere, and its minimiser is exactly
-    attention for every $\lambda > 0$: the penalty is flat at $\zeta = 0$. This finds by optimisation what
-    [`attention`][energy_attn.attention] computes in one pass; it is there to be studied, and to be
-    changed.
+    attention for every $\lambda > 0$, because the penalty is flat at $\zeta = 0$. This function finds by
+    optimisation what [`attention`][energy_attn.attention] computes in one pass; it is meant for
+    study and for experiments with the objective.
 
-    `"newton"` goes from $z$ to $z - (\Sigma(\hat\zeta) + \lambda)\, \hat\zeta$, damped; each evaluation solves
-    for the point's source $\hat\zeta(z) = \nabla M_\lambda(z)$. `"mirror"` is mirror descent, which halves the
-    source in each step and takes the point along, $z = \nabla F_\lambda(\zeta)$. An optimiser of Optax's follows
-    the gradient $\hat\zeta$ in $z$.
+    `"newton"` steps from $z$ to $z - (\Sigma(\hat\zeta) + \lambda)\, \hat\zeta$, damped; each evaluation
+    solves for the point's source $\hat\zeta(z) = \nabla M_\lambda(z)$. `"mirror"` is mirror descent, which
+    halves the source in each step and moves the point to $z = \nabla F_\lambda(\zeta)$. An Optax optimiser
+    follows the gradient $\hat\zeta$ in $z$.
 
-    Differentiable, in reverse mode, as attention itself: `point` is $\nabla F(0)$ and `value` is
-    $-F(0)$ whatever the regulariser and the start.
+    Differentiable in reverse mode, as attention is: `point` is $\nabla F(0)$ and `value` is $-F(0)$
+    for every regulariser and start.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`.
@@ -71,34 +71,35 @@ def map_attention(
         bias: as in [`free_energy`][energy_attn.free_energy], as is `mask`.
         mask: boolean, True where a key takes part.
         regulariser: $\lambda > 0$, in the unit of the values squared; a number or a floating scalar.
-            None is the mean square of the values about their middle: about as much noise as there
-            is spread, with which Newton's method takes few steps, whatever the unit.
+            None is the mean square distance of the values from their mean, with which Newton's
+            method takes few steps in any unit.
         solver: None or `"newton"`, `"mirror"`, or an `optax.GradientTransformation`.
-        start: `[B, T, N, Hv]`, where to begin; None is the plain mean of the values that a row sees.
-        max_steps: how many steps a row may take.
-        tolerance: what is accepted of the step $|(\Sigma + \lambda)\, \hat\zeta|$ still to go, relative to
-            the size of point and values. None is 1e-10 in float64 and 2e-6 in float32; more is
-            accepted where rounding asks for it.
+        start: `[B, T, N, Hv]`, the first point; None is the unweighted mean of the values that a row
+            sees.
+        max_steps: the largest number of steps of a row.
+        tolerance: the largest remaining step $|(\Sigma + \lambda)\, \hat\zeta|$ that counts as converged,
+            relative to the size of point and values. None is 1e-10 in float64 and 2e-6 in float32;
+            it is raised to the rounding error where that is larger.
         throw: whether to raise if a row does not converge.
         **options: those of [`free_energy`][energy_attn.free_energy].
 
     Returns:
-        A [`Solution`][energy_attn.Solution] with `point` `[B, T, N, Hv]`, its `source` (zero, but for
+        A [`Solution`][energy_attn.Solution] with `point` `[B, T, N, Hv]`, its `source` (zero up to
         the residual) and `value` $M_\lambda$ `[B, T, N]`, in float32 (float64). `stats`: `steps`,
-        `inner_steps` (all of a row's steps in search of sources), `residual`, and `path`,
-        `[max_steps + 1, B, T, N]`: $M_\lambda$ after each step. A row that sees no key has the result
+        `inner_steps` (the sum over a row's inner solves for sources), `residual`, and `path`,
+        `[max_steps + 1, B, T, N]`: $M_\lambda$ after each step. A fully masked row has the result
         `no_keys`, the value plus infinity and the point zero.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown option.
-        ValueError: shapes that do not belong together, a regulariser that is not above zero, an
-            unknown solver.
-        NotImplementedError: an optimiser of Optax's where arrays are split over explicit mesh axes.
+        ValueError: shapes that do not match, a regulariser that is not above zero, an unknown
+            solver.
+        NotImplementedError: an Optax optimiser with arrays that are sharded over explicit mesh axes.
         RuntimeError: a row did not converge and `throw` is set; inside jit, when the program runs.
-            Where keys are spread over a mesh, inside jit, the row's value is NaN instead.
+            Inside jit with keys sharded over a mesh, the row's value is NaN instead.
 
-    Source: what equations 22 to 26 of Tree Attention (arXiv 2408.04093) aim at; their own objective
-    has a saddle there, see [`saddle_attention`][energy_attn.saddle_attention].
+    Source: Tree Attention (arXiv 2408.04093), equations 22 to 26, which aim at this; the paper's
+    own objective has a saddle there, see [`saddle_attention`][energy_attn.saddle_attention].
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -111,7 +112,7 @@ def map_attention(
     call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
     dtype = arrays.query.dtype
-    regulariser = _spread(arrays.value) if regulariser is None else regulariser
+    regulariser = _mean_square_deviation(arrays.value) if regulariser is None else regulariser
     regulariser, _ = check_regulariser(regulariser, dtype, positive=True)
     solver = check_solver(solver, "newton", "mirror")
     if not isinstance(solver, str):
@@ -128,10 +129,10 @@ def map_attention(
     return raise_on_failure(found, throw, "map_attention", collective=call.place is not None)
 
 
-def _spread(value: Array) -> Array:
+def _mean_square_deviation(value: Array) -> Array:
     apart = value - value.mean(-3, keepdims=True)
     square = (apart * apart).sum(-1).mean()
-    return jnp.where(square > 0, square, 1.0)  # also where there are no values
+    return jnp.where(square > 0, square, 1.0)  # also if there are no values
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -150,7 +151,7 @@ def _solve(static: SolverOptions, inputs: SolverInputs) -> Solution:
 
         def objective(point: Array, inputs: SolverInputs) -> tuple[Array, Array]:
             last = _source(static, inputs._replace(point=point)).last
-            return -last.value, last.at
+            return -last.value, last.point
 
         start = inputs.point
         found = optax_descent(static.solver, evaluate, objective, inputs, start, static.max_steps)
@@ -161,7 +162,7 @@ def _solve(static: SolverOptions, inputs: SolverInputs) -> Solution:
         "residual": last.residual,
         "path": found.path,
     }
-    point = jnp.where((last.status == Result.no_keys)[..., None], 0.0, last.at)
+    point = jnp.where((last.status == Result.no_keys)[..., None], 0.0, last.point)
     return Solution(last.value, last.gradient, point, last.status, stats)
 
 
@@ -175,10 +176,10 @@ def _trial(static: SolverOptions, inputs: SolverInputs) -> Trial:
     last = found.last
     ended = jnp.where(last.status == Result.converged, RUNNING, last.status)
     last = last._replace(status=ended, inner_steps=found.steps)
-    return _at_source(static, inputs, last, last.at)
+    return _at_source(static, inputs, last, last.point)
 
 
-# Mirror descent in the mirror ∇F_λ*, whose gradient step of length 1/2 is ζ ← ζ - ζ/2.
+# Mirror descent with the mirror map ∇F_λ*: its gradient step of length 1/2 is ζ ← ζ - ζ/2.
 def _mirror(static: SolverOptions, inputs: SolverInputs) -> Descent:
     def step(found: Descent) -> Descent:
         last = found.last
@@ -190,9 +191,9 @@ def _mirror(static: SolverOptions, inputs: SolverInputs) -> Descent:
     return lax.while_loop(any_running, step, found)
 
 
-# The point of a source is known exactly, z = ∇F_λ(ζ), which cannot be said of the source of a
-# point: so every trial stands at the point of the source that was found. There ∇M_λ(z) = ζ and
-# ∇²M_λ = (Σ(ζ) + λ)⁻¹, and Newton's step needs no solving: -(Σ + λ) ζ.
+# The point of a source is known exactly, z = ∇F_λ(ζ), the source of a point only to a tolerance.
+# So every trial is moved to the point of the source that was found. There ∇M_λ(z) = ζ and
+# ∇²M_λ = (Σ(ζ) + λ)⁻¹, and Newton's step -(Σ + λ) ζ needs no linear solve.
 def _at_source(static: SolverOptions, inputs: SolverInputs, trial: Trial, source: Array) -> Trial:
     """`trial`, moved to the point of a source."""
     (out, lse), product = covariance_product(static.call, source, inputs.arrays, source)
@@ -203,7 +204,7 @@ def _at_source(static: SolverOptions, inputs: SolverInputs, trial: Trial, source
     threshold = (inputs.tolerance + 4 * jnp.finfo(lse.dtype).eps) * size
     ended = jnp.where(residual <= threshold, Result.converged, RUNNING)
     return trial._replace(
-        at=point,
+        point=point,
         value=((out + 0.5 * pushed) * source).sum(-1) - lse,
         gradient=source,
         direction=-product - pushed,

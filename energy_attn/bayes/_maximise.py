@@ -1,4 +1,4 @@
-"""The source that attains a conjugate, found for all rows at once, with its own derivative."""
+"""The source that attains a conjugate, solved for all rows at once, with a custom derivative."""
 
 import functools
 from typing import Any, NamedTuple
@@ -19,20 +19,20 @@ from ._optax_descent import optax_descent
 
 
 class SolverOptions(NamedTuple):
-    """What of a maximisation is known when it is traced.
+    """The static options of a maximisation.
 
     `bounded`: whether the conjugate is known to be finite everywhere, as it is for a positive
     regulariser.
     """
 
     call: Prepared
-    solver: Any  # None or of Optax
+    solver: Any  # None, a name, or an Optax optimiser
     max_steps: int
     bounded: bool
 
 
 class SolverInputs(NamedTuple):
-    """What of it is traced. `point` is `[*B, T, N, V]`; regulariser and tolerance are scalars."""
+    """The traced inputs. `point` is `[*B, T, N, V]`; regulariser and tolerance are scalars."""
 
     arrays: Arrays
     point: Array
@@ -41,7 +41,7 @@ class SolverInputs(NamedTuple):
 
 
 class Maximum(NamedTuple):
-    """The source that attains a conjugate, and how it was found; see `Descent`."""
+    """The source that attains a conjugate, and its statistics; see `Descent`."""
 
     source: Array
     value: Array
@@ -52,22 +52,22 @@ class Maximum(NamedTuple):
 
 
 def norm(x: Array) -> Array:
-    """The length of the vectors along the last axis."""
+    """The Euclidean norm along the last axis."""
     return jnp.sqrt((x * x).sum(-1))
 
 
 # F_λ(ζ) - z·ζ is convex in ζ, with gradient ∇F(ζ) + λζ - z and Hessian Σ(ζ) + λ. Undamped, Newton's
-# method runs away where one key has all the weight and Σ vanishes; too much damping is what it
-# then suffers from. The damping is proportional to the gradient, so that it fades as the answer
-# comes near, and to the spread of the values about the point,
+# method diverges where one key has all the weight and Σ vanishes; too much damping makes it slow.
+# The damping is proportional to the gradient, so that it vanishes near the solution, and to the
+# root mean square distance of the values from the point,
 #
 #     E|v - z|² = tr Σ + |∇F - z|²,
 #
-# so that neither the unit nor the origin of the values matters.
+# so that it does not depend on the unit or the origin of the values.
 def newton_trial(
     static: SolverOptions, inputs: SolverInputs, source: Array, passes: Array
 ) -> Trial:
-    """What Newton's method knows of every row at a source."""
+    """Every row's trial at a source, with the step of damped Newton."""
     covariance, out, lse = covariance_at(static.call, source, inputs.arrays)
     _, gradient = _objective(inputs, source, out, lse)
     residual = norm(gradient)
@@ -77,7 +77,7 @@ def newton_trial(
     damping = damping + inputs.regulariser + kind.tiny
     matrix = plus_diagonal(covariance, damping[..., None, None])
     step = -jnp.linalg.solve(matrix, gradient[..., None])[..., 0]
-    # rounding may have made the matrix indefinite: then straight downhill
+    # rounding may have made the matrix indefinite: then the step is along the negative gradient
     descends = (step * gradient).sum(-1) < 0
     downhill = -gradient / (damping + spread)[..., None]
     step = jnp.where(descends[..., None], step, downhill)
@@ -85,7 +85,7 @@ def newton_trial(
 
 
 def plain_trial(static: SolverOptions, inputs: SolverInputs, source: Array, passes: Array) -> Trial:
-    """What methods that follow gradients know of every row at a source."""
+    """Every row's trial at a source, for methods that use gradients alone."""
     state = state_at(static.call, source, inputs.arrays)
     _, gradient = _objective(inputs, source, *state)
     spread = jnp.zeros_like(state.lse)
@@ -109,17 +109,16 @@ def _trial(
     eps = 4 * jnp.finfo(out.dtype).eps
     scores = jnp.where(holds_keys(lse), abs(lse), 0.0) + abs((source * point).sum(-1))
     noise = eps * (1.0 + scores + far * size + inputs.regulariser * far**2)
-    # As good as asked for, or as rounding lets it be: scores that are off by ε move the mean by
-    # no more than ε times the deviation of the values.
+    # As accurate as asked for, or as rounding allows: an error of ε in the scores moves the mean by
+    # at most ε times the standard deviation of the values.
     asked = (inputs.tolerance + eps) * size
     threshold = asked + eps * scores * jnp.sqrt(spread)
     statuses = {Result.no_keys: jnp.isneginf(lse), Result.not_finite: ~jnp.isfinite(value)}
     if not static.bounded:
-        # A point is outside of the hull of the values if a hyperplane separates it from all of
-        # them, by more than was asked for. Two are tried in turn: across the step, which is the
-        # residual with all made small in it that can still be reached; and across the source,
-        # which outside of the hull grows without bound along such a direction. Where the row
-        # would end otherwise it is the first.
+        # A point is outside the hull of the values if a hyperplane separates it from all of them by
+        # more than the tolerance. Two normals are tried in turn: the step, in which the part of the
+        # residual that can still be removed is small; and the source, which outside the hull grows
+        # without bound along such a normal. A row that would end otherwise tries the first.
         first = (passes % 2 == 0) | (residual <= threshold)
         normal = jnp.where(first[..., None], step, source)
         beyond = (normal * point).sum(-1) - support_at(static.call, inputs.arrays, normal)
@@ -138,7 +137,7 @@ def _objective(inputs: SolverInputs, source: Array, out: Array, lse: Array) -> t
 
 
 def find_source(static: SolverOptions, inputs: SolverInputs) -> Descent:
-    """The descent to the source that attains the conjugate of every row, from zero."""
+    """Descends from zero to the source that attains the conjugate of every row."""
     start = jnp.zeros_like(inputs.point)
     if static.solver is None:
         evaluate = functools.partial(newton_trial, static, inputs)
@@ -156,16 +155,16 @@ def _find_maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
     found = find_source(static, lax.stop_gradient(inputs))
     last = found.last
     result = jnp.where(last.status == RUNNING, Result.max_steps_reached, last.status)
-    return Maximum(last.at, -last.value, result, last.residual, found.steps, -found.path)
+    return Maximum(last.point, -last.value, result, last.residual, found.steps, -found.path)
 
 
 # The source ζ(z, λ, θ) solves  G = ∇F(ζ; θ) + λζ - z = 0,  and so  (Σ + λ) dζ = dz - ζ dλ - d_θ ∇F.
-# Pulled back, a cotangent w becomes x = (Σ + λ)⁺ w for z, -x·ζ for λ, and for θ the pullback of -x
-# by ∇F. (The pseudo-inverse: in a hull of low dimension no point leaves it, and nothing is asked
-# of the source across it.) `_maximum` is differentiated again where this rule is, since it is `_maximum`
-# that the forward pass calls, and all that the backward pass does is a function of its source.
+# The pullback of a cotangent w is x = (Σ + λ)⁺ w for z, -x·ζ for λ, and the pullback of -x by ∇F
+# for θ. (The pseudo-inverse: in a hull of lower dimension the source is undetermined across the
+# hull.) The rule can itself be differentiated: its forward pass calls `maximum`, and its
+# backward pass is a function of the source that `maximum` returns.
 def maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
-    """The source that attains the conjugate of every row; all but the source is held constant."""
+    """The source that attains the conjugate of every row; only the source has a derivative."""
     found: Any = _maximum(static, inputs)
     return found
 
@@ -196,11 +195,11 @@ def _maximum_backward(static: SolverOptions, saved: Any, cotangent: Maximum) -> 
 _maximum.defvjp(_maximum_forward, _maximum_backward)
 
 
-# A conjugate is an extremum in its source, and so its derivative is that at a fixed source:
-# ζ in z, -|ζ|²/2 in λ and -dF(ζ) in the rest. That holds wherever the source is, and so the rule
-# may be differentiated again, through the source.
+# A conjugate is an extremum in its source, so its derivative is that at a fixed source (the
+# envelope theorem): ζ in z, -|ζ|²/2 in λ and -dF(ζ) in the rest. This holds at every source, so
+# the rule can be differentiated again, through the source.
 def attained_value(static: SolverOptions, inputs: SolverInputs, found: Maximum) -> Array:
-    """The value of a conjugate that has been found."""
+    """The value of a conjugate whose source has been found."""
     value: Any = _attained_value(static, inputs, found)
     return value
 
@@ -235,21 +234,21 @@ _attained_value.defvjp(_attained_forward, _attained_backward)
 
 
 def has_source(result: Array) -> Array:
-    """Whether what was found is a source, if perhaps not yet a good one."""
+    """Whether a row ended with a source, converged or not."""
     return (result == Result.converged) | (result == Result.max_steps_reached)
 
 
 def plus_diagonal(matrix: Array, diagonal: Array) -> Array:
-    """Matrices with a number of each, or one of all, added to the diagonal."""
+    """Adds a number to the diagonal of each matrix, its own or one for all."""
     eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
     return matrix + diagonal * eye
 
 
 @jax.custom_vjp
 def pseudo_solve(matrix: Array, x: Array) -> Array:
-    """The pseudo-inverse of symmetric matrices, times vectors.
+    """Multiplies vectors by the pseudo-inverse of symmetric matrices.
 
-    The derivative is that at constant rank, of vectors in the matrix's range.
+    The derivative assumes a constant rank and vectors in the matrix's range.
     """
     values, vectors = jnp.linalg.eigh(matrix)
     least = 16 * values.shape[-1] * jnp.finfo(values.dtype).eps * values[..., -1:]

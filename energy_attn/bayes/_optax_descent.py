@@ -1,4 +1,4 @@
-"""Optax's solvers as solvers of one problem for each row."""
+"""Optax solvers applied to one problem per row."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from ._descent import RUNNING, Descent, Evaluate, advance, any_running, initial_descent, select
 
-# Value and gradient of every row's function at `x`, given what they are functions of besides.
+# Value and gradient of every row's function at `x`; the second argument is passed through to it.
 Objective = Callable[[Array, Any], tuple[Array, Array]]
 
 
@@ -25,12 +25,12 @@ def optax_descent(
     max_steps: int,
     recorded: int | None = None,
 ) -> Descent:
-    """Minimises each row's function by a solver of Optax's, whose state each row has for itself.
+    """Minimises each row's function by an Optax solver, with a separate state for each row.
 
-    Nothing is shared between rows: each has its own memory and line search, and one that has ended
-    stays put. `objective(x, given)` is what line searches evaluate, `evaluate` what decides when a
-    row ends; the directions of its trials are not looked at. `recorded`: for how many steps the
-    path is kept, all by default.
+    Rows share nothing: each has its own memory and line search, and a row that has ended does not
+    move. Line searches evaluate `objective(x, inputs)`; `evaluate` decides when a row ends, and the
+    directions of its trials are ignored. `recorded`: for how many steps to keep the path; all by
+    default.
     """
     solver = optax.with_extra_args_support(solver)
     shape, width = start.shape, start.shape[-1]
@@ -41,7 +41,7 @@ def optax_descent(
 
     def update(gradient: Array, state: Any, x: Array, value: Array, inputs: Any) -> Any:
         more = {"value": value, "grad": gradient, "value_fn": lambda x: row_value(x, inputs)}
-        # Optax is written for promotion as NumPy has it, whatever the user has set.
+        # Optax relies on NumPy's promotion of dtypes and ranks; the user may have set strict ones.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, state = solver.update(gradient, state, x, **more)
             return optax.apply_updates(x, updates), state
@@ -49,7 +49,7 @@ def optax_descent(
     def step(carry: tuple[Descent, Any]) -> tuple[Descent, Any]:
         found, state = carry
         last = found.last
-        x = flat(last.at)
+        x = flat(last.point)
         new, new_state = jax.vmap(update, (0, 0, 0, 0, None))(
             flat(last.gradient), state, x, flat(last.value), inputs
         )
@@ -66,8 +66,8 @@ def optax_descent(
 
 
 def _row_value(objective: Objective, shape: tuple[int, ...]) -> Callable[[Array, Any], Array]:
-    # A row's function, which only a pass over all rows can evaluate. Mapped over the rows, as it
-    # always is, it is that pass; by itself it stands for the types of what it returns.
+    # One row's function. Only a pass over all rows can evaluate it, so its batching rule is that
+    # pass; unbatched, which never runs, it returns zeros of the right types.
     @custom_vmap
     def evaluated(x: Array, inputs: Any) -> tuple[Array, Array]:
         del inputs
@@ -76,7 +76,7 @@ def _row_value(objective: Objective, shape: tuple[int, ...]) -> Callable[[Array,
     @evaluated.def_vmap
     def _(size: int, batched: Any, x: Array, inputs: Any) -> Any:
         x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
-        # a branch that rows choose for themselves has made copies of what they share
+        # inside a batched branch (lax.cond under vmap) what the rows share arrives copied per row
         inputs = jax.tree.map(lambda x, batched: x[0] if batched else x, inputs, batched[1])
         value, gradient = objective(x.reshape(shape), inputs)
         return (value.reshape(size), gradient.reshape(size, -1)), (True, True)

@@ -1,4 +1,4 @@
-"""Γ, the "log-likelihood" of the paper, and the saddle of it that attention is."""
+"""Γ, the "log-likelihood" of the paper, and attention as its saddle point."""
 
 import functools
 from typing import Any, NamedTuple
@@ -39,13 +39,13 @@ def gamma(
     mask: Bool[Array, "..."] | None = None,
     **options: Any,
 ) -> Float[Array, "*B T N"]:
-    r"""What the paper calls the log-likelihood of a point and a source, for each query and head.
+    r"""The function that the paper calls the log-likelihood of a point and a source.
 
     $$\Gamma(\zeta, z) = \zeta \cdot z - F(\zeta)$$
 
-    Its largest value over sources is the conjugate. In both arguments it has one stationary point,
-    $\zeta = 0$ and $z = \nabla F(0)$, attention; but $\Gamma$ is concave in $\zeta$ and linear in $z$, and so
-    that is a saddle: neither a minimum nor a maximum, of which $\Gamma$ has none.
+    Its supremum over sources is the conjugate. In both arguments it has one stationary point,
+    $\zeta = 0$ and $z = \nabla F(0)$, which is attention. Since $\Gamma$ is concave in $\zeta$ and linear in
+    $z$, that point is a saddle; $\Gamma$ has neither a minimum nor a maximum.
 
     Args:
         source: $\zeta$, `[B, T, N, Hv]` or `[T, N, Hv]`.
@@ -58,14 +58,14 @@ def gamma(
         **options: those of [`free_energy`][energy_attn.free_energy].
 
     Returns:
-        `[B, T, N]` in nats, float32 (float64); plus infinity for a row that sees no key.
+        `[B, T, N]` in nats, float32 (float64); plus infinity for a fully masked row.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown option.
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not match.
 
     Source: Tree Attention (arXiv 2408.04093), equation 30 of the later text. Equation 21 of the
-    first sums $F$ over the components of $\zeta$ as well, which counts it too often.
+    first text also sums $F$ over the components of $\zeta$, which counts it too often.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -78,10 +78,8 @@ def gamma(
         True
     """
     call, arrays = prepare_widened(query, key, value, bias, mask, **options)
-    source, point = (
-        check_row_vectors("source", source, arrays),
-        check_row_vectors("point", point, arrays),
-    )
+    source = check_row_vectors("source", source, arrays)
+    point = check_row_vectors("point", point, arrays)
     return (source * point).sum(-1) - state_at(call, source, arrays).lse
 
 
@@ -100,21 +98,21 @@ def saddle_attention(
     throw: bool = True,
     **options: Any,
 ) -> Solution:
-    r"""Attention as the saddle of $\Gamma$: up in the source, down in the point.
+    r"""Attention as the saddle of $\Gamma$: a maximum in the source, a minimum in the point.
 
     $$\max_\zeta \min_z\; \Gamma(\zeta, z): \qquad \hat\zeta = 0, \quad \hat z = \nabla F(0) = \mathrm{attention}$$
 
-    This is what the stationarity of the paper's $\Gamma$ asks for, found by methods that find saddles.
-    Gradient *descent* in both variables leaves it exponentially fast, since $\Gamma$ falls without bound
-    in $\zeta$. [`map_attention`][energy_attn.map_attention] has an objective with a minimum, and needs
-    some steps where these need hundreds.
+    The saddle is the stationary point of the paper's $\Gamma$, found here by solvers for saddle points.
+    Gradient *descent* in both variables leaves it exponentially fast, since $\Gamma$ is unbounded below
+    in $\zeta$. The objective of [`map_attention`][energy_attn.map_attention] has a minimum, and its
+    solvers take a few steps where these take hundreds.
 
-    `"extragradient"` steps from where it is by the slopes half a step ahead (Korpelevich);
-    `"optimistic"` is `optax.optimistic_gradient_descent`, with the sign of the source's slope
-    turned; `"newton"` solves the linearised equations, $\zeta = 0$ and
-    $z = \nabla F(\zeta) - \Sigma(\zeta)\,\zeta$, which takes two steps from anywhere.
+    `"extragradient"` steps by the gradient at a trial point one step ahead (Korpelevich);
+    `"optimistic"` is `optax.optimistic_gradient_descent` with the sign of the source's gradient
+    reversed; `"newton"` solves the linearised equations, $\zeta = 0$ and
+    $z = \nabla F(\zeta) - \Sigma(\zeta)\,\zeta$, and takes two steps from any start.
 
-    Differentiable, in reverse mode, as attention itself.
+    Differentiable in reverse mode, as attention is.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`.
@@ -123,29 +121,29 @@ def saddle_attention(
         bias: as in [`free_energy`][energy_attn.free_energy], as is `mask`.
         mask: boolean, True where a key takes part.
         solver: `"extragradient"`, `"optimistic"` or `"newton"`.
-        step_size: the step of the first two; it should be well below 1 and below the inverse of
-            the largest eigenvalue of $\Sigma$. None lets each row of `"extragradient"` find its own
+        step_size: the step of the first two solvers, well below 1 and below the inverse of the
+            largest eigenvalue of $\Sigma$. None adapts the step of each row for `"extragradient"`
             (Khobotov's rule), and is 0.1 for `"optimistic"`.
-        start: `(source, point)`, `[B, T, N, Hv]` each; None is zero and the plain mean of the values
-            that a row sees.
-        max_steps: how many steps a row may take.
-        tolerance: what is accepted of the residual $|(\nabla_\zeta \Gamma, \nabla_z \Gamma)|$, relative to
-            $\sqrt{1 + |z|^2}$. None is 1e-10 in float64 and 2e-6 in float32.
+        start: `(source, point)`, `[B, T, N, Hv]` each; None is zero and the unweighted mean of the
+            values that a row sees.
+        max_steps: the largest number of steps of a row.
+        tolerance: the largest residual $|(\nabla_\zeta \Gamma, \nabla_z \Gamma)|$ that counts as converged,
+            relative to $\sqrt{1 + |z|^2}$. None is 1e-10 in float64 and 2e-6 in float32.
         throw: whether to raise if a row does not converge.
         **options: those of [`free_energy`][energy_attn.free_energy].
 
     Returns:
         A [`Solution`][energy_attn.Solution] with `value` $\Gamma$ `[B, T, N]`, `source` and `point`
-        `[B, T, N, Hv]`, in float32 (float64). `stats`: `steps` and `residual`. A row that sees no key
+        `[B, T, N, Hv]`, in float32 (float64). `stats`: `steps` and `residual`. A fully masked row
         has the result `no_keys`, the value plus infinity, and zeros.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown option.
-        ValueError: shapes that do not belong together, an unknown solver, a step size that is not
+        ValueError: shapes that do not match, an unknown solver, a step size that is not
             above zero.
-        NotImplementedError: `"optimistic"` where arrays are split over explicit mesh axes.
+        NotImplementedError: `"optimistic"` with arrays that are sharded over explicit mesh axes.
         RuntimeError: a row did not converge and `throw` is set; inside jit, when the program runs.
-            Where keys are spread over a mesh, inside jit, the row's value is NaN instead.
+            Inside jit with keys sharded over a mesh, the row's value is NaN instead.
 
     Source: Tree Attention (arXiv 2408.04093), equations 22 to 26; Korpelevich (1976); Daskalakis et
     al. (arXiv 1711.00141).
@@ -191,7 +189,7 @@ class _SaddleOptions(NamedTuple):
 
 
 class _SaddleInputs(NamedTuple):
-    """What is traced. `start` is source and point in one, `[*B, T, N, 2 Hv]`."""
+    """The traced inputs. `start` is source and point concatenated, `[*B, T, N, 2 Hv]`."""
 
     arrays: Arrays
     start: Array
@@ -221,13 +219,13 @@ def _solve(static: _SaddleOptions, inputs: _SaddleInputs) -> Solution:
         found = _extragradient(static, evaluate(inputs.start, jnp.int32(0)), evaluate)
     last = found.last
     none = (last.status == Result.no_keys)[..., None]
-    source, point = jnp.split(jnp.where(none, 0.0, last.at), 2, -1)
+    source, point = jnp.split(jnp.where(none, 0.0, last.point), 2, -1)
     stats = {"steps": found.steps, "residual": last.residual}
     return Solution(last.value, source, point, last.status, stats)
 
 
 def _trial(static: _SaddleOptions, inputs: _SaddleInputs, pair: Array) -> Trial:
-    # the "gradient" is that of Γ with the sign of its first half turned: Γ is to rise in the source
+    # the gradient of Γ with the sign of its first half reversed, since the source maximises
     source, point = jnp.split(pair, 2, -1)
     out, lse = state_at(static.call, source, inputs.arrays)
     gradient = jnp.concatenate([out - point, source], -1)
@@ -236,7 +234,7 @@ def _trial(static: _SaddleOptions, inputs: _SaddleInputs, pair: Array) -> Trial:
     rounding = 4 * jnp.finfo(lse.dtype).eps
     size = jnp.sqrt(1.0 + (point * point).sum(-1))
     threshold = (inputs.tolerance + rounding) * size
-    noise = rounding * size * (1.0 + abs(lse))  # of the slopes, as the scores are rounded
+    noise = rounding * size * (1.0 + abs(lse))  # of the gradient, from the rounding of the scores
     statuses = [jnp.isneginf(lse), ~jnp.isfinite(value), residual <= threshold]
     codes = (Result.no_keys, Result.not_finite, Result.converged)
     status = jnp.select(statuses, [jnp.int32(x) for x in codes], RUNNING)
@@ -251,12 +249,12 @@ def _extragradient(static: _SaddleOptions, first: Trial, evaluate: Any) -> Desce
         found, size = carry
         last = found.last
         active = last.status == RUNNING
-        half = evaluate(last.at - size[..., None] * last.gradient, found.passes)
-        trial = evaluate(last.at - size[..., None] * half.gradient, found.passes)
+        half = evaluate(last.point - size[..., None] * last.gradient, found.passes)
+        trial = evaluate(last.point - size[..., None] * half.gradient, found.passes)
         moved = active
-        if adapts:  # the slopes half a step ahead must not differ by more than the slopes are
+        if adapts:  # the two gradients must not differ by more than 0.7 of the first
             near = norm(half.gradient - last.gradient) <= 0.7 * last.residual
-            blurred = last.residual <= 8 * last.noise  # that they differ then means nothing
+            blurred = last.residual <= 8 * last.noise  # then their difference is rounding
             moved = active & (near | blurred)
             size = size * jnp.where(blurred, 1.0, jnp.where(near, 1.1, 0.6))
         found = advance(found, trial, moved, static.max_steps)
@@ -273,11 +271,11 @@ def _extragradient(static: _SaddleOptions, first: Trial, evaluate: Any) -> Desce
 def _newton(static: _SaddleOptions, inputs: _SaddleInputs, first: Trial, evaluate: Any) -> Descent:
     def step(found: Descent) -> Descent:
         last = found.last
-        source, _ = jnp.split(last.at, 2, -1)
+        source, _ = jnp.split(last.point, 2, -1)
         state, product = covariance_product(static.call, source, inputs.arrays, source)
         pair = jnp.concatenate([jnp.zeros_like(source), state.out - product], -1)
         active = last.status == RUNNING
-        trial = evaluate(select(active, pair, last.at), found.passes)
+        trial = evaluate(select(active, pair, last.point), found.passes)
         return advance(found, trial, active, static.max_steps)
 
     return lax.while_loop(any_running, step, initial_descent(first, 0))

@@ -1,4 +1,4 @@
-"""The descent of a Hopfield network's energy: the iteration, its derivative, and where it came to rest."""
+"""The fixed-point iteration of a Hopfield network, its derivative, and the energy that it descends."""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ from energy_attn.kernels.internal import holds_keys, outer, precision, product
 
 from ..observables._at_source import covariance_at, expectation_at, state_at, support_at
 
-# In multiples of the dtype's precision: what energies may be off by through rounding.
+# The allowed rounding error of energies, in multiples of the dtype's precision.
 _ROUNDING = 64.0
-# Positions are read off attention weights in digits, each exact in float32.
+# The index of a memory is read from attention in digits, each exact in float32.
 _BASE, _DIGITS = 1024, 3
 
 
 class RetrievalOptions(NamedTuple):
-    """What of a retrieval is known when it is traced; hashable."""
+    """The static options of a retrieval; hashable."""
 
     call: Any
     max_steps: int
@@ -27,11 +27,10 @@ class RetrievalOptions(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How an iteration went, for each row; `passes` counts those that were run for all of them.
+    """The state of the iteration for each row; `passes` counts the steps of all rows together.
 
     `path[k]` is the energy after k steps, for k below `passes`, and `last` that of the last pass.
-    `rose`: whether an energy rose by more than rounding. `running`: whether the row was still on
-    its way at the end.
+    `rose`: whether an energy rose by more than rounding. `running`: whether the row still moves.
     """
 
     passes: Array
@@ -44,8 +43,8 @@ class Progress(NamedTuple):
 
 
 class MemoryStats(NamedTuple):
-    """What the energies are measured by, for each row: how many memories it sees, in nats, and the
-    square of the largest one's length.
+    """The constants of each row's energy: the logarithm of the number of memories that it sees, and
+    the squared length of the longest one.
     """
 
     log_count: Array
@@ -58,17 +57,17 @@ def state_at_point(call: Any, beta: Array, arrays: Any, point: Array) -> Any:
 
 
 def memory_stats(call: Any, arrays: Any) -> MemoryStats:
-    """How many memories each row sees, and how long the longest of them is."""
+    """The number and the largest squared length of the memories that each row sees."""
     squares = (arrays.value**2).sum(-1, keepdims=True)
     one = jnp.ones_like(arrays.query[..., :1])
-    # without scores every memory weighs the same: F is the logarithm of their number
+    # with zero scores all memories have equal weights, and F is the logarithm of their number
     uniform = arrays._replace(query=jnp.zeros_like(one), key=squares, value=squares)
     longest, lse = _furthest_along(call, uniform, one, 0.0)
     return MemoryStats(lse, longest[..., 0])
 
 
 def energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> Array:
-    """E of a point whose free energy is `lse`; plus infinity where no memory is seen."""
+    """E of a point whose free energy is `lse`; plus infinity in fully masked rows."""
     empty = jnp.isneginf(stats.log_count)
     entropic = jnp.where(empty, 0.0, stats.log_count) - jnp.where(empty, 0.0, lse)
     energies = 0.5 * (point**2).sum(-1) + entropic / beta + 0.5 * stats.square
@@ -77,16 +76,15 @@ def energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> Array:
 
 # The point is an implicit function of memories and β, x = G(x, θ) with G = ∇F, and so
 #     dx = J dx + ∂G/∂θ dθ,   J = ∂G/∂x = β Cov_P(m),   dx = (1 - J)⁻¹ ∂G/∂θ dθ.
-# J is symmetric: the transpose that reverse mode wants is itself. The rule is made of differentiable
-# calls, this function among them, so that its derivative is right in turn.
+# J is symmetric, so reverse mode solves with the same matrix. The rule consists of differentiable
+# calls, this function among them, so that it can be differentiated again.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fixed_point(
     static: RetrievalOptions, beta: Array, arrays: Any, stats: MemoryStats
 ) -> tuple[Array, Progress]:
-    """The point where each row comes to rest, starting from the query of `arrays`, and its trace.
+    """The fixed point of each row, starting from the query of `arrays`, and the iteration's state.
 
-    Differentiable in reverse mode, in the point alone: the caller keeps derivatives of the trace
-    from being asked for.
+    Differentiable in reverse mode, in the point alone; the caller must stop derivatives of the rest.
     """
     call = static.call
     length = jnp.sqrt(stats.square)
@@ -124,7 +122,7 @@ def fixed_point(
         jnp.zeros_like(zero, bool),
         stats.log_count > -jnp.inf,
     )
-    # what sees no memory does not move, and ends at 0
+    # a fully masked row does not move, and ends at 0
     point = jnp.where(start.running[..., None], arrays.query, 0.0)
     return lax.while_loop(under_way, step, (point, start))
 
@@ -132,7 +130,7 @@ def fixed_point(
 def energy_rises(
     progress: Progress, energies: Array, beta: Array, point: Array, lse: Array, stats: MemoryStats
 ) -> Array:
-    """Whether energies, of a point whose F is `lse`, are above the last ones by more than rounding."""
+    """Whether the energies of a point whose F is `lse` exceed the last ones by more than rounding."""
     terms = (point**2).sum(-1) + stats.square + (jnp.abs(lse) + stats.log_count) / beta
     return energies > progress.last + _ROUNDING * jnp.finfo(energies.dtype).eps * terms
 
@@ -161,7 +159,7 @@ fixed_point.defvjp(_fixed_point_forward, _fixed_point_backward)
 def nearest_memory(
     call: Any, beta: Array, arrays: Any, point: Array, stats: MemoryStats
 ) -> dict[str, Array]:
-    """The memory of largest weight at a point: which it is, its weight, and its cosine with the point."""
+    """The memory of largest weight at a point: its index, its weight, and its cosine with the point."""
     memories, width = arrays.value, point.shape[-1]
     index = jnp.arange(memories.shape[-3], dtype=jnp.int32)
     digits = jnp.stack([index // _BASE**i % _BASE for i in range(_DIGITS)], -1)
@@ -175,7 +173,7 @@ def nearest_memory(
     doubt = jnp.sqrt((point**2).sum(-1) * stats.square)
     found, lse = _furthest_along(call, marked, direction, doubt)
     memory, digits, squares = jnp.split(found, [width, width + _DIGITS], -1)
-    # Memories that share the largest score show in the variance of their positions.
+    # memories that share the largest score show as a variance of the indices
     digits, squares = lax.stop_gradient((digits, squares[..., 0]))
     alone = jnp.isfinite(lse) & (squares - (digits**2).sum(-1) < 0.1)
     units = jnp.asarray([_BASE**i for i in range(_DIGITS)], jnp.int32)
@@ -193,8 +191,8 @@ def nearest_memory(
 
 
 def _furthest_along(call: Any, arrays: Any, direction: Array, doubt: Any) -> tuple[Array, Array]:
-    # The value that lies foremost in a direction, and the energies. Of several that do, within
-    # rounding of `doubt`, the mean by weight.
+    # The value that lies furthest along a direction, and the energies; the weighted mean of several
+    # that are equally far, within rounding of `doubt`.
     top = support_at(call, arrays, direction)
     floor = top - _ROUNDING * jnp.finfo(top.dtype).eps * lax.stop_gradient(doubt)
     rows = lax.stop_gradient(direction), floor[..., None]
@@ -206,7 +204,7 @@ def _furthest_along(call: Any, arrays: Any, direction: Array, doubt: Any) -> tup
 
 def _sum_furthest(block: Any, direction: Array, floor: Array) -> Array:
     exact = precision(direction.dtype)
-    foremost = outer(direction, block.value, exact) >= floor
-    weights = jnp.where(foremost, block.weights, 0.0)
+    furthest = outer(direction, block.value, exact) >= floor
+    weights = jnp.where(furthest, block.weights, 0.0)
     total = weights.sum(-1, keepdims=True)
     return jnp.concatenate([total, product(weights, block.value, exact)], -1)

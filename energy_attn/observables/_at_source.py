@@ -1,7 +1,6 @@
-"""What the observables of attention are made of: the state, the covariance and means, at a source.
+"""The reductions that observables are built from: state, covariance and means at a source.
 
-All of them take a prepared call, work for every implementation, and fold over a mesh as the call
-says.
+Each takes a prepared call, works for every implementation, and is merged over the mesh of the call.
 """
 
 import functools
@@ -48,7 +47,7 @@ OPTIONS = tuple(
 def prepare_widened(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
 ) -> tuple[Prepared, Arrays]:
-    """As `prepare`; arrays of 16 bits become float32, for what is found is to be as good as energies.
+    """As `prepare`, with 16-bit arrays widened to float32, the precision of energies.
 
     Raises as `free_energy` does.
     """
@@ -64,7 +63,7 @@ def prepare_widened(
 def prepare_with_source(
     query: Any, key: Any, value: Any, source: Any, bias: Any, mask: Any, **options: Any
 ) -> tuple[Prepared, Array | None, Arrays]:
-    """As `prepare_widened`, with a source (or None) in the dtype of the arrays.
+    """As `prepare_widened`, and the source (or None) in the dtype of the arrays.
 
     Raises as `free_energy` does.
     """
@@ -73,9 +72,9 @@ def prepare_with_source(
 
 
 def check_row_vectors(name: str, x: Any, arrays: Arrays) -> Array:
-    """Returns what has a vector of the values' width for each row, in the dtype of the arrays.
+    """Returns an array with one vector of the values' width per row, in the dtype of the arrays.
 
-    Raises `TypeError` if it is no floating array and `ValueError` for a wrong shape.
+    Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
     """
     check_shape(name, check_floating(name, x), (*arrays.query.shape[:-1], arrays.value.shape[-1]))
     return jnp.asarray(x, arrays.query.dtype)
@@ -92,11 +91,11 @@ def covariance_product(
 ) -> tuple[AttentionState, Array]:
     r"""The state at a source, and $\nabla^2 F\, u$: attention and its pullback along $u$.
 
-    The Hessian is symmetric, so that the pullback of a cotangent by $\nabla F$ is the derivative
-    of $\nabla F$ along it. Raises as the kernels do.
+    The Hessian is symmetric, so the pullback of a cotangent by $\nabla F$ is the derivative of
+    $\nabla F$ along it. Raises as the kernels do.
     """
     middle, origin = centred(arrays)
-    zero = jnp.zeros_like(tangent)  # traced, so that it can be differentiated in
+    zero = jnp.zeros_like(tangent)  # a traced zero, which can be differentiated in
     found, pull_back = jax.vjp(
         lambda source: state_at(call, source, middle), zero if source is None else source
     )
@@ -122,13 +121,13 @@ def expectation_at(
 
 
 def support_at(call: Prepared, arrays: Arrays, direction: Array) -> Array:
-    r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity if none."""
+    r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity in a fully masked row."""
     task = Task(HashablePartial(support_function), fold_maxima)
     return run_reduction(call, task, check_at(call, None, arrays), jax.lax.stop_gradient(direction))
 
 
 class HashablePartial(NamedTuple):
-    """A function with its first arguments; unlike a partial one, equal to another of the same."""
+    """A function with its first arguments; unlike `functools.partial` it compares by value."""
 
     function: Callable[..., Any]
     first: tuple[Any, ...] = ()
@@ -138,9 +137,9 @@ class HashablePartial(NamedTuple):
 
 
 def run_reduction(call: Prepared, task: Task, given: CheckedCall, *rows: Array) -> Any:
-    """What a task finds of a checked call, with the batch axis that its arrays had or had not.
+    """Runs a reduction on a checked call; the result has a batch axis if the arrays had one.
 
-    Raises as the task does.
+    Raises as the reduction does.
     """
     if given.batched:
         return spread_rows(call.place, task, given, *rows)

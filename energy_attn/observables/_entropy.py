@@ -1,4 +1,4 @@
-"""What the scores do under the attention weights: entropy, mean, variance, and their covariances."""
+"""The scores under the attention weights: entropy, mean, variance, and covariance with the values."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class ScoreMoments(NamedTuple):
         >>> import jax.numpy as jnp
         >>> import energy_attn as ea
         >>> q, k = jnp.ones((1, 1, 1)), jnp.array([0.0, 2.0]).reshape(2, 1, 1)
-        >>> mean, variance = ea.score_moments(0 * q, k, k)  # scores that are all zero
+        >>> mean, variance = ea.score_moments(0 * q, k, k)  # all scores are zero
         >>> mean.item(), variance.item()
         (0.0, 0.0)
     """
@@ -52,14 +52,14 @@ def entropy(
     $$H = -\sum_a P_a \log P_a = F - \mathbb{E}_P[s] = F - \beta\, \frac{\partial F}{\partial\beta},
       \qquad s \to \beta s$$
 
-    The scores are linear in the keys, $\mathbb{E}_P[s] = \mathrm{scale}\; q \cdot \mathbb{E}_P[k]$:
-    one flash pass with the keys in the place of the values yields both terms. (A `bias` takes a
+    The scores are linear in the keys, $\mathbb{E}_P[s] = \mathrm{scale}\; q \cdot \mathbb{E}_P[k]$, so
+    one flash pass with the keys in place of the values yields both terms. (A `bias` takes a
     second pass.) $e^H$ is the effective number of keys. Differentiable in reverse mode.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, any floating dtype.
         key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N`.
-        value: `[B, S, K, Hv]` or `[S, K, Hv]`; only a source looks at it.
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`; used only with a source.
         source: $\zeta$, `[B, T, N, Hv]`, for the entropy of $P_\zeta$; None is zero.
         bias: added to the scaled scores, as in [`free_energy`][energy_attn.free_energy].
         mask: boolean, likewise.
@@ -67,11 +67,11 @@ def entropy(
 
     Returns:
         `[B, T, N]` in nats, from 0 to the logarithm of the number of keys; float32, or float64.
-        Zero for a query that sees no key.
+        Zero for a fully masked row.
 
     Raises:
-        TypeError: an argument is no array or of another dtype, or an option unknown.
-        ValueError: shapes that do not belong together, values out of range.
+        TypeError: an argument is not an array or has the wrong dtype, or an unknown option.
+        ValueError: shapes that do not match, values out of range.
 
     Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
 
@@ -79,7 +79,7 @@ def entropy(
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-        >>> float(ea.entropy(0 * q, k, v)[0, 0])  # all five keys alike: log 5
+        >>> float(ea.entropy(0 * q, k, v)[0, 0])  # five keys of equal weight: log 5
         1.609...
     """
     call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
@@ -96,7 +96,7 @@ def score_moments(
     mask: Bool[Array, "..."] | None = None,
     **options: Any,
 ) -> ScoreMoments:
-    r"""Mean and variance of the scores of each row: minus its inner energy, and its heat capacity.
+    r"""Mean and variance of the scores of each row: minus its internal energy, and its heat capacity.
 
     $$\mathbb{E}_P[s] = \frac{\partial F}{\partial\beta}, \qquad
       \mathrm{Var}_P(s) = \frac{\partial^2 F}{\partial\beta^2}, \qquad s \to \beta s,\ \beta = 1$$
@@ -106,18 +106,18 @@ def score_moments(
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, any floating dtype.
         key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N`.
-        value: `[B, S, K, Hv]` or `[S, K, Hv]`; it is not looked at.
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`; unused.
         bias: part of the scores, as in [`free_energy`][energy_attn.free_energy].
         mask: boolean, likewise.
         **options: as for [`free_energy`][energy_attn.free_energy].
 
     Returns:
         `(mean, variance)`, `[B, T, N]` each, in nats and their square; float32, or float64. Zero for
-        a query that sees no key.
+        a fully masked row.
 
     Raises:
-        TypeError: an argument is no array or of another dtype, or an option unknown.
-        ValueError: shapes that do not belong together, values out of range.
+        TypeError: an argument is not an array or has the wrong dtype, or an unknown option.
+        ValueError: shapes that do not match, values out of range.
 
     Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
 
@@ -142,7 +142,7 @@ def temperature_sensitivity(
     mask: Bool[Array, "..."] | None = None,
     **options: Any,
 ) -> Float[Array, "*B T N Hv"]:
-    r"""How attention answers to the inverse temperature: the covariance of scores and values.
+    r"""The derivative of attention in the inverse temperature: the covariance of scores and values.
 
     $$\frac{\partial}{\partial\beta} \nabla F = \mathrm{Cov}_P(s, v)
       = \sum_a P_a (s_a - \mathbb{E}_P[s])\, v_a, \qquad s \to \beta s,\ \beta = 1$$
@@ -158,12 +158,12 @@ def temperature_sensitivity(
         **options: as for [`free_energy`][energy_attn.free_energy].
 
     Returns:
-        `[B, T, N, Hv]`, value's unit times nats; float32, or float64. Zero for a query that sees
-        no key.
+        `[B, T, N, Hv]`, value's unit times nats; float32, or float64. Zero for a fully
+        masked row.
 
     Raises:
-        TypeError: an argument is no array or of another dtype, or an option unknown.
-        ValueError: shapes that do not belong together, values out of range.
+        TypeError: an argument is not an array or has the wrong dtype, or an unknown option.
+        ValueError: shapes that do not match, values out of range.
 
     Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
 
@@ -181,7 +181,7 @@ def temperature_sensitivity(
 
 
 class RowObservables(NamedTuple):
-    """What an energy report is made of, for each row."""
+    """The quantities of an energy report, for each row."""
 
     energy: Float[Array, "*B T N"]
     entropy: Float[Array, "*B T N"]
@@ -207,9 +207,9 @@ def row_observables(call: Prepared, arrays: Arrays) -> RowObservables:
 
 
 def entropy_of(mean: Array, lse: Array) -> Array:
-    """From the mean of the scores and the energy; 0 where there is no key."""
+    """The entropy from the mean of the scores and the energy; 0 for a fully masked row."""
     seen = holds_keys(lse)
-    # the difference of two large numbers: rounding alone makes it negative
+    # a difference of two large numbers, which only rounding makes negative
     return jnp.where(seen, jnp.maximum(jnp.where(seen, lse, 0.0) - mean, 0.0), 0.0)
 
 
@@ -234,8 +234,8 @@ class _ScoreStatistics(NamedTuple):
 def _score_statistics(call: Prepared, arrays: Arrays, value: Array) -> _ScoreStatistics:
     if arrays.bias is not None:
         return _biased_score_statistics(call, arrays._replace(value=value))
-    # The scores are values, too: v' = [k, v] has the score along u = [scale q, 0], and Cov(v') u
-    # holds both Cov(k) scale q and Cov(v, s).
+    # With values v' = [k, v] the score is u·v' for u = [scale q, 0], and Cov(v') u contains both
+    # Cov(k) scale q and Cov(v, s).
     given = check_at(call, None, arrays)
     query = given.operands.query if given.batched else given.operands.query[0]
     along, width = query * given.settings.scale, query.shape[-1]
@@ -256,7 +256,7 @@ def _biased_score_statistics(call: Prepared, arrays: Arrays) -> _ScoreStatistics
     return _ScoreStatistics(ScoreMoments(mean, found[..., 0]), out, found[..., 1:], lse)
 
 
-# Parts of expectations. A hidden key has the weight 0 and the score minus infinity.
+# Block terms of expectations. A hidden key has the weight 0 and the score minus infinity.
 def _finite(block: ScoreBlock) -> Array:
     return jnp.where(jnp.isneginf(block.scores), 0.0, block.scores)
 
@@ -273,7 +273,7 @@ def _deviation_terms(block: ScoreBlock, mean: Array) -> Array:
 
 
 def _squared_distance_term(block: ScoreBlock, mean: Array) -> Array:
-    # |v - m|² = |v|² - 2 v·m + |m|², of vectors from the middle of the block
+    # |v - m|² = |v|² - 2 v·m + |m|², with the block's mean as the origin
     origin = block.value.mean(1, keepdims=True)
     value, mean = block.value - origin, mean - origin
     cross = outer(mean, value, precision(mean.dtype))

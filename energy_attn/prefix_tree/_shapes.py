@@ -1,4 +1,4 @@
-"""Trees beyond beams: from parents, and from a fixed set of choices."""
+"""Trees from parents, and from a fixed set of choices."""
 
 import functools
 from collections.abc import Sequence
@@ -28,24 +28,24 @@ def tree_from_parents(
     depth: int,
     size: Integer[Array, " B"] | None = None,
 ) -> PrefixTree:
-    """The prefix tree of nodes whose parents are known.
+    """The prefix tree of nodes with given parents.
 
-    Each node is a candidate: the path that ends in it. So `unpacker` is `[B, L, depth]`.
+    Each node is a candidate, the path that ends in it, so `unpacker` is `[B, L, depth]`.
 
     Args:
         tokens: `[B, L]` integers of any dtype.
         parent: `[B, L]` integers: the slot of each node's parent, which comes before it; -1 at
             roots.
-        depth: the most nodes on a path, static.
-        size: `[B]` integers from 0 to `L`: the slots in use. None: all.
+        depth: the largest number of nodes on a path, static.
+        size: `[B]` integers from 0 to `L`: the number of used slots. None is `L`.
 
     Returns:
-        The tree; slots that are not used hold token 0.
+        The tree; unused slots hold token 0.
 
     Raises:
-        TypeError: arrays that are not of integers, or a depth that is none.
-        ValueError: shapes that do not belong together, no slots, a depth below 1 and, where values are known,
-            a parent that does not come before its child, a longer path, or sizes out of range.
+        TypeError: arrays that are not of integers, or a depth that is not an integer.
+        ValueError: shapes that do not match, no slots, a depth below 1 or, for concrete arrays, a
+            parent that does not come before its child, a longer path, or sizes out of range.
 
     Source: token trees as in SpecInfer (arXiv 2305.09781).
 
@@ -73,26 +73,26 @@ def token_tree(
     root: Integer[Array, " B"],
     candidates: Integer[Array, "B D R"],
 ) -> PrefixTree:
-    r"""The tree of a fixed set of choices among ranked candidates for each place, as Medusa's.
+    r"""The tree of a fixed set of choices among ranked candidates for each position, as in Medusa.
 
     $$\mathrm{token}(r_0, \dots, r_d) = \mathrm{candidates}_{d, r_d}$$
 
     Args:
-        choices: paths of ranks, `(0,)`, `(1,)`, `(0, 0)` and so on, in any order; the parent of each
-            is among them. The shape of the tree is fixed when it is traced.
+        choices: paths of ranks, `(0,)`, `(1,)`, `(0, 0)` and so on, in any order; they include the
+            parent of each. The shape of the tree is static.
         root: `[B]` integers: the tokens at the root, sampled already.
         candidates: `[B, D, R]` integers of the dtype of `root`: the tokens for each of the next `D`
-            places, by rank.
+            positions, by rank.
 
     Returns:
-        The tree of `1 + len(choices)` slots, all in use: the root, then the choices, shorter ones
-        first and those of one length in order of their ranks. Siblings may hold equal tokens where
-        candidates do; the first counts.
+        The tree of `1 + len(choices)` slots, all used: the root, then the choices, shorter ones
+        first and those of one length in order of their ranks. If candidates repeat a token, so do
+        siblings; the first counts.
 
     Raises:
-        TypeError: choices that are no sequences of integers, or arrays not of integers.
-        ValueError: an empty choice, one that comes twice or without its parent, ranks or lengths
-            beyond the candidates, or shapes that do not belong together.
+        TypeError: choices that are not sequences of integers, or arrays not of integers.
+        ValueError: an empty choice, one that is repeated or whose parent is missing, ranks or
+            lengths beyond the candidates, or shapes that do not match.
 
     Source: the tree attention of Medusa (arXiv 2401.10774).
 
@@ -125,7 +125,7 @@ def token_tree(
 
 @functools.partial(jax.jit, static_argnums=0)
 def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Array) -> PrefixTree:
-    """What `tree_from_parents` gives, of JAX arrays that have been checked."""
+    """As `tree_from_parents`, for checked JAX arrays."""
     slots = tokens.shape[1]
     slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
     used = slot_index < size[:, None]

@@ -1,4 +1,4 @@
-"""A picture of an energy report: what each layer and head does."""
+"""The plot of an energy report: the observables of each layer and head."""
 
 from os import PathLike
 from typing import Any
@@ -9,7 +9,7 @@ from energy_attn.kernels.internal import received
 
 from ._report import EnergyReport
 
-# Field, title, unit and colours: those of one kind are alike.
+# Field, title, unit and colours; quantities of one kind share theirs.
 _PANELS = (
     ("energy", "free energy  F", "nats", "cividis"),
     ("entropy", "entropy  H", "nats", "viridis"),
@@ -17,29 +17,29 @@ _PANELS = (
     ("heat_capacity", "heat capacity  Var(s)", "nats²", "magma"),
     ("variance", "variance of the values  tr Σ", "value²", "magma"),
 )
-# More cells than this, and numbers in them would be too small to read.
+# With more cells than this, numbers in them would be too small to read.
 _READABLE = 96
 
 
 def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = None) -> Any:
-    """Draws a report: a heat map of layers and heads for each quantity, and all heads side by side.
+    """Draws a report: a heat map of layers and heads for each quantity, and a scatter plot of all heads.
 
-    Where cells are few, each says its number. The last panel has a point for each head, by its
-    energy and entropy: heads that look at one key lie at the bottom, those that average over all at
-    the top.
+    If there are few cells, each shows its number. The last panel has a point for each head, by its
+    energy and entropy: heads that attend to one key lie at the bottom, those that average over all
+    keys at the top.
 
     Args:
-        report: of means, as `energy_report(...)` returns it without `per_query`.
-        path: where the picture is written; its suffix (`.png`, `.svg`, `.pdf`) says how. None
-            writes nothing.
+        report: means, as `energy_report(...)` returns them without `per_query`.
+        path: the file to write; its suffix (`.png`, `.svg`, `.pdf`) is the format. None writes no
+            file.
 
     Returns:
-        The `matplotlib.figure.Figure`, to be changed, shown or saved.
+        The `matplotlib.figure.Figure`.
 
     Raises:
-        TypeError: if `report` is no `EnergyReport`.
-        ValueError: if it is one of single queries.
-        ImportError: if matplotlib is not installed, which the extra `plot` brings.
+        TypeError: `report` is not an `EnergyReport`.
+        ValueError: the report is of single queries.
+        ImportError: matplotlib is not installed; the extra `plot` installs it.
 
     Examples:
         >>> import jax
@@ -88,7 +88,7 @@ def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = 
 
 
 def _ticks(count: int) -> range:
-    """Which of so many rows or columns are numbered."""
+    """The rows or columns that have a tick, out of `count`."""
     return range(0, count, 1 if count <= 16 else 4 if count <= 64 else 16)
 
 

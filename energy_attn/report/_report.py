@@ -1,4 +1,4 @@
-"""What every layer and head of a model does, in a few numbers each."""
+"""The energy report: a few numbers for every layer and head of a model."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,24 +25,24 @@ from ..observables._entropy import row_observables
 
 
 class EnergyReport(eqx.Module):
-    """What attention does in each layer and head: `[layers, heads]`, or `[layers, B, T, heads]`.
+    """The observables of each layer and head: `[layers, heads]`, or `[layers, B, T, heads]`.
 
     A pytree of arrays, as [`energy_report`][energy_attn.energy_report] returns it;
     [`plot_energy_report`][energy_attn.plot_energy_report] draws it.
 
     Attributes:
-        energy: the free energy $F$, in nats; minus infinity where no key is seen.
+        energy: the free energy $F$, in nats; minus infinity if every row is fully masked.
         entropy: $H$ of the attention weights, in nats.
         heat_capacity: the variance of the scores, $\\partial^2 F/\\partial\\beta^2$, in nats squared.
-        variance: $\\mathrm{tr}\\,\\Sigma$: the mean square by which values differ from attention,
+        variance: $\\mathrm{tr}\\,\\Sigma$: the mean squared distance of the values from attention,
             in the square of their unit.
-        effective_keys: $e^H$, a number of keys: its mean is that of each row's $e^H$.
+        effective_keys: $e^H$, the effective number of keys; its mean is that of each row's $e^H$.
 
     Examples:
         >>> import jax
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-        >>> report = ea.energy_report(0 * q, k, v)  # all five keys alike
+        >>> report = ea.energy_report(0 * q, k, v)  # five keys of equal weight
         >>> report.effective_keys.round(3).tolist()
         [[5.0, 5.0]]
     """
@@ -62,9 +62,9 @@ def energy_report(
     $$F, \qquad H = F - \mathbb{E}_P[s], \qquad \mathrm{Var}_P(s), \qquad
       \mathrm{tr}\,\Sigma = \sum_a P_a \|v_a - \mathrm{out}\|^2, \qquad e^H$$
 
-    of each row of attention, or their means over the queries that see a key. It costs about three
-    flash passes for each layer, and no matrix of weights. A function of arrays without side
-    effects: it works inside `jax.jit`, in a training step, and is differentiable in reverse mode.
+    of each row of attention, or their means over the queries that see a key. The cost is about
+    three flash passes for each layer; no matrix of weights is formed. A pure function of arrays:
+    it works inside `jax.jit`, in a training step, and is differentiable in reverse mode.
 
     Three forms:
 
@@ -81,18 +81,18 @@ def energy_report(
     Args:
         model: a query array, a `MultiheadAttention` or a `Llama`.
         *inputs: what it is called with.
-        per_query: whether to return each query's numbers instead of the means.
+        per_query: whether to return the numbers of each query instead of their means.
         **options: see above.
 
     Returns:
         An [`EnergyReport`][energy_attn.EnergyReport] of arrays `[layers, heads]`, or
         `[layers, B, T, heads]` (without `B` where the inputs have no batch); float32, or float64.
-        Queries that see no key are left out of the means; their own numbers are an energy of minus
+        Fully masked rows are left out of the means; their own numbers are an energy of minus
         infinity and zeros.
 
     Raises:
         TypeError: `model` is none of the three, or an argument of the wrong type.
-        ValueError: shapes that do not belong together, values out of range.
+        ValueError: shapes that do not match, values out of range.
 
     Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
 
@@ -115,7 +115,7 @@ def energy_report(
     elif isinstance(model, MultiheadAttention):
         rows = _of_layer(model, *inputs, **options)
     elif isinstance(model, (jax.Array, np.ndarray)):
-        rows = _alone(_observed(model, *inputs, **options)[1])
+        rows = _single_layer(_observed(model, *inputs, **options)[1])
     else:
         raise TypeError(
             f"model: wanted a query array, a MultiheadAttention or a Llama, got {received(model)}"
@@ -135,7 +135,7 @@ def energy_report(
 
 
 class _Rows(NamedTuple):
-    """What is found of each row: the fields of a report that are no functions of others."""
+    """The fields of a report for each row, without those that follow from others."""
 
     energy: Array
     entropy: Array
@@ -146,13 +146,13 @@ class _Rows(NamedTuple):
 def _observed(
     query: Any, key: Any, value: Any, *, bias: Any = None, mask: Any = None, **options: Any
 ) -> tuple[Array, _Rows]:
-    """Attention, in the dtype of the query, and what is found of its rows."""
+    """Attention in the dtype of the query, and the observables of its rows."""
     found = row_observables(*prepare_widened(query, key, value, bias, mask, **options))
     return found.out.astype(query.dtype), _Rows(*found[:-1])
 
 
-def _alone(rows: _Rows) -> _Rows:
-    """The rows of one layer, as a model's."""
+def _single_layer(rows: _Rows) -> _Rows:
+    """The rows of one layer, as a model of one layer."""
     return jax.tree.map(lambda x: x[None], rows)
 
 
@@ -174,7 +174,7 @@ def _of_layer(
                 f"{name}: wanted shape ({query.shape[0]}, length, width), got {received(x)}"
             )
     heads = (jax.vmap(project) if batched else project)(query, key_, value)
-    return _alone(_observed(*heads, mask=mask, **layer.energy.options(), **positions)[1])
+    return _single_layer(_observed(*heads, mask=mask, **layer.energy.options(), **positions)[1])
 
 
 def _of_llama(

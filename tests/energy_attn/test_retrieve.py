@@ -268,10 +268,10 @@ def test_steps_run_out_and_numbers_end():
 
 def test_energy_that_rises_is_told(monkeypatch):
     """The promise of descent that nobody checks: with energies of another sign they rise."""
-    from energy_attn.hopfield import _descent
+    from energy_attn.hopfield import _fixed_point
 
-    right = _descent.energy
-    monkeypatch.setattr(_descent, "energy", lambda *args: -right(*args))
+    right = _fixed_point.energy
+    monkeypatch.setattr(_fixed_point, "energy", lambda *args: -right(*args))
     jax.clear_caches()
     state, memories = jnp.asarray(STATE[0]), jnp.asarray(MEMORIES[0])
     found = ea.retrieve(state, memories, max_steps=51, throw=False)
