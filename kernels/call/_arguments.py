@@ -70,7 +70,7 @@ def cotangents(query: Any, key: Any, value: Any, bias: Any) -> Operands:
     return Operands(query, key, value, bias, None, None, None)  # pyright: ignore[reportArgumentType]  # as JAX has it
 
 
-def counted(operands: Operands, settings: Settings) -> Operands:
+def with_default_positions(operands: Operands, settings: Settings) -> Operands:
     """Operands with the positions that the rule compares, whether given or not. Raises nothing."""
     if operands.query_positions is not None or not settings.rule.constrains:
         return operands
@@ -81,11 +81,11 @@ def counted(operands: Operands, settings: Settings) -> Operands:
 
 
 def reached(operands: Operands, settings: Settings) -> Operands:
-    """`counted`, and keys that no query of the call may see are not there: position -1.
+    """`with_default_positions`, and keys that no query of the call may see are not there: position -1.
 
     What they hold is not read. Raises nothing.
     """
-    operands = counted(operands, settings)
+    operands = with_default_positions(operands, settings)
     queries, keys = operands.query_positions, operands.key_positions
     if queries is None or keys is None or queries.shape[1] == 0:
         return operands
@@ -130,17 +130,17 @@ def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
     return jnp.dtype(operands.value.dtype)
 
 
-def parts_of(settings: Settings) -> Settings:
+def with_wide_out(settings: Settings) -> Settings:
     """Settings of parts that are to be folded: rounded once, when they have been. Raises nothing."""
     return settings._replace(wide=True)
 
 
-def known(*sizes: Any) -> bool:
+def is_static(*sizes: Any) -> bool:
     """Whether sizes are numbers, and none a symbol of `jax.export.symbolic_shape`."""
     return all(isinstance(size, int) for size in sizes)
 
 
-class Call(NamedTuple):
+class CheckedCall(NamedTuple):
     """A checked call: operands, settings, and whether the user's arrays had a batch axis."""
 
     operands: Operands
@@ -165,7 +165,7 @@ def check_call(
     key_positions: Any = None,
     query_segment_ids: Any = None,
     key_segment_ids: Any = None,
-) -> Call:
+) -> CheckedCall:
     """Checks every argument of `local_attention` and brings it to the common form.
 
     Raises `TypeError` or `ValueError` naming the argument, what came and what was wanted.
@@ -226,7 +226,7 @@ def check_call(
     if source is not None:
         query, key, scale = _with_source(query, key, value, source, scale)
     operands = Operands(query, key, value, bias, mask, query_positions, key_positions, *segments)
-    return Call(operands, Settings(scale, rule), batched)
+    return CheckedCall(operands, Settings(scale, rule), batched)
 
 
 def check_scores(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from ..call._arguments import Settings, known
+from ..call._arguments import Settings, is_static
 from ..call._kernel import AbstractKernel
 from ._probe import obstacle
 
@@ -190,8 +190,8 @@ def _lower(ctx: Any, *flat: Any, on: str, kernels: Any, like: Any, **params: Any
     program = Program(
         on,
         partitioned=not _whole(ctx.module_context.axis_context),
-        exported=exported(ctx.module_context),
-        symbolic=not all(known(*x.shape) for x in ctx.avals_in),
+        exported=is_exported(ctx.module_context),
+        symbolic=not all(is_static(*x.shape) for x in ctx.avals_in),
     )
     kernel = fitting(kernels, program)
     run = functools.partial(_run, kernel=kernel, platform=on, **params)
@@ -215,7 +215,7 @@ def platform_here() -> str:
     return "rocm" if "rocm" in device.client.platform_version else "cuda"
 
 
-def exported(context: Any) -> bool:
+def is_exported(context: Any) -> bool:
     """Whether a program is lowered to be serialised, by the context of its module."""
     return context.lowering_parameters.for_export
 

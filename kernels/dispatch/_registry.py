@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..call._arguments import Operands, Settings, known
+from ..call._arguments import Operands, Settings, is_static
 from ..call._checks import received
 from ..call._kernel import AbstractKernel
 from ..call._state import AttentionState
@@ -159,7 +159,7 @@ def _taking(
 
 def _check_known(operands: Operands) -> None:
     for name, x in zip(Operands._fields, operands, strict=True):
-        if x is not None and not known(*x.shape):
+        if x is not None and not is_static(*x.shape):
             raise NotImplementedError(f"{name}: wanted sizes that are known, got shape {x.shape}")
 
 
@@ -193,12 +193,12 @@ def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> l
     def vary(x: Array | None) -> Any:
         if x is None or not (missing := tuple(sorted(union - varying_axes(x)))):
             return x
-        return summable(lambda x: lax.pcast(x, missing, to="varying"), x)
+        return apply_widened(lambda x: lax.pcast(x, missing, to="varying"), x)
 
     return [vary(x) for x in arrays]
 
 
-def summable(collective: Callable[[Array], Array], x: Array) -> Array:
+def apply_widened(collective: Callable[[Array], Array], x: Array) -> Array:
     """`collective(x)`, which adds or compares, or whose derivative does, numbers of many devices.
 
     Numbers of 16 bits are added in 32. (XLA:CPU would widen bfloat16 by itself, and in a

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ..call._arguments import Operands, Settings, counted
+from ..call._arguments import Operands, Settings, with_default_positions
 from ..call._mask import meeting
 
 
@@ -53,7 +53,7 @@ def mark(operands: Operands, settings: Settings, row_block: int, key_block: int)
     None where all rows see all keys. Keys that only fill the last block are marked, if anything
     is, and are not there in memory: a kernel hides them by their number. Raises nothing.
     """
-    operands = counted(operands, settings)
+    operands = with_default_positions(operands, settings)
     group = operands.query.shape[2] // operands.key.shape[2]
 
     def rows(x: Any, fill: int) -> Any:

@@ -12,7 +12,7 @@ from ..call._arguments import Operands, Settings
 from ..call._state import CovarianceState, holds_keys, precision
 from ..dispatch._registry import attend
 from ..xla._blocks import product
-from ._expectation import Block, weighted
+from ._expectation import ScoreBlock, weighted
 
 
 def covariance(names: Sequence[str], settings: Settings, operands: Operands) -> CovarianceState:
@@ -46,7 +46,7 @@ def centred(arrays: Any) -> tuple[Any, Array]:
     return arrays._replace(value=value - origin), origin
 
 
-def _scatter(block: Block, mean: Array) -> Array:
+def _scatter(block: ScoreBlock, mean: Array) -> Array:
     values = block.value
     exact = precision(values.dtype)
 

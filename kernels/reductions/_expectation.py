@@ -18,7 +18,7 @@ from ..dispatch._registry import attend, vary_together
 from ..xla._blocks import Blocks, Index, cut_queries, join_queries, outer
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """What is known of some rows (queries of some heads) and some keys.
 
     Attributes:
@@ -33,13 +33,13 @@ class Block(NamedTuple):
 
 
 # Of a block, and of arrays that have a line for each row, what is to be summed: [B, rows, outputs].
-Part = Callable[..., Array]
+BlockTerm = Callable[..., Array]
 # The same of the scores and the values of a block, for any way to join what blocks say.
 _Said = Callable[..., Array]
 
 
 def expectation(
-    part: Part,
+    part: BlockTerm,
     width: int,
     names: Sequence[str],
     settings: Settings,
@@ -67,7 +67,7 @@ def expectation(
 
 
 def weighted(
-    part: Part,
+    part: BlockTerm,
     width: int,
     settings: Settings,
     operands: Operands,
@@ -79,12 +79,12 @@ def weighted(
     lse = jnp.where(holds_keys(lse), lse, jnp.inf)[..., None]
 
     def sums(scores: Array, value: Array, lse: Array, *rows: Array) -> Array:
-        return part(Block(scores, jnp.exp(scores - lse), value), *rows)
+        return part(ScoreBlock(scores, jnp.exp(scores - lse), value), *rows)
 
     return _walk(sums, jnp.add, 0.0, width, settings, operands, lse, *rows)
 
 
-def support(
+def support_function(
     settings: Settings, operands: Operands, direction: Float[Array, "B T N Hv"]
 ) -> Float[Array, "B T N"]:
     r"""The support function of the hull of the values that a row sees, $\max_a u \cdot v_a$.

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._private import find
+from .._private import private_names
 from ..call._arguments import Operands, Settings
 from ..call._kernel import AbstractKernel
 from ..call._mask import Rule
@@ -48,7 +48,7 @@ class CuDNN(AbstractKernel):
             raise NotImplementedError(
                 f"local_window_size: wanted no keys after the query's, got {rule.window}"
             )
-        find("cudnn")
+        private_names("cudnn")
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
@@ -82,7 +82,9 @@ def _looks_back(rule: Rule) -> bool:
 def _forward(query: Any, key: Any, value: Any, **options: Any) -> Any:
     """`(out, lse)`. The operands not used are those of biases, lengths and pages."""
     unused = (jnp.zeros(0, query.dtype),) * 7
-    return find("cudnn").forward.bind(query, key, value, *unused, **options, is_training=True)
+    return private_names("cudnn").forward.bind(
+        query, key, value, *unused, **options, is_training=True
+    )
 
 
 def _backward(
@@ -90,12 +92,14 @@ def _backward(
 ) -> Any:
     """The cotangents of query, key and value."""
     unused = (jnp.zeros(0, query.dtype),) * 7
-    return find("cudnn").backward.bind(query, key, value, *unused, lse, out, d_out, **options)
+    return private_names("cudnn").backward.bind(
+        query, key, value, *unused, lse, out, d_out, **options
+    )
 
 
 def _options(settings: Settings, keys: int) -> dict[str, Any]:
     """The parameters of both."""
-    rule, found = settings.rule, find("cudnn")
+    rule, found = settings.rule, private_names("cudnn")
     left = None if rule.window is None else side(rule.window[0], keys)
     # from 0.12 on: functions of the scores, of which cuDNN makes a part of its kernel
     newer = {"score_mod_name", "score_mod_jaxpr"} & inspect.signature(

@@ -9,7 +9,7 @@ import ctypes
 import functools
 from typing import Any
 
-from .._private import find
+from .._private import private_names
 from ..call._arguments import Operands, Settings
 from ..call._kernel import AbstractKernel
 from ..call._mask import Rule
@@ -85,7 +85,7 @@ def _window(rule: Rule, keys: int) -> tuple[int, int]:
 def _package() -> Any:
     """What is called of flash-attn-jax; lse is `[B, N, T]` there."""
     try:
-        found = find("flash")
+        found = private_names("flash")
         # by which it asks for the number of multiprocessors when a program is lowered
         ctypes.CDLL("libcudart.so")
     except (NotImplementedError, OSError) as reason:

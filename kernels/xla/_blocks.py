@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from ..call._arguments import Operands, Settings, cleared, known, reached, there
+from ..call._arguments import Operands, Settings, cleared, is_static, reached, there
 from ..call._mask import meeting, visible
 from ..call._state import lse_dtype, precision
 
@@ -52,7 +52,7 @@ def grid(operands: Operands, causal: bool) -> Grid:
     columns, kv_heads = operands.key.shape[1:3]
     group = heads // kv_heads
     least = min(SMALLEST_QUERY_BLOCK, QUERY_BLOCK)
-    most = max(QUERY_BLOCK // max(batch, 1), least) if known(batch) else least
+    most = max(QUERY_BLOCK // max(batch, 1), least) if is_static(batch) else least
     times, query_blocks = _cut(rows, group, most, causal)
     keys, key_blocks = _cut(columns, 1, KEY_BLOCK, causal)
     return Grid(kv_heads, group, times, query_blocks, keys, key_blocks)
@@ -60,7 +60,7 @@ def grid(operands: Operands, causal: bool) -> Grid:
 
 def _cut(size: int, group: int, most: int, even: bool) -> tuple[int, int]:
     """How many of `size` are in a block of at most `most // group`, and the number of blocks."""
-    if not known(size):
+    if not is_static(size):
         times = max(most // group, 1)
         return times, -(-size // times)
     blocks = min(size, _number(size * group, most, even))

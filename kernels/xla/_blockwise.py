@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ..call._arguments import Operands, Settings, cotangents, out_dtype
 from ..call._kernel import AbstractKernel
-from ..call._state import AttentionState, holds_keys, lse_dtype, steady
+from ..call._state import AttentionState, holds_keys, lse_dtype, safe_shift
 from ._blocks import Blocks, Index, cut_queries, join_keys, join_queries, take_keys, whole_blocks
 
 
@@ -69,7 +69,7 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
                 query, key = blocks.query[here.head, here.query], take_keys(g, keys, here)
                 scores = blocks.scores_of(query, key, here)
                 new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
-                shift = steady(new)
+                shift = safe_shift(new)
                 weights = jnp.exp(scores - shift)
                 decay = jnp.exp(maximum - shift)
                 total = total * decay + weights.sum(-1, keepdims=True)
@@ -121,7 +121,7 @@ def backward(
     Returns the cotangents in the form of the operands, None for masks and positions. It is
     differentiable JAX itself, so second derivatives in reverse mode are right. Raises nothing.
     """
-    return narrow(backward_wide(operands, settings, state, cotangent), operands)
+    return cast_like(backward_wide(operands, settings, state, cotangent), operands)
 
 
 def slope(state: AttentionState, cotangent: AttentionState) -> Array:
@@ -153,7 +153,7 @@ def rows_of(operands: Operands, state: AttentionState, cotangent: AttentionState
     return Rows(query, d_out, lse, jnp.where(seen, slope(state, cotangent), 0.0))
 
 
-def narrow(found: Operands, operands: Operands) -> Operands:
+def cast_like(found: Operands, operands: Operands) -> Operands:
     """Cotangents in the dtypes of the operands that they are of. Raises nothing."""
 
     def cast(x: Array | None, like: Any) -> Any:

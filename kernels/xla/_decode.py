@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..call._arguments import Operands, Settings, cleared, known, out_dtype, reached, there
+from ..call._arguments import Operands, Settings, cleared, is_static, out_dtype, reached, there
 from ..call._kernel import AbstractKernel
 from ..call._state import AttentionState, lse_dtype, precision
 from . import _blockwise
@@ -39,7 +39,7 @@ class Decode(AbstractKernel):
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for more rows."""
         times, heads = operands.query.shape[1:3]
-        if not known(times) or times * heads > MOST_ROWS:
+        if not is_static(times) or times * heads > MOST_ROWS:
             raise NotImplementedError(
                 f"query: wanted at most {MOST_ROWS} rows times heads, "
                 f"got {times} × {heads} = {times * heads}"
@@ -134,10 +134,10 @@ def _summed(
     taken again, piece by piece. `axis` of the weights is that of the keys.
     """
     weights, shown, columns = weights.astype(value.dtype), there(operands), value.shape[1]
-    if shown is not None and not known(columns):
+    if shown is not None and not is_static(columns):
         value = jnp.where(shown[:, :, None], value, 0)
     found = weighed(weights, value)
-    if shown is None or not known(columns) or columns == 0:
+    if shown is None or not is_static(columns) or columns == 0:
         return found
     piece = min(max(-(-columns // PIECES), LEAST_PIECE), KEY_BLOCK, columns)
     shown = jnp.broadcast_to(shown, value.shape[:2])

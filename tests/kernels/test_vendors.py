@@ -148,7 +148,7 @@ def vendor(monkeypatch):
             calls = FakeCuDNN()
             for side in ("forward", "backward"):
                 bound = Bound(getattr(calls, f"bind_{side}"))
-                monkeypatch.setattr(_private.find("cudnn"), side, bound)
+                monkeypatch.setattr(_private.private_names("cudnn"), side, bound)
             return probed(kernel, calls)
         calls = FakeFlash()
         package = SimpleNamespace(forward=calls.forward, backward=calls.backward)
