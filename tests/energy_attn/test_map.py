@@ -143,16 +143,16 @@ def test_gamma_is_what_it_says():
     np.testing.assert_allclose(slopes[1], np.where(some, source, 0), atol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["extragradient", "optimistic", "newton"])
-def test_saddle_is_attention(method):
-    """Each method ends at (0, ∇F(0)) from elsewhere, where Γ = -F(0); Newton's takes two steps."""
+@pytest.mark.parametrize("solver", ["extragradient", "optimistic", "newton"])
+def test_saddle_is_attention(solver):
+    """Each solver ends at (0, ∇F(0)) from elsewhere, where Γ = -F(0); Newton's takes two steps."""
     start = tuple(jnp.asarray(x) for x in (0.3 * POINT[..., ::-1], POINT))
-    solution = solve(ea.saddle_attention, method=method, start=start, tolerance=1e-7)
+    solution = solve(ea.saddle_attention, solver=solver, start=start, tolerance=1e-7)
     assert (solution.result == RESULT).all()
     np.testing.assert_allclose(solution.point, OUT, atol=1e-6)
     np.testing.assert_allclose(solution.source, np.zeros_like(OUT), atol=1e-6)
     np.testing.assert_allclose(solution.value, np.where(SEEN, -LSE, np.inf), atol=1e-6)
-    if method == "newton":
+    if solver == "newton":
         assert solution.stats["steps"].max() == 2
 
 
@@ -274,7 +274,7 @@ def test_figures_are_those_in_the_page():
         (ea.map_attention, {"start": jnp.ones(3)}, ValueError, "start", "[3]", "(2, 5, 4, 2)"),
         (ea.map_attention, {"max_steps": 0}, ValueError, "max_steps", "0", "at least 1"),
         (ea.map_attention, {"throw": 1}, TypeError, "throw", "int 1", "True or False"),
-        (ea.saddle_attention, {"method": "descent"}, ValueError, "method", "'descent'", "'newton'"),
+        (ea.saddle_attention, {"solver": "descent"}, ValueError, "solver", "'descent'", "'newton'"),
         (ea.saddle_attention, {"step_size": 0.0}, ValueError, "step_size", "0.0", "above 0"),
         (ea.saddle_attention, {"step_size": "a"}, TypeError, "step_size", "'a'", "real number"),
         (ea.saddle_attention, {"start": 1.0}, TypeError, "start", "1.0", "pair"),

@@ -68,7 +68,7 @@ def test_observables_and_solvers(spread):
 def test_retrieval():
     """A state of NaN comes to rest at once, with an energy of zero."""
     state, memories, _ = arrays()
-    solution = ea.retrieve(state, memories, inverse_temperature=2.0, throw=False)
+    solution = ea.retrieve(state, memories, scale=2.0, throw=False)
     assert solution.result[0, BROKEN, 1] == ea.Result.not_finite
     assert np.isnan(solution.value[0, BROKEN, 1])
     assert np.isnan(solution.stats["weight"][0, BROKEN, 1])
