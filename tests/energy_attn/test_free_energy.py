@@ -87,7 +87,7 @@ def close(actual, exact, what=""):
 
 
 def check_gradients(found, exact, problem: Problem, scale_gradient=None):
-    """Gradients by name against the judge's, finite, and exactly zero in rows that see no key."""
+    """Gradients by name against the judge's, finite, and exactly zero in fully masked rows."""
     for name, gradient in found.items():
         close(gradient, exact[name] if name != "scale" else scale_gradient, name)
     for name in {"query", "source"} & set(found):

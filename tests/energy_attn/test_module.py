@@ -49,9 +49,7 @@ def inputs():
 def masks():
     rng = np.random.default_rng(4)
     two, three = rng.random((T, S)) < 0.6, rng.random((HEADS, T, S)) < 0.6
-    two[:, 0] = three[:, :, 0] = (
-        True  # Equinox gives a row that sees nothing the mean of the values
-    )
+    two[:, 0] = three[:, :, 0] = True  # Equinox gives a fully masked row the mean of the values
     return {"none": None, "two axes": jnp.asarray(two), "three axes": jnp.asarray(three)}
 
 

@@ -31,7 +31,7 @@ def directions(problem: Problem) -> list[np.ndarray]:
 
 
 def exactly(problem: Problem, precision=np.float64) -> dict[str, np.ndarray]:
-    """All observables by their definitions; zero in rows that see no key."""
+    """All observables by their definitions; zero in fully masked rows."""
     along = [np.asarray(u, precision) for u in directions(problem)]
     r = rows(problem, precision)
     P, v = r.weights, r.value
@@ -110,14 +110,14 @@ def close(actual, exact, what, tolerance=1e-11):
         (
             None,
             "everything",
-        ),  # a bias, a source, masks, windows, ragged rows, rows that see nothing
+        ),  # a bias, a source, masks, windows, ragged rows, fully masked rows
         ("blockwise", "positions_causal"),
         ("decode", "decode_cache"),
         ("reference", "bias_keys"),
     ],
 )
 def test_values_and_gradients(implementation, name):
-    """A wrong observable, or a wrong gradient of one in any argument; a NaN in a row that sees no key."""
+    """A wrong observable, or a wrong gradient of one in any argument; a NaN in a fully masked row."""
     problem = PROBLEMS[name]
     arrays, _ = cast(problem, jnp.float64)
     exact = exactly(problem)

@@ -1,4 +1,4 @@
-"""The law that tokens are drawn from: temperature, top-k and top-p against a sort in NumPy."""
+"""The sampling distribution of tokens: temperature, top-k and top-p against a sort in NumPy."""
 
 from functools import partial
 
@@ -45,8 +45,8 @@ def processed(logits, temperature, top_k, top_p):
 
 @pytest.mark.parametrize("top_k", [None, 1, 4, 50])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_law(top_k, dtype):
-    """Tokens kept one too many or too few, ties kept in whole, cuts made in another order or of another law."""
+def test_distribution(top_k, dtype):
+    """One token too many or too few, ties kept in whole, cuts made in another order or of another distribution."""
     logits = jnp.asarray(rows_of_logits(), dtype)
     exact = np.asarray(logits, np.float64)
     for temperature in (0.5, 1.0, 3.0):
@@ -102,7 +102,7 @@ def test_extremes():
 
 
 def test_draws():
-    """Draws of another law, or that depend on one another: counts of pairs of neighbours against the product."""
+    """Draws of a wrong distribution, or that depend on each other: counts of pairs of neighbours against the product."""
     logits, number = jnp.asarray(rows_of_logits()[0]), 40000
     tokens = sample_tokens(
         jax.random.key(2), jnp.broadcast_to(logits[None], (number, 11)), 1.5, 6, 0.9
