@@ -102,7 +102,7 @@ def test_extremes():
 
 
 def test_draws():
-    """Draws of a wrong distribution, or that depend on each other: counts of pairs of neighbours against the product."""
+    """Draws of a wrong distribution, or that depend on each other: counts of neighbouring pairs against the product."""
     logits, number = jnp.asarray(rows_of_logits()[0]), 40000
     tokens = sample_tokens(
         jax.random.key(2), jnp.broadcast_to(logits[None], (number, 11)), 1.5, 6, 0.9
