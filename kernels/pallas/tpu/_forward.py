@@ -122,7 +122,7 @@ def _kernel(
     at: Layout,
     sequence: Callable[..., Any],
 ) -> None:
-    """One block of rows meets one block of keys; the statistics stay on the chip meanwhile.
+    """One step, of a block of rows and a block of keys; statistics stay in scratch memory.
 
     query `[rows, H]`, key `[keys, H]`, value `[keys, Hv]`, visibility `[1, rows]` and `[1, keys]`;
     out `[rows, Hv]`, lse `[1, rows]`; maximum and total `[rows, 1]`, sums `[rows, Hv]`, float32.
@@ -155,10 +155,9 @@ def _kernel(
     @pl.when(j == pl.num_programs(4) - 1)
     def _() -> None:
         empty = total[...] == 0
-        if "row_positions" in visibility:  # rows that are not there see what all see
+        if "row_positions" in visibility:  # absent rows, as blocks that all rows see are not masked
             empty |= visibility["row_positions"][...].T < 0
         divisor = jnp.where(empty, 1.0, total[...])
         out[...] = jnp.where(empty, 0.0, sums[...] / divisor).astype(out.dtype)
-        # a column of energies for each row, written as a row: a column would take 128 times its
-        # memory
+        # the column of energies is written as a row: a column takes 128 times the memory
         lse[...] = jnp.where(empty, HIDDEN, maximum[...] + jnp.log(divisor)).T
