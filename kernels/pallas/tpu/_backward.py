@@ -83,18 +83,18 @@ def _rows_over_keys(
     batch, width = query.shape[0], query.shape[-1]
     numbers = block_ranges(visibility, at, batch)
 
-    def sequence(b: Any, i: Any) -> Any:
+    def range_index(b: Any, i: Any) -> Any:
         return b * at.row_blocks + i
 
     def row(b: Any, i: Any, j: Any, *_: Any) -> Any:
         return i
 
     def key(b: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
-        return step(first, stop, sequence(b, i), j)
+        return step(first, stop, range_index(b, i), j)
 
     specs = _specs(rows, at, row, key)
     return pl.pallas_call(
-        functools.partial(_rows_kernel, at=at, sequence=sequence),
+        functools.partial(_rows_kernel, at=at, range_index=range_index),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(numbers),
             grid=(batch, at.heads, at.row_blocks, at.key_blocks),
@@ -125,7 +125,7 @@ def _rows_kernel(
     sums: Any,
     *,
     at: Layout,
-    sequence: Callable[..., Any],
+    range_index: Callable[..., Any],
 ) -> None:
     """One step, of a block of rows and a block of keys: `dq += ds k`.
 
@@ -139,7 +139,7 @@ def _rows_kernel(
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)
 
-    @visit(numbers, sequence(b, i), j, visibility)
+    @visit(numbers, range_index(b, i), j, visibility)
     def _(block: Any, compared: dict[str, Any]) -> None:
         zero_past_end(key, block, at, tall=at.tall_key)
         zero_past_end(value, block, at, tall=at.tall_value)
@@ -167,18 +167,18 @@ def _keys_over_rows(
     batch = len(rows[0])
     numbers = block_ranges(visibility, at, batch, of_keys=True)
 
-    def sequence(b: Any, i: Any) -> Any:
+    def range_index(b: Any, i: Any) -> Any:
         return b * at.key_blocks + i
 
     def key(b: Any, i: Any, j: Any, *_: Any) -> Any:
         return i
 
     def row(b: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
-        return step(first, stop, sequence(b, i), j)
+        return step(first, stop, range_index(b, i), j)
 
     specs = _specs(rows, at, row, key)
     return pl.pallas_call(
-        functools.partial(_keys_kernel, at=at, sequence=sequence),
+        functools.partial(_keys_kernel, at=at, range_index=range_index),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(numbers),
             grid=(batch, at.heads, at.key_blocks, at.row_blocks),
@@ -211,7 +211,7 @@ def _keys_kernel(
     value_sums: Any,
     *,
     at: Layout,
-    sequence: Callable[..., Any],
+    range_index: Callable[..., Any],
 ) -> None:
     """One step, of a block of keys and a block of rows: `dv += P^T dout` and `dk += ds^T q`.
 
@@ -227,7 +227,7 @@ def _keys_kernel(
         key_sums[...] = jnp.zeros_like(key_sums)
         value_sums[...] = jnp.zeros_like(value_sums)
 
-    @visit(numbers, sequence(b, i), j, visibility)
+    @visit(numbers, range_index(b, i), j, visibility)
     def _(block: Any, compared: dict[str, Any]) -> None:
         key_width, value_width = _widths(at)
         keys = load_present(key, compared, tall=at.tall_key)

@@ -28,20 +28,20 @@ def key_spec(width: int, at: Layout, block: Callable[..., Any], *, tall: bool) -
     return pl.BlockSpec((None, None, *shape), where)
 
 
-def step(first: Any, stop: Any, index: Any, number: Any) -> Any:
+def step(first: Any, stop: Any, range_index: Any, number: Any) -> Any:
     """The block of a step of a range; steps past the end repeat the last, so that nothing is read."""
-    return jnp.minimum(first[index] + number, jnp.maximum(stop[index] - 1, 0))
+    return jnp.minimum(first[range_index] + number, jnp.maximum(stop[range_index] - 1, 0))
 
 
 def visit(
-    numbers: tuple[Any, Any, Any, Any], index: Any, number: Any, visibility: dict[str, Any]
+    numbers: tuple[Any, Any, Any, Any], range_index: Any, number: Any, visibility: dict[str, Any]
 ) -> Callable[[Callable[[Any, dict[str, Any]], None]], None]:
     """Decorates the body of a step, which takes a block and the arrays to compare for its mask.
 
     In a run of blocks where all rows see all keys, most of a long causal context, positions and
     segments are not compared.
     """
-    first, stop, open_first, open_stop = (x[index] for x in numbers)
+    first, stop, open_first, open_stop = (x[range_index] for x in numbers)
     block = first + number
     heads = {name: x for name, x in visibility.items() if name.endswith("heads")}
 
