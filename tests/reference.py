@@ -119,8 +119,8 @@ def dense_vjp(problem: Problem, dout, dlse, precision=np.float64) -> dict[str, n
         dk_a = scale Σ_rows ds_a q                 dζ   = Σ_a ds_a v_a
         dv_a = Σ_rows [P_a dout + ds_a ζ]
 
-    where the sum over rows runs over the queries and over the query heads that share the key/value head. A row that
-    sees no key has P = 0 and so gives nothing, whatever its cotangents.
+    where the sum over rows runs over the queries and over the query heads that share the key/value head. A fully
+    masked row has P = 0 and so contributes nothing, whatever its cotangents.
     """
     return _pullback(rows(problem, precision), problem, dout, dlse, sign=-1)
 
