@@ -71,25 +71,25 @@ def newton_trial(
     covariance, out, lse = covariance_at(static.call, source, inputs.arrays)
     _, gradient = _objective(inputs, source, out, lse)
     residual = norm(gradient)
-    spread = jnp.maximum(jnp.trace(covariance, axis1=-2, axis2=-1), 0.0)
+    variance = jnp.maximum(jnp.trace(covariance, axis1=-2, axis2=-1), 0.0)
     kind = jnp.finfo(out.dtype)
-    damping = 1e-3 * residual * jnp.sqrt(spread + residual**2) + 10 * kind.eps * spread
+    damping = 1e-3 * residual * jnp.sqrt(variance + residual**2) + 10 * kind.eps * variance
     damping = damping + inputs.regulariser + kind.tiny
     matrix = plus_diagonal(covariance, damping[..., None, None])
     step = -jnp.linalg.solve(matrix, gradient[..., None])[..., 0]
     # rounding may have made the matrix indefinite: then the step is along the negative gradient
     descends = (step * gradient).sum(-1) < 0
-    downhill = -gradient / (damping + spread)[..., None]
+    downhill = -gradient / (damping + variance)[..., None]
     step = jnp.where(descends[..., None], step, downhill)
-    return _trial(static, inputs, source, passes, AttentionState(out, lse), step, spread)
+    return _trial(static, inputs, source, passes, AttentionState(out, lse), step, variance)
 
 
 def plain_trial(static: SolverOptions, inputs: SolverInputs, source: Array, passes: Array) -> Trial:
     """Every row's trial at a source, for methods that use gradients alone."""
     state = state_at(static.call, source, inputs.arrays)
     _, gradient = _objective(inputs, source, *state)
-    spread = jnp.zeros_like(state.lse)
-    return _trial(static, inputs, source, passes, state, -gradient, spread)
+    variance = jnp.zeros_like(state.lse)
+    return _trial(static, inputs, source, passes, state, -gradient, variance)
 
 
 def _trial(
@@ -99,12 +99,12 @@ def _trial(
     passes: Array,
     state: AttentionState,
     step: Array,
-    spread: Array,
+    variance: Array,
 ) -> Trial:
     point, (out, lse) = inputs.point, state
     value, gradient = _objective(inputs, source, out, lse)
     residual = norm(gradient)
-    size = jnp.sqrt((point * point).sum(-1) + (out * out).sum(-1) + spread)
+    size = jnp.sqrt((point * point).sum(-1) + (out * out).sum(-1) + variance)
     far = norm(source)
     eps = 4 * jnp.finfo(out.dtype).eps
     scores = jnp.where(holds_keys(lse), abs(lse), 0.0) + abs((source * point).sum(-1))
@@ -112,7 +112,7 @@ def _trial(
     # As accurate as asked for, or as rounding allows: an error of ε in the scores moves the mean by
     # at most ε times the standard deviation of the values.
     asked = (inputs.tolerance + eps) * size
-    threshold = asked + eps * scores * jnp.sqrt(spread)
+    threshold = asked + eps * scores * jnp.sqrt(variance)
     statuses = {Result.no_keys: jnp.isneginf(lse), Result.not_finite: ~jnp.isfinite(value)}
     if not static.bounded:
         # A point is outside the hull of the values if a hyperplane separates it from all of them by

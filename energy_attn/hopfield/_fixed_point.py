@@ -175,7 +175,7 @@ def nearest_memory(
     memory, digits, squares = jnp.split(found, [width, width + _DIGITS], -1)
     # memories that share the largest score show as a variance of the indices
     digits, squares = lax.stop_gradient((digits, squares[..., 0]))
-    alone = jnp.isfinite(lse) & (squares - (digits**2).sum(-1) < 0.1)
+    unique = jnp.isfinite(lse) & (squares - (digits**2).sum(-1) < 0.1)
     units = jnp.asarray([_BASE**i for i in range(_DIGITS)], jnp.int32)
     which = jnp.round(digits).astype(jnp.int32) * jnp.expand_dims(units, range(lse.ndim))
     along = (point * memory).sum(-1)
@@ -184,7 +184,7 @@ def nearest_memory(
     cosine = jnp.where(some, along / jnp.sqrt(jnp.where(some, lengths, 1.0)), 0.0)
     score = jnp.where(holds_keys(lse), beta * along - lse, -jnp.inf)
     return {
-        "nearest": jnp.where(alone, which.sum(-1).astype(jnp.int32), -1),
+        "nearest": jnp.where(unique, which.sum(-1).astype(jnp.int32), -1),
         "weight": jnp.exp(jnp.minimum(score, 0.0)),
         "overlap": cosine,
     }

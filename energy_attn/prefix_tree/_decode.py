@@ -137,10 +137,10 @@ def tree_decode(
         placement(cache.parallel, query, cache.key, cache.value), names, before
     )
     drafts = check_call(query, key, value, source=source, mask=mask[:, None], scale=scale)
-    alone = None
+    nodes_place = None
     if place is not None and place.batch + place.heads:
-        alone = place._replace(sequence=(), queries=False)
-    out, lse = merge(context, _partial_state(alone, (*names, "blockwise"), drafts))
+        nodes_place = place._replace(sequence=(), queries=False)
+    out, lse = merge(context, _partial_state(nodes_place, (*names, "blockwise"), drafts))
     return AttentionState(out.astype(cache.dtype), lse)
 
 
@@ -219,7 +219,7 @@ def gather_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Arra
     place = _home(cache)
     if place is None:
         return taken(key, value, path)
-    spread = jax.shard_map(
+    sharded = jax.shard_map(
         taken,
         mesh=place.mesh,
         in_specs=(place.new, place.new, place.rows),
@@ -227,7 +227,7 @@ def gather_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Arra
         axis_names=place.axes,
     )
     key, value = arrive(place.mesh, place.axes, (key, value), place.new)
-    return spread(key, value, arrive(place.mesh, place.axes, path, place.rows))
+    return sharded(key, value, arrive(place.mesh, place.axes, path, place.rows))
 
 
 def _home(cache: KVCache) -> Home | None:

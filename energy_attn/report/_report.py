@@ -80,7 +80,7 @@ def energy_report(
 
     Args:
         model: a query array, a `MultiheadAttention` or a `Llama`.
-        *inputs: what it is called with.
+        *inputs: its inputs.
         per_query: whether to return the numbers of each query instead of their means.
         **options: see above.
 
