@@ -110,13 +110,13 @@ def covariance_product(
 
 
 def expectation_at(
-    call: Prepared, source: Any, arrays: Arrays, part: BlockTerm, width: int, *rows: Array
+    call: Prepared, source: Any, arrays: Arrays, term: BlockTerm, width: int, *rows: Array
 ) -> AttentionState:
-    """The mean of what `part` says of blocks (see `kernels._walk.expectation`), and the energies.
+    """The mean of a block term (see `kernels.internal.expectation`), and the energies.
 
     `rows` are `[*B, T, N, W]`. Raises as the kernels do.
     """
-    task = Task(HashablePartial(expectation, (part, width, call.names)), fold_states)
+    task = Task(HashablePartial(expectation, (term, width, call.names)), fold_states)
     return run_reduction(call, task, check_at(call, source, arrays), *rows)
 
 

@@ -160,8 +160,8 @@ def cumulant(
         for group in itertools.combinations(numbers, size)
     }
     wanted = tuple(dict.fromkeys(groups.values()))
-    part = _CentredProducts(wanted)
-    found = expectation_at(call, source, arrays, part, len(wanted), mean, *directions).out
+    term = _CentredProducts(wanted)
+    found = expectation_at(call, source, arrays, term, len(wanted), mean, *directions).out
     moments = {group: found[..., wanted.index(kind)] for group, kind in groups.items()}
     terms = [
         (-1) ** (len(parts) - 1)
@@ -222,9 +222,9 @@ def moment(
     directions = _check_tangents(tangents, arrays)
     if len(directions) == 1:
         return (state_at(call, source, arrays).out * directions[0]).sum(-1)
-    part = _CentredProducts((tuple(range(len(directions))),))
+    term = _CentredProducts((tuple(range(len(directions))),))
     origin = jnp.zeros_like(directions[0])
-    return expectation_at(call, source, arrays, part, 1, origin, *directions).out[..., 0]
+    return expectation_at(call, source, arrays, term, 1, origin, *directions).out[..., 0]
 
 
 def _check_tangents(tangents: Any, arrays: Arrays) -> list[Array]:
