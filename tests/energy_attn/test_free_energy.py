@@ -410,7 +410,7 @@ def test_vmap():
 
 @pytest.mark.parametrize("implementation", [None, "blockwise"])
 def test_jit_and_eager_agree(implementation):
-    """A decision that depends on values at trace time, or is kept for the next call: zero and nonzero sources in turn."""
+    """A decision by values at trace time, or one that is kept for the next call: zero and nonzero sources in turn."""
     problem = PROBLEMS["decode_source"]
     arrays, _ = cast(problem, jnp.float64)
     source = np.asarray(arrays.pop("source"))
