@@ -1,4 +1,4 @@
-"""`python -m energy_attn generate`: goes on from a text with a Llama checkpoint, over a mesh."""
+"""`python -m energy_attn generate`: continues a text with a checkpoint, over a mesh."""
 
 import argparse
 import contextlib
@@ -14,7 +14,8 @@ import numpy as np
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 
-from ..models import AbstractDrafter, Generation, Llama, ModelDrafter, PromptLookup, generate
+from ..models import AbstractDrafter, Generation, ModelDrafter, PromptLookup, generate
+from ..models._families import load_decoder
 from ._devices import enough_devices, simulate_devices
 from ._tokenizer import AbstractTokenizer, tokenizer_of
 
@@ -96,7 +97,7 @@ def _run(args: argparse.Namespace, count: int) -> int:
         mesh = make_mesh(sizes, names, devices=enough_devices(count))
     parallel = SequenceParallel(sequence, method=args.method) if mesh and sequence else None
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        model = Llama.load(args.model, mesh=mesh, dtype=args.dtype)
+        model = load_decoder(args.model, mesh=mesh, dtype=args.dtype)
         tokenizer = tokenizer_of(args.model, model.config.vocab_size)
         tokens = tokenizer.encode(prompt)
         drafter = _drafter(args, mesh)
@@ -125,7 +126,7 @@ def _drafter(args: argparse.Namespace, mesh: Any) -> AbstractDrafter | None:
     if args.speculative:
         return PromptLookup()
     if args.draft_model is not None:
-        return ModelDrafter(Llama.load(args.draft_model, mesh=mesh, dtype=args.dtype))
+        return ModelDrafter(load_decoder(args.draft_model, mesh=mesh, dtype=args.dtype))
     return None
 
 

@@ -18,7 +18,6 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ..models import Llama
 from ..nn._multihead import MultiheadAttention
 from ..observables._entropy import observe
 from ..observables._observe import prepare_wide
@@ -109,16 +108,18 @@ def energy_report(
         >>> ea.energy_report(model, tokens, per_query=True).entropy.shape
         (2, 1, 8, 4)
     """
+    from ..models.decoder._decoder import AbstractDecoder  # `import energy_attn` loads no models
+
     check_flag("per_query", per_query)
-    if isinstance(model, Llama):
-        rows = _of_llama(model, *inputs, **options)
+    if isinstance(model, AbstractDecoder):
+        rows = _of_decoder(model, *inputs, **options)
     elif isinstance(model, MultiheadAttention):
         rows = _of_layer(model, *inputs, **options)
     elif isinstance(model, (jax.Array, np.ndarray)):
         rows = _alone(_observed(model, *inputs, **options)[1])
     else:
         raise TypeError(
-            f"model: wanted a query array, a MultiheadAttention or a Llama, got {received(model)}"
+            f"model: wanted a query array, a MultiheadAttention or a decoder, got {received(model)}"
         )
     seen = holds_keys(rows.energy)
     effective = jnp.where(seen, jnp.exp(rows.entropy), 0.0)
@@ -177,8 +178,8 @@ def _of_layer(
     return _alone(_observed(*heads, mask=mask, **layer.energy.options(), **positions)[1])
 
 
-def _of_llama(
-    model: Llama,
+def _of_decoder(
+    model: Callable[..., Any],
     tokens: Any,
     positions: Any = None,
     cache: Any = None,

@@ -543,7 +543,7 @@ def test_bad_arguments(tmp_path, unchecked):
         (TypeError, "dtype: wanted", lambda: Llama.load(tmp_path, dtype="int8")),
         (TypeError, "mesh: wanted a jax.sharding.Mesh", lambda: Llama.load(tmp_path, mesh=8)),
         (TypeError, "mesh: wanted a jax.sharding.Mesh", lambda: shard(model, (4, 2))),
-        (TypeError, "model: wanted a Llama", lambda: shard(model.norm, mesh)),
+        (TypeError, "model: wanted an AbstractDecoder", lambda: shard(model.norm, mesh)),
         (TypeError, "tensor: wanted the name", lambda: shard(model, mesh, tensor=1)),
         (TypeError, "progress: wanted", lambda: Llama.load(tmp_path, progress="bar")),
         (
@@ -741,7 +741,8 @@ def test_logits_on_a_mesh(tensor, tmp_path):
 
 SHARED = """
 import sys
-from energy_attn.distributed import _files, initialize, make_mesh
+from energy_attn.distributed import initialize, make_mesh
+from energy_attn.distributed.internal import files
 initialize()
 from energy_attn.models import Llama
 
@@ -752,12 +753,12 @@ assert not model.lm_head.weight.is_fully_addressable
 def full(*_):
     raise OSError("no space left")
 
-write, _files.write = _files.write, full
+write, files.write = files.write, full
 try:
     model.save(sys.argv[2])  # of which the first process writes, and all learn that it failed
     sys.exit("a save that failed on one process went on on another")
 except OSError:
-    _files.write = write
+    files.write = write
 model.save(sys.argv[2])
 Llama.load(sys.argv[2])  # at once: the others wait until the first has written
 """

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...models import LlamaConfig
-from ...models.generation._output import LlamaTrace
+from ...models.decoder._output import Trace
 from ._decode import Held
 
 _EPS = float(np.finfo(np.float32).eps)
@@ -48,7 +48,7 @@ def float64_attention(
     return out.transpose(1, 0, 2), (highest + np.log(total))[..., 0].T, scores
 
 
-def errors(trace: LlamaTrace, held: Held, first: int) -> Errors:
+def errors(trace: Trace, held: Held, first: int) -> Errors:
     """Compares every layer's attention at every step with float64, from the same q, k and v.
 
     Args:

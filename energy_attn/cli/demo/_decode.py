@@ -14,12 +14,12 @@ from energy_attn.distributed import SequenceParallel, collectives
 
 from ... import attention
 from ...models import Llama, LlamaCache
-from ...models.generation._continue import read_on
-from ...models.generation._output import LlamaTrace
+from ...models.decoder._output import Trace
+from ...models.decoder._read import read_on
 
 _CHUNK = 512  # of the prompt, read at a time
 _TEMPERATURE, _SEED = 0.5, 0  # of the draws: the likeliest bytes soon repeat themselves
-Step = Callable[[Llama, Array, LlamaCache], tuple[Array, LlamaCache, LlamaTrace]]
+Step = Callable[[Llama, Array, LlamaCache], tuple[Array, LlamaCache, Trace]]
 
 
 class Held(NamedTuple):
@@ -46,7 +46,7 @@ class Decoded(NamedTuple):
     tokens: np.ndarray
     seconds: np.ndarray
     prefill_seconds: float
-    traces: LlamaTrace
+    traces: Trace
     held: Held
     slots: int
     step: jax.stages.Compiled
@@ -87,7 +87,7 @@ def gathered(query: Array, key: Array, value: Array, **options: Any) -> Any:
 def step_of(attend: Callable[..., Any]) -> Step:
     """One step: reads a token `[B, 1]` and draws the next. Raises nothing."""
 
-    def step(model: Llama, token: Array, cache: LlamaCache) -> tuple[Array, LlamaCache, LlamaTrace]:
+    def step(model: Llama, token: Array, cache: LlamaCache) -> tuple[Array, LlamaCache, Trace]:
         one = jnp.ones(1, jnp.int32)
         x, after, trace = read_on(model, token, cache, one, attend)
         return _drawn(model.logits(x), after), after, trace

@@ -14,8 +14,8 @@ import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from ...core._attention import attention
+from ...core._progress import progress_of
 from ...models import Llama, LlamaConfig
-from ...models._progress import progress_of
 from ...nn._penalty import entropy_penalty, lse_penalty
 from ...observables._entropy import entropy
 

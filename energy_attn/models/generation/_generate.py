@@ -22,12 +22,12 @@ from energy_attn.kernels.internal import (
 )
 
 from ...core._citation import cite
+from ...core._progress import Progress
 from ...prefix_tree._sampling import check_sampling
 from ...prefix_tree._tree import is_known
-from .._progress import Progress
-from ..llama._config import LlamaConfig
-from ..llama._llama import Llama, check_tokens
-from ..llama._rope import LinearRope
+from ..decoder._config import AbstractDecoderConfig
+from ..decoder._decoder import AbstractDecoder
+from ..decoder._read import check_tokens
 from ._drafters import AbstractDrafter
 from ._loop import Sampling, begin, run
 from ._stream import listening
@@ -72,7 +72,7 @@ class Generation(NamedTuple):
 
 
 def generate(
-    model: Llama,
+    model: AbstractDecoder,
     tokens: Int[Array, "B T"] | Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -147,8 +147,8 @@ def generate(
         >>> found.tokens.shape, found.lengths.tolist()
         ((2, 5), [5, 5])
     """
-    if not isinstance(model, Llama):
-        raise TypeError(f"model: wanted a Llama, got {received(model)}")
+    if not isinstance(model, AbstractDecoder):
+        raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
     if drafter is not None and not isinstance(drafter, AbstractDrafter):
         raise TypeError(f"drafter: wanted None or an AbstractDrafter, got {received(drafter)}")
     if drafter is not None:
@@ -224,7 +224,9 @@ def _padded(rows: Any) -> tuple[Any, Any]:
     return padded, counts
 
 
-def _sampling(model: Llama, temperature: Any, top_k: Any, top_p: Any, key: Any) -> Sampling:
+def _sampling(
+    model: AbstractDecoder, temperature: Any, top_k: Any, top_p: Any, key: Any
+) -> Sampling:
     number = isinstance(temperature, (int, float, np.number)) and not isinstance(temperature, bool)
     greedy = number and temperature == 0
     temperature, top_k, top_p = check_sampling(1.0 if greedy else temperature, top_k, top_p)
@@ -242,11 +244,9 @@ def _sampling(model: Llama, temperature: Any, top_k: Any, top_p: Any, key: Any) 
     return Sampling(key, jnp.asarray(temperature, jnp.float32), top_p, most)
 
 
-def _warn_beyond(config: LlamaConfig, lengths: Any, more: int) -> None:
-    """Warns where a row is known to end behind the positions that a model has been trained on."""
-    context = config.max_position_embeddings
-    if isinstance(config.rope_scaling, LinearRope):  # by convention it leaves that number as it was
-        context = int(context * config.rope_scaling.factor)
+def _warn_beyond(config: AbstractDecoderConfig, lengths: Any, more: int) -> None:
+    """Warns where a row is known to end beyond the context that the model is meant for."""
+    context = config.context_length
     if is_known(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
         _warn(
             f"tokens: wanted prompts that end with max_new_tokens within the {context} positions of "

@@ -15,11 +15,11 @@ from energy_attn.kernels.internal import check_shape
 from ...prefix_tree._accept import follow
 from ...prefix_tree._sampling import warp
 from ...prefix_tree._tree import check_tree, take
-from ..llama._llama import Llama
-from ._cache import LlamaCache
-from ._continue import read_chunks, read_on
+from ..decoder._cache import LlamaCache
+from ..decoder._decoder import AbstractDecoder
+from ..decoder._read import read_chunks, read_on
 from ._drafters import AbstractDrafter, last_of
-from ._stream import tell_wrote
+from ._stream import tell_read, tell_wrote
 
 
 class Sampling(eqx.Module):
@@ -55,7 +55,7 @@ class Loop(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(8, 9), donate_argnums=4)
 def begin(
-    model: Llama,
+    model: AbstractDecoder,
     drafter: AbstractDrafter | None,
     tokens: Array,
     lengths: Array,
@@ -76,7 +76,8 @@ def begin(
     outside = (tokens < 0) | (tokens >= model.config.vocab_size)
     wrong = (there & outside).any(1) | (lengths < 1) | (lengths > time)
     lengths = jnp.clip(lengths, 1, time)
-    x, cache = read_chunks(model, tokens, cache, lengths, chunk_size, watch=watch)
+    tell = functools.partial(tell_read, watch)
+    x, cache = read_chunks(model, tokens, cache, lengths, chunk_size, tell=tell)
     depth = jnp.zeros((batch, 1), jnp.int32)
     first = _choose(sampling, model.logits(x), lengths - 1, depth, 1)
     text = jnp.pad(tokens, ((0, 0), (0, most)))
@@ -88,7 +89,7 @@ def begin(
 
 @functools.partial(jax.jit, donate_argnums=5)
 def run(
-    model: Llama,
+    model: AbstractDecoder,
     drafter: AbstractDrafter | None,
     sampling: Sampling,
     stop: Array,
@@ -105,7 +106,9 @@ def run(
     return lax.while_loop(lambda loop: (loop.left > 0).any(), one, loop)
 
 
-def _read(model: Llama, sampling: Sampling, stop: Array, watch: Array | None, loop: Loop) -> Loop:
+def _read(
+    model: AbstractDecoder, sampling: Sampling, stop: Array, watch: Array | None, loop: Loop
+) -> Loop:
     """One token of each row that wants one."""
     number = jnp.minimum(loop.left, 1)
     x, cache, _ = read_on(model, last_of(loop.text, loop.known), loop.cache, number)
@@ -117,7 +120,7 @@ def _read(model: Llama, sampling: Sampling, stop: Array, watch: Array | None, lo
 
 
 def _verify(
-    model: Llama,
+    model: AbstractDecoder,
     drafter: AbstractDrafter,
     sampling: Sampling,
     stop: Array,

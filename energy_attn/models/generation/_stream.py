@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import received
 
-from .._progress import Progress, progress_of
+from ...core._progress import Progress, progress_of
 
 # Compiled programs call the functions below and say whom they mean by a number, so that a program is
 # not compiled again when another listens. Who listens stands here while it does.

@@ -1,4 +1,4 @@
-"""A progress bar on standard error, or what stands for one."""
+"""A progress bar on standard error, or its replacement."""
 
 import contextlib
 import sys
