@@ -1,6 +1,6 @@
 """The private names of other packages that this library calls: all of them, and nowhere else.
 
-JAX may rename or drop its own in any version. `find` looks for those of one use before they are
+JAX may rename or drop its own in any version. `private_names` looks for those of one use before they are
 called, so that whoever asks declines instead of failing; and what kernels are made of is lowered
 once before it counts as found (`_probe`), as names alone do not tell how they want to be called.
 """
@@ -70,7 +70,7 @@ _USES = {
 
 
 @functools.cache
-def find(use: str) -> Any:
+def private_names(use: str) -> Any:
     """The names of one use, as attributes under our names.
 
     Raises `NotImplementedError` if the version that is installed lacks one.

@@ -9,7 +9,6 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from energy_attn.kernels import AttentionState
@@ -36,10 +35,10 @@ from ._arguments import (
     layout,
 )
 from ._files import check_path, write
-from ._io import Saved, restore
+from ._io import reload
 from ._quantize import dequantize, quantize
 from ._slots import Slots
-from ._write import Home, Stored, blank, fitting, home, numbered, positions, sharding_of
+from ._write import Home, Stored, blank, fitting, home, numbered, positions
 from ._write import append as write_tokens
 
 
@@ -377,23 +376,10 @@ class KVCache(eqx.Module):
                 float64 where JAX's 64 bits are off; a capacity below what the rows hold (with a
                 window: not above the window); no mesh in force.
         """
-        saved = Saved(check_path(path))
-        about, old = saved.about, saved.about.slots
-        capacity = check_integer("capacity", old.capacity if capacity is None else capacity, 1)
-        block = check_integer("block_size", old.block if block_size is None else block_size, 1)
-        new = layout(capacity, block, parallel, about.arrays["key"][0][2])
-        window = check_room(about.window, new)
-        starts, lengths = saved.starts, saved.lengths
-        if window is not None:
-            starts = np.maximum(starts, lengths - new.capacity)
-        needed = int((lengths - starts).max())
-        if needed > new.capacity:
-            raise ValueError(
-                f"capacity: wanted at least the {needed} tokens that a row holds, got {new.capacity}"
-            )
-        stored = restore(saved, old, new, starts, lengths, parallel)
-        starts, lengths = (jax.device_put(x, sharding_of(parallel, 1)) for x in (starts, lengths))
-        return KVCache(*stored, starts, lengths, new, window, about.dtype, parallel)
+        found = reload(check_path(path), parallel, capacity, block_size)
+        about, starts, lengths = found.about, found.starts, found.lengths
+        window, dtype = about.window, about.dtype
+        return KVCache(*found.stored, starts, lengths, about.slots, window, dtype, parallel)
 
     def _home(self) -> Home | None:
         return home(self.parallel, self.key, self.slots.devices)

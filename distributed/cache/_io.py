@@ -20,7 +20,7 @@ from ..runtime import _safetensors
 from ..runtime._safetensors import Tensor
 from ..spec._parallel import SequenceParallel
 from . import _files
-from ._arguments import check_room
+from ._arguments import check_room, layout
 from ._slots import Slots
 from ._write import Stored, sharding_of
 
@@ -167,6 +167,41 @@ def _check_cover(path: Path, name: str, blocks: Sequence[Block], shape: Sequence
 
 def _block(begins: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(i, i + size) for i, size in zip(begins, shape, strict=True))
+
+
+class Reloaded(NamedTuple):
+    """A cache on the mesh in force: what was saved about it, with its new slots, and its arrays."""
+
+    about: About
+    stored: Stored
+    starts: Array
+    lengths: Array
+
+
+def reload(
+    path: Path, parallel: SequenceParallel | None, capacity: int | None, block_size: int | None
+) -> Reloaded:
+    """The cache saved in a folder, with room for `capacity` tokens in blocks of `block_size`.
+
+    None means as saved. Raises as `KVCache.load`.
+    """
+    saved = Saved(path)
+    about, old = saved.about, saved.about.slots
+    capacity = check_integer("capacity", old.capacity if capacity is None else capacity, 1)
+    block = check_integer("block_size", old.block if block_size is None else block_size, 1)
+    new = layout(capacity, block, parallel, about.arrays["key"][0][2])
+    window = check_room(about.window, new)
+    starts, lengths = saved.starts, saved.lengths
+    if window is not None:
+        starts = np.maximum(starts, lengths - new.capacity)
+    needed = int((lengths - starts).max())
+    if needed > new.capacity:
+        raise ValueError(
+            f"capacity: wanted at least the {needed} tokens that a row holds, got {new.capacity}"
+        )
+    stored = restore(saved, old, new, starts, lengths, parallel)
+    rows = (jax.device_put(x, sharding_of(parallel, 1)) for x in (starts, lengths))
+    return Reloaded(about._replace(slots=new, window=window), stored, *rows)
 
 
 def restore(

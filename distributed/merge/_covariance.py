@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, CovarianceState, merge_all
-from energy_attn.kernels.internal import share, spread
+from energy_attn.kernels.internal import covariance_term, share
 
 from ._packing import gathered, same, transfer
 from ._strategies import Axes, exchanged
@@ -64,7 +64,9 @@ def _fold_covariances_jvp(
     apart = state.out.astype(wide) - merged.out.astype(wide)
     moved = change.out.astype(wide)
     crossed = apart[..., :, None] * moved[..., None, :]
-    excess = spread(state, whole) - portion[..., None, None] * merged.covariance.astype(wide)
+    excess = covariance_term(state, whole) - portion[..., None, None] * merged.covariance.astype(
+        wide
+    )
     own = change.covariance.astype(wide) + crossed + crossed.swapaxes(-1, -2)
     covariance = portion[..., None, None] * own + excess * energy[..., None, None]
     out = portion[..., None] * (moved + apart * energy[..., None])

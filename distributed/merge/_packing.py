@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import summable, vary_together
+from energy_attn.kernels.internal import apply_widened, vary_together
 
 
 def transfer(collective: Callable[[Any], Any], state: AttentionState) -> AttentionState:
@@ -49,7 +49,7 @@ def _moved_jvp(
     collective: Callable[[Array], Array], primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
     # integers have no tangents: those are sent as they are; what is gathered is summed on the way back
-    return moved(collective, *primals), summable(collective, *tangents)
+    return moved(collective, *primals), apply_widened(collective, *tangents)
 
 
 def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:

@@ -39,11 +39,11 @@ from jaxtyping import Array, Float, Int
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    exported,
-    find,
     holds_keys,
+    is_exported,
+    private_names,
     result_like,
-    steady,
+    safe_shift,
     vary_together,
 )
 
@@ -143,7 +143,7 @@ def _lower_tpu(ctx: Any, *operands: Any, axes: Axes, names: Axes, otherwise: Fol
     mesh = getattr(module.axis_context, "mesh", None)
     manual = frozenset(getattr(module.axis_context, "manual_axes", ()))
     if (
-        exported(module)
+        is_exported(module)
         or not reaches(mesh, manual)
         or not fits(AttentionState(*ctx.avals_in), axes)
     ):
@@ -163,7 +163,7 @@ mlir.register_lowering(butterfly_p, _lower_tpu, platform="tpu")
 def _depend_on_devices() -> None:
     # JAX lowers a program once for all devices that it may run on, unless it is told that they
     # matter; there is no public way to say so.
-    find("lowering").need_devices.add(butterfly_p)
+    private_names("lowering").need_devices.add(butterfly_p)
 
 
 def exchanged(
@@ -241,7 +241,7 @@ def _merged(
     # `kernels.merge`, but with energies in a column: of a vector of truths, as it has there, the
     # chips' compiler makes no column.
     first, second = (z[:, width : width + 1] for z in (x, y))
-    shift = steady(jnp.maximum(first, second))
+    shift = safe_shift(jnp.maximum(first, second))
     a, b = jnp.exp(first - shift), jnp.exp(second - shift)
     empty = a + b == 0
     total = jnp.where(empty, 1.0, a + b)

@@ -16,13 +16,13 @@ from energy_attn.kernels.internal import (
     Settings,
     attend,
     backward_wide,
+    cast_like,
     check_choice,
     check_flag,
     empty_like,
     lse_dtype,
-    narrow,
-    parts_of,
     vary_together,
+    with_wide_out,
 )
 
 from ..merge._packing import moved, transfer
@@ -155,7 +155,7 @@ def ring(
     if what_travels(travels, operands, sharded) == "queries":
         if sharded:
             return _queries_around(names, settings, axes, operands)
-        state = fold_across("ring", axes, attend(names, parts_of(settings), operands))
+        state = fold_across("ring", axes, attend(names, with_wide_out(settings), operands))
         return rounded(state, operands, settings)
     around = _keys_around if names == ("reference",) else _keys_around_and_back
     return around(names, settings, axes, operands)
@@ -208,7 +208,7 @@ def _keys_around(
 ) -> AttentionState:
     def visit(state: AttentionState, keys: _Keys, step: Any) -> AttentionState:
         here = _with_keys(operands, keys, step, axes)
-        return merge(state, attend(names, parts_of(settings), here))
+        return merge(state, attend(names, with_wide_out(settings), here))
 
     def step(carry: tuple[AttentionState, _Keys], i: Array) -> Any:
         state, keys = carry
@@ -216,7 +216,7 @@ def _keys_around(
         return (visit(state, keys, i), following), None
 
     last = lax.axis_size(axes) - 1
-    start = empty_like(parts_of(settings), operands), _keys_of(operands)
+    start = empty_like(with_wide_out(settings), operands), _keys_of(operands)
     if last > 0:
         start, _ = lax.scan(step, start, jnp.arange(last, dtype=jnp.int32))
     return rounded(visit(*start, last), operands, settings)
@@ -286,7 +286,7 @@ def _pull_back(
         found = visit(following, found._replace(keys=_hop(found.keys, axes)), last)
         found = found._replace(keys=_hop(found.keys, axes))  # home
     gradients = Operands(found.query, *found.keys, found.bias, None, None, None)
-    return (narrow(gradients, operands),)
+    return (cast_like(gradients, operands),)
 
 
 _keys_around_and_back.defvjp(_save, _pull_back)
@@ -308,10 +308,10 @@ def _queries_around(
             bias=_part(operands.bias, 2, place, rows),
             mask=_part(operands.mask, 2, place, rows),
         )
-        state = merge(state, attend(names, parts_of(settings), here))
+        state = merge(state, attend(names, with_wide_out(settings), here))
         return (transfer(lambda x: _hop(x, axes), state), following), None
 
     visitors = operands.query, operands.query_positions, operands.query_segments
     steps = jnp.arange(lax.axis_size(axes), dtype=jnp.int32)
-    (state, _), _ = lax.scan(step, (empty_like(parts_of(settings), operands), visitors), steps)
+    (state, _), _ = lax.scan(step, (empty_like(with_wide_out(settings), operands), visitors), steps)
     return rounded(state, operands, settings)

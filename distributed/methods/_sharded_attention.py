@@ -10,7 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Call, Operands, Settings, attend, counted
+from energy_attn.kernels.internal import (
+    CheckedCall,
+    Operands,
+    Settings,
+    attend,
+    with_default_positions,
+)
 
 from ..spec._arguments import Axes
 from ..spec._plan import Placement, arrive, is_explicit, left_to_compiler, split_of
@@ -19,7 +25,7 @@ from ._tree import tree, tree_of_shards
 from ._ulysses import ulysses
 
 
-def spread_attention(place: Placement, names: Sequence[str], call: Call) -> AttentionState:
+def spread_attention(place: Placement, names: Sequence[str], call: CheckedCall) -> AttentionState:
     """The state of `call`, split over a mesh as `place` says.
 
     A length that the devices do not divide is padded with keys, and queries, that are not there.
@@ -35,7 +41,9 @@ def _spread(
 ) -> AttentionState:
     place = where_rows_are(place, operands)
     if place.sequence:
-        operands = counted(operands, settings)  # a device's part does not count from 0
+        operands = with_default_positions(
+            operands, settings
+        )  # a device's part does not count from 0
     return over_devices(place, functools.partial(_method(place), names, settings), operands)
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, CovarianceState
-from energy_attn.kernels.internal import Call, Operands, Settings, counted
+from energy_attn.kernels.internal import CheckedCall, Operands, Settings, with_default_positions
 
 from ..merge._covariance import fold_covariances
 from ..merge._packing import joined
@@ -32,7 +32,7 @@ class Task(NamedTuple):
     fold: Callable[[Any, Axes, Placement], Any]
 
 
-def spread_rows(place: Placement | None, task: Task, call: Call, *rows: Array) -> Any:
+def spread_rows(place: Placement | None, task: Task, call: CheckedCall, *rows: Array) -> Any:
     """What `task` finds of all keys of a checked call, split over a mesh as `place` says.
 
     All devices see all queries, whatever the method of `place`: those that are split are gathered,
@@ -70,7 +70,9 @@ def _spread(
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, own, 1), found)
 
     if axes:
-        operands = counted(operands, settings)  # a device's part does not count from 0
+        operands = with_default_positions(
+            operands, settings
+        )  # a device's part does not count from 0
     return over_devices(place, run, operands, *rows)
 
 

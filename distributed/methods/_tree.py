@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Operands, Settings, attend, check_flag, parts_of
+from energy_attn.kernels.internal import Operands, Settings, attend, check_flag, with_wide_out
 
 from .. import cost
 from ..merge._packing import joined
@@ -115,7 +115,7 @@ def tree(
     topology: cost.Topology | None,
 ) -> AttentionState:
     """The state of queries that all devices have. Raises as `attend` does."""
-    state = attend(names, parts_of(settings), operands)
+    state = attend(names, with_wide_out(settings), operands)
     state = fold_across(choose_merge(merge, state, axes, topology), axes, state)
     return rounded(state, operands, settings)
 
@@ -132,7 +132,7 @@ def tree_of_shards(
     Raises as `attend` does.
     """
     devices, rows = lax.axis_size(axes), operands.query.shape[1]
-    state = attend(names, parts_of(settings), with_all_queries(operands, axes))
+    state = attend(names, with_wide_out(settings), with_all_queries(operands, axes))
 
     def by_device(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], devices, rows, *x.shape[2:]), 1, 0)

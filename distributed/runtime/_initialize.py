@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from energy_attn.kernels.internal import check_integer, find, received
+from energy_attn.kernels.internal import check_integer, private_names, received
 
 from ._rendezvous import Caller, answer, hold, split_address
 
@@ -174,7 +174,7 @@ def _detected(
     """What is not given, from the cluster that this runs on, if JAX knows it."""
     if method == "deactivate" or None not in (address, count, process, devices):
         return address, count, process, devices
-    return find("cluster").Environment.auto_detect_unset_distributed_params(
+    return private_names("cluster").Environment.auto_detect_unset_distributed_params(
         address, count, process, devices, method, seconds
     )
 
@@ -182,7 +182,7 @@ def _detected(
 def _started() -> bool:
     """Whether JAX has started its devices, as far as that can be told; it checks so itself."""
     try:
-        return find("devices").started()
+        return private_names("devices").started()
     except NotImplementedError:
         return False
 

@@ -8,7 +8,7 @@ from jax import lax
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    Call,
+    CheckedCall,
     Operands,
     Settings,
     candidates,
@@ -58,7 +58,7 @@ def check_local(
     *,
     queries: bool,
     scores: Callable[[Operands], Scores],
-) -> tuple[tuple[str, ...], Call]:
+) -> tuple[tuple[str, ...], CheckedCall]:
     """The implementations and the checked call of one device: query to mask, and the options.
 
     `queries`: whether it has a part of the queries alone. `scores`: from the operands to the shape

@@ -22,12 +22,12 @@ from energy_attn.distributed.internal import (
 )
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    Call,
+    CheckedCall,
     attend,
     candidates,
     check_call,
     check_source,
-    known,
+    is_static,
     received,
     varying_axes,
 )
@@ -238,7 +238,7 @@ def evaluate_at_zero(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
     query, value = arrays.query, arrays.value
     shape = (*query.shape[:-1], value.shape[-1])
     zero: Any
-    if known(*shape):
+    if is_static(*shape):
         # one element, broadcast: known to be zero, and of no size
         zero = np.broadcast_to(np.zeros((), value.dtype), shape)
     else:
@@ -260,7 +260,7 @@ def evaluate_at_zero(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
     return jax.grad(total, has_aux=True)(zero)
 
 
-def checked(call: Prepared, source: Any, arrays: Arrays) -> Call:
+def checked(call: Prepared, source: Any, arrays: Arrays) -> CheckedCall:
     """The operands of a prepared call at a source, as kernels take them. Raises nothing more."""
     return check_call(*arrays[:3], source, *arrays[3:5], **dict(call.options), **arrays.options)
 
@@ -271,7 +271,7 @@ def state_at(static: Prepared, source: Any, arrays: Arrays) -> AttentionState:
     return attended(static, checked(static, source, arrays))
 
 
-def attended(static: Prepared, call: Call) -> AttentionState:
+def attended(static: Prepared, call: CheckedCall) -> AttentionState:
     """The state of operands, by the implementation and over the mesh that a prepared call names.
 
     Raises as the kernels do.

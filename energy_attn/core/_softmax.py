@@ -11,8 +11,8 @@ from energy_attn.kernels.internal import (
     check_boolean,
     check_floating,
     received,
+    safe_shift,
     softmax,
-    steady,
 )
 
 
@@ -110,7 +110,7 @@ def shifted_energy(
     rows = _rows(scores, where, axis)
     if shift is None:
         constant = lax.stop_gradient(rows.max(-1, initial=-jnp.inf))
-        given = steady(constant)
+        given = safe_shift(constant)
     else:
         given = check_floating("shift", shift).astype(rows.dtype)
         if given.shape != rows.shape[:-1]:

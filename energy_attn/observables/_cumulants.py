@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels.internal import Block, outer, precision, received
+from energy_attn.kernels.internal import ScoreBlock, outer, precision, received
 
 from ..core._free_energy import Arrays
 from ._observe import (
@@ -240,7 +240,7 @@ class _Products(NamedTuple):
 
     groups: tuple[tuple[int, ...], ...]
 
-    def __call__(self, block: Block, mean: Array, *tangents: Array) -> Array:
+    def __call__(self, block: ScoreBlock, mean: Array, *tangents: Array) -> Array:
         value, exact = block.value, precision(block.value.dtype)
         used = {i: tangents[i] for group in self.groups for i in group}
         along = {

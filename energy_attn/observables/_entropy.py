@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels.internal import Block, holds_keys, outer, precision, product
+from energy_attn.kernels.internal import ScoreBlock, holds_keys, outer, precision, product
 
 from ..core._free_energy import Arrays, Prepared, attended, checked
 from ._observe import covariance_product, expectation_at, prepare_at, prepare_wide, state_at
@@ -251,22 +251,22 @@ def _with_biased_scores(call: Prepared, arrays: Arrays) -> _WithScores:
 
 
 # Parts of expectations. A hidden key has the weight 0 and the score minus infinity.
-def _finite(block: Block) -> Array:
+def _finite(block: ScoreBlock) -> Array:
     return jnp.where(jnp.isneginf(block.scores), 0.0, block.scores)
 
 
-def _score(block: Block) -> Array:
+def _score(block: ScoreBlock) -> Array:
     return (block.weights * _finite(block)).sum(-1, keepdims=True)
 
 
-def _about_mean(block: Block, mean: Array) -> Array:
+def _about_mean(block: ScoreBlock, mean: Array) -> Array:
     apart = _finite(block) - mean
     weighted = block.weights * apart
     own = (weighted * apart).sum(-1, keepdims=True)
     return jnp.concatenate([own, product(weighted, block.value, precision(mean.dtype))], -1)
 
 
-def _squared_distance(block: Block, mean: Array) -> Array:
+def _squared_distance(block: ScoreBlock, mean: Array) -> Array:
     # |v - m|² = |v|² - 2 v·m + |m|², of vectors from the middle of the block
     origin = block.value.mean(1, keepdims=True)
     value, mean = block.value - origin, mean - origin

@@ -22,9 +22,9 @@ from energy_attn.distributed.internal import (
 )
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import (
-    Call,
+    BlockTerm,
+    CheckedCall,
     Operands,
-    Part,
     Settings,
     centred,
     check_floating,
@@ -33,7 +33,7 @@ from energy_attn.kernels.internal import (
     expectation,
     holds_keys,
     lse_dtype,
-    support,
+    support_function,
 )
 
 from ..core._free_energy import Arrays, Prepared, checked, prepare, state_at
@@ -111,7 +111,7 @@ def covariance_product(
 
 
 def expectation_at(
-    call: Prepared, source: Any, arrays: Arrays, part: Part, width: int, *rows: Array
+    call: Prepared, source: Any, arrays: Arrays, part: BlockTerm, width: int, *rows: Array
 ) -> AttentionState:
     """The mean of what `part` says of blocks (see `kernels._walk.expectation`), and the energies.
 
@@ -123,7 +123,7 @@ def expectation_at(
 
 def support_at(call: Prepared, arrays: Arrays, direction: Array) -> Array:
     r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity if none. Raises nothing."""
-    task = Task(Find(support), fold_maxima)
+    task = Task(Find(support_function), fold_maxima)
     return run(call, task, checked(call, None, arrays), jax.lax.stop_gradient(direction))
 
 
@@ -137,7 +137,7 @@ class Find(NamedTuple):
         return self.function(*self.first, settings, operands, *rows)
 
 
-def run(call: Prepared, task: Task, given: Call, *rows: Array) -> Any:
+def run(call: Prepared, task: Task, given: CheckedCall, *rows: Array) -> Any:
     """What a task finds of a checked call, with the batch axis that its arrays had or had not.
 
     Raises as the task does.

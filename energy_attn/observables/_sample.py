@@ -14,10 +14,10 @@ from energy_attn.kernels.internal import (
     Settings,
     check_integer,
     check_key,
+    fold_in_seeds,
+    merge_draws,
     sample,
-    seeds_of,
     uniform,
-    united,
 )
 
 from ..core._free_energy import checked
@@ -81,7 +81,7 @@ def sample_keys(
     seeds = jax.random.bits(rng, (*arrays.query.shape[:-1], 2), jnp.uint32)
     axes = () if call.place is None else call.place.sequence
     task = Task(Find(_drawn, (num_samples, axes)), _fold_draws)
-    return run(call, task, checked(call, source, arrays), seeds)[0].places
+    return run(call, task, checked(call, source, arrays), seeds)[0].indices
 
 
 def _drawn(
@@ -101,12 +101,12 @@ def _fold_draws(found: tuple[Draw, Array], axes: Axes, place: Placement) -> tupl
     devices = lax.axis_size(axes)
     # Devices have drawn with the same numbers, which does no harm: one of them is chosen, here with
     # others than any block is drawn with.
-    shape = devices, mine.places.shape[-1]
-    chances = uniform(seeds_of(seeds, jnp.iinfo(jnp.int32).max), shape, mine.lse.dtype)
+    shape = devices, mine.indices.shape[-1]
+    chances = uniform(fold_in_seeds(seeds, jnp.iinfo(jnp.int32).max), shape, mine.lse.dtype)
 
     def fold(drawn: Draw, i: Array) -> tuple[Draw, None]:
-        return united(drawn, Draw(parts.places[i], parts.lse[i]), chances[..., i, :]), None
+        return merge_draws(drawn, Draw(parts.indices[i], parts.lse[i]), chances[..., i, :]), None
 
-    first = Draw(parts.places[0], parts.lse[0])
+    first = Draw(parts.indices[0], parts.lse[0])
     drawn, _ = lax.scan(fold, first, jnp.arange(1, devices))
     return same(drawn, axes), same(seeds, axes)

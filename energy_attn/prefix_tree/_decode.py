@@ -21,14 +21,14 @@ from energy_attn.distributed.internal import (
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
-    Call,
+    CheckedCall,
     attend,
     candidates,
     check_call,
     check_integral,
     check_shape,
-    parts_of,
     received,
+    with_wide_out,
 )
 
 from ..core._citation import cite
@@ -143,9 +143,9 @@ def tree_decode(
     return AttentionState(out.astype(cache.dtype), lse)
 
 
-def _part(place: Placement | None, names: tuple[str, ...], call: Call) -> AttentionState:
+def _part(place: Placement | None, names: tuple[str, ...], call: CheckedCall) -> AttentionState:
     """The state of some of the keys, to be folded with others. Raises as the kernels do."""
-    call = call._replace(settings=parts_of(call.settings))
+    call = call._replace(settings=with_wide_out(call.settings))
     if place is None:
         return attend(names, call.settings, call.operands)
     return spread_attention(place, names, call)

@@ -70,7 +70,7 @@ def cotangents(query: Any, key: Any, value: Any, bias: Any) -> Operands:
     return Operands(query, key, value, bias, None, None, None)  # pyright: ignore[reportArgumentType]  # as JAX has it
 
 
-def counted(operands: Operands, settings: Settings) -> Operands:
+def with_default_positions(operands: Operands, settings: Settings) -> Operands:
     """Operands with the positions that the rule compares, whether given or not. Raises nothing."""
     if operands.query_positions is not None or not settings.rule.constrains:
         return operands
@@ -80,12 +80,12 @@ def counted(operands: Operands, settings: Settings) -> Operands:
     return operands._replace(query_positions=query_positions, key_positions=key_positions)
 
 
-def reached(operands: Operands, settings: Settings) -> Operands:
-    """`counted`, and keys that no query of the call may see are not there: position -1.
+def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
+    """`with_default_positions`, and keys that no query of the call may see are not there: position -1.
 
     What they hold is not read. Raises nothing.
     """
-    operands = counted(operands, settings)
+    operands = with_default_positions(operands, settings)
     queries, keys = operands.query_positions, operands.key_positions
     if queries is None or keys is None or queries.shape[1] == 0:
         return operands
@@ -93,7 +93,7 @@ def reached(operands: Operands, settings: Settings) -> Operands:
     return operands._replace(key_positions=jnp.where(seen, keys, -1))
 
 
-def cleared(operands: Operands) -> Operands:
+def zero_absent(operands: Operands) -> Operands:
     """Operands with zeros where no query, key or value is, for what is multiplied by a zero there.
 
     Of a key that a mask hides from all queries it is none, too. Raises nothing.
@@ -130,17 +130,17 @@ def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
     return jnp.dtype(operands.value.dtype)
 
 
-def parts_of(settings: Settings) -> Settings:
+def with_wide_out(settings: Settings) -> Settings:
     """Settings of parts that are to be folded: rounded once, when they have been. Raises nothing."""
     return settings._replace(wide=True)
 
 
-def known(*sizes: Any) -> bool:
+def is_static(*sizes: Any) -> bool:
     """Whether sizes are numbers, and none a symbol of `jax.export.symbolic_shape`."""
     return all(isinstance(size, int) for size in sizes)
 
 
-class Call(NamedTuple):
+class CheckedCall(NamedTuple):
     """A checked call: operands, settings, and whether the user's arrays had a batch axis."""
 
     operands: Operands
@@ -165,7 +165,7 @@ def check_call(
     key_positions: Any = None,
     query_segment_ids: Any = None,
     key_segment_ids: Any = None,
-) -> Call:
+) -> CheckedCall:
     """Checks every argument of `local_attention` and brings it to the common form.
 
     Raises `TypeError` or `ValueError` naming the argument, what came and what was wanted.
@@ -180,10 +180,10 @@ def check_call(
     if query.ndim not in (3, 4):
         raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
     batched = query.ndim == 4
-    *lead, rows, heads, width = query.shape
+    *lead, query_len, heads, width = query.shape
     check_shape("key", key, (*lead, "S", "K", width))
-    columns, kv_heads = key.shape[-3:-1]
-    check_shape("value", value, (*lead, columns, kv_heads, "Hv"))
+    key_len, kv_heads = key.shape[-3:-1]
+    check_shape("value", value, (*lead, key_len, kv_heads, "Hv"))
     if kv_heads == 0 or heads % kv_heads != 0:
         raise ValueError(
             f"query: wanted a number of heads that is a multiple of the {kv_heads} "
@@ -200,33 +200,35 @@ def check_call(
         source = None if source is None else source[None]
 
     batch = query.shape[0]
-    scores = (batch, heads, rows, columns)
+    scores = (batch, heads, query_len, key_len)
     bias, mask = check_scores(bias, mask, scores)
     rule = Rule(check_flag("is_causal", is_causal), check_window(local_window_size))
 
-    query_positions = _positions("query", query_positions, query_seq_lengths, batch, rows, batched)
+    query_positions = _positions(
+        "query", query_positions, query_seq_lengths, batch, query_len, batched
+    )
     key_positions = _positions(
-        "key_value", key_positions, key_value_seq_lengths, batch, columns, batched
+        "key_value", key_positions, key_value_seq_lengths, batch, key_len, batched
     )
     if (query_positions is None) != (key_positions is None):
         query_positions, key_positions = (
             jnp.arange(size, dtype=jnp.int32)[None] if x is None else x
-            for x, size in ((query_positions, rows), (key_positions, columns))
+            for x, size in ((query_positions, query_len), (key_positions, key_len))
         )
 
     if (query_segment_ids is None) != (key_segment_ids is None):
         missing = "query_segment_ids" if query_segment_ids is None else "key_segment_ids"
         raise ValueError(f"{missing}: wanted an integer array beside the other's, got None")
     segments = (
-        _numbers("query_segment_ids", query_segment_ids, batch, rows, batched),
-        _numbers("key_segment_ids", key_segment_ids, batch, columns, batched),
+        _numbers("query_segment_ids", query_segment_ids, batch, query_len, batched),
+        _numbers("key_segment_ids", key_segment_ids, batch, key_len, batched),
     )
 
     query, key, scale = _scaled(query, key, scale)
     if source is not None:
         query, key, scale = _with_source(query, key, value, source, scale)
     operands = Operands(query, key, value, bias, mask, query_positions, key_positions, *segments)
-    return Call(operands, Settings(scale, rule), batched)
+    return CheckedCall(operands, Settings(scale, rule), batched)
 
 
 def check_scores(
@@ -311,10 +313,10 @@ def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
         check_broadcastable(name, x, shape, leading=False)
     except ValueError as wrong:
         # axes that other libraries leave out; here they have to be said, as two may be equally long
-        batch, _, rows, columns = shape
-        if broadcasts(x.shape, (batch, columns)):
+        batch, _, query_len, key_len = shape
+        if broadcasts(x.shape, (batch, key_len)):
             hint = f"(batch, keys) write {name}[:, None, None, :]"
-        elif broadcasts(x.shape, (batch, rows, columns)):
+        elif broadcasts(x.shape, (batch, query_len, key_len)):
             hint = f"(batch, queries, keys) write {name}[:, None]"
         else:
             raise

@@ -147,7 +147,7 @@ def holds_keys(lse: Array) -> Array:
     return lse != -jnp.inf
 
 
-def steady(maximum: Array) -> Array:
+def safe_shift(maximum: Array) -> Array:
     """What scores are shifted by: their maximum, or 0 where there are none. Raises nothing."""
     return jnp.where(holds_keys(maximum), maximum, 0.0)
 
@@ -165,7 +165,7 @@ def fold(
     `out` keeps its dtype; the arithmetic is in `lse`'s. Raises nothing.
     """
     lse = state.lse
-    shift = steady(maximum(lax.stop_gradient(lse)))
+    shift = safe_shift(maximum(lax.stop_gradient(lse)))
     weight = jnp.exp(lse - shift)
     out = jnp.where(holds_keys(lse)[..., None], state.out.astype(lse.dtype), 0.0)
     numerator, denominator = total((out * weight[..., None], weight))
@@ -275,7 +275,7 @@ def merge_all(stacked: State, axis: int = 0) -> State:
     merged = AttentionState(whole.out.squeeze(axis), whole.lse.squeeze(axis))
     if isinstance(stacked, AttentionState):
         return merged
-    covariance = _sum(spread(stacked, whole), axis).squeeze(axis)
+    covariance = _sum(covariance_term(stacked, whole), axis).squeeze(axis)
     return CovarianceState(covariance.astype(stacked.covariance.dtype), *merged)
 
 
@@ -285,7 +285,7 @@ def share(part: Array, whole: Array) -> Array:
     return jnp.where(some, jnp.exp(jnp.where(some, part - whole, -jnp.inf)), 0.0)
 
 
-def spread(part: CovarianceState, whole: AttentionState) -> Array:
+def covariance_term(part: CovarianceState, whole: AttentionState) -> Array:
     """What a part adds to the covariance of the whole, in `lse`'s dtype. Raises nothing."""
     wide = part.lse.dtype
     portion = share(part.lse, whole.lse)

@@ -13,20 +13,20 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from ..call._arguments import Operands, Settings
-from ..call._state import lse_dtype, share, steady
+from ..call._state import lse_dtype, safe_shift, share
 from ..dispatch._registry import vary_together
-from ..xla._blocks import Blocks, Index, cut_queries, join_queries
+from ..xla._blocks import BlockedOperands, Index, cut_queries, join_queries
 
 
 class Draw(NamedTuple):
     """Keys drawn for each row, and what they were drawn from.
 
     Attributes:
-        places: of the keys; -1 where there is none, or `lse` is NaN.
+        indices: of the keys; -1 where there is none, or `lse` is NaN.
         lse: the energy of the keys that they were drawn from.
     """
 
-    places: Int[Array, "*batch number"]
+    indices: Int[Array, "*batch number"]
     lse: Float[Array, "*batch"]
 
 
@@ -41,13 +41,13 @@ def sample(
     """
     *together, seeds = vary_together((*operands, seeds))
     operands = Operands(*together)
-    (batch, times, heads), columns = operands.query.shape[:3], operands.key.shape[1]
-    if 0 in (batch, times, columns):
+    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
+    if 0 in (batch, query_len, key_len):
         wide = lse_dtype(operands.query.dtype)
-        shape = (batch, times, heads)
+        shape = (batch, query_len, heads)
         index = lax.full_like(operands.query, -1, dtype=jnp.int32, shape=(*shape, number))
         return Draw(index, lax.full_like(operands.query, -jnp.inf, dtype=wide, shape=shape))
-    blocks = Blocks(operands, settings)
+    blocks = BlockedOperands(operands, settings)
     g = blocks.grid
     seeds = cut_queries(g, seeds)
 
@@ -62,7 +62,7 @@ def sample(
                 place, lse = _draw(blocks.scores(here), chances[:, :, 1])
                 first = j.astype(jnp.int32) * g.keys
                 new = Draw(jnp.where(place < 0, -1, place + first), lse)
-                return united(drawn, new, chances[:, :, 0])
+                return merge_draws(drawn, new, chances[:, :, 0])
 
             meet = blocks.meet(here)
             return (draw() if meet is None else lax.cond(meet, draw, lambda: drawn)), None
@@ -75,17 +75,21 @@ def sample(
         return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), jnp.arange(g.query_blocks))
 
     index, lse = lax.map(one_head, jnp.arange(g.kv_heads))
-    return Draw(join_queries(g, index, times), join_queries(g, lse[..., None], times)[..., 0])
+    return Draw(
+        join_queries(g, index, query_len), join_queries(g, lse[..., None], query_len)[..., 0]
+    )
 
 
-def united(first: Draw, second: Draw, chance: Float[Array, "*batch number"]) -> Draw:
+def merge_draws(first: Draw, second: Draw, chance: Float[Array, "*batch number"]) -> Draw:
     """The draw of two disjoint key sets, by numbers that are uniform in $[0, 1)$. Raises nothing."""
     lse = jnp.logaddexp(first.lse, second.lse)
-    places = jnp.where(chance < share(second.lse, lse)[..., None], second.places, first.places)
-    return Draw(jnp.where(jnp.isnan(lse)[..., None], -1, places), lse)
+    indices = jnp.where(chance < share(second.lse, lse)[..., None], second.indices, first.indices)
+    return Draw(jnp.where(jnp.isnan(lse)[..., None], -1, indices), lse)
 
 
-def seeds_of(seeds: UInt32[Array, "*batch 2"], number: Array | int) -> UInt32[Array, "*batch 2"]:
+def fold_in_seeds(
+    seeds: UInt32[Array, "*batch 2"], number: Array | int
+) -> UInt32[Array, "*batch 2"]:
     """Other seeds, told apart by a number. Raises nothing."""
 
     def fold(seed: Array) -> Array:
@@ -108,14 +112,14 @@ def uniform(
 
 
 def _uniform(seeds: Array, number: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    return uniform(seeds_of(seeds, number), shape, dtype)
+    return uniform(fold_in_seeds(seeds, number), shape, dtype)
 
 
 def _draw(
     scores: Float[Array, "B rows keys"], chance: Float[Array, "B rows number"]
 ) -> tuple[Int[Array, "B rows number"], Float[Array, "B rows"]]:
     """Places in a block by the inverse of the distribution function, and the block's energy."""
-    top = steady(scores.max(-1, keepdims=True))
+    top = safe_shift(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     below = jnp.cumsum(weights, -1)
     total = below[..., -1:]
@@ -125,8 +129,8 @@ def _draw(
     def place(chance: Array) -> Array:
         return (below <= (chance[..., None] * total)).sum(-1, dtype=jnp.int32)
 
-    places = lax.map(place, jnp.moveaxis(chance, -1, 0))
-    places = jnp.minimum(jnp.moveaxis(places, 0, -1), last[..., None].astype(jnp.int32))
+    indices = lax.map(place, jnp.moveaxis(chance, -1, 0))
+    indices = jnp.minimum(jnp.moveaxis(indices, 0, -1), last[..., None].astype(jnp.int32))
     empty = total == 0
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
-    return jnp.where(total > 0, places, -1), lse
+    return jnp.where(total > 0, indices, -1), lse

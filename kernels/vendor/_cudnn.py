@@ -11,14 +11,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._private import find
+from .._private import private_names
 from ..call._arguments import Operands, Settings
 from ..call._kernel import AbstractKernel
 from ..call._mask import Rule
 from ..call._state import AttentionState
-from ._adapter import check_plain, pull_back, side, state_of
+from ._adapter import check_plain, pull_back, vendor_state, window_side
 
-LEAST = 64  # queries and keys; few rows are for kernels that split the keys
+FEWEST_ROWS = 64  # queries and keys; few rows are for kernels that split the keys
 
 
 class CuDNN(AbstractKernel):
@@ -41,21 +41,23 @@ class CuDNN(AbstractKernel):
         """
         check_plain(operands, settings, widest=128)
         for name, x in (("query", operands.query), ("key", operands.key)):
-            if x.shape[1] < LEAST:
-                raise NotImplementedError(f"{name}: wanted at least {LEAST} rows, got {x.shape[1]}")
+            if x.shape[1] < FEWEST_ROWS:
+                raise NotImplementedError(
+                    f"{name}: wanted at least {FEWEST_ROWS} rows, got {x.shape[1]}"
+                )
         rule = settings.rule
         if rule.window is not None and not _looks_back(rule):
             raise NotImplementedError(
                 f"local_window_size: wanted no keys after the query's, got {rule.window}"
             )
-        find("cudnn")
+        private_names("cudnn")
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
         """One call of cuDNN, with its softmax statistics. Raises nothing."""
         out, lse = _forward(*operands[:3], **_options(settings, operands.key.shape[1]))
-        return state_of(out, lse.swapaxes(1, 2), operands, settings)
+        return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
 
     def backward(
         self,
@@ -82,7 +84,9 @@ def _looks_back(rule: Rule) -> bool:
 def _forward(query: Any, key: Any, value: Any, **options: Any) -> Any:
     """`(out, lse)`. The operands not used are those of biases, lengths and pages."""
     unused = (jnp.zeros(0, query.dtype),) * 7
-    return find("cudnn").forward.bind(query, key, value, *unused, **options, is_training=True)
+    return private_names("cudnn").forward.bind(
+        query, key, value, *unused, **options, is_training=True
+    )
 
 
 def _backward(
@@ -90,13 +94,15 @@ def _backward(
 ) -> Any:
     """The cotangents of query, key and value."""
     unused = (jnp.zeros(0, query.dtype),) * 7
-    return find("cudnn").backward.bind(query, key, value, *unused, lse, out, d_out, **options)
+    return private_names("cudnn").backward.bind(
+        query, key, value, *unused, lse, out, d_out, **options
+    )
 
 
 def _options(settings: Settings, keys: int) -> dict[str, Any]:
     """The parameters of both."""
-    rule, found = settings.rule, find("cudnn")
-    left = None if rule.window is None else side(rule.window[0], keys)
+    rule, found = settings.rule, private_names("cudnn")
+    left = None if rule.window is None else window_side(rule.window[0], keys)
     # from 0.12 on: functions of the scores, of which cuDNN makes a part of its kernel
     newer = {"score_mod_name", "score_mod_jaxpr"} & inspect.signature(
         found.lowering

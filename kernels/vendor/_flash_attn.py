@@ -9,12 +9,12 @@ import ctypes
 import functools
 from typing import Any
 
-from .._private import find
+from .._private import private_names
 from ..call._arguments import Operands, Settings
 from ..call._kernel import AbstractKernel
 from ..call._mask import Rule
 from ..call._state import AttentionState
-from ._adapter import check_plain, pull_back, side, state_of
+from ._adapter import check_plain, pull_back, vendor_state, window_side
 
 
 class FlashAttn(AbstractKernel):
@@ -44,7 +44,7 @@ class FlashAttn(AbstractKernel):
         """One call, with the energies in float32. Raises nothing."""
         options = _options(settings, operands.key.shape[1])
         out, lse = _package().forward(*operands[:3], **options)
-        return state_of(out, lse.swapaxes(1, 2), operands, settings)
+        return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
 
     def backward(
         self,
@@ -76,7 +76,9 @@ def _options(settings: Settings, keys: int) -> dict[str, Any]:
 
 def _window(rule: Rule, keys: int) -> tuple[int, int]:
     """The sides of the window as FlashAttention counts them: -1 for one without end."""
-    left, right = (None, None) if rule.window is None else (side(x, keys) for x in rule.window)
+    left, right = (
+        (None, None) if rule.window is None else (window_side(x, keys) for x in rule.window)
+    )
     right = 0 if rule.is_causal else right
     return (-1 if left is None else left), (-1 if right is None else right)
 
@@ -85,7 +87,7 @@ def _window(rule: Rule, keys: int) -> tuple[int, int]:
 def _package() -> Any:
     """What is called of flash-attn-jax; lse is `[B, N, T]` there."""
     try:
-        found = find("flash")
+        found = private_names("flash")
         # by which it asks for the number of multiprocessors when a program is lowered
         ctypes.CDLL("libcudart.so")
     except (NotImplementedError, OSError) as reason:

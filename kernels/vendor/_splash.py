@@ -15,13 +15,13 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from .._private import find
+from .._private import private_names
 from ..call._arguments import Operands, Settings, cotangents
 from ..call._kernel import AbstractKernel
 from ..call._mask import Rule
 from ..call._state import AttentionState
-from ..xla._blockwise import slope
-from ._adapter import check_plain, side, state_of
+from ..xla._blockwise import backward_delta
+from ._adapter import check_plain, vendor_state, window_side
 
 _BLOCKS = (512, 256, 128)  # the largest that divides is taken
 _MOST = 32768  # their masks are cut into blocks on the host, one by one
@@ -55,7 +55,7 @@ class Splash(AbstractKernel):
                 )
         if math.frexp(settings.scale)[0] != 0.5:
             raise NotImplementedError(f"scale: wanted a power of two, got {settings.scale}")
-        find("splash")
+        private_names("splash")
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
@@ -65,7 +65,7 @@ class Splash(AbstractKernel):
         found = _kernel(settings.rule, query.shape[2], key.shape[2], platform != "tpu")
         with _as_expected():
             out, (lse,) = jax.vmap(found)(query, key, value)
-        return state_of(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
+        return vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
 
     def backward(
         self,
@@ -79,7 +79,7 @@ class Splash(AbstractKernel):
         query, key, value = _scaled(operands, settings)
         found = _kernel(settings.rule, query.shape[2], key.shape[2], platform != "tpu")
         d_out = cotangent.out.astype(value.dtype)
-        rows = (state.lse, d_out, slope(state, cotangent))
+        rows = (state.lse, d_out, backward_delta(state, cotangent))
         with _as_expected():
             pulled = jax.vmap(functools.partial(_pull, found))(
                 query, key, value, *(x.swapaxes(1, 2) for x in rows)
@@ -102,7 +102,7 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
         del options[name]
     options |= {x: getattr(blocks, x) for x in ("q_layout", "k_layout", "v_layout")}
     arrays = (query, key, value, None, None, lse, d_out, delta)
-    _, d_key, d_value = find("splash").backward_key(
+    _, d_key, d_value = private_names("splash").backward_key(
         *arrays,
         bq=blocks.block_q_dkv,
         bkv=blocks.block_kv_dkv,
@@ -111,7 +111,7 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
         use_fused_bwd_kernel=False,  # it rounds a part of the queries' gradient per block of keys
         **options,
     )
-    d_query = find("splash").backward_query(
+    d_query = private_names("splash").backward_query(
         *arrays,
         bq=blocks.block_q_dq,
         bkv=blocks.block_kv_dq,
@@ -123,7 +123,7 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
 
 @functools.lru_cache(maxsize=32)
 def _kernel(rule: Rule, rows: int, keys: int, interpret: bool) -> Any:
-    splash = find("splash")
+    splash = private_names("splash")
     bq, bkv = (next(b for b in _BLOCKS if n % b == 0) for n in (rows, keys))
     blocks = splash.BlockSizes(
         block_q=bq, block_kv=bkv, block_q_dkv=bq, block_kv_dkv=bkv, block_q_dq=bq, block_kv_dq=bkv
@@ -143,7 +143,7 @@ def _kernel(rule: Rule, rows: int, keys: int, interpret: bool) -> Any:
 
 def _mask(masks: Any, rule: Rule, shape: tuple[int, int]) -> Any:
     if rule.window is not None:
-        left, right = (side(x, shape[1]) for x in rule.window)
+        left, right = (window_side(x, shape[1]) for x in rule.window)
         return masks.LocalMask(shape, (left, 0 if rule.is_causal else right), 0)
     return masks.CausalMask(shape) if rule.is_causal else masks.FullMask(shape)
 
@@ -159,6 +159,6 @@ def _as_expected() -> Iterator[None]:
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
-        find("splash").check_varying(False),
+        private_names("splash").check_varying(False),
     ):
         yield

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..call._state import steady
+from ..call._state import safe_shift
 
 
 class Softmax(NamedTuple):
@@ -31,7 +31,7 @@ def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
     keys takes $m = 0$ and a total of 1, and so is finite, derivatives included. A NaN among the
     scores, or an overflow, makes all of its row NaN. Raises nothing.
     """
-    shift = steady(lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf)))
+    shift = safe_shift(lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf)))
     weights = jnp.exp(scores - shift)
     total = weights.sum(axis, keepdims=True)
     empty = total == 0

@@ -21,6 +21,7 @@ from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, shard
 
 from ..disk import Killed, contents, failing
+from ..flags import environment
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
 load_file = pytest.importorskip("safetensors.numpy").load_file
@@ -741,8 +742,8 @@ def test_logits_on_a_mesh(tensor, tmp_path):
 
 SHARED = """
 import sys
+from energy_attn.distributed.runtime import _files
 from energy_attn.distributed import initialize, make_mesh
-from energy_attn.distributed.internal import files
 initialize()
 from energy_attn.models import Llama
 
@@ -753,12 +754,12 @@ assert not model.lm_head.weight.is_fully_addressable
 def full(*_):
     raise OSError("no space left")
 
-write, files.write = files.write, full
+write, _files.write = _files.write, full
 try:
     model.save(sys.argv[2])  # of which the first process writes, and all learn that it failed
     sys.exit("a save that failed on one process went on on another")
 except OSError:
-    files.write = write
+    _files.write = write
 model.save(sys.argv[2])
 Llama.load(sys.argv[2])  # at once: the others wait until the first has written
 """
@@ -813,10 +814,9 @@ def test_host_memory(tmp_path):
         header[name] = {"dtype": "F32", "shape": leaf.shape, "data_offsets": [begin, end]}
     rewritten(tmp_path / WHOLE, header, b"")
     os.truncate(tmp_path / WHOLE, (tmp_path / WHOLE).stat().st_size + end)  # zeros, not written
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", PEAK, tmp_path],
-        env=os.environ | flags,
+        env=environment(4),
         capture_output=True,
         text=True,
     )

@@ -47,7 +47,7 @@ def afresh(monkeypatch):
     def forget():
         fresh = {name: type(kernel)() for name, kernel in _registry._REGISTRY.items()}
         monkeypatch.setattr(_registry, "_REGISTRY", fresh)
-        _private.find.cache_clear()
+        _private.private_names.cache_clear()
         jax.clear_caches()
 
     forget()
@@ -112,7 +112,7 @@ def test_unknown_parameters(afresh, monkeypatch):
     def lowering(ctx, *arrays, unheard_of, **options):
         raise AssertionError("called without it")
 
-    found = _private.find("cudnn")
+    found = _private.private_names("cudnn")
     known = found.forward
     primitive = Primitive("another_cudnn")
     primitive.multiple_results = True
@@ -149,7 +149,7 @@ def gone(afresh, monkeypatch):
         names = uses[use].names
         changed = uses[use]._replace(names=names | {name: f"{names[name]}_as_it_was"})
         monkeypatch.setitem(_private._USES, use, changed)
-        _private.find.cache_clear()
+        _private.private_names.cache_clear()
 
     return take
 
@@ -158,13 +158,13 @@ def gone(afresh, monkeypatch):
 @pytest.mark.parametrize("use", sorted({*_private._USES} - {"flash"}))
 def test_private_names(use, gone):
     """A list that names what is not there on this JAX; a name that is not looked for before it is used."""
-    assert set(vars(_private.find(use))) == set(_private._USES[use].names)
+    assert set(vars(_private.private_names(use))) == set(_private._USES[use].names)
     for name, place in list(_private._USES[use].names.items()):
         gone(use, name)
         with pytest.raises(
             NotImplementedError, match=f"{use}: wanted .*{place}.*{jax.__version__}"
         ):
-            _private.find(use)
+            _private.private_names(use)
 
 
 @pytest.mark.parametrize(
