@@ -73,9 +73,8 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except (
-        BaseException
-    ) as error:  # the library raises this class itself; a panic of Rust is no Exception
+    except BaseException as error:
+        # the library raises no narrower class, and a panic of Rust is not an Exception
         raise ValueError(
             f"tokenizer: wanted a file of the library tokenizers, got {path}: {error}"
         ) from error

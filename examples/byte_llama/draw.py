@@ -31,9 +31,9 @@ def draw(curves: dict[str, dict[str, Any]]) -> Any:
     panels = figure.subplots(2, 2, sharex=True)
     for panel, (column, label) in zip(panels.flat, PANELS.items(), strict=True):
         for name, curve in curves.items():
-            place = curve["columns"].index(column)
+            at = curve["columns"].index(column)
             rows = [row for row in curve["curve"] if row[0] > 1]
-            panel.plot([row[0] for row in rows], [row[place] for row in rows], label=name)
+            panel.plot([row[0] for row in rows], [row[at] for row in rows], label=name)
         panel.set_ylabel(label)
         panel.grid(True)
     for panel in panels[1]:

@@ -65,11 +65,11 @@ def _run(args: argparse.Namespace, text: np.ndarray, devices: list[Any], model: 
         flush=True,
     )
     mesh = make_mesh(_MESH, devices=devices)
-    spread, parallel = shard(model, mesh), SequenceParallel(method="tree", merge="allreduce")
+    sharded, parallel = shard(model, mesh), SequenceParallel(method="tree", merge="allreduce")
     with jax.set_mesh(mesh):
-        tree = decode(spread, prompt, args.tokens, parallel)
-        longer = sent(compile_step(spread, 2 * tree.slots, parallel, attention))
-        fetched = sent(compile_step(spread, tree.slots, parallel, gathered))
+        tree = decode(sharded, prompt, args.tokens, parallel)
+        longer = sent(compile_step(sharded, 2 * tree.slots, parallel, attention))
+        fetched = sent(compile_step(sharded, tree.slots, parallel, gathered))
     print("decoding on one device, twice ...", flush=True)
     alone = decode(model, prompt, args.tokens)
     dense = decode(model, prompt, args.tokens, attend=one_device)

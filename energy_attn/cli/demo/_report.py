@@ -26,9 +26,9 @@ def table(lines: list[Line]) -> str:
     lines = [Line("", "measured", "wanted, or to compare"), *lines]
     what = max(len(line.what) for line in lines)
     measured = max(len(line.measured) for line in lines)
-    marks = {True: "✓", False: "✗", None: " "}
+    signs = {True: "✓", False: "✗", None: " "}
     rows = [
-        f"{line.what:<{what}}  {line.measured:>{measured}}  {marks[line.holds]}  {line.beside}"
+        f"{line.what:<{what}}  {line.measured:>{measured}}  {signs[line.holds]}  {line.beside}"
         for line in lines
     ]
     rows.insert(1, "─" * max(map(len, rows)))

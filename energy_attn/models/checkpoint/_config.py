@@ -19,12 +19,12 @@ def read_json(path: str | os.PathLike[str], what: str) -> Mapping[str, Any]:
     """The object in a JSON file; raises `ValueError`, which calls the file `what`."""
     try:
         check_pulled(Path(path))
-        said = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"path: wanted a {what}, got {path}: {error}") from error
-    if not isinstance(said, Mapping):
-        raise ValueError(f"{path}: wanted a JSON object, got {received(said)}")
-    return said
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"{path}: wanted a JSON object, got {received(entries)}")
+    return entries
 
 
 @contextlib.contextmanager
@@ -36,18 +36,18 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def family_of(said: Mapping[str, Any], families: Mapping[str, Family]) -> Family:
+def family_of(entries: Mapping[str, Any], families: Mapping[str, Family]) -> Family:
     """The family that a `config.json` names; raises `ValueError` for one that is not known."""
-    kind = said.get("model_type")
+    kind = entries.get("model_type")
     if not isinstance(kind, str) or kind not in families:
         wanted = " or ".join(map(repr, families))
         raise ValueError(f"model_type: wanted {wanted}, got {received(kind)}")
     return families[kind]
 
 
-def end_tokens(said: Mapping[str, Any]) -> tuple[int, ...]:
+def end_tokens(entries: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a text: one, a list, or none."""
-    ends = said.get("eos_token_id")
+    ends = entries.get("eos_token_id")
     return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
 
 
@@ -59,8 +59,8 @@ def with_end_tokens(config: Any, folder: Path) -> AbstractDecoderConfig:
     path = folder / "generation_config.json"
     if not path.is_file():
         return config
-    said = read_json(path, path.name)
-    if "eos_token_id" not in said:
+    entries = read_json(path, path.name)
+    if "eos_token_id" not in entries:
         return config
     with naming(path):
-        return dataclasses.replace(config, eos_token_id=end_tokens(said))
+        return dataclasses.replace(config, eos_token_id=end_tokens(entries))

@@ -56,9 +56,9 @@ def config(folder: Path, families: Mapping[str, Family]) -> tuple[AbstractDecode
         if waiting.exists():
             return _read(read_json(waiting, CONFIG), waiting, families)
     file = inside(folder, CONFIG)
-    said = read_json(file, CONFIG)
-    found = _read(said, file, families)
-    other = identity_of(said)
+    entries = read_json(file, CONFIG)
+    found = _read(entries, file, families)
+    other = identity_of(entries)
     if None not in (save, other) and save != other:
         raise ValueError(
             f"{file}: wanted the one of the weights, whose {SAVE} is {save}, got {other}: "
@@ -68,12 +68,12 @@ def config(folder: Path, families: Mapping[str, Family]) -> tuple[AbstractDecode
 
 
 def _read(
-    said: Mapping[str, Any], file: Path, families: Mapping[str, Family]
+    entries: Mapping[str, Any], file: Path, families: Mapping[str, Family]
 ) -> tuple[AbstractDecoderConfig, Family]:
     """The configuration in a file, and its family."""
     with naming(file):
-        family = family_of(said, families)
-        return family.read(said), family
+        family = family_of(entries, families)
+        return family.read(entries), family
 
 
 def identity(folder: Path) -> str | None:
@@ -97,8 +97,8 @@ def index(folder: Path) -> tuple[dict[str, str], str | None]:
     file = inside(folder, INDEX)
     try:
         check_pulled(file)
-        said = json.loads(file.read_text(encoding="utf-8"))
-        where, about = said["weight_map"], said.get("metadata") or {}
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        where, about = entries["weight_map"], entries.get("metadata") or {}
         if not all(isinstance(name, str) for name in where.values()):
             raise ValueError("file names that are not strings")
         return dict(where), identity_of(about)

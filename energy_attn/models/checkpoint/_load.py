@@ -55,27 +55,27 @@ def load(
     if mesh is None:
         in_force = jax.sharding.get_mesh()
         mesh = None if in_force.empty else in_force
-    places = [None] * len(leaves) if mesh is None else shardings(model, mesh, tensor)
+    targets = [None] * len(leaves) if mesh is None else shardings(model, mesh, tensor)
     total, done, arrays = sum(leaf.size for leaf in leaves), 0, []
     with progress_of(f"reading {folder.name}", progress) as show:
-        for name, one, place in zip(names, stored, places, strict=True):
+        for name, source, target in zip(names, stored, targets, strict=True):
             # one at a time, so that the host does not hold weights on their way to devices
-            arrays.append(jax.block_until_ready(_array(one, place, dtype)))
+            arrays.append(jax.block_until_ready(_array(source, target, dtype)))
             done += arrays[-1].size
             show(done / total, name)
     return jax.tree.unflatten(jax.tree.structure(model), arrays)
 
 
-def _array(tensor: Tensor, place: Any, dtype: np.dtype) -> Array:
+def _array(tensor: Tensor, sharding: Any, dtype: np.dtype) -> Array:
     """A tensor on its devices; this process reads the parts that its own devices hold."""
-    if place is None:
+    if sharding is None:
         whole = tuple((0, size) for size in tensor.shape)
         return jax.device_put(safetensors.read(tensor, [whole], dtype)[whole])
-    indices = place.addressable_devices_indices_map(tensor.shape).values()
+    indices = sharding.addressable_devices_indices_map(tensor.shape).values()
     parts = {_part(index, tensor.shape) for index in indices}
     found = safetensors.read(tensor, parts, dtype)
     return jax.make_array_from_callback(
-        tensor.shape, place, lambda index: found[_part(index, tensor.shape)]
+        tensor.shape, sharding, lambda index: found[_part(index, tensor.shape)]
     )
 
 
@@ -125,8 +125,8 @@ def _check_layers(config: AbstractDecoderConfig, stored: Mapping[str, Tensor]) -
     layers = {found[1] for name in stored if (found := _LAYER.match(name))}
     if config.num_hidden_layers > len(layers):
         raise ValueError(
-            f"num_hidden_layers: wanted at most the {len(layers)} layers of which the files have "
-            f"tensors, got {config.num_hidden_layers} in {CONFIG}"
+            f"num_hidden_layers: wanted at most the {len(layers)} layers whose tensors are in the "
+            f"files, got {config.num_hidden_layers} in {CONFIG}"
         )
 
 

@@ -48,10 +48,10 @@ def save(model: Any, directory: Any, max_shard_size: int) -> None:
             try:
                 if first:
                     for file, group in parts.items():
-                        place = unfinished(file, identity) if file == WHOLE else file
+                        target = unfinished(file, identity) if file == WHOLE else file
                         shapes = {name: (leaf.shape, leaf.dtype) for name, leaf in group.items()}
                         some = itertools.islice(arrays, len(group))
-                        safetensors.write(folder / place, about, shapes, some)
+                        safetensors.write(folder / target, about, shapes, some)
                     _write_texts(folder, model, parts, identity)
             finally:
                 # every process takes part in gathering every weight
@@ -89,8 +89,8 @@ def _write_texts(
     """Writes the configuration, and the index of several files, under their waiting names."""
     where = {name: file for file, group in parts.items() for name in group}
     leaves = [leaf for group in parts.values() for leaf in group.values()]
-    said = {**model.config.to_json(), "torch_dtype": leaves[0].dtype.name, SAVE: identity}
-    texts: dict[str, Any] = {CONFIG: said}
+    entries = {**model.config.to_json(), "torch_dtype": leaves[0].dtype.name, SAVE: identity}
+    texts: dict[str, Any] = {CONFIG: entries}
     if len(parts) > 1:
         total = sum(leaf.nbytes for leaf in leaves)
         texts[INDEX] = {"metadata": {"total_size": total, SAVE: identity}, "weight_map": where}

@@ -1,4 +1,4 @@
-"""What the configuration of a decoder says, whatever its family."""
+"""The configuration of a decoder, whatever its family."""
 
 import abc
 from typing import Any

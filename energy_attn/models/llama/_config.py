@@ -134,19 +134,19 @@ class LlamaConfig(AbstractDecoderConfig):
             >>> from energy_attn.models import LlamaConfig
             >>> rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
             ...         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-            >>> said = {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": rope}
+            >>> entries = {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": rope}
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     path = pathlib.Path(folder, "config.json")
-            ...     _ = path.write_text(json.dumps(said))
+            ...     _ = path.write_text(json.dumps(entries))
             ...     config = LlamaConfig.from_json(path)
             >>> config.rope_theta, config.rope_scaling.factor
             (500000.0, 8.0)
         """
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path: wanted the path of a config.json, got {received(path)}")
-        said = read_json(path, "config.json")
+        entries = read_json(path, "config.json")
         with naming(path):
-            return read_config(said)
+            return read_config(entries)
 
     def to_json(self) -> dict[str, Any]:
         """The fields of a `config.json` that both transformers 4 and 5 read.
@@ -156,18 +156,22 @@ class LlamaConfig(AbstractDecoderConfig):
             >>> LlamaConfig(rope_theta=5e5).to_json()["rope_parameters"]
             {'rope_type': 'default', 'rope_theta': 500000.0}
         """
-        said = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-        said |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        entries = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+        }
+        entries |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         scaling = self.rope_scaling
         if scaling is not None:
             kind = "linear" if isinstance(scaling, LinearRope) else "llama3"
-            said["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
-        default = said["rope_scaling"] or {"rope_type": "default"}
-        said["rope_parameters"] = {**default, "rope_theta": self.rope_theta}
+            entries["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
+        default = entries["rope_scaling"] or {"rope_type": "default"}
+        entries["rope_parameters"] = {**default, "rope_theta": self.rope_theta}
         # null, as transformers has default tokens for missing fields
         ends = list(self.eos_token_id) or None
-        said["bos_token_id"], said["eos_token_id"] = None, ends
-        return said
+        entries["bos_token_id"], entries["eos_token_id"] = None, ends
+        return entries
 
     @property
     def context_length(self) -> int:
@@ -187,26 +191,26 @@ class LlamaConfig(AbstractDecoderConfig):
         object.__setattr__(self, name, value)
 
 
-def read_config(said: Mapping[str, Any]) -> LlamaConfig:
+def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
     """The configuration that the fields of a `config.json` describe; raises as `from_json`."""
     for name, only in (("model_type", "llama"), ("hidden_act", "silu")):
-        if said.get(name, None if name == "model_type" else only) != only:
-            raise ValueError(f"{name}: wanted {only!r}, got {received(said.get(name))}")
-    if said.get("quantization_config") is not None:
+        if entries.get(name, None if name == "model_type" else only) != only:
+            raise ValueError(f"{name}: wanted {only!r}, got {received(entries.get(name))}")
+    if entries.get("quantization_config") is not None:
         raise ValueError("quantization_config: wanted weights that are not quantized, got one")
     # transformers 5 has one object for both; 4 has the base apart
-    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    rope = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise TypeError(f"rope_scaling: wanted a JSON object, got {received(rope)}")
-    part = rope.get("partial_rotary_factor", said.get("partial_rotary_factor"))
+    part = rope.get("partial_rotary_factor", entries.get("partial_rotary_factor"))
     if part not in (None, 1):
         raise ValueError(f"partial_rotary_factor: wanted 1, got {received(part)}")
     names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope_scaling"}
-    fields = {name: said[name] for name in names if name in said}
+    fields = {name: entries[name] for name in names if name in entries}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]
-    fields["eos_token_id"] = end_tokens(said)
-    context = said.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
+    fields["eos_token_id"] = end_tokens(entries)
+    context = entries.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
     return LlamaConfig(**fields, rope_scaling=_scaling(rope, context))
 
 
