@@ -310,7 +310,7 @@ class TestEveryImplementation:
 
     @problems(LARGE)
     def test_real_blocks(self, implementation, problem):
-        """The same with the blocks' real sizes, which nobody patches in production."""
+        """The same with the default block sizes."""
         check(implementation, problem, jnp.float32)
 
     @each
