@@ -14,6 +14,7 @@ from ..call._arguments import (
     hide_unreachable,
     is_static,
     out_dtype,
+    present_keys,
     zero_absent,
 )
 from ..call._kernel import AbstractKernel
