@@ -229,7 +229,7 @@ def test_cotangent_of_lse_in_two_parts():
     """dlse rounded to 16 bits, so that delta loses its lower bits."""
     lse = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 2)), jnp.float32)
     value, out = (jnp.zeros((1, n, 2, 8), jnp.bfloat16) for n in (5, 3))
-    ones, zero, parts = _adapter._energies(value, out, lse)
+    ones, zero, parts = _adapter._lse_operands(value, out, lse)
     found = (parts.astype(jnp.float32) * ones[:, :1].astype(jnp.float32)).sum(-1)
     np.testing.assert_allclose(found, lse, rtol=2.0**-16)
     assert zero.shape == out.shape and not zero.any()
