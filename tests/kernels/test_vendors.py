@@ -386,7 +386,7 @@ def test_a_broken_energy_is_none_of_no_keys(broken):
     lse = jnp.zeros(shape[:-1], jnp.float32).at[0, 1, 0].set(broken)
     for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
         settings = call.settings._replace(wide=wide)
-        out, energy = _adapter.state_of(
+        out, energy = _adapter.vendor_state(
             jnp.zeros(shape, jnp.bfloat16), lse, call.operands, settings
         )
         assert out.dtype == dtype and energy.dtype == jnp.float32
