@@ -6,7 +6,7 @@ from .cache._arguments import check_stored as check_stored
 from .cache._write import Home as Home
 from .cache._write import home as home
 from .cache._write import numbered as numbered
-from .merge._packing import same as same
+from .merge._packing import as_invariant as as_invariant
 from .methods._sharded_attention import spread_attention as spread_attention
 from .methods._sharded_reduction import Task as Task
 from .methods._sharded_reduction import fold_maxima as fold_maxima

@@ -20,7 +20,7 @@ from energy_attn.kernels.internal import (
 
 from ..spec._arguments import Axes
 from ..spec._plan import Placement, arrive, is_explicit, left_to_compiler, split_of
-from ._ring import ring, what_travels
+from ._ring import ring, what_rotates
 from ._tree import tree, tree_of_shards
 from ._ulysses import ulysses
 
@@ -122,7 +122,7 @@ def _method(place: Placement) -> Callable[..., AttentionState]:
     if not axes:
         return lambda names, settings, operands: attend(names, settings, operands)
     if place.method == "ring":
-        return functools.partial(ring, axes=axes, travels="auto", sharded=place.queries)
+        return functools.partial(ring, axes=axes, rotate="auto", sharded=place.queries)
     if place.method == "ulysses":
         return functools.partial(ulysses, axes=axes)
     if place.queries:
@@ -199,7 +199,7 @@ def _specs(operands: Operands, place: Placement) -> Operands:
     if place.method == "ulysses":
         scores = batch, place.heads + place.sequence, None, None
     elif place.method == "ring":
-        if what_travels("auto", operands, place.queries) == "keys":
+        if what_rotates("auto", operands, place.queries) == "keys":
             scores = batch, heads, queries, None
     return Operands(
         query=spec(operands.query, batch, queries, heads, None),

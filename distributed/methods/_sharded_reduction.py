@@ -11,7 +11,7 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import CheckedCall, Operands, Settings, with_default_positions
 
-from ..merge._covariance import fold_covariances
+from ..merge._covariance import covariance_merge, merge_covariances
 from ..merge._packing import joined
 from ..spec._arguments import Axes
 from ..spec._plan import Placement
@@ -82,8 +82,8 @@ def fold_states(state: AttentionState, axes: Axes, place: Placement) -> Attentio
 
 
 def fold_spreads(state: CovarianceState, axes: Axes, place: Placement) -> CovarianceState:
-    """By the law of total covariance, with the way of `place` if covariances have it."""
-    return fold_covariances("gather" if place.merge == "gather" else "butterfly", axes, state)
+    """By the law of total covariance, with the strategy of `place` if covariances fold by it."""
+    return merge_covariances(covariance_merge(place.merge), axes, state)
 
 
 def fold_maxima(found: Array, axes: Axes, place: Placement) -> Array:

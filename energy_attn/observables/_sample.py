@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from energy_attn.distributed.internal import Axes, Placement, Task, same
+from energy_attn.distributed.internal import Axes, Placement, Task, as_invariant
 from energy_attn.kernels.internal import (
     Draw,
     Operands,
@@ -109,4 +109,4 @@ def _fold_draws(found: tuple[Draw, Array], axes: Axes, place: Placement) -> tupl
 
     first = Draw(parts.indices[0], parts.lse[0])
     drawn, _ = lax.scan(fold, first, jnp.arange(1, devices))
-    return same(drawn, axes), same(seeds, axes)
+    return as_invariant(drawn, axes), as_invariant(seeds, axes)

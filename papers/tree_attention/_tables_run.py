@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     model: str | None  # a folder; None: that of the byte-level model of the library
 
 
-def ring(travels: str) -> Callable[..., Any]:
+def ring(rotate: str) -> Callable[..., Any]:
     """Attention for a model's `attend=`, by a ring in which keys, or the queries' states, travel."""
 
     def attend(query: Any, key: Any, value: Any, **said: Any) -> Any:
@@ -61,7 +61,7 @@ def ring(travels: str) -> Callable[..., Any]:
                 ring_attention(
                     *(query, key, value),
                     axis_name=AXIS,
-                    travels=travels,
+                    rotate=rotate,
                     queries_sharded=False,
                     is_causal=said["is_causal"],
                     query_positions=queries,

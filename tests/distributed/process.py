@@ -91,7 +91,7 @@ def prefill() -> dict:
     @functools.partial(jax.shard_map, in_specs=(KEYS,) * 4, out_specs=KEYS)
     def attend(q, k, v, at):
         options = {"is_causal": True, "query_positions": at, "key_positions": at}
-        return ring_attention(q, k, v, axis_name=AXES, travels="keys", **options)
+        return ring_attention(q, k, v, axis_name=AXES, rotate="keys", **options)
 
     state = attend(*sharded, positions)
     exact_out, exact_lse = dense(problem)
@@ -111,7 +111,7 @@ def train() -> dict:
     def step(weight, query, key, value):
         def loss(weight):
             out = jax.shard_map(
-                lambda q, k, v: ring_attention(q, k, v, axis_name=AXES, travels="keys").out,
+                lambda q, k, v: ring_attention(q, k, v, axis_name=AXES, rotate="keys").out,
                 in_specs=(KEYS,) * 3,
                 out_specs=KEYS,
             )(query @ weight, key, value)

@@ -17,6 +17,7 @@ import energy_attn as ea
 from energy_attn.distributed import (
     SequenceParallel,
     collectives,
+    cost,
     ring_attention,
     shard_sequence,
     tree_attention,
@@ -182,7 +183,7 @@ def test_sixteen_bits(method):
     assert_all_close(found, SELF, jnp.dtype("bfloat16"), "both", label=method)
 
 
-@pytest.mark.parametrize("merge", ["allreduce", "gather", "butterfly", "hierarchical"])
+@pytest.mark.parametrize("merge", cost.MERGES)
 def test_merges(merge):
     """A way to fold that is right in the middle of its range alone: few keys, none, and rows that see none.
 
@@ -309,8 +310,8 @@ def test_types_say_it_for_queries():
 
 
 INSIDE = {
-    "ring keys": functools.partial(ring_attention, travels="keys"),
-    "ring queries": functools.partial(ring_attention, travels="queries"),
+    "ring keys": functools.partial(ring_attention, rotate="keys"),
+    "ring queries": functools.partial(ring_attention, rotate="queries"),
     "tree": functools.partial(tree_attention, queries_sharded=True),
     "tree reduce-scatter": functools.partial(
         tree_attention, queries_sharded=True, merge="allreduce"
