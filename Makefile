@@ -13,9 +13,9 @@ TEST_EXTRAS ?= test
 CUDA ?= 12
 # What to test, as files or folders of tests/; empty means all.
 PART ?=
-# How far LLVM optimises: a quarter of the time of `make test`. HLO, and with it what programs hold and send, is the same.
-OPTIMISE ?= 0
-PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=loadfile
+# How far LLVM optimises, 0 to 3; empty: as little as tests/flags.py says, in a quarter of the time.
+OPTIMISE ?=
+PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 BIN := $(VENV)/bin
 CANDIDATES := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
@@ -32,14 +32,15 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-newest test-full test-tpu test-cuda test-cuda12 test-cuda13 test-flash test-device \
+.PHONY: help demo test test-newest test-full test-rest test-tpu test-cuda test-cuda12 test-cuda13 test-flash test-device \
     check bench docs clean FORCE
 
 help:
 	@echo "make demo    decode over eight devices with a small trained model, compare with the dense answer"
 	@echo "make test    the tests; PART=tests/kernels: some of them"
 	@echo "make test-newest    the tests on the newest JAX, which needs Python 3.12: found, or unpacked on Debian"
-	@echo "make test-full    the tests that take long, too, and programs optimised as users have them"
+	@echo "make test-full    all of them, those that take long too; OPTIMISE=3: programs optimised as users have them"
+	@echo "make test-rest    what is in test-full, but not in test"
 	@echo "make test-tpu, test-cuda, test-flash    programs compiled for TPU pods and for GPUs; with flash-attn-jax"
 	@echo "make test-cuda CUDA=13    the same with CUDA 13, on the newest JAX"
 	@echo "make test-device JAX='jax[cuda13]'    the tests of kernels on the accelerator at hand"
@@ -52,13 +53,16 @@ demo: $(VENV)/.installed-plot
 	$(BIN)/python -m energy_attn demo
 
 test: $(VENV)/.installed-$(TEST_EXTRAS)
-	XLA_FLAGS="--xla_backend_optimization_level=$(OPTIMISE) $$XLA_FLAGS" $(BIN)/python -m pytest $(PYTEST_ARGS) $(PART)
+	$(if $(OPTIMISE),XLA_FLAGS="--xla_backend_optimization_level=$(OPTIMISE) $$XLA_FLAGS") $(BIN)/python -m pytest $(PYTEST_ARGS) $(PART)
 
 test-newest:
 	@python=$$($(NEWER)) && $(MAKE) --no-print-directory PYTHON="$$python" VENV=$(VENV)-newest test
 
 test-full:
-	@$(MAKE) --no-print-directory OPTIMISE=3 PYTEST_ARGS="$(PYTEST_ARGS) -m 'not (tpu or cuda or flash)'" test
+	@$(MAKE) --no-print-directory PYTEST_ARGS="$(PYTEST_ARGS) -m 'not (tpu or cuda or flash)'" test
+
+test-rest:
+	@$(MAKE) --no-print-directory PYTEST_ARGS="$(PYTEST_ARGS) -m full" test
 
 # Each in an environment of its own: with these packages, JAX looks for their hardware whenever it starts.
 test-tpu:
@@ -84,10 +88,11 @@ test-flash:
 test-device:
 	@JAX_PLATFORMS= $(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-device PYTEST_ARGS='tests/kernels' test
 
-check: $(VENV)/.installed-check,docs,models,plot
+check: $(VENV)/.installed-check,docs,models,plot $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_structure.py
+	$(BIN)/python -m pytest -q -m structure tests
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/mkdocs build --strict
 
@@ -98,7 +103,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash device) build dist site energy_attn.egg-info demo.png
+	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash device) .jax_cache build dist site energy_attn.egg-info demo.png
 
 $(BIN)/python: $(OTHER)
 	@for python in $(CANDIDATES); do \

@@ -1,4 +1,7 @@
-"""HOW: `(out, lse)` of the keys on one device, and the algebra that folds such states."""
+"""HOW: `(out, lse)` of the keys on one device, and the algebra that merges such states."""
+
+import importlib as _importlib
+from types import ModuleType as _ModuleType
 
 from .call._foreign import as_state as as_state
 from .call._state import AttentionState as AttentionState
@@ -8,3 +11,17 @@ from .call._state import merge as merge
 from .call._state import merge_all as merge_all
 from .dispatch._attention import local_attention as local_attention
 from .dispatch._registry import implementations as implementations
+
+# The names by which a benchmark outside of this repository, written before the folders, finds the
+# GPU kernels and replaces their plans.
+_FORMER = {
+    "_pallas_gpu": "_kernel",
+    "_pallas_gpu_backward": "_backward",
+    "_pallas_gpu_plan": "_plan",
+}
+
+
+def __getattr__(name: str) -> _ModuleType:
+    if name in _FORMER:
+        return _importlib.import_module(f"{__name__}.pallas.gpu.{_FORMER[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,15 +6,16 @@ beartype: `--jaxtyping-packages` in pyproject.toml installs that before the pack
 
 import os
 
+from .flags import flags
+
 # Before JAX starts a backend. Flags that the user has set are kept; on a machine with an accelerator the suite still
 # runs on the CPU unless JAX_PLATFORMS says otherwise.
-DEVICES = 8
-os.environ["XLA_FLAGS"] = (
-    f"--xla_force_host_platform_device_count={DEVICES} {os.environ.get('XLA_FLAGS', '')}".strip()
-)
+os.environ["XLA_FLAGS"] = flags(given=os.environ.get("XLA_FLAGS", ""))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -25,6 +26,11 @@ from jax._src import dispatch
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# What has been compiled once is read the next time. Not in CI, which is to compile.
+if not os.environ.get("CI"):
+    jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 # Few examples: nearly every one compiles something. In CI the same ones each time, and none remembered.
 hypothesis.settings.register_profile(
@@ -41,6 +47,29 @@ hypothesis.settings.register_profile(
     database=None,
 )
 hypothesis.settings.load_profile("energy_attn_ci" if os.environ.get("CI") else "energy_attn")
+
+
+# Seconds of all cores, in each worker process and what it started: time on the clock tells more of the machine.
+SECONDS = pytest.StashKey[list[float]]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended."""
+    found = node.config.stash.setdefault(SECONDS, [])
+    found.append(getattr(node, "workeroutput", {}).get("seconds", 0.0))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tells the process that waits for this worker what it took."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["seconds"] = sum(os.times()[:4])
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Prints the CPU time of the whole run."""
+    total = sum(config.stash.get(SECONDS, [])) + sum(os.times()[:2])
+    terminalreporter.write_line(f"CPU time: {total:.0f} s")
 
 
 @pytest.fixture

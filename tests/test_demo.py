@@ -22,6 +22,8 @@ from energy_attn.cli.demo import _checks, _model, _picture, _report, _text, _tra
 from energy_attn.cli.info import CALLS, choice
 from energy_attn.models import Llama, LlamaConfig
 
+from .flags import environment
+
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
     "context": 2 * _train.WINDOW + 7,
@@ -40,11 +42,11 @@ STRONG = {"none": 0.0, "z-loss": 0.1, "entropy": 1.0}  # to be seen after few st
 STEPS = 150
 
 
-def run_module(*arguments, **environment):
-    inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
+def run_module(*arguments, **variables):
+    inherited = {name: x for name, x in environment().items() if name != "JAX_ENABLE_X64"}
     return subprocess.run(
         [sys.executable, "-m", "energy_attn", *arguments],
-        env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
+        env={**inherited, **variables},
         capture_output=True,
         text=True,
         timeout=500,

@@ -58,7 +58,7 @@ def test_installs_when_something_has_changed(tree):
     assert [line.split(" -m ")[1].split()[0] for line in first] == ["venv", "pip", "pytest"]
     assert first[0].startswith("bin/python3 ") and first[1].endswith("--editable .[test] jax")
     (again,) = make(tree, "test", "PART=tests/kernels tests/test_make.py")
-    assert "--dist=loadfile tests/kernels tests/test_make.py # " in again
+    assert "--dist=worksteal tests/kernels tests/test_make.py # " in again
     other, _ = make(tree, "test", "JAX=jax>=0.8,<0.9 numpy")
     assert "--upgrade" in other and other.endswith(".[test] jax>=0.8,<0.9 numpy")
     assert len(make(tree, "test", "JAX=jax>=0.8,<0.9 numpy")) == 1
@@ -89,8 +89,10 @@ def test_installs_when_something_has_changed(tree):
             "-m cuda",
         ),
         (["test-full"], None, "python3", ".[test] jax", "-m not (tpu or cuda or flash)"),
+        (["test-rest"], None, "python3", ".[test] jax", "-m full"),
+        (["test-full", "OPTIMISE=3"], None, "python3", ".[test] jax", "(tpu or cuda or flash)"),
     ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 def test_targets(tree, arguments, folder, python, installed, tested):
     """Tests that run on an older Python or JAX than they are for, in others' environment, or not as users compile."""
@@ -101,7 +103,8 @@ def test_targets(tree, arguments, folder, python, installed, tested):
     assert asked.endswith(installed)
     ran, flags = ran.split(" # ")
     assert ran.startswith(f"{environment}/bin/python -m pytest") and ran.endswith(tested)
-    assert flags.split() == [f"--xla_backend_optimization_level={0 if folder == 'newest' else 3}"]
+    optimised = "OPTIMISE=3" in arguments or arguments[0] == "test-cuda"
+    assert flags.split() == ["--xla_backend_optimization_level=3"] * optimised
 
 
 @pytest.mark.parametrize(

@@ -90,3 +90,21 @@ def test_wheel_imports(built, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout) == installed / "energy_attn" / "distributed" / "__init__.py"
+
+
+# What `import energy_attn` leaves until it is asked for: prefixes of the names of modules.
+LATE = (
+    "jax.experimental.pallas",
+    *(
+        f"energy_attn.kernels.pallas.{chip}._{name}"
+        for chip in ("gpu", "tpu")
+        for name in ("forward", "backward")
+    ),
+)
+
+
+def test_import_is_light():
+    """Pallas, or another part that few programs need, imported by everybody."""
+    code = "import sys, energy_attn; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [name for name in done.stdout.split() if name.startswith(LATE)] == []

@@ -17,6 +17,8 @@ import pytest
 import energy_attn.distributed
 import energy_attn.kernels
 
+pytestmark = pytest.mark.structure
+
 ROOT = Path(__file__).resolve().parents[1]
 EXPORTS = check_structure.exports(ROOT)
 

@@ -20,7 +20,7 @@ from ._follow import follow
 from ._maximise import length
 from ._optimum import at_optimum, plain_mean
 
-METHODS = ("extragradient", "optimistic", "newton")
+SOLVERS = ("extragradient", "optimistic", "newton")
 
 
 def gamma(
@@ -84,7 +84,7 @@ def saddle_attention(
     *,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
-    method: str = "extragradient",
+    solver: str = "extragradient",
     step_size: float | None = None,
     start: tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N Hv"]] | None = None,
     max_steps: int = 4096,
@@ -114,7 +114,7 @@ def saddle_attention(
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
         bias: as in [`free_energy`][energy_attn.free_energy], as is `mask`.
         mask: boolean, True where a key takes part.
-        method: `"extragradient"`, `"optimistic"` or `"newton"`.
+        solver: `"extragradient"`, `"optimistic"` or `"newton"`.
         step_size: the step of the first two; it should be well below 1 and below the inverse of
             the largest eigenvalue of $\Sigma$. None lets each row of `"extragradient"` find its own
             (Khobotov's rule), and is 0.1 for `"optimistic"`.
@@ -133,7 +133,7 @@ def saddle_attention(
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown option.
-        ValueError: shapes that do not belong together, an unknown method, a step size that is not
+        ValueError: shapes that do not belong together, an unknown solver, a step size that is not
             above zero.
         NotImplementedError: `"optimistic"` where arrays are split over explicit mesh axes.
         RuntimeError: a row did not converge and `throw` is set; inside jit, when the program runs.
@@ -151,10 +151,10 @@ def saddle_attention(
         True
     """
     call, arrays = prepare_wide(query, key, value, bias, mask, **options)
-    check_choice("method", method, METHODS)
+    check_choice("solver", solver, SOLVERS)
     check_flag("throw", throw)
-    if method == "optimistic":
-        check_follows(call, "method", method)
+    if solver == "optimistic":
+        check_follows(call, "solver", solver)
     if step_size is not None:
         step_size = check_finite_number("step_size", step_size)
         if step_size <= 0:
@@ -167,7 +167,7 @@ def saddle_attention(
         if not isinstance(start, tuple) or len(start) != 2:
             raise TypeError(f"start: wanted a pair (source, point), got {received(start)}")
         pair = jnp.concatenate([check_line("start", x, arrays) for x in start], -1)
-    settings = _Settings(call, method, step_size, check_max_steps(max_steps))
+    settings = _Settings(call, solver, step_size, check_max_steps(max_steps))
     found = _found(settings, _Given(arrays, pair, accepted))
     value, point = at_optimum(call, arrays, found.value, found.point)
     stats = held(found.stats, arrays, "saddle_attention")
@@ -177,7 +177,7 @@ def saddle_attention(
 
 class _Settings(NamedTuple):
     call: Prepared
-    method: str
+    solver: str
     step_size: float | None
     max_steps: int
 
@@ -198,7 +198,7 @@ def _found(settings: _Settings, given: _Given) -> Solution:
         del passes
         return _trial(settings, given, pair)
 
-    if settings.method == "optimistic":
+    if settings.solver == "optimistic":
         solver = optax.optimistic_gradient_descent(settings.step_size or 0.1)
 
         def objective(pair: Array, given: _Given) -> tuple[Array, Array]:
@@ -207,7 +207,7 @@ def _found(settings: _Settings, given: _Given) -> Solution:
 
         start, most = given.start, settings.max_steps
         found = follow(solver, evaluate, objective, given, start, most, recorded=0)
-    elif settings.method == "newton":
+    elif settings.solver == "newton":
         found = _newton(settings, given, evaluate(given.start, jnp.int32(0)), evaluate)
     else:
         found = _extragradient(settings, evaluate(given.start, jnp.int32(0)), evaluate)

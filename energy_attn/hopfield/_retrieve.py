@@ -32,7 +32,7 @@ def retrieve(
     memories: Float[Array, "*B S K H"],
     *,
     mask: Bool[Array, "..."] | None = None,
-    inverse_temperature: float | Float[Array, ""] = 1.0,
+    scale: float | Float[Array, ""] = 1.0,
     max_steps: int = 100,
     tolerance: float | None = None,
     throw: bool = True,
@@ -59,7 +59,7 @@ def retrieve(
         memories: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
         mask: boolean, of four axes, each 1 or that of `[B, N, T, S]`; True where a state may see a
             memory.
-        inverse_temperature: $\beta$, positive: how sharply memories are told apart.
+        scale: $\beta$, positive: how sharply memories are told apart.
         max_steps: the number of steps to take at most.
         tolerance: a state is at rest when a step is at most this multiple of $M$ long; None is
             1e-5 in float32 and 1e-10 in float64.
@@ -95,14 +95,12 @@ def retrieve(
         >>> import energy_attn as ea
         >>> memories = jax.random.normal(jax.random.key(0), (20, 1, 16))
         >>> probe = memories[3:4] + 0.3 * jax.random.normal(jax.random.key(1), (1, 1, 16))
-        >>> found = ea.retrieve(probe, memories, inverse_temperature=2.0)
+        >>> found = ea.retrieve(probe, memories, scale=2.0)
         >>> found.stats["nearest"].item(), bool(found.stats["weight"] > 0.99)
         (3, True)
     """
     _check_arrays(state, memories)
-    if "scale" in options:
-        raise TypeError(f"scale: wanted inverse_temperature, got {received(options['scale'])}")
-    beta = check_positive("inverse_temperature", inverse_temperature)
+    beta = check_positive("scale", scale)
     max_steps = check_integer("max_steps", max_steps, least=1)
     throw = check_flag("throw", throw)
     call, arrays = prepare_wide(state, memories, memories, None, mask, scale=1.0, **options)

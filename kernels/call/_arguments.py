@@ -80,7 +80,7 @@ def with_default_positions(operands: Operands, settings: Settings) -> Operands:
     return operands._replace(query_positions=query_positions, key_positions=key_positions)
 
 
-def reached(operands: Operands, settings: Settings) -> Operands:
+def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
     """`with_default_positions`, and keys that no query of the call may see are not there: position -1.
 
     What they hold is not read. Raises nothing.
@@ -93,7 +93,7 @@ def reached(operands: Operands, settings: Settings) -> Operands:
     return operands._replace(key_positions=jnp.where(seen, keys, -1))
 
 
-def cleared(operands: Operands) -> Operands:
+def zero_absent(operands: Operands) -> Operands:
     """Operands with zeros where no query, key or value is, for what is multiplied by a zero there.
 
     Of a key that a mask hides from all queries it is none, too. Raises nothing.
@@ -180,10 +180,10 @@ def check_call(
     if query.ndim not in (3, 4):
         raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
     batched = query.ndim == 4
-    *lead, rows, heads, width = query.shape
+    *lead, query_len, heads, width = query.shape
     check_shape("key", key, (*lead, "S", "K", width))
-    columns, kv_heads = key.shape[-3:-1]
-    check_shape("value", value, (*lead, columns, kv_heads, "Hv"))
+    key_len, kv_heads = key.shape[-3:-1]
+    check_shape("value", value, (*lead, key_len, kv_heads, "Hv"))
     if kv_heads == 0 or heads % kv_heads != 0:
         raise ValueError(
             f"query: wanted a number of heads that is a multiple of the {kv_heads} "
@@ -200,26 +200,28 @@ def check_call(
         source = None if source is None else source[None]
 
     batch = query.shape[0]
-    scores = (batch, heads, rows, columns)
+    scores = (batch, heads, query_len, key_len)
     bias, mask = check_scores(bias, mask, scores)
     rule = Rule(check_flag("is_causal", is_causal), check_window(local_window_size))
 
-    query_positions = _positions("query", query_positions, query_seq_lengths, batch, rows, batched)
+    query_positions = _positions(
+        "query", query_positions, query_seq_lengths, batch, query_len, batched
+    )
     key_positions = _positions(
-        "key_value", key_positions, key_value_seq_lengths, batch, columns, batched
+        "key_value", key_positions, key_value_seq_lengths, batch, key_len, batched
     )
     if (query_positions is None) != (key_positions is None):
         query_positions, key_positions = (
             jnp.arange(size, dtype=jnp.int32)[None] if x is None else x
-            for x, size in ((query_positions, rows), (key_positions, columns))
+            for x, size in ((query_positions, query_len), (key_positions, key_len))
         )
 
     if (query_segment_ids is None) != (key_segment_ids is None):
         missing = "query_segment_ids" if query_segment_ids is None else "key_segment_ids"
         raise ValueError(f"{missing}: wanted an integer array beside the other's, got None")
     segments = (
-        _numbers("query_segment_ids", query_segment_ids, batch, rows, batched),
-        _numbers("key_segment_ids", key_segment_ids, batch, columns, batched),
+        _numbers("query_segment_ids", query_segment_ids, batch, query_len, batched),
+        _numbers("key_segment_ids", key_segment_ids, batch, key_len, batched),
     )
 
     query, key, scale = _scaled(query, key, scale)
@@ -311,10 +313,10 @@ def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
         check_broadcastable(name, x, shape, leading=False)
     except ValueError as wrong:
         # axes that other libraries leave out; here they have to be said, as two may be equally long
-        batch, _, rows, columns = shape
-        if broadcasts(x.shape, (batch, columns)):
+        batch, _, query_len, key_len = shape
+        if broadcasts(x.shape, (batch, key_len)):
             hint = f"(batch, keys) write {name}[:, None, None, :]"
-        elif broadcasts(x.shape, (batch, rows, columns)):
+        elif broadcasts(x.shape, (batch, query_len, key_len)):
             hint = f"(batch, queries, keys) write {name}[:, None]"
         else:
             raise

@@ -103,12 +103,12 @@ def reachable(rule: Rule, query: Int[Array, "#B T"], key: Int[Array, "#B S"]) ->
     Never false where one does; true where none does only in gaps between the positions of queries
     that follow each other, of many under a window.
     """
-    batch, rows = query.shape
-    blocks, block = 1, rows
-    if rule.window is not None and isinstance(rows, int):  # and no symbol
-        blocks = min(rows, _MOST_BLOCKS)
-        block = -(-rows // blocks)
-        query = jnp.pad(query, ((0, 0), (0, blocks * block - rows)), constant_values=-1)
+    batch, query_len = query.shape
+    blocks, block = 1, query_len
+    if rule.window is not None and isinstance(query_len, int):  # and no symbol
+        blocks = min(query_len, _MOST_BLOCKS)
+        block = -(-query_len // blocks)
+        query = jnp.pad(query, ((0, 0), (0, blocks * block - query_len)), constant_values=-1)
     low, high = interval(query.reshape(batch, blocks, block))
     own = Interval(key[:, :, None], key[:, :, None])
     queries = Interval(low[:, None, :], high[:, None, :])

@@ -11,20 +11,22 @@ from ..call._arguments import Operands, Settings, cotangents
 from ..call._kernel import AbstractKernel
 from ..call._state import AttentionState
 from ..xla import _blockwise
-from ._lowering import run_chosen
+from ._lowering import run_when_lowered
 
 Kernels = tuple[AbstractKernel, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def flash(kernels: Kernels, settings: Settings, operands: Operands) -> AttentionState:
+def differentiable_attention(
+    kernels: Kernels, settings: Settings, operands: Operands
+) -> AttentionState:
     """The state by the first of `kernels` that fits; both `out` and `lse` are differentiable.
 
     First derivatives are the kernel's own `backward`. Reverse over reverse differentiates that of
     the blockwise implementation and is right; forward mode through a custom_vjp raises JAX's
-    `TypeError`, never a zero. Raises as `run_chosen`.
+    `TypeError`, never a zero. Raises as `run_when_lowered`.
     """
-    return run_chosen(_forward, _blockwise.empty_like, kernels, settings, operands)
+    return run_when_lowered(_forward, _blockwise.empty_like, kernels, settings, operands)
 
 
 def _forward(
@@ -42,9 +44,9 @@ def _save(kernels: Kernels, settings: Settings, operands: Any) -> Any:
 # with constants of the loop when it differentiates for the second time.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_and_save(kernels: Kernels, settings: Settings, operands: Operands) -> Any:
-    # through `flash`: the saved state enters the backward and must itself be differentiable when
+    # through `differentiable_attention`: the saved state enters the backward and must itself be differentiable when
     # the backward is differentiated
-    state: AttentionState = flash(kernels, settings, operands)
+    state: AttentionState = differentiable_attention(kernels, settings, operands)
     return state, (operands, state)
 
 
@@ -58,7 +60,7 @@ def _pull_back(kernels: Kernels, settings: Settings, saved: Any, cotangent: Atte
 
 # With symbolic zeros: training through `out` alone, by far the most common case, is known for what
 # it is, and a vendor's backward that knows no cotangent of lse will do.
-flash.defvjp(_save, _pull_back, symbolic_zeros=True)
+differentiable_attention.defvjp(_save, _pull_back, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -69,7 +71,7 @@ def _backward(
     state: AttentionState,
     cotangent: AttentionState,
 ) -> Operands:
-    return run_chosen(_run_backward, _zeros, kernels, settings, operands, state, cotangent)
+    return run_when_lowered(_run_backward, _zeros, kernels, settings, operands, state, cotangent)
 
 
 def _run_backward(

@@ -20,29 +20,29 @@ from ..call._arguments import Settings, is_static
 from ..call._kernel import AbstractKernel
 from ._probe import obstacle
 
-Task = Callable[..., Any]  # (kernel, settings, platform, *args) to arrays
+KernelMethod = Callable[..., Any]  # (kernel, settings, platform, *args) to arrays
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
-def run_chosen(
-    task: Task,
+def run_when_lowered(
+    method: KernelMethod,
     like: Callable[..., Any],
     kernels: Sequence[AbstractKernel],
     settings: Settings,
     *args: Any,
 ) -> Any:
-    """`task(kernel, settings, platform, *args)`, of the kernel that `fitting` finds when lowered.
+    """`method(kernel, settings, platform, *args)`, of the kernel that `first_fitting` finds when lowered.
 
-    `like(settings, *args)` makes arrays of the types that the results have. Raises as `fitting`
+    `like(settings, *args)` makes arrays of the types that the results have. Raises as `first_fitting`
     does, when the program is lowered.
     """
     if not kernels[0].platforms:
-        return task(kernels[0], settings, None, *args)
+        return method(kernels[0], settings, None, *args)
     flat, tree = jax.tree.flatten(args)
     found = _bind(
         *flat,
-        task=task,
+        method=method,
         like=like,
         kernels=tuple(kernels),
         settings=settings,
@@ -69,7 +69,7 @@ class Program(NamedTuple):
     symbolic: bool = False
 
 
-def fitting(kernels: Sequence[AbstractKernel], program: Program) -> AbstractKernel:
+def first_fitting(kernels: Sequence[AbstractKernel], program: Program) -> AbstractKernel:
     """The first kernel for a program: of its platform, or made of XLA's operations.
 
     If there is none, the first that JAX lowers although it may not serialise it, which then is for
@@ -79,12 +79,12 @@ def fitting(kernels: Sequence[AbstractKernel], program: Program) -> AbstractKern
     """
     reasons = {}
     for kernel in kernels:
-        reason = unfit(kernel, program)
+        reason = why_unfit(kernel, program)
         if reason is None:
             return kernel
         reasons[kernel.name] = reason
     for kernel in kernels:
-        if unfit(kernel, program._replace(exported=False)) is None:
+        if why_unfit(kernel, program._replace(exported=False)) is None:
             return kernel
     for kernel in kernels:
         if program.platform in kernel.interpreted and not program.symbolic:
@@ -94,7 +94,7 @@ def fitting(kernels: Sequence[AbstractKernel], program: Program) -> AbstractKern
     )
 
 
-def unfit(kernel: AbstractKernel, program: Program) -> str | None:
+def why_unfit(kernel: AbstractKernel, program: Program) -> str | None:
     """Why a program cannot have a kernel in it; None if it can."""
     if not kernel.platforms:
         return None
@@ -118,7 +118,7 @@ Levels = tuple[tuple[int | None, ...], ...]  # of nested vmaps, innermost first:
 
 def _run(
     *flat: Any,
-    task: Task,
+    method: KernelMethod,
     kernel: AbstractKernel,
     settings: Settings,
     platform: str,
@@ -126,16 +126,16 @@ def _run(
     tree: Any,
 ) -> list[Any]:
     def run(*flat: Any) -> list[Any]:
-        return jax.tree.leaves(task(kernel, settings, platform, *jax.tree.unflatten(tree, flat)))
+        return jax.tree.leaves(method(kernel, settings, platform, *jax.tree.unflatten(tree, flat)))
 
     if kernel.platforms:
-        return _folded(run, levels, flat) if levels else run(*flat)
+        return _as_one_batch(run, levels, flat) if levels else run(*flat)
     for axes in levels:
         run = jax.vmap(run, in_axes=axes)
     return run(*flat)
 
 
-def _folded(run: Callable[..., list[Any]], levels: Levels, flat: Any) -> list[Any]:
+def _as_one_batch(run: Callable[..., list[Any]], levels: Levels, flat: Any) -> list[Any]:
     """Vmapped calls as one of a larger batch: all arrays have their batch axis in front."""
 
     def forward(x: Any, axes: tuple[int | None, ...]) -> Any:
@@ -147,25 +147,26 @@ def _folded(run: Callable[..., list[Any]], levels: Levels, flat: Any) -> list[An
     depth = len(levels) + 1
     lead = tuple(max(sizes) for sizes in zip(*(x.shape[:depth] for x in moved), strict=True))
 
-    def fold(x: Any) -> Any:
+    def flatten_batch(x: Any) -> Any:
         # broadcast over the batch, and so over the larger one; of a batch of 1, nobody can tell
         if lead[-1] > 1 and math.prod(x.shape[:depth]) == 1:
             return x.reshape(1, *x.shape[depth:])
         x = jnp.broadcast_to(x, (*lead, *x.shape[depth:]))
         return x.reshape(-1, *x.shape[depth:])
 
-    return [x.reshape(*lead, *x.shape[1:]) for x in run(*map(fold, moved))]
+    return [x.reshape(*lead, *x.shape[1:]) for x in run(*map(flatten_batch, moved))]
 
 
-choice_p = Primitive("attention_kernel")
-choice_p.multiple_results = True
+attention_kernel_p = Primitive("attention_kernel")
+attention_kernel_p.multiple_results = True
 _bind = jax.jit(
-    choice_p.bind, static_argnames=("task", "like", "kernels", "settings", "levels", "tree")
+    attention_kernel_p.bind,
+    static_argnames=("method", "like", "kernels", "settings", "levels", "tree"),
 )
-choice_p.def_impl(_bind)
+attention_kernel_p.def_impl(_bind)
 
 
-@choice_p.def_abstract_eval
+@attention_kernel_p.def_abstract_eval
 def _types(
     *flat: Any, like: Any, settings: Settings, levels: Any, tree: Any, **params: Any
 ) -> list[Any]:
@@ -178,22 +179,22 @@ def _types(
 
 
 def _batch(flat: Any, axes: Any, *, levels: Any, **params: Any) -> tuple[list[Any], list[int]]:
-    found = choice_p.bind(*flat, levels=(*levels, tuple(axes)), **params)
+    found = attention_kernel_p.bind(*flat, levels=(*levels, tuple(axes)), **params)
     return found, [0] * len(found)
 
 
-batching.primitive_batchers[choice_p] = _batch
+batching.primitive_batchers[attention_kernel_p] = _batch
 
 
 def _lower(ctx: Any, *flat: Any, on: str, kernels: Any, like: Any, **params: Any) -> Any:
     del like
     program = Program(
         on,
-        partitioned=not _whole(ctx.module_context.axis_context),
+        partitioned=not _is_unpartitioned(ctx.module_context.axis_context),
         exported=is_exported(ctx.module_context),
         symbolic=not all(is_static(*x.shape) for x in ctx.avals_in),
     )
-    kernel = fitting(kernels, program)
+    kernel = first_fitting(kernels, program)
     run = functools.partial(_run, kernel=kernel, platform=on, **params)
     if kernel.platforms:
         # Inside jax.shard_map types say along which axes of the mesh an array may differ. No kernel
@@ -204,7 +205,9 @@ def _lower(ctx: Any, *flat: Any, on: str, kernels: Any, like: Any, **params: Any
 
 
 for _platform in PLATFORMS:
-    mlir.register_lowering(choice_p, functools.partial(_lower, on=_platform), platform=_platform)
+    mlir.register_lowering(
+        attention_kernel_p, functools.partial(_lower, on=_platform), platform=_platform
+    )
 
 
 def platform_here() -> str:
@@ -220,7 +223,7 @@ def is_exported(context: Any) -> bool:
     return context.lowering_parameters.for_export
 
 
-def _whole(context: Any) -> bool:
+def _is_unpartitioned(context: Any) -> bool:
     """Whether a program is for one device, or for one of a jax.shard_map over all mesh axes."""
     if isinstance(context, mlir.SPMDAxisContext):
         mesh = context.mesh

@@ -21,8 +21,8 @@ from ..vendor._splash import Splash
 from ..xla._blockwise import Blockwise
 from ..xla._decode import Decode
 from ..xla._reference import Reference
-from ._derivative import flash
-from ._lowering import Program, fitting, unfit
+from ._derivative import differentiable_attention
+from ._lowering import Program, first_fitting, why_unfit
 
 # In order of preference: vendors' kernels, which are tuned for many rows and take few calls, our
 # own, which take most, and those that are made of XLA's operations and run everywhere.
@@ -46,7 +46,7 @@ def implementations() -> tuple[str, ...]:
 
     - `"cudnn"`: NVIDIA's flash attention, 16 bits, many rows, positions that count from 0.
     - `"pallas_gpu"`: our own kernels for NVIDIA's GPUs: any positions; few rows split the keys.
-    - `"flash"`: FlashAttention-2 from flash-attn-jax, which the extra `flash` brings; 16 bits.
+    - `"flash"`: FlashAttention-2 from flash-attn-jax, which the extra `differentiable_attention` brings; 16 bits.
     - `"splash"`: JAX's splash attention for TPUs, bfloat16, whole blocks, positions from 0.
     - `"pallas_tpu"`: our own kernels for TPUs: any positions; few rows read the keys as they lie.
     - `"decode"`: XLA, few query rows; one matrix product for all heads. Backward as blockwise.
@@ -66,7 +66,7 @@ def implementations() -> tuple[str, ...]:
     return tuple(_REGISTRY)
 
 
-class Choice(NamedTuple):
+class Explanation(NamedTuple):
     """Which implementation takes a call, and why the ones before it decline."""
 
     name: str
@@ -107,29 +107,33 @@ def attend(names: Sequence[str], settings: Settings, operands: Operands) -> Atte
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(names: tuple[str, ...], settings: Settings, operands: Operands) -> AttentionState:
-    kernels, _ = _taking(names, settings, operands)
+    kernels, _ = _accepting(names, settings, operands)
     if isinstance(kernels[0], Reference):
         # differentiated by JAX, to any order and in both modes
         return kernels[0].forward(operands, settings, None)
-    return flash(kernels, settings, operands)
+    return differentiable_attention(kernels, settings, operands)
 
 
-def explain(names: Sequence[str], settings: Settings, operands: Operands, platform: str) -> Choice:
+def explain(
+    names: Sequence[str], settings: Settings, operands: Operands, platform: str
+) -> Explanation:
     """Which of `names` takes a call on a platform, and why those before it that are made for it do
     not; by shapes alone: `operands` may be `jax.ShapeDtypeStruct`s.
 
     Raises what `attend` raises.
     """
-    kernels, declined = _taking(names, settings, operands)
+    kernels, declined = _accepting(names, settings, operands)
     program = Program(platform)
-    chosen = fitting(kernels, program)
-    declined |= {kernel.name: reason for kernel in kernels if (reason := unfit(kernel, program))}
+    chosen = first_fitting(kernels, program)
+    declined |= {
+        kernel.name: reason for kernel in kernels if (reason := why_unfit(kernel, program))
+    }
     before = names[: list(names).index(chosen.name)]
     made = [name for name in before if platform in (_REGISTRY[name].platforms or (platform,))]
-    return Choice(chosen.name, tuple((name, declined[name]) for name in made))
+    return Explanation(chosen.name, tuple((name, declined[name]) for name in made))
 
 
-def _taking(
+def _accepting(
     names: Sequence[str], settings: Settings, operands: Operands
 ) -> tuple[tuple[AbstractKernel, ...], dict[str, str]]:
     """The kernels that take a call, up to the first that fits everywhere; and why others do not."""

@@ -15,23 +15,23 @@ from ..call._arguments import Operands, Settings, with_default_positions
 from ..call._mask import meeting
 
 
-def lay(x: Array, kv_heads: int, block: int, fill: float = 0) -> Array:
+def pack_rows(x: Array, kv_heads: int, block: int, fill: float = 0) -> Array:
     """`[B, T, N, ...]` to rows `[B, K, R, ...]`, `R` a multiple of `block`. Raises nothing."""
-    batch, times, heads, *rest = x.shape
-    x = x.reshape(batch, times, kv_heads, heads // kv_heads, *rest)
+    batch, query_len, heads, *rest = x.shape
+    x = x.reshape(batch, query_len, kv_heads, heads // kv_heads, *rest)
     x = x.transpose(0, 2, 3, 1, *range(4, x.ndim)).reshape(batch, kv_heads, -1, *rest)
-    return filled(x, 2, block, fill)
+    return pad_to_blocks(x, 2, block, fill)
 
 
-def take(x: Array, times: int, heads: int) -> Array:
-    """The inverse of `lay`: rows `[B, K, R, ...]` to `[B, T, N, ...]`. Raises nothing."""
+def unpack_rows(x: Array, query_len: int, heads: int) -> Array:
+    """The inverse of `pack_rows`: rows `[B, K, R, ...]` to `[B, T, N, ...]`. Raises nothing."""
     batch, kv_heads, _, *rest = x.shape
     group = heads // kv_heads
-    x = x[:, :, : group * times].reshape(batch, kv_heads, group, times, *rest)
-    return x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(batch, times, heads, *rest)
+    x = x[:, :, : group * query_len].reshape(batch, kv_heads, group, query_len, *rest)
+    return x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(batch, query_len, heads, *rest)
 
 
-class Marks(NamedTuple):
+class Visibility(NamedTuple):
     """What tells who sees whom, of rows and of keys: positions and segments, each or None.
 
     Attributes:
@@ -47,8 +47,10 @@ class Marks(NamedTuple):
     key_segments: Int[Array, "b C"] | None
 
 
-def mark(operands: Operands, settings: Settings, row_block: int, key_block: int) -> Marks:
-    """The marks of the rows that `lay` makes and of the keys, both filled up to whole blocks.
+def visibility_of(
+    operands: Operands, settings: Settings, row_block: int, key_block: int
+) -> Visibility:
+    """The visibility of the rows that `pack_rows` makes and of the keys, both filled up to whole blocks.
 
     None where all rows see all keys. Keys that only fill the last block are marked, if anything
     is, and are not there in memory: a kernel hides them by their number. Raises nothing.
@@ -57,12 +59,12 @@ def mark(operands: Operands, settings: Settings, row_block: int, key_block: int)
     group = operands.query.shape[2] // operands.key.shape[2]
 
     def rows(x: Any, fill: int) -> Any:
-        return None if x is None else filled(jnp.tile(x, (1, group)), 1, row_block, fill)
+        return None if x is None else pad_to_blocks(jnp.tile(x, (1, group)), 1, row_block, fill)
 
     def keys(x: Any, fill: int) -> Any:
-        return None if x is None else filled(x, 1, key_block, fill)
+        return None if x is None else pad_to_blocks(x, 1, key_block, fill)
 
-    return Marks(
+    return Visibility(
         rows(operands.query_positions, -1),
         keys(operands.key_positions, -1),
         rows(operands.query_segments, 0),
@@ -70,8 +72,8 @@ def mark(operands: Operands, settings: Settings, row_block: int, key_block: int)
     )
 
 
-def meet(
-    marks: Marks, settings: Settings, row_block: int, key_block: int
+def meeting_blocks(
+    visibility: Visibility, settings: Settings, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
     """Which blocks of rows might see any key of which blocks of keys; None if all might."""
 
@@ -82,10 +84,10 @@ def meet(
             x.reshape(len(x), -1, block) for x, block in ((rows, row_block), (keys, key_block))
         )
 
-    return meeting(settings.rule, cut(*marks[:2]), cut(*marks[2:]))
+    return meeting(settings.rule, cut(*visibility[:2]), cut(*visibility[2:]))
 
 
-def spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
+def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
     """The first and one past the last block `y` that each block `x` meets; 0 and 0 if none."""
     number = meets.shape[-1]
     some = meets.any(-1)
@@ -94,7 +96,7 @@ def spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b
     return first.astype(jnp.int32), stop.astype(jnp.int32)
 
 
-def filled(x: Array, axis: int, block: int, fill: float) -> Array:
+def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:
     """`x` with an axis filled up to whole blocks. Raises nothing."""
     missing = math.ceil(x.shape[axis] / block) * block - x.shape[axis]
     if missing == 0:

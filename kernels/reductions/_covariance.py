@@ -12,7 +12,7 @@ from ..call._arguments import Operands, Settings
 from ..call._state import CovarianceState, holds_keys, precision
 from ..dispatch._registry import attend
 from ..xla._blocks import product
-from ._expectation import ScoreBlock, weighted
+from ._expectation import ScoreBlock, weighted_sum
 
 
 def covariance(names: Sequence[str], settings: Settings, operands: Operands) -> CovarianceState:
@@ -23,7 +23,7 @@ def covariance(names: Sequence[str], settings: Settings, operands: Operands) -> 
     operands, origin = centred(operands)
     out, lse = attend(names, settings, operands)
     width = out.shape[-1]
-    found = weighted(_scatter, width * width, settings, operands, lse, out)
+    found = weighted_sum(_scatter, width * width, settings, operands, lse, out)
     found = found.reshape(*out.shape, width)
     found = (found + found.swapaxes(-1, -2)) / 2
     origin = jnp.repeat(origin, out.shape[2] // operands.key.shape[2], axis=2)

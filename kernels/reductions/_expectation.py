@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from ..call._arguments import Operands, Settings
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
 from ..dispatch._registry import attend, vary_together
-from ..xla._blocks import Blocks, Index, cut_queries, join_queries, outer
+from ..xla._blocks import BlockedOperands, Index, cut_queries, join_queries, outer
 
 
 class ScoreBlock(NamedTuple):
@@ -35,7 +35,7 @@ class ScoreBlock(NamedTuple):
 # Of a block, and of arrays that have a line for each row, what is to be summed: [B, rows, outputs].
 BlockTerm = Callable[..., Array]
 # The same of the scores and the values of a block, for any way to join what blocks say.
-_Said = Callable[..., Array]
+_BlockFunction = Callable[..., Array]
 
 
 def expectation(
@@ -63,10 +63,12 @@ def expectation(
         *rows: what else `part` is given, `[B, T, N, W]` each.
     """
     state = attend(names, settings, operands)
-    return AttentionState(weighted(part, width, settings, operands, state.lse, *rows), state.lse)
+    return AttentionState(
+        weighted_sum(part, width, settings, operands, state.lse, *rows), state.lse
+    )
 
 
-def weighted(
+def weighted_sum(
     part: BlockTerm,
     width: int,
     settings: Settings,
@@ -81,7 +83,7 @@ def weighted(
     def sums(scores: Array, value: Array, lse: Array, *rows: Array) -> Array:
         return part(ScoreBlock(scores, jnp.exp(scores - lse), value), *rows)
 
-    return _walk(sums, jnp.add, 0.0, width, settings, operands, lse, *rows)
+    return _reduce_blocks(sums, jnp.add, 0.0, width, settings, operands, lse, *rows)
 
 
 def support_function(
@@ -92,7 +94,7 @@ def support_function(
     Minus infinity for a row that sees no key. Held constant in derivatives. Raises nothing.
     """
     operands, direction = lax.stop_gradient((operands, direction))
-    return _walk(_largest, jnp.maximum, -jnp.inf, 1, settings, operands, direction)[..., 0]
+    return _reduce_blocks(_largest, jnp.maximum, -jnp.inf, 1, settings, operands, direction)[..., 0]
 
 
 def _largest(scores: Array, value: Array, direction: Array) -> Array:
@@ -100,8 +102,8 @@ def _largest(scores: Array, value: Array, direction: Array) -> Array:
     return jnp.where(jnp.isneginf(scores), -jnp.inf, along).max(-1, keepdims=True)
 
 
-def _walk(
-    say: _Said,
+def _reduce_blocks(
+    of_block: _BlockFunction,
     join: Callable[[Array, Array], Array],
     start: float,
     width: int,
@@ -109,13 +111,13 @@ def _walk(
     operands: Operands,
     *rows: Array,
 ) -> Array:
-    operands, rows = _together(operands, rows)
-    (batch, times, heads), columns = operands.query.shape[:3], operands.key.shape[1]
+    operands, rows = _vary_together(operands, rows)
+    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
     wide = lse_dtype(operands.query.dtype)
-    if 0 in (batch, times, columns):
-        shape = (batch, times, heads, width)
+    if 0 in (batch, query_len, key_len):
+        shape = (batch, query_len, heads, width)
         return lax.full_like(operands.query, start, dtype=wide, shape=shape)
-    blocks = Blocks(operands, settings)
+    blocks = BlockedOperands(operands, settings)
     g = blocks.grid
     values = blocks.value.astype(wide)
     # Absent rows get what present ones may get: nothing of them is kept.
@@ -127,11 +129,11 @@ def _walk(
     # What a derivative stores is what goes in, never a block.
     @jax.checkpoint
     def one(at: Index, query: Array, key: Array, value: Array, *rows: Array) -> Array:
-        def see() -> Array:
-            return say(blocks.scores_of(query, key, at), value, *rows)
+        def visible_sum() -> Array:
+            return of_block(blocks.scores_of(query, key, at), value, *rows)
 
         meet = blocks.meet(at)
-        return see() if meet is None else lax.cond(meet, see, nothing)
+        return visible_sum() if meet is None else lax.cond(meet, visible_sum, nothing)
 
     # What a loop runs over is handed to it, so that each step's cotangents are its own.
     def one_head(taken: Any) -> Array:
@@ -150,10 +152,12 @@ def _walk(
         return lax.map(one_block_of_queries, (jnp.arange(g.query_blocks), queries, rows))
 
     over = jnp.arange(g.kv_heads), blocks.query, blocks.key, values, cut
-    return join_queries(g, lax.map(one_head, over), times)
+    return join_queries(g, lax.map(one_head, over), query_len)
 
 
-def _together(operands: Operands, rows: tuple[Array, ...]) -> tuple[Operands, tuple[Array, ...]]:
+def _vary_together(
+    operands: Operands, rows: tuple[Array, ...]
+) -> tuple[Operands, tuple[Array, ...]]:
     together = vary_together((*operands, *rows))
     number = len(operands)
     return Operands(*together[:number]), tuple(together[number:])

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from ..call._arguments import Operands, Settings
 from ..call._state import lse_dtype, safe_shift, share
 from ..dispatch._registry import vary_together
-from ..xla._blocks import Blocks, Index, cut_queries, join_queries
+from ..xla._blocks import BlockedOperands, Index, cut_queries, join_queries
 
 
 class Draw(NamedTuple):
@@ -41,13 +41,13 @@ def sample(
     """
     *together, seeds = vary_together((*operands, seeds))
     operands = Operands(*together)
-    (batch, times, heads), columns = operands.query.shape[:3], operands.key.shape[1]
-    if 0 in (batch, times, columns):
+    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
+    if 0 in (batch, query_len, key_len):
         wide = lse_dtype(operands.query.dtype)
-        shape = (batch, times, heads)
+        shape = (batch, query_len, heads)
         index = lax.full_like(operands.query, -1, dtype=jnp.int32, shape=(*shape, number))
         return Draw(index, lax.full_like(operands.query, -jnp.inf, dtype=wide, shape=shape))
-    blocks = Blocks(operands, settings)
+    blocks = BlockedOperands(operands, settings)
     g = blocks.grid
     seeds = cut_queries(g, seeds)
 
@@ -75,7 +75,9 @@ def sample(
         return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), jnp.arange(g.query_blocks))
 
     index, lse = lax.map(one_head, jnp.arange(g.kv_heads))
-    return Draw(join_queries(g, index, times), join_queries(g, lse[..., None], times)[..., 0])
+    return Draw(
+        join_queries(g, index, query_len), join_queries(g, lse[..., None], query_len)[..., 0]
+    )
 
 
 def merge_draws(first: Draw, second: Draw, chance: Float[Array, "*batch number"]) -> Draw:

@@ -45,12 +45,12 @@ def check_plain(operands: Operands, settings: Settings, widest: int) -> None:
         )
 
 
-def side(size: int, keys: int) -> int | None:
+def window_side(size: int, keys: int) -> int | None:
     """One side of a window; None if it reaches over all keys. Raises nothing."""
     return size if size < keys - 1 else None
 
 
-def state_of(out: Array, lse: Array, operands: Operands, settings: Settings) -> AttentionState:
+def vendor_state(out: Array, lse: Array, operands: Operands, settings: Settings) -> AttentionState:
     """What a vendor's kernel gave, as states are: in a call that `check_plain` lets pass every row
     sees a key, and an energy that is not finite is a broken number, whatever a vendor writes
     for one (FlashAttention-2 writes plus infinity, as for no keys). Raises nothing.
@@ -74,13 +74,13 @@ def pull_back(
     out, d_out = (x.astype(operands.value.dtype) for x in (state.out, cotangent.out))
     query, key, value = pull(operands.value, out, d_out)
     if cotangent.lse is not None:
-        ones, zero, parts = _energies(operands.value, out, cotangent.lse)
+        ones, zero, parts = _lse_operands(operands.value, out, cotangent.lse)
         more_query, more_key, _ = pull(ones, zero, parts)
         query, key = _add(query, more_query), _add(key, more_key)
     return cotangents(query, key, value, None)
 
 
-def _energies(value: Array, out: Array, lse: Any) -> tuple[Array, Array, Array]:
+def _lse_operands(value: Array, out: Array, lse: Any) -> tuple[Array, Array, Array]:
     wide, width = lse.dtype, out.shape[-1]
     high = lse.astype(out.dtype)
     low = (lse - high.astype(wide)).astype(out.dtype)

@@ -16,9 +16,9 @@ from ..call._arguments import Operands, Settings
 from ..call._kernel import AbstractKernel
 from ..call._mask import Rule
 from ..call._state import AttentionState
-from ._adapter import check_plain, pull_back, side, state_of
+from ._adapter import check_plain, pull_back, vendor_state, window_side
 
-LEAST = 64  # queries and keys; few rows are for kernels that split the keys
+FEWEST_ROWS = 64  # queries and keys; few rows are for kernels that split the keys
 
 
 class CuDNN(AbstractKernel):
@@ -41,8 +41,10 @@ class CuDNN(AbstractKernel):
         """
         check_plain(operands, settings, widest=128)
         for name, x in (("query", operands.query), ("key", operands.key)):
-            if x.shape[1] < LEAST:
-                raise NotImplementedError(f"{name}: wanted at least {LEAST} rows, got {x.shape[1]}")
+            if x.shape[1] < FEWEST_ROWS:
+                raise NotImplementedError(
+                    f"{name}: wanted at least {FEWEST_ROWS} rows, got {x.shape[1]}"
+                )
         rule = settings.rule
         if rule.window is not None and not _looks_back(rule):
             raise NotImplementedError(
@@ -55,7 +57,7 @@ class CuDNN(AbstractKernel):
     ) -> AttentionState:
         """One call of cuDNN, with its softmax statistics. Raises nothing."""
         out, lse = _forward(*operands[:3], **_options(settings, operands.key.shape[1]))
-        return state_of(out, lse.swapaxes(1, 2), operands, settings)
+        return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
 
     def backward(
         self,
@@ -100,7 +102,7 @@ def _backward(
 def _options(settings: Settings, keys: int) -> dict[str, Any]:
     """The parameters of both."""
     rule, found = settings.rule, private_names("cudnn")
-    left = None if rule.window is None else side(rule.window[0], keys)
+    left = None if rule.window is None else window_side(rule.window[0], keys)
     # from 0.12 on: functions of the scores, of which cuDNN makes a part of its kernel
     newer = {"score_mod_name", "score_mod_jaxpr"} & inspect.signature(
         found.lowering

@@ -14,7 +14,7 @@ from ..call._arguments import Operands, Settings
 from ..call._kernel import AbstractKernel
 from ..call._mask import Rule
 from ..call._state import AttentionState
-from ._adapter import check_plain, pull_back, side, state_of
+from ._adapter import check_plain, pull_back, vendor_state, window_side
 
 
 class FlashAttn(AbstractKernel):
@@ -44,7 +44,7 @@ class FlashAttn(AbstractKernel):
         """One call, with the energies in float32. Raises nothing."""
         options = _options(settings, operands.key.shape[1])
         out, lse = _package().forward(*operands[:3], **options)
-        return state_of(out, lse.swapaxes(1, 2), operands, settings)
+        return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
 
     def backward(
         self,
@@ -76,7 +76,9 @@ def _options(settings: Settings, keys: int) -> dict[str, Any]:
 
 def _window(rule: Rule, keys: int) -> tuple[int, int]:
     """The sides of the window as FlashAttention counts them: -1 for one without end."""
-    left, right = (None, None) if rule.window is None else (side(x, keys) for x in rule.window)
+    left, right = (
+        (None, None) if rule.window is None else (window_side(x, keys) for x in rule.window)
+    )
     right = 0 if rule.is_causal else right
     return (-1 if left is None else left), (-1 if right is None else right)
 

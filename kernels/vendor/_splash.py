@@ -20,8 +20,8 @@ from ..call._arguments import Operands, Settings, cotangents
 from ..call._kernel import AbstractKernel
 from ..call._mask import Rule
 from ..call._state import AttentionState
-from ..xla._blockwise import slope
-from ._adapter import check_plain, side, state_of
+from ..xla._blockwise import backward_delta
+from ._adapter import check_plain, vendor_state, window_side
 
 _BLOCKS = (512, 256, 128)  # the largest that divides is taken
 _MOST = 32768  # their masks are cut into blocks on the host, one by one
@@ -65,7 +65,7 @@ class Splash(AbstractKernel):
         found = _kernel(settings.rule, query.shape[2], key.shape[2], platform != "tpu")
         with _as_expected():
             out, (lse,) = jax.vmap(found)(query, key, value)
-        return state_of(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
+        return vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
 
     def backward(
         self,
@@ -79,7 +79,7 @@ class Splash(AbstractKernel):
         query, key, value = _scaled(operands, settings)
         found = _kernel(settings.rule, query.shape[2], key.shape[2], platform != "tpu")
         d_out = cotangent.out.astype(value.dtype)
-        rows = (state.lse, d_out, slope(state, cotangent))
+        rows = (state.lse, d_out, backward_delta(state, cotangent))
         with _as_expected():
             pulled = jax.vmap(functools.partial(_pull, found))(
                 query, key, value, *(x.swapaxes(1, 2) for x in rows)
@@ -143,7 +143,7 @@ def _kernel(rule: Rule, rows: int, keys: int, interpret: bool) -> Any:
 
 def _mask(masks: Any, rule: Rule, shape: tuple[int, int]) -> Any:
     if rule.window is not None:
-        left, right = (side(x, shape[1]) for x in rule.window)
+        left, right = (window_side(x, shape[1]) for x in rule.window)
         return masks.LocalMask(shape, (left, 0 if rule.is_causal else right), 0)
     return masks.CausalMask(shape) if rule.is_causal else masks.FullMask(shape)
 

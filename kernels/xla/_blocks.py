@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from ..call._arguments import Operands, Settings, cleared, is_static, reached, there
+from ..call._arguments import Operands, Settings, hide_unreachable, is_static, there, zero_absent
 from ..call._mask import meeting, visible
 from ..call._state import lse_dtype, precision
 
@@ -25,13 +25,13 @@ KEY_BLOCK = 1024
 class Grid(NamedTuple):
     """How `[T, N]` queries and `[S, K]` keys are cut into blocks; static.
 
-    A block of queries holds `times` consecutive positions of all `group` heads that share one key
+    A block of queries holds `queries` consecutive positions of all `group` heads that share one key
     head, so no key is ever repeated and a block covers an interval of time.
     """
 
     kv_heads: int
     group: int
-    times: int
+    queries: int
     query_blocks: int
     keys: int
     key_blocks: int
@@ -39,7 +39,7 @@ class Grid(NamedTuple):
     @property
     def rows(self) -> int:
         """The number of query rows in a block."""
-        return self.group * self.times
+        return self.group * self.queries
 
 
 def grid(operands: Operands, causal: bool) -> Grid:
@@ -48,21 +48,21 @@ def grid(operands: Operands, causal: bool) -> Grid:
     Under a causal rule the numbers of blocks are even: where two distant pieces of a sequence lie
     together, as in the zigzag layout, none then holds a part of both.
     """
-    batch, rows, heads, _ = operands.query.shape
-    columns, kv_heads = operands.key.shape[1:3]
+    batch, query_len, heads, _ = operands.query.shape
+    key_len, kv_heads = operands.key.shape[1:3]
     group = heads // kv_heads
     least = min(SMALLEST_QUERY_BLOCK, QUERY_BLOCK)
     most = max(QUERY_BLOCK // max(batch, 1), least) if is_static(batch) else least
-    times, query_blocks = _cut(rows, group, most, causal)
-    keys, key_blocks = _cut(columns, 1, KEY_BLOCK, causal)
-    return Grid(kv_heads, group, times, query_blocks, keys, key_blocks)
+    queries, query_blocks = _cut(query_len, group, most, causal)
+    keys, key_blocks = _cut(key_len, 1, KEY_BLOCK, causal)
+    return Grid(kv_heads, group, queries, query_blocks, keys, key_blocks)
 
 
 def _cut(size: int, group: int, most: int, even: bool) -> tuple[int, int]:
     """How many of `size` are in a block of at most `most // group`, and the number of blocks."""
     if not is_static(size):
-        times = max(most // group, 1)
-        return times, -(-size // times)
+        length = max(most // group, 1)
+        return length, -(-size // length)
     blocks = min(size, _number(size * group, most, even))
     return math.ceil(size / max(blocks, 1)), blocks
 
@@ -74,20 +74,20 @@ def _number(size: int, most: int, even: bool) -> int:
 
 def cut_queries(grid: Grid, x: Array, fill: int | float = 0) -> Array:
     """`[B, T, N, W]` to `[K, blocks, B, rows, W]`, rows ordered by (head of the group, time)."""
-    batch, rows, heads, width = x.shape
-    x = _pad(x, 1, grid.times * grid.query_blocks, fill)
-    x = x.reshape(batch, grid.query_blocks, grid.times, grid.kv_heads, grid.group, width)
+    batch, _, heads, width = x.shape
+    x = _pad(x, 1, grid.queries * grid.query_blocks, fill)
+    x = x.reshape(batch, grid.query_blocks, grid.queries, grid.kv_heads, grid.group, width)
     x = x.transpose(3, 1, 0, 4, 2, 5)
     return x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.rows, width)
 
 
-def join_queries(grid: Grid, x: Array, rows: int) -> Array:
+def join_queries(grid: Grid, x: Array, query_len: int) -> Array:
     """The inverse of `cut_queries`: `[K, blocks, B, rows, W]` to `[B, T, N, W]`."""
     batch, width = x.shape[2], x.shape[-1]
-    x = x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.group, grid.times, width)
+    x = x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.group, grid.queries, width)
     x = x.transpose(2, 1, 4, 0, 3, 5)
-    x = x.reshape(batch, grid.query_blocks * grid.times, grid.kv_heads * grid.group, width)
-    return x[:, :rows]
+    x = x.reshape(batch, grid.query_blocks * grid.queries, grid.kv_heads * grid.group, width)
+    return x[:, :query_len]
 
 
 def cut_keys(grid: Grid, x: Array) -> Array:
@@ -114,11 +114,11 @@ def take_keys(grid: Grid, x: Array, at: "Index") -> Array:
     return lax.bitcast_convert_type(block, x.dtype).reshape(batch, grid.keys, width)
 
 
-def join_keys(grid: Grid, x: Array, columns: int) -> Array:
+def join_keys(grid: Grid, x: Array, key_len: int) -> Array:
     """The inverse of `cut_keys`: `[K, blocks, B, keys, W]` to `[B, S, K, W]`."""
     batch, width = x.shape[2], x.shape[-1]
     x = x.transpose(2, 1, 3, 0, 4)
-    return x.reshape(batch, grid.key_blocks * grid.keys, grid.kv_heads, width)[:, :columns]
+    return x.reshape(batch, grid.key_blocks * grid.keys, grid.kv_heads, width)[:, :key_len]
 
 
 def _pad(x: Array, axis: int, size: int, fill: int | float = 0) -> Array:
@@ -137,7 +137,7 @@ class Index(NamedTuple):
     key: Array
 
 
-class Blocks:
+class BlockedOperands:
     """Everything that scores are made of, cut by a grid; a block of scores is `[B, rows, keys]`."""
 
     def __init__(self, operands: Operands, settings: Settings):
@@ -146,8 +146,8 @@ class Blocks:
         exact = precision(operands.query.dtype)
         self.outer = functools.partial(outer, precision=exact)
         self.product = functools.partial(product, precision=exact)
-        operands = reached(operands, settings)
-        clear = cleared(operands)
+        operands = hide_unreachable(operands, settings)
+        clear = zero_absent(operands)
         self.query = cut_queries(g, clear.query)
         self.key = cut_keys(g, clear.key)
         self.value = cut_keys(g, clear.value)
@@ -157,11 +157,11 @@ class Blocks:
             shown = _pad(shown, 1, g.keys * g.key_blocks)
             shown = shown.reshape(shown.shape[0], g.key_blocks, g.keys)
         self._shown = shown
-        rows, columns = g.times * g.query_blocks, g.keys * g.key_blocks
-        self.bias = _pad_scores(operands.bias, rows, columns)
-        self.mask = _pad_scores(operands.mask, rows, columns)
+        query_len, key_len = g.queries * g.query_blocks, g.keys * g.key_blocks
+        self.bias = _pad_scores(operands.bias, query_len, key_len)
+        self.mask = _pad_scores(operands.mask, query_len, key_len)
         query_positions, key_positions = operands.query_positions, operands.key_positions
-        if columns != operands.key.shape[1] and key_positions is None:
+        if key_len != operands.key.shape[1] and key_positions is None:
             # keys that fill the last block are not there
             query_positions = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
             key_positions = jnp.zeros((1, operands.key.shape[1]), jnp.int32)
@@ -175,9 +175,11 @@ class Blocks:
 
     def _cut(self, queries: Array, keys: Array, fill: int) -> tuple[Array, Array]:
         g = self.grid
-        queries = _pad(queries, 1, g.times * g.query_blocks, fill)
+        queries = _pad(queries, 1, g.queries * g.query_blocks, fill)
         keys = _pad(keys, 1, g.keys * g.key_blocks, fill)
-        return queries.reshape(-1, g.query_blocks, g.times), keys.reshape(-1, g.key_blocks, g.keys)
+        return queries.reshape(-1, g.query_blocks, g.queries), keys.reshape(
+            -1, g.key_blocks, g.keys
+        )
 
     def full(self, fill: float, *shape: int) -> Array:
         """A constant to start a loop with, in the dtype of the scores; inside shard_map it counts
@@ -223,12 +225,12 @@ class Blocks:
     def _block(self, x: Array, at: Index) -> Array:
         g = self.grid
         block = lax.dynamic_slice(x, *self._corner(x.shape, at))
-        block = jnp.broadcast_to(block, (x.shape[0], g.group, g.times, g.keys))
+        block = jnp.broadcast_to(block, (x.shape[0], g.group, g.queries, g.keys))
         return block.reshape(x.shape[0], g.rows, g.keys)
 
     def _corner(self, shape: tuple[int, ...], at: Index) -> tuple[list[Array], list[int]]:
         g = self.grid
-        steps = (g.group, g.times, g.keys)
+        steps = (g.group, g.queries, g.keys)
         start = [
             i * step if n > 1 else 0 * i for n, i, step in zip(shape[1:], at, steps, strict=True)
         ]
@@ -239,7 +241,7 @@ class Blocks:
         """Adds the gradient of one block of scores to that of the (padded) bias."""
         g = self.grid
         start, sizes = self._corner(total.shape, at)
-        block = block.reshape(-1, g.group, g.times, g.keys)
+        block = block.reshape(-1, g.group, g.queries, g.keys)
         axes = tuple(i for i in range(4) if sizes[i] == 1 and block.shape[i] > 1)
         block = block.sum(axes, keepdims=True)
         return lax.dynamic_update_slice(
@@ -247,11 +249,11 @@ class Blocks:
         )
 
 
-def _pad_scores(x: Array | None, rows: int, columns: int) -> Array | None:
+def _pad_scores(x: Array | None, query_len: int, key_len: int) -> Array | None:
     if x is None:
         return None
-    x = x if x.shape[2] == 1 else _pad(x, 2, rows)
-    return x if x.shape[3] == 1 else _pad(x, 3, columns)
+    x = x if x.shape[2] == 1 else _pad(x, 2, query_len)
+    return x if x.shape[3] == 1 else _pad(x, 3, key_len)
 
 
 def outer(a: Array, b: Array, precision: lax.Precision | None) -> Array:

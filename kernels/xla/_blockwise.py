@@ -15,7 +15,15 @@ from jaxtyping import Array
 from ..call._arguments import Operands, Settings, cotangents, out_dtype
 from ..call._kernel import AbstractKernel
 from ..call._state import AttentionState, holds_keys, lse_dtype, safe_shift
-from ._blocks import Blocks, Index, cut_queries, join_keys, join_queries, take_keys, whole_blocks
+from ._blocks import (
+    BlockedOperands,
+    Index,
+    cut_queries,
+    join_keys,
+    join_queries,
+    take_keys,
+    whole_blocks,
+)
 
 
 class Blockwise(AbstractKernel):
@@ -52,11 +60,11 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
 
     Differentiated as it stands it would store every block: `backward` is its derivative.
     """
-    batch, rows = operands.query.shape[:2]
+    batch, query_len = operands.query.shape[:2]
     value = operands.value
-    if batch == 0 or rows == 0 or operands.key.shape[1] == 0:
+    if batch == 0 or query_len == 0 or operands.key.shape[1] == 0:
         return empty_like(settings, operands)
-    blocks = Blocks(operands, settings)
+    blocks = BlockedOperands(operands, settings)
     g = blocks.grid
     wide = lse_dtype(operands.query.dtype)
     keys, values = (whole_blocks(g, x) for x in (operands.key, value))
@@ -94,7 +102,7 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
         return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), jnp.arange(g.query_blocks))
 
     out, lse = lax.map(one_head, jnp.arange(g.kv_heads))
-    return AttentionState(join_queries(g, out, rows), join_queries(g, lse, rows)[..., 0])
+    return AttentionState(join_queries(g, out, query_len), join_queries(g, lse, query_len)[..., 0])
 
 
 def empty_like(settings: Settings, operands: Operands) -> AttentionState:
@@ -124,7 +132,7 @@ def backward(
     return cast_like(backward_wide(operands, settings, state, cotangent), operands)
 
 
-def slope(state: AttentionState, cotangent: AttentionState) -> Array:
+def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
     """`δ` of `backward`: what the cotangents say of the total weight, `[B, T, N]`. Raises nothing.
 
     A cotangent of `lse` that is None is zero.
@@ -134,23 +142,25 @@ def slope(state: AttentionState, cotangent: AttentionState) -> Array:
     return delta if cotangent.lse is None else delta - cotangent.lse
 
 
-class Rows(NamedTuple):
+class BackwardRows(NamedTuple):
     """What a backward is given of rows. Where no key is seen nothing is asked: $P = e^{s - inf} = 0$."""
 
     query: Array  # [B, T, N, H]
     d_out: Array  # [B, T, N, Hv]
     lse: Array  # [B, T, N], plus infinity for rows that see no key
-    delta: Array  # [B, T, N], `slope`
+    delta: Array  # [B, T, N], `backward_delta`
 
 
-def rows_of(operands: Operands, state: AttentionState, cotangent: AttentionState) -> Rows:
+def backward_rows(
+    operands: Operands, state: AttentionState, cotangent: AttentionState
+) -> BackwardRows:
     """The rows of a backward, finite where no key is seen. Raises nothing."""
     query, d_out = operands.query, cotangent.out
     seen = holds_keys(state.lse)
     if operands.query_positions is not None:  # else all rows are there
         query, d_out = (jnp.where(seen[..., None], x, 0) for x in (query, d_out))
     lse = jnp.where(seen, state.lse, jnp.inf)
-    return Rows(query, d_out, lse, jnp.where(seen, slope(state, cotangent), 0.0))
+    return BackwardRows(query, d_out, lse, jnp.where(seen, backward_delta(state, cotangent), 0.0))
 
 
 def cast_like(found: Operands, operands: Operands) -> Operands:
@@ -175,11 +185,11 @@ def backward_wide(
     query, key, value, bias = operands[:4]
     wide = lse_dtype(query.dtype)
     none = cotangents(*(None if x is None else jnp.zeros_like(x, dtype=wide) for x in operands[:4]))
-    (batch, rows), columns = query.shape[:2], key.shape[1]
-    if batch == 0 or rows == 0 or columns == 0:
+    (batch, query_len), key_len = query.shape[:2], key.shape[1]
+    if batch == 0 or query_len == 0 or key_len == 0:
         return none
-    given = rows_of(operands, state, cotangent)
-    blocks = Blocks(operands._replace(query=given.query), settings)
+    given = backward_rows(operands, state, cotangent)
+    blocks = BlockedOperands(operands._replace(query=given.query), settings)
     g = blocks.grid
     lse = cut_queries(
         g, given.lse[..., None], fill=jnp.inf
@@ -252,9 +262,9 @@ def backward_wide(
     if bias is not None and biases is not None:
         biases = biases[:, :, : bias.shape[2], : bias.shape[3]]
     return none._replace(
-        query=join_queries(g, queries, rows) * settings.scale,
-        key=join_keys(g, keys.swapaxes(-1, -2), columns) * settings.scale,
-        value=join_keys(g, values.swapaxes(-1, -2), columns),
+        query=join_queries(g, queries, query_len) * settings.scale,
+        key=join_keys(g, keys.swapaxes(-1, -2), key_len) * settings.scale,
+        value=join_keys(g, values.swapaxes(-1, -2), key_len),
         bias=biases,
     )
 

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..call._arguments import Operands, Settings, cleared, is_static, out_dtype, reached, there
+from ..call._arguments import (
+    Operands,
+    Settings,
+    hide_unreachable,
+    is_static,
+    out_dtype,
+    there,
+    zero_absent,
+)
 from ..call._kernel import AbstractKernel
 from ..call._state import AttentionState, lse_dtype, precision
 from . import _blockwise
@@ -16,7 +24,7 @@ from ._blocks import KEY_BLOCK, inner, outer, product
 from ._reference import masked
 from ._softmax import softmax
 
-# Above this many query rows (times heads) the block-diagonal product wastes more arithmetic than
+# Above this many query rows (queries times heads) the block-diagonal product wastes more arithmetic than
 # it saves in bandwidth; chosen by measurement.
 MOST_ROWS = 64
 # The values of a sum that is not finite are summed again in so many pieces at least, or in fewer of
@@ -38,11 +46,11 @@ class Decode(AbstractKernel):
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for more rows."""
-        times, heads = operands.query.shape[1:3]
-        if not is_static(times) or times * heads > MOST_ROWS:
+        query_len, heads = operands.query.shape[1:3]
+        if not is_static(query_len) or query_len * heads > MOST_ROWS:
             raise NotImplementedError(
                 f"query: wanted at most {MOST_ROWS} rows times heads, "
-                f"got {times} × {heads} = {times * heads}"
+                f"got {query_len} × {heads} = {query_len * heads}"
             )
 
     def forward(
@@ -50,7 +58,7 @@ class Decode(AbstractKernel):
     ) -> AttentionState:
         """One product for all scores and one for all outputs. Raises nothing."""
         return lax.platform_dependent(
-            reached(operands, settings),
+            hide_unreachable(operands, settings),
             cpu=functools.partial(_block_diagonal, settings=settings),
             default=functools.partial(_per_head, settings=settings),
         )
@@ -72,26 +80,26 @@ def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
     # that one product gives all scores, [T·N, S], and one more all outputs. Bandwidth-bound where
     # a product per head would stride through memory.
     query, key, value = operands[:3]
-    batch, times, heads, width = query.shape
-    columns, kv_heads = key.shape[1:3]
-    group, rows = heads // kv_heads, times * heads
+    batch, query_len, heads, width = query.shape
+    key_len, kv_heads = key.shape[1:3]
+    group, rows = heads // kv_heads, query_len * heads
     # rows are ordered (key head, head of the group, time)
     diagonal = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
-    spread = query.reshape(batch, times, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
+    spread = query.reshape(batch, query_len, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     spread = (spread[:, :, :, :, None, :] * diagonal).reshape(batch, rows, kv_heads * width)
     # the barrier keeps XLA from rebuilding this array inside the product
     spread = lax.optimization_barrier(spread)
-    key = key.reshape(batch, columns, kv_heads * width)
-    value = value.reshape(batch, columns, kv_heads * value.shape[-1])
+    key = key.reshape(batch, key_len, kv_heads * width)
+    value = value.reshape(batch, key_len, kv_heads * value.shape[-1])
     if query.dtype.itemsize == 2:
         out, total, lse = _rows_first(spread, key, value, operands, settings)
     else:
         out, total, lse = _keys_first(spread, key, value, operands, settings)
     # of each row's outputs for all key heads, the one of its own head
     value_width = operands.value.shape[-1]
-    out = out.reshape(batch, kv_heads, group, times, kv_heads, value_width)
-    out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, times, heads, value_width)
-    total, lse = (x.reshape(batch, heads, times).transpose(0, 2, 1) for x in (total, lse))
+    out = out.reshape(batch, kv_heads, group, query_len, kv_heads, value_width)
+    out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, query_len, heads, value_width)
+    total, lse = (x.reshape(batch, heads, query_len).transpose(0, 2, 1) for x in (total, lse))
     out = out.astype(total.dtype) / total[..., None]
     return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
@@ -133,26 +141,26 @@ def _summed(
     there would take as long as the sum. So the sum is taken as it is, and only if it is not finite
     taken again, piece by piece. `axis` of the weights is that of the keys.
     """
-    weights, shown, columns = weights.astype(value.dtype), there(operands), value.shape[1]
-    if shown is not None and not is_static(columns):
+    weights, shown, key_len = weights.astype(value.dtype), there(operands), value.shape[1]
+    if shown is not None and not is_static(key_len):
         value = jnp.where(shown[:, :, None], value, 0)
     found = weighed(weights, value)
-    if shown is None or not is_static(columns) or columns == 0:
+    if shown is None or not is_static(key_len) or key_len == 0:
         return found
-    piece = min(max(-(-columns // PIECES), LEAST_PIECE), KEY_BLOCK, columns)
+    piece = min(max(-(-key_len // PIECES), LEAST_PIECE), KEY_BLOCK, key_len)
     shown = jnp.broadcast_to(shown, value.shape[:2])
 
     def again() -> Array:
         def add(i: Array, total: Array) -> Array:
             # the last piece begins earlier, and what it shares with the one before counts once
-            first = jnp.minimum(i * piece, columns - piece)
+            first = jnp.minimum(i * piece, key_len - piece)
             new = jnp.arange(piece)[None] + first >= i * piece
             values, some = (lax.dynamic_slice_in_dim(x, first, piece, 1) for x in (value, shown))
             values = jnp.where((some & new)[:, :, None], values, 0)
             parts = lax.dynamic_slice_in_dim(weights, first, piece, axis)
             return total + weighed(parts, values)
 
-        return lax.fori_loop(0, -(-columns // piece), add, lax.full_like(found, 0))
+        return lax.fori_loop(0, -(-key_len // piece), add, lax.full_like(found, 0))
 
     return lax.cond(_broken(found), again, lambda: found)
 
@@ -170,28 +178,28 @@ def _broken_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array, boo
 
 
 def _masked(scores: Array, operands: Operands, settings: Settings) -> Array:
-    times, heads = operands.query.shape[1:3]
-    shape = scores.shape[0], heads, times, scores.shape[-1]
+    query_len, heads = operands.query.shape[1:3]
+    shape = scores.shape[0], heads, query_len, scores.shape[-1]
     return masked(scores.reshape(shape), operands, settings).reshape(scores.shape)
 
 
 def _per_head(operands: Operands, settings: Settings) -> AttentionState:
     # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, where T = 1 would not.
     query, key, value = operands[:3]
-    batch, times, heads, width = query.shape
+    batch, query_len, heads, width = query.shape
     kv_heads = key.shape[2]
-    grouped = query.reshape(batch, times, kv_heads, heads // kv_heads, width)
+    grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
     wide = lse_dtype(query.dtype)
     einsum = functools.partial(
         jnp.einsum, precision=precision(query.dtype), preferred_element_type=wide
     )
     # where this runs, the zeros are put in place as the values are read
-    value = cleared(operands).value
+    value = zero_absent(operands).value
     scores = einsum("btkgh,bskh->btkgs", grouped, key)
-    scores = scores.reshape(batch, times, heads, key.shape[1])
+    scores = scores.reshape(batch, query_len, heads, key.shape[1])
     scores = masked(scores.transpose(0, 2, 1, 3), operands, settings).transpose(0, 2, 1, 3)
     weights, total, lse = softmax(scores)
     weights = weights.astype(value.dtype).reshape(*grouped.shape[:-1], key.shape[1])
     out = einsum("btkgs,bskv->btkgv", weights, value)
-    out = out.reshape(batch, times, heads, value.shape[-1]) / total
+    out = out.reshape(batch, query_len, heads, value.shape[-1]) / total
     return AttentionState(out.astype(out_dtype(operands, settings)), lse)

@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..call._arguments import Operands, Settings, cleared, cotangents, out_dtype, reached
+from ..call._arguments import (
+    Operands,
+    Settings,
+    cotangents,
+    hide_unreachable,
+    out_dtype,
+    zero_absent,
+)
 from ..call._kernel import AbstractKernel
 from ..call._mask import visible
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
@@ -30,13 +37,13 @@ class Reference(AbstractKernel):
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
         """The softmax and the weighted sum, as they are written. Raises nothing."""
-        operands = reached(operands, settings)
-        query, key, value = cleared(operands)[:3]
-        batch, times, heads, width = query.shape
-        columns, kv_heads = key.shape[1:3]
+        operands = hide_unreachable(operands, settings)
+        query, key, value = zero_absent(operands)[:3]
+        batch, query_len, heads, width = query.shape
+        key_len, kv_heads = key.shape[1:3]
         group = heads // kv_heads
 
-        grouped = query.reshape(batch, times, kv_heads, group, width)
+        grouped = query.reshape(batch, query_len, kv_heads, group, width)
         scores = jnp.einsum(
             "btkgh,bskh->bkgts",
             grouped,
@@ -45,17 +52,17 @@ class Reference(AbstractKernel):
             preferred_element_type=lse_dtype(query.dtype),
         )
         weights, total, lse = softmax(
-            masked(scores.reshape(batch, heads, times, columns), operands, settings)
+            masked(scores.reshape(batch, heads, query_len, key_len), operands, settings)
         )
         weights = (weights / total).astype(value.dtype)
         out = jnp.einsum(
             "bkgts,bskh->btkgh",
-            weights.reshape(batch, kv_heads, group, times, columns),
+            weights.reshape(batch, kv_heads, group, query_len, key_len),
             value,
             precision=precision(query.dtype),
             preferred_element_type=lse_dtype(value.dtype),
         )
-        out = out.reshape(batch, times, heads, value.shape[-1])
+        out = out.reshape(batch, query_len, heads, value.shape[-1])
         lse = lse.transpose(0, 2, 1)
         # where nothing is seen, nothing is asked
         out = jnp.where(holds_keys(lse)[..., None], out, 0)

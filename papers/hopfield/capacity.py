@@ -37,7 +37,7 @@ def settle(probes: jax.Array, memories: jax.Array, count: jax.Array, beta: jax.A
     return ea.retrieve(
         probes[:, None],
         memories[:, None],
-        inverse_temperature=beta,
+        scale=beta,
         key_value_seq_lengths=count,
         max_steps=STEPS,
         throw=False,

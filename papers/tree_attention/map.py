@@ -64,10 +64,10 @@ def measure(dtype: str) -> list[dict[str, Any]]:
             **arrays, scale=scale, solver=solver, regulariser=regulariser, throw=False
         )
 
-    def saddle(method: str) -> Any:
+    def saddle(solver: str) -> Any:
         tolerance = 1e-8 if dtype == "float64" else 1e-5
         return lambda scale: ea.saddle_attention(
-            **arrays, scale=scale, method=method, tolerance=tolerance, max_steps=10000, throw=False
+            **arrays, scale=scale, solver=solver, tolerance=tolerance, max_steps=10000, throw=False
         )
 
     programs = {

@@ -35,7 +35,6 @@ GRIDS = [(2, 3), (2, 4), (2, 2, 2)]
 DECODE = cost.Shape(2, 1, 1680, 4, 2, 6, 10, dtype="float32")
 METHODS = {"tree": tree_attention, "ring": ring_attention, "ulysses": ulysses_attention}
 # as little work for the compiler as possible: what is sent is decided all the same
-FAST = {"xla_backend_optimization_level": 0}
 
 
 def topology(sizes):
@@ -89,7 +88,7 @@ def compiled(f, arrays, specs, sizes):
         check_vma=False,
     )
     with jax.set_mesh(mesh):
-        return jax.jit(run, compiler_options=FAST).lower(*arrays).compile()
+        return jax.jit(run).lower(*arrays).compile()
 
 
 def sent(program):

@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 from energy_attn.distributed import merge_across
 from energy_attn.kernels import CovarianceState, merge_all
 
-QUICK = {"xla_backend_optimization_level": 0}
-
 
 def states(devices: int, empty=()) -> CovarianceState:
     rng = np.random.default_rng(devices)
@@ -47,7 +45,7 @@ def test_merge_across(merge, shape):
     weights = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape[1:])), parts)
 
     def both(fold):
-        @functools.partial(jax.jit, compiler_options=QUICK)
+        @jax.jit
         def run(parts, change):
             found, moved = jax.jvp(fold, (parts,), (change,))
 

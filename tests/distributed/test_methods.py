@@ -28,14 +28,13 @@ from energy_attn.distributed.spec._layout import sequence_order
 from energy_attn.distributed.spec._plan import placement
 from energy_attn.kernels.call._arguments import Operands, Settings
 from energy_attn.kernels.call._mask import Rule
-from energy_attn.kernels.xla._blocks import Blocks
+from energy_attn.kernels.xla._blocks import BlockedOperands
 
 from ..naive import assert_all_close
 from ..problems import Problem, _make, cast, cotangents, everything
 from ..reference import dense
 from .meshes import check, close, mesh_of
 
-QUICK = {"xla_backend_optimization_level": 0}
 AXES = ("node", "device")
 METHODS = ("tree", "ring", "ulysses")
 ROWS = ("query", "source", "query_positions", "query_segment_ids")
@@ -146,7 +145,7 @@ def test_methods(method, problem):
     not divide or that leave devices without a key; one query; rows that see nothing.
     """
     parallel = SequenceParallel(AXES, method)
-    run = jax.jit(state_and_gradients(problem, parallel), compiler_options=QUICK)
+    run = jax.jit(state_and_gradients(problem, parallel))
     arrays, _ = cast(problem, jnp.float64)
     with jax.set_mesh(mesh_of("2x4")):
         check(run(arrays, cotangents(problem, jnp.float64)), problem)
@@ -198,7 +197,7 @@ def test_merges(merge):
     )
     with jax.set_mesh(mesh_of("2x4")):
         for problem in (DECODE, few, NO_KEYS, BLIND):
-            run = jax.jit(state_and_gradients(problem, parallel), compiler_options=QUICK)
+            run = jax.jit(state_and_gradients(problem, parallel))
             arrays, _ = cast(problem, jnp.float64)
             check(run(arrays, cotangents(problem, jnp.float64)), problem)
 
@@ -211,7 +210,7 @@ def test_layouts(method, layout):
     """Positions, lengths or windows that count places instead of tokens; a permutation not undone."""
     parallel = SequenceParallel("device", method, layout=layout)
     arrays, _ = cast(SELF, jnp.float64)
-    run = jax.jit(state_and_gradients(SELF, parallel), compiler_options=QUICK)
+    run = jax.jit(state_and_gradients(SELF, parallel))
     with jax.set_mesh(mesh_of("8")):
         check(run(arrays, cotangents(SELF, jnp.float64)), SELF)
 
@@ -233,7 +232,7 @@ def test_decode_in_a_layout():
     """One query is not laid out: its place is its position, while the keys' are the layout's."""
     parallel = SequenceParallel("device", layout="zigzag")
     arrays, _ = cast(DECODE, jnp.float64)
-    run = jax.jit(state_and_gradients(DECODE, parallel), compiler_options=QUICK)
+    run = jax.jit(state_and_gradients(DECODE, parallel))
     with jax.set_mesh(mesh_of("8")):
         check(run(arrays, cotangents(DECODE, jnp.float64)), DECODE)
 
@@ -263,7 +262,7 @@ def blocks_computed(order, i, j):
     queries, keys = (jnp.asarray(order[x])[None] for x in (i, j))
     query, key = (jnp.zeros((1, len(order[0]), heads, 1)) for heads in (8, 2))
     operands = Operands(query, key, key, None, None, queries, keys)
-    blocks = Blocks(operands, Settings(1.0, Rule(is_causal=True)))
+    blocks = BlockedOperands(operands, Settings(1.0, Rule(is_causal=True)))
     return int(blocks._meet.sum()) * blocks.grid.rows * blocks.grid.keys
 
 
@@ -399,11 +398,11 @@ def test_second_derivatives_of_a_ring():
 
         return jax.grad(total, has_aux=True)(source)
 
-    exact = jax.jit(jax.grad(slope(alone)), compiler_options=QUICK)(arrays)
+    exact = jax.jit(jax.grad(slope(alone)))(arrays)
     with jax.set_mesh(mesh_of("8")):
         for name in ("ring keys", "ring queries"):
             around = inside(name, problem, "device")
-            found = jax.jit(jax.grad(slope(around)), compiler_options=QUICK)(arrays)
+            found = jax.jit(jax.grad(slope(around)))(arrays)
             for argument in exact:
                 close(found[argument], jax.device_get(exact[argument]), f"{name}, {argument}")
 

@@ -20,7 +20,6 @@ from energy_attn.kernels import AttentionState, CovarianceState, local_attention
 
 from .meshes import mesh_of
 
-QUICK = {"xla_backend_optimization_level": 0}
 AXES = ("node", "device")
 LENGTHS = jnp.array([16, 11])
 BROKEN = 9  # the key that is broken, of device 4
@@ -63,8 +62,8 @@ def test_every_method(method, queries):
         )
         return found, gradients
 
-    alone = jax.jit(run, compiler_options=QUICK)
-    spread = jax.jit(functools.partial(run, parallel=parallel), compiler_options=QUICK)
+    alone = jax.jit(run)
+    spread = jax.jit(functools.partial(run, parallel=parallel))
     with jax.set_mesh(mesh_of("2x4")):
         for bad in (np.nan, np.inf):
             # nothing of what is past a length, all of what is seen
@@ -111,7 +110,7 @@ def test_every_merge(broken):
         found = spread(out, lse)
         return sum(x.sum() for x in jax.tree.leaves(found)), found
 
-    run = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True), compiler_options=QUICK)
+    run = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
     with jax.set_mesh(mesh_of("2x4")):
         (_, (ways, energies)), gradients = run(jnp.asarray(out), jnp.asarray(lse))
     for found in (*ways, *(AttentionState(x[:, None], x) for x in energies)):
@@ -145,7 +144,7 @@ def test_cache(window):
         return cache.attend(query, query_positions=lengths[:, None] - 1)
 
     with jax.set_mesh(mesh_of("8")):
-        run = jax.jit(run, compiler_options=QUICK)
+        run = jax.jit(run)
         wanted, found = run(*tokens), run(*broken)
     np.testing.assert_array_equal(found.out[1], wanted.out[1])
     if window is None:

@@ -20,7 +20,6 @@ from ..problems import cast, everything
 from ..reference import dense, dense_vjp, rows
 from .meshes import close, mesh_of
 
-QUICK = {"xla_backend_optimization_level": 0}
 STAGES, LENGTH, WIDTH, PARTS = 2, 16, 16, 3
 
 
@@ -76,7 +75,7 @@ def test_pipeline(method, layout):
 
     def slopes(run):
         loss = lambda *arrays: (run(*arrays) * direction).sum()  # noqa: E731
-        return jax.jit(jax.grad(loss, (0, 1)), compiler_options=QUICK)(weights, x)
+        return jax.jit(jax.grad(loss, (0, 1)))(weights, x)
 
     def spread(weights, x):
         out = pipeline(weights, shard_sequence(x, parallel, axis=2), parallel)
@@ -117,7 +116,7 @@ def test_queries_on_all_devices(method):
         return out, energy, entropy, back((direction, zero, zero))[0]
 
     with jax.set_mesh(mesh_of("8")):
-        out, energy, entropy, gradients = jax.jit(run, compiler_options=QUICK)(arrays)
+        out, energy, entropy, gradients = jax.jit(run)(arrays)
     plain = replace(problem, source=None)
     close(out, dense(plain)[0])
     close(energy, dense(problem)[1])

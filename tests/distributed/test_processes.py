@@ -4,13 +4,13 @@ And what becomes of the rest when one of them fails: a message that names it, so
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ..flags import environment
 from .process import SCENARIOS
 from .test_launch import free_port
 
@@ -42,17 +42,12 @@ except Exception as error:
 """
 
 
-def without_flags() -> dict[str, str]:
-    """The environment as a user has it: this suite's flags, eight devices, are not inherited."""
-    return {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
-
-
 def launch(*arguments: object) -> subprocess.CompletedProcess:
     """`python -m energy_attn launch …`, as a user runs it."""
     return subprocess.run(
         [sys.executable, "-m", "energy_attn", "launch", *map(str, arguments)],
         cwd=ROOT,
-        env=without_flags(),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=SECONDS + 30,
@@ -176,7 +171,7 @@ def test_without_a_supervisor_survivors_get_an_exception():
         subprocess.Popen(
             [sys.executable, "-u", "-c", JOB, "SIGKILL"],
             cwd=ROOT,
-            env=without_flags()
+            env=environment()
             | {
                 "JAX_COORDINATOR_ADDRESS": coordinator,
                 "JAX_NUM_PROCESSES": "2",

@@ -6,7 +6,6 @@ and that a program for which it is not made is XLA's.
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ from energy_attn.distributed.merge._remote import butterfly_p
 from energy_attn.distributed.merge._remote_kernel import fits
 from energy_attn.kernels import AttentionState, merge_all
 
+from ..flags import environment
 from .meshes import batches_psum, close, mesh_of
 from .remote import MESHES
 
@@ -37,13 +37,12 @@ AHEAD = {  # so that libtpu looks for no TPU
 }
 
 
-def spawn(*arguments, **environment):
-    """Another Python, without this suite's flags."""
-    kept = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+def spawn(*arguments, devices=None, **variables):
+    """Another Python, with devices of its own."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=kept | environment,
+        env=environment(devices) | variables,
         capture_output=True,
         text=True,
         timeout=300,
@@ -57,8 +56,7 @@ def test_on_simulated_chips():
     said = spawn(
         "-m",
         "tests.distributed.remote",
-        JAX_PLATFORMS="cpu",
-        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+        devices=8,
         PJRT_NPROC="16",  # threads: with as many as cores, devices wait for one that has none
     )
     assert "RACE" not in said, said

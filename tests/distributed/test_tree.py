@@ -16,7 +16,6 @@ from ..problems import PROBLEMS, Problem, cast, cotangents, everything
 from ..reference import dense, dense_vjp, visible
 from .meshes import SHAPES, close, mesh_of
 
-QUICK = {"xla_backend_optimization_level": 0}
 B, T, S = 2, 3, 16
 EVERYTHING = replace(
     everything("tree", B, T, S), query_seq_lengths=None, key_value_seq_lengths=None
@@ -88,7 +87,7 @@ def test_layouts(kind):
     axes = SHAPES[kind][1]
     given = cotangents(EVERYTHING, jnp.float64)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(arrays, options, cotangent):
         state, back = jax.vjp(lambda x: tree(axes, EVERYTHING)(x, options), arrays)
         return state, back(cotangent)[0]

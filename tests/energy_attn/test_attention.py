@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("user_settings")
 
 BASE = PROBLEMS["grouped"]  # B=2, T=5, S=7, N=6, K=2, H=4
 DTYPES = ("float32", "bfloat16")
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 def normal(*shape):
@@ -95,7 +94,7 @@ def results(dtype: str) -> dict:
         options = {k: v for k, v in problems[case].options.items() if k not in traced} | traced
         return attend(*arguments, arrays.get("bias"), options.pop("mask", None), **options)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def everything(given):
         ours = functools.partial(ea.attention, return_energy=True)
         return {
@@ -231,7 +230,7 @@ def test_residual_like_jax_nn(dtype):
         out, residual = attend(query, *arguments, **options, return_residual=True)
         return residual.sum(where=jnp.abs(residual) < 1e4), (out, residual)
 
-    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+    @functools.partial(jax.jit, static_argnums=0)
     def both(attend):
         return jax.grad(residual, has_aux=True)(arrays["query"], attend)
 
@@ -313,7 +312,7 @@ def test_called_as_jax_nn():
         cotangent = jnp.asarray(rng.standard_normal((2, TOKENS, HEADS, 8)), dtype)
         given[name], forms[name] = (arrays, cotangent), form
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def everything(given):
         return {
             name: [

@@ -21,6 +21,7 @@ from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, shard
 
 from ..disk import Killed, contents, failing
+from ..flags import environment
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
 load_file = pytest.importorskip("safetensors.numpy").load_file
@@ -741,7 +742,8 @@ def test_logits_on_a_mesh(tensor, tmp_path):
 
 SHARED = """
 import sys
-from energy_attn.distributed import _files, initialize, make_mesh
+from energy_attn.distributed.runtime import _files
+from energy_attn.distributed import initialize, make_mesh
 initialize()
 from energy_attn.models import Llama
 
@@ -812,10 +814,9 @@ def test_host_memory(tmp_path):
         header[name] = {"dtype": "F32", "shape": leaf.shape, "data_offsets": [begin, end]}
     rewritten(tmp_path / WHOLE, header, b"")
     os.truncate(tmp_path / WHOLE, (tmp_path / WHOLE).stat().st_size + end)  # zeros, not written
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", PEAK, tmp_path],
-        env=os.environ | flags,
+        env=environment(4),
         capture_output=True,
         text=True,
     )

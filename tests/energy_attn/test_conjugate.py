@@ -22,7 +22,6 @@ from ..problems import Problem
 from ..reference import dense, dense_covariance, dense_jvp, dense_vjp, rows, visible
 from ..test_bad_input import complains
 
-QUICK = {"xla_backend_optimization_level": 0}
 CONVERGED, OUTSIDE, NO_KEYS = ea.Result.converged, ea.Result.outside_hull, ea.Result.no_keys
 INVERSE_TEMPERATURES = (0.25, 1.0, 4.0, 16.0, 64.0)
 
@@ -79,7 +78,7 @@ def quickly(f, *arguments, **options):
     def run():
         return call(f, *arguments, **options)
 
-    return jax.tree.map(np.asarray, jax.jit(run, compiler_options=QUICK)())
+    return jax.tree.map(np.asarray, jax.jit(run)())
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,7 @@ def solved():
         )
 
     arguments = map(jnp.asarray, (POINT, PROBLEM.query, PROBLEM.value))
-    found = jax.jit(everything, compiler_options=QUICK)(*arguments)
+    found = jax.jit(everything)(*arguments)
     return (*jax.tree.map(np.asarray, found), weights)
 
 
@@ -221,7 +220,7 @@ def test_outside_of_the_hull():
         finite = jnp.where(jnp.isfinite(solution.value), solution.value, 0.0)
         return finite.sum() + (solution.source**2).sum(), solution
 
-    program = jax.jit(jax.grad(total, has_aux=True), compiler_options=QUICK)
+    program = jax.jit(jax.grad(total, has_aux=True))
     gradient, solution = jax.tree.map(np.asarray, program(jnp.asarray(outside)))
     normal = np.asarray(solution.source)
     along = np.einsum("btnv,bsnv->bnts", normal, rows(PROBLEM).value)
@@ -419,9 +418,7 @@ def test_width_of_real_heads():
     query, key, value, generators = random_keys("float32", seeds=3, keys=1024, width=64)
     weights = np.stack([rng.dirichlet(np.ones(1024)) for rng in generators])
     point = np.einsum("bs,bsv->bv", weights, np.asarray(value[:, :, 0]))[:, None, None]
-    solution = jax.jit(ea.rate, compiler_options=QUICK)(
-        jnp.asarray(point, "float32"), query, key, value
-    )
+    solution = jax.jit(ea.rate)(jnp.asarray(point, "float32"), query, key, value)
     assert (np.asarray(solution.result) == CONVERGED).all()
     assert (np.asarray(solution.value) > 0).all() and np.isfinite(solution.source).all()
 
@@ -443,7 +440,7 @@ def test_sixteen_bits_are_widened():
     arrays = [
         jnp.asarray(x[0], jnp.bfloat16) for x in (POINT, PROBLEM.query, PROBLEM.key, PROBLEM.value)
     ]
-    program = jax.jit(ea.rate, compiler_options=QUICK)
+    program = jax.jit(ea.rate)
     solution = program(*arrays)
     wide = program(*(x.astype(jnp.float32) for x in arrays))
     assert solution.value.dtype == solution.source.dtype == jnp.float32
@@ -475,7 +472,7 @@ def test_keys_over_eight_devices(kind):
             solution = ea.rate(point, query, key, value, parallel=parallel)
             return (solution.source**2).sum() + solution.value.sum(), solution
 
-        return jax.jit(jax.grad(total, (0, 1), has_aux=True), compiler_options=QUICK)
+        return jax.jit(jax.grad(total, (0, 1), has_aux=True))
 
     wanted = solve(None)(point, key)
     with jax.set_mesh(mesh):
@@ -496,14 +493,14 @@ def test_failure_is_told():
     with pytest.raises(RuntimeError, match="rate: the solver took all of max_steps"):
         ea.rate(*arrays, max_steps=1)
     with pytest.raises(Exception, match="rate: the solver took all of max_steps"):
-        program = jax.jit(lambda: ea.rate(*arrays, max_steps=1).value, compiler_options=QUICK)
+        program = jax.jit(lambda: ea.rate(*arrays, max_steps=1).value)
         jax.block_until_ready(program())
     solution = ea.rate(*arrays, max_steps=1, throw=False)
     assert (np.asarray(solution.result) == ea.Result.max_steps_reached).all()
     assert np.isfinite(solution.value).all()
     with jax.set_mesh(Mesh(np.array(jax.devices()), ("x",))):
         options = {"parallel": SequenceParallel(axes=("x",)), "max_steps": 1}
-        program = jax.jit(lambda: ea.rate(*arrays, **options).value, compiler_options=QUICK)
+        program = jax.jit(lambda: ea.rate(*arrays, **options).value)
         assert np.isnan(program()).all()
 
 

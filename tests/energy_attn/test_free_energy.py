@@ -23,7 +23,6 @@ from ..problems import PROBLEMS, Problem, cast, cotangents, tangents
 from ..reference import dense, dense_covariance, dense_hvp, dense_jvp, dense_vjp, rows, visible
 
 # Logic alone is at stake: LLVM's passes take half the time of these programs.
-QUICK = {"xla_backend_optimization_level": 0}
 CUSTOM = ("decode", "blockwise")  # those with a derivative of their own, in reverse mode
 EVERY = (*CUSTOM, "reference")
 
@@ -106,7 +105,7 @@ def test_energy_and_its_gradients(implementation, name):
     scale = problem.query.shape[-1] ** -0.5 if problem.scale is None else problem.scale
     _, dlse = cotangents(problem, jnp.float64)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(arrays, scale, traced, dlse):
         def energy(arrays, scale):
             return energies(arrays, problem, implementation, scale=scale)
@@ -142,7 +141,7 @@ def test_attention_and_its_gradients(implementation, name):
     arrays, _ = cast(problem, jnp.float64)
     out, energy = dense(problem)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(arrays, cotangent):
         pair, back = jax.vjp(lambda arrays: attend(arrays, problem, implementation), arrays)
         return pair, back(cotangent)[0]
@@ -161,7 +160,7 @@ def test_low_precision():
     problem, dtype = PROBLEMS["everything"], jnp.dtype("bfloat16")
     arrays, _ = cast(problem, dtype)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(arrays, cotangent):
         pair, back = jax.vjp(lambda arrays: attend(arrays, problem, "blockwise"), arrays)
         return dict(zip(("out", "lse"), pair, strict=True)) | back(cotangent)[0]
@@ -182,7 +181,7 @@ def test_hessian_is_covariance(implementation, name):
         return energies(arrays | {"source": source}, problem, implementation).sum()
 
     hessian = jax.hessian if implementation == "reference" else lambda f: jax.jacrev(jax.grad(f))
-    found = np.asarray(jax.jit(hessian(total), compiler_options=QUICK)(source))
+    found = np.asarray(jax.jit(hessian(total))(source))
     diagonal = np.einsum("btnvbtnw->btnvw", found)
     close(diagonal, dense_covariance(problem))
     np.testing.assert_allclose(np.abs(found).sum(), np.abs(diagonal).sum(), err_msg="rows mix")
@@ -197,7 +196,7 @@ def test_second_derivatives_in_everything(implementation):
     _, dlse = cotangents(problem, jnp.float64)
     direction = tangents(problem)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(arrays, direction):
         def total(arrays):
             return (dlse * energies(arrays, problem, implementation)).sum()
@@ -219,7 +218,7 @@ def test_third_cumulant(implementation):
     def along(step):
         return energies(arrays | {"source": step * direction}, problem, implementation).sum()
 
-    third = jax.jit(jax.grad(jax.grad(jax.grad(along))), compiler_options=QUICK)
+    third = jax.jit(jax.grad(jax.grad(jax.grad(along))))
     r = rows(problem)
     # of u·v in each row: Σ_a P_a (u·(v_a − out))³
     centred = np.einsum("btnv,bsnv->bnts", direction, r.value)
@@ -243,7 +242,7 @@ def test_forward_mode_of_reference(name):
     arrays, _ = cast(problem, jnp.float64)
     direction = tangents(problem)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(arrays, direction):
         along = functools.partial(attend, problem=problem, implementation="reference")
         pair = [FORWARD[mode](along, arrays, direction) for mode in ("jvp", "linearize")]
@@ -346,13 +345,13 @@ def test_numpy_zero_is_no_constant(implementation):
     }
     product = np.einsum("btnvw,btnw->btnv", dense_covariance(problem), direction)
     # One program, whose equal parts XLA joins; each way is traced by itself.
-    together = jax.jit(lambda: {way: f() for way, f in ways.items()}, compiler_options=QUICK)()
+    together = jax.jit(lambda: {way: f() for way, f in ways.items()})()
     for way, found in together.items():
         close(found, product, way)
     for way in ("grad", "vjp"):
         close(ways[way](), product, f"{way}, not jitted")
     exact = dense_vjp(problem, direction, np.zeros(direction.shape[:-1]))
-    close(jax.jit(jax.grad(mixed), compiler_options=QUICK)(arrays["query"]), exact["query"])
+    close(jax.jit(jax.grad(mixed))(arrays["query"]), exact["query"])
 
 
 @pytest.mark.parametrize(
@@ -386,7 +385,7 @@ def test_vmap():
     given = cotangents(problem, jnp.float64)
     lengths = problem.options
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     @jax.vmap
     def run(arrays, lengths, cotangent):
         def pair(arrays):
@@ -462,7 +461,7 @@ def test_temperature_identities():
     """
     problem = replace(PROBLEMS["value_narrower"], is_causal=True, scale=0.8)
     arrays, _ = cast(problem, jnp.float64)
-    run = jax.jit(functools.partial(temperature, problem=problem), compiler_options=QUICK)
+    run = jax.jit(functools.partial(temperature, problem=problem))
     found = run(arrays, jnp.asarray(problem.scale))
     r, scale = rows(problem), problem.scale
     P = r.weights  # [B, N, T, S]

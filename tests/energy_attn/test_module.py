@@ -72,21 +72,6 @@ def copied(ours, theirs):
     return eqx.tree_at(where, ours, where(theirs))
 
 
-def quick_jit(f):
-    """`eqx.filter_jit`, compiled in half the time: logic alone is at stake."""
-
-    @functools.wraps(f)
-    def call(*args):
-        arrays, rest = eqx.partition(args, eqx.is_array)
-        run = jax.jit(
-            lambda arrays: f(*eqx.combine(arrays, rest)),
-            compiler_options={"xla_backend_optimization_level": 0},
-        )
-        return run(arrays)
-
-    return call
-
-
 def weights(layer):
     return {name: getattr(layer, name) for name in PROJECTIONS}
 
@@ -199,7 +184,7 @@ def test_equal_weights_give_equal_outputs(options):
         given, given_masks = inputs(), masks()
     weight = normal(5, T, ours.output_size)
 
-    @quick_jit
+    @eqx.filter_jit
     def run(layer, given, given_masks):
         def loss(pair, mask):
             layer, given = pair
@@ -250,7 +235,7 @@ def test_dropout():
     theirs, ours = layers(dropout_p=0.4)
     given_masks = masks()
 
-    @quick_jit
+    @eqx.filter_jit
     def run(layer, key):
         def loss(pair, mask):
             layer, given = pair
@@ -292,7 +277,7 @@ def test_dropout_of_everything():
         out = layer(*given, mask, key=jax.random.key(0))
         return (out**2).sum(), out
 
-    gradient = quick_jit(jax.grad(loss, has_aux=True))
+    gradient = eqx.filter_jit(jax.grad(loss, has_aux=True))
     (dmine, mine), (dits, its) = (gradient(inputs(), layer) for layer in (ours, theirs))
     close(mine, its)
     for a, b in zip(dmine, dits, strict=True):

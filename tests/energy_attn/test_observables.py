@@ -20,7 +20,6 @@ from ..problems import BLOCKS, PROBLEMS, Problem, cast, lse_dtype, tangents
 from ..reference import rows, shifted
 from ..test_bad_input import complains
 
-QUICK = {"xla_backend_optimization_level": 0}
 NAMES = ("covariance", "product", "cumulant 1", "cumulant 2", "cumulant 3", "cumulant 4")
 NAMES += ("moment 2", "moment 3", "entropy", "mean score", "heat capacity", "sensitivity")
 
@@ -125,7 +124,7 @@ def test_values_and_gradients(implementation, name):
     rng = problem.rng("weights")
     weights = {what: rng.standard_normal(exact[what].shape) for what in NAMES}
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(arrays, weights):
         found, back = jax.vjp(lambda a: observed(a, problem, implementation), arrays)
         return found, back(weights)[0]
@@ -178,9 +177,7 @@ def test_over_a_mesh(kind, name):
     problem = {**PROBLEMS, **BLOCKS}[name]
     arrays, _ = cast(problem, jnp.float64)
     with jax.set_mesh(mesh_of(kind)):
-        run = jax.jit(
-            lambda a: observed(a, problem, parallel=parallel_of(kind)), compiler_options=QUICK
-        )
+        run = jax.jit(lambda a: observed(a, problem, parallel=parallel_of(kind)))
         found = jax.device_get(run(arrays))
     for what, exact in exactly(problem).items():
         close(found[what], exact, what)
@@ -193,7 +190,7 @@ def test_split_rows_and_heads():
     mesh = make_mesh((2, 2), ("row", "head"), explicit=True, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         split = jax.device_put(arrays, jax.NamedSharding(mesh, jax.P("row", None, "head")))
-        run = jax.jit(lambda a: observed(a, problem), compiler_options=QUICK)
+        run = jax.jit(lambda a: observed(a, problem))
         found = jax.device_get(run(split))
     for what, exact in exactly(problem).items():
         close(found[what], exact, what)
@@ -249,7 +246,7 @@ def test_no_matrix_of_scores():
         heat = ea.score_moments(q, k, v, is_causal=True).variance
         return heat.sum() + ea.cumulant(q, k, v, tangents=[u, u, u], is_causal=True).sum()
 
-    compiled = jax.jit(jax.grad(penalty, (0, 1, 2)), compiler_options=QUICK).lower(*given).compile()
+    compiled = jax.jit(jax.grad(penalty, (0, 1, 2))).lower(*given).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.7 * 4 * length**2
 
 
@@ -262,7 +259,7 @@ def test_penalties():
     for implementation in ("decode", "blockwise", "reference"):
         options = {**problem.options, "implementation": implementation}
 
-        @functools.partial(jax.jit, compiler_options=QUICK)
+        @jax.jit
         @jax.value_and_grad
         def penalty(query, options=options):
             rest = arrays | {"query": query}

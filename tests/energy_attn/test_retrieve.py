@@ -71,7 +71,7 @@ def found():
     """Retrieval at a temperature where some states average and others single out a memory; stopped early, so that a
     row that goes on after it has come to rest shows.
     """
-    options = {"inverse_temperature": 1.5, "tolerance": 1e-2}
+    options = {"scale": 1.5, "tolerance": 1e-2}
     return ea.retrieve(jnp.asarray(STATE), jnp.asarray(MEMORIES), **options)
 
 
@@ -106,7 +106,7 @@ def test_kinds_of_fixed_points():
     centres = 4 * np.eye(3, 6)
     memories = (centres[:, None] + 0.2 * patterns(3, 4, 6, seed=3)).reshape(12, 1, 6)
     probe = jnp.asarray(memories[5:6] + 0.01)
-    find = jax.jit(lambda beta: ea.retrieve(probe, jnp.asarray(memories), inverse_temperature=beta))
+    find = jax.jit(lambda beta: ea.retrieve(probe, jnp.asarray(memories), scale=beta))
     hot, cool, cold = (find(jnp.asarray(beta)) for beta in (0.01, 0.5, 40.0))
     for solution, beta, many in ((hot, 0.01, 12), (cool, 0.5, 4), (cold, 40.0, 1)):
         weights = softmax(beta * memories[:, 0] @ np.asarray(solution.point[0, 0]))
@@ -129,14 +129,14 @@ def test_nearest_of_many_and_of_equals():
     memories[7] = memories[1311]  # the same memory twice
     wanted = [0, 7, 1023, 1024, 2047, 2499]
     state = jnp.asarray(memories[wanted])
-    found = ea.retrieve(state, jnp.asarray(memories), inverse_temperature=1e4)
+    found = ea.retrieve(state, jnp.asarray(memories), scale=1e4)
     assert found.stats["nearest"][:, 0].tolist() == [0, -1, 1023, 1024, 2047, 2499]
     assert found.point.dtype == found.value.dtype == jnp.float32
     np.testing.assert_allclose(found.stats["weight"][:, 0], [1, 0.5, 1, 1, 1, 1], rtol=5e-3)
 
 
 def loss(memories, beta, state, weights):
-    found = ea.retrieve(state, memories, inverse_temperature=beta, max_steps=1000)
+    found = ea.retrieve(state, memories, scale=beta, max_steps=1000)
     return (weights * found.point).sum() + found.value.sum() + found.stats["overlap"].sum()
 
 
@@ -189,7 +189,7 @@ def test_what_has_no_derivative_raises():
     """A gradient of zero of the energy's path, and forward mode, which the rule does not have."""
 
     def path(memories):
-        found = ea.retrieve(jnp.asarray(STATE), memories, inverse_temperature=1.5)
+        found = ea.retrieve(jnp.asarray(STATE), memories, scale=1.5)
         return found.stats["path"].sum()
 
     with pytest.raises(RuntimeError, match="stats: wanted no derivative, as those of retrieve"):
@@ -211,7 +211,7 @@ def partly_hidden(memories, beta, parallel=None):
         jnp.asarray(STATE),
         memories,
         mask=jnp.asarray(SEEN).reshape(1, 1, 1, -1),
-        inverse_temperature=beta,
+        scale=beta,
         key_value_seq_lengths=jnp.asarray(LENGTHS),
         parallel=parallel,
         throw=False,
@@ -257,7 +257,7 @@ def test_steps_run_out_and_numbers_end():
     """A state that is not at rest passed off as one, and an infinite one; `throw=False` tells them apart."""
     memories = jnp.asarray(MEMORIES)
     state = jnp.asarray(STATE).at[0, 0, 0, 0].set(jnp.inf)
-    options = {"inverse_temperature": 0.5, "max_steps": 2}
+    options = {"scale": 0.5, "max_steps": 2}
     with pytest.raises(RuntimeError, match="max_steps"):
         ea.retrieve(jnp.asarray(STATE), memories, **options)
     found = ea.retrieve(state, memories, throw=False, **options)
@@ -312,14 +312,14 @@ VALID = {"state": a(B, T, N, H), "memories": a(B, S, K, H)}
         ({"memories": a(B, S, K, H, dtype="bfloat16")}, TypeError, "bfloat16", "dtype of state"),
         ({"memories": a(B, S, K, H + 1)}, ValueError, "float32[2,17,2,6]", "(2, S, K, 5)"),
         ({"mask": a(B, S)}, TypeError, "float32[2,17]", "boolean"),
-        ({"inverse_temperature": 0.0}, ValueError, "0.0", "above zero"),
-        ({"inverse_temperature": jnp.asarray(-1.0)}, ValueError, "-1.0", "above zero"),
-        ({"inverse_temperature": a(3)}, ValueError, "float32[3]", "scalar"),
-        ({"inverse_temperature": "hot"}, TypeError, "str 'hot'", "number"),
+        ({"scale": 0.0}, ValueError, "0.0", "above zero"),
+        ({"scale": jnp.asarray(-1.0)}, ValueError, "-1.0", "above zero"),
+        ({"scale": a(3)}, ValueError, "float32[3]", "scalar"),
+        ({"scale": "hot"}, TypeError, "str 'hot'", "number"),
         ({"max_steps": 0}, ValueError, "0", "at least 1"),
         ({"tolerance": -1.0}, ValueError, "-1.0", "above zero"),
         ({"throw": 1}, TypeError, "int 1", "True or False"),
-        ({"scale": 1.0}, TypeError, "float 1.0", "inverse_temperature"),
+        ({"inverse_temperature": 1.0}, TypeError, "inverse_temperature=", "one of the options"),
         ({"beta": 1.0}, TypeError, "beta=", "one of the options"),
         ({"implementation": "fast"}, ValueError, "'fast'", "'reference'"),
     ],

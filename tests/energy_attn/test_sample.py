@@ -13,8 +13,6 @@ from ..distributed.meshes import mesh_of, parallel_of
 from ..problems import BLOCKS, LARGE, PROBLEMS, cast
 from ..reference import rows
 
-QUICK = {"xla_backend_optimization_level": 0}
-
 
 def statistic(drawn: np.ndarray, weights: np.ndarray) -> float:
     """Pearson's, standardised: of about unit size if `drawn` `[B, T, N, n]` follows `weights` `[B, N, T, S]`.
@@ -40,7 +38,7 @@ def statistic(drawn: np.ndarray, weights: np.ndarray) -> float:
     return (total - freedom) / np.sqrt(spread)
 
 
-@functools.partial(jax.jit, static_argnames=("name", "number", "kind"), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames=("name", "number", "kind"))
 def draw(arrays, rng, name, number, kind=None):
     problem = {**PROBLEMS, **LARGE, **BLOCKS}[name]
     parallel = None if kind is None else parallel_of(kind)

@@ -118,7 +118,6 @@ SECOND = ("everything", "positions_causal", "mask_nothing", "decode_source")
 
 # Logic alone is at stake in float64, and LLVM's passes take half the time of these programs. In low
 # precision, at the blocks' real size and in all other tests everything compiles as it does for users.
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 def problems(names):
@@ -172,10 +171,10 @@ def attend_or_refuse(implementation: str, problem: Problem, dtype=None):
     return arrays
 
 
-def state_and_gradients(implementation: str | None, problem: Problem, compiler_options=None):
+def state_and_gradients(implementation: str | None, problem: Problem):
     """One program for the state and the gradients for given cotangents, so that each problem compiles once."""
 
-    @functools.partial(jax.jit, compiler_options=compiler_options)
+    @jax.jit
     def run(arrays, dout, dlse):
         state, back = jax.vjp(lambda arrays: attend(arrays, problem, implementation), arrays)
         return state._asdict() | back(AttentionState(dout, dlse))[0]
@@ -183,15 +182,15 @@ def state_and_gradients(implementation: str | None, problem: Problem, compiler_o
     return run
 
 
-def check(implementation: str, problem: Problem, dtype, compiler_options=None) -> None:
+def check(implementation: str, problem: Problem, dtype) -> None:
     """State and all gradients, for cotangents of out alone, of lse alone and of both."""
     arrays = attend_or_refuse(implementation, problem, dtype)
     if implementation in FORWARD_ONLY and problem.name not in SECOND:
         forward = functools.partial(attend, problem=problem, implementation=implementation)
-        state = jax.jit(forward, compiler_options=compiler_options)(arrays)
+        state = jax.jit(forward)(arrays)
         assert_all_close(state._asdict(), problem, dtype, "both", label=implementation)
         return
-    run = state_and_gradients(implementation, problem, compiler_options)
+    run = state_and_gradients(implementation, problem)
     blind, hidden = blind_rows_and_hidden_keys(problem)
     for which in ("both", "out", "lse"):
         found = run(arrays, *select(which, *cotangents(problem, dtype)))
@@ -229,7 +228,7 @@ def gradient_of(problem: Problem, implementation: str):
 def right_or_raises(implementation, function, *args):
     """`function(*args)`; for all but the reference an honest refusal will do."""
     try:
-        return jax.jit(function, compiler_options=QUICK)(*args)
+        return jax.jit(function)(*args)
     except (TypeError, NotImplementedError) as reason:
         honest = isinstance(reason, NotImplementedError) or "custom_vjp" in str(reason)
         if implementation == "reference" or not honest:
@@ -282,7 +281,7 @@ class TestEveryImplementation:
     @problems(PROBLEMS)
     def test_exactest(self, implementation, problem):
         """Any slip in a mask, a head's group, a cotangent or an edge case, to the last bits of the best dtype."""
-        check(implementation, problem, exactest(implementation), QUICK)
+        check(implementation, problem, exactest(implementation))
 
     @problems(HEADS)
     def test_heads(self, implementation, problem):
@@ -298,7 +297,7 @@ class TestEveryImplementation:
     @problems(BLOCKS)
     def test_many_blocks(self, implementation, problem, small_blocks):
         """Statistics lost between blocks, a block skipped that can meet, a bias block added at the wrong place."""
-        check(implementation, problem, exactest(implementation), QUICK)
+        check(implementation, problem, exactest(implementation))
 
     @problems(LARGE)
     def test_real_blocks(self, implementation, problem):
@@ -417,7 +416,7 @@ class TestEveryImplementation:
             )
             return state, back(AttentionState(*cotangents(first, exactest(implementation))))[0]
 
-        jit = functools.partial(jax.jit, compiler_options=QUICK)
+        jit = functools.partial(jax.jit)
         together = jit(jax.vmap(gradients))(queries, positions)
         shared = jit(jax.vmap(gradients, in_axes=(None, 0)))(queries[0], positions)
         alone = jit(gradients)
@@ -488,7 +487,7 @@ class TestEveryImplementation:
         assert unseen.any()
         stale = arrays | {n: jnp.where(unseen, 1e5, arrays[n]) for n in ("key", "value")}
         given = cotangents(problem, exactest(implementation))
-        run = state_and_gradients(implementation, problem, QUICK)
+        run = state_and_gradients(implementation, problem)
         jax.tree.map(np.testing.assert_array_equal, run(arrays, *given), run(stale, *given))
 
     @each

@@ -22,7 +22,6 @@ from energy_attn.kernels.vendor import _adapter, _cudnn, _flash_attn, _splash
 from ..naive import assert_all_close, select
 from ..problems import PROBLEMS, _make, cast, cotangents
 
-QUICK = {"xla_backend_optimization_level": 0}  # most of the time goes into compiling
 KERNELS = {"cudnn": _cudnn.CuDNN, "flash": _flash_attn.FlashAttn, "splash": _splash.Splash}
 
 
@@ -181,7 +180,7 @@ def attend(arrays, problem, name):
 def check(name, problem, dtype, cases=("both", "out", "lse")):
     arrays, _ = cast(problem, dtype)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(arrays, dout, dlse):
         state, back = jax.vjp(lambda arrays: attend(arrays, problem, name), arrays)
         return state._asdict() | back(AttentionState(dout, dlse))[0]
@@ -270,7 +269,7 @@ def test_vmap(name, batched, vendor):
         state, back = jax.vjp(lambda arrays: attend(arrays, problem, name), arrays)
         return state, back(AttentionState(jnp.ones_like(state.out), jnp.cos(state.lse)))[0]
 
-    compiled = functools.partial(jax.jit, compiler_options=QUICK)
+    compiled = functools.partial(jax.jit)
     found = compiled(jax.vmap(gradients, in_axes=(axes,)))(arrays)
     rows = [{n: x[i] if n in batched else x for n, x in arrays.items()} for i in range(2)]
     wanted = [compiled(gradients)(row) for row in rows]
@@ -292,7 +291,7 @@ def test_global_state_in_the_backward(vendor):
     half = operands._replace(key=operands.key[:, :64], value=operands.value[:, :64])
     cotangent = AttentionState(*cotangents(problem, "bfloat16"))
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def pull(operands):
         found = kernel.backward(operands, settings, whole, cotangent, "cuda")
         return found.key.astype(jnp.float32), found.value.astype(jnp.float32)

@@ -1,11 +1,9 @@
 """Tables 1 and 2 of the later text: the protocol, what is predicted, what was committed. Never how fast."""
 
 import dataclasses
-import functools
 import importlib
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +17,11 @@ import pytest
 from energy_attn.distributed import make_mesh
 
 from ..energy_attn.test_llama import CONFIG, build, numpy_llama
+from ..flags import environment
 
 FOLDER = Path(__file__).resolve().parents[2] / "papers" / "tree_attention"
 PROMPT, TOKENS, REPETITIONS, DEVICES = 32, 4, 3, 8
 # as little work for the compiler as possible: it takes all the time
-FAST = {"xla_backend_optimization_level": 0}
 BYTES = dataclasses.replace(CONFIG, vocab_size=256)
 
 
@@ -53,8 +51,7 @@ def row(model, text):
     """The protocol on the suite's devices: two chunks, and a cache that is not full."""
     plan = run.Plan([PROMPT], TOKENS, REPETITIONS, chunk=16, model=None)
     mesh = make_mesh((DEVICES,), (run.AXIS,))
-    with jax.set_mesh(mesh), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=FAST))
+    with jax.set_mesh(mesh):
         return run.measure(model, text, plan, PROMPT)
 
 
@@ -188,10 +185,8 @@ def test_models_are_the_published_ones():
 
 def tables(*arguments):
     command = [sys.executable, str(FOLDER / "tables.py"), *map(str, arguments)]
-    flags = " ".join(f"--{name}={value}" for name, value in FAST.items())
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=os.environ | {"XLA_FLAGS": flags}
-    )
+    env = environment()
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
 
 
 def test_two_processes_and_a_checkpoint(tmp_path):

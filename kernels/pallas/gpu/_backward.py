@@ -14,11 +14,11 @@ from jaxtyping import Array
 
 from ...call._arguments import Operands, Settings, cotangents
 from ...call._state import AttentionState
-from ...xla._blockwise import rows_of
+from ...xla._blockwise import backward_rows
 from .._common import result_like
-from .._rows import Marks
+from .._rows import Visibility
 from . import _tile as tiles
-from ._plan import Plan, make_plan, marks, walks
+from ._plan import Plan, make_plan, tile_ranges, visibility_of
 
 
 def backward(
@@ -31,13 +31,13 @@ def backward(
 ) -> Operands:
     """The cotangents of query, key and value. Raises nothing that `make_plan` does not."""
     query, key, value = operands[:3]
-    given_rows = rows_of(operands, state, cotangent)
+    given_rows = backward_rows(operands, state, cotangent)
     lse = given_rows.lse * tiles.LOG2_E  # in bits
     d_out = given_rows.d_out.astype(value.dtype)
     arrays = (given_rows.query, key, value, d_out, lse, given_rows.delta)
 
     def run(kernel: Any, plan: Plan, *like: Array) -> list[Array]:
-        given = marks(operands, plan)
+        given = visibility_of(operands, plan)
         of_keys = kernel is _key_kernel
         count = plan.key_tiles if of_keys else plan.row_tiles
         parts = pl.pallas_call(
@@ -50,7 +50,7 @@ def backward(
             compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
             interpret=interpret,
             name="attention_backward_" + ("key" if of_keys else "query"),
-        )(*arrays, given, walks(given, plan, of_keys=of_keys))
+        )(*arrays, given, tile_ranges(given, plan, of_keys=of_keys))
         return [part.sum(0).astype(x.dtype) for part, x in zip(parts, like, strict=True)]
 
     (d_query,) = run(_query_kernel, make_plan(operands, settings, "query"), query)
@@ -66,11 +66,11 @@ def _query_kernel(
     out_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
-    marks: Marks,
+    visibility: Visibility,
     found: Any,
     result_ref: Any,
 ) -> None:
-    at = tiles.program(plan, of_keys=False)
+    at = tiles.program_index(plan, of_keys=False)
     rows = tiles.rows(plan, at.tile, at.kv_head)
     query = tiles.load_rows(query_ref, at, rows, plan.width)
     d_out = tiles.load_rows(out_ref, at, rows, plan.value_width)
@@ -81,17 +81,17 @@ def _query_kernel(
         key = tiles.load_keys(plan, key_ref, at, tile, plan.width, not masked)
         scores = tiles.product(query, key, 1, 1) * (plan.settings.scale * tiles.LOG2_E)
         if masked:
-            seen = tiles.seen(plan, marks, at, rows, tile, keys_first=False)
+            seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
         weights = jnp.exp2(scores - lse[:, None])
         value = tiles.load_keys(plan, value_ref, at, tile, plan.value_width, not masked)
         if masked:
-            key, value = tiles.cleared(plan, marks, at, tile, key, value)
+            key, value = tiles.zero_hidden(plan, visibility, at, tile, key, value)
         d_scores = weights * (tiles.product(d_out, value, 1, 1) - delta[:, None])
         return sums + tiles.product(d_scores.astype(key.dtype), key, 1, 0)
 
-    over = tiles.reach(plan, found, at, of_keys=False)
-    sums = tiles.walk(plan, over, at, step, jnp.zeros(query.shape, jnp.float32))
+    over = tiles.tile_range(plan, found, at, of_keys=False)
+    sums = tiles.loop_over(plan, over, at, step, jnp.zeros(query.shape, jnp.float32))
     tiles.store_rows(result_ref, at, rows, sums * plan.settings.scale, plan.width)
 
 
@@ -103,15 +103,15 @@ def _key_kernel(
     out_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
-    marks: Marks,
+    visibility: Visibility,
     found: Any,
     d_key_ref: Any,
     d_value_ref: Any,
 ) -> None:
-    at = tiles.program(plan, of_keys=True)
+    at = tiles.program_index(plan, of_keys=True)
     key = tiles.load_keys(plan, key_ref, at, at.tile, plan.width, False)
     value = tiles.load_keys(plan, value_ref, at, at.tile, plan.value_width, False)
-    key, value = tiles.cleared(plan, marks, at, at.tile, key, value)
+    key, value = tiles.zero_hidden(plan, visibility, at, at.tile, key, value)
 
     def step(tile: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
         d_key, d_value = carry
@@ -120,7 +120,7 @@ def _key_kernel(
         # keys in front: what is summed over rows is then a plain product
         scores = tiles.product(key, query, 1, 1) * (plan.settings.scale * tiles.LOG2_E)
         if masked:
-            seen = tiles.seen(plan, marks, at, rows, at.tile, keys_first=True)
+            seen = tiles.seen(plan, visibility, at, rows, at.tile, keys_first=True)
             scores = jnp.where(seen, scores, -jnp.inf)
         weights = jnp.exp2(scores - tiles.load_numbers(lse_ref, at, rows, jnp.inf)[None, :])
         d_out = tiles.load_rows(out_ref, at, rows, plan.value_width)
@@ -131,7 +131,7 @@ def _key_kernel(
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
     # Keys that fill the last tile hold zeros, and their sums are stored nowhere.
-    over = tiles.reach(plan, found, at, of_keys=True)
-    d_key, d_value = tiles.walk(plan, over, at, step, start)
+    over = tiles.tile_range(plan, found, at, of_keys=True)
+    d_key, d_value = tiles.loop_over(plan, over, at, step, start)
     tiles.store_keys(plan, d_key_ref, at, d_key * plan.settings.scale, plan.width)
     tiles.store_keys(plan, d_value_ref, at, d_value, plan.value_width)

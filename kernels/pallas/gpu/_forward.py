@@ -15,9 +15,9 @@ from jaxtyping import Array
 from ...call._arguments import Operands, out_dtype
 from ...call._state import AttentionState, fold
 from .._common import result_like
-from .._rows import Marks
+from .._rows import Visibility
 from . import _tile as tiles
-from ._plan import LEAST, Plan, marks, walks
+from ._plan import LEAST, Plan, tile_ranges, visibility_of
 
 TERMS = (
     4096  # that one program of the merge adds up: its threads have 32 each, on their way at once
@@ -27,7 +27,7 @@ TERMS = (
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
     """The state of a call, by a plan for "forward". Raises nothing."""
     query, key, value = operands[:3]
-    given = marks(operands, plan)
+    given = visibility_of(operands, plan)
     wide = out_dtype(operands, plan.settings) if plan.splits == 1 else jnp.float32
     shape = (plan.splits, *query.shape[:-1])
     parts = pl.pallas_call(
@@ -40,7 +40,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
         compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
         interpret=interpret,
         name="attention_forward",
-    )(query, key, value, given, walks(given, plan, of_keys=False))
+    )(query, key, value, given, tile_ranges(given, plan, of_keys=False))
     if plan.splits == 1:
         return AttentionState(*(part[0] for part in parts))
     dtype = out_dtype(operands, plan.settings)
@@ -52,12 +52,12 @@ def _kernel(
     query_ref: Any,
     key_ref: Any,
     value_ref: Any,
-    marks: Marks,
+    visibility: Visibility,
     found: Any,
     out_ref: Any,
     lse_ref: Any,
 ) -> None:
-    at = tiles.program(plan, of_keys=False)
+    at = tiles.program_index(plan, of_keys=False)
     rows = tiles.rows(plan, at.tile, at.kv_head)
     query = tiles.load_rows(query_ref, at, rows, plan.width)
 
@@ -66,7 +66,7 @@ def _kernel(
         key = tiles.load_keys(plan, key_ref, at, tile, plan.width, not masked)
         scores = tiles.product(query, key, 1, 1) * (plan.settings.scale * tiles.LOG2_E)
         if masked:
-            seen = tiles.seen(plan, marks, at, rows, tile, keys_first=False)
+            seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
         new = jnp.maximum(maximum, scores.max(1))
         shift = jnp.where(new > -jnp.inf, new, 0.0) if masked else new
@@ -74,7 +74,7 @@ def _kernel(
         decay = jnp.exp2(maximum - shift)
         value = tiles.load_keys(plan, value_ref, at, tile, plan.value_width, not masked)
         if masked:
-            (value,) = tiles.cleared(plan, marks, at, tile, value)
+            (value,) = tiles.zero_hidden(plan, visibility, at, tile, value)
         added = tiles.product(weights.astype(value.dtype), value, 1, 0)
         return new, total * decay + weights.sum(1), sums * decay[:, None] + added
 
@@ -83,9 +83,9 @@ def _kernel(
         jnp.zeros(plan.rows, jnp.float32),
         jnp.zeros((plan.rows, tiles.power(plan.value_width)), jnp.float32),
     )
-    over = tiles.reach(plan, found, at, of_keys=False)
-    maximum, total, sums = tiles.walk(plan, over, at, step, start)
-    absent = tiles.absent(marks, at, rows)
+    over = tiles.tile_range(plan, found, at, of_keys=False)
+    maximum, total, sums = tiles.loop_over(plan, over, at, step, start)
+    absent = tiles.absent_rows(visibility, at, rows)
     if absent is not None:
         total = jnp.where(absent, 0.0, total)
     empty = total == 0

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ...call._arguments import Operands, Settings, reached
+from ...call._arguments import Operands, Settings, hide_unreachable
 from ...call._mask import Interval, interval, must_meet
-from .._rows import Marks, filled, meet, spans
+from .._rows import Visibility, block_spans, meeting_blocks, pad_to_blocks
 
 # Shared memory of a multiprocessor that one program may take, in KiB, by compute capability; the
 # rest is as small as the smallest. Where no GPU is at hand, programs are for the class of H100.
@@ -38,12 +38,12 @@ LEAST_WALK = 4
 class Plan(NamedTuple):
     """What a kernel knows of a call when it is traced.
 
-    The rows of a tile are `row_times` consecutive times of `row_heads` of the query heads that
+    The rows of a tile are `row_times` consecutive queries of `row_heads` of the query heads that
     share a key head, ordered as they lie in memory; what they do not fill of `rows` is idle.
 
     Attributes:
         settings: those of the call.
-        batch, times, columns, kv_heads, group: `B`, `T`, `S`, `K` and `N / K`.
+        batch, query_len, key_len, kv_heads, group: `B`, `T`, `S`, `K` and `N / K`.
         width, value_width: `H` and `Hv`.
         row_times, row_heads, rows, keys: the tiles of rows and of keys; the last two are powers
             of two.
@@ -53,8 +53,8 @@ class Plan(NamedTuple):
 
     settings: Settings
     batch: int
-    times: int
-    columns: int
+    query_len: int
+    key_len: int
     kv_heads: int
     group: int
     width: int
@@ -75,26 +75,26 @@ class Plan(NamedTuple):
     @property
     def row_tiles(self) -> int:
         """Tiles of rows of a key head, ordered by (time, head)."""
-        return math.ceil(self.times / self.row_times) * self.head_tiles
+        return math.ceil(self.query_len / self.row_times) * self.head_tiles
 
     @property
     def key_tiles(self) -> int:
         """Tiles of keys."""
-        return math.ceil(self.columns / self.keys)
+        return math.ceil(self.key_len / self.keys)
 
     @property
     def full_rows(self) -> bool:
         """Whether no tile has idle rows."""
         return (
             self.row_times * self.row_heads == self.rows
-            and self.times % self.row_times == 0
+            and self.query_len % self.row_times == 0
             and self.group % self.row_heads == 0
         )
 
     @property
     def full_keys(self) -> bool:
         """Whether all tiles of keys are full."""
-        return self.columns % self.keys == 0
+        return self.key_len % self.keys == 0
 
 
 def power(size: int) -> int:
@@ -109,14 +109,14 @@ def make_plan(operands: Operands, settings: Settings, kind: str) -> Plan:
     Raises `NotImplementedError` if no tiles fit into shared memory.
     """
     query, _, value = operands[:3]
-    batch, times, heads, width = query.shape
-    _, columns, kv_heads, value_width = value.shape
+    batch, query_len, heads, width = query.shape
+    _, key_len, kv_heads, value_width = value.shape
     group = heads // kv_heads
     wide, value_wide = power(width), power(value_width)
     query_bytes = wide * query.dtype.itemsize
     row_bytes = query_bytes + value_wide * value.dtype.itemsize
     still_bytes = query_bytes if kind == "forward" else row_bytes
-    rows, keys = power(times * group), power(columns)
+    rows, keys = power(query_len * group), power(key_len)
     few = kind == "forward" and rows <= FEW_ROWS
     still, moving = STILL, MOVING if kind == "forward" else MOVING_BACKWARD
     if max(query.dtype.itemsize, value.dtype.itemsize) > 2:
@@ -150,7 +150,7 @@ def make_plan(operands: Operands, settings: Settings, kind: str) -> Plan:
     row_heads = min(group, rows)
     found = Plan(
         settings,
-        *(batch, times, columns, kv_heads, group, width, value_width),
+        *(batch, query_len, key_len, kv_heads, group, width, value_width),
         *(rows // row_heads, row_heads, rows, keys),
         *(1, 8 if still * sums > SUMS else 4, 4 if few else 2),
     )
@@ -169,18 +169,18 @@ def shared_memory() -> int:
     return MEMORY.get(capability, LEAST_MEMORY)
 
 
-def marks(operands: Operands, plan: Plan) -> Marks:
-    """Positions and segments of times and of keys, filled up to whole tiles.
+def visibility_of(operands: Operands, plan: Plan) -> Visibility:
+    """Positions and segments of queries and of keys, filled up to whole tiles.
 
     Without segments, kernels count positions that are not given by themselves. Raises nothing.
     """
     if operands.query_positions is not None or operands.query_segments is not None:
-        operands = reached(operands, plan.settings)
+        operands = hide_unreachable(operands, plan.settings)
 
     def fill(x: Array | None, tile: int, value: int) -> Array | None:
-        return None if x is None else filled(x, 1, tile, value)
+        return None if x is None else pad_to_blocks(x, 1, tile, value)
 
-    return Marks(
+    return Visibility(
         fill(operands.query_positions, plan.row_times, -1),
         fill(operands.key_positions, plan.keys, -1),
         fill(operands.query_segments, plan.row_times, 0),
@@ -188,38 +188,42 @@ def marks(operands: Operands, plan: Plan) -> Marks:
     )
 
 
-def walks(marks: Marks, plan: Plan, *, of_keys: bool) -> Int[Array, "4 b tiles"] | None:
-    """What each tile of times, or of keys, walks over; None without marks.
+def tile_ranges(
+    visibility: Visibility, plan: Plan, *, of_keys: bool
+) -> Int[Array, "4 b tiles"] | None:
+    """What each tile of queries, or of keys, walks over; None without visibility.
 
     First and one past the last tile that it might meet; and first and one past the last of a run
     of them in which every row that is there sees every key. Raises nothing.
     """
-    meets = meet(marks, plan.settings, plan.row_times, plan.keys)
+    meets = meeting_blocks(visibility, plan.settings, plan.row_times, plan.keys)
     if meets is None:
         return None
-    whole = jnp.broadcast_to(_whole(marks, plan), meets.shape)
+    whole = jnp.broadcast_to(_whole(visibility, plan), meets.shape)
     if of_keys:
         meets, whole = meets.swapaxes(1, 2), whole.swapaxes(1, 2)
     first = whole.argmax(-1).astype(jnp.int32)
     after = jnp.arange(whole.shape[-1], dtype=jnp.int32)[None, None, :] >= first[..., None]
     broken = ~whole & after
     stop = jnp.where(broken.any(-1), broken.argmax(-1), whole.shape[-1]).astype(jnp.int32)
-    found = jnp.stack([*spans(meets), first, jnp.where(whole.any(-1), stop, first)])
+    found = jnp.stack([*block_spans(meets), first, jnp.where(whole.any(-1), stop, first)])
     # rows are in as many tiles as their heads make
     return found * plan.head_tiles if of_keys else found
 
 
-def _whole(marks: Marks, plan: Plan) -> Bool[Array, "b times keys"]:
+def _whole(visibility: Visibility, plan: Plan) -> Bool[Array, "b row_tiles key_tiles"]:
     """In which pairs of tiles all rows that are there see all keys."""
-    times, keys = plan.row_times, plan.keys
-    whole = jnp.arange(plan.key_tiles, dtype=jnp.int32) < plan.columns // keys
+    query_len, keys = plan.row_times, plan.keys
+    whole = jnp.arange(plan.key_tiles, dtype=jnp.int32) < plan.key_len // keys
     whole = whole[None, None, :]
-    if marks.row_positions is not None and marks.key_positions is not None:
-        of_rows = interval(_tiles(marks.row_positions, times))
-        whole &= must_meet(plan.settings.rule, *_facing(of_rows, _ends(marks.key_positions, keys)))
-    if marks.row_segments is not None and marks.key_segments is not None:
+    if visibility.row_positions is not None and visibility.key_positions is not None:
+        of_rows = interval(_tiles(visibility.row_positions, query_len))
+        whole &= must_meet(
+            plan.settings.rule, *_facing(of_rows, _ends(visibility.key_positions, keys))
+        )
+    if visibility.row_segments is not None and visibility.key_segments is not None:
         of_rows, of_keys = _facing(
-            _ends(marks.row_segments, times), _ends(marks.key_segments, keys)
+            _ends(visibility.row_segments, query_len), _ends(visibility.key_segments, keys)
         )
         # low <= high: then all four are equal
         whole &= (of_rows.low == of_keys.high) & (of_rows.high == of_keys.low)

@@ -16,13 +16,13 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from ...call._mask import visible
-from .._rows import Marks
+from .._rows import Visibility
 from ._plan import Plan, power
 
 LOG2_E = float(np.log2(np.e))  # scores are in bits within a kernel: the hardware has exp2 alone
 
 
-class Program(NamedTuple):
+class ProgramIndex(NamedTuple):
     """Which program this is: its tile, its key head and row of the batch, its share of the walk."""
 
     tile: Array
@@ -31,7 +31,7 @@ class Program(NamedTuple):
     split: Array
 
 
-def program(plan: Plan, *, of_keys: bool) -> Program:
+def program_index(plan: Plan, *, of_keys: bool) -> ProgramIndex:
     """The numbers of this program, whose tile is of rows or of keys; tiles count fastest.
 
     Under a causal rule the last rows see most keys, and the first keys are seen by most rows: these
@@ -41,7 +41,7 @@ def program(plan: Plan, *, of_keys: bool) -> Program:
     i, tile = divide(pl.program_id(0), tiles)
     i, kv_head = divide(i, plan.kv_heads)
     split, batch = divide(i, plan.batch)
-    return Program(tile if of_keys else tiles - 1 - tile, kv_head, batch, split)
+    return ProgramIndex(tile if of_keys else tiles - 1 - tile, kv_head, batch, split)
 
 
 def divide(x: Array, size: int) -> tuple[Array, Array]:
@@ -97,23 +97,23 @@ def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
     time += of_time * plan.row_times
     head += of_head * plan.row_heads
     if there is not None:
-        there &= (time < plan.times) & (head < plan.group)
+        there &= (time < plan.query_len) & (head < plan.group)
     return Rows(time, head + kv_head * plan.group, there)
 
 
-def load_rows(ref: Any, at: Program, rows: Rows, width: int) -> Array:
+def load_rows(ref: Any, at: ProgramIndex, rows: Rows, width: int) -> Array:
     """`[rows, width]` of an array `[B, T, N, width]`, zero where nothing is. Raises nothing."""
-    index, there = _place(rows, columns(width))
+    index, there = _row_index(rows, columns(width))
     return load(ref, (at.batch, *index), there)
 
 
-def store_rows(ref: Any, at: Program, rows: Rows, x: Array, width: int) -> None:
+def store_rows(ref: Any, at: ProgramIndex, rows: Rows, x: Array, width: int) -> None:
     """Stores `[rows, width]` to this program's share of `[splits, B, T, N, width]`."""
-    index, there = _place(rows, columns(width))
+    index, there = _row_index(rows, columns(width))
     triton.store(ref.at[(at.split, at.batch, *index)], x.astype(ref.dtype), mask=there)
 
 
-def _place(rows: Rows, columns: Columns) -> tuple[tuple[Array, Array, Array], Any]:
+def _row_index(rows: Rows, columns: Columns) -> tuple[tuple[Array, Array, Array], Any]:
     time, head = rows.time[:, None], rows.head[:, None]
     there = None if rows.there is None else rows.there[:, None]
     return (time, head, columns.number), _both(there, columns.there, len(rows.time))
@@ -125,29 +125,31 @@ def _both(a: Array | None, b: Array | None, size: int) -> Array | None:
     return a if b is None else a & b
 
 
-def load_numbers(ref: Any, at: Program, rows: Rows, other: float) -> Float[Array, " rows"]:
+def load_numbers(ref: Any, at: ProgramIndex, rows: Rows, other: float) -> Float[Array, " rows"]:
     """One number for each row, of an array `[B, T, N]`; `other` where nothing is."""
     return load(ref, (at.batch, rows.time, rows.head), rows.there, other)
 
 
-def load_keys(plan: Plan, ref: Any, at: Program, tile: Array, width: int, full: bool) -> Array:
+def load_keys(plan: Plan, ref: Any, at: ProgramIndex, tile: Array, width: int, full: bool) -> Array:
     """`[keys, width]` of an array `[B, S, K, width]`, zero where nothing is.
 
     `full`: the tile is known to be. Raises nothing.
     """
-    index, there = _place_keys(plan, at, tile, width, full)
+    index, there = _key_index(plan, at, tile, width, full)
     return load(ref, (at.batch, *index), there)
 
 
-def store_keys(plan: Plan, ref: Any, at: Program, x: Array, width: int) -> None:
+def store_keys(plan: Plan, ref: Any, at: ProgramIndex, x: Array, width: int) -> None:
     """Stores `[keys, width]` to this program's share of `[splits, B, S, K, width]`."""
-    index, there = _place_keys(plan, at, at.tile, width, False)
+    index, there = _key_index(plan, at, at.tile, width, False)
     triton.store(ref.at[(at.split, at.batch, *index)], x.astype(ref.dtype), mask=there)
 
 
-def _place_keys(plan: Plan, at: Program, tile: Array, width: int, full: bool) -> tuple[Any, Any]:
+def _key_index(
+    plan: Plan, at: ProgramIndex, tile: Array, width: int, full: bool
+) -> tuple[Any, Any]:
     key, column = tile * plan.keys + numbers(plan.keys), columns(width)
-    there = None if full or plan.full_keys else (key < plan.columns)[:, None]
+    there = None if full or plan.full_keys else (key < plan.key_len)[:, None]
     return (key[:, None], at.kv_head, column.number), _both(there, column.there, plan.keys)
 
 
@@ -163,7 +165,13 @@ def product(a: Array, b: Array, a_axis: int, b_axis: int) -> Float[Array, "i j"]
 
 
 def seen(
-    plan: Plan, marks: Marks, at: Program, rows: Rows, tile: Array, *, keys_first: bool
+    plan: Plan,
+    visibility: Visibility,
+    at: ProgramIndex,
+    rows: Rows,
+    tile: Array,
+    *,
+    keys_first: bool,
 ) -> Bool[Array, "i j"]:
     """Which rows of a tile see which keys of another. Raises nothing.
 
@@ -178,43 +186,48 @@ def seen(
     def of(ref: Any, number: Array, there: Any) -> Array:
         return number if ref is None else load(ref, (_row_of(ref, at), number), there, -1)
 
-    found = facing(rows.time, key)[1] < plan.columns
-    if plan.settings.rule.constrains or marks.row_positions is not None:
+    found = facing(rows.time, key)[1] < plan.key_len
+    if plan.settings.rule.constrains or visibility.row_positions is not None:
         # where none are given, they count from 0
-        of_rows = of(marks.row_positions, rows.time, rows.there)
-        of_keys = of(marks.key_positions, key, None)
+        of_rows = of(visibility.row_positions, rows.time, rows.there)
+        of_keys = of(visibility.key_positions, key, None)
         found &= visible(plan.settings.rule, *facing(of_rows, of_keys))
-    if marks.row_segments is not None:
+    if visibility.row_segments is not None:
         of_rows, of_keys = facing(
-            of(marks.row_segments, rows.time, rows.there), of(marks.key_segments, key, None)
+            of(visibility.row_segments, rows.time, rows.there),
+            of(visibility.key_segments, key, None),
         )
         found &= of_rows == of_keys
     return found
 
 
-def cleared(
-    plan: Plan, marks: Marks, at: Program, tile: Array, *arrays: Array
+def zero_hidden(
+    plan: Plan, visibility: Visibility, at: ProgramIndex, tile: Array, *arrays: Array
 ) -> tuple[Array, ...]:
     """Tiles of keys or values with zeros where no row of the call may look. Raises nothing."""
     key, right = tile * plan.keys + numbers(plan.keys), plan.settings.rule.sides[1]
-    if marks.key_positions is not None:
-        there = load(marks.key_positions, (_row_of(marks.key_positions, at), key), None) >= 0
-    elif plan.columns > plan.times + right:  # positions count from 0
-        there = key < plan.times + right
+    if visibility.key_positions is not None:
+        there = (
+            load(visibility.key_positions, (_row_of(visibility.key_positions, at), key), None) >= 0
+        )
+    elif plan.key_len > plan.query_len + right:  # positions count from 0
+        there = key < plan.query_len + right
     else:
         return arrays
     return tuple(jnp.where(there[:, None], x, jnp.zeros_like(x)) for x in arrays)
 
 
-def absent(marks: Marks, at: Program, rows: Rows) -> Bool[Array, " rows"] | None:
+def absent_rows(
+    visibility: Visibility, at: ProgramIndex, rows: Rows
+) -> Bool[Array, " rows"] | None:
     """Which rows have no position, and so see nothing; None if all have. Raises nothing."""
-    if marks.row_positions is None:
+    if visibility.row_positions is None:
         return None
-    index = (_row_of(marks.row_positions, at), rows.time)
-    return load(marks.row_positions, index, rows.there, -1) < 0
+    index = (_row_of(visibility.row_positions, at), rows.time)
+    return load(visibility.row_positions, index, rows.there, -1) < 0
 
 
-class Reach(NamedTuple):
+class TileRange(NamedTuple):
     """What a tile walks over: tiles that it might meet, and among them a run that needs no mask."""
 
     first: Any
@@ -223,20 +236,20 @@ class Reach(NamedTuple):
     end: Any
 
 
-def reach(plan: Plan, found: Any, at: Program, *, of_keys: bool) -> Reach:
-    """What this program's tile, of rows or of keys, walks over: as `walks` found, or if that is
+def tile_range(plan: Plan, found: Any, at: ProgramIndex, *, of_keys: bool) -> TileRange:
+    """What this program's tile, of rows or of keys, walks over: as `tile_ranges` found, or if that is
     None as the rule has it where positions count from 0. Raises nothing.
     """
     tile = at.tile if of_keys else divide(at.tile, plan.head_tiles)[0]
     if found is not None:
-        return Reach(*(found[i, _row_of(found, at, 1), tile] for i in range(4)))
-    sides = (plan.row_times, plan.times), (plan.keys, plan.columns)
+        return TileRange(*(found[i, _row_of(found, at, 1), tile] for i in range(4)))
+    sides = (plan.row_times, plan.query_len), (plan.keys, plan.key_len)
     (block, size), (other, others) = sides[::-1] if of_keys else sides
     unit = plan.head_tiles if of_keys else 1
     if not plan.settings.rule.constrains:
         # keys that fill the last tile are hidden from rows; as rows of a tile they count for nothing
         whole = -(-others // other) if of_keys else others // other
-        return Reach(*(np.int32(unit * x) for x in (0, -(-others // other), 0, whole)))
+        return TileRange(*(np.int32(unit * x) for x in (0, -(-others // other), 0, whole)))
     left, right = (min(side, size + others) for side in plan.settings.rule.sides)
     if of_keys:
         left, right = right, left
@@ -245,11 +258,11 @@ def reach(plan: Plan, found: Any, at: Program, *, of_keys: bool) -> Reach:
     stop, _ = divide(jnp.minimum(most + right + 1, others) + (other - 1), other)
     begin, _ = divide(jnp.maximum(most - left, 0) + (other - 1), other)
     end, _ = divide(jnp.minimum(least + right + 1, others), other)
-    return Reach(*(unit * x for x in (jnp.minimum(first, stop), stop, begin, end)))
+    return TileRange(*(unit * x for x in (jnp.minimum(first, stop), stop, begin, end)))
 
 
-def walk(
-    plan: Plan, over: Reach, at: Program, step: Callable[[Any, Any, bool], Any], x: Any
+def loop_over(
+    plan: Plan, over: TileRange, at: ProgramIndex, step: Callable[[Any, Any, bool], Any], x: Any
 ) -> Any:
     """`x = step(tile, x, masked)` over this program's share of what its tile walks over.
 
@@ -274,5 +287,5 @@ def walk(
     return lax.fori_loop(first, stop - (end - begin), around, x)
 
 
-def _row_of(ref: Any, at: Program, axis: int = 0) -> Any:
+def _row_of(ref: Any, at: ProgramIndex, axis: int = 0) -> Any:
     return 0 if ref.shape[axis] == 1 else at.batch

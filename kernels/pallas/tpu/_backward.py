@@ -10,11 +10,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...call._arguments import Operands, Settings, cotangents
 from ...call._state import AttentionState
-from ...xla._blockwise import rows_of
+from ...xla._blockwise import backward_rows
 from .._common import result_like
 from ._layout import Layout, fold_keys, fold_rows, layout, unfold_keys, unfold_rows
-from ._step import clear, dot, hide, kept, key_spec, look, mark_specs, step
-from ._visibility import Marks, marks_of, walks
+from ._step import dot, hide, key_spec, load_present, step, visibility_specs, visit, zero_past_end
+from ._visibility import BlockVisibility, block_ranges, block_visibility
 
 _PARALLEL = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
@@ -36,14 +36,14 @@ def backward(
     """
     at = layout(operands, settings, backward=True)
     key, value = operands[1:3]
-    query, d_out, lse, delta = rows_of(operands, state, cotangent)
+    query, d_out, lse, delta = backward_rows(operands, state, cotangent)
     lse = fold_rows(lse, at, jnp.inf)[:, :, None]  # also of rows that fill a block: e^{s - inf} = 0
     delta = fold_rows(delta, at)[:, :, None]
     rows = (fold_rows(query, at), fold_rows(d_out.astype(value.dtype), at), lse, delta)
     keys = fold_keys(key, at, tall=at.tall_key), fold_keys(value, at, tall=at.tall_value)
-    marks = marks_of(operands, at)
-    d_query = _rows_over_keys(rows, keys, marks, at, interpret=interpret)
-    d_key, d_value = _keys_over_rows(rows, keys, marks, at, interpret=interpret)
+    visibility = block_visibility(operands, at)
+    d_query = _rows_over_keys(rows, keys, visibility, at, interpret=interpret)
+    d_key, d_value = _keys_over_rows(rows, keys, visibility, at, interpret=interpret)
     return cotangents(
         unfold_rows(d_query, at),
         unfold_keys(d_key, at, tall=at.tall_key),
@@ -73,28 +73,33 @@ def _specs(
 
 
 def _rows_over_keys(
-    rows: tuple[Any, ...], keys: tuple[Any, ...], marks: Marks, at: Layout, *, interpret: bool
+    rows: tuple[Any, ...],
+    keys: tuple[Any, ...],
+    visibility: BlockVisibility,
+    at: Layout,
+    *,
+    interpret: bool,
 ) -> Any:
     query = rows[0]
     batch, width = query.shape[0], query.shape[-1]
-    numbers = walks(marks, at, batch)
+    numbers = block_ranges(visibility, at, batch)
 
-    def walk(b: Any, i: Any) -> Any:
+    def sequence(b: Any, i: Any) -> Any:
         return b * at.row_blocks + i
 
     def row(b: Any, i: Any, j: Any, *_: Any) -> Any:
         return i
 
     def key(b: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
-        return step(first, stop, walk(b, i), j)
+        return step(first, stop, sequence(b, i), j)
 
     specs = _specs(rows, at, row, key)
     return pl.pallas_call(
-        functools.partial(_rows_kernel, at=at, walk=walk),
+        functools.partial(_rows_kernel, at=at, sequence=sequence),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(numbers),
             grid=(batch, at.heads, at.row_blocks, at.key_blocks),
-            in_specs=[*specs, mark_specs(marks.arrays, at, row, key)],
+            in_specs=[*specs, visibility_specs(visibility.arrays, at, row, key)],
             out_specs=specs[0],
             scratch_shapes=[pltpu.VMEM((at.row_block, width), jnp.float32)],
         ),
@@ -102,7 +107,7 @@ def _rows_over_keys(
         compiler_params=_PARALLEL,
         interpret=interpret,
         name="attention_backward_rows",
-    )(*numbers, *rows, *keys, marks.arrays)
+    )(*numbers, *rows, *keys, visibility.arrays)
 
 
 def _rows_kernel(
@@ -116,17 +121,17 @@ def _rows_kernel(
     delta: Any,
     key: Any,
     value: Any,
-    marks: dict[str, Any],
+    visibility: dict[str, Any],
     d_query: Any,
     sums: Any,
     *,
     at: Layout,
-    walk: Callable[..., Any],
+    sequence: Callable[..., Any],
 ) -> None:
     """One block of rows meets one block of keys, `dq += ds k`.
 
     query and d_query `[rows, H]`, d_out `[rows, Hv]`, lse and delta `[1, rows]`, key `[keys, H]`,
-    value `[keys, Hv]`, marks `[1, rows]` and `[1, keys]`; sums `[rows, H]`, float32.
+    value `[keys, Hv]`, visibility `[1, rows]` and `[1, keys]`; sums `[rows, H]`, float32.
     """
     b, p, i, j = map(pl.program_id, range(4))
     numbers = first, stop, open_first, open_stop
@@ -135,13 +140,13 @@ def _rows_kernel(
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)
 
-    @look(numbers, walk(b, i), j, marks)
+    @visit(numbers, sequence(b, i), j, visibility)
     def _(block: Any, compared: dict[str, Any]) -> None:
-        clear(key, block, at, tall=at.tall_key)
-        clear(value, block, at, tall=at.tall_value)
+        zero_past_end(key, block, at, tall=at.tall_key)
+        zero_past_end(value, block, at, tall=at.tall_value)
         key_width, value_width = _widths(at)
-        keys = kept(key, compared, tall=at.tall_key)
-        values = kept(value, compared, tall=at.tall_value)
+        keys = load_present(key, compared, tall=at.tall_key)
+        values = load_present(value, compared, tall=at.tall_value)
         scores = dot(query[...], keys, (1, key_width)) * at.settings.scale
         weights = jnp.exp(hide(scores, compared, block, at, turned=False) - lse[...].T)
         d_scores = weights * (dot(d_out[...], values, (1, value_width)) - delta[...].T)
@@ -153,27 +158,32 @@ def _rows_kernel(
 
 
 def _keys_over_rows(
-    rows: tuple[Any, ...], keys: tuple[Any, ...], marks: Marks, at: Layout, *, interpret: bool
+    rows: tuple[Any, ...],
+    keys: tuple[Any, ...],
+    visibility: BlockVisibility,
+    at: Layout,
+    *,
+    interpret: bool,
 ) -> Any:
     batch = len(rows[0])
-    numbers = walks(marks, at, batch, of_keys=True)
+    numbers = block_ranges(visibility, at, batch, of_keys=True)
 
-    def walk(b: Any, i: Any) -> Any:
+    def sequence(b: Any, i: Any) -> Any:
         return b * at.key_blocks + i
 
     def key(b: Any, i: Any, j: Any, *_: Any) -> Any:
         return i
 
     def row(b: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
-        return step(first, stop, walk(b, i), j)
+        return step(first, stop, sequence(b, i), j)
 
     specs = _specs(rows, at, row, key)
     return pl.pallas_call(
-        functools.partial(_keys_kernel, at=at, walk=walk),
+        functools.partial(_keys_kernel, at=at, sequence=sequence),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(numbers),
             grid=(batch, at.heads, at.key_blocks, at.row_blocks),
-            in_specs=[*specs, mark_specs(marks.arrays, at, row, key)],
+            in_specs=[*specs, visibility_specs(visibility.arrays, at, row, key)],
             out_specs=specs[-2:],
             scratch_shapes=[pltpu.VMEM((at.key_block, x.shape[-1]), jnp.float32) for x in rows[:2]],
         ),
@@ -181,7 +191,7 @@ def _keys_over_rows(
         compiler_params=_PARALLEL,
         interpret=interpret,
         name="attention_backward_keys",
-    )(*numbers, *rows, *keys, marks.arrays)
+    )(*numbers, *rows, *keys, visibility.arrays)
 
 
 def _keys_kernel(
@@ -195,14 +205,14 @@ def _keys_kernel(
     delta: Any,
     key: Any,
     value: Any,
-    marks: dict[str, Any],
+    visibility: dict[str, Any],
     d_key: Any,
     d_value: Any,
     key_sums: Any,
     value_sums: Any,
     *,
     at: Layout,
-    walk: Callable[..., Any],
+    sequence: Callable[..., Any],
 ) -> None:
     """One block of keys meets one block of rows, `dv += P^T dout` and `dk += ds^T q`.
 
@@ -218,11 +228,11 @@ def _keys_kernel(
         key_sums[...] = jnp.zeros_like(key_sums)
         value_sums[...] = jnp.zeros_like(value_sums)
 
-    @look(numbers, walk(b, i), j, marks)
+    @visit(numbers, sequence(b, i), j, visibility)
     def _(block: Any, compared: dict[str, Any]) -> None:
         key_width, value_width = _widths(at)
-        keys = kept(key, compared, tall=at.tall_key)
-        values = kept(value, compared, tall=at.tall_value)
+        keys = load_present(key, compared, tall=at.tall_key)
+        values = load_present(value, compared, tall=at.tall_value)
         scores = dot(keys, query[...], (key_width, 1)) * at.settings.scale
         weights = jnp.exp(hide(scores, compared, i, at, turned=True) - lse[...])
         value_sums[...] += dot(weights.astype(d_out.dtype), d_out[...], (1, 0))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Array
 
 from ...call._arguments import Operands, Settings
-from .._rows import lay, take
+from .._rows import pack_rows, unpack_rows
 
 # Rows (queries times heads) that are few: reading keys takes longer than computing with them, even
 # where every row meets the keys of all heads.
@@ -20,7 +20,7 @@ KEYS_BACKWARD = 512
 # What the compiler grants a kernel on every chip is 16 MiB, less what the estimate leaves out; and
 # of 1 MiB for scalars a half, of which each block that walks takes 16 bytes.
 MEMORY = 12 * 2**20
-WALKS = 2**15
+MOST_RANGES = 2**15
 LANES, SUBLANES = 128, 16
 
 
@@ -81,14 +81,14 @@ def layout(operands: Operands, settings: Settings, *, backward: bool) -> Layout:
 
     Raises `NotImplementedError` if no block fits into the memory on a chip, or too many are needed.
     """
-    batch, times, heads, width = operands.query.shape
-    _, columns, kv_heads, value_width = operands.value.shape
-    few = times * heads <= FEW_ROWS
+    batch, query_len, heads, width = operands.query.shape
+    _, key_len, kv_heads, value_width = operands.value.shape
+    few = query_len * heads <= FEW_ROWS
     tall = bool(width % LANES), bool(value_width % LANES)
     as_written = kv_heads in (1, 2, 4) or (kv_heads % 8 == 0 and math.lcm(LANES, kv_heads) <= KEYS)
     front = 1 if few and as_written and not any(tall) else kv_heads
     row_fold, key_fold = heads // front, kv_heads // front
-    rows, keys = times * row_fold, columns * key_fold
+    rows, keys = query_len * row_fold, key_len * key_fold
     most_keys = KEYS_BACKWARD if backward else KEYS_OF_FEW_ROWS if few else KEYS
     unit = math.lcm(LANES, key_fold)  # a block has all heads of a key
     most_rows = ROWS
@@ -113,11 +113,11 @@ def layout(operands: Operands, settings: Settings, *, backward: bool) -> Layout:
                 f"query: wanted widths of which blocks fit into {MEMORY >> 20} MiB, got {width} "
                 f"beside values of {value_width}"
             )
-    walks = batch * max(found.row_blocks, found.key_blocks if backward else 0)
-    if walks > WALKS:
+    ranges = batch * max(found.row_blocks, found.key_blocks if backward else 0)
+    if ranges > MOST_RANGES:
         raise NotImplementedError(
-            f"query: wanted at most {WALKS} blocks of {row_block} rows or {key_block} keys in a "
-            f"batch, got {walks}"
+            f"query: wanted at most {MOST_RANGES} blocks of {row_block} rows or {key_block} keys in a "
+            f"batch, got {ranges}"
         )
     return found
 
@@ -151,21 +151,21 @@ def fold_rows(x: Array, at: Layout, fill: float = 0) -> Array:
 
     Blocks then cover short intervals of time, so that few of them meet under a causal rule.
     """
-    batch, times, heads, *rest = x.shape
-    x = x.reshape(batch, times, at.heads, at.row_fold, *rest).swapaxes(2, 3)
-    return lay(x.reshape(batch, at.rows, at.heads, *rest), at.heads, at.row_block, fill)
+    batch, query_len, heads, *rest = x.shape
+    x = x.reshape(batch, query_len, at.heads, at.row_fold, *rest).swapaxes(2, 3)
+    return pack_rows(x.reshape(batch, at.rows, at.heads, *rest), at.heads, at.row_block, fill)
 
 
 def unfold_rows(x: Array, at: Layout) -> Array:
     """The inverse of `fold_rows`. Raises nothing."""
     batch, _, _, *rest = x.shape
-    x = take(x, at.rows, at.heads).reshape(batch, -1, at.row_fold, at.heads, *rest)
+    x = unpack_rows(x, at.rows, at.heads).reshape(batch, -1, at.row_fold, at.heads, *rest)
     return x.swapaxes(2, 3).reshape(batch, -1, at.heads * at.row_fold, *rest)
 
 
 def fold_keys(x: Array, at: Layout, *, tall: bool) -> Array:
     """`[B, S, K, W]` to `[B, P, C, W]`, or to `[B, P, W, C]` if `tall`. Raises nothing."""
-    x = lay(x.reshape(x.shape[0], at.keys, at.heads, x.shape[-1]), at.heads, 1)
+    x = pack_rows(x.reshape(x.shape[0], at.keys, at.heads, x.shape[-1]), at.heads, 1)
     return x.swapaxes(2, 3) if tall else x
 
 
@@ -173,4 +173,4 @@ def unfold_keys(x: Array, at: Layout, *, tall: bool) -> Array:
     """The inverse of `fold_keys`. Raises nothing."""
     x = x.swapaxes(2, 3) if tall else x
     batch, width = x.shape[0], x.shape[-1]
-    return take(x, at.keys, at.heads).reshape(batch, -1, at.heads * at.key_fold, width)
+    return unpack_rows(x, at.keys, at.heads).reshape(batch, -1, at.heads * at.key_fold, width)

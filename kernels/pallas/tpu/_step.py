@@ -28,41 +28,41 @@ def key_spec(width: int, at: Layout, block: Callable[..., Any], *, tall: bool) -
     return pl.BlockSpec((None, None, *shape), where)
 
 
-def step(first: Any, stop: Any, walk: Any, number: Any) -> Any:
+def step(first: Any, stop: Any, sequence: Any, number: Any) -> Any:
     """The block that a walk's step looks at; steps past the end stay, so that nothing is read.
 
     Raises nothing.
     """
-    return jnp.minimum(first[walk] + number, jnp.maximum(stop[walk] - 1, 0))
+    return jnp.minimum(first[sequence] + number, jnp.maximum(stop[sequence] - 1, 0))
 
 
-def look(
-    numbers: tuple[Any, Any, Any, Any], walk: Any, number: Any, marks: dict[str, Any]
+def visit(
+    numbers: tuple[Any, Any, Any, Any], sequence: Any, number: Any, visibility: dict[str, Any]
 ) -> Callable[[Callable[[Any, dict[str, Any]], None]], None]:
-    """Decorates what a walk's step does with a block and the marks that tell who sees whom there.
+    """Decorates what a walk's step does with a block and the visibility that tell who sees whom there.
 
     Of a run of blocks in which all see all, most of a long causal context, positions and segments
     need not be compared. Raises nothing.
     """
-    first, stop, open_first, open_stop = (x[walk] for x in numbers)
+    first, stop, open_first, open_stop = (x[sequence] for x in numbers)
     block = first + number
-    heads = {name: x for name, x in marks.items() if name.endswith("heads")}
+    heads = {name: x for name, x in visibility.items() if name.endswith("heads")}
 
     def run(do: Callable[[Any, dict[str, Any]], None]) -> None:
-        if len(heads) == len(marks):
-            pl.when(block < stop)(lambda: do(block, marks))
+        if len(heads) == len(visibility):
+            pl.when(block < stop)(lambda: do(block, visibility))
             return
         is_open = (open_first <= block) & (block < open_stop)
         pl.when((block < stop) & is_open)(lambda: do(block, heads))
-        pl.when((block < stop) & jnp.logical_not(is_open))(lambda: do(block, marks))
+        pl.when((block < stop) & jnp.logical_not(is_open))(lambda: do(block, visibility))
 
     return run
 
 
-def mark_specs(
-    marks: dict[str, Array], at: Layout, row: Callable[..., Any], key: Callable[..., Any]
+def visibility_specs(
+    visibility: dict[str, Array], at: Layout, row: Callable[..., Any], key: Callable[..., Any]
 ) -> dict[str, pl.BlockSpec]:
-    """Where a kernel finds its marks; `row` and `key` say which of the blocks. Raises nothing."""
+    """Where a kernel finds its visibility; `row` and `key` say which of the blocks. Raises nothing."""
 
     def spec(name: str, x: Array) -> pl.BlockSpec:
         index, block = (row, at.row_block) if name.startswith("row") else (key, at.key_block)
@@ -75,11 +75,11 @@ def mark_specs(
 
         return pl.BlockSpec((None, 1, block), where)
 
-    return {name: spec(name, x) for name, x in marks.items()}
+    return {name: spec(name, x) for name, x in visibility.items()}
 
 
 def hide(
-    scores: Array, marks: dict[str, Any], key_block: Any, at: Layout, *, turned: bool
+    scores: Array, visibility: dict[str, Any], key_block: Any, at: Layout, *, turned: bool
 ) -> Array:
     """Scores `[rows, keys]` of one block, or `[keys, rows]` if `turned`, -inf where hidden.
 
@@ -87,25 +87,25 @@ def hide(
     """
 
     def pair(name: str) -> tuple[Array, Array]:
-        row, key = marks[f"row_{name}"][...], marks[f"key_{name}"][...]
+        row, key = visibility[f"row_{name}"][...], visibility[f"key_{name}"][...]
         return (row, key.T) if turned else (row.T, key)
 
     conditions: list[Any] = []
-    if "row_positions" in marks:
+    if "row_positions" in visibility:
         conditions.append(visible(at.settings.rule, *pair("positions")))
     if at.bounded:
         shape, axis = ((at.key_block, 1), 0) if turned else ((1, at.key_block), 1)
         number = key_block * at.key_block + lax.broadcasted_iota(jnp.int32, shape, axis)
         conditions.append(number < at.keys)
     for name in ("segments", "heads"):
-        if f"row_{name}" in marks:
+        if f"row_{name}" in visibility:
             conditions.append(operator.eq(*pair(name)))
     if not conditions:
         return scores
     return jnp.where(functools.reduce(operator.and_, conditions), scores, HIDDEN)
 
 
-def clear(x: Any, key_block: Any, at: Layout, *, tall: bool) -> None:
+def zero_past_end(x: Any, key_block: Any, at: Layout, *, tall: bool) -> None:
     """Zeros in place of what the last block of keys or values holds past their end.
 
     A weight of zero times what is there might be NaN. Raises nothing.
@@ -119,11 +119,11 @@ def clear(x: Any, key_block: Any, at: Layout, *, tall: bool) -> None:
             x[past] = jnp.zeros_like(x[past])
 
 
-def kept(x: Any, marks: dict[str, Any], *, tall: bool) -> Array:
-    """A block of keys or values with zeros where, as its marks say, none is there. Raises nothing."""
-    if "key_positions" not in marks:
+def load_present(x: Any, visibility: dict[str, Any], *, tall: bool) -> Array:
+    """A block of keys or values with zeros where, as its visibility say, none is there. Raises nothing."""
+    if "key_positions" not in visibility:
         return x[...]
-    positions = marks["key_positions"][...]
+    positions = visibility["key_positions"][...]
     there = (positions if tall else positions.T) >= 0
     return jnp.where(there, x[...], jnp.zeros((), x.dtype))
 

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from ...call._arguments import Operands, reached
+from ...call._arguments import Operands, hide_unreachable
 from ...call._mask import Interval, interval, must_meet
-from .._rows import Marks as RowMarks
-from .._rows import mark, meet, spans
+from .._rows import Visibility, block_spans, meeting_blocks, visibility_of
 from ._layout import Layout
 
 
-class Marks(NamedTuple):
+class BlockVisibility(NamedTuple):
     """What tells a kernel who sees whom, and which blocks it need not look at.
 
     Attributes:
@@ -31,10 +30,10 @@ class Marks(NamedTuple):
     open: Array | None
 
 
-def marks_of(operands: Operands, at: Layout) -> Marks:
-    """The marks of folded rows and keys. Raises nothing."""
-    operands = reached(operands, at.settings)
-    # `mark` counts the heads that share a key head: none is left that does
+def block_visibility(operands: Operands, at: Layout) -> BlockVisibility:
+    """The visibility of folded rows and keys. Raises nothing."""
+    operands = hide_unreachable(operands, at.settings)
+    # `visibility_of` counts the heads that share a key head: none is left that does
     batch, keys, key_block = len(operands.key), operands.key.shape[1], at.key_block // at.key_fold
     folded = operands._replace(
         query=jax.ShapeDtypeStruct((batch, at.rows, 1, 1), jnp.float32),
@@ -42,8 +41,8 @@ def marks_of(operands: Operands, at: Layout) -> Marks:
         query_positions=_repeated(operands.query_positions, at.row_fold),
         query_segments=_repeated(operands.query_segments, at.row_fold),
     )
-    found = mark(folded, at.settings, at.row_block, key_block)
-    meets = meet(found, at.settings, at.row_block, key_block)
+    found = visibility_of(folded, at.settings, at.row_block, key_block)
+    meets = meeting_blocks(found, at.settings, at.row_block, key_block)
     names = ("row_positions", "key_positions", "row_segments", "key_segments")
     arrays = {n: x[:, None] for n, x in zip(names, found, strict=True) if x is not None}
     for name in arrays:
@@ -54,10 +53,10 @@ def marks_of(operands: Operands, at: Layout) -> Marks:
         rows = jnp.arange(at.row_blocks * at.row_block, dtype=jnp.int32)
         arrays["row_heads"] = (rows % at.row_fold // group)[None, None]
         arrays["key_heads"] = jnp.arange(at.key_block, dtype=jnp.int32)[None, None] % at.key_fold
-    return Marks(arrays, meets, _open(found, at, key_block))
+    return BlockVisibility(arrays, meets, _open(found, at, key_block))
 
 
-def _open(found: RowMarks, at: Layout, key_block: int) -> Any:
+def _open(found: Visibility, at: Layout, key_block: int) -> Any:
     conditions = []
 
     def cut(rows: Array, keys: Array) -> tuple[Array, Array]:
@@ -90,11 +89,11 @@ def _repeated(x: Array | None, times: int) -> Any:
     return lax.reduce_window(x, zero, lax.add, window, [1] * (others + 1), before)
 
 
-Numbers = Int[Array, "walks"]
+Numbers = Int[Array, " ranges"]
 
 
-def walks(
-    marks: Marks, at: Layout, batch: int, *, of_keys: bool = False, splits: int = 1
+def block_ranges(
+    visibility: BlockVisibility, at: Layout, batch: int, *, of_keys: bool = False, splits: int = 1
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """What each block of rows walks over: the first block of keys and one past the last, then the
     first and one past the last of a run of open ones. With `of_keys` those of keys, over rows.
@@ -105,15 +104,15 @@ def walks(
     outer, inner = at.row_blocks, at.key_blocks
     if of_keys:
         outer, inner = inner, outer
-        marks = marks._replace(
+        visibility = visibility._replace(
             **{
                 name: None if x is None else x.swapaxes(1, 2)
-                for name, x in (("meets", marks.meets), ("open", marks.open))
+                for name, x in (("meets", visibility.meets), ("open", visibility.open))
             }
         )
     whole = tuple(jnp.full((1, outer), x, jnp.int32) for x in (0, inner))
-    first, stop = whole if marks.meets is None else spans(marks.meets)
-    open_first, open_stop = whole if marks.open is None else _first_run(marks.open)
+    first, stop = whole if visibility.meets is None else block_spans(visibility.meets)
+    open_first, open_stop = whole if visibility.open is None else _first_run(visibility.open)
 
     def each(x: Array) -> Array:
         return jnp.broadcast_to(x[..., None], (batch, outer, splits))

@@ -1,0 +1,163 @@
+"""The TPU kernel of the state: online softmax over blocks of keys, each read once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ...call._arguments import Operands, Settings, out_dtype
+from ...call._state import AttentionState, merge_all
+from .._common import result_like
+from ._layout import Layout, fold_keys, fold_rows, layout, unfold_rows
+from ._step import (
+    HIDDEN,
+    dot,
+    hide,
+    key_spec,
+    load_present,
+    step,
+    visibility_specs,
+    visit,
+    zero_past_end,
+)
+from ._visibility import block_ranges, block_visibility
+
+# Few rows read their keys in two parts at once: v4 and v5p have two cores.
+SPLITS = 2
+
+
+def forward(operands: Operands, settings: Settings, *, interpret: bool) -> AttentionState:
+    at = layout(operands, settings, backward=False)
+    query, key, value = operands[:3]
+    batch = query.shape[0]
+    visibility = block_visibility(operands, at)
+    splits = SPLITS if at.row_blocks == 1 and at.key_blocks >= SPLITS else 1
+    numbers = block_ranges(visibility, at, batch, splits=splits)
+    grid = (batch, at.heads, splits, at.row_blocks, pl.cdiv(at.key_blocks, splits))
+
+    def sequence(b: Any, s: Any, i: Any) -> Any:
+        return (b * at.row_blocks + i) * splits + s
+
+    def row(b: Any, s: Any, i: Any, j: Any, *_: Any) -> Any:
+        return i
+
+    def key_(b: Any, s: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
+        return step(first, stop, sequence(b, s, i), j)
+
+    def rows_at(b: Any, p: Any, s: Any, i: Any, j: Any, *_: Any) -> Any:
+        return b, p, i, 0
+
+    def out_at(b: Any, p: Any, s: Any, i: Any, j: Any, *_: Any) -> Any:
+        return s, b, p, i, 0
+
+    def lse_at(b: Any, p: Any, s: Any, i: Any, j: Any, *_: Any) -> Any:
+        return s, b, p, 0, i
+
+    width, value_width = query.shape[-1], value.shape[-1]
+    found_dtype = out_dtype(operands, settings) if splits == 1 else jnp.float32
+    rows = at.row_blocks * at.row_block
+    specs = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(numbers),
+        grid=grid,
+        in_specs=[
+            pl.BlockSpec((None, None, at.row_block, width), rows_at),
+            key_spec(width, at, key_, tall=at.tall_key),
+            key_spec(value_width, at, key_, tall=at.tall_value),
+            visibility_specs(visibility.arrays, at, row, key_),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, at.row_block, value_width), out_at),
+            pl.BlockSpec((None, None, None, 1, at.row_block), lse_at),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((at.row_block, 1), jnp.float32),
+            pltpu.VMEM((at.row_block, 1), jnp.float32),
+            pltpu.VMEM((at.row_block, value_width), jnp.float32),
+        ],
+    )
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, at=at, sequence=sequence),
+        grid_spec=specs,
+        out_shape=[
+            result_like(query, (splits, batch, at.heads, rows, value_width), found_dtype),
+            result_like(query, (splits, batch, at.heads, 1, rows), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 4 + ("arbitrary",)
+        ),
+        interpret=interpret,
+        name="attention_forward",
+    )(
+        *numbers,
+        fold_rows(query, at),
+        fold_keys(key, at, tall=at.tall_key),
+        fold_keys(value, at, tall=at.tall_value),
+        visibility.arrays,
+    )
+    state = AttentionState(out, lse.squeeze(-2))
+    state = merge_all(state) if splits > 1 else AttentionState(out[0], state.lse[0])
+    out, lse = (unfold_rows(x, at) for x in state)
+    return AttentionState(out.astype(out_dtype(operands, settings)), lse)
+
+
+def _kernel(
+    first: Any,
+    stop: Any,
+    open_first: Any,
+    open_stop: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    visibility: dict[str, Any],
+    out: Any,
+    lse: Any,
+    maximum: Any,
+    total: Any,
+    sums: Any,
+    *,
+    at: Layout,
+    sequence: Callable[..., Any],
+) -> None:
+    """One block of rows meets one block of keys; the statistics stay on the chip meanwhile.
+
+    query `[rows, H]`, key `[keys, H]`, value `[keys, Hv]`, visibility `[1, rows]` and `[1, keys]`;
+    out `[rows, Hv]`, lse `[1, rows]`; maximum and total `[rows, 1]`, sums `[rows, Hv]`, float32.
+    """
+    b, p, s, i, j = map(pl.program_id, range(5))
+    numbers = first, stop, open_first, open_stop
+
+    @pl.when(j == 0)
+    def _() -> None:
+        maximum[...] = jnp.full_like(maximum, HIDDEN)
+        total[...] = jnp.zeros_like(total)
+        sums[...] = jnp.zeros_like(sums)
+
+    @visit(numbers, sequence(b, s, i), j, visibility)
+    def _(block: Any, compared: dict[str, Any]) -> None:
+        zero_past_end(value, block, at, tall=at.tall_value)
+        scores = dot(query[...], key[...], (1, 0 if at.tall_key else 1)) * at.settings.scale
+        scores = hide(scores, compared, block, at, turned=False)
+        old = maximum[...]
+        new = jnp.maximum(old, scores.max(-1, keepdims=True))
+        shift = jnp.where(new == HIDDEN, 0.0, new)
+        weights = jnp.exp(scores - shift)
+        decay = jnp.exp(old - shift)
+        maximum[...] = new
+        total[...] = total[...] * decay + weights.sum(-1, keepdims=True)
+        values = load_present(value, compared, tall=at.tall_value)
+        found = dot(weights.astype(value.dtype), values, (1, 1 if at.tall_value else 0))
+        sums[...] = sums[...] * decay + found
+
+    @pl.when(j == pl.num_programs(4) - 1)
+    def _() -> None:
+        empty = total[...] == 0
+        if "row_positions" in visibility:  # rows that are not there see what all see
+            empty |= visibility["row_positions"][...].T < 0
+        divisor = jnp.where(empty, 1.0, total[...])
+        out[...] = jnp.where(empty, 0.0, sums[...] / divisor).astype(out.dtype)
+        # a column of energies for each row, written as a row: a column would take 128 times its
+        # memory
+        lse[...] = jnp.where(empty, HIDDEN, maximum[...] + jnp.log(divisor)).T
