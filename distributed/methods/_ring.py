@@ -33,7 +33,7 @@ from ..spec._arguments import (
     check_axes,
     check_local,
     rounded,
-    scores_of,
+    scores_shape,
     unbatched,
 )
 from ._merge import fold_across
@@ -118,8 +118,8 @@ def ring_attention(
 
     def scores(operands: Operands) -> Scores:
         if what_rotates(rotate, operands, sharded) == "keys":
-            return scores_of(operands, columns=lax.axis_size(axes))
-        return scores_of(operands, rows=lax.axis_size(axes) if sharded else 1)
+            return scores_shape(operands, key_parts=lax.axis_size(axes))
+        return scores_shape(operands, query_parts=lax.axis_size(axes) if sharded else 1)
 
     arrays = query, key, value, source, bias, mask
     names, call = check_local(arrays, options, implementation, queries=sharded, scores=scores)
@@ -262,8 +262,8 @@ def _pull_back(
         bias = found.bias
         if bias is not None and operands.bias is not None:
             whole = lax.full_like(bias, 0.0, shape=operands.bias.shape)
-            columns = bias.shape[3]
-            at = _origin(step, axes) * columns if whole.shape[3] > columns else 0
+            key_len = bias.shape[3]
+            at = _origin(step, axes) * key_len if whole.shape[3] > key_len else 0
             bias = lax.dynamic_update_slice_in_dim(whole, bias, at, 3)
         found = _Gradients((found.key, found.value), found.query, bias)
         return found if so_far is None else jax.tree.map(jnp.add, so_far, found)
@@ -295,7 +295,7 @@ _keys_around_and_back.defvjp(_save, _pull_back)
 def _queries_around(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> AttentionState:
-    rows = operands.query.shape[1]
+    query_len = operands.query.shape[1]
 
     def step(carry: tuple[AttentionState, tuple[Any, ...]], i: Array) -> Any:
         state, (query, positions, segments) = carry
@@ -305,8 +305,8 @@ def _queries_around(
             query=query,
             query_positions=positions,
             query_segments=segments,
-            bias=_part(operands.bias, 2, place, rows),
-            mask=_part(operands.mask, 2, place, rows),
+            bias=_part(operands.bias, 2, place, query_len),
+            mask=_part(operands.mask, 2, place, query_len),
         )
         state = merge(state, attend(names, with_wide_out(settings), here))
         return (transfer(lambda x: _hop(x, axes), state), following), None

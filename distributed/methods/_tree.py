@@ -15,7 +15,15 @@ from .. import cost
 from ..merge._packing import joined
 from ..merge._scatter import EXCHANGE
 from ..merge._strategies import STRATEGIES, MergeOption, check_merge
-from ..spec._arguments import Axes, AxisName, check_axes, check_local, rounded, scores_of, unbatched
+from ..spec._arguments import (
+    Axes,
+    AxisName,
+    check_axes,
+    check_local,
+    rounded,
+    scores_shape,
+    unbatched,
+)
 from ..spec._parallel import check_topology
 from ._merge import choose_merge, fold_across
 
@@ -100,7 +108,7 @@ def tree_attention(
         options,
         implementation,
         queries=sharded,
-        scores=lambda operands: scores_of(operands, rows=devices),
+        scores=lambda operands: scores_shape(operands, query_parts=devices),
     )
     given = names, call.settings, call.operands, axes, merge
     state = tree_of_shards(*given) if sharded else tree(*given, topology)
@@ -132,11 +140,11 @@ def tree_of_shards(
 
     Raises as `attend` does.
     """
-    devices, rows = lax.axis_size(axes), operands.query.shape[1]
+    devices, query_len = lax.axis_size(axes), operands.query.shape[1]
     state = attend(names, with_wide_out(settings), with_all_queries(operands, axes))
 
     def by_device(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], devices, rows, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(x.shape[0], devices, query_len, *x.shape[2:]), 1, 0)
 
     scatter = EXCHANGE if merge == "auto" else STRATEGIES[merge].scatter
     state = scatter.fold(AttentionState(*map(by_device, state)), axes)

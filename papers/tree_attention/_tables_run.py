@@ -156,7 +156,7 @@ def measure(model: Any, text: np.ndarray, plan: Plan, prompt: int) -> dict[str, 
     """Times one length of prompt, on the mesh in force."""
     devices, platform = jax.device_count(), jax.default_backend()
     topology = cost.topology_of((AXIS,), (devices,), platform, jax.process_count())
-    tokens = place(text[None, :prompt].astype(np.int32), P(), whole=True)
+    tokens = place(text[None, :prompt].astype(np.int32), P(), replicated=True)
     slots = prompt + plan.tokens
 
     def empty() -> Any:

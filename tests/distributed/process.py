@@ -85,7 +85,7 @@ def prefill() -> dict:
     """Queries and keys sharded, causal: each process holds its part of the sequence alone, results included."""
     problem = Problem("prefill", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value, is_causal=True)
     sharded = [place(mine(x), KEYS) for x in (problem.query, problem.key, problem.value)]
-    positions = place(np.arange(16, dtype=np.int32)[None], KEYS, whole=True)
+    positions = place(np.arange(16, dtype=np.int32)[None], KEYS, replicated=True)
 
     @jax.jit
     @functools.partial(jax.shard_map, in_specs=(KEYS,) * 4, out_specs=KEYS)

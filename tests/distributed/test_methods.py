@@ -25,7 +25,7 @@ from energy_attn.distributed import (
     unshard_sequence,
 )
 from energy_attn.distributed.spec._layout import sequence_order
-from energy_attn.distributed.spec._plan import placement
+from energy_attn.distributed.spec._plan import sharding_plan
 from energy_attn.kernels.call._arguments import Operands, Settings
 from energy_attn.kernels.call._mask import Rule
 from energy_attn.kernels.xla._blocks import BlockedOperands
@@ -160,7 +160,7 @@ def test_auto_chooses(rows, kv_heads, method):
 
     def place(query, key):
         parallel = SequenceParallel(AXES, method="auto")
-        chosen.append(placement(parallel, query, key, key).method)
+        chosen.append(sharding_plan(parallel, query, key, key).method)
 
     query, key = (
         jax.ShapeDtypeStruct((1, *size, 64), jnp.bfloat16) for size in ((rows, 8), (4096, kv_heads))
