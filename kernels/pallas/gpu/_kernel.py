@@ -1,25 +1,30 @@
 """The pallas_gpu implementation: our own kernels for NVIDIA's GPUs, written in Pallas on Triton."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import jax
 
 from ...call._arguments import Operands, Settings
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._state import AttentionState
-from ._plan import make_plan
+from ._plan import Plan, make_plan
 
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
+@dataclasses.dataclass(frozen=True)
 class PallasGPU(AbstractKernel):
     """Flash attention, and decoding with the keys of a query split over the chip.
 
-    Forward and backward with masks by position and segment. Keys and values are read where they
-    lie and never copied; programs skip the tiles that their rows cannot see, and mask only where
-    they must.
+    Forward and backward with masks by position and segment. Keys and values are read in place, never
+    copied. Programs skip tiles that their rows cannot see, and mask only tiles that need it.
+
+    `plan` replaces `make_plan`, for other tiles.
     """
+
+    plan: Callable[[Operands, Settings, str], Plan] | None = None
 
     name = "pallas_gpu"
     platforms = ("cuda",)
@@ -27,14 +32,14 @@ class PallasGPU(AbstractKernel):
     exported = False
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for bias and mask arrays, float64, and empty axes; for
-        widths of which no tiles fit on the chip; and without Pallas on Triton.
+        """Raises `NotImplementedError` for bias and mask arrays, float64 and empty axes; for widths
+        whose tiles do not fit on the chip; and for versions of JAX without Pallas on Triton.
         """
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "query", "key"):
-            make_plan(operands, settings, kind)
+            self._plan(operands, settings, kind)
         try:
-            # Late, as JAX 0.11 announces the end of its Triton backend.
+            # late: JAX 0.11 deprecates its Triton backend, and a later one may lack it
             from . import _backward, _forward  # noqa: F401
         except ImportError as reason:
             raise NotImplementedError(
@@ -44,10 +49,10 @@ class PallasGPU(AbstractKernel):
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
-        """One kernel, and a merge of its parts where few rows meet many keys. Raises nothing."""
+        """One kernel, and a merge of its parts if few rows see many keys."""
         from ._forward import forward
 
-        found = make_plan(operands, settings, "forward")
+        found = self._plan(operands, settings, "forward")
         with _target(platform):
             return forward(operands, found, interpret=platform != "cuda")
 
@@ -59,19 +64,26 @@ class PallasGPU(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """Two kernels, of the queries' gradient and of the others. Raises nothing."""
+        """Two kernels: one for the gradient of queries, one for the others."""
         from ._backward import backward
 
+        query_plan = self._plan(operands, settings, "query")
+        key_plan = self._plan(operands, settings, "key")
         with _target(platform):
-            return backward(operands, settings, state, cotangent, interpret=platform != "cuda")
+            return backward(
+                operands, query_plan, key_plan, state, cotangent, interpret=platform != "cuda"
+            )
+
+    def _plan(self, operands: Operands, settings: Settings, kind: str) -> Plan:
+        return (self.plan or make_plan)(operands, settings, kind)
 
 
 @contextlib.contextmanager
 def _target(platform: str | None) -> Iterator[None]:
-    """Names a GPU to JAX where it knows of none: a program may be lowered on another machine.
+    """Names a GPU to JAX 0.11 or newer if it has none, for lowering on another machine.
 
-    Up to 0.10 JAX takes one of compute capability 9.0 by itself. Nothing in the kernels depends on
-    it, and what is compiled of them, XLA decides by the GPU that it compiles for.
+    Older versions assume compute capability 9.0 by themselves. The kernels do not depend on it, and
+    XLA compiles them for the GPU of the program.
     """
     mesh = jax.sharding.get_abstract_mesh()
     here = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]

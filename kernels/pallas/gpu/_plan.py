@@ -1,4 +1,4 @@
-"""How the GPU kernels cut a call into tiles and programs: shapes alone, nothing of Pallas."""
+"""How the GPU kernels cut a call into tiles and programs, by shapes alone; without Pallas."""
 
 import math
 from typing import NamedTuple
@@ -11,35 +11,52 @@ from ...call._arguments import Operands, Settings, hide_unreachable
 from ...call._mask import Interval, interval, must_meet
 from .._rows import Visibility, block_spans, meeting_blocks, pad_to_blocks
 
-# Shared memory of a multiprocessor that one program may take, in KiB, by compute capability; the
-# rest is as small as the smallest. Where no GPU is at hand, programs are for the class of H100.
+# Shared memory that one program may take of a multiprocessor, in KiB, by compute capability; other
+# GPUs get the smallest. Without a GPU at hand, programs are for the class of H100.
 MEMORY = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
-LEAST_MEMORY, HERE_WITHOUT = 99, "9.0"
-# Tiles: what stays (rows in the forward pass), and what is walked over. Two warp groups multiply
-# 128 by 128; backward there are twice as many operands and sums.
-STILL, MOVING, MOVING_BACKWARD = 128, 128, 64
-# Rows so few that reading keys is all that counts: four programs on each multiprocessor, of which
-# each has three tiles on their way and is done with one long before.
+LEAST_MEMORY, DEFAULT_CAPABILITY = 99, "9.0"
+# With so few rows, reading keys is all that counts: four programs on each multiprocessor, each with
+# three tiles on their way.
 FEW_ROWS, KEYS_OF_FEW_ROWS = 32, 32
-# Float32 goes through no tensor cores but is multiplied out, an instruction for each 32 terms:
-# larger tiles would only lengthen the program.
-FLOAT32 = 16
-LEAST = 16  # the smallest that tensor cores take
-# Float32 sums in registers: more than this many go to twice the threads, and with more than four
-# times as many, 128 in each thread, registers would be spilled.
+LEAST = 16  # the smallest tile that tensor cores take
+# Float32 sums in registers: more than this many go to twice the threads. With more than four times
+# as many, 128 in each thread, registers would be spilled.
 SUMS = 8192
-# Programs that fill a large chip: four for each of the 132 multiprocessors of an H100. Where tiles
-# are fewer, programs share the walk of one, if each then has a few steps at least; but the parts of
-# many rows are large, and not worth it unless some multiprocessor were idle.
-PROGRAMS, LEAST_PROGRAMS = 4 * 132, 132
-LEAST_WALK = 4
+# Parts of many rows are large: their keys are split only if some multiprocessor would be idle.
+LEAST_PROGRAMS = 132
+
+
+class TileSizes(NamedTuple):
+    """How large tiles may be, and how many programs a call is split into; static.
+
+    Attributes:
+        own: the tile that a program keeps: rows, or keys in the backward of keys. Two warp groups
+            multiply 128 by 128.
+        other: a tile that it iterates over, in the forward pass.
+        other_backward: the same in the backward, which has twice as many operands and sums.
+        float32: either, in float32. Tensor cores do not take it, and each 32 terms of a product are
+            an instruction of their own: larger tiles would only lengthen the program.
+        programs: how many fill a large chip: four for each of the 132 multiprocessors of an H100.
+            Where tiles are fewer, several programs share the iteration of one.
+        least_steps: the steps that each of them has at least.
+    """
+
+    own: int = 128
+    other: int = 128
+    other_backward: int = 64
+    float32: int = 16
+    programs: int = 4 * 132
+    least_steps: int = 4
+
+
+TILE_SIZES = TileSizes()
 
 
 class Plan(NamedTuple):
-    """What a kernel knows of a call when it is traced.
+    """The static properties of a call and its tiles.
 
     The rows of a tile are `row_times` consecutive queries of `row_heads` of the query heads that
-    share a key head, ordered as they lie in memory; what they do not fill of `rows` is idle.
+    share a key head, in memory order; the rest of `rows` is idle.
 
     Attributes:
         settings: those of the call.
@@ -47,8 +64,8 @@ class Plan(NamedTuple):
         width, value_width: `H` and `Hv`.
         row_times, row_heads, rows, keys: the tiles of rows and of keys; the last two are powers
             of two.
-        splits: how many programs share the walk over what a tile meets.
-        warps, stages: threads of a program in units of 32, and steps that overlap.
+        splits: how many programs share the iteration of a tile over others.
+        warps, stages: the threads of a program in units of 32, and the steps that overlap.
     """
 
     settings: Settings
@@ -69,7 +86,7 @@ class Plan(NamedTuple):
 
     @property
     def head_tiles(self) -> int:
-        """Tiles that the heads of a key head make."""
+        """Tiles for the query heads of a key head."""
         return math.ceil(self.group / self.row_heads)
 
     @property
@@ -98,13 +115,17 @@ class Plan(NamedTuple):
 
 
 def power(size: int) -> int:
-    """The least power of two that a tile of `size` fits into. Raises nothing."""
+    """The least power of two that holds `size`."""
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
-def make_plan(operands: Operands, settings: Settings, kind: str) -> Plan:
-    """The plan of the kernel that computes the state ("forward"), `kind` "query" or "key" the
-    gradients in the queries or in keys and values.
+def make_plan(
+    operands: Operands, settings: Settings, kind: str, sizes: TileSizes = TILE_SIZES
+) -> Plan:
+    """The plan of one kernel of a call.
+
+    `kind` is "forward" for the kernel of the state, "query" for that of the gradient in the queries,
+    "key" for that of the gradients in keys and values.
 
     Raises `NotImplementedError` if no tiles fit into shared memory.
     """
@@ -115,64 +136,64 @@ def make_plan(operands: Operands, settings: Settings, kind: str) -> Plan:
     wide, value_wide = power(width), power(value_width)
     query_bytes = wide * query.dtype.itemsize
     row_bytes = query_bytes + value_wide * value.dtype.itemsize
-    still_bytes = query_bytes if kind == "forward" else row_bytes
+    own_bytes = query_bytes if kind == "forward" else row_bytes
     rows, keys = power(query_len * group), power(key_len)
     few = kind == "forward" and rows <= FEW_ROWS
-    still, moving = STILL, MOVING if kind == "forward" else MOVING_BACKWARD
+    own, other = sizes.own, sizes.other if kind == "forward" else sizes.other_backward
     if max(query.dtype.itemsize, value.dtype.itemsize) > 2:
-        still = moving = FLOAT32
+        own = other = sizes.float32
     if few:
-        moving = min(moving, KEYS_OF_FEW_ROWS)
-    still, moving = (
-        (min(still, keys), min(moving, rows))
-        if kind == "key"
-        else (min(still, rows), min(moving, keys))
+        other = min(other, KEYS_OF_FEW_ROWS)
+    own, other = (
+        (min(own, keys), min(other, rows)) if kind == "key" else (min(own, rows), min(other, keys))
     )
     sums = {"forward": value_wide, "query": wide, "key": wide + value_wide}[kind]
-    while still * sums > 4 * SUMS and still > LEAST:
-        still //= 2
-    # Triton holds as many tiles as there are stages where the products of warp groups read them
-    # from shared memory, and one less where few rows go through those of single warps.
+    while own * sums > 4 * SUMS and own > LEAST:
+        own //= 2
+    # Triton holds a tile for each stage where the products of warp groups read them from shared
+    # memory, and one less where few rows go through products of single warps.
     held = 3 if few else 2
     memory = shared_memory() * 1024
 
     def needed() -> int:
-        return still * still_bytes + held * moving * row_bytes
+        return own * own_bytes + held * other * row_bytes
 
-    while needed() > (memory // 4 if few else memory) and max(still, moving) > LEAST:
-        still, moving = (still // 2, moving) if still > moving else (still, moving // 2)
+    while needed() > (memory // 4 if few else memory) and max(own, other) > LEAST:
+        own, other = (own // 2, other) if own > other else (own, other // 2)
     if needed() > memory:
         raise NotImplementedError(
-            f"query: wanted widths of which tiles fit into {memory >> 10} KiB of shared memory, "
+            f"query: wanted widths whose tiles fit into {memory >> 10} KiB of shared memory, "
             f"got {width} beside values of {value_width}"
         )
-    rows, keys = (moving, still) if kind == "key" else (still, moving)
+    rows, keys = (other, own) if kind == "key" else (own, other)
     row_heads = min(group, rows)
     found = Plan(
         settings,
         *(batch, query_len, key_len, kv_heads, group, width, value_width),
         *(rows // row_heads, row_heads, rows, keys),
-        *(1, 8 if still * sums > SUMS else 4, 4 if few else 2),
+        *(1, 8 if own * sums > SUMS else 4, 4 if few else 2),
     )
-    tiles, walk = found.row_tiles, found.key_tiles
+    tiles, steps = found.row_tiles, found.key_tiles
     if kind == "key":
-        tiles, walk = walk, tiles
+        tiles, steps = steps, tiles
     programs = batch * kv_heads * tiles
     if programs >= LEAST_PROGRAMS and not few:
         return found
-    return found._replace(splits=max(min(PROGRAMS // programs, walk // LEAST_WALK), 1))
+    return found._replace(
+        splits=max(min(sizes.programs // programs, steps // sizes.least_steps), 1)
+    )
 
 
 def shared_memory() -> int:
-    """What a program may take on the GPU at hand, in KiB. Raises nothing."""
-    capability = getattr(jax.devices()[0], "compute_capability", HERE_WITHOUT)
+    """The shared memory that a program may take on the GPU at hand, in KiB."""
+    capability = getattr(jax.devices()[0], "compute_capability", DEFAULT_CAPABILITY)
     return MEMORY.get(capability, LEAST_MEMORY)
 
 
 def visibility_of(operands: Operands, plan: Plan) -> Visibility:
-    """Positions and segments of queries and of keys, filled up to whole tiles.
+    """Positions and segments of queries and of keys, padded to whole tiles.
 
-    Without segments, kernels count positions that are not given by themselves. Raises nothing.
+    Positions that are not given stay None: kernels count them.
     """
     if operands.query_positions is not None or operands.query_segments is not None:
         operands = hide_unreachable(operands, plan.settings)
@@ -191,10 +212,10 @@ def visibility_of(operands: Operands, plan: Plan) -> Visibility:
 def tile_ranges(
     visibility: Visibility, plan: Plan, *, of_keys: bool
 ) -> Int[Array, "4 b tiles"] | None:
-    """What each tile of queries, or of keys, walks over; None without visibility.
+    """The range of tiles that each tile of queries, or of keys, iterates over; None without arrays.
 
-    First and one past the last tile that it might meet; and first and one past the last of a run
-    of them in which every row that is there sees every key. Raises nothing.
+    First and one past the last tile that it might see; then first and one past the last of a run of
+    them that needs no mask, because every present row sees every key.
     """
     meets = meeting_blocks(visibility, plan.settings, plan.row_times, plan.keys)
     if meets is None:
@@ -207,12 +228,12 @@ def tile_ranges(
     broken = ~whole & after
     stop = jnp.where(broken.any(-1), broken.argmax(-1), whole.shape[-1]).astype(jnp.int32)
     found = jnp.stack([*block_spans(meets), first, jnp.where(whole.any(-1), stop, first)])
-    # rows are in as many tiles as their heads make
+    # the same queries are in a tile for each group of heads
     return found * plan.head_tiles if of_keys else found
 
 
 def _whole(visibility: Visibility, plan: Plan) -> Bool[Array, "b row_tiles key_tiles"]:
-    """In which pairs of tiles all rows that are there see all keys."""
+    """The pairs of tiles in which all present rows see all keys."""
     query_len, keys = plan.row_times, plan.keys
     whole = jnp.arange(plan.key_tiles, dtype=jnp.int32) < plan.key_len // keys
     whole = whole[None, None, :]
@@ -225,7 +246,7 @@ def _whole(visibility: Visibility, plan: Plan) -> Bool[Array, "b row_tiles key_t
         of_rows, of_keys = _facing(
             _ends(visibility.row_segments, query_len), _ends(visibility.key_segments, keys)
         )
-        # low <= high: then all four are equal
+        # as low <= high, all four are then equal
         whole &= (of_rows.low == of_keys.high) & (of_rows.high == of_keys.low)
     return whole
 

@@ -1,4 +1,4 @@
-"""How the TPU kernels see a call: heads folded into the other axes, and blocks that fit on a chip."""
+"""The layout of a call for the TPU kernels: heads folded into other axes, blocks that fit on a chip."""
 
 import math
 from typing import NamedTuple
@@ -8,48 +8,65 @@ from jaxtyping import Array
 from ...call._arguments import Operands, Settings
 from .._rows import pack_rows, unpack_rows
 
-# Rows (queries times heads) that are few: reading keys takes longer than computing with them, even
-# where every row meets the keys of all heads.
-FEW_ROWS = 256
-# Blocks, of rows and of keys, as large as memory on the chip lets them be. The keys of few rows
-# come in blocks that take the chip's memory a microsecond or more, several times what a step costs.
-ROWS = 512
-KEYS = 1024
-KEYS_OF_FEW_ROWS = 4096
-KEYS_BACKWARD = 512
-# What the compiler grants a kernel on every chip is 16 MiB, less what the estimate leaves out; and
-# of 1 MiB for scalars a half, of which each block that walks takes 16 bytes.
+# The compiler grants a kernel 16 MiB on every chip; the estimate leaves a part of them out. Of 1 MiB
+# for scalars the ranges of blocks may take a half, 16 bytes for each block.
 MEMORY = 12 * 2**20
 MOST_RANGES = 2**15
-LANES, SUBLANES = 128, 16
+
+
+class LayoutSizes(NamedTuple):
+    """How large blocks may be; static. Tests pass smaller ones, the chip's tiles among them.
+
+    Attributes:
+        rows: rows (queries times heads) in a block.
+        keys: keys in a block.
+        few_rows: rows so few that reading keys takes longer than computing with them, even where
+            every row is compared with the keys of all heads.
+        keys_of_few_rows: keys in a block then. Reading one takes a microsecond or more, several
+            times what a step costs.
+        keys_backward: keys in a block of the backward.
+        lanes: the last axis of the chip's tiles.
+        sublanes: the axis before it.
+    """
+
+    rows: int = 512
+    keys: int = 1024
+    few_rows: int = 256
+    keys_of_few_rows: int = 4096
+    keys_backward: int = 512
+    lanes: int = 128
+    sublanes: int = 16
+
+
+LAYOUT_SIZES = LayoutSizes()
 
 
 class Layout(NamedTuple):
-    """What a kernel knows of a call when it is traced.
+    """The static properties of a call and its blocks.
 
-    A TPU computes with tiles of 8 or 16 by 128 of an array's last two axes, so that an axis of
-    heads before the width is of use only if it is folded into another or moved to the front. How
-    keys `[B, S, K, H]` lie in memory is XLA's choice, such that tiles are full:
+    A TPU computes with tiles of 8 or 16 by 128 of an array's last two axes, so an axis of heads
+    before the width has to be folded into another or moved to the front. XLA chooses the memory
+    layout of keys `[B, S, K, H]` such that tiles are full:
 
     - `H` a multiple of 128 and `K` 1, 2, 4 or a multiple of 8: as written, and so as
-      `[B, S·K, H]`. Few rows fold all heads into the keys' axis; a row sees the keys of its head
-      alone. More rows move the key heads to the front, by a copy.
+      `[B, S·K, H]`. With few rows all heads are folded into the axis of keys, and a row sees only
+      the keys of its head. With more rows a copy moves the key heads to the front.
     - `H` a multiple of 128 and another `K`: as `[B, K, S, H]`, heads in front already.
-    - Another `H`, and many keys: as `[B, K, H, S]`. They are taken so, called tall here.
+    - Another `H`, and many keys: as `[B, K, H, S]`, called tall here.
 
-    Query heads that share a key head are folded into the queries' axis.
+    Query heads that share a key head are folded into the axis of queries.
 
     Attributes:
         heads: the axis in front, `P`: 1, or the number of key heads.
         row_fold: query heads folded into queries, `N / P`.
         key_fold: key heads folded into keys, `K / P`.
-        rows: the length of the axis of queries then, `T·N / P`.
+        rows: the length of the axis of queries, `T·N / P`.
         keys: the length of the axis of keys, `S·K / P`.
-        tall_key: whether keys are taken as `[P, H, C]` and not as `[P, C, H]`.
-        tall_value: the same of values.
+        tall_key: whether keys are `[P, H, C]`, not `[P, C, H]`.
+        tall_value: the same for values.
         row_block: rows in a block.
         key_block: keys in a block.
-        bounded: whether nothing but their number tells keys past the end in the last block.
+        bounded: whether keys past the end are told only by their index in the last block.
         settings: those of the call.
     """
 
@@ -76,41 +93,49 @@ class Layout(NamedTuple):
         return math.ceil(self.keys / self.key_block)
 
 
-def layout(operands: Operands, settings: Settings, *, backward: bool) -> Layout:
+def layout(
+    operands: Operands,
+    settings: Settings,
+    *,
+    backward: bool,
+    sizes: LayoutSizes = LAYOUT_SIZES,
+) -> Layout:
     """The layout and the blocks of a call's forward or backward kernels.
 
     Raises `NotImplementedError` if no block fits into the memory on a chip, or too many are needed.
     """
     batch, query_len, heads, width = operands.query.shape
     _, key_len, kv_heads, value_width = operands.value.shape
-    few = query_len * heads <= FEW_ROWS
-    tall = bool(width % LANES), bool(value_width % LANES)
-    as_written = kv_heads in (1, 2, 4) or (kv_heads % 8 == 0 and math.lcm(LANES, kv_heads) <= KEYS)
+    few = query_len * heads <= sizes.few_rows
+    tall = bool(width % sizes.lanes), bool(value_width % sizes.lanes)
+    as_written = kv_heads in (1, 2, 4) or (
+        kv_heads % 8 == 0 and math.lcm(sizes.lanes, kv_heads) <= sizes.keys
+    )
     front = 1 if few and as_written and not any(tall) else kv_heads
     row_fold, key_fold = heads // front, kv_heads // front
     rows, keys = query_len * row_fold, key_len * key_fold
-    most_keys = KEYS_BACKWARD if backward else KEYS_OF_FEW_ROWS if few else KEYS
-    unit = math.lcm(LANES, key_fold)  # a block has all heads of a key
-    most_rows = ROWS
+    most_keys = sizes.keys_backward if backward else sizes.keys_of_few_rows if few else sizes.keys
+    unit = math.lcm(sizes.lanes, key_fold)  # a block holds all heads of its keys
+    most_rows = sizes.rows
     while True:
-        row_block = _even(rows, most_rows, SUBLANES if rows <= most_rows else LANES)
+        row_block = _even(rows, most_rows, sizes.sublanes if rows <= most_rows else sizes.lanes)
         key_block = _even(keys, most_keys, unit)
-        needed = _memory(operands, row_block, key_block, backward=backward)
+        needed = _memory(operands, row_block, key_block, sizes.lanes, backward=backward)
         if needed <= MEMORY:
             positions = operands.query_positions is not None or settings.rule.constrains
             bounded = keys % key_block > 0 and not positions
-            sizes = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block
-            found = Layout(*sizes, bounded, settings)
+            numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block
+            found = Layout(*numbers, bounded, settings)
             break
         if key_block > unit and key_block >= row_block:
             most_keys = key_block // 2
-        elif row_block > LANES:
+        elif row_block > sizes.lanes:
             most_rows = row_block // 2
         elif key_block > unit:
             most_keys = key_block // 2
         else:
             raise NotImplementedError(
-                f"query: wanted widths of which blocks fit into {MEMORY >> 20} MiB, got {width} "
+                f"query: wanted widths whose blocks fit into {MEMORY >> 20} MiB, got {width} "
                 f"beside values of {value_width}"
             )
     ranges = batch * max(found.row_blocks, found.key_blocks if backward else 0)
@@ -123,23 +148,25 @@ def layout(operands: Operands, settings: Settings, *, backward: bool) -> Layout:
 
 
 def _even(size: int, most: int, unit: int) -> int:
-    """Blocks of about `most` that are filled evenly, in whole units."""
+    """The size of evenly filled blocks of about `most`, in whole units."""
     number = math.ceil(size / max(most // unit * unit, unit))
     return math.ceil(math.ceil(size / number) / unit) * unit
 
 
-def _memory(operands: Operands, row_block: int, key_block: int, *, backward: bool) -> int:
+def _memory(
+    operands: Operands, row_block: int, key_block: int, lanes: int, *, backward: bool
+) -> int:
     query, key, value = operands[:3]
-    width, value_width = (math.ceil(x.shape[-1] / LANES) * LANES for x in (query, value))
+    width, value_width = (math.ceil(x.shape[-1] / lanes) * lanes for x in (query, value))
     a_row = width * query.dtype.itemsize + value_width * value.dtype.itemsize
     a_key = width * key.dtype.itemsize + value_width * value.dtype.itemsize
-    # blocks come and go while others are computed with: each is there twice
+    # double buffers: blocks are copied while others are computed with
     blocks = 2 * (row_block * a_row + key_block * a_key)
-    sums = row_block * (value_width + 2 * LANES) * 4
+    sums = row_block * (value_width + 2 * lanes) * 4
     if backward:
         blocks += 2 * max(row_block * a_row, key_block * a_key)
         sums = max(row_block * width, key_block * (width + value_width)) * 4
-    # Scores and what is made of them; float32 products are made of three 16-bit parts each.
+    # scores and arrays of their size; float32 products take three 16-bit parts of each operand
     wide = query.dtype.itemsize == 4
     scores = row_block * key_block * 4 * ((6 if backward else 4) + wide)
     parts = 6 * (row_block + key_block) * (width + value_width) if wide else 0
@@ -147,9 +174,9 @@ def _memory(operands: Operands, row_block: int, key_block: int, *, backward: boo
 
 
 def fold_rows(x: Array, at: Layout, fill: float = 0) -> Array:
-    """`[B, T, N, ...]` to rows `[B, P, R, ...]`, ordered by (time, head). Raises nothing.
+    """`[B, T, N, ...]` to rows `[B, P, R, ...]`, ordered by (time, head).
 
-    Blocks then cover short intervals of time, so that few of them meet under a causal rule.
+    Blocks then cover short intervals of positions, so that few of them meet under a causal rule.
     """
     batch, query_len, heads, *rest = x.shape
     x = x.reshape(batch, query_len, at.heads, at.row_fold, *rest).swapaxes(2, 3)
@@ -157,20 +184,20 @@ def fold_rows(x: Array, at: Layout, fill: float = 0) -> Array:
 
 
 def unfold_rows(x: Array, at: Layout) -> Array:
-    """The inverse of `fold_rows`. Raises nothing."""
+    """The inverse of `fold_rows`."""
     batch, _, _, *rest = x.shape
     x = unpack_rows(x, at.rows, at.heads).reshape(batch, -1, at.row_fold, at.heads, *rest)
     return x.swapaxes(2, 3).reshape(batch, -1, at.heads * at.row_fold, *rest)
 
 
 def fold_keys(x: Array, at: Layout, *, tall: bool) -> Array:
-    """`[B, S, K, W]` to `[B, P, C, W]`, or to `[B, P, W, C]` if `tall`. Raises nothing."""
+    """`[B, S, K, W]` to `[B, P, C, W]`, or to `[B, P, W, C]` if `tall`."""
     x = pack_rows(x.reshape(x.shape[0], at.keys, at.heads, x.shape[-1]), at.heads, 1)
     return x.swapaxes(2, 3) if tall else x
 
 
 def unfold_keys(x: Array, at: Layout, *, tall: bool) -> Array:
-    """The inverse of `fold_keys`. Raises nothing."""
+    """The inverse of `fold_keys`."""
     x = x.swapaxes(2, 3) if tall else x
     batch, width = x.shape[0], x.shape[-1]
     return unpack_rows(x, at.keys, at.heads).reshape(batch, -1, at.heads * at.key_fold, width)
