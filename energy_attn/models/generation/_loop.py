@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.distributed.internal import numbered
+from energy_attn.distributed.internal import positions_from
 from energy_attn.kernels.internal import check_shape
 
 from ...prefix_tree._accept import follow
@@ -165,7 +165,7 @@ def _ended(new: Array, number: Array, stop: Array) -> tuple[Array, Array]:
 
 def _extended(loop: Loop, new: Array, number: Array, stopped: Array, watch: Array | None) -> Loop:
     """Appends the first `number` of `new` to the text, and reports them to `watch`."""
-    slots = numbered(loop.known, number, new.shape[1])
+    slots = positions_from(loop.known, number, new.shape[1])
     outside = jnp.int32(loop.text.shape[1])
     rows = jnp.arange(len(new), dtype=jnp.int32)[:, None]
     text = loop.text.at[rows, jnp.where(slots < 0, outside, slots)].set(new, mode="drop")
