@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..call._arguments import Operands, Settings, cotangents
 from ..call._kernel import AbstractKernel
 from ..call._state import AttentionState
-from ..xla import _blockwise
+from ..xla._blockwise import Blockwise, empty_like
 from ._lowering import run_when_lowered
 
 Kernels = tuple[AbstractKernel, ...]
@@ -26,7 +26,7 @@ def differentiable_attention(
     the blockwise implementation and is right; forward mode through a custom_vjp raises JAX's
     `TypeError`, never a zero. Raises as `run_when_lowered`.
     """
-    return run_when_lowered(_forward, _blockwise.empty_like, kernels, settings, operands)
+    return run_when_lowered(_forward, empty_like, kernels, settings, operands)
 
 
 def _forward(
@@ -97,15 +97,12 @@ def _save_backward(kernels: Kernels, settings: Settings, *saved: Any) -> Any:
 
 
 def _pull_back_backward(kernels: Kernels, settings: Settings, saved: Any, cotangent: Any) -> Any:
-    del kernels
-    plain = functools.partial(_differentiable_backward, settings)
-    return jax.vjp(plain, *saved)[1](cotangent)
+    blockwise = next((kernel for kernel in kernels if isinstance(kernel, Blockwise)), Blockwise())
 
+    def backward(operands: Operands, state: AttentionState, cotangent: AttentionState) -> Operands:
+        return blockwise.backward(operands, settings, state, cotangent, None)
 
-def _differentiable_backward(
-    settings: Settings, operands: Operands, state: AttentionState, cotangent: AttentionState
-) -> Operands:
-    return _blockwise.backward(operands, settings, state, cotangent)
+    return jax.vjp(backward, *saved)[1](cotangent)
 
 
 _backward.defvjp(_save_backward, _pull_back_backward)

@@ -93,8 +93,10 @@ def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(x for name in names for x in (xla if name == "xla" else [name]))
 
 
-def attend(names: Sequence[str], settings: Settings, operands: Operands) -> AttentionState:
-    """Runs the first of the implementations `names` that takes the call, compiled.
+def attend(
+    names: Sequence[str | AbstractKernel], settings: Settings, operands: Operands
+) -> AttentionState:
+    """Runs the first of the implementations `names`, or kernels, that takes the call, compiled.
 
     Which of those made for a platform that is, is found when the program is lowered.
 
@@ -106,7 +108,9 @@ def attend(names: Sequence[str], settings: Settings, operands: Operands) -> Atte
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(names: tuple[str, ...], settings: Settings, operands: Operands) -> AttentionState:
+def _attend(
+    names: tuple[str | AbstractKernel, ...], settings: Settings, operands: Operands
+) -> AttentionState:
     kernels, _ = _accepting(names, settings, operands)
     if isinstance(kernels[0], Reference):
         # differentiated by JAX, to any order and in both modes
@@ -134,20 +138,20 @@ def explain(
 
 
 def _accepting(
-    names: Sequence[str], settings: Settings, operands: Operands
+    names: Sequence[str | AbstractKernel], settings: Settings, operands: Operands
 ) -> tuple[tuple[AbstractKernel, ...], dict[str, str]]:
     """The kernels that take a call, up to the first that fits everywhere; and why others do not."""
     kernels: list[AbstractKernel] = []
     reasons: list[tuple[str, NotImplementedError]] = []
     for name in names:
-        kernel = _REGISTRY[name]
+        kernel = _REGISTRY[name] if isinstance(name, str) else name
         try:
             if kernel.platforms:
                 _check_known(operands)
                 _check_unsplit(operands)
             kernel.check(operands, settings)
         except NotImplementedError as reason:
-            reasons.append((name, reason))
+            reasons.append((kernel.name, reason))
             continue
         kernels.append(kernel)
         if not kernel.platforms:
@@ -157,7 +161,8 @@ def _accepting(
     if len(reasons) == 1:
         raise reasons[0][1]
     raise ExceptionGroup(
-        f"no implementation of {', '.join(names)} takes this call", [x for _, x in reasons]
+        f"no implementation of {', '.join(x for x, _ in reasons)} takes this call",
+        [x for _, x in reasons],
     )
 
 

@@ -6,6 +6,7 @@ so the two kernels are called here themselves.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -23,16 +24,19 @@ from ..call._state import AttentionState
 from ..xla._blockwise import backward_delta
 from ._adapter import check_plain, vendor_state, window_side
 
-_BLOCKS = (512, 256, 128)  # the largest that divides is taken
+_LEAST = 128  # rows of a block
 _MOST = 32768  # their masks are cut into blocks on the host, one by one
 
 
+@dataclasses.dataclass(frozen=True)
 class Splash(AbstractKernel):
     """JAX's splash attention: bfloat16, whole blocks of 128 rows, scores by a power of two.
 
     The kernels take queries that are scaled already, which rounds them unless the scale is a power
     of two: the default is one for widths of 64 and 256, and not for 128.
     """
+
+    blocks: tuple[int, ...] = (512, 256, _LEAST)  # the first that divides the rows is taken
 
     name = "splash"
     platforms = ("tpu",)
@@ -48,10 +52,9 @@ class Splash(AbstractKernel):
         if operands.query.dtype != "bfloat16":
             raise NotImplementedError(f"query: wanted bfloat16, got {operands.query.dtype}")
         for name, x in (("query", operands.query), ("key", operands.key)):
-            if x.shape[1] % _BLOCKS[-1] != 0 or x.shape[1] > _MOST:
+            if x.shape[1] % _LEAST != 0 or x.shape[1] > _MOST:
                 raise NotImplementedError(
-                    f"{name}: wanted a multiple of {_BLOCKS[-1]} rows up to {_MOST}, "
-                    f"got {x.shape[1]}"
+                    f"{name}: wanted a multiple of {_LEAST} rows up to {_MOST}, got {x.shape[1]}"
                 )
         if math.frexp(settings.scale)[0] != 0.5:
             raise NotImplementedError(f"scale: wanted a power of two, got {settings.scale}")
@@ -62,7 +65,7 @@ class Splash(AbstractKernel):
     ) -> AttentionState:
         """One kernel, after a copy of the operands with the heads in front. Raises nothing."""
         query, key, value = _scaled(operands, settings)
-        found = _kernel(settings.rule, query.shape[2], key.shape[2], platform != "tpu")
+        found = _kernel(settings.rule, *self._cut(query, key), platform != "tpu")
         with _as_expected():
             out, (lse,) = jax.vmap(found)(query, key, value)
         return vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
@@ -77,7 +80,7 @@ class Splash(AbstractKernel):
     ) -> Operands:
         """Two kernels, of the queries' gradient and of the others. Raises nothing."""
         query, key, value = _scaled(operands, settings)
-        found = _kernel(settings.rule, query.shape[2], key.shape[2], platform != "tpu")
+        found = _kernel(settings.rule, *self._cut(query, key), platform != "tpu")
         d_out = cotangent.out.astype(value.dtype)
         rows = (state.lse, d_out, backward_delta(state, cotangent))
         with _as_expected():
@@ -86,6 +89,12 @@ class Splash(AbstractKernel):
             )
         query, key, value = (x.swapaxes(1, 2) for x in pulled)
         return cotangents(query * settings.scale, key, value, None)
+
+    def _cut(self, query: Array, key: Array) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The lengths of queries and keys, heads in front, and of their blocks."""
+        lengths = query.shape[2], key.shape[2]
+        of_rows, of_keys = (next(b for b in self.blocks if n % b == 0) for n in lengths)
+        return lengths, (of_rows, of_keys)
 
 
 def _scaled(operands: Operands, settings: Settings) -> list[Array]:
@@ -122,17 +131,16 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(rule: Rule, rows: int, keys: int, interpret: bool) -> Any:
-    splash = private_names("splash")
-    bq, bkv = (next(b for b in _BLOCKS if n % b == 0) for n in (rows, keys))
-    blocks = splash.BlockSizes(
+def _kernel(rule: Rule, shape: tuple[int, int], blocks: tuple[int, int], interpret: bool) -> Any:
+    splash, (bq, bkv) = private_names("splash"), blocks
+    sizes = splash.BlockSizes(
         block_q=bq, block_kv=bkv, block_q_dkv=bq, block_kv_dkv=bkv, block_q_dq=bq, block_kv_dq=bkv
     )
     # A list of one mask serves all heads. What is made of it is kept from one trace to the next.
     with jax.ensure_compile_time_eval():
         found = splash.make(
-            mask=splash.masks.MultiHeadMask([_mask(splash.masks, rule, (rows, keys))]),
-            block_sizes=blocks,
+            mask=splash.masks.MultiHeadMask([_mask(splash.masks, rule, shape)]),
+            block_sizes=sizes,
             save_residuals=True,
             head_shards=1,
             q_seq_shards=1,

@@ -13,13 +13,26 @@ from ..call._arguments import Operands, Settings, hide_unreachable, is_static, t
 from ..call._mask import meeting, visible
 from ..call._state import lse_dtype, precision
 
-# Rows of queries (of all heads that share a key head) and keys in a block. Chosen by measurement:
-# large enough for the matrix products to run at full speed, small enough to stay in the cache. All
-# rows of a batch are in a block together, so that a batch split over devices stays where it is, and
-# share the number of queries, down to the smallest.
-QUERY_BLOCK = 1024
-SMALLEST_QUERY_BLOCK = 256
-KEY_BLOCK = 1024
+
+class BlockSizes(NamedTuple):
+    """How large blocks may be; static.
+
+    The defaults were chosen by measurement: large enough for matrix products at full speed, small
+    enough to stay in a CPU's cache.
+
+    Attributes:
+        rows: query rows in a block, of all heads that share a key head and of the whole batch. (The
+            batch stays in one block, so that one that is sharded over devices stays where it is.)
+        least_rows: query rows of each member of the batch, even if the batch then has more.
+        keys: keys in a block.
+    """
+
+    rows: int = 1024
+    least_rows: int = 256
+    keys: int = 1024
+
+
+BLOCK_SIZES = BlockSizes()
 
 
 class Grid(NamedTuple):
@@ -42,7 +55,7 @@ class Grid(NamedTuple):
         return self.group * self.queries
 
 
-def grid(operands: Operands, causal: bool) -> Grid:
+def grid(operands: Operands, causal: bool, sizes: BlockSizes) -> Grid:
     """The smallest grid of blocks of at most the set sizes, evenly filled. Raises nothing.
 
     Under a causal rule the numbers of blocks are even: where two distant pieces of a sequence lie
@@ -51,10 +64,10 @@ def grid(operands: Operands, causal: bool) -> Grid:
     batch, query_len, heads, _ = operands.query.shape
     key_len, kv_heads = operands.key.shape[1:3]
     group = heads // kv_heads
-    least = min(SMALLEST_QUERY_BLOCK, QUERY_BLOCK)
-    most = max(QUERY_BLOCK // max(batch, 1), least) if is_static(batch) else least
+    least = min(sizes.least_rows, sizes.rows)
+    most = max(sizes.rows // max(batch, 1), least) if is_static(batch) else least
     queries, query_blocks = _cut(query_len, group, most, causal)
-    keys, key_blocks = _cut(key_len, 1, KEY_BLOCK, causal)
+    keys, key_blocks = _cut(key_len, 1, sizes.keys, causal)
     return Grid(kv_heads, group, queries, query_blocks, keys, key_blocks)
 
 
@@ -140,8 +153,8 @@ class Index(NamedTuple):
 class BlockedOperands:
     """Everything that scores are made of, cut by a grid; a block of scores is `[B, rows, keys]`."""
 
-    def __init__(self, operands: Operands, settings: Settings):
-        self.grid = g = grid(operands, settings.rule.is_causal)
+    def __init__(self, operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES):
+        self.grid = g = grid(operands, settings.rule.is_causal, sizes)
         self.settings = settings
         exact = precision(operands.query.dtype)
         self.outer = functools.partial(outer, precision=exact)

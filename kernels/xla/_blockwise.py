@@ -5,6 +5,7 @@ exists (online softmax: Milakov and Gimelshein, arXiv 1805.02867; FlashAttention
 arXiv 2307.08691).
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,9 @@ from ..call._arguments import Operands, Settings, cotangents, out_dtype
 from ..call._kernel import AbstractKernel
 from ..call._state import AttentionState, holds_keys, lse_dtype, safe_shift
 from ._blocks import (
+    BLOCK_SIZES,
     BlockedOperands,
+    BlockSizes,
     Index,
     cut_queries,
     join_keys,
@@ -26,8 +29,11 @@ from ._blocks import (
 )
 
 
+@dataclasses.dataclass(frozen=True)
 class Blockwise(AbstractKernel):
     """XLA alone: any call, any platform, memory O(T·block)."""
+
+    sizes: BlockSizes = BLOCK_SIZES
 
     name = "blockwise"
     platforms = ()
@@ -41,7 +47,7 @@ class Blockwise(AbstractKernel):
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
         """The online softmax over blocks of keys. Raises nothing."""
-        return forward(operands, settings)
+        return forward(operands, settings, self.sizes)
 
     def backward(
         self,
@@ -52,10 +58,12 @@ class Blockwise(AbstractKernel):
         platform: str | None,
     ) -> Operands:
         """Both cotangents pulled back in blocks. Raises nothing."""
-        return backward(operands, settings, state, cotangent)
+        return backward(operands, settings, state, cotangent, self.sizes)
 
 
-def forward(operands: Operands, settings: Settings) -> AttentionState:
+def forward(
+    operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES
+) -> AttentionState:
     """`(out, lse)` by online softmax over blocks of keys; takes every call. Raises nothing.
 
     Differentiated as it stands it would store every block: `backward` is its derivative.
@@ -64,7 +72,7 @@ def forward(operands: Operands, settings: Settings) -> AttentionState:
     value = operands.value
     if batch == 0 or query_len == 0 or operands.key.shape[1] == 0:
         return empty_like(settings, operands)
-    blocks = BlockedOperands(operands, settings)
+    blocks = BlockedOperands(operands, settings, sizes)
     g = blocks.grid
     wide = lse_dtype(operands.query.dtype)
     keys, values = (whole_blocks(g, x) for x in (operands.key, value))
@@ -118,6 +126,7 @@ def backward(
     settings: Settings,
     state: AttentionState,
     cotangent: AttentionState,
+    sizes: BlockSizes = BLOCK_SIZES,
 ) -> Operands:
     r"""The vector-Jacobian product of `(out, lse)` with both cotangents, in blocks.
 
@@ -129,7 +138,7 @@ def backward(
     Returns the cotangents in the form of the operands, None for masks and positions. It is
     differentiable JAX itself, so second derivatives in reverse mode are right. Raises nothing.
     """
-    return cast_like(backward_wide(operands, settings, state, cotangent), operands)
+    return cast_like(backward_wide(operands, settings, state, cotangent, sizes), operands)
 
 
 def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
@@ -177,6 +186,7 @@ def backward_wide(
     settings: Settings,
     state: AttentionState,
     cotangent: AttentionState,
+    sizes: BlockSizes = BLOCK_SIZES,
 ) -> Operands:
     """As `backward`, with the cotangents in the dtype of the scores, to be added up further.
 
@@ -189,7 +199,7 @@ def backward_wide(
     if batch == 0 or query_len == 0 or key_len == 0:
         return none
     given = backward_rows(operands, state, cotangent)
-    blocks = BlockedOperands(operands._replace(query=given.query), settings)
+    blocks = BlockedOperands(operands._replace(query=given.query), settings, sizes)
     g = blocks.grid
     lse = cut_queries(
         g, given.lse[..., None], fill=jnp.inf

@@ -20,16 +20,16 @@ from ..call._arguments import (
 from ..call._kernel import AbstractKernel
 from ..call._state import AttentionState, lse_dtype, precision
 from . import _blockwise
-from ._blocks import KEY_BLOCK, inner, outer, product
+from ._blocks import inner, outer, product
 from ._reference import masked
 from ._softmax import softmax
 
 # Above this many query rows (queries times heads) the block-diagonal product wastes more arithmetic than
 # it saves in bandwidth; chosen by measurement.
 MOST_ROWS = 64
-# The values of a sum that is not finite are summed again in so many pieces at least, or in fewer of
-# so many keys. They need memory whether they are summed or not: small, it costs no time.
-PIECES, LEAST_PIECE = 8, 128
+# A sum that is not finite is taken again in at least this many pieces, of at least and at most so
+# many keys. A piece takes memory whether the sum is taken again or not, so it is small.
+PIECES, LEAST_PIECE, MOST_PIECE = 8, 128, 1024
 
 
 class Decode(AbstractKernel):
@@ -85,16 +85,20 @@ def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
     group, rows = heads // kv_heads, query_len * heads
     # rows are ordered (key head, head of the group, time)
     diagonal = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
-    spread = query.reshape(batch, query_len, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
-    spread = (spread[:, :, :, :, None, :] * diagonal).reshape(batch, rows, kv_heads * width)
+    diagonal_query = query.reshape(batch, query_len, kv_heads, group, width).transpose(
+        0, 2, 3, 1, 4
+    )
+    diagonal_query = (diagonal_query[:, :, :, :, None, :] * diagonal).reshape(
+        batch, rows, kv_heads * width
+    )
     # the barrier keeps XLA from rebuilding this array inside the product
-    spread = lax.optimization_barrier(spread)
+    diagonal_query = lax.optimization_barrier(diagonal_query)
     key = key.reshape(batch, key_len, kv_heads * width)
     value = value.reshape(batch, key_len, kv_heads * value.shape[-1])
     if query.dtype.itemsize == 2:
-        out, total, lse = _rows_first(spread, key, value, operands, settings)
+        out, total, lse = _rows_first(diagonal_query, key, value, operands, settings)
     else:
-        out, total, lse = _keys_first(spread, key, value, operands, settings)
+        out, total, lse = _keys_first(diagonal_query, key, value, operands, settings)
     # of each row's outputs for all key heads, the one of its own head
     value_width = operands.value.shape[-1]
     out = out.reshape(batch, kv_heads, group, query_len, kv_heads, value_width)
@@ -108,19 +112,19 @@ def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
 # [B, R, W], not yet divided, and to the totals and energies [B, R]. XLA:CPU multiplies 32 bits
 # fastest if scores lie as [S, R], and 16 bits if as [R, S]: else it would widen all values first.
 def _rows_first(
-    spread: Array, key: Array, value: Array, operands: Operands, settings: Settings
+    diagonal_query: Array, key: Array, value: Array, operands: Operands, settings: Settings
 ) -> tuple[Array, Array, Array]:
-    scores = _masked(outer(spread, key, None), operands, settings)
+    scores = _masked(outer(diagonal_query, key, None), operands, settings)
     weights, total, lse = softmax(scores)
     weighed = functools.partial(product, precision=None)
     return _summed(weighed, weights, value, 2, operands), total[..., 0], lse
 
 
 def _keys_first(
-    spread: Array, key: Array, value: Array, operands: Operands, settings: Settings
+    diagonal_query: Array, key: Array, value: Array, operands: Operands, settings: Settings
 ) -> tuple[Array, Array, Array]:
-    exact = precision(spread.dtype)
-    scores = outer(key, spread, exact).swapaxes(1, 2)
+    exact = precision(diagonal_query.dtype)
+    scores = outer(key, diagonal_query, exact).swapaxes(1, 2)
     # there and back costs nothing: both are in the same loop as what is done in between
     scores = _masked(scores, operands, settings).swapaxes(1, 2)
     weights, total, lse = softmax(scores, axis=1)
@@ -147,10 +151,10 @@ def _summed(
     found = weighed(weights, value)
     if shown is None or not is_static(key_len) or key_len == 0:
         return found
-    piece = min(max(-(-key_len // PIECES), LEAST_PIECE), KEY_BLOCK, key_len)
+    piece = min(max(-(-key_len // PIECES), LEAST_PIECE), MOST_PIECE, key_len)
     shown = jnp.broadcast_to(shown, value.shape[:2])
 
-    def again() -> Array:
+    def sum_in_pieces() -> Array:
         def add(i: Array, total: Array) -> Array:
             # the last piece begins earlier, and what it shares with the one before counts once
             first = jnp.minimum(i * piece, key_len - piece)
@@ -162,19 +166,19 @@ def _summed(
 
         return lax.fori_loop(0, -(-key_len // piece), add, lax.full_like(found, 0))
 
-    return lax.cond(_broken(found), again, lambda: found)
+    return lax.cond(_not_finite(found), sum_in_pieces, lambda: found)
 
 
 # Of all that is mapped over at once: of a condition for each, both ways would always be taken.
 @jax.custom_batching.custom_vmap
-def _broken(x: Array) -> Array:
+def _not_finite(x: Array) -> Array:
     return ~jnp.isfinite(x).all()
 
 
-@_broken.def_vmap
-def _broken_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
+@_not_finite.def_vmap
+def _not_finite_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
     del size, batched
-    return _broken(x), False
+    return _not_finite(x), False
 
 
 def _masked(scores: Array, operands: Operands, settings: Settings) -> Array:

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn import attention, free_energy
+from energy_attn import free_energy
 from energy_attn.kernels import local_attention
-from energy_attn.kernels.xla import _blocks
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.dispatch._registry import attend
+from energy_attn.kernels.xla._blocks import BlockSizes
+from energy_attn.kernels.xla._blockwise import Blockwise
 
 # Annotations say that sizes are ints, which symbols are none.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -65,16 +68,16 @@ def test_for_tpus():
     [("b", {}), ("b, s", {"is_causal": True, "local_window_size": (50, 0)})],
     ids=str,
 )
-def test_symbolic_sizes(symbols, options, monkeypatch):
+def test_symbolic_sizes(symbols, options):
     """Blocks of a number that is asked for before it is known; rows that fill the last block, counted."""
-    monkeypatch.setattr(_blocks, "KEY_BLOCK", 64)
-    monkeypatch.setattr(_blocks, "QUERY_BLOCK", 64)
+    kernel = Blockwise(BlockSizes(rows=64, keys=64))
     batch, rows, heads, kv_heads, width = 2, 12, 4, 2, 8
     names = dict(zip(symbols.split(", "), jax.export.symbolic_shape(symbols), strict=True))
     b, s = names.get("b", batch), names.get("s", rows)
 
     def run(*arrays):
-        return attention(*arrays, **options, return_energy=True)
+        call = check_call(*arrays, **options)
+        return tuple(attend([kernel], call.settings, call.operands))
 
     def wanted(*arrays):
         return tuple(local_attention(*arrays, **options, implementation="reference"))

@@ -17,11 +17,16 @@ import pytest
 
 from energy_attn.kernels import AttentionState, implementations, local_attention
 from energy_attn.kernels.call import _arguments
+from energy_attn.kernels.call._kernel import AbstractKernel
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.dispatch._lowering import platform_here
-from energy_attn.kernels.pallas.gpu import _plan
-from energy_attn.kernels.pallas.tpu import _layout
+from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
+from energy_attn.kernels.pallas.gpu._plan import TileSizes, make_plan
+from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
+from energy_attn.kernels.pallas.tpu._layout import LayoutSizes
 from energy_attn.kernels.xla import _blocks
+from energy_attn.kernels.xla._blocks import BLOCK_SIZES, BlockSizes
+from energy_attn.kernels.xla._blockwise import Blockwise
 
 from ..naive import assert_all_close, expected, select
 from ..problems import (
@@ -116,16 +121,13 @@ LOW = {
 }
 SECOND = ("everything", "positions_causal", "mask_nothing", "decode_source")
 
-# Logic alone is at stake in float64, and LLVM's passes take half the time of these programs. In low
-# precision, at the blocks' real size and in all other tests everything compiles as it does for users.
 
-
-def problems(names):
+def problems(names, implementations=RUNNABLE):
     """Runs a test for each implementation, and each problem named (or in a dictionary of problems) that it is for."""
     found = names.values() if isinstance(names, dict) else [PROBLEMS[name] for name in names]
     pairs = [
         pytest.param(implementation, problem, id=f"{implementation}-{problem}")
-        for implementation in RUNNABLE
+        for implementation in implementations
         for problem in found
         if names is not PROBLEMS or problem.name in TRAITS[implementation].judged
     ]
@@ -136,8 +138,14 @@ def exactest(implementation: str) -> np.dtype:
     return np.dtype(TRAITS[implementation].dtype)
 
 
-def attend(arrays: dict, problem: Problem, implementation: str | None) -> AttentionState:
-    return local_attention(**arrays, **problem.options, implementation=implementation)
+def attend(
+    arrays: dict, problem: Problem, implementation: str | AbstractKernel | None
+) -> AttentionState:
+    """By the implementation of a name; or by a kernel that is not in the registry, for its block sizes."""
+    if not isinstance(implementation, AbstractKernel):
+        return local_attention(**arrays, **problem.options, implementation=implementation)
+    call = _arguments.check_call(**arrays, **problem.options)
+    return _registry.attend([implementation], call.settings, call.operands)
 
 
 class RefusedError(Exception):
@@ -161,7 +169,7 @@ def or_refuses(tests: type) -> type:
     return tests
 
 
-def attend_or_refuse(implementation: str, problem: Problem, dtype=None):
+def attend_or_refuse(implementation: str | AbstractKernel, problem: Problem, dtype=None):
     """The arrays; refuses where the implementation declines. Whether it may is for `test_accepts`."""
     arrays, _ = cast(problem, exactest(implementation) if dtype is None else dtype)
     try:
@@ -171,7 +179,7 @@ def attend_or_refuse(implementation: str, problem: Problem, dtype=None):
     return arrays
 
 
-def state_and_gradients(implementation: str | None, problem: Problem):
+def state_and_gradients(implementation: str | AbstractKernel | None, problem: Problem):
     """One program for the state and the gradients for given cotangents, so that each problem compiles once."""
 
     @jax.jit
@@ -182,7 +190,7 @@ def state_and_gradients(implementation: str | None, problem: Problem):
     return run
 
 
-def check(implementation: str, problem: Problem, dtype) -> None:
+def check(implementation: str | AbstractKernel, problem: Problem, dtype) -> None:
     """State and all gradients, for cotangents of out alone, of lse alone and of both."""
     arrays = attend_or_refuse(implementation, problem, dtype)
     if implementation in FORWARD_ONLY and problem.name not in SECOND:
@@ -250,20 +258,20 @@ def as_jax(arrays: dict, implementation: str) -> dict:
     return {name: jnp.asarray(array, exactest(implementation)) for name, array in arrays.items()}
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks of 8 or 16 queries and keys: many of them, and ragged last ones, in a problem that is quick to compile."""
-    monkeypatch.setattr(_blocks, "QUERY_BLOCK", 8)
-    monkeypatch.setattr(_blocks, "KEY_BLOCK", 8)
-    for name in ("STILL", "MOVING", "MOVING_BACKWARD", "FLOAT32"):
-        monkeypatch.setattr(_plan, name, 16)
-    monkeypatch.setattr(_plan, "PROGRAMS", 16)  # some walks shared, some not
-    monkeypatch.setattr(_plan, "LEAST_WALK", 1)
-    monkeypatch.setattr(_layout, "ROWS", 16)
-    for name in ("KEYS", "KEYS_OF_FEW_ROWS", "KEYS_BACKWARD"):
-        monkeypatch.setattr(_layout, name, 8)
-    for name in ("LANES", "SUBLANES"):
-        monkeypatch.setattr(_layout, name, 1)
+# Blocks of 8 or 16 queries and keys: many of them, and ragged last ones, in a problem that is quick to compile.
+SMALL_BLOCKS = BlockSizes(rows=8, keys=8)
+SMALL_TILES = TileSizes(own=16, other=16, other_backward=16, float32=16, programs=16, least_steps=1)
+SMALL_LAYOUT = LayoutSizes(
+    rows=16, keys=8, keys_of_few_rows=8, keys_backward=8, lanes=1, sublanes=1
+)
+SMALL = {
+    kernel.name: kernel
+    for kernel in (
+        Blockwise(SMALL_BLOCKS),
+        PallasGPU(functools.partial(make_plan, sizes=SMALL_TILES)),  # some keys split, some not
+        PallasTPU(SMALL_LAYOUT),
+    )
+}
 
 
 each = pytest.mark.parametrize("implementation", RUNNABLE)
@@ -294,10 +302,10 @@ class TestEveryImplementation:
         """Accumulation in, or rounding to, a narrow dtype where naive attention keeps float32; lse above all."""
         check(implementation, PROBLEMS[name], jnp.dtype(dtype))
 
-    @problems(BLOCKS)
-    def test_many_blocks(self, implementation, problem, small_blocks):
+    @problems(BLOCKS, SMALL)
+    def test_many_blocks(self, implementation, problem):
         """Statistics lost between blocks, a block skipped that can meet, a bias block added at the wrong place."""
-        check(implementation, problem, exactest(implementation))
+        check(SMALL[implementation], problem, exactest(implementation))
 
     @problems(LARGE)
     def test_real_blocks(self, implementation, problem):
@@ -566,11 +574,11 @@ def test_default_implementation(name):
 
 
 @pytest.mark.parametrize("problem", BLOCKS.values(), ids=str)
-def test_small_blocks_make_many(problem, small_blocks):
-    """The block constants renamed or read elsewhere: `test_many_blocks` would test one block and say nothing."""
+def test_small_blocks_make_many(problem):
+    """Problems of `test_many_blocks` that are of one block, and say nothing."""
     arrays, _ = cast(problem, jnp.float64)
     operands = _arguments.check_call(**arrays, **problem.options).operands
-    grid = _blocks.grid(operands, causal=False)
+    grid = _blocks.grid(operands, False, SMALL_BLOCKS)
     assert grid.query_blocks >= 3 and grid.key_blocks >= 3
 
 
@@ -580,5 +588,5 @@ def test_large_problems_exceed_a_block():
         operands = _arguments.check_call(
             **cast(problem, jnp.float32)[0], **problem.options
         ).operands
-        grid = _blocks.grid(operands, causal=False)
+        grid = _blocks.grid(operands, False, BLOCK_SIZES)
         assert grid.query_blocks > 1 and grid.key_blocks > 1

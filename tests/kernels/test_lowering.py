@@ -48,6 +48,7 @@ def afresh(monkeypatch):
         fresh = {name: type(kernel)() for name, kernel in _registry._REGISTRY.items()}
         monkeypatch.setattr(_registry, "_REGISTRY", fresh)
         _private.private_names.cache_clear()
+        _probe._tried.cache_clear()
         jax.clear_caches()
 
     forget()

@@ -166,11 +166,7 @@ def vendor(monkeypatch):
 @pytest.fixture
 def splash(monkeypatch):
     """Splash in the registry, interpreted, in blocks of 128."""
-    monkeypatch.setattr(_splash, "_BLOCKS", (128,))
-    monkeypatch.setattr(_registry, "_REGISTRY", {"splash": _splash.Splash()})
-    _splash._kernel.cache_clear()
-    yield
-    _splash._kernel.cache_clear()
+    monkeypatch.setattr(_registry, "_REGISTRY", {"splash": _splash.Splash(blocks=(128,))})
 
 
 def attend(arrays, problem, name):

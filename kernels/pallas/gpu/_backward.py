@@ -12,24 +12,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
-from ...call._arguments import Operands, Settings, cotangents
+from ...call._arguments import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows
 from .._common import result_like
 from .._rows import Visibility
 from . import _tile as tiles
-from ._plan import Plan, make_plan, tile_ranges, visibility_of
+from ._plan import Plan, tile_ranges, visibility_of
 
 
 def backward(
     operands: Operands,
-    settings: Settings,
+    query_plan: Plan,
+    key_plan: Plan,
     state: AttentionState,
     cotangent: AttentionState,
     *,
     interpret: bool,
 ) -> Operands:
-    """The cotangents of query, key and value. Raises nothing that `make_plan` does not."""
+    """The cotangents of query, key and value, by plans for "query" and "key"."""
     query, key, value = operands[:3]
     given_rows = backward_rows(operands, state, cotangent)
     lse = given_rows.lse * tiles.LOG2_E  # in bits
@@ -53,8 +54,8 @@ def backward(
         )(*arrays, given, tile_ranges(given, plan, of_keys=of_keys))
         return [part.sum(0).astype(x.dtype) for part, x in zip(parts, like, strict=True)]
 
-    (d_query,) = run(_query_kernel, make_plan(operands, settings, "query"), query)
-    d_key, d_value = run(_key_kernel, make_plan(operands, settings, "key"), key, value)
+    (d_query,) = run(_query_kernel, query_plan, query)
+    d_key, d_value = run(_key_kernel, key_plan, key, value)
     return cotangents(d_query, d_key, d_value, None)
 
 

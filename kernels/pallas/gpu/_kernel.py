@@ -1,18 +1,20 @@
 """The pallas_gpu implementation: our own kernels for NVIDIA's GPUs, written in Pallas on Triton."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import jax
 
 from ...call._arguments import Operands, Settings
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._state import AttentionState
-from ._plan import make_plan
+from ._plan import Plan, make_plan
 
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
+@dataclasses.dataclass(frozen=True)
 class PallasGPU(AbstractKernel):
     """Flash attention, and decoding with the keys of a query split over the chip.
 
@@ -20,6 +22,8 @@ class PallasGPU(AbstractKernel):
     lie and never copied; programs skip the tiles that their rows cannot see, and mask only where
     they must.
     """
+
+    plan: Callable[[Operands, Settings, str], Plan] | None = None  # None: `make_plan`
 
     name = "pallas_gpu"
     platforms = ("cuda",)
@@ -32,7 +36,7 @@ class PallasGPU(AbstractKernel):
         """
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "query", "key"):
-            make_plan(operands, settings, kind)
+            self._plan(operands, settings, kind)
         try:
             # Late, as JAX 0.11 announces the end of its Triton backend.
             from . import _backward, _forward  # noqa: F401
@@ -47,7 +51,7 @@ class PallasGPU(AbstractKernel):
         """One kernel, and a merge of its parts where few rows meet many keys. Raises nothing."""
         from ._forward import forward
 
-        found = make_plan(operands, settings, "forward")
+        found = self._plan(operands, settings, "forward")
         with _target(platform):
             return forward(operands, found, interpret=platform != "cuda")
 
@@ -62,8 +66,15 @@ class PallasGPU(AbstractKernel):
         """Two kernels, of the queries' gradient and of the others. Raises nothing."""
         from ._backward import backward
 
+        query_plan = self._plan(operands, settings, "query")
+        key_plan = self._plan(operands, settings, "key")
         with _target(platform):
-            return backward(operands, settings, state, cotangent, interpret=platform != "cuda")
+            return backward(
+                operands, query_plan, key_plan, state, cotangent, interpret=platform != "cuda"
+            )
+
+    def _plan(self, operands: Operands, settings: Settings, kind: str) -> Plan:
+        return (self.plan or make_plan)(operands, settings, kind)
 
 
 @contextlib.contextmanager

@@ -11,28 +11,45 @@ from ...call._arguments import Operands, Settings, hide_unreachable
 from ...call._mask import Interval, interval, must_meet
 from .._rows import Visibility, block_spans, meeting_blocks, pad_to_blocks
 
-# Shared memory of a multiprocessor that one program may take, in KiB, by compute capability; the
-# rest is as small as the smallest. Where no GPU is at hand, programs are for the class of H100.
+# Shared memory that one program may take of a multiprocessor, in KiB, by compute capability; other
+# GPUs get the smallest. Without a GPU at hand, programs are for the class of H100.
 MEMORY = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
-LEAST_MEMORY, HERE_WITHOUT = 99, "9.0"
-# Tiles: what stays (rows in the forward pass), and what is walked over. Two warp groups multiply
-# 128 by 128; backward there are twice as many operands and sums.
-STILL, MOVING, MOVING_BACKWARD = 128, 128, 64
-# Rows so few that reading keys is all that counts: four programs on each multiprocessor, of which
-# each has three tiles on their way and is done with one long before.
+LEAST_MEMORY, DEFAULT_CAPABILITY = 99, "9.0"
+# With so few rows, reading keys is all that counts: four programs on each multiprocessor, each with
+# three tiles on their way.
 FEW_ROWS, KEYS_OF_FEW_ROWS = 32, 32
-# Float32 goes through no tensor cores but is multiplied out, an instruction for each 32 terms:
-# larger tiles would only lengthen the program.
-FLOAT32 = 16
-LEAST = 16  # the smallest that tensor cores take
-# Float32 sums in registers: more than this many go to twice the threads, and with more than four
-# times as many, 128 in each thread, registers would be spilled.
+LEAST = 16  # the smallest tile that tensor cores take
+# Float32 sums in registers: more than this many go to twice the threads. With more than four times
+# as many, 128 in each thread, registers would be spilled.
 SUMS = 8192
-# Programs that fill a large chip: four for each of the 132 multiprocessors of an H100. Where tiles
-# are fewer, programs share the walk of one, if each then has a few steps at least; but the parts of
-# many rows are large, and not worth it unless some multiprocessor were idle.
-PROGRAMS, LEAST_PROGRAMS = 4 * 132, 132
-LEAST_WALK = 4
+# Parts of many rows are large: their keys are split only if some multiprocessor would be idle.
+LEAST_PROGRAMS = 132
+
+
+class TileSizes(NamedTuple):
+    """How large tiles may be, and how many programs a call is split into; static.
+
+    Attributes:
+        own: the tile that a program keeps: rows, or keys in the backward of keys. Two warp groups
+            multiply 128 by 128.
+        other: a tile that it iterates over, in the forward pass.
+        other_backward: the same in the backward, which has twice as many operands and sums.
+        float32: either, in float32. Tensor cores do not take it, and each 32 terms of a product are
+            an instruction of their own: larger tiles would only lengthen the program.
+        programs: how many fill a large chip: four for each of the 132 multiprocessors of an H100.
+            Where tiles are fewer, several programs share the iteration of one.
+        least_steps: the steps that each of them has at least.
+    """
+
+    own: int = 128
+    other: int = 128
+    other_backward: int = 64
+    float32: int = 16
+    programs: int = 4 * 132
+    least_steps: int = 4
+
+
+TILE_SIZES = TileSizes()
 
 
 class Plan(NamedTuple):
@@ -102,9 +119,13 @@ def power(size: int) -> int:
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
-def make_plan(operands: Operands, settings: Settings, kind: str) -> Plan:
-    """The plan of the kernel that computes the state ("forward"), `kind` "query" or "key" the
-    gradients in the queries or in keys and values.
+def make_plan(
+    operands: Operands, settings: Settings, kind: str, sizes: TileSizes = TILE_SIZES
+) -> Plan:
+    """The plan of one kernel of a call.
+
+    `kind` is "forward" for the kernel of the state, "query" for that of the gradient in the queries,
+    "key" for that of the gradients in keys and values.
 
     Raises `NotImplementedError` if no tiles fit into shared memory.
     """
@@ -115,57 +136,57 @@ def make_plan(operands: Operands, settings: Settings, kind: str) -> Plan:
     wide, value_wide = power(width), power(value_width)
     query_bytes = wide * query.dtype.itemsize
     row_bytes = query_bytes + value_wide * value.dtype.itemsize
-    still_bytes = query_bytes if kind == "forward" else row_bytes
+    own_bytes = query_bytes if kind == "forward" else row_bytes
     rows, keys = power(query_len * group), power(key_len)
     few = kind == "forward" and rows <= FEW_ROWS
-    still, moving = STILL, MOVING if kind == "forward" else MOVING_BACKWARD
+    own, other = sizes.own, sizes.other if kind == "forward" else sizes.other_backward
     if max(query.dtype.itemsize, value.dtype.itemsize) > 2:
-        still = moving = FLOAT32
+        own = other = sizes.float32
     if few:
-        moving = min(moving, KEYS_OF_FEW_ROWS)
-    still, moving = (
-        (min(still, keys), min(moving, rows))
-        if kind == "key"
-        else (min(still, rows), min(moving, keys))
+        other = min(other, KEYS_OF_FEW_ROWS)
+    own, other = (
+        (min(own, keys), min(other, rows)) if kind == "key" else (min(own, rows), min(other, keys))
     )
     sums = {"forward": value_wide, "query": wide, "key": wide + value_wide}[kind]
-    while still * sums > 4 * SUMS and still > LEAST:
-        still //= 2
+    while own * sums > 4 * SUMS and own > LEAST:
+        own //= 2
     # Triton holds as many tiles as there are stages where the products of warp groups read them
     # from shared memory, and one less where few rows go through those of single warps.
     held = 3 if few else 2
     memory = shared_memory() * 1024
 
     def needed() -> int:
-        return still * still_bytes + held * moving * row_bytes
+        return own * own_bytes + held * other * row_bytes
 
-    while needed() > (memory // 4 if few else memory) and max(still, moving) > LEAST:
-        still, moving = (still // 2, moving) if still > moving else (still, moving // 2)
+    while needed() > (memory // 4 if few else memory) and max(own, other) > LEAST:
+        own, other = (own // 2, other) if own > other else (own, other // 2)
     if needed() > memory:
         raise NotImplementedError(
             f"query: wanted widths of which tiles fit into {memory >> 10} KiB of shared memory, "
             f"got {width} beside values of {value_width}"
         )
-    rows, keys = (moving, still) if kind == "key" else (still, moving)
+    rows, keys = (other, own) if kind == "key" else (own, other)
     row_heads = min(group, rows)
     found = Plan(
         settings,
         *(batch, query_len, key_len, kv_heads, group, width, value_width),
         *(rows // row_heads, row_heads, rows, keys),
-        *(1, 8 if still * sums > SUMS else 4, 4 if few else 2),
+        *(1, 8 if own * sums > SUMS else 4, 4 if few else 2),
     )
-    tiles, walk = found.row_tiles, found.key_tiles
+    tiles, steps = found.row_tiles, found.key_tiles
     if kind == "key":
-        tiles, walk = walk, tiles
+        tiles, steps = steps, tiles
     programs = batch * kv_heads * tiles
     if programs >= LEAST_PROGRAMS and not few:
         return found
-    return found._replace(splits=max(min(PROGRAMS // programs, walk // LEAST_WALK), 1))
+    return found._replace(
+        splits=max(min(sizes.programs // programs, steps // sizes.least_steps), 1)
+    )
 
 
 def shared_memory() -> int:
     """What a program may take on the GPU at hand, in KiB. Raises nothing."""
-    capability = getattr(jax.devices()[0], "compute_capability", HERE_WITHOUT)
+    capability = getattr(jax.devices()[0], "compute_capability", DEFAULT_CAPABILITY)
     return MEMORY.get(capability, LEAST_MEMORY)
 
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...call._arguments import Operands, Settings, cotangents
+from ...call._arguments import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows
 from .._common import result_like
-from ._layout import Layout, fold_keys, fold_rows, layout, unfold_keys, unfold_rows
+from ._layout import Layout, fold_keys, fold_rows, unfold_keys, unfold_rows
 from ._step import dot, hide, key_spec, load_present, step, visibility_specs, visit, zero_past_end
 from ._visibility import BlockVisibility, block_ranges, block_visibility
 
@@ -23,7 +23,7 @@ _PARALLEL = pltpu.CompilerParams(
 
 def backward(
     operands: Operands,
-    settings: Settings,
+    at: Layout,
     state: AttentionState,
     cotangent: AttentionState,
     *,
@@ -34,7 +34,6 @@ def backward(
     One sums over the keys of a block of rows, the other over the rows of a block of keys, and so
     neither adds to what another step wrote. Raises nothing.
     """
-    at = layout(operands, settings, backward=True)
     key, value = operands[1:3]
     query, d_out, lse, delta = backward_rows(operands, state, cotangent)
     lse = fold_rows(lse, at, jnp.inf)[:, :, None]  # also of rows that fill a block: e^{s - inf} = 0

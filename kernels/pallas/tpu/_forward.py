@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...call._arguments import Operands, Settings, out_dtype
+from ...call._arguments import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
 from .._common import result_like
-from ._layout import Layout, fold_keys, fold_rows, layout, unfold_rows
+from ._layout import Layout, fold_keys, fold_rows, unfold_rows
 from ._step import (
     HIDDEN,
     dot,
@@ -29,8 +29,9 @@ from ._visibility import block_ranges, block_visibility
 SPLITS = 2
 
 
-def forward(operands: Operands, settings: Settings, *, interpret: bool) -> AttentionState:
-    at = layout(operands, settings, backward=False)
+def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionState:
+    """The state of a call, by the layout of its forward pass."""
+    settings = at.settings
     query, key, value = operands[:3]
     batch = query.shape[0]
     visibility = block_visibility(operands, at)

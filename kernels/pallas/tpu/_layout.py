@@ -8,20 +8,37 @@ from jaxtyping import Array
 from ...call._arguments import Operands, Settings
 from .._rows import pack_rows, unpack_rows
 
-# Rows (queries times heads) that are few: reading keys takes longer than computing with them, even
-# where every row meets the keys of all heads.
-FEW_ROWS = 256
-# Blocks, of rows and of keys, as large as memory on the chip lets them be. The keys of few rows
-# come in blocks that take the chip's memory a microsecond or more, several times what a step costs.
-ROWS = 512
-KEYS = 1024
-KEYS_OF_FEW_ROWS = 4096
-KEYS_BACKWARD = 512
-# What the compiler grants a kernel on every chip is 16 MiB, less what the estimate leaves out; and
-# of 1 MiB for scalars a half, of which each block that walks takes 16 bytes.
+# The compiler grants a kernel 16 MiB on every chip; the estimate leaves a part of them out. Of 1 MiB
+# for scalars the ranges of blocks may take a half, 16 bytes for each block.
 MEMORY = 12 * 2**20
 MOST_RANGES = 2**15
-LANES, SUBLANES = 128, 16
+
+
+class LayoutSizes(NamedTuple):
+    """How large blocks may be; static. Tests pass smaller ones, the chip's tiles among them.
+
+    Attributes:
+        rows: rows (queries times heads) in a block.
+        keys: keys in a block.
+        few_rows: rows so few that reading keys takes longer than computing with them, even where
+            every row is compared with the keys of all heads.
+        keys_of_few_rows: keys in a block then. Reading one takes a microsecond or more, several
+            times what a step costs.
+        keys_backward: keys in a block of the backward.
+        lanes: the last axis of the chip's tiles.
+        sublanes: the axis before it.
+    """
+
+    rows: int = 512
+    keys: int = 1024
+    few_rows: int = 256
+    keys_of_few_rows: int = 4096
+    keys_backward: int = 512
+    lanes: int = 128
+    sublanes: int = 16
+
+
+LAYOUT_SIZES = LayoutSizes()
 
 
 class Layout(NamedTuple):
@@ -76,35 +93,43 @@ class Layout(NamedTuple):
         return math.ceil(self.keys / self.key_block)
 
 
-def layout(operands: Operands, settings: Settings, *, backward: bool) -> Layout:
+def layout(
+    operands: Operands,
+    settings: Settings,
+    *,
+    backward: bool,
+    sizes: LayoutSizes = LAYOUT_SIZES,
+) -> Layout:
     """The layout and the blocks of a call's forward or backward kernels.
 
     Raises `NotImplementedError` if no block fits into the memory on a chip, or too many are needed.
     """
     batch, query_len, heads, width = operands.query.shape
     _, key_len, kv_heads, value_width = operands.value.shape
-    few = query_len * heads <= FEW_ROWS
-    tall = bool(width % LANES), bool(value_width % LANES)
-    as_written = kv_heads in (1, 2, 4) or (kv_heads % 8 == 0 and math.lcm(LANES, kv_heads) <= KEYS)
+    few = query_len * heads <= sizes.few_rows
+    tall = bool(width % sizes.lanes), bool(value_width % sizes.lanes)
+    as_written = kv_heads in (1, 2, 4) or (
+        kv_heads % 8 == 0 and math.lcm(sizes.lanes, kv_heads) <= sizes.keys
+    )
     front = 1 if few and as_written and not any(tall) else kv_heads
     row_fold, key_fold = heads // front, kv_heads // front
     rows, keys = query_len * row_fold, key_len * key_fold
-    most_keys = KEYS_BACKWARD if backward else KEYS_OF_FEW_ROWS if few else KEYS
-    unit = math.lcm(LANES, key_fold)  # a block has all heads of a key
-    most_rows = ROWS
+    most_keys = sizes.keys_backward if backward else sizes.keys_of_few_rows if few else sizes.keys
+    unit = math.lcm(sizes.lanes, key_fold)  # a block has all heads of a key
+    most_rows = sizes.rows
     while True:
-        row_block = _even(rows, most_rows, SUBLANES if rows <= most_rows else LANES)
+        row_block = _even(rows, most_rows, sizes.sublanes if rows <= most_rows else sizes.lanes)
         key_block = _even(keys, most_keys, unit)
-        needed = _memory(operands, row_block, key_block, backward=backward)
+        needed = _memory(operands, row_block, key_block, sizes.lanes, backward=backward)
         if needed <= MEMORY:
             positions = operands.query_positions is not None or settings.rule.constrains
             bounded = keys % key_block > 0 and not positions
-            sizes = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block
-            found = Layout(*sizes, bounded, settings)
+            numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block
+            found = Layout(*numbers, bounded, settings)
             break
         if key_block > unit and key_block >= row_block:
             most_keys = key_block // 2
-        elif row_block > LANES:
+        elif row_block > sizes.lanes:
             most_rows = row_block // 2
         elif key_block > unit:
             most_keys = key_block // 2
@@ -128,14 +153,16 @@ def _even(size: int, most: int, unit: int) -> int:
     return math.ceil(math.ceil(size / number) / unit) * unit
 
 
-def _memory(operands: Operands, row_block: int, key_block: int, *, backward: bool) -> int:
+def _memory(
+    operands: Operands, row_block: int, key_block: int, lanes: int, *, backward: bool
+) -> int:
     query, key, value = operands[:3]
-    width, value_width = (math.ceil(x.shape[-1] / LANES) * LANES for x in (query, value))
+    width, value_width = (math.ceil(x.shape[-1] / lanes) * lanes for x in (query, value))
     a_row = width * query.dtype.itemsize + value_width * value.dtype.itemsize
     a_key = width * key.dtype.itemsize + value_width * value.dtype.itemsize
     # blocks come and go while others are computed with: each is there twice
     blocks = 2 * (row_block * a_row + key_block * a_key)
-    sums = row_block * (value_width + 2 * LANES) * 4
+    sums = row_block * (value_width + 2 * lanes) * 4
     if backward:
         blocks += 2 * max(row_block * a_row, key_block * a_key)
         sums = max(row_block * width, key_block * (width + value_width)) * 4
