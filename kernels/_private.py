@@ -1,8 +1,8 @@
-"""The private names of other packages that this library calls: all of them, and nowhere else.
+"""All private names of other packages that this library calls.
 
-JAX may rename or drop its own in any version. `private_names` looks for those of one use before they are
-called, so that whoever asks declines instead of failing; and what kernels are made of is lowered
-once before it counts as found (`_probe`), as names alone do not tell how they want to be called.
+Any version of JAX may rename or drop its own. `private_names` looks them up before they are called,
+so that a kernel declines instead of failing. A name does not tell its signature, so `_probe` also
+lowers each kernel once before it is used.
 """
 
 import functools
@@ -17,16 +17,14 @@ _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
 
 
 class _Use(NamedTuple):
-    """What one part of the library calls: the versions that have been seen to have it, our names
-    and theirs.
-    """
+    """What one part of the library calls: the versions known to have it, and our names to theirs."""
 
     versions: str
     names: dict[str, str]
 
 
 _USES = {
-    # the primitives of one device, whose statistics are in float32
+    # the primitives for one device, with softmax statistics in float32
     "cudnn": _Use(
         "JAX 0.8 to 0.12",
         {
@@ -37,7 +35,7 @@ _USES = {
             "Layout": _CUDNN + "AttentionLayout",
         },
     ),
-    # the backward kernels, called with a delta that knows of the cotangent of lse
+    # the backward kernels, called with a delta that includes the cotangent of lse
     "splash": _Use(
         "JAX 0.8 to 0.12",
         {
@@ -49,7 +47,7 @@ _USES = {
             "check_varying": "jax._src.config._check_vma",
         },
     ),
-    # its functions for one device, with neither its partitioning nor its rule for vmap around them
+    # its functions for one device, without its partitioning and its vmap rule
     "flash": _Use(
         "flash-attn-jax 0.6",
         {
@@ -57,14 +55,14 @@ _USES = {
             "backward": "flash_attn_jax.flash_bwd._flash_mha_bwd_lowering",
         },
     ),
-    # primitives of which JAX may not lower one program for several sets of devices
+    # primitives whose programs JAX must lower anew for each set of devices
     "lowering": _Use(
         "JAX 0.8 to 0.12",
         {"need_devices": "jax._src.dispatch.prim_requires_devices_during_lowering"},
     ),
-    # what JAX itself asks for the processes of a job
+    # how JAX itself detects the processes of a job
     "cluster": _Use("JAX 0.8 to 0.12", {"Environment": "jax._src.clusters.ClusterEnv"}),
-    # whether it is too late to connect them
+    # whether a backend has started, after which processes cannot connect
     "devices": _Use("JAX 0.8 to 0.12", {"started": "jax._src.xla_bridge.backends_are_initialized"}),
 }
 
@@ -73,7 +71,7 @@ _USES = {
 def private_names(use: str) -> Any:
     """The names of one use, as attributes under our names.
 
-    Raises `NotImplementedError` if the version that is installed lacks one.
+    Raises `NotImplementedError` if the installed version lacks one.
     """
     versions, names = _USES[use]
     found = {}

@@ -1,4 +1,4 @@
-"""What the rooms above use of this one besides what users do; the only door for them."""
+"""Names for the rooms above, besides the public ones; they import nothing else from here."""
 
 from ._private import private_names as private_names
 from .call._arguments import CheckedCall as CheckedCall

@@ -22,9 +22,9 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ..methods._sharded_attention import spread_attention
+from ..methods._sharded_attention import sharded_attention
 from ..spec._parallel import SequenceParallel
-from ..spec._plan import placement
+from ..spec._plan import sharding_plan
 from ._arguments import (
     check_counts,
     check_new,
@@ -38,7 +38,7 @@ from ._files import check_path, write
 from ._io import reload
 from ._quantize import dequantize, quantize
 from ._slots import Slots
-from ._write import Home, Stored, blank, fitting, home, numbered, positions
+from ._write import CacheSharding, Stored, blank, cache_sharding, fitting, positions, positions_from
 from ._write import append as write_tokens
 
 
@@ -169,7 +169,7 @@ class KVCache(eqx.Module):
         For `key_positions=` of [`attention`][energy_attn.attention] and its like. Raises
         `ValueError` as `append` does for the mesh.
         """
-        return positions(self._home(), self.slots, self.starts, self.lengths)
+        return positions(self._sharding(), self.slots, self.starts, self.lengths)
 
     def keys(self) -> Float[Array, "B S K H"]:
         """The keys in `dtype`, a slot each. Raises nothing."""
@@ -213,7 +213,7 @@ class KVCache(eqx.Module):
     def _fitting(self, counts: Array, tokens: int) -> Array:
         """`counts` if each row has room for as many tokens, of `tokens` at most; else an error."""
         starts = None if self.window is not None else self.starts
-        return fitting(self._home(), self.capacity, starts, self.lengths, counts, tokens)
+        return fitting(self._sharding(), self.capacity, starts, self.lengths, counts, tokens)
 
     def _written(self, key: Any, value: Any, counts: Array) -> "KVCache":
         """As `append`, for which there is room and all is of the right kind."""
@@ -221,7 +221,7 @@ class KVCache(eqx.Module):
         if self.key_scale is not None:
             (key, key_scale), (value, value_scale) = quantize(new.key), quantize(new.value)
             new = Stored(key, value, key_scale, value_scale)
-        is_ring, place = self.window is not None, self._home()
+        is_ring, place = self.window is not None, self._sharding()
         stored, starts, ends = write_tokens(
             place, self.slots, is_ring, self._stored(), new, self.starts, self.lengths, counts
         )
@@ -303,7 +303,7 @@ class KVCache(eqx.Module):
         check_shape("query", query, (len(self.lengths), "T", "N", self.key.shape[-1]))
         if query_positions is None:
             counts = check_counts(lengths, len(self.lengths), query.shape[1])
-            query_positions = numbered(self.lengths - counts, counts, query.shape[1])
+            query_positions = positions_from(self.lengths - counts, counts, query.shape[1])
         elif lengths is not None:
             raise ValueError(
                 "lengths: wanted None beside query_positions, which say what queries are absent, "
@@ -321,10 +321,10 @@ class KVCache(eqx.Module):
             key_positions=self.positions,
         )
         operands = call.operands
-        place = placement(self.parallel, operands.query, operands.key, operands.value)
+        place = sharding_plan(self.parallel, operands.query, operands.key, operands.value)
         if place is None:
             return attend(names, call.settings, operands)
-        return spread_attention(place, names, call)
+        return sharded_attention(place, names, call)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the cache into a folder of safetensors files, bit by bit, one file per process.
@@ -381,8 +381,8 @@ class KVCache(eqx.Module):
         window, dtype = about.window, about.dtype
         return KVCache(*found.stored, starts, lengths, about.slots, window, dtype, parallel)
 
-    def _home(self) -> Home | None:
-        return home(self.parallel, self.key, self.slots.devices)
+    def _sharding(self) -> CacheSharding | None:
+        return cache_sharding(self.parallel, self.key, self.slots.devices)
 
     def _stored(self) -> Stored:
         return Stored(self.key, self.value, self.key_scale, self.value_scale)

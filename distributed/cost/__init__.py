@@ -17,6 +17,7 @@ Examples:
     'tree'
 """
 
+from ..merge._strategies import MERGES as MERGES
 from ..network._shape import Shape as Shape
 from ..network._topology import Link as Link
 from ..network._topology import Topology as Topology
@@ -33,6 +34,5 @@ from ._cost import choose_method as choose_method
 from ._cost import latency as latency
 from ._cost import memory as memory
 from ._cost import volume as volume
-from ._transfers import MERGES as MERGES
-from ._transfers import TRAVELS as TRAVELS
+from ._transfers import ROTATED as ROTATED
 from ._transfers import transfers as transfers

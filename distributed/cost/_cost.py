@@ -2,10 +2,11 @@
 
 import math
 
+from ..merge._strategies import automatic_merges
 from ..network._shape import Shape
 from ..network._topology import Link, Topology
 from ..network._transfer import Transfer
-from ._transfers import MERGES, TRAVELS, check_sizes, kv_shard, local_rows, transfers
+from ._transfers import ROTATED, check_sizes, kv_shard, local_rows, transfers
 
 
 def volume(method: str, merge: str | None, shape: Shape, topology: Topology) -> float:
@@ -194,7 +195,7 @@ def choose_method(shape: Shape, topology: Topology) -> str:
 
 
 def _fastest(method: str, shape: Shape, topology: Topology) -> str:
-    ways = {"tree": MERGES if len(topology.links) > 1 else MERGES[:3], "ring": TRAVELS}[method]
+    ways = {"tree": automatic_merges(len(topology.links)), "ring": ROTATED}[method]
     return min(ways, key=lambda way: latency(method, way, shape, topology))
 
 

@@ -101,7 +101,7 @@ def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
     return lax.platform_dependent(*vary_together(state), tpu=stacked, default=plain)
 
 
-def same(tree: Any, axes: tuple[str, ...]) -> Any:
+def as_invariant(tree: Any, axes: tuple[str, ...]) -> Any:
     """Arrays that are equal on all devices of `axes`, with a type that says so; sends nothing.
 
     A maximum over groups of one device each is how JAX lets that be said; of bits, as XLA:CPU makes
@@ -114,3 +114,20 @@ def same(tree: Any, axes: tuple[str, ...]) -> Any:
         return as_bits(largest, x) if jnp.issubdtype(x.dtype, jnp.floating) else largest(x)
 
     return jax.tree.map(said, tree)
+
+
+def permuted(
+    state: AttentionState, axis: str | tuple[str, ...], pairs: list[tuple[int, int]]
+) -> AttentionState:
+    """The state of the device that `pairs` of (source, target) name for this one."""
+    return transfer(lambda x: lax.ppermute(x, axis, pairs), state)
+
+
+def widened(state: AttentionState) -> AttentionState:
+    """`out` in `lse`'s dtype: a state that is folded more than once is rounded only at the end."""
+    return AttentionState(state.out.astype(state.lse.dtype), state.lse)
+
+
+def narrowed(state: AttentionState, like: AttentionState) -> AttentionState:
+    """`out` in the dtype of `like`'s."""
+    return AttentionState(state.out.astype(like.out.dtype), state.lse)

@@ -363,6 +363,11 @@ def _nodes(name: str, nodes: int, inside: Link, between: Link, launch: float) ->
     return Topology(f"{nodes}x {name}", (between, inside), "tree", launch)
 
 
+def all_axes(topology: Topology) -> tuple[int, ...]:
+    """The places of all mesh axes in `Topology.links`."""
+    return tuple(range(len(topology.links)))
+
+
 def usual_topology(mesh: AbstractMesh, axes: tuple[str, ...]) -> Topology:
     """What is usual for a mesh on this platform, along some axes. Raises nothing."""
     device: Any = getattr(mesh, "abstract_device", None)

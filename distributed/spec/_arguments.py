@@ -83,10 +83,10 @@ def check_local(
     return names, call._replace(operands=call.operands._replace(bias=bias, mask=mask))
 
 
-def scores_of(operands: Operands, heads: int = 1, rows: int = 1, columns: int = 1) -> Scores:
-    """The shape of the scores of `operands`, with some sizes multiplied. Raises nothing."""
-    batch, times, number, _ = operands.query.shape
-    return batch, number * heads, times * rows, operands.key.shape[1] * columns
+def scores_shape(operands: Operands, query_parts: int = 1, key_parts: int = 1) -> Scores:
+    """The shape of the scores of `operands`, for operands that are parts of the sequence."""
+    batch, query_len, heads, _ = operands.query.shape
+    return batch, heads, query_len * query_parts, operands.key.shape[1] * key_parts
 
 
 def rounded(state: AttentionState, operands: Operands, settings: Settings) -> AttentionState:

@@ -132,7 +132,7 @@ def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.nda
     return np.stack([tokens[:devices], tokens[: devices - 1 : -1]], 1).reshape(-1)
 
 
-def positions_here(layout: str, size: int, axes: tuple[str, ...]) -> Array:
+def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:
     """Which tokens of a sequence this device of a `jax.shard_map` holds, int32 `[1, size]`.
 
     Raises `ValueError` for parts of odd length in the order `"zigzag"`, which are of two pieces.
@@ -150,31 +150,31 @@ def positions_here(layout: str, size: int, axes: tuple[str, ...]) -> Array:
     return jnp.where(place < piece, here * piece + place, back + place - piece)
 
 
-def with_positions_inside(
+def with_local_positions(
     parallel: SequenceParallel,
     split_queries: bool,
     options: dict[str, Any],
-    rows: int,
-    columns: int,
+    query_len: int,
+    key_len: int,
 ) -> dict[str, Any]:
     """As `with_positions`, for one device's part of a call inside `jax.shard_map`.
 
-    Raises as `positions_here`.
+    Raises as `local_positions`.
     """
     ordered = dict(options)
     if options["key_positions"] is None:
-        ordered["key_positions"] = positions_here(parallel.layout, columns, parallel.axes)
+        ordered["key_positions"] = local_positions(parallel.layout, key_len, parallel.axes)
     if options["query_positions"] is None and split_queries:
         # as many as keys lie as they do, others in their own order, as outside
-        layout = parallel.layout if rows == columns else "contiguous"
-        ordered["query_positions"] = positions_here(layout, rows, parallel.axes)
+        layout = parallel.layout if query_len == key_len else "contiguous"
+        ordered["query_positions"] = local_positions(layout, query_len, parallel.axes)
     elif options["query_positions"] is None:
-        ordered["query_positions"] = jnp.arange(rows, dtype=jnp.int32)[None]
+        ordered["query_positions"] = jnp.arange(query_len, dtype=jnp.int32)[None]
     return ordered
 
 
 def with_positions(
-    parallel: SequenceParallel, options: dict[str, Any], rows: int, columns: int
+    parallel: SequenceParallel, options: dict[str, Any], query_len: int, key_len: int
 ) -> dict[str, Any]:
     """The options of a checked call with the positions that a layout implies.
 
@@ -183,8 +183,8 @@ def with_positions(
     """
     if parallel.layout == "contiguous":
         return options
-    keys = sequence_order(columns, parallel, "key.shape[1]")
-    queries = keys if rows == columns else np.arange(rows, dtype=np.int32)
+    keys = sequence_order(key_len, parallel, "key.shape[1]")
+    queries = keys if query_len == key_len else np.arange(query_len, dtype=np.int32)
     ordered = dict(options)
     for positions, lengths, tokens in (
         ("query_positions", "query_seq_lengths", queries[None]),

@@ -7,11 +7,10 @@ from typing import Any, Literal
 from energy_attn.kernels.internal import check_choice, check_flag, check_names, received
 
 from .. import cost
-from ..cost._transfers import MERGES, check_levels
+from ..merge._strategies import MergeOption, check_merge
 
 _CHOICES = {
     "method": ("tree", "ring", "ulysses", "auto"),
-    "merge": (*MERGES, "auto"),
     "layout": ("contiguous", "striped", "zigzag"),
 }
 
@@ -34,9 +33,9 @@ class SequenceParallel:
             [`ulysses_attention`][energy_attn.distributed.ulysses_attention]. `"auto"`: the tree for
             queries that are on all devices, else the fastest by
             [`cost`][energy_attn.distributed.cost.choose_method].
-        merge: how a tree folds, `"allreduce"`, `"gather"`, `"butterfly"` or, over several axes,
-            `"hierarchical"`; see [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`:
-            the fastest by `cost`.
+        merge: the strategy by which a tree folds, a name of
+            [`cost.MERGES`][energy_attn.distributed.cost.MERGES]; see
+            [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`: the fastest by `cost`.
         layout: the order in which the sequence lies over the devices: `"contiguous"`, `"striped"`
             or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence].
         topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
@@ -75,7 +74,7 @@ class SequenceParallel:
         self,
         axes: str | Sequence[str] = ("node", "device"),
         method: Literal["tree", "ring", "ulysses", "auto"] = "auto",
-        merge: Literal["allreduce", "gather", "butterfly", "hierarchical", "auto"] = "auto",
+        merge: MergeOption = "auto",
         layout: Literal["contiguous", "striped", "zigzag"] = "contiguous",
         *,
         topology: cost.Topology | None = None,
@@ -83,7 +82,7 @@ class SequenceParallel:
         heads: str | Sequence[str] = (),
     ) -> None:
         names = check_names("axes", axes, "mesh axes")
-        given: dict[str, Any] = {"method": method, "merge": merge, "layout": layout}
+        given: dict[str, Any] = {"method": method, "layout": layout}
         for field, choices in _CHOICES.items():
             check_choice(field, given[field], choices)
         check_merge(merge, len(names))
@@ -93,16 +92,11 @@ class SequenceParallel:
         none = isinstance(heads, (tuple, list)) and not heads
         over = () if none else check_names("heads", heads, "mesh axes")
         check_names("axes and heads", (*names, *over), "mesh axes")
-        given |= {"axes": names, "topology": topology, "split_queries": split_queries}
+        given |= {"axes": names, "merge": merge, "topology": topology}
+        given |= {"split_queries": split_queries}
         given["heads"] = over
         for field, value in given.items():
             object.__setattr__(self, field, value)
-
-
-def check_merge(merge: Any, axes: int) -> None:
-    """Raises `ValueError` unless `merge` is the name of a way to fold over so many axes."""
-    check_choice("merge", merge, _CHOICES["merge"])
-    check_levels(merge, axes)
 
 
 def check_topology(topology: Any, axes: int) -> None:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from energy_attn.distributed.internal import (
-    Task,
+    Reduction,
+    fold_covariances,
     fold_maxima,
-    fold_spreads,
     fold_states,
-    spread_rows,
+    sharded_reduction,
 )
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import (
@@ -83,7 +83,7 @@ def check_line(name: str, x: Any, arrays: Arrays) -> Array:
 
 def covariance_at(call: Prepared, source: Any, arrays: Arrays) -> CovarianceState:
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
-    task = Task(Find(covariance, (call.names,)), fold_spreads)
+    task = Reduction(Find(covariance, (call.names,)), fold_covariances)
     return run(call, task, checked(call, source, arrays))
 
 
@@ -117,13 +117,13 @@ def expectation_at(
 
     `rows` are `[*B, T, N, W]`. Raises as the kernels do.
     """
-    task = Task(Find(expectation, (part, width, call.names)), fold_states)
+    task = Reduction(Find(expectation, (part, width, call.names)), fold_states)
     return run(call, task, checked(call, source, arrays), *rows)
 
 
 def support_at(call: Prepared, arrays: Arrays, direction: Array) -> Array:
     r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity if none. Raises nothing."""
-    task = Task(Find(support_function), fold_maxima)
+    task = Reduction(Find(support_function), fold_maxima)
     return run(call, task, checked(call, None, arrays), jax.lax.stop_gradient(direction))
 
 
@@ -137,12 +137,12 @@ class Find(NamedTuple):
         return self.function(*self.first, settings, operands, *rows)
 
 
-def run(call: Prepared, task: Task, given: CheckedCall, *rows: Array) -> Any:
+def run(call: Prepared, task: Reduction, given: CheckedCall, *rows: Array) -> Any:
     """What a task finds of a checked call, with the batch axis that its arrays had or had not.
 
     Raises as the task does.
     """
     if given.batched:
-        return spread_rows(call.place, task, given, *rows)
-    found = spread_rows(call.place, task, given, *(x[None] for x in rows))
+        return sharded_reduction(call.place, task, given, *rows)
+    found = sharded_reduction(call.place, task, given, *(x[None] for x in rows))
     return jax.tree.map(lambda x: x[0], found)

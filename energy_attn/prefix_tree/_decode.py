@@ -10,14 +10,14 @@ from jaxtyping import Array, Float
 
 from energy_attn.distributed import KVCache
 from energy_attn.distributed.internal import (
-    Home,
-    Placement,
-    arrive,
+    CacheSharding,
+    ShardingPlan,
+    cache_sharding,
     check_reach,
     check_stored,
-    home,
-    placement,
-    spread_attention,
+    reshard_explicit,
+    sharded_attention,
+    sharding_plan,
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
@@ -111,12 +111,12 @@ def tree_decode(
     check_shape("query", query, (batch, slots, "N", cache.key.shape[-1]))
     names = candidates(implementation)
     reach = check_reach(local_window_size, cache.window)
-    place = placement(cache.parallel, query, cache.key, cache.value)
+    place = sharding_plan(cache.parallel, query, cache.key, cache.value)
     if place is not None:
         # of explicit mesh axes: rows and heads stay split, and each device has all slots of a tree
         spec = PartitionSpec(place.batch or None, None, place.heads or None)
         nodes = query, key, value, source
-        query, key, value, source = arrive(place.mesh, place.axes, nodes, spec)
+        query, key, value, source = reshard_explicit(place.mesh, place.axes, nodes, spec)
 
     used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
     mask = tree.mask
@@ -134,7 +134,7 @@ def tree_decode(
         key_positions=cache.positions,
     )
     # where they are now, the nodes are split otherwise than they came
-    context = _part(placement(cache.parallel, query, cache.key, cache.value), names, before)
+    context = _part(sharding_plan(cache.parallel, query, cache.key, cache.value), names, before)
     drafts = check_call(query, key, value, source=source, mask=mask[:, None], scale=scale)
     alone = None
     if place is not None and place.batch + place.heads:
@@ -143,12 +143,12 @@ def tree_decode(
     return AttentionState(out.astype(cache.dtype), lse)
 
 
-def _part(place: Placement | None, names: tuple[str, ...], call: CheckedCall) -> AttentionState:
+def _part(place: ShardingPlan | None, names: tuple[str, ...], call: CheckedCall) -> AttentionState:
     """The state of some of the keys, to be folded with others. Raises as the kernels do."""
     call = call._replace(settings=with_wide_out(call.settings))
     if place is None:
         return attend(names, call.settings, call.operands)
-    return spread_attention(place, names, call)
+    return sharded_attention(place, names, call)
 
 
 def commit(
@@ -213,7 +213,7 @@ def on_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Array, A
         return take(key, path), take(value, path)
 
     key, value, path = map(jnp.asarray, (key, value, path))
-    place = _home(cache)
+    place = _sharding(cache)
     if place is None:
         return taken(key, value, path)
     spread = jax.shard_map(
@@ -223,12 +223,12 @@ def on_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Array, A
         out_specs=place.new,
         axis_names=place.axes,
     )
-    key, value = arrive(place.mesh, place.axes, (key, value), place.new)
-    return spread(key, value, arrive(place.mesh, place.axes, path, place.rows))
+    key, value = reshard_explicit(place.mesh, place.axes, (key, value), place.new)
+    return spread(key, value, reshard_explicit(place.mesh, place.axes, path, place.rows))
 
 
-def _home(cache: KVCache) -> Home | None:
-    return home(cache.parallel, cache.key, cache.slots.devices)
+def _sharding(cache: KVCache) -> CacheSharding | None:
+    return cache_sharding(cache.parallel, cache.key, cache.slots.devices)
 
 
 def _check_cache(cache: Any) -> None:

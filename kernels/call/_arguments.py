@@ -1,4 +1,4 @@
-"""From the arguments that a user gives to the operands that every implementation takes."""
+"""Checks a user's arguments and turns them into the operands that every implementation takes."""
 
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
         bias: None, or floating of four axes that broadcast to `[B, N, T, S]`.
         mask: None, or boolean of four axes that broadcast to `[B, N, T, S]`.
         query_positions: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'. Where
-            the rule compares positions and none are given, they count from 0.
+            the rule compares positions and None is given, they count from 0.
         key_positions: None, or int32 `[B, S]` or `[1, S]`.
         query_segments: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'.
         key_segments: None, or int32 `[B, S]` or `[1, S]`.
@@ -52,12 +52,12 @@ class Operands(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is known when a call is traced; hashable.
+    """The static options of a call; hashable.
 
     Attributes:
         scale: the factor of the scores.
-        rule: which positions see which.
-        wide: whether `out` is handed over in `lse`'s dtype, to be folded, and not in value's.
+        rule: which key positions a query position sees.
+        wide: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
     """
 
     scale: float
@@ -71,7 +71,7 @@ def cotangents(query: Any, key: Any, value: Any, bias: Any) -> Operands:
 
 
 def with_default_positions(operands: Operands, settings: Settings) -> Operands:
-    """Operands with the positions that the rule compares, whether given or not. Raises nothing."""
+    """Operands with positions, counted from 0 where the rule compares them and none are given."""
     if operands.query_positions is not None or not settings.rule.constrains:
         return operands
     query_positions, key_positions = (
@@ -81,10 +81,7 @@ def with_default_positions(operands: Operands, settings: Settings) -> Operands:
 
 
 def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
-    """`with_default_positions`, and keys that no query of the call may see are not there: position -1.
-
-    What they hold is not read. Raises nothing.
-    """
+    """`with_default_positions`, and position -1 (absent, never read) for keys that no query sees."""
     operands = with_default_positions(operands, settings)
     queries, keys = operands.query_positions, operands.key_positions
     if queries is None or keys is None or queries.shape[1] == 0:
@@ -94,9 +91,9 @@ def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
 
 
 def zero_absent(operands: Operands) -> Operands:
-    """Operands with zeros where no query, key or value is, for what is multiplied by a zero there.
+    """Operands with zeros in absent rows and slots, whose products are weighted by zero.
 
-    Of a key that a mask hides from all queries it is none, too. Raises nothing.
+    A key that a mask hides from all queries counts as absent.
     """
     keys = there(operands)
 
@@ -112,10 +109,7 @@ def zero_absent(operands: Operands) -> Operands:
 
 
 def there(operands: Operands) -> Array | None:
-    """Which keys are there and are not hidden from all queries, `[B or 1, S or 1]`; None if all are.
-
-    Raises nothing.
-    """
+    """Which keys some query may see, `[B or 1, S or 1]`; None if all."""
     found = None if operands.key_positions is None else operands.key_positions >= 0
     if operands.mask is None:
         return found
@@ -124,19 +118,19 @@ def there(operands: Operands) -> Array | None:
 
 
 def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
-    """The dtype of `out`: value's, or that of `lse` where it is to be folded. Raises nothing."""
+    """The dtype of `out`: that of `value`, or that of `lse` where the settings are wide."""
     if settings.wide:
         return lse_dtype(operands.query.dtype, operands.value.dtype)
     return jnp.dtype(operands.value.dtype)
 
 
 def with_wide_out(settings: Settings) -> Settings:
-    """Settings of parts that are to be folded: rounded once, when they have been. Raises nothing."""
+    """Settings of a part that will be merged, so that `out` is rounded once, after the merge."""
     return settings._replace(wide=True)
 
 
 def is_static(*sizes: Any) -> bool:
-    """Whether sizes are numbers, and none a symbol of `jax.export.symbolic_shape`."""
+    """Whether all sizes are numbers, not symbols of `jax.export.symbolic_shape`."""
     return all(isinstance(size, int) for size in sizes)
 
 
@@ -166,9 +160,9 @@ def check_call(
     query_segment_ids: Any = None,
     key_segment_ids: Any = None,
 ) -> CheckedCall:
-    """Checks every argument of `local_attention` and brings it to the common form.
+    """Checks every argument of `local_attention` and returns operands and settings.
 
-    Raises `TypeError` or `ValueError` naming the argument, what came and what was wanted.
+    Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """
     query, key, value = (
         jnp.asarray(check_floating(name, x))
@@ -246,9 +240,9 @@ def check_scores(
 
 
 def check_source(source: Any, query: Array, value: Array) -> None:
-    """Checks a source beside a query and a value that have been checked, and computes nothing.
+    """Checks a source against a checked query and value.
 
-    Raises `TypeError` if it is no floating array and `ValueError` for a wrong shape.
+    Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
     """
     check_floating("source", source)
     check_shape("source", source, (*query.shape[:-1], value.shape[-1]))
@@ -257,8 +251,8 @@ def check_source(source: Any, query: Array, value: Array) -> None:
 def check_scale(scale: Any) -> Any:
     """Returns `scale` if it is None, a finite number or a floating scalar array.
 
-    Raises `TypeError` for another type or dtype, `ValueError` for what is infinite or NaN (where
-    that is known) or an array with axes.
+    Raises `TypeError` for another type or dtype, `ValueError` for an infinity, NaN (where values
+    are known) or an array with axes.
     """
     if scale is None:
         return None
@@ -280,16 +274,16 @@ def _scaled(query: Array, key: Array, scale: Any) -> tuple[Array, Array, float]:
         if abs(scale) > float(jnp.finfo(wide).max):
             raise ValueError(f"scale: wanted a number within {wide}, got {scale}")
         return query, key, scale
-    # An array may be traced and differentiated (an inverse temperature): it becomes part of the
-    # query, in the dtype of the scores so that nothing is rounded that a number would not round.
+    # An array may be traced and differentiated (an inverse temperature). It multiplies the query,
+    # in the dtype of the scores, so that it rounds no more than a number would.
     return query.astype(wide) * scale.astype(wide), key.astype(wide), 1.0
 
 
 def _with_source(
     query: Array, key: Array, value: Array, source: Array, scale: float
 ) -> tuple[Array, Array, float]:
-    # scale q·k + ζ·v = [scale q, ζ]·[k, v]: a source is as many extra dimensions of query and key,
-    # again in the dtype of the scores.
+    # scale q·k + ζ·v = [scale q, ζ]·[k, v]: a source is extra width of query and key, again in the
+    # dtype of the scores.
     wide = lse_dtype(query.dtype, source.dtype)
     source, value = _as_split(source, query), _as_split(value, key)
     query = jnp.concatenate([query.astype(wide) * scale, source.astype(wide)], -1)
@@ -298,7 +292,7 @@ def _with_source(
 
 
 def _as_split(x: Array, like: Array) -> Array:
-    """`x` with all axes but the last split over explicit mesh axes as those of `like` are."""
+    """`x` with all axes but the last sharded over explicit mesh axes as those of `like`."""
     sharding: Any = jax.typeof(like).sharding
     parts = sharding.spec[: like.ndim - 1]
     mine = jax.typeof(x).sharding.spec[: like.ndim - 1]
@@ -312,7 +306,7 @@ def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
     try:
         check_broadcastable(name, x, shape, leading=False)
     except ValueError as wrong:
-        # axes that other libraries leave out; here they have to be said, as two may be equally long
+        # other libraries leave these axes out; two may have one length, so here they are written
         batch, _, query_len, key_len = shape
         if broadcasts(x.shape, (batch, key_len)):
             hint = f"(batch, keys) write {name}[:, None, None, :]"

@@ -1,4 +1,4 @@
-"""Checks of single arguments. Each error names the argument, what came and what was wanted."""
+"""Checks of single arguments. Each error names the argument, what was wanted and what was given."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ _FLOATING = "float16, bfloat16, float32 or float64"
 
 
 def received(x: Any) -> str:
-    """How an argument is shown in an error: `float32[2,3]` for arrays, else its type and value.
+    """An argument as errors show it: `float32[2,3]` for arrays, else its type and value.
 
-    Raises nothing; a value whose text is long is cut.
+    Long texts are cut.
     """
     arrays = (jax.Array, np.ndarray)
     if isinstance(x, arrays):
@@ -51,7 +51,7 @@ def check_floating(name: str, x: Any) -> Any:
 
 
 def check_shape(name: str, x: Any, shape: tuple[int | str, ...]) -> None:
-    """Checks `x.shape` against `shape`, whose strings name sizes that may be anything.
+    """Checks `x.shape` against `shape`, in which a string stands for any size.
 
     Raises `ValueError` naming the argument, its shape and the wanted one.
     """
@@ -77,7 +77,7 @@ def check_broadcastable(name: str, x: Any, shape: tuple[int, ...], *, leading: b
 
 
 def broadcasts(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether sizes are, axis by axis, those of `shape` or 1."""
+    """Whether each size is that of `shape` or 1."""
     return len(given) == len(shape) and all(
         have in (1, want) for want, have in zip(shape, given, strict=True)
     )
@@ -102,7 +102,7 @@ def check_integral(name: str, x: Any) -> Any:
 def check_floating_dtype(name: str, x: Any) -> jnp.dtype:
     """Returns `x` as a dtype; raises `TypeError` unless it is one that `check_floating` takes."""
     try:
-        # nothing else: NumPy would read None as float64, and an array as the dtype that it has
+        # other types are refused: NumPy reads None as float64, and an array as its dtype
         dtype = jnp.dtype(x) if isinstance(x, (str, type, np.dtype)) else None
     except (TypeError, ValueError):
         dtype = None
@@ -112,7 +112,7 @@ def check_floating_dtype(name: str, x: Any) -> jnp.dtype:
 
 
 def check_key(name: str, x: Any) -> jax.Array:
-    """Returns `x` if it is one key for random numbers: `jax.random.key`, or the old form of it.
+    """Returns `x` if it is one random key: of `jax.random.key`, or in the older uint32 form.
 
     Raises `TypeError` for anything else, arrays of several keys included.
     """
@@ -126,7 +126,7 @@ def check_key(name: str, x: Any) -> jax.Array:
 def check_finite_number(name: str, x: Any) -> float:
     """Returns `x` as a Python float.
 
-    Raises `TypeError` if it is no real number and `ValueError` if it is infinite or NaN.
+    Raises `TypeError` if it is not a real number and `ValueError` if it is infinite or NaN.
     """
     if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: wanted a real number, got {received(x)}")
@@ -142,7 +142,7 @@ def check_finite_number(name: str, x: Any) -> float:
 def check_integer(name: str, x: Any, least: int | None = None) -> int:
     """Returns `x` as a Python int.
 
-    Raises `TypeError` if it is no integer (a boolean is none) and `ValueError` below `least`.
+    Raises `TypeError` if it is not an integer (booleans are not) and `ValueError` below `least`.
     """
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name}: wanted an integer, got {received(x)}")
@@ -154,7 +154,7 @@ def check_integer(name: str, x: Any, least: int | None = None) -> int:
 def check_axis(name: str, x: Any, rank: int, of: str) -> int:
     """Returns the axis `x` of an array of `rank` axes, counted from the front.
 
-    Raises `TypeError` if it is no integer and `ValueError` if `of`, the array, has no such axis.
+    Raises `TypeError` if it is not an integer and `ValueError` if the array named `of` lacks it.
     """
     axis = check_integer(name, x)
     if not -rank <= axis < rank:

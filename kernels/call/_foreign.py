@@ -1,4 +1,4 @@
-"""States that other libraries computed, as this one writes them."""
+"""Converts the states of other libraries to those of this one."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ def as_state(
     empty: float = -math.inf,
     layout: str = "BTN",
 ) -> AttentionState:
-    r"""An attention state from what another library's kernel returned.
+    r"""An attention state from the outputs of another library's kernel.
 
     $$F = \log(\mathrm{base}) \cdot \mathrm{lse}$$
 
@@ -31,27 +31,27 @@ def as_state(
     | FlashInfer | `[T, N]`, of base 2 | minus infinity | `base=2` |
     | vLLM's `merge_attn_states` | `[N, T]`, natural | either infinity | `empty=jnp.inf, layout="BNT"` |
 
-    Rows whose `lse` is `empty` hold no keys, nor do those of minus infinity. What else is not finite
-    is a broken number, and makes all that it is merged with NaN. Where `empty` is plus infinity, a
-    row with an `out` that is not finite is broken, too: FlashAttention-2 writes the same `lse` for
-    no keys and for a NaN among the scores.
+    A row holds no keys if its `lse` is `empty` or minus infinity. Any other value that is not finite
+    becomes NaN, and so does every state it is merged with. With `empty` plus infinity, a row whose
+    `out` is not finite also becomes NaN: FlashAttention-2 writes the same `lse` for no keys and for
+    a NaN among the scores.
 
     Args:
         out: attention over some keys, `[..., H]`, usually `[B, T, N, H]`; any floating dtype.
         lse: their free energy in units of `log(base)`; any floating dtype. It becomes float32, or
             float64 where `out` is.
-        base: of the logarithm that `lse` is; above zero, and not 1.
-        empty: what `lse` holds for a row without keys: an infinity, or NaN.
-        layout: the order of `lse`'s axes: `"BTN"`, that of `out`, or `"BNT"`, with its last two
+        base: the base of the logarithm in `lse`; above 0, and not 1.
+        empty: the value of `lse` in a row without keys: an infinity, or NaN.
+        layout: the order of the axes of `lse`: `"BTN"` as in `out`, or `"BNT"` with the last two
             swapped. Leading axes may be missing.
 
     Returns:
         The state, with `out = 0` and `lse = -inf` for rows without keys.
 
     Raises:
-        TypeError: `out` or `lse` is no floating array, `base` or `empty` no number.
-        ValueError: shapes that do not belong together, a base that is not above 0 or is 1, an
-            `empty` that is finite, or an unknown layout.
+        TypeError: `out` or `lse` is not a floating array, `base` or `empty` is not a number.
+        ValueError: shapes do not fit, `base` is not above 0 or is 1, `empty` is finite, or the
+            layout is unknown.
 
     Source: FlashAttention-2 (Dao, arXiv 2307.08691), FlashInfer (Ye et al., arXiv 2501.01005).
 
@@ -78,17 +78,18 @@ def as_state(
     check_finite_number("base", base)
     if base <= 0 or base == 1:
         raise ValueError(f"base: wanted a number above 0 that is not 1, got {base}")
-    hole = _check_empty(empty)
+    marker = _check_empty(empty)
     if layout == "BNT":
         lse = lse.swapaxes(-1, -2)
     lse = lse.astype(lse_dtype(out.dtype))
-    if math.isnan(hole):
-        hollow = jnp.isnan(lse)
-    else:  # what is broken shows in `out`
-        hollow = (lse == hole) & jnp.isfinite(out).all(-1)
-    hollow |= lse == -jnp.inf
+    if math.isnan(marker):
+        without_keys = jnp.isnan(lse)
+    else:  # a NaN among the scores shows in `out`
+        without_keys = (lse == marker) & jnp.isfinite(out).all(-1)
+    without_keys |= lse == -jnp.inf
     lse = jnp.where(lse == jnp.inf, jnp.nan, lse * math.log(base))
-    return AttentionState(jnp.where(hollow[..., None], 0, out), jnp.where(hollow, -jnp.inf, lse))
+    lse = jnp.where(without_keys, -jnp.inf, lse)
+    return AttentionState(jnp.where(without_keys[..., None], 0, out), lse)
 
 
 def _check_empty(empty: Any) -> float:

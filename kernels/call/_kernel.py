@@ -1,4 +1,4 @@
-"""What an implementation of attention is: the abstract class that all of them fill in."""
+"""The abstract class of an implementation of attention."""
 
 import abc
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from ._state import AttentionState
 
 
 class AbstractKernel(abc.ABC):
-    """One way to compute the state `(out, lse)` of a call, and its derivative.
+    """Computes the state `(out, lse)` of a call, and its vector-Jacobian product.
 
-    The operands of a call may be `jax.ShapeDtypeStruct`s in `check`, and are arrays, traced or
-    not, elsewhere. All methods may rely on `check` having passed.
+    The operands may be `jax.ShapeDtypeStruct`s in `check`; elsewhere they are arrays, traced or not.
+    The other methods are called only if `check` passes.
 
     Attributes:
-        name: what `implementation=` calls it.
-        platforms: the platforms that it is made for, as `jax.Device.platform` names them ("cuda"
-            for NVIDIA's); empty if it is made of XLA's own operations, and so runs on all of them,
-            batched and split over devices by JAX.
-        interpreted: other platforms on which it can run if asked for by name, slowly.
-        exported: whether JAX promises that a program which `jax.export` has serialised with it
-            runs later.
+        name: its name in `implementation=`.
+        platforms: the platforms it is written for, as in `jax.Device.platform` ("cuda" for NVIDIA's
+            GPUs). Empty for kernels made of XLA's operations, which run everywhere and which JAX
+            batches and partitions over devices.
+        interpreted: other platforms on which it runs slowly, if asked for by name.
+        exported: whether JAX guarantees that later versions run a program with it, serialised by
+            `jax.export`.
     """
 
     name: ClassVar[str]
@@ -31,9 +31,9 @@ class AbstractKernel(abc.ABC):
 
     @abc.abstractmethod
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError`, saying why, for calls that it does not take.
+        """Raises `NotImplementedError` with the reason for calls that it does not take.
 
-        Looks at shapes, dtypes and what is installed; never at values.
+        Looks at shapes, dtypes and installed packages, never at values.
         """
 
     @abc.abstractmethod
@@ -42,9 +42,8 @@ class AbstractKernel(abc.ABC):
     ) -> AttentionState:
         """The state: `out` `[B, T, N, Hv]` in value's dtype; `lse` `[B, T, N]`, natural, wide.
 
-        Rows that see no key have `out = 0` and `lse = -inf`. `platform` is what the program is
-        lowered for; None where that is not yet known, for kernels of XLA's operations alone.
-        Raises nothing.
+        Fully masked rows have `out = 0` and `lse = -inf`. `platform` is the one the program is
+        lowered for; None if not yet known, which happens only to kernels of XLA's operations.
         """
 
     @abc.abstractmethod
@@ -58,17 +57,17 @@ class AbstractKernel(abc.ABC):
     ) -> Operands:
         r"""The cotangents of the operands, in their dtypes; None for masks, positions, segments.
 
-        `state` is what any kernel's `forward` gave. With $P_a = e^{s_a - F}$ and
-        $\delta = \dot{out}\cdot out - \dot{lse}$, the scores have $\dot s_a = P_a (\dot{out}\cdot
-        v_a - \delta)$: both cotangents count, and one of lse that is None is known to be zero.
-        Rows that see no key get zeros. Raises nothing.
+        `state` is the result of any kernel's `forward`. With $P_a = e^{s_a - F}$ and
+        $\delta = \dot{out}\cdot out - \dot{lse}$, the cotangents of the scores are $\dot s_a =
+        P_a (\dot{out}\cdot v_a - \delta)$. A cotangent of `lse` that is None is zero. Fully masked
+        rows get zeros.
         """
 
 
 def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[str]) -> None:
-    """Declines dtypes but `dtypes`, empty axes, and arrays in place of the fields `without`.
+    """Declines dtypes other than `dtypes`, empty axes, and arrays in the fields `without`.
 
-    For `AbstractKernel.check`. Raises `NotImplementedError`, saying why.
+    For `AbstractKernel.check`. Raises `NotImplementedError` with the reason.
     """
     for name in without:
         if getattr(operands, name) is not None:

@@ -1,13 +1,13 @@
-"""Masks as predicates on positions, and the intervals that tell which blocks can meet."""
+"""Masks as predicates on positions, and intervals of positions that tell which blocks to skip."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-_MOST_BLOCKS = 1024  # of queries, that are compared with every key
-# The last position, and the farthest that two can be apart. Windows are compared with differences of
-# positions, which cannot overflow; a position and a window might, added.
+_MOST_BLOCKS = 1024  # blocks of queries that are compared with every key
+# The last position, and the largest distance of two. Windows are compared with differences of
+# positions, which cannot overflow; the sum of a position and a window might.
 _FAR = int(jnp.iinfo(jnp.int32).max)
 
 
@@ -24,20 +24,20 @@ class Rule(NamedTuple):
 
     @property
     def constrains(self) -> bool:
-        """Whether the rule compares positions at all."""
+        """Whether the rule hides any position."""
         return self.is_causal or self.window is not None
 
     @property
     def sides(self) -> tuple[int, int]:
-        """How far before and after its own position a query sees, at most `_FAR`."""
+        """How far a query sees before and after its own position, at most `_FAR`."""
         left, right = (min(side, _FAR) for side in self.window or (_FAR, _FAR))
         return left, 0 if self.is_causal else right
 
 
 def visible(rule: Rule, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-    """Which pairs of positions attend to each other; the arguments broadcast.
+    """Which queries see which keys, by position; the arguments broadcast.
 
-    A negative position means that the query or key is not there. Raises nothing.
+    A query or key with a negative position is absent.
     """
     seen = (query >= 0) & (key >= 0)
     if rule.is_causal:
@@ -49,14 +49,14 @@ def visible(rule: Rule, query: Int[Array, "..."], key: Int[Array, "..."]) -> Boo
 
 
 class Interval(NamedTuple):
-    """The smallest and largest position present in each block; empty blocks have low > high."""
+    """The smallest and largest position in each block; blocks without any have `low > high`."""
 
     low: Int[Array, "..."]
     high: Int[Array, "..."]
 
 
 def interval(positions: Int[Array, "*blocks block"]) -> Interval:
-    """The interval of the positions present along the last axis. Raises nothing."""
+    """The interval of the positions along the last axis, negative ones excluded."""
     present = positions >= 0
     low = jnp.where(present, positions, _FAR).min(-1, initial=_FAR)
     high = jnp.where(present, positions, -1).max(-1, initial=-1)
@@ -64,9 +64,9 @@ def interval(positions: Int[Array, "*blocks block"]) -> Interval:
 
 
 def may_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
-    """Whether any query of a block might see any key of another; the intervals broadcast.
+    """Whether any query of one block might see any key of another; the intervals broadcast.
 
-    Never false where a pair is visible; may be true where none is. Raises nothing.
+    Never false where a pair is visible; may be true where none is.
     """
     meet = (query.low <= query.high) & (key.low <= key.high)
     if rule.is_causal:
@@ -78,10 +78,10 @@ def may_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
 
 
 def must_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
-    """Whether every query that is there, of a block, sees every key of another; they broadcast.
+    """Whether every present query of one block sees every key of another; the intervals broadcast.
 
-    `key.low` is of all keys of the block, and negative if any is not there. Never true where a
-    pair is hidden; may be false where none is. Raises nothing.
+    `key.low` is over all keys of the block, and so negative if any is absent. Never true where a
+    pair is hidden; may be false where none is.
     """
     meet = key.low >= 0
     if rule.is_causal:
@@ -93,19 +93,19 @@ def must_meet(rule: Rule, query: Interval, key: Interval) -> Bool[Array, "..."]:
 
 
 def may_share(query: Interval, key: Interval) -> Bool[Array, "..."]:
-    """Whether any two members of two blocks of segment numbers might be equal. Raises nothing."""
+    """Whether two blocks of segment ids, given as intervals, might share an id."""
     return (query.low <= key.high) & (key.low <= query.high)
 
 
 def reachable(rule: Rule, query: Int[Array, "#B T"], key: Int[Array, "#B S"]) -> Bool[Array, "_ S"]:
-    """Which keys any query may see. Raises nothing.
+    """Which keys any query may see.
 
-    Never false where one does; true where none does only in gaps between the positions of queries
-    that follow each other, of many under a window.
+    Never false where a query does. May be true where none does only under a window, in gaps between
+    the positions of successive queries.
     """
     batch, query_len = query.shape
     blocks, block = 1, query_len
-    if rule.window is not None and isinstance(query_len, int):  # and no symbol
+    if rule.window is not None and isinstance(query_len, int):  # not a symbol
         blocks = min(query_len, _MOST_BLOCKS)
         block = -(-query_len // blocks)
         query = jnp.pad(query, ((0, 0), (0, blocks * block - query_len)), constant_values=-1)
@@ -115,17 +115,14 @@ def reachable(rule: Rule, query: Int[Array, "#B T"], key: Int[Array, "#B S"]) ->
     return (key >= 0) & may_meet(rule, queries, own).any(-1)
 
 
-# of queries and of keys, cut into blocks
+# positions or segments of queries and of keys, in blocks
 Pair = tuple[Int[Array, "#B query_blocks rows"], Int[Array, "#B key_blocks keys"]]
 
 
 def meeting(
     rule: Rule, positions: Pair | None, segments: Pair | None
 ) -> Bool[Array, "_ query_blocks key_blocks"] | None:
-    """Which blocks of queries might see any key of which blocks of keys; None if all do.
-
-    Raises nothing.
-    """
+    """Which blocks of queries might see any key of which blocks of keys; None for all."""
     meet = None
     if positions is not None:
         meet = may_meet(rule, *_facing(*map(interval, positions)))

@@ -1,4 +1,4 @@
-"""The state of an attention over a set of keys, and the monoid that folds states."""
+"""The state of an attention over a set of keys, and the monoid that merges states."""
 
 import functools
 from collections.abc import Callable
@@ -26,10 +26,10 @@ class AttentionState(NamedTuple):
 
     Attributes:
         out: the gradient of the free energy in the source, which is attention over these keys
-            alone. Shape `[..., H]`, usually `[B, T, N, H]`; any floating dtype. Zero where no key
-            is visible.
+            alone. Shape `[..., H]`, usually `[B, T, N, H]`; any floating dtype. Zero in fully
+            masked rows.
         lse: the free energy itself, in nats (natural logarithm). The shape of `out` less its last
-            axis; float32, or float64 where `out` is. Minus infinity where no key is visible.
+            axis; float32, or float64 where `out` is. Minus infinity in fully masked rows.
 
     States of disjoint key sets form a commutative monoid under
     [`merge`][energy_attn.kernels.merge] with identity
@@ -60,7 +60,7 @@ class CovarianceState(NamedTuple):
         out: their mean, which is attention; `[..., H]`, usually `[B, T, N, H]`.
         lse: the free energy, in nats; as in [`AttentionState`][energy_attn.kernels.AttentionState].
 
-    All are zero, and `lse` minus infinity, where no key is visible. A commutative monoid under
+    In fully masked rows `lse` is minus infinity and the others are zero. A commutative monoid under
     [`merge`][energy_attn.kernels.merge], by the law of total covariance.
 
     Source: Tree Attention (arXiv 2408.04093), equation 11 of second order, for cumulants.
@@ -79,24 +79,24 @@ class CovarianceState(NamedTuple):
     lse: Float[Array, "*batch"]
 
 
-# Either of the states, the same one throughout a signature.
+# Either state, the same one throughout a signature.
 State = TypeVar("State", AttentionState, CovarianceState)
 
 
 def lse_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype of energies, and of all accumulation, that goes with operands of `dtypes`.
+    """The dtype of energies and of accumulation for operands of `dtypes`.
 
-    float64 if any is float64, else float32 (also for float16 and bfloat16). Raises nothing.
+    float64 if any is float64, else float32.
     """
     wide = any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes)
     return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
-    """Of products of queries and keys of `dtype`: 32 bits in full. Raises nothing.
+    """The precision of products of queries and keys of `dtype`: full for float32.
 
-    GPUs and TPUs multiply but 10 or 7 bits of them unless they are told to, and energies in nats
-    would be off by as much. `jax.default_matmul_precision` is obeyed where it is set.
+    By default GPUs and TPUs multiply 10 or 7 bits of the mantissa, an error that energies in nats
+    would show. `jax.default_matmul_precision` takes precedence where it is set.
     """
     told = jax.config.jax_default_matmul_precision is not None  # pyright: ignore[reportAttributeAccessIssue]
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 and not told else None
@@ -105,14 +105,14 @@ def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
 def empty_state(
     shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32
 ) -> AttentionState:
-    r"""The state of no keys at all, $(0, -\infty)$: the identity of `merge`.
+    r"""The state of no keys, $(0, -\infty)$: the identity of `merge`.
 
     Args:
-        shape: the shape of `out`, usually `(B, T, N, H)`; `lse` has it less the last axis.
+        shape: the shape of `out`, usually `(B, T, N, H)`. `lse` has the same less the last axis.
         dtype: the dtype of `out`. `lse` is float32, or float64 where `out` is.
 
     Raises:
-        TypeError: if `dtype` is not floating or `shape` no tuple of integers.
+        TypeError: if `dtype` is not floating or `shape` is not a tuple of integers.
         ValueError: if `shape` has no axis or a negative size.
 
     Source: the identity of the fold in Tree Attention (arXiv 2408.04093), Algorithm 3.
@@ -132,23 +132,23 @@ def empty_state(
     return AttentionState(jnp.zeros(shape, dtype), lse)
 
 
-# The fold, written once. `maximum` and `total` reduce over whatever holds the parts: an array axis
-# here, a mesh axis in `energy_attn.distributed`.
+# The fold of states, written once. `maximum` and `total` reduce over the parts: along an array axis
+# here, along a mesh axis in `energy_attn.distributed`.
 #
 #     m = max_i F_i,   w_i = e^{F_i - m},   F = m + log Σ w_i,   out = Σ w_i out_i / Σ w_i
 #
-# F does not depend on m, so m is held constant and every derivative, of any order and in either
-# mode, is the derivative of these lines. They make no NaN of their own: empty parts enter as
-# (0, -inf), whose weight is e^{-inf} = 0 with derivative 0, and the divisor of an empty fold is
-# replaced by 1. One that a part holds, or an overflow, is in the weights or in the sum, whatever
-# a maximum over devices makes of it, and so reaches the whole.
+# F does not depend on m, so m is held constant, and JAX differentiates these lines to any order in
+# either mode. They introduce no NaN: empty parts enter as (0, -inf), whose weight is e^{-inf} = 0
+# with derivative 0, and the divisor of an empty fold is replaced by 1. A NaN or an overflow in a
+# part is in the weights or in the sum, whatever a maximum over devices makes of it, and so reaches
+# the result.
 def holds_keys(lse: Array) -> Array:
-    """Which parts hold keys: all but those of minus infinity. NaN is no word for empty."""
+    """Which parts hold keys: all whose `lse` is not minus infinity, NaN included."""
     return lse != -jnp.inf
 
 
 def safe_shift(maximum: Array) -> Array:
-    """What scores are shifted by: their maximum, or 0 where there are none. Raises nothing."""
+    """The shift of scores in a softmax: their maximum, or 0 for a row without keys."""
     return jnp.where(holds_keys(maximum), maximum, 0.0)
 
 
@@ -160,9 +160,9 @@ def fold(
 ) -> AttentionState:
     r"""Folds states: energies by logaddexp, outputs by their shares $e^{F_i - F}$.
 
-    `total` is given the pair (numerator, denominator), so that a distributed one can send both
-    together. Where it keeps a part of the rows alone, `kept` takes the same part of the maxima.
-    `out` keeps its dtype; the arithmetic is in `lse`'s. Raises nothing.
+    `total` takes the pair (numerator, denominator), so that a distributed one can send both
+    together. If it returns only some of the rows, `kept` selects the same rows of the maxima.
+    `out` keeps its dtype; the arithmetic is in the dtype of `lse`.
     """
     lse = state.lse
     shift = safe_shift(maximum(lax.stop_gradient(lse)))
@@ -181,20 +181,20 @@ def merge(a: State, b: State) -> State:
     $$F = \log(e^{F_a} + e^{F_b}), \qquad
       \mathrm{out} = \mathrm{out}_a e^{F_a - F} + \mathrm{out}_b e^{F_b - F}$$
 
-    and of covariances as [`merge_all`][energy_attn.kernels.merge_all] says. A commutative monoid
-    with identity $(0, -\infty)$ on both sides; empty merged with empty is empty, forward and
-    backward, without a NaN. A part whose `lse` is minus infinity holds no keys, whatever its `out`;
-    any other that is not finite makes the whole NaN.
+    and for covariances as in [`merge_all`][energy_attn.kernels.merge_all]. A commutative monoid
+    with identity $(0, -\infty)$; empty merged with empty is empty, forward and backward, without a
+    NaN. A part whose `lse` is minus infinity holds no keys, whatever its `out`; any other value
+    that is not finite makes the result NaN.
 
     Args:
         a: the state of the first key set, an `AttentionState` or a `CovarianceState`.
         b: the state of the second, of the same kind and of equal shapes and dtypes.
 
     Returns:
-        The merged state: `out` in the parts' dtype, `lse` in float32 (float64).
+        The merged state, in the dtypes of the parts.
 
     Raises:
-        TypeError: if `a` or `b` is no state, they are of two kinds, or their dtypes differ.
+        TypeError: if `a` or `b` is not a state, or their kinds or dtypes differ.
         ValueError: if their shapes differ.
 
     Source: $F_{A \cup B} = \mathrm{logaddexp}(F_A, F_B)$ and its derivatives; Tree Attention
@@ -220,10 +220,10 @@ def merge(a: State, b: State) -> State:
             raise TypeError(
                 f"b.{field}: wanted the dtype of a's, {mine.dtype}, got {received(theirs)}"
             )
-    # The larger part first. Compiled, one of the two products is fused into the sum and rounded
-    # less than the other: without this, merge(a, b) and merge(b, a) differ in the last bit, and so
-    # do two devices that exchange their states and each merge "mine, theirs". Parts of equal lse
-    # have the shares 1 and 1, products that need no rounding.
+    # The larger part first. XLA fuses one of the two products into the sum, where it is rounded less
+    # than the other. In the order given, merge(a, b) and merge(b, a) would differ in the last bit, as
+    # would two devices that exchange their states and each merge "mine, theirs". Parts of equal lse
+    # have the weights 1 and 1, whose products are exact.
     larger = a.lse >= b.lse
 
     def ordered(x: Array, y: Array) -> Array:
@@ -238,22 +238,22 @@ def merge_all(stacked: State, axis: int = 0) -> State:
 
     $$F = \log \sum_i e^{F_i}, \qquad \mathrm{out} = \sum_i \mathrm{out}_i\, e^{F_i - F}$$
 
-    and, where there are covariances, the law of total covariance:
+    and for covariances the law of total covariance:
 
     $$\Sigma = \sum_i e^{F_i - F} \left(\Sigma_i
       + (\mathrm{out}_i - \mathrm{out})(\mathrm{out}_i - \mathrm{out})^T\right)$$
 
     Args:
-        stacked: states stacked along one axis of `lse` (and the same axis of the others).
-        axis: that axis, counted in `lse`'s axes; may be negative. A length of zero gives the
+        stacked: states stacked along one axis of `lse`, and along the same axis of the others.
+        axis: that axis, as an axis of `lse`; may be negative. If its length is 0, the result is the
             empty state.
 
     Returns:
-        The folded state, with `axis` removed.
+        The merged state, with `axis` removed.
 
     Raises:
-        TypeError: if `stacked` is no state or `axis` no integer.
-        ValueError: if the shapes do not belong together or `axis` is out of range.
+        TypeError: if `stacked` is not a state or `axis` is not an integer.
+        ValueError: if the shapes do not fit or `axis` is out of range.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3 on one device.
 
@@ -280,16 +280,16 @@ def merge_all(stacked: State, axis: int = 0) -> State:
 
 
 def share(part: Array, whole: Array) -> Array:
-    r"""$e^{F_i - F}$: what a part holds of the whole; nothing if it has no keys. Raises nothing."""
+    r"""$e^{F_i - F}$: the share of a part in the whole; 0 if it has no keys."""
     some = holds_keys(part)
     return jnp.where(some, jnp.exp(jnp.where(some, part - whole, -jnp.inf)), 0.0)
 
 
 def covariance_term(part: CovarianceState, whole: AttentionState) -> Array:
-    """What a part adds to the covariance of the whole, in `lse`'s dtype. Raises nothing."""
+    """The term of a part in the covariance of the whole, in the dtype of `lse`."""
     wide = part.lse.dtype
     portion = share(part.lse, whole.lse)
-    # what a part without keys holds is nothing, before it is multiplied: no NaN, nor its derivative
+    # zeroed before it is multiplied, so that a part without keys makes no NaN in a derivative either
     some = holds_keys(part.lse)[..., None]
     out = jnp.where(some, part.out.astype(wide), 0.0)
     covariance = jnp.where(some[..., None], part.covariance.astype(wide), 0.0)
@@ -298,7 +298,7 @@ def covariance_term(part: CovarianceState, whole: AttentionState) -> Array:
 
 
 def _sum(x: Array, axis: int) -> Array:
-    # On CPUs, XLA adds slices 30 to 100 times faster than it reduces an axis that is not the last.
+    # On CPUs, XLA adds slices 30 to 100 times as fast as it reduces an axis that is not the last.
     count = x.shape[axis]
     if not 1 <= count <= 16:
         return x.sum(axis, keepdims=True)
@@ -309,7 +309,7 @@ def check_state(name: str, state: Any) -> None:
     """Checks that `state` is an `AttentionState` or a `CovarianceState` of arrays that fit.
 
     Raises `TypeError` for another type or a dtype that is not floating, `ValueError` for shapes
-    that differ in more than the width's axes.
+    that differ in more than the width axes.
     """
     if not isinstance(state, (AttentionState, CovarianceState)):
         raise TypeError(f"{name}: wanted an AttentionState, got {received(state)}")

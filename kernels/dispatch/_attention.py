@@ -34,9 +34,8 @@ def local_attention(
     $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q\cdot k_a + b_a + \zeta\cdot v_a), \qquad
       \mathrm{lse} = F(\zeta), \quad \mathrm{out} = \nabla F(\zeta) = \sum_a P_a v_a$$
 
-    with the sum over the keys that the masks let the query see. Both outputs are differentiable in
-    query, key, value, source and bias. States of disjoint keys fold with
-    [`merge`][energy_attn.kernels.merge].
+    with the sum over the keys that the query sees. Both outputs are differentiable in query, key,
+    value, source and bias. [`merge`][energy_attn.kernels.merge] joins states of disjoint keys.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
@@ -49,28 +48,28 @@ def local_attention(
         mask: boolean, shaped like `bias`; True where a key takes part.
         scale: factor of $q\cdot k$; None means $1/\sqrt{H}$. A scalar array may be differentiated.
         is_causal: hide keys whose position is after the query's.
-        query_seq_lengths: `[B]` integers; queries from there on are absent.
-        key_value_seq_lengths: `[B]` integers; keys from there on are absent.
+        query_seq_lengths: `[B]` integers; queries at this index and after are absent.
+        key_value_seq_lengths: `[B]` integers; keys at this index and after are absent.
         local_window_size: `(left, right)`, or one int for both: only keys at positions in
             `[query - left, query + right]` are seen.
         query_positions: `[B, T]` integers, the global positions that causality and windows
             compare; None means `0 … T-1`. Negative: the query is absent.
         key_positions: `[B, S]` integers likewise; negative for unfilled cache slots.
-        query_segment_ids: `[B, T]` integers: a query sees the keys of its own segment alone, as
-            where several documents are packed into one row. Given together with the keys'.
+        query_segment_ids: `[B, T]` integers: a query sees only the keys of its own segment, as for
+            several documents packed into one row. Given together with `key_segment_ids`.
         key_segment_ids: `[B, S]` integers likewise.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations], or
-            several to be tried in turn; None tries all.
+            several to try in turn; None tries all.
 
     Returns:
         `out` `[B, T, N, Hv]` in value's dtype, and `lse` `[B, T, N]` in float32 (float64 for
-        float64), in nats. Rows that see no key have `out = 0`, `lse = -inf` and zero gradients.
+        float64), in nats. Fully masked rows have `out = 0`, `lse = -inf` and zero gradients.
 
     Raises:
-        TypeError: an argument is no array or of another dtype.
-        ValueError: shapes that do not belong together, values out of range, an unknown name.
-        NotImplementedError: the implementation named declines the call (an `ExceptionGroup` of
-            reasons where several were named).
+        TypeError: an argument is not an array or has another dtype.
+        ValueError: shapes do not fit, values are out of range, or a name is unknown.
+        NotImplementedError: the implementation named declines the call (if several are named, an
+            `ExceptionGroup` of their reasons).
 
     Source: Tree Attention (arXiv 2408.04093), equations 6 and 15; FlashAttention-2
     (arXiv 2307.08691) for the blockwise passes.

@@ -1,4 +1,4 @@
-"""Attention with a derivative: what every kernel's `forward` and `backward` are joined to."""
+"""Attention with a derivative, made of a kernel's `forward` and `backward`."""
 
 import functools
 from typing import Any
@@ -22,9 +22,9 @@ def differentiable_attention(
 ) -> AttentionState:
     """The state by the first of `kernels` that fits; both `out` and `lse` are differentiable.
 
-    First derivatives are the kernel's own `backward`. Reverse over reverse differentiates that of
-    the blockwise implementation and is right; forward mode through a custom_vjp raises JAX's
-    `TypeError`, never a zero. Raises as `run_when_lowered`.
+    First derivatives are the kernel's own `backward`; second derivatives in reverse mode
+    differentiate the blockwise backward. Forward mode raises JAX's `TypeError` for a custom_vjp.
+    Raises as `run_when_lowered`.
     """
     return run_when_lowered(_forward, empty_like, kernels, settings, operands)
 
@@ -40,12 +40,12 @@ def _save(kernels: Kernels, settings: Settings, operands: Any) -> Any:
     return _run_and_save(kernels, settings, tree.unflatten(x.value for x in leaves))
 
 
-# Compiled as one: in a loop, JAX (0.8 to 0.10) confuses the arguments of the rule inside a rule
-# with constants of the loop when it differentiates for the second time.
+# In a jit of its own: in a loop that is differentiated twice, JAX 0.8 to 0.10 confuses the arguments
+# of a rule inside a rule with constants of the loop.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_and_save(kernels: Kernels, settings: Settings, operands: Operands) -> Any:
-    # through `differentiable_attention`: the saved state enters the backward and must itself be differentiable when
-    # the backward is differentiated
+    # `differentiable_attention`, not `run_when_lowered`: the saved state enters the backward, and is
+    # differentiated with it
     state: AttentionState = differentiable_attention(kernels, settings, operands)
     return state, (operands, state)
 
@@ -58,8 +58,8 @@ def _pull_back(kernels: Kernels, settings: Settings, saved: Any, cotangent: Atte
     return (_backward(kernels, settings, operands, state, AttentionState(out, lse)),)  # pyright: ignore[reportArgumentType]  # lse may be None
 
 
-# With symbolic zeros: training through `out` alone, by far the most common case, is known for what
-# it is, and a vendor's backward that knows no cotangent of lse will do.
+# With symbolic zeros, a cotangent of `out` alone (nearly all training) is recognised, and one call of
+# a vendor's backward, which takes no cotangent of lse, is enough.
 differentiable_attention.defvjp(_save, _pull_back, symbolic_zeros=True)
 
 
@@ -90,8 +90,8 @@ def _zeros(settings: Settings, operands: Operands, *others: Any) -> Operands:
     return cotangents(*(None if x is None else jnp.zeros_like(x) for x in operands[:4]))
 
 
-# All kernels compute the same function, and the derivative of its derivative is that of the one
-# which is written in JAX.
+# All kernels compute the same function, so the derivative of any backward is that of the blockwise
+# one, which is written in JAX.
 def _save_backward(kernels: Kernels, settings: Settings, *saved: Any) -> Any:
     return _backward(kernels, settings, *saved), saved
 

@@ -1,8 +1,8 @@
-"""A choice of kernel that is made when a program is lowered: by its platform and its partitioning.
+"""Chooses a kernel when a program is lowered, by platform and partitioning.
 
-A traced program may be lowered for any platform, so that tracing cannot choose; and whether XLA
-will split the program over devices, as it can no hand-written kernel, is known only then. So one
-primitive stands for the attention until it is lowered, and only the kernel chosen is traced.
+A traced program may be lowered for any platform, and only lowering shows whether XLA partitions it
+over devices, which it cannot do to a hand-written kernel. So a primitive stands for the attention
+until then, and only the chosen kernel is traced.
 """
 
 import functools
@@ -32,10 +32,9 @@ def run_when_lowered(
     settings: Settings,
     *args: Any,
 ) -> Any:
-    """`method(kernel, settings, platform, *args)`, of the kernel that `first_fitting` finds when lowered.
+    """`method(kernel, settings, platform, *args)`, with the kernel chosen when the program is lowered.
 
-    `like(settings, *args)` makes arrays of the types that the results have. Raises as `first_fitting`
-    does, when the program is lowered.
+    `like(settings, *args)` returns arrays of the results' types. Lowering raises as `first_fitting`.
     """
     if not kernels[0].platforms:
         return method(kernels[0], settings, None, *args)
@@ -54,13 +53,13 @@ def run_when_lowered(
 
 
 class Program(NamedTuple):
-    """What is known of a program when it is lowered, beyond the calls in it.
+    """The properties of a program that decide which kernels it may contain.
 
     Attributes:
         platform: what it is lowered for.
-        partitioned: whether XLA splits it over devices.
-        exported: whether it is to be serialised, and run by other versions of JAX.
-        symbolic: whether its arrays have sizes that are not known yet.
+        partitioned: whether XLA partitions it over devices.
+        exported: whether it will be serialised, and run by other versions of JAX.
+        symbolic: whether its arrays have symbolic sizes.
     """
 
     platform: str
@@ -72,10 +71,8 @@ class Program(NamedTuple):
 def first_fitting(kernels: Sequence[AbstractKernel], program: Program) -> AbstractKernel:
     """The first kernel for a program: of its platform, or made of XLA's operations.
 
-    If there is none, the first that JAX lowers although it may not serialise it, which then is for
-    JAX to say; or else the first that can be interpreted.
-
-    Raises `NotImplementedError` if none is left.
+    Otherwise the first that fits but for serialisation, which JAX then refuses or allows; otherwise
+    the first that can be interpreted. Raises `NotImplementedError` if there is none.
     """
     reasons = {}
     for kernel in kernels:
@@ -95,7 +92,7 @@ def first_fitting(kernels: Sequence[AbstractKernel], program: Program) -> Abstra
 
 
 def why_unfit(kernel: AbstractKernel, program: Program) -> str | None:
-    """Why a program cannot have a kernel in it; None if it can."""
+    """Why a program cannot contain a kernel; None if it can."""
     if not kernel.platforms:
         return None
     if program.platform not in kernel.platforms:
@@ -113,7 +110,7 @@ def why_unfit(kernel: AbstractKernel, program: Program) -> str | None:
     return obstacle(kernel, program.platform)
 
 
-Levels = tuple[tuple[int | None, ...], ...]  # of nested vmaps, innermost first: the axes mapped
+Levels = tuple[tuple[int | None, ...], ...]  # the mapped axes of nested vmaps, innermost first
 
 
 def _run(
@@ -136,7 +133,7 @@ def _run(
 
 
 def _as_one_batch(run: Callable[..., list[Any]], levels: Levels, flat: Any) -> list[Any]:
-    """Vmapped calls as one of a larger batch: all arrays have their batch axis in front."""
+    """Vmapped calls as one call with a larger batch; all arrays have their batch axis in front."""
 
     def forward(x: Any, axes: tuple[int | None, ...]) -> Any:
         for place, axis in enumerate(reversed(axes)):
@@ -148,7 +145,7 @@ def _as_one_batch(run: Callable[..., list[Any]], levels: Levels, flat: Any) -> l
     lead = tuple(max(sizes) for sizes in zip(*(x.shape[:depth] for x in moved), strict=True))
 
     def flatten_batch(x: Any) -> Any:
-        # broadcast over the batch, and so over the larger one; of a batch of 1, nobody can tell
+        # an array with batch axis 1 broadcasts over the larger batch, too, unless the batch itself is 1
         if lead[-1] > 1 and math.prod(x.shape[:depth]) == 1:
             return x.reshape(1, *x.shape[depth:])
         x = jnp.broadcast_to(x, (*lead, *x.shape[depth:]))
@@ -197,8 +194,8 @@ def _lower(ctx: Any, *flat: Any, on: str, kernels: Any, like: Any, **params: Any
     kernel = first_fitting(kernels, program)
     run = functools.partial(_run, kernel=kernel, platform=on, **params)
     if kernel.platforms:
-        # Inside jax.shard_map types say along which axes of the mesh an array may differ. No kernel
-        # crosses devices, and Pallas (its interpreter above all) mixes such arrays with constants.
+        # Without the varying mesh axes that types have inside jax.shard_map: no kernel communicates,
+        # and Pallas, its interpreter above all, mixes such arrays with constants (JAX 0.8 to 0.12).
         plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=plain)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
@@ -211,7 +208,7 @@ for _platform in PLATFORMS:
 
 
 def platform_here() -> str:
-    """The platform that programs are lowered for unless said otherwise. Raises nothing."""
+    """The platform that programs are lowered for by default."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return device.platform
@@ -219,12 +216,12 @@ def platform_here() -> str:
 
 
 def is_exported(context: Any) -> bool:
-    """Whether a program is lowered to be serialised, by the context of its module."""
+    """Whether a program is lowered for serialisation, by the context of its module."""
     return context.lowering_parameters.for_export
 
 
 def _is_unpartitioned(context: Any) -> bool:
-    """Whether a program is for one device, or for one of a jax.shard_map over all mesh axes."""
+    """Whether a program runs on one device, or on each of a jax.shard_map over all mesh axes."""
     if isinstance(context, mlir.SPMDAxisContext):
         mesh = context.mesh
         return context.manual_axes | set(mesh.manual_axes) == set(mesh.axis_names)

@@ -1,8 +1,8 @@
-"""Whether the JAX that is installed can lower a kernel: found by lowering a small call of it, once.
+"""Finds out whether the installed JAX can lower a kernel, by lowering a small call of it once.
 
-A name that is still there may want other arguments than it did, and abstract evaluation may let
-them pass. So before a kernel's first use in a process, a program of its forward and backward is
-lowered for the platform in question, which needs no device of it.
+A private function that still exists may have another signature, and abstract evaluation may not
+notice. So before a kernel is first used in a process, a program of its forward and backward is
+lowered for the platform, which needs no device.
 """
 
 import functools
@@ -17,18 +17,18 @@ from ..call._arguments import Operands, Settings
 from ..call._kernel import AbstractKernel
 from ..call._mask import Rule
 
-_ROWS, _HEADS, _WIDTH = 128, 2, 64  # that all vendors' kernels take
+_ROWS, _HEADS, _WIDTH = 128, 2, 64  # sizes that all vendors' kernels take
 
 
 def obstacle(kernel: AbstractKernel, platform: str) -> str | None:
-    """Why programs with a kernel cannot be lowered for a platform of its own; None if they can."""
+    """Why programs with a kernel cannot be lowered for one of its platforms; None if they can."""
     return _tried(kernel, platform, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache
 def _tried(kernel: AbstractKernel, platform: str, x64: bool) -> str | None:
-    # In a thread of its own: this is asked while another program is lowered, under that one's
-    # mesh and switches, of which a new thread has none.
+    # In a new thread, which has the default mesh and configuration: this is called while another
+    # program is lowered, under its own.
     def run() -> str | None:
         with jax.enable_x64(x64):
             return _try(kernel, platform)
@@ -46,7 +46,7 @@ def _try(kernel: AbstractKernel, platform: str) -> str | None:
     try:
         kernel.check(operands, settings)
     except NotImplementedError:
-        return None  # of the calls that it does take, this says nothing
+        return None  # a call that the kernel declines says nothing about the others
 
     def run(operands: Operands) -> Any:
         state = kernel.forward(operands, settings, platform)
@@ -55,11 +55,11 @@ def _try(kernel: AbstractKernel, platform: str) -> str | None:
     wanted = query, jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32), operands
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # whoever lowers a program of theirs sees them
+            warnings.simplefilter("ignore")  # lowering the user's program shows them
             found = jax.eval_shape(run, operands)
             jax.jit(run).trace(operands).lower(lowering_platforms=(platform,))
     except Exception as reason:
-        # whatever it is: what is called is not ours, and the next kernel is there
+        # any exception: the code called is not ours, and the next kernel can take the call
         return f"wanted a JAX that lowers it, got {jax.__version__}: {reason or type(reason)}"
     if _types(found) != _types(wanted):
         return f"wanted a JAX that makes {_types(wanted)} of it, got {_types(found)}"

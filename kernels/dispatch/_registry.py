@@ -1,4 +1,4 @@
-"""One operation, many implementations: names, what each declines, and the choice."""
+"""The implementations by name, and which of them takes a call."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ from ..xla._reference import Reference
 from ._derivative import differentiable_attention
 from ._lowering import Program, first_fitting, why_unfit
 
-# In order of preference: vendors' kernels, which are tuned for many rows and take few calls, our
-# own, which take most, and those that are made of XLA's operations and run everywhere.
+# In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,
+# which take most; and those made of XLA's operations, which run everywhere.
 _REGISTRY: dict[str, AbstractKernel] = {
     kernel.name: kernel
     for kernel in (
@@ -46,15 +46,16 @@ def implementations() -> tuple[str, ...]:
 
     - `"cudnn"`: NVIDIA's flash attention, 16 bits, many rows, positions that count from 0.
     - `"pallas_gpu"`: our own kernels for NVIDIA's GPUs: any positions; few rows split the keys.
-    - `"flash"`: FlashAttention-2 from flash-attn-jax, which the extra `differentiable_attention` brings; 16 bits.
+    - `"flash"`: FlashAttention-2 from flash-attn-jax, which the extra `flash` installs; 16 bits.
     - `"splash"`: JAX's splash attention for TPUs, bfloat16, whole blocks, positions from 0.
     - `"pallas_tpu"`: our own kernels for TPUs: any positions; few rows read the keys as they lie.
     - `"decode"`: XLA, few query rows; one matrix product for all heads. Backward as blockwise.
     - `"blockwise"`: XLA, any call, any platform, memory O(T·block); reverse mode of any order.
     - `"reference"`: plain JAX with the whole score matrix; every derivative, both modes.
 
-    `"xla"`, which `jax.nn` has, stands for the last three. Those made for another platform than a
-    program is lowered for are passed over. Raises nothing.
+    `"xla"`, as in `jax.nn`, stands for the last three. Kernels for another platform than the one a
+    program is lowered for are skipped.
+
     Source: the online softmax of Milakov and Gimelshein (arXiv 1805.02867) and FlashAttention-2
     (arXiv 2307.08691) for all but the reference.
 
@@ -67,7 +68,7 @@ def implementations() -> tuple[str, ...]:
 
 
 class Explanation(NamedTuple):
-    """Which implementation takes a call, and why the ones before it decline."""
+    """The implementation that takes a call, and why those before it decline."""
 
     name: str
     declined: tuple[tuple[str, str], ...]
@@ -98,15 +99,14 @@ def attend(
 ) -> AttentionState:
     """Runs the first of the implementations `names`, or kernels, that takes the call, compiled.
 
-    Which of those made for a platform that is, is found when the program is lowered.
-
-    Raises its `NotImplementedError` if the only one declines, and an `ExceptionGroup` of all
-    reasons if several do.
+    Among kernels for single platforms, the choice is made when the program is lowered. Raises
+    `NotImplementedError` if the only one declines, and an `ExceptionGroup` of all reasons if several
+    do.
     """
     return _attend(tuple(names), settings, Operands(*vary_together(operands)))
 
 
-# Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
+# Compiled here, so that calls outside of jit are traced and compiled once for their shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(
     names: tuple[str | AbstractKernel, ...], settings: Settings, operands: Operands
@@ -121,10 +121,9 @@ def _attend(
 def explain(
     names: Sequence[str], settings: Settings, operands: Operands, platform: str
 ) -> Explanation:
-    """Which of `names` takes a call on a platform, and why those before it that are made for it do
-    not; by shapes alone: `operands` may be `jax.ShapeDtypeStruct`s.
+    """Which of `names` takes a call on a platform, and why others for that platform decline.
 
-    Raises what `attend` raises.
+    `operands` may be `jax.ShapeDtypeStruct`s. Raises as `attend`.
     """
     kernels, declined = _accepting(names, settings, operands)
     program = Program(platform)
@@ -140,7 +139,7 @@ def explain(
 def _accepting(
     names: Sequence[str | AbstractKernel], settings: Settings, operands: Operands
 ) -> tuple[tuple[AbstractKernel, ...], dict[str, str]]:
-    """The kernels that take a call, up to the first that fits everywhere; and why others do not."""
+    """The kernels that take a call, up to the first that runs everywhere, and why others decline."""
     kernels: list[AbstractKernel] = []
     reasons: list[tuple[str, NotImplementedError]] = []
     for name in names:
@@ -182,21 +181,20 @@ def _check_unsplit(operands: Operands) -> None:
 
 
 def split(x: Any) -> tuple[Any, ...]:
-    """What mesh axes each axis of an array is split over by its type. Raises nothing."""
+    """The mesh axes that each axis of an array is sharded over, by its type."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return ()
     return tuple(jax.typeof(x).sharding.spec)
 
 
 def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> list[Any]:
-    """Arrays that all may differ along `axes`, and along those that any of them differs along.
+    """Arrays that all vary over the mesh axes `axes` and over those that any of them varies over.
 
-    None stays None. Raises nothing.
+    None stays None.
     """
-    # Inside shard_map, arrays that are equal on all devices (a replicated query) meet arrays that
-    # are not (a shard of the keys). Kernels then compute values that differ between devices from
-    # all of them; said once here, the derivative of a replicated operand is summed over the
-    # devices by JAX itself.
+    # Inside shard_map a kernel may get arrays that are replicated (a query) beside arrays that vary
+    # over devices (a shard of the keys). Cast to varying here, the derivative of a replicated operand
+    # is summed over devices by JAX itself.
     union = frozenset(axes).union(*(varying_axes(x) for x in arrays if x is not None))
 
     def vary(x: Array | None) -> Any:
@@ -208,11 +206,10 @@ def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> l
 
 
 def apply_widened(collective: Callable[[Array], Array], x: Array) -> Array:
-    """`collective(x)`, which adds or compares, or whose derivative does, numbers of many devices.
+    """`collective(x)`, where it or its derivative reduces over devices: 16 bits are reduced in 32.
 
-    Numbers of 16 bits are added in 32. (XLA:CPU would widen bfloat16 by itself, and in a
-    `jax.shard_map` over some axes of a mesh it ends the whole process there: "Invalid binary
-    instruction opcode copy", JAX 0.8 to 0.12.) Raises nothing.
+    Left to XLA:CPU, widening bfloat16 in a `jax.shard_map` over some axes of a mesh aborts the
+    process: "Invalid binary instruction opcode copy" (JAX 0.8 to 0.12).
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
         return collective(x)
@@ -220,7 +217,7 @@ def apply_widened(collective: Callable[[Array], Array], x: Array) -> Array:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The axes of a surrounding `jax.shard_map` along which an array may differ. Raises nothing."""
+    """The mesh axes of a surrounding `jax.shard_map` that an array varies over."""
     kind = jax.typeof(x)
-    # the attribute's name before jax 0.10
+    # its name before JAX 0.10
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

@@ -1,4 +1,4 @@
-"""What the kernels that are written in Pallas share."""
+"""What all kernels written in Pallas share."""
 
 import inspect
 from typing import Any
@@ -8,14 +8,11 @@ from jax.typing import DTypeLike
 
 
 def result_like(x: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's result, which inside `jax.shard_map` may differ where `x` does.
-
-    Raises nothing.
-    """
+    """The type of a kernel's result; inside `jax.shard_map` it varies over the mesh axes of `x`."""
     return jax.ShapeDtypeStruct(shape, dtype, **_varying(x))
 
 
-# jax 0.10 renamed what says along which axes of a mesh an array may differ
+# JAX 0.10 renamed the argument for the mesh axes that an array varies over
 _NEW = "manual_axis_type" in inspect.signature(jax.ShapeDtypeStruct.__init__).parameters
 
 

@@ -1,8 +1,8 @@
-"""Operands as hand-written kernels take them: rows that share a key head lie together, in blocks.
+"""Operands in the layout of hand-written kernels: rows that share a key head, in whole blocks.
 
-A row is a query of one head. Of the `N / K` heads that share a key head, all rows are laid in one
-axis, ordered by (head, time) and filled up to whole blocks with rows that see nothing: so few
-queries fill a block by their heads, and no key is repeated.
+A row is a query of one head. The rows of the `N / K` heads that share a key head are on one axis,
+ordered by (head, time) and padded to whole blocks with rows that see nothing. So the heads of few
+queries fill a block, and no key is repeated.
 """
 
 import math
@@ -16,7 +16,7 @@ from ..call._mask import meeting
 
 
 def pack_rows(x: Array, kv_heads: int, block: int, fill: float = 0) -> Array:
-    """`[B, T, N, ...]` to rows `[B, K, R, ...]`, `R` a multiple of `block`. Raises nothing."""
+    """`[B, T, N, ...]` to rows `[B, K, R, ...]`, `R` a multiple of `block`."""
     batch, query_len, heads, *rest = x.shape
     x = x.reshape(batch, query_len, kv_heads, heads // kv_heads, *rest)
     x = x.transpose(0, 2, 3, 1, *range(4, x.ndim)).reshape(batch, kv_heads, -1, *rest)
@@ -24,7 +24,7 @@ def pack_rows(x: Array, kv_heads: int, block: int, fill: float = 0) -> Array:
 
 
 def unpack_rows(x: Array, query_len: int, heads: int) -> Array:
-    """The inverse of `pack_rows`: rows `[B, K, R, ...]` to `[B, T, N, ...]`. Raises nothing."""
+    """The inverse of `pack_rows`: rows `[B, K, R, ...]` to `[B, T, N, ...]`."""
     batch, kv_heads, _, *rest = x.shape
     group = heads // kv_heads
     x = x[:, :, : group * query_len].reshape(batch, kv_heads, group, query_len, *rest)
@@ -32,11 +32,13 @@ def unpack_rows(x: Array, query_len: int, heads: int) -> Array:
 
 
 class Visibility(NamedTuple):
-    """What tells who sees whom, of rows and of keys: positions and segments, each or None.
+    """Positions and segments of rows and of keys, which tell the pairs that see each other.
+
+    All fields may be None.
 
     Attributes:
-        row_positions: int32 `[B or 1, R]`; -1 for rows that fill a block.
-        key_positions: int32 `[B or 1, C]`; -1 for keys that fill a block.
+        row_positions: int32 `[B or 1, R]`; -1 for rows that pad a block.
+        key_positions: int32 `[B or 1, C]`; -1 for keys that pad a block.
         row_segments: int32 `[B or 1, R]`.
         key_segments: int32 `[B or 1, C]`.
     """
@@ -50,10 +52,10 @@ class Visibility(NamedTuple):
 def visibility_of(
     operands: Operands, settings: Settings, row_block: int, key_block: int
 ) -> Visibility:
-    """The visibility of the rows that `pack_rows` makes and of the keys, both filled up to whole blocks.
+    """The visibility of the rows of `pack_rows` and of the keys, both padded to whole blocks.
 
-    None where all rows see all keys. Keys that only fill the last block are marked, if anything
-    is, and are not there in memory: a kernel hides them by their number. Raises nothing.
+    Fields are None where all rows see all keys. Keys that pad the last block have position -1 if
+    there are positions; they do not exist in memory, and a kernel also hides them by their index.
     """
     operands = with_default_positions(operands, settings)
     group = operands.query.shape[2] // operands.key.shape[2]
@@ -75,7 +77,7 @@ def visibility_of(
 def meeting_blocks(
     visibility: Visibility, settings: Settings, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
-    """Which blocks of rows might see any key of which blocks of keys; None if all might."""
+    """Which blocks of rows might see any key of which blocks of keys; None for all."""
 
     def cut(rows: Any, keys: Any) -> Any:
         if rows is None:
@@ -88,7 +90,7 @@ def meeting_blocks(
 
 
 def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
-    """The first and one past the last block `y` that each block `x` meets; 0 and 0 if none."""
+    """The first and one past the last block `y` that each block `x` meets; 0 and 0 for none."""
     number = meets.shape[-1]
     some = meets.any(-1)
     first = jnp.where(some, meets.argmax(-1), 0)
@@ -97,7 +99,7 @@ def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Arr
 
 
 def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:
-    """`x` with an axis filled up to whole blocks. Raises nothing."""
+    """`x` with an axis padded to whole blocks."""
     missing = math.ceil(x.shape[axis] / block) * block - x.shape[axis]
     if missing == 0:
         return x

@@ -1,1 +1,1 @@
-"""Reductions over blocks of scores that are not attention: covariances, expectations, samples."""
+"""Reductions over blocks of scores other than attention: covariances, expectations, samples."""

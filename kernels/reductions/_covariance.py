@@ -1,4 +1,4 @@
-"""The covariance of the values under the attention weights, of the keys on one device."""
+"""The covariance of the values under the attention weights, for the keys on one device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,9 @@ from ._expectation import ScoreBlock, weighted_sum
 
 
 def covariance(names: Sequence[str], settings: Settings, operands: Operands) -> CovarianceState:
-    r"""$\nabla^2 F$ beside $\nabla F$ and $F$: attention, and one more walk over the keys.
+    r"""$\nabla^2 F$, $\nabla F$ and $F$: attention, and a second pass over the keys.
 
-    The matrix is summed up block by block, $O(T N H^2)$ numbers. Raises as `attend` does.
+    The matrix, $O(T N H^2)$ numbers, is summed block by block. Raises as `attend`.
     """
     operands, origin = centred(operands)
     out, lse = attend(names, settings, operands)
@@ -32,15 +32,15 @@ def covariance(names: Sequence[str], settings: Settings, operands: Operands) -> 
 
 
 def centred(arrays: Any) -> tuple[Any, Array]:
-    """Operands, or the like, with the origin of values in the middle of them, and where that is.
+    """`arrays` with values relative to the middle of their range, and that origin.
 
-    No covariance, nor a cumulant of higher order, depends on it, but their rounding errors do. The
-    origin is `[..., 1, K, Hv]`, and 0 where values are not finite. Raises nothing.
+    Covariances and higher cumulants do not depend on the origin; their rounding errors do. It is
+    `[..., 1, K, Hv]`, and 0 where values are not finite.
     """
     value = arrays.value
     if value.shape[-3] == 0:
         return arrays, value.sum(-3, keepdims=True)
-    # Half of a sum: a mean would be rounded in one of XLA's fusions and not in another.
+    # Not jnp.mean, which XLA rounds differently in different fusions.
     middle = 0.5 * (value.max(-3, keepdims=True) + value.min(-3, keepdims=True))
     origin = lax.stop_gradient(jnp.where(jnp.isfinite(middle), middle, 0.0))
     return arrays._replace(value=value - origin), origin
@@ -50,7 +50,7 @@ def _scatter(block: ScoreBlock, mean: Array) -> Array:
     values = block.value
     exact = precision(values.dtype)
 
-    # One factor is taken from the mean of each row, one column at a time.
+    # One factor is relative to the mean of each row; one column of the matrix at a time.
     @jax.checkpoint
     def column(taken: tuple[Array, Array]) -> Array:
         value, centre = taken

@@ -1,7 +1,7 @@
-"""Sums, or maxima, over keys of whatever can be said of a block of scores.
+"""Sums or maxima over keys of any function of a block of scores.
 
-The walk over blocks that `_blockwise` makes for attention, for any function of a block; made so
-that JAX differentiates it, to any order and in both modes, and stores no block.
+The same iteration over blocks as in `_blockwise`, written so that JAX differentiates it to any order
+in both modes without storing a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from ..xla._blocks import BlockedOperands, Index, cut_queries, join_queries, out
 
 
 class ScoreBlock(NamedTuple):
-    """What is known of some rows (queries of some heads) and some keys.
+    """Scores and values of some rows (queries of some heads) and some keys.
 
     Attributes:
-        scores: minus infinity where a row does not see a key.
+        scores: $s_a$, minus infinity where a row does not see a key.
         weights: $P_a = e^{s_a - F}$, zero where a row does not see a key.
-        value: of these keys, in the dtype of the scores.
+        value: the values of these keys, in the dtype of the scores.
     """
 
     scores: Float[Array, "B rows keys"]
@@ -32,9 +32,9 @@ class ScoreBlock(NamedTuple):
     value: Float[Array, "B keys width"]
 
 
-# Of a block, and of arrays that have a line for each row, what is to be summed: [B, rows, outputs].
+# From a block, and arrays with a line for each row, to the terms to be summed: [B, rows, outputs].
 BlockTerm = Callable[..., Array]
-# The same of the scores and the values of a block, for any way to join what blocks say.
+# The same from the scores and values of a block, for any reduction over blocks.
 _BlockFunction = Callable[..., Array]
 
 
@@ -46,21 +46,21 @@ def expectation(
     operands: Operands,
     *rows: Float[Array, "B T N _"],
 ) -> AttentionState:
-    r"""The mean under the attention weights of what `part` says, and the energies.
+    r"""The mean of a function of keys under the attention weights, and the energies.
 
     $$\mathrm{out} = \sum_a P_a f_a, \qquad \mathrm{lse} = F$$
 
-    A state: those of disjoint keys fold as attention does, if `part` is linear in the weights and
-    `rows` are the same for all of them. The energies are those of the implementation that `names`
-    choose. Raises as `attend` does.
+    A state: such states of disjoint keys merge as those of attention do, if `part` is linear in the
+    weights and `rows` are the same for all. The energies are from the implementation that `names`
+    choose. Raises as `attend`.
 
     Args:
-        part: $\sum_a P_a f_a$ of one block, `part(block, *rows)`.
-        width: how many numbers that is for each row.
+        part: $\sum_a P_a f_a$ over one block, `part(block, *rows)`.
+        width: the size of $f_a$.
         names: the implementations to try.
         settings: of the call.
         operands: of the call.
-        *rows: what else `part` is given, `[B, T, N, W]` each.
+        *rows: more arguments of `part`, `[B, T, N, W]` each.
     """
     state = attend(names, settings, operands)
     return AttentionState(
@@ -76,8 +76,8 @@ def weighted_sum(
     lse: Float[Array, "B T N"],
     *rows: Float[Array, "B T N _"],
 ) -> Float[Array, "B T N width"]:
-    """The sum of `part`, with weights relative to given energies. Raises nothing."""
-    # a row that sees nothing has no weights
+    """The sum of `part` over all keys, with weights relative to given energies."""
+    # the weights of a fully masked row are zero
     lse = jnp.where(holds_keys(lse), lse, jnp.inf)[..., None]
 
     def sums(scores: Array, value: Array, lse: Array, *rows: Array) -> Array:
@@ -91,7 +91,7 @@ def support_function(
 ) -> Float[Array, "B T N"]:
     r"""The support function of the hull of the values that a row sees, $\max_a u \cdot v_a$.
 
-    Minus infinity for a row that sees no key. Held constant in derivatives. Raises nothing.
+    Minus infinity for a fully masked row. Held constant in derivatives.
     """
     operands, direction = lax.stop_gradient((operands, direction))
     return _reduce_blocks(_largest, jnp.maximum, -jnp.inf, 1, settings, operands, direction)[..., 0]
@@ -120,13 +120,13 @@ def _reduce_blocks(
     blocks = BlockedOperands(operands, settings)
     g = blocks.grid
     values = blocks.value.astype(wide)
-    # Absent rows get what present ones may get: nothing of them is kept.
+    # The results of rows that fill the last block are dropped.
     cut = tuple(cut_queries(g, x) for x in rows)
 
     def nothing() -> Array:
         return blocks.full(start, batch, g.rows, width)
 
-    # What a derivative stores is what goes in, never a block.
+    # A derivative stores the arguments, and computes the block again.
     @jax.checkpoint
     def one(at: Index, query: Array, key: Array, value: Array, *rows: Array) -> Array:
         def visible_sum() -> Array:
@@ -135,7 +135,7 @@ def _reduce_blocks(
         meet = blocks.meet(at)
         return visible_sum() if meet is None else lax.cond(meet, visible_sum, nothing)
 
-    # What a loop runs over is handed to it, so that each step's cotangents are its own.
+    # Loops take blocks as scanned inputs, so that each step returns the cotangents of its own.
     def one_head(taken: Any) -> Array:
         h, queries, keys, values, rows = taken
 

@@ -1,8 +1,8 @@
 """Keys drawn from the attention weights, block by block.
 
-What has been drawn from the keys so far, and their energy, is a state: the draw of a union of two
-key sets is that of the second with the chance $e^{F_2 - F}$, else that of the first. (Reservoir
-sampling with weights; M. T. Chao, Biometrika 69, 1982.)
+The draw so far and the energy of its keys are a state: the draw from the union of two key sets is
+that of the second with probability $e^{F_2 - F}$, else that of the first. (Reservoir sampling with
+weights; M. T. Chao, Biometrika 69, 1982.)
 """
 
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from ..xla._blocks import BlockedOperands, Index, cut_queries, join_queries
 
 
 class Draw(NamedTuple):
-    """Keys drawn for each row, and what they were drawn from.
+    """Keys drawn for each row, and the energy of the keys they were drawn from.
 
     Attributes:
-        indices: of the keys; -1 where there is none, or `lse` is NaN.
-        lse: the energy of the keys that they were drawn from.
+        indices: along the axis of the keys; -1 for a fully masked row, or if `lse` is NaN.
+        lse: the energy of those keys.
     """
 
     indices: Int[Array, "*batch number"]
@@ -33,11 +33,11 @@ class Draw(NamedTuple):
 def sample(
     number: int, settings: Settings, operands: Operands, seeds: UInt32[Array, "B T N 2"]
 ) -> Draw:
-    """Draws `number` keys for each row, with returning, from $P_a = e^{s_a - F}$. Raises nothing.
+    """Draws `number` keys for each row, with replacement, from $P_a = e^{s_a - F}$.
 
-    `seeds` are the data of a random key for each row: a row draws the same whichever rows are
-    beside it. Each block takes two new random numbers to a draw, so that the chances are resolved
-    as well in many keys as in few.
+    `seeds` are the data of a random key for each row, so that the draw of a row does not depend on
+    the rows beside it. Each block takes two new random numbers for a draw, so that probabilities are
+    resolved equally well among many keys and few.
     """
     *together, seeds = vary_together((*operands, seeds))
     operands = Operands(*together)
@@ -59,9 +59,9 @@ def sample(
 
             def draw() -> Draw:
                 chances = _uniform(keys, j, (2, number), drawn.lse.dtype)
-                place, lse = _draw(blocks.scores(here), chances[:, :, 1])
+                index, lse = _draw(blocks.scores(here), chances[:, :, 1])
                 first = j.astype(jnp.int32) * g.keys
-                new = Draw(jnp.where(place < 0, -1, place + first), lse)
+                new = Draw(jnp.where(index < 0, -1, index + first), lse)
                 return merge_draws(drawn, new, chances[:, :, 0])
 
             meet = blocks.meet(here)
@@ -81,7 +81,7 @@ def sample(
 
 
 def merge_draws(first: Draw, second: Draw, chance: Float[Array, "*batch number"]) -> Draw:
-    """The draw of two disjoint key sets, by numbers that are uniform in $[0, 1)$. Raises nothing."""
+    """The draw from the union of two disjoint key sets; `chance` is uniform in $[0, 1)$."""
     lse = jnp.logaddexp(first.lse, second.lse)
     indices = jnp.where(chance < share(second.lse, lse)[..., None], second.indices, first.indices)
     return Draw(jnp.where(jnp.isnan(lse)[..., None], -1, indices), lse)
@@ -90,7 +90,7 @@ def merge_draws(first: Draw, second: Draw, chance: Float[Array, "*batch number"]
 def fold_in_seeds(
     seeds: UInt32[Array, "*batch 2"], number: Array | int
 ) -> UInt32[Array, "*batch 2"]:
-    """Other seeds, told apart by a number. Raises nothing."""
+    """`jax.random.fold_in` of a number into each seed."""
 
     def fold(seed: Array) -> Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
@@ -102,7 +102,7 @@ def fold_in_seeds(
 def uniform(
     seeds: UInt32[Array, "*batch 2"], shape: tuple[int, ...], dtype: jnp.dtype
 ) -> Float[Array, "..."]:
-    """Numbers uniform in $[0, 1)$, `shape` of them for each seed. Raises nothing."""
+    """Uniform numbers in $[0, 1)$, of `shape` for each seed."""
 
     def draw(seed: Array) -> Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
@@ -118,18 +118,18 @@ def _uniform(seeds: Array, number: Array, shape: tuple[int, ...], dtype: jnp.dty
 def _draw(
     scores: Float[Array, "B rows keys"], chance: Float[Array, "B rows number"]
 ) -> tuple[Int[Array, "B rows number"], Float[Array, "B rows"]]:
-    """Places in a block by the inverse of the distribution function, and the block's energy."""
+    """Indices in a block by the inverse of the cumulative distribution, and the block's energy."""
     top = safe_shift(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     below = jnp.cumsum(weights, -1)
     total = below[..., -1:]
-    # where rounding lets a number reach the total, the last key that is seen
+    # the last visible key, where rounding lets a number reach the total
     last = scores.shape[-1] - 1 - jnp.argmax(weights[..., ::-1] > 0, -1)
 
-    def place(chance: Array) -> Array:
+    def index(chance: Array) -> Array:
         return (below <= (chance[..., None] * total)).sum(-1, dtype=jnp.int32)
 
-    indices = lax.map(place, jnp.moveaxis(chance, -1, 0))
+    indices = lax.map(index, jnp.moveaxis(chance, -1, 0))
     indices = jnp.minimum(jnp.moveaxis(indices, 0, -1), last[..., None].astype(jnp.int32))
     empty = total == 0
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]

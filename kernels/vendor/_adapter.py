@@ -1,6 +1,6 @@
-"""What the kernels of vendors have in common: what they decline, and the cotangent of lse.
+"""What the adapters of vendors' kernels share: the calls they decline, and the cotangent of lse.
 
-They know one width, positions that count from 0, and a backward for the cotangent of `out` alone.
+Those kernels take one width, positions that count from 0, and a cotangent of `out` alone.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ Pull = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 
 
 def check_plain(operands: Operands, settings: Settings, widest: int) -> None:
-    """Declines all that a vendor's kernel for widths up to `widest` does not know or get right.
+    """Declines calls that a vendor's kernel for widths up to `widest` does not compute correctly.
 
-    Raises `NotImplementedError`, saying why.
+    Raises `NotImplementedError` with the reason.
     """
     query, key, value = operands[:3]
     check_operands(operands, _DTYPES, Operands._fields[3:])
@@ -33,11 +33,11 @@ def check_plain(operands: Operands, settings: Settings, widest: int) -> None:
         )
     if value.shape[-1] != width:
         raise NotImplementedError(f"value: wanted query's width, {width}, got {value.shape[-1]}")
-    # The largest score is found before the scale is applied.
+    # the kernels take the maximum of the scores before they apply the scale
     if not settings.scale > 0:
         raise NotImplementedError(f"scale: wanted a number above 0, got {settings.scale}")
-    # Of fewer or more queries than keys, some kernels count from the first of each, some from the
-    # last. With as many of each, every row sees its own key at least.
+    # With unequal numbers of queries and keys, some kernels align the first of each and some the last.
+    # With equal numbers, every row sees at least its own key.
     if settings.rule.constrains and query.shape[1] != key.shape[1]:
         raise NotImplementedError(
             "query: wanted as many queries as keys where positions are compared, got "
@@ -46,14 +46,15 @@ def check_plain(operands: Operands, settings: Settings, widest: int) -> None:
 
 
 def window_side(size: int, keys: int) -> int | None:
-    """One side of a window; None if it reaches over all keys. Raises nothing."""
+    """One side of a window; None if it covers all keys."""
     return size if size < keys - 1 else None
 
 
 def vendor_state(out: Array, lse: Array, operands: Operands, settings: Settings) -> AttentionState:
-    """What a vendor's kernel gave, as states are: in a call that `check_plain` lets pass every row
-    sees a key, and an energy that is not finite is a broken number, whatever a vendor writes
-    for one (FlashAttention-2 writes plus infinity, as for no keys). Raises nothing.
+    """The state from a vendor's outputs, with NaN where the energy is not finite.
+
+    Every row sees a key in calls that pass `check_plain`, so such an energy comes from a NaN or an
+    overflow, for which FlashAttention-2 writes plus infinity, as for no keys.
     """
     broken = ~jnp.isfinite(lse)
     lse = jnp.where(broken, jnp.nan, lse)
@@ -64,12 +65,12 @@ def vendor_state(out: Array, lse: Array, operands: Operands, settings: Settings)
 def pull_back(
     pull: Pull, operands: Operands, state: AttentionState, cotangent: AttentionState
 ) -> Operands:
-    r"""Both cotangents by a backward that knows that of `out` alone. Raises nothing.
+    r"""Both cotangents by a backward that takes that of `out` alone.
 
     Its $\dot s_a = P_a (\dot{out}\cdot v_a - \dot{out}\cdot out)$ is linear in $\dot{out}$, for
-    any values and any $out$ that it is given. So with $v_a = (1, 1, 0, \dots)$, $out = 0$ and
-    $\dot{out} = (high, low, 0, \dots)$, where $high + low = \dot{lse}$, it gives the rest,
-    $P_a \dot{lse}$: exact, but for the last bits of two 16-bit numbers, and at no greater width.
+    any values and any $out$. So a second call with $v_a = (1, 1, 0, \dots)$, $out = 0$ and
+    $\dot{out} = (high, low, 0, \dots)$, where $high + low = \dot{lse}$ in two 16-bit numbers, gives
+    the missing term $P_a \dot{lse}$ at the same width.
     """
     out, d_out = (x.astype(operands.value.dtype) for x in (state.out, cotangent.out))
     query, key, value = pull(operands.value, out, d_out)

@@ -1,9 +1,9 @@
-"""The cudnn implementation: NVIDIA's flash attention, as XLA calls it, with lse in float32.
+"""The cudnn implementation: NVIDIA's flash attention, with lse in float32.
 
-`jax.nn.dot_product_attention(implementation="cudnn", return_residual=True)` rounds lse to 16 bits
-and gives it no derivative, and asks the GPU at hand what it can do, where a program may be compiled
-for another. Beneath it lie JAX's two primitives for one device, forward with the statistics in
-float32 and backward from them: these are called here, and are looked for before they are.
+`jax.nn.dot_product_attention(implementation="cudnn", return_residual=True)` rounds lse to 16 bits,
+has no derivative of it, and queries the GPU at hand, where a program may be compiled for another. So
+this calls the two primitives of JAX beneath it, for one device: a forward with softmax statistics in
+float32, and a backward from them.
 """
 
 import inspect
@@ -18,15 +18,15 @@ from ..call._mask import Rule
 from ..call._state import AttentionState
 from ._adapter import check_plain, pull_back, vendor_state, window_side
 
-FEWEST_ROWS = 64  # queries and keys; few rows are for kernels that split the keys
+FEWEST_ROWS = 64  # of queries and of keys; other kernels split the keys of few rows
 
 
 class CuDNN(AbstractKernel):
     """cuDNN's flash attention: 16 bits, plain or causal, with a window to the left.
 
-    Needs a GPU of compute capability 8.0 or above. The gradients of the queries are added up in an
-    order that changes from run to run, unless XLA is told to be deterministic
-    (`--xla_gpu_exclude_nondeterministic_ops`). A cotangent of lse takes a second backward.
+    Needs a GPU of compute capability 8.0 or above. The gradients of queries are summed in an order
+    that changes from run to run, unless `--xla_gpu_exclude_nondeterministic_ops` is set. A cotangent
+    of lse takes a second backward.
     """
 
     name = "cudnn"
@@ -35,9 +35,9 @@ class CuDNN(AbstractKernel):
     exported = False
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for dtypes but float16 and bfloat16; arrays of masks,
-        biases, positions or segments; widths above 128, which not all GPUs have; fewer than 64
-        queries or keys; windows to the right; and versions of JAX without what is called here.
+        """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
+        biases, positions or segments; widths above 128, which not all GPUs support; fewer than 64
+        queries or keys; windows to the right; and versions of JAX without these primitives.
         """
         check_plain(operands, settings, widest=128)
         for name, x in (("query", operands.query), ("key", operands.key)):
@@ -55,7 +55,7 @@ class CuDNN(AbstractKernel):
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
-        """One call of cuDNN, with its softmax statistics. Raises nothing."""
+        """One call of cuDNN."""
         out, lse = _forward(*operands[:3], **_options(settings, operands.key.shape[1]))
         return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
 
@@ -67,7 +67,7 @@ class CuDNN(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """One call of cuDNN for each cotangent. Raises nothing."""
+        """One call of cuDNN for each cotangent."""
         options = _options(settings, operands.key.shape[1])
         lse = state.lse.swapaxes(1, 2)
 
@@ -82,7 +82,7 @@ def _looks_back(rule: Rule) -> bool:
 
 
 def _forward(query: Any, key: Any, value: Any, **options: Any) -> Any:
-    """`(out, lse)`. The operands not used are those of biases, lengths and pages."""
+    """`(out, lse)`. The unused operands are biases, lengths and pages."""
     unused = (jnp.zeros(0, query.dtype),) * 7
     return private_names("cudnn").forward.bind(
         query, key, value, *unused, **options, is_training=True
@@ -100,10 +100,10 @@ def _backward(
 
 
 def _options(settings: Settings, keys: int) -> dict[str, Any]:
-    """The parameters of both."""
+    """The parameters of both primitives."""
     rule, found = settings.rule, private_names("cudnn")
     left = None if rule.window is None else window_side(rule.window[0], keys)
-    # from 0.12 on: functions of the scores, of which cuDNN makes a part of its kernel
+    # since JAX 0.12: functions of the scores that cuDNN compiles into its kernel
     newer = {"score_mod_name", "score_mod_jaxpr"} & inspect.signature(
         found.lowering
     ).parameters.keys()
@@ -114,6 +114,6 @@ def _options(settings: Settings, keys: int) -> dict[str, Any]:
         "variadic_args": (False, False),  # no bias, and no gradient of one
         "mask_type": found.Mask.CAUSAL if _looks_back(rule) else found.Mask.NO_MASK,
         "layout": found.Layout.BTNH.value,
-        # the query's own key counts
+        # the query's own key is included
         "sliding_window_length": None if left is None else left + 1,
     } | dict.fromkeys(newer)

@@ -1,8 +1,8 @@
 """The flash implementation: FlashAttention-2's own kernels, from flash-attn-jax.
 
-What is called is the package's functions for one device: around these it lays a primitive with
-partitioning and a vmap rule of its own (whose gradients come back in another order), neither of
-which has a use where `_choice` has folded the batch and knows the program to be for one device.
+This calls the package's functions for one device. Its primitive around them adds partitioning and a
+vmap rule (whose gradients return in another order); `dispatch/_lowering.py` has already merged the
+batch axes and chosen a program for one device.
 """
 
 import ctypes
@@ -20,9 +20,9 @@ from ._adapter import check_plain, pull_back, vendor_state, window_side
 class FlashAttn(AbstractKernel):
     """FlashAttention-2: 16 bits, plain, causal or with a window.
 
-    For GPUs of compute capability 8.0 to 9.0. The gradients of the queries are added up in an order
-    that changes from run to run; those of keys and values are made for each query head, rounded,
-    and summed. A cotangent of lse takes a second backward.
+    For GPUs of compute capability 8.0 to 9.0. The gradients of queries are summed in an order that
+    changes from run to run; those of keys and values are computed for each query head, rounded, and
+    summed. A cotangent of lse takes a second backward.
     """
 
     name = "flash"
@@ -31,9 +31,9 @@ class FlashAttn(AbstractKernel):
     exported = False
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for dtypes but float16 and bfloat16; arrays of masks,
+        """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
         biases, positions or segments; widths above 192, for which few GPUs have a backward; and if
-        flash-attn-jax or a library of CUDA is missing.
+        flash-attn-jax or a CUDA library is missing.
         """
         check_plain(operands, settings, widest=192)
         _package()
@@ -41,7 +41,7 @@ class FlashAttn(AbstractKernel):
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
-        """One call, with the energies in float32. Raises nothing."""
+        """One call, with energies in float32."""
         options = _options(settings, operands.key.shape[1])
         out, lse = _package().forward(*operands[:3], **options)
         return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
@@ -54,7 +54,7 @@ class FlashAttn(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """One call for each cotangent. Raises nothing."""
+        """One call for each cotangent."""
         options = _options(settings, operands.key.shape[1])
         lse = state.lse.swapaxes(1, 2)
 
@@ -75,7 +75,7 @@ def _options(settings: Settings, keys: int) -> dict[str, Any]:
 
 
 def _window(rule: Rule, keys: int) -> tuple[int, int]:
-    """The sides of the window as FlashAttention counts them: -1 for one without end."""
+    """The sides of the window as FlashAttention takes them: -1 for an unbounded side."""
     left, right = (
         (None, None) if rule.window is None else (window_side(x, keys) for x in rule.window)
     )
@@ -85,10 +85,10 @@ def _window(rule: Rule, keys: int) -> tuple[int, int]:
 
 @functools.cache
 def _package() -> Any:
-    """What is called of flash-attn-jax; lse is `[B, N, T]` there."""
+    """The functions of flash-attn-jax, whose lse is `[B, N, T]`."""
     try:
         found = private_names("flash")
-        # by which it asks for the number of multiprocessors when a program is lowered
+        # the library it asks for the number of multiprocessors when a program is lowered
         ctypes.CDLL("libcudart.so")
     except (NotImplementedError, OSError) as reason:
         raise NotImplementedError(

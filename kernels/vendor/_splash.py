@@ -1,8 +1,7 @@
-"""The splash implementation: JAX's own TPU kernels for training and prefill, tuned by their authors.
+"""The splash implementation: JAX's TPU kernels for training and prefill, tuned by their authors.
 
-Their backward kernels take the energies and $\\delta$ as they are, so that the cotangent of lse
-passes through exactly. JAX's function that calls them makes its own $\\delta$, of `out` alone, and
-so the two kernels are called here themselves.
+Their backward kernels take the energies and $\\delta$, so that the cotangent of lse is exact. JAX's
+function around them computes $\\delta$ from `out` alone, so this calls the two kernels directly.
 """
 
 import contextlib
@@ -24,16 +23,16 @@ from ..call._state import AttentionState
 from ..xla._blockwise import backward_delta
 from ._adapter import check_plain, vendor_state, window_side
 
-_LEAST = 128  # rows of a block
-_MOST = 32768  # their masks are cut into blocks on the host, one by one
+_LEAST = 128  # rows in a block
+_MOST = 32768  # rows; masks are cut into blocks on the host, one by one
 
 
 @dataclasses.dataclass(frozen=True)
 class Splash(AbstractKernel):
-    """JAX's splash attention: bfloat16, whole blocks of 128 rows, scores by a power of two.
+    """JAX's splash attention: bfloat16, whole blocks of 128 rows, a scale that is a power of two.
 
-    The kernels take queries that are scaled already, which rounds them unless the scale is a power
-    of two: the default is one for widths of 64 and 256, and not for 128.
+    The kernels take scaled queries, which rounds them unless the scale is a power of two. The default
+    scale is one for widths of 64 and 256, but not for 128.
     """
 
     blocks: tuple[int, ...] = (512, 256, _LEAST)  # the first that divides the rows is taken
@@ -44,9 +43,10 @@ class Splash(AbstractKernel):
     exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for dtypes but bfloat16; arrays of masks, biases, positions
-        or segments; widths above 256; rows or keys that are no multiple of 128, or more than 32768;
-        scales that are no power of two; and versions of JAX without what is called here.
+        """Raises `NotImplementedError` for dtypes other than bfloat16; arrays of masks, biases,
+        positions or segments; widths above 256; numbers of queries or keys that are not multiples of
+        128 or above 32768; scales that are not powers of two; and versions of JAX without these
+        kernels.
         """
         check_plain(operands, settings, widest=256)
         if operands.query.dtype != "bfloat16":
@@ -63,7 +63,7 @@ class Splash(AbstractKernel):
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
-        """One kernel, after a copy of the operands with the heads in front. Raises nothing."""
+        """One kernel, after a copy of the operands with heads in front."""
         query, key, value = _scaled(operands, settings)
         found = _kernel(settings.rule, *self._cut(query, key), platform != "tpu")
         with _as_expected():
@@ -78,7 +78,7 @@ class Splash(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """Two kernels, of the queries' gradient and of the others. Raises nothing."""
+        """Two kernels: one for the gradient of queries, one for the others."""
         query, key, value = _scaled(operands, settings)
         found = _kernel(settings.rule, *self._cut(query, key), platform != "tpu")
         d_out = cotangent.out.astype(value.dtype)
@@ -98,13 +98,13 @@ class Splash(AbstractKernel):
 
 
 def _scaled(operands: Operands, settings: Settings) -> list[Array]:
-    """The operands with the heads in front, and the queries scaled: exact, by a power of two."""
+    """The operands with heads in front and scaled queries, which a power of two does not round."""
     query, key, value = operands[:3]
     return [x.swapaxes(1, 2) for x in (query * settings.scale, key, value)]
 
 
 def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array]:
-    """The cotangents of one batch entry's queries (as scaled), keys and values."""
+    """The cotangents of one batch entry's scaled queries, keys and values."""
     key, value, lse, d_out, delta = others
     options, blocks = dict(found.kwargs), found.kwargs["block_sizes"]
     for name in ("block_sizes", "save_residuals", "residual_checkpoint_name"):
@@ -117,7 +117,7 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
         bkv=blocks.block_kv_dkv,
         bkv_compute=blocks.block_kv_dkv_compute,
         mask_info=found.dkv_mask_info,
-        use_fused_bwd_kernel=False,  # it rounds a part of the queries' gradient per block of keys
+        use_fused_bwd_kernel=False,  # it rounds each block's part of the gradient of queries
         **options,
     )
     d_query = private_names("splash").backward_query(
@@ -136,7 +136,7 @@ def _kernel(rule: Rule, shape: tuple[int, int], blocks: tuple[int, int], interpr
     sizes = splash.BlockSizes(
         block_q=bq, block_kv=bkv, block_q_dkv=bq, block_kv_dkv=bkv, block_q_dq=bq, block_kv_dq=bkv
     )
-    # A list of one mask serves all heads. What is made of it is kept from one trace to the next.
+    # One mask serves all heads. The result is cached across traces, so it must not be traced.
     with jax.ensure_compile_time_eval():
         found = splash.make(
             mask=splash.masks.MultiHeadMask([_mask(splash.masks, rule, shape)]),
@@ -158,10 +158,10 @@ def _mask(masks: Any, rule: Rule, shape: tuple[int, int]) -> Any:
 
 @contextlib.contextmanager
 def _as_expected() -> Iterator[None]:
-    """JAX as these kernels expect it: 32 bits, and free promotion of dtypes and ranks.
+    """The configuration that these kernels expect: 32 bits, free promotion of dtypes and ranks.
 
-    Nor do they say along which axes of a `jax.shard_map` their results vary, which is asked for
-    there; nothing that runs when a program is lowered needs to know.
+    And no check that results state which mesh axes of a `jax.shard_map` they vary over, which these
+    do not; the check is for tracing, and a program that is being lowered has passed it.
     """
     with (
         jax.enable_x64(False),

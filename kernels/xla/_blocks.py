@@ -1,4 +1,4 @@
-"""Scores in blocks: how operands are cut, and which blocks need be computed at all."""
+"""Scores in blocks: how operands are cut, and which blocks are computed."""
 
 import functools
 import math
@@ -38,8 +38,8 @@ BLOCK_SIZES = BlockSizes()
 class Grid(NamedTuple):
     """How `[T, N]` queries and `[S, K]` keys are cut into blocks; static.
 
-    A block of queries holds `queries` consecutive positions of all `group` heads that share one key
-    head, so no key is ever repeated and a block covers an interval of time.
+    A block of queries holds `queries` consecutive queries of the `group` heads that share a key head,
+    so that no key is repeated and a block covers an interval of positions.
     """
 
     kv_heads: int
@@ -56,10 +56,10 @@ class Grid(NamedTuple):
 
 
 def grid(operands: Operands, causal: bool, sizes: BlockSizes) -> Grid:
-    """The smallest grid of blocks of at most the set sizes, evenly filled. Raises nothing.
+    """The grid with the fewest blocks within `sizes`, evenly filled.
 
-    Under a causal rule the numbers of blocks are even: where two distant pieces of a sequence lie
-    together, as in the zigzag layout, none then holds a part of both.
+    Under a causal rule the numbers of blocks are even, so that no block holds parts of both of the
+    two distant pieces of a sequence that the zigzag layout puts on a device.
     """
     batch, query_len, heads, _ = operands.query.shape
     key_len, kv_heads = operands.key.shape[1:3]
@@ -72,7 +72,7 @@ def grid(operands: Operands, causal: bool, sizes: BlockSizes) -> Grid:
 
 
 def _cut(size: int, group: int, most: int, even: bool) -> tuple[int, int]:
-    """How many of `size` are in a block of at most `most // group`, and the number of blocks."""
+    """The length of a block of at most `most // group`, and the number of blocks."""
     if not is_static(size):
         length = max(most // group, 1)
         return length, -(-size // length)
@@ -112,7 +112,7 @@ def cut_keys(grid: Grid, x: Array) -> Array:
 
 
 def whole_blocks(grid: Grid, x: Array) -> Array:
-    """`[B, S, K, W]` with keys that fill the last block."""
+    """`[B, S, K, W]` padded to whole blocks of keys."""
     return _pad(x, 1, grid.keys * grid.key_blocks)
 
 
@@ -121,7 +121,7 @@ def take_keys(grid: Grid, x: Array, at: "Index") -> Array:
     batch, _, _, width = x.shape
     zero = jnp.zeros_like(at.key)
     corner = zero, at.key * grid.keys, at.head, zero
-    # XLA:CPU slices floats of 16 bits by way of a float32 copy of them all, and bits without one.
+    # XLA:CPU slices 16-bit floats through a float32 copy of the whole array, integers without.
     bits = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
     block = lax.dynamic_slice(bits, corner, (batch, grid.keys, 1, width))
     return lax.bitcast_convert_type(block, x.dtype).reshape(batch, grid.keys, width)
@@ -143,7 +143,7 @@ def _pad(x: Array, axis: int, size: int, fill: int | float = 0) -> Array:
 
 
 class Index(NamedTuple):
-    """Which block: key head, block of queries, block of keys."""
+    """The indices of a block: key head, block of queries, block of keys."""
 
     head: Array
     query: Array
@@ -151,7 +151,7 @@ class Index(NamedTuple):
 
 
 class BlockedOperands:
-    """Everything that scores are made of, cut by a grid; a block of scores is `[B, rows, keys]`."""
+    """The operands of a call, cut by a grid; a block of scores is `[B, rows, keys]`."""
 
     def __init__(self, operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES):
         self.grid = g = grid(operands, settings.rule.is_causal, sizes)
@@ -175,7 +175,7 @@ class BlockedOperands:
         self.mask = _pad_scores(operands.mask, query_len, key_len)
         query_positions, key_positions = operands.query_positions, operands.key_positions
         if key_len != operands.key.shape[1] and key_positions is None:
-            # keys that fill the last block are not there
+            # keys that pad the last block are absent
             query_positions = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
             key_positions = jnp.zeros((1, operands.key.shape[1]), jnp.int32)
         self.positions = self.segments = None
@@ -195,17 +195,18 @@ class BlockedOperands:
         )
 
     def full(self, fill: float, *shape: int) -> Array:
-        """A constant to start a loop with, in the dtype of the scores; inside shard_map it counts
-        as differing between devices like the operands do, as loops require.
+        """A constant to start a loop with, in the dtype of the scores.
+
+        Inside `jax.shard_map` it varies over the mesh axes of the operands, as loops require.
         """
         return lax.full_like(self.query, fill, dtype=lse_dtype(self.query.dtype), shape=shape)
 
     def meet(self, at: Index) -> Bool[Array, ""] | None:
-        """Whether any query of the block may see any key of it; None if all see all."""
+        """Whether any query of the block may see any of its keys; None if all see all."""
         return None if self._meet is None else self._meet[at.query, at.key]
 
     def take_values(self, values: Array, at: Index) -> Array:
-        """One block of the operands' values, `whole_blocks`, with zeros where none is there."""
+        """One block of `values`, whole blocks of the operands', with zeros in absent slots."""
         block = take_keys(self.grid, values, at)
         return (
             block if self._shown is None else jnp.where(self._shown[:, at.key, :, None], block, 0)
@@ -216,7 +217,7 @@ class BlockedOperands:
         return self.scores_of(self.query[at.head, at.query], self.key[at.head, at.key], at)
 
     def scores_of(self, query: Array, key: Array, at: Index) -> Array:
-        """The same of a block's queries and keys that have been taken out already."""
+        """The same from the queries and keys of the block."""
         scores = self.outer(query, key) * self.settings.scale
         if self.bias is not None:
             scores = scores + self._block(self.bias, at).astype(scores.dtype)
@@ -231,7 +232,7 @@ class BlockedOperands:
         return scores
 
     def _facing(self, numbers: tuple[Array, Array], at: Index) -> tuple[Array, Array]:
-        """Of the rows and of the keys of a block, `[B, rows, 1]` and `[B, 1, keys]`."""
+        """The numbers of a block's rows and keys, `[B, rows, 1]` and `[B, 1, keys]`."""
         queries, keys = (x[:, i] for x, i in zip(numbers, at[1:], strict=True))
         return jnp.tile(queries, (1, self.grid.group))[:, :, None], keys[:, None, :]
 
@@ -270,17 +271,17 @@ def _pad_scores(x: Array | None, query_len: int, key_len: int) -> Array | None:
 
 
 def outer(a: Array, b: Array, precision: lax.Precision | None) -> Array:
-    """`a bᵀ` of `[B, m, w]` and `[B, n, w]`, accumulated in float32 or wider. Raises nothing."""
+    """`a bᵀ` of `[B, m, w]` and `[B, n, w]`, accumulated in float32 or wider."""
     return _dot(a, b, (1, 1), precision)
 
 
 def product(a: Array, b: Array, precision: lax.Precision | None) -> Array:
-    """`a b` of `[B, m, k]` and `[B, k, n]`, accumulated in float32 or wider. Raises nothing."""
+    """`a b` of `[B, m, k]` and `[B, k, n]`, accumulated in float32 or wider."""
     return _dot(a, b, (1, 0), precision)
 
 
 def inner(a: Array, b: Array, precision: lax.Precision | None) -> Array:
-    """`aᵀ b` of `[B, k, m]` and `[B, k, n]`, accumulated in float32 or wider. Raises nothing."""
+    """`aᵀ b` of `[B, k, m]` and `[B, k, n]`, accumulated in float32 or wider."""
     return _dot(a, b, (0, 0), precision)
 
 
@@ -290,5 +291,5 @@ def _dot(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precision
         wide = lse_dtype(a.dtype)
         return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=wide)
 
-    # XLA:CPU has its fast 16-bit product only without a batch axis
+    # XLA:CPU has a fast 16-bit product only without a batch axis
     return dot(a[0], b[0])[None] if a.shape[0] == 1 else jax.vmap(dot)(a, b)

@@ -1,7 +1,7 @@
-"""The blockwise implementation: XLA alone, memory O(T·block), any platform.
+"""The blockwise implementation: XLA's operations, memory O(T·block), any platform.
 
-Forward and backward walk over blocks of scores and keep running statistics; the `T×S` matrix never
-exists (online softmax: Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2: Dao,
+Forward and backward iterate over blocks of scores and keep running statistics; the `T×S` matrix is
+never stored (online softmax: Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2: Dao,
 arXiv 2307.08691).
 """
 
@@ -31,7 +31,7 @@ from ._blocks import (
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise(AbstractKernel):
-    """XLA alone: any call, any platform, memory O(T·block)."""
+    """XLA's operations: any call, any platform, memory O(T·block)."""
 
     sizes: BlockSizes = BLOCK_SIZES
 
@@ -41,12 +41,12 @@ class Blockwise(AbstractKernel):
     exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises nothing."""
+        """Takes every call."""
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
-        """The online softmax over blocks of keys. Raises nothing."""
+        """The online softmax over blocks of keys."""
         return forward(operands, settings, self.sizes)
 
     def backward(
@@ -57,16 +57,16 @@ class Blockwise(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """Both cotangents pulled back in blocks. Raises nothing."""
+        """Both cotangents pulled back block by block."""
         return backward(operands, settings, state, cotangent, self.sizes)
 
 
 def forward(
     operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES
 ) -> AttentionState:
-    """`(out, lse)` by online softmax over blocks of keys; takes every call. Raises nothing.
+    """`(out, lse)` by online softmax over blocks of keys; takes every call.
 
-    Differentiated as it stands it would store every block: `backward` is its derivative.
+    JAX's derivative of it would store every block; `backward` is its derivative.
     """
     batch, query_len = operands.query.shape[:2]
     value = operands.value
@@ -89,7 +89,7 @@ def forward(
                 weights = jnp.exp(scores - shift)
                 decay = jnp.exp(maximum - shift)
                 total = total * decay + weights.sum(-1, keepdims=True)
-                # The probabilities stay in the wide dtype, and so do the values that they weigh.
+                # The weights stay in the wide dtype, and the values are cast to it.
                 weighed = blocks.product(weights, blocks.take_values(values, here).astype(wide))
                 return new, total, sums * decay + weighed
 
@@ -114,7 +114,7 @@ def forward(
 
 
 def empty_like(settings: Settings, operands: Operands) -> AttentionState:
-    """The state of no keys, of the types that the state of `operands` has. Raises nothing."""
+    """The state of no keys, of the types of the state of `operands`."""
     shape = (*operands.query.shape[:-1], operands.value.shape[-1])
     out = lax.full_like(operands.value, 0.0, shape=shape, dtype=out_dtype(operands, settings))
     wide = lse_dtype(operands.query.dtype)
@@ -135,45 +135,42 @@ def backward(
     $$\dot s_a = P_a (\dot{out}\cdot v_a - \delta), \quad \dot v_a = \sum P_a \dot{out}, \quad
       \dot q = \mathrm{scale} \sum_a \dot s_a k_a, \quad \dot k_a = \mathrm{scale} \sum \dot s_a q.$$
 
-    Returns the cotangents in the form of the operands, None for masks and positions. It is
-    differentiable JAX itself, so second derivatives in reverse mode are right. Raises nothing.
+    Returns cotangents in the form of the operands, None for masks and positions. Plain JAX, and so
+    differentiable itself.
     """
     return cast_like(backward_wide(operands, settings, state, cotangent, sizes), operands)
 
 
 def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
-    """`δ` of `backward`: what the cotangents say of the total weight, `[B, T, N]`. Raises nothing.
-
-    A cotangent of `lse` that is None is zero.
-    """
+    """`δ` of `backward`, `[B, T, N]`. A cotangent of `lse` that is None is zero."""
     wide = state.lse.dtype
     delta = (cotangent.out.astype(wide) * state.out.astype(wide)).sum(-1)
     return delta if cotangent.lse is None else delta - cotangent.lse
 
 
 class BackwardRows(NamedTuple):
-    """What a backward is given of rows. Where no key is seen nothing is asked: $P = e^{s - inf} = 0$."""
+    """The rows of a backward. Fully masked ones get no weight: $P = e^{s - \\infty} = 0$."""
 
     query: Array  # [B, T, N, H]
     d_out: Array  # [B, T, N, Hv]
-    lse: Array  # [B, T, N], plus infinity for rows that see no key
+    lse: Array  # [B, T, N], plus infinity for fully masked rows
     delta: Array  # [B, T, N], `backward_delta`
 
 
 def backward_rows(
     operands: Operands, state: AttentionState, cotangent: AttentionState
 ) -> BackwardRows:
-    """The rows of a backward, finite where no key is seen. Raises nothing."""
+    """The rows of a backward, with zeros in fully masked ones."""
     query, d_out = operands.query, cotangent.out
     seen = holds_keys(state.lse)
-    if operands.query_positions is not None:  # else all rows are there
+    if operands.query_positions is not None:  # else no row is absent
         query, d_out = (jnp.where(seen[..., None], x, 0) for x in (query, d_out))
     lse = jnp.where(seen, state.lse, jnp.inf)
     return BackwardRows(query, d_out, lse, jnp.where(seen, backward_delta(state, cotangent), 0.0))
 
 
 def cast_like(found: Operands, operands: Operands) -> Operands:
-    """Cotangents in the dtypes of the operands that they are of. Raises nothing."""
+    """Cotangents in the dtypes of their operands."""
 
     def cast(x: Array | None, like: Any) -> Any:
         return None if x is None else x.astype(like.dtype)
@@ -188,9 +185,9 @@ def backward_wide(
     cotangent: AttentionState,
     sizes: BlockSizes = BLOCK_SIZES,
 ) -> Operands:
-    """As `backward`, with the cotangents in the dtype of the scores, to be added up further.
+    """As `backward`, with cotangents in the dtype of the scores, for further sums.
 
-    `state` may be that of more keys than these: the shares are those in the whole. Raises nothing.
+    `state` may be that of more keys than these; weights are then relative to all of them.
     """
     query, key, value, bias = operands[:4]
     wide = lse_dtype(query.dtype)
@@ -206,19 +203,19 @@ def backward_wide(
     )  # also of rows that fill the last block
     delta = cut_queries(g, given.delta[..., None])
     outs = cut_queries(g, given.d_out)
-    # Sums over rows are taken as [width, rows] times [rows, keys], a plain matrix product, and so
-    # the gradients of keys and values lie on their side until the end.
+    # Sums over rows are plain matrix products, [width, rows] times [rows, keys], so the gradients of
+    # keys and values are transposed until the end.
     queries_on_side = blocks.query.astype(wide).swapaxes(-1, -2)
     outs_on_side = outs.astype(wide).swapaxes(-1, -2)
 
-    # What a derivative of this derivative would store of a block is which one it was.
+    # A derivative of this derivative stores only the index of a block.
     @jax.checkpoint
     def pulled(here: Index) -> tuple[Array, Array, Array, Array | None]:
         rows, keys = (here.head, here.query), (here.head, here.key)
 
         def pull() -> tuple[Array, Array, Array, Array | None]:
             weights = jnp.exp(blocks.scores(here) - lse[rows])
-            values = blocks.value[keys].astype(outs.dtype)  # what is folded is wide
+            values = blocks.value[keys].astype(outs.dtype)  # wide where `out` is
             d_scores = weights * (blocks.outer(outs[rows], values) - delta[rows])
             return (
                 blocks.product(queries_on_side[rows], d_scores),
@@ -280,7 +277,7 @@ def backward_wide(
 
 
 def when(condition: Array | None, f: Any, *carry: Any) -> Any:
-    """`f(*carry)` where `condition` holds or is None, else `carry`. Raises nothing."""
+    """`f(*carry)` where `condition` holds or is None, else `carry`."""
     if condition is None:
         return f(*carry)
     return lax.cond(condition, f, lambda *carry: carry, *carry)

@@ -1,4 +1,4 @@
-"""The decode implementation: few queries against many keys, read once and where they lie."""
+"""The decode implementation: few queries and many keys, which are read once and in place."""
 
 import functools
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from ._blocks import inner, outer, product
 from ._reference import masked
 from ._softmax import softmax
 
-# Above this many query rows (queries times heads) the block-diagonal product wastes more arithmetic than
-# it saves in bandwidth; chosen by measurement.
+# With more query rows (queries times heads) the block-diagonal product wastes more arithmetic than it
+# saves in bandwidth; chosen by measurement.
 MOST_ROWS = 64
 # A sum that is not finite is taken again in at least this many pieces, of at least and at most so
 # many keys. A piece takes memory whether the sum is taken again or not, so it is small.
@@ -33,10 +33,10 @@ PIECES, LEAST_PIECE, MOST_PIECE = 8, 128, 1024
 
 
 class Decode(AbstractKernel):
-    """XLA alone, for at most 64 query rows times heads: reads each key and value once.
+    """XLA's operations, for at most 64 queries times heads; reads each key and value once.
 
-    Memory O(T·N·S), a small part of the keys' own. On CPUs all heads go into one product; other
-    platforms take a product per head as it is, and would copy the values to join heads and widths.
+    Memory O(T·N·S), small beside the keys. On CPUs all heads are in one product. Other platforms
+    batch products over heads, and would copy the values to join heads and widths.
     """
 
     name = "decode"
@@ -45,7 +45,7 @@ class Decode(AbstractKernel):
     exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for more rows."""
+        """Raises `NotImplementedError` for more than 64 queries times heads."""
         query_len, heads = operands.query.shape[1:3]
         if not is_static(query_len) or query_len * heads > MOST_ROWS:
             raise NotImplementedError(
@@ -56,7 +56,7 @@ class Decode(AbstractKernel):
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
-        """One product for all scores and one for all outputs. Raises nothing."""
+        """One product for all scores and one for all outputs."""
         return lax.platform_dependent(
             hide_unreachable(operands, settings),
             cpu=functools.partial(_block_diagonal, settings=settings),
@@ -71,14 +71,14 @@ class Decode(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """As the blockwise implementation. Raises nothing."""
+        """The backward of the blockwise implementation."""
         return _blockwise.backward(operands, settings, state, cotangent)
 
 
 def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
-    # Keys keep their layout [S, K·H]: the queries of all heads are laid out block-diagonally, so
-    # that one product gives all scores, [T·N, S], and one more all outputs. Bandwidth-bound where
-    # a product per head would stride through memory.
+    # Keys keep their layout [S, K·H]. With the queries of all heads laid out block-diagonally, one
+    # product gives all scores, [T·N, S], and another all outputs. These read memory in order, where a
+    # product per head would stride through it.
     query, key, value = operands[:3]
     batch, query_len, heads, width = query.shape
     key_len, kv_heads = key.shape[1:3]
@@ -99,7 +99,7 @@ def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
         out, total, lse = _rows_first(diagonal_query, key, value, operands, settings)
     else:
         out, total, lse = _keys_first(diagonal_query, key, value, operands, settings)
-    # of each row's outputs for all key heads, the one of its own head
+    # each row has outputs for all key heads; select that of its own
     value_width = operands.value.shape[-1]
     out = out.reshape(batch, kv_heads, group, query_len, kv_heads, value_width)
     out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, query_len, heads, value_width)
@@ -108,9 +108,9 @@ def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
     return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
 
-# With R rows, of all heads, and W columns, of all key heads: [B, R, W], [B, S, W] and [B, S, W] to
-# [B, R, W], not yet divided, and to the totals and energies [B, R]. XLA:CPU multiplies 32 bits
-# fastest if scores lie as [S, R], and 16 bits if as [R, S]: else it would widen all values first.
+# With R rows, of all heads, and W columns, of all key heads: from [B, R, W], [B, S, W] and [B, S, W]
+# to the outputs before division, [B, R, W], and to the totals and energies, [B, R]. XLA:CPU multiplies
+# 32 bits fastest with scores as [S, R], and 16 bits as [R, S]: otherwise it widens all values first.
 def _rows_first(
     diagonal_query: Array, key: Array, value: Array, operands: Operands, settings: Settings
 ) -> tuple[Array, Array, Array]:
@@ -125,7 +125,7 @@ def _keys_first(
 ) -> tuple[Array, Array, Array]:
     exact = precision(diagonal_query.dtype)
     scores = outer(key, diagonal_query, exact).swapaxes(1, 2)
-    # there and back costs nothing: both are in the same loop as what is done in between
+    # XLA fuses both transpositions into the loop of what is between them
     scores = _masked(scores, operands, settings).swapaxes(1, 2)
     weights, total, lse = softmax(scores, axis=1)
     weighed = functools.partial(inner, precision=exact)
@@ -139,11 +139,11 @@ def _summed(
     axis: int,
     operands: Operands,
 ) -> Array:
-    """`weighed(weights, value)`, of which nothing is a slot's that is not there.
+    """`weighed(weights, value)` without absent slots; `axis` of the weights is that of the keys.
 
-    Its weight is zero, but what it holds may not be finite, and a copy of all values with zeros
-    there would take as long as the sum. So the sum is taken as it is, and only if it is not finite
-    taken again, piece by piece. `axis` of the weights is that of the keys.
+    The weight of an absent slot is zero, but its value may not be finite, and a copy of all values
+    with zeros there would take as long as the sum. So absent slots take part, and only if the sum is
+    not finite it is computed again in pieces, with zeros.
     """
     weights, shown, key_len = weights.astype(value.dtype), there(operands), value.shape[1]
     if shown is not None and not is_static(key_len):
@@ -156,7 +156,7 @@ def _summed(
 
     def sum_in_pieces() -> Array:
         def add(i: Array, total: Array) -> Array:
-            # the last piece begins earlier, and what it shares with the one before counts once
+            # the last piece overlaps the one before; keys in both count once
             first = jnp.minimum(i * piece, key_len - piece)
             new = jnp.arange(piece)[None] + first >= i * piece
             values, some = (lax.dynamic_slice_in_dim(x, first, piece, 1) for x in (value, shown))
@@ -169,7 +169,8 @@ def _summed(
     return lax.cond(_not_finite(found), sum_in_pieces, lambda: found)
 
 
-# Of all that is mapped over at once: of a condition for each, both ways would always be taken.
+# One condition for everything that is vmapped over: with a condition for each, lax.cond becomes a
+# select, and both branches always run.
 @jax.custom_batching.custom_vmap
 def _not_finite(x: Array) -> Array:
     return ~jnp.isfinite(x).all()
@@ -188,7 +189,7 @@ def _masked(scores: Array, operands: Operands, settings: Settings) -> Array:
 
 
 def _per_head(operands: Operands, settings: Settings) -> AttentionState:
-    # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, where T = 1 would not.
+    # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, which T = 1 does not.
     query, key, value = operands[:3]
     batch, query_len, heads, width = query.shape
     kv_heads = key.shape[2]
@@ -197,7 +198,7 @@ def _per_head(operands: Operands, settings: Settings) -> AttentionState:
     einsum = functools.partial(
         jnp.einsum, precision=precision(query.dtype), preferred_element_type=wide
     )
-    # where this runs, the zeros are put in place as the values are read
+    # other platforms than CPUs fuse the zeros into the product
     value = zero_absent(operands).value
     scores = einsum("btkgh,bskh->btkgs", grouped, key)
     scores = scores.reshape(batch, query_len, heads, key.shape[1])

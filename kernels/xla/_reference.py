@@ -1,4 +1,4 @@
-"""The plain implementation: slow, obviously right, any order of derivative in both modes."""
+"""The reference implementation: slow, obviously right, differentiable to any order in both modes."""
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,12 @@ class Reference(AbstractKernel):
     exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises nothing."""
+        """Takes every call."""
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
-        """The softmax and the weighted sum, as they are written. Raises nothing."""
+        """The softmax and the weighted sum, as in the equations."""
         operands = hide_unreachable(operands, settings)
         query, key, value = zero_absent(operands)[:3]
         batch, query_len, heads, width = query.shape
@@ -64,7 +64,7 @@ class Reference(AbstractKernel):
         )
         out = out.reshape(batch, query_len, heads, value.shape[-1])
         lse = lse.transpose(0, 2, 1)
-        # where nothing is seen, nothing is asked
+        # a fully masked row passes no cotangent to the values
         out = jnp.where(holds_keys(lse)[..., None], out, 0)
         return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
@@ -76,7 +76,7 @@ class Reference(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """JAX's derivative of `forward`. Raises nothing."""
+        """JAX's derivative of `forward`."""
         names = Operands._fields[:4]
 
         def run(*arrays: Array) -> AttentionState:
@@ -89,9 +89,9 @@ class Reference(AbstractKernel):
 
 
 def masked(scores: Float[Array, "B N T S"], operands: Operands, settings: Settings) -> Array:
-    """Products of queries and keys made scores: scaled, biased, minus infinity where hidden.
+    """Scores from products of queries and keys: scaled, biased, minus infinity where hidden.
 
-    Positions that are not given count for nothing.
+    Positions are compared only if they are given.
     """
     scores = scores * settings.scale
     if operands.bias is not None:

@@ -14,8 +14,8 @@ class Softmax(NamedTuple):
 
     Attributes:
         weights: `exp(scores - shift)`, not normalised.
-        total: their sum; 1 for a row without keys.
-        lse: the free energy, without that axis; minus infinity for a row without keys.
+        total: their sum; 1 for a fully masked row.
+        lse: the free energy, without that axis; minus infinity for a fully masked row.
     """
 
     weights: Float[Array, "..."]
@@ -27,9 +27,9 @@ def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
     r"""The softmax over an axis, where scores of minus infinity hide keys.
 
     The maximum $m$ is held constant: $F = m + \log\sum e^{s - m}$ does not depend on it, so the
-    derivatives of these lines, of any order and in both modes, are those of $F$. A row without
-    keys takes $m = 0$ and a total of 1, and so is finite, derivatives included. A NaN among the
-    scores, or an overflow, makes all of its row NaN. Raises nothing.
+    derivatives of these lines, of any order and in both modes, are those of $F$. A fully masked row
+    has $m = 0$ and a total of 1, and so is finite, derivatives included. A NaN or an overflow among
+    the scores makes the whole row NaN.
     """
     shift = safe_shift(lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf)))
     weights = jnp.exp(scores - shift)

@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     model: str | None  # a folder; None: that of the byte-level model of the library
 
 
-def ring(travels: str) -> Callable[..., Any]:
+def ring(rotate: str) -> Callable[..., Any]:
     """Attention for a model's `attend=`, by a ring in which keys, or the queries' states, travel."""
 
     def attend(query: Any, key: Any, value: Any, **said: Any) -> Any:
@@ -61,7 +61,7 @@ def ring(travels: str) -> Callable[..., Any]:
                 ring_attention(
                     *(query, key, value),
                     axis_name=AXIS,
-                    travels=travels,
+                    rotate=rotate,
                     queries_sharded=False,
                     is_causal=said["is_causal"],
                     query_positions=queries,
@@ -156,7 +156,7 @@ def measure(model: Any, text: np.ndarray, plan: Plan, prompt: int) -> dict[str, 
     """Times one length of prompt, on the mesh in force."""
     devices, platform = jax.device_count(), jax.default_backend()
     topology = cost.topology_of((AXIS,), (devices,), platform, jax.process_count())
-    tokens = place(text[None, :prompt].astype(np.int32), P(), whole=True)
+    tokens = place(text[None, :prompt].astype(np.int32), P(), replicated=True)
     slots = prompt + plan.tokens
 
     def empty() -> Any:

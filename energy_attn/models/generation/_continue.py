@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.distributed import KVCache, SequenceParallel
-from energy_attn.distributed.internal import check_counts, check_mesh, numbered, split_along
+from energy_attn.distributed.internal import check_counts, check_mesh, positions_from, split_along
 from energy_attn.kernels.internal import received
 
 from ...core._attention import attention
@@ -36,7 +36,7 @@ def read_on(
     reads its share of the tokens, which they divide; else all read all. Raises nothing.
     """
     parallel = cache.parallel
-    positions = numbered(cache.lengths, counts, tokens.shape[1])
+    positions = positions_from(cache.lengths, counts, tokens.shape[1])
     x = model.embed_tokens(tokens)
     if split and parallel is not None:
         parallel = dataclasses.replace(parallel, split_queries=True)
@@ -90,7 +90,7 @@ def read_chunks(
         if split:
             chunk = jnp.pad(chunk, ((0, 0), (0, -there % devices)))
         here = jnp.clip(left, 0, there)
-        positions = numbered(cache.lengths, here, chunk.shape[1])
+        positions = positions_from(cache.lengths, here, chunk.shape[1])
         newest = jnp.maximum(cache.lengths + here - 1, 0)[:, None]
         x, cache, _ = read_on(model, chunk, cache, here, attend, split=split)
         if split and parallel is not None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.distributed.internal import numbered
+from energy_attn.distributed.internal import positions_from
 from energy_attn.kernels.internal import check_shape
 
 from ...prefix_tree._accept import follow
@@ -163,7 +163,7 @@ def _ended(new: Array, number: Array, stop: Array) -> tuple[Array, Array]:
 
 def _extended(loop: Loop, new: Array, number: Array, stopped: Array, watch: Array | None) -> Loop:
     """With the first `number` of `new` behind the text, of which `watch` is told."""
-    places = numbered(loop.known, number, new.shape[1])
+    places = positions_from(loop.known, number, new.shape[1])
     nowhere = jnp.int32(loop.text.shape[1])
     rows = jnp.arange(len(new), dtype=jnp.int32)[:, None]
     text = loop.text.at[rows, jnp.where(places < 0, nowhere, places)].set(new, mode="drop")

@@ -1,7 +1,7 @@
-"""The GPU kernels of the gradients: one walks from rows over keys, the other from keys over rows.
+"""The GPU kernels of the gradients: one iterates over the keys of rows, one over the rows of keys.
 
-Each sums what its tile is due in float32 and alone, so that no order of adding is left to chance
-(FlashAttention-2: Dao, arXiv 2307.08691, has the same formulas).
+A program alone sums the gradient of its tile, in float32, so the order of sums is deterministic. The
+formulas are those of FlashAttention-2 (Dao, arXiv 2307.08691).
 """
 
 import functools
@@ -118,7 +118,7 @@ def _key_kernel(
         d_key, d_value = carry
         rows = tiles.rows(plan, tile, at.kv_head)
         query = tiles.load_rows(query_ref, at, rows, plan.width)
-        # keys in front: what is summed over rows is then a plain product
+        # keys in front, so that sums over rows are plain products
         scores = tiles.product(key, query, 1, 1) * (plan.settings.scale * tiles.LOG2_E)
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, at.tile, keys_first=True)
@@ -131,7 +131,7 @@ def _key_kernel(
         return d_key + tiles.product(d_scores.astype(query.dtype), query, 1, 0), d_value
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
-    # Keys that fill the last tile hold zeros, and their sums are stored nowhere.
+    # Keys that pad the last tile are zero, and their sums are not stored.
     over = tiles.tile_range(plan, found, at, of_keys=True)
     d_key, d_value = tiles.loop_over(plan, over, at, step, start)
     tiles.store_keys(plan, d_key_ref, at, d_key * plan.settings.scale, plan.width)

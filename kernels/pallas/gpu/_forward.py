@@ -1,7 +1,7 @@
-"""The GPU kernel of the state: online softmax over tiles of keys, shared out where rows are few.
+"""The GPU kernel of the state: online softmax over tiles of keys, which are split if rows are few.
 
 Sources: the online softmax of Milakov and Gimelshein (arXiv 1805.02867); FlashAttention-2 (Dao,
-arXiv 2307.08691); the split of the keys of a decoding step over programs, Flash-Decoding.
+arXiv 2307.08691); Flash-Decoding for the split of keys over programs.
 """
 
 import functools
@@ -19,13 +19,12 @@ from .._rows import Visibility
 from . import _tile as tiles
 from ._plan import LEAST, Plan, tile_ranges, visibility_of
 
-TERMS = (
-    4096  # that one program of the merge adds up: its threads have 32 each, on their way at once
-)
+# The terms that one program of the merge adds: each of its threads loads 32 at once.
+TERMS = 4096
 
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
-    """The state of a call, by a plan for "forward". Raises nothing."""
+    """The state of a call, by a plan for "forward"."""
     query, key, value = operands[:3]
     given = visibility_of(operands, plan)
     wide = out_dtype(operands, plan.settings) if plan.splits == 1 else jnp.float32
@@ -99,7 +98,7 @@ def _kernel(
 def _merged(
     parts: AttentionState, query: Array, dtype: jnp.dtype, *, interpret: bool
 ) -> AttentionState:
-    """The fold of the states that the programs of a split walk have left, in one kernel."""
+    """The merge, in one kernel, of the states of programs that split the keys."""
     splits, *shape, width = parts.out.shape
     flat = [x.reshape(splits, -1, *x.shape[4:]) for x in parts]
     rows = flat[1].shape[1]
@@ -136,7 +135,7 @@ def _merge(block: int, parts_ref: Any, lses_ref: Any, out_ref: Any, lse_ref: Any
         lambda x: x.max(0, keepdims=True),
         lambda pair: (pair[0].sum(0, keepdims=True), pair[1].sum(0, keepdims=True)),
     )
-    # sums of one element: JAX 0.8 has no slices in kernels for Triton
+    # sums of one element: in kernels for Triton, JAX 0.8 has no slices
     out, lse = (x.sum(0) for x in state)
     triton.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=inside)
     triton.store(lse_ref.at[row], lse, mask=at == 0)

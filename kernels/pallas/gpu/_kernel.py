@@ -18,12 +18,13 @@ _DTYPES = ("float16", "bfloat16", "float32")
 class PallasGPU(AbstractKernel):
     """Flash attention, and decoding with the keys of a query split over the chip.
 
-    Forward and backward with masks by position and segment. Keys and values are read where they
-    lie and never copied; programs skip the tiles that their rows cannot see, and mask only where
-    they must.
+    Forward and backward with masks by position and segment. Keys and values are read in place, never
+    copied. Programs skip tiles that their rows cannot see, and mask only tiles that need it.
+
+    `plan` replaces `make_plan`, for other tiles.
     """
 
-    plan: Callable[[Operands, Settings, str], Plan] | None = None  # None: `make_plan`
+    plan: Callable[[Operands, Settings, str], Plan] | None = None
 
     name = "pallas_gpu"
     platforms = ("cuda",)
@@ -31,14 +32,14 @@ class PallasGPU(AbstractKernel):
     exported = False
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for bias and mask arrays, float64, and empty axes; for
-        widths of which no tiles fit on the chip; and without Pallas on Triton.
+        """Raises `NotImplementedError` for bias and mask arrays, float64 and empty axes; for widths
+        whose tiles do not fit on the chip; and for versions of JAX without Pallas on Triton.
         """
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "query", "key"):
             self._plan(operands, settings, kind)
         try:
-            # Late, as JAX 0.11 announces the end of its Triton backend.
+            # late: JAX 0.11 deprecates its Triton backend, and a later one may lack it
             from . import _backward, _forward  # noqa: F401
         except ImportError as reason:
             raise NotImplementedError(
@@ -48,7 +49,7 @@ class PallasGPU(AbstractKernel):
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
-        """One kernel, and a merge of its parts where few rows meet many keys. Raises nothing."""
+        """One kernel, and a merge of its parts if few rows see many keys."""
         from ._forward import forward
 
         found = self._plan(operands, settings, "forward")
@@ -63,7 +64,7 @@ class PallasGPU(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """Two kernels, of the queries' gradient and of the others. Raises nothing."""
+        """Two kernels: one for the gradient of queries, one for the others."""
         from ._backward import backward
 
         query_plan = self._plan(operands, settings, "query")
@@ -79,10 +80,10 @@ class PallasGPU(AbstractKernel):
 
 @contextlib.contextmanager
 def _target(platform: str | None) -> Iterator[None]:
-    """Names a GPU to JAX where it knows of none: a program may be lowered on another machine.
+    """Names a GPU to JAX 0.11 or newer if it has none, for lowering on another machine.
 
-    Up to 0.10 JAX takes one of compute capability 9.0 by itself. Nothing in the kernels depends on
-    it, and what is compiled of them, XLA decides by the GPU that it compiles for.
+    Older versions assume compute capability 9.0 by themselves. The kernels do not depend on it, and
+    XLA compiles them for the GPU of the program.
     """
     mesh = jax.sharding.get_abstract_mesh()
     here = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]

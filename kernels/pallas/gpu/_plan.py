@@ -1,4 +1,4 @@
-"""How the GPU kernels cut a call into tiles and programs: shapes alone, nothing of Pallas."""
+"""How the GPU kernels cut a call into tiles and programs, by shapes alone; without Pallas."""
 
 import math
 from typing import NamedTuple
@@ -53,10 +53,10 @@ TILE_SIZES = TileSizes()
 
 
 class Plan(NamedTuple):
-    """What a kernel knows of a call when it is traced.
+    """The static properties of a call and its tiles.
 
     The rows of a tile are `row_times` consecutive queries of `row_heads` of the query heads that
-    share a key head, ordered as they lie in memory; what they do not fill of `rows` is idle.
+    share a key head, in memory order; the rest of `rows` is idle.
 
     Attributes:
         settings: those of the call.
@@ -64,8 +64,8 @@ class Plan(NamedTuple):
         width, value_width: `H` and `Hv`.
         row_times, row_heads, rows, keys: the tiles of rows and of keys; the last two are powers
             of two.
-        splits: how many programs share the walk over what a tile meets.
-        warps, stages: threads of a program in units of 32, and steps that overlap.
+        splits: how many programs share the iteration of a tile over others.
+        warps, stages: the threads of a program in units of 32, and the steps that overlap.
     """
 
     settings: Settings
@@ -86,7 +86,7 @@ class Plan(NamedTuple):
 
     @property
     def head_tiles(self) -> int:
-        """Tiles that the heads of a key head make."""
+        """Tiles for the query heads of a key head."""
         return math.ceil(self.group / self.row_heads)
 
     @property
@@ -115,7 +115,7 @@ class Plan(NamedTuple):
 
 
 def power(size: int) -> int:
-    """The least power of two that a tile of `size` fits into. Raises nothing."""
+    """The least power of two that holds `size`."""
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
@@ -150,8 +150,8 @@ def make_plan(
     sums = {"forward": value_wide, "query": wide, "key": wide + value_wide}[kind]
     while own * sums > 4 * SUMS and own > LEAST:
         own //= 2
-    # Triton holds as many tiles as there are stages where the products of warp groups read them
-    # from shared memory, and one less where few rows go through those of single warps.
+    # Triton holds a tile for each stage where the products of warp groups read them from shared
+    # memory, and one less where few rows go through products of single warps.
     held = 3 if few else 2
     memory = shared_memory() * 1024
 
@@ -162,7 +162,7 @@ def make_plan(
         own, other = (own // 2, other) if own > other else (own, other // 2)
     if needed() > memory:
         raise NotImplementedError(
-            f"query: wanted widths of which tiles fit into {memory >> 10} KiB of shared memory, "
+            f"query: wanted widths whose tiles fit into {memory >> 10} KiB of shared memory, "
             f"got {width} beside values of {value_width}"
         )
     rows, keys = (other, own) if kind == "key" else (own, other)
@@ -185,15 +185,15 @@ def make_plan(
 
 
 def shared_memory() -> int:
-    """What a program may take on the GPU at hand, in KiB. Raises nothing."""
+    """The shared memory that a program may take on the GPU at hand, in KiB."""
     capability = getattr(jax.devices()[0], "compute_capability", DEFAULT_CAPABILITY)
     return MEMORY.get(capability, LEAST_MEMORY)
 
 
 def visibility_of(operands: Operands, plan: Plan) -> Visibility:
-    """Positions and segments of queries and of keys, filled up to whole tiles.
+    """Positions and segments of queries and of keys, padded to whole tiles.
 
-    Without segments, kernels count positions that are not given by themselves. Raises nothing.
+    Positions that are not given stay None: kernels count them.
     """
     if operands.query_positions is not None or operands.query_segments is not None:
         operands = hide_unreachable(operands, plan.settings)
@@ -212,10 +212,10 @@ def visibility_of(operands: Operands, plan: Plan) -> Visibility:
 def tile_ranges(
     visibility: Visibility, plan: Plan, *, of_keys: bool
 ) -> Int[Array, "4 b tiles"] | None:
-    """What each tile of queries, or of keys, walks over; None without visibility.
+    """The range of tiles that each tile of queries, or of keys, iterates over; None without arrays.
 
-    First and one past the last tile that it might meet; and first and one past the last of a run
-    of them in which every row that is there sees every key. Raises nothing.
+    First and one past the last tile that it might see; then first and one past the last of a run of
+    them that needs no mask, because every present row sees every key.
     """
     meets = meeting_blocks(visibility, plan.settings, plan.row_times, plan.keys)
     if meets is None:
@@ -228,12 +228,12 @@ def tile_ranges(
     broken = ~whole & after
     stop = jnp.where(broken.any(-1), broken.argmax(-1), whole.shape[-1]).astype(jnp.int32)
     found = jnp.stack([*block_spans(meets), first, jnp.where(whole.any(-1), stop, first)])
-    # rows are in as many tiles as their heads make
+    # the same queries are in a tile for each group of heads
     return found * plan.head_tiles if of_keys else found
 
 
 def _whole(visibility: Visibility, plan: Plan) -> Bool[Array, "b row_tiles key_tiles"]:
-    """In which pairs of tiles all rows that are there see all keys."""
+    """The pairs of tiles in which all present rows see all keys."""
     query_len, keys = plan.row_times, plan.keys
     whole = jnp.arange(plan.key_tiles, dtype=jnp.int32) < plan.key_len // keys
     whole = whole[None, None, :]
@@ -246,7 +246,7 @@ def _whole(visibility: Visibility, plan: Plan) -> Bool[Array, "b row_tiles key_t
         of_rows, of_keys = _facing(
             _ends(visibility.row_segments, query_len), _ends(visibility.key_segments, keys)
         )
-        # low <= high: then all four are equal
+        # as low <= high, all four are then equal
         whole &= (of_rows.low == of_keys.high) & (of_rows.high == of_keys.low)
     return whole
 

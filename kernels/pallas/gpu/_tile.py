@@ -1,8 +1,8 @@
-"""What the GPU kernels do with tiles: load and store them, walk over them, and mask their scores.
+"""The GPU kernels' operations on tiles: load and store, iterate, and mask their scores.
 
-Arrays are read and written where they lie, `[B, T, N, H]` and `[B, S, K, H]`, by the numbers of
-rows, heads and columns; what is not there is masked in the load, so that widths and lengths of any
-size fit into tiles of powers of two.
+Arrays are read and written in place, `[B, T, N, H]` and `[B, S, K, H]`, by the indices of rows, heads
+and columns. Loads mask what lies outside an array, so that any widths and lengths fit into tiles,
+whose sizes are powers of two.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from ...call._mask import visible
 from .._rows import Visibility
 from ._plan import Plan, power
 
-LOG2_E = float(np.log2(np.e))  # scores are in bits within a kernel: the hardware has exp2 alone
+LOG2_E = float(np.log2(np.e))  # within a kernel scores are in bits, as the hardware only has exp2
 
 
 class ProgramIndex(NamedTuple):
-    """Which program this is: its tile, its key head and row of the batch, its share of the walk."""
+    """The index of a program: its tile, key head, batch entry, and share of the iteration."""
 
     tile: Array
     kv_head: Array
@@ -32,10 +32,10 @@ class ProgramIndex(NamedTuple):
 
 
 def program_index(plan: Plan, *, of_keys: bool) -> ProgramIndex:
-    """The numbers of this program, whose tile is of rows or of keys; tiles count fastest.
+    """The index of this program, whose tile is of rows or of keys; tiles vary fastest.
 
-    Under a causal rule the last rows see most keys, and the first keys are seen by most rows: these
-    begin, and short walks end. Raises nothing.
+    Under a causal rule the last rows see most keys, and most rows see the first keys. These tiles
+    start first, and short iterations come last.
     """
     tiles = plan.key_tiles if of_keys else plan.row_tiles
     i, tile = divide(pl.program_id(0), tiles)
@@ -45,7 +45,7 @@ def program_index(plan: Plan, *, of_keys: bool) -> ProgramIndex:
 
 
 def divide(x: Array, size: int) -> tuple[Array, Array]:
-    """Quotients and remainders of numbers that are not negative. Raises nothing."""
+    """Quotients and remainders of non-negative numbers."""
     if size == 1:
         return x, jnp.zeros_like(x)
     quotient = lax.div(x, lax.full_like(x, size))
@@ -53,32 +53,32 @@ def divide(x: Array, size: int) -> tuple[Array, Array]:
 
 
 def numbers(size: int) -> Int[Array, " size"]:
-    """0, 1, ..., of 32 bits. Raises nothing."""
+    """0, 1, ... in int32."""
     return lax.iota(jnp.int32, size)
 
 
 def load(ref: Any, index: tuple[Any, ...], there: Any, other: float = 0) -> Array:
-    """Elements by their numbers, `other` where they are not there (None: all are)."""
+    """The elements at `index`, `other` where they do not exist (`there`; None: all do)."""
     if there is None:
         return triton.load(ref.at[index])
     return triton.load(ref.at[index], mask=there, other=other)
 
 
 class Columns(NamedTuple):
-    """The columns of a tile as wide as an array's last axis: their numbers, and which are there."""
+    """The columns of a tile over an array's last axis: their indices, and which exist."""
 
     number: Int[Array, "1 width"]
     there: Bool[Array, "1 width"] | None
 
 
 def columns(width: int) -> Columns:
-    """Columns of a tile for arrays of `width`. Raises nothing."""
+    """The columns of a tile for arrays of `width`."""
     number = numbers(power(width))[None, :]
     return Columns(number, None if power(width) == width else number < width)
 
 
 class Rows(NamedTuple):
-    """The rows of a tile of queries: their times and heads, and which are there."""
+    """The rows of a tile of queries: their times and heads, and which exist."""
 
     time: Int[Array, " rows"]
     head: Int[Array, " rows"]
@@ -86,7 +86,7 @@ class Rows(NamedTuple):
 
 
 def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
-    """The rows of a tile. Raises nothing."""
+    """The rows of a tile."""
     row = numbers(plan.rows)
     time, head = divide(row, plan.row_heads)
     if plan.full_rows:
@@ -102,7 +102,7 @@ def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
 
 
 def load_rows(ref: Any, at: ProgramIndex, rows: Rows, width: int) -> Array:
-    """`[rows, width]` of an array `[B, T, N, width]`, zero where nothing is. Raises nothing."""
+    """`[rows, width]` of an array `[B, T, N, width]`, zero outside of it."""
     index, there = _row_index(rows, columns(width))
     return load(ref, (at.batch, *index), there)
 
@@ -126,15 +126,12 @@ def _both(a: Array | None, b: Array | None, size: int) -> Array | None:
 
 
 def load_numbers(ref: Any, at: ProgramIndex, rows: Rows, other: float) -> Float[Array, " rows"]:
-    """One number for each row, of an array `[B, T, N]`; `other` where nothing is."""
+    """One number for each row, of an array `[B, T, N]`; `other` outside of it."""
     return load(ref, (at.batch, rows.time, rows.head), rows.there, other)
 
 
 def load_keys(plan: Plan, ref: Any, at: ProgramIndex, tile: Array, width: int, full: bool) -> Array:
-    """`[keys, width]` of an array `[B, S, K, width]`, zero where nothing is.
-
-    `full`: the tile is known to be. Raises nothing.
-    """
+    """`[keys, width]` of an array `[B, S, K, width]`, zero outside of it unless the tile is `full`."""
     index, there = _key_index(plan, at, tile, width, full)
     return load(ref, (at.batch, *index), there)
 
@@ -173,10 +170,7 @@ def seen(
     *,
     keys_first: bool,
 ) -> Bool[Array, "i j"]:
-    """Which rows of a tile see which keys of another. Raises nothing.
-
-    `[rows, keys]`, or `[keys, rows]`.
-    """
+    """Which rows of a tile see which keys of another, `[rows, keys]` or `[keys, rows]`."""
     key = tile * plan.keys + numbers(plan.keys)
 
     def facing(of_rows: Array, of_keys: Array) -> tuple[Array, Array]:
@@ -188,7 +182,7 @@ def seen(
 
     found = facing(rows.time, key)[1] < plan.key_len
     if plan.settings.rule.constrains or visibility.row_positions is not None:
-        # where none are given, they count from 0
+        # positions that are not given count from 0
         of_rows = of(visibility.row_positions, rows.time, rows.there)
         of_keys = of(visibility.key_positions, key, None)
         found &= visible(plan.settings.rule, *facing(of_rows, of_keys))
@@ -204,7 +198,7 @@ def seen(
 def zero_hidden(
     plan: Plan, visibility: Visibility, at: ProgramIndex, tile: Array, *arrays: Array
 ) -> tuple[Array, ...]:
-    """Tiles of keys or values with zeros where no row of the call may look. Raises nothing."""
+    """Tiles of keys or values with zeros for keys that no row of the call sees."""
     key, right = tile * plan.keys + numbers(plan.keys), plan.settings.rule.sides[1]
     if visibility.key_positions is not None:
         there = (
@@ -220,7 +214,7 @@ def zero_hidden(
 def absent_rows(
     visibility: Visibility, at: ProgramIndex, rows: Rows
 ) -> Bool[Array, " rows"] | None:
-    """Which rows have no position, and so see nothing; None if all have. Raises nothing."""
+    """Which rows are absent, by their position; None if none are."""
     if visibility.row_positions is None:
         return None
     index = (_row_of(visibility.row_positions, at), rows.time)
@@ -228,7 +222,7 @@ def absent_rows(
 
 
 class TileRange(NamedTuple):
-    """What a tile walks over: tiles that it might meet, and among them a run that needs no mask."""
+    """The tiles that a tile iterates over, and among them a run that needs no mask."""
 
     first: Any
     stop: Any
@@ -237,8 +231,9 @@ class TileRange(NamedTuple):
 
 
 def tile_range(plan: Plan, found: Any, at: ProgramIndex, *, of_keys: bool) -> TileRange:
-    """What this program's tile, of rows or of keys, walks over: as `tile_ranges` found, or if that is
-    None as the rule has it where positions count from 0. Raises nothing.
+    """The tiles that this program's tile, of rows or of keys, iterates over.
+
+    From `tile_ranges`, or if that is None from the rule with positions that count from 0.
     """
     tile = at.tile if of_keys else divide(at.tile, plan.head_tiles)[0]
     if found is not None:
@@ -247,7 +242,7 @@ def tile_range(plan: Plan, found: Any, at: ProgramIndex, *, of_keys: bool) -> Ti
     (block, size), (other, others) = sides[::-1] if of_keys else sides
     unit = plan.head_tiles if of_keys else 1
     if not plan.settings.rule.constrains:
-        # keys that fill the last tile are hidden from rows; as rows of a tile they count for nothing
+        # rows mask the keys that pad the last tile; keys need not mask the rows that do
         whole = -(-others // other) if of_keys else others // other
         return TileRange(*(np.int32(unit * x) for x in (0, -(-others // other), 0, whole)))
     left, right = (min(side, size + others) for side in plan.settings.rule.sides)
@@ -264,9 +259,9 @@ def tile_range(plan: Plan, found: Any, at: ProgramIndex, *, of_keys: bool) -> Ti
 def loop_over(
     plan: Plan, over: TileRange, at: ProgramIndex, step: Callable[[Any, Any, bool], Any], x: Any
 ) -> Any:
-    """`x = step(tile, x, masked)` over this program's share of what its tile walks over.
+    """`x = step(tile, x, masked)` over this program's share of its tile's range.
 
-    First tiles that need no mask, then those around them. Raises nothing.
+    First the tiles that need no mask, then those around them.
     """
     first, stop, begin, end = over
     if plan.splits > 1:
@@ -274,7 +269,7 @@ def loop_over(
         first = first + at.split * share
         stop = jnp.minimum(first + share, stop)
     if not isinstance(first, np.integer):
-        # a run within the share, also where either is empty
+        # the run is within the share, even if either is empty
         begin = jnp.minimum(jnp.maximum(begin, first), jnp.maximum(first, stop))
         end = jnp.maximum(jnp.minimum(end, stop), begin)
     x = lax.fori_loop(begin, end, lambda tile, x: step(tile, x, False), x)

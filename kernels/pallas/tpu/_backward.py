@@ -1,4 +1,4 @@
-"""The backward of the kernel for TPUs: rows that walk over keys, and keys that walk over rows."""
+"""The TPU kernels of the gradients: one iterates over the keys of rows, one over the rows of keys."""
 
 import functools
 from collections.abc import Callable
@@ -29,14 +29,14 @@ def backward(
     *,
     interpret: bool,
 ) -> Operands:
-    r"""The cotangents of query, key and value, scores computed anew in each of two kernels.
+    r"""The cotangents of query, key and value, with scores computed again in each of two kernels.
 
-    One sums over the keys of a block of rows, the other over the rows of a block of keys, and so
-    neither adds to what another step wrote. Raises nothing.
+    One sums over the keys of a block of rows, the other over the rows of a block of keys, so neither
+    adds to the output of another block.
     """
     key, value = operands[1:3]
     query, d_out, lse, delta = backward_rows(operands, state, cotangent)
-    lse = fold_rows(lse, at, jnp.inf)[:, :, None]  # also of rows that fill a block: e^{s - inf} = 0
+    lse = fold_rows(lse, at, jnp.inf)[:, :, None]  # also for rows that pad a block: e^{s - inf} = 0
     delta = fold_rows(delta, at)[:, :, None]
     rows = (fold_rows(query, at), fold_rows(d_out.astype(value.dtype), at), lse, delta)
     keys = fold_keys(key, at, tall=at.tall_key), fold_keys(value, at, tall=at.tall_value)
@@ -54,7 +54,7 @@ def backward(
 def _specs(
     rows: tuple[Any, ...], at: Layout, row: Callable[..., Any], key: Callable[..., Any]
 ) -> list[pl.BlockSpec]:
-    """Blocks of query, dout, lse, delta, key and value; `row` and `key` say which of the blocks."""
+    """Blocks of query, dout, lse, delta, key and value; `row` and `key` return their indices."""
 
     def of_row(b: Any, p: Any, *others: Any) -> Any:
         return b, p, row(b, *others), 0
@@ -83,18 +83,18 @@ def _rows_over_keys(
     batch, width = query.shape[0], query.shape[-1]
     numbers = block_ranges(visibility, at, batch)
 
-    def sequence(b: Any, i: Any) -> Any:
+    def range_index(b: Any, i: Any) -> Any:
         return b * at.row_blocks + i
 
     def row(b: Any, i: Any, j: Any, *_: Any) -> Any:
         return i
 
     def key(b: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
-        return step(first, stop, sequence(b, i), j)
+        return step(first, stop, range_index(b, i), j)
 
     specs = _specs(rows, at, row, key)
     return pl.pallas_call(
-        functools.partial(_rows_kernel, at=at, sequence=sequence),
+        functools.partial(_rows_kernel, at=at, range_index=range_index),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(numbers),
             grid=(batch, at.heads, at.row_blocks, at.key_blocks),
@@ -125,9 +125,9 @@ def _rows_kernel(
     sums: Any,
     *,
     at: Layout,
-    sequence: Callable[..., Any],
+    range_index: Callable[..., Any],
 ) -> None:
-    """One block of rows meets one block of keys, `dq += ds k`.
+    """One step, of a block of rows and a block of keys: `dq += ds k`.
 
     query and d_query `[rows, H]`, d_out `[rows, Hv]`, lse and delta `[1, rows]`, key `[keys, H]`,
     value `[keys, Hv]`, visibility `[1, rows]` and `[1, keys]`; sums `[rows, H]`, float32.
@@ -139,7 +139,7 @@ def _rows_kernel(
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)
 
-    @visit(numbers, sequence(b, i), j, visibility)
+    @visit(numbers, range_index(b, i), j, visibility)
     def _(block: Any, compared: dict[str, Any]) -> None:
         zero_past_end(key, block, at, tall=at.tall_key)
         zero_past_end(value, block, at, tall=at.tall_value)
@@ -167,18 +167,18 @@ def _keys_over_rows(
     batch = len(rows[0])
     numbers = block_ranges(visibility, at, batch, of_keys=True)
 
-    def sequence(b: Any, i: Any) -> Any:
+    def range_index(b: Any, i: Any) -> Any:
         return b * at.key_blocks + i
 
     def key(b: Any, i: Any, j: Any, *_: Any) -> Any:
         return i
 
     def row(b: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
-        return step(first, stop, sequence(b, i), j)
+        return step(first, stop, range_index(b, i), j)
 
     specs = _specs(rows, at, row, key)
     return pl.pallas_call(
-        functools.partial(_keys_kernel, at=at, sequence=sequence),
+        functools.partial(_keys_kernel, at=at, range_index=range_index),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(numbers),
             grid=(batch, at.heads, at.key_blocks, at.row_blocks),
@@ -211,12 +211,12 @@ def _keys_kernel(
     value_sums: Any,
     *,
     at: Layout,
-    sequence: Callable[..., Any],
+    range_index: Callable[..., Any],
 ) -> None:
-    """One block of keys meets one block of rows, `dv += P^T dout` and `dk += ds^T q`.
+    """One step, of a block of keys and a block of rows: `dv += P^T dout` and `dk += ds^T q`.
 
-    Scores are `[keys, rows]` here, and so no matrix is transposed. What lies past the end of the
-    keys stays in rows of results that are never written. Arguments as those of `_rows_kernel`;
+    Scores are `[keys, rows]`, so that no matrix is transposed. Keys past the end only enter rows of
+    the results that are not written. Arguments as those of `_rows_kernel`;
     d_key and key_sums `[keys, H]`, d_value and value_sums `[keys, Hv]`.
     """
     b, p, i, j = map(pl.program_id, range(4))
@@ -227,7 +227,7 @@ def _keys_kernel(
         key_sums[...] = jnp.zeros_like(key_sums)
         value_sums[...] = jnp.zeros_like(value_sums)
 
-    @visit(numbers, sequence(b, i), j, visibility)
+    @visit(numbers, range_index(b, i), j, visibility)
     def _(block: Any, compared: dict[str, Any]) -> None:
         key_width, value_width = _widths(at)
         keys = load_present(key, compared, tall=at.tall_key)
@@ -246,5 +246,5 @@ def _keys_kernel(
 
 
 def _widths(at: Layout) -> tuple[int, int]:
-    """Which axis of a block of keys, and of values, is the width."""
+    """The axis of the width in a block of keys, and of values."""
     return 0 if at.tall_key else 1, 0 if at.tall_value else 1

@@ -39,14 +39,14 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
     numbers = block_ranges(visibility, at, batch, splits=splits)
     grid = (batch, at.heads, splits, at.row_blocks, pl.cdiv(at.key_blocks, splits))
 
-    def sequence(b: Any, s: Any, i: Any) -> Any:
+    def range_index(b: Any, s: Any, i: Any) -> Any:
         return (b * at.row_blocks + i) * splits + s
 
     def row(b: Any, s: Any, i: Any, j: Any, *_: Any) -> Any:
         return i
 
     def key_(b: Any, s: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
-        return step(first, stop, sequence(b, s, i), j)
+        return step(first, stop, range_index(b, s, i), j)
 
     def rows_at(b: Any, p: Any, s: Any, i: Any, j: Any, *_: Any) -> Any:
         return b, p, i, 0
@@ -80,7 +80,7 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
         ],
     )
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, at=at, sequence=sequence),
+        functools.partial(_kernel, at=at, range_index=range_index),
         grid_spec=specs,
         out_shape=[
             result_like(query, (splits, batch, at.heads, rows, value_width), found_dtype),
@@ -120,9 +120,9 @@ def _kernel(
     sums: Any,
     *,
     at: Layout,
-    sequence: Callable[..., Any],
+    range_index: Callable[..., Any],
 ) -> None:
-    """One block of rows meets one block of keys; the statistics stay on the chip meanwhile.
+    """One step, of a block of rows and a block of keys; statistics stay in scratch memory.
 
     query `[rows, H]`, key `[keys, H]`, value `[keys, Hv]`, visibility `[1, rows]` and `[1, keys]`;
     out `[rows, Hv]`, lse `[1, rows]`; maximum and total `[rows, 1]`, sums `[rows, Hv]`, float32.
@@ -136,7 +136,7 @@ def _kernel(
         total[...] = jnp.zeros_like(total)
         sums[...] = jnp.zeros_like(sums)
 
-    @visit(numbers, sequence(b, s, i), j, visibility)
+    @visit(numbers, range_index(b, s, i), j, visibility)
     def _(block: Any, compared: dict[str, Any]) -> None:
         zero_past_end(value, block, at, tall=at.tall_value)
         scores = dot(query[...], key[...], (1, 0 if at.tall_key else 1)) * at.settings.scale
@@ -155,10 +155,9 @@ def _kernel(
     @pl.when(j == pl.num_programs(4) - 1)
     def _() -> None:
         empty = total[...] == 0
-        if "row_positions" in visibility:  # rows that are not there see what all see
+        if "row_positions" in visibility:  # absent rows, as blocks that all rows see are not masked
             empty |= visibility["row_positions"][...].T < 0
         divisor = jnp.where(empty, 1.0, total[...])
         out[...] = jnp.where(empty, 0.0, sums[...] / divisor).astype(out.dtype)
-        # a column of energies for each row, written as a row: a column would take 128 times its
-        # memory
+        # the column of energies is written as a row: a column takes 128 times the memory
         lse[...] = jnp.where(empty, HIDDEN, maximum[...] + jnp.log(divisor)).T

@@ -12,12 +12,12 @@ _DTYPES = ("bfloat16", "float32")  # the compiler does not load float16
 
 @dataclasses.dataclass(frozen=True)
 class PallasTPU(AbstractKernel):
-    """Our own kernel for TPUs, in Pallas.
+    """Flash attention, and decoding that reads the cache in place.
 
-    Up to 256 queries times heads read keys and values once, where they lie and as XLA lays such
-    arrays out, of any width: no copy fills it up to 128. (There is one of either if its width is a
-    multiple of 128 and the other's is not, and of both for rare numbers of key heads.) More rows
-    move key heads to the front first, by one copy, where the width is a multiple of 128.
+    For up to 256 queries times heads, keys and values are read once and in place, in XLA's layout of
+    such arrays, without padding the width to 128. (One of them is copied if its width is a multiple
+    of 128 and the other's is not, both for rare numbers of key heads.) For more rows, a copy moves
+    the key heads to the front if the width is a multiple of 128.
     """
 
     sizes: LayoutSizes = LAYOUT_SIZES
@@ -28,7 +28,9 @@ class PallasTPU(AbstractKernel):
     exported = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for biases, masks, float16, float64, or no rows or keys."""
+        """Raises `NotImplementedError` for bias and mask arrays, float16, float64 and empty axes; and
+        for widths whose blocks do not fit on the chip, or too many blocks.
+        """
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for is_backward in (False, True):
             layout(operands, settings, backward=is_backward, sizes=self.sizes)
@@ -36,7 +38,7 @@ class PallasTPU(AbstractKernel):
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
-        """The online softmax over blocks of keys. Raises nothing."""
+        """The online softmax over blocks of keys."""
         from ._forward import forward  # late: Pallas takes long to import
 
         found = layout(operands, settings, backward=False, sizes=self.sizes)
@@ -50,10 +52,7 @@ class PallasTPU(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """Two kernels, one over the keys of each row and one over the rows of each key.
-
-        Raises nothing.
-        """
+        """Two kernels: one iterates over the keys of rows, one over the rows of keys."""
         from ._backward import backward
 
         found = layout(operands, settings, backward=True, sizes=self.sizes)

@@ -1,4 +1,4 @@
-"""How the TPU kernels see a call: heads folded into the other axes, and blocks that fit on a chip."""
+"""The layout of a call for the TPU kernels: heads folded into other axes, blocks that fit on a chip."""
 
 import math
 from typing import NamedTuple
@@ -42,31 +42,31 @@ LAYOUT_SIZES = LayoutSizes()
 
 
 class Layout(NamedTuple):
-    """What a kernel knows of a call when it is traced.
+    """The static properties of a call and its blocks.
 
-    A TPU computes with tiles of 8 or 16 by 128 of an array's last two axes, so that an axis of
-    heads before the width is of use only if it is folded into another or moved to the front. How
-    keys `[B, S, K, H]` lie in memory is XLA's choice, such that tiles are full:
+    A TPU computes with tiles of 8 or 16 by 128 of an array's last two axes, so an axis of heads
+    before the width has to be folded into another or moved to the front. XLA chooses the memory
+    layout of keys `[B, S, K, H]` such that tiles are full:
 
     - `H` a multiple of 128 and `K` 1, 2, 4 or a multiple of 8: as written, and so as
-      `[B, S·K, H]`. Few rows fold all heads into the keys' axis; a row sees the keys of its head
-      alone. More rows move the key heads to the front, by a copy.
+      `[B, S·K, H]`. With few rows all heads are folded into the axis of keys, and a row sees only
+      the keys of its head. With more rows a copy moves the key heads to the front.
     - `H` a multiple of 128 and another `K`: as `[B, K, S, H]`, heads in front already.
-    - Another `H`, and many keys: as `[B, K, H, S]`. They are taken so, called tall here.
+    - Another `H`, and many keys: as `[B, K, H, S]`, called tall here.
 
-    Query heads that share a key head are folded into the queries' axis.
+    Query heads that share a key head are folded into the axis of queries.
 
     Attributes:
         heads: the axis in front, `P`: 1, or the number of key heads.
         row_fold: query heads folded into queries, `N / P`.
         key_fold: key heads folded into keys, `K / P`.
-        rows: the length of the axis of queries then, `T·N / P`.
+        rows: the length of the axis of queries, `T·N / P`.
         keys: the length of the axis of keys, `S·K / P`.
-        tall_key: whether keys are taken as `[P, H, C]` and not as `[P, C, H]`.
-        tall_value: the same of values.
+        tall_key: whether keys are `[P, H, C]`, not `[P, C, H]`.
+        tall_value: the same for values.
         row_block: rows in a block.
         key_block: keys in a block.
-        bounded: whether nothing but their number tells keys past the end in the last block.
+        bounded: whether keys past the end are told only by their index in the last block.
         settings: those of the call.
     """
 
@@ -115,7 +115,7 @@ def layout(
     row_fold, key_fold = heads // front, kv_heads // front
     rows, keys = query_len * row_fold, key_len * key_fold
     most_keys = sizes.keys_backward if backward else sizes.keys_of_few_rows if few else sizes.keys
-    unit = math.lcm(sizes.lanes, key_fold)  # a block has all heads of a key
+    unit = math.lcm(sizes.lanes, key_fold)  # a block holds all heads of its keys
     most_rows = sizes.rows
     while True:
         row_block = _even(rows, most_rows, sizes.sublanes if rows <= most_rows else sizes.lanes)
@@ -135,7 +135,7 @@ def layout(
             most_keys = key_block // 2
         else:
             raise NotImplementedError(
-                f"query: wanted widths of which blocks fit into {MEMORY >> 20} MiB, got {width} "
+                f"query: wanted widths whose blocks fit into {MEMORY >> 20} MiB, got {width} "
                 f"beside values of {value_width}"
             )
     ranges = batch * max(found.row_blocks, found.key_blocks if backward else 0)
@@ -148,7 +148,7 @@ def layout(
 
 
 def _even(size: int, most: int, unit: int) -> int:
-    """Blocks of about `most` that are filled evenly, in whole units."""
+    """The size of evenly filled blocks of about `most`, in whole units."""
     number = math.ceil(size / max(most // unit * unit, unit))
     return math.ceil(math.ceil(size / number) / unit) * unit
 
@@ -160,13 +160,13 @@ def _memory(
     width, value_width = (math.ceil(x.shape[-1] / lanes) * lanes for x in (query, value))
     a_row = width * query.dtype.itemsize + value_width * value.dtype.itemsize
     a_key = width * key.dtype.itemsize + value_width * value.dtype.itemsize
-    # blocks come and go while others are computed with: each is there twice
+    # double buffers: blocks are copied while others are computed with
     blocks = 2 * (row_block * a_row + key_block * a_key)
     sums = row_block * (value_width + 2 * lanes) * 4
     if backward:
         blocks += 2 * max(row_block * a_row, key_block * a_key)
         sums = max(row_block * width, key_block * (width + value_width)) * 4
-    # Scores and what is made of them; float32 products are made of three 16-bit parts each.
+    # scores and arrays of their size; float32 products take three 16-bit parts of each operand
     wide = query.dtype.itemsize == 4
     scores = row_block * key_block * 4 * ((6 if backward else 4) + wide)
     parts = 6 * (row_block + key_block) * (width + value_width) if wide else 0
@@ -174,9 +174,9 @@ def _memory(
 
 
 def fold_rows(x: Array, at: Layout, fill: float = 0) -> Array:
-    """`[B, T, N, ...]` to rows `[B, P, R, ...]`, ordered by (time, head). Raises nothing.
+    """`[B, T, N, ...]` to rows `[B, P, R, ...]`, ordered by (time, head).
 
-    Blocks then cover short intervals of time, so that few of them meet under a causal rule.
+    Blocks then cover short intervals of positions, so that few of them meet under a causal rule.
     """
     batch, query_len, heads, *rest = x.shape
     x = x.reshape(batch, query_len, at.heads, at.row_fold, *rest).swapaxes(2, 3)
@@ -184,20 +184,20 @@ def fold_rows(x: Array, at: Layout, fill: float = 0) -> Array:
 
 
 def unfold_rows(x: Array, at: Layout) -> Array:
-    """The inverse of `fold_rows`. Raises nothing."""
+    """The inverse of `fold_rows`."""
     batch, _, _, *rest = x.shape
     x = unpack_rows(x, at.rows, at.heads).reshape(batch, -1, at.row_fold, at.heads, *rest)
     return x.swapaxes(2, 3).reshape(batch, -1, at.heads * at.row_fold, *rest)
 
 
 def fold_keys(x: Array, at: Layout, *, tall: bool) -> Array:
-    """`[B, S, K, W]` to `[B, P, C, W]`, or to `[B, P, W, C]` if `tall`. Raises nothing."""
+    """`[B, S, K, W]` to `[B, P, C, W]`, or to `[B, P, W, C]` if `tall`."""
     x = pack_rows(x.reshape(x.shape[0], at.keys, at.heads, x.shape[-1]), at.heads, 1)
     return x.swapaxes(2, 3) if tall else x
 
 
 def unfold_keys(x: Array, at: Layout, *, tall: bool) -> Array:
-    """The inverse of `fold_keys`. Raises nothing."""
+    """The inverse of `fold_keys`."""
     x = x.swapaxes(2, 3) if tall else x
     batch, width = x.shape[0], x.shape[-1]
     return unpack_rows(x, at.keys, at.heads).reshape(batch, -1, at.heads * at.key_fold, width)

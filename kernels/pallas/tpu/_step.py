@@ -1,4 +1,4 @@
-"""What the TPU kernels share: where their blocks are, and the parts of one step."""
+"""What the TPU kernels share: the specs of their blocks, and the parts of one step."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ HIDDEN = -math.inf
 
 
 def key_spec(width: int, at: Layout, block: Callable[..., Any], *, tall: bool) -> pl.BlockSpec:
-    """A block of keys or values; `block` says which. Raises nothing."""
+    """The spec of a block of keys or values; `block` returns its index."""
 
     def where(b: Any, p: Any, *others: Any) -> Any:
         number = block(b, *others)
@@ -28,23 +28,20 @@ def key_spec(width: int, at: Layout, block: Callable[..., Any], *, tall: bool) -
     return pl.BlockSpec((None, None, *shape), where)
 
 
-def step(first: Any, stop: Any, sequence: Any, number: Any) -> Any:
-    """The block that a walk's step looks at; steps past the end stay, so that nothing is read.
-
-    Raises nothing.
-    """
-    return jnp.minimum(first[sequence] + number, jnp.maximum(stop[sequence] - 1, 0))
+def step(first: Any, stop: Any, range_index: Any, number: Any) -> Any:
+    """The block of a step of a range; steps past the end repeat the last, so that nothing is read."""
+    return jnp.minimum(first[range_index] + number, jnp.maximum(stop[range_index] - 1, 0))
 
 
 def visit(
-    numbers: tuple[Any, Any, Any, Any], sequence: Any, number: Any, visibility: dict[str, Any]
+    numbers: tuple[Any, Any, Any, Any], range_index: Any, number: Any, visibility: dict[str, Any]
 ) -> Callable[[Callable[[Any, dict[str, Any]], None]], None]:
-    """Decorates what a walk's step does with a block and the visibility that tell who sees whom there.
+    """Decorates the body of a step, which takes a block and the arrays to compare for its mask.
 
-    Of a run of blocks in which all see all, most of a long causal context, positions and segments
-    need not be compared. Raises nothing.
+    In a run of blocks where all rows see all keys, most of a long causal context, positions and
+    segments are not compared.
     """
-    first, stop, open_first, open_stop = (x[sequence] for x in numbers)
+    first, stop, open_first, open_stop = (x[range_index] for x in numbers)
     block = first + number
     heads = {name: x for name, x in visibility.items() if name.endswith("heads")}
 
@@ -62,14 +59,14 @@ def visit(
 def visibility_specs(
     visibility: dict[str, Array], at: Layout, row: Callable[..., Any], key: Callable[..., Any]
 ) -> dict[str, pl.BlockSpec]:
-    """Where a kernel finds its visibility; `row` and `key` say which of the blocks. Raises nothing."""
+    """The specs of the visibility arrays; `row` and `key` return the index of a block."""
 
     def spec(name: str, x: Array) -> pl.BlockSpec:
         index, block = (row, at.row_block) if name.startswith("row") else (key, at.key_block)
 
         def where(*step: Any) -> Any:
             b, _, *others = step
-            # one for all the batch, or one block for all blocks
+            # arrays may be one for the whole batch, or one block for all blocks
             number = index(b, *others) if x.shape[-1] > block else 0
             return b if len(x) > 1 else 0, 0, number
 
@@ -81,10 +78,7 @@ def visibility_specs(
 def hide(
     scores: Array, visibility: dict[str, Any], key_block: Any, at: Layout, *, turned: bool
 ) -> Array:
-    """Scores `[rows, keys]` of one block, or `[keys, rows]` if `turned`, -inf where hidden.
-
-    Raises nothing.
-    """
+    """Scores `[rows, keys]` of a block, or `[keys, rows]` if `turned`, -inf where hidden."""
 
     def pair(name: str) -> tuple[Array, Array]:
         row, key = visibility[f"row_{name}"][...], visibility[f"key_{name}"][...]
@@ -106,9 +100,9 @@ def hide(
 
 
 def zero_past_end(x: Any, key_block: Any, at: Layout, *, tall: bool) -> None:
-    """Zeros in place of what the last block of keys or values holds past their end.
+    """Writes zeros past the end of keys or values in their last block.
 
-    A weight of zero times what is there might be NaN. Raises nothing.
+    A weight of zero times what is there might be NaN.
     """
     inside = at.keys % at.key_block
     if inside:
@@ -120,7 +114,7 @@ def zero_past_end(x: Any, key_block: Any, at: Layout, *, tall: bool) -> None:
 
 
 def load_present(x: Any, visibility: dict[str, Any], *, tall: bool) -> Array:
-    """A block of keys or values with zeros where, as its visibility say, none is there. Raises nothing."""
+    """A block of keys or values with zeros for absent ones, by their positions."""
     if "key_positions" not in visibility:
         return x[...]
     positions = visibility["key_positions"][...]
@@ -129,7 +123,7 @@ def load_present(x: Any, visibility: dict[str, Any], *, tall: bool) -> Array:
 
 
 def dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    """The product of two matrices over the axes `over`, summed in float32. Raises nothing."""
+    """The product of two matrices over the axes `over`, summed in float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((over[0],), (over[1],)), ((), ()))
     return lax.dot_general(

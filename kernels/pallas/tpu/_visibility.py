@@ -1,4 +1,4 @@
-"""Who sees whom, as the TPU kernels are told it, and which blocks they walk over."""
+"""Positions and segments in the layout of the TPU kernels, and the ranges of blocks they visit."""
 
 import functools
 import operator
@@ -16,13 +16,13 @@ from ._layout import Layout
 
 
 class BlockVisibility(NamedTuple):
-    """What tells a kernel who sees whom, and which blocks it need not look at.
+    """The arrays that a kernel compares for its masks, and the blocks that it can skip.
 
     Attributes:
         arrays: int32 `[B or 1, 1, R]` of rows and `[B or 1, 1, C]` of keys, by name: positions,
-            segments and heads, those that there are. Heads of keys are those of one block.
-        meets: which blocks of rows might see which of keys, `[B or 1, rows, keys]`, or None if all.
-        open: of which all rows that are there see all keys, the same; None if all do.
+            segments and heads, if needed. Heads of keys are for one block.
+        meets: which blocks of rows might see which of keys, `[B or 1, rows, keys]`; None for all.
+        open: in which of them all present rows see all keys, the same; None for all.
     """
 
     arrays: dict[str, Array]
@@ -31,9 +31,9 @@ class BlockVisibility(NamedTuple):
 
 
 def block_visibility(operands: Operands, at: Layout) -> BlockVisibility:
-    """The visibility of folded rows and keys. Raises nothing."""
+    """The visibility of folded rows and keys."""
     operands = hide_unreachable(operands, at.settings)
-    # `visibility_of` counts the heads that share a key head: none is left that does
+    # `visibility_of` repeats rows for the heads that share a key head; these are folded already
     batch, keys, key_block = len(operands.key), operands.key.shape[1], at.key_block // at.key_fold
     folded = operands._replace(
         query=jax.ShapeDtypeStruct((batch, at.rows, 1, 1), jnp.float32),
@@ -71,7 +71,7 @@ def _open(found: Visibility, at: Layout, key_block: int) -> Any:
         conditions.append(must_meet(at.settings.rule, interval(rows), all_keys))
     if found.row_segments is not None and found.key_segments is not None:
         rows, keys = cut(found.row_segments, found.key_segments)
-        # no minimum exceeds a maximum, and so all four are equal
+        # as no minimum exceeds a maximum, all four are equal
         conditions.append((rows.min(-1) == keys.max(-1)) & (rows.max(-1) == keys.min(-1)))
     return functools.reduce(operator.and_, conditions) if conditions else None
 
@@ -79,7 +79,7 @@ def _open(found: Visibility, at: Layout, key_block: int) -> Any:
 def _repeated(x: Array | None, times: int) -> Any:
     """`jnp.repeat` along the last axis, as sums over windows of numbers with zeros between them.
 
-    XLA:TPU makes an array of 16 times the memory for `jnp.repeat`, and takes minutes to compile it.
+    For `jnp.repeat`, XLA:TPU (seen with JAX 0.10.2) allocates 16 times the memory and compiles for minutes.
     """
     if x is None or times == 1:
         return x
@@ -95,11 +95,11 @@ Numbers = Int[Array, " ranges"]
 def block_ranges(
     visibility: BlockVisibility, at: Layout, batch: int, *, of_keys: bool = False, splits: int = 1
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """What each block of rows walks over: the first block of keys and one past the last, then the
-    first and one past the last of a run of open ones. With `of_keys` those of keys, over rows.
+    """The ranges of blocks of keys that blocks of rows visit; with `of_keys` of rows, for keys.
 
-    For each member of the batch, block, and share of `splits` equal ones, in one axis: a chip
-    keeps such numbers in memory for scalars, whose last axis it fills up. Raises nothing.
+    The first and one past the last block; then the first and one past the last of a run of open ones.
+    One axis holds all batch entries, blocks and `splits` equal parts of a range, because the memory
+    for scalars pads the last axis.
     """
     outer, inner = at.row_blocks, at.key_blocks
     if of_keys:
