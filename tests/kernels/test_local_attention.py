@@ -7,6 +7,7 @@ declines a problem with NotImplementedError; `TRAITS` states which, and tests of
 
 import contextlib
 import functools
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -306,7 +307,7 @@ class TestEveryImplementation:
     @pytest.mark.product
     @problems(LARGE, dtype="float32")
     def test_real_blocks(self, implementation, problem):
-        """The same with the blocks' real sizes, which nobody patches in production."""
+        """The same with the default block sizes."""
         check(implementation, problem, jnp.float32)
 
     @each_that_takes("bias_keys")
@@ -550,8 +551,10 @@ def _row(name, option):
 
 
 def test_every_implementation_states_what_it_accepts():
-    """A new implementation that nobody holds to anything."""
+    """A new implementation that nobody holds to anything, or that the table for users leaves out."""
     assert set(TRAITS) == set(implementations())
+    rows = re.findall(r"^ *\| `(\w+)` \|", implementations.__doc__, re.MULTILINE)
+    assert tuple(rows) == implementations()
 
 
 @pytest.mark.parametrize("name", ["plain", "primes", "no_keys", "decode_source"])
