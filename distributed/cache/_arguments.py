@@ -18,7 +18,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ..spec._parallel import SequenceParallel
-from ..spec._plan import check_mesh, check_share, product
+from ..spec._plan import check_mesh, check_share, device_count
 from ._slots import Slots
 
 
@@ -27,7 +27,9 @@ def layout(capacity: int, block: int, parallel: SequenceParallel | None, kv_head
     devices = 1
     if parallel is not None:
         devices = check_mesh(parallel)
-        check_share("kv_heads", kv_heads, product(jax.sharding.get_abstract_mesh(), parallel.heads))
+        check_share(
+            "kv_heads", kv_heads, device_count(jax.sharding.get_abstract_mesh(), parallel.heads)
+        )
     stripe = block * devices
     return Slots(-(-capacity // stripe) * stripe, block, devices)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ..spec._arguments import Axes
 from ..spec._parallel import SequenceParallel
-from ..spec._plan import arrive, check_mesh, is_explicit, split_of
+from ..spec._plan import check_mesh, is_explicit, mesh_axes_of, reshard_explicit
 from ._slots import Slots
 
 _ERRORS = (
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
     value_scale: Any
 
 
-class Home(NamedTuple):
+class CacheSharding(NamedTuple):
     """Where a cache lies: the mesh axes that its rows, slots and heads are split over; static."""
 
     mesh: Any  # jax.sharding.AbstractMesh
@@ -66,7 +66,7 @@ def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | Non
     """How an array of a new cache is split on the mesh in force: its slots and heads, if it has any.
 
     Written as JAX writes it of what `append` returns, so that a step compiles once: with every
-    axis named where the mesh's are explicit. None without `parallel`. Raises nothing.
+    axis named where the mesh's are explicit. None without `parallel`.
     """
     if parallel is None:
         return None
@@ -78,7 +78,7 @@ def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | Non
 
 
 def sharding_of(parallel: SequenceParallel | None, rank: int) -> NamedSharding | None:
-    """The same with the mesh's devices, outside of `jax.jit`. Raises nothing."""
+    """The same with the mesh's devices, outside of `jax.jit`."""
     spec = spec_of(parallel, rank)
     return None if spec is None else NamedSharding(jax.sharding.get_mesh(), spec)
 
@@ -88,7 +88,7 @@ def blank(
 ) -> tuple[Stored, Array, Array]:
     """Slots of these shapes and of a dtype, with scales where that is int8, and no tokens.
 
-    Each device makes its own. Raises nothing.
+    Each device makes its own.
     """
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -97,7 +97,7 @@ def blank(
         if parallel is None or spec is None:
             return made
         # inside of another jit, the types of explicit axes do not follow from where a result lies
-        return arrive(jax.sharding.get_abstract_mesh(), parallel.axes, made, spec)
+        return reshard_explicit(jax.sharding.get_abstract_mesh(), parallel.axes, made, spec)
 
     def scale(shape: tuple[int, ...]) -> Array | None:
         return zeros(shape[:-1], jnp.float32) if dtype == jnp.int8 else None
@@ -112,7 +112,9 @@ def _zeros(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None) -> An
     return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=spec)
 
 
-def home(parallel: SequenceParallel | None, key: Array, devices: int) -> Home | None:
+def cache_sharding(
+    parallel: SequenceParallel | None, key: Array, devices: int
+) -> CacheSharding | None:
     """Where the keys of a cache lie that was made for so many devices; None: on one device.
 
     Rows too may be split, over explicit mesh axes, and so may heads. Raises `ValueError` if no mesh is in
@@ -120,7 +122,7 @@ def home(parallel: SequenceParallel | None, key: Array, devices: int) -> Home | 
     """
     found = 1 if parallel is None else check_mesh(parallel)
     of_type = jax.typeof(key).sharding.mesh
-    batch, sequence, heads = (split_of(key, axis) for axis in range(3))
+    batch, sequence, heads = (mesh_axes_of(key, axis) for axis in range(3))
     if parallel is not None:
         sequence, heads = parallel.axes, parallel.heads or heads
     else:
@@ -133,13 +135,13 @@ def home(parallel: SequenceParallel | None, key: Array, devices: int) -> Home | 
     if not batch + sequence + heads:
         return None
     mesh = jax.sharding.get_abstract_mesh()
-    return Home(of_type if mesh.empty else mesh, batch, sequence, heads)
+    return CacheSharding(of_type if mesh.empty else mesh, batch, sequence, heads)
 
 
 # Compiled here, so that a call outside of jit runs as one program.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def append(
-    place: Home | None,
+    sharding: CacheSharding | None,
     slots: Slots,
     is_ring: bool,
     stored: Stored,
@@ -150,14 +152,16 @@ def append(
 ) -> tuple[Stored, Array, Array]:
     """Writes the first `counts` of the new tokens of each row; returns what changed.
 
-    A ring lets go of what it overwrites; else `counts` are those of `fitting`. Raises nothing.
+    A ring lets go of what it overwrites; else `counts` are those of `fitting`.
     """
     tokens = new.key.shape[1]
 
     def local(
         stored: Stored, new: Stored, starts: Array, lengths: Array, counts: Array
     ) -> tuple[Stored, Array, Array]:
-        device = lax.axis_index(place.sequence) if place and place.sequence else jnp.int32(0)
+        device = (
+            lax.axis_index(sharding.sequence) if sharding and sharding.sequence else jnp.int32(0)
+        )
         # What a device gets of consecutive tokens are consecutive tokens of its own.
         first = slots.below(device, lengths)[:, None]
         mine = first + jnp.arange(slots.most(tokens), dtype=jnp.int32)[None]
@@ -177,27 +181,27 @@ def append(
             starts = jnp.maximum(starts, ends - slots.capacity)
         return Stored(*map(put, stored, new)), starts, ends
 
-    if place is None:
+    if sharding is None:
         return local(stored, new, starts, lengths, counts)
-    rows = place.rows
-    spread = jax.shard_map(
+    rows = sharding.rows
+    mapped = jax.shard_map(
         local,
-        mesh=place.mesh,
-        in_specs=(place.slots, place.new, rows, rows, rows),
-        out_specs=(place.slots, rows, rows),
-        axis_names=place.axes,
+        mesh=sharding.mesh,
+        in_specs=(sharding.slots, sharding.new, rows, rows, rows),
+        out_specs=(sharding.slots, rows, rows),
+        axis_names=sharding.axes,
     )
-    return spread(
-        arrive(place.mesh, place.axes, stored, place.slots),
-        arrive(place.mesh, place.axes, new, place.new),
-        *arrive(place.mesh, place.axes, (starts, lengths, counts), rows),
+    return mapped(
+        reshard_explicit(sharding.mesh, sharding.axes, stored, sharding.slots),
+        reshard_explicit(sharding.mesh, sharding.axes, new, sharding.new),
+        *reshard_explicit(sharding.mesh, sharding.axes, (starts, lengths, counts), rows),
     )
 
 
 # Equinox's jit: outside of any other, JAX's raises a ValueError without the message in front.
 @eqx.filter_jit
 def fitting(
-    place: Home | None,
+    sharding: CacheSharding | None,
     capacity: int,
     starts: Array | None,
     lengths: Array,
@@ -217,24 +221,26 @@ def fitting(
         counts = eqx.branched_error_if(counts, ~fits, which, _ERRORS)
         return jnp.where(fits, counts, 0)
 
-    if place is None:
+    if sharding is None:
         return local(starts, lengths, counts)
     # Each device asks for itself: else one would be asked, and would have to tell the others. What
     # may raise takes a region in which no axis is left to the compiler.
-    kinds = zip(place.mesh.axis_names, place.mesh.axis_types, strict=True)
+    kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
     ask = jax.shard_map(
         local,
-        mesh=place.mesh,
-        in_specs=place.rows,
-        out_specs=place.rows,
+        mesh=sharding.mesh,
+        in_specs=sharding.rows,
+        out_specs=sharding.rows,
         axis_names={axis for axis, kind in kinds if kind != AxisType.Manual},
         check_vma=False,  # the branch that raises returns counts that are said to be equal
     )
-    return ask(*arrive(place.mesh, place.axes, (starts, lengths, counts), place.rows))
+    return ask(
+        *reshard_explicit(sharding.mesh, sharding.axes, (starts, lengths, counts), sharding.rows)
+    )
 
 
-def numbered(first: Array, counts: Array, tokens: int) -> Array:
-    """Positions `[B, tokens]` from `first` `[B]` on; -1 behind the row's `counts`. Raises nothing."""
+def positions_from(first: Array, counts: Array, tokens: int) -> Array:
+    """Positions `[B, tokens]` from `first` `[B]` on; -1 behind the row's `counts`."""
     each = jnp.arange(tokens, dtype=jnp.int32)[None]
     return jnp.where(each < counts[:, None], first[:, None] + each, -1)
 
@@ -282,22 +288,24 @@ def _one_by_one_jvp(
 
 # Worked out from two numbers per row, so that there is nothing to keep in step.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def positions(place: Home | None, slots: Slots, starts: Array, lengths: Array) -> Array:
-    """The token in each slot, `[B, S]`; -1 where there is none. Raises nothing."""
+def positions(sharding: CacheSharding | None, slots: Slots, starts: Array, lengths: Array) -> Array:
+    """The token in each slot, `[B, S]`; -1 where there is none."""
 
     def local(starts: Array, lengths: Array) -> Array:
-        device = lax.axis_index(place.sequence) if place and place.sequence else jnp.int32(0)
+        device = (
+            lax.axis_index(sharding.sequence) if sharding and sharding.sequence else jnp.int32(0)
+        )
         here = device * slots.here + jnp.arange(slots.here, dtype=jnp.int32)
         token = slots.held(here[None], lengths[:, None])
         return jnp.where(token >= starts[:, None], token, -1)
 
-    if place is None:
+    if sharding is None:
         return local(starts, lengths)
-    spread = jax.shard_map(
+    mapped = jax.shard_map(
         local,
-        mesh=place.mesh,
-        in_specs=(place.rows, place.rows),
-        out_specs=PartitionSpec(place.batch or None, place.sequence or None),
-        axis_names=place.axes,
+        mesh=sharding.mesh,
+        in_specs=(sharding.rows, sharding.rows),
+        out_specs=PartitionSpec(sharding.batch or None, sharding.sequence or None),
+        axis_names=sharding.axes,
     )
-    return spread(*arrive(place.mesh, place.axes, (starts, lengths), place.rows))
+    return mapped(*reshard_explicit(sharding.mesh, sharding.axes, (starts, lengths), sharding.rows))

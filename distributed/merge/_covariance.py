@@ -1,4 +1,4 @@
-"""Folding the covariances of all devices: the law of total covariance, in one reduction."""
+"""Folding the covariances of all devices, by the law of total covariance, in one reduction."""
 
 import functools
 
@@ -7,55 +7,57 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState, CovarianceState, merge_all
+from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import covariance_term, share
 
-from ._packing import gathered, same, transfer
-from ._strategies import Axes, exchanged
+from ._abstract import AbstractMessageMerge, Axes
+from ._packing import as_invariant, transfer
+from ._strategies import COVARIANCE_MERGES, STRATEGIES
 
 
-def check_covariance_merge(merge: str) -> str:
-    """The way that a checked `merge=` means for covariances.
+def check_covariance_merge(merge: str) -> None:
+    """Raises `ValueError` for a checked `merge=` by which covariances do not fold.
 
-    A sum is none: it would have to know the mean of all keys before. Raises `ValueError` where one
-    is asked for.
+    They do not by a sum, which would need the mean of all keys beforehand.
     """
-    if merge not in ("auto", "butterfly", "gather"):
-        raise ValueError(
-            f"merge: wanted 'butterfly', 'gather' or 'auto' for covariances, got {merge!r}"
-        )
-    return "gather" if merge == "gather" else "butterfly"
+    if merge not in (*COVARIANCE_MERGES, "auto"):
+        known = ", ".join(map(repr, COVARIANCE_MERGES))
+        raise ValueError(f"merge: wanted {known} or 'auto' for covariances, got {merge!r}")
+
+
+def covariance_merge(merge: str) -> str:
+    """The strategy for covariances: the one that is named if they fold by it, else the butterfly."""
+    return merge if merge in COVARIANCE_MERGES else "butterfly"
 
 
 # Compiled here, so that a call outside of jit runs as one program.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def fold_covariances(way: str, axes: Axes, state: CovarianceState) -> CovarianceState:
-    """The covariance state of all keys, equal on all devices; differentiable. Raises nothing."""
+def merge_covariances(merge: str, axes: Axes, state: CovarianceState) -> CovarianceState:
+    """The covariance state of all keys, equal on all devices; differentiable."""
+    strategy = STRATEGIES[merge]
+    assert isinstance(strategy, AbstractMessageMerge)
     width, dtype = state.out.shape[-1], state.out.dtype
     message = _packed(CovarianceState(*(x.astype(state.lse.dtype) for x in state)))
     unpack = functools.partial(_unpacked, width=width)
-    if way == "gather":
-        found = merge_all(unpack(gathered(message, axes)), axis=0)
-    else:
-        found = unpack(exchanged(message, axes, unpack, _packed))
-    covariance, out, lse = same(found, axes)
+    found = strategy.fold_messages(message, axes, unpack, _packed)
+    covariance, out, lse = as_invariant(found, axes)
     return CovarianceState(covariance.astype(dtype), out.astype(dtype), lse)
 
 
 # With w = e^{F_i - F} and d = out_i - out, all sums over the devices,
 #     dF = Σ w dF_i,   dout = Σ w (dout_i + d dF_i),
 #     dΣ = Σ w (dΣ_i + (Σ_i + d dᵀ - Σ) dF_i + d dout_iᵀ + dout_i dᵀ),
-# for what the change of the common mean brings cancels, as Σ w d = 0.
-@fold_covariances.defjvp
-def _fold_covariances_jvp(
-    way: str,
+# as the terms of the change of the common mean cancel: Σ w d = 0.
+@merge_covariances.defjvp
+def _merge_covariances_jvp(
+    merge: str,
     axes: Axes,
     primals: tuple[CovarianceState],
     tangents: tuple[CovarianceState],
 ) -> tuple[CovarianceState, CovarianceState]:
     (state,), (change,) = primals, tangents
-    merged: CovarianceState = fold_covariances(way, axes, state)
+    merged: CovarianceState = merge_covariances(merge, axes, state)
     whole = AttentionState(merged.out, merged.lse)
     wide = state.lse.dtype
     portion = share(state.lse, merged.lse)
@@ -83,7 +85,7 @@ def _fold_covariances_jvp(
     )
 
 
-# A state as the message that it travels as: one line of numbers for each row.
+# A state as a message: one line of numbers for each row.
 def _packed(state: CovarianceState) -> AttentionState:
     flat: Array = state.covariance.reshape(*state.lse.shape, state.out.shape[-1] ** 2)
     return AttentionState(jnp.concatenate([state.out, flat], -1), state.lse)

@@ -18,19 +18,18 @@ from energy_attn.kernels.internal import (
 )
 
 from .. import cost
-from ..merge._covariance import check_covariance_merge, fold_covariances
+from ..merge._covariance import check_covariance_merge, covariance_merge, merge_covariances
 from ..merge._packing import transfer
-from ..merge._remote import wanted
-from ..merge._strategies import WAYS
+from ..merge._strategies import STRATEGIES, MergeOption, check_merge
 from ..network._topology import usual_topology
 from ..spec._arguments import Axes, AxisName, check_axes
-from ..spec._parallel import check_merge, check_topology
+from ..spec._parallel import check_topology
 
 
 def merge_across(
     state: State,
     axis_name: AxisName,
-    merge: str = "auto",
+    merge: MergeOption = "auto",
     *,
     topology: cost.Topology | None = None,
 ) -> State:
@@ -40,23 +39,14 @@ def merge_across(
       \mathrm{out} = \frac{\sum_i \mathrm{out}_i\, e^{F_i - m}}{\sum_i e^{F_i - m}}, \qquad
       F = m + \log \sum_i e^{F_i - m}$$
 
-    Four ways lead there; none sends anything that depends on the number of keys. Per device, for
-    $R = B T N$ rows:
+    No strategy sends anything that depends on the number of keys; [the table of
+    them](../choosing.md#what-each-strategy-sends) says what each one sends. All but `"allreduce"`
+    only move states, and fold them in the same order everywhere: the results on all devices are
+    bitwise equal. `"gather"`, `"hierarchical"` and `"ring"` move them in the dtypes that they have;
+    hand `out` over in `lse`'s dtype, as `tree_attention` does, and it is rounded once.
 
-    - `"allreduce"`: a pmax of `lse`, then a psum of numerator and denominator together. Two
-      collectives, $R (H + 2)$ numbers of `lse`'s dtype.
-    - `"gather"`: one all-gather of the states, folded by each device for itself.
-    - `"butterfly"`: $\lceil \log_2 p \rceil$ exchanges of one state each (for odd factors $m$ of $p$,
-      of $m - 1$ states in $\lceil \log_2 m \rceil$ of them), axis by axis from the last.
-    - `"hierarchical"`, over several axes, the last of them fast: an all-to-all along that one, a
-      butterfly of each device's share of the rows along the others, and an all-gather.
-
-    The last two ways only move states, in the dtypes that they have; the sums of the others are in
-    `lse`'s. Hand `out` over in `lse`'s dtype, as `tree_attention` does, and it is rounded once.
-
-    With the last three, the results on all devices are bitwise equal by construction. Derivatives,
-    of any order and in both modes, are the same for all ways; that of the keys' own state needs no
-    communication: with $w_i = e^{F_i - F}$,
+    Derivatives, of any order and in both modes, are the same for all strategies; that of the keys'
+    own state needs no communication: with $w_i = e^{F_i - F}$,
 
     $$\mathrm{d}F = \sum_i w_i\, \mathrm{d}F_i, \qquad \mathrm{d\,out} = \sum_i w_i
       \left(\mathrm{d\,out}_i + (\mathrm{out}_i - \mathrm{out})\, \mathrm{d}F_i\right)$$
@@ -66,7 +56,8 @@ def merge_across(
             passes the empty state. A [`CovarianceState`][energy_attn.kernels.CovarianceState] folds
             by `"gather"` or `"butterfly"` (`"auto"`), with $R (H^2 + H + 1)$ numbers to a state.
         axis_name: the mesh axis, or several, slow ones first: they are folded together.
-        merge: the way, or `"auto"`: the fastest by [`cost`][energy_attn.distributed.cost.choose_merge].
+        merge: the strategy, a name of [`cost.MERGES`][energy_attn.distributed.cost.MERGES], or
+            `"auto"`: the fastest by [`cost`][energy_attn.distributed.cost.choose_merge].
         topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
             platform in use.
 
@@ -77,7 +68,8 @@ def merge_across(
     Raises:
         TypeError: `state` is no `AttentionState`, `axis_name` no name, `topology` no topology.
         ValueError: an axis repeats or is not bound (called outside `jax.shard_map`), an unknown
-            way, `"hierarchical"` over a single axis, or a way that covariances do not fold by.
+            strategy, `"hierarchical"` over a single axis, or a strategy by which covariances do not
+            fold.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3 with $m = \max_i F_i$.
 
@@ -99,14 +91,15 @@ def merge_across(
     check_merge(merge, len(axes))
     check_topology(topology, len(axes))
     if isinstance(state, CovarianceState):
-        return fold_covariances(check_covariance_merge(merge), axes, state)
+        check_covariance_merge(merge)
+        return merge_covariances(covariance_merge(merge), axes, state)
     return fold_across(choose_merge(merge, state, axes, topology), axes, state)
 
 
 def logsumexp_across(
     lse: Float[Array, "..."],
     axis_name: AxisName,
-    merge: str = "auto",
+    merge: MergeOption = "auto",
     *,
     topology: cost.Topology | None = None,
 ) -> Float[Array, "..."]:
@@ -158,22 +151,22 @@ def logsumexp_across(
 # Compiled here, so that a call outside of jit runs as one program.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def fold_across(way: str, axes: Axes, state: AttentionState) -> AttentionState:
-    """The fold of states by a way of `WAYS`, with the derivative of all of them."""
-    return WAYS[way](state, axes)
+def fold_across(merge: str, axes: Axes, state: AttentionState) -> AttentionState:
+    """The fold of states by a strategy, with the derivative that all of them have."""
+    return STRATEGIES[merge].fold(state, axes)
 
 
 @fold_across.defjvp
 def _fold_across_jvp(
-    way: str,
+    merge: str,
     axes: Axes,
     primals: tuple[AttentionState],
     tangents: tuple[AttentionState],
 ) -> tuple[AttentionState, AttentionState]:
     (state,), (change,) = primals, tangents
-    merged: AttentionState = fold_across(way, axes, state)
+    merged: AttentionState = fold_across(merge, axes, state)
     wide = state.lse.dtype
-    # a part without keys counts for nothing, whatever it holds; nor may it make a NaN
+    # a part without keys has no weight, whatever it holds, and must not make a NaN
     present = holds_keys(state.lse)
     portion = share(state.lse, merged.lse)
     energy = jnp.where(present, change.lse, 0.0)
@@ -187,13 +180,13 @@ def _fold_across_jvp(
 def choose_merge(
     merge: str, state: AttentionState, axes: Axes, topology: cost.Topology | None
 ) -> str:
-    """The way that a checked `merge=` means for this state over these axes. Raises nothing."""
+    """The strategy that a checked `merge=` means for this state over these axes."""
     if state.lse.size == 0:
         return "allreduce"  # HLO exchanges no empty arrays
     if merge == "auto":
         rows, width = state.lse.size, state.out.shape[-1]
         shape = cost.Shape(1, rows, 0, 1, 1, width, dtype=state.out.dtype.name)
-        merge = cost.choose_merge(
+        return cost.choose_merge(
             shape, topology or usual_topology(jax.sharding.get_abstract_mesh(), axes)
         )
-    return "remote" if merge == "butterfly" and wanted() else merge
+    return merge

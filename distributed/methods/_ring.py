@@ -33,12 +33,12 @@ from ..spec._arguments import (
     check_axes,
     check_local,
     rounded,
-    scores_of,
+    scores_shape,
     unbatched,
 )
 from ._merge import fold_across
 
-TRAVELS = ("keys", "queries", "auto")
+ROTATED = ("keys", "queries", "auto")
 Names = tuple[str, ...]
 
 
@@ -51,7 +51,7 @@ def ring_attention(
     bias: Float[Array, "..."] | None = None,
     mask: Any = None,
     axis_name: AxisName,
-    travels: str = "auto",
+    rotate: str = "auto",
     queries_sharded: bool = True,
     implementation: str | Sequence[str] | None = None,
     **options: Any,
@@ -62,12 +62,13 @@ def ring_attention(
       \oplus \mathrm{state}_{i-p+1}$$
 
     with $\oplus$ the [`merge`][energy_attn.kernels.merge] of states and the shards of keys numbered
-    by device, counted modulo $p$. `travels="keys"`: each device keeps its queries and passes the
-    keys and values that it holds to the next one, $p - 1$ times; each transfer begins before the
-    computation beside it. The derivative goes around once more, with gradients that travel with
-    their keys in `lse`'s dtype. Memory is $O(T + S)$ per device in both. `travels="queries"`: keys
-    stay, queries and their states go around and come home, $p$ times; or, where all devices have
-    the same queries, their states alone, $p - 1$ times. That is little where queries are few.
+    by device, counted modulo $p$. `rotate="keys"`: each device keeps its queries and passes the
+    keys and values that it holds to the next one, $p - 1$ times. No transfer needs the result of
+    the computation in the same step; compiled for TPU v6e, the transfers of a step are scheduled
+    around its computation. The derivative goes around once more, with gradients that travel with
+    their keys in `lse`'s dtype. Memory is $O(T + S)$ per device in both. `rotate="queries"`: keys
+    stay, and queries go around with their states and come home, $p$ times; or, where all devices
+    have the same queries, only the states, $p - 1$ times. That is little where queries are few.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, this device's, or equal on all devices.
@@ -75,11 +76,11 @@ def ring_attention(
         value: `[B, S, K, Hv]`, this device's shard.
         source: `[B, T, N, Hv]`, as `query`.
         bias: broadcastable to `[B, N, T, p S]`, for this device's queries and all keys in the
-            order of the devices; if queries travel, to `[B, N, p T, S]`, for all queries and this
+            order of the devices; if queries rotate, to `[B, N, p T, S]`, for all queries and this
             device's keys.
         mask: boolean, likewise.
         axis_name: the mesh axis, or several, slow ones first: the ring goes through all of them.
-        travels: `"keys"`, `"queries"`, or `"auto"`: whichever is fewer bytes where queries are
+        rotate: `"keys"`, `"queries"`, or `"auto"`: whichever is fewer bytes where queries are
             sharded, else queries, so that all devices find the same to the last bit.
         queries_sharded: whether `query` and what belongs to it are this device's part.
         implementation: as for [`local_attention`][energy_attn.kernels.local_attention].
@@ -92,9 +93,9 @@ def ring_attention(
     Raises:
         TypeError: as `local_attention`.
         ValueError: as `local_attention`; an axis is not bound; positions are compared but not
-            given; or `travels` is none of these.
+            given; or `rotate` is none of these.
 
-    Source: Ring Attention (arXiv 2310.01889); for queries that travel, Context Parallelism for
+    Source: Ring Attention (arXiv 2310.01889); for queries that rotate, Context Parallelism for
     Scalable Million-Token Inference (arXiv 2411.01783).
 
     Examples:
@@ -113,27 +114,27 @@ def ring_attention(
         True
     """
     axes = check_axes(axis_name)
-    check_choice("travels", travels, TRAVELS)
+    check_choice("rotate", rotate, ROTATED)
     sharded = check_flag("queries_sharded", queries_sharded)
 
     def scores(operands: Operands) -> Scores:
-        if what_travels(travels, operands, sharded) == "keys":
-            return scores_of(operands, columns=lax.axis_size(axes))
-        return scores_of(operands, rows=lax.axis_size(axes) if sharded else 1)
+        if what_rotates(rotate, operands, sharded) == "keys":
+            return scores_shape(operands, key_parts=lax.axis_size(axes))
+        return scores_shape(operands, query_parts=lax.axis_size(axes) if sharded else 1)
 
     arrays = query, key, value, source, bias, mask
     names, call = check_local(arrays, options, implementation, queries=sharded, scores=scores)
-    state = ring(names, call.settings, call.operands, axes, travels, sharded)
+    state = ring(names, call.settings, call.operands, axes, rotate, sharded)
     return state if call.batched else unbatched(state)
 
 
-def what_travels(travels: str, operands: Operands, sharded: bool) -> str:
-    """What `travels` means, `"keys"` or `"queries"`. Raises nothing.
+def what_rotates(rotate: str, operands: Operands, sharded: bool) -> str:
+    """What goes around the ring, `"keys"` or `"queries"`.
 
     `operands` are one device's, or, where queries are sharded, those of all together.
     """
-    if travels != "auto":
-        return travels
+    if rotate != "auto":
+        return rotate
     if not sharded:  # around with the keys, each device would fold them in another order
         return "queries"
     query, key, value = operands[:3]
@@ -147,12 +148,12 @@ def ring(
     settings: Settings,
     operands: Operands,
     axes: Axes,
-    travels: str,
+    rotate: str,
     sharded: bool,
 ) -> AttentionState:
     """The state of this device's queries, or of those that all have. Raises as `attend` does."""
     operands = Operands(*vary_together(operands, axes))
-    if what_travels(travels, operands, sharded) == "queries":
+    if what_rotates(rotate, operands, sharded) == "queries":
         if sharded:
             return _queries_around(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, with_wide_out(settings), operands))
@@ -172,19 +173,19 @@ def _hop(tree: Any, axes: Axes) -> Any:
 
 
 def _origin(step: Any, axes: Axes) -> Array:
-    """Where that came from which is here after so many hops."""
+    """The device whose part is here after `step` hops."""
     return (lax.axis_index(axes) - step) % lax.axis_size(axes)
 
 
 def _part(x: Array | None, axis: int, place: Array, size: int) -> Any:
-    """The part of bias or mask along an axis that belongs to one device, unless it is broadcast."""
+    """The part of a bias or mask along an axis that belongs to one device, unless it is broadcast."""
     if x is None or x.shape[axis] == 1:
         return x
     return lax.dynamic_slice_in_dim(x, place * size, size, axis)
 
 
 class _Keys(NamedTuple):
-    """What travels when keys do."""
+    """What a hop sends when keys rotate."""
 
     key: Array
     value: Array
@@ -197,7 +198,7 @@ def _keys_of(operands: Operands) -> _Keys:
 
 
 def _with_keys(operands: Operands, keys: _Keys, step: Any, axes: Axes) -> Operands:
-    """The operands of one step: the keys that are here now, and what is said of their scores."""
+    """The operands of one step: the keys that are here now, and their part of bias and mask."""
     place, size = _origin(step, axes), keys.key.shape[1]
     bias, mask = (_part(x, 3, place, size) for x in (operands.bias, operands.mask))
     return operands._replace(bias=bias, mask=mask, **keys._asdict())
@@ -212,7 +213,7 @@ def _keys_around(
 
     def step(carry: tuple[AttentionState, _Keys], i: Array) -> Any:
         state, keys = carry
-        following = _hop(keys, axes)  # begun before the computation beside it
+        following = _hop(keys, axes)  # does not wait for the computation of this step
         return (visit(state, keys, i), following), None
 
     last = lax.axis_size(axes) - 1
@@ -233,13 +234,13 @@ def _keys_around_and_back(
 def _save(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> tuple[AttentionState, tuple[Operands, AttentionState]]:
-    # through the rule again, and compiled: see `kernels._flash`
+    # through the rule again, and compiled: see `kernels/dispatch/_derivative.py`
     state: AttentionState = _keys_around_and_back(names, settings, axes, operands)
     return state, (operands, state)
 
 
 class _Gradients(NamedTuple):
-    """Of keys and values, which travel with them; of queries and bias, which stay."""
+    """Gradients: those of keys and values travel with them, those of queries and bias stay."""
 
     keys: tuple[Array, Array]
     query: Array
@@ -262,14 +263,14 @@ def _pull_back(
         bias = found.bias
         if bias is not None and operands.bias is not None:
             whole = lax.full_like(bias, 0.0, shape=operands.bias.shape)
-            columns = bias.shape[3]
-            at = _origin(step, axes) * columns if whole.shape[3] > columns else 0
+            key_len = bias.shape[3]
+            at = _origin(step, axes) * key_len if whole.shape[3] > key_len else 0
             bias = lax.dynamic_update_slice_in_dim(whole, bias, at, 3)
         found = _Gradients((found.key, found.value), found.query, bias)
         return found if so_far is None else jax.tree.map(jnp.add, so_far, found)
 
-    # Gradients follow their keys one hop behind, and so both transfers begin before the
-    # computation beside them.
+    # Gradients follow their keys one hop behind, so that neither transfer needs the computation of
+    # its own step.
     def step(carry: tuple[_Keys, _Gradients], i: Array) -> Any:
         keys, gradients = carry
         following, arriving = _hop((keys, gradients.keys), axes)
@@ -295,7 +296,7 @@ _keys_around_and_back.defvjp(_save, _pull_back)
 def _queries_around(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> AttentionState:
-    rows = operands.query.shape[1]
+    query_len = operands.query.shape[1]
 
     def step(carry: tuple[AttentionState, tuple[Any, ...]], i: Array) -> Any:
         state, (query, positions, segments) = carry
@@ -305,8 +306,8 @@ def _queries_around(
             query=query,
             query_positions=positions,
             query_segments=segments,
-            bias=_part(operands.bias, 2, place, rows),
-            mask=_part(operands.mask, 2, place, rows),
+            bias=_part(operands.bias, 2, place, query_len),
+            mask=_part(operands.mask, 2, place, query_len),
         )
         state = merge(state, attend(names, with_wide_out(settings), here))
         return (transfer(lambda x: _hop(x, axes), state), following), None

@@ -1,4 +1,4 @@
-"""Attention over arrays that are split over a mesh, as their types or the user say."""
+"""Attention over arrays that are sharded over a mesh, by their types or by `parallel=`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,115 +19,123 @@ from energy_attn.kernels.internal import (
 )
 
 from ..spec._arguments import Axes
-from ..spec._plan import Placement, arrive, is_explicit, left_to_compiler, split_of
-from ._ring import ring, what_travels
+from ..spec._plan import (
+    ShardingPlan,
+    is_explicit,
+    mesh_axes_of,
+    other_explicit_axes,
+    reshard_explicit,
+)
+from ._ring import ring, what_rotates
 from ._tree import tree, tree_of_shards
 from ._ulysses import ulysses
 
 
-def spread_attention(place: Placement, names: Sequence[str], call: CheckedCall) -> AttentionState:
-    """The state of `call`, split over a mesh as `place` says.
+def sharded_attention(
+    plan: ShardingPlan, names: Sequence[str], call: CheckedCall
+) -> AttentionState:
+    """The state of `call`, sharded over a mesh by `plan`.
 
-    A length that the devices do not divide is padded with keys, and queries, that are not there.
-    The result is split as the queries are. Raises as the kernels do.
+    A length that is no multiple of the number of devices is padded with absent keys and queries.
+    The result is sharded as the queries are. Raises as the kernels do.
     """
-    return _spread(place, tuple(names), call.settings, call.operands)
+    return _sharded(plan, tuple(names), call.settings, call.operands)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _spread(
-    place: Placement, names: tuple[str, ...], settings: Settings, operands: Operands
+def _sharded(
+    plan: ShardingPlan, names: tuple[str, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
-    place = where_rows_are(place, operands)
-    if place.sequence:
+    plan = unsharded_if_empty(plan, operands)
+    if plan.sequence:
         operands = with_default_positions(
             operands, settings
         )  # a device's part does not count from 0
-    return over_devices(place, functools.partial(_method(place), names, settings), operands)
+    return run_sharded(plan, functools.partial(_method(plan), names, settings), operands)
 
 
-def where_rows_are(place: Placement, operands: Operands) -> Placement:
-    """`place`, or one that splits nothing where nothing is asked: XLA splits no empty program."""
-    if place.inside or 0 not in operands.query.shape[:2]:
-        return place
-    return place._replace(batch=(), sequence=(), heads=(), queries=False)
+def unsharded_if_empty(plan: ShardingPlan, operands: Operands) -> ShardingPlan:
+    """`plan`, or one that shards nothing where there are no queries: XLA shards no empty program."""
+    if plan.local or 0 not in operands.query.shape[:2]:
+        return plan
+    return plan._replace(batch=(), sequence=(), heads=(), queries=False)
 
 
-def over_devices(
-    place: Placement, run: Callable[..., Any], operands: Operands, *rows: Array
+def run_sharded(
+    plan: ShardingPlan, run: Callable[..., Any], operands: Operands, *rows: Array
 ) -> Any:
-    """`run(operands, *rows)` on each device, of its part of the operands and of `rows`.
+    """`run(operands, *rows)` on each device, on its part of the operands and of `rows`.
 
-    `rows`, and the arrays of the tree that `run` returns, are `[B, T, N, ...]` and are split as the
+    `rows`, and the arrays of the tree that `run` returns, are `[B, T, N, ...]` and are sharded as the
     queries are. Raises as `run` does.
     """
-    rest = left_to_compiler(place.mesh, place.axes)
+    rest = other_explicit_axes(plan.mesh, plan.axes)
     if rest:
 
         def within(operands: Operands, *rows: Array) -> Any:
             mesh = jax.sharding.get_abstract_mesh()
-            return _over_devices(place._replace(mesh=mesh), run, operands, *rows)
+            return _run_sharded(plan._replace(mesh=mesh), run, operands, *rows)
 
-        line = NamedSharding(place.mesh, _line(place, operands.query))
+        line = NamedSharding(plan.mesh, _line(plan, operands.query))
         return auto_axes(within, axes=rest, out_sharding=line)(operands, *rows)
-    return _over_devices(place, run, operands, *rows)
+    return _run_sharded(plan, run, operands, *rows)
 
 
-def _line(place: Placement, query: Array) -> PartitionSpec:
-    """How what is found for `query` is split, as its type says: `[B, T, N, ...]`."""
-    if not place.axes:
-        return PartitionSpec(*(split_of(query, axis) or None for axis in range(3)))
-    kept = place.sequence if place.queries and split_of(query, 1) else ()
+def _line(plan: ShardingPlan, query: Array) -> PartitionSpec:
+    """The sharding of results `[B, T, N, ...]` for `query`, by its type."""
+    if not plan.axes:
+        return PartitionSpec(*(mesh_axes_of(query, axis) or None for axis in range(3)))
+    kept = plan.sequence if plan.queries and mesh_axes_of(query, 1) else ()
     parts = (
-        tuple(axis for axis in axes if is_explicit(place.mesh, (axis,)))
-        for axes in (place.batch, kept, place.heads)
+        tuple(axis for axis in axes if is_explicit(plan.mesh, (axis,)))
+        for axes in (plan.batch, kept, plan.heads)
     )
     return PartitionSpec(*(part or None for part in parts))
 
 
-def _over_devices(
-    place: Placement, run: Callable[..., Any], operands: Operands, *rows: Array
+def _run_sharded(
+    plan: ShardingPlan, run: Callable[..., Any], operands: Operands, *rows: Array
 ) -> Any:
-    if place.inside or not place.axes:
+    if plan.local or not plan.axes:
         return run(operands, *rows)
-    number, split = operands.query.shape[1], split_of(operands.query, 1)
-    if place.sequence:
-        operands = _pad_keys(operands, place.devices)
-    if place.queries:
-        operands = _pad_queries(operands, place.devices)
-        rows = tuple(_pad(x, 1, number, -number % place.devices) for x in rows)
-    specs = _specs(operands, place)
-    sequence = place.sequence if place.queries else None
-    line = PartitionSpec(_axes(place.batch), sequence, _axes(place.heads))
-    spread = jax.shard_map(
+    number, split = operands.query.shape[1], mesh_axes_of(operands.query, 1)
+    if plan.sequence:
+        operands = _pad_keys(operands, plan.devices)
+    if plan.queries:
+        operands = _pad_queries(operands, plan.devices)
+        rows = tuple(_pad(x, 1, number, -number % plan.devices) for x in rows)
+    specs = _specs(operands, plan)
+    sequence = plan.sequence if plan.queries else None
+    line = PartitionSpec(_axes(plan.batch), sequence, _axes(plan.heads))
+    mapped = jax.shard_map(
         run,
-        mesh=place.mesh,
+        mesh=plan.mesh,
         in_specs=(specs, *[line] * len(rows)),
         out_specs=line,
-        axis_names=set(place.axes),
+        axis_names=set(plan.axes),
     )
-    lines = (arrive(place.mesh, place.axes, x, line) for x in rows)
-    found = spread(_reshard(operands, specs, place), *lines)
-    if split or not place.queries:
+    lines = (reshard_explicit(plan.mesh, plan.axes, x, line) for x in rows)
+    found = mapped(_reshard(operands, specs, plan), *lines)
+    if split or not plan.queries:
         return found
-    # queries that only this attention split, perhaps after padding
-    whole = PartitionSpec(_axes(place.batch), None, _axes(place.heads))
-    found = arrive(place.mesh, place.axes, found, whole)
+    # queries that only this attention sharded, perhaps after padding
+    whole = PartitionSpec(_axes(plan.batch), None, _axes(plan.heads))
+    found = reshard_explicit(plan.mesh, plan.axes, found, whole)
     return jax.tree.map(lambda x: x[:, :number], found)
 
 
-def _method(place: Placement) -> Callable[..., AttentionState]:
-    axes = place.sequence
+def _method(plan: ShardingPlan) -> Callable[..., AttentionState]:
+    axes = plan.sequence
     if not axes:
         return lambda names, settings, operands: attend(names, settings, operands)
-    if place.method == "ring":
-        return functools.partial(ring, axes=axes, travels="auto", sharded=place.queries)
-    if place.method == "ulysses":
+    if plan.method == "ring":
+        return functools.partial(ring, axes=axes, rotate="auto", sharded=plan.queries)
+    if plan.method == "ulysses":
         return functools.partial(ulysses, axes=axes)
-    if place.queries:
-        return functools.partial(tree_of_shards, axes=axes, merge=place.merge)
-    return functools.partial(tree, axes=axes, merge=place.merge, topology=place.topology)
+    if plan.queries:
+        return functools.partial(tree_of_shards, axes=axes, merge=plan.merge)
+    return functools.partial(tree, axes=axes, merge=plan.merge, topology=plan.topology)
 
 
 def _axes(axes: Axes) -> Axes | None:
@@ -142,17 +150,17 @@ def _pad(x: Array | None, axis: int, size: int, missing: int, fill: Any = 0) -> 
 
 
 def _pad_keys(operands: Operands, devices: int) -> Operands:
-    columns = operands.key.shape[1]
-    missing = -columns % devices
+    key_len = operands.key.shape[1]
+    missing = -key_len % devices
     if missing == 0:
         return operands
     queries, keys = operands.query_positions, operands.key_positions
     if queries is None or keys is None:
         queries = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
-        keys = jnp.zeros((1, columns), jnp.int32)
+        keys = jnp.zeros((1, key_len), jnp.int32)
 
     def pad(x: Array | None, axis: int, fill: Any = 0) -> Any:
-        return _pad(x, axis, columns, missing, fill)
+        return _pad(x, axis, key_len, missing, fill)
 
     return operands._replace(
         key=pad(operands.key, 1),
@@ -166,13 +174,13 @@ def _pad_keys(operands: Operands, devices: int) -> Operands:
 
 
 def _pad_queries(operands: Operands, devices: int) -> Operands:
-    rows = operands.query.shape[1]
-    missing = -rows % devices
+    query_len = operands.query.shape[1]
+    missing = -query_len % devices
     if missing == 0:
         return operands
 
     def pad(x: Array | None, axis: int, fill: Any = 0) -> Any:
-        return _pad(x, axis, rows, missing, fill)
+        return _pad(x, axis, query_len, missing, fill)
 
     return operands._replace(
         query=pad(operands.query, 1),
@@ -183,10 +191,10 @@ def _pad_queries(operands: Operands, devices: int) -> Operands:
     )
 
 
-def _specs(operands: Operands, place: Placement) -> Operands:
-    """Operands whose leaves are the specs of the arrays in their place."""
-    batch, keys, heads = (_axes(axes) for axes in (place.batch, place.sequence, place.heads))
-    queries = keys if place.queries else None
+def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
+    """The `PartitionSpec` of each operand."""
+    batch, keys, heads = (_axes(axes) for axes in (plan.batch, plan.sequence, plan.heads))
+    queries = keys if plan.queries else None
 
     def spec(x: Array | None, *axes: Axes | None) -> Any:
         if x is None:
@@ -196,10 +204,10 @@ def _specs(operands: Operands, place: Placement) -> Operands:
         return PartitionSpec(*kept)
 
     scores = batch, heads, None, keys
-    if place.method == "ulysses":
-        scores = batch, place.heads + place.sequence, None, None
-    elif place.method == "ring":
-        if what_travels("auto", operands, place.queries) == "keys":
+    if plan.method == "ulysses":
+        scores = batch, plan.heads + plan.sequence, None, None
+    elif plan.method == "ring":
+        if what_rotates("auto", operands, plan.queries) == "keys":
             scores = batch, heads, queries, None
     return Operands(
         query=spec(operands.query, batch, queries, heads, None),
@@ -214,8 +222,8 @@ def _specs(operands: Operands, place: Placement) -> Operands:
     )
 
 
-def _reshard(operands: Operands, specs: Operands, place: Placement) -> Operands:
+def _reshard(operands: Operands, specs: Operands, plan: ShardingPlan) -> Operands:
     def put(x: Array | None, spec: Any) -> Any:
-        return arrive(place.mesh, place.axes, x, spec)
+        return reshard_explicit(plan.mesh, plan.axes, x, spec)
 
     return Operands(*map(put, operands, specs))

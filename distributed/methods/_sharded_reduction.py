@@ -1,4 +1,4 @@
-"""Whatever folds over keys, over keys that are split over a mesh: a tree for any kind of state."""
+"""Reductions over keys that are sharded over a mesh: a tree for any kind of state."""
 
 import functools
 from collections.abc import Callable
@@ -11,60 +11,62 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import CheckedCall, Operands, Settings, with_default_positions
 
-from ..merge._covariance import fold_covariances
+from ..merge._covariance import covariance_merge, merge_covariances
 from ..merge._packing import joined
 from ..spec._arguments import Axes
-from ..spec._plan import Placement
+from ..spec._plan import ShardingPlan
 from ._merge import choose_merge, fold_across
-from ._sharded_attention import over_devices, where_rows_are
+from ._sharded_attention import run_sharded, unsharded_if_empty
 from ._tree import with_all_queries
 
 
-class Task(NamedTuple):
-    """What is found of some keys, and how that of all of them is folded; static, hashable.
+class Reduction(NamedTuple):
+    """A function of some keys, and the fold of its results over all of them; static, hashable.
 
     Attributes:
         find: `find(settings, operands, *rows)`, a tree of arrays `[B, T, N, ...]`.
-        fold: `fold(found, axes, place)`, equal on all devices of the axes.
+        fold: `fold(found, axes, plan)`, equal on all devices of the axes.
     """
 
     find: Callable[..., Any]
-    fold: Callable[[Any, Axes, Placement], Any]
+    fold: Callable[[Any, Axes, ShardingPlan], Any]
 
 
-def spread_rows(place: Placement | None, task: Task, call: CheckedCall, *rows: Array) -> Any:
-    """What `task` finds of all keys of a checked call, split over a mesh as `place` says.
+def sharded_reduction(
+    plan: ShardingPlan | None, task: Reduction, call: CheckedCall, *rows: Array
+) -> Any:
+    """The result of `task` for all keys of a checked call, sharded over a mesh by `plan`.
 
-    All devices see all queries, whatever the method of `place`: those that are split are gathered,
-    and each device keeps what was found for its own. Raises as `task.find` does.
+    All devices see all queries, whatever the method of `plan`: sharded ones are gathered, and each
+    device keeps the results for its own. Raises as `task.find` does.
     """
-    if place is None:
-        return _whole(task, call.settings, call.operands, *rows)
-    return _spread(place, task, call.settings, call.operands, *rows)
+    if plan is None:
+        return _unsharded(task, call.settings, call.operands, *rows)
+    return _sharded(plan, task, call.settings, call.operands, *rows)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _whole(task: Task, settings: Settings, operands: Operands, *rows: Array) -> Any:
+def _unsharded(task: Reduction, settings: Settings, operands: Operands, *rows: Array) -> Any:
     return task.find(settings, operands, *rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _spread(
-    place: Placement, task: Task, settings: Settings, operands: Operands, *rows: Array
+def _sharded(
+    plan: ShardingPlan, task: Reduction, settings: Settings, operands: Operands, *rows: Array
 ) -> Any:
-    place = where_rows_are(place, operands)._replace(method="tree")
-    axes = place.sequence
+    plan = unsharded_if_empty(plan, operands)._replace(method="tree")
+    axes = plan.sequence
 
     def run(operands: Operands, *rows: Array) -> Any:
         own = operands.query.shape[1]
-        if place.queries:
+        if plan.queries:
             operands = with_all_queries(operands, axes)
             rows = tuple(joined(x, axes, 1) for x in rows)
         found = task.find(settings, operands, *rows)
         if axes:
-            found = task.fold(found, axes, place)
-        if not place.queries:
+            found = task.fold(found, axes, plan)
+        if not plan.queries:
             return found
         first = lax.axis_index(axes) * own
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, own, 1), found)
@@ -73,20 +75,20 @@ def _spread(
         operands = with_default_positions(
             operands, settings
         )  # a device's part does not count from 0
-    return over_devices(place, run, operands, *rows)
+    return run_sharded(plan, run, operands, *rows)
 
 
-def fold_states(state: AttentionState, axes: Axes, place: Placement) -> AttentionState:
-    """As attention folds. Raises nothing."""
-    return fold_across(choose_merge(place.merge, state, axes, place.topology), axes, state)
+def fold_states(state: AttentionState, axes: Axes, plan: ShardingPlan) -> AttentionState:
+    """The fold of attention states, by the strategy of the plan."""
+    return fold_across(choose_merge(plan.merge, state, axes, plan.topology), axes, state)
 
 
-def fold_spreads(state: CovarianceState, axes: Axes, place: Placement) -> CovarianceState:
-    """By the law of total covariance, with the way of `place` if covariances have it."""
-    return fold_covariances("gather" if place.merge == "gather" else "butterfly", axes, state)
+def fold_covariances(state: CovarianceState, axes: Axes, plan: ShardingPlan) -> CovarianceState:
+    """By the law of total covariance, with the strategy of `plan` if covariances fold by it."""
+    return merge_covariances(covariance_merge(plan.merge), axes, state)
 
 
-def fold_maxima(found: Array, axes: Axes, place: Placement) -> Array:
-    """The largest. It has no derivative. Raises nothing."""
-    del place
+def fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
+    """The elementwise maximum. It has no derivative."""
+    del plan
     return lax.pmax(found, axes)

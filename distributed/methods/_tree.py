@@ -13,9 +13,18 @@ from energy_attn.kernels.internal import Operands, Settings, attend, check_flag,
 
 from .. import cost
 from ..merge._packing import joined
-from ..merge._strategies import reduce_scatter, scatter
-from ..spec._arguments import Axes, AxisName, check_axes, check_local, rounded, scores_of, unbatched
-from ..spec._parallel import check_merge, check_topology
+from ..merge._scatter import EXCHANGE
+from ..merge._strategies import STRATEGIES, MergeOption, check_merge
+from ..spec._arguments import (
+    Axes,
+    AxisName,
+    check_axes,
+    check_local,
+    rounded,
+    scores_shape,
+    unbatched,
+)
+from ..spec._parallel import check_topology
 from ._merge import choose_merge, fold_across
 
 
@@ -28,7 +37,7 @@ def tree_attention(
     bias: Float[Array, "..."] | None = None,
     mask: Any = None,
     axis_name: AxisName,
-    merge: str = "auto",
+    merge: MergeOption = "auto",
     queries_sharded: bool = False,
     topology: cost.Topology | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -39,8 +48,8 @@ def tree_attention(
     $$F(\zeta) = \log \sum_i e^{F_i(\zeta)}, \qquad
       F_i(\zeta) = \log \sum_{a \in \text{shard } i} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a)$$
 
-    Each device computes the state of its own keys, then the states are folded. Queries that all
-    devices have ([`merge_across`][energy_attn.distributed.merge_across]): $O(B T N H)$ bytes,
+    Each device computes the state of its own keys, then the states are folded. Queries that are
+    equal on all devices ([`merge_across`][energy_attn.distributed.merge_across]): $O(B T N H)$ bytes,
     whatever the number of keys; in the derivative `key` and `value` stay local and the query's
     gradient is one `psum`. Queries of which each device has a part: they are gathered, and the
     states of all, $B T N (H + 1)$ numbers, are reduced and scattered, so that each device has those
@@ -58,7 +67,7 @@ def tree_attention(
         axis_name: the mesh axis, or several, slow ones first, along which keys are sharded.
         merge: how states are folded; see [`merge_across`][energy_attn.distributed.merge_across].
             Where queries are sharded, `"allreduce"` is a pmax of `lse` and a reduce-scatter of
-            sums, and every other way one all-to-all of states.
+            sums, and every other strategy one all-to-all of states.
         queries_sharded: whether `query` and what belongs to it are this device's part.
         topology: of the axes, for `merge="auto"`.
         implementation: as for [`local_attention`][energy_attn.kernels.local_attention].
@@ -99,7 +108,7 @@ def tree_attention(
         options,
         implementation,
         queries=sharded,
-        scores=lambda operands: scores_of(operands, rows=devices),
+        scores=lambda operands: scores_shape(operands, query_parts=devices),
     )
     given = names, call.settings, call.operands, axes, merge
     state = tree_of_shards(*given) if sharded else tree(*given, topology)
@@ -114,7 +123,7 @@ def tree(
     merge: str,
     topology: cost.Topology | None,
 ) -> AttentionState:
-    """The state of queries that all devices have. Raises as `attend` does."""
+    """The state of queries that are equal on all devices. Raises as `attend` does."""
     state = attend(names, with_wide_out(settings), operands)
     state = fold_across(choose_merge(merge, state, axes, topology), axes, state)
     return rounded(state, operands, settings)
@@ -131,21 +140,19 @@ def tree_of_shards(
 
     Raises as `attend` does.
     """
-    devices, rows = lax.axis_size(axes), operands.query.shape[1]
+    devices, query_len = lax.axis_size(axes), operands.query.shape[1]
     state = attend(names, with_wide_out(settings), with_all_queries(operands, axes))
 
     def by_device(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], devices, rows, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(x.shape[0], devices, query_len, *x.shape[2:]), 1, 0)
 
-    fold = reduce_scatter if merge == "allreduce" else scatter
-    return rounded(fold(AttentionState(*map(by_device, state)), axes), operands, settings)
+    scatter = EXCHANGE if merge == "auto" else STRATEGIES[merge].scatter
+    state = scatter.fold(AttentionState(*map(by_device, state)), axes)
+    return rounded(state, operands, settings)
 
 
 def with_all_queries(operands: Operands, axes: Axes) -> Operands:
-    """Operands with the queries of all devices, end to end, and what belongs to them.
-
-    Raises nothing.
-    """
+    """Operands with the queries of all devices, end to end, and their positions and segments."""
     mine = operands.query, operands.query_positions, operands.query_segments
     query, positions, segments = jax.tree.map(lambda x: joined(x, axes, 1), mine)
     return operands._replace(query=query, query_positions=positions, query_segments=segments)

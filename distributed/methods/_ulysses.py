@@ -11,7 +11,15 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Operands, Settings, attend
 
 from ..merge._packing import joined, moved, transfer
-from ..spec._arguments import Axes, AxisName, Scores, check_axes, check_local, scores_of, unbatched
+from ..spec._arguments import (
+    Axes,
+    AxisName,
+    Scores,
+    check_axes,
+    check_local,
+    scores_shape,
+    unbatched,
+)
 from ..spec._plan import check_heads
 
 
@@ -77,8 +85,10 @@ def ulysses_attention(
 
     def scores(operands: Operands) -> Scores:
         check_heads("key", operands.key.shape[2], devices)
-        batch, heads, rows, columns = scores_of(operands, rows=devices, columns=devices)
-        return batch, heads // devices, rows, columns
+        batch, heads, query_len, key_len = scores_shape(
+            operands, query_parts=devices, key_parts=devices
+        )
+        return batch, heads // devices, query_len, key_len
 
     arrays = query, key, value, source, bias, mask
     names, call = check_local(arrays, options, implementation, queries=True, scores=scores)
@@ -89,7 +99,7 @@ def ulysses_attention(
 def ulysses(
     names: Sequence[str], settings: Settings, operands: Operands, axes: Axes
 ) -> AttentionState:
-    """The state of this device's queries; bias and mask are for its heads, and all else.
+    """The state of this device's queries; bias and mask are for its heads and all positions.
 
     Raises as `attend` does.
     """

@@ -13,7 +13,9 @@ from energy_attn.kernels.internal import check_array, check_flag, received
 Arrays = TypeVar("Arrays")
 
 
-def place(local: Arrays, sharding: NamedSharding | PartitionSpec, *, whole: bool = False) -> Arrays:
+def place(
+    local: Arrays, sharding: NamedSharding | PartitionSpec, *, replicated: bool = False
+) -> Arrays:
     """Makes global arrays of what each process holds.
 
     Every process calls it with its own part: along a dimension that is sharded over processes, the
@@ -25,7 +27,7 @@ def place(local: Arrays, sharding: NamedSharding | PartitionSpec, *, whole: bool
             them.
         sharding: of the global array: a `NamedSharding`, or the `PartitionSpec` of one in the mesh
             in force (`jax.set_mesh`).
-        whole: whether every process gives the whole array instead, equal in all of them, of which
+        replicated: whether every process gives the whole array instead, equal in all of them, of which
             its devices take their parts.
 
     Returns:
@@ -45,7 +47,7 @@ def place(local: Arrays, sharding: NamedSharding | PartitionSpec, *, whole: bool
         >>> key.addressable_data(0).shape, fetch(key).shape == key.shape
         ((1, 4, 2, 8), True)
     """
-    check_flag("whole", whole)
+    check_flag("replicated", replicated)
     if isinstance(sharding, PartitionSpec):
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
@@ -62,7 +64,7 @@ def place(local: Arrays, sharding: NamedSharding | PartitionSpec, *, whole: bool
         raise TypeError(
             f"sharding: wanted a NamedSharding or a PartitionSpec, got {received(sharding)}"
         )
-    return jax.tree.map(lambda x: _placed(x, sharding, whole), local)
+    return jax.tree.map(lambda x: _placed(x, sharding, replicated), local)
 
 
 def fetch(x: Any) -> Any:
@@ -92,7 +94,7 @@ def fetch(x: Any) -> Any:
     return jax.tree.map(_fetched, x)
 
 
-def _placed(local: Any, sharding: NamedSharding, whole: bool) -> jax.Array:
+def _placed(local: Any, sharding: NamedSharding, replicated: bool) -> jax.Array:
     check_array("local", local)
     _check_concrete("local", local)
     if isinstance(local, jax.Array) and not local.is_fully_addressable:
@@ -107,9 +109,11 @@ def _placed(local: Any, sharding: NamedSharding, whole: bool) -> jax.Array:
         )
     part = np.asarray(local, jax.dtypes.canonicalize_dtype(local.dtype))
     try:
-        return jax.make_array_from_process_local_data(sharding, part, part.shape if whole else None)
+        return jax.make_array_from_process_local_data(
+            sharding, part, part.shape if replicated else None
+        )
     except ValueError as error:
-        held = "the whole array" if whole else "this process's part of an array"
+        held = "the whole array" if replicated else "this process's part of an array"
         raise ValueError(
             f"local: wanted {held} that {sharding.spec} divides over the mesh "
             f"{dict(sharding.mesh.shape)}, got {received(local)}: {error}"

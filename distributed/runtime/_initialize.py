@@ -10,7 +10,7 @@ import jax
 
 from energy_attn.kernels.internal import check_integer, private_names, received
 
-from ._rendezvous import Caller, answer, hold, split_address
+from ._rendezvous import Participant, coordinate, join, split_address
 
 
 def initialize(
@@ -120,11 +120,11 @@ def initialize(
             "initialize: wanted the call before anything uses a device (arrays, jax.devices(), "
             "jax.process_count(), …); got it after JAX started its devices"
         )
-    caller = Caller(address, process, count, initialization_timeout)
+    participant = Participant(address, process, count, initialization_timeout)
     if process == 0:
-        hold(caller, bind)
+        coordinate(participant, bind)
     else:
-        answer(caller)
+        join(participant)
     _leave_on_failure()
     jax.distributed.initialize(
         address,

@@ -18,7 +18,7 @@ _LONGEST = 4096  # bytes of a line: the longest is a reason that names many proc
 _PAUSE = 0.05  # seconds between attempts to connect
 
 
-class Caller(NamedTuple):
+class Participant(NamedTuple):
     """This process, as it presents itself."""
 
     coordinator: str  # host:port
@@ -38,13 +38,13 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def hold(caller: Caller, bind: str) -> None:
+def coordinate(participant: Participant, bind: str) -> None:
     """Process 0: waits at the address `bind` until all others have come, then lets all go on.
 
     Raises `RuntimeError` naming who is missing when time is up, at once when two processes give the
     same number or other counts; the others then raise the same.
     """
-    end = time.monotonic() + caller.timeout
+    end = time.monotonic() + participant.timeout
     with contextlib.ExitStack() as opened:
         try:
             listener = opened.enter_context(_listen(*split_address("bind", bind)))
@@ -55,7 +55,7 @@ def hold(caller: Caller, bind: str) -> None:
                 "has that port, and that the address is one of this host's"
             ) from error
         present: dict[socket.socket, int] = {}
-        reason = _gather(listener, present, caller, end, opened)
+        reason = _gather(listener, present, participant, end, opened)
         # Closed before anyone is told to go on: whoever then finds the port open has found JAX's.
         listener.close()
         for connection in present:
@@ -70,14 +70,14 @@ def hold(caller: Caller, bind: str) -> None:
                 connection.recv(1)
 
 
-def answer(caller: Caller) -> None:
+def join(participant: Participant) -> None:
     """Any other process: reports to the coordinator and waits until all have come.
 
     Raises `RuntimeError` when the coordinator cannot be reached in time, or says what is wrong.
     """
-    end = time.monotonic() + caller.timeout
-    address = split_address("coordinator_address", caller.coordinator)
-    hello = b"energy_attn %d %d\n" % (caller.process, caller.processes)
+    end = time.monotonic() + participant.timeout
+    address = split_address("coordinator_address", participant.coordinator)
+    hello = b"energy_attn %d %d\n" % (participant.process, participant.processes)
     last = "nothing was tried"
     while (left := end - time.monotonic()) > 0:
         try:
@@ -96,8 +96,8 @@ def answer(caller: Caller) -> None:
             last = _said(error)
         time.sleep(_PAUSE)
     raise RuntimeError(
-        f"coordinator_address: process {caller.process} of {caller.processes} could not meet process 0 "
-        f"at {caller.coordinator} within {caller.timeout} s (the last attempt: {last}). Check that "
+        f"coordinator_address: process {participant.process} of {participant.processes} could not meet process 0 "
+        f"at {participant.coordinator} within {participant.timeout} s (the last attempt: {last}). Check that "
         "process 0 is running and calls initialize() too, that this is the address of its host as "
         "seen from here, and that no firewall closes the port"
     )
@@ -106,7 +106,7 @@ def answer(caller: Caller) -> None:
 def _gather(
     listener: socket.socket,
     present: dict[socket.socket, int],
-    caller: Caller,
+    participant: Participant,
     end: float,
     opened: contextlib.ExitStack,
 ) -> str:
@@ -117,10 +117,10 @@ def _gather(
     unread: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
-        while len(present) < caller.processes - 1:
+        while len(present) < participant.processes - 1:
             left = end - time.monotonic()
             if left <= 0:
-                return _missing(present, caller)
+                return _missing(present, participant)
             for ready, _ in selector.select(left):
                 if ready.fileobj is listener:
                     connection = opened.enter_context(listener.accept()[0])
@@ -140,17 +140,19 @@ def _gather(
                     connection.close()
                 elif hello := re.fullmatch(rb"energy_attn (\d{1,9}) (\d{1,9})\n", line):
                     process, count = map(int, hello.groups())
-                    wrong = _wrong(process, count, present, caller)
+                    wrong = _wrong(process, count, present, participant)
                     present[connection] = process
                     if wrong:
                         return wrong
     return ""
 
 
-def _wrong(process: int, count: int, present: dict[socket.socket, int], caller: Caller) -> str:
-    if count != caller.processes:
+def _wrong(
+    process: int, count: int, present: dict[socket.socket, int], participant: Participant
+) -> str:
+    if count != participant.processes:
         return (
-            f"num_processes: wanted the same number in all processes, got {caller.processes} in "
+            f"num_processes: wanted the same number in all processes, got {participant.processes} in "
             f"process 0 and {count} in process {process}"
         )
     if process in present.values() or not 0 < process < count:
@@ -161,12 +163,12 @@ def _wrong(process: int, count: int, present: dict[socket.socket, int], caller: 
     return ""
 
 
-def _missing(present: dict[socket.socket, int], caller: Caller) -> str:
-    missing = sorted(set(range(1, caller.processes)) - set(present.values()))
+def _missing(present: dict[socket.socket, int], participant: Participant) -> str:
+    missing = sorted(set(range(1, participant.processes)) - set(present.values()))
     names = ", ".join(map(str, missing[:20])) + (", …" if len(missing) > 20 else "")
     return (
-        f"process {names} of {caller.processes} did not come to the coordinator at "
-        f"{caller.coordinator} within {caller.timeout} s. Check that it was started, what it wrote "
+        f"process {names} of {participant.processes} did not come to the coordinator at "
+        f"{participant.coordinator} within {participant.timeout} s. Check that it was started, what it wrote "
         "before it ended, that it calls initialize() with this address, and that it can reach it"
     )
 

@@ -1,4 +1,4 @@
-"""How the keys of an attention are spread over a mesh: what a user says."""
+"""How the keys of an attention are sharded over a mesh: the user's `parallel=`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,23 +7,22 @@ from typing import Any, Literal
 from energy_attn.kernels.internal import check_choice, check_flag, check_names, received
 
 from .. import cost
-from ..cost._transfers import MERGES, check_levels
+from ..merge._strategies import MergeOption, check_merge
 
 _CHOICES = {
     "method": ("tree", "ring", "ulysses", "auto"),
-    "merge": (*MERGES, "auto"),
     "layout": ("contiguous", "striped", "zigzag"),
 }
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class SequenceParallel:
-    r"""How an attention is spread along its sequence over a mesh.
+    r"""How an attention is sharded along its sequence over a mesh.
 
     Device $i$ of the axes holds a part of keys and values. Queries are sharded in the same way
     where there are as many as keys (training), and are on all devices otherwise (decoding), unless
-    `split_queries` says otherwise; on explicit mesh axes it is the type of the query that says so,
-    and so it is inside a `jax.shard_map` over the axes, where arrays are this device's part.
+    `split_queries` says otherwise. On explicit mesh axes the type of the query decides, as it does
+    inside a `jax.shard_map` over the axes, where arrays are this device's part.
 
     Attributes:
         axes: the mesh axes that the sequence is sharded over, slow ones first.
@@ -34,20 +33,21 @@ class SequenceParallel:
             [`ulysses_attention`][energy_attn.distributed.ulysses_attention]. `"auto"`: the tree for
             queries that are on all devices, else the fastest by
             [`cost`][energy_attn.distributed.cost.choose_method].
-        merge: how a tree folds, `"allreduce"`, `"gather"`, `"butterfly"` or, over several axes,
-            `"hierarchical"`; see [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`:
-            the fastest by `cost`.
-        layout: the order in which the sequence lies over the devices: `"contiguous"`, `"striped"`
+        merge: the strategy by which a tree folds, a name of
+            [`cost.MERGES`][energy_attn.distributed.cost.MERGES]; see
+            [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`: the fastest by `cost`.
+        layout: the order of the sequence over the devices: `"contiguous"`, `"striped"`
             or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence].
-        topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
-            platform in use.
-        split_queries: whether queries are sharded; None: where there are as many as keys. A chunk
-            of a prompt, which goes on from a cache, is a case for True.
-        heads: other mesh axes, over which the heads are sharded, and those of a cache: for weights
-            that are (tensor parallelism). Heads do not meet: it costs nothing here.
+        topology: latency and bandwidth of the axes, for `"auto"`; None: the usual ones of
+            the platform in use.
+        split_queries: whether queries are sharded; None: where there are as many as keys. Set it
+            for a chunk of a prompt that continues from a cache.
+        heads: other mesh axes, over which the heads are sharded, in a cache too: for tensor
+            parallelism. Heads do not meet, so that it costs nothing here.
 
     Raises:
-        TypeError: `axes` or `heads` are no names, `topology` is none, or `split_queries` no boolean.
+        TypeError: `axes` or `heads` are not names, `topology` not a topology, or `split_queries` not
+            a boolean.
         ValueError: axes that repeat, an unknown method, merge or layout, or `"hierarchical"` over
             one axis.
 
@@ -75,7 +75,7 @@ class SequenceParallel:
         self,
         axes: str | Sequence[str] = ("node", "device"),
         method: Literal["tree", "ring", "ulysses", "auto"] = "auto",
-        merge: Literal["allreduce", "gather", "butterfly", "hierarchical", "auto"] = "auto",
+        merge: MergeOption = "auto",
         layout: Literal["contiguous", "striped", "zigzag"] = "contiguous",
         *,
         topology: cost.Topology | None = None,
@@ -83,7 +83,7 @@ class SequenceParallel:
         heads: str | Sequence[str] = (),
     ) -> None:
         names = check_names("axes", axes, "mesh axes")
-        given: dict[str, Any] = {"method": method, "merge": merge, "layout": layout}
+        given: dict[str, Any] = {"method": method, "layout": layout}
         for field, choices in _CHOICES.items():
             check_choice(field, given[field], choices)
         check_merge(merge, len(names))
@@ -93,20 +93,15 @@ class SequenceParallel:
         none = isinstance(heads, (tuple, list)) and not heads
         over = () if none else check_names("heads", heads, "mesh axes")
         check_names("axes and heads", (*names, *over), "mesh axes")
-        given |= {"axes": names, "topology": topology, "split_queries": split_queries}
+        given |= {"axes": names, "merge": merge, "topology": topology}
+        given |= {"split_queries": split_queries}
         given["heads"] = over
         for field, value in given.items():
             object.__setattr__(self, field, value)
 
 
-def check_merge(merge: Any, axes: int) -> None:
-    """Raises `ValueError` unless `merge` is the name of a way to fold over so many axes."""
-    check_choice("merge", merge, _CHOICES["merge"])
-    check_levels(merge, axes)
-
-
 def check_topology(topology: Any, axes: int) -> None:
-    """Raises `TypeError` for what is no topology, `ValueError` for one of another number of axes."""
+    """Raises `TypeError` unless `topology` is one, `ValueError` for another number of axes."""
     if topology is None:
         return
     if not isinstance(topology, cost.Topology):

@@ -1,4 +1,4 @@
-"""Where the parts of an attention lie: what array types and the user say, brought together."""
+"""Sharding plans: the mesh axes of each axis of an attention, from array types and `parallel=`."""
 
 import math
 from collections.abc import Iterable
@@ -17,40 +17,38 @@ from ._arguments import Axes
 from ._parallel import SequenceParallel
 
 
-class Placement(NamedTuple):
-    """Which mesh axes the axes of an attention are split over, and how its parts meet; static.
+class ShardingPlan(NamedTuple):
+    """The mesh axes over which the axes of an attention are sharded, and the method; static.
 
-    Batch rows and heads do not meet: each device attends for its own. Keys do.
+    Devices exchange data along the sequence only: each attends for its own batch rows and heads.
     """
 
     mesh: Any  # jax.sharding.AbstractMesh
     batch: Axes
     sequence: Axes
     heads: Axes
-    queries: bool  # split along the sequence, as keys are
+    queries: bool  # sharded along the sequence, as keys are
     method: str
     merge: str
     topology: cost.Topology | None
-    inside: bool = (
-        False  # of a `jax.shard_map` over the sequence's axes: arrays are a device's part
-    )
+    local: bool = False  # of a `jax.shard_map` over the sequence's axes: arrays are a device's part
 
     @property
     def axes(self) -> Axes:
-        """All the mesh axes that anything is split over."""
+        """All mesh axes over which an axis is sharded."""
         return self.batch + self.sequence + self.heads
 
     @property
     def devices(self) -> int:
         """How many devices share a sequence."""
-        return product(self.mesh, self.sequence)
+        return device_count(self.mesh, self.sequence)
 
 
-def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placement | None:
-    """How a checked call is split: as `parallel` says, and as the types of the arrays say.
+def sharding_plan(parallel: Any, query: Array, key: Array, value: Array) -> ShardingPlan | None:
+    """The plan of a checked call, from `parallel` and from the types of the arrays.
 
-    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is split, nor might be:
-    the axes that `jax.vmap` maps over are not part of the types that are seen within it.
+    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is sharded and the mesh
+    has no explicit axes, over which a surrounding `jax.vmap` may have sharded the axis it maps over.
 
     Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in
     force, an axis is not in it, an axis is taken by a surrounding `shard_map`, or its devices
@@ -59,14 +57,16 @@ def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placemen
     if parallel is not None:
         check_mesh(parallel)
     first = key.ndim - 4  # -1 where there is no batch axis
-    sequence = split_of(key, first + 1) if parallel is None else parallel.axes
-    batch = (split_of(query, first) or split_of(key, first)) if first == 0 else ()
-    heads = split_of(key, first + 2) if parallel is None or not parallel.heads else parallel.heads
+    sequence = mesh_axes_of(key, first + 1) if parallel is None else parallel.axes
+    batch = (mesh_axes_of(query, first) or mesh_axes_of(key, first)) if first == 0 else ()
+    heads = (
+        mesh_axes_of(key, first + 2) if parallel is None or not parallel.heads else parallel.heads
+    )
     batch = tuple(axis for axis in batch if axis not in sequence)
     heads = tuple(axis for axis in heads if axis not in sequence + batch)
     mesh: Any = jax.sharding.get_abstract_mesh()
     mesh = _type(key).mesh if mesh.empty and isinstance(key, jax.core.Tracer) else mesh
-    if not batch + sequence + heads and not left_to_compiler(mesh, ()):
+    if not batch + sequence + heads and not other_explicit_axes(mesh, ()):
         return None
     if mesh.empty:
         raise ValueError(
@@ -74,41 +74,41 @@ def placement(parallel: Any, query: Array, key: Array, value: Array) -> Placemen
             "got none; use jax.set_mesh(mesh)"
         )
     if is_explicit(mesh, sequence):
-        queries = not set(split_of(query, first + 1)).isdisjoint(sequence)
+        queries = not set(mesh_axes_of(query, first + 1)).isdisjoint(sequence)
     elif parallel is not None and parallel.split_queries is not None:
         queries = parallel.split_queries
     else:
         queries = query.shape[first + 1] == key.shape[first + 1]
-    check_share("key", key.shape[-2], product(mesh, heads))
-    place = Placement(mesh, batch, sequence, heads, queries, "tree", "auto", None)
+    check_share("key", key.shape[-2], device_count(mesh, heads))
+    plan = ShardingPlan(mesh, batch, sequence, heads, queries, "tree", "auto", None)
     if parallel is not None:
-        place = place._replace(merge=parallel.merge, topology=parallel.topology)
+        plan = plan._replace(merge=parallel.merge, topology=parallel.topology)
     if not sequence:
-        return place
+        return plan
     method = "auto" if parallel is None else parallel.method
     if method == "auto":
-        method = _choose_method(place, query, key, value)
+        method = _choose_method(plan, query, key, value)
     if method == "ulysses":
-        check_heads("key", key.shape[-2] // product(mesh, heads), place.devices)
+        check_heads("key", key.shape[-2] // device_count(mesh, heads), plan.devices)
     # heads can be exchanged for sequence only where there is a sequence of queries
-    return place._replace(method=method, queries=queries or method == "ulysses")
+    return plan._replace(method=method, queries=queries or method == "ulysses")
 
 
-def is_inside(parallel: Any) -> bool:
-    """Whether the axes of `parallel` are those of a surrounding `jax.shard_map`. Raises nothing."""
+def in_shard_map(parallel: Any) -> bool:
+    """Whether a surrounding `jax.shard_map` has taken all axes of `parallel`."""
     mesh = jax.sharding.get_abstract_mesh()
     return isinstance(parallel, SequenceParallel) and all(
         axis in mesh.axis_names and kind_of(mesh, axis) == AxisType.Manual for axis in parallel.axes
     )
 
 
-def placement_inside(
+def local_sharding_plan(
     parallel: SequenceParallel, query: Array, key: Array, value: Array
-) -> Placement:
-    """How the parts of a checked call meet that the devices of a `jax.shard_map` hold.
+) -> ShardingPlan:
+    """The plan of a checked call inside a `jax.shard_map`, whose arrays are a device's part.
 
-    Queries are this device's part if their type varies along the axes, and all devices' if it does
-    not while that of the keys does. Where types do not tell (`check_vma=False`), they are a part if
+    Queries are this device's part if their type varies along the axes, and equal on all devices if
+    only that of the keys does. Where types do not tell (`check_vma=False`), queries are a part if
     there are as many as keys. Raises `ValueError` where a device has too few heads for `"ulysses"`.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
@@ -118,21 +118,21 @@ def placement_inside(
         queries = parallel.split_queries
     elif axes <= told:
         queries = not axes.isdisjoint(varying_axes(query))
-    place = Placement(mesh, (), parallel.axes, (), queries, "", parallel.merge, parallel.topology)
-    place = place._replace(inside=True)
+    plan = ShardingPlan(mesh, (), parallel.axes, (), queries, "", parallel.merge, parallel.topology)
+    plan = plan._replace(local=True)
     method = parallel.method
     if method == "auto":
-        method = _choose_method(place, query, key, value)
+        method = _choose_method(plan, query, key, value)
     if method == "ulysses":
-        check_heads("key", key.shape[-2], place.devices)
-    return place._replace(method=method, queries=queries or method == "ulysses")
+        check_heads("key", key.shape[-2], plan.devices)
+    return plan._replace(method=method, queries=queries or method == "ulysses")
 
 
-def _choose_method(place: Placement, query: Array, key: Array, value: Array) -> str:
-    if not place.queries:
+def _choose_method(plan: ShardingPlan, query: Array, key: Array, value: Array) -> str:
+    if not plan.queries:
         return "tree"
-    batch, heads = product(place.mesh, place.batch), product(place.mesh, place.heads)
-    parts = place.devices if place.inside else 1
+    batch, heads = device_count(plan.mesh, plan.batch), device_count(plan.mesh, plan.heads)
+    parts = plan.devices if plan.local else 1
     shape = cost.Shape(
         math.prod(query.shape[:-3]) // batch,
         query.shape[-3] * parts,
@@ -144,11 +144,11 @@ def _choose_method(place: Placement, query: Array, key: Array, value: Array) -> 
         dtype=query.dtype.name,
         queries_sharded=True,
     )
-    return cost.choose_method(shape, place.topology or usual_topology(place.mesh, place.sequence))
+    return cost.choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
 
 
-def product(mesh: AbstractMesh, axes: Axes) -> int:
-    """The number of devices along axes of a mesh. Raises nothing."""
+def device_count(mesh: AbstractMesh, axes: Axes) -> int:
+    """The number of devices along axes of a mesh."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -157,7 +157,7 @@ def _type(x: Any) -> NamedSharding:
 
 
 def check_heads(name: str, heads: int, devices: int) -> None:
-    """Raises `ValueError` where so many devices cannot share the heads of keys out."""
+    """Raises `ValueError` unless the number of devices divides the heads of keys."""
     if heads % devices:
         raise ValueError(
             f"{name}: wanted a number of heads that is a multiple of the {devices} devices for "
@@ -166,7 +166,7 @@ def check_heads(name: str, heads: int, devices: int) -> None:
 
 
 def check_share(name: str, heads: int, devices: int) -> None:
-    """Raises `ValueError` where so many devices cannot share heads out."""
+    """Raises `ValueError` unless the number of devices divides the heads."""
     if heads % devices:
         raise ValueError(
             f"{name}: wanted a number of heads that is a multiple of the {devices} devices that "
@@ -174,17 +174,17 @@ def check_share(name: str, heads: int, devices: int) -> None:
         )
 
 
-def split_of(x: Any, axis: int) -> Axes:
-    """The mesh axes that an axis of an array is split over, as its type says. Raises nothing."""
+def mesh_axes_of(x: Any, axis: int) -> Axes:
+    """The mesh axes over which an axis of an array is sharded, by its type."""
     spec = _type(x).spec
     part = spec[axis] if axis < len(spec) else None
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
 def check_mesh(parallel: Any) -> int:
-    """The number of devices that `parallel` spreads over on the mesh in force.
+    """The number of devices that `parallel` shards over on the mesh in force.
 
-    Raises as `placement` does.
+    Raises as `sharding_plan` does.
     """
     if not isinstance(parallel, SequenceParallel):
         raise TypeError(f"parallel: wanted a SequenceParallel or None, got {received(parallel)}")
@@ -205,24 +205,24 @@ def check_mesh(parallel: Any) -> int:
                 "inside one that has taken all of them, attention and its observables alone know "
                 "what to do"
             )
-    return product(mesh, parallel.axes)
+    return device_count(mesh, parallel.axes)
 
 
 def kind_of(mesh: AbstractMesh, axis: str) -> AxisType:
-    """Whether an axis of a mesh is automatic, explicit or manual. Raises nothing."""
+    """Whether an axis of a mesh is automatic, explicit or manual."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]
 
 
 def is_explicit(mesh: AbstractMesh, axes: Iterable[str]) -> bool:
-    """Whether any of the axes is part of array types. Raises nothing."""
+    """Whether any of the axes is part of array types."""
     return any(kind_of(mesh, axis) == AxisType.Explicit for axis in axes)
 
 
-def left_to_compiler(mesh: AbstractMesh, axes: Axes) -> Axes:
+def other_explicit_axes(mesh: AbstractMesh, axes: Axes) -> Axes:
     """The explicit axes of a mesh besides `axes`, where JAX can make them automatic.
 
-    Types are then left out of what is computed: few reshapes and sums are allowed on arrays whose
-    types are split, or split by a `jax.vmap` around them. Raises nothing.
+    JAX allows few reshapes and sums on arrays whose types are sharded, or are by a `jax.vmap` around
+    them; made automatic, these axes are no part of the types.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Manual in kinds.values():
@@ -231,24 +231,23 @@ def left_to_compiler(mesh: AbstractMesh, axes: Axes) -> Axes:
     return tuple(x for x in kinds if kinds[x] == AxisType.Explicit and x not in axes)
 
 
-def arrive(mesh: AbstractMesh, axes: Iterable[str], tree: Any, spec: PartitionSpec) -> Any:
-    """Arrays as a `shard_map` over `axes` takes them: of explicit axes types must say so already.
-
-    Raises nothing.
-    """
+def reshard_explicit(
+    mesh: AbstractMesh, axes: Iterable[str], tree: Any, spec: PartitionSpec
+) -> Any:
+    """Arrays as a `shard_map` over `axes` takes them: resharded where their types have the axes."""
     if not is_explicit(mesh, axes):
         return tree
     return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)
 
 
 def split_along(x: Array, axis: int, parallel: SequenceParallel) -> Array:
-    """`x` with one of its axes split over the devices of `parallel`, which divide it.
+    """`x` with one of its axes sharded over the devices of `parallel`, which divide it.
 
-    Inside `jax.jit`. Raises nothing.
+    Inside `jax.jit`.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if is_explicit(mesh, parallel.axes):
-        spec: list[Any] = [split_of(x, other) or None for other in range(x.ndim)]
+        spec: list[Any] = [mesh_axes_of(x, other) or None for other in range(x.ndim)]
         spec[axis] = parallel.axes
         return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
     spec = [parallel.axes if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]

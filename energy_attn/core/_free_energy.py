@@ -12,13 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import (
-    Placement,
-    is_inside,
-    placement,
-    placement_inside,
-    spread_attention,
+    ShardingPlan,
+    in_shard_map,
+    local_sharding_plan,
+    sharded_attention,
+    sharding_plan,
+    with_local_positions,
     with_positions,
-    with_positions_inside,
 )
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
     """
 
     names: tuple[str, ...]
-    place: Placement | None
+    place: ShardingPlan | None
     options: tuple[tuple[str, Any], ...]
     at_zero: bool = False
 
@@ -191,11 +191,11 @@ def prepare(
     (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
     call = Prepared(candidates(implementation), None, tuple(static.items()))
     arrays = Arrays(query, key, value, bias, mask, traced)
-    inside = is_inside(parallel)
+    inside = in_shard_map(parallel)
     if inside:
         _check_inside(arrays)
     given = check_at(call, None, arrays)
-    where = placement_inside if inside else placement
+    where = local_sharding_plan if inside else sharding_plan
     place = where(parallel, query, key, value)
     if call.names != ("reference",):
         cite("milakov", "flash")
@@ -204,8 +204,8 @@ def prepare(
     compares = given.settings.rule.constrains or given.operands.key_positions is not None
     if parallel is not None and compares:
         size = query.shape[-3], key.shape[-3]
-        if place is not None and place.inside:
-            traced = with_positions_inside(parallel, place.queries, traced, *size)
+        if place is not None and place.local:
+            traced = with_local_positions(parallel, place.queries, traced, *size)
         else:
             traced = with_positions(parallel, traced, *size)
     return call._replace(place=place), arrays._replace(options=traced)
@@ -243,7 +243,7 @@ def attention_and_energy(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
     # Inside shard_map the energies vary between devices, and so must the source: the gradient in
     # a source that does not vary would be summed over the devices.
     varying = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
-    if call.place is not None and call.place.inside and not call.place.queries:
+    if call.place is not None and call.place.local and not call.place.queries:
         varying -= frozenset(call.place.sequence)  # what is merged does not vary
     if varying:
         zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
@@ -276,7 +276,7 @@ def attend_checked(static: Prepared, call: CheckedCall) -> AttentionState:
     if static.place is None:
         state = attend(static.names, call.settings, call.operands)
     else:
-        state = spread_attention(static.place, static.names, call)
+        state = sharded_attention(static.place, static.names, call)
     return state if call.batched else jax.tree.map(lambda x: x[0], state)
 
 

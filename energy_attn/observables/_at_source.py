@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from energy_attn.distributed.internal import (
-    Task,
+    Reduction,
+    fold_covariances,
     fold_maxima,
-    fold_spreads,
     fold_states,
-    spread_rows,
+    sharded_reduction,
 )
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import (
@@ -82,8 +82,8 @@ def check_row_vectors(name: str, x: Any, arrays: Arrays) -> Array:
 
 def covariance_at(call: Prepared, source: Any, arrays: Arrays) -> CovarianceState:
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
-    task = Task(HashablePartial(covariance, (call.names,)), fold_spreads)
-    return run_reduction(call, task, check_at(call, source, arrays))
+    reduction = Reduction(HashablePartial(covariance, (call.names,)), fold_covariances)
+    return run_reduction(call, reduction, check_at(call, source, arrays))
 
 
 def covariance_product(
@@ -116,14 +116,16 @@ def expectation_at(
 
     `rows` are `[*B, T, N, W]`. Raises as the kernels do.
     """
-    task = Task(HashablePartial(expectation, (term, width, call.names)), fold_states)
-    return run_reduction(call, task, check_at(call, source, arrays), *rows)
+    reduction = Reduction(HashablePartial(expectation, (term, width, call.names)), fold_states)
+    return run_reduction(call, reduction, check_at(call, source, arrays), *rows)
 
 
 def support_at(call: Prepared, arrays: Arrays, direction: Array) -> Array:
     r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity in a fully masked row."""
-    task = Task(HashablePartial(support_function), fold_maxima)
-    return run_reduction(call, task, check_at(call, None, arrays), jax.lax.stop_gradient(direction))
+    reduction = Reduction(HashablePartial(support_function), fold_maxima)
+    return run_reduction(
+        call, reduction, check_at(call, None, arrays), jax.lax.stop_gradient(direction)
+    )
 
 
 class HashablePartial(NamedTuple):
@@ -136,12 +138,12 @@ class HashablePartial(NamedTuple):
         return self.function(*self.first, settings, operands, *rows)
 
 
-def run_reduction(call: Prepared, task: Task, given: CheckedCall, *rows: Array) -> Any:
+def run_reduction(call: Prepared, reduction: Reduction, given: CheckedCall, *rows: Array) -> Any:
     """Runs a reduction on a checked call; the result has a batch axis if the arrays had one.
 
     Raises as the reduction does.
     """
     if given.batched:
-        return spread_rows(call.place, task, given, *rows)
-    found = spread_rows(call.place, task, given, *(x[None] for x in rows))
+        return sharded_reduction(call.place, reduction, given, *rows)
+    found = sharded_reduction(call.place, reduction, given, *(x[None] for x in rows))
     return jax.tree.map(lambda x: x[0], found)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from energy_attn.distributed.internal import Axes, Placement, Task, same
+from energy_attn.distributed.internal import Axes, Reduction, ShardingPlan, as_invariant
 from energy_attn.kernels.internal import (
     Draw,
     Operands,
@@ -82,8 +82,8 @@ def sample_keys(
     arrays, source = lax.stop_gradient((arrays, source))
     seeds = jax.random.bits(rng, (*arrays.query.shape[:-1], 2), jnp.uint32)
     axes = () if call.place is None else call.place.sequence
-    task = Task(HashablePartial(_drawn, (num_samples, axes)), _fold_draws)
-    return run_reduction(call, task, check_at(call, source, arrays), seeds)[0].indices
+    reduction = Reduction(HashablePartial(_drawn, (num_samples, axes)), _fold_draws)
+    return run_reduction(call, reduction, check_at(call, source, arrays), seeds)[0].indices
 
 
 def _drawn(
@@ -96,7 +96,7 @@ def _drawn(
     return Draw(index, lse), seeds
 
 
-def _fold_draws(found: tuple[Draw, Array], axes: Axes, place: Placement) -> tuple[Draw, Array]:
+def _fold_draws(found: tuple[Draw, Array], axes: Axes, place: ShardingPlan) -> tuple[Draw, Array]:
     del place
     mine, seeds = found
     parts: Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
@@ -111,4 +111,4 @@ def _fold_draws(found: tuple[Draw, Array], axes: Axes, place: Placement) -> tupl
 
     first = Draw(parts.indices[0], parts.lse[0])
     drawn, _ = lax.scan(fold, first, jnp.arange(1, devices))
-    return same(drawn, axes), same(seeds, axes)
+    return as_invariant(drawn, axes), as_invariant(seeds, axes)

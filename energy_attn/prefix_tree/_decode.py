@@ -10,14 +10,14 @@ from jaxtyping import Array, Float
 
 from energy_attn.distributed import KVCache
 from energy_attn.distributed.internal import (
-    Home,
-    Placement,
-    arrive,
+    CacheSharding,
+    ShardingPlan,
+    cache_sharding,
     check_reach,
     check_stored,
-    home,
-    placement,
-    spread_attention,
+    reshard_explicit,
+    sharded_attention,
+    sharding_plan,
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
@@ -110,12 +110,12 @@ def tree_decode(
     check_shape("query", query, (batch, slots, "N", cache.key.shape[-1]))
     names = candidates(implementation)
     reach = check_reach(local_window_size, cache.window)
-    place = placement(cache.parallel, query, cache.key, cache.value)
+    place = sharding_plan(cache.parallel, query, cache.key, cache.value)
     if place is not None:
         # on explicit mesh axes rows and heads stay sharded, and each device has all slots of a tree
         spec = PartitionSpec(place.batch or None, None, place.heads or None)
         nodes = query, key, value, source
-        query, key, value, source = arrive(place.mesh, place.axes, nodes, spec)
+        query, key, value, source = reshard_explicit(place.mesh, place.axes, nodes, spec)
 
     used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
     mask = tree.mask
@@ -132,9 +132,9 @@ def tree_decode(
         query_positions=jnp.where(used, cache.lengths[:, None] + tree.depth, -1),
         key_positions=cache.positions,
     )
-    # after `arrive` the nodes are sharded otherwise than before
+    # after `reshard_explicit` the nodes are sharded differently
     context = _partial_state(
-        placement(cache.parallel, query, cache.key, cache.value), names, before
+        sharding_plan(cache.parallel, query, cache.key, cache.value), names, before
     )
     drafts = check_call(query, key, value, source=source, mask=mask[:, None], scale=scale)
     nodes_place = None
@@ -145,13 +145,13 @@ def tree_decode(
 
 
 def _partial_state(
-    place: Placement | None, names: tuple[str, ...], call: CheckedCall
+    place: ShardingPlan | None, names: tuple[str, ...], call: CheckedCall
 ) -> AttentionState:
     """The state of a part of the keys, to be merged with others. Raises as the kernels do."""
     call = call._replace(settings=with_wide_out(call.settings))
     if place is None:
         return attend(names, call.settings, call.operands)
-    return spread_attention(place, names, call)
+    return sharded_attention(place, names, call)
 
 
 def commit(
@@ -216,7 +216,7 @@ def gather_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Arra
         return gather_slots(key, path), gather_slots(value, path)
 
     key, value, path = map(jnp.asarray, (key, value, path))
-    place = _home(cache)
+    place = _sharding(cache)
     if place is None:
         return taken(key, value, path)
     sharded = jax.shard_map(
@@ -226,12 +226,12 @@ def gather_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Arra
         out_specs=place.new,
         axis_names=place.axes,
     )
-    key, value = arrive(place.mesh, place.axes, (key, value), place.new)
-    return sharded(key, value, arrive(place.mesh, place.axes, path, place.rows))
+    key, value = reshard_explicit(place.mesh, place.axes, (key, value), place.new)
+    return sharded(key, value, reshard_explicit(place.mesh, place.axes, path, place.rows))
 
 
-def _home(cache: KVCache) -> Home | None:
-    return home(cache.parallel, cache.key, cache.slots.devices)
+def _sharding(cache: KVCache) -> CacheSharding | None:
+    return cache_sharding(cache.parallel, cache.key, cache.slots.devices)
 
 
 def _check_cache(cache: Any) -> None:

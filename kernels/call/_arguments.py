@@ -95,7 +95,7 @@ def zero_absent(operands: Operands) -> Operands:
 
     A key that a mask hides from all queries counts as absent.
     """
-    keys = there(operands)
+    keys = present_keys(operands)
 
     def kept(x: Array, some: Array | None) -> Array:
         return x if some is None else jnp.where(some[:, :, None, None], x, 0)
@@ -108,7 +108,7 @@ def zero_absent(operands: Operands) -> Operands:
     )
 
 
-def there(operands: Operands) -> Array | None:
+def present_keys(operands: Operands) -> Array | None:
     """Which keys some query may see, `[B or 1, S or 1]`; None if all."""
     found = None if operands.key_positions is None else operands.key_positions >= 0
     if operands.mask is None:

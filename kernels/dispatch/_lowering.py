@@ -195,7 +195,7 @@ def _lower(ctx: Any, *flat: Any, on: str, kernels: Any, like: Any, **params: Any
     run = functools.partial(_run, kernel=kernel, platform=on, **params)
     if kernel.platforms:
         # Without the varying mesh axes that types have inside jax.shard_map: no kernel communicates,
-        # and Pallas, its interpreter above all, mixes such arrays with constants (JAX 0.8 to 0.12).
+        # and Pallas, its interpreter above all, mixes such arrays with constants.
         plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=plain)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)

@@ -44,17 +44,22 @@ _REGISTRY: dict[str, AbstractKernel] = {
 def implementations() -> tuple[str, ...]:
     """The names that `implementation=` accepts, in the order in which they are tried.
 
-    - `"cudnn"`: NVIDIA's flash attention, 16 bits, many rows, positions that count from 0.
-    - `"pallas_gpu"`: our own kernels for NVIDIA's GPUs: any positions; few rows split the keys.
-    - `"flash"`: FlashAttention-2 from flash-attn-jax, which the extra `flash` installs; 16 bits.
-    - `"splash"`: JAX's splash attention for TPUs, bfloat16, whole blocks, positions from 0.
-    - `"pallas_tpu"`: our own kernels for TPUs: any positions; few rows read the keys as they lie.
-    - `"decode"`: XLA, few query rows; one matrix product for all heads. Backward as blockwise.
-    - `"blockwise"`: XLA, any call, any platform, memory O(T·block); reverse mode of any order.
-    - `"reference"`: plain JAX with the whole score matrix; every derivative, both modes.
+    | name | for | made of | takes |
+    |---|---|---|---|
+    | `cudnn` | NVIDIA | cuDNN | 16 bits, widths to 128, from 64 queries and keys; plain, no window to the right |
+    | `pallas_gpu` | NVIDIA | Pallas on Triton | 16 and 32 bits, any positions and segments; splits keys of few rows |
+    | `flash` | NVIDIA | flash-attn-jax (JAX 0.8) | 16 bits, widths to 192; plain |
+    | `splash` | TPU | JAX's splash attention | bfloat16, whole blocks of 128, scales that are powers of two; plain |
+    | `pallas_tpu` | TPU | Pallas on Mosaic | bfloat16, float32, any positions and segments; few rows read in place |
+    | `decode` | all | XLA's operations | any call with at most 64 queries times heads |
+    | `blockwise` | all | XLA's operations | any call, memory O(T·block) |
+    | `reference` | all | XLA's operations | any call, with the whole score matrix; derivatives in both modes |
 
-    `"xla"`, as in `jax.nn`, stands for the last three. Kernels for another platform than the one a
-    program is lowered for are skipped.
+    "Plain" is full or causal attention or a window, with positions that count from 0, and without
+    arrays of masks, biases, positions or segments.
+
+    `"xla"`, as in `jax.nn`, stands for those made of XLA's operations. Kernels for another platform
+    than the one a program is lowered for are skipped.
 
     Source: the online softmax of Milakov and Gimelshein (arXiv 1805.02867) and FlashAttention-2
     (arXiv 2307.08691) for all but the reference.

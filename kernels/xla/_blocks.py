@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from ..call._arguments import Operands, Settings, hide_unreachable, is_static, there, zero_absent
+from ..call._arguments import (
+    Operands,
+    Settings,
+    hide_unreachable,
+    is_static,
+    present_keys,
+    zero_absent,
+)
 from ..call._mask import meeting, visible
 from ..call._state import lse_dtype, precision
 
@@ -121,7 +128,8 @@ def take_keys(grid: Grid, x: Array, at: "Index") -> Array:
     batch, _, _, width = x.shape
     zero = jnp.zeros_like(at.key)
     corner = zero, at.key * grid.keys, at.head, zero
-    # XLA:CPU slices 16-bit floats through a float32 copy of the whole array, integers without.
+    # In JAX 0.8 to 0.10 XLA:CPU slices 16-bit floats through a float32 copy of the whole array (see the
+    # compiled HLO), but integers without.
     bits = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
     block = lax.dynamic_slice(bits, corner, (batch, grid.keys, 1, width))
     return lax.bitcast_convert_type(block, x.dtype).reshape(batch, grid.keys, width)
@@ -164,7 +172,7 @@ class BlockedOperands:
         self.query = cut_queries(g, clear.query)
         self.key = cut_keys(g, clear.key)
         self.value = cut_keys(g, clear.value)
-        shown = there(operands)
+        shown = present_keys(operands)
         if shown is not None:
             shown = jnp.broadcast_to(shown, (shown.shape[0], operands.key.shape[1]))
             shown = _pad(shown, 1, g.keys * g.key_blocks)
@@ -291,5 +299,6 @@ def _dot(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precision
         wide = lse_dtype(a.dtype)
         return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=wide)
 
-    # XLA:CPU has a fast 16-bit product only without a batch axis
+    # without a batch axis for a single entry: XLA:CPU had its fast 16-bit product only so when this was
+    # written; in JAX 0.8 to 0.12 both are equally fast
     return dot(a[0], b[0])[None] if a.shape[0] == 1 else jax.vmap(dot)(a, b)

@@ -14,7 +14,7 @@ from ..call._arguments import (
     hide_unreachable,
     is_static,
     out_dtype,
-    there,
+    present_keys,
     zero_absent,
 )
 from ..call._kernel import AbstractKernel
@@ -145,7 +145,7 @@ def _summed(
     with zeros there would take as long as the sum. So absent slots take part, and only if the sum is
     not finite it is computed again in pieces, with zeros.
     """
-    weights, shown, key_len = weights.astype(value.dtype), there(operands), value.shape[1]
+    weights, shown, key_len = weights.astype(value.dtype), present_keys(operands), value.shape[1]
     if shown is not None and not is_static(key_len):
         value = jnp.where(shown[:, :, None], value, 0)
     found = weighed(weights, value)

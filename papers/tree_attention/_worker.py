@@ -56,9 +56,9 @@ def methods(axes: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
     def tree(merge: str) -> Callable[..., Any]:
         return lambda *arrays: tree_attention(*arrays, axis_name=axes, merge=merge).out
 
-    def ring(travels: str) -> Callable[..., Any]:
+    def ring(rotate: str) -> Callable[..., Any]:
         return lambda *arrays: (
-            ring_attention(*arrays, axis_name=axes, travels=travels, queries_sharded=False).out
+            ring_attention(*arrays, axis_name=axes, rotate=rotate, queries_sharded=False).out
         )
 
     merges = ["allreduce", "gather", "butterfly", *["hierarchical"] * (len(axes) > 1), "auto"]

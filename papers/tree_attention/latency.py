@@ -170,7 +170,7 @@ def predict(
             hosts, args.devices, bandwidth=network.mbit * 1e6 / 8, latency=network.latency_ms * 1e-3
         )
     ways = [("tree", way) for way in ("allreduce", "gather", "butterfly", "hierarchical")]
-    ways += [("ring", travels) for travels in ("queries", "keys")]
+    ways += [("ring", rotate) for rotate in ("queries", "keys")]
     said: dict[str, Any] = {"auto": cost.choose_merge(shape, usual)}
     for method, way in ways:
         if way == "hierarchical" and len(sizes) == 1:

@@ -101,5 +101,5 @@ def test_sums_are_wide():
 
 def test_ring():
     """A ring that makes a hop too many, or sends positions that nobody compares."""
-    program = compiled(ring_attention, KEYS[0], travels="keys", queries_sharded=False)
+    program = compiled(ring_attention, KEYS[0], rotate="keys", queries_sharded=False)
     assert payload(program) == predicted("ring", "keys", KEYS[0])

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.distributed.merge._strategies import STRATEGIES
 
 from ..problems import Problem, cotangents
 from ..reference import dense, dense_vjp
@@ -26,6 +27,11 @@ def mesh_of(kind: str) -> Mesh:
 
 def parallel_of(kind: str) -> SequenceParallel:
     return SequenceParallel(SHAPES[kind.split()[0]][1])
+
+
+def merges_for(axes: int) -> list[str]:
+    """The merge strategies that a mesh with so many axes is enough for."""
+    return [name for name, strategy in STRATEGIES.items() if strategy.least_axes <= axes]
 
 
 def close(actual, exact, what="", tolerance=1e-11):

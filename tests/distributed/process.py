@@ -85,13 +85,13 @@ def prefill() -> dict:
     """Queries and keys sharded, causal: each process holds its part of the sequence alone, results included."""
     problem = Problem("prefill", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value, is_causal=True)
     sharded = [place(mine(x), KEYS) for x in (problem.query, problem.key, problem.value)]
-    positions = place(np.arange(16, dtype=np.int32)[None], KEYS, whole=True)
+    positions = place(np.arange(16, dtype=np.int32)[None], KEYS, replicated=True)
 
     @jax.jit
     @functools.partial(jax.shard_map, in_specs=(KEYS,) * 4, out_specs=KEYS)
     def attend(q, k, v, at):
         options = {"is_causal": True, "query_positions": at, "key_positions": at}
-        return ring_attention(q, k, v, axis_name=AXES, travels="keys", **options)
+        return ring_attention(q, k, v, axis_name=AXES, rotate="keys", **options)
 
     state = attend(*sharded, positions)
     exact_out, exact_lse = dense(problem)
@@ -111,7 +111,7 @@ def train() -> dict:
     def step(weight, query, key, value):
         def loss(weight):
             out = jax.shard_map(
-                lambda q, k, v: ring_attention(q, k, v, axis_name=AXES, travels="keys").out,
+                lambda q, k, v: ring_attention(q, k, v, axis_name=AXES, rotate="keys").out,
                 in_specs=(KEYS,) * 3,
                 out_specs=KEYS,
             )(query @ weight, key, value)

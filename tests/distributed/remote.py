@@ -1,4 +1,4 @@
-"""The kernel of `_remote` on eight simulated TPUs, that copy, wait and are watched for races: a line of JSON each.
+"""The kernel of `merge="remote"` on eight simulated TPUs, watched for races: a line of JSON for each mesh.
 
 Started by `test_remote.py` as `python -m tests.distributed.remote`, with threads enough for eight devices that wait
 for each other.
@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from energy_attn.distributed import make_mesh
-from energy_attn.distributed.merge._remote import exchanged, fits
+from energy_attn.distributed.merge._remote_kernel import fits, fold_in_kernel
 from energy_attn.kernels import AttentionState, merge_all
 
 MESHES = {
@@ -46,7 +46,7 @@ def run(mesh: str, mode: Literal["on_wait", "eager"]) -> dict:
     def fold(out: jax.Array, lse: jax.Array) -> AttentionState:
         state = AttentionState(out[0], lse[0])
         assert fits(state, axes)
-        found = exchanged(state, axes, names, interpret)
+        found = fold_in_kernel(state, axes, names, interpret)
         return jax.tree.map(lambda x: x[None], found)
 
     given = states()

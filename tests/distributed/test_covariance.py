@@ -68,5 +68,7 @@ def test_merge_across(merge, shape):
 def test_sums_are_refused(unchecked):
     """A way to fold that would need the mean of all keys before it has it."""
     with jax.set_mesh(Mesh(np.array(jax.devices()), ("x",))):
-        with pytest.raises(ValueError, match="merge: wanted 'butterfly', .* got 'allreduce'"):
+        with pytest.raises(
+            ValueError, match="merge: wanted 'gather', 'butterfly' or 'auto' for .* got 'allreduce'"
+        ):
             across("allreduce", ("x",), states(8))

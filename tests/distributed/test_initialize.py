@@ -10,7 +10,7 @@ import pytest
 
 from energy_attn.distributed.runtime import _initialize
 from energy_attn.distributed.runtime._initialize import initialize
-from energy_attn.distributed.runtime._rendezvous import Caller, answer, hold
+from energy_attn.distributed.runtime._rendezvous import Participant, coordinate, join
 
 from .test_launch import free_port
 
@@ -43,8 +43,12 @@ def started(monkeypatch) -> list[dict]:
         calls.append({"address": address, "count": count, "process": process, **options})
 
     monkeypatch.setattr(_initialize, "_started", lambda: False)
-    monkeypatch.setattr(_initialize, "hold", lambda caller, bind: calls.append({"held": bind}))
-    monkeypatch.setattr(_initialize, "answer", lambda caller: calls.append({"answered": caller}))
+    monkeypatch.setattr(
+        _initialize, "coordinate", lambda participant, bind: calls.append({"held": bind})
+    )
+    monkeypatch.setattr(
+        _initialize, "join", lambda participant: calls.append({"answered": participant})
+    )
     monkeypatch.setattr(_initialize, "_leave_on_failure", lambda: None)
     monkeypatch.setattr(jax.distributed, "initialize", connect)
     return calls
@@ -59,7 +63,7 @@ def test_alone_does_nothing(started):
 def test_arguments_reach_jax(started):
     initialize("host:1234", 4, 2, local_device_ids=[4, 5], heartbeat_timeout=7)
     roll, call = started
-    assert roll == {"answered": Caller("host:1234", 2, 4, 30)}
+    assert roll == {"answered": Participant("host:1234", 2, 4, 30)}
     assert (call["address"], call["count"], call["process"]) == ("host:1234", 4, 2)
     assert call["local_device_ids"] == [4, 5]
     assert call["heartbeat_timeout_seconds"] == 7
@@ -153,11 +157,13 @@ class Roll:
         self.accepts = threading.Event()
 
     def start(self, name: str, process: int, processes: int | None = None) -> None:
-        caller = Caller(self.address, process, processes or self._callers[0], self._callers[1])
+        participant = Participant(
+            self.address, process, processes or self._callers[0], self._callers[1]
+        )
         if process:
-            self._run(name, lambda: answer(caller))
+            self._run(name, lambda: join(participant))
         else:
-            self._run(name, lambda: self._hold(caller))
+            self._run(name, lambda: self._hold(participant))
 
     def finish(self) -> dict[str, str | None]:
         for thread in self._threads:
@@ -174,13 +180,13 @@ class Roll:
             threading.Event().wait(0.01)
         raise AssertionError("nobody listens")
 
-    def _hold(self, caller: Caller) -> None:
-        hold(caller, self.address)
+    def _hold(self, participant: Participant) -> None:
+        coordinate(participant, self.address)
         # JAX's service takes the port now; the others go on when it is there.
         host, port = self.address.split(":")
         with socket.create_server((host, int(port))) as service:
             service.settimeout(5)
-            for _ in range(caller.processes - 1):
+            for _ in range(participant.processes - 1):
                 service.accept()[0].close()
 
     def _run(self, name: str, call: Callable[[], None]) -> None:
@@ -244,7 +250,7 @@ def test_port_taken():
     host, port = roll.address.split(":")
     with socket.create_server((host, int(port))):
         with pytest.raises(RuntimeError, match="^coordinator_address: process 0 cannot listen at"):
-            hold(Caller(roll.address, 0, 2, 5), roll.address)
+            coordinate(Participant(roll.address, 0, 2, 5), roll.address)
 
 
 def test_strangers_and_restarted_processes():

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from energy_attn.distributed import collectives, logsumexp_across, merge_across
 from energy_attn.kernels import AttentionState, merge_all
 
-from .meshes import batches_psum, close, mesh_of, parallel_of
+from .meshes import batches_psum, close, merges_for, mesh_of, parallel_of
 
 ROWS, WIDTH = (2, 3), 4
 CASES = ("full", "empty shards", "empty rows", "up", "down", "junk")
@@ -70,6 +70,8 @@ def folds(kind, way):
         ("2x4", "allreduce"),
         ("2x4", "butterfly"),
         ("2x4", "hierarchical"),
+        ("2x4", "ring"),
+        ("8", "remote"),
         ("2x4 explicit", "auto"),
     ],
 )
@@ -126,7 +128,7 @@ def test_any_number_of_devices(sizes):
     given = jax.tree.map(lambda x: x[:devices], parts("empty shards"))
     exact = merge_all(given)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]).reshape(sizes), axes)
-    for way in ("allreduce", "gather", "butterfly", "hierarchical")[: 3 + (len(sizes) > 1)]:
+    for way in merges_for(len(sizes)):
 
         def fold(out, lse, way=way):
             return merge_across(AttentionState(out[0], lse[0]), axes, way)
@@ -151,7 +153,7 @@ def test_any_number_of_devices(sizes):
         assert [(c.kind, c.bytes) for c in collectives(back)] == [
             (c.kind, c.bytes) for c in found
         ], way
-        if way == "butterfly":
+        if way in ("butterfly", "remote"):  # the kernel is for TPUs
             assert {c.kind for c in found} <= {"collective-permute"}
             assert len(found) == sum(ROUNDS[size] for size in sizes)
         if way == "gather" and devices > 1:

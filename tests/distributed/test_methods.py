@@ -17,6 +17,7 @@ import energy_attn as ea
 from energy_attn.distributed import (
     SequenceParallel,
     collectives,
+    cost,
     ring_attention,
     shard_sequence,
     tree_attention,
@@ -24,7 +25,7 @@ from energy_attn.distributed import (
     unshard_sequence,
 )
 from energy_attn.distributed.spec._layout import sequence_order
-from energy_attn.distributed.spec._plan import placement
+from energy_attn.distributed.spec._plan import sharding_plan
 from energy_attn.kernels.call._arguments import Operands, Settings
 from energy_attn.kernels.call._mask import Rule
 from energy_attn.kernels.xla._blocks import BlockedOperands
@@ -136,6 +137,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("method", "problem"), PAIRS, ids=str)
 def test_methods(method, problem):
     """A hop too few, a shard seen twice, gradients that do not come home, padding that is seen.
@@ -159,7 +161,7 @@ def test_auto_chooses(rows, kv_heads, method):
 
     def place(query, key):
         parallel = SequenceParallel(AXES, method="auto")
-        chosen.append(placement(parallel, query, key, key).method)
+        chosen.append(sharding_plan(parallel, query, key, key).method)
 
     query, key = (
         jax.ShapeDtypeStruct((1, *size, 64), jnp.bfloat16) for size in ((rows, 8), (4096, kv_heads))
@@ -181,7 +183,7 @@ def test_sixteen_bits(method):
     assert_all_close(found, SELF, jnp.dtype("bfloat16"), "both", label=method)
 
 
-@pytest.mark.parametrize("merge", ["allreduce", "gather", "butterfly", "hierarchical"])
+@pytest.mark.parametrize("merge", cost.MERGES)
 def test_merges(merge):
     """A way to fold that is right in the middle of its range alone: few keys, none, and rows that see none.
 
@@ -308,8 +310,8 @@ def test_types_say_it_for_queries():
 
 
 INSIDE = {
-    "ring keys": functools.partial(ring_attention, travels="keys"),
-    "ring queries": functools.partial(ring_attention, travels="queries"),
+    "ring keys": functools.partial(ring_attention, rotate="keys"),
+    "ring queries": functools.partial(ring_attention, rotate="queries"),
     "tree": functools.partial(tree_attention, queries_sharded=True),
     "tree reduce-scatter": functools.partial(
         tree_attention, queries_sharded=True, merge="allreduce"

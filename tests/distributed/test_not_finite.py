@@ -9,13 +9,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import KVCache, SequenceParallel, logsumexp_across, merge_across
+from energy_attn.distributed import (
+    KVCache,
+    SequenceParallel,
+    cost,
+    logsumexp_across,
+    merge_across,
+)
 from energy_attn.kernels import AttentionState, CovarianceState, local_attention
 
 from .meshes import mesh_of
 
 AXES = ("node", "device")
-MERGES = ("allreduce", "gather", "butterfly", "hierarchical")
 LENGTHS = jnp.array([16, 11])
 BROKEN = 9  # the key that is broken, of device 4
 PAST = 13  # a slot of the second row that is past its length, of device 6
@@ -34,6 +39,7 @@ def not_a_number(actual, wanted):
     np.testing.assert_allclose(actual[there], wanted[there], rtol=0, atol=1e-12)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("method", ["tree", "ring", "ulysses"])
 @pytest.mark.parametrize("queries", [16, 1])
 def test_every_method(method, queries):
@@ -94,11 +100,11 @@ def test_every_merge(broken):
     def fold(out, lse):
         state = AttentionState(out[0], lse[0])
         square = CovarianceState(out[0, :, :, None] * out[0, :, None, :], *state)
-        ways = [merge_across(state, AXES, merge) for merge in MERGES]
+        ways = [merge_across(state, AXES, merge) for merge in cost.MERGES]
         ways += [
             AttentionState(*merge_across(square, AXES, x)[1:]) for x in ("gather", "butterfly")
         ]
-        return ways, [logsumexp_across(lse[0], AXES, merge) for merge in MERGES]
+        return ways, [logsumexp_across(lse[0], AXES, merge) for merge in cost.MERGES]
 
     def total(out, lse):
         spread = jax.shard_map(fold, in_specs=(sharded, sharded), out_specs=P())

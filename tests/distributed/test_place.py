@@ -22,7 +22,7 @@ def test_place_and_fetch():
     assert isinstance(back["x"], np.ndarray)
     np.testing.assert_array_equal(back["x"], x)
     with jax.set_mesh(sharding.mesh):
-        np.testing.assert_array_equal(fetch(place(x, jax.P(AXES[0]), whole=True)), x)
+        np.testing.assert_array_equal(fetch(place(x, jax.P(AXES[0]), replicated=True)), x)
 
 
 def test_dtypes_follow_the_settings(user_settings):

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, merge_across, tree_attention
-from energy_attn.distributed.merge._remote import SWITCH, butterfly_p, fits
+from energy_attn.distributed.merge._remote import butterfly_p
+from energy_attn.distributed.merge._remote_kernel import fits
 from energy_attn.kernels import AttentionState, merge_all
 
 from ..flags import environment
@@ -34,11 +35,6 @@ AHEAD = {  # so that libtpu looks for no TPU
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-
-
-@pytest.fixture
-def switched(monkeypatch):
-    monkeypatch.setenv(SWITCH, "1")
 
 
 def spawn(*arguments, devices=None, **variables):
@@ -72,16 +68,15 @@ def test_on_simulated_chips():
 
 
 @batches_psum
-@pytest.mark.usefixtures("switched")
 def test_elsewhere_it_is_the_butterfly():
-    """A switch that changes results, derivatives or batches on devices that are no TPUs."""
+    """A strategy that changes results, derivatives or batches on devices that are no TPUs."""
     rng = np.random.default_rng(0)
     out, lse = jnp.asarray(rng.standard_normal((8, 3, 7, 4))), 3 * rng.standard_normal((8, 3, 7))
     lse[[1, 7]] = -np.inf
     given = AttentionState(out, jnp.asarray(lse))
 
     def fold(out, lse):
-        return merge_across(AttentionState(out, lse), "device", "butterfly")
+        return merge_across(AttentionState(out, lse), "device", "remote")
 
     def slope(given):
         batched = jax.vmap(fold, in_axes=(1, 0))
@@ -160,7 +155,7 @@ def program(name, f, *arrays):
 
 def decoding(axes=AXES):
     # attention by XLA's operations, so that the kernels counted are those of the butterfly
-    attend = functools.partial(tree_attention, axis_name=axes, merge="butterfly")
+    attend = functools.partial(tree_attention, axis_name=axes, merge="remote")
     return jax.shard_map(
         functools.partial(attend, implementation="blockwise"),
         in_specs=(P(), P(None, axes), P(None, axes)),
@@ -169,7 +164,7 @@ def decoding(axes=AXES):
 
 
 @pytest.fixture
-def ahead(monkeypatch, user_settings, switched):
+def ahead(monkeypatch, user_settings):
     for name, value in AHEAD.items():
         monkeypatch.setenv(name, value)
 
@@ -186,7 +181,7 @@ def test_one_kernel(name):
         assert kernels == 1 and not collectives(compiled)
 
     def batched(out, lse):
-        folded = jax.vmap(lambda *x: merge_across(AttentionState(*x), AXES, "butterfly"), (1, 0))
+        folded = jax.vmap(lambda *x: merge_across(AttentionState(*x), AXES, "remote"), (1, 0))
         return folded(out[0], lse[0])
 
     spread = jax.shard_map(batched, in_specs=P(AXES), out_specs=P())
@@ -210,7 +205,7 @@ def test_where_chips_do_not_reach_each_other(name):
 def test_the_same_function_for_other_devices():
     """A choice that is remembered for a mesh of the same shape, whose devices are others."""
     fold = jax.shard_map(
-        lambda out, lse: merge_across(AttentionState(out[0], lse[0]), "device", "butterfly"),
+        lambda out, lse: merge_across(AttentionState(out[0], lse[0]), "device", "remote"),
         in_specs=P(AXES),
         out_specs=P("node"),
     )
@@ -232,7 +227,7 @@ def test_the_same_function_for_other_devices():
 def test_a_mesh_that_xla_splits():
     """A kernel on a mesh of which some axes are XLA's: an error of the compiler's, in place of a program."""
     fold = jax.shard_map(
-        lambda out, lse: merge_across(AttentionState(out, lse), "device", "butterfly"),
+        lambda out, lse: merge_across(AttentionState(out, lse), "device", "remote"),
         in_specs=P("device"),
         out_specs=P(),
         axis_names={"device"},
@@ -254,7 +249,7 @@ devices = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]
 mesh = Mesh(np.array(devices), ("d",))
 
 def fold(state, _=None):
-    merged = merge_across(state, "d", "butterfly")
+    merged = merge_across(state, "d", "remote")
     return AttentionState(*(lax.pcast(x, "d", to="varying") for x in merged)), None
 
 def run(out, lse):
@@ -284,7 +279,6 @@ def test_the_barrier_in_front(topology, tmp_path):
         topology,
         JAX_PLATFORMS="cpu",
         LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={tmp_path} --xla_jf_dump_llo_text=true",
-        **{SWITCH: "1"},
         **AHEAD,
     )
     others = int(said) - 1

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
-from energy_attn.distributed import KVCache, SequenceParallel
+from energy_attn.distributed import KVCache, SequenceParallel, cost
 
 from .meshes import mesh_of
 
 AXES = ("node", "device")
-TRAVELS = "queries travel"
+ROTATED = "queries rotate"
 WAYS = {
-    **{merge: {"merge": merge} for merge in ("allreduce", "gather", "butterfly", "hierarchical")},
-    "ring": {"method": "ring"},
+    **{merge: {"merge": merge} for merge in cost.MERGES},
+    "keys rotate": {"method": "ring"},
     "queries and keys": {"split_queries": True},
-    TRAVELS: {"split_queries": True, "method": "ring"},
+    ROTATED: {"split_queries": True, "method": "ring"},
 }
 
 
@@ -62,8 +62,8 @@ def test_as_exact_as_one_device(dtype):
     for way, state in found.items():
         for name, x in state.items():
             assert x.dtype == dtype
-            # each device's gradient of the queries is rounded, and each step's where they travel
+            # each device's gradient of the queries is rounded, and each step's where they rotate
             limit = {"q": 1.6}.get(name, 1.05)
-            if way == TRAVELS and name != "out":
+            if way == ROTATED and name != "out":
                 limit = 2.5
             assert error(state, name) <= limit * error(alone, name), (way, name)

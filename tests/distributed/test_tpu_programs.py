@@ -105,7 +105,7 @@ def test_allreduce(pod):
 
 def test_a_ring_sends_while_it_computes():
     """A transfer that begins after the attention beside it, or that is waited for before."""
-    text = compiled("v6e", ring_attention, 640_000, SHARDED, travels="keys").as_text()
+    text = compiled("v6e", ring_attention, 640_000, SHARDED, rotate="keys").as_text()
     bodies = [part for part in text.split("\n\n") if "collective-permute-start(" in part]
     body = max(bodies, key=len)
     lines = body.split("\n")
@@ -206,7 +206,7 @@ def test_memory_of_rings():
     tree = shards(compiled("v6e", tree_attention, 640_000, merge="allreduce"), "v6e")
     donated = compiled("v6e", waiting, 640_000, (P(), SHARDED, SHARDED), (1, 2))
     assert shards(donated, "v6e") / tree == pytest.approx(2, abs=0.01)
-    ours = compiled("v6e", ring_attention, 640_000, travels="keys", queries_sharded=False)
+    ours = compiled("v6e", ring_attention, 640_000, rotate="keys", queries_sharded=False)
     assert payload(ours) == predicted("ring", "keys", "v6e")
     ways = ("ring", "keys"), ("tree", "allreduce")
     most, least = (cost.memory(*way, shape_of(640_000), PODS["v6e"][2]) for way in ways)

@@ -483,14 +483,14 @@ BAD_FOLDERS = {
     of_another_shape: rf"{QUERY}: wanted shape \(24, 16\) by config.json, got \(16, 24\) in .*{WHOLE}",
     of_integers: f"{NORM}: wanted float16, bfloat16, float32 or float64 in .*{WHOLE}, got I8",
     of_another_dtype: f"{NORM}: wanted float32 as in .*, or dtype=..., got float16",
-    truncated: rf"{WHOLE}: wanted \d+ bytes for its tensors, got \d+: it is truncated",
+    truncated: f"{WHOLE}: wanted a safetensors file, got .*not fully covered",
     of_three_bytes: f"{WHOLE}: wanted a safetensors file, got",
-    with_a_long_header: f"{WHOLE}: wanted a safetensors file, got a header of {1 << 40} bytes",
+    with_a_long_header: f"{WHOLE}: wanted a safetensors file, got .*header too large",
     with_a_header_of_junk: f"{WHOLE}: wanted a safetensors file, got",
     with_a_deep_header: f"{WHOLE}: wanted a safetensors file, got",
-    with_wrong_offsets: f"{NORM}: wanted 64 bytes in .*{WHOLE}, got 60",
-    with_an_entry_of_text: f"{NORM}: wanted dtype, shape and data_offsets in .*{WHOLE}, got str",
-    with_negative_sizes: f"{NORM}: wanted sizes and offsets in .*{WHOLE}, got",
+    with_wrong_offsets: f"{WHOLE}: wanted a safetensors file, got .*invalid .*offset",
+    with_an_entry_of_text: f"{WHOLE}: wanted a safetensors file, got .*invalid type: string",
+    with_negative_sizes: f"{WHOLE}: wanted a safetensors file, got .*invalid value: integer `-",
     by_index("../all.safetensors"): "directory: wanted files inside .*, got '../all.safetensors'",
     by_index("/etc/passwd"): "directory: wanted files inside .*, got '/etc/passwd'",
     by_index("gone.safetensors"): "gone.safetensors: wanted a safetensors file, got .*No such file",
@@ -504,7 +504,7 @@ BAD_FOLDERS = {
     with_layers_by_the_billion: "num_hidden_layers: wanted at most the 2 layers .* got 1000000000",
     pointed_at(WHOLE): rf"{WHOLE}: wanted the file itself, got a Git LFS pointer: git lfs pull",
     pointed_at("config.json"): "config.json: wanted the file itself, got a Git LFS pointer",
-    with_bytes_of_another: f"wanted bytes of its own in .*{WHOLE}, got another tensor's",
+    with_bytes_of_another: f"{WHOLE}: wanted a safetensors file, got .*invalid offset for tensor",
     with_a_file_of_another_save: r"model-\w+-00001-of-\d+.safetensors: wanted a file of the save \w+",
     with_the_config_of_another_save: "config.json: wanted the one of the weights, whose energy_attn_save",
 }
@@ -544,7 +544,7 @@ def test_bad_arguments(tmp_path, unchecked):
         (TypeError, "dtype: wanted", lambda: Llama.load(tmp_path, dtype="int8")),
         (TypeError, "mesh: wanted a jax.sharding.Mesh", lambda: Llama.load(tmp_path, mesh=8)),
         (TypeError, "mesh: wanted a jax.sharding.Mesh", lambda: shard(model, (4, 2))),
-        (TypeError, "model: wanted a Llama", lambda: shard(model.norm, mesh)),
+        (TypeError, "model: wanted an AbstractDecoder", lambda: shard(model.norm, mesh)),
         (TypeError, "tensor: wanted the name", lambda: shard(model, mesh, tensor=1)),
         (TypeError, "progress: wanted", lambda: Llama.load(tmp_path, progress="bar")),
         (
@@ -781,6 +781,7 @@ def test_several_processes(tmp_path):
 # The high-water mark of a process that reads 208 MiB onto a mesh, each weight on two devices of four.
 PEAK = """
 import sys
+import threading
 from pathlib import Path
 import jax
 from energy_attn.distributed import make_mesh
@@ -789,14 +790,23 @@ from energy_attn.models import Llama
 mesh = make_mesh((2, 2), ("sequence", "tensor"))
 Llama.load(sys.argv[1] + "/small", mesh=mesh)  # what JAX needs, whatever it reads
 
-def status(name):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+def own():  # without the pages of files, which the system takes back when it needs them
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
 
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the mark begins anew
+found, ended = [own()], threading.Event()
+
+def watch():
+    while not ended.wait(1e-4):
+        found.append(own())
+
+watching = threading.Thread(target=watch)
+watching.start()
 model = Llama.load(sys.argv[1], mesh=mesh)
+ended.set()
+watching.join()
 held = sum(s.data.nbytes for x in jax.tree.leaves(model) for s in x.addressable_shards) / 1024
-print(status("VmHWM") - before - held, max(x.nbytes for x in jax.tree.leaves(model)) / 1024)
+print(max(found) - found[0] - held, max(x.nbytes for x in jax.tree.leaves(model)) / 1024)
 """
 
 

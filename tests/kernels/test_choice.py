@@ -1,4 +1,4 @@
-"""The choice of a kernel when a program is lowered: by platform and partitioning, under vmap; what is said of it."""
+"""The choice of a kernel when a program is lowered: by platform and partitioning, under vmap; and its explanation."""
 
 import functools
 
@@ -20,7 +20,7 @@ from ..problems import PROBLEMS, cast
 
 
 class Marked(AbstractKernel):
-    """A kernel whose state tells that it ran: `out` is a number of its own, `lse` the batch that it was given."""
+    """A kernel whose state tells that it ran: `out` is its own number, `lse` the size of the batch it got."""
 
     exported = True
 
@@ -50,7 +50,7 @@ MINE, THEIRS, SLOW = 3.0, 5.0, 7.0
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """A kernel for CPUs, one for TPUs and one that can be interpreted, before the library's own."""
+    """Kernels for CPUs, for TPUs and for interpretation, before the library's own."""
     made = (
         Marked("mine", ("cpu",), MINE),
         Marked("theirs", ("tpu",), THEIRS),
@@ -72,7 +72,7 @@ def attend(arrays, implementation=None):
 
 
 def constants(lowered):
-    """Which of the marked kernels a program has in it."""
+    """The marked kernels that a program contains."""
     text = lowered.as_text()
     return {
         number
@@ -82,7 +82,7 @@ def constants(lowered):
 
 
 def test_platform_lowered_for(kernels):
-    """A choice by the machine that traces instead of the one that runs: compiling for a pod from a laptop."""
+    """A choice by the machine that traces, where a laptop compiles for a pod."""
     traced = jax.jit(attend).trace(arrays())
     assert constants(traced.lower(lowering_platforms=("cpu",))) == {MINE}
     assert constants(traced.lower(lowering_platforms=("tpu",))) == {THEIRS}
@@ -91,7 +91,7 @@ def test_platform_lowered_for(kernels):
 
 
 def test_export_for_several_platforms(kernels):
-    """A program exported for two platforms that has one kernel for both."""
+    """A program exported for two platforms with one kernel for both."""
     exported = jax.export.export(jax.jit(attend), platforms=("cpu", "tpu"))(arrays())
     text = exported.mlir_module()
     assert "3.000000e+00" in text and "5.000000e+00" in text
@@ -99,7 +99,7 @@ def test_export_for_several_platforms(kernels):
 
 
 def test_values_and_gradients(kernels):
-    """A backward of another kernel than the forward's, outside of jit too; a cotangent that is known to be zero."""
+    """A backward by another kernel than the forward, outside of jit too; a symbolic zero that is lost."""
     given = arrays()
     assert float(attend(given).out.ravel()[0]) == MINE
     for field, number in (("lse", MINE), ("out", MINE + 0.5)):
@@ -109,13 +109,13 @@ def test_values_and_gradients(kernels):
 
 
 def test_declined(kernels):
-    """A kernel that is used although it declines: float64 falls through to the library's own."""
+    """A kernel that is used although it declines."""
     out = attend(arrays(jnp.float64)).out
     np.testing.assert_array_equal(out, attend(arrays(jnp.float64), ("decode", "blockwise")).out)
 
 
 def test_interpreted_only_by_name(kernels):
-    """An interpreted kernel, slow as it is, chosen where another fits; or refused although asked for by name."""
+    """A slow interpreted kernel chosen where another fits, or refused although named."""
     run = functools.partial(attend, arrays())
     assert float(run(("theirs", "slow")).out.ravel()[0]) == SLOW
     assert float(run(("slow", "mine")).out.ravel()[0]) == MINE
@@ -125,7 +125,7 @@ def test_interpreted_only_by_name(kernels):
 
 
 def test_partitioned_programs_get_xla(kernels):
-    """A kernel inside a program that XLA splits over devices, which it would gather all arrays for, or fail."""
+    """A kernel in a program that XLA partitions, which would gather all arrays for it or fail."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     given = {name: jax.device_put(x, NamedSharding(mesh, P("x"))) for name, x in arrays().items()}
     split = jax.jit(attend)(given)
@@ -134,7 +134,7 @@ def test_partitioned_programs_get_xla(kernels):
         jax.jit(lambda a: attend(a, "mine"))(given)
     manual = jax.shard_map(attend, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     np.testing.assert_array_equal(jax.jit(manual)(given).out, MINE)
-    # manual in one axis alone: XLA still splits the program over the other
+    # manual over one axis alone: XLA still partitions the program over the other
     both = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
     partly = jax.shard_map(attend, mesh=both, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})
     given = {name: jax.device_put(x, NamedSharding(both, P("x"))) for name, x in arrays().items()}
@@ -144,7 +144,7 @@ def test_partitioned_programs_get_xla(kernels):
     )
     with jax.set_mesh(explicit):
         given = {name: jax.device_put(x, P("x")) for name, x in arrays().items()}
-        # in a jax.shard_map over what the types say
+        # in a jax.shard_map over the axes of the types
         np.testing.assert_array_equal(attention(**given), MINE)
         with pytest.raises(
             NotImplementedError, match="query: wanted an array that its type does not split"
@@ -153,7 +153,7 @@ def test_partitioned_programs_get_xla(kernels):
 
 
 def test_vmap_folds_the_batch(kernels):
-    """A kernel's own batching rule, or a fold that mixes up the batch and the mapped axis."""
+    """A reshape that mixes up the batch and the mapped axis."""
     given = arrays()
     queries = jnp.stack([given["query"]] * 3, axis=1)
     batch = given["query"].shape[0]
@@ -161,14 +161,14 @@ def test_vmap_folds_the_batch(kernels):
     state = mapped(queries)
     np.testing.assert_array_equal(state.out, MINE)
     np.testing.assert_array_equal(state.lse, 3 * batch)  # one call of a larger batch
-    # the outer axis lies in the middle
+    # the outer axis is in the middle
     twice = jax.vmap(mapped, in_axes=2)(jnp.stack([queries] * 2, axis=2))
     assert twice.out.shape == (2, *state.out.shape)
     np.testing.assert_array_equal(twice.lse, 6 * batch)
 
 
 def test_vmap_of_a_real_kernel(kernels, monkeypatch):
-    """Rows of the folded batch that come back in another order."""
+    """Rows of the larger batch that return in another order."""
     monkeypatch.setattr(
         Marked, "forward", lambda self, o, s, p: kernels["reference"].forward(o, s, p)
     )
@@ -189,7 +189,7 @@ def test_vmap_of_a_real_kernel(kernels, monkeypatch):
 
 
 def test_explain(kernels):
-    """`info` that says another kernel than the one used, or no reason."""
+    """`info` that reports another kernel than the one used, or no reason."""
     names = tuple(kernels)
     call = _registry_call(jnp.float32)
     assert _registry.explain(names, *call, "cpu") == ("mine", ())

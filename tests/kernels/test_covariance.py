@@ -1,4 +1,4 @@
-"""The monoid of covariance states: its laws, and that it is what covariances of unions are."""
+"""The monoid of covariance states: its laws, and agreement with covariances of unions of keys."""
 
 import functools
 
@@ -38,7 +38,7 @@ def close(a: CovarianceState, b: CovarianceState, tolerance=1e-12):
 
 @given(st.integers(0, 2**32), st.tuples(*[st.integers(0, 5)] * 3))
 def test_laws(seed, sizes):
-    """A fold that depends on order or grouping, or forgets the distance between the means of its parts."""
+    """A merge that depends on order or grouping, or omits the distance between the means of its parts."""
     parts = [drawn(seed + i, size) for i, size in enumerate(sizes)]
     a, b, c = (state_of(*part) for part in parts)
     whole = state_of(*map(np.concatenate, zip(*parts, strict=True)))
@@ -53,7 +53,7 @@ def test_laws(seed, sizes):
 
 
 def test_gradient_of_empty_parts():
-    """A NaN in the derivative of a fold with parts that hold no keys, whatever their arrays hold."""
+    """A NaN in the derivative of a merge with empty parts, whatever their arrays hold."""
     some = state_of(*drawn(0, 4))
     hollow = CovarianceState(jnp.full((3, 3), jnp.nan), jnp.full(3, jnp.nan), EMPTY.lse)
     for parts in ((some, EMPTY), (EMPTY, EMPTY), (hollow, some)):
@@ -69,7 +69,7 @@ def test_gradient_of_empty_parts():
 
 @pytest.mark.usefixtures("unchecked")
 def test_bad_states():
-    """Two kinds of state merged as if they were one, or a covariance of another width."""
+    """Two kinds of state merged with each other, or covariances of two widths."""
     some = state_of(*drawn(0, 4))
     with pytest.raises(TypeError, match="b: wanted the kind of state of a, CovarianceState, got "):
         merge(some, AttentionState(*some[1:]))
@@ -80,7 +80,7 @@ def test_bad_states():
 
 
 def test_batched():
-    """Axes of the covariance that are taken for those of the batch."""
+    """Axes of the covariance mistaken for batch axes."""
     parts = [[state_of(*drawn(10 * i + j, 3)) for j in range(2)] for i in range(4)]
     rows = [jax.tree.map(lambda *x: jnp.stack(x), *row) for row in parts]
     together = merge_all(jax.tree.map(lambda *x: jnp.stack(x, 1), *rows), axis=-1)

@@ -1,4 +1,4 @@
-"""Programs that are serialised: for a platform that is not here, for later versions of JAX, for sizes not known yet."""
+"""Serialised programs: for another platform, for later versions of JAX, for symbolic sizes."""
 
 import re
 
@@ -15,7 +15,7 @@ from energy_attn.kernels.dispatch._registry import attend
 from energy_attn.kernels.xla._blocks import BlockSizes
 from energy_attn.kernels.xla._blockwise import Blockwise
 
-# Annotations say that sizes are ints, which symbols are none.
+# Annotations say that sizes are ints, and symbols are not.
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
@@ -24,12 +24,12 @@ def made(seed, *shape, dtype=np.float64):
 
 
 def exported(run, *arguments, platform="cpu"):
-    """A program of which nothing is left but what can be serialised."""
+    """A program after serialisation and back."""
     return jax.export.export(jax.jit(run), platforms=(platform,))(*arguments)
 
 
 def calls(program):
-    """What a program calls that XLA itself does not know."""
+    """The custom calls of a program."""
     return set(re.findall(r"custom_call @([\w$.]+)", program.mlir_module())) - {"shape_assertion"}
 
 
@@ -39,7 +39,7 @@ def abstract(shape, dtype=np.float64):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
 def test_for_cuda(dtype):
-    """cuDNN's and Triton's calls in a program that JAX then refuses to serialise; by name, that is for JAX to say."""
+    """Calls of cuDNN or Triton in a program, which JAX then refuses to serialise. If they are named, JAX decides."""
     x = abstract((1, 256, 4, 64), dtype)
 
     def run(*arrays):
@@ -57,7 +57,7 @@ def test_for_cuda(dtype):
 
 
 def test_for_tpus():
-    """A fall-back to XLA where JAX does promise that a program runs later."""
+    """A fall-back to XLA although JAX guarantees that the kernel runs later."""
     x = abstract((1, 256, 4, 64), jnp.bfloat16)
     program = exported(lambda *x: local_attention(*x), x, x, x, platform="tpu")
     assert calls(program) == {"tpu_custom_call"}
@@ -69,7 +69,7 @@ def test_for_tpus():
     ids=str,
 )
 def test_symbolic_sizes(symbols, options):
-    """Blocks of a number that is asked for before it is known; rows that fill the last block, counted."""
+    """A number of blocks that is computed from a symbol; rows that pad the last block and count."""
     kernel = Blockwise(BlockSizes(rows=64, keys=64))
     batch, rows, heads, kv_heads, width = 2, 12, 4, 2, 8
     names = dict(zip(symbols.split(", "), jax.export.symbolic_shape(symbols), strict=True))
@@ -90,7 +90,7 @@ def test_symbolic_sizes(symbols, options):
         return jax.jit(run)
 
     program = exported(run, *(abstract((b, s, n, width)) for n in (heads, kv_heads, kv_heads)))
-    # within a block, and beyond one in each direction
+    # within a block, and over several in each direction
     for b, s in ((2, 12), (3, 150 if "s" in names else 12)):
         arrays = [made(i, b, s, n, width) for i, n in enumerate((heads, kv_heads, kv_heads))]
         given = arrays, (made(7, b, s, heads, width), made(8, b, s, heads))
@@ -101,7 +101,7 @@ def test_symbolic_sizes(symbols, options):
 
 
 def test_decoding_with_a_cache_of_any_length():
-    """One query, a symbolic number of slots and of rows, lengths, bias, mask, positions and segments beside them."""
+    """One query with symbolic numbers of slots and rows, and with lengths, bias, mask, positions and segments."""
     b, s = jax.export.symbolic_shape("b, s")
     heads, kv_heads, width = 4, 2, 8
 
@@ -137,7 +137,7 @@ def test_decoding_with_a_cache_of_any_length():
 
 
 def test_mapped_over_a_symbolic_axis():
-    """Kernels that are chosen by the sizes of one row, and then meet a batch that is not known."""
+    """Kernels that are chosen by the sizes of one row, and then get a symbolic batch."""
     (b,) = jax.export.symbolic_shape("b")
     x = abstract((b, 16, 2, 64), jnp.float32)
     run = jax.vmap(lambda *x: local_attention(*x).out)

@@ -1,4 +1,4 @@
-"""Programs lowered for GPUs and TPUs on a machine without: in any context, on this JAX and on versions to come."""
+"""Programs lowered for GPUs and TPUs on a machine without them: in any context, on this JAX and later ones."""
 
 import re
 
@@ -34,15 +34,15 @@ def with_gradients(*arrays, implementation=None):
 
 
 def calls(run, arrays, platform):
-    """What a program calls that XLA itself does not know."""
-    # a function of its own: what was traced elsewhere, with other kernels, is not found again
+    """The custom calls of a program."""
+    # a new function, so that no trace with other kernels is found in the cache
     lowered = jax.jit(lambda *x: run(*x)).trace(*arrays).lower(lowering_platforms=(platform,))
     return set(re.findall(r"custom_call @([\w$.]+)", lowered.as_text())) - {"Sharding"}
 
 
 @pytest.fixture
 def afresh(monkeypatch):
-    """Kernels of which nothing is known yet, neither to the library nor to JAX."""
+    """New kernels, and empty caches in the library and in JAX."""
 
     def forget():
         fresh = {name: type(kernel)() for name, kernel in _registry._REGISTRY.items()}
@@ -70,12 +70,12 @@ def afresh(monkeypatch):
     ids=["cuda-bfloat16", "cuda-float32", "tpu-bfloat16", "tpu-float32", "rocm", "cpu"],
 )
 def test_default(platform, dtype, wanted):
-    """A kernel whose lowering wants other parameters than this JAX passes, or a GPU; XLA where a kernel would do."""
+    """A kernel whose lowering needs other parameters than this JAX passes, or a GPU; XLA where a kernel fits."""
     assert calls(with_gradients, abstract(dtype), platform) == wanted
 
 
 def test_splash():
-    """The other kernels of which private parts are called; by default they are the first."""
+    """Splash, which is called by private names, not chosen by default."""
     choice = _registry.explain(_registry.implementations(), *_call(), "tpu")
     assert choice.name == "splash", choice
 
@@ -86,7 +86,7 @@ def _call():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 def test_in_any_context(dtype, afresh):
-    """A probe that is traced into the program around it, or under its mesh, its precision, its switches."""
+    """A probe that is traced into the program around it, or under its mesh, precision or configuration."""
     wanted = {FORWARD, BACKWARD} if dtype == jnp.bfloat16 else {TRITON}
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     spec, arrays = P("x"), abstract(dtype, NamedSharding(mesh, P("x")))
@@ -108,7 +108,7 @@ def _more(x):
 
 
 def test_unknown_parameters(afresh, monkeypatch):
-    """A future lowering that wants what we do not know of: an error out of jit where the next kernel would do."""
+    """A future lowering with unknown parameters: an error from jit where the next kernel fits."""
 
     def lowering(ctx, *arrays, unheard_of, **options):
         raise AssertionError("called without it")
@@ -128,7 +128,7 @@ def test_unknown_parameters(afresh, monkeypatch):
 
 
 def test_other_results(afresh, monkeypatch):
-    """Statistics in another layout, which the shapes tell before any program is wrong."""
+    """Statistics in another layout, which shapes tell before results are wrong."""
     kernel = _registry._REGISTRY["cudnn"]
     forward = type(kernel).forward
 
@@ -143,7 +143,7 @@ def test_other_results(afresh, monkeypatch):
 
 @pytest.fixture
 def gone(afresh, monkeypatch):
-    """Takes one of the private names from JAX, as a new version may."""
+    """Removes one of the private names from JAX, as a new version may."""
     uses = dict(_private._USES)
 
     def take(use, name):
@@ -155,10 +155,10 @@ def gone(afresh, monkeypatch):
     return take
 
 
-# flash-attn-jax is installed nowhere here
+# flash-attn-jax is not installed for these tests
 @pytest.mark.parametrize("use", sorted({*_private._USES} - {"flash"}))
 def test_private_names(use, gone):
-    """A list that names what is not there on this JAX; a name that is not looked for before it is used."""
+    """A listed name that this JAX lacks, or a name that is used before it is looked up."""
     assert set(vars(_private.private_names(use))) == set(_private._USES[use].names)
     for name, place in list(_private._USES[use].names.items()):
         gone(use, name)
@@ -173,7 +173,7 @@ def test_private_names(use, gone):
     [("cudnn", "Mask", "cuda", TRITON), ("splash", "backward_query", "tpu", MOSAIC)],
 )
 def test_names_that_are_gone(use, name, platform, next_one, gone):
-    """An AttributeError out of a call when JAX drops what is private in it."""
+    """An AttributeError from a call after JAX drops a private name."""
     gone(use, name)
     assert calls(with_gradients, abstract(), platform) == {next_one}
     with pytest.raises(NotImplementedError, match=f"{use}: wanted .*_as_it_was.*{jax.__version__}"):
@@ -181,6 +181,6 @@ def test_names_that_are_gone(use, name, platform, next_one, gone):
 
 
 def test_rocm():
-    """Kernels for NVIDIA's GPUs interpreted on AMD's without a word, a thousand times slower."""
+    """Kernels for NVIDIA's GPUs interpreted silently on AMD's, a thousand times slower."""
     with pytest.raises(NotImplementedError, match="pallas_gpu: it is made for cuda, got .* rocm"):
         calls(lambda *x: local_attention(*x, implementation="pallas_gpu"), abstract(), "rocm")

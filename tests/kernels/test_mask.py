@@ -1,4 +1,4 @@
-"""Which positions attend to each other, against Python's integers: up to the last position that 32 bits hold."""
+"""Visible pairs of positions against Python's integers, up to the last position of 32 bits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +24,8 @@ def sees(rule: Rule, query: int, key: int) -> bool:
 
 @given(rules, blocks, blocks)
 def test_positions(rule, queries, keys):
-    """A window whose end overflows, and so hides every key; blocks passed over that hold a visible pair, or not masked
-    that hold a hidden one."""
+    """A window whose end overflows, and so hides every key; skipped blocks with a visible pair, unmasked blocks with a
+    hidden one."""
     query, key = (jnp.asarray(x, jnp.int32) for x in (queries, keys))
     seen = np.asarray([[sees(rule, q, k) for k in keys] for q in queries])
     np.testing.assert_array_equal(visible(rule, query[:, None], key[None]), seen)

@@ -1,4 +1,4 @@
-"""Only minus infinity is empty, and what is absent is not read: every implementation, values and gradients."""
+"""Only minus infinity is empty, and absent slots are not read: every implementation, values and gradients."""
 
 import functools
 
@@ -14,7 +14,7 @@ from .test_local_attention import RUNNABLE
 NAMES = pytest.mark.parametrize("name", RUNNABLE)
 SHAPES = (2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6)
 LENGTHS = np.array([3, 9])
-# Which slots of the first row of the batch no query may see, by each of the ways to be absent.
+# The slots of the first batch entry that no query sees, for each way to hide them.
 ABSENT = {
     "positions": (
         {"key_positions": np.where(np.arange(9) % 3 == 1, -1, np.arange(9))[None]},
@@ -62,10 +62,11 @@ def evaluate(name, query, key, value, options, cotangent=(0.5, 2.0)):
     )
 
 
+@pytest.mark.product
 @NAMES
 @pytest.mark.parametrize("kind", ABSENT)
 def test_what_is_absent_is_not_read(name, kind):
-    """0 · inf: what lies in slots that no query may see, in values or in gradients. Zeros there are the judge."""
+    """0 · inf: the contents of slots that no query sees, in values or in gradients. Compared with zeros there."""
     options, slots = ABSENT[kind]
     query, key, value = arrays()
     clean = [x.at[0, slots].set(0.0) for x in (key, value)]
@@ -80,7 +81,7 @@ def test_what_is_absent_is_not_read(name, kind):
 
 
 def test_what_is_absent_is_not_read_by_what_is_mapped_over():
-    """A question asked of each row alone, whether all is well, has both its answers computed under vmap."""
+    """A condition for each row, whose branches both run under vmap."""
     query, key, value = arrays()
     lengths = jnp.asarray(LENGTHS)
 
@@ -95,13 +96,13 @@ def test_what_is_absent_is_not_read_by_what_is_mapped_over():
         found = mapped(query, key, value.at[0, 3:].set(bad), lengths)
         for mine, theirs in zip(found, wanted, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
-    # the sum that is taken again, and so reads the values twice, is in a branch
+    # the second sum, which reads the values again, is in a branch
     assert "conditional" in mapped.lower(query, key, value, lengths).compile().as_text()
 
 
 @NAMES
 def test_absent_queries_ask_nothing(name):
-    """NaN in a padded query, or in what is asked of it, in the gradients of keys and values."""
+    """NaN in a padded query, or in its cotangent, that reaches the gradients of keys and values."""
     options = {
         "query_positions": np.array([[0, 1, -1, 3, -1]]),
         "key_positions": np.arange(9)[None],
@@ -118,7 +119,7 @@ def test_absent_queries_ask_nothing(name):
 
 @pytest.mark.parametrize("name", [x for x in RUNNABLE if not x.startswith("pallas")])
 def test_what_a_mask_hides_from_all_is_not_read(name):
-    """The padding of a batch, said by a mask as in jax.nn; and a bias of minus infinity beside it."""
+    """The padding of a batch as a mask, as in jax.nn; and with a bias of minus infinity."""
     query, key, value = arrays()
     mask = (np.arange(9)[None] < LENGTHS[:, None])[:, None, None]
     hidden, broken = (

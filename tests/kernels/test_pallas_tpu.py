@@ -1,7 +1,7 @@
-"""The forms in which the TPU kernels take keys: which one a call gets depends on sizes that no quick test has.
+"""The layouts in which the TPU kernels take keys, which depend on sizes that no quick test has.
 
-`test_local_attention.py` judges them in the form that its small problems get, and in blocks with heads folded into the
-keys; here the others, forced by the sizes that choose.
+`test_local_attention.py` checks the layout of its small problems, and blocks with heads folded into the keys; this file
+checks the others, by sizes that force them.
 """
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ CASES = [
 
 @pytest.mark.parametrize(("form", "problem"), CASES, ids=str)
 def test_forms(form, problem):
-    """A head, a block or a turned axis mistaken for another, forward or backward; the odd block of two shares lost."""
+    """A head, a block or a transposed axis mistaken for another, forward or backward; the odd block of a split lost."""
     sizes = FORMS[form]
     call = check_call(**cast(problem, jnp.float32)[0], **problem.options)
     for backward in (False, True):

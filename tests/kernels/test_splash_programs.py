@@ -36,20 +36,20 @@ def test_gradients(chip, heads, kv_heads, width):
     shapes = operands(ROWS, ROWS, heads, kv_heads, width)
     program = compiled(chip, both_gradients, *shapes, kernels=3)
     # q, k, v, out, dout and three gradients, of 128 lanes each at least; energies in 128 lanes; and
-    # out once more, when it is looked at for what is broken
+    # out once more, where it is checked for NaN
     elements = ROWS * max(width, 128) * (4 * heads + 4 * kv_heads)
     assert temporary(program) <= 2 * elements + 4 * 128 * heads * ROWS + 2**26
 
 
 @every_chip
 def test_window(chip):
-    """A window's shrunken grid, of which the masks are cut otherwise."""
+    """The smaller grid of a window, whose masks are cut differently."""
     run = functools.partial(attention, local_window_size=(1000, 0), scale=0.125)
     compiled(chip, run, *operands(ROWS, ROWS, 16, 16, 128), kernels=1)
 
 
 def test_in_shard_map():
-    """Results without a type that says over which devices they vary, which JAX asks for there."""
+    """Results whose types lack the mesh axes they vary over, which JAX wants there."""
     mesh = Mesh(devices("v5e"), ("x",))
     spec = P("x")
     run = jax.shard_map(

@@ -44,7 +44,7 @@ def devices(chip):
 
 
 def compiled(chip, f, *shapes, kernels):
-    """The program of `f` of arrays of `(dtype, *shape)`, which must hold so many of the kernels."""
+    """The program of `f` for arrays of `(dtype, *shape)`, which must contain that many `kernels`."""
     where = SingleDeviceSharding(devices(chip)[0])
     arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype, *shape in shapes]
     lowered = jax.jit(f).lower(*arrays)
@@ -71,7 +71,7 @@ def temporary(program):
 
 
 def both_gradients(query, key, value):
-    """A state and the gradients of both of its parts, of causal attention."""
+    """The state of causal attention and the gradients of both of its outputs."""
     state, back = jax.vjp(functools.partial(attention, is_causal=True), query, key, value)
     return state, back(AttentionState(state.out, state.lse))
 
@@ -79,7 +79,7 @@ def both_gradients(query, key, value):
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @every_chip
 def test_decode_copies_nothing(chip, heads, kv_heads):
-    """A copy of 640k keys or values, in another layout or filled up to whole blocks."""
+    """A copy of 640k keys or values, in another layout or padded to whole blocks."""
     shapes = operands(1, 640_000, heads, kv_heads)
     program = compiled(chip, attention, *shapes, kernels=1)
     assert temporary(program) < 0.001 * size(*shapes)
@@ -87,7 +87,7 @@ def test_decode_copies_nothing(chip, heads, kv_heads):
 
 @pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
 def test_ragged_decode_copies_nothing(chip):
-    """Positions of a cache that take memory as if each filled a row of a tile."""
+    """Positions of a cache that take a row of a tile each."""
     shapes = operands(1, 640_001, 32, 8)
 
     def decode(query, key, value, query_positions, key_positions):
@@ -102,7 +102,7 @@ def test_ragged_decode_copies_nothing(chip):
 
     positions = ("int32", 1, 1), ("int32", 1, 640_001)
     program = compiled(chip, decode, *shapes, *positions, kernels=1)
-    # each key's position once for each head, as a number of four bytes
+    # the position of each key, in four bytes, once for each head
     assert temporary(program) < 0.01 * size(*shapes)
 
 
@@ -115,7 +115,7 @@ def test_ragged_decode_copies_nothing(chip):
     ],
 )
 def test_no_width_or_number_of_heads_is_copied(width, kv_heads):
-    """Keys of a width that is no multiple of 128, or of heads that fill no tile, copied to fill it."""
+    """A padded copy of keys whose width is not a multiple of 128, or whose heads do not fill a tile."""
     shapes = operands(1, 100_000, 24, kv_heads, width)
     program = compiled("v5p", attention, *shapes, kernels=1)
     assert temporary(program) < 0.01 * size(*shapes)
@@ -123,7 +123,7 @@ def test_no_width_or_number_of_heads_is_copied(width, kv_heads):
 
 @every_chip
 def test_prefill_and_its_backward(chip):
-    """A matrix of scores in memory, or more copies of the operands than tiles ask for."""
+    """A matrix of scores in memory, or more copies of the operands than tiles need."""
     shapes = operands(8192, 8192, 32, 8)
     program = compiled(chip, both_gradients, *shapes, kernels=3)
     # Heads move to the front: of keys, values and their gradients, and of up to four arrays of the
@@ -156,7 +156,7 @@ def test_odd_shapes_compile(queries, keys, width, value_width, dtype):
 
 
 def test_source_and_segments():
-    """Wide queries beside narrow values, and every kind of mark at once."""
+    """Wide queries beside narrow values; positions and segments together."""
     shapes = operands(300, 1001, 8, 2)
 
     def attend(query, key, value, source, query_segments, key_segments):
@@ -175,7 +175,7 @@ def test_source_and_segments():
 
 
 def test_inside_shard_map():
-    """Results whose types do not vary over the mesh; a fall back to XLA's own operations."""
+    """Results whose types do not vary over the mesh; a fall-back to XLA's operations."""
     mesh = Mesh(np.array(devices("v5e")[:2]), ("shards",))
     sharded = P(None, "shards")
     specs = P(), sharded, sharded

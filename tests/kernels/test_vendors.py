@@ -25,8 +25,8 @@ from ..problems import PROBLEMS, _make, cast, cotangents
 KERNELS = {"cudnn": _cudnn.CuDNN, "flash": _flash_attn.FlashAttn, "splash": _splash.Splash}
 
 
-# As the vendors compute: statistics in float32 and laid out [B, N, T], weights and the scores' gradient rounded to 16
-# bits, the largest score found before the scale is applied, delta made of out and of its cotangent alone.
+# As the vendors compute: statistics in float32 as [B, N, T], weights and the gradient of scores rounded to 16 bits, the
+# maximum taken before the scale is applied, delta from out and its cotangent alone.
 def raw_scores(query, key, seen):
     assert query.dtype == key.dtype and query.dtype.itemsize == 2
     key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
@@ -72,7 +72,7 @@ def backward(query, key, value, lse, out, d_out, *, seen, scale, sum_rounded):
 
 
 def distances(query, key):
-    """How far each key is behind each query, both counting from their first."""
+    """How far each key is behind each query, both counted from the first."""
     return jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
 
 
@@ -85,7 +85,7 @@ class Calls:
 
 class FakeCuDNN(Calls):
     def seen(self, query, key, mask_type, sliding_window_length):
-        behind = distances(query, key)  # the first query is that of the first key
+        behind = distances(query, key)  # the first query is aligned with the first key
         seen = behind >= 0 if mask_type.name == "CAUSAL" else behind == behind
         if sliding_window_length is not None:
             assert mask_type.name == "CAUSAL" and sliding_window_length > 0
@@ -94,7 +94,7 @@ class FakeCuDNN(Calls):
 
     def call(self, run, query, key, *arrays, layout, seed, dropout_rate, variadic_args, **options):
         assert layout == 0 and dropout_rate == 0 and variadic_args == (False, False)
-        # those of newer versions of JAX: functions of the scores
+        # parameters of newer versions of JAX: functions of the scores
         assert options.pop("score_mod_name", None) is options.pop("score_mod_jaxpr", None) is None
         scale = options.pop("scale")
         values, unused, others = arrays[:1], arrays[1:8], arrays[8:]
@@ -113,7 +113,7 @@ class FakeCuDNN(Calls):
 
 class FakeFlash(Calls):
     def seen(self, query, key, is_causal, window_size_left, window_size_right):
-        # the last query is that of the last key
+        # the last query is aligned with the last key
         behind = distances(query, key) + key.shape[1] - query.shape[1]
         right = 0 if is_causal else window_size_right
         seen = behind == behind if right < 0 else behind >= -right
@@ -211,6 +211,7 @@ CASES = [(name, p) for name in ("cudnn", "flash") for p in TAKEN.values()]
 CASES += [("flash", p) for p in FLASH_ALONE.values()]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "problem"), CASES, ids=lambda x: str(x))
 def test_state_and_gradients(name, problem, vendor):
     """Layouts, heads' groups, a window off by one, the cotangent of lse dropped or doubled."""
@@ -220,16 +221,16 @@ def test_state_and_gradients(name, problem, vendor):
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 def test_float16(name, vendor):
-    """A dtype fixed where it should be the operands'."""
+    """A fixed dtype instead of that of the operands."""
     vendor(name)
     check(name, TAKEN["vendor_causal"], "float16", cases=("both",))
 
 
 def test_cotangent_of_lse_in_two_parts():
-    """dlse rounded to 16 bits: delta would lose what float32 keeps of it."""
+    """dlse rounded to 16 bits, so that delta loses its lower bits."""
     lse = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 2)), jnp.float32)
     value, out = (jnp.zeros((1, n, 2, 8), jnp.bfloat16) for n in (5, 3))
-    ones, zero, parts = _adapter._energies(value, out, lse)
+    ones, zero, parts = _adapter._lse_operands(value, out, lse)
     found = (parts.astype(jnp.float32) * ones[:, :1].astype(jnp.float32)).sum(-1)
     np.testing.assert_allclose(found, lse, rtol=2.0**-16)
     assert zero.shape == out.shape and not zero.any()
@@ -237,7 +238,7 @@ def test_cotangent_of_lse_in_two_parts():
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 def test_no_second_backward_without_need(name, vendor):
-    """Training through out alone, the common case, at twice the cost."""
+    """A second backward for a cotangent of out alone, the common case."""
     calls = vendor(name)
     arrays, _ = cast(TAKEN["vendor_causal"], "bfloat16")
 
@@ -251,6 +252,7 @@ def test_no_second_backward_without_need(name, vendor):
     assert (calls.forwards, calls.backwards) == (2, 3)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 @pytest.mark.parametrize("batched", [("query", "key", "value"), ("query",), ("value",)])
 def test_vmap(name, batched, vendor):
@@ -270,14 +272,14 @@ def test_vmap(name, batched, vendor):
     rows = [{n: x[i] if n in batched else x for n, x in arrays.items()} for i in range(2)]
     wanted = [compiled(gradients)(row) for row in rows]
     for found_one, *wanted_one in zip(*map(jax.tree.leaves, (found, *wanted)), strict=True):
-        # differently compiled, bfloat16 is rounded differently on the way
+        # compiled differently, intermediate bfloat16 numbers are rounded differently
         np.testing.assert_allclose(
             found_one.astype(jnp.float32), jnp.stack(wanted_one).astype(jnp.float32), atol=0.1
         )
 
 
 def test_global_state_in_the_backward(vendor):
-    """The shares in all keys taken for those in a shard's: a ring pulls back with the state of the whole."""
+    """Weights relative to a shard of the keys, where a ring passes the state of all of them."""
     vendor("cudnn")
     problem = TAKEN["vendor_plain"]
     arrays, _ = cast(problem, "bfloat16")
@@ -349,7 +351,7 @@ DECLINED = (
     ids=lambda x: x if isinstance(x, str) and ":" not in x else "",
 )
 def test_declines(name, changes, dtype, reason, monkeypatch):
-    """A call that the kernel gets wrong, or fails at with an error of its own."""
+    """A call that the kernel takes and computes wrongly, or fails at."""
     monkeypatch.setattr(_flash_attn, "_package", lambda: None)
     problem = replace(BASE, **changes)
     call = check_call(**cast(problem, dtype)[0], **problem.options)
@@ -360,14 +362,14 @@ def test_declines(name, changes, dtype, reason, monkeypatch):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("problem", [PROBLEMS[n] for n in ("everything", "decode_cache")], ids=str)
 def test_declines_the_general_case(name, problem):
-    """An option that nobody thought of when the checks were written."""
+    """An option that the checks omit."""
     call = check_call(**cast(problem, "bfloat16")[0], **problem.options)
     with pytest.raises(NotImplementedError):
         KERNELS[name]().check(call.operands, call.settings)
 
 
 def test_no_package(monkeypatch):
-    """An ImportError out of a call, or advice that leaves out what is missing."""
+    """An ImportError from a call, or advice that omits the missing package."""
     monkeypatch.setitem(sys.modules, "flash_attn_jax", None)
     monkeypatch.setattr(_flash_attn, "_package", _flash_attn._package.__wrapped__)
     call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
@@ -386,7 +388,7 @@ def test_a_broken_energy_is_none_of_no_keys(broken):
     lse = jnp.zeros(shape[:-1], jnp.float32).at[0, 1, 0].set(broken)
     for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
         settings = call.settings._replace(wide=wide)
-        out, energy = _adapter.state_of(
+        out, energy = _adapter.vendor_state(
             jnp.zeros(shape, jnp.bfloat16), lse, call.operands, settings
         )
         assert out.dtype == dtype and energy.dtype == jnp.float32
@@ -419,7 +421,7 @@ def test_splash(problem, splash):
 
 
 def test_splash_in_shard_map(splash):
-    """Results without a type that says over which devices they vary, which JAX asks for there."""
+    """Results whose types lack the mesh axes they vary over, which JAX wants there."""
     problem = SPLASH["splash_plain"]
     arrays, _ = cast(problem, "bfloat16")
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,0 +1,95 @@
+"""The merge strategy of pairwise exchanges."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from energy_attn.kernels import AttentionState, merge, merge_all
+
+from ..network._shape import Shape
+from ..network._topology import Topology, all_axes
+from ..network._transfer import Transfer
+from ._abstract import AbstractMessageMerge, Axes
+from ._packing import as_invariant, narrowed, permuted, widened
+from ._scatter import EXCHANGE
+
+
+class Butterfly(AbstractMessageMerge):
+    r"""$\lceil \log_2 p \rceil$ exchanges, the last axis first.
+
+    Every device folds the same states in the same order, so all results are bitwise equal.
+    """
+
+    name = "butterfly"
+    least_axes = 1
+    automatic = True
+    scatter = EXCHANGE
+
+    def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
+        return as_invariant(narrowed(exchanged(widened(state), axes), state), axes)
+
+    def fold_messages(
+        self,
+        message: AttentionState,
+        axes: Axes,
+        unpack: Callable[[AttentionState], Any],
+        pack: Callable[[Any], AttentionState],
+    ) -> Any:
+        return unpack(exchanged(message, axes, unpack, pack))
+
+    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+        yield from exchanges(shape.rows * shape.state, topology, all_axes(topology))
+
+
+def exchanged(
+    state: AttentionState,
+    axes: Axes,
+    unpack: Callable[[AttentionState], Any] = lambda state: state,
+    pack: Callable[[Any], AttentionState] = lambda state: state,
+) -> AttentionState:
+    """The exchanges of a butterfly, of messages: `unpack` makes states of them, `pack` messages."""
+    for axis in reversed(axes):
+        devices = lax.axis_size(axis)
+        odd = devices // (devices & -devices)
+        state = pack(merge_all(unpack(_neighbours(state, axis, odd)), axis=0))
+        step = odd
+        while step < devices:  # with the device that many before or after
+            pairs = [(i, i - step if i // step % 2 else i + step) for i in range(devices)]
+            state = pack(merge(unpack(state), unpack(permuted(state, axis, pairs))))
+            step *= 2
+    return state
+
+
+def _neighbours(state: AttentionState, axis: str, count: int) -> AttentionState:
+    """The states of `count` consecutive devices, in order: Bruck's all-gather.
+
+    J. Bruck et al., Efficient algorithms for all-to-all communications in multiport
+    message-passing systems, IEEE TPDS 8 (1997): each round doubles what a device has.
+    """
+    found, have = AttentionState(state.out[None], state.lse[None]), 1
+    while have < count:
+        sent = AttentionState(*(x[: count - have] for x in found))
+        devices = range(lax.axis_size(axis))
+        pairs = [(i, i - i % count + (i - have) % count) for i in devices]
+        arrived = permuted(sent, axis, pairs)
+        found = AttentionState(*map(lambda *x: jnp.concatenate(x), found, arrived))
+        have = found.lse.shape[0]
+    # each has found itself first, then the next ones around the circle
+    place = lax.axis_index(axis) % count
+    return AttentionState(*(jnp.roll(x, place, axis=0) for x in found))
+
+
+def exchanges(state: int, topology: Topology, axes: tuple[int, ...]) -> Iterator[Transfer]:
+    """What `exchanged` sends over these axes, for states of so many bytes."""
+    for axis in reversed(axes):
+        size = topology.links[axis].devices
+        odd, have = size // (size & -size), 1
+        while have < odd:  # Bruck's all-gather among neighbours
+            sent = min(have, odd - have)
+            yield Transfer("collective-permute", sent * state, (axis,), 1, have)
+            have += sent
+        while have < size:
+            yield Transfer("collective-permute", state, (axis,), 1, have)
+            have *= 2

@@ -1,0 +1,44 @@
+"""The merge strategy of states that go around a ring."""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jax import lax
+
+from energy_attn.kernels import AttentionState, merge_all
+
+from ..network._shape import Shape
+from ..network._topology import Topology, all_axes
+from ..network._transfer import Transfer
+from ._abstract import AbstractMerge, Axes
+from ._packing import as_invariant, permuted
+from ._scatter import EXCHANGE
+
+
+class Ring(AbstractMerge):
+    """Every state to every device, one step at a time: $p - 1$ steps of one state.
+
+    [`ring_attention`][energy_attn.distributed.ring_attention] folds so where all devices have the
+    same queries.
+    """
+
+    name = "ring"
+    least_axes = 1
+    automatic = False  # a gather sends the same bytes in one collective
+    scatter = EXCHANGE
+
+    def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
+        devices = lax.axis_size(axes)
+        pairs = [(i, (i + 1) % devices) for i in range(devices)]
+        found = [state]
+        for _ in range(devices - 1):
+            found.append(permuted(found[-1], axes, pairs))
+        # from device i come those of i, i - 1, ...
+        stacked = AttentionState(*(jnp.stack(x[::-1]) for x in zip(*found, strict=True)))
+        first = lax.axis_index(axes) + 1
+        ranked = AttentionState(*(jnp.roll(x, first, axis=0) for x in stacked))
+        return as_invariant(merge_all(ranked, axis=0), axes)
+
+    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+        hops = topology.devices - 1
+        yield Transfer("collective-permute", shape.rows * shape.state, all_axes(topology), hops)
