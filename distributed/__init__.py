@@ -1,4 +1,4 @@
-"""WHERE: meshes, collectives and caches; states folded across devices."""
+"""WHERE: meshes, collectives and caches; attention states folded across devices."""
 
 from . import cost as cost
 from .cache._cache import KVCache as KVCache

@@ -1,4 +1,4 @@
-"""What `energy_attn` uses of this room besides what users do; the only door for it."""
+"""The private names of this room that `energy_attn` may import."""
 
 from .cache._arguments import check_counts as check_counts
 from .cache._arguments import check_reach as check_reach

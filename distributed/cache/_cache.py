@@ -1,4 +1,4 @@
-"""A cache of keys and values: fixed in size, spread over devices, written where its slots lie."""
+"""A cache of keys and values: fixed in size, sharded over devices, written where its slots are."""
 
 import dataclasses
 import os
@@ -45,13 +45,13 @@ from ._write import append as write_tokens
 class KVCache(eqx.Module):
     r"""Keys and values of the tokens read so far, sharded along the sequence.
 
-    Tokens are dealt out to devices in blocks: with blocks of $b$ tokens and $p$ devices,
+    Tokens are dealt to devices in blocks: with blocks of $b$ tokens and $p$ devices,
 
     $$\mathrm{device}(n) = \lfloor n / b \rfloor \bmod p$$
 
     so that at every length no device holds more than one block more than another. The token
-    `capacity` later takes the same slot: with a window the cache is a ring that runs for ever.
-    Attention needs no knowledge of any of this: `positions` says which token each slot holds.
+    `capacity` later takes the same slot: with a window the cache is a ring buffer. Attention needs
+    only `positions`, the token in each slot.
 
     Every method returns a new cache. Inside `jax.jit` with the cache donated
     (`donate_argnums=`), `append` writes in place and sends nothing between devices.
@@ -59,16 +59,16 @@ class KVCache(eqx.Module):
     Attributes:
         key: `[B, capacity, K, H]`, as stored: in `dtype`, or int8.
         value: `[B, capacity, K, Hv]`.
-        key_scale: None, or float32 `[B, capacity, K]`: what a step of an int8 key is worth.
+        key_scale: None, or float32 `[B, capacity, K]`: the scale of int8 keys.
         value_scale: likewise.
         starts: `[B]`, the first token that each row still holds.
-        lengths: `[B]`, the tokens that each row has been given: where the next one goes.
+        lengths: `[B]`, the number of tokens appended to each row, and the position of the next one.
         slots: the layout: capacity, block and number of devices.
         window: how far back a query sees, or None: all the way.
         dtype: the dtype of keys and values as given and as read.
-        parallel: the mesh axes that the slots are spread over, and how attention folds.
+        parallel: the mesh axes over which slots are sharded, and how attention folds.
 
-    Source: one cache shard per device as in Tree Attention (arXiv 2408.04093), section 5; dealt out
+    Source: one cache shard per device as in Tree Attention (arXiv 2408.04093), section 5; dealt
     in turns as tokens are in Striped Attention (arXiv 2311.09431).
 
     Examples:
@@ -114,7 +114,7 @@ class KVCache(eqx.Module):
         parallel: SequenceParallel | None = None,
         block_size: int = 128,
     ) -> "KVCache":
-        """A cache that holds no token yet, made where its slots are to lie.
+        """An empty cache, made on the devices that hold its slots.
 
         Args:
             batch: the number of rows.
@@ -131,8 +131,8 @@ class KVCache(eqx.Module):
             window: how many tokens before its own a query sees, as in
                 `local_window_size=(window, 0)`. Older tokens give way to new ones. Room for
                 the window and the largest append is needed.
-            parallel: the axes of the mesh in force to spread the slots over; None: not at all.
-            block_size: consecutive tokens that lie on one device.
+            parallel: the axes of the mesh in force to shard the slots over; None: one device.
+            block_size: the number of consecutive tokens on one device.
 
         Raises:
             TypeError: an argument of another type.
@@ -172,11 +172,11 @@ class KVCache(eqx.Module):
         return positions(self._sharding(), self.slots, self.starts, self.lengths)
 
     def keys(self) -> Float[Array, "B S K H"]:
-        """The keys in `dtype`, a slot each. Raises nothing."""
+        """The keys of all slots, in `dtype`."""
         return self._read(self.key, self.key_scale)
 
     def values(self) -> Float[Array, "B S K Hv"]:
-        """The values in `dtype`, a slot each. Raises nothing."""
+        """The values of all slots, in `dtype`."""
         return self._read(self.value, self.value_scale)
 
     def append(
@@ -186,9 +186,9 @@ class KVCache(eqx.Module):
         *,
         lengths: Int[Array, " B"] | None = None,
     ) -> "KVCache":
-        """The cache with new tokens behind those that each row has been given.
+        """The cache with new tokens after those of each row.
 
-        Each device writes the tokens that fall to it, so that nothing is sent. Rows may be of
+        Each device writes its own tokens, so that nothing is sent. Rows may be of
         different lengths. Derivatives flow from what is read to what was appended.
 
         Args:
@@ -202,8 +202,9 @@ class KVCache(eqx.Module):
             ValueError: shapes that do not fit the cache; more tokens at once than it has room for
                 beside its window; another number of devices than it was made for, or no mesh.
             RuntimeError: (Equinox's, when it runs) a row has no room for its tokens; none of them
-                is then written, nor anything overwritten. `EQX_ON_ERROR=off` leaves this check out,
-                which on GPUs waits for the device once a step; such rows then stay as they are.
+                is then written, nor anything overwritten. `EQX_ON_ERROR=off` leaves out this check,
+                which waits for the device once a step on GPUs; rows without room then stay as they
+                are.
         """
         room = self.capacity - (self.window or 0)
         tokens = check_new(key, value, self.dtype, self.key.shape, self.value.shape, room)
@@ -216,7 +217,7 @@ class KVCache(eqx.Module):
         return fitting(self._sharding(), self.capacity, starts, self.lengths, counts, tokens)
 
     def _written(self, key: Any, value: Any, counts: Array) -> "KVCache":
-        """As `append`, for which there is room and all is of the right kind."""
+        """`append` without its checks."""
         new = Stored(jnp.asarray(key), jnp.asarray(value), None, None)
         if self.key_scale is not None:
             (key, key_scale), (value, value_scale) = quantize(new.key), quantize(new.value)
@@ -233,7 +234,7 @@ class KVCache(eqx.Module):
         *,
         before: int | Int[Array, " B"] | None = None,
     ) -> "KVCache":
-        """The cache without its oldest tokens, whose slots are free for new ones; nothing moves.
+        """The cache without its oldest tokens, whose slots become free; no data moves.
 
         Args:
             count: how many tokens of each row go, for all rows or `[B]`; at most those there are.
@@ -268,12 +269,12 @@ class KVCache(eqx.Module):
         scale: float | Float[Array, ""] | None = None,
         implementation: str | Sequence[str] | None = None,
     ) -> AttentionState:
-        r"""The attention of queries over the tokens that the cache holds.
+        r"""The attention of queries over the tokens in the cache.
 
         $$F(\zeta) = \log \sum_{a \in \text{cache}} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a),
           \qquad \mathrm{out} = \nabla F(\zeta)$$
 
-        The queries are by default those of the tokens appended last, so that a decode step is
+        By default the queries are those of the tokens appended last, so that a decode step is
         `append`, then `attend`. With another function of the free energy, give it `keys()`,
         `values()`, `key_positions=positions` and `parallel` of the cache.
 
@@ -283,7 +284,7 @@ class KVCache(eqx.Module):
             lengths: how many of the queries each row really has, as given to `append`.
             query_positions: `[B, T]` integers: the tokens that the queries belong to, instead.
             is_causal: hide tokens after the query's own.
-            local_window_size: `(left, right)` or one int: only tokens that near are seen; None: the
+            local_window_size: `(left, right)` or one int: the nearest tokens that are seen; None: the
                 cache's window, if it has one.
             scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
             implementation: a name of [`implementations`][energy_attn.kernels.implementations].
@@ -327,19 +328,19 @@ class KVCache(eqx.Module):
         return sharded_attention(place, names, call)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the cache into a folder of safetensors files, bit by bit, one file per process.
+        """Writes the cache into a folder of safetensors files, exactly, one file per process.
 
-        All processes call it; each writes the slots that lie on its devices. The files are on disk
+        All processes call it; each writes the slots on its devices. The files are on disk
         before their index takes the old one's place: a save that is killed leaves the old cache or
-        the new one, and the next save clears up. When it returns, any process may load the folder.
+        the new one, and the next save removes what it left. When it returns, any process may load the folder.
 
         Args:
-            path: the folder, which all processes see; made if need be. Files of an earlier `save`,
+            path: the folder, which all processes see; made if missing. Files of an earlier `save`,
                 by whatever number of processes, are replaced; others stay.
 
         Raises:
             TypeError: `path` is no path, or the cache is traced (inside `jax.jit`).
-            OSError: a process cannot write, on all of them; what was there before still is.
+            OSError: a process cannot write; raised in all of them, and the old cache stays.
         """
         arrays = self._stored()._asdict() | {"starts": self.starts, "lengths": self.lengths}
         about = {
@@ -359,9 +360,9 @@ class KVCache(eqx.Module):
         capacity: int | None = None,
         block_size: int | None = None,
     ) -> "KVCache":
-        """Reads what `save` wrote onto the mesh in force, whatever mesh it was saved from.
+        """Reads what `save` wrote onto the mesh in force, from whatever mesh it was saved.
 
-        Each process reads the tokens that its own devices hold; each is exactly what was saved.
+        Each process reads the files and keeps the tokens of its own devices, bit by bit.
 
         Args:
             path: the folder.
@@ -371,8 +372,8 @@ class KVCache(eqx.Module):
 
         Raises:
             TypeError: an argument of another type.
-            ValueError: a folder that holds no cache, or not all of one; a file that is not as `save`
-                wrote it, by name, before anything of the size that it asks for is made; a cache of
+            ValueError: a folder without a complete cache; a file that is not as `save` wrote it, by
+                name and before memory of the size that it states is allocated; a cache of
                 float64 where JAX's 64 bits are off; a capacity below what the rows hold (with a
                 window: not above the window); no mesh in force.
         """

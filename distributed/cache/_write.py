@@ -66,7 +66,7 @@ def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | Non
     """How an array of a new cache is split on the mesh in force: its slots and heads, if it has any.
 
     Written as JAX writes it of what `append` returns, so that a step compiles once: with every
-    axis named where the mesh's are explicit. None without `parallel`. Raises nothing.
+    axis named where the mesh's are explicit. None without `parallel`.
     """
     if parallel is None:
         return None
@@ -78,7 +78,7 @@ def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | Non
 
 
 def sharding_of(parallel: SequenceParallel | None, rank: int) -> NamedSharding | None:
-    """The same with the mesh's devices, outside of `jax.jit`. Raises nothing."""
+    """The same with the mesh's devices, outside of `jax.jit`."""
     spec = spec_of(parallel, rank)
     return None if spec is None else NamedSharding(jax.sharding.get_mesh(), spec)
 
@@ -88,7 +88,7 @@ def blank(
 ) -> tuple[Stored, Array, Array]:
     """Slots of these shapes and of a dtype, with scales where that is int8, and no tokens.
 
-    Each device makes its own. Raises nothing.
+    Each device makes its own.
     """
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -152,7 +152,7 @@ def append(
 ) -> tuple[Stored, Array, Array]:
     """Writes the first `counts` of the new tokens of each row; returns what changed.
 
-    A ring lets go of what it overwrites; else `counts` are those of `fitting`. Raises nothing.
+    A ring lets go of what it overwrites; else `counts` are those of `fitting`.
     """
     tokens = new.key.shape[1]
 
@@ -240,7 +240,7 @@ def fitting(
 
 
 def positions_from(first: Array, counts: Array, tokens: int) -> Array:
-    """Positions `[B, tokens]` from `first` `[B]` on; -1 behind the row's `counts`. Raises nothing."""
+    """Positions `[B, tokens]` from `first` `[B]` on; -1 behind the row's `counts`."""
     each = jnp.arange(tokens, dtype=jnp.int32)[None]
     return jnp.where(each < counts[:, None], first[:, None] + each, -1)
 
@@ -289,7 +289,7 @@ def _one_by_one_jvp(
 # Worked out from two numbers per row, so that there is nothing to keep in step.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def positions(sharding: CacheSharding | None, slots: Slots, starts: Array, lengths: Array) -> Array:
-    """The token in each slot, `[B, S]`; -1 where there is none. Raises nothing."""
+    """The token in each slot, `[B, S]`; -1 where there is none."""
 
     def local(starts: Array, lengths: Array) -> Array:
         device = (

@@ -1,14 +1,14 @@
-r"""What an attention over a mesh costs, before it is compiled: bytes sent, memory, seconds.
+r"""The cost of an attention over a mesh, predicted: bytes sent, memory, seconds.
 
 [`transfers`][energy_attn.distributed.cost.transfers] predicts the collectives of the program;
-[`collectives`][energy_attn.distributed.collectives] reads those of a compiled one, and the tests
-hold that they agree. From the predicted ones follow `volume` and `latency`, and by them
-`merge="auto"` and `method="auto"` choose.
+[`collectives`][energy_attn.distributed.collectives] reads those of a compiled one, and tests
+compare the two. `volume` and `latency` follow from the predicted ones, and `merge="auto"` and
+`method="auto"` choose by them.
 
-What the model does not know: how well a collective overlaps with computation, congestion, other
-users of a network, and the real speed of any machine. A compiled program holds nothing that prices
-communication, either; so the times rank the ways, and say nothing about how fast one is: exchanges
-measured over an emulated network took 1.1 to 3.4 times as long, and those of one ring 0.7 to 0.8.
+The model does not know how well a collective overlaps with computation, congestion, other users of
+a network, or the real speed of any machine. A compiled program holds no price of communication,
+either. So the times rank strategies and are no measure of speed: exchanges measured over an emulated
+network took 1.1 to 3.4 times as long, and those of one ring 0.7 to 0.8.
 
 Examples:
     >>> from energy_attn.distributed import cost

@@ -1,4 +1,4 @@
-"""Bytes, memory and seconds of an attention over a mesh, and the choices that follow."""
+"""Bytes, memory and seconds of an attention over a mesh, and the choices by them."""
 
 import math
 
@@ -49,7 +49,7 @@ def volume(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
 
 
 def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> int:
-    r"""Bytes that one device holds at most: its keys and values, queries, states, and what arrives.
+    r"""Peak bytes of one device: its keys and values, queries, states, and receive buffers.
 
     $$M_\text{tree} = B \tfrac{S}{p} K (H + H_v) b + R H b + R (H_v + 2) w, \qquad
       M_\text{ring} = M_\text{tree} + 2 B \tfrac{S}{p} K (H + H_v) b$$
@@ -61,9 +61,8 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
         topology: the mesh.
 
     Returns:
-        Bytes: all-reduces work in place; everything else arrives in a buffer of its own, or in two
-        in turn where the next transfer begins before the last is done with. Without the local
-        kernel's scratch.
+        Bytes, without the local kernel's scratch. All-reduces work in place; everything else arrives
+        in a buffer of its own, or in two in turn where transfers overlap.
 
     Raises:
         TypeError: as `transfers`.
@@ -109,8 +108,8 @@ def latency(method: str, merge: str | None, shape: Shape, topology: Topology) ->
         topology: the mesh.
 
     Returns:
-        Seconds, good for comparing ways on one network; no promise for any machine. Exchanges that
-        were measured took 1.1 to 3.4 times as long, and those of one ring 0.7 to 0.8 times.
+        Seconds, for comparing strategies on one network; no promise for any machine. Measured exchanges
+        took 1.1 to 3.4 times as long, and those of one ring 0.7 to 0.8 times.
 
     Raises:
         TypeError: as `transfers`.
@@ -131,7 +130,7 @@ def latency(method: str, merge: str | None, shape: Shape, topology: Topology) ->
 
 
 def choose_merge(shape: Shape, topology: Topology) -> str:
-    """The way to fold that takes the least time by the model: what `merge="auto"` means.
+    """The merge strategy with the least time by the model: what `merge="auto"` means.
 
     Args:
         shape: the sizes.
@@ -142,7 +141,7 @@ def choose_merge(shape: Shape, topology: Topology) -> str:
         fast ones the first.
 
     Raises:
-        TypeError: a shape or topology that is none.
+        TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
 
     Source: none: see [`latency`][energy_attn.distributed.cost.latency].
 
@@ -157,12 +156,12 @@ def choose_merge(shape: Shape, topology: Topology) -> str:
 
 
 def choose_method(shape: Shape, topology: Topology) -> str:
-    """The way to spread an attention: what `method="auto"` means.
+    """The method for an attention: what `method="auto"` means.
 
-    Queries that all devices hold (decode) are spread by the tree, which sends nothing that grows
-    with the keys. For sharded queries it is the one that takes the least time by the model, each
-    with its best merge, Ulysses where the devices divide the heads of keys; of those that need at
-    most twice the memory of the leanest: a tree holds the states of all queries on every device.
+    For queries on all devices (decode) it is the tree, which sends nothing that grows with the keys.
+    For sharded queries it is the method with the least time by the model, each with its best merge,
+    among those that need at most twice the memory of the leanest (a tree holds the states of all
+    queries on every device). Ulysses takes part where the devices divide the heads of keys.
 
     Args:
         shape: the sizes.
@@ -172,7 +171,7 @@ def choose_method(shape: Shape, topology: Topology) -> str:
         `"tree"`, `"ring"` or `"ulysses"`.
 
     Raises:
-        TypeError: a shape or topology that is none.
+        TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
 
     Source: none: see [`latency`][energy_attn.distributed.cost.latency].
 
@@ -184,19 +183,19 @@ def choose_method(shape: Shape, topology: Topology) -> str:
     check_sizes(shape, topology)
     if not shape.queries_sharded:
         return "tree"
-    ways: dict[str, str | None] = {
+    merges: dict[str, str | None] = {
         method: _fastest(method, shape, topology) for method in ("tree", "ring")
     }
     if shape.kv_heads % topology.devices == 0:
-        ways["ulysses"] = None
-    held = {method: memory(method, way, shape, topology) for method, way in ways.items()}
-    lean = [method for method in ways if held[method] <= 2 * min(held.values())]
-    return min(lean, key=lambda method: latency(method, ways[method], shape, topology))
+        merges["ulysses"] = None
+    held = {method: memory(method, merge, shape, topology) for method, merge in merges.items()}
+    lean = [method for method in merges if held[method] <= 2 * min(held.values())]
+    return min(lean, key=lambda method: latency(method, merges[method], shape, topology))
 
 
 def _fastest(method: str, shape: Shape, topology: Topology) -> str:
-    ways = {"tree": automatic_merges(len(topology.links)), "ring": ROTATED}[method]
-    return min(ways, key=lambda way: latency(method, way, shape, topology))
+    merges = {"tree": automatic_merges(len(topology.links)), "ring": ROTATED}[method]
+    return min(merges, key=lambda merge: latency(method, merge, shape, topology))
 
 
 def _sent(transfer: Transfer, topology: Topology) -> float:

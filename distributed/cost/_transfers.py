@@ -1,6 +1,6 @@
-"""What each way to spread and to fold sends: the collectives of the compiled program, predicted.
+"""The collectives that each method and merge strategy sends, predicted.
 
-The one source of the cost model: volumes, memory and times follow from these lists.
+Volumes, memory and times of the cost model all follow from these lists.
 """
 
 from collections.abc import Iterator
@@ -32,17 +32,18 @@ def transfers(
     | `"butterfly"` | $\lceil\log_2 p\rceil$ permutes of $R (H_v + 1) w$; odd factors send several states in some |
     | `"hierarchical"` | all-to-all and all-gather over the last axis, a butterfly of $R/f$ rows over the others |
 
-    With sharded queries, the tree gathers them and folds with a reduce-scatter (`"allreduce"`) or
-    an all-to-all (the others). A ring sends keys and values $p - 1$ times, or a state around
-    (`"queries"`); Ulysses exchanges heads for sequence. States that are to be folded travel in
-    `lse`'s dtype, and are rounded to that of the arrays once, when they have been; that of all keys
-    (Ulysses) is rounded before it is sent, but on CPUs a state is one array of `lse`'s dtype
-    everywhere. A gather on TPUs fills up the last row of energies, and XLA makes of it an all-reduce
-    of $p$ times the size over 64 chips and more of one slice.
+    `"ring"` sends $p - 1$ permutes of $R (H_v + 1) w$, and `"remote"` what `"butterfly"` does (the
+    kernel's copies are no collectives of the program). With sharded queries, the tree gathers them
+    and folds with a reduce-scatter (`"allreduce"`) or an all-to-all (the others). A ring sends keys
+    and values $p - 1$ times, or states (`"queries"`); Ulysses exchanges heads for sequence. States
+    are sent in `lse`'s dtype and rounded to that of the arrays once, after the fold; the state of all
+    keys (Ulysses) is rounded before it is sent, but on CPUs a state is always one array of `lse`'s
+    dtype. A gather on TPUs pads the last row of energies, and over 64 chips and more of one slice XLA
+    makes it an all-reduce of $p$ times the size.
 
     Args:
         method: `"tree"`, `"ring"` or `"ulysses"`.
-        merge: for a tree the way to fold; for a ring what travels, `"keys"` or `"queries"`; None
+        merge: for a tree the merge strategy; for a ring what rotates, `"keys"` or `"queries"`; None
             for Ulysses.
         shape: the sizes.
         topology: the mesh.
@@ -51,7 +52,7 @@ def transfers(
         A [`Transfer`][energy_attn.distributed.cost.Transfer] for each; none over one device.
 
     Raises:
-        TypeError: a shape or topology that is none.
+        TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
         ValueError: an unknown method or merge, `"hierarchical"` over one axis, or Ulysses where
             queries are not sharded or the devices do not divide the heads.
 
@@ -86,7 +87,7 @@ def transfers(
 
 
 def check_sizes(shape: object, topology: object) -> None:
-    """Raises `TypeError` for a shape or topology that is none."""
+    """Raises `TypeError` unless `shape` is a `Shape` and `topology` a `Topology`."""
     if not isinstance(shape, Shape):
         raise TypeError(f"shape: wanted a Shape, got {received(shape)}")
     if not isinstance(topology, Topology):
@@ -111,7 +112,7 @@ def kv_shard(shape: Shape, topology: Topology) -> tuple[int, int]:
 
 
 def local_rows(shape: Shape, topology: Topology) -> int:
-    """Rows of the queries that one device holds."""
+    """The rows of queries on one device."""
     shards = topology.devices if shape.queries_sharded else 1
     return shape.batch * -(-shape.queries // shards) * shape.heads
 

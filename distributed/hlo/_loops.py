@@ -49,7 +49,7 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     """How often the body of `loop`, a `while` instruction of `computation`, runs.
 
     `None` where it depends on data, or the counter could not be followed to its end. The condition
-    runs once more than the body. Raises nothing.
+    runs once more than the body.
     """
     known = _config(loop).get("known_trip_count")
     if known is not None:

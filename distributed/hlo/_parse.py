@@ -24,7 +24,7 @@ def split(text: str, start: int = 0) -> tuple[list[str], int]:
     """Cuts a list at its own commas, not at those inside brackets, strings and comments.
 
     The list ends with the text or at the bracket that closes it. Returns the items, without blanks
-    and leading comments, and where the list ended. Raises nothing.
+    and leading comments, and where the list ended.
     """
     cuts, depth, end = [start], 0, len(text)
     for token in _TOKEN.finditer(text, start):

@@ -1,4 +1,4 @@
-"""Folding the covariances of all devices: the law of total covariance, in one reduction."""
+"""Folding the covariances of all devices, by the law of total covariance, in one reduction."""
 
 import functools
 
@@ -48,7 +48,7 @@ def merge_covariances(merge: str, axes: Axes, state: CovarianceState) -> Covaria
 # With w = e^{F_i - F} and d = out_i - out, all sums over the devices,
 #     dF = Σ w dF_i,   dout = Σ w (dout_i + d dF_i),
 #     dΣ = Σ w (dΣ_i + (Σ_i + d dᵀ - Σ) dF_i + d dout_iᵀ + dout_i dᵀ),
-# for what the change of the common mean brings cancels, as Σ w d = 0.
+# as the terms of the change of the common mean cancel: Σ w d = 0.
 @merge_covariances.defjvp
 def _merge_covariances_jvp(
     merge: str,
@@ -85,7 +85,7 @@ def _merge_covariances_jvp(
     )
 
 
-# A state as the message that it travels as: one line of numbers for each row.
+# A state as a message: one line of numbers for each row.
 def _packed(state: CovarianceState) -> AttentionState:
     flat: Array = state.covariance.reshape(*state.lse.shape, state.out.shape[-1] ** 2)
     return AttentionState(jnp.concatenate([state.out, flat], -1), state.lse)

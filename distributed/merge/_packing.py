@@ -1,4 +1,4 @@
-"""States as messages: what a collective is given so that as few as possible are sent."""
+"""States as messages, packed so that few collectives are sent."""
 
 import functools
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from energy_attn.kernels.internal import apply_widened, vary_together
 
 
 def transfer(collective: Callable[[Any], Any], state: AttentionState) -> AttentionState:
-    """Hands both arrays of a state to one collective, which maps over trees and keeps last axes.
+    """Applies one collective, which maps over trees and keeps last axes, to both arrays of a state.
 
-    On CPUs they travel as one array, in `lse`'s dtype: gloo would send each by itself. Elsewhere as
-    a pair: XLA joins the two without copying, and `lse` as one more lane of `out` would fill up the
-    next 128 lanes of a TPU. Raises nothing.
+    On CPUs they are sent as one array, in `lse`'s dtype: gloo would send each by itself. Elsewhere
+    they are sent as a pair: XLA joins the two without copying, and `lse` as one more lane of `out`
+    would fill up the next 128 lanes of a TPU.
     """
 
     def packed(out: Array, lse: Array) -> AttentionState:
@@ -35,9 +35,10 @@ def transfer(collective: Callable[[Any], Any], state: AttentionState) -> Attenti
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def moved(collective: Callable[[Array], Array], x: Array) -> Array:
-    """An array through a collective that moves numbers and computes none. Raises nothing.
+    """Applies a collective that moves numbers without computing with them to an array.
 
-    XLA:CPU would widen 16-bit floats and send twice the bytes; there they travel as integers.
+    XLA:CPU widens 16-bit floats and would send twice the bytes (`collectives` shows it); there they are
+    sent as integers.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
         return collective(x)
@@ -48,18 +49,18 @@ def moved(collective: Callable[[Array], Array], x: Array) -> Array:
 def _moved_jvp(
     collective: Callable[[Array], Array], primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
-    # integers have no tangents: those are sent as they are; what is gathered is summed on the way back
+    # Integers have no tangents, so tangents are sent as floats; the transpose of a gather is a sum.
     return moved(collective, *primals), apply_widened(collective, *tangents)
 
 
 def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
-    """Floating numbers through a collective, as integers of their bits. Raises nothing."""
+    """Applies a collective to the bits of floating numbers, as integers."""
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return lax.bitcast_convert_type(collective(bits), x.dtype)
 
 
 def joined(x: Array, axes: tuple[str, ...], axis: int) -> Array:
-    """The parts of an array that the devices hold, end to end along `axis`. Raises nothing."""
+    """The parts of an array on all devices, end to end along `axis`."""
     if x.size == 0:  # HLO gathers no empty arrays
         devices = lax.axis_size(axes)
         shape = (n * devices if i == axis else n for i, n in enumerate(x.shape))
@@ -68,11 +69,11 @@ def joined(x: Array, axes: tuple[str, ...], axis: int) -> Array:
 
 
 def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
-    """The states of all devices, on a leading axis. It has no derivative. Raises nothing.
+    """The states of all devices, on a leading axis. It has no derivative.
 
-    XLA:TPU does not join the gathers of two arrays. There they travel as the bits of one, `lse` in
-    rows of its own below those of `out`; unless an automatic axis of the mesh may split the rows,
-    which would first have to be brought together.
+    XLA:TPU does not join the gathers of two arrays (see `test_tpu_programs.py`). There they
+    are sent as the bits of one, `lse` in rows of its own below those of `out`; unless the
+    mesh has an automatic axis, over which XLA may have split the rows.
     """
 
     def gather(x: Any) -> Any:
@@ -102,10 +103,11 @@ def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
 
 
 def as_invariant(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Arrays that are equal on all devices of `axes`, with a type that says so; sends nothing.
+    """Arrays that are equal on all devices of `axes`, with a type that does not vary over them.
 
-    A maximum over groups of one device each is how JAX lets that be said; of bits, as XLA:CPU makes
-    minus infinity of the maximum of a NaN. It has no derivative. Raises nothing.
+    JAX has no cast from varying to invariant (0.8 to 0.12), but a maximum over groups of one device
+    each has that type and sends nothing. It is taken of bits, as XLA:CPU returns minus infinity for
+    the maximum of a NaN. It has no derivative.
     """
     alone = [[i] for i in range(lax.axis_size(axes))]
     largest = functools.partial(lax.pmax, axis_name=axes, axis_index_groups=alone)

@@ -166,7 +166,7 @@ def _fold_across_jvp(
     (state,), (change,) = primals, tangents
     merged: AttentionState = fold_across(merge, axes, state)
     wide = state.lse.dtype
-    # a part without keys counts for nothing, whatever it holds; nor may it make a NaN
+    # a part without keys has no weight, whatever it holds, and must not make a NaN
     present = holds_keys(state.lse)
     portion = share(state.lse, merged.lse)
     energy = jnp.where(present, change.lse, 0.0)

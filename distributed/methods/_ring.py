@@ -63,11 +63,12 @@ def ring_attention(
 
     with $\oplus$ the [`merge`][energy_attn.kernels.merge] of states and the shards of keys numbered
     by device, counted modulo $p$. `rotate="keys"`: each device keeps its queries and passes the
-    keys and values that it holds to the next one, $p - 1$ times; each transfer begins before the
-    computation beside it. The derivative goes around once more, with gradients that travel with
+    keys and values that it holds to the next one, $p - 1$ times. No transfer needs the result of
+    the computation in the same step; compiled for TPU v6e, the transfers of a step are scheduled
+    around its computation. The derivative goes around once more, with gradients that travel with
     their keys in `lse`'s dtype. Memory is $O(T + S)$ per device in both. `rotate="queries"`: keys
-    stay, queries and their states go around and come home, $p$ times; or, where all devices have
-    the same queries, their states alone, $p - 1$ times. That is little where queries are few.
+    stay, and queries go around with their states and come home, $p$ times; or, where all devices
+    have the same queries, only the states, $p - 1$ times. That is little where queries are few.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, this device's, or equal on all devices.
@@ -75,7 +76,7 @@ def ring_attention(
         value: `[B, S, K, Hv]`, this device's shard.
         source: `[B, T, N, Hv]`, as `query`.
         bias: broadcastable to `[B, N, T, p S]`, for this device's queries and all keys in the
-            order of the devices; if queries travel, to `[B, N, p T, S]`, for all queries and this
+            order of the devices; if queries rotate, to `[B, N, p T, S]`, for all queries and this
             device's keys.
         mask: boolean, likewise.
         axis_name: the mesh axis, or several, slow ones first: the ring goes through all of them.
@@ -94,7 +95,7 @@ def ring_attention(
         ValueError: as `local_attention`; an axis is not bound; positions are compared but not
             given; or `rotate` is none of these.
 
-    Source: Ring Attention (arXiv 2310.01889); for queries that travel, Context Parallelism for
+    Source: Ring Attention (arXiv 2310.01889); for queries that rotate, Context Parallelism for
     Scalable Million-Token Inference (arXiv 2411.01783).
 
     Examples:
@@ -128,7 +129,7 @@ def ring_attention(
 
 
 def what_rotates(rotate: str, operands: Operands, sharded: bool) -> str:
-    """What `rotate` means, `"keys"` or `"queries"`. Raises nothing.
+    """What goes around the ring, `"keys"` or `"queries"`.
 
     `operands` are one device's, or, where queries are sharded, those of all together.
     """
@@ -172,19 +173,19 @@ def _hop(tree: Any, axes: Axes) -> Any:
 
 
 def _origin(step: Any, axes: Axes) -> Array:
-    """Where that came from which is here after so many hops."""
+    """The device whose part is here after `step` hops."""
     return (lax.axis_index(axes) - step) % lax.axis_size(axes)
 
 
 def _part(x: Array | None, axis: int, place: Array, size: int) -> Any:
-    """The part of bias or mask along an axis that belongs to one device, unless it is broadcast."""
+    """The part of a bias or mask along an axis that belongs to one device, unless it is broadcast."""
     if x is None or x.shape[axis] == 1:
         return x
     return lax.dynamic_slice_in_dim(x, place * size, size, axis)
 
 
 class _Keys(NamedTuple):
-    """What travels when keys do."""
+    """What a hop sends when keys rotate."""
 
     key: Array
     value: Array
@@ -197,7 +198,7 @@ def _keys_of(operands: Operands) -> _Keys:
 
 
 def _with_keys(operands: Operands, keys: _Keys, step: Any, axes: Axes) -> Operands:
-    """The operands of one step: the keys that are here now, and what is said of their scores."""
+    """The operands of one step: the keys that are here now, and their part of bias and mask."""
     place, size = _origin(step, axes), keys.key.shape[1]
     bias, mask = (_part(x, 3, place, size) for x in (operands.bias, operands.mask))
     return operands._replace(bias=bias, mask=mask, **keys._asdict())
@@ -212,7 +213,7 @@ def _keys_around(
 
     def step(carry: tuple[AttentionState, _Keys], i: Array) -> Any:
         state, keys = carry
-        following = _hop(keys, axes)  # begun before the computation beside it
+        following = _hop(keys, axes)  # does not wait for the computation of this step
         return (visit(state, keys, i), following), None
 
     last = lax.axis_size(axes) - 1
@@ -233,13 +234,13 @@ def _keys_around_and_back(
 def _save(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> tuple[AttentionState, tuple[Operands, AttentionState]]:
-    # through the rule again, and compiled: see `kernels._flash`
+    # through the rule again, and compiled: see `kernels/dispatch/_derivative.py`
     state: AttentionState = _keys_around_and_back(names, settings, axes, operands)
     return state, (operands, state)
 
 
 class _Gradients(NamedTuple):
-    """Of keys and values, which travel with them; of queries and bias, which stay."""
+    """Gradients: those of keys and values travel with them, those of queries and bias stay."""
 
     keys: tuple[Array, Array]
     query: Array
@@ -268,8 +269,8 @@ def _pull_back(
         found = _Gradients((found.key, found.value), found.query, bias)
         return found if so_far is None else jax.tree.map(jnp.add, so_far, found)
 
-    # Gradients follow their keys one hop behind, and so both transfers begin before the
-    # computation beside them.
+    # Gradients follow their keys one hop behind, so that neither transfer needs the computation of
+    # its own step.
     def step(carry: tuple[_Keys, _Gradients], i: Array) -> Any:
         keys, gradients = carry
         following, arriving = _hop((keys, gradients.keys), axes)

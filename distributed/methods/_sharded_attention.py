@@ -1,4 +1,4 @@
-"""Attention over arrays that are split over a mesh, as their types or the user say."""
+"""Attention over arrays that are sharded over a mesh, by their types or by `parallel=`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -34,10 +34,10 @@ from ._ulysses import ulysses
 def sharded_attention(
     plan: ShardingPlan, names: Sequence[str], call: CheckedCall
 ) -> AttentionState:
-    """The state of `call`, split over a mesh as `plan` says.
+    """The state of `call`, sharded over a mesh by `plan`.
 
-    A length that the devices do not divide is padded with keys, and queries, that are not there.
-    The result is split as the queries are. Raises as the kernels do.
+    A length that is no multiple of the number of devices is padded with absent keys and queries.
+    The result is sharded as the queries are. Raises as the kernels do.
     """
     return _sharded(plan, tuple(names), call.settings, call.operands)
 
@@ -56,7 +56,7 @@ def _sharded(
 
 
 def unsharded_if_empty(plan: ShardingPlan, operands: Operands) -> ShardingPlan:
-    """`plan`, or one that splits nothing where nothing is asked: XLA splits no empty program."""
+    """`plan`, or one that shards nothing where there are no queries: XLA shards no empty program."""
     if plan.local or 0 not in operands.query.shape[:2]:
         return plan
     return plan._replace(batch=(), sequence=(), heads=(), queries=False)
@@ -65,9 +65,9 @@ def unsharded_if_empty(plan: ShardingPlan, operands: Operands) -> ShardingPlan:
 def run_sharded(
     plan: ShardingPlan, run: Callable[..., Any], operands: Operands, *rows: Array
 ) -> Any:
-    """`run(operands, *rows)` on each device, of its part of the operands and of `rows`.
+    """`run(operands, *rows)` on each device, on its part of the operands and of `rows`.
 
-    `rows`, and the arrays of the tree that `run` returns, are `[B, T, N, ...]` and are split as the
+    `rows`, and the arrays of the tree that `run` returns, are `[B, T, N, ...]` and are sharded as the
     queries are. Raises as `run` does.
     """
     rest = other_explicit_axes(plan.mesh, plan.axes)
@@ -83,7 +83,7 @@ def run_sharded(
 
 
 def _line(plan: ShardingPlan, query: Array) -> PartitionSpec:
-    """How what is found for `query` is split, as its type says: `[B, T, N, ...]`."""
+    """The sharding of results `[B, T, N, ...]` for `query`, by its type."""
     if not plan.axes:
         return PartitionSpec(*(mesh_axes_of(query, axis) or None for axis in range(3)))
     kept = plan.sequence if plan.queries and mesh_axes_of(query, 1) else ()
@@ -119,7 +119,7 @@ def _run_sharded(
     found = mapped(_reshard(operands, specs, plan), *lines)
     if split or not plan.queries:
         return found
-    # queries that only this attention split, perhaps after padding
+    # queries that only this attention sharded, perhaps after padding
     whole = PartitionSpec(_axes(plan.batch), None, _axes(plan.heads))
     found = reshard_explicit(plan.mesh, plan.axes, found, whole)
     return jax.tree.map(lambda x: x[:, :number], found)
@@ -192,7 +192,7 @@ def _pad_queries(operands: Operands, devices: int) -> Operands:
 
 
 def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
-    """Operands whose leaves are the specs of the arrays in their plan."""
+    """The `PartitionSpec` of each operand."""
     batch, keys, heads = (_axes(axes) for axes in (plan.batch, plan.sequence, plan.heads))
     queries = keys if plan.queries else None
 

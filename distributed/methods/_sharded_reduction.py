@@ -1,4 +1,4 @@
-"""Whatever folds over keys, over keys that are split over a mesh: a tree for any kind of state."""
+"""Reductions over keys that are sharded over a mesh: a tree for any kind of state."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from ._tree import with_all_queries
 
 
 class Reduction(NamedTuple):
-    """What is found of some keys, and how that of all of them is folded; static, hashable.
+    """A function of some keys, and the fold of its results over all of them; static, hashable.
 
     Attributes:
         find: `find(settings, operands, *rows)`, a tree of arrays `[B, T, N, ...]`.
@@ -35,10 +35,10 @@ class Reduction(NamedTuple):
 def sharded_reduction(
     plan: ShardingPlan | None, task: Reduction, call: CheckedCall, *rows: Array
 ) -> Any:
-    """What `task` finds of all keys of a checked call, split over a mesh as `plan` says.
+    """The result of `task` for all keys of a checked call, sharded over a mesh by `plan`.
 
-    All devices see all queries, whatever the method of `plan`: those that are split are gathered,
-    and each device keeps what was found for its own. Raises as `task.find` does.
+    All devices see all queries, whatever the method of `plan`: sharded ones are gathered, and each
+    device keeps the results for its own. Raises as `task.find` does.
     """
     if plan is None:
         return _unsharded(task, call.settings, call.operands, *rows)
@@ -79,7 +79,7 @@ def _sharded(
 
 
 def fold_states(state: AttentionState, axes: Axes, plan: ShardingPlan) -> AttentionState:
-    """As attention folds. Raises nothing."""
+    """The fold of attention states, by the strategy of the plan."""
     return fold_across(choose_merge(plan.merge, state, axes, plan.topology), axes, state)
 
 
@@ -89,6 +89,6 @@ def fold_covariances(state: CovarianceState, axes: Axes, plan: ShardingPlan) -> 
 
 
 def fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
-    """The largest. It has no derivative. Raises nothing."""
+    """The elementwise maximum. It has no derivative."""
     del plan
     return lax.pmax(found, axes)

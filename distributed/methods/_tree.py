@@ -48,8 +48,8 @@ def tree_attention(
     $$F(\zeta) = \log \sum_i e^{F_i(\zeta)}, \qquad
       F_i(\zeta) = \log \sum_{a \in \text{shard } i} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a)$$
 
-    Each device computes the state of its own keys, then the states are folded. Queries that all
-    devices have ([`merge_across`][energy_attn.distributed.merge_across]): $O(B T N H)$ bytes,
+    Each device computes the state of its own keys, then the states are folded. Queries that are
+    equal on all devices ([`merge_across`][energy_attn.distributed.merge_across]): $O(B T N H)$ bytes,
     whatever the number of keys; in the derivative `key` and `value` stay local and the query's
     gradient is one `psum`. Queries of which each device has a part: they are gathered, and the
     states of all, $B T N (H + 1)$ numbers, are reduced and scattered, so that each device has those
@@ -123,7 +123,7 @@ def tree(
     merge: str,
     topology: cost.Topology | None,
 ) -> AttentionState:
-    """The state of queries that all devices have. Raises as `attend` does."""
+    """The state of queries that are equal on all devices. Raises as `attend` does."""
     state = attend(names, with_wide_out(settings), operands)
     state = fold_across(choose_merge(merge, state, axes, topology), axes, state)
     return rounded(state, operands, settings)
@@ -152,10 +152,7 @@ def tree_of_shards(
 
 
 def with_all_queries(operands: Operands, axes: Axes) -> Operands:
-    """Operands with the queries of all devices, end to end, and what belongs to them.
-
-    Raises nothing.
-    """
+    """Operands with the queries of all devices, end to end, and their positions and segments."""
     mine = operands.query, operands.query_positions, operands.query_segments
     query, positions, segments = jax.tree.map(lambda x: joined(x, axes, 1), mine)
     return operands._replace(query=query, query_positions=positions, query_segments=segments)

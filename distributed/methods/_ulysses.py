@@ -99,7 +99,7 @@ def ulysses_attention(
 def ulysses(
     names: Sequence[str], settings: Settings, operands: Operands, axes: Axes
 ) -> AttentionState:
-    """The state of this device's queries; bias and mask are for its heads, and all else.
+    """The state of this device's queries; bias and mask are for its heads and all positions.
 
     Raises as `attend` does.
     """

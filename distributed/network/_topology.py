@@ -1,7 +1,7 @@
-"""Networks of devices as the cost model sees them: a latency and a bandwidth for each mesh axis.
+"""Networks of devices in the cost model: a latency and a bandwidth for each mesh axis.
 
-Figures are the makers' published ones, one direction, per device; where an overhead is not
-published it is marked as assumed. They rank ways of sending; they are no measurement.
+Figures are published by the makers, one direction, per device; unpublished overheads are marked as
+assumed. They rank strategies; they are no measurement.
 """
 
 import dataclasses
@@ -26,19 +26,19 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What joins the devices along one mesh axis.
+    """The network between the devices along one mesh axis.
 
     Attributes:
-        devices: how many it joins.
+        devices: their number.
         latency: seconds from one to the next, software included, for a message of no length.
         bandwidth: bytes per second that each device sends in one direction while all of them send.
             Devices that share a host's network card have their part of it.
-        name: for people.
+        name: for display.
         torus: whether it joins neighbours only, in both directions and around the end, so that a
             message to the device $d$ places on travels $d$ hops.
 
     Raises:
-        TypeError: what is no number, string or boolean.
+        TypeError: a field of another type.
         ValueError: no devices, a negative or infinite latency, a bandwidth that is not positive.
 
     Examples:
@@ -66,10 +66,10 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    r"""Devices on a mesh, and what joins them along each axis.
+    r"""Devices on a mesh, and the network along each axis.
 
     Attributes:
-        name: for people.
+        name: for display.
         links: one for each mesh axis, slow ones first, as the axes themselves.
         all_reduce: how the platform sums over $p$ devices.
             `"ring"`, one ring over all of them, as gloo: $2(p-1)$ latencies, $2\frac{p-1}{p}$ of
@@ -83,7 +83,7 @@ class Topology:
             dtype.
 
     Raises:
-        TypeError: `links` that are none.
+        TypeError: `links` is not a tuple of `Link`.
         ValueError: no links, an unknown `all_reduce` or platform, or a negative `launch`.
 
     Source: for `"tree"`, P. Sanders et al., Two-tree algorithms for full bandwidth broadcast,
@@ -260,7 +260,7 @@ def ethernet(
         A [`Topology`][energy_attn.distributed.cost.Topology] of `(hosts, devices)`, or `(hosts,)`.
 
     Raises:
-        TypeError: what is no number.
+        TypeError: an argument that is not a number.
         ValueError: sizes below 1, a bandwidth that is not positive, a negative latency.
 
     Source: gloo's unbound buffers (`gloo/transport/tcp/pair.cc`).
@@ -282,14 +282,14 @@ def ethernet(
 
 
 def simulated(*sizes: int) -> Topology:
-    """CPU devices simulated in one process: all meet at each collective and copy from memory.
+    """CPU devices simulated in one process, which copy from memory at each collective.
 
     Args:
         *sizes: of the mesh axes.
 
     Returns:
-        A [`Topology`][energy_attn.distributed.cost.Topology] where what counts is how many
-        collectives there are.
+        A [`Topology`][energy_attn.distributed.cost.Topology] in which the number of collectives
+        decides.
 
     Raises:
         TypeError: sizes that are no integers.
@@ -309,11 +309,11 @@ def simulated(*sizes: int) -> Topology:
 def topology_of(
     axis_names: Sequence[str], sizes: Sequence[int], platform: str, processes: int = 1
 ) -> Topology:
-    """What is usual for mesh axes on a platform, for want of better knowledge.
+    """The usual network of mesh axes on a platform, where nothing more is known.
 
     With several processes the first axis lies between hosts: on GPUs DGX H100 nodes, on CPUs a
-    network of 1 Gbit/s and 0.1 ms. On TPUs all axes lie in one slice of v5p; for several slices
-    say so with [`tpu`][energy_attn.distributed.cost.tpu].
+    network of 1 Gbit/s and 0.1 ms. On TPUs all axes are in one slice of v5p; for several slices
+    use [`tpu`][energy_attn.distributed.cost.tpu].
 
     Args:
         axis_names: the mesh axes, slow ones first.
@@ -325,7 +325,7 @@ def topology_of(
         A [`Topology`][energy_attn.distributed.cost.Topology] with a link for each axis.
 
     Raises:
-        TypeError: what is no sequence, no string, or sizes that are no integers.
+        TypeError: an argument of another type.
         ValueError: no axes, sizes below 1, or not one for each axis.
 
     Source: none: these are defaults.
@@ -369,7 +369,7 @@ def all_axes(topology: Topology) -> tuple[int, ...]:
 
 
 def usual_topology(mesh: AbstractMesh, axes: tuple[str, ...]) -> Topology:
-    """What is usual for a mesh on this platform, along some axes. Raises nothing."""
+    """The usual network of some axes of a mesh on this platform."""
     device: Any = getattr(mesh, "abstract_device", None)
     platform = getattr(device, "platform", None) or jax.default_backend()
     sizes = tuple(mesh.shape[axis] for axis in axes)

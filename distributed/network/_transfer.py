@@ -1,4 +1,4 @@
-"""A collective that is predicted."""
+"""A predicted collective."""
 
 import dataclasses
 
@@ -7,17 +7,17 @@ from ..hlo._collectives import Kind
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A collective that the compiled program will have.
+    """A collective that the compiled program is predicted to have.
 
     Attributes:
         kind: as HLO names it.
         bytes: payload, with the meaning of `bytes` in
             [`Collective`][energy_attn.distributed.Collective]: its operands on one device, each
-            time that it runs. `out` and `lse` of a state are one transfer; where they travel
-            as two arrays, a program may show an instruction for each.
-        axes: the mesh axes that it goes over together, as places in `Topology.links`.
+            time that it runs. `out` and `lse` of a state are one transfer; where they are
+            sent as two arrays, a program may show an instruction for each.
+        axes: the mesh axes that it joins, as indices of `Topology.links`.
         count: how often it runs.
-        distance: of a permute, the places along its axis that a message moves.
+        distance: of a permute, how many devices along its axis a message moves.
 
     Examples:
         >>> from energy_attn.distributed import cost

@@ -1,4 +1,4 @@
-"""What functions that are called inside `jax.shard_map` have in common: axes, and their arguments."""
+"""Axes and arguments of the functions that are called inside `jax.shard_map`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,10 +59,10 @@ def check_local(
     queries: bool,
     scores: Callable[[Operands], Scores],
 ) -> tuple[tuple[str, ...], CheckedCall]:
-    """The implementations and the checked call of one device: query to mask, and the options.
+    """The implementations and the checked call of one device, from query to mask, and the options.
 
-    `queries`: whether it has a part of the queries alone. `scores`: from the operands to the shape
-    `(B, N, T, S)` that bias and mask are given for.
+    `queries`: whether the device has only a part of the queries. `scores`: a function from the
+    operands to the shape `(B, N, T, S)` of bias and mask.
 
     Raises as `local_attention`, and `ValueError` where positions are compared but not given.
     """
@@ -90,10 +90,10 @@ def scores_shape(operands: Operands, query_parts: int = 1, key_parts: int = 1) -
 
 
 def rounded(state: AttentionState, operands: Operands, settings: Settings) -> AttentionState:
-    """The state of all keys, `out` in the dtype that the call asks for. Raises nothing."""
+    """The state with `out` in the dtype that the call asks for."""
     return AttentionState(state.out.astype(out_dtype(operands, settings)), state.lse)
 
 
 def unbatched(state: AttentionState) -> AttentionState:
-    """Without the batch axis that a call without one was given. Raises nothing."""
+    """The state without the batch axis that was added to a call without one."""
     return jax.tree.map(lambda x: x[0], state)

@@ -1,4 +1,4 @@
-"""Layouts: in which order a sequence lies over the devices that share it."""
+"""Layouts: the order of a sequence over the devices that share it."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ def shard_sequence(
 ) -> Shaped[Array, "..."]:
     """Brings an array into the order of a layout, sharded along its sequence.
 
-    Under a causal mask the last part of a sequence has most to do. With `"zigzag"` device $i$ of
+    Under a causal mask the last part of a sequence has the most work. With `"zigzag"` device $i$ of
     $p$ holds the $i$-th of $2p$ pieces from the front and the $i$-th from the back, with
-    `"striped"` every $p$-th token from the $i$-th on, and all have equally much. Queries, keys,
-    values and whatever else goes along the sequence are brought into the same order; attention with
+    `"striped"` every $p$-th token from the $i$-th on, and all have equal work. Queries, keys,
+    values and other arrays along the sequence are brought into the same order; attention with
     the same `parallel` knows the positions, and its results are in that order too.
 
     Args:
@@ -79,7 +79,7 @@ def unshard_sequence(
         axis: the sequence's.
 
     Returns:
-        The array in the order of the sequence; where it lies is left to JAX.
+        The array in the order of the sequence; its sharding is left to JAX.
 
     Raises:
         TypeError: as `shard_sequence`.
@@ -112,7 +112,7 @@ def _parallel(parallel: Any) -> SequenceParallel:
 
 
 def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.ndarray:
-    """Which token of a sequence lies in each place, int32 `[length]`.
+    """The token of a sequence at each place of a layout, int32 `[length]`.
 
     Raises as `check_mesh`, and `ValueError` naming `name` for a length that does not fit.
     """
@@ -133,9 +133,9 @@ def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.nda
 
 
 def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:
-    """Which tokens of a sequence this device of a `jax.shard_map` holds, int32 `[1, size]`.
+    """The tokens of a sequence that this device of a `jax.shard_map` holds, int32 `[1, size]`.
 
-    Raises `ValueError` for parts of odd length in the order `"zigzag"`, which are of two pieces.
+    Raises `ValueError` for parts of odd length in the order `"zigzag"`, which have two pieces.
     """
     devices, here = lax.axis_size(axes), lax.axis_index(axes)
     place = jnp.arange(size, dtype=jnp.int32)[None]
@@ -165,7 +165,7 @@ def with_local_positions(
     if options["key_positions"] is None:
         ordered["key_positions"] = local_positions(parallel.layout, key_len, parallel.axes)
     if options["query_positions"] is None and split_queries:
-        # as many as keys lie as they do, others in their own order, as outside
+        # queries as many as keys are in their order, others in their own, as outside shard_map
         layout = parallel.layout if query_len == key_len else "contiguous"
         ordered["query_positions"] = local_positions(layout, query_len, parallel.axes)
     elif options["query_positions"] is None:
@@ -178,8 +178,9 @@ def with_positions(
 ) -> dict[str, Any]:
     """The options of a checked call with the positions that a layout implies.
 
-    Queries lie in its order if there are as many as keys, else as they come. Positions that are
-    given stay. Raises as `sequence_order`.
+    Queries are in its order if there are as many as keys, else in their own. Given positions stay.
+
+    Raises as `sequence_order`.
     """
     if parallel.layout == "contiguous":
         return options
@@ -193,7 +194,7 @@ def with_positions(
         if options[positions] is None:
             ordered[positions], ordered[lengths] = tokens, None
             if options[lengths] is not None:
-                # the first so many tokens, wherever they lie
+                # tokens below the length, wherever they are
                 length = jnp.asarray(options[lengths], jnp.int32).reshape(-1, 1)
                 ordered[positions] = jnp.where(tokens < length, tokens, jnp.int32(-1))
     return ordered

@@ -1,4 +1,4 @@
-"""How the keys of an attention are spread over a mesh: what a user says."""
+"""How the keys of an attention are sharded over a mesh: the user's `parallel=`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True, init=False)
 class SequenceParallel:
-    r"""How an attention is spread along its sequence over a mesh.
+    r"""How an attention is sharded along its sequence over a mesh.
 
     Device $i$ of the axes holds a part of keys and values. Queries are sharded in the same way
     where there are as many as keys (training), and are on all devices otherwise (decoding), unless
-    `split_queries` says otherwise; on explicit mesh axes it is the type of the query that says so,
-    and so it is inside a `jax.shard_map` over the axes, where arrays are this device's part.
+    `split_queries` says otherwise. On explicit mesh axes the type of the query decides, as it does
+    inside a `jax.shard_map` over the axes, where arrays are this device's part.
 
     Attributes:
         axes: the mesh axes that the sequence is sharded over, slow ones first.
@@ -36,17 +36,18 @@ class SequenceParallel:
         merge: the strategy by which a tree folds, a name of
             [`cost.MERGES`][energy_attn.distributed.cost.MERGES]; see
             [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`: the fastest by `cost`.
-        layout: the order in which the sequence lies over the devices: `"contiguous"`, `"striped"`
+        layout: the order of the sequence over the devices: `"contiguous"`, `"striped"`
             or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence].
-        topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
-            platform in use.
-        split_queries: whether queries are sharded; None: where there are as many as keys. A chunk
-            of a prompt, which goes on from a cache, is a case for True.
-        heads: other mesh axes, over which the heads are sharded, and those of a cache: for weights
-            that are (tensor parallelism). Heads do not meet: it costs nothing here.
+        topology: latency and bandwidth of the axes, for `"auto"`; None: the usual ones of
+            the platform in use.
+        split_queries: whether queries are sharded; None: where there are as many as keys. Set it
+            for a chunk of a prompt that continues from a cache.
+        heads: other mesh axes, over which the heads are sharded, in a cache too: for tensor
+            parallelism. Heads do not meet, so that it costs nothing here.
 
     Raises:
-        TypeError: `axes` or `heads` are no names, `topology` is none, or `split_queries` no boolean.
+        TypeError: `axes` or `heads` are not names, `topology` not a topology, or `split_queries` not
+            a boolean.
         ValueError: axes that repeat, an unknown method, merge or layout, or `"hierarchical"` over
             one axis.
 
@@ -100,7 +101,7 @@ class SequenceParallel:
 
 
 def check_topology(topology: Any, axes: int) -> None:
-    """Raises `TypeError` for what is no topology, `ValueError` for one of another number of axes."""
+    """Raises `TypeError` unless `topology` is one, `ValueError` for another number of axes."""
     if topology is None:
         return
     if not isinstance(topology, cost.Topology):

@@ -1,4 +1,4 @@
-"""Where the parts of an attention lie: what array types and the user say, brought together."""
+"""Sharding plans: the mesh axes of each axis of an attention, from array types and `parallel=`."""
 
 import math
 from collections.abc import Iterable
@@ -18,16 +18,16 @@ from ._parallel import SequenceParallel
 
 
 class ShardingPlan(NamedTuple):
-    """Which mesh axes the axes of an attention are split over, and how its parts meet; static.
+    """The mesh axes over which the axes of an attention are sharded, and the method; static.
 
-    Batch rows and heads do not meet: each device attends for its own. Keys do.
+    Devices exchange data along the sequence only: each attends for its own batch rows and heads.
     """
 
     mesh: Any  # jax.sharding.AbstractMesh
     batch: Axes
     sequence: Axes
     heads: Axes
-    queries: bool  # split along the sequence, as keys are
+    queries: bool  # sharded along the sequence, as keys are
     method: str
     merge: str
     topology: cost.Topology | None
@@ -35,7 +35,7 @@ class ShardingPlan(NamedTuple):
 
     @property
     def axes(self) -> Axes:
-        """All the mesh axes that anything is split over."""
+        """All mesh axes over which an axis is sharded."""
         return self.batch + self.sequence + self.heads
 
     @property
@@ -45,10 +45,10 @@ class ShardingPlan(NamedTuple):
 
 
 def sharding_plan(parallel: Any, query: Array, key: Array, value: Array) -> ShardingPlan | None:
-    """How a checked call is split: as `parallel` says, and as the types of the arrays say.
+    """The plan of a checked call, from `parallel` and from the types of the arrays.
 
-    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is split, nor might be:
-    the axes that `jax.vmap` maps over are not part of the types that are seen within it.
+    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is sharded and the mesh
+    has no explicit axes, over which a surrounding `jax.vmap` may have sharded the axis it maps over.
 
     Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in
     force, an axis is not in it, an axis is taken by a surrounding `shard_map`, or its devices
@@ -95,7 +95,7 @@ def sharding_plan(parallel: Any, query: Array, key: Array, value: Array) -> Shar
 
 
 def in_shard_map(parallel: Any) -> bool:
-    """Whether the axes of `parallel` are those of a surrounding `jax.shard_map`. Raises nothing."""
+    """Whether a surrounding `jax.shard_map` has taken all axes of `parallel`."""
     mesh = jax.sharding.get_abstract_mesh()
     return isinstance(parallel, SequenceParallel) and all(
         axis in mesh.axis_names and kind_of(mesh, axis) == AxisType.Manual for axis in parallel.axes
@@ -105,10 +105,10 @@ def in_shard_map(parallel: Any) -> bool:
 def local_sharding_plan(
     parallel: SequenceParallel, query: Array, key: Array, value: Array
 ) -> ShardingPlan:
-    """How the parts of a checked call meet that the devices of a `jax.shard_map` hold.
+    """The plan of a checked call inside a `jax.shard_map`, whose arrays are a device's part.
 
-    Queries are this device's part if their type varies along the axes, and all devices' if it does
-    not while that of the keys does. Where types do not tell (`check_vma=False`), they are a part if
+    Queries are this device's part if their type varies along the axes, and equal on all devices if
+    only that of the keys does. Where types do not tell (`check_vma=False`), queries are a part if
     there are as many as keys. Raises `ValueError` where a device has too few heads for `"ulysses"`.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
@@ -148,7 +148,7 @@ def _choose_method(plan: ShardingPlan, query: Array, key: Array, value: Array) -
 
 
 def device_count(mesh: AbstractMesh, axes: Axes) -> int:
-    """The number of devices along axes of a mesh. Raises nothing."""
+    """The number of devices along axes of a mesh."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -157,7 +157,7 @@ def _type(x: Any) -> NamedSharding:
 
 
 def check_heads(name: str, heads: int, devices: int) -> None:
-    """Raises `ValueError` where so many devices cannot share the heads of keys out."""
+    """Raises `ValueError` unless the number of devices divides the heads of keys."""
     if heads % devices:
         raise ValueError(
             f"{name}: wanted a number of heads that is a multiple of the {devices} devices for "
@@ -166,7 +166,7 @@ def check_heads(name: str, heads: int, devices: int) -> None:
 
 
 def check_share(name: str, heads: int, devices: int) -> None:
-    """Raises `ValueError` where so many devices cannot share heads out."""
+    """Raises `ValueError` unless the number of devices divides the heads."""
     if heads % devices:
         raise ValueError(
             f"{name}: wanted a number of heads that is a multiple of the {devices} devices that "
@@ -175,14 +175,14 @@ def check_share(name: str, heads: int, devices: int) -> None:
 
 
 def mesh_axes_of(x: Any, axis: int) -> Axes:
-    """The mesh axes that an axis of an array is split over, as its type says. Raises nothing."""
+    """The mesh axes over which an axis of an array is sharded, by its type."""
     spec = _type(x).spec
     part = spec[axis] if axis < len(spec) else None
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
 def check_mesh(parallel: Any) -> int:
-    """The number of devices that `parallel` spreads over on the mesh in force.
+    """The number of devices that `parallel` shards over on the mesh in force.
 
     Raises as `sharding_plan` does.
     """
@@ -209,20 +209,20 @@ def check_mesh(parallel: Any) -> int:
 
 
 def kind_of(mesh: AbstractMesh, axis: str) -> AxisType:
-    """Whether an axis of a mesh is automatic, explicit or manual. Raises nothing."""
+    """Whether an axis of a mesh is automatic, explicit or manual."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]
 
 
 def is_explicit(mesh: AbstractMesh, axes: Iterable[str]) -> bool:
-    """Whether any of the axes is part of array types. Raises nothing."""
+    """Whether any of the axes is part of array types."""
     return any(kind_of(mesh, axis) == AxisType.Explicit for axis in axes)
 
 
 def other_explicit_axes(mesh: AbstractMesh, axes: Axes) -> Axes:
     """The explicit axes of a mesh besides `axes`, where JAX can make them automatic.
 
-    Types are then left out of what is computed: few reshapes and sums are allowed on arrays whose
-    types are split, or split by a `jax.vmap` around them. Raises nothing.
+    JAX allows few reshapes and sums on arrays whose types are sharded, or are by a `jax.vmap` around
+    them; made automatic, these axes are no part of the types.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Manual in kinds.values():
@@ -234,19 +234,16 @@ def other_explicit_axes(mesh: AbstractMesh, axes: Axes) -> Axes:
 def reshard_explicit(
     mesh: AbstractMesh, axes: Iterable[str], tree: Any, spec: PartitionSpec
 ) -> Any:
-    """Arrays as a `shard_map` over `axes` takes them: of explicit axes types must say so already.
-
-    Raises nothing.
-    """
+    """Arrays as a `shard_map` over `axes` takes them: resharded where their types have the axes."""
     if not is_explicit(mesh, axes):
         return tree
     return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)
 
 
 def split_along(x: Array, axis: int, parallel: SequenceParallel) -> Array:
-    """`x` with one of its axes split over the devices of `parallel`, which divide it.
+    """`x` with one of its axes sharded over the devices of `parallel`, which divide it.
 
-    Inside `jax.jit`. Raises nothing.
+    Inside `jax.jit`.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if is_explicit(mesh, parallel.axes):

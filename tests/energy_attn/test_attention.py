@@ -109,6 +109,7 @@ def arrays_of(options):
     return {name: x for name, x in options.items() if isinstance(x, jax.Array)}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_like_jax_nn(case, dtype):

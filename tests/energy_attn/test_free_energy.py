@@ -94,6 +94,7 @@ def check_gradients(found, exact, problem: Problem, scale_gradient=None):
         assert not np.asarray(found[name])[blind_rows(problem)].any(), name
 
 
+@pytest.mark.product
 @chosen
 def test_energy_and_its_gradients(implementation, name):
     """A wrong energy, or a wrong gradient of it in any argument: query, key, value, bias, scale or source.
@@ -130,6 +131,7 @@ def test_energy_and_its_gradients(implementation, name):
     close(alone, exact["source"], "source, alone and traced")
 
 
+@pytest.mark.product
 @chosen
 def test_attention_and_its_gradients(implementation, name):
     """Attention that is not ∇F, or second derivatives of F that are zero or wrong: what training needs.
@@ -169,6 +171,7 @@ def test_low_precision():
     assert_all_close(found, problem, dtype, "both", label="energy")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("implementation", [None, *EVERY])
 @pytest.mark.parametrize("name", ["decode_cache", "decode_source"])
 def test_hessian_is_covariance(implementation, name):
@@ -259,6 +262,7 @@ def test_forward_mode_of_reference(name):
     close(by_jacobian, alone.sum(), "jacfwd")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("implementation", [None, *CUSTOM])
 @pytest.mark.parametrize("argument", ["source", "query", "value"])
 def test_forward_mode_raises(implementation, argument):
@@ -354,6 +358,7 @@ def test_numpy_zero_is_no_constant(implementation):
     close(jax.jit(jax.grad(mixed))(arrays["query"]), exact["query"])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("dtype", "source_dtype"), [("bfloat16", "float32"), ("float32", "float64")]
 )

@@ -94,6 +94,7 @@ def test_equals_jax_elsewhere(dtype):
     assert_close(found, exact, naive, magnitude=slack(dtype), multiple=2, what=dtype)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("axis", [-3, -1, 0, 1])
 @pytest.mark.parametrize("shape", [None, (3, 1, 5), (4, 1), ()])
 def test_axis_and_where(axis, shape):
