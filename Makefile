@@ -96,7 +96,7 @@ check: $(VENV)/.installed-check,docs,models,plot $(VENV)/.installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/mkdocs build --strict
 
-bench: $(VENV)/.installed-models,plot $(VENV)/.installed-torch
+bench: $(VENV)/.installed-bench $(VENV)/.installed-torch
 	$(BIN)/python -m energy_attn bench
 
 docs: $(VENV)/.installed-docs

@@ -7,7 +7,10 @@ Free energies of disjoint key sets add by logaddexp, so attention over keys that
 devices is one associative reduction.
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from . import prefix_tree as prefix_tree
 from .bayes._conjugate import conjugate as conjugate
@@ -44,3 +47,13 @@ from .report._report import EnergyReport as EnergyReport
 from .report._report import energy_report as energy_report
 
 __version__ = _version("energy_attn")
+
+if _TYPE_CHECKING:
+    from . import models as models
+else:
+
+    def __getattr__(name: str) -> _Any:
+        """Imports `energy_attn.models` when it is first used: most programs have models of their own."""
+        if name == "models":
+            return _import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,9 +12,9 @@ from .cli._output import silence
 
 _ABOUT = "Attention as the gradient of a free energy."
 _COMMANDS = {
-    "info": "devices, implementations, and which would be used for what and why",
+    "info": "devices, implementations, and which one is used for which call and why",
     "demo": "decode over eight devices with a small trained model, compare with the dense answer",
-    "generate": "go on from a text with a Llama checkpoint, its context spread over a mesh",
+    "generate": "continue a text with a checkpoint, its context sharded over a mesh",
     "bench": "times and memory beside jax.nn and PyTorch",
     "launch": "run a program as several processes on this machine, and end all when one fails",
 }
@@ -23,8 +23,8 @@ _COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status.
 
-    Each command is a module `_<command>` with `add_arguments(parser)` and `run(args)`, imported
-    only when it is asked for.
+    Each command is a module `cli.<command>` with `add_arguments(parser)` and `run(args)`, imported
+    only when it is called.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser("python -m energy_attn", description=_ABOUT)
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         if name == chosen:
-            if name == "demo" or "speculative" in arguments:  # they spread a cache
+            if name == "demo" or "speculative" in arguments:  # they shard a cache
                 simulate_devices()
             module = importlib.import_module(f"energy_attn.cli.{name}")
             module.add_arguments(command)
@@ -43,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command() -> int:
-    """As `main`, with escapes for what standard output cannot encode, and quiet once it is closed."""
+    """`main`, with escapes for what standard output cannot encode, and silent once that is closed."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return main()
-        finally:  # argparse exits from within
+        finally:  # argparse exits by an exception
             sys.stdout.flush()
     except BrokenPipeError:  # `| head`
         silence(sys.stdout)

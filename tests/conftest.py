@@ -7,6 +7,7 @@ beartype: `--jaxtyping-packages` in pyproject.toml installs that before the pack
 import os
 
 from .flags import flags
+from .selection import mark_products
 
 # Before JAX starts a backend. Flags that the user has set are kept; on a machine with an accelerator the suite still
 # runs on the CPU unless JAX_PLATFORMS says otherwise.
@@ -47,6 +48,12 @@ hypothesis.settings.register_profile(
     database=None,
 )
 hypothesis.settings.load_profile("energy_attn_ci" if os.environ.get("CI") else "energy_attn")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before tests are chosen by their marks."""
+    mark_products(items)
 
 
 # Seconds of all cores, in each worker process and what it started: time on the clock tells more of the machine.

@@ -13,8 +13,8 @@ from energy_attn.cli.bench import _cases, _generation, _measure, _speculative
 from energy_attn.models import Llama, LlamaConfig
 
 
-def untrained(seconds):
-    """In place of models that have learned for a minute: what they say is of no interest here."""
+def small_models():
+    """Untrained models, quicker than the trained ones."""
     config = LlamaConfig(256, 16, 24, num_hidden_layers=1, num_attention_heads=2)
     models = (Llama(config, key=jax.random.key(seed)) for seed in range(2))
     return _generation.Models(*models, np.arange(4096).astype(np.uint8))
@@ -31,7 +31,7 @@ def test_suites(suite, tmp_path, capsys, monkeypatch):
             seen.add(kind)
             cases.append(case)
     monkeypatch.setitem(bench.SUITES, suite, tuple(cases))
-    monkeypatch.setattr(_generation, "trained", untrained)
+    monkeypatch.setattr(_generation, "read_models", small_models)
     arguments = ["bench", "--suite", suite, "--shrink", "128", "--repeats", "2"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / f"{suite}.json").read_text())

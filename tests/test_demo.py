@@ -1,13 +1,11 @@
 """The demo: small, in a process of its own as a user runs it; and its verdict when something is wrong."""
 
 import argparse
-import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -17,29 +15,24 @@ import pytest
 
 import energy_attn.cli.demo as demo
 from energy_attn import __main__ as command
-from energy_attn.cli import _devices
-from energy_attn.cli.demo import _checks, _model, _picture, _report, _text, _train
-from energy_attn.cli.info import CALLS, choice
+from energy_attn.cli import _byte_llama, _devices
+from energy_attn.cli.demo import _checks, _picture, _report, _score
+from energy_attn.cli.info import EXAMPLES, choice
 from energy_attn.models import Llama, LlamaConfig
 
 from .flags import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
-    "context": 2 * _train.WINDOW + 7,
+    "context": 2 * _score.WINDOW + 7,
     "tokens": 6,
-    "train": False,
-    "seconds": 0.0,
-    "seed": 1,
 }
 TINY = LlamaConfig(
     *(256, 16, 24, 1, 2, 1),
     tie_word_embeddings=True,
     max_position_embeddings=512,
 )
-BOUND = 1.0  # nats a byte of text that was held out
-STRONG = {"none": 0.0, "z-loss": 0.1, "entropy": 1.0}  # to be seen after few steps
-STEPS = 150
+BOUND = 1.0  # nats per held-out byte
 
 
 def run_module(*arguments, **variables):
@@ -80,7 +73,7 @@ def pieces():
     """All that a run of the demo computes, once."""
     with jax.enable_x64(False):
         model = Llama(TINY, key=jax.random.key(0))
-    text, decode, compile_step = _text.standard_library(), demo.decode, demo.compile_step
+    text, decode, compile_step = _byte_llama.held_out_text(), demo.decode, demo.compile_step
     made: dict = {}
 
     def remember(name, function):
@@ -97,7 +90,7 @@ def pieces():
         "score": lambda *args: (2.0, 1.0),
         "decode": remember("decode", decode),
         "compile_step": remember("step", compile_step),
-        "standard_library": lambda: text,
+        "held_out_text": lambda: text,
     }
     return functions
 
@@ -194,7 +187,6 @@ def test_nan_does_not_hold(run, monkeypatch):
         ({"context": 10}, "--context: wanted from"),
         ({"context": 10**9}, "--context: wanted from"),
         ({"tokens": 0}, "--tokens: wanted at least 1"),
-        ({"seconds": float("nan")}, "--seconds: wanted at least 0"),
         ({"out": Path("/nowhere/at/all.png")}, "--out: wanted a path in a folder that exists"),
     ],
     ids=str,
@@ -213,82 +205,10 @@ def test_without_matplotlib(run, monkeypatch):
     assert "no picture: matplotlib is not installed (pip install matplotlib)" in out
 
 
-FOX = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 100, np.uint8)
-
-
-@pytest.fixture(scope="module")
-def trainings():
-    """A training with each penalty, and the steps that it told of."""
-
-    def run(name):
-        told = []
-        options = {"config": TINY, "penalty": name, "stages": (_train.Stage(1.0, 32, 8),)}
-        return _train.train(FOX, 0, STEPS, after=lambda step, _: told.append(step), **options), told
-
-    with (
-        jax.enable_x64(False),
-        jax.numpy_dtype_promotion("standard"),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(_train, "_LOW", 3.5)  # above what 32 keys allow
-        for name, penalty in list(_train.PENALTIES.items()):
-            patch.setitem(_train.PENALTIES, name, penalty._replace(strength=STRONG[name]))
-        return {name: run(name) for name in _train.PENALTIES}
-
-
-def test_training(trainings):
-    """A model that does not learn, steps that are not told of, another start after the same seed."""
-    training, told = trainings["none"]
-    assert told == list(range(1, STEPS + 1)) and len(training.losses) == STEPS
-    assert abs(training.losses[0] - np.log(256)) < 0.2 and training.losses[-1] < 2.3
-    first = [each.losses[0] for each, _ in trainings.values()]
-    np.testing.assert_allclose(first, first[0], rtol=1e-6)
-
-
-def test_training_in_stages(user_settings, monkeypatch):
-    """Pieces other than the stages say, a stage that never comes, or no end when the time is over."""
-    sizes = set()
-
-    def spy(model, tokens, positions):
-        sizes.add((tokens.shape, positions.shape))
-        return _train._none(model, tokens, positions)
-
-    monkeypatch.setitem(_train.PENALTIES, "spy", _train.Penalty(0.0, spy))
-    clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)  # a second a step
-    monkeypatch.setattr(_train, "time", clock)
-    stages = _train.Stage(0.7, 32, 8), _train.Stage(1.0, 64, 2)
-    training = _train.train(FOX, 0, 10**6, 4.0, TINY, "spy", stages)
-    assert (len(training.losses), training.seconds) == (4, 4)
-    assert sizes == {((8, 32), (8, 32)), ((2, 64), (2, 64))}
-
-
-def test_penalties(trainings, user_settings):
-    """Penalties that do not hold what they are to hold: energies near 0, entropies above a bound."""
-    tokens = jnp.asarray(FOX[None, :257], jnp.int32)
-    found = {name: _train.observe(each.model, tokens) for name, (each, _) in trainings.items()}
-    assert found["z-loss"].energy < 0.5 * found["none"].energy
-    assert found["entropy"].entropy > found["none"].entropy + 0.2
-
-
-def test_demo_trains(run, trainings, monkeypatch):
-    """`--train` that uses the weights that are there, or that ends otherwise than with them."""
-    calls = []
-
-    def train(text, seed, steps, seconds):
-        calls.append((seed, seconds))
-        return trainings["none"][0]
-
-    monkeypatch.setattr(demo, "train", train)
-    monkeypatch.setattr(demo, "byte_llama", None)
-    status, out, _ = run(train=True)
-    assert status == 0 and calls == [(1, 0.0)]
-    assert re.search(r"trained on \d+ files .* 150 steps in \d+ s, loss [12]\.\d+ nats a byte", out)
-
-
 def test_broken_weights(run, monkeypatch, tmp_path):
     """A trace instead of the file's name."""
-    monkeypatch.setattr(_model, "FOLDER", tmp_path)
-    monkeypatch.setattr(demo, "byte_llama", _model.byte_llama)
+    monkeypatch.setattr(_byte_llama, "FOLDER", tmp_path)
+    monkeypatch.setattr(demo, "byte_llama", _byte_llama.byte_llama)
     status, out, err = run()
     assert status == 2 and out == "" and "config.json" in err
 
@@ -296,13 +216,13 @@ def test_broken_weights(run, monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def peer():
     transformers = pytest.importorskip("transformers")
-    return transformers.LlamaForCausalLM.from_pretrained(_model.FOLDER)
+    return transformers.LlamaForCausalLM.from_pretrained(_byte_llama.FOLDER)
 
 
 def test_weights(peer, user_settings):
-    """Committed weights that are not those that were trained, or that this library reads otherwise."""
+    """Committed weights other than the trained ones, or weights that this library reads wrongly."""
     torch = pytest.importorskip("torch")
-    held = _text.standard_library().held_out
+    held = _byte_llama.held_out_text()
     starts = np.linspace(0, len(held) - 513, 16).astype(int)
     pieces = held[starts[:, None] + np.arange(513)].astype(np.int64)
     with torch.inference_mode():
@@ -310,25 +230,25 @@ def test_weights(peer, user_settings):
     scores = wanted - np.log(np.exp(wanted).sum(-1, keepdims=True))
     loss = -np.take_along_axis(scores, pieces[:, 1:, None], 2).mean()
     assert loss < BOUND
-    model = _model.byte_llama()
+    model = _byte_llama.byte_llama()
     tokens = jnp.asarray(pieces, jnp.int32)
-    np.testing.assert_allclose(jax.jit(_train.surprise)(model, tokens).mean(), loss, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(_score.surprise)(model, tokens).mean(), loss, atol=1e-5)
     ours = jax.jit(lambda model, x: model(x).logits)(model, tokens[:2, :-1])
     np.testing.assert_allclose(ours, wanted[:2], atol=2e-6 * np.abs(wanted).max())
-    assert _train.parameters(model) == 918_656
-    files = {path.name: path.stat().st_size for path in _model.FOLDER.iterdir()}
+    assert _score.parameters(model) == 918_656
+    files = {path.name: path.stat().st_size for path in _byte_llama.FOLDER.iterdir()}
     assert set(files) == {"config.json", "model.safetensors"} and sum(files.values()) <= 4e6
 
 
 def test_score_sees_the_same_bytes():
     """With one window of text there is nothing to be gained by seeing all of it but the first half."""
     model = Llama(TINY, key=jax.random.key(0))
-    text = np.random.default_rng(0).integers(0, 256, 2 * _train.WINDOW).astype(np.uint8)
-    near, far = _train.score(model, text)
+    text = np.random.default_rng(0).integers(0, 256, 2 * _score.WINDOW).astype(np.uint8)
+    near, far = _score.score(model, text)
     read = jax.jit(lambda model, tokens: model(tokens).logits)
     logits = read(model, jnp.asarray(text[None, :-1], jnp.int32))
     wanted = -jax.nn.log_softmax(logits)[0, np.arange(len(text) - 1), text[1:]]
-    np.testing.assert_allclose(far, wanted[-_train.WINDOW :].mean(), rtol=1e-5)
+    np.testing.assert_allclose(far, wanted[-_score.WINDOW :].mean(), rtol=1e-5)
     assert near != far and abs(near - far) < 0.1
 
 
@@ -344,52 +264,24 @@ def test_float64_attention():
         np.testing.assert_allclose(out[0, head], weights / weights.sum(), rtol=1e-15)
 
 
-def test_standard_library():
-    text = _text.standard_library()
-    assert text.train.dtype == text.held_out.dtype == np.uint8
-    assert len(text.train) > 2e6 and text.files > 100
-    assert len(text.held_out) > 200_000
-    assert text.held_out[:400].tobytes() not in text.train.tobytes()
-    again = _text.standard_library()
-    assert (again.train == text.train).all() and (again.held_out == text.held_out).all()
-
-
-def test_sources_are_found_in_order(tmp_path):
-    for name in ("b.py", "a/z.py", "a/b/c.py", "test/no.py", "x/site-packages/no.py", "typing.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"# {name}\n")
-    (tmp_path / "_sysconfigdata_linux.py").write_text("no")
-    (tmp_path / "c.txt").write_text("no")
-    text = _text.standard_library(tmp_path)
-    assert text.train.tobytes() == b"# a/b/c.py\n\0# a/z.py\n\0# b.py\n"
-    assert (text.held_out.tobytes(), text.files) == (b"# typing.py\n", 3)
-
-
-def test_sources_that_cannot_be_read(tmp_path, monkeypatch):
-    """One broken link, one file of somebody else's or one pipe that ends the demo or holds it up for ever."""
-    (tmp_path / "a.py").write_bytes(b"\xff\xfe no text")  # bytes are enough
+def test_held_out_text(tmp_path, monkeypatch):
+    """A broken link, somebody else's file or a pipe that ends the demo, or blocks it for ever."""
     (tmp_path / "argparse.py").symlink_to(tmp_path / "nowhere.py")
-    (tmp_path / "b.py").symlink_to(tmp_path / "nowhere.py")
-    (tmp_path / "c.py").symlink_to(tmp_path / "c.py")
-    (tmp_path / "d.py").write_text("secret")
-    os.mkfifo(tmp_path / "e.py")
+    (tmp_path / "dataclasses.py").write_text("secret")
+    os.mkfifo(tmp_path / "tarfile.py")
     (tmp_path / "typing.py").write_text("kept")
     read = Path.read_bytes
 
-    def forbidden(path):  # whoever tests as root may read everything
-        if path.name == "d.py":
+    def forbidden(path):  # root may read everything
+        if path.name == "dataclasses.py":
             raise PermissionError(path)
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", forbidden)
-    text = _text.standard_library(tmp_path)
-    assert text.train.tobytes() == b"\xff\xfe no text" and text.files == 1
-    assert text.held_out.tobytes() == b"kept"
-
-
-def test_no_sources(tmp_path):
+    assert _byte_llama.held_out_text(tmp_path).tobytes() == b"kept"
+    (tmp_path / "typing.py").unlink()
     with pytest.raises(FileNotFoundError, match="no sources of the standard library"):
-        _text.standard_library(tmp_path)
+        _byte_llama.held_out_text(tmp_path)
 
 
 def test_table():
@@ -424,7 +316,7 @@ def test_reader_that_goes():
     assert "1 \\xd7 cpu" in run_module("info", PYTHONIOENCODING="ascii").stdout
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.what)
+@pytest.mark.parametrize("call", EXAMPLES, ids=lambda call: call.what)
 def test_info_says_what_would_be_used(call):
     chosen, *reasons = choice(call, "cpu")
     assert chosen == ("decode" if call.query[1] == 1 else "blockwise")

@@ -17,6 +17,7 @@ from check_structure import ROOMS, module_name, sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
+FIRST = ("README.md", "docs/guide.md", "docs/tutorial.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
@@ -37,6 +38,7 @@ def examples() -> list:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("example", examples())
 def test_docstring(example, user_settings):
     """An example imports what it uses: nothing else is in sight of it."""
@@ -45,7 +47,16 @@ def test_docstring(example, user_settings):
     assert runner.run(example, out=report.append).failed == 0, "".join(report)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def page_tests() -> list:
+    """What a newcomer reads first runs in `make test`, the other pages in `make test-full`."""
+    names = [(page, page.relative_to(ROOT).as_posix()) for page in PAGES]
+    return [
+        pytest.param(page, id=name, marks=[] if name in FIRST else pytest.mark.full)
+        for page, name in names
+    ]
+
+
+@pytest.mark.parametrize("page", page_tests())
 def test_page(page, user_settings, unchecked):
     """The blocks marked `python` of a page are one program, run from top to bottom.
 

@@ -74,7 +74,11 @@ def test_wheel(built):
     _, installed = built
     files = {p.relative_to(installed).as_posix() for p in installed.rglob("*") if p.is_file()}
     package = {name for name in files if not name.split("/")[0].endswith(".dist-info")}
-    data = {"py.typed", "cli/demo/model/config.json", "cli/demo/model/model.safetensors"}
+    data = {"py.typed"} | {
+        f"cli/{command}/model/{name}"
+        for command in ("bench", "demo")
+        for name in ("config.json", "model.safetensors")
+    }
     assert package == modules() | {f"energy_attn/{name}" for name in data}
 
 
@@ -94,7 +98,10 @@ def test_wheel_imports(built, tmp_path):
 
 # What `import energy_attn` leaves until it is asked for: prefixes of the names of modules.
 LATE = (
+    "energy_attn.cli",
+    "energy_attn.models",
     "jax.experimental.pallas",
+    "matplotlib",
     *(
         f"energy_attn.kernels.pallas.{chip}._{name}"
         for chip in ("gpu", "tpu")
@@ -108,3 +115,11 @@ def test_import_is_light():
     code = "import sys, energy_attn; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert [name for name in done.stdout.split() if name.startswith(LATE)] == []
+
+
+def test_models_are_an_attribute():
+    """`import energy_attn` that leaves models where they are until somebody imports them by name."""
+    code = "import energy_attn as ea; print(ea.models.Llama.__name__); ea.nothing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "Llama\n"
+    assert "AttributeError: module 'energy_attn' has no attribute 'nothing'" in done.stderr

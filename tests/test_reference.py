@@ -234,6 +234,7 @@ def test_split_by_logaddexp():
     np.testing.assert_allclose(out, merged, rtol=1e-12)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["plain", "everything", "mask_nothing", "scale_negative_source"])
 def test_naive_agrees(name, dtype):

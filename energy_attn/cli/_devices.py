@@ -1,4 +1,4 @@
-"""The devices that a command runs on: those there are, or simulated ones."""
+"""The devices that a command runs on: real ones, or simulated ones."""
 
 import os
 from typing import Any
@@ -7,10 +7,9 @@ import jax
 
 
 def simulate_devices(count: int = 8) -> None:
-    """Asks for so many CPU devices, unless the user has asked for something else.
+    """Asks for `count` CPU devices, unless the user has asked for a number.
 
-    The flag is read when JAX starts its CPU backend, so it comes before that. On a machine with
-    accelerators those stay the default devices. Raises nothing.
+    JAX reads the flag when it starts its CPU backend. Accelerators stay the default devices.
     """
     flag = "--xla_force_host_platform_device_count"
     flags = os.environ.get("XLA_FLAGS", "")
@@ -19,7 +18,7 @@ def simulate_devices(count: int = 8) -> None:
 
 
 def enough_devices(count: int) -> list[Any]:
-    """So many devices: the default ones if there are as many, else simulated ones.
+    """`count` of the default devices, or of simulated ones where there are fewer.
 
     Raises `ValueError` if there are too few of both.
     """

@@ -1,4 +1,4 @@
-"""Standard output that nobody reads any more, or that knows fewer letters than we do."""
+"""Standard output that is closed, or whose encoding lacks characters."""
 
 import contextlib
 import os
@@ -6,18 +6,18 @@ from typing import TextIO
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """Writes a line at once, with escapes for what the stream's encoding lacks.
+    """Writes and flushes a line, with escapes for characters that the encoding lacks.
 
-    Raises `OSError` where nobody reads it, or its disk is full.
+    Raises `OSError` where the stream is closed, or its disk is full.
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def silence(stream: TextIO) -> None:
-    """Lets go of what a stream still holds, and of all that comes. Raises nothing.
+    """Drops what a stream has buffered and whatever is written later.
 
-    Python would try to write it when it ends, and complain.
+    Python would try to flush the buffer when it exits, and print an error.
     """
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)

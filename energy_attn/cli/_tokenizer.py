@@ -1,4 +1,4 @@
-"""Text to tokens and back, as a checkpoint's folder says."""
+"""Text to tokens and back, by the tokenizer of a checkpoint."""
 
 import abc
 import codecs
@@ -10,17 +10,17 @@ from energy_attn.distributed.internal import check_pulled
 
 
 class AbstractTokenizer(abc.ABC):
-    """Text to tokens, and tokens to text while they come."""
+    """Text to tokens, and a stream of tokens to text."""
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with those that begin one. Raises nothing."""
+        """The tokens of a text, with the special tokens that begin one."""
 
     @abc.abstractmethod
     def writer(self) -> Callable[[list[int]], str]:
-        """A function that is given tokens as they come, and says what text they add.
+        """A function that returns the text that the next tokens add.
 
-        Half a character is kept until its other half comes. Raises nothing.
+        It keeps part of a character until the rest follows.
         """
 
 
@@ -32,13 +32,13 @@ class Bytes(AbstractTokenizer):
         return list(text.encode("utf-8"))
 
     def writer(self) -> Callable[[list[int]], str]:
-        """Decodes bytes; what is no UTF-8 becomes U+FFFD."""
+        """Decodes bytes; invalid UTF-8 becomes U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda tokens: decoder.decode(bytes(tokens))
 
 
 class FromFile(AbstractTokenizer):
-    """A `tokenizer.json`, by the library `tokenizers`; `ValueError` names the file where that fails."""
+    """A `tokenizer.json`, by the library `tokenizers`; its errors become `ValueError` with the path."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
@@ -49,12 +49,12 @@ class FromFile(AbstractTokenizer):
             self._tokenizer = Tokenizer.from_file(str(path))
 
     def encode(self, text: str) -> list[int]:
-        """With the special tokens that the file puts around a text."""
+        """The tokens, with the special tokens that the file puts around a text."""
         with _explained(self._path):
             return self._tokenizer.encode(text).ids
 
     def writer(self) -> Callable[[list[int]], str]:
-        """Decodes by the library's stream, without special tokens."""
+        """Decodes by the stream of the library, without special tokens."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
@@ -68,24 +68,23 @@ class FromFile(AbstractTokenizer):
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What the library raises, as a `ValueError` that names the file."""
+    """Turns errors of the library into `ValueError`, with the path of the file."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except (
-        BaseException
-    ) as error:  # it raises no narrower class, and where Rust panics no Exception
+    except BaseException as error:
+        # the library raises no narrower class, and a panic of Rust is not an Exception
         raise ValueError(
             f"tokenizer: wanted a file of the library tokenizers, got {path}: {error}"
         ) from error
 
 
 def tokenizer_of(directory: Path, vocab: int) -> AbstractTokenizer:
-    """The tokenizer of a checkpoint; bytes where it has none and a vocabulary of 256.
+    """The tokenizer of a checkpoint; bytes where there is none and the vocabulary has 256 tokens.
 
-    Raises `ImportError` without `tokenizers`, and `ValueError` if there is no tokenizer, or none
-    that can be read.
+    Raises `ImportError` without `tokenizers`, and `ValueError` if the tokenizer is missing or cannot
+    be read.
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -98,5 +97,5 @@ def tokenizer_of(directory: Path, vocab: int) -> AbstractTokenizer:
         return FromFile(path)
     except ImportError as error:
         raise ImportError(
-            "text is split by the library tokenizers, which is not installed: pip install tokenizers"
+            "tokenizers is not installed; the extra `models` brings it: pip install tokenizers"
         ) from error

@@ -1,8 +1,8 @@
-"""`python _worker.py PARENT command…`: runs the command, and lets it die with its parent.
+"""`python _worker.py PARENT command…`: runs the command, and ends it with its parent.
 
-Without arguments: a guard over what such commands start.
+Without arguments: a guard over the process groups of such commands.
 
-A file by itself that imports nothing of ours: what it starts in stays the command's process.
+A script that imports nothing of the package, because its process becomes that of the command.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ import time
 from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_PAUSE = 0.2  # seconds between looks at the parent
+_PAUSE = 0.2  # seconds between checks of the parent
 
 
 def main(parent: int, command: Sequence[str]) -> int:
-    """Returns the command's exit status, where it does not take this process's place."""
+    """Replaces this process by the command, or returns its exit status where that is not possible."""
     if sys.platform == "linux":
-        # Survives exec; asked for before the parent is looked at, so that it cannot slip away.
+        # Survives exec. Requested before the check of the parent, which may end in between.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             return 1
@@ -30,21 +30,21 @@ def main(parent: int, command: Sequence[str]) -> int:
 
 
 def watch(parent: int, command: Sequence[str]) -> int:
-    """For systems without such a signal: runs the command beside a look at the parent."""
+    """For systems without that signal: runs the command, and polls whether the parent lives."""
     child = subprocess.Popen(command)
     while child.poll() is None and os.getppid() == parent:
         time.sleep(_PAUSE)
     child.kill()
     status = child.wait()
     if status < 0:
-        os.kill(os.getpid(), -status)  # dies as the command did
+        os.kill(os.getpid(), -status)  # end by the same signal
     return status
 
 
 def guard() -> None:
-    """Ends the process groups that its input names, one a line, once that ends.
+    """Kills the process groups that its input names, one on each line, when the input ends.
 
-    The system closes it when the launcher is killed, which could end what it has started no more.
+    The system closes the input when the launcher is killed and can no longer end its processes.
     """
     for group in [int(line) for line in sys.stdin]:
         with contextlib.suppress(ProcessLookupError, PermissionError):

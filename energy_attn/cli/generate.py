@@ -1,4 +1,4 @@
-"""`python -m energy_attn generate`: goes on from a text with a Llama checkpoint, over a mesh."""
+"""`python -m energy_attn generate`: continues a text with a checkpoint, over a mesh."""
 
 import argparse
 import contextlib
@@ -14,7 +14,8 @@ import numpy as np
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 
-from ..models import AbstractDrafter, Generation, Llama, ModelDrafter, PromptLookup, generate
+from ..models import AbstractDrafter, Generation, ModelDrafter, PromptLookup, generate
+from ..models._families import load_decoder
 from ._devices import enough_devices, simulate_devices
 from ._tokenizer import AbstractTokenizer, tokenizer_of
 
@@ -29,28 +30,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder: config.json, *.safetensors, tokenizer.json",
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="the text to go on from")
-    prompt.add_argument("--prompt-file", type=Path, help="a file with it, in UTF-8")
-    add("--mesh", type=_mesh, default=(), help="devices to spread the context over: 8, or 2x4")
+    prompt.add_argument("--prompt", help="the text to continue")
+    prompt.add_argument("--prompt-file", type=Path, help="a file with the text, in UTF-8")
+    add("--mesh", type=_mesh, default=(), help="devices to shard the context over: 8, or 2x4")
     add("--tensor", type=int, default=1, help="devices to split the weights over (%(default)s)")
     methods = "auto", "tree", "ring", "ulysses"
-    add("--method", default="auto", choices=methods, help="of reading a prompt (%(default)s)")
-    add("--max-new-tokens", type=int, default=128, help="tokens to write (%(default)s)")
+    add("--method", default="auto", choices=methods, help="to read the prompt by (%(default)s)")
+    add("--max-new-tokens", type=int, default=128, help="tokens to generate (%(default)s)")
     add("--temperature", type=float, default=0.0, help="0: the likeliest token (%(default)s)")
-    add("--top-k", type=int, help="draw from that many likeliest tokens")
-    add("--top-p", type=float, help="draw from the likeliest tokens of that probability together")
-    add("--stop", type=_tokens, help="tokens that end the text, 2 or 2,7; default: as in the files")
+    add("--top-k", type=int, help="draw from this number of likeliest tokens")
+    add(
+        "--top-p",
+        type=float,
+        help="draw from the likeliest tokens whose probabilities add up to this",
+    )
+    add(
+        "--stop",
+        type=_tokens,
+        help="tokens that end the text, 2 or 2,7; default: those of the files",
+    )
     add("--seed", type=int, default=0, help="of the draws (%(default)s)")
-    add("--dtype", help="of weights and cache: bfloat16, float32; default: as in the files")
+    add("--dtype", help="of weights and cache: bfloat16, float32; default: that of the files")
     add("--chunk-size", type=int, default=1024, help="tokens read at a time (%(default)s)")
-    add("--speculative", action="store_true", help="draft ahead by looking up the text")
-    add("--draft-model", type=Path, help="draft ahead by a smaller model, of this folder")
+    add("--speculative", action="store_true", help="draft by lookup in the text")
+    add("--draft-model", type=Path, help="draft by the smaller model in this folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the text to standard output as it comes, and what it took to standard error.
+    """Writes the text to standard output as it comes, and a summary to standard error.
 
-    0 if all went well, 2 if something cannot be done as asked.
+    Returns 0, or 2 for an error.
     """
     count = math.prod(args.mesh) * args.tensor
     if count > 1:
@@ -66,11 +75,11 @@ def run(args: argparse.Namespace) -> int:
 def _mesh(text: str) -> tuple[int, ...]:
     sizes = tuple(int(part) for part in text.lower().split("x"))
     if not 1 <= len(sizes) <= 2 or min(sizes) < 1:
-        raise ValueError  # argparse says the rest
+        raise ValueError  # argparse adds the message
     return sizes
 
 
-_mesh.__name__ = "mesh"  # what argparse calls a wrong one
+_mesh.__name__ = "mesh"  # for the error message of argparse
 
 
 def _tokens(text: str) -> tuple[int, ...]:
@@ -96,11 +105,11 @@ def _run(args: argparse.Namespace, count: int) -> int:
         mesh = make_mesh(sizes, names, devices=enough_devices(count))
     parallel = SequenceParallel(sequence, method=args.method) if mesh and sequence else None
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        model = Llama.load(args.model, mesh=mesh, dtype=args.dtype)
+        model = load_decoder(args.model, mesh=mesh, dtype=args.dtype)
         tokenizer = tokenizer_of(args.model, model.config.vocab_size)
         tokens = tokenizer.encode(prompt)
         drafter = _drafter(args, mesh)
-        said = _Said(tokenizer)
+        writer = _Writer(tokenizer)
         found = generate(
             model,
             [tokens],
@@ -112,12 +121,12 @@ def _run(args: argparse.Namespace, count: int) -> int:
             eos_token_id=args.stop,
             key=jax.random.key(args.seed),
             drafter=drafter,
-            stream=said,
+            stream=writer,
             progress=None,
             chunk_size=args.chunk_size,
         )
-    said.end()
-    print(_summary(said, found, len(tokens)), file=sys.stderr)
+    writer.end()
+    print(_summary(writer, found, len(tokens)), file=sys.stderr)
     return 0
 
 
@@ -125,12 +134,12 @@ def _drafter(args: argparse.Namespace, mesh: Any) -> AbstractDrafter | None:
     if args.speculative:
         return PromptLookup()
     if args.draft_model is not None:
-        return ModelDrafter(Llama.load(args.draft_model, mesh=mesh, dtype=args.dtype))
+        return ModelDrafter(load_decoder(args.draft_model, mesh=mesh, dtype=args.dtype))
     return None
 
 
-class _Said:
-    """Writes tokens as text while they come, and keeps when they came."""
+class _Writer:
+    """Writes tokens as text when they come, and records the times."""
 
     times: list[float]
     counts: list[int]
@@ -151,11 +160,14 @@ class _Said:
         sys.stdout.write("\n")
 
 
-def _summary(said: _Said, found: Generation, prompt: int) -> str:
-    first = said.times[1] - said.times[0]
+def _summary(writer: _Writer, found: Generation, prompt: int) -> str:
+    first = writer.times[1] - writer.times[0]
     text = f"{prompt:,} tokens read and the first written in {first:.1f} s, compilation included"
-    # what came before the second pass compiled the loop
-    rest, seconds = sum(said.counts[3:]), said.times[-1] - said.times[min(2, len(said.times) - 1)]
+    # the time before the second pass includes compilation
+    rest, seconds = (
+        sum(writer.counts[3:]),
+        writer.times[-1] - writer.times[min(2, len(writer.times) - 1)],
+    )
     if rest:
         text += f"; then {rest / seconds:,.1f} tokens a second"
     if int(found.drafted.sum()):

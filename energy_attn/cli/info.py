@@ -1,4 +1,4 @@
-"""`python -m energy_attn info`: what is here, and which implementation would be used for what."""
+"""`python -m energy_attn info`: versions, devices, and the implementation of each kind of call."""
 
 import argparse
 import importlib.metadata
@@ -18,8 +18,8 @@ _PACKAGES = ("energy_attn", "jax", "jaxlib", "equinox", "optax", "jaxtyping")
 _OPTIONAL = ("flash-attn-jax", "libtpu", "matplotlib")
 
 
-class Call(NamedTuple):
-    """A call of attention: what it is for, shapes, dtype, and whether it is causal."""
+class Example(NamedTuple):
+    """A call of attention: its purpose, shapes, dtype, and whether it is causal."""
 
     what: str
     query: tuple[int, int, int, int]
@@ -28,13 +28,13 @@ class Call(NamedTuple):
     causal: bool = False
 
 
-CALLS = (
-    Call("decode, one token", (1, 1, 32, 128), (1, 65536, 8, 128)),
-    Call("decode, a draft of 16 tokens", (1, 16, 32, 128), (1, 65536, 8, 128)),
-    Call("prefill", (1, 8192, 32, 128), (1, 8192, 8, 128), causal=True),
-    Call("a chunk in float32", (1, 1024, 32, 128), (1, 65536, 8, 128), "float32", causal=True),
-    Call("training", (8, 1024, 16, 64), (8, 1024, 16, 64), causal=True),
-    Call("float64", (1, 256, 8, 64), (1, 256, 8, 64), "float64"),
+EXAMPLES = (
+    Example("decode, one token", (1, 1, 32, 128), (1, 65536, 8, 128)),
+    Example("decode, a draft of 16 tokens", (1, 16, 32, 128), (1, 65536, 8, 128)),
+    Example("prefill", (1, 8192, 32, 128), (1, 8192, 8, 128), causal=True),
+    Example("a chunk in float32", (1, 1024, 32, 128), (1, 65536, 8, 128), "float32", causal=True),
+    Example("training", (8, 1024, 16, 64), (8, 1024, 16, 64), causal=True),
+    Example("float64", (1, 256, 8, 64), (1, 256, 8, 64), "float64"),
 )
 
 
@@ -56,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints all that there is to say, or of the call that is asked for alone; returns 0."""
+    """Prints everything, or explains the call in the options; returns 0, or 2 for a wrong option."""
     platform = args.platform or platform_here()
-    calls = CALLS
+    calls = EXAMPLES
     if args.query or args.key:
         query, key = args.query or args.key, args.key or args.query
-        calls = (Call("this call", query, key, args.dtype, args.causal),)
+        calls = (Example("this call", query, key, args.dtype, args.causal),)
         if query[0] != key[0] or query[3] != key[3] or query[2] % key[2]:
             print(
                 f"info: --key wanted B and H of --query, and a K that divides {query[2]}, "
@@ -97,10 +97,10 @@ def _describe() -> None:
     print(f"{'implementations':<17}{', '.join(implementations())}, tried in this order")
 
 
-def choice(call: Call, platform: str) -> list[str]:
-    """Which implementation would be used for a call on a platform, and why not those before it.
+def choice(call: Example, platform: str) -> list[str]:
+    """The implementation for a call on a platform, and the reasons why those before it decline.
 
-    Only shapes are looked at; nothing is computed. Raises nothing.
+    Only shapes matter; nothing is computed.
     """
     with jax.enable_x64(call.dtype == "float64"):
         chosen = explain(implementations(), *_operands(call), platform)
@@ -108,7 +108,7 @@ def choice(call: Call, platform: str) -> list[str]:
     return [f"{chosen.name}", *(declined or ["  as the first that is tried"])]
 
 
-def _operands(call: Call) -> tuple[Settings, Operands]:
+def _operands(call: Example) -> tuple[Settings, Operands]:
     query, key = (
         jax.ShapeDtypeStruct(shape, jnp.dtype(call.dtype)) for shape in (call.query, call.key)
     )
@@ -116,7 +116,7 @@ def _operands(call: Call) -> tuple[Settings, Operands]:
     return settings, Operands(query, key, key, None, None, None, None)  # pyright: ignore[reportArgumentType]  # shapes will do
 
 
-def _shapes(call: Call) -> str:
+def _shapes(call: Example) -> str:
     sizes = f"query {list(call.query)}, key and value {list(call.key)}"
     return f"{call.dtype}, {sizes}" + (", causal" if call.causal else "")
 

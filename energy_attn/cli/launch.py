@@ -1,8 +1,7 @@
-"""`python -m energy_attn launch`: a program as several processes on this machine, watched over.
+"""`python -m energy_attn launch`: runs a program as several processes on this machine.
 
-Each process simulates a host. What JAX does by itself when one of them dies is to let the others
-wait, for minutes in a collective, and then to abort them; here the first failure ends the run and
-is shown as its cause.
+Each process simulates a host. When one of them dies, JAX lets the others wait, for minutes in a
+collective, and then aborts them; here the first failure ends the run and is reported as its cause.
 """
 
 import argparse
@@ -25,22 +24,20 @@ from . import _worker
 from ._output import silence, write_line
 
 _LAST = 30  # lines of the failing process that are shown again
-_PAUSE = 0.02  # seconds between looks
-_STOPPED = (
-    1.0  # seconds that a process may be stopped: a debugger's breakpoint is not in this state
-)
-_DRAIN = 2.0  # seconds to read what the ended processes wrote
-_SETTLE = 0.2  # seconds for the readers to notice all that ended together with a failure
+_PAUSE = 0.02  # seconds between checks
+_STOPPED = 1.0  # seconds that a process may be stopped; a breakpoint of a debugger is another state
+_DRAIN = 2.0  # seconds to read the output of ended processes
+_SETTLE = 0.2  # seconds for the readers to notice the processes that end together with a failure
 _GOING = 1.0  # seconds that a process may take to end after it has closed its output
-# What gloo and the system say in a process whose peer has gone.
+# Messages of gloo and the system in a process that lost a peer.
 _BEREFT = ("closed by peer", "Connection reset by peer", "Broken pipe")
-_TIMED_OUT = 124  # the exit status that timeout(1) gives
-# XLA's default is half an hour. A lost peer is then an exception in the others, if nobody watches.
+_TIMED_OUT = 124  # the exit status of timeout(1)
+# After this time, losing a peer is an exception in the others; XLA's default is half an hour.
 _COLLECTIVE_SECONDS = 300
 
 
 class Failure(NamedTuple):
-    """What ended a run."""
+    """The reason why a run ended."""
 
     process: int | None  # None: the run as a whole
     what: str
@@ -48,7 +45,7 @@ class Failure(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """The options of `launch`."""
     parser.usage = (
         "python -m energy_attn launch -n N [--devices D] [--timeout S] [--log-dir DIR] "
         "-- script.py … | -m module …"
@@ -70,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program",
         nargs=argparse.REMAINDER,
         metavar="-- program",
-        help="what would stand behind `python`: script.py or -m module, and its arguments",
+        help="the arguments of `python`: script.py or -m module, and their own",
     )
 
 
@@ -83,11 +80,11 @@ def run(args: argparse.Namespace) -> int:
     environments = [environment(os.environ, args.n, i, args.devices) for i in range(args.n)]
     address = f"127.0.0.1:{_free_port()}"
     for mapping in environments:
-        # Listened at by this machine only: JAX's coordinator trusts whoever connects.
+        # Bound to this machine only: JAX's coordinator trusts every connection.
         mapping |= {
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_COORDINATOR_BIND_ADDRESS": address,
-            # JAX's sign of mpirun, the first cluster that it looks for
+            # by this JAX detects mpirun, the first cluster that it looks for
             "OMPI_MCA_orte_hnp_uri": f"0.0;tcp://{address}",
         }
     try:
@@ -100,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 def environment(
     base: Mapping[str, str], processes: int, index: int, devices: int
 ) -> dict[str, str]:
-    """The environment of one process: what `initialize()` and JAX's own read, and its devices."""
+    """The environment of one process: its devices, and the variables that `initialize()` and JAX read."""
     flags = base.get("XLA_FLAGS", "").split()
     wanted = {
         "--xla_force_host_platform_device_count": devices,
@@ -119,10 +116,10 @@ def environment(
         "JAX_PLATFORMS": base.get("JAX_PLATFORMS") or "cpu",
         "JAX_NUM_PROCESSES": str(processes),
         "JAX_PROCESS_ID": str(index),
-        # Accelerators are shared out; on the CPU each process has its own, and this says nothing.
+        # Divides accelerators among processes; without effect on the CPU.
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, ids)),
-        # For jax.distributed.initialize(), which takes these numbers from a cluster alone: those of
-        # Open MPI, whichever this was started in; from version 5 on JAX would import mpi4py.
+        # jax.distributed.initialize() takes these numbers only from a cluster: Open MPI, whatever
+        # cluster this runs in. With version 5 of Open MPI, JAX would import mpi4py.
         "OMPI_COMM_WORLD_SIZE": str(processes),
         "OMPI_COMM_WORLD_RANK": str(index),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(index),
@@ -132,8 +129,8 @@ def environment(
 
 
 class Output:
-    """Where lines go. One that fails (a full disk, a reader that has gone) is said so, and given up:
-    it is no reason to end a run.
+    """A stream for lines. If it fails (a full disk, a closed pipe), this is reported once, and the run
+    goes on without it.
     """
 
     def __init__(self, name: str, stream: TextIO) -> None:
@@ -143,7 +140,7 @@ class Output:
         self._failed = False
 
     def write(self, line: str) -> None:
-        """Writes a line, whole."""
+        """Writes a whole line."""
         with self._lock:
             if self._failed:
                 return
@@ -156,7 +153,7 @@ class Output:
 
 
 class Worker:
-    """One process, and what it writes: passed on with its number before each line."""
+    """One process; its output is passed on with its number before each line."""
 
     def __init__(
         self,
@@ -168,11 +165,11 @@ class Worker:
     ) -> None:
         self.index = index
         self.last: collections.deque[str] = collections.deque(maxlen=_LAST)
-        self.closed = math.inf  # when its output ended
+        self.closed = math.inf  # the time when its output ended
         self._shown = shown
         self._log = log
         self._stopped_since: float | None = None
-        # -I and -S: the few lines of _worker.py need nothing that takes time to find.
+        # -I and -S: _worker.py starts faster without site packages.
         shim = [sys.executable, "-I", "-S", _worker.__file__, str(os.getpid())]
         self.process = subprocess.Popen(
             [*shim, *command],
@@ -180,15 +177,15 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A group of its own: it is ended with all that it starts, and not by the Ctrl-C that
-            # the supervisor gets.
+            # A process group of its own: it is killed with everything that it starts, and not by the
+            # Ctrl-C that the supervisor gets.
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def failure(self) -> Failure | None:
-        """How it has failed, if it has."""
+        """Its failure, or None."""
         status = self.process.poll()
         if status is None:
             return self._stopped()
@@ -197,21 +194,21 @@ class Worker:
         return Failure(self.index, f"ended with status {status}", status) if status else None
 
     def end(self) -> None:
-        """Ends it and all that it started; only SIGKILL does (JAX's handler takes SIGTERM)."""
-        # Gone already, all of it; for what is not waited for yet, macOS says that it may not.
+        """Kills it and everything that it started, by SIGKILL, as JAX handles SIGTERM."""
+        # The group may have ended; for processes not yet waited for, macOS raises PermissionError.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def drain(self) -> None:
-        """Waits until what it wrote has been passed on."""
+        """Waits until its output has been passed on."""
         self._reader.join(_DRAIN)
 
     def _stopped(self) -> Failure | None:
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
-            return None  # just gone, or a system without /proc
+            return None  # it has just ended, or the system has no /proc
         if stat.rpartition(")")[2].split()[0] != "T":
             self._stopped_since = None
             return None
@@ -239,24 +236,24 @@ def supervise(
     timeout: float | None = None,
     log_dir: Path | None = None,
 ) -> int:
-    """Runs the command once in each environment; the first failure ends all, and is reported.
+    """Runs the command once in each environment; the first failure ends all processes and is reported.
 
     A failure is an exit status other than 0, death by a signal, or a process that stays stopped for
-    a second. Everything is ended on Ctrl-C, SIGTERM and SIGHUP too, and by a guard that waits for
-    that if this process is killed: the processes with all that they started.
+    a second. Ctrl-C, SIGTERM and SIGHUP end the processes, with everything that they started; if this
+    process is killed, a guard does.
 
     Args:
         command: an executable with its path, and arguments.
         environments: one for each process.
         timeout: seconds after which the run has failed.
-        log_dir: a folder, made if need be, for a file of each process's output.
+        log_dir: a folder, created if needed, for a file with the output of each process.
 
     Returns:
-        The exit status: 0, that of the first failure (128 + n for signal n), 124 when time was up,
-        128 + n when signal n ended this process.
+        The exit status: 0, that of the first failure (128 + n for signal n), 124 after the timeout,
+        128 + n when signal n ended the run.
 
     Raises:
-        OSError: the command cannot be started, or the folder not be written.
+        OSError: the command cannot be started, or the folder cannot be written.
     """
     begin = time.monotonic()
     shown = Output("standard output", sys.stdout)
@@ -313,13 +310,13 @@ def supervise(
 
 
 def _first(workers: Sequence[Worker]) -> Failure | None:
-    """The failure that came before the others, if there is any.
+    """The failure that came before the others, or None.
 
-    A process that dies takes its peers with it within milliseconds, and may be gone later than
-    they, having more to clear away. But the system closes its output before its connections: the
-    output that ended first belongs to the cause. As both may end between two looks, what a signal
-    killed goes before what ended by itself; but SIGABRT is how JAX ends a process that lost others.
-    And one whose last words are of a lost peer comes after that peer.
+    The peers of a process that dies follow within milliseconds, and may end before it does, as it may
+    have more to clean up. But the system closes its output before its connections, so the output that
+    ended first belongs to the cause. Both outputs may end between two checks; then a process killed by
+    a signal comes before one that ended by itself, except for SIGABRT, by which JAX ends a process that
+    lost a peer. A process whose last lines are about a lost peer comes after the others.
     """
     if not any(w.failure() for w in workers):
         return None

@@ -1,16 +1,17 @@
 """Models whose attention is this library's free energy, differentiated."""
 
-from .generation._cache import LlamaCache as LlamaCache
-from .generation._cache import TreeOutput as TreeOutput
+from .checkpoint._shard import shard as shard
+from .decoder._cache import LlamaCache as LlamaCache
+from .decoder._cache import TreeOutput as TreeOutput
+from .decoder._decoder import AbstractDecoder as AbstractDecoder
+from .decoder._output import LlamaOutput as LlamaOutput
 from .generation._drafters import AbstractDrafter as AbstractDrafter
 from .generation._drafters import ModelDrafter as ModelDrafter
 from .generation._drafters import PromptLookup as PromptLookup
 from .generation._generate import Generation as Generation
 from .generation._generate import generate as generate
-from .generation._output import LlamaOutput as LlamaOutput
 from .generation._score import score_continuations as score_continuations
 from .llama._config import LlamaConfig as LlamaConfig
 from .llama._llama import Llama as Llama
 from .llama._rope import LinearRope as LinearRope
 from .llama._rope import Llama3Rope as Llama3Rope
-from .llama._weights import shard as shard

@@ -1,4 +1,4 @@
-"""What every layer and head of a model does, in a few numbers each."""
+"""A few figures of attention for each layer and head of a model."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,31 +18,30 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ..models import Llama
 from ..nn._multihead import MultiheadAttention
-from ..observables._entropy import observe
-from ..observables._observe import prepare_wide
+from ..observables._at_source import prepare_widened
+from ..observables._entropy import row_observables
 
 
 class EnergyReport(eqx.Module):
-    """What attention does in each layer and head: `[layers, heads]`, or `[layers, B, T, heads]`.
+    """Figures of attention for each layer and head: `[layers, heads]`, or `[layers, B, T, heads]`.
 
-    A pytree of arrays, as [`energy_report`][energy_attn.energy_report] returns it;
+    A pytree of arrays, returned by [`energy_report`][energy_attn.energy_report];
     [`plot_energy_report`][energy_attn.plot_energy_report] draws it.
 
     Attributes:
-        energy: the free energy $F$, in nats; minus infinity where no key is seen.
+        energy: the free energy $F$, in nats; minus infinity for fully masked rows.
         entropy: $H$ of the attention weights, in nats.
         heat_capacity: the variance of the scores, $\\partial^2 F/\\partial\\beta^2$, in nats squared.
-        variance: $\\mathrm{tr}\\,\\Sigma$: the mean square by which values differ from attention,
-            in the square of their unit.
-        effective_keys: $e^H$, a number of keys: its mean is that of each row's $e^H$.
+        variance: $\\mathrm{tr}\\,\\Sigma$, the mean square distance of values from the output, in
+            the square of their unit.
+        effective_keys: $e^H$, a number of keys; a mean is that of $e^H$ over rows.
 
     Examples:
         >>> import jax
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-        >>> report = ea.energy_report(0 * q, k, v)  # all five keys alike
+        >>> report = ea.energy_report(0 * q, k, v)  # five equal keys
         >>> report.effective_keys.round(3).tolist()
         [[5.0, 5.0]]
     """
@@ -63,8 +62,8 @@ def energy_report(
       \mathrm{tr}\,\Sigma = \sum_a P_a \|v_a - \mathrm{out}\|^2, \qquad e^H$$
 
     of each row of attention, or their means over the queries that see a key. It costs about three
-    flash passes for each layer, and no matrix of weights. A function of arrays without side
-    effects: it works inside `jax.jit`, in a training step, and is differentiable in reverse mode.
+    flash passes for each layer, without a matrix of weights. It is a pure function of arrays: it works
+    inside `jax.jit`, in a training step, and is differentiable in reverse mode.
 
     Three forms:
 
@@ -74,25 +73,25 @@ def energy_report(
       [`MultiheadAttention`][energy_attn.MultiheadAttention]: inputs as in its call, or with a
       batch axis before them; `process_heads`, positions and the lengths of padded rows
       (`query_seq_lengths`, `key_value_seq_lengths`) are options. Dropout is off;
-    - `energy_report(model, tokens, positions=None, cache=None, **options)` for a
-      [`Llama`][energy_attn.models.Llama]: as its call; options besides `parallel` are those of
-      `free_energy`.
+    - `energy_report(model, tokens, positions=None, cache=None, **options)` for a decoder, such as
+      [`Llama`][energy_attn.models.Llama]: inputs as in its call; options besides `parallel` are
+      those of `free_energy`.
 
     Args:
-        model: a query array, a `MultiheadAttention` or a `Llama`.
-        *inputs: what it is called with.
-        per_query: whether to return each query's numbers instead of the means.
+        model: a query array, a `MultiheadAttention` or a decoder.
+        *inputs: the arguments of its call.
+        per_query: whether to return figures for each query instead of the means.
         **options: see above.
 
     Returns:
         An [`EnergyReport`][energy_attn.EnergyReport] of arrays `[layers, heads]`, or
         `[layers, B, T, heads]` (without `B` where the inputs have no batch); float32, or float64.
-        Queries that see no key are left out of the means; their own numbers are an energy of minus
-        infinity and zeros.
+        Fully masked rows are left out of the means; their own figures are an energy of minus infinity
+        and zeros.
 
     Raises:
-        TypeError: `model` is none of the three, or an argument of the wrong type.
-        ValueError: shapes that do not belong together, values out of range.
+        TypeError: `model` is none of the three, or an argument is of the wrong type.
+        ValueError: shapes that do not fit, or values out of range.
 
     Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
 
@@ -109,16 +108,18 @@ def energy_report(
         >>> ea.energy_report(model, tokens, per_query=True).entropy.shape
         (2, 1, 8, 4)
     """
+    from ..models.decoder._decoder import AbstractDecoder  # `import energy_attn` loads no models
+
     check_flag("per_query", per_query)
-    if isinstance(model, Llama):
-        rows = _of_llama(model, *inputs, **options)
+    if isinstance(model, AbstractDecoder):
+        rows = _of_decoder(model, *inputs, **options)
     elif isinstance(model, MultiheadAttention):
         rows = _of_layer(model, *inputs, **options)
     elif isinstance(model, (jax.Array, np.ndarray)):
-        rows = _alone(_observed(model, *inputs, **options)[1])
+        rows = _single_layer(_observed(model, *inputs, **options)[1])
     else:
         raise TypeError(
-            f"model: wanted a query array, a MultiheadAttention or a Llama, got {received(model)}"
+            f"model: wanted a query array, a MultiheadAttention or a decoder, got {received(model)}"
         )
     seen = holds_keys(rows.energy)
     effective = jnp.where(seen, jnp.exp(rows.entropy), 0.0)
@@ -135,7 +136,7 @@ def energy_report(
 
 
 class _Rows(NamedTuple):
-    """What is found of each row: the fields of a report that are no functions of others."""
+    """The figures of each row from which the others in a report follow."""
 
     energy: Array
     entropy: Array
@@ -146,13 +147,13 @@ class _Rows(NamedTuple):
 def _observed(
     query: Any, key: Any, value: Any, *, bias: Any = None, mask: Any = None, **options: Any
 ) -> tuple[Array, _Rows]:
-    """Attention, in the dtype of the query, and what is found of its rows."""
-    found = observe(*prepare_wide(query, key, value, bias, mask, **options))
+    """Attention, in the dtype of the query, and the figures of its rows."""
+    found = row_observables(*prepare_widened(query, key, value, bias, mask, **options))
     return found.out.astype(query.dtype), _Rows(*found[:-1])
 
 
-def _alone(rows: _Rows) -> _Rows:
-    """The rows of one layer, as a model's."""
+def _single_layer(rows: _Rows) -> _Rows:
+    """The rows of one layer, in the shape of a model's."""
     return jax.tree.map(lambda x: x[None], rows)
 
 
@@ -174,11 +175,11 @@ def _of_layer(
                 f"{name}: wanted shape ({query.shape[0]}, length, width), got {received(x)}"
             )
     heads = (jax.vmap(project) if batched else project)(query, key_, value)
-    return _alone(_observed(*heads, mask=mask, **layer.energy.options(), **positions)[1])
+    return _single_layer(_observed(*heads, mask=mask, **layer.energy.options(), **positions)[1])
 
 
-def _of_llama(
-    model: Llama,
+def _of_decoder(
+    model: Callable[..., Any],
     tokens: Any,
     positions: Any = None,
     cache: Any = None,

@@ -1,4 +1,4 @@
-"""Draws how models of bytes learned, from the curves that train.py has written, into curves.svg beside this file.
+"""Draws the curves of trainings that train.py has written into curves.svg beside this file.
 
 python examples/byte_llama/draw.py
 """
@@ -19,21 +19,21 @@ PANELS = {
 
 
 def read(*names: str) -> dict[str, dict[str, Any]]:
-    """Curves by name. Raises `OSError` for one that is not there."""
+    """Curves by name; raises `OSError` for a missing one."""
     return {name: json.loads((FOLDER / "curves" / f"{name}.json").read_text()) for name in names}
 
 
 def draw(curves: dict[str, dict[str, Any]]) -> Any:
-    """A panel for each quantity, on text that was held out, over steps; a line for each curve. Raises nothing."""
+    """A panel for each quantity on held-out text over steps, with a line for each curve."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True)
     for panel, (column, label) in zip(panels.flat, PANELS.items(), strict=True):
         for name, curve in curves.items():
-            place = curve["columns"].index(column)
+            at = curve["columns"].index(column)
             rows = [row for row in curve["curve"] if row[0] > 1]
-            panel.plot([row[0] for row in rows], [row[place] for row in rows], label=name)
+            panel.plot([row[0] for row in rows], [row[at] for row in rows], label=name)
         panel.set_ylabel(label)
         panel.grid(True)
     for panel in panels[1]:
@@ -44,7 +44,7 @@ def draw(curves: dict[str, dict[str, Any]]) -> Any:
 
 
 def main() -> int:
-    """Draws those that differ by their penalty."""
+    """Draws the trainings that differ in their penalty."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "energy_attn"}):

@@ -1,11 +1,15 @@
 """Trains the byte-level Llama that comes with the library, on the sources of Python's standard library.
 
-Writes a checkpoint in Hugging Face's format, config.json and model.safetensors, and a curve: what attention did on text
-that was held out, while the model learned. An hour or so on two cores; what the library comes with was made by
+Writes a checkpoint in Hugging Face's format, config.json and model.safetensors, and a curve: loss and attention on
+held-out text during the training. It takes about an hour on two cores. The model of the library was made by
 
     python examples/byte_llama/train.py --out energy_attn/cli/demo/model --curve examples/byte_llama/curves/model.json
 
-and, for NAME none, z-loss and entropy, what the curves show:
+the smaller one that the benchmark of generation drafts with by
+
+    python examples/byte_llama/train.py --draft --short --steps 2000 --seed 1 --out energy_attn/cli/bench/model
+
+and the other curves, for NAME none, z-loss and entropy, by
 
     python examples/byte_llama/train.py --steps 600 --short --every 20 --penalty NAME --out /tmp/NAME \\
         --curve examples/byte_llama/curves/NAME.json
@@ -20,10 +24,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from energy_attn.cli.demo._text import standard_library
-from energy_attn.cli.demo._train import (
+from library import standard_library
+from training import (
     CONFIG,
+    DRAFT,
     PENALTIES,
     SHORT,
     STAGES,
@@ -33,32 +37,34 @@ from energy_attn.cli.demo._train import (
     surprise,
     train,
 )
+
 from energy_attn.models import Llama
 
-PIECES = 8  # of held-out text, on which the model is observed
+PIECES = 8  # of held-out text, to observe the model on
 SAVED = 500  # steps between checkpoints
 
 
 def pieces(text: np.ndarray, count: int, size: int) -> jax.Array:
-    """Pieces `[count, size + 1]` of a text, at equal distances. Raises nothing."""
+    """Pieces `[count, size + 1]` of a text, at equal distances."""
     starts = np.linspace(0, len(text) - size - 1, count).astype(int)
     return jnp.asarray(text[starts[:, None] + np.arange(size + 1)], jnp.int32)
 
 
 def held_out(model: Llama, text: np.ndarray, size: int) -> float:
-    """The loss over a text that is read in pieces of `size` bytes, in nats a byte. Raises nothing."""
+    """The loss over a text read in pieces of `size` bytes, in nats a byte."""
     losses = jax.jit(surprise)
     found = [losses(model, piece[None]) for piece in pieces(text, len(text) // size, size)]
     return float(jnp.concatenate(found).mean())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains, and writes; 0, or 2 if something is not as wanted."""
+    """Trains and writes; returns 0, or 2 for a wrong option."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     add = parser.add_argument
     add("--steps", type=int, default=5200, help="of training (%(default)s)")
     add("--penalty", choices=tuple(PENALTIES), default="none", help="added to the loss")
     add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    add("--draft", action="store_true", help="train the smaller model of the benchmark")
     add("--short", action="store_true", help=f"read pieces of {WINDOW} bytes to the end")
     add("--every", type=int, default=100, help="steps between points of the curve (%(default)s)")
     add("--out", type=Path, required=True, help="folder for the model")
@@ -84,7 +90,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     stages = SHORT if args.short else STAGES
     training = train(
-        text.train, args.seed, args.steps, penalty=args.penalty, stages=stages, after=after
+        text.train,
+        args.seed,
+        args.steps,
+        config=DRAFT if args.draft else CONFIG,
+        penalty=args.penalty,
+        stages=stages,
+        after=after,
     )
     training.model.save(args.out)
     sizes = WINDOW, CONFIG.max_position_embeddings
@@ -101,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     curve = args.curve or args.out / "curve.json"
     curve.write_text(json.dumps(result) + "\n")
-    print(f"nats a byte that was held out, by the bytes that are read at once: {losses}")
+    print(f"nats per held-out byte, by the number of bytes read at once: {losses}")
     return 0
 
 

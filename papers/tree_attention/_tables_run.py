@@ -12,8 +12,10 @@ import json
 import math
 import statistics
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +28,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.cli.demo._model import FOLDER
-from energy_attn.cli.demo._text import standard_library
 from energy_attn.distributed import (
     SequenceParallel,
     collectives,
@@ -40,6 +40,9 @@ from energy_attn.distributed import (
 from energy_attn.models import Llama, LlamaConfig
 
 AXIS = "device"
+# The byte-level model of the library, and modules of Python that it was not trained on.
+FOLDER = resources.files("energy_attn") / "cli" / "demo" / "model"
+HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
 
 
 class Plan(NamedTuple):
@@ -221,9 +224,10 @@ def run(plan: Plan) -> dict[str, Any]:
     """All lengths of prompt, over all devices of all processes."""
     initialize()
     mesh = make_mesh((jax.device_count(),), (AXIS,))
-    text = standard_library().held_out
+    library = Path(sysconfig.get_paths()["stdlib"])
+    text = np.frombuffer(b"\0".join((library / name).read_bytes() for name in HELD_OUT), np.uint8)
     with jax.set_mesh(mesh):
-        model = Llama.load(plan.model or FOLDER, mesh=mesh)
+        model = Llama.load(plan.model or str(FOLDER), mesh=mesh)
         rows = [measure(model, text, plan, prompt) for prompt in plan.prompts]
     return {
         "platform": jax.default_backend(),

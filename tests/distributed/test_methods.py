@@ -137,6 +137,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("method", "problem"), PAIRS, ids=str)
 def test_methods(method, problem):
     """A hop too few, a shard seen twice, gradients that do not come home, padding that is seen.

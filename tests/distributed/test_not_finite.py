@@ -39,6 +39,7 @@ def not_a_number(actual, wanted):
     np.testing.assert_allclose(actual[there], wanted[there], rtol=0, atol=1e-12)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("method", ["tree", "ring", "ulysses"])
 @pytest.mark.parametrize("queries", [16, 1])
 def test_every_method(method, queries):

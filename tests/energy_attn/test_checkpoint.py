@@ -544,7 +544,7 @@ def test_bad_arguments(tmp_path, unchecked):
         (TypeError, "dtype: wanted", lambda: Llama.load(tmp_path, dtype="int8")),
         (TypeError, "mesh: wanted a jax.sharding.Mesh", lambda: Llama.load(tmp_path, mesh=8)),
         (TypeError, "mesh: wanted a jax.sharding.Mesh", lambda: shard(model, (4, 2))),
-        (TypeError, "model: wanted a Llama", lambda: shard(model.norm, mesh)),
+        (TypeError, "model: wanted an AbstractDecoder", lambda: shard(model.norm, mesh)),
         (TypeError, "tensor: wanted the name", lambda: shard(model, mesh, tensor=1)),
         (TypeError, "progress: wanted", lambda: Llama.load(tmp_path, progress="bar")),
         (

@@ -399,7 +399,11 @@ class Treeless(Wrong):
 
 TOKENS = jnp.ones((1, 3), jnp.int32)
 BAD = {
-    "no model": (TypeError, "model: wanted a Llama", lambda m: generate(None, TOKENS, 3)),
+    "no model": (
+        TypeError,
+        "model: wanted an AbstractDecoder",
+        lambda m: generate(None, TOKENS, 3),
+    ),
     "no new tokens": (
         ValueError,
         "max_new_tokens: wanted at least 1, got 0",
@@ -511,7 +515,11 @@ BAD = {
         lambda m: generate(m, TOKENS, 3, parallel=SequenceParallel()),
     ),
     "no ngram": (ValueError, "ngram: wanted at least 1", lambda m: PromptLookup(ngram=0)),
-    "no draft model": (TypeError, "model: wanted a Llama", lambda m: ModelDrafter(m.config)),
+    "no draft model": (
+        TypeError,
+        "model: wanted an AbstractDecoder",
+        lambda m: ModelDrafter(m.config),
+    ),
     "fewer nodes than levels": (
         ValueError,
         "nodes: wanted at least 5, got 4",

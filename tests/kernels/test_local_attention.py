@@ -1,8 +1,8 @@
 """What every implementation of `local_attention` must do: one class of tests, run for each name in the registry.
 
 Values and gradients are compared with the dense NumPy judge (`tests/reference.py`), within a small multiple of what
-naive attention in the same dtype errs (`tests/naive.py`), over the list in `tests/problems.py`. An implementation may
-decline a problem with NotImplementedError, but not those that `ACCEPTS` states.
+naive attention in the same dtype errs (`tests/naive.py`), over the list in `tests/problems.py`. An implementation
+declines a problem with NotImplementedError; `TRAITS` states which, and tests of the others are not generated.
 """
 
 import contextlib
@@ -43,28 +43,31 @@ from ..problems import (
 )
 from ..reference import dense, dense_covariance, dense_hvp, dense_jvp, dense_vjp, visible
 
-ALL = frozenset(PROBLEMS)
-ARRAYS = frozenset(name for name in ALL if name.startswith(("bias", "mask", "shift", "everything")))
+EVERY = PROBLEMS | BLOCKS | LARGE | HEADS
+ALL = frozenset(EVERY)
+ARRAYS = frozenset(name for name, x in EVERY.items() if x.bias is not None or x.mask is not None)
 EMPTY = frozenset({"no_keys", "no_queries"})
+# More than 64 rows times heads.
+MANY_ROWS = frozenset({"primes", "blocks_everything", "blocks_predicates", "heads_8_1", *LARGE})
 
 
 class Traits(NamedTuple):
     """What an implementation is held to.
 
-    `accepts`: the problems that it must not decline. `dtype`: the most exact one that it takes.
-    `judged`: the problems that its state and gradients are computed for, as compiling dominates.
+    `accepts`: the problems that it takes; it declines all others. `dtypes`: those that it takes, the most exact first.
+    `judged`: the problems of `PROBLEMS` that its state and gradients are computed for, as compiling dominates.
     """
 
     accepts: frozenset[str]
-    dtype: str = "float64"
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
     judged: frozenset[str] = ALL
 
 
 # Hand-written kernels are interpreted here, and compile slowly: fewer problems, which go through every path.
-PREDICATES = ALL - ARRAYS - EMPTY - {"decode_ragged"}
-OWN = Traits(
+PREDICATES = ALL - ARRAYS - EMPTY
+GPU = Traits(
     PREDICATES,
-    "float32",
+    ("float32", "bfloat16", "float16"),
     PREDICATES
     & {
         *("plain", "one_of_each", "multi_query", "value_wider", "scale_negative_source"),
@@ -78,18 +81,19 @@ OWN = Traits(
         *("decode_cache", "positions_causal", "positions_window", "segments_causal", "predicates"),
     },
 )
+TPU = GPU._replace(dtypes=("float32", "bfloat16"))
 # Vendors' kernels take none of these small problems: see `test_vendors.py`.
-VENDOR = Traits(frozenset(), "bfloat16", frozenset())
+VENDOR = Traits(frozenset(), ("bfloat16",), frozenset())
 # An implementation that is new to the registry states here what it takes.
 TRAITS = {
     "cudnn": VENDOR,
-    "pallas_gpu": OWN,
+    "pallas_gpu": GPU,
     "flash": VENDOR,
     "splash": VENDOR,
-    "pallas_tpu": OWN,
+    "pallas_tpu": TPU,
     "reference": Traits(ALL),
     "blockwise": Traits(ALL),
-    "decode": Traits(ALL - {"primes"}),  # at most 64 rows times heads
+    "decode": Traits(ALL - MANY_ROWS),
 }
 HERE = platform_here()
 # The others have no interpreter: they are compiled elsewhere in the suite, and run where their platform is.
@@ -123,20 +127,34 @@ LOW = {
 SECOND = ("everything", "positions_causal", "mask_nothing", "decode_source")
 
 
-def problems(names, implementations=RUNNABLE):
-    """Runs a test for each implementation, and each problem named (or in a dictionary of problems) that it is for."""
+def problems(names, implementations=RUNNABLE, dtype=None):
+    """Runs a test for each implementation, and each problem (by name, or in a dictionary) that it takes in a dtype."""
     found = names.values() if isinstance(names, dict) else [PROBLEMS[name] for name in names]
     pairs = [
         pytest.param(implementation, problem, id=f"{implementation}-{problem}")
         for implementation in implementations
         for problem in found
-        if names is not PROBLEMS or problem.name in TRAITS[implementation].judged
+        if takes(implementation, problem.name, dtype)
+        and (names is not PROBLEMS or problem.name in TRAITS[implementation].judged)
     ]
     return pytest.mark.parametrize(("implementation", "problem"), pairs)
 
 
-def exactest(implementation: str) -> np.dtype:
-    return np.dtype(TRAITS[implementation].dtype)
+def takes(implementation: str, name: str, dtype: str | None = None) -> bool:
+    """Whether `TRAITS` states that it takes a problem in a dtype; None: its most exact one."""
+    traits = TRAITS[implementation]
+    return name in traits.accepts and (dtype is None or dtype in traits.dtypes)
+
+
+def each_that_takes(name: str, dtype: str | None = None):
+    """Runs a test for each implementation that takes the problem of the test."""
+    chosen = [x for x in RUNNABLE if takes(x, name, dtype)]
+    return pytest.mark.parametrize("implementation", chosen)
+
+
+def exactest(implementation: str | AbstractKernel) -> np.dtype:
+    name = implementation.name if isinstance(implementation, AbstractKernel) else implementation
+    return np.dtype(TRAITS[name].dtypes[0])
 
 
 def attend(
@@ -149,35 +167,9 @@ def attend(
     return _registry.attend([implementation], call.settings, call.operands)
 
 
-class RefusedError(Exception):
-    """An implementation declines, saying why, instead of being wrong: what `or_refuses` lets pass."""
-
-
-def or_refuses(tests: type) -> type:
-    """A test of the class passes where an implementation refuses; what it must accept, `test_accepts` says."""
-
-    def passing(test):
-        @functools.wraps(test)
-        def run(*args, **kwargs):
-            with contextlib.suppress(RefusedError):
-                test(*args, **kwargs)
-
-        return run
-
-    for name, test in list(vars(tests).items()):
-        if name.startswith("test"):
-            setattr(tests, name, passing(test))
-    return tests
-
-
-def attend_or_refuse(implementation: str | AbstractKernel, problem: Problem, dtype=None):
-    """The arrays; refuses where the implementation declines. Whether it may is for `test_accepts`."""
-    arrays, _ = cast(problem, exactest(implementation) if dtype is None else dtype)
-    try:
-        jax.eval_shape(lambda arrays: attend(arrays, problem, implementation), arrays)
-    except NotImplementedError as reason:
-        raise RefusedError(f"{implementation} declines {problem}: {reason}") from reason
-    return arrays
+def arrays_of(implementation: str | AbstractKernel, problem: Problem, dtype=None):
+    """The arrays of a problem, in the most exact dtype of an implementation unless told otherwise."""
+    return cast(problem, exactest(implementation) if dtype is None else dtype)[0]
 
 
 def state_and_gradients(implementation: str | AbstractKernel | None, problem: Problem):
@@ -193,7 +185,7 @@ def state_and_gradients(implementation: str | AbstractKernel | None, problem: Pr
 
 def check(implementation: str | AbstractKernel, problem: Problem, dtype) -> None:
     """State and all gradients, for cotangents of out alone, of lse alone and of both."""
-    arrays = attend_or_refuse(implementation, problem, dtype)
+    arrays = arrays_of(implementation, problem, dtype)
     if implementation in FORWARD_ONLY and problem.name not in SECOND:
         forward = functools.partial(attend, problem=problem, implementation=implementation)
         state = jax.jit(forward)(arrays)
@@ -234,17 +226,6 @@ def gradient_of(problem: Problem, implementation: str):
     return gradient
 
 
-def right_or_raises(implementation, function, *args):
-    """`function(*args)`; for all but the reference an honest refusal will do."""
-    try:
-        return jax.jit(function)(*args)
-    except (TypeError, NotImplementedError) as reason:
-        honest = isinstance(reason, NotImplementedError) or "custom_vjp" in str(reason)
-        if implementation == "reference" or not honest:
-            raise
-        raise RefusedError(f"{implementation} refuses: {reason}") from reason
-
-
 def close(actual, exact, what):
     """To the last bits of float64, or most of float32, relative to the largest entry."""
     actual = np.asarray(actual)
@@ -278,46 +259,62 @@ SMALL = {
 each = pytest.mark.parametrize("implementation", RUNNABLE)
 
 
-@or_refuses
 class TestEveryImplementation:
     @each
-    def test_accepts(self, implementation):
-        """An implementation that declines everything would pass every other test here."""
-        for name in TRAITS[implementation].accepts:
-            arrays, _ = cast(PROBLEMS[name], jnp.float32)
-            jax.eval_shape(lambda arrays: attend(arrays, PROBLEMS[name], implementation), arrays)  # noqa: B023
+    def test_what_it_takes(self, implementation):
+        """An implementation that declines what it should take, or takes what no test has it compute."""
+        kernel = _registry._REGISTRY[implementation]
+        exact = TRAITS[implementation].dtypes[0]
+        cases = [(name, exact) for name in EVERY]
+        cases += [("plain", dtype) for dtype in TRAITS["reference"].dtypes]
+        for name, dtype in cases:
+            problem = EVERY[name]
+            call = _arguments.check_call(**cast(problem, dtype)[0], **problem.options)
+            with (
+                contextlib.nullcontext()
+                if takes(implementation, name, dtype)
+                else pytest.raises(NotImplementedError)
+            ):
+                kernel.check(call.operands, call.settings)
 
+    @pytest.mark.product
     @problems(PROBLEMS)
     def test_exactest(self, implementation, problem):
         """Any slip in a mask, a head's group, a cotangent or an edge case, to the last bits of the best dtype."""
         check(implementation, problem, exactest(implementation))
 
-    @problems(HEADS)
+    @pytest.mark.product
+    @problems(HEADS, dtype="float32")
     def test_heads(self, implementation, problem):
         """Rows of several heads in one block that are told apart wrongly, in the shapes of real models."""
         check(implementation, problem, jnp.float32)
 
-    @each
-    @pytest.mark.parametrize(("dtype", "name"), [(d, name) for d in LOW for name in LOW[d]])
+    @pytest.mark.product
+    @pytest.mark.parametrize(
+        ("implementation", "dtype", "name"),
+        [(x, d, name) for x in RUNNABLE for d in LOW for name in LOW[d] if takes(x, name, d)],
+    )
     def test_low_precision(self, implementation, dtype, name):
         """Accumulation in, or rounding to, a narrow dtype where naive attention keeps float32; lse above all."""
         check(implementation, PROBLEMS[name], jnp.dtype(dtype))
 
+    @pytest.mark.product
     @problems(BLOCKS, SMALL)
     def test_many_blocks(self, implementation, problem):
         """Statistics lost between blocks, a block skipped that can meet, a bias block added at the wrong place."""
         check(SMALL[implementation], problem, exactest(implementation))
 
-    @problems(LARGE)
+    @pytest.mark.product
+    @problems(LARGE, dtype="float32")
     def test_real_blocks(self, implementation, problem):
         """The same with the default block sizes."""
         check(implementation, problem, jnp.float32)
 
-    @each
+    @each_that_takes("bias_keys")
     def test_one_output_in_one_array(self, implementation):
         """A backward that counts on all cotangents and all arguments being there (symbolic zeros, constants)."""
         problem = PROBLEMS["bias_keys"]
-        arrays = attend_or_refuse(implementation, problem)
+        arrays = arrays_of(implementation, problem)
         dout, dlse = cotangents(problem, exactest(implementation))
         fields = {"query": "lse", "key": "out", "value": "lse", "source": "out", "bias": "lse"}
 
@@ -336,28 +333,27 @@ class TestEveryImplementation:
             exact, _, _ = expected(problem, exactest(implementation), fields[name])
             close(gradient, exact[name], f"{implementation}, gradient of {fields[name]} in {name}")
 
+    @pytest.mark.product
     @problems(SECOND)
     def test_reverse_over_reverse(self, implementation, problem):
         """Zero or wrong second derivatives, where the saved state is taken for a constant of the backward."""
-        arrays, direction = attend_or_refuse(implementation, problem), tangents(problem)
+        arrays, direction = arrays_of(implementation, problem), tangents(problem)
         dout, dlse = cotangents(problem, exactest(implementation))
         gradient = gradient_of(problem, implementation)
         # The Hessian is symmetric: pulled back through the gradient, a direction gives the Hessian times it.
-        product = right_or_raises(
-            implementation,
-            lambda a, d: jax.vjp(gradient, a)[1](d)[0],
-            arrays,
-            as_jax(direction, implementation),
+        product = jax.jit(lambda a, d: jax.vjp(gradient, a)[1](d)[0])(
+            arrays, as_jax(direction, implementation)
         )
         for name, exact in dense_hvp(
             problem, np.asarray(dout), np.asarray(dlse), direction
         ).items():
             close(product[name], exact, f"{implementation}, {problem}, second derivative in {name}")
 
+    @pytest.mark.product
     @problems(SECOND)
     def test_forward_mode(self, implementation, problem):
         """`jax.jvp` and `jax.linearize` that return zeros or NaN instead of the derivative or an error."""
-        arrays, direction = attend_or_refuse(implementation, problem), tangents(problem)
+        arrays, direction = arrays_of(implementation, problem), tangents(problem)
         dout, dlse = dense_jvp(problem, direction)
 
         def both(arrays, direction):
@@ -366,55 +362,50 @@ class TestEveryImplementation:
             linear = jax.linearize(function, arrays)[1](direction)
             return pushed, linear
 
-        for state in right_or_raises(
-            implementation, both, arrays, as_jax(direction, implementation)
-        ):
+        for state in jax.jit(both)(arrays, as_jax(direction, implementation)):
             close(state.out, dout, f"{implementation}, {problem}, tangent of out")
             close(state.lse, dlse, f"{implementation}, {problem}, tangent of lse")
 
+    @pytest.mark.product
     @problems(SECOND)
     def test_forward_over_reverse(self, implementation, problem):
         """A Hessian-vector product by the mode that `jax.hessian` uses: right, or an error."""
-        arrays, direction = attend_or_refuse(implementation, problem), tangents(problem)
+        arrays, direction = arrays_of(implementation, problem), tangents(problem)
         dout, dlse = cotangents(problem, exactest(implementation))
         gradient = gradient_of(problem, implementation)
-        product = right_or_raises(
-            implementation,
-            lambda a, d: jax.jvp(gradient, (a,), (d,))[1],
-            arrays,
-            as_jax(direction, implementation),
+        product = jax.jit(lambda a, d: jax.jvp(gradient, (a,), (d,))[1])(
+            arrays, as_jax(direction, implementation)
         )
         for name, exact in dense_hvp(
             problem, np.asarray(dout), np.asarray(dlse), direction
         ).items():
             close(product[name], exact, f"{implementation}, {problem}, second derivative in {name}")
 
-    @each
+    @pytest.mark.product
+    @each_that_takes("window_causal")
     @pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
     def test_hessian_in_source_is_covariance(self, implementation, mode):
         """∇²F that is not the covariance of the values: the library's first identity, by the users' own call."""
         problem = PROBLEMS["window_causal"]
-        arrays = attend_or_refuse(implementation, problem)
+        arrays = arrays_of(implementation, problem)
 
         def energy(source, rest):
             return attend(rest | {"source": source}, problem, implementation).lse.sum()
 
         outer = jax.jacfwd if mode == "forward over reverse" else jax.jacrev
         source = arrays.pop("source")
-        hessian = np.asarray(
-            right_or_raises(implementation, outer(jax.jacrev(energy)), source, arrays)
-        )
+        hessian = np.asarray(jax.jit(outer(jax.jacrev(energy)))(source, arrays))
         diagonal = np.einsum("btnvbtnw->btnvw", hessian)
         close(diagonal, dense_covariance(problem), f"{implementation}, {mode}")
         np.testing.assert_allclose(
             np.abs(hessian).sum(), np.abs(diagonal).sum(), err_msg="rows mix"
         )
 
-    @each
+    @each_that_takes("positions_causal")
     def test_vmap(self, implementation):
         """A batching rule that pairs up the wrong axes, or block skipping that goes wrong when batched."""
         first = PROBLEMS["positions_causal"]
-        arrays = attend_or_refuse(implementation, first)
+        arrays = arrays_of(implementation, first)
         positions = jnp.asarray([first.key_positions, first.key_positions[:, ::-1]])
         queries = jnp.asarray([first.query, 2 * first.query], exactest(implementation))
 
@@ -435,12 +426,11 @@ class TestEveryImplementation:
             stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *loop)
             jax.tree.map(lambda a, b: close(a, b, implementation), batched, stacked)
 
-    @each
-    @pytest.mark.parametrize("name", ["everything", "positions_causal"])
-    def test_unbatched(self, implementation, name):
+    @pytest.mark.product
+    @problems(["everything", "positions_causal"])
+    def test_unbatched(self, implementation, problem):
         """Unbatched input treated as a batch of T, or lengths and positions of another row used."""
-        problem = PROBLEMS[name]
-        arrays = attend_or_refuse(implementation, problem)
+        arrays = arrays_of(implementation, problem)
         first = {n: a if n == "bias" else a[0] for n, a in arrays.items()}
         if "bias" in first:
             first["bias"] = arrays["bias"][0]
@@ -450,45 +440,45 @@ class TestEveryImplementation:
             first
         )
         assert single.out.ndim == 3 and single.lse.ndim == 2
-        close(single.out, batched.out[0], f"{implementation}, out of {name}")
-        close(single.lse, batched.lse[0], f"{implementation}, lse of {name}")
+        close(single.out, batched.out[0], f"{implementation}, out of {problem}")
+        close(single.lse, batched.lse[0], f"{implementation}, lse of {problem}")
 
-    @each
+    @each_that_takes("positions_causal")
     def test_jit_and_eager_agree(self, implementation):
         """Something decided at trace time from values, or an array kept from one trace to the next."""
         problem = PROBLEMS["positions_causal"]
-        arrays = attend_or_refuse(implementation, problem)
+        arrays = arrays_of(implementation, problem)
         given = cotangents(problem, exactest(implementation))
         run = state_and_gradients(implementation, problem)
         compiled, eager = run(arrays, *given), run.__wrapped__(arrays, *given)
         jax.tree.map(lambda a, b: close(a, b, implementation), compiled, eager)
 
-    @each
+    @each_that_takes("positions_causal", "float32")
     def test_deterministic(self, implementation):
         """A reduction whose order changes from call to call: results must repeat to the bit."""
         problem = PROBLEMS["positions_causal"]
-        arrays = attend_or_refuse(implementation, problem, jnp.float32)
+        arrays = arrays_of(implementation, problem, jnp.float32)
         given = cotangents(problem, jnp.float32)
         run = state_and_gradients(implementation, problem)
         once, twice = run(arrays, *given), run(arrays, *given)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), once, twice)
 
-    @each
-    @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize(
+        ("implementation", "dtype"), [(x, dtype) for x in RUNNABLE for dtype in TRAITS[x].dtypes]
+    )
     def test_dtypes(self, implementation, dtype):
         """lse in bfloat16: merging eight shards then errs by 0.16. It is float32, or float64 beside float64."""
         problem = PROBLEMS["decode_source"]
-        arrays = attend_or_refuse(implementation, problem, dtype)
+        arrays = arrays_of(implementation, problem, dtype)
         state = jax.eval_shape(lambda arrays: attend(arrays, problem, implementation), arrays)
         assert state.out.dtype == jnp.dtype(dtype) and state.lse.dtype == lse_dtype(dtype)
 
-    @each
-    @pytest.mark.parametrize("name", ["decode_cache", "ragged", "mask"])
-    def test_hidden_keys_do_not_matter(self, implementation, name):
+    @pytest.mark.product
+    @problems(["decode_cache", "ragged", "mask"])
+    def test_hidden_keys_do_not_matter(self, implementation, problem):
         """What a hidden key holds (a stale cache slot, padding) leaking into outputs or gradients."""
-        problem = PROBLEMS[name]
-        arrays = attend_or_refuse(implementation, problem)
-        if name == "mask":  # of every head and query, that is
+        arrays = arrays_of(implementation, problem)
+        if problem.name == "mask":  # of every head and query, that is
             keep = np.ones_like(visible(problem).any(axis=(1, 2)))
             keep[:, 3] = False
             problem = replace(problem, mask=problem.mask & keep[:, None, None, :])
@@ -499,11 +489,11 @@ class TestEveryImplementation:
         run = state_and_gradients(implementation, problem)
         jax.tree.map(np.testing.assert_array_equal, run(arrays, *given), run(stale, *given))
 
-    @each
+    @each_that_takes("bias_keys")
     def test_gradient_in_scale(self, implementation):
         """A scale that is an array, say a learned temperature, rounded to the operands' dtype or given no gradient."""
         problem = replace(PROBLEMS["bias_keys"], scale=0.7)
-        arrays = attend_or_refuse(implementation, problem)
+        arrays = arrays_of(implementation, problem)
         cotangent = AttentionState(*cotangents(problem, exactest(implementation)))
         options = {n: option for n, option in problem.options.items() if n != "scale"}
 
@@ -520,11 +510,11 @@ class TestEveryImplementation:
         exact, _, _ = expected(problem, exactest(implementation), "both")
         close(run(arrays, jnp.asarray(0.7)), np.sum(problem.query * exact["query"]) / 0.7, "scale")
 
-    @each
+    @each_that_takes("bias_heads", "bfloat16")
     def test_bias_in_another_dtype(self, implementation):
         """A float32 bias beside bfloat16 operands rounded to bfloat16, or its gradient."""
         problem = PROBLEMS["bias_heads"]
-        arrays = attend_or_refuse(implementation, problem, jnp.bfloat16)
+        arrays = arrays_of(implementation, problem, jnp.bfloat16)
         _, rounded = cast(problem, jnp.bfloat16)
         rounded = replace(rounded, bias=problem.bias.astype(np.float32).astype(np.float64))
         arrays["bias"] = jnp.asarray(problem.bias, jnp.float32)
@@ -536,11 +526,11 @@ class TestEveryImplementation:
         exact = dense_vjp(rounded, np.zeros(dout.shape), np.asarray(dlse, np.float64))["bias"]
         np.testing.assert_allclose(found["bias"], exact, rtol=0, atol=1e-5)
 
-    @each
+    @each_that_takes("ragged")
     def test_lengths_may_be_traced(self, implementation):
         """Lengths and positions read as Python numbers: a decode loop would recompile for every token, or fail."""
         problem = PROBLEMS["ragged"]
-        arrays = attend_or_refuse(implementation, problem)
+        arrays = arrays_of(implementation, problem)
 
         @jax.jit
         def run(arrays, lengths):

@@ -62,6 +62,7 @@ def evaluate(name, query, key, value, options, cotangent=(0.5, 2.0)):
     )
 
 
+@pytest.mark.product
 @NAMES
 @pytest.mark.parametrize("kind", ABSENT)
 def test_what_is_absent_is_not_read(name, kind):

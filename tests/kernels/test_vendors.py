@@ -211,6 +211,7 @@ CASES = [(name, p) for name in ("cudnn", "flash") for p in TAKEN.values()]
 CASES += [("flash", p) for p in FLASH_ALONE.values()]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "problem"), CASES, ids=lambda x: str(x))
 def test_state_and_gradients(name, problem, vendor):
     """Layouts, heads' groups, a window off by one, the cotangent of lse dropped or doubled."""
@@ -251,6 +252,7 @@ def test_no_second_backward_without_need(name, vendor):
     assert (calls.forwards, calls.backwards) == (2, 3)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 @pytest.mark.parametrize("batched", [("query", "key", "value"), ("query",), ("value",)])
 def test_vmap(name, batched, vendor):

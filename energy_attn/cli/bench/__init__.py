@@ -1,7 +1,8 @@
 """`python -m energy_attn bench`: times and memory beside `jax.nn`, cuDNN, flash-attn-jax, PyTorch, transformers.
 
 All sides run in one process, compiled and warmed up, and take turns; a figure is a ratio of
-medians. Writes JSON and a plot. Peers that are not installed are left out, and named.
+medians. The results are a JSON file and a plot, which needs the extra `bench`. Peers that are not
+installed are left out, and named.
 """
 
 import argparse
@@ -24,12 +25,12 @@ from ._llama import PASSES, Pass
 from ._measure import bandwidth, machine, measure
 from ._observables import JOBS
 from ._plot import plot
-from ._speculative import DECODE, TASKS, Task
+from ._speculative import DECODE, TREE_JOBS, TreeJob
 
 _HEADS = {"heads": 16, "kv_heads": 16, "width": 64}
 _LLAMA = {"heads": 32, "kv_heads": 8, "width": 128}
 _PAPER = {"heads": 16, "kv_heads": 16, "width": 128}
-SUITES: dict[str, tuple[Case | Task | Continuation | Pass, ...]] = {
+SUITES: dict[str, tuple[Case | TreeJob | Continuation | Pass, ...]] = {
     "cpu": (
         Case("prefill", Shape(1, 2048, 2048, **_HEADS), "float32"),
         Case("prefill", Shape(1, 2048, 2048, **_HEADS), "bfloat16"),
@@ -63,7 +64,7 @@ SUITES: dict[str, tuple[Case | Task | Continuation | Pass, ...]] = {
         Case("jax.grad of F", Shape(1, 1, 262144, **_LLAMA), "bfloat16", bare=True),
     ),
     "observables": tuple(Case(name, Shape(1, 2048, 2048, **_HEADS), "float32") for name in JOBS),
-    "speculative": (*TASKS, *CONTINUATIONS),
+    "speculative": (*TREE_JOBS, *CONTINUATIONS),
     "llama": PASSES,
 }
 MEMORY = Case("memory", Shape(1, 16384, 16384, 8, 8, 64), "float32", backward=True)
@@ -74,15 +75,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite",
         choices=tuple(SUITES),
-        help="jobs for CPUs or for GPUs, observables, prefix trees, or a decoder; default: as the machine",
+        help="jobs for CPUs or GPUs, observables, prefix trees, or a decoder; default: the machine's",
     )
-    parser.add_argument("--out", type=Path, default=Path("bench"), help="folder for the results")
-    parser.add_argument("--repeats", type=int, default=9, help="timings of each side")
-    parser.add_argument("--shrink", type=int, default=1, help="divide sequence lengths, to try out")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench"), help="folder for the results (%(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="timings of each side (%(default)s)")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divisor of sequence lengths, for a trial"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every case, prints a table, and writes `<suite>.json` and `<suite>.svg`."""
+    """Measures every case, prints a table, and writes `<suite>.json` and `<suite>.svg`.
+
+    Returns 0, or 2 for a wrong option or without matplotlib.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print(
+            "bench: matplotlib is not installed; the extra `bench` brings it: pip install '.[bench]'",
+            file=sys.stderr,
+        )
+        return 2
     if args.repeats < 1 or args.shrink < 1:
         print("bench: --repeats and --shrink want numbers of at least 1", file=sys.stderr)
         return 2
@@ -113,16 +127,13 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{suite}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"wrote {args.out / suite}.json")
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed (pip install matplotlib)")
-    else:
-        plot(result, args.out / f"{suite}.svg")
-        print(f"wrote {args.out / suite}.svg")
+    plot(result, args.out / f"{suite}.svg")
+    print(f"wrote {args.out / suite}.svg")
     return 0
 
 
 def _row(
-    case: Case | Task | Continuation | Pass,
+    case: Case | TreeJob | Continuation | Pass,
     found: dict[str, Run],
     absent: dict[str, str],
     repeats: int,
@@ -144,7 +155,7 @@ def _row(
         "absent": absent,
     }
     if isinstance(case, Case) and case.name == "decode":
-        # of what memory gives: keys and values are read once
+        # as a share of the memory's bandwidth: keys and values are read once
         row["of_bandwidth"] = {
             name: round(case.key_bytes / x / rate, 2) for name, x in medians.items()
         }
@@ -156,7 +167,7 @@ def _ms(seconds: float) -> float:
 
 
 def _differences(found: dict[str, Run]) -> dict[str, float]:
-    """The largest difference of a peer's results from ours, of their largest entry."""
+    """For each peer, the largest difference of its results from ours, relative to the largest entry."""
     ours = numbers(found[OURS]())
 
     def difference(name: str) -> float:

@@ -1,4 +1,4 @@
-"""What the benchmark computes: the sizes, and attention by us and by each peer on the same arrays."""
+"""The cases of the benchmark: sizes, and attention by us and by each peer on the same arrays."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ from energy_attn.kernels import local_attention
 
 from ._observables import JOBS
 
-Run = Callable[[], Any]  # starts a computation and returns what can be waited for
+Run = Callable[[], Any]  # starts a computation and returns its result, to be waited for
 OURS, JAX_NN, CUDNN, FLASH, PYTORCH = (
     "energy_attn",
     "jax.nn",
@@ -24,8 +24,8 @@ OURS, JAX_NN, CUDNN, FLASH, PYTORCH = (
     "PyTorch",
 )
 BARE = "the bare kernel"
-# Peers of observables: the formula over the matrix of weights; and attention alone, by us, which
-# computes something else and shows what a pass costs.
+# Peers of observables: the formula over the matrix of weights, and our attention, which shows the
+# cost of one pass.
 DENSE, ONE_PASS = "jax.numpy", "our attention"
 
 
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One comparison: what is computed, on what.
+    """One comparison: a job, its sizes and its dtype.
 
     Attributes:
         name: the job: prefill, decode, forward + backward, jax.grad of F, or an observable.
@@ -72,29 +72,26 @@ class Case(NamedTuple):
         return f"T={self.shape.queries}, S={self.shape.keys}"
 
     def about(self) -> dict[str, Any]:
-        """What the results say of it. Raises nothing."""
+        """The fields of the case in the results."""
         return {"dtype": self.dtype, "causal": self.causal, "shape": self.shape._asdict()}
 
     def shrunk(self, by: int) -> "Case":
-        """The case with sequences that are `by` times shorter. Raises nothing."""
+        """The case with sequences `by` times shorter."""
         queries, keys = (max(x // by, 1) for x in (self.shape.queries, self.shape.keys))
         return self._replace(shape=self.shape._replace(queries=queries, keys=keys))
 
     def sides(self, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
-        """Ours and each peer's job, ready to run; and why peers that are not there are not.
-
-        Raises nothing.
-        """
+        """Our job and each peer's, ready to run; and the reasons of absent peers."""
         return _sides(self, platform)
 
 
 def torch() -> Any:
-    """PyTorch, or None where it is not installed. Raises nothing."""
+    """PyTorch, or None where it is not installed."""
     return importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
 
 def program(case: Case, attend: Callable[..., Any]) -> Any:
-    """The compiled job of a case with one way to attend. Raises nothing."""
+    """The jitted job of a case with the given attention."""
 
     def loss(*arrays: Any) -> Any:
         return (attend(*arrays).astype(jnp.float32) ** 2).sum()
@@ -103,7 +100,7 @@ def program(case: Case, attend: Callable[..., Any]) -> Any:
 
 
 def shapes(case: Case) -> list[tuple[int, ...]]:
-    """The shapes of query, key and value. Raises nothing."""
+    """The shapes of query, key and value."""
     shape = case.shape
     sizes = ((shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2)
     return [(shape.batch, *size, shape.width) for size in sizes]
@@ -117,7 +114,7 @@ def _sides(case: Case, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
         run = _compiled(program(case, attend), arrays)
         try:
             jax.block_until_ready(run())
-        except Exception as reason:  # whatever a peer's installation lacks
+        except Exception as reason:  # whatever the installation of a peer lacks
             if name == OURS:
                 raise
             absent[name] = f"{type(reason).__name__}: {reason}".splitlines()[0]
@@ -133,7 +130,7 @@ def _sides(case: Case, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
 
 
 def _random(case: Case) -> list[jax.Array]:
-    # large arrays are made where they are used
+    # drawn on the device: large arrays are not copied there
     keys = jax.random.split(jax.random.key(0), 3)
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
     return [
@@ -192,7 +189,7 @@ def _pytorch(case: Case, arrays: list[jax.Array], platform: str) -> Run:
         raise ImportError("installed without CUDA")
     torch_.set_num_threads(os.cpu_count() or 1)
     dtype, device = getattr(torch_, case.dtype), "cuda" if on_gpu else "cpu"
-    # the same [B, T, N, H] layout in memory, seen as PyTorch names its axes
+    # the same [B, T, N, H] layout in memory, viewed in PyTorch's order of axes
     tensors = [torch_.from_dlpack(x).to(device=device, dtype=dtype).transpose(1, 2) for x in arrays]
     grouped = {"enable_gqa": True} if case.shape.heads != case.shape.kv_heads else {}
 
@@ -214,7 +211,7 @@ def _pytorch(case: Case, arrays: list[jax.Array], platform: str) -> Run:
 
 
 def wait(result: Any) -> None:
-    """Returns when a result of JAX or PyTorch is there. Raises what the computation raised."""
+    """Waits for a result of JAX or PyTorch."""
     leaves = jax.tree.leaves(result)
     if isinstance(leaves[0], jax.Array):
         jax.block_until_ready(leaves)
@@ -223,7 +220,7 @@ def wait(result: Any) -> None:
 
 
 def numbers(result: Any) -> list[np.ndarray]:
-    """A result's arrays in float32, in the layout of ours. Raises nothing."""
+    """The arrays of a result in float32, in our layout."""
     leaves = jax.tree.leaves(result)
     if isinstance(leaves[0], jax.Array):
         return [np.asarray(x.astype(jnp.float32)) for x in leaves]

@@ -1,4 +1,4 @@
-"""The library's small Llama as a whole: reading a prompt and writing on, beside transformers."""
+"""The library's small Llama as a whole: prefill and generation, beside transformers."""
 
 import functools
 import importlib
@@ -16,20 +16,19 @@ from jaxtyping import Array
 from ...models import Llama
 from ...models.generation._loop import Sampling, begin
 from ...models.generation._loop import run as write
-from ..demo._model import byte_llama
-from ..demo._text import standard_library
+from .._byte_llama import byte_llama, held_out_text
 from ._cases import OURS, Run, torch
 
 TRANSFORMERS = "transformers"
 
 
 class Pass(NamedTuple):
-    """One comparison: reading a prompt, or writing on behind it, greedily.
+    """One comparison: reading a prompt, or greedy generation behind it.
 
     Attributes:
         name: the job.
-        prompt: bytes that are read.
-        new: bytes that are written; 0 where reading is timed.
+        prompt: number of bytes to read.
+        new: number of bytes to generate; 0 where reading is timed.
     """
 
     name: str
@@ -43,21 +42,21 @@ class Pass(NamedTuple):
         return f"S={self.prompt}" + (f", new={self.new}" if self.new else "")
 
     def about(self) -> dict[str, Any]:
-        """What the results say of it. Raises nothing."""
+        """The fields of the case in the results."""
         sizes = {"prompt": self.prompt, "new": self.new}
         return {"dtype": self.dtype, "shape": sizes, "weights": "the library's model of bytes"}
 
     def shrunk(self, by: int) -> "Pass":
-        """Of a shorter prompt. Raises nothing."""
+        """The case with a shorter prompt."""
         return self._replace(prompt=max(self.prompt // by, 1))
 
     def sides(self, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
-        """Ours and transformers' job on a CPU, ready to run; and why the latter is not there.
+        """Our job and transformers', on a CPU, ready to run; and the reason where the latter is absent.
 
-        Raises `FileNotFoundError` where Python's sources are not.
+        Raises `FileNotFoundError` where Python comes without its sources.
         """
         del platform
-        model, text = byte_llama(), standard_library().held_out
+        model, text = byte_llama(), held_out_text()
         tokens = np.asarray(text[None, : self.prompt], np.int32)
         found = {OURS: (_writing if self.new else _reading)(model, tokens, self.new)}
         if torch() is None or importlib.util.find_spec(TRANSFORMERS) is None:
@@ -67,7 +66,7 @@ class Pass(NamedTuple):
 
 
 def _reading(model: Llama, tokens: np.ndarray, new: int) -> Run:
-    """The logits behind a prompt, with the cache that could be gone on from."""
+    """The logits behind a prompt; the program returns the cache as well."""
     del new
 
     @jax.jit
@@ -80,7 +79,7 @@ def _reading(model: Llama, tokens: np.ndarray, new: int) -> Run:
 
 
 def _writing(model: Llama, tokens: np.ndarray, new: int) -> Run:
-    """What `generate` does behind the first token: its loop, on a copy of what it begins with."""
+    """The loop of `generate` behind the first token, on a copy of its initial state."""
     cache = model.empty_cache(1, tokens.shape[1] + new)
     lengths, stop = jnp.full(1, tokens.shape[1], jnp.int32), jnp.zeros(0, jnp.int32)
     prompt = jnp.asarray(tokens)
@@ -95,7 +94,7 @@ def _writing(model: Llama, tokens: np.ndarray, new: int) -> Run:
 
 
 def _peer(model: Llama) -> Any:
-    """The same weights as transformers' model; raises what importing it raises."""
+    """The same weights as a model of transformers."""
     peer, torch_ = importlib.import_module(TRANSFORMERS), torch()
     torch_.set_num_threads(os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +103,7 @@ def _peer(model: Llama) -> Any:
 
 
 def _inference(run: Callable[[], Any]) -> Run:
-    """Without gradients; what is found becomes an array that can be compared."""
+    """Runs without gradients and returns a JAX array."""
 
     def inside() -> Array:
         with torch().inference_mode():
@@ -120,7 +119,7 @@ def _peer_reading(peer: Any, tokens: np.ndarray, new: int) -> Run:
 
 
 def _peer_writing(peer: Any, tokens: np.ndarray, new: int) -> Run:
-    """The bare loop around the model: less work than its own `generate` does."""
+    """The bare loop around the model, which is less work than transformers' own `generate`."""
     given = torch().from_numpy(tokens.astype(np.int64))
     with torch().inference_mode():
         read = peer(given, use_cache=True, logits_to_keep=1)
@@ -132,7 +131,7 @@ def _peer_writing(peer: Any, tokens: np.ndarray, new: int) -> Run:
             out = peer(token, past_key_values=cache, use_cache=True)
             token = out.logits.argmax(-1)
             written.append(token)
-        cache.crop(1 - new)  # what was written goes
+        cache.crop(1 - new)  # back to the prompt
         return torch().cat(written, 1).int()
 
     return _inference(run)

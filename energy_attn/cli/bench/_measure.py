@@ -1,4 +1,4 @@
-"""Times that can be compared: both sides compiled and warmed up, in turn, in one process."""
+"""Comparable times: all sides compiled and warmed up, in turn, in one process."""
 
 import os
 import platform
@@ -14,15 +14,14 @@ import energy_attn
 
 from ._cases import Run, torch, wait
 
-SHORT = 0.02  # seconds: runs are repeated until a timing takes as long
+SHORT = 0.02  # seconds: shorter runs are repeated to make a timing this long
 
 
 def measure(sides: dict[str, Run], repeats: int) -> dict[str, list[float]]:
     """Seconds of each run of each side: warmed up, then in turn.
 
-    A turn is a timing of nothing and one of as many runs as take 20 ms, so that no side pays for
-    what the one before it left in the caches and the allocator, nor for starting a short run.
-    Raises what a side raises.
+    A turn is an untimed run and a timing of as many runs as take 20 ms, so that no side pays for the
+    state in which the side before it left caches and allocator, nor for the start of a short run.
     """
     numbers: dict[str, int] = {}
     for name, side in sides.items():
@@ -45,10 +44,9 @@ def _seconds(side: Run, number: int) -> float:
 
 
 def bandwidth(platform_: str, repeats: int, size: int) -> tuple[str, float]:
-    """What memory gives, in bytes a second, and how that was measured, with arrays of `size` bytes.
+    """The method of measuring memory bandwidth, and the bytes per second, with arrays of `size` bytes.
 
-    On CPUs, reading: a sum, by JAX or NumPy, whichever is faster. On other platforms, copying,
-    counting bytes read and bytes written. Raises nothing.
+    On CPUs, reading by sums of rows; on other platforms, copying, with bytes read and written counted.
     """
     x = jnp.ones(size // 4, jnp.float32)
     if platform_ != "cpu":
@@ -62,7 +60,7 @@ def bandwidth(platform_: str, repeats: int, size: int) -> tuple[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge a figure. Raises nothing."""
+    """The machine and versions behind a figure."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():

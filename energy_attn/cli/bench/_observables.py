@@ -1,4 +1,4 @@
-"""Observables of attention, by us and by the formulas over the whole matrix of weights."""
+"""Observables of attention, by us and by formulas over the whole matrix of weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ Job = Callable[[Any, Any, Any], Any]
 
 
 def _weights(query: Array, key: Array) -> tuple[Array, Array, Array]:
-    """Scores, weights and energies `[B, N, T, S]`, as one writes them without thinking of memory."""
+    """Scores and weights `[B, N, T, S]` and energies `[B, N, T]`, the plain way."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5
     return scores, jax.nn.softmax(scores), jax.nn.logsumexp(scores, -1)
 
@@ -30,7 +30,7 @@ def _heat_capacity(query: Array, key: Array, value: Array) -> Array:
 
 
 def _along(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    """The weights, and the values along the query, which serves as tangent, from their mean."""
+    """The weights, and the values along the query, which is the tangent, minus their mean."""
     _, weights, _ = _weights(query, key)
     along = jnp.einsum("btnh,bsnh->bnts", query, value)
     return weights, along - (weights * along).sum(-1, keepdims=True)
@@ -53,7 +53,7 @@ def _gradient(entropy: Job) -> Job:
     return jax.grad(total, argnums=(0, 1))
 
 
-# What each case computes: by us, and as the formula has it.
+# The job of each case: ours, and the formula.
 JOBS: dict[str, tuple[Job, Job]] = {
     "entropy": (energy_attn.entropy, _entropy),
     "gradient of entropy": (_gradient(energy_attn.entropy), _gradient(_entropy)),

@@ -25,7 +25,7 @@ _COLOURS = {
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws how many times faster than each peer every case is, into `path`. Raises nothing."""
+    """Draws, for every case, how many times faster it is than each peer, into `path`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -13,18 +13,18 @@ from ...prefix_tree import pack, pack_reference, tree_decode
 from ._cases import JAX_NN, OURS, Run
 
 PYTHON = "plain Python"
-# Reads the same cache with as many queries, which see no draft: what verifying should cost.
+# Reads the same cache with as many queries and no draft: what verification should cost.
 DECODE = "a decode step"
 
 
-class Task(NamedTuple):
-    """One comparison of things that are no attention of given sizes.
+class TreeJob(NamedTuple):
+    """One comparison of jobs on prefix trees.
 
     Attributes:
         name: the job.
         dtype: of its arrays.
-        given: its sizes, by the letters that the library names them with.
-        start: makes both sides of it from these sizes, ready to run.
+        given: its sizes, by the library's shape letters.
+        start: builds all sides from these sizes, ready to run.
     """
 
     name: str
@@ -38,22 +38,22 @@ class Task(NamedTuple):
         return ", ".join(f"{name}={size}" for name, size in self.given.items())
 
     def about(self) -> dict[str, Any]:
-        """What the results say of it. Raises nothing."""
+        """The fields of the case in the results."""
         return {"dtype": self.dtype, "shape": self.given}
 
-    def shrunk(self, by: int) -> "Task":
-        """The task with sequences that are `by` times shorter. Raises nothing."""
+    def shrunk(self, by: int) -> "TreeJob":
+        """The job with sequences `by` times shorter."""
         shorter = {k: max(x // by, 1) for k, x in self.given.items() if k == "S"}
         return self._replace(given=self.given | shorter)
 
     def sides(self, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
-        """Ours and each peer's job, ready to run; no peer is absent. Raises what they raise."""
+        """Our job and each peer's, ready to run; no peer is absent."""
         del platform
         return self.start(**self.given), {}
 
 
 def _pack(B: int, M: int, C: int) -> dict[str, Run]:
-    # few tokens at the beginning and many behind, as drafts are
+    # few different tokens at first and many behind, as in drafts
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 2 + 4**level, (B, M)) for level in range(C)]
     beam = jnp.asarray(np.stack(tokens, -1), jnp.int32)
@@ -67,7 +67,7 @@ def _verify(L: int, S: int, N: int, K: int, H: int) -> dict[str, Run]:
     query, key, value, old_key, old_value = (
         jax.random.normal(draw, (1, *size, H)) for draw, size in zip(draws, sizes, strict=True)
     )
-    # eight paths without a common node, so that all slots are in use
+    # eight paths without a common node, so that all nodes are used
     tree = pack(jnp.arange(L, dtype=jnp.int32).reshape(1, 8, L // 8))
     cache = KVCache.empty(1, S, K, H, dtype=jnp.float32).append(old_key, old_value)
 
@@ -89,7 +89,7 @@ def _verify(L: int, S: int, N: int, K: int, H: int) -> dict[str, Run]:
     }
 
 
-TASKS = (
-    *(Task("pack", "int32", {"B": 8, "M": rows, "C": 8}, _pack) for rows in (16, 32, 64)),
-    Task("verify", "float32", {"L": 64, "S": 65536, "N": 8, "K": 2, "H": 64}, _verify),
+TREE_JOBS = (
+    *(TreeJob("pack", "int32", {"B": 8, "M": rows, "C": 8}, _pack) for rows in (16, 32, 64)),
+    TreeJob("verify", "float32", {"L": 64, "S": 65536, "N": 8, "K": 2, "H": 64}, _verify),
 )

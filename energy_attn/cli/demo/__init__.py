@@ -1,8 +1,8 @@
-"""`python -m energy_attn demo`: the library's main job, on a real text, judged before the reader.
+"""`python -m energy_attn demo`: decoding over a mesh, on a real text, checked step by step.
 
 A small byte-level Llama, trained on the sources of Python's standard library, reads a long prompt and
-decodes from it with the key/value cache sharded over a 2 × 4 mesh; then decodes the same on one
-device, and computes every attention again in float64.
+decodes from it with its key/value cache sharded over a 2 × 4 mesh; then it decodes the same on one
+device, and every attention is computed again in float64.
 """
 
 import argparse
@@ -18,65 +18,58 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 
 from ... import attention
 from ...models import Llama, LlamaConfig, shard
+from .._byte_llama import byte_llama, held_out_text
 from .._devices import enough_devices
 from ._checks import errors, expected
 from ._decode import Decoded, Sent, compile_step, decode, gathered, one_device, sent
-from ._model import byte_llama
 from ._picture import draw
 from ._report import Line, readable, table
-from ._text import Text, standard_library
-from ._train import WINDOW, parameters, score, train
+from ._score import WINDOW, parameters, score
 
 _MESH = (2, 4)
 DEVICES = 8
-_STEPS = 2000  # of training, at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the demo's options. Raises nothing."""
-    parser.add_argument(
-        "--train", action="store_true", help="train a model, not use the one that is there"
-    )
-    parser.add_argument("--seconds", type=float, default=85.0, help="time to train (%(default)s)")
+    """The options of `demo`."""
     parser.add_argument("--context", type=int, default=8192, help="bytes of prompt (%(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="bytes to decode (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of training (%(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("demo.png"), help="the picture (%(default)s)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo; 0 if every equality holds, 1 if one does not, 2 if it cannot be run."""
+    """Runs the demo; returns 0 if every equality holds, 1 if one does not, 2 if it cannot run."""
     try:
-        text = standard_library()
-        _check(args, len(text.held_out))
+        text = held_out_text()
+        _check(args, len(text))
         devices = enough_devices(DEVICES)
-        model = None if args.train else byte_llama()
+        model = byte_llama()
     except (OSError, ValueError, RuntimeError) as error:
         print(f"energy_attn demo: {error}", file=sys.stderr)
         return 2
-    # Accelerators would round the factors of float32 products.
+    # By default accelerators round the factors of float32 products.
     with jax.default_device(devices[0]), jax.default_matmul_precision("highest"):
-        return _run(args, text, devices, model or _new(args, text))
+        return _run(args, text, devices, model)
 
 
-def _run(args: argparse.Namespace, text: Text, devices: list[Any], model: Llama) -> int:
-    # The prompt ends where a line does.
-    end = args.context + text.held_out[args.context :].tobytes().find(b"\n") + 1
-    prompt = text.held_out[end - args.context : end]
+def _run(args: argparse.Namespace, text: np.ndarray, devices: list[Any], model: Llama) -> int:
+    # The prompt ends at the end of a line.
+    end = args.context + text[args.context :].tobytes().find(b"\n") + 1
+    prompt = text[end - args.context : end]
     near, far = score(model, prompt)
     print(
         f"{parameters(model):,} weights, trained on Python's standard library, read {args.context:,} "
-        f"bytes of it that they have not seen\non {_machine(devices)}, as a 2 × 4 mesh ...",
+        f"bytes of it that were held out\non {_machine(devices)}, as a 2 × 4 mesh ...",
         flush=True,
     )
     mesh = make_mesh(_MESH, devices=devices)
-    spread, parallel = shard(model, mesh), SequenceParallel(method="tree", merge="allreduce")
+    sharded, parallel = shard(model, mesh), SequenceParallel(method="tree", merge="allreduce")
     with jax.set_mesh(mesh):
-        tree = decode(spread, prompt, args.tokens, parallel)
-        longer = sent(compile_step(spread, 2 * tree.slots, parallel, attention))
-        fetched = sent(compile_step(spread, tree.slots, parallel, gathered))
+        tree = decode(sharded, prompt, args.tokens, parallel)
+        longer = sent(compile_step(sharded, 2 * tree.slots, parallel, attention))
+        fetched = sent(compile_step(sharded, tree.slots, parallel, gathered))
     print("decoding on one device, twice ...", flush=True)
     alone = decode(model, prompt, args.tokens)
     dense = decode(model, prompt, args.tokens, attend=one_device)
@@ -107,8 +100,6 @@ def _check(args: argparse.Namespace, available: int) -> None:
         raise ValueError(f"--context: wanted {limits} bytes, got {args.context}")
     if args.tokens < 1:
         raise ValueError(f"--tokens: wanted at least 1, got {args.tokens}")
-    if not args.seconds >= 0:
-        raise ValueError(f"--seconds: wanted at least 0, got {args.seconds}")
     if not args.out.parent.is_dir():
         raise ValueError(f"--out: wanted a path in a folder that exists, got {args.out}")
 
@@ -117,17 +108,6 @@ def _machine(devices: list[Any]) -> str:
     if devices[0].platform == "cpu":
         return f"{DEVICES} simulated devices on {os.cpu_count()} CPU cores"
     return f"{DEVICES} devices: {devices[0].device_kind}"
-
-
-def _new(args: argparse.Namespace, text: Text) -> Llama:
-    """A model that is trained now, and a line that says how that went."""
-    training = train(text.train, args.seed, _STEPS, args.seconds)
-    print(
-        f"trained on {text.files} files ({len(text.train) / 1e6:.1f} MB): {len(training.losses)} "
-        f"steps in {training.seconds:.0f} s, loss {training.losses[-50:].mean():.2f} nats a byte",
-        flush=True,
-    )
-    return training.model
 
 
 def _passage(prompt: np.ndarray, decoded: np.ndarray) -> str:

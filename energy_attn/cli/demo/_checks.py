@@ -1,18 +1,18 @@
-"""The judge of the demo: attention once more in float64 NumPy, and what theory says is sent."""
+"""The checks of the demo: attention again in float64 NumPy, and the communication that theory predicts."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from ...models import LlamaConfig
-from ...models.generation._output import LlamaTrace
+from ...models.decoder._output import Trace
 from ._decode import Held
 
 _EPS = float(np.finfo(np.float32).eps)
 
 
 class Errors(NamedTuple):
-    """The largest error of energies and outputs, and what float32 rounding may account for."""
+    """The largest errors of energies and outputs, and the errors that float32 rounding allows."""
 
     energy: float
     energy_allowed: float
@@ -23,7 +23,7 @@ class Errors(NamedTuple):
 def float64_attention(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, seen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    r"""$F = \log\sum_a e^{q \cdot k_a / \sqrt{H}}$ and $\nabla F = \sum_a P_a v_a$, written out.
+    r"""$F = \log\sum_a e^{q \cdot k_a / \sqrt{H}}$ and $\nabla F = \sum_a P_a v_a$, by definition.
 
     Args:
         query: `[T, N, H]`.
@@ -33,8 +33,6 @@ def float64_attention(
 
     Returns:
         `out` `[T, N, H]`, `energy` `[T, N]` and the scores `[N, T, S]`, all float64.
-
-    Raises nothing.
     """
     heads = query.shape[1] // key.shape[1]
     key, value = (np.repeat(x.astype(np.float64), heads, axis=1) for x in (key, value))
@@ -48,16 +46,14 @@ def float64_attention(
     return out.transpose(1, 0, 2), (highest + np.log(total))[..., 0].T, scores
 
 
-def errors(trace: LlamaTrace, held: Held, first: int) -> Errors:
-    """Compares every layer's attention at every step with float64, from the same q, k and v.
+def errors(trace: Trace, held: Held, first: int) -> Errors:
+    """Compares the attention of every layer and step with float64, from the same q, k and v.
 
     Args:
         trace: of the steps, `[layers, 1, steps, ...]`.
-        held: by the cache as the last step left it; slots are written once, so it serves for all
-            steps.
+        held: the content of the cache after the last step; slots are written once, so it is that of
+            all steps.
         first: the position of the first step.
-
-    Raises nothing.
     """
     query, outs, energies = (np.asarray(x)[:, 0] for x in trace)
     steps = first + np.arange(query.shape[1])
@@ -68,17 +64,17 @@ def errors(trace: LlamaTrace, held: Held, first: int) -> Errors:
         differences = energies[layer] - energy, outs[layer] - out
         worst[layer] = [np.abs(x).max() for x in (*differences, scores[:, seen], value)]
     energy, out, score, size = worst.max(0)  # NaN if any is
-    # A score is a sum of H products, rounded relative to their size; an error of the scores moves
-    # F by as much, and the weights, so the output relative to the values, by twice that.
+    # A score is a sum of H products, rounded relative to their size. An error of the scores changes F
+    # by as much, and the weights, hence the output relative to the values, by twice as much.
     allowed = 16 * _EPS * max(1.0, score)
     return Errors(energy, allowed, out, 2 * allowed * max(1.0, size))
 
 
 def expected(config: LlamaConfig, batch: int = 1, time: int = 1) -> tuple[int, int]:
-    """Operations and bytes that tree reduction sends at a step, on one device.
+    """The number of collectives of tree reduction in a step, and their bytes, on one device.
 
-    In each layer one maximum of the energies, `B T N`, and one sum of numerators and
-    denominators, `B T N (H + 1)`, in float32 (MATH.md, sections 3 and 4). Raises nothing.
+    Each layer has one maximum of the energies, `B T N`, and one sum of numerators and denominators,
+    `B T N (H + 1)`, in float32.
     """
     layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.head_dim
     return 2 * layers, layers * batch * time * heads * (width + 2) * 4

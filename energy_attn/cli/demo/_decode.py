@@ -1,4 +1,4 @@
-"""Decoding, compiled ahead of time so that the program that runs is the one that is read."""
+"""Decoding by a step that is compiled ahead of time, so that its communication can be counted."""
 
 import time
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from energy_attn.distributed import SequenceParallel, collectives
 
 from ... import attention
 from ...models import Llama, LlamaCache
-from ...models.generation._continue import read_on
-from ...models.generation._output import LlamaTrace
+from ...models.decoder._output import Trace
+from ...models.decoder._read import read_on
 
-_CHUNK = 512  # of the prompt, read at a time
-_TEMPERATURE, _SEED = 0.5, 0  # of the draws: the likeliest bytes soon repeat themselves
-Step = Callable[[Llama, Array, LlamaCache], tuple[Array, LlamaCache, LlamaTrace]]
+_CHUNK = 512  # bytes of the prompt read at a time
+_TEMPERATURE, _SEED = 0.5, 0  # of the draws: greedy text soon repeats itself
+Step = Callable[[Llama, Array, LlamaCache], tuple[Array, LlamaCache, Trace]]
 
 
 class Held(NamedTuple):
-    """What a cache holds: `[layers, S, K, H]` twice, and `[S]`, the position in each slot or -1."""
+    """The content of a cache: keys and values `[layers, S, K, H]`, and positions `[S]`, -1 if empty."""
 
     key: np.ndarray
     value: np.ndarray
@@ -31,29 +31,29 @@ class Held(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What came out of a decoding.
+    """The results of decoding.
 
     Attributes:
-        tokens: int `[count]`, the bytes decoded.
-        seconds: `[count]`, how long each step took.
-        prefill_seconds: how long the prompt took, without compilation.
-        traces: of each step, every layer's query, output and energy, on the host.
-        held: keys, values and positions of the cache as the last step left it, on the host.
-        slots: of the cache.
+        tokens: int `[count]`, the decoded bytes.
+        seconds: `[count]`, the time of each step.
+        prefill_seconds: the time for the prompt, without compilation.
+        traces: query, output and energy of each layer and step, on the host.
+        held: the content of the cache after the last step, on the host.
+        slots: number of slots of the cache.
         step: the compiled step.
     """
 
     tokens: np.ndarray
     seconds: np.ndarray
     prefill_seconds: float
-    traces: LlamaTrace
+    traces: Trace
     held: Held
     slots: int
     step: jax.stages.Compiled
 
 
 class Sent(NamedTuple):
-    """What a compiled step sends and holds, on one device: operations, bytes, bytes."""
+    """The communication of a compiled step and its peak memory, on one device."""
 
     kinds: tuple[str, ...]
     operations: int
@@ -62,10 +62,7 @@ class Sent(NamedTuple):
 
 
 def one_device(query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Array]:
-    """Attention by `jax.nn.dot_product_attention`, to compare with; its energies are NaN.
-
-    Called as [`attention`][energy_attn.attention] is. Raises nothing.
-    """
+    """Attention by `jax.nn.dot_product_attention`, with the signature of ours; its energies are NaN."""
     queries, keys = options["query_positions"], options["key_positions"]
     seen = (keys[:, None, :] <= queries[:, :, None]) & (keys >= 0)[:, None, :]
     out = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
@@ -73,10 +70,7 @@ def one_device(query: Array, key: Array, value: Array, **options: Any) -> tuple[
 
 
 def gathered(query: Array, key: Array, value: Array, **options: Any) -> Any:
-    """Attention after every device has fetched all keys and values: what tree reduction saves.
-
-    Called as [`attention`][energy_attn.attention] is, in a mesh. Raises nothing.
-    """
+    """Attention after an all-gather of keys and values, to compare tree reduction with."""
     options["parallel"] = None
     key, value, options["key_positions"] = (
         jax.lax.with_sharding_constraint(x, P()) for x in (key, value, options["key_positions"])
@@ -85,9 +79,9 @@ def gathered(query: Array, key: Array, value: Array, **options: Any) -> Any:
 
 
 def step_of(attend: Callable[..., Any]) -> Step:
-    """One step: reads a token `[B, 1]` and draws the next. Raises nothing."""
+    """A step: reads a token `[B, 1]` and draws the next one."""
 
-    def step(model: Llama, token: Array, cache: LlamaCache) -> tuple[Array, LlamaCache, LlamaTrace]:
+    def step(model: Llama, token: Array, cache: LlamaCache) -> tuple[Array, LlamaCache, Trace]:
         one = jnp.ones(1, jnp.int32)
         x, after, trace = read_on(model, token, cache, one, attend)
         return _drawn(model.logits(x), after), after, trace
@@ -96,7 +90,7 @@ def step_of(attend: Callable[..., Any]) -> Step:
 
 
 def _drawn(logits: Array, cache: LlamaCache) -> Array:
-    """A byte behind those of the cache. The noise is that of its position, whoever decodes."""
+    """Draws the byte behind those of the cache; the noise depends on its position alone."""
     key = jax.random.fold_in(jax.random.key(_SEED), cache.lengths[0])
     return jax.random.categorical(key, logits / _TEMPERATURE).astype(jnp.int32)
 
@@ -104,7 +98,7 @@ def _drawn(logits: Array, cache: LlamaCache) -> Array:
 def compile_step(
     model: Llama, slots: int, parallel: SequenceParallel | None, attend: Callable[..., Any]
 ) -> jax.stages.Compiled:
-    """A step over a cache of `slots`, compiled; the cache is donated. Raises nothing."""
+    """The compiled step for a cache of `slots`, which is donated."""
     cache = model.empty_cache(1, slots, parallel=parallel)
     step = jax.jit(step_of(attend), donate_argnums=2)
     return step.lower(model, jnp.zeros((1, 1), jnp.int32), cache).compile()
@@ -119,7 +113,7 @@ def decode(
 ) -> Decoded:
     """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force.
 
-    The model is where the cache is to be. Raises nothing.
+    The model lies on the devices of the cache.
     """
 
     def prefill(model: Llama, tokens: Array, cache: LlamaCache) -> tuple[Array, LlamaCache]:
@@ -161,7 +155,7 @@ def decode(
 
 
 def sent(step: jax.stages.Compiled) -> Sent:
-    """Counts what a compiled step sends each time that it runs, and its memory. Raises nothing."""
+    """Counts the collectives of a compiled step, their bytes, and its peak memory."""
     found = collectives(step)
     memory: Any = step.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes

@@ -1,4 +1,4 @@
-"""The demo's picture: what each head's free energy does while the text is written."""
+"""The picture of the demo: the free energy of each head while the text is generated."""
 
 from pathlib import Path
 
@@ -8,22 +8,22 @@ _SHOWN = {"\n": "↵", "\t": "⇥", " ": "·"}
 
 
 def character(byte: int) -> str:
-    """A byte as one character that can be seen. Raises nothing."""
+    """A byte as one visible character."""
     text = chr(byte) if byte < 127 else "�"
     return _SHOWN.get(text, text if text.isprintable() else "�")
 
 
 def draw(path: Path, energies: np.ndarray, text: np.ndarray, context: int) -> str | None:
-    """Draws the energies under the text that was decoded.
+    """Draws the energies below the decoded text.
 
     Args:
         path: where the PNG goes.
         energies: `[layers, T, N]`, in nats.
         text: `[T]`, the bytes.
-        context: how many bytes came before.
+        context: the number of bytes before it.
 
     Returns:
-        None, or why there is no picture: matplotlib, an extra, is not here.
+        None, or a message where matplotlib, an extra, is missing.
 
     Raises `OSError` if the file cannot be written.
     """

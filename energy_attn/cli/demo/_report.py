@@ -1,4 +1,4 @@
-"""What the demo prints: a table, and bytes as text."""
+"""The output of the demo: a table, and bytes as text."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ class Line(NamedTuple):
     """A line of the table.
 
     Attributes:
-        what: what is measured.
-        measured: the figure.
-        beside: what it should be, or what to compare it with.
-        holds: whether it is as it must be; None where nothing must be.
+        what: the quantity.
+        measured: its value.
+        beside: the value wanted, or one to compare with.
+        holds: whether the value is right; None where no value is wanted.
     """
 
     what: str
@@ -22,13 +22,13 @@ class Line(NamedTuple):
 
 
 def table(lines: list[Line]) -> str:
-    """The lines as text, columns aligned. Raises nothing."""
+    """The lines as text, with aligned columns."""
     lines = [Line("", "measured", "wanted, or to compare"), *lines]
     what = max(len(line.what) for line in lines)
     measured = max(len(line.measured) for line in lines)
-    marks = {True: "✓", False: "✗", None: " "}
+    signs = {True: "✓", False: "✗", None: " "}
     rows = [
-        f"{line.what:<{what}}  {line.measured:>{measured}}  {marks[line.holds]}  {line.beside}"
+        f"{line.what:<{what}}  {line.measured:>{measured}}  {signs[line.holds]}  {line.beside}"
         for line in lines
     ]
     rows.insert(1, "─" * max(map(len, rows)))
@@ -36,5 +36,5 @@ def table(lines: list[Line]) -> str:
 
 
 def readable(text: np.ndarray | bytes) -> str:
-    """Bytes as text; what is not UTF-8 as `\\xNN`. Raises nothing."""
+    """Bytes as text; invalid UTF-8 as `\\xNN`."""
     return bytes(text).decode("utf-8", "backslashreplace")

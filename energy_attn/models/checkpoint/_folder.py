@@ -1,9 +1,9 @@
-"""The folder of a checkpoint: which of its files are read, and which save they are of.
+"""The folder of a checkpoint: which of its files are read, and which save they belong to.
 
-`save` writes under new names, and the folder changes when the weights' one file or their index is
-replaced. As no two files change at once, the new `config.json` waits beside the old one under a
-name with the identity of its save, which the weights have as well: a reader who finds it there
-prefers it, and a save killed between the two has still taken place.
+`save` writes under new names, and the checkpoint changes when the one file of weights, or the index
+of several, is replaced. Two files cannot be replaced at once, so the new `config.json` first waits
+beside the old one, under a name with the identity of its save, which the weights contain as well: a
+reader prefers it where it finds it, so that a save killed between the two replacements is complete.
 """
 
 import json
@@ -16,24 +16,26 @@ from typing import Any
 from energy_attn.distributed.internal import IDENTITY, UNFINISHED, check_pulled, safetensors
 from energy_attn.kernels.internal import received
 
-from ..llama._config import LlamaConfig
+from ..decoder._config import AbstractDecoderConfig
+from ..decoder._family import Family
+from ._config import family_of, naming, read_json
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SAVE = "energy_attn_save"  # the key of the identity, in metadata and config.json
 
 
 def checked(directory: Any) -> Path:
-    """Returns the path of a folder; raises `TypeError` for what is no path."""
+    """Returns the path of a folder; raises `TypeError` for anything else."""
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory: wanted the path of a folder, got {received(directory)}")
     return Path(os.fsdecode(directory))
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of the folder; `ValueError` for a name or a link that leads out of it."""
+    """A file of the folder; raises `ValueError` for a name or a link that leads out of it."""
     root = folder.resolve()
     homes = [root]
-    if root.parent.name == "snapshots":  # Hugging Face's cache: links to the blobs beside
+    if root.parent.name == "snapshots":  # Hugging Face's cache: links to the folder of blobs
         homes.append(root.parent.parent / "blobs")
     file = folder / name
     if not any(file.resolve().is_relative_to(home) for home in homes):
@@ -42,20 +44,21 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def unfinished(name: str, save: str) -> str:
-    """How a file is named until it takes the place of the one of that name."""
+    """The name of a file until it replaces the one called `name`."""
     return f"{name}.{save}{UNFINISHED}"
 
 
-def config(folder: Path) -> LlamaConfig:
-    """What the `config.json` of the weights says; raises `ValueError` as `Llama.load`."""
+def config(folder: Path, families: Mapping[str, Family]) -> tuple[AbstractDecoderConfig, Family]:
+    """The configuration that belongs to the weights, and its family; raises as `Llama.load`."""
     save = identity(folder)
     if save is not None:
         waiting = inside(folder, unfinished(CONFIG, save))
         if waiting.exists():
-            return LlamaConfig.from_json(waiting)
+            return _read(read_json(waiting, CONFIG), waiting, families)
     file = inside(folder, CONFIG)
-    found = LlamaConfig.from_json(file)
-    other = identity_of(json.loads(file.read_text(encoding="utf-8")))
+    entries = read_json(file, CONFIG)
+    found = _read(entries, file, families)
+    other = identity_of(entries)
     if None not in (save, other) and save != other:
         raise ValueError(
             f"{file}: wanted the one of the weights, whose {SAVE} is {save}, got {other}: "
@@ -64,8 +67,17 @@ def config(folder: Path) -> LlamaConfig:
     return found
 
 
+def _read(
+    entries: Mapping[str, Any], file: Path, families: Mapping[str, Family]
+) -> tuple[AbstractDecoderConfig, Family]:
+    """The configuration in a file, and its family."""
+    with naming(file):
+        family = family_of(entries, families)
+        return family.read(entries), family
+
+
 def identity(folder: Path) -> str | None:
-    """The save that the weights of a folder are of; None where they do not say, or cannot."""
+    """The save that the weights of a folder belong to; None where they do not name one."""
     try:
         if (whole := inside(folder, WHOLE)).exists():
             return identity_of(safetensors.header(whole).about)
@@ -75,27 +87,27 @@ def identity(folder: Path) -> str | None:
 
 
 def identity_of(about: Mapping[str, Any]) -> str | None:
-    """The save that is named in what a file says; None if there is none."""
+    """The save that the metadata of a file names; None if there is none."""
     save = about.get(SAVE)
     return save if isinstance(save, str) and re.fullmatch(IDENTITY, save) else None
 
 
 def index(folder: Path) -> tuple[dict[str, str], str | None]:
-    """In which file each tensor is, and the identity of its save; raises `ValueError`."""
+    """The file of each tensor, and the save that the index belongs to; raises `ValueError`."""
     file = inside(folder, INDEX)
     try:
         check_pulled(file)
-        said = json.loads(file.read_text(encoding="utf-8"))
-        where, about = said["weight_map"], said.get("metadata") or {}
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        where, about = entries["weight_map"], entries.get("metadata") or {}
         if not all(isinstance(name, str) for name in where.values()):
-            raise ValueError("file names that are no strings")
+            raise ValueError("file names that are not strings")
         return dict(where), identity_of(about)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: wanted the weight_map of a checkpoint, got {error!r}") from error
 
 
 def in_use(folder: Path) -> set[str]:
-    """The files that a reader needs, but for `config.json`; raises `ValueError` as `index`."""
+    """The files that a reader needs beside `config.json`; raises `ValueError` as `index`."""
     save = identity(folder)
     waiting = set() if save is None else {unfinished(CONFIG, save)}
     if (folder / WHOLE).exists():

@@ -1,10 +1,11 @@
-"""A Llama from a folder: Hugging Face's `config.json` and safetensors files."""
+"""Reads a decoder from a folder: Hugging Face's `config.json` and safetensors files."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import Array
@@ -12,9 +13,11 @@ from jaxtyping import Array
 from energy_attn.distributed.internal import Part, Tensor, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
-from .._progress import Progress, progress_of
-from ..llama._config import LlamaConfig, with_ends
+from ...core._progress import Progress, progress_of
+from ..decoder._config import AbstractDecoderConfig
+from ..decoder._family import Family
 from . import _folder
+from ._config import with_end_tokens
 from ._folder import CONFIG, INDEX, WHOLE
 from ._shard import shardings
 
@@ -25,53 +28,54 @@ _SHOWN = 3  # names in an error
 
 def load(
     directory: Any,
-    build: Callable[[LlamaConfig], Any],
+    families: Mapping[str, Family],
     *,
     mesh: Any,
     dtype: Any,
     tensor: Any,
     progress: bool | Progress | None,
 ) -> Any:
-    """The model that `build` gives with abstract weights, with those of a folder.
+    """The decoder in a folder, of whichever of `families` its configuration names.
 
-    Everything is checked before a weight is read. Raises as `Llama.load`.
+    Everything is checked before the first weight is read. Raises as `Llama.load`.
     """
     folder = _folder.checked(directory)
     if not folder.is_dir():
         raise ValueError(f"directory: wanted a folder, got {folder}, which is none")
     if dtype is not None:
         dtype = check_floating_dtype("dtype", dtype)
-    config = with_ends(_folder.config(folder), folder)
+    config, family = _folder.config(folder, families)
+    config = with_end_tokens(config, folder)
     found = _stored(folder)
     _check_layers(config, found)
-    model = build(config)
+    model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
     names, leaves = named(model)
     stored = _matching(found, names, leaves, config, dtype)
     dtype = jax.dtypes.canonicalize_dtype(stored[0].dtype if dtype is None else dtype)
     if mesh is None:
         in_force = jax.sharding.get_mesh()
         mesh = None if in_force.empty else in_force
-    places = [None] * len(leaves) if mesh is None else shardings(model, mesh, tensor)
+    targets = [None] * len(leaves) if mesh is None else shardings(model, mesh, tensor)
     total, done, arrays = sum(leaf.size for leaf in leaves), 0, []
     with progress_of(f"reading {folder.name}", progress) as show:
-        for name, one, place in zip(names, stored, places, strict=True):
-            # one at a time: else the host has what is still on its way to the devices
-            arrays.append(jax.block_until_ready(_array(one, place, dtype)))
+        for name, source, target in zip(names, stored, targets, strict=True):
+            # one at a time, so that the host does not hold weights on their way to devices
+            arrays.append(jax.block_until_ready(_array(source, target, dtype)))
             done += arrays[-1].size
             show(done / total, name)
     return jax.tree.unflatten(jax.tree.structure(model), arrays)
 
 
-def _array(tensor: Tensor, place: Any, dtype: np.dtype) -> Array:
-    """A tensor on its devices, of which this process reads what its own have."""
-    if place is None:
+def _array(tensor: Tensor, sharding: Any, dtype: np.dtype) -> Array:
+    """A tensor on its devices; this process reads the parts that its own devices hold."""
+    if sharding is None:
         whole = tuple((0, size) for size in tensor.shape)
         return jax.device_put(safetensors.read(tensor, [whole], dtype)[whole])
-    indices = place.addressable_devices_indices_map(tensor.shape).values()
+    indices = sharding.addressable_devices_indices_map(tensor.shape).values()
     parts = {_part(index, tensor.shape) for index in indices}
     found = safetensors.read(tensor, parts, dtype)
     return jax.make_array_from_callback(
-        tensor.shape, place, lambda index: found[_part(index, tensor.shape)]
+        tensor.shape, sharding, lambda index: found[_part(index, tensor.shape)]
     )
 
 
@@ -80,7 +84,7 @@ def _part(index: Any, shape: tuple[int, ...]) -> Part:
 
 
 def named(model: Any) -> tuple[list[str], list[Any]]:
-    """The names that a checkpoint has for the weights of a Llama, and the weights. Raises nothing."""
+    """The weights of a decoder, and their names in a checkpoint."""
     names, leaves = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -90,7 +94,7 @@ def named(model: Any) -> tuple[list[str], list[Any]]:
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder by name; raises `ValueError` where they cannot be found."""
+    """The tensors in the files of a folder, by name; raises `ValueError`."""
     if (whole := _folder.inside(folder, WHOLE)).exists():
         return safetensors.header(whole).tensors
     if not _folder.inside(folder, INDEX).exists():
@@ -116,13 +120,13 @@ def _stored(folder: Path) -> dict[str, Tensor]:
     return {name: headers[file].tensors[name] for name, file in where.items()}
 
 
-def _check_layers(config: LlamaConfig, stored: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` for more layers than files have, before anything is made of them."""
+def _check_layers(config: AbstractDecoderConfig, stored: Mapping[str, Tensor]) -> None:
+    """Raises `ValueError` for more layers than the files have, before the model is built."""
     layers = {found[1] for name in stored if (found := _LAYER.match(name))}
     if config.num_hidden_layers > len(layers):
         raise ValueError(
-            f"num_hidden_layers: wanted at most the {len(layers)} layers of which the files have "
-            f"tensors, got {config.num_hidden_layers} in {CONFIG}"
+            f"num_hidden_layers: wanted at most the {len(layers)} layers whose tensors are in the "
+            f"files, got {config.num_hidden_layers} in {CONFIG}"
         )
 
 
@@ -130,10 +134,10 @@ def _matching(
     stored: Mapping[str, Tensor],
     names: list[str],
     leaves: list[Any],
-    config: LlamaConfig,
+    config: AbstractDecoderConfig,
     dtype: np.dtype | None,
 ) -> list[Tensor]:
-    """The tensors of these names, all checked; raises `ValueError` naming one that is not right."""
+    """The tensors of these names, all checked; raises `ValueError`, which names a wrong one."""
     unexpected = [name for name in stored if name not in names and not _ignored(name, config)]
     missing = [name for name in names if name not in stored]
     for what, found in (("all tensors of the model", missing), ("no other tensors", unexpected)):
@@ -163,8 +167,8 @@ def _matching(
     return [stored[name] for name in names]
 
 
-def _ignored(name: str, config: LlamaConfig) -> bool:
-    """Whether Hugging Face reads past it: old files have frequencies, tied ones a head."""
+def _ignored(name: str, config: AbstractDecoderConfig) -> bool:
+    """Whether Hugging Face ignores it: rotary frequencies, and the head of tied embeddings."""
     return name.endswith(".rotary_emb.inv_freq") or (
         config.tie_word_embeddings and name == "lm_head.weight"
     )

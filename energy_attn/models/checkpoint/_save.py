@@ -1,4 +1,4 @@
-"""A Llama written into a folder as Hugging Face's `config.json` and safetensors files, all at once."""
+"""Writes a decoder into a folder as Hugging Face's `config.json` and safetensors files, all at once."""
 
 import contextlib
 import itertools
@@ -20,18 +20,18 @@ from . import _folder
 from ._folder import CONFIG, INDEX, SAVE, WHOLE, unfinished
 from ._load import named
 
-# What a save writes under names of its own, and what older ones have left unfinished.
+# Files that a save writes under its own names, and unfinished files of older saves.
 _OURS = re.compile(
     rf"model-{files.IDENTITY}-\d{{5}}-of-\d{{5}}\.safetensors"
     rf"|(model(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?|config\.json)"
     rf"(\.{files.IDENTITY})?\.unfinished"
 )
-# What transformers writes: a reader would prefer an old file of one of these names.
+# Files of transformers: a reader would prefer an old file of one of these names.
 _THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def save(model: Any, directory: Any, max_shard_size: int) -> None:
-    """Writes a model into a folder, files of at most that many bytes; raises as `Llama.save`."""
+    """Writes a model into a folder, in files of at most so many bytes; raises as `Llama.save`."""
     folder = _folder.checked(directory)
     check_integer("max_shard_size", max_shard_size, 1)
     names, leaves = named(model)
@@ -48,13 +48,13 @@ def save(model: Any, directory: Any, max_shard_size: int) -> None:
             try:
                 if first:
                     for file, group in parts.items():
-                        place = unfinished(file, identity) if file == WHOLE else file
+                        target = unfinished(file, identity) if file == WHOLE else file
                         shapes = {name: (leaf.shape, leaf.dtype) for name, leaf in group.items()}
                         some = itertools.islice(arrays, len(group))
-                        safetensors.write(folder / place, about, shapes, some)
+                        safetensors.write(folder / target, about, shapes, some)
                     _write_texts(folder, model, parts, identity)
             finally:
-                # of several processes each has its part in bringing every weight together
+                # every process takes part in gathering every weight
                 for _ in arrays if jax.process_count() > 1 else ():
                     pass
         with files.together(folder):
@@ -64,7 +64,7 @@ def save(model: Any, directory: Any, max_shard_size: int) -> None:
 
 
 def _groups(leaves: dict[str, Array], most: int) -> list[dict[str, Array]]:
-    """The weights of each file, of at most so many bytes unless a single one has more."""
+    """The weights of each file: at most so many bytes, unless one weight has more."""
     groups: list[dict[str, Array]] = [{}]
     size = 0
     for name, leaf in leaves.items():
@@ -86,11 +86,11 @@ def _numbered(groups: list[dict[str, Array]], identity: str) -> dict[str, dict[s
 def _write_texts(
     folder: Path, model: Any, parts: dict[str, dict[str, Array]], identity: str
 ) -> None:
-    """The configuration, and the index where there are several files; both wait for their place."""
+    """Writes the configuration, and the index of several files, under their waiting names."""
     where = {name: file for file, group in parts.items() for name in group}
     leaves = [leaf for group in parts.values() for leaf in group.values()]
-    said = {**model.config.to_json(), "torch_dtype": leaves[0].dtype.name, SAVE: identity}
-    texts: dict[str, Any] = {CONFIG: said}
+    entries = {**model.config.to_json(), "torch_dtype": leaves[0].dtype.name, SAVE: identity}
+    texts: dict[str, Any] = {CONFIG: entries}
     if len(parts) > 1:
         total = sum(leaf.nbytes for leaf in leaves)
         texts[INDEX] = {"metadata": {"total_size": total, SAVE: identity}, "weight_map": where}
@@ -101,8 +101,8 @@ def _write_texts(
 
 
 def _place(folder: Path, weights: str, identity: str) -> None:
-    """From here on a reader finds the new weights, and their configuration."""
-    # an index changes nothing as long as the one file is there, which readers prefer
+    """Replaces the old weights, then the old configuration."""
+    # readers prefer the one file, so an index has no effect as long as that exists
     single = folder / WHOLE
     hidden = weights == INDEX and single.exists()
     try:
@@ -119,7 +119,7 @@ def _place(folder: Path, weights: str, identity: str) -> None:
 
 
 def _host(leaf: Array) -> np.ndarray:
-    """A weight on the host, from all devices that have a part of it. Raises nothing."""
-    # in an array of its own, as an array keeps the copy that it was once asked for
+    """A weight on the host, gathered from all its devices."""
+    # through a new array, as a JAX array keeps the copy on the host once it was asked for it
     parts = [shard.data for shard in leaf.addressable_shards]
     return fetch(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))

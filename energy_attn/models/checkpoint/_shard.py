@@ -1,6 +1,6 @@
-"""Where the weights of a Llama lie on a mesh."""
+"""Where the weights of a decoder lie on a mesh."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -8,22 +8,73 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.kernels.internal import received
 
-from ..llama._config import LlamaConfig
+from ..decoder._config import AbstractDecoderConfig
+from ..decoder._decoder import AbstractDecoder
 
-# What each device has a part of: the outputs of these maps, and the inputs of those behind them,
-# so that one sum over the devices ends attention, and one the MLP.
+Decoder = TypeVar("Decoder", bound=AbstractDecoder)
+
+# Each device has a part of the outputs of these maps, and of the inputs of the maps behind them, so
+# that one sum over the devices ends attention, and one the MLP.
 _OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _INPUTS = ("o_proj", "down_proj")
-# Rows, a token's each: the logits come in parts. Split the other way each device would have
-# partial sums of all of them, the largest array that there is.
+# Split by rows, one for each token, so that each device has some of the logits. Split by columns, it
+# would have partial sums of all logits, the largest array of all.
 _VOCABULARY = ("embed_tokens", "lm_head")
 
 
-def shardings(model: Any, mesh: Any, tensor: Any) -> list[NamedSharding]:
-    """The sharding of each leaf of a Llama, whose leaves may be abstract.
+def shard(model: Decoder, mesh: Mesh, *, tensor: str = "tensor") -> Decoder:
+    """A decoder on a mesh: heads, the width inside the MLP and the vocabulary split, the rest replicated.
 
-    Raises as `shard`.
+    Weights are replicated over all other axes than `tensor`: a cache is sharded over those. The
+    vocabulary stays whole where the axis does not divide it. XLA adds the communication: one sum over
+    the axis behind attention, and one behind the MLP. `heads` of
+    [`SequenceParallel`][energy_attn.distributed.SequenceParallel] keeps the heads split inside attention
+    and in a cache, as below; XLA alone may gather them.
+
+    Args:
+        model: its arrays may be abstract, as `eqx.filter_eval_shape` returns them.
+        mesh: all of its devices get weights.
+        tensor: the axis that weights are split over; without it, every device gets all weights.
+
+    Returns:
+        The model with its arrays on the mesh. Abstract arrays get the sharding, so that a program can
+        be compiled before there are weights.
+
+    Raises:
+        TypeError: `model` is not an `AbstractDecoder`, `mesh` not a mesh, or `tensor` not a name.
+        ValueError: the axis does not divide the heads or the width, or is explicit.
+
+    Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
+
+    Examples:
+        >>> import jax
+        >>> from energy_attn.distributed import SequenceParallel, make_mesh
+        >>> from energy_attn.models import Llama, LlamaConfig, shard
+        >>> mesh = make_mesh((jax.device_count() // 2, 2), ("sequence", "tensor"))
+        >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = shard(Llama(config, key=jax.random.key(0)), mesh)
+        >>> tuple(model.layers[0].mlp.down_proj.weight.sharding.spec)
+        (None, 'tensor')
+        >>> with jax.set_mesh(mesh):
+        ...     parallel = SequenceParallel("sequence", heads="tensor")
+        ...     cache = model.empty_cache(batch=1, slots=16, parallel=parallel)
+        >>> cache.parallel.heads
+        ('tensor',)
     """
+    if not isinstance(model, AbstractDecoder):
+        raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
+
+    def place(leaf: Any, sharding: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.device_put(leaf, sharding)
+
+    leaves, tree = jax.tree.flatten(model)
+    return jax.tree.unflatten(tree, list(map(place, leaves, shardings(model, mesh, tensor))))
+
+
+def shardings(model: Any, mesh: Any, tensor: Any) -> list[NamedSharding]:
+    """The sharding of each leaf of a decoder, whose leaves may be abstract; raises as `shard`."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh: wanted a jax.sharding.Mesh, got {received(mesh)}")
     if not isinstance(tensor, str):
@@ -45,7 +96,7 @@ def shardings(model: Any, mesh: Any, tensor: Any) -> list[NamedSharding]:
     return [NamedSharding(mesh, spec(path, leaf)) for path, leaf in leaves]
 
 
-def _check(config: LlamaConfig, mesh: Mesh, tensor: str, size: int) -> None:
+def _check(config: AbstractDecoderConfig, mesh: Mesh, tensor: str, size: int) -> None:
     if size == 1:
         return
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

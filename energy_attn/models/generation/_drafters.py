@@ -1,4 +1,4 @@
-"""What guesses the next tokens cheaply, for a model to verify in one pass."""
+"""Drafters: cheap guesses of the next tokens, which a model verifies in one pass."""
 
 import abc
 from typing import Any
@@ -12,18 +12,18 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import check_integer, received
 
 from ...prefix_tree import PrefixTree, grow, pack, tree_from_parents
-from ..llama._llama import Llama
-from ._cache import LlamaCache
-from ._continue import read_chunks, read_on
+from ..decoder._cache import LlamaCache
+from ..decoder._decoder import AbstractDecoder
+from ..decoder._read import read_chunks, read_on
 
 _CHUNK = 1024  # of a prompt, read at a time
 
 
 class AbstractDrafter(eqx.Module):
-    """Drafts trees of candidates behind a text; what they hold never changes what is generated.
+    """Drafts trees of candidate tokens behind a text; drafts never change the generated text.
 
-    `depth` is the most nodes on a path, the root among them, which is the last token known.
-    Methods run inside the compiled loop of [`generate`][energy_attn.models.generate].
+    `depth` is the largest number of nodes on a path, including the root, which is the last known
+    token. The methods run inside the compiled loop of [`generate`][energy_attn.models.generate].
 
     Examples:
         >>> import jax.numpy as jnp
@@ -51,43 +51,43 @@ class AbstractDrafter(eqx.Module):
         slots: int,
         parallel: SequenceParallel | None,
     ) -> Any:
-        """What the drafter keeps while it goes on from prompts, in arrays of fixed shapes.
+        """The state that the drafter carries from draft to draft, in arrays of fixed shapes.
 
         Args:
             tokens: the prompts.
-            lengths: how many of the tokens each row really has, in front.
-            slots: the most tokens that a row will ever have.
-            parallel: the mesh axes that a cache is to be spread over.
+            lengths: the number of tokens that each row really has, in front.
+            slots: the largest number of tokens that a row will ever have.
+            parallel: the mesh axes to shard a cache over.
         """
 
     @abc.abstractmethod
     def draft(
         self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: Any
     ) -> tuple[PrefixTree, Any]:
-        """A tree whose only root is the last token of each row, and what to keep.
+        """A tree whose only root is the last token of each row, and the new state.
 
         Args:
-            text: the tokens known, prompt and generated.
-            lengths: how many each row has; up to `depth` more than at the draft before.
-            state: what is kept.
+            text: the known tokens, prompt and generated.
+            lengths: the number of known tokens in each row; up to `depth` more than at the last draft.
+            state: from `start` or the last draft.
         """
 
 
 class PromptLookup(AbstractDrafter):
-    """Drafts what followed the last tokens when they came before: no second model, no weights.
+    """Drafts what followed earlier occurrences of the last tokens: no second model, no weights.
 
-    The latest places where the longest ending of the text, of `ngram` tokens at most, occurred
-    before each give a candidate.
+    Looks for the longest ending of the text, of at most `ngram` tokens, that occurred before; each of
+    its latest occurrences gives a candidate.
 
     Args:
-        ngram: the most tokens that are compared.
-        candidates: the number of places.
-        length: tokens drafted for each.
+        ngram: the largest number of tokens to compare.
+        candidates: the number of occurrences to draft from.
+        length: tokens drafted from each.
         capacity: nodes of the tree; None: room for all.
 
     Raises:
-        TypeError: a size that is no integer.
-        ValueError: a size below one.
+        TypeError: a size is not an integer.
+        ValueError: a size is below one.
 
     Source: prompt lookup decoding, as LLMA (arXiv 2304.04487) copies spans from references.
 
@@ -96,7 +96,7 @@ class PromptLookup(AbstractDrafter):
         >>> from energy_attn.models import PromptLookup
         >>> text = jnp.array([[1, 2, 3, 4, 1, 2, 0, 0]], jnp.int32)
         >>> tree, _ = PromptLookup(candidates=1, length=3).draft(text, jnp.array([6]), None)
-        >>> tree.tokens.tolist()  # the last token known, and what came after 1, 2
+        >>> tree.tokens.tolist()  # the last known token, and what followed 1, 2
         [[2, 3, 4, 1]]
     """
 
@@ -121,15 +121,15 @@ class PromptLookup(AbstractDrafter):
         slots: int,
         parallel: SequenceParallel | None,
     ) -> None:
-        """Nothing is kept but the text."""
+        """None: the text is all that it needs."""
 
     def draft(
         self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: Any
     ) -> tuple[PrefixTree, Any]:
-        """What followed the same tokens before."""
+        """The tokens behind earlier occurrences of the last ones."""
         slots = text.shape[1]
         each = jnp.arange(slots, dtype=jnp.int32)[None]
-        # same[e]: how many tokens before place e, going back, equal those before the text's end
+        # same[e]: how many tokens before position e equal those before the end of the text
         same = jnp.zeros(text.shape, jnp.int32)
         equal = jnp.ones(text.shape, bool)
         for back in range(1, min(self.ngram, slots) + 1):
@@ -137,32 +137,32 @@ class PromptLookup(AbstractDrafter):
             equal &= (jnp.roll(text, back, 1) == wanted) & (each >= back)
             same += equal.astype(jnp.int32)
         here = (each < lengths[:, None]) & (same > 0)
-        # the longest ending first, then the latest place
+        # the longest ending first, then the latest occurrence
         found = jnp.where(here, same * slots + each, -1)
         score, _ = lax.top_k(found, min(self.candidates, slots))
-        place = jnp.where(score >= 0, score % slots, lengths[:, None])
-        follows = place[:, :, None] + jnp.arange(self.depth - 1, dtype=jnp.int32)[None, None]
+        start = jnp.where(score >= 0, score % slots, lengths[:, None])
+        follows = start[:, :, None] + jnp.arange(self.depth - 1, dtype=jnp.int32)[None, None]
         drafted = _at(text, follows.reshape(len(text), -1)).reshape(follows.shape)
         last = last_of(text, lengths)[:, :, None]
-        beam = jnp.concatenate([jnp.broadcast_to(last, (*place.shape, 1)), drafted], 2)
-        counts = 1 + jnp.clip(lengths[:, None] - place, 0, self.depth - 1)
+        beam = jnp.concatenate([jnp.broadcast_to(last, (*start.shape, 1)), drafted], 2)
+        counts = 1 + jnp.clip(lengths[:, None] - start, 0, self.depth - 1)
         return pack(beam, capacity=self.capacity, lengths=counts), state
 
 
 class ModelDrafter(AbstractDrafter):
-    """Drafts with a smaller model: its likeliest continuations, as a tree.
+    """Drafts the likeliest continuations by a smaller model, as a tree.
 
-    The tree grows level by level: each time the small model reads it, the continuations of the
-    highest joint probability are added.
+    The tree grows level by level: each time the small model reads it, the continuations of highest
+    joint probability are added.
 
     Args:
-        model: it shares the vocabulary of the model that verifies.
-        length: the most tokens ahead, and how many times the small model reads the tree.
-        nodes: of the tree, the root among them.
+        model: a decoder with the vocabulary of the model that verifies.
+        length: the largest number of tokens ahead, and how often the small model reads the tree.
+        nodes: of the tree, including the root.
 
     Raises:
-        TypeError: `model` is no `Llama`, or a size no integer.
-        ValueError: a size below one, or fewer nodes than `length` and the root.
+        TypeError: `model` is not an `AbstractDecoder`, or a size not an integer.
+        ValueError: a size is below one, or there are fewer nodes than `length` and the root.
 
     Source: Leviathan et al. (arXiv 2211.17192); trees by joint probability as in EAGLE-2
     (arXiv 2406.16858).
@@ -175,13 +175,13 @@ class ModelDrafter(AbstractDrafter):
         4
     """
 
-    model: Llama
+    model: AbstractDecoder
     nodes: int = eqx.field(static=True)
     depth: int = eqx.field(static=True)
 
-    def __init__(self, model: Llama, length: int = 4, nodes: int = 16):
-        if not isinstance(model, Llama):
-            raise TypeError(f"model: wanted a Llama, got {received(model)}")
+    def __init__(self, model: AbstractDecoder, length: int = 4, nodes: int = 16):
+        if not isinstance(model, AbstractDecoder):
+            raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
         self.model = model
         self.depth = check_integer("length", length, 1) + 1
         self.nodes = check_integer("nodes", nodes, self.depth)
@@ -193,15 +193,15 @@ class ModelDrafter(AbstractDrafter):
         slots: int,
         parallel: SequenceParallel | None,
     ) -> LlamaCache:
-        """The small model's cache, with the prompts read."""
+        """The cache of the small model, with the prompts."""
         cache = self.model.empty_cache(len(tokens), slots, parallel=parallel)
         return read_chunks(self.model, tokens, cache, lengths, _CHUNK)[1]
 
     def draft(
         self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: LlamaCache
     ) -> tuple[PrefixTree, LlamaCache]:
-        """The likeliest continuations."""
-        # the cache lags behind the last token, the root, by what was accepted since
+        """The likeliest continuations of each row."""
+        # the cache lacks the tokens accepted since the last draft; the last token is the root
         behind = lengths - 1 - state.lengths
         each = state.lengths[:, None] + jnp.arange(self.depth, dtype=jnp.int32)[None]
         _, state, _ = read_on(self.model, _at(text, each), state, behind)
@@ -217,10 +217,10 @@ class ModelDrafter(AbstractDrafter):
 
 
 def last_of(text: Array, lengths: Array) -> Array:
-    """The last of the first `lengths` tokens of each row, `[B, 1]`. Raises nothing."""
+    """The last of the first `lengths` tokens of each row, `[B, 1]`."""
     return _at(text, lengths[:, None] - 1)
 
 
-def _at(text: Array, places: Array) -> Array:
-    """`text[b, places[b]]`, from its ends where a place lies outside. Raises nothing."""
-    return jnp.take_along_axis(text, jnp.clip(places, 0, text.shape[1] - 1), axis=1)
+def _at(text: Array, index: Array) -> Array:
+    """`text[b, index[b]]`, with indices clipped to the text."""
+    return jnp.take_along_axis(text, jnp.clip(index, 0, text.shape[1] - 1), axis=1)

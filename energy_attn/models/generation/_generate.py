@@ -1,4 +1,4 @@
-"""Text from a decoder: the whole loop one compiled program, with or without a drafter."""
+"""Text from a decoder: the loop over tokens is one compiled program, with or without a drafter."""
 
 import functools
 import warnings
@@ -22,26 +22,26 @@ from energy_attn.kernels.internal import (
 )
 
 from ...core._citation import cite
+from ...core._progress import Progress
 from ...prefix_tree._sampling import check_sampling
-from ...prefix_tree._tree import is_known
-from .._progress import Progress
-from ..llama._config import LlamaConfig
-from ..llama._llama import Llama, check_tokens
-from ..llama._rope import LinearRope
+from ...prefix_tree._tree import is_concrete
+from ..decoder._config import AbstractDecoderConfig
+from ..decoder._decoder import AbstractDecoder
+from ..decoder._read import check_tokens
 from ._drafters import AbstractDrafter
 from ._loop import Sampling, begin, run
 from ._stream import listening
 
 
 class Generation(NamedTuple):
-    """What was generated, and what it took.
+    """The generated tokens, and the number of passes.
 
     Attributes:
-        tokens: `[B, max_new_tokens]` int32; -1 behind each row's end.
-        lengths: `[B]`, the tokens generated; a token that ends a row is its last.
-        passes: `[B]`, how often the model read tokens to verify; the prompt is not counted.
-        drafted: `[B]`, the nodes drafted in these passes, roots not counted.
-        accepted: `[B]`, how many of them are part of the text.
+        tokens: `[B, max_new_tokens]` int32; -1 behind the end of each row.
+        lengths: `[B]`, the number of generated tokens; a token that ends a row is its last.
+        passes: `[B]`, how often the model read tokens, without the prompt.
+        drafted: `[B]`, the nodes drafted in these passes, without roots.
+        accepted: `[B]`, the number of drafted nodes that are part of the text.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -59,7 +59,7 @@ class Generation(NamedTuple):
 
     @property
     def tokens_per_pass(self) -> Float[Array, ""]:
-        """Tokens for each time that the model read: 1 without a drafter. Raises nothing.
+        """Tokens per pass of the model: 1 without a drafter.
 
         The first token of each row, which the prompt gives, is not counted.
         """
@@ -67,12 +67,12 @@ class Generation(NamedTuple):
 
     @property
     def acceptance_rate(self) -> Float[Array, ""]:
-        """The share of the drafted nodes that was accepted; 0 where there was none. Raises nothing."""
+        """The share of drafted nodes that were accepted; 0 if none was drafted."""
         return self.accepted.sum() / jnp.maximum(self.drafted.sum(), 1)
 
 
 def generate(
-    model: Llama,
+    model: AbstractDecoder,
     tokens: Int[Array, "B T"] | Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -90,53 +90,53 @@ def generate(
 ) -> Generation:
     r"""Continues prompts.
 
-    The loop over tokens is one compiled program. With a drafter each pass of the model verifies a
-    tree of candidates over the cache, and several tokens may come of it. The text is the same: that
-    of greedy decoding at temperature 0, else one of the law
-    $\mathrm{softmax}(\mathrm{logits} / \mathrm{temperature})$, cut to `top_k` and `top_p`. The draw
-    after position $n$ depends on `key`, the row and $n$ alone, so that one key gives one text, on
-    any mesh and with any drafter, but for rounding.
+    The loop over tokens is one compiled program. With a drafter, each pass of the model verifies a
+    tree of candidates over the cache and may accept several tokens. A drafter does not change the
+    text: at temperature 0 it is that of greedy decoding; else tokens have the distribution
+    $\mathrm{softmax}(\mathrm{logits} / \mathrm{temperature})$, restricted by `top_k` and `top_p`. The
+    draw after position $n$ depends on `key`, the row and $n$ alone, so that one key gives one text on
+    any mesh and with any drafter, up to rounding.
 
     Args:
         model: the decoder.
         tokens: the prompts: `[B, T]` integers, or a list of sequences of different lengths.
-        max_new_tokens: how many tokens each row gets at most.
-        lengths: `[B]`, how many of an array's tokens each row really has, in front; at least one.
-        parallel: the axes of the mesh in force to spread the cache over.
-        temperature: 0, a number, chooses the likeliest token; an array is above 0.
-        top_k: draw from that many likeliest tokens; None: from all.
-        top_p: draw from the likeliest tokens that have this probability together; None: from all.
-        eos_token_id: a token that ends a row, or several, an array too; None: those of
-            `model.config`, which [`Llama.load`][energy_attn.models.Llama.load] has from
-            generation_config.json, or config.json; `()`: none.
-        key: of the draws; needed where `temperature` is not 0.
-        drafter: what guesses ahead, [`PromptLookup`][energy_attn.models.PromptLookup] or
-            [`ModelDrafter`][energy_attn.models.ModelDrafter]; None: a token at a time.
-        stream: is called with the tokens that follow, an int32 array `[B, n]`, as soon as they are
-            known, in order; -1 where a row has none or ends. An exception that it raises ends the
+        max_new_tokens: the largest number of tokens for each row.
+        lengths: `[B]`, the number of tokens that each row of an array really has, in front; at least
+            one.
+        parallel: the axes of the mesh in force to shard the cache over.
+        temperature: the number 0 chooses the likeliest token; an array is above 0.
+        top_k: draw from this number of likeliest tokens; None: from all.
+        top_p: draw from the likeliest tokens whose probabilities add up to this; None: from all.
+        eos_token_id: a token that ends a row, or a sequence or array of several; None: those of
+            `model.config`, which [`Llama.load`][energy_attn.models.Llama.load] reads from
+            generation_config.json or config.json; `()`: none.
+        key: of the draws; required unless `temperature` is 0.
+        drafter: guesses ahead: [`PromptLookup`][energy_attn.models.PromptLookup],
+            [`ModelDrafter`][energy_attn.models.ModelDrafter], or your own; None: a token at a time.
+        stream: called with the next tokens, an int32 array `[B, n]`, as soon as they are known, in
+            order; -1 where a row has none or has ended. An exception that it raises ends the
             generation, and is raised.
-        progress: whether to show on standard error how far the prompts have been read; None: where
-            that is a terminal; a function: called instead with the share that is read and a note.
-        chunk_size: tokens of the prompts that are read at a time, at least; where the cache is
-            spread over devices, each reads its share of them.
+        progress: whether to show on standard error how much of the prompts has been read; None: if
+            that is a terminal; a function: called instead with the share read and a note.
+        chunk_size: tokens of the prompts read at a time; where the cache is sharded over devices, each
+            reads its share of them.
 
     Warns:
         UserWarning: `top_k` or `top_p` at temperature 0, where nothing is drawn; prompts that end,
             with the new tokens, beyond the context that the model is meant for.
 
     Returns:
-        The tokens, and how many passes they took. Under `jax.jit`, where that cannot be refused, a
-        row whose prompt has a token outside the vocabulary, or no length from 1 to `T`, gets none.
+        The tokens, and the number of passes. Under `jax.jit`, where bad values cannot be refused, a row
+        whose prompt has a token outside the vocabulary, or a length not from 1 to `T`, gets no tokens.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: no prompt or an empty one, tokens outside the vocabulary, sizes below one, a
             temperature without a key, `stream` or `progress` inside `jax.jit`, a tree of another
-            batch by a drafter, or the mesh, as for
-            [`KVCache`][energy_attn.distributed.KVCache].
+            batch by a drafter, or a mesh that [`KVCache`][energy_attn.distributed.KVCache] refuses.
 
-    Source: Leviathan et al. (arXiv 2211.17192) and SpecInfer (arXiv 2305.09781), whose output law
-    is the model's; the cache and its reduction: Tree Attention (arXiv 2408.04093), section 5.
+    Source: Leviathan et al. (arXiv 2211.17192) and SpecInfer (arXiv 2305.09781), whose output has the
+    distribution of the model; the cache and its reduction: Tree Attention (arXiv 2408.04093), section 5.
 
     Examples:
         >>> import jax
@@ -147,8 +147,8 @@ def generate(
         >>> found.tokens.shape, found.lengths.tolist()
         ((2, 5), [5, 5])
     """
-    if not isinstance(model, Llama):
-        raise TypeError(f"model: wanted a Llama, got {received(model)}")
+    if not isinstance(model, AbstractDecoder):
+        raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
     if drafter is not None and not isinstance(drafter, AbstractDrafter):
         raise TypeError(f"drafter: wanted None or an AbstractDrafter, got {received(drafter)}")
     if drafter is not None:
@@ -175,10 +175,10 @@ def generate(
 
 
 def prompts(tokens: Any, lengths: Any, vocab: int, name: str = "lengths") -> tuple[Array, Array]:
-    """Prompts as `[B, T]` int32, padded behind, and the tokens that each has, said in `name`.
+    """Prompts as `[B, T]` int32, padded behind, and their lengths; `name` is that of the argument.
 
-    Raises `TypeError` for no integers; `ValueError` for no prompt or an empty one and, where values
-    are known, for a token outside the vocabulary.
+    Raises `TypeError` for other types than integers; `ValueError` for no prompt or an empty one and,
+    where values are known, for a token outside the vocabulary.
     """
     if isinstance(tokens, (list, tuple)):
         if lengths is not None:
@@ -188,15 +188,15 @@ def prompts(tokens: Any, lengths: Any, vocab: int, name: str = "lengths") -> tup
     if batch < 1 or time < 1:
         raise ValueError(f"tokens: wanted at least one prompt of one token, got {received(tokens)}")
     counts = check_counts(lengths, batch, time, name)
-    if is_known(counts) and (np.asarray(counts) < 1).any():
+    if is_concrete(counts) and (np.asarray(counts) < 1).any():
         raise ValueError(f"{name}: wanted at least 1, got {np.asarray(counts).tolist()}")
     check_vocabulary("tokens", tokens, counts, vocab)
     return jnp.asarray(tokens).astype(jnp.int32), counts
 
 
 def check_vocabulary(name: str, tokens: Any, counts: Any, vocab: int) -> None:
-    """Raises `ValueError` where one of the first `counts` of `tokens` is known to be none of `vocab`."""
-    if is_known(tokens) and is_known(counts):
+    """Raises `ValueError` if one of the first `counts` of `tokens` is known to be outside `vocab`."""
+    if is_concrete(tokens) and is_concrete(counts):
         tokens = np.asarray(tokens)
         there = np.arange(tokens.shape[-1]) < np.asarray(counts)[..., None]
         outside = tokens[there & ((tokens < 0) | (tokens >= vocab))]
@@ -219,12 +219,14 @@ def _padded(rows: Any) -> tuple[Any, Any]:
             )
     counts = np.array([len(row) for row in found], np.int32)
     padded = np.zeros((len(found), counts.max(initial=0)), np.int64)
-    for place, row in zip(padded, found, strict=True):
-        place[: len(row)] = row
+    for into, row in zip(padded, found, strict=True):
+        into[: len(row)] = row
     return padded, counts
 
 
-def _sampling(model: Llama, temperature: Any, top_k: Any, top_p: Any, key: Any) -> Sampling:
+def _sampling(
+    model: AbstractDecoder, temperature: Any, top_k: Any, top_p: Any, key: Any
+) -> Sampling:
     number = isinstance(temperature, (int, float, np.number)) and not isinstance(temperature, bool)
     greedy = number and temperature == 0
     temperature, top_k, top_p = check_sampling(1.0 if greedy else temperature, top_k, top_p)
@@ -242,12 +244,10 @@ def _sampling(model: Llama, temperature: Any, top_k: Any, top_p: Any, key: Any) 
     return Sampling(key, jnp.asarray(temperature, jnp.float32), top_p, most)
 
 
-def _warn_beyond(config: LlamaConfig, lengths: Any, more: int) -> None:
-    """Warns where a row is known to end behind the positions that a model has been trained on."""
-    context = config.max_position_embeddings
-    if isinstance(config.rope_scaling, LinearRope):  # by convention it leaves that number as it was
-        context = int(context * config.rope_scaling.factor)
-    if is_known(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
+def _warn_beyond(config: AbstractDecoderConfig, lengths: Any, more: int) -> None:
+    """Warns where a row is known to end beyond the context that the model is meant for."""
+    context = config.context_length
+    if is_concrete(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
         _warn(
             f"tokens: wanted prompts that end with max_new_tokens within the {context} positions of "
             f"the model (max_position_embeddings), got up to {last}; what is written beyond may be "

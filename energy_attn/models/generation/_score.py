@@ -13,15 +13,15 @@ from energy_attn.kernels.internal import check_integer, check_shape, received
 
 from ...prefix_tree import pack, unpack
 from ...prefix_tree._pack import check_beam
-from ...prefix_tree._tree import take
-from ..llama._llama import Llama
-from ._cache import LlamaCache
-from ._continue import read_chunks
+from ...prefix_tree._tree import gather_slots
+from ..decoder._cache import LlamaCache
+from ..decoder._decoder import AbstractDecoder
+from ..decoder._read import read_chunks
 from ._generate import check_vocabulary, prompts
 
 
 def score_continuations(
-    model: Llama,
+    model: AbstractDecoder,
     tokens: Int[Array, "B T"] | Sequence[Sequence[int]],
     continuations: Int[Array, "B M C"],
     *,
@@ -34,28 +34,29 @@ def score_continuations(
 
     $$\log P(y_{m,c} \mid x, y_{m,<c})$$
 
-    The prompt is read once, and so is each beginning that continuations share: they are verified as
-    a prefix tree, in one pass over the cache. Equal to scoring them one by one, but for rounding.
+    The prompt is read once, and so is each prefix that continuations share: they form a prefix tree,
+    which one pass over the cache reads. The result equals that of scoring them one by one, up to
+    rounding.
 
     Args:
         model: the decoder.
         tokens: the prompts: `[B, T]` integers, or a list of sequences of different lengths.
         continuations: `[B, M, C]` integers.
-        prompt_lengths: `[B]`, how many of an array's tokens each prompt has, in front.
-        lengths: `[B, M]`, how many tokens each continuation has, in front; None means `C`.
-        parallel: the axes of the mesh in force to spread the context's cache over.
-        chunk_size: tokens of the prompts that are read at a time.
+        prompt_lengths: `[B]`, the number of tokens of each prompt in an array, in front.
+        lengths: `[B, M]`, the number of tokens of each continuation, in front; None means `C`.
+        parallel: the axes of the mesh in force to shard the cache of the context over.
+        chunk_size: tokens of the prompts read at a time.
 
     Returns:
-        `[B, M, C]`, float32, or float64 where the weights are; 0 behind a continuation's end, so
-        that the sum over `C` is the continuation's log-probability. Under `jax.jit`, where that
-        cannot be refused, NaN from a token on that is outside the vocabulary, and for a prompt
-        without a length from 1 to `T`.
+        `[B, M, C]`, float32, or float64 where the weights are; 0 behind the end of a continuation, so
+        that the sum over `C` is its log-probability. Under `jax.jit`, where bad values cannot be
+        refused, NaN from the first token outside the vocabulary on, and for a prompt whose length is
+        not from 1 to `T`.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: shapes that do not fit, an empty prompt, tokens outside the vocabulary, lengths
-            out of range, or the mesh.
+            out of range, or a mesh that does not fit.
 
     Source: the chain rule; one pass over shared prefixes as in SpecInfer (arXiv 2305.09781).
 
@@ -69,8 +70,8 @@ def score_continuations(
         >>> found.shape, bool(found[0, 0, 0] == found[0, 1, 0]), float(found[0, 2, 1])
         ((1, 3, 2), True, 0.0)
     """
-    if not isinstance(model, Llama):
-        raise TypeError(f"model: wanted a Llama, got {received(model)}")
+    if not isinstance(model, AbstractDecoder):
+        raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
     check_integer("chunk_size", chunk_size, 1)
     vocab = model.config.vocab_size
     tokens, before = prompts(tokens, prompt_lengths, vocab, "prompt_lengths")
@@ -83,7 +84,7 @@ def score_continuations(
 
 @functools.partial(jax.jit, static_argnums=6)
 def _score(
-    model: Llama,
+    model: AbstractDecoder,
     tokens: Array,
     before: Array,
     beam: Array,
@@ -91,15 +92,15 @@ def _score(
     cache: LlamaCache,
     chunk_size: int,
 ) -> Array:
-    # the prompt's last token is the root, whose logits are those of the continuations' first ones
+    # the last token of the prompt is the root: its logits are for the first tokens
     _, cache = read_chunks(model, tokens, cache, before - 1, chunk_size)
     root = jnp.take_along_axis(tokens, before[:, None] - 1, axis=1)[:, :, None]
     root = jnp.broadcast_to(root, (*beam.shape[:2], 1))
     tree = pack(jnp.concatenate([root, beam], 2), lengths=counts + 1)
-    # what is outside the vocabulary must not be read as NaN, which other branches would see
+    # a token outside the vocabulary is read as NaN, which other branches would see
     inside = jnp.clip(tree.tokens, 0, model.config.vocab_size - 1)
     logits: Any = model.read_tree(tree._replace(tokens=inside), cache).logits
-    above = take(jax.nn.log_softmax(logits), tree.parent)
+    above = gather_slots(jax.nn.log_softmax(logits), tree.parent)
     each = jnp.take_along_axis(above, inside[:, :, None], axis=2)[:, :, 0]
     wrong = (tree.mask & (inside != tree.tokens)[:, None]).any(-1)
     wrong |= ((before < 1) | (before > tokens.shape[1]))[:, None]

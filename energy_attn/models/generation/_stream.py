@@ -1,4 +1,4 @@
-"""What a compiled loop tells the host while it runs: how far it has read, and tokens as they come."""
+"""Messages from a running compiled loop to the host: how far it has read, and new tokens."""
 
 import contextlib
 import itertools
@@ -14,16 +14,16 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import received
 
-from .._progress import Progress, progress_of
+from ...core._progress import Progress, progress_of
 
-# Compiled programs call the functions below and say whom they mean by a number, so that a program is
-# not compiled again when another listens. Who listens stands here while it does.
+# Compiled programs call the functions below with the number of a listener, so that another listener
+# does not compile the program again. Listeners are registered here while they listen.
 _LISTENERS: dict[int, "_Listener"] = {}
 _NUMBERS = itertools.count()
 
 
 class _Listener:
-    """Hands on what it is told; an error in doing so is kept, and ends the loop."""
+    """Passes messages on; keeps an error that this raises, which ends the loop."""
 
     error: BaseException | None
 
@@ -33,13 +33,13 @@ class _Listener:
         self._read = 0
 
     def read(self, number: int) -> None:
-        """So many more tokens of the prompts were read."""
+        """`number` more tokens of the prompts were read."""
         self._read += number
         note = f"{self._read:,} of {self._total:,} tokens"
         self._tell(self._show, self._read / self._total, note)
 
     def wrote(self, tokens: np.ndarray) -> bool:
-        """These follow, -1 where a row has none; whether to go on."""
+        """These tokens follow, -1 where a row has none; returns whether to go on."""
         if self._stream is not None:
             self._tell(self._stream, tokens)
         return self.error is None
@@ -48,7 +48,7 @@ class _Listener:
         if self.error is None:
             try:
                 receiver(*told)
-            except BaseException as error:  # of whatever kind: it must not be lost in the runtime
+            except BaseException as error:  # of any kind: the runtime would lose it
                 self.error = error
 
 
@@ -56,10 +56,10 @@ class _Listener:
 def listening(
     stream: Callable[[np.ndarray], Any] | None, progress: bool | Progress | None, total: int
 ) -> Iterator[Array | None]:
-    """Gives the number to say to `tell_read` and `tell_wrote`; None where nobody listens.
+    """The number of a listener, for `tell_read` and `tell_wrote`; None where nobody listens.
 
-    On leaving everything has been told. Raises then what was raised on being told; at once
-    `ValueError` where a program is traced, and `TypeError` for another `progress` than there is.
+    On exit, waits for all messages and raises the error of `stream` or `progress`. Raises `ValueError`
+    inside of a traced program, and `TypeError` for a wrong `progress`.
     """
     if stream is None and progress is False:
         yield None
@@ -81,13 +81,13 @@ def listening(
 
 
 def tell_read(watch: Array | None, number: int) -> None:
-    """Says that so many more tokens of the prompts were read. Inside `jax.jit`; raises nothing."""
+    """Reports that `number` more tokens of the prompts were read; for use inside `jax.jit`."""
     if watch is not None:
         io_callback(_read, None, watch, number, ordered=True)
 
 
 def tell_wrote(watch: Array | None, tokens: Array) -> Array | bool:
-    """Says which tokens follow; whether to go on. Inside `jax.jit`; raises nothing."""
+    """Reports the next tokens, and returns whether to go on; for use inside `jax.jit`."""
     if watch is None:
         return True
     return io_callback(_wrote, jax.ShapeDtypeStruct((), bool), watch, tokens, ordered=True)

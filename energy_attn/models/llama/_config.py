@@ -1,16 +1,15 @@
-"""The sizes and constants of a Llama decoder, and the `config.json` that says them."""
+"""The sizes and constants of a Llama decoder, and the `config.json` that holds them."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from energy_attn.distributed.internal import check_pulled
 from energy_attn.kernels.internal import check_finite_number, check_flag, check_integer, received
 
+from ..checkpoint._config import end_tokens, naming, read_json
+from ..decoder._config import AbstractDecoderConfig
 from ._rope import LinearRope, Llama3Rope
 
 _SIZES = (
@@ -25,7 +24,7 @@ _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(AbstractDecoderConfig):
     """The sizes and constants of a Llama decoder, under Hugging Face's names.
 
     Attributes:
@@ -40,19 +39,20 @@ class LlamaConfig:
         rms_norm_eps: added to the mean square before its root.
         rope_theta: the rotary embedding's base.
         tie_word_embeddings: whether the output projection is the embedding.
-        max_position_embeddings: the context that the model is meant for; nothing is sized by it.
+        max_position_embeddings: the context that the model is meant for; no array has this size.
         attention_bias: whether the four projections around attention have biases.
-        mlp_bias: whether the three of the MLP have.
-        rope_scaling: how the rotary embedding is slowed for longer contexts,
+        mlp_bias: whether the three projections of the MLP have biases.
+        rope_scaling: how the rotary frequencies are lowered for longer contexts,
             [`LinearRope`][energy_attn.models.LinearRope],
             [`Llama3Rope`][energy_attn.models.Llama3Rope] or None.
         eos_token_id: the tokens that end a text, where
-            [`generate`][energy_attn.models.generate] stops if it is not told otherwise.
+            [`generate`][energy_attn.models.generate] stops by default.
 
     Raises:
-        TypeError: a size that is no integer, a constant that is no number, a flag that is none, a
-            scaling or tokens of another type.
-        ValueError: a size that is not positive, heads that do not divide, an odd head.
+        TypeError: a size is not an integer, a constant not a number, a flag not a bool, or a scaling
+            or tokens of another type.
+        ValueError: a size is not positive, the key/value heads do not divide the query heads, or the
+            width of a head is odd.
 
     Examples:
         >>> from energy_attn.models import LlamaConfig
@@ -107,133 +107,115 @@ class LlamaConfig:
             raise TypeError(
                 f"rope_scaling: wanted a LinearRope, a Llama3Rope or None, got {received(scaling)}"
             )
-        if not isinstance(self.eos_token_id, tuple):  # a field of a static one: it must be hashable
+        if not isinstance(self.eos_token_id, tuple):  # hashable, as the configuration is static
             raise TypeError(f"eos_token_id: wanted a tuple, got {received(self.eos_token_id)}")
         for token in self.eos_token_id:
             check_integer("eos_token_id", token, 0)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> "LlamaConfig":
-        """Reads the `config.json` of a checkpoint of Hugging Face's, of transformers 4 or 5.
+        """Reads the `config.json` of a checkpoint in the format of transformers 4 or 5.
 
-        What is not said has the value that it has there. Of what is said beside the attributes
-        above, nothing changes what the model computes, or it is refused.
+        A missing field has its default in transformers. Fields other than the attributes above are
+        ignored, unless they change what the model computes: these are refused.
 
         Args:
             path: the file.
 
         Raises:
-            TypeError: `path` is no path, or a value is of another type.
+            TypeError: `path` is not a path, or a value is of another type.
             ValueError: no file, no JSON, another model or activation, quantized weights, a rotary
-                embedding of part of a head or scaled in a way that is not known here, or as the
-                class does. `dynamic` is refused as its frequencies depend on the length of the
-                whole text, and would turn the keys that a cache already has.
+                embedding of part of a head or of an unknown scaling, or as the class does. `dynamic`
+                is refused because its frequencies depend on the length of the whole text: they would
+                change for keys that are already in a cache.
 
         Examples:
             >>> import json, pathlib, tempfile
             >>> from energy_attn.models import LlamaConfig
             >>> rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
             ...         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-            >>> said = {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": rope}
+            >>> entries = {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": rope}
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     path = pathlib.Path(folder, "config.json")
-            ...     _ = path.write_text(json.dumps(said))
+            ...     _ = path.write_text(json.dumps(entries))
             ...     config = LlamaConfig.from_json(path)
             >>> config.rope_theta, config.rope_scaling.factor
             (500000.0, 8.0)
         """
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path: wanted the path of a config.json, got {received(path)}")
-        said = _read(path, "config.json")
-        try:
-            return cls(**_fields(said))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{path}: {error}") from error
+        entries = read_json(path, "config.json")
+        with naming(path):
+            return read_config(entries)
 
     def to_json(self) -> dict[str, Any]:
-        """What a `config.json` says of it that transformers 4 and 5 both read. Raises nothing.
+        """The fields of a `config.json` that both transformers 4 and 5 read.
 
         Examples:
             >>> from energy_attn.models import LlamaConfig
             >>> LlamaConfig(rope_theta=5e5).to_json()["rope_parameters"]
             {'rope_type': 'default', 'rope_theta': 500000.0}
         """
-        said = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-        said |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        entries = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+        }
+        entries |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         scaling = self.rope_scaling
         if scaling is not None:
             kind = "linear" if isinstance(scaling, LinearRope) else "llama3"
-            said["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
-        default = said["rope_scaling"] or {"rope_type": "default"}
-        said["rope_parameters"] = {**default, "rope_theta": self.rope_theta}
-        # null: transformers has tokens of its own for what is not said
+            entries["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
+        default = entries["rope_scaling"] or {"rope_type": "default"}
+        entries["rope_parameters"] = {**default, "rope_theta": self.rope_theta}
+        # null, as transformers has default tokens for missing fields
         ends = list(self.eos_token_id) or None
-        said["bos_token_id"], said["eos_token_id"] = None, ends
-        return said
+        entries["bos_token_id"], entries["eos_token_id"] = None, ends
+        return entries
+
+    @property
+    def context_length(self) -> int:
+        """The number of positions that the model is meant for, with a linear scaling applied.
+
+        Examples:
+            >>> from energy_attn.models import LinearRope, LlamaConfig
+            >>> LlamaConfig(rope_scaling=LinearRope(factor=4.0)).context_length
+            8192
+        """
+        if isinstance(self.rope_scaling, LinearRope):
+            # by convention, max_position_embeddings is then the length before scaling
+            return int(self.max_position_embeddings * self.rope_scaling.factor)
+        return self.max_position_embeddings
 
     def _fill(self, name: str, value: int) -> None:
         object.__setattr__(self, name, value)
 
 
-def _fields(said: Any) -> dict[str, Any]:
-    """The arguments of a `LlamaConfig` that a `config.json` says; raises as `from_json`."""
-    if not isinstance(said, Mapping):
-        raise ValueError(f"config: wanted a JSON object, got {received(said)}")
+def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
+    """The configuration that the fields of a `config.json` describe; raises as `from_json`."""
     for name, only in (("model_type", "llama"), ("hidden_act", "silu")):
-        if said.get(name, None if name == "model_type" else only) != only:
-            raise ValueError(f"{name}: wanted {only!r}, got {received(said.get(name))}")
-    if said.get("quantization_config") is not None:
+        if entries.get(name, None if name == "model_type" else only) != only:
+            raise ValueError(f"{name}: wanted {only!r}, got {received(entries.get(name))}")
+    if entries.get("quantization_config") is not None:
         raise ValueError("quantization_config: wanted weights that are not quantized, got one")
     # transformers 5 has one object for both; 4 has the base apart
-    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    rope = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise TypeError(f"rope_scaling: wanted a JSON object, got {received(rope)}")
-    part = rope.get("partial_rotary_factor", said.get("partial_rotary_factor"))
+    part = rope.get("partial_rotary_factor", entries.get("partial_rotary_factor"))
     if part not in (None, 1):
         raise ValueError(f"partial_rotary_factor: wanted 1, got {received(part)}")
     names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope_scaling"}
-    fields = {name: said[name] for name in names if name in said}
+    fields = {name: entries[name] for name in names if name in entries}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]
-    fields["eos_token_id"] = _ends(said)
-    context = said.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
-    return {**fields, "rope_scaling": _scaling(rope, context)}
-
-
-def with_ends(config: LlamaConfig, folder: Path) -> LlamaConfig:
-    """With the tokens that end a text by the generation_config.json of a folder, if it says any.
-
-    transformers stops there, whatever config.json says. Raises as `from_json`.
-    """
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return config
-    said = _read(path, path.name)
-    if not isinstance(said, Mapping):
-        raise ValueError(f"{path}: wanted a JSON object, got {received(said)}")
-    if "eos_token_id" not in said:
-        return config
-    try:
-        return dataclasses.replace(config, eos_token_id=_ends(said))
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from error
-
-
-def _read(path: str | os.PathLike[str], what: str) -> Any:
-    try:
-        check_pulled(Path(path))
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"path: wanted a {what}, got {path}: {error}") from error
-
-
-def _ends(said: Mapping[str, Any]) -> tuple[int, ...]:
-    ends = said.get("eos_token_id")
-    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    fields["eos_token_id"] = end_tokens(entries)
+    context = entries.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
+    return LlamaConfig(**fields, rope_scaling=_scaling(rope, context))
 
 
 def _scaling(rope: Mapping[str, Any], context: Any) -> LinearRope | Llama3Rope | None:
-    """The scaling that an object says, for a model of that context; raises as `from_json`."""
+    """The scaling of a rotary embedding, for a model of that context; raises as `from_json`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

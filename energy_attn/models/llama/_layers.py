@@ -18,7 +18,7 @@ from ._rope import rotate
 
 
 class Linear(eqx.Module):
-    r"""$y = W x + b$, accumulated in float32 or wider; `bias` may be None. Raises nothing."""
+    r"""$y = W x + b$, accumulated in float32 or wider; `bias` may be None."""
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None
@@ -39,7 +39,7 @@ class Linear(eqx.Module):
 
 
 class Embedding(eqx.Module):
-    """A row of `weight` for each token; NaN for a token outside the vocabulary. Raises nothing."""
+    """A row of `weight` for each token; NaN for a token outside the vocabulary."""
 
     weight: Float[Array, "vocab width"]
 
@@ -55,16 +55,16 @@ class Embedding(eqx.Module):
         split = tuple(jax.typeof(index).sharding.spec)
         if not any(split):
             return rows.get(mode="fill")
-        # of tokens that types split over a mesh, JAX asks how their rows are
+        # explicit sharding: JAX asks for the sharding of the rows of split tokens
         mesh, width = jax.typeof(index).sharding.mesh, jax.typeof(self.weight).sharding.spec[1:]
-        spread = NamedSharding(mesh, PartitionSpec(*split, *width))
-        return rows.get(mode="fill", out_sharding=spread)
+        sharding = NamedSharding(mesh, PartitionSpec(*split, *width))
+        return rows.get(mode="fill", out_sharding=sharding)
 
 
 class RMSNorm(eqx.Module):
     r"""$y = w \circ x / \sqrt{\mathrm{mean}(x^2) + \epsilon}$, computed in float32 or wider.
 
-    Raises nothing. Source: Zhang and Sennrich (arXiv 1910.07467), equation 4.
+    Source: Zhang and Sennrich (arXiv 1910.07467), equation 4.
     """
 
     weight: Float[Array, " width"]
@@ -82,7 +82,7 @@ class RMSNorm(eqx.Module):
 
 
 class LlamaMLP(eqx.Module):
-    r"""SwiGLU: $W_{down}(\mathrm{silu}(W_{gate} x) \circ W_{up} x)$. Raises nothing.
+    r"""SwiGLU: $W_{down}(\mathrm{silu}(W_{gate} x) \circ W_{up} x)$.
 
     Source: Shazeer (arXiv 2002.05202), equation 6.
     """
@@ -134,7 +134,7 @@ class LlamaAttention(eqx.Module):
 
 
 class LlamaLayer(eqx.Module):
-    """Attention and MLP, each behind its norm and added to the residual stream. Raises nothing."""
+    """Attention and MLP, each behind its norm and added to the residual stream."""
 
     input_layernorm: RMSNorm
     self_attn: LlamaAttention
@@ -154,13 +154,13 @@ class LlamaLayer(eqx.Module):
         rope: tuple[Array, Array],
         see: Callable[[Array, Array, Array], tuple[Array, Any]],
     ) -> tuple[Float[Array, "batch time width"], Any]:
-        """The stream behind the layer, and what `see(query, key, value)` gives beside its output."""
+        """The stream behind the layer, and what `see(query, key, value)` returns beside its output."""
         out, found = see(*self.self_attn.project(self.input_layernorm(x), rope))
         x = x + self.self_attn.o_proj(lax.collapse(out, 2))
         return x + self.mlp(self.post_attention_layernorm(x)), found
 
 
 def dot(x: Array, weight: Array) -> Array:
-    """`x` times the transpose of `weight` `(out, in)`, in float32 or wider. Raises nothing."""
+    """`x` times the transpose of `weight` `(out, in)`, in float32 or wider."""
     axes = ((x.ndim - 1,), (1,)), ((), ())
     return lax.dot_general(x, weight, axes, preferred_element_type=lse_dtype(x.dtype))

@@ -1,4 +1,4 @@
-"""The rotary embedding's frequencies, and how they are slowed for contexts longer than trained."""
+"""Rotary embedding: its frequencies, and how they are lowered for contexts longer than trained."""
 
 import math
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ class LinearRope:
     r"""Every frequency divided by a factor: $f \to f / s$.
 
     Attributes:
-        factor: $s$, how many times longer contexts may be.
+        factor: $s$, the ratio of the new context to the original one.
 
     Raises:
-        TypeError: a factor that is no number.
-        ValueError: a factor that is not above 0.
+        TypeError: the factor is not a number.
+        ValueError: the factor is not above 0.
 
     Source: Chen et al., position interpolation (arXiv 2306.15595), equation 4.
 
@@ -35,7 +35,7 @@ class LinearRope:
         check_positive("factor", self.factor)
 
     def scaled(self, frequencies: Float[np.ndarray, " half"]) -> Float[np.ndarray, " half"]:
-        """The frequencies, slowed; in their dtype. Raises nothing."""
+        """The lowered frequencies, in the same dtype."""
         return frequencies / self.factor
 
 
@@ -43,20 +43,20 @@ class LinearRope:
 class Llama3Rope:
     r"""Low frequencies divided by a factor, high ones kept, as in Llama 3.1 and 3.2.
 
-    A frequency turns $t = f L / 2\pi$ times in the $L$ tokens of the original context:
+    A frequency makes $t = f L / 2\pi$ turns in the $L$ tokens of the original context:
 
     $$f \to (1 - c) \, f / s + c \, f, \qquad
       c = \mathrm{clip}\left(\frac{t - l}{h - l}, 0, 1\right)$$
 
     Attributes:
         factor: $s$, above 0.
-        low_freq_factor: $l$: what turns less often is divided by the whole factor.
-        high_freq_factor: $h$, above $l$: what turns more often is kept.
+        low_freq_factor: $l$: frequencies of fewer turns are divided by the whole factor.
+        high_freq_factor: $h$, above $l$: frequencies of more turns are kept.
         original_max_position_embeddings: $L$.
 
     Raises:
-        TypeError: a factor that is no number, a context that is no integer.
-        ValueError: factors out of range or order, a context below 1.
+        TypeError: a factor is not a number, or the context not an integer.
+        ValueError: factors out of range or order, or a context below 1.
 
     Source: The Llama 3 herd of models (arXiv 2407.21783), section 3.4.2; Hugging Face's rope type
     `llama3`.
@@ -84,7 +84,7 @@ class Llama3Rope:
         check_integer("original_max_position_embeddings", context, 1)
 
     def scaled(self, frequencies: Float[np.ndarray, " half"]) -> Float[np.ndarray, " half"]:
-        """The frequencies, slowed; in their dtype. Raises nothing."""
+        """The lowered frequencies, in the same dtype."""
         turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
         low, high = self.low_freq_factor, self.high_freq_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -92,7 +92,7 @@ class Llama3Rope:
 
 
 def check_positive(name: str, x: float) -> float:
-    """Returns a number above 0; raises `TypeError` or `ValueError` for anything else."""
+    """Returns `x`, a number above 0; raises `TypeError` or `ValueError` for anything else."""
     number = check_finite_number(name, x)
     if number <= 0:
         raise ValueError(f"{name}: wanted more than 0, got {x}")
@@ -102,12 +102,12 @@ def check_positive(name: str, x: float) -> float:
 def frequencies(
     width: int, theta: float, scaling: LinearRope | Llama3Rope | None, dtype: np.dtype
 ) -> Float[np.ndarray, " half"]:
-    r"""$\theta^{-2i/H}$ for $i < H/2$, scaled: radians by which a pair turns at each token.
+    r"""$\theta^{-2i/H}$ for $i < H/2$, scaled: the angle in radians of a pair's turn per token.
 
-    At positions of 10^5 a last bit here is a hundredth of a radian. So each step is rounded where
-    PyTorch's float32 rounds it; the power alone goes by float64, as NumPy's in float32 is coarser.
+    At positions of 10^5 a last bit here is a hundredth of a radian, so each step is rounded where
+    PyTorch rounds it in float32. Only the power is computed in float64: NumPy's in float32 is coarser.
 
-    Raises nothing. Source: Su et al. (arXiv 2104.09864), equation 15.
+    Source: Su et al. (arXiv 2104.09864), equation 15.
     """
     exponent = np.arange(0, width, 2, dtype=dtype) / np.asarray(width, dtype)
     power = np.power(float(theta), exponent.astype(np.float64)).astype(dtype)
@@ -118,7 +118,7 @@ def frequencies(
 def rotary(
     positions: Int[Array, "batch time"], frequencies: Float[np.ndarray, " half"]
 ) -> tuple[Float[Array, "batch time 1 half"], Float[Array, "batch time 1 half"]]:
-    r"""Cosine and sine of position times frequency, in the frequencies' dtype. Raises nothing.
+    r"""Cosine and sine of position times frequency, in the dtype of the frequencies.
 
     Source: Su et al. (arXiv 2104.09864), equation 15.
     """
@@ -129,9 +129,6 @@ def rotary(
 def rotate(
     x: Float[Array, "batch time heads width"], cos: Array, sin: Array
 ) -> Float[Array, "batch time heads width"]:
-    """Turns each pair $(x_i, x_{i+H/2})$ by its angle: Hugging Face's halves, not neighbours.
-
-    Raises nothing.
-    """
+    """Turns each pair $(x_i, x_{i+H/2})$ by its angle: halves, as in Hugging Face, not neighbours."""
     a, b = jnp.split(x.astype(lse_dtype(x.dtype)), 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

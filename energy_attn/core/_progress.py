@@ -1,4 +1,4 @@
-"""A progress bar on standard error, or what stands for one."""
+"""A progress bar on standard error, or its replacement."""
 
 import contextlib
 import sys
@@ -8,19 +8,19 @@ from typing import Any
 from energy_attn.kernels.internal import received
 
 _WIDTH = 30
-_LINES = 8  # of a log
+_LINES = 8  # in a log
 
-# Told how much of 1 is done, and with what.
+# Called with the share done, from 0 to 1, and a note.
 Progress = Callable[[float, str], Any]
 
 
 @contextlib.contextmanager
 def progress_of(what: str, wanted: bool | Progress | None) -> Iterator[Progress]:
-    """What to call with the share that is done and a note.
+    """A function to call with the share done and a note.
 
-    `wanted`: a function that is called; True, a bar, or a few lines where
-    standard error is no terminal; False, nothing; None, a bar if standard error
-    is a terminal. Raises `TypeError` for anything else.
+    `wanted`: a function, which is called; True: a bar, or a few lines where standard error is not a
+    terminal; False: nothing; None: a bar if standard error is a terminal. Raises `TypeError` for
+    anything else.
     """
     if wanted is None:
         wanted = sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""The cache of a Llama decoder: one of keys and values for each layer."""
+"""The cache of a decoder: the keys and values of each layer."""
 
 from typing import Any, NamedTuple
 
@@ -9,17 +9,17 @@ from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.kernels.internal import check_shape, received
 
 from ...prefix_tree import Accepted, commit
-from ...prefix_tree._decode import on_path
-from ..llama._config import LlamaConfig
+from ...prefix_tree._decode import gather_path
+from ._config import AbstractDecoderConfig
 
 
 class TreeOutput(NamedTuple):
-    """What `Llama.read_tree` returns; nothing of it is in a cache yet.
+    """The result of a decoder's `read_tree`; the cache does not hold it yet.
 
     Attributes:
-        logits: of the token after each node; float32, or float64 where the weights are.
-        keys: each layer's, after the rotary embedding.
-        values: each layer's.
+        logits: for the token after each node; float32, or float64 where the weights are.
+        keys: of each layer, after the rotary embedding.
+        values: of each layer.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -39,11 +39,11 @@ class TreeOutput(NamedTuple):
 
 
 class LlamaCache(eqx.Module):
-    """The keys and values of what was read so far: a cache for each layer, all alike.
+    """The keys and values of the tokens read so far: one cache for each layer.
 
     Attributes:
-        layers: a [`KVCache`][energy_attn.distributed.KVCache] each; keys as they are after the
-            rotary embedding.
+        layers: a [`KVCache`][energy_attn.distributed.KVCache] for each layer; keys are stored after
+            the rotary embedding.
 
     Examples:
         >>> import jax
@@ -58,31 +58,31 @@ class LlamaCache(eqx.Module):
 
     @property
     def lengths(self) -> Int[Array, " B"]:
-        """The tokens that each row has been given, `[B]`. Raises nothing."""
+        """The number of tokens that each row has been given, `[B]`."""
         return self.layers[0].lengths
 
     @property
     def capacity(self) -> int:
-        """How many tokens each row has room for. Raises nothing."""
+        """The number of tokens that each row has room for."""
         return self.layers[0].capacity
 
     @property
     def parallel(self) -> SequenceParallel | None:
-        """The mesh axes that the slots are spread over. Raises nothing."""
+        """The mesh axes that the slots are sharded over."""
         return self.layers[0].parallel
 
     def commit(self, accepted: Accepted, read: TreeOutput) -> "LlamaCache":
-        """The cache with the accepted nodes of a tree behind its tokens, in every layer.
+        """Appends the accepted nodes of a tree to the cache of every layer.
 
-        As [`commit`][energy_attn.prefix_tree.commit]: nothing is sent between devices.
+        As in [`commit`][energy_attn.prefix_tree.commit], nothing is sent between devices.
 
         Args:
-            accepted: what was accepted of the tree.
-            read: what [`Llama.read_tree`][energy_attn.models.Llama] gave for it.
+            accepted: the accepted path of the tree.
+            read: the result of [`read_tree`][energy_attn.models.AbstractDecoder] for that tree.
 
         Raises:
-            TypeError: `read` is no `TreeOutput`, or as that `commit` does.
-            ValueError: `read` is of another number of layers, or as that `commit` does.
+            TypeError: `read` is not a `TreeOutput`, or as that `commit` does.
+            ValueError: `read` has another number of layers, or as that `commit` does.
             RuntimeError: (Equinox's, when it runs) a row has no room for its nodes.
         """
         if not isinstance(read, TreeOutput):
@@ -95,17 +95,17 @@ class LlamaCache(eqx.Module):
         return LlamaCache(tuple(commit(stored, accepted, key, value) for stored, key, value in new))
 
     def along(self, path: Array, read: TreeOutput, counts: Array) -> "LlamaCache":
-        """With the first `counts` nodes of a path, for which there is room. Raises nothing."""
+        """Appends the first `counts` nodes of a path, for which the cache has room."""
         new = zip(self.layers, read.keys, read.values, strict=True)
         layers = (
-            stored._written(*on_path(stored, path, key, value), counts)
+            stored._written(*gather_path(stored, path, key, value), counts)
             for stored, key, value in new
         )
         return LlamaCache(tuple(layers))
 
 
-def check_cache(cache: Any, config: LlamaConfig, batch: int) -> None:
-    """Raises `TypeError` for no `LlamaCache` and `ValueError` for that of another model or batch."""
+def check_cache(cache: Any, config: AbstractDecoderConfig, batch: int) -> None:
+    """Raises `TypeError` for another type, `ValueError` for the cache of another model or batch."""
     if not isinstance(cache, LlamaCache):
         raise TypeError(f"cache: wanted a LlamaCache, got {received(cache)}")
     if len(cache.layers) != config.num_hidden_layers:

@@ -1,11 +1,10 @@
-"""Training of a small model: bytes in, next byte out, for a number of steps or a given time."""
+"""The training of a small decoder of bytes."""
 
-import math
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +12,8 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int
 
-from ...core._attention import attention
-from ...models import Llama, LlamaConfig
-from ...models._progress import progress_of
-from ...nn._penalty import entropy_penalty, lse_penalty
-from ...observables._entropy import entropy
+import energy_attn as ea
+from energy_attn.models import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(
     vocab_size=256,
@@ -29,61 +25,58 @@ CONFIG = LlamaConfig(
     head_dim=32,
     tie_word_embeddings=True,
     max_position_embeddings=8192,
-    eos_token_id=(0,),  # what parts files
+    eos_token_id=(0,),  # between files
 )
+# What the benchmark of generation drafts with.
+DRAFT = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=192, num_hidden_layers=1)
 WINDOW = 512  # bytes read at once for most of the training
-_RATE = 0.02  # of the matrices' orthogonal steps, at its peak
-_ADAM_RATE = 0.003  # of the norms and the embedding
-_LOW = 1.0  # nats, below which entropies are not to fall
-_SEEN = 16  # keys at least, for a row of which this is asked
+_RATE = 0.02  # peak, of Muon for matrices
+_ADAM_RATE = 0.003  # peak, of Adam for norms and embedding
+_LOW = 1.0  # nats, the bound on entropies
+_SEEN = 16  # the bound holds for rows that see more keys than this
 
 
 class Stage(NamedTuple):
-    """Until which share of the training pieces of how many bytes are read, and how many at once."""
+    """A part of the training: it ends at the share `until`, and reads `batch` pieces of `window` bytes."""
 
     until: float
     window: int
     batch: int
 
 
-# Short pieces are the cheap ones; the last ones make the model look as far as it can.
+# Short pieces are cheap; the long ones at the end teach the model to use its whole context.
 STAGES = (Stage(0.88, WINDOW, 4), Stage(0.97, 4096, 1), Stage(1.0, 8192, 1))
 SHORT = (Stage(1.0, WINDOW, 4),)
 
 
 class Training(NamedTuple):
-    """A trained model, and how it came about; losses in nats a byte, without a penalty."""
+    """A trained model, the losses of its steps in nats a byte, without the penalty, and the time taken."""
 
     model: Llama
     losses: np.ndarray
     seconds: float
 
 
-def parameters(model: Any) -> int:
-    """The number of weights. Raises nothing."""
-    return sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
-
-
 def surprise(model: Llama, tokens: Int[Array, "batch read"]) -> Float[Array, "batch time"]:
-    r"""$-\log P$ of each byte after those before it, in nats. Raises nothing."""
+    r"""$-\log P$ of each byte after those before it, in nats."""
     logits = model(tokens[:, :-1]).logits
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
 
 
 def _observed(query: Array, *arrays: Array, return_energy: bool, **options: Any) -> Any:
-    out, energy = attention(query, *arrays, return_energy=return_energy, **options)
-    return out, (energy, entropy(query, *arrays, **options))
+    out, energy = ea.attention(query, *arrays, return_energy=return_energy, **options)
+    return out, (energy, ea.entropy(query, *arrays, **options))
 
 
 def _z_loss(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
     out: Any = model(tokens, positions, return_energies=True)
-    return out.logits, lse_penalty(out.energies)
+    return out.logits, ea.lse_penalty(out.energies)
 
 
 def _entropy(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
     out: Any = model(tokens, positions, return_energies=True, attend=_observed)
     row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None, :, None]
-    return out.logits, entropy_penalty(out.energies[1], where=row >= _SEEN, low=_LOW)
+    return out.logits, ea.entropy_penalty(out.energies[1], where=row >= _SEEN, low=_LOW)
 
 
 def _none(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
@@ -91,7 +84,7 @@ def _none(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
 
 
 class Penalty(NamedTuple):
-    """What may be added to the loss: how much of it, and what gives the logits and the penalty."""
+    """An addition to the loss: its strength, and the function that returns logits and penalty."""
 
     strength: float
     read: Callable[[Llama, Array, Array], tuple[Array, Array]]
@@ -105,12 +98,12 @@ PENALTIES = {
 
 
 class Observed(NamedTuple):
-    """A model on some text: its loss, and what attention did, over layers, rows and heads.
+    """The loss of a model on some text, and figures of its attention over layers, rows and heads.
 
     Attributes:
         loss: nats a byte.
-        energy: the mean of the energies' sizes, in nats.
-        largest_energy: the largest.
+        energy: the mean absolute value of the energies, in nats.
+        largest_energy: the largest absolute value.
         entropy: the mean entropy of the rows, in nats.
     """
 
@@ -122,7 +115,7 @@ class Observed(NamedTuple):
 
 @jax.jit
 def observe(model: Llama, tokens: Int[Array, "batch read"]) -> Observed:
-    """What a model does on pieces of text, without a change to it. Raises nothing."""
+    """Loss and attention of a model on pieces of text."""
     out: Any = model(tokens[:, :-1], return_energies=True, attend=_observed)
     loss = optax.softmax_cross_entropy_with_integer_labels(out.logits, tokens[:, 1:])
     energies, entropies = out.energies
@@ -130,47 +123,31 @@ def observe(model: Llama, tokens: Int[Array, "batch read"]) -> Observed:
     return Observed(loss.mean(), sizes.mean(), sizes.max(), entropies.mean())
 
 
-def score(model: Llama, text: np.ndarray) -> tuple[float, float]:
-    """The loss on the last `WINDOW` bytes: given at most `WINDOW` bytes each, and given them all.
-
-    `text` has twice `WINDOW` bytes at least. Raises nothing.
-    """
-    half = WINDOW // 2
-    pieces = np.stack([text[-WINDOW - half - 1 : -half], text[-WINDOW - 1 :]])
-    losses = jax.jit(surprise)
-    near = losses(model, jnp.asarray(pieces, jnp.int32))[:, -half:]
-    far = losses(model, jnp.asarray(text[None], jnp.int32))[:, -WINDOW:]
-    return float(near.mean()), float(far.mean())
-
-
 def train(
     text: np.ndarray,
     seed: int,
     steps: int,
-    seconds: float = math.inf,
     config: LlamaConfig = CONFIG,
     penalty: str = "none",
     stages: Sequence[Stage] = STAGES,
     after: Callable[[int, Llama], None] = lambda step, model: None,
 ) -> Training:
-    """Trains a model on pieces of `text` for `steps` or `seconds`, whichever end first.
+    """Trains a model on pieces of `text`.
 
-    The positions of a piece jump once by up to as far as the model's context allows, so that the
-    rotary embedding meets every distance of a long text at the price of a short piece (PoSE, Zhu et
-    al., arXiv 2309.10400). Muon (Jordan et al., 2024) gets farther than AdamW: 1.53 against 1.75
-    nats after 400 steps. The learning rate warms up and falls as a cosine of the share that is done:
-    of the steps, or of the time, compilation not counted.
+    The positions of a piece jump once, as far as the context of the model allows, so that the rotary
+    embedding meets every distance of a long text at the cost of a short piece (PoSE, Zhu et al.,
+    arXiv 2309.10400). Muon (Jordan et al., 2024) gets farther than AdamW: 1.53 against 1.75 nats after
+    400 steps. The learning rate warms up, and then falls as a cosine of the share of the steps done.
 
     Args:
         text: the bytes, at least one more than the largest piece.
         seed: of weights and batches.
-        steps: how many at most.
-        seconds: how long at most; at least one step is made.
+        steps: their number.
         config: of the model.
-        penalty: what is added to the loss, of `PENALTIES`.
-        stages: what is read when; the last one's share ends at 1.
-        after: called after each step with its number from 1 and the model, which the next step
-            takes for itself.
+        penalty: the addition to the loss, a name in `PENALTIES`.
+        stages: of the training, in order; the last one ends at 1.
+        after: called after each step with its number, from 1 on, and the model, whose arrays the next
+            step donates.
 
     Raises `KeyError` for another penalty, and what `after` raises.
     """
@@ -180,7 +157,7 @@ def train(
     optimiser = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
-            1.0,  # the rates come with each step
+            1.0,  # each step scales its updates by `rates`
             adam_b2=0.95,
             weight_decay=0.1,
             muon_weight_dimension_numbers=_dimensions,
@@ -216,28 +193,23 @@ def train(
     runs = [jitted.lower(model, state, np.float32(0), *batch(x)).compile() for x in stages]
     losses: list[float] = []
     began = time.perf_counter()
-    elapsed = done = 0.0
-    with progress_of("training", True) as show:
-        while done < 1.0:
-            run, stage = next(x for x in zip(runs, stages, strict=True) if done < x[1].until)
-            scale = np.asarray(schedule(1000.0 * done), np.float32)
-            model, state, value = run(model, state, scale, *batch(stage))
-            losses.append(float(value))
-            after(len(losses), model)
-            elapsed = time.perf_counter() - began
-            done = max(elapsed / seconds if seconds > 0 else 1.0, len(losses) / steps)
-            show(min(done, 1.0), f"loss {np.mean(losses[-20:]):.2f} nats/byte, {elapsed:.0f} s")
-    return Training(model, np.array(losses), elapsed)
+    while (done := len(losses) / steps) < 1.0:
+        run, stage = next(x for x in zip(runs, stages, strict=True) if done < x[1].until)
+        scale = np.asarray(schedule(1000.0 * done), np.float32)
+        model, state, value = run(model, state, scale, *batch(stage))
+        losses.append(float(value))
+        after(len(losses), model)
+    return Training(model, np.array(losses), time.perf_counter() - began)
 
 
 def _dimensions(model: Any) -> Any:
-    """For Muon: which leaves are matrices `(out, in)`; the others are Adam's."""
+    """For Muon: marks leaves that are matrices `(out, in)`; Adam updates the others."""
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
     return jax.tree.map(lambda found: matrix if found else None, _matrices(model))
 
 
 def _matrices(model: Any) -> Any:
-    """Which leaves are matrices of layers: the embedding is none."""
+    """Marks the matrices of layers; the embedding is not one of them."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: x.ndim == 2 and path[0].name == "layers", model
     )

@@ -1,4 +1,4 @@
-"""A Llama decoder's reading of tokens that go on from a cache: in a row, in chunks, in a tree."""
+"""How a decoder reads tokens: alone, behind a cache, in chunks, and as a tree."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,15 +10,54 @@ from jaxtyping import Array
 
 from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.distributed.internal import check_counts, check_mesh, positions_from, split_along
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import (
+    check_broadcastable,
+    check_integral,
+    check_shape,
+    received,
+)
 
 from ...core._attention import attention
 from ...prefix_tree import PrefixTree, tree_decode
 from ._cache import LlamaCache, TreeOutput, check_cache
-from ._output import LlamaTrace, joined
-from ._stream import tell_read
+from ._output import Trace, joined
 
-# `model` is a Llama throughout: its module imports this one.
+# `model` is an `AbstractDecoder` throughout, whose module imports this one.
+
+
+def read_alone(
+    model: Any,
+    tokens: Array,
+    positions: Array | None,
+    parallel: SequenceParallel | None,
+    attend: Callable[..., Any],
+) -> tuple[Array, Trace]:
+    """Final hidden states of tokens that see each other causally, and a trace of attention."""
+    batch, time = check_tokens("tokens", tokens).shape
+    turns = jnp.arange(time, dtype=jnp.int32)[None]
+    if positions is not None:
+        turns = positions = check_tokens("positions", positions).astype(jnp.int32)
+        check_broadcastable("positions", positions, (batch, time))
+    rope = model.rope(turns)
+
+    def see(query: Array, key: Array, value: Array) -> tuple[Array, Trace]:
+        out, energy = attend(
+            query,
+            key,
+            value,
+            is_causal=True,
+            query_positions=positions,
+            key_positions=positions,
+            parallel=parallel,
+            return_energy=True,
+        )
+        return out, Trace(query, out, energy)
+
+    x, traces = model.embed_tokens(tokens), []
+    for layer in model.layers:
+        x, trace = layer(x, rope, see)
+        traces.append(trace)
+    return model.norm(x), joined(traces)
 
 
 def read_on(
@@ -29,11 +68,11 @@ def read_on(
     attend: Callable[..., Any] = attention,
     *,
     split: bool = False,
-) -> tuple[Array, LlamaCache, LlamaTrace]:
-    """Final hidden states of tokens behind those of the cache, which has room for `counts` of each row.
+) -> tuple[Array, LlamaCache, Trace]:
+    """Final hidden states of tokens behind those of the cache, the cache with them, and a trace.
 
-    With the cache that has them, and what attention did. `split`: whether each of the cache's devices
-    reads its share of the tokens, which they divide; else all read all. Raises nothing.
+    The cache has room for `counts` tokens of each row. With `split`, each of the cache's devices
+    reads its share of the tokens, whose number they divide; otherwise every device reads them all.
     """
     parallel = cache.parallel
     positions = positions_from(cache.lengths, counts, tokens.shape[1])
@@ -58,7 +97,7 @@ def read_on(
                 parallel=parallel,
                 return_energy=True,
             )
-            return out, (stored, LlamaTrace(query, out, energy))
+            return out, (stored, Trace(query, out, energy))
 
         x, (stored, trace) = layer(x, rope, see)
         layers.append(stored)
@@ -73,12 +112,12 @@ def read_chunks(
     counts: Array,
     chunk_size: int,
     attend: Callable[..., Any] = attention,
-    watch: Array | None = None,
+    tell: Callable[[int], None] = lambda number: None,
 ) -> tuple[Array, LlamaCache]:
-    """The final hidden state of each row's last token, `[B, 1, D]`, and the cache with all of them.
+    """The final hidden state of each row's last token, `[B, 1, D]`, and the cache with all tokens.
 
-    `chunk_size` tokens are read at a time, and split over the cache's devices. `watch` is told of
-    each chunk. Raises nothing.
+    Reads `chunk_size` tokens at a time, split over the cache's devices. `tell` is called behind each
+    chunk, inside the compiled program, with the number of tokens read.
     """
     parallel, time = cache.parallel, tokens.shape[1]
     devices = 1 if parallel is None else check_mesh(parallel)
@@ -95,10 +134,10 @@ def read_chunks(
         x, cache, _ = read_on(model, chunk, cache, here, attend, split=split)
         if split and parallel is not None:
             positions = split_along(positions, 1, parallel)
-        # a sum, of which each device has a part: no device is sent the others' tokens
+        # a sum of which each device computes a part, so that no device receives the others' tokens
         newest = jnp.where((positions == newest)[:, :, None], x, 0).sum(1, keepdims=True)
         last = jnp.where(here[:, None, None] > 0, newest, last)
-        tell_read(watch, there)
+        tell(there)
         return (last, left - here, cache), None
 
     # the short chunk comes first, so that those of one size can be scanned
@@ -113,7 +152,7 @@ def read_chunks(
 
 
 def read_tree(model: Any, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
-    """Logits after each node of a tree behind the cache, and its keys and values. Raises nothing."""
+    """Logits after each node of a tree behind the cache, and the keys and values of the nodes."""
     x = model.embed_tokens(tree.tokens)
     rope = model.rope(cache.lengths[:, None] + tree.depth)
     keys, values = [], []
@@ -137,10 +176,10 @@ def fitting(
     at_once: int | None = None,
     parallel: SequenceParallel | None = None,
 ) -> tuple[Array, Array]:
-    """How many of `tokens` each row of the cache gets, and what rows were to get more than fit.
+    """How many of `tokens` fit into each row of the cache, and which rows were to get more.
 
-    `at_once`: how many are read at a time, which is all that a ring must have room for. Raises as
-    a call of the model does.
+    `at_once`: the number read at a time, which is all that the ring of a window must have room for.
+    Raises as a call of the model does.
     """
     batch, time = tokens.shape
     check_cache(cache, model.config, batch)
@@ -158,3 +197,10 @@ def fitting(
     wanted = check_counts(lengths, batch, time)
     counts = first._fitting(wanted, time)
     return counts, counts != wanted
+
+
+def check_tokens(name: str, x: Any) -> Any:
+    """Returns `x`, integers `[batch, time]`; raises `TypeError` or `ValueError` for anything else."""
+    x = check_integral(name, x)
+    check_shape(name, x, ("batch", "time"))
+    return x

@@ -1,4 +1,4 @@
-"""What a Llama decoder returns."""
+"""What a decoder returns."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from ._cache import LlamaCache
 
 
 class LlamaOutput(NamedTuple):
-    """What a call of `Llama` returns.
+    """The result of calling a decoder.
 
     Attributes:
         logits: float32, or float64 where the weights are.
         cache: the cache with these tokens in it; None if none was given.
-        energies: each layer's, position's and head's free energy in nats, or None. Whatever else
-            the `attend` of the call returns beside its outputs, stacked likewise.
+        energies: the free energy of each layer, position and head in nats, or None. With another
+            `attend`, whatever it returns beside its outputs, stacked over layers.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -34,14 +34,14 @@ class LlamaOutput(NamedTuple):
     energies: PyTree[Float[Array, "layers batch time heads"]] | None
 
 
-class LlamaTrace(NamedTuple):
-    """What each layer's attention was given and gave, for those who check or study it."""
+class Trace(NamedTuple):
+    """The inputs and results of each layer's attention, for checks and studies."""
 
     query: Float[Array, "layers batch time heads width"]
     out: Float[Array, "layers batch time heads width"]
     energy: PyTree[Float[Array, "layers batch time heads"]]
 
 
-def joined(traces: Sequence[LlamaTrace]) -> LlamaTrace:
-    """The traces of single layers, stacked. Raises nothing."""
+def joined(traces: Sequence[Trace]) -> Trace:
+    """The traces of single layers, stacked."""
     return jax.tree.map(lambda *each: jnp.stack(each), *traces)

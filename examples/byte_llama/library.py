@@ -1,4 +1,4 @@
-"""A text that every machine has: the sources of Python's standard library, as bytes."""
+"""The text to train on, which every machine has: the sources of Python's standard library, as bytes."""
 
 import contextlib
 import os
@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Tests are not prose; the others are tables, machine-made, or other people's.
+# Tests, tables, generated files, and packages that are not the library's.
 _SKIPPED = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idle_test", "lib2to3", "pydoc_data"}
     | {"site-packages", "test", "tests"}
 )
-# Never trained on. Long, and part of every Python from 3.11 on.
-_HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
+# Left out of the training: long, and part of every Python from 3.11 on.
+HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
 
 
 class Text(NamedTuple):
-    """Bytes to train on, and bytes that the model never sees before it is asked to go on."""
+    """Bytes to train on, and bytes that are held out."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -27,16 +27,16 @@ class Text(NamedTuple):
 
 
 def standard_library(root: str | Path | None = None) -> Text:
-    """Reads the standard library's `.py` files in the order of their paths; those that cannot be read are left out.
+    """Reads the `.py` files of the standard library in the order of their paths, without unreadable ones.
 
     Args:
-        root: where it lies; found by `sysconfig` if None.
+        root: its folder; None: found by `sysconfig`.
 
     Returns:
-        uint8 arrays; a zero byte parts the files.
+        uint8 arrays, with a zero byte between files.
 
     Raises:
-        FileNotFoundError: if there are no sources there that can be read, as where Python came as one zip file.
+        FileNotFoundError: no sources can be read, as where Python is one zip file.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
     paths = []
@@ -44,7 +44,7 @@ def standard_library(root: str | Path | None = None) -> Text:
         folders[:] = set(folders) - _SKIPPED
         paths += [Path(folder, name) for name in names if _is_source(name)]
     paths.sort(key=lambda path: path.relative_to(root).parts)
-    held_out = [root / name for name in _HELD_OUT]
+    held_out = [root / name for name in HELD_OUT]
     train = _readable(path for path in paths if path not in held_out)
     held = _readable(path for path in held_out if path in paths)
     if not train or not held:
@@ -53,7 +53,7 @@ def standard_library(root: str | Path | None = None) -> Text:
 
 
 def _readable(paths: Iterable[Path]) -> list[bytes]:
-    """What the files hold, without links that lead nowhere, pipes (which would be waited for) and files of others."""
+    """The content of the files, without dangling links, pipes (which would block) and unreadable files."""
     found = []
     for path in paths:
         with contextlib.suppress(OSError):

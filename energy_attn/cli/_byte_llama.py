@@ -1,0 +1,39 @@
+"""The byte-level Llama that comes with the library, and text that it was not trained on."""
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from ..models import Llama
+
+FOLDER = Path(__file__).parent / "demo" / "model"
+# Modules that examples/byte_llama leaves out of the training: long, and part of every Python from 3.11 on.
+HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
+
+
+def byte_llama() -> Llama:
+    """The model, float32; raises `ValueError`, as `Llama.load` does, where its files are damaged."""
+    return Llama.load(FOLDER, progress=False)
+
+
+def held_out_text(root: str | Path | None = None) -> np.ndarray:
+    """The sources of the modules in `HELD_OUT`, as uint8, with a zero byte between files.
+
+    Args:
+        root: the folder of the standard library; None: found by `sysconfig`.
+
+    Raises:
+        FileNotFoundError: none of them can be read, as where Python is one zip file.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
+    found = []
+    for path in (root / name for name in HELD_OUT):
+        try:
+            # a pipe would block
+            found += [path.read_bytes()] if path.is_file() else []
+        except OSError:
+            continue
+    if not found:
+        raise FileNotFoundError(f"no sources of the standard library in {root}")
+    return np.frombuffer(b"\0".join(found), np.uint8)

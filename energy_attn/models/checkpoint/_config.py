@@ -1,0 +1,66 @@
+"""The JSON files of a checkpoint that describe its decoder."""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from energy_attn.distributed.internal import check_pulled
+from energy_attn.kernels.internal import received
+
+from ..decoder._config import AbstractDecoderConfig
+from ..decoder._family import Family
+
+
+def read_json(path: str | os.PathLike[str], what: str) -> Mapping[str, Any]:
+    """The object in a JSON file; raises `ValueError`, which calls the file `what`."""
+    try:
+        check_pulled(Path(path))
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"path: wanted a {what}, got {path}: {error}") from error
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"{path}: wanted a JSON object, got {received(entries)}")
+    return entries
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Puts the path of a file before the message of a `TypeError` or `ValueError`."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def family_of(entries: Mapping[str, Any], families: Mapping[str, Family]) -> Family:
+    """The family that a `config.json` names; raises `ValueError` for one that is not known."""
+    kind = entries.get("model_type")
+    if not isinstance(kind, str) or kind not in families:
+        wanted = " or ".join(map(repr, families))
+        raise ValueError(f"model_type: wanted {wanted}, got {received(kind)}")
+    return families[kind]
+
+
+def end_tokens(entries: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a text: one, a list, or none."""
+    ends = entries.get("eos_token_id")
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+
+
+def with_end_tokens(config: Any, folder: Path) -> AbstractDecoderConfig:
+    """The configuration with the end tokens of a folder's generation_config.json, if it has any.
+
+    transformers stops at these tokens, whatever config.json says. Raises `TypeError` or `ValueError`.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return config
+    entries = read_json(path, path.name)
+    if "eos_token_id" not in entries:
+        return config
+    with naming(path):
+        return dataclasses.replace(config, eos_token_id=end_tokens(entries))

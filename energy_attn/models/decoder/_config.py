@@ -1,0 +1,39 @@
+"""The configuration of a decoder, whatever its family."""
+
+import abc
+from typing import Any
+
+
+class AbstractDecoderConfig(abc.ABC):
+    """The sizes of a decoder that generation, caches and checkpoints need, under Hugging Face's names.
+
+    A configuration is hashable, as it is a static field of its decoder: a frozen dataclass.
+
+    Attributes:
+        vocab_size: number of tokens.
+        intermediate_size: width inside the MLP.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key/value heads, a divisor of the query heads.
+        head_dim: width of a head.
+        tie_word_embeddings: whether the output projection is the embedding.
+        eos_token_id: the tokens that end a text.
+    """
+
+    vocab_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    eos_token_id: tuple[int, ...]
+
+    @property
+    @abc.abstractmethod
+    def context_length(self) -> int:
+        """The number of positions that the model is meant for."""
+
+    @abc.abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """The `config.json` of a checkpoint."""

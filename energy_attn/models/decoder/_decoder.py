@@ -1,0 +1,227 @@
+"""The abstract decoder: tokens in, logits out, alone, behind a cache, or as a tree."""
+
+import abc
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from energy_attn.distributed import KVCache, SequenceParallel
+from energy_attn.distributed.internal import check_mesh
+from energy_attn.kernels.internal import check_integer, received
+
+from ...core._attention import attention
+from ...prefix_tree import PrefixTree
+from ...prefix_tree._tree import check_tree
+from ._cache import LlamaCache, TreeOutput, check_cache
+from ._output import LlamaOutput
+from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read_tree
+
+
+class AbstractDecoder(eqx.Module):
+    """A decoder whose attention is this library's, whatever its family.
+
+    [`generate`][energy_attn.models.generate], the drafters, checkpoints and
+    [`energy_report`][energy_attn.energy_report] work with any decoder. A family has fields under
+    Hugging Face's names, which are the names of weights in its checkpoints, and two methods:
+
+    - `config`, static: vocabulary, layers, heads, and the tokens that end a text;
+    - `embed_tokens`, a module with a `weight`: tokens `[B, T]` to `[B, T, D]`;
+    - `layers`: each called as `layer(x, rope, see)`, where `see(query, key, value)` computes attention
+      and returns its output and something that the layer returns beside its own;
+    - `norm`: of the final hidden states;
+    - `rope(positions)`: what layers turn queries and keys by;
+    - `logits(x)`: the output projection of normed hidden states.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.models import AbstractDecoder, Llama, LlamaConfig
+        >>> config = LlamaConfig(256, 32, 64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model: AbstractDecoder = Llama(config, key=jax.random.key(0))
+        >>> model(jnp.zeros((1, 8), jnp.int32)).logits.shape
+        (1, 8, 256)
+        >>> cache = model.empty_cache(batch=1, slots=16)
+        >>> out = model.prefill(jnp.zeros((1, 8), jnp.int32), cache)
+        >>> out = model(jnp.argmax(out.logits, -1), cache=out.cache)  # one decode step
+        >>> out.cache.lengths.tolist()
+        [9]
+    """
+
+    config: eqx.AbstractVar[Any]  # an `AbstractDecoderConfig`; to pyright, fields are invariant
+    embed_tokens: eqx.AbstractVar[Any]
+    layers: eqx.AbstractVar[tuple[Callable[..., Any], ...]]
+    norm: eqx.AbstractVar[Any]
+
+    @abc.abstractmethod
+    def rope(self, positions: Int[Array, "batch time"]) -> Any:
+        """The rotary embedding at these positions, in the form that the layers take."""
+
+    @abc.abstractmethod
+    def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocab"]:
+        """The output projection of normed hidden states, in float32 or wider."""
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "#batch time"] | None = None,
+        cache: LlamaCache | None = None,
+        *,
+        lengths: Int[Array, " batch"] | None = None,
+        parallel: SequenceParallel | None = None,
+        return_energies: bool = False,
+        attend: Callable[..., Any] = attention,
+    ) -> LlamaOutput:
+        """Logits for the token after each of `tokens`.
+
+        Without a cache the tokens see each other, causally; this is the form for training. With a
+        cache they are written to its next slots and see its content: prefill and decode.
+
+        Args:
+            tokens: of any integer dtype.
+            positions: their global positions, of any integer dtype; negative = not there. By default
+                they count from 0. A cache counts by itself.
+            cache: from `empty_cache` or an earlier call; donate it to a jitted step.
+            lengths: with a cache, `[batch]`: the number of tokens that each row really has, in
+                front; None means all. The logits behind them mean nothing.
+            parallel: None, or the `SequenceParallel` whose mesh axes the keys of the tokens are
+                sharded over. A cache has its own.
+            return_energies: whether to return the free energies of all layers, or whatever else
+                `attend` returns beside its outputs.
+            attend: the function that computes attention, called as
+                [`attention`][energy_attn.attention] is; a `functools.partial` of it chooses an
+                implementation or a window. Whatever arrays it returns beside its outputs become
+                `energies`.
+
+        Raises:
+            TypeError: `tokens`, `positions` or `lengths` is not an integer array, or `cache` not a
+                `LlamaCache`.
+            ValueError: shapes do not fit, or there are both a cache and `positions`, or another
+                `parallel` than that of the cache.
+            RuntimeError: (Equinox's, when it runs) the cache has too few slots left.
+                `EQX_ON_ERROR=off` leaves this check out; the logits of such rows are NaN then.
+        """
+        if cache is None:
+            if lengths is not None:
+                raise ValueError(f"lengths: wanted None without a cache, got {received(lengths)}")
+            x, trace = read_alone(self, tokens, positions, parallel, attend)
+        else:
+            if positions is not None:
+                raise ValueError(
+                    f"positions: wanted None beside a cache, which counts, got {received(positions)}"
+                )
+            check_tokens("tokens", tokens)
+            counts, wrong = fitting(self, tokens, cache, lengths, parallel=parallel)
+            x, cache, trace = read_on(self, tokens, cache, counts, attend)
+            x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
+        return LlamaOutput(self.logits(x), cache, trace.energy if return_energies else None)
+
+    def prefill(
+        self,
+        tokens: Int[Array, "batch time"],
+        cache: LlamaCache,
+        *,
+        lengths: Int[Array, " batch"] | None = None,
+        chunk_size: int = 1024,
+        attend: Callable[..., Any] = attention,
+    ) -> LlamaOutput:
+        """Reads a prompt into the cache, chunk by chunk; returns the logits of the last token only.
+
+        Args:
+            tokens: the prompt, of any integer dtype.
+            cache: the context before it, usually empty.
+            lengths: `[batch]`, the number of tokens that each row really has, in front, at least
+                one; None means all. The logits are those of each row's own last token.
+            chunk_size: tokens read at a time, which bounds the memory of activations.
+            attend: as in a call.
+
+        Raises:
+            TypeError: `chunk_size` is not an integer, or as a call does.
+            ValueError: there is no token, `chunk_size` is below 1, or as a call does.
+            RuntimeError: as a call does.
+        """
+        time = check_tokens("tokens", tokens).shape[1]
+        check_integer("chunk_size", chunk_size, 1)
+        if time < 1:
+            raise ValueError(f"tokens: wanted at least one token, got {received(tokens)}")
+        counts, wrong = fitting(self, tokens, cache, lengths, at_once=chunk_size)
+        x, cache = read_chunks(self, tokens, cache, counts, chunk_size, attend)
+        x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
+        return LlamaOutput(self.logits(x), cache, None)
+
+    def read_tree(self, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
+        """Logits for the token after each node of a prefix tree that continues the cache.
+
+        Each node is read once, and sees the whole context and its ancestors. The cache stays as it
+        is: its `commit` writes the accepted nodes.
+
+        Args:
+            tree: of tokens behind those of the cache.
+            cache: from `empty_cache` or an earlier call.
+
+        Raises:
+            TypeError: `tree` is not a `PrefixTree`, or `cache` not a `LlamaCache`.
+            ValueError: they do not fit each other, or the model.
+
+        Source: SpecInfer (arXiv 2305.09781): a token tree is read in one pass.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> from energy_attn.models import Llama, LlamaConfig
+            >>> from energy_attn.prefix_tree import accept_greedy, pack
+            >>> config = LlamaConfig(16, 32, 64, num_hidden_layers=1, num_attention_heads=4)
+            >>> model = Llama(config, key=jax.random.key(0))
+            >>> tree = pack(jnp.array([[[3, 1, 4], [3, 1, 5]]]))
+            >>> read = model.read_tree(tree, model.empty_cache(batch=1, slots=16))
+            >>> read.logits.shape, accept_greedy(tree, read.logits).path.shape
+            ((1, 6, 16), (1, 3))
+        """
+        check_tree("tree", tree)
+        check_cache(cache, self.config, len(tree.tokens))
+        return read_tree(self, tree, cache)
+
+    def empty_cache(
+        self,
+        batch: int,
+        slots: int,
+        *,
+        parallel: SequenceParallel | None = None,
+        block_size: int | None = None,
+        quantize: Literal["int8"] | None = None,
+        window: int | None = None,
+    ) -> LlamaCache:
+        """An empty cache in the dtype of the weights.
+
+        Args:
+            batch: number of sequences.
+            slots: number of tokens that it can hold, rounded up to whole blocks on every device.
+            parallel: the axes of the mesh in force to shard the slots over; None: not at all.
+            block_size: consecutive tokens that lie on one device; None: 128, or fewer where a
+                device holds fewer.
+            quantize: as in [`KVCache.empty`][energy_attn.distributed.KVCache.empty].
+            window: likewise.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: sizes below one, or as `KVCache.empty` does.
+        """
+        if block_size is None:
+            devices = 1 if parallel is None else check_mesh(parallel)
+            block_size = min(128, -(-check_integer("slots", slots, 1) // devices))
+
+        def make() -> KVCache:
+            return KVCache.empty(
+                batch,
+                slots,
+                self.config.num_key_value_heads,
+                self.config.head_dim,
+                dtype=self.embed_tokens.weight.dtype,
+                quantize=quantize,
+                window=window,
+                parallel=parallel,
+                block_size=block_size,
+            )
+
+        # separate arrays for each layer, so that the cache can be donated
+        return LlamaCache(tuple(make() for _ in range(self.config.num_hidden_layers)))

@@ -1,0 +1,51 @@
+"""Which tests of a product `make test` runs: enough that each value of each parameter is met once."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def cover(rows: Sequence[Sequence[Any]]) -> set[int]:
+    """The places of a few rows that have, column by column, every value that all rows have.
+
+    Rows of values that have been met least come first, so that columns are met evenly: of implementations and
+    problems, each problem by another implementation than the one before.
+    """
+    met: list[Counter] = [Counter() for _ in rows[0]] if rows else []
+    wanted = [list(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
+    chosen: set[int] = set()
+    for column in sorted(range(len(wanted)), key=lambda i: -len(wanted[i])):
+        for value in wanted[column]:
+            if met[column][value]:
+                continue
+            found = [i for i, row in enumerate(rows) if row[column] == value]
+            best = min(found, key=lambda i: [sum(map(lambda m, x: m[x], met, rows[i])), i])
+            chosen.add(best)
+            for counts, x in zip(met, rows[best], strict=True):
+                counts[x] += 1
+    return chosen
+
+
+def mark_products(items: Iterable[pytest.Item]) -> None:
+    """Marks as `full` what `cover` leaves out of the tests that are marked `product`."""
+    products: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("product"):
+            products.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for tests in products.values():
+        # by what their ids say: arrays and functions have no order, and some no equality
+        chosen = cover([_parameters(item) for item in tests])
+        for i, item in enumerate(tests):
+            if i not in chosen:
+                item.add_marker("full")
+
+
+def _parameters(item: Any) -> list[str]:
+    found = item.callspec.params
+    return [f"{name}={_text(value)}" for name, value in sorted(found.items())]
+
+
+def _text(value: Any) -> str:
+    return value.__name__ if callable(value) and hasattr(value, "__name__") else str(value)
