@@ -36,7 +36,7 @@ def no_job(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch) -> list[dict]:
-    """What `initialize` would hand to the roll call and to JAX, on a JAX that has not started."""
+    """What `initialize` would hand to the rendezvous and to JAX, on a JAX that has not started."""
     calls: list[dict] = []
 
     def connect(address, count, process, **options):
@@ -147,7 +147,7 @@ def test_second_call(started, monkeypatch):
 
 
 class Roll:
-    """A roll call in threads, and how each one came out: None or its error's text."""
+    """A rendezvous in threads, and how each one came out: None or its error's text."""
 
     def __init__(self, processes: int, timeout: int = 20) -> None:
         self.address = f"127.0.0.1:{free_port()}"
