@@ -36,11 +36,7 @@ def no_job(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch) -> list[dict]:
-<<<<<<< HEAD
-    """What `initialize` would hand to the rendezvous and to JAX, on a JAX that has not started."""
-=======
     """What `initialize` would pass to the rendezvous and to JAX, on a JAX that has not started."""
->>>>>>> main
     calls: list[dict] = []
 
     def connect(address, count, process, **options):
@@ -150,13 +146,8 @@ def test_second_call(started, monkeypatch):
         initialize(**JOB)
 
 
-<<<<<<< HEAD
-class Roll:
-    """A rendezvous in threads, and how each one came out: None or its error's text."""
-=======
 class Rendezvous:
     """A rendezvous in threads, and the result of each: None or its error's text."""
->>>>>>> main
 
     def __init__(self, processes: int, timeout: int = 20) -> None:
         self.address = f"127.0.0.1:{free_port()}"
