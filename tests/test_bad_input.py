@@ -32,33 +32,31 @@ from energy_attn.distributed import (
 )
 from energy_attn.kernels import AttentionState, empty_state, local_attention, merge, merge_all
 
+from .complaints import (
+    ANYTHING,
+    INF,
+    NAN,
+    STATE,
+    B,
+    H,
+    K,
+    N,
+    S,
+    T,
+    V,
+    a,
+    complains,
+    outcome,
+)
+
 pytestmark = pytest.mark.usefixtures("unchecked", "user_settings")
 
 
-def a(*shape, dtype="float32"):
-    return jnp.asarray(np.ones(shape), dtype)
-
-
-NAN, INF = float("nan"), float("inf")
-B, T, N, H = 2, 3, 4, 5
-S, K, V = 7, 2, 6
 VALID = {"query": a(B, T, N, H), "key": a(B, S, K, H), "value": a(B, S, K, V)}
 ONE = {name: x[0] for name, x in VALID.items()}  # unbatched
-STATE = AttentionState(a(2, 3), a(2))
 X = a(5, 8)
 FLAT = Mesh(np.array(jax.devices()), ("device",))
 EXPLICIT = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Explicit,))
-
-
-def complains(call, error, name, received, wanted):
-    """`call` raises `error` itself, whose message reads "name: wanted ..., got ..."."""
-    with pytest.raises(error) as caught:
-        call()
-    message = str(caught.value)
-    assert type(caught.value) is error, message
-    assert message.startswith(f"{name}: wanted "), message
-    before, _, after = message.partition("got ")
-    assert wanted in before and received in after, message
 
 
 SEGMENTS = {"key_segment_ids": a(B, S, dtype="int32")}
@@ -723,33 +721,6 @@ def test_a_module_that_is_accepted_can_be_compiled():
     assert np.isfinite(eqx.filter_jit(energy)(*VALID.values())).all()
 
 
-# Anything at all in the place of one argument.
-DTYPES = "float32", "bfloat16", "int32", "uint8", "bool", "complex64"
-SHAPES = st.lists(st.integers(0, 7), max_size=5).map(tuple) | st.sampled_from(
-    [(B, T, N, H), (B, S, K, H), (B, S, K, V), (B, N, T, S), (1, 1, 1, S), (B, T), (B, S), (B,)]
-)
-
-
-@st.composite
-def arrays(draw):
-    shape, dtype = draw(SHAPES), draw(st.sampled_from(DTYPES))
-    return (
-        np.ones(shape, dtype)
-        if draw(st.booleans()) and dtype != "bfloat16"
-        else a(*shape, dtype=dtype)
-    )
-
-
-ANYTHING = (
-    arrays()
-    | st.none()
-    | st.booleans()
-    | st.integers(-3, 9)
-    | st.floats(-1e3, 1e3)
-    | st.sampled_from([NAN, INF, 1j, np.float16(0.5), np.int64(3), (), [], {}, {1, 2}])
-    | st.sampled_from(["", "tree", "f2", "node", print, int, object(), STATE, (1, 2), (1, [2])])
-    | st.lists(st.integers(-1, 3) | st.text(max_size=2) | st.floats(0, 1), max_size=3)
-)
 FUZZED = {
     ea.attention: {**VALID, "implementation": "reference"},
     ea.free_energy: {**VALID, "implementation": "reference"},
@@ -764,18 +735,6 @@ FUZZED = {
     ea.FreeEnergy: {},
     layer: {},
 }
-
-
-def outcome(function, names, arguments):
-    """The function's result; None if it raises a TypeError or ValueError that begins with an argument's name."""
-    try:
-        return function(**arguments)
-    except (TypeError, ValueError) as wrong:
-        message = str(wrong)
-        assert type(wrong) in (TypeError, ValueError), message
-        assert message.partition(":")[0].partition(".")[0] in names, message
-        assert "wanted " in message and "got " in message, message
-        return None
 
 
 @pytest.mark.filterwarnings(

@@ -36,8 +36,8 @@ from energy_attn.distributed.runtime import _files
 from energy_attn.prefix_tree import Accepted, commit
 
 from ..disk import Killed, contents, failing
+from .cache_model import B, Model, append, check_balanced, check_held, empty, tokens
 from .meshes import mesh_of, parallel_of
-from .test_cache import B, Model, append, check_balanced, check_held, empty, tokens
 
 INDEX = "kv_cache.index.json"
 

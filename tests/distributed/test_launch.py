@@ -3,7 +3,6 @@
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -16,12 +15,6 @@ from energy_attn.cli import _worker, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = "import time; time.sleep(60)"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def run(*arguments: object) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ..flags import environment
+from .ports import free_port
 from .process import SCENARIOS
-from .test_launch import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # for a machine that is busy; alone it takes a tenth of that

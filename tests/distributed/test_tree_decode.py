@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
 from energy_attn.prefix_tree import Accepted, PrefixTree, commit, pack, tree_decode
 
+from ..complaints import complains
 from ..naive import assert_all_close
 from ..problems import Problem, cast
 from ..reference import dense, dense_vjp
-from ..test_bad_input import complains
 from .meshes import close, mesh_of, parallel_of
 
 B, L, S, K, N, H, V = 3, 7, 11, 2, 4, 3, 5

@@ -22,8 +22,8 @@ from energy_attn.prefix_tree import (
 )
 from energy_attn.prefix_tree._accept import longest_chosen_path
 
-from ..test_bad_input import complains
-from .test_sampling import distribution
+from ..complaints import complains
+from .distributions import distribution
 
 B, M, C, V = 2, 4, 3, 3
 many = settings(max_examples=100)  # all of one compiled program

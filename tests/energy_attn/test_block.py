@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh, shard_sequence, unshard_sequence
 
-from ..test_bad_input import a, complains
+from ..complaints import a, complains
 
 B, T, D, HEADS, Y = 2, 16, 6, 2, 3
 X = np.random.default_rng(0).standard_normal((B, T, D))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh
 
-from ..test_bad_input import a, complains
+from ..complaints import a, complains
 
 # Three values in the plane, so that a point is their mean by one set of weights alone; and five that are hidden.
 rng = np.random.default_rng(0)

@@ -17,17 +17,9 @@ from jax.sharding import PartitionSpec as P
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
 
+from ..complaints import complains
 from ..reference import dense, dense_vjp, rows, visible
-from ..test_bad_input import complains
-from .test_conjugate import (
-    CONVERGED,
-    INVERSE_TEMPERATURES,
-    NO_KEYS,
-    POINT,
-    PROBLEM,
-    SEEN,
-    random_keys,
-)
+from .solvers import CONVERGED, INVERSE_TEMPERATURES, NO_KEYS, POINT, PROBLEM, SEEN, random_keys
 
 FOLDER = Path(__file__).resolve().parents[2] / "papers" / "tree_attention"
 OUT, LSE = dense(PROBLEM)

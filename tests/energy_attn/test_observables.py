@@ -15,10 +15,10 @@ import pytest
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 
+from ..complaints import complains
 from ..distributed.meshes import mesh_of, parallel_of
 from ..problems import BLOCKS, PROBLEMS, Problem, cast, lse_dtype, tangents
 from ..reference import rows, shifted
-from ..test_bad_input import complains
 
 NAMES = ("covariance", "product", "cumulant 1", "cumulant 2", "cumulant 3", "cumulant 4")
 NAMES += ("moment 2", "moment 3", "entropy", "mean score", "heat capacity", "sensitivity")

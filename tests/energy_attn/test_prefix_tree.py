@@ -27,8 +27,8 @@ from energy_attn.prefix_tree import (
     verify,
 )
 
+from ..complaints import ANYTHING, complains, outcome
 from ..distributed.meshes import mesh_of
-from ..test_bad_input import ANYTHING, complains, outcome
 
 B, M, C = 2, 4, 3
 FULL, CUT, ROOMY = M * C, 5, M * C + 3

@@ -14,7 +14,7 @@ from energy_attn.core._solution import Result
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.kernels.call._checks import received
 
-from ..test_bad_input import a, complains
+from ..complaints import a, complains
 
 B, T, N, K, S, H = 2, 3, 4, 2, 17, 5
 

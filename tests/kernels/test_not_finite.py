@@ -9,7 +9,7 @@ import pytest
 
 from energy_attn.kernels import AttentionState, local_attention
 
-from .test_local_attention import RUNNABLE
+from .traits import RUNNABLE
 
 NAMES = pytest.mark.parametrize("name", RUNNABLE)
 SHAPES = (2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6)

@@ -12,7 +12,7 @@ from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
 from energy_attn.kernels.pallas.tpu._layout import layout
 
 from ..problems import BLOCKS, HEADS, cast
-from .test_local_attention import SMALL_LAYOUT, check
+from .traits import SMALL_LAYOUT, check
 
 FORMS = {
     "heads in front": SMALL_LAYOUT._replace(few_rows=0),

@@ -12,7 +12,7 @@ from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.vendor import _splash
 
-from .test_tpu_programs import compiled, devices, every_chip, operands, temporary
+from .tpu import compiled, devices, every_chip, operands, temporary
 
 ROWS = 8192
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.kernels import AttentionState, local_attention
+
+from .tpu import compiled, devices, every_chip, operands, temporary
 
 # So that libtpu looks for no TPU and no metadata server, keeps no logs, and loads into several processes.
 os.environ.update(
@@ -26,48 +27,13 @@ os.environ.update(
     TPU_LOG_DIR="disabled",
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
 )
-CHIPS = {
-    "v4": "v4:2x2x1",
-    "v5e": "v5e:2x2",
-    "v5p": "v5p:2x2x1",
-    "v6e": "v6e:2x2",
-    "tpu7x": "tpu7x:2x2x1",
-}
 HEADS = [(16, 16), (32, 8)]  # of queries, of keys
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
-every_chip = pytest.mark.parametrize("chip", CHIPS)
 attention = functools.partial(local_attention, implementation="pallas_tpu")
-
-
-def devices(chip):
-    return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
-
-
-def compiled(chip, f, *shapes, kernels):
-    """The program of `f` for arrays of `(dtype, *shape)`, which must contain that many `kernels`."""
-    where = SingleDeviceSharding(devices(chip)[0])
-    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype, *shape in shapes]
-    lowered = jax.jit(f).lower(*arrays)
-    assert lowered.as_text().count("tpu_custom_call") == kernels
-    return lowered.compile()
-
-
-def operands(queries, keys, heads, kv_heads, width=128, value_width=None, dtype="bfloat16"):
-    value_width = value_width or width
-    return [
-        (dtype, 1, queries, heads, width),
-        (dtype, 1, keys, kv_heads, width),
-        (dtype, 1, keys, kv_heads, value_width),
-    ]
 
 
 def size(*shapes):
     return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for dtype, *shape in shapes)
-
-
-def temporary(program):
-    """Bytes of memory that a program uses beside its arguments and results."""
-    return program.memory_analysis().temp_size_in_bytes
 
 
 def both_gradients(query, key, value):

@@ -1,0 +1,44 @@
+"""Programs compiled for TPUs that are not there."""
+
+import jax
+import pytest
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+CHIPS = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
+
+
+every_chip = pytest.mark.parametrize("chip", CHIPS)
+
+
+def devices(chip):
+    return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
+
+
+def compiled(chip, f, *shapes, kernels):
+    """The program of `f` for arrays of `(dtype, *shape)`, which must contain that many `kernels`."""
+    where = SingleDeviceSharding(devices(chip)[0])
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype, *shape in shapes]
+    lowered = jax.jit(f).lower(*arrays)
+    assert lowered.as_text().count("tpu_custom_call") == kernels
+    return lowered.compile()
+
+
+def operands(queries, keys, heads, kv_heads, width=128, value_width=None, dtype="bfloat16"):
+    value_width = value_width or width
+    return [
+        (dtype, 1, queries, heads, width),
+        (dtype, 1, keys, kv_heads, width),
+        (dtype, 1, keys, kv_heads, value_width),
+    ]
+
+
+def temporary(program):
+    """Bytes of memory that a program uses beside its arguments and results."""
+    return program.memory_analysis().temp_size_in_bytes
