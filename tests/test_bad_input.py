@@ -1,6 +1,6 @@
-"""What the library says to wrong arguments: a ValueError or TypeError with their name, what came and what was wanted.
+"""Errors for wrong arguments: a ValueError or TypeError that names the argument, what was wanted and what it got.
 
-The type checks of this suite are off here, so that mistakes get as far as they do for a user.
+The type checks of this suite are off here, so that mistakes get as far as they would for a user.
 """
 
 import inspect
@@ -663,12 +663,12 @@ MODULES = (
     ("call", "error", "name", "received", "wanted"), PARALLEL + STATES + SOFTMAX + MODULES
 )
 def test_everything_else(call, error, name, received, wanted):
-    """Axis names that XLA does not know, states that do not belong together, sizes that no array can have."""
+    """Axis names that XLA does not know, states that do not match, sizes that no array can have."""
     complains(call, error, name, received, wanted)
 
 
 def test_documented_exceptions():
-    """What is no wrong argument: an implementation that declines, dropout without a key, options that are fields."""
+    """Errors of other kinds: an implementation that declines, dropout without a key, options that are fields."""
     many = {**VALID, "query": a(B, 50, N, H)}
     for function in (ea.attention, ea.free_energy, local_attention):
         with pytest.raises(NotImplementedError, match="query: wanted at most .* got 50 × 4"):
@@ -699,7 +699,7 @@ def test_documented_exceptions():
     ids=lambda x: x if isinstance(x, str) else next(iter(x)),
 )
 def test_when_traced(changes, received):
-    """A tracer is no list of numbers, but a check that reads values fails on it, or prints the tracer."""
+    """A check that reads the values of a tracer and fails on it, or prints the tracer."""
     for transform in (jax.jit, lambda f: jax.jit(jax.value_and_grad(f, allow_int=True))):
         call = transform(lambda arrays: ea.attention(**arrays).sum())
         with pytest.raises((TypeError, ValueError)) as caught:
@@ -709,7 +709,7 @@ def test_when_traced(changes, received):
 
 
 def test_what_only_values_tell_is_not_checked_when_traced():
-    """Lengths and scales that are traced cannot be judged; asking for their values would be an error of JAX's."""
+    """Traced lengths and scales cannot be checked; reading their values would raise an error of JAX."""
     lengths = jnp.asarray([1, S + 3])
     out = jax.jit(lambda n, scale: ea.attention(**VALID, key_value_seq_lengths=n, scale=scale))(
         lengths, jnp.asarray(0.5)
@@ -718,7 +718,7 @@ def test_what_only_values_tell_is_not_checked_when_traced():
 
 
 def test_a_module_that_is_accepted_can_be_compiled():
-    """Fields that are static must be hashable: a list of names would fail much later, inside of jit."""
+    """Fields that are static must be hashable: a list of names would fail much later, inside jit."""
     energy = ea.FreeEnergy(implementation=("reference",), local_window_size=(2, 2))
     assert np.isfinite(eqx.filter_jit(energy)(*VALID.values())).all()
 
@@ -767,7 +767,7 @@ FUZZED = {
 
 
 def outcome(function, names, arguments):
-    """What the function returns; None if it raises a TypeError or ValueError that begins with an argument's name."""
+    """The function's result; None if it raises a TypeError or ValueError that begins with an argument's name."""
     try:
         return function(**arguments)
     except (TypeError, ValueError) as wrong:
@@ -785,7 +785,7 @@ def outcome(function, names, arguments):
 @given(data=st.data())
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_anything_else(function, data):
-    """Every other way to be wrong: an AttributeError, an IndexError, XLA's own words, or a NaN that is returned."""
+    """Every other failure: an AttributeError, an IndexError, XLA's own message, or a NaN as the result."""
     signature = inspect.signature(ea.MultiheadAttention if function is layer else function)
     names = set(signature.parameters)
     name = data.draw(st.sampled_from(sorted(names)))

@@ -212,11 +212,11 @@ def test_page(encodings, rows):
     says(f"{report['energy'][0, 2]:.1f} nats", f"between {others.min():.1f} and {others.max():.1f}")
     assert looks["after"].argmax() == 12 + 8
     says(f"{looks['after'][1, 8]:.0%} of its weight")
-    # the place of rest
+    # the idle token
     tie = np.corrcoef(looks["first"].ravel(), report["entropy"].ravel())[0, 1]
     says(f"{looks['first'].mean():.0%} of all weight", f"{tie:.2f}".replace("-", "−"))
     spread = report["variance"].mean(1)
-    says(f"is {spread[5]:.1f}, and between {spread[:5].min():.1f} and {spread[:5].max():.1f}")
+    says(f"is {spread[5]:.1f};", f"between {spread[:5].min():.1f} and {spread[:5].max():.1f}")
     # the head of pronouns
     for i, one, other in (
         (6, "their", "bees"),
@@ -242,7 +242,7 @@ def test_page(encodings, rows):
         f"*it* gives {p[0]:.2f} to *piano*, {p[1]:.2f} to *door* and {p[2]:.2f} to [CLS]",
         f"entropy of {example['entropy']:.2f} nats, {example['effective_keys']:.1f} keys",
         f"{c[0]:.2f} for *piano*, {c[1]:.2f} for *door*, {c[2]:.2f} for [CLS]",
-        f"*door* {q[1]:.2f} then, less than before, *piano* {q[0]:.2f} and [CLS] {q[2]:.2f}",
+        f"*door* {q[1]:.2f}, less than before, *piano* {q[0]:.2f} and [CLS] {q[2]:.2f}",
     )
     sizes = np.asarray(example["eigenvalues"])
     assert (sizes > 2e-4).sum() == 15 and p[1] > q[1]

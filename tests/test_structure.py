@@ -115,6 +115,46 @@ def test_long_module_is_found(sound):
     assert finding.startswith("kernels/_b.py:")
 
 
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("kernels/_walk.py", "b = 1\n"),
+        ("distributed/_spread_rows.py", "b = 1\n"),
+        ("kernels/_b.py", "def warp(logits):\n    return logits\n"),
+        ("kernels/_b.py", "def _spread_rows(rows):\n    return rows\n"),
+        ("energy_attn/_b.py", "class ways:\n    pass\n"),
+        ("energy_attn/_b.py", "def retrieve(state, inverse_temperature=1.0):\n    return state\n"),
+        ("energy_attn/_b.py", "find = lambda travels: travels\n"),
+    ],
+)
+def test_old_name_is_found(sound, where, text):
+    (sound / where).write_text(text)
+    (finding,) = check_structure.old_names(sound)
+    assert finding.startswith(where)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("kernels/_b.py", '"""One. Raises nothing."""\n'),
+        ("kernels/_b.py", "# the points\n# of rest\n"),
+        ("energy_attn/_b.py", '"""Draws with\n    returning."""\n'),
+        ("docs/page.md", "Rows that see no key.\n"),
+        ("docs/page.md", "keys spread over\nthe mesh\n"),
+        ("README.md", "keys spread over eight devices on the mesh\n"),
+        ("tests/test_b.py", "# the roll call\n"),
+    ],
+)
+def test_old_phrase_is_found(sound, where, text):
+    (sound / where).parent.mkdir(exist_ok=True)
+    (sound / where).write_text(text)
+    (finding,) = check_structure.old_phrases(sound)
+    assert finding.startswith(f"{where}:1: ")
+    (sound / where).write_text("b = 1\n")
+    (sound / "CHANGELOG.md").write_text(text)  # what was, may be told
+    assert list(check_structure.old_phrases(sound)) == []
+
+
 def test_undocumented_export_is_found(sound):
     (sound / "docs" / "api" / "kernels.md").write_text("::: energy_attn.kernels.ab\n")
     (finding,) = check_structure.undocumented_exports(sound)

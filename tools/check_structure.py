@@ -11,6 +11,7 @@ The rules:
 - Names of JAX that are private stand in one module, which looks for them before they are called.
 - A module holds one concept: at most 400 lines.
 - Every name that a package exports stands in the documentation's API pages.
+- Names and phrases that were replaced do not come back, nor do docstrings that end in "Raises" and "nothing".
 
 `tests/test_structure.py` runs the same functions.
 """
@@ -31,6 +32,25 @@ MAY_IMPORT = {
 }
 MAX_LINES = 400
 PRIVATE_NAMES = "kernels/_private.py"
+# Each was replaced by a name that says what the module, function or argument is.
+OLD_MODULES = re.compile(
+    "_flash|_choice|_walk|_errors|_ways|_wire|_place|_placement|_spread.*|_inside|_roll_call|_marks"
+    "|_warp|_follow|_optimum|_observe"
+)
+OLD_NAMES = re.compile(
+    "warp|roll_call|spread_.*|points_of_rest|inverse_temperature|travels|marks|ways"
+)
+# Spaces stand for any white space, also for the start of a comment's next line.
+OLD_PHRASES = {
+    "(?-i:Raises nothing)": "no such tail",
+    "points? of rest": "fixed point",
+    "with returning": "with replacement",
+    "(row|rows|query|queries) (that|which) sees? no key": "fully masked row",
+    "spread over (a|the|all|several|its|their|\\w+ devices|devices)": "sharded over",
+    "roll call": "rendezvous",
+    "what walks over": "what iterates over",
+}
+PROSE_EXEMPT = ("CHANGELOG.md", "tools/check_structure.py", "tests/test_structure.py")
 DOOR = "internal"
 
 
@@ -226,6 +246,41 @@ def undocumented_exports(root: Path) -> Iterator[str]:
             yield f"docs/api: no page has `::: {package}.{name}`"
 
 
+def old_names(root: Path) -> Iterator[str]:
+    """Modules, functions, classes and arguments with names that were replaced."""
+    for folder in ROOMS:
+        for path in sources(root, folder):
+            where = str(path.relative_to(root))
+            if OLD_MODULES.fullmatch(path.stem):
+                yield f"{where}: {path.stem} is a name that was replaced"
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    name = node.name
+                elif isinstance(node, ast.arg):
+                    name = node.arg
+                else:
+                    continue
+                if OLD_NAMES.fullmatch(name.strip("_")):
+                    yield f"{where}:{node.lineno}: {name} is a name that was replaced"
+
+
+def old_phrases(root: Path) -> Iterator[str]:
+    """Phrases that were replaced, in code, comments, docstrings and pages."""
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *root.glob("papers/*/*.md")]
+    folders = (*ROOMS, "tests", "papers", "examples", "tools", "docs")
+    for path in [*pages, *(path for folder in folders for path in sources(root, folder))]:
+        where = str(path.relative_to(root))
+        if where in PROSE_EXEMPT:
+            continue
+        text = path.read_text(encoding="utf-8")
+        for phrase, instead in OLD_PHRASES.items():
+            pattern = rf"\b{phrase}\b".replace(" ", r"[\s#>]+")
+            for found in re.finditer(pattern, text, re.IGNORECASE):
+                line = 1 + text.count("\n", 0, found.start())
+                words = " ".join(found[0].split())
+                yield f"{where}:{line}: {words!r}; wanted {instead}"
+
+
 RULES = (
     broken_links,
     wrong_imports,
@@ -234,6 +289,8 @@ RULES = (
     private_names,
     long_modules,
     undocumented_exports,
+    old_names,
+    old_phrases,
 )
 
 

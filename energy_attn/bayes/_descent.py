@@ -1,4 +1,4 @@
-"""Minimisers of one convex function for each row, all rows at once and each at its own pace."""
+"""Minimisation of one convex function per row, all rows at once and each with its own step length."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,51 +10,50 @@ from jaxtyping import Array
 
 from ..core._solution import Result
 
-RUNNING = -1  # beside the codes of `Result`
+RUNNING = -1  # in addition to the codes of `Result`
 
 
 class Trial(NamedTuple):
-    """What is known of every row's function at one point; `[*B, T, N]`, with `V` for vectors.
+    """Every row's function evaluated at one point; `[*B, T, N]`, and `[*B, T, N, V]` for vectors.
 
     Attributes:
-        at: `[*B, T, N, V]`, the point; of a row that ends without a minimiser, what it ends with.
+        point: `[*B, T, N, V]`; for a row that ends without a minimiser, its certificate.
         value: of the function.
         gradient: `[*B, T, N, V]`.
-        direction: `[*B, T, N, V]`, where damped Newton goes from here; what follows gradients does
-            not look at it.
-        noise: what rounding may have added to `value`.
-        residual: what is to become small.
-        accepted: how small is small enough.
-        verdict: int32, a code of `Result`, or `RUNNING`.
-        inner: int32, how many steps it took to know all this.
+        direction: `[*B, T, N, V]`, the step of damped Newton; gradient methods ignore it.
+        noise: a bound on the rounding error of `value`.
+        residual: the number that converges to zero.
+        threshold: the residual below which the row has converged.
+        status: int32, a code of `Result`, or `RUNNING`.
+        inner_steps: int32, the steps that this evaluation took.
     """
 
-    at: Array
+    point: Array
     value: Array
     gradient: Array
     direction: Array
     noise: Array
     residual: Array
-    accepted: Array
-    verdict: Array
-    inner: Array
+    threshold: Array
+    status: Array
+    inner_steps: Array
 
 
 class Descent(NamedTuple):
-    """How far a descent is, and how it got there.
+    """The state of a descent.
 
     Attributes:
-        last: the last trial that each row has taken.
-        steps: int32 `[*B, T, N]`, how many it has taken.
-        inner: int32 `[*B, T, N]`, the steps inside of all its trials.
-        path: `[recorded + 1, *B, T, N]`, the values, which go on with the last one of a row that
-            has ended.
-        passes: how many trials of all rows together there were.
+        last: the last trial that each row has accepted.
+        steps: int32 `[*B, T, N]`, how many it has accepted.
+        inner_steps: int32 `[*B, T, N]`, the sum over all its trials.
+        path: `[recorded + 1, *B, T, N]`, the value after each step; a row that has ended repeats
+            its last one.
+        passes: the number of evaluations of all rows together.
     """
 
     last: Trial
     steps: Array
-    inner: Array
+    inner_steps: Array
     path: Array
     passes: Array
 
@@ -62,66 +61,66 @@ class Descent(NamedTuple):
 Evaluate = Callable[[Array, Array], Trial]
 
 
-def descend(evaluate: Evaluate, start: Array, max_steps: int) -> Descent:
-    """Damped Newton: each row along its own direction, with its own step length (Armijo).
+def newton_descent(evaluate: Evaluate, start: Array, max_steps: int) -> Descent:
+    """Damped Newton: each row moves along its own direction with its own step length (Armijo).
 
-    One loop with one evaluation in it: in each pass a row either takes the step that it tries, or
-    tries a shorter one in the next. Rows do not wait for each other, and one that has ended stays
-    put. A row that was cut short begins its next search a little longer than where this one ended.
+    One loop around one evaluation: in each pass a row either accepts its trial step or tries a
+    shorter one in the next pass. Rows do not wait for each other, and a row that has ended does not
+    move. After a shortened step, the next line search starts from a somewhat longer one.
 
-    `evaluate(x, passes)` gives a `Trial`. A row ends unconverged after `max_steps` steps, or when
-    its step has shrunk to nothing. Raises nothing.
+    `evaluate(x, passes)` returns a `Trial`. A row ends unconverged after `max_steps` steps, or when
+    its step length falls below the precision of the dtype.
     """
 
     def step(carry: tuple[Descent, Array]) -> tuple[Descent, Array]:
-        found, length = carry
+        found, step_length = carry
         last = found.last
-        active = last.verdict == RUNNING
-        move = jnp.where(active[..., None], length[..., None] * last.direction, 0.0)
-        trial = evaluate(last.at + move, found.passes)
+        active = last.status == RUNNING
+        move = jnp.where(active[..., None], step_length[..., None] * last.direction, 0.0)
+        trial = evaluate(last.point + move, found.passes)
         slope = (last.gradient * last.direction).sum(-1)
-        enough = trial.value <= last.value + 0.1 * length * slope + last.noise
-        # a certificate ends a row whether it has descended or not
-        moved = active & (enough | (trial.verdict == Result.outside_hull))
+        enough = trial.value <= last.value + 0.1 * step_length * slope + last.noise
+        # a certificate ends a row whether or not the value has decreased
+        moved = active & (enough | (trial.status == Result.outside_hull))
         found = advance(found, trial, moved, max_steps)
-        lost = active & ~moved & (length < jnp.finfo(length.dtype).eps)
-        verdict = jnp.where(lost, Result.max_steps_reached, found.last.verdict)
-        found = found._replace(last=found.last._replace(verdict=verdict))
-        return found, jnp.where(moved, jnp.minimum(1.0, 8 * length), 0.35 * length)
+        lost = active & ~moved & (step_length < jnp.finfo(step_length.dtype).eps)
+        status = jnp.where(lost, Result.max_steps_reached, found.last.status)
+        found = found._replace(last=found.last._replace(status=status))
+        return found, jnp.where(moved, jnp.minimum(1.0, 8 * step_length), 0.35 * step_length)
 
-    found = begin(evaluate(start, jnp.int32(0)), max_steps)
+    found = initial_descent(evaluate(start, jnp.int32(0)), max_steps)
     carry = (found, jnp.ones_like(found.last.value))
-    return lax.while_loop(lambda carry: running(carry[0]), step, carry)[0]
+    return lax.while_loop(lambda carry: any_running(carry[0]), step, carry)[0]
 
 
-def begin(first: Trial, recorded: int) -> Descent:
-    """A descent of no steps, whose path will be `recorded` for so many. Raises nothing."""
+def initial_descent(first: Trial, recorded: int) -> Descent:
+    """A descent before its first step, whose path has room for `recorded` steps."""
     path = jnp.broadcast_to(first.value[None], (recorded + 1, *first.value.shape))
-    return Descent(first, jnp.zeros_like(first.verdict), first.inner, path, jnp.int32(1))
+    return Descent(first, jnp.zeros_like(first.status), first.inner_steps, path, jnp.int32(1))
 
 
-def running(found: Descent) -> Array:
-    """Whether any row has still to go on. Raises nothing."""
-    return (found.last.verdict == RUNNING).any()
+def any_running(found: Descent) -> Array:
+    """Whether any row is still running."""
+    return (found.last.status == RUNNING).any()
 
 
 def advance(found: Descent, trial: Trial, moved: Array, max_steps: int) -> Descent:
-    """The descent after a trial that the rows `moved` take. Raises nothing."""
-    active = found.last.verdict == RUNNING
-    inner = found.inner + jnp.where(active, trial.inner, 0)
+    """The descent after a trial that the rows in `moved` accept."""
+    active = found.last.status == RUNNING
+    inner_steps = found.inner_steps + jnp.where(active, trial.inner_steps, 0)
     last = select(moved, trial, found.last)
     steps = found.steps + moved.astype(found.steps.dtype)
-    over = (steps >= max_steps) & (last.verdict == RUNNING)
-    last = last._replace(verdict=jnp.where(over, Result.max_steps_reached, last.verdict))
+    over = (steps >= max_steps) & (last.status == RUNNING)
+    last = last._replace(status=jnp.where(over, Result.max_steps_reached, last.status))
     later = (
         jnp.arange(len(found.path), dtype=steps.dtype).reshape(-1, *[1] * steps.ndim) >= steps[None]
     )
     path = jnp.where(later, last.value[None], found.path)
-    return Descent(last, steps, inner, path, found.passes + 1)
+    return Descent(last, steps, inner_steps, path, found.passes + 1)
 
 
 def select(rows: Array, new: Any, old: Any) -> Any:
-    """`new` for some rows and `old` for the others; further axes of arrays are behind. Raises nothing."""
+    """`new` where `rows` is True, else `old`; arrays may have further axes after those of `rows`."""
 
     def choose(new: Array, old: Array) -> Array:
         return jnp.where(rows.reshape(*rows.shape, *[1] * (new.ndim - rows.ndim)), new, old)

@@ -1,4 +1,4 @@
-"""Attention as the most probable point: the minimiser of the smoothed rate function."""
+"""Attention as a maximum a posteriori: the minimiser of the smoothed rate function."""
 
 import functools
 from typing import Any
@@ -11,22 +11,22 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import check_flag
 
-from ..core._solution import Result, Solution, checked, held
-from ..observables._observe import check_line, covariance_product, prepare_wide
-from ._arguments import (
-    check_follows,
+from ..core._solution import Result, Solution, raise_on_failure, without_derivative
+from ..observables._at_source import check_row_vectors, covariance_product, prepare_widened
+from ._checks import (
     check_max_steps,
+    check_optax_mesh,
     check_regulariser,
     check_solver,
     check_tolerance,
 )
-from ._descent import RUNNING, Descent, Trial, advance, begin, descend, running
-from ._follow import follow
-from ._maximise import Given, Method, length, search
-from ._optimum import at_optimum, plain_mean
+from ._descent import RUNNING, Descent, Trial, advance, any_running, initial_descent, newton_descent
+from ._exact_optimum import default_start, with_exact_derivative
+from ._maximise import SolverInputs, SolverOptions, find_source, norm
+from ._optax_descent import optax_descent
 
-# A point's source is found by so many steps of Newton's method at most, and so much more exactly
-# than the point.
+# The inner Newton solve for a point's source: its largest number of steps, and its tolerance as a
+# fraction of the outer one.
 _INNER_STEPS, _INNER_TOLERANCE = 64, 0.1
 
 
@@ -52,17 +52,17 @@ def map_attention(
 
     $M_\lambda + F(0)$ is the rate function of the mean of $n$ values drawn by attention and seen through
     Gaussian noise of variance $\lambda / n$. It is finite everywhere, and its minimiser is exactly
-    attention for every $\lambda > 0$: the penalty is flat at $\zeta = 0$. This finds by optimisation what
-    [`attention`][energy_attn.attention] computes in one pass; it is there to be studied, and to be
-    changed.
+    attention for every $\lambda > 0$, because the penalty is flat at $\zeta = 0$. This function finds by
+    optimisation what [`attention`][energy_attn.attention] computes in one pass; it is meant for
+    study and for experiments with the objective.
 
-    `"newton"` goes from $z$ to $z - (\Sigma(\hat\zeta) + \lambda)\, \hat\zeta$, damped; each evaluation solves
-    for the point's source $\hat\zeta(z) = \nabla M_\lambda(z)$. `"mirror"` is mirror descent, which halves the
-    source in each step and takes the point along, $z = \nabla F_\lambda(\zeta)$. An optimiser of Optax's follows
-    the gradient $\hat\zeta$ in $z$.
+    `"newton"` steps from $z$ to $z - (\Sigma(\hat\zeta) + \lambda)\, \hat\zeta$, damped; each evaluation
+    solves for the point's source $\hat\zeta(z) = \nabla M_\lambda(z)$. `"mirror"` is mirror descent, which
+    halves the source in each step and moves the point to $z = \nabla F_\lambda(\zeta)$. An Optax optimiser
+    follows the gradient $\hat\zeta$ in $z$.
 
-    Differentiable, in reverse mode, as attention itself: `point` is $\nabla F(0)$ and `value` is
-    $-F(0)$ whatever the regulariser and the start.
+    Differentiable in reverse mode, as attention is: `point` is $\nabla F(0)$ and `value` is $-F(0)$
+    for every regulariser and start.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`.
@@ -71,34 +71,35 @@ def map_attention(
         bias: as in [`free_energy`][energy_attn.free_energy], as is `mask`.
         mask: boolean, True where a key takes part.
         regulariser: $\lambda > 0$, in the unit of the values squared; a number or a floating scalar.
-            None is the mean square of the values about their middle: about as much noise as there
-            is spread, with which Newton's method takes few steps, whatever the unit.
+            None is the mean square distance of the values from their mean, with which Newton's
+            method takes few steps in any unit.
         solver: None or `"newton"`, `"mirror"`, or an `optax.GradientTransformation`.
-        start: `[B, T, N, Hv]`, where to begin; None is the plain mean of the values that a row sees.
-        max_steps: how many steps a row may take.
-        tolerance: what is accepted of the step $|(\Sigma + \lambda)\, \hat\zeta|$ still to go, relative to
-            the size of point and values. None is 1e-10 in float64 and 2e-6 in float32; more is
-            accepted where rounding asks for it.
+        start: `[B, T, N, Hv]`, the first point; None is the unweighted mean of the values that a row
+            sees.
+        max_steps: the largest number of steps of a row.
+        tolerance: the largest remaining step $|(\Sigma + \lambda)\, \hat\zeta|$ that counts as converged,
+            relative to the size of point and values. None is 1e-10 in float64 and 2e-6 in float32;
+            it is raised to the rounding error where that is larger.
         throw: whether to raise if a row does not converge.
         **options: those of [`free_energy`][energy_attn.free_energy].
 
     Returns:
-        A [`Solution`][energy_attn.Solution] with `point` `[B, T, N, Hv]`, its `source` (zero, but for
+        A [`Solution`][energy_attn.Solution] with `point` `[B, T, N, Hv]`, its `source` (zero up to
         the residual) and `value` $M_\lambda$ `[B, T, N]`, in float32 (float64). `stats`: `steps`,
-        `inner_steps` (all of a row's steps in search of sources), `residual`, and `path`,
-        `[max_steps + 1, B, T, N]`: $M_\lambda$ after each step. A row that sees no key has the result
+        `inner_steps` (the sum over a row's inner solves for sources), `residual`, and `path`,
+        `[max_steps + 1, B, T, N]`: $M_\lambda$ after each step. A fully masked row has the result
         `no_keys`, the value plus infinity and the point zero.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown option.
-        ValueError: shapes that do not belong together, a regulariser that is not above zero, an
-            unknown solver.
-        NotImplementedError: an optimiser of Optax's where arrays are split over explicit mesh axes.
+        ValueError: shapes that do not match, a regulariser that is not above zero, an unknown
+            solver.
+        NotImplementedError: an Optax optimiser with arrays that are sharded over explicit mesh axes.
         RuntimeError: a row did not converge and `throw` is set; inside jit, when the program runs.
-            Where keys are spread over a mesh, inside jit, the row's value is NaN instead.
+            Inside jit with keys sharded over a mesh, the row's value is NaN instead.
 
-    Source: what equations 22 to 26 of Tree Attention (arXiv 2408.04093) aim at; their own objective
-    has a saddle there, see [`saddle_attention`][energy_attn.saddle_attention].
+    Source: Tree Attention (arXiv 2408.04093), equations 22 to 26, which aim at this; the paper's
+    own objective has a saddle there, see [`saddle_attention`][energy_attn.saddle_attention].
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -108,104 +109,106 @@ def map_attention(
         >>> bool(jnp.allclose(solution.point, ea.attention(q, k, v), atol=1e-4))
         True
     """
-    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
+    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
     dtype = arrays.query.dtype
-    regulariser = _spread(arrays.value) if regulariser is None else regulariser
+    regulariser = _mean_square_deviation(arrays.value) if regulariser is None else regulariser
     regulariser, _ = check_regulariser(regulariser, dtype, positive=True)
     solver = check_solver(solver, "newton", "mirror")
     if not isinstance(solver, str):
-        check_follows(call, "solver", solver)
-    method = Method(call, solver, check_max_steps(max_steps), True)
-    point = plain_mean(call, arrays) if start is None else check_line("start", start, arrays)
-    given = Given(arrays, point, regulariser, check_tolerance(tolerance, dtype))
-    found = _found(method, given)
-    value, point = at_optimum(call, arrays, found.value, found.point)
-    stats = held(found.stats, arrays, "map_attention")
+        check_optax_mesh(call, "solver", solver)
+    static = SolverOptions(call, solver, check_max_steps(max_steps), True)
+    point = (
+        default_start(call, arrays) if start is None else check_row_vectors("start", start, arrays)
+    )
+    inputs = SolverInputs(arrays, point, regulariser, check_tolerance(tolerance, dtype))
+    found = _solve(static, inputs)
+    value, point = with_exact_derivative(call, arrays, found.value, found.point)
+    stats = without_derivative(found.stats, arrays, "map_attention")
     found = Solution(value, found.source, point, found.result, stats)
-    return checked(found, throw, "map_attention", collective=call.place is not None)
+    return raise_on_failure(found, throw, "map_attention", collective=call.place is not None)
 
 
-def _spread(value: Array) -> Array:
+def _mean_square_deviation(value: Array) -> Array:
     apart = value - value.mean(-3, keepdims=True)
     square = (apart * apart).sum(-1).mean()
-    return jnp.where(square > 0, square, 1.0)  # also where there are no values
+    return jnp.where(square > 0, square, 1.0)  # also if there are no values
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _found(method: Method, given: Given) -> Solution:
-    given = lax.stop_gradient(given)
+def _solve(static: SolverOptions, inputs: SolverInputs) -> Solution:
+    inputs = lax.stop_gradient(inputs)
 
     def evaluate(point: Array, passes: Array) -> Trial:
         del passes
-        return _trial(method, given._replace(point=point))
+        return _trial(static, inputs._replace(point=point))
 
-    if method.solver == "newton":
-        found = descend(evaluate, given.point, method.max_steps)
-    elif method.solver == "mirror":
-        found = _mirror(method, given)
+    if static.solver == "newton":
+        found = newton_descent(evaluate, inputs.point, static.max_steps)
+    elif static.solver == "mirror":
+        found = _mirror(static, inputs)
     else:
 
-        def objective(point: Array, given: Given) -> tuple[Array, Array]:
-            last = _source(method, given._replace(point=point)).last
-            return -last.value, last.at
+        def objective(point: Array, inputs: SolverInputs) -> tuple[Array, Array]:
+            last = _source(static, inputs._replace(point=point)).last
+            return -last.value, last.point
 
-        start = given.point
-        found = follow(method.solver, evaluate, objective, given, start, method.max_steps)
+        start = inputs.point
+        found = optax_descent(static.solver, evaluate, objective, inputs, start, static.max_steps)
     last = found.last
     stats = {
         "steps": found.steps,
-        "inner_steps": found.inner,
+        "inner_steps": found.inner_steps,
         "residual": last.residual,
         "path": found.path,
     }
-    point = jnp.where((last.verdict == Result.no_keys)[..., None], 0.0, last.at)
-    return Solution(last.value, last.gradient, point, last.verdict, stats)
+    point = jnp.where((last.status == Result.no_keys)[..., None], 0.0, last.point)
+    return Solution(last.value, last.gradient, point, last.status, stats)
 
 
-def _source(method: Method, given: Given) -> Descent:
-    method = method._replace(solver=None, max_steps=_INNER_STEPS)
-    return search(method, given._replace(tolerance=_INNER_TOLERANCE * given.tolerance))
+def _source(static: SolverOptions, inputs: SolverInputs) -> Descent:
+    static = static._replace(solver=None, max_steps=_INNER_STEPS)
+    return find_source(static, inputs._replace(tolerance=_INNER_TOLERANCE * inputs.tolerance))
 
 
-def _trial(method: Method, given: Given) -> Trial:
-    found = _source(method, given)
+def _trial(static: SolverOptions, inputs: SolverInputs) -> Trial:
+    found = _source(static, inputs)
     last = found.last
-    ended = jnp.where(last.verdict == Result.converged, RUNNING, last.verdict)
-    last = last._replace(verdict=ended, inner=found.steps)
-    return _at_source(method, given, last, last.at)
+    ended = jnp.where(last.status == Result.converged, RUNNING, last.status)
+    last = last._replace(status=ended, inner_steps=found.steps)
+    return _at_source(static, inputs, last, last.point)
 
 
-# Mirror descent in the mirror ∇F_λ*, whose gradient step of length 1/2 is ζ ← ζ - ζ/2.
-def _mirror(method: Method, given: Given) -> Descent:
+# Mirror descent with the mirror map ∇F_λ*: its gradient step of length 1/2 is ζ ← ζ - ζ/2.
+def _mirror(static: SolverOptions, inputs: SolverInputs) -> Descent:
     def step(found: Descent) -> Descent:
         last = found.last
-        none = last._replace(inner=jnp.zeros_like(last.inner))
-        trial = _at_source(method, given, none, 0.5 * last.gradient)
-        return advance(found, trial, last.verdict == RUNNING, method.max_steps)
+        none = last._replace(inner_steps=jnp.zeros_like(last.inner_steps))
+        trial = _at_source(static, inputs, none, 0.5 * last.gradient)
+        return advance(found, trial, last.status == RUNNING, static.max_steps)
 
-    found = begin(_trial(method, given), method.max_steps)
-    return lax.while_loop(running, step, found)
+    found = initial_descent(_trial(static, inputs), static.max_steps)
+    return lax.while_loop(any_running, step, found)
 
 
-# The point of a source is known exactly, z = ∇F_λ(ζ), which cannot be said of the source of a
-# point: so every trial stands at the point of the source that was found. There ∇M_λ(z) = ζ and
-# ∇²M_λ = (Σ(ζ) + λ)⁻¹, and Newton's step needs no solving: -(Σ + λ) ζ.
-def _at_source(method: Method, given: Given, trial: Trial, source: Array) -> Trial:
-    """`trial`, moved to the point of a source. Raises nothing."""
-    (out, lse), product = covariance_product(method.call, source, given.arrays, source)
-    pushed = given.regulariser * source
+# The point of a source is known exactly, z = ∇F_λ(ζ), the source of a point only to a tolerance.
+# So every trial is moved to the point of the source that was found. There ∇M_λ(z) = ζ and
+# ∇²M_λ = (Σ(ζ) + λ)⁻¹, and Newton's step -(Σ + λ) ζ needs no linear solve.
+def _at_source(static: SolverOptions, inputs: SolverInputs, trial: Trial, source: Array) -> Trial:
+    """`trial`, moved to the point of a source."""
+    (out, lse), product = covariance_product(static.call, source, inputs.arrays, source)
+    pushed = inputs.regulariser * source
     point = out + pushed
-    residual = length(product + pushed)
+    residual = norm(product + pushed)
     size = jnp.sqrt((point * point).sum(-1) + (out * out).sum(-1))
-    accepted = (given.tolerance + 4 * jnp.finfo(lse.dtype).eps) * size
-    ended = jnp.where(residual <= accepted, Result.converged, RUNNING)
+    threshold = (inputs.tolerance + 4 * jnp.finfo(lse.dtype).eps) * size
+    ended = jnp.where(residual <= threshold, Result.converged, RUNNING)
     return trial._replace(
-        at=point,
+        point=point,
         value=((out + 0.5 * pushed) * source).sum(-1) - lse,
         gradient=source,
         direction=-product - pushed,
         residual=residual,
-        accepted=accepted,
-        verdict=jnp.where(trial.verdict == RUNNING, ended, trial.verdict),
+        threshold=threshold,
+        status=jnp.where(trial.status == RUNNING, ended, trial.status),
     )

@@ -1,1 +1,1 @@
-"""The free energy, attention as its gradient, and what the rest shares."""
+"""The free energy, attention as its gradient, and what the other folders share."""

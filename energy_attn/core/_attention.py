@@ -1,4 +1,4 @@
-"""Attention, obtained as the gradient of the free energy."""
+"""Attention as the gradient of the free energy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import check_flag
 
-from ._free_energy import evaluate_at_zero, prepare
+from ._free_energy import attention_and_energy, prepare
 
 
 def attention(
@@ -37,9 +37,9 @@ def attention(
     $$\mathrm{out} = \nabla_\zeta F(\zeta)\big|_{\zeta = 0} = \sum_a P_a v_a, \qquad
       P = \mathrm{softmax}(\mathrm{scale}\; q \cdot k + b)$$
 
-    Takes the place of `jax.nn.dot_product_attention`, whose arguments mean the same here. Besides,
-    value may have another width than key, queries and keys may have positions, and the energy
-    itself can be had.
+    A drop-in replacement for `jax.nn.dot_product_attention`, whose arguments mean the same here. In
+    addition, value may have another width than key, queries and keys may have positions, and the
+    energy can be returned.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
@@ -48,34 +48,34 @@ def attention(
         bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
         mask: boolean, shaped like `bias`; True where a key takes part.
         scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
-        is_causal: hide keys whose position is after the query's.
-        query_seq_lengths: `[B]` integers; queries from there on are absent.
-        key_value_seq_lengths: `[B]` integers; keys from there on are absent.
-        local_window_size: `(left, right)` or one int: only keys that near are seen.
+        is_causal: whether to hide keys whose position is after the query's.
+        query_seq_lengths: `[B]` integers; queries from this index on are absent.
+        key_value_seq_lengths: `[B]` integers; keys from this index on are absent.
+        local_window_size: `(left, right)` or one int: how far from a query its keys may lie.
         query_positions: `[B, T]` integers, global positions; negative means absent.
         key_positions: `[B, S]` integers likewise.
-        query_segment_ids: `[B, T]` integers: a query sees the keys of its own segment alone.
+        query_segment_ids: `[B, T]` integers: a query sees only the keys of its own segment.
         key_segment_ids: `[B, S]` integers likewise, given together with the queries'.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations], or
-            `"xla"` for any of those that XLA alone runs; `"cudnn"` is one of the names.
-        parallel: how keys are spread over the mesh in force; see
+            `"xla"` for any that XLA alone runs; `"cudnn"` is one of the names.
+        parallel: how keys are sharded over the current mesh; see
             [`free_energy`][energy_attn.free_energy].
         return_energy: whether to return `(out, energy)`.
-        return_residual: as in `jax.nn`: whether to return `(out, residual)`, the residual being the
-            energies rounded to value's dtype. It can be differentiated; on JAX's own XLA path its
+        return_residual: as in `jax.nn`: whether to return `(out, residual)`, where the residual is
+            the energies rounded to value's dtype. It is differentiable; on JAX's own XLA path its
             gradient is zero.
 
     Returns:
         `out` `[B, T, N, Hv]` in value's dtype; with `return_energy`, also the energies
-        `[B, T, N]` in nats, float32 (float64 for float64). A query that sees no key has
-        `out = 0` and energy minus infinity (`jax.nn` returns the mean of the values there, and a
-        large negative residual).
+        `[B, T, N]` in nats, float32 (float64 for float64). A fully masked row has `out = 0` and
+        energy minus infinity (`jax.nn` returns the mean of the values there, and a large negative
+        residual).
 
     Raises:
-        TypeError: an argument is no array or of another dtype.
-        ValueError: shapes that do not belong together, values out of range, unknown names, both
+        TypeError: an argument is not an array or has the wrong dtype.
+        ValueError: shapes that do not match, values out of range, unknown names, both
             `return_energy` and `return_residual`.
-        NotImplementedError: the implementation named declines the call.
+        NotImplementedError: the named implementation declines the call.
 
     Source: Tree Attention (arXiv 2408.04093), equations 6 to 10.
 
@@ -110,7 +110,7 @@ def attention(
         implementation=implementation,
         parallel=parallel,
     )
-    out, energy = evaluate_at_zero(call, arrays)
+    out, energy = attention_and_energy(call, arrays)
     if return_residual:
         return out, energy.astype(out.dtype)
     return (out, energy) if return_energy else out

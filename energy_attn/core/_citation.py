@@ -1,11 +1,11 @@
-"""What to cite: this library, and the papers whose ideas a program has used."""
+"""What to cite: this library, and the papers whose ideas a program uses."""
 
 import importlib.metadata
 from typing import NamedTuple
 
 
 class _Paper(NamedTuple):
-    """What a BibTeX entry of a paper on arXiv says."""
+    """The fields of the BibTeX entry of a paper on arXiv."""
 
     key: str
     title: str
@@ -97,26 +97,24 @@ _PAPERS = {
     ),
 }
 
-# What this process has used so far. Calls in a compiled program count when they are traced.
+# What this process has used so far. Calls inside jit count when they are traced.
 _used = {"tree": _PAPERS["tree"]}
 
 
 def cite(*names: str) -> None:
-    """Notes that what stands in these papers is used; how often does not matter.
+    """Records that the ideas of these papers are used.
 
-    Raises `KeyError` for a name that no paper has here.
+    Raises `KeyError` for an unknown name.
     """
     _used.update((name, _PAPERS[name]) for name in names)
 
 
 def citation() -> None:
-    """Prints BibTeX for what this process has used: this library, and papers.
+    """Prints BibTeX entries for this library and for the papers that this process has used.
 
-    The paper whose idea the library is comes always. Others do once something built on them was
-    called: ring or Ulysses attention, `Llama`, prefix trees, `retrieve`, the penalties, the flash
-    kernels.
-
-    Prints to standard output and returns None. Raises nothing.
+    The Tree Attention paper is always printed. The others follow once a function built on them
+    has been called: ring or Ulysses attention, `Llama`, prefix trees, `retrieve`, the penalties,
+    the flash kernels.
 
     Source: Tree Attention (arXiv 2408.04093).
 

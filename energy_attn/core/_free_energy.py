@@ -36,9 +36,9 @@ from ._citation import cite
 
 
 class Prepared(NamedTuple):
-    """What of a checked call is known when it is traced.
+    """The static part of a checked call.
 
-    `at_zero`: the source is zero, although it is no NumPy array.
+    `at_zero`: whether the source is zero although it is a JAX array.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """What of a call may be traced, batched and differentiated; the source aside."""
+    """The arrays of a call, which may be traced, batched and differentiated; without the source."""
 
     query: Any
     key: Any
@@ -83,14 +83,14 @@ def free_energy(
     $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + b_a + \zeta \cdot v_a), \qquad
       \frac{\partial F}{\partial \zeta} = \sum_a P_{\zeta,a}\, v_a$$
 
-    $F$ is the cumulant generating function of the values under $P = \mathrm{softmax}(s)$, up to
-    $F(0)$, the log partition function. `jax.grad` in the source costs one kernel pass, the same
-    program as calling the kernel by hand. Differentiable in query, key, value, source, bias and
-    `scale`; second derivatives in reverse mode. With `implementation="reference"` it is plain JAX:
-    any order, both modes.
+    $F - F(0)$ is the cumulant generating function of the values under $P = \mathrm{softmax}(s)$, and
+    $F(0)$ is the log partition function. `jax.grad` in the source costs one kernel pass and compiles
+    to the same program as a direct call of the kernel. Differentiable in query, key, value, source,
+    bias and `scale`; second derivatives in reverse mode. With `implementation="reference"` it is
+    plain JAX: any order, both modes.
 
-    A source that is zero when the call is traced (None, or a NumPy array of zeros) is never
-    materialised: `jax.grad(f)(np.zeros(shape))` reads the values alone.
+    A source that is known to be zero when the call is traced (None, or a NumPy array of zeros) is
+    never materialised: `jax.grad(f)(np.zeros(shape))` reads only the values.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
@@ -100,26 +100,26 @@ def free_energy(
         bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
         mask: boolean, shaped like `bias`; True where a key takes part.
         scale: the factor of $q \cdot k$ (inverse temperature); None is $1/\sqrt{H}$.
-        is_causal: hide keys whose position is after the query's.
-        query_seq_lengths: `[B]` integers; queries from there on are absent.
-        key_value_seq_lengths: `[B]` integers; keys from there on are absent.
-        local_window_size: `(left, right)` or one int: only keys that near are seen.
+        is_causal: whether to hide keys whose position is after the query's.
+        query_seq_lengths: `[B]` integers; queries from this index on are absent.
+        key_value_seq_lengths: `[B]` integers; keys from this index on are absent.
+        local_window_size: `(left, right)` or one int: how far from a query its keys may lie.
         query_positions: `[B, T]` integers, global positions; negative means absent.
         key_positions: `[B, S]` integers likewise.
-        query_segment_ids: `[B, T]` integers: a query sees the keys of its own segment alone.
+        query_segment_ids: `[B, T]` integers: a query sees only the keys of its own segment.
         key_segment_ids: `[B, S]` integers likewise, given together with the queries'.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
-        parallel: how keys are spread over the mesh in force. None: not at all, unless key's type
-            says that its sequence is sharded (explicit mesh axes).
+        parallel: how keys are sharded over the current mesh. None: they are not, unless the type
+            of `key` says that its sequence is sharded (explicit mesh axes).
 
     Returns:
-        Energies `[B, T, N]` in nats; float32, or float64 for float64 inputs. Minus infinity for a
-        query that sees no key, with zero gradients.
+        Energies `[B, T, N]` in nats; float32, or float64 for float64 inputs. The energy of a fully
+        masked row is minus infinity, and its gradients are zero.
 
     Raises:
-        TypeError: an argument is no array or of another dtype.
-        ValueError: shapes that do not belong together, values out of range, unknown names.
-        NotImplementedError: the implementation named declines the call.
+        TypeError: an argument is not an array or has the wrong dtype.
+        ValueError: shapes that do not match, values out of range, unknown names.
+        NotImplementedError: the named implementation declines the call.
 
     Source: Tree Attention (arXiv 2408.04093), equations 6 and 15; with one source per query and
     head, equations 16 to 19.
@@ -153,7 +153,7 @@ def free_energy(
     )
     if source is not None:
         check_source(source, query, value)
-    return evaluate(call, source, arrays)
+    return energy_at(call, source, arrays)
 
 
 def prepare(
@@ -175,9 +175,9 @@ def prepare(
     implementation: Any = None,
     parallel: Any = None,
 ) -> tuple[Prepared, Arrays]:
-    """Checks the arguments of a call before any tracing: what a user sees of a mistake is the mistake.
+    """Checks the arguments of a call before any tracing, so that errors name the user's argument.
 
-    Returns what is known of the call, and its arrays. Raises as `free_energy` does.
+    Returns the static part of the call and its arrays. Raises as `free_energy` does.
     """
     static: dict[str, Any] = {"is_causal": is_causal, "local_window_size": local_window_size}
     traced: dict[str, Any] = {
@@ -194,7 +194,7 @@ def prepare(
     inside = in_shard_map(parallel)
     if inside:
         _check_inside(arrays)
-    given = checked(call, None, arrays)
+    given = check_at(call, None, arrays)
     where = local_sharding_plan if inside else sharding_plan
     place = where(parallel, query, key, value)
     if call.names != ("reference",):
@@ -212,7 +212,7 @@ def prepare(
 
 
 def _check_inside(arrays: Arrays) -> None:
-    """Raises `ValueError` for what one device of a `jax.shard_map` cannot say of all others' keys."""
+    """Raises `ValueError` for arguments that a single device of a `jax.shard_map` cannot give for all keys."""
     given = {"bias": arrays.bias, "mask": arrays.mask, **arrays.options}
     for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
         if given[name] is not None:
@@ -223,56 +223,53 @@ def _check_inside(arrays: Arrays) -> None:
             )
 
 
-def evaluate(call: Prepared, source: Any, arrays: Arrays) -> Array:
-    """The energies of a prepared call at a source that has been checked. Raises nothing."""
+def energy_at(call: Prepared, source: Any, arrays: Arrays) -> Array:
+    """The energies of a prepared call at a checked source."""
     if source is None or call.names == ("reference",):
         return state_at(call, source, arrays).lse
     return _energy(call, source, arrays)
 
 
-def evaluate_at_zero(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
-    """Attention, which is the gradient of a prepared call in the source at zero, and the energies.
-
-    Raises nothing.
-    """
+def attention_and_energy(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
+    """Attention, the gradient of a prepared call in the source at zero, and the energies."""
     query, value = arrays.query, arrays.value
     shape = (*query.shape[:-1], value.shape[-1])
     zero: Any
     if is_static(*shape):
-        # one element, broadcast: known to be zero, and of no size
+        # one element, broadcast: known to be zero, and it takes no memory
         zero = np.broadcast_to(np.zeros((), value.dtype), shape)
     else:
         zero = jnp.zeros(shape, value.dtype)
-    # Inside shard_map the energies differ between devices. Then so must the source: the gradient
-    # in one that is equal on all of them would be summed over them.
+    # Inside shard_map the energies vary between devices, and so must the source: the gradient in
+    # a source that does not vary would be summed over the devices.
     varying = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
     if call.place is not None and call.place.local and not call.place.queries:
-        varying -= frozenset(call.place.sequence)  # what is folded is equal on all of them
+        varying -= frozenset(call.place.sequence)  # what is merged does not vary
     if varying:
         zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
     if isinstance(zero, jax.Array):
         call = call._replace(at_zero=call.names != ("reference",))
 
     def total(source: Any) -> tuple[Array, Array]:
-        energy = evaluate(call, source, arrays)
+        energy = energy_at(call, source, arrays)
         return energy.sum(), energy
 
     return jax.grad(total, has_aux=True)(zero)
 
 
-def checked(call: Prepared, source: Any, arrays: Arrays) -> CheckedCall:
-    """The operands of a prepared call at a source, as kernels take them. Raises nothing more."""
+def check_at(call: Prepared, source: Any, arrays: Arrays) -> CheckedCall:
+    """A prepared call at a source, in the form that kernels take."""
     return check_call(*arrays[:3], source, *arrays[3:5], **dict(call.options), **arrays.options)
 
 
 def state_at(static: Prepared, source: Any, arrays: Arrays) -> AttentionState:
     r"""$\nabla F$ and $F$ of a prepared call at a source; both differentiable. Raises as kernels do."""
     source = None if static.at_zero else _unless_zero(source)
-    return attended(static, checked(static, source, arrays))
+    return attend_checked(static, check_at(static, source, arrays))
 
 
-def attended(static: Prepared, call: CheckedCall) -> AttentionState:
-    """The state of operands, by the implementation and over the mesh that a prepared call names.
+def attend_checked(static: Prepared, call: CheckedCall) -> AttentionState:
+    """The state of a checked call, by the implementations and over the mesh of a prepared call.
 
     Raises as the kernels do.
     """
@@ -284,18 +281,18 @@ def attended(static: Prepared, call: CheckedCall) -> AttentionState:
 
 
 def _unless_zero(source: Any) -> Any:
-    # A NumPy array is known when the program is traced, and nothing can differentiate with respect
-    # to it here: a derivative, of whatever order, would have brought a tracer instead.
+    # A NumPy array is concrete, and nothing differentiates with respect to it here: a derivative of
+    # any order would have passed a tracer instead.
     if source is None or isinstance(source, jax.Array):
         return source
-    source = np.asarray(source)  # JAX before 0.9 wraps NumPy arrays while it differentiates
+    source = np.asarray(source)  # JAX before 0.9 wraps NumPy arrays during differentiation
     return source if source.any() else None
 
 
 # F and its gradient in the source are the two outputs of one kernel pass. The rule computes the
-# state once and keeps `out`, which is ∂F/∂ζ: the cotangent of the source is g · out, and the
-# kernel's own derivative is asked only for what is being differentiated besides the source.
-# `out` is itself a differentiable function of everything, so attention can be differentiated on.
+# state once and saves `out`, which is ∂F/∂ζ: the cotangent of the source is g · out, and the
+# kernel's own derivative runs only for other arguments that are differentiated. `out` is itself a
+# differentiable function of all arguments, so that attention can be differentiated again.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _energy(static: Prepared, source: Any, arrays: Arrays) -> Array:
     return state_at(static, source, arrays).lse
@@ -304,7 +301,7 @@ def _energy(static: Prepared, source: Any, arrays: Arrays) -> Array:
 def _energy_forward(static: Prepared, source: Any, arrays: Arrays) -> tuple[Array, Any]:
     perturbed = any(x.perturbed for x in _primals(arrays))
     source, arrays = (_values(x) for x in (source, arrays))
-    # of the source's own type, which need not be that of the values, must its cotangent be
+    # the cotangent has the type of the source, which may differ from that of the values
     like = None
     if source is not None:
         like = lax.full_like(source, 0, dtype=jnp.result_type(source), shape=(0,))
@@ -323,7 +320,7 @@ def _energy_backward(static: Prepared, saved: Any, cotangent: Any) -> tuple[Any,
     source = None
     if like is not None:
         source = cotangent[..., None] * out.astype(cotangent.dtype)
-        # a source that is equal on all devices of a shard_map sums up what they find
+        # the cotangent of a source that does not vary over a shard_map is summed over its devices
         summed = varying_axes(source) - varying_axes(like)
         source = lax.psum(source, tuple(sorted(summed))) if summed else source
         source = source.astype(like.dtype)

@@ -1,4 +1,4 @@
-"""Softmax that is safe where nothing is left to normalise, and shifted energies."""
+"""Softmax that is safe for fully masked rows, and shifted energies."""
 
 from typing import Any, NamedTuple
 
@@ -29,12 +29,12 @@ def safe_softmax(
     where: Bool[Array, "..."] | None = None,
     axis: int = -1,
 ) -> Float[Array, "..."]:
-    r"""The softmax, which is zero where every key is hidden.
+    r"""The softmax, with zeros in fully masked rows.
 
     $$P_a = \frac{\partial F}{\partial s_a} = e^{s_a - F}, \qquad F = \log \sum_a e^{s_a}$$
 
-    A row whose keys are all hidden has $F = -\infty$: its probabilities are 0, and so are its
-    gradients, where `jax.nn.softmax` gives NaN. Any order of derivative, both modes.
+    A fully masked row has $F = -\infty$; its probabilities and gradients are 0, where
+    `jax.nn.softmax` returns NaN. Differentiable to any order, in both modes.
 
     Args:
         scores: of any shape and floating dtype; minus infinity hides a key. The arithmetic is in
@@ -46,7 +46,8 @@ def safe_softmax(
         Probabilities of the shape and dtype of `scores`.
 
     Raises:
-        TypeError: `scores` is no floating array, `where` no boolean one or `axis` no integer.
+        TypeError: `scores` is not a floating array, `where` not a boolean one or `axis` not an
+            integer.
         ValueError: `axis` is out of range, or `where` does not broadcast.
 
     Source: Tree Attention (arXiv 2408.04093), Appendix 11.
@@ -73,18 +74,18 @@ def shifted_energy(
 
     $$F' = \log \sum_a e^{s_a - m}, \qquad F = F' + m$$
 
-    Three facts, each easily got wrong:
+    Three facts that are easy to get wrong:
 
-    1. For a **constant** $m$ the gradient is that of $F$, whatever $m$ is.
+    1. For any **constant** $m$ the gradient is that of $F$.
     2. $F'$ is not the energy: $m$ must be added back.
-    3. If $m$ depends on what is differentiated, as $m = \max_a s_a$ does, $F'$ has another
-       gradient: in the source it is attention minus the value of the largest score. The shift
-       that this function takes by itself is therefore held constant.
+    3. If $m$ depends on the differentiated argument, as $m = \max_a s_a$ does, $F'$ has another
+       gradient: in the source it is attention minus the value of the largest score. The default
+       shift of this function is therefore held constant.
 
     Args:
         scores: of any shape and floating dtype; minus infinity hides a key.
         shift: $m$, of the shape of `scores` less `axis`; None takes the maximum, held constant
-            (0 where every key is hidden).
+            (0 in a fully masked row).
         where: boolean, broadcastable to `scores`; False hides a key.
         axis: the axis of the keys.
 
@@ -92,12 +93,12 @@ def shifted_energy(
         `(energy, shift)`, both of the shape of `scores` less `axis`, in float32 (float64).
 
     Raises:
-        TypeError: `scores` or `shift` is no floating array, `where` no boolean one or `axis` no
-            integer.
-        ValueError: `axis` is out of range, or shapes do not belong together.
+        TypeError: `scores` or `shift` is not a floating array, `where` not a boolean one or `axis`
+            not an integer.
+        ValueError: `axis` is out of range, or shapes do not match.
 
-    Source: Tree Attention (arXiv 2408.04093), Appendix 11, whose statement that the gradient is
-    the same holds for a constant $m$ only.
+    Source: Tree Attention (arXiv 2408.04093), Appendix 11; its statement that the gradient is the
+    same holds only for a constant $m$.
 
     Examples:
         >>> import jax, jax.numpy as jnp

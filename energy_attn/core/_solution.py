@@ -1,4 +1,4 @@
-"""What a solver returns: the value, where it is attained, and how it went."""
+"""The result of a solver: the value, where it is attained, and statistics."""
 
 import dataclasses
 import enum
@@ -18,7 +18,7 @@ class Result(enum.IntEnum):
     """How a solver ended, for each of the problems that it solved together.
 
     An integer with a message: `solution.result == Result.converged` is a boolean array, and
-    `Result(int(r)).message` says in words what an entry means.
+    `Result(int(r)).message` explains an entry in words.
 
     Examples:
         >>> import energy_attn as ea
@@ -46,15 +46,15 @@ class Result(enum.IntEnum):
 
 
 class Solution(eqx.Module):
-    """What a solver found, how sure that is, and what it took.
+    """What a solver found, whether it converged, and its statistics.
 
     Attributes:
         value: the optimal value of each problem.
-        source: the source at which it is attained; None where a problem has none.
-        point: the point at which it is attained; None where the point was given.
+        source: the source at which it is attained; None if the problem has none.
+        point: the point at which it is attained; None if the point was given.
         result: int32, the code of a [`Result`][energy_attn.Result] for each problem.
-        stats: what the solver counted and measured, by name. Where a docstring does not say
-            otherwise they have no derivative, and asking for one raises `RuntimeError`.
+        stats: the solver's statistics by name. Unless a docstring says otherwise they have no
+            derivative, and differentiating one raises `RuntimeError`.
 
     Examples:
         >>> import jax
@@ -77,17 +77,19 @@ class Solution(eqx.Module):
         return self.result == int(Result.converged)
 
 
-# What is not an answer: a point outside the hull has one (plus infinity), and so has a row without
-# keys (it is told by its result, and its value is what its docstring says).
+# The results without an answer. A point outside the hull has one (plus infinity), and so has a
+# fully masked row (its result says so, and its value is documented).
 _FAILURES = (Result.max_steps_reached, Result.not_finite, Result.energy_rose)
 
 
-def checked(solution: Solution, throw: bool, what: str, *, collective: bool = False) -> Solution:
-    """The solution, which raises if any of its problems failed, where `throw`.
+def raise_on_failure(
+    solution: Solution, throw: bool, what: str, *, collective: bool = False
+) -> Solution:
+    """Returns the solution; if `throw` is set, raises `RuntimeError` if any of its problems failed.
 
-    Outside of jit it raises at once, `RuntimeError`; inside, when the program runs and uses it, as
-    `equinox.error_if` does. Not so a program with collectives, `collective`: a device that raises
-    would leave the others waiting for it, and so values are NaN where their problem failed.
+    Outside jit it raises at once; inside jit when the program runs and uses the solution, as
+    `equinox.error_if` does. A program with collectives (`collective`) does not raise inside jit,
+    since a device that raises would leave the others waiting: the values of failed problems are NaN.
     """
     if not throw:
         return solution
@@ -104,26 +106,23 @@ def checked(solution: Solution, throw: bool, what: str, *, collective: bool = Fa
     return solution
 
 
-def held(stats: dict[str, Array], given: Any, what: str) -> dict[str, Array]:
-    """Statistics of an iteration, which have no derivative in what was given: asking for one raises.
-
-    Raises `RuntimeError` where it is asked for, never a zero.
-    """
-    return _held(what, stats, given)
+def without_derivative(stats: dict[str, Array], given: Any, what: str) -> dict[str, Array]:
+    """Statistics of an iteration, whose derivative in `given` raises `RuntimeError` instead of being zero."""
+    return _without_derivative(what, stats, given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _held(what: str, stats: dict[str, Array], given: Any) -> dict[str, Array]:
+def _without_derivative(what: str, stats: dict[str, Array], given: Any) -> dict[str, Array]:
     del what, given
     return stats
 
 
-def _held_forward(what: str, stats: Any, given: Any) -> tuple[Any, None]:
+def _without_derivative_forward(what: str, stats: Any, given: Any) -> tuple[Any, None]:
     del what, given
     return {name: x.value for name, x in stats.items()}, None
 
 
-def _held_backward(what: str, saved: None, cotangents: dict[str, Any]) -> Any:
+def _without_derivative_backward(what: str, saved: None, cotangents: dict[str, Any]) -> Any:
     del saved
     wanted = [name for name, x in cotangents.items() if not isinstance(x, SymbolicZero)]
     raise RuntimeError(
@@ -131,7 +130,9 @@ def _held_backward(what: str, saved: None, cotangents: dict[str, Any]) -> Any:
     )
 
 
-_held.defvjp(_held_forward, _held_backward, symbolic_zeros=True)
+_without_derivative.defvjp(
+    _without_derivative_forward, _without_derivative_backward, symbolic_zeros=True
+)
 
 
 def _complaint(what: str, result: Result) -> str:

@@ -1,4 +1,4 @@
-"""The attention block of Energy Transformers: the gradient of an attention energy in the block's input."""
+"""The attention block of Energy Transformers: the gradient of an attention energy in its input."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ from energy_attn.kernels.internal import (
 
 from ..core._citation import cite
 from ..nn._module import FreeEnergy
-from ._arguments import check_positive
+from ._checks import check_positive
 
 
 class EnergyAttentionBlock(eqx.Module):
@@ -43,20 +43,20 @@ class EnergyAttentionBlock(eqx.Module):
       \qquad \omega_{hBC} = \mathrm{softmax}_{B \ne C}(\beta\, K_{hB} \cdot Q_{hC})$$
 
     The first term is attention whose values are the keys; the second pushes a token towards the
-    queries that attend to it. It is the *other* sense of "energy attention": the energy is
-    differentiated in the block's input, through queries and keys, where
-    [`free_energy`][energy_attn.free_energy] is differentiated in its source. Nothing of size $T^2$ is
-    made: $E$ costs a pass of the kernel, the update two more.
+    queries that attend to it. This is the *other* sense of "energy attention": the energy is
+    differentiated in the block's input, through queries and keys, whereas
+    [`free_energy`][energy_attn.free_energy] is differentiated in its source. No array of size $T^2$ is
+    formed: $E$ costs one kernel pass, the update two more.
 
-    This is their attention alone: the layer norm that makes $g$ of a token, the Hopfield network
-    beside it and the biases that they leave out are not part of it. Tokens that see no other one
-    add nothing to $E$.
+    The block is the paper's attention alone, without the layer norm that computes $g$ from a token
+    and without the Hopfield network beside it; like the paper's, it has no biases. Tokens that see
+    no other token add nothing to $E$.
 
     Args:
         width: of a token.
         num_heads: the number of heads.
         head_width: of queries and keys in a head; `width // num_heads` if None.
-        exclude_self: whether a token does not see itself, as in the paper.
+        exclude_self: whether to hide a token from itself, as in the paper.
         free_energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of every head. Its `scale` is
             $\beta$, positive, by default $1/\sqrt{\mathtt{head\_width}}$; its mask, kernel and
             `parallel` are the block's.
@@ -65,7 +65,7 @@ class EnergyAttentionBlock(eqx.Module):
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: sizes that are not positive, or an inverse temperature that is not.
+        ValueError: sizes or an inverse temperature that are not positive.
 
     Source: Hoover et al., Energy Transformer (arXiv 2302.07253), the energy $E^{ATT}$ of the
     multi-head energy attention and its update.
@@ -127,17 +127,17 @@ class EnergyAttentionBlock(eqx.Module):
         """$E$ of the tokens, in nats over $β$.
 
         Args:
-            x: tokens $g$, `[B, T, width]` or `[T, width]`; 16 bits are computed with in float32.
-            mask: boolean, of four axes, each 1 or that of `[B, num_heads, T, T]`: which token (the
-                third axis) sees which (the fourth).
-            lengths: `[B]` integers; tokens from there on are absent.
+            x: tokens $g$, `[B, T, width]` or `[T, width]`; 16-bit tokens are widened to float32.
+            mask: boolean, of four axes, each 1 or that of `[B, num_heads, T, T]`: which token (third
+                axis) sees which (fourth axis).
+            lengths: `[B]` integers; tokens from this index on are absent.
 
         Returns:
             `[B]`, or a scalar; float32, or float64 for float64 tokens.
 
         Raises:
-            TypeError: an argument is no array or of another dtype.
-            ValueError: shapes that do not belong together.
+            TypeError: an argument is not an array or has the wrong dtype.
+            ValueError: shapes that do not match.
         """
         cite("hoover")
         wide = self._widened(x)
@@ -145,9 +145,9 @@ class EnergyAttentionBlock(eqx.Module):
             jnp.einsum("nyd,...td->...tny", weight.astype(wide.dtype), wide)
             for weight in (self.query_weight, self.key_weight)
         )
-        # Only energies are wanted, for which any values do.
+        # only the energies are used, and they do not depend on the values
         value = jax.lax.stop_gradient(key[..., :1])
-        # Keys before and after a token are disjoint: their free energies add by logaddexp.
+        # the keys before and after a token are disjoint: their free energies add by logaddexp
         parts = [
             energy(query, key, value, mask=mask, **arrays)
             for energy, arrays in self._passes(wide, lengths)
@@ -184,7 +184,7 @@ class EnergyAttentionBlock(eqx.Module):
         return jnp.asarray(self.head_width**-0.5 if scale is None else scale, dtype)
 
     def _passes(self, x: Array, lengths: Any) -> list[tuple[FreeEnergy, dict[str, Any]]]:
-        """Energies to evaluate, and their lengths or positions, that together see each key once."""
+        """The energies to evaluate, with lengths or positions; together they see each key once."""
         whole, length = self.free_energy, x.shape[-2]
         if not self.exclude_self:
             return [(whole, {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths})]
@@ -195,18 +195,19 @@ class EnergyAttentionBlock(eqx.Module):
         if lengths is not None:
             check_shape("lengths", check_array("lengths", lengths), x.shape[:-2])
             present = order[None] < jnp.asarray(lengths, jnp.int32).reshape(-1, 1)
-        # Causality hides the keys after a query. With keys counted from one it hides its own as
-        # well, and counted from the end it hides those before: no mask of T×T is needed.
+        # Causality hides the keys after a query. With key positions that start at one it hides the
+        # query's own key as well; with positions from the end it hides those before. So no T×T mask
+        # is needed.
         window = whole.local_window_size
         sides = (window, window) if isinstance(window, int) else window
         passes = []
-        for side, places in enumerate((order, length - 1 - order)):
+        for side, positions in enumerate((order, length - 1 - order)):
             reach = None if sides is None else (sides[side] - 1, 0)
             if (side == 1 and whole.is_causal) or (reach is not None and reach[0] < 0):
                 continue
             one = dataclasses.replace(whole, is_causal=True, local_window_size=reach)
             arrays = {
-                name: jnp.where(present, (places + first)[None], np.int32(-1))
+                name: jnp.where(present, (positions + first)[None], np.int32(-1))
                 for name, first in (("query_positions", 0), ("key_positions", 1))
             }
             passes.append((one, arrays))

@@ -18,12 +18,12 @@ class FreeEnergy(eqx.Module):
     $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + b_a + \zeta \cdot v_a)$$
 
     Attributes:
-        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$. An array is a parameter: an inverse
-            temperature that can be learnt.
-        is_causal: hide keys whose position is after the query's.
-        local_window_size: `(left, right)` or one int: only keys that near are seen.
+        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$. An array is a trainable parameter, the
+            inverse temperature.
+        is_causal: whether to hide keys whose position is after the query's.
+        local_window_size: `(left, right)` or one int: how far from a query its keys may lie.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
-        parallel: how keys are spread over the mesh in force.
+        parallel: how keys are sharded over the current mesh.
 
     Raises:
         TypeError: a field of the wrong type.
@@ -65,8 +65,8 @@ class FreeEnergy(eqx.Module):
             )
 
     def options(self) -> dict[str, Any]:
-        """The fields, as the options of [`free_energy`][energy_attn.free_energy] and of all else that
-        takes them: `ea.entropy(query, key, value, **energy.options())`.
+        """The fields as options of [`free_energy`][energy_attn.free_energy] and of the functions that
+        take the same: `ea.entropy(query, key, value, **energy.options())`.
         """
         return {
             "scale": self.scale,
@@ -87,8 +87,8 @@ class FreeEnergy(eqx.Module):
         mask: Bool[Array, "..."] | None = None,
         **arrays: Any,
     ) -> Float[Array, "*B T N"]:
-        """Energies `[B, T, N]`, in nats; arguments and errors as in
-        [`free_energy`][energy_attn.free_energy], `**arrays` being its lengths and positions.
+        """Energies `[B, T, N]` in nats; arguments and errors as in
+        [`free_energy`][energy_attn.free_energy]. `**arrays` are its lengths and positions.
         """
         options = self.options()
         return free_energy(

@@ -33,9 +33,9 @@ class MultiheadAttention(eqx.Module):
       F_h(\zeta) = \log \sum_a \exp(\mathrm{scale}\; Q W^Q_h \cdot K_a W^K_h
       + \zeta \cdot V_a W^V_h)$$
 
-    Takes the place of `equinox.nn.MultiheadAttention`: the constructor and the call accept the
-    same arguments, parameters have the same names and shapes, and equal weights give equal outputs
-    (but for queries that see no key, whose output is zero before the output projection). Adds
+    A drop-in replacement for `equinox.nn.MultiheadAttention`: the constructor and the call accept
+    the same arguments, parameters have the same names and shapes, and equal weights give equal
+    outputs (except in fully masked rows, which are zero before the output projection). It adds
     grouped heads, causality, windows and positions, sharded keys, and the energies.
 
     Args:
@@ -53,15 +53,15 @@ class MultiheadAttention(eqx.Module):
         dropout_p: the probability that an attention weight is dropped.
         inference: whether dropout is off; `equinox.nn.inference_mode` toggles it.
         dtype: of the parameters; JAX's default floating dtype if None.
-        num_kv_heads: the number of key/value heads, which divides `num_heads`; `num_heads` if
+        num_kv_heads: the number of key/value heads, a divisor of `num_heads`; `num_heads` if
             None.
         energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of every head.
         key: a `jax.random.key` for the initial parameters.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: sizes that are not positive, `num_kv_heads` that does not divide, or a
-            `dropout_p` that is no probability.
+        ValueError: sizes that are not positive, a `num_kv_heads` that does not divide `num_heads`,
+            or a `dropout_p` that is not a probability.
 
     Source: Tree Attention (arXiv 2408.04093), equations 16 to 20.
 
@@ -133,7 +133,7 @@ class MultiheadAttention(eqx.Module):
             raise ValueError(f"dropout_p: wanted a probability, got {dropout_p}")
         dtype = None if dtype is None else check_floating_dtype("dtype", dtype)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        # a head has the width query_size // num_heads, unless it is told another
+        # a head has the width query_size // num_heads by default
         least = num_heads if qk_size is None or vo_size is None else 1
         self.query_size = query_size = check_integer("query_size", query_size, least)
         self.key_size = size_of("key_size", key_size, query_size)
@@ -146,7 +146,7 @@ class MultiheadAttention(eqx.Module):
         self.use_value_bias = check_flag("use_value_bias", use_value_bias)
         self.use_output_bias = check_flag("use_output_bias", use_output_bias)
         keys = jax.random.split(check_key("key", key), 4)
-        # the order of keys in Equinox, so that equal keys give equal parameters
+        # keys in the order of Equinox, so that equal keys give equal parameters
         self.query_proj, self.key_proj, self.value_proj, self.output_proj = (
             eqx.nn.Linear(wide, narrow, use_bias=use_bias, dtype=dtype, key=key)
             for (wide, narrow, use_bias), key in zip(
@@ -178,7 +178,7 @@ class MultiheadAttention(eqx.Module):
         key_positions: Int[Array, " S"] | None = None,
         return_energy: bool = False,
     ) -> Any:
-        """Attends; `jax.vmap` it for a batch.
+        """Attends; use `jax.vmap` for a batch.
 
         Args:
             query: `[T, query_size]`.
@@ -187,10 +187,10 @@ class MultiheadAttention(eqx.Module):
             mask: boolean `[T, S]` or `[num_heads, T, S]`; False hides a key.
             key: a `jax.random.key` for dropout.
             inference: overrides the field of the same name in `dropout`.
-            deterministic: the old name of `inference`, as in Equinox; warns.
+            deterministic: deprecated name of `inference`, as in Equinox; warns.
             process_heads: maps `(query, key, value)` heads, `[T, num_heads, qk_size]`,
                 `[S, num_kv_heads, qk_size]`, `[S, num_kv_heads, vo_size]`, to new ones of the
-                same shapes: rotary embeddings, for instance.
+                same shapes, for example with rotary embeddings.
             query_positions: `[T]` integers for causality and windows; negative means absent.
             key_positions: `[S]` integers likewise.
             return_energy: whether to return `(out, energy)`.
@@ -200,12 +200,12 @@ class MultiheadAttention(eqx.Module):
             (before dropout).
 
         Raises:
-            TypeError: an argument is no array of the right dtype.
-            ValueError: shapes that do not belong together.
+            TypeError: an argument is not an array or has the wrong dtype.
+            ValueError: shapes that do not match.
             RuntimeError: dropout is on but no key is given.
         """
         if deterministic is not None:
-            warnings.warn("deterministic: say inference instead", DeprecationWarning, stacklevel=2)
+            warnings.warn("deterministic: use inference instead", DeprecationWarning, stacklevel=2)
             inference = deterministic
         check_flag("return_energy", return_energy)
         heads = self.project(query, key_, value, mask=mask, process_heads=process_heads)
@@ -223,9 +223,9 @@ class MultiheadAttention(eqx.Module):
         mask: Bool[Array, "..."] | None = None,
         process_heads: Callable[..., Sequence[Array]] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """The heads that a call attends with, for [`entropy`][energy_attn.entropy] and its like.
+        """The projected heads of a call, for [`entropy`][energy_attn.entropy] and other observables.
 
-        Arguments and errors as in a call, whose `mask` is checked and not used.
+        Arguments and errors as in a call; `mask` is checked and otherwise unused.
 
         Returns:
             Queries `[T, num_heads, qk_size]`, keys `[S, num_kv_heads, qk_size]` and values
@@ -280,10 +280,10 @@ class MultiheadAttention(eqx.Module):
             )
         if key is None:
             raise RuntimeError("key: wanted a jax.random.key, as dropout is on; got None")
-        # Dropout keeps a random set of keys and divides by the chance to be kept. Attention over
-        # the kept keys, times the share of the partition function that they hold,
+        # Dropout keeps a random set of keys and divides by the probability to be kept. Attention over
+        # the kept keys, times their share of the partition function,
         #     Σ_kept P_a v_a = e^{F_kept - F} ∇F_kept,
-        # is the weighted sum without the matrix of weights. Keys as in Equinox, one a head.
+        # is the weighted sum without the matrix of weights. Random keys as in Equinox, one per head.
         chance = 1 - self.dropout.p
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, chance, shape[1:]))(
             jax.random.split(check_key("key", key), self.num_heads)
@@ -293,8 +293,9 @@ class MultiheadAttention(eqx.Module):
             query, key_, value, mask=keep, return_energy=True, **options
         )
         energy = self.energy(query, key_, value, mask=mask, **options)
-        held = share(kept, energy) / (chance or 1.0)  # where the chance is zero nothing is kept
-        return (out * held[..., None].astype(out.dtype)).astype(out.dtype), energy
+        # if the chance is zero nothing is kept
+        kept_share = share(kept, energy) / (chance or 1.0)
+        return (out * kept_share[..., None].astype(out.dtype)).astype(out.dtype), energy
 
 
 def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:

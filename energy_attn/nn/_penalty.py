@@ -19,24 +19,24 @@ from ..core._citation import cite
 def lse_penalty(
     energy: Float[Array, "..."], *, where: Bool[Array, "..."] | None = None
 ) -> Float[Array, ""]:
-    r"""The z-loss: the mean square of the free energies, which keeps scores from drifting.
+    r"""The z-loss: the mean square of the free energies, a penalty on the drift of scores.
 
     $$L = \frac{1}{|R|} \sum_{i \in R} F_i^2$$
 
-    over the rows $R$ that see a key and that `where` takes. A row without keys has $F = -\infty$; it
-    counts for nothing, and brings no NaN into the gradient. An energy that is NaN makes the penalty
+    over the rows $R$ that see a key and that `where` includes. A fully masked row has
+    $F = -\infty$; it is left out, and its gradient is zero. An energy that is NaN makes the penalty
     NaN.
 
     Args:
         energy: in nats, as [`free_energy`][energy_attn.free_energy] and
-            `attention(..., return_energy=True)` give them, of any shape.
+            `attention(..., return_energy=True)` return them, of any shape.
         where: boolean, broadcastable to `energy`; False leaves a row out (padding).
 
     Returns:
-        A scalar in nats squared, in the dtype of `energy`; 0 if there is no row.
+        A scalar in nats squared, in the dtype of `energy`; 0 if no row is included.
 
     Raises:
-        TypeError: `energy` is no floating array or `where` no boolean one.
+        TypeError: `energy` is not a floating array or `where` not a boolean one.
         ValueError: `where` does not broadcast.
 
     Source: PaLM (Chowdhery et al., arXiv 2204.02311), section 5, for the logits of the output.
@@ -49,8 +49,8 @@ def lse_penalty(
     """
     cite("zloss")
     energy = check_floating("energy", energy)
-    taken = _taken(energy, where) & holds_keys(energy)
-    return _mean(jnp.where(taken, energy, 0.0) ** 2, taken)
+    included = _included(energy, where) & holds_keys(energy)
+    return _mean(jnp.where(included, energy, 0.0) ** 2, included)
 
 
 def entropy_penalty(
@@ -64,23 +64,25 @@ def entropy_penalty(
 
     $$L = \frac{1}{|R|} \sum_{i \in R} \max(H_{low} - H_i,\ 0,\ H_i - H_{high})^2$$
 
-    A lower bound keeps heads from collapsing onto single keys, an upper one from averaging over all.
+    A lower bound keeps heads from collapsing onto single keys, an upper bound from averaging over
+    all keys.
 
     Args:
-        entropy: in nats, as [`entropy`][energy_attn.entropy] gives it, of any shape.
-        where: boolean, broadcastable to `entropy`; False leaves a row out. Rows that see no key
-            have entropy 0: leave them out with `energy != -jnp.inf` if there are any.
-        low: the lower bound in nats; None is none.
-        high: the upper bound in nats; None is none.
+        entropy: in nats, as [`entropy`][energy_attn.entropy] returns it, of any shape.
+        where: boolean, broadcastable to `entropy`; False leaves a row out. Fully masked rows have
+            entropy 0; leave them out with `energy != -jnp.inf`.
+        low: the lower bound in nats, or None.
+        high: the upper bound in nats, or None.
 
     Returns:
-        A scalar in nats squared, in the dtype of `entropy`; 0 if there is no row.
+        A scalar in nats squared, in the dtype of `entropy`; 0 if no row is included.
 
     Raises:
-        TypeError: `entropy` is no floating array, `where` no boolean one or a bound no number.
-        ValueError: `where` does not broadcast, there is no bound, or `low` is above `high`.
+        TypeError: `entropy` is not a floating array, `where` not a boolean one or a bound not a
+            number.
+        ValueError: `where` does not broadcast, both bounds are None, or `low` is above `high`.
 
-    Source: on the collapse that a lower bound prevents, Zhai et al. (arXiv 2303.06296).
+    Source: Zhai et al. (arXiv 2303.06296), on the collapse that a lower bound prevents.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -101,16 +103,16 @@ def entropy_penalty(
         if low is not None and low > high:
             raise ValueError(f"low: wanted at most high = {high}, got {low}")
         apart = apart + jnp.maximum(entropy - high, 0.0)
-    taken = _taken(entropy, where)
-    return _mean(jnp.where(taken, apart, 0.0) ** 2, taken)
+    included = _included(entropy, where)
+    return _mean(jnp.where(included, apart, 0.0) ** 2, included)
 
 
-def _taken(x: Array, where: Any) -> Array:
+def _included(x: Array, where: Any) -> Array:
     if where is None:
         return jnp.ones(x.shape, bool)
     check_broadcastable("where", check_boolean("where", where), x.shape, leading=False)
     return jnp.broadcast_to(where, x.shape)
 
 
-def _mean(x: Array, taken: Array) -> Array:
-    return x.sum() / jnp.maximum(taken.sum(dtype=x.dtype), 1.0)
+def _mean(x: Array, included: Array) -> Array:
+    return x.sum() / jnp.maximum(included.sum(dtype=x.dtype), 1.0)

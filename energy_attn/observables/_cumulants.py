@@ -12,13 +12,13 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.kernels.internal import ScoreBlock, outer, precision, received
 
 from ..core._free_energy import Arrays
-from ._observe import (
+from ._at_source import (
     centred,
-    check_line,
+    check_row_vectors,
     covariance_at,
     covariance_product,
     expectation_at,
-    prepare_at,
+    prepare_with_source,
     state_at,
 )
 
@@ -43,16 +43,16 @@ def covariance(
       = \sum_a P_{\zeta,a}\, (v_a - \mathrm{out})(v_a - \mathrm{out})^T, \qquad
       P_\zeta \propto e^{s + \zeta \cdot v}$$
 
-    The matrix is summed up block by block, with $O(T N H_v^2)$ numbers in memory, and folds over
+    The matrix is summed block by block, with $O(T N H_v^2)$ numbers in memory, and is merged over
     a mesh by the law of total covariance in one reduction, as a
     [`CovarianceState`][energy_attn.kernels.CovarianceState]. Its product with a tangent costs one
-    flash pass beside attention. Both are differentiable in reverse mode.
+    flash pass in addition to attention. Both are differentiable in reverse mode.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, any floating dtype.
         key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N`.
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
-        tangent: $u$, `[B, T, N, Hv]`, one for each query and head; None asks for the matrix.
+        tangent: $u$, `[B, T, N, Hv]`, one for each query and head; None returns the matrix.
         source: $\zeta$, `[B, T, N, Hv]`; None is zero.
         bias: added to the scaled scores, as in [`free_energy`][energy_attn.free_energy].
         mask: boolean, likewise.
@@ -61,11 +61,11 @@ def covariance(
 
     Returns:
         `[B, T, N, Hv, Hv]`, or $\nabla^2 F\, u$, `[B, T, N, Hv]`, in the square of value's unit;
-        float32, or float64 for float64 arrays. Zero for a query that sees no key.
+        float32, or float64 for float64 arrays. Zero for a fully masked row.
 
     Raises:
-        TypeError: an argument is no array or of another dtype, or an option unknown.
-        ValueError: shapes that do not belong together, values out of range.
+        TypeError: an argument is not an array or has the wrong dtype, or an unknown option.
+        ValueError: shapes that do not match, values out of range.
 
     Source: Tree Attention (arXiv 2408.04093), equation 11, second order.
 
@@ -80,10 +80,12 @@ def covariance(
         >>> bool(jnp.allclose(jnp.einsum("tnij,tnj->tni", matrix, u), along, atol=1e-5))
         True
     """
-    call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
+    call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
     if tangent is None:
         return covariance_at(call, source, arrays).covariance
-    return covariance_product(call, source, arrays, check_line("tangent", tangent, arrays))[1]
+    return covariance_product(call, source, arrays, check_row_vectors("tangent", tangent, arrays))[
+        1
+    ]
 
 
 def cumulant(
@@ -102,32 +104,32 @@ def cumulant(
     $$\kappa(u_1, \dots, u_n) = \frac{\partial^n F(\zeta + \sum_i t_i u_i)}
       {\partial t_1 \cdots \partial t_n}\Big|_{t = 0}, \qquad x_i = u_i \cdot v$$
 
-    Order 1 is the mean of $x_1$, order 2 the covariance of $x_1$ and $x_2$, at the cost of flash
-    passes. From order 3 on it is made of central moments $\mu$,
+    Order 1 is the mean of $x_1$ and order 2 the covariance of $x_1$ and $x_2$, each at the cost of a
+    flash pass. From order 3 on it is a sum of products of central moments $\mu$,
 
     $$\kappa = \sum_{\pi} (-1)^{|\pi| - 1} (|\pi| - 1)! \prod_{b \in \pi} \mu_b,$$
 
-    over the partitions $\pi$ of the tangents without parts of one, which are summed up block by block
-    in $2^n$ products. Differentiable in reverse mode.
+    over the partitions $\pi$ of the tangents into parts of at least two. The moments are summed
+    block by block in $2^n$ products. Differentiable in reverse mode.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, any floating dtype.
         key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N`.
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
-        tangents: the directions $u_i$, each `[B, T, N, Hv]`; from one to eight. The same one may
-            come more than once.
+        tangents: the directions $u_i$, one to eight arrays `[B, T, N, Hv]`. An array may be
+            repeated.
         source: $\zeta$, `[B, T, N, Hv]`; None is zero.
         bias: added to the scaled scores, as in [`free_energy`][energy_attn.free_energy].
         mask: boolean, likewise.
         **options: as for [`free_energy`][energy_attn.free_energy].
 
     Returns:
-        `[B, T, N]`, in the product of the units of the $x_i$; float32, or float64. Zero for a query
-        that sees no key.
+        `[B, T, N]`, in the product of the units of the $x_i$; float32, or float64. Zero for a
+        fully masked row.
 
     Raises:
-        TypeError: an argument is no array or of another dtype, or an option unknown.
-        ValueError: shapes that do not belong together, no tangent or more than eight.
+        TypeError: an argument is not an array or has the wrong dtype, or an unknown option.
+        ValueError: shapes that do not match, no tangents or more than eight.
 
     Source: Tree Attention (arXiv 2408.04093), equation 11, for $\log Z$ in place of $Z$.
 
@@ -141,25 +143,25 @@ def cumulant(
         >>> ea.cumulant(q, k, v, tangents=(u, u, u)).shape  # the third central moment: skewness
         (5, 2)
     """
-    call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
-    lines = _check_tangents(tangents, arrays)
-    if len(lines) == 1:
-        return (state_at(call, source, arrays).out * lines[0]).sum(-1)
-    if len(lines) == 2:
-        return (covariance_product(call, source, arrays, lines[0])[1] * lines[1]).sum(-1)
+    call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
+    directions = _check_tangents(tangents, arrays)
+    if len(directions) == 1:
+        return (state_at(call, source, arrays).out * directions[0]).sum(-1)
+    if len(directions) == 2:
+        return (covariance_product(call, source, arrays, directions[0])[1] * directions[1]).sum(-1)
     arrays, _ = centred(arrays)
     mean = state_at(call, source, arrays).out
-    # the same tangent, come again, has the same moments
+    # a repeated tangent has the same moments
     kinds = [next(j for j, y in enumerate(tangents) if y is x) for x in tangents]
-    numbers = range(len(lines))
+    numbers = range(len(directions))
     groups = {
         group: tuple(kinds[i] for i in group)
-        for size in range(2, len(lines) + 1)
+        for size in range(2, len(directions) + 1)
         for group in itertools.combinations(numbers, size)
     }
     wanted = tuple(dict.fromkeys(groups.values()))
-    part = _Products(wanted)
-    found = expectation_at(call, source, arrays, part, len(wanted), mean, *lines).out
+    term = _CentredProducts(wanted)
+    found = expectation_at(call, source, arrays, term, len(wanted), mean, *directions).out
     moments = {group: found[..., wanted.index(kind)] for group, kind in groups.items()}
     terms = [
         (-1) ** (len(parts) - 1)
@@ -187,24 +189,24 @@ def moment(
       = \frac{1}{Z(\zeta)} \frac{\partial^n Z(\zeta + \sum_i t_i u_i)}
       {\partial t_1 \cdots \partial t_n}\Big|_{t = 0}, \qquad Z = e^F$$
 
-    Summed up block by block; folds over a mesh as attention does. Differentiable in reverse mode.
+    Summed block by block and merged over a mesh as attention is. Differentiable in reverse mode.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, any floating dtype.
         key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N`.
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
-        tangents: the directions $u_i$, each `[B, T, N, Hv]`; from one to eight.
+        tangents: the directions $u_i$, one to eight arrays `[B, T, N, Hv]`.
         source: $\zeta$, `[B, T, N, Hv]`; None is zero.
         bias: added to the scaled scores, as in [`free_energy`][energy_attn.free_energy].
         mask: boolean, likewise.
         **options: as for [`free_energy`][energy_attn.free_energy].
 
     Returns:
-        `[B, T, N]`, float32 or float64. Zero for a query that sees no key.
+        `[B, T, N]`, float32 or float64. Zero for a fully masked row.
 
     Raises:
-        TypeError: an argument is no array or of another dtype, or an option unknown.
-        ValueError: shapes that do not belong together, no tangent or more than eight.
+        TypeError: an argument is not an array or has the wrong dtype, or an unknown option.
+        ValueError: shapes that do not match, no tangents or more than eight.
 
     Source: Tree Attention (arXiv 2408.04093), equations 11 and 12.
 
@@ -216,13 +218,13 @@ def moment(
         >>> bool(jnp.allclose(second - first**2, ea.cumulant(q, k, v, tangents=[u, u]), atol=1e-5))
         True
     """
-    call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
-    lines = _check_tangents(tangents, arrays)
-    if len(lines) == 1:
-        return (state_at(call, source, arrays).out * lines[0]).sum(-1)
-    part = _Products((tuple(range(len(lines))),))
-    origin = jnp.zeros_like(lines[0])
-    return expectation_at(call, source, arrays, part, 1, origin, *lines).out[..., 0]
+    call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
+    directions = _check_tangents(tangents, arrays)
+    if len(directions) == 1:
+        return (state_at(call, source, arrays).out * directions[0]).sum(-1)
+    term = _CentredProducts((tuple(range(len(directions))),))
+    origin = jnp.zeros_like(directions[0])
+    return expectation_at(call, source, arrays, term, 1, origin, *directions).out[..., 0]
 
 
 def _check_tangents(tangents: Any, arrays: Arrays) -> list[Array]:
@@ -232,11 +234,11 @@ def _check_tangents(tangents: Any, arrays: Arrays) -> list[Array]:
         raise ValueError(
             f"tangents: wanted from one to {_HIGHEST_ORDER} arrays, got {len(tangents)}"
         )
-    return [check_line(f"tangents[{i}]", x, arrays) for i, x in enumerate(tangents)]
+    return [check_row_vectors(f"tangents[{i}]", x, arrays) for i, x in enumerate(tangents)]
 
 
-class _Products(NamedTuple):
-    """Of blocks: the means of products of some of the numbers $u_i \\cdot (v - \\mathrm{mean})$."""
+class _CentredProducts(NamedTuple):
+    """A block term: means of products of the numbers $u_i \\cdot (v - \\mathrm{mean})$, one per group."""
 
     groups: tuple[tuple[int, ...], ...]
 

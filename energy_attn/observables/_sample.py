@@ -20,8 +20,8 @@ from energy_attn.kernels.internal import (
     uniform,
 )
 
-from ..core._free_energy import checked
-from ._observe import Find, prepare_at, run
+from ..core._free_energy import check_at
+from ._at_source import HashablePartial, prepare_with_source, run_reduction
 
 
 def sample_keys(
@@ -40,29 +40,31 @@ def sample_keys(
 
     $$a \sim P_\zeta, \qquad P_{\zeta,a} = e^{s_a + \zeta \cdot v_a - F(\zeta)}$$
 
-    One walk over blocks of keys. The draw of a union of key sets is that of the later with the chance
-    $e^{F_2 - F}$, else that of the earlier, and so it folds over a mesh, too. Draws are independent,
-    with returning; the mean of the values drawn tends to attention. It has no derivative.
+    One pass over blocks of keys. A draw from the union of two key sets is the draw from the second
+    with probability $e^{F_2 - F}$, else the draw from the first; draws are merged over a mesh in the
+    same way. Draws are independent, with replacement; the mean of the drawn values converges to
+    attention. There is no derivative.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, any floating dtype.
         key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N`.
-        value: `[B, S, K, Hv]` or `[S, K, Hv]`; only a source looks at it.
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`; used only with a source.
         source: $\zeta$, `[B, T, N, Hv]`; None is zero.
         bias: added to the scaled scores, as in [`free_energy`][energy_attn.free_energy].
         mask: boolean, likewise.
         rng: a `jax.random.key`.
         num_samples: draws for each query and head.
-        **options: as for [`free_energy`][energy_attn.free_energy]. An implementation, which must
-            be one that is known, changes nothing: there is one, made of XLA's operations.
+        **options: as for [`free_energy`][energy_attn.free_energy]. `implementation` is checked and
+            otherwise ignored: there is one implementation, of XLA operations.
 
     Returns:
-        int32 `[B, T, N, num_samples]`: places along the axis of the keys; -1 for a query that sees
-        none.
+        int32 `[B, T, N, num_samples]`: indices along the axis of the keys; -1 for a fully masked
+        row.
 
     Raises:
-        TypeError: an argument is no array or of another dtype, `rng` no key, or an option unknown.
-        ValueError: shapes that do not belong together, or `num_samples` below 1.
+        TypeError: an argument is not an array or has the wrong dtype, `rng` is not a key, or an
+            unknown option.
+        ValueError: shapes that do not match, or `num_samples` below 1.
 
     Source: reservoir sampling, Chao (Biometrika 69, 1982).
 
@@ -71,24 +73,24 @@ def sample_keys(
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
         >>> drawn = ea.sample_keys(q, k, v, is_causal=True, rng=jax.random.key(1), num_samples=3)
-        >>> drawn.shape, drawn[0].tolist()  # the first query sees the first key alone
+        >>> drawn.shape, drawn[0].tolist()  # the first query sees only the first key
         ((5, 2, 3), [[0, 0, 0], [0, 0, 0]])
     """
     check_integer("num_samples", num_samples, 1)
     check_key("rng", rng)
-    call, source, arrays = prepare_at(query, key, value, source, bias, mask, **options)
+    call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
     arrays, source = lax.stop_gradient((arrays, source))
     seeds = jax.random.bits(rng, (*arrays.query.shape[:-1], 2), jnp.uint32)
     axes = () if call.place is None else call.place.sequence
-    task = Reduction(Find(_drawn, (num_samples, axes)), _fold_draws)
-    return run(call, task, checked(call, source, arrays), seeds)[0].indices
+    reduction = Reduction(HashablePartial(_drawn, (num_samples, axes)), _fold_draws)
+    return run_reduction(call, reduction, check_at(call, source, arrays), seeds)[0].indices
 
 
 def _drawn(
     number: int, axes: Axes, settings: Settings, operands: Operands, seeds: Array
 ) -> tuple[Draw, Array]:
     index, lse = sample(number, settings, operands, seeds)
-    if axes:  # devices hold keys in order, as many each
+    if axes:  # devices hold equal numbers of keys, in order
         first = lax.axis_index(axes).astype(jnp.int32) * operands.key.shape[1]
         index = jnp.where(index < 0, -1, index + first)
     return Draw(index, lse), seeds
@@ -99,8 +101,8 @@ def _fold_draws(found: tuple[Draw, Array], axes: Axes, place: ShardingPlan) -> t
     mine, seeds = found
     parts: Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
     devices = lax.axis_size(axes)
-    # Devices have drawn with the same numbers, which does no harm: one of them is chosen, here with
-    # others than any block is drawn with.
+    # All devices draw with the same random numbers, which does no harm, since one device's draw is
+    # chosen. It is chosen with numbers that no block uses.
     shape = devices, mine.indices.shape[-1]
     chances = uniform(fold_in_seeds(seeds, jnp.iinfo(jnp.int32).max), shape, mine.lse.dtype)
 

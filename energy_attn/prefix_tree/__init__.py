@@ -1,15 +1,15 @@
 """Prefix trees: drafted continuations verified in one pass, for speculative decoding.
 
-`pack` makes the tree of a beam, `token_tree` that of a fixed set of choices, and `grow` adds the
-likeliest nodes to one. A model reads the nodes at the positions `context + tree.depth`, its layers
-attending by `tree_decode`; `verify` says what of the tree is accepted, and `commit` appends that
-path's keys and values to the cache. The next round begins with the token that `verify` gave.
+`pack` makes the tree of a beam, `token_tree` the tree of a fixed set of choices, and `grow` adds
+the likeliest nodes to a tree. A model reads the nodes at the positions `context + tree.depth`, and
+its layers attend by `tree_decode`; `verify` returns the accepted path, and `commit` appends the
+path's keys and values to the cache. The next round begins with the token that `verify` returned.
 
 Examples:
     >>> import jax, jax.numpy as jnp
     >>> from energy_attn.prefix_tree import pack, verify
     >>> tree = pack(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
-    >>> logits = jax.nn.one_hot(jnp.array([[3, 0, 0, 4, 9, 0]]), 10)  # a model's, after each node
+    >>> logits = jax.nn.one_hot(jnp.array([[3, 0, 0, 4, 9, 0]]), 10)  # of a model, after each node
     >>> accepted = verify(tree, logits)
     >>> tree.tokens[0][accepted.path[0]].tolist(), accepted.token.tolist()
     ([5, 3, 4], [9])

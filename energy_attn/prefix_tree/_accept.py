@@ -1,4 +1,4 @@
-"""What of a prefix tree a model accepts: greedily, or so that its law of tokens is kept exactly."""
+"""Acceptance of a path of a prefix tree: greedy, or exactly with the model's distribution of tokens."""
 
 from typing import Any, NamedTuple
 
@@ -10,18 +10,18 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import check_floating, check_key, check_shape
 
-from ._sampling import check_sampling, draw
+from ._sampling import check_sampling, sample_tokens
 from ._tree import PrefixTree, check_logits
 
 
 class Accepted(NamedTuple):
-    """The path of a tree that was accepted, and the token that the model puts behind it.
+    """The accepted path of a tree, and the model's token after it.
 
     Attributes:
-        path: `[B, C]` int32, the accepted nodes' slots, root first; -1 behind the end.
-        length: `[B]` int32, the nodes on the path.
-        token: `[B]` int32, the next token: what the model says after the path. It is not in the
-            tree. -1 where nothing is known: an empty tree without `context_logits`.
+        path: `[B, C]` int32, the slots of the accepted nodes, root first; -1 after the end.
+        length: `[B]` int32, the number of nodes on the path.
+        token: `[B]` int32, the next token, which the model chose after the path and which is not
+            in the tree; -1 if it is unknown: for an empty tree without `context_logits`.
 
     Source: speculative decoding, Leviathan et al. (arXiv 2211.17192), over token trees as in
     SpecInfer (arXiv 2305.09781).
@@ -30,8 +30,8 @@ class Accepted(NamedTuple):
         >>> import jax, jax.numpy as jnp
         >>> from energy_attn.prefix_tree import accept_greedy, pack
         >>> tree = pack(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
-        >>> says = jnp.array([[3, 0, 0, 4, 9, 0]])  # after each node, in order of slots
-        >>> accepted = accept_greedy(tree, jax.nn.one_hot(says, 10))
+        >>> chosen = jnp.array([[3, 0, 0, 4, 9, 0]])  # after each node, in order of slots
+        >>> accepted = accept_greedy(tree, jax.nn.one_hot(chosen, 10))
         >>> accepted.path.tolist(), accepted.length.tolist(), accepted.token.tolist()
         ([[0, 3, 4]], [3], [9])
     """
@@ -47,27 +47,27 @@ def accept_greedy(
     *,
     context_logits: Float[Array, "B V"] | None = None,
 ) -> Accepted:
-    r"""The longest path on which each token is the one that the model finds likeliest.
+    r"""The longest path on which each token is the model's most likely one.
 
     $$x_n = \arg\max_v \ell_{\mathrm{parent}(n), v} \quad \text{for each node of the path but a root}$$
 
-    What is emitted, the path's tokens and the next, is what greedy decoding gives, token for token.
+    The path's tokens and the next token are those of greedy decoding, token for token.
 
     Args:
         tree: the drafted candidates.
-        logits: `[B, L, V]`, floating: the model's after each node; those of slots that are not used
-            are not read.
+        logits: `[B, L, V]`, floating: the model's after each node; those of unused slots are not
+            read.
         context_logits: `[B, V]`: the model's after the context, which roots must match. None: roots
-            are taken as sampled already; of several, that of the longest path counts.
+            count as sampled already; of several roots, the one of the longest path is taken.
 
     Returns:
-        Path, length and next token. Of paths of equal length the one of the smallest slot, which is
-        the smallest candidate row, and of equal logits the smallest token. With `context_logits`
-        the length may be 0. NaN is the largest of all, as for `jnp.argmax`.
+        Path, length and next token. Ties go to the path of the smallest slot, which is the first
+        candidate row, and to the smallest token. With `context_logits` the length may be 0. NaN
+        counts as the largest, as in `jnp.argmax`.
 
     Raises:
-        TypeError: `tree` is no `PrefixTree`, or logits are no floating array.
-        ValueError: logits of another shape, or a tree that is none.
+        TypeError: `tree` is not a `PrefixTree`, or logits are not a floating array.
+        ValueError: logits of another shape, or an invalid tree.
 
     Source: the greedy verification of token trees in SpecInfer (arXiv 2305.09781).
 
@@ -76,12 +76,12 @@ def accept_greedy(
         >>> from energy_attn.prefix_tree import accept_greedy, pack
         >>> tree = pack(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
         >>> accepted = accept_greedy(tree, jax.nn.one_hot(jnp.full((1, 6), 7), 10))
-        >>> accepted.length.tolist(), accepted.token.tolist()  # the root alone, and what follows it
+        >>> accepted.length.tolist(), accepted.token.tolist()  # the root, and the token after it
         ([1], [7])
     """
     _check_logits(tree, logits, context_logits)
     context = None if context_logits is None else _largest(context_logits)
-    return follow(tree, _largest(logits), context)
+    return longest_chosen_path(tree, _largest(logits), context)
 
 
 def accept_sampling(
@@ -94,34 +94,34 @@ def accept_sampling(
     *,
     context_logits: Float[Array, "B V"] | None = None,
 ) -> Accepted:
-    r"""A path whose tokens, and the next, have exactly the law of the model's own sampling.
+    r"""A path whose tokens, and the next one, have exactly the distribution of the model's sampling.
 
     $$y_n \sim P(\cdot \mid n), \qquad n \to \text{the child that holds } y_n, \text{ else emit } y_n$$
 
-    One draw for each node, from what temperature, `top_k` and `top_p` (in this order) leave of its
-    logits. The walk goes down where a child holds the draw, and ends where none does. So every
-    token is a draw from the target, whatever the candidates are and however they were found; they
-    decide only how many are had at once.
+    One token is drawn for each node from its logits, after temperature, `top_k` and `top_p` (in this
+    order). The path descends while a child holds the drawn token, and ends where no child does. So
+    every token is a draw from the target distribution for any candidates; the candidates decide
+    only how many tokens a call yields.
 
     Args:
         tree: the drafted candidates.
         logits: `[B, L, V]`, floating: the model's after each node.
         key: a `jax.random.key`.
         temperature: above 0; may be traced.
-        top_k: keep that many of the likeliest tokens, static; None or above `V`: all.
-        top_p: keep the fewest of the likeliest that have this probability; in (0, 1], may be
-            traced. None: all.
-        context_logits: `[B, V]`: the model's after the context, which the root is drawn from. None:
-            slot 0 is taken as sampled already, and other roots are not looked at (to choose the
-            root with the longest path would change the law).
+        top_k: how many of the likeliest tokens to keep, static; None or above `V` keeps all.
+        top_p: keep the fewest of the likeliest tokens that have this probability; in (0, 1], may
+            be traced. None keeps all.
+        context_logits: `[B, V]`: the model's after the context, from which the root is drawn. None:
+            slot 0 counts as sampled already, and other roots are ignored (to choose the root with
+            the longest path would change the distribution).
 
     Returns:
         Path, length and next token. With `context_logits` the length may be 0.
 
     Raises:
-        TypeError: `tree` is no `PrefixTree`, logits are no floating array, `key` is no key, or a
-            setting no number.
-        ValueError: logits of another shape, a tree that is none, or a setting out of range.
+        TypeError: `tree` is not a `PrefixTree`, logits are not a floating array, `key` is not a
+            key, or a setting is not a number.
+        ValueError: logits of another shape, an invalid tree, or a setting out of range.
 
     Source: speculative sampling, Leviathan et al. (arXiv 2211.17192), with the drafts of a tree as
     fixed proposals.
@@ -138,12 +138,12 @@ def accept_sampling(
     check_key("key", key)
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p)
     first, rest = jax.random.split(key)
-    choice = draw(rest, jnp.asarray(logits), temperature, top_k, top_p)
+    choice = sample_tokens(rest, jnp.asarray(logits), temperature, top_k, top_p)
     if context_logits is None:
         context = jnp.where(tree.size > 0, tree.tokens[:, 0].astype(jnp.int32), -1)
     else:
-        context = draw(first, jnp.asarray(context_logits), temperature, top_k, top_p)
-    return follow(tree, choice, context)
+        context = sample_tokens(first, jnp.asarray(context_logits), temperature, top_k, top_p)
+    return longest_chosen_path(tree, choice, context)
 
 
 def verify(
@@ -163,17 +163,17 @@ def verify(
         logits: `[B, L, V]`, floating: the model's after each node.
         key: a `jax.random.key`; not needed at temperature 0.
         temperature: a number; or an array, which is above 0.
-        top_k: as for `accept_sampling`; of no effect at temperature 0, as `top_p`.
+        top_k: as for `accept_sampling`; unused at temperature 0, like `top_p`.
         top_p: as for `accept_sampling`.
-        context_logits: `[B, V]`: the model's after the context. None: roots are taken as sampled
+        context_logits: `[B, V]`: the model's after the context. None: roots count as sampled
             already.
 
     Returns:
         Path, length and next token.
 
     Raises:
-        TypeError: as the function called; a missing key, too.
-        ValueError: as the function called.
+        TypeError: as the called function, and for a missing key.
+        ValueError: as the called function.
 
     Source: the verification of token trees in SpecInfer (arXiv 2305.09781).
 
@@ -194,18 +194,18 @@ def verify(
 
 
 @jax.jit
-def follow(tree: PrefixTree, choice: Array, context_choice: Array | None) -> Accepted:
-    """The longest path all of whose tokens were chosen: `choice` `[B, L]` int32 after each node.
+def longest_chosen_path(tree: PrefixTree, choice: Array, context_choice: Array | None) -> Accepted:
+    """The longest path whose tokens were all chosen: `choice` `[B, L]` int32 after each node.
 
     `context_choice` `[B]` int32 is the choice after the context; with None every root was chosen.
-    Of siblings with equal tokens the first counts. Raises nothing.
+    Of siblings with equal tokens the first counts.
     """
     slots, levels = tree.tokens.shape[1], tree.unpacker.shape[2]
-    each, level = (jnp.arange(n, dtype=jnp.int32)[None] for n in (slots, levels))
-    used, tokens = each < tree.size[:, None], tree.tokens.astype(jnp.int32)
+    slot_index, level = (jnp.arange(n, dtype=jnp.int32)[None] for n in (slots, levels))
+    used, tokens = slot_index < tree.size[:, None], tree.tokens.astype(jnp.int32)
     same = tree.tokens[:, :, None] == tree.tokens[:, None]
     same &= tree.parent[:, :, None] == tree.parent[:, None]
-    is_first = ~(same & (each[:, None] < each[..., None])).any(-1)
+    is_first = ~(same & (slot_index[:, None] < slot_index[..., None])).any(-1)
     is_root = tree.parent < 0
     wanted = jnp.take_along_axis(choice, jnp.where(is_root, 0, tree.parent), 1)
     if context_choice is None:
@@ -218,9 +218,9 @@ def follow(tree: PrefixTree, choice: Array, context_choice: Array | None) -> Acc
     nodes = jnp.where(reached, tree.depth + 1, 0)
     end = lax.argmax(nodes, 1, jnp.int32)  # the smallest slot of those with the longest path
     length = nodes.max(1)
-    line = jnp.take_along_axis(tree.mask, end[:, None, None], 1) & (length > 0)[:, None, None]
-    here = line & (tree.depth[:, None] == level[..., None])
-    path = jnp.where(here, each[:, None], -1).max(-1)
+    ancestors = jnp.take_along_axis(tree.mask, end[:, None, None], 1) & (length > 0)[:, None, None]
+    here = ancestors & (tree.depth[:, None] == level[..., None])
+    path = jnp.where(here, slot_index[:, None], -1).max(-1)
     after = jnp.take_along_axis(choice, end[:, None], 1)[:, 0]
     none = jnp.asarray(-1, jnp.int32) if context_choice is None else context_choice
     return Accepted(path, length, jnp.where(length > 0, after, none))

@@ -1,4 +1,4 @@
-"""A drafted tree over a cache: its nodes' attention, and the accepted path written behind it."""
+"""Attention of a tree's nodes over a cache, and the accepted path appended to the cache."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ from energy_attn.kernels.internal import (
 
 from ..core._citation import cite
 from ._accept import Accepted
-from ._tree import PrefixTree, check_tree, take
+from ._tree import PrefixTree, check_tree, gather_slots
 
 
 def tree_decode(
@@ -54,41 +54,40 @@ def tree_decode(
       + \sum_{a \preceq n} e^{s_{na} + \zeta_n \cdot v_a} \Big), \qquad
       s_{na} = \mathrm{scale}\; q_n \cdot k_a$$
 
-    with $a \preceq n$ the node itself and its ancestors. Every node sees all of the context, so
-    that the part that is spread over devices needs no mask of the tree: it is what `cache.attend`
-    finds, with the same collectives. The tree's part is one more state, of `L` × `L` scores on each
-    device, merged once. Nothing is written; [`commit`][energy_attn.prefix_tree.commit] does that.
+    where $a \preceq n$ are the node itself and its ancestors. Every node sees the whole context, so
+    the part that is sharded over devices needs no tree mask: it is computed as by `cache.attend`,
+    with the same collectives. The tree's part is one more state, of `L` × `L` scores on each device,
+    merged once. The cache is unchanged; [`commit`][energy_attn.prefix_tree.commit] appends to it.
 
-    A node's position is `cache.lengths + tree.depth`. Differentiable in query, key, value, source,
-    and in what the cache holds, in reverse mode.
+    A node's position is `cache.lengths + tree.depth`. Differentiable in reverse mode in query, key,
+    value, source, and in the cache's keys and values.
 
     Args:
         query: `[B, L, N, H]` of the nodes, in the cache's `dtype`; `K` divides `N`.
-        key: `[B, L, K, H]` of the nodes, which are not in the cache.
+        key: `[B, L, K, H]` of the nodes, not yet in the cache.
         value: `[B, L, K, Hv]`.
         tree: of `B` rows and `L` slots.
-        cache: the context. Rows may be of different lengths, and empty.
-        source: the source $\zeta$, `[B, L, N, Hv]`; None means zero.
+        cache: the context. Rows may have different lengths, and may be empty.
+        source: the source $\zeta$, `[B, L, N, Hv]`; None is zero.
         scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
-        local_window_size: `(left, right)` or one int: a node sees only what is at most `left`
-            positions before its own, in the context and among its ancestors; None: the cache's
-            window, if it has one.
+        local_window_size: `(left, right)` or one int: a node sees at most `left` positions before
+            its own, in the context and among its ancestors. None is the cache's window, if it has
+            one.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations], for the
-            context. The tree's part takes it as well, or `"blockwise"` where it takes no masks.
+            context. The tree's part uses it as well, or `"blockwise"` if it does not take masks.
 
     Returns:
-        `out` `[B, L, N, Hv]` in the cache's `dtype`, `lse` `[B, L, N]` in float32 (float64), which
-        are the energies. Slots that are not in use attend to themselves alone: finite, and without
-        meaning.
+        `out` `[B, L, N, Hv]` in the cache's `dtype`, and the energies `lse` `[B, L, N]` in float32
+        (float64). Unused slots attend only to themselves: their results are finite and meaningless.
 
     Raises:
-        TypeError: an argument is no array, no tree or no cache, or of another dtype.
+        TypeError: an argument is not an array, a tree or a cache, or has the wrong dtype.
         ValueError: shapes that do not fit the tree or the cache, a window wider than the cache's,
             or the mesh, as for the cache's `append`.
-        NotImplementedError: the implementation named declines the context.
+        NotImplementedError: the named implementation declines the context.
 
-    Source: tree attention in the sense of SpecInfer (arXiv 2305.09781), joined with Tree
-    Attention (arXiv 2408.04093), Algorithm 3, by the merge of states.
+    Source: tree attention in the sense of SpecInfer (arXiv 2305.09781), combined with Tree
+    Attention (arXiv 2408.04093), Algorithm 3, by merging states.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -113,7 +112,7 @@ def tree_decode(
     reach = check_reach(local_window_size, cache.window)
     place = sharding_plan(cache.parallel, query, cache.key, cache.value)
     if place is not None:
-        # of explicit mesh axes: rows and heads stay split, and each device has all slots of a tree
+        # on explicit mesh axes rows and heads stay sharded, and each device has all slots of a tree
         spec = PartitionSpec(place.batch or None, None, place.heads or None)
         nodes = query, key, value, source
         query, key, value, source = reshard_explicit(place.mesh, place.axes, nodes, spec)
@@ -122,7 +121,7 @@ def tree_decode(
     mask = tree.mask
     if reach is not None:
         mask = mask & (tree.depth[:, :, None] - tree.depth[:, None, :] <= reach[0])
-    # What the context holds is before all nodes: causality has nothing to hide.
+    # the context lies before all nodes, so that no causal mask is needed
     before = check_call(
         query,
         cache.keys(),
@@ -133,18 +132,22 @@ def tree_decode(
         query_positions=jnp.where(used, cache.lengths[:, None] + tree.depth, -1),
         key_positions=cache.positions,
     )
-    # where they are now, the nodes are split otherwise than they came
-    context = _part(sharding_plan(cache.parallel, query, cache.key, cache.value), names, before)
+    # after `reshard_explicit` the nodes are sharded differently
+    context = _partial_state(
+        sharding_plan(cache.parallel, query, cache.key, cache.value), names, before
+    )
     drafts = check_call(query, key, value, source=source, mask=mask[:, None], scale=scale)
-    alone = None
+    nodes_place = None
     if place is not None and place.batch + place.heads:
-        alone = place._replace(sequence=(), queries=False)
-    out, lse = merge(context, _part(alone, (*names, "blockwise"), drafts))
+        nodes_place = place._replace(sequence=(), queries=False)
+    out, lse = merge(context, _partial_state(nodes_place, (*names, "blockwise"), drafts))
     return AttentionState(out.astype(cache.dtype), lse)
 
 
-def _part(place: ShardingPlan | None, names: tuple[str, ...], call: CheckedCall) -> AttentionState:
-    """The state of some of the keys, to be folded with others. Raises as the kernels do."""
+def _partial_state(
+    place: ShardingPlan | None, names: tuple[str, ...], call: CheckedCall
+) -> AttentionState:
+    """The state of a part of the keys, to be merged with others. Raises as the kernels do."""
     call = call._replace(settings=with_wide_out(call.settings))
     if place is None:
         return attend(names, call.settings, call.operands)
@@ -157,23 +160,23 @@ def commit(
     key: Float[Array, "B L K H"],
     value: Float[Array, "B L K Hv"],
 ) -> KVCache:
-    r"""The cache with the keys and values of each row's accepted path behind what it holds.
+    r"""Appends the keys and values of each row's accepted path to the cache.
 
-    Row $b$ is given `key[b, path[b, i]]` for $i <$ `length[b]`. Each device takes the tokens that
-    fall to it, so that nothing is sent, and no more than `C` keys of a row are ever laid out.
+    `key[b, path[b, i]]` for $i <$ `length[b]` are appended to row $b$. Each device selects the tokens
+    that it stores, so that nothing is communicated, and at most `C` keys of a row are gathered.
 
     Args:
-        cache: as [`tree_decode`][energy_attn.prefix_tree.tree_decode] took it.
-        accepted: what [`verify`][energy_attn.prefix_tree.verify] returned; rows may accept
+        cache: the cache that was passed to [`tree_decode`][energy_attn.prefix_tree.tree_decode].
+        accepted: the result of [`verify`][energy_attn.prefix_tree.verify]; rows may accept
             different numbers of nodes, and none.
         key: `[B, L, K, H]` of the nodes, in the cache's `dtype`.
         value: `[B, L, K, Hv]`.
 
     Returns:
-        The cache. Give it away to `jax.jit` (`donate_argnums=`) to have it written in place.
+        The new cache. Donate the old one to `jax.jit` (`donate_argnums=`) to update it in place.
 
     Raises:
-        TypeError: an argument is no array, no cache or no `Accepted`, or of another dtype.
+        TypeError: an argument is not an array, a cache or an `Accepted`, or has the wrong dtype.
         ValueError: shapes that do not fit the cache or each other; paths that are longer than the
             cache has room for beside its window.
         RuntimeError: as for the cache's `append`, a row has no room for its path.
@@ -200,23 +203,23 @@ def commit(
     _check_nodes(cache, rows, "L", key, value)
     check_shape("value", value, (*key.shape[:2], *cache.value.shape[2:]))
 
-    return cache.append(*on_path(cache, accepted.path, key, value), lengths=accepted.length)
+    return cache.append(*gather_path(cache, accepted.path, key, value), lengths=accepted.length)
 
 
-def on_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Array, Array]:
-    """What belongs to the slots of `path` `[B, C]`, with zeros for -1, where `cache` takes it.
+def gather_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Array, Array]:
+    """Keys and values of the slots of `path` `[B, C]`, zeros for -1, sharded as `cache` appends them.
 
-    Each device that shares a row takes for itself. Raises `ValueError` for another mesh.
+    Each device that shares a row gathers for itself. Raises `ValueError` for another mesh.
     """
 
     def taken(key: Array, value: Array, path: Array) -> tuple[Array, Array]:
-        return take(key, path), take(value, path)
+        return gather_slots(key, path), gather_slots(value, path)
 
     key, value, path = map(jnp.asarray, (key, value, path))
     place = _sharding(cache)
     if place is None:
         return taken(key, value, path)
-    spread = jax.shard_map(
+    sharded = jax.shard_map(
         taken,
         mesh=place.mesh,
         in_specs=(place.new, place.new, place.rows),
@@ -224,7 +227,7 @@ def on_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Array, A
         axis_names=place.axes,
     )
     key, value = reshard_explicit(place.mesh, place.axes, (key, value), place.new)
-    return spread(key, value, reshard_explicit(place.mesh, place.axes, path, place.rows))
+    return sharded(key, value, reshard_explicit(place.mesh, place.axes, path, place.rows))
 
 
 def _sharding(cache: KVCache) -> CacheSharding | None:

@@ -1,4 +1,4 @@
-"""Trees grown by the likeliest nodes, under a budget."""
+"""Growth of trees by their likeliest nodes, within a budget."""
 
 import functools
 
@@ -9,33 +9,35 @@ from jaxtyping import Array, Float
 
 from energy_attn.kernels.internal import check_integer, check_shape, lse_dtype
 
-from ._shapes import tree_of
-from ._tree import PrefixTree, check_logits, take
+from ._shapes import tree_from_checked_parents
+from ._tree import PrefixTree, check_logits, gather_slots
 
 
 def grow(tree: PrefixTree, logits: Float[Array, "B L V"], count: int) -> PrefixTree:
-    r"""The tree with the `count` likeliest of all nodes that it could be given.
+    r"""Adds the `count` likeliest nodes to a tree.
 
     $$\mathrm{score}(n) = \sum_{a \text{ on the path to } n,\ \text{no root}}
       \log P(x_a \mid \mathrm{parent}(a))$$
 
-    Candidates are all tokens under all nodes, less those there already; their score is the
-    logarithm of the probability that the drafter gives the path behind its root. To draft a tree,
-    begin with [`tree_from_parents`][energy_attn.prefix_tree.tree_from_parents] of a root in `L`
-    slots, and grow it as often as it shall have levels.
+    Candidates are all tokens under all nodes, except those in the tree already; their score is the
+    logarithm of the drafter's probability of the path after its root. To draft a tree, begin with
+    [`tree_from_parents`][energy_attn.prefix_tree.tree_from_parents] of a root in `L` slots, and grow
+    it once for each level.
 
     Args:
-        tree: of `tree_from_parents`: its `unpacker` is `[B, L, C]`. Paths stay within `C` nodes.
-        logits: `[B, L, V]`, floating: the drafter's after each node; those of slots that are not
-            used are not read.
-        count: nodes to add to each row, static; fewer where slots or candidates come to an end.
+        tree: a tree whose `unpacker` is `[B, L, C]`, as from `tree_from_parents`. Paths have at
+            most `C` nodes.
+        logits: `[B, L, V]`, floating: the drafter's after each node; those of unused slots are not
+            read.
+        count: the number of nodes to add to each row, static; fewer are added if slots or
+            candidates run out.
 
     Returns:
-        The tree with the new nodes behind the others, best first; equals in order of parent and
-        token.
+        The tree with the new nodes after the others, best first; ties in order of parent and token.
 
     Raises:
-        TypeError: `tree` is no `PrefixTree`, `logits` no floating array or `count` no integer.
+        TypeError: `tree` is not a `PrefixTree`, `logits` not a floating array or `count` not an
+            integer.
         ValueError: logits of another shape, a tree whose candidates are not its nodes, or a count
             below 1.
 
@@ -48,7 +50,7 @@ def grow(tree: PrefixTree, logits: Float[Array, "B L V"], count: int) -> PrefixT
         >>> tree = tree_from_parents(slots + 5, slots - 1, 3, jnp.array([1]))
         >>> logits = jnp.log(jnp.array([[[0.1, 0.6, 0.3], *[[0.2, 0.1, 0.7]] * 3]]))
         >>> tree = grow(tree, logits, 1)  # token 1, with probability 0.6
-        >>> tree = grow(tree, logits, 2)  # under it 2, with 0.42, and beside it 2, with 0.3
+        >>> tree = grow(tree, logits, 2)  # its child 2, with 0.42, and its sibling 2, with 0.3
         >>> tree.tokens.tolist(), tree.parent.tolist()
         ([[5, 1, 2, 2]], [[-1, 0, 1, 0]])
     """
@@ -61,7 +63,7 @@ def grow(tree: PrefixTree, logits: Float[Array, "B L V"], count: int) -> PrefixT
 @functools.partial(jax.jit, static_argnums=0)
 def _grown(count: int, tree: PrefixTree, logits: Array) -> PrefixTree:
     batch, slots = tree.tokens.shape
-    # a node has at most `count` of the best
+    # at most `count` of the best are children of one node
     scores = _scores(tree, logits)
     scores, tokens = lax.top_k(scores, min(count, scores.shape[2]))
     offered = scores.shape[2]
@@ -70,9 +72,9 @@ def _grown(count: int, tree: PrefixTree, logits: Array) -> PrefixTree:
 
     rank = jnp.arange(slots, dtype=jnp.int32)[None] - tree.size[:, None]
     is_new = (rank >= 0) & (rank < added[:, None])
-    pick = take(best, jnp.where(is_new, rank, -1))
-    token = take(tokens.reshape(batch, slots * offered), pick).astype(tree.tokens.dtype)
-    return tree_of(
+    pick = gather_slots(best, jnp.where(is_new, rank, -1))
+    token = gather_slots(tokens.reshape(batch, slots * offered), pick).astype(tree.tokens.dtype)
+    return tree_from_checked_parents(
         tree.unpacker.shape[2],
         jnp.where(is_new, token, tree.tokens),
         jnp.where(is_new, pick // offered, tree.parent),
@@ -81,7 +83,7 @@ def _grown(count: int, tree: PrefixTree, logits: Array) -> PrefixTree:
 
 
 def _scores(tree: PrefixTree, logits: Array) -> Array:
-    # [B, L, V]: of each token under each node; -inf where it cannot become one
+    # [B, L, V]: of each token under each node; -inf if it cannot be added
     slots, vocabulary = logits.shape[1:]
     log_p = jax.nn.log_softmax(logits.astype(lse_dtype(logits.dtype)), axis=-1)
     rows = jnp.arange(len(log_p), dtype=jnp.int32)[:, None]
@@ -89,7 +91,7 @@ def _scores(tree: PrefixTree, logits: Array) -> Array:
     is_child = used & (tree.parent >= 0)
     place = jnp.where(is_child, tree.parent, slots), tree.tokens.astype(jnp.int32)
     edge = log_p.at[rows, *place].get(mode="fill", fill_value=0)
-    path = take(edge, tree.unpacker).sum(-1)
+    path = gather_slots(edge, tree.unpacker).sum(-1)
     scores = jnp.where(jnp.isneginf(log_p), -jnp.inf, path[:, :, None] + log_p)
     scores = scores.at[rows, *place].set(-jnp.inf, mode="drop")
     open_ = used & (tree.depth < tree.unpacker.shape[2] - 1)

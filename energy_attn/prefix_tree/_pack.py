@@ -1,4 +1,4 @@
-"""Beams of candidates packed into prefix trees."""
+"""Packing of beams of candidates into prefix trees."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from jaxtyping import Array, Integer
 
 from energy_attn.kernels.internal import check_integer, check_integral, check_shape, received
 
-from ._tree import PrefixTree, build, check_range, take
+from ._tree import PrefixTree, check_range, gather_slots, tree_from_ancestors
 
 
 def pack(
@@ -20,32 +20,33 @@ def pack(
     lengths: Integer[Array, "B M"] | None = None,
     pad_token: int = 0,
 ) -> PrefixTree:
-    r"""The prefix tree of a beam of candidates: each distinct prefix once.
+    r"""Packs a beam of candidates into a prefix tree: each distinct prefix once.
 
     $$\mathrm{owner}_{mc} = \min\{j : x_{j,0..c} = x_{m,0..c}\}$$
 
-    The entry $(m, c)$ is a new node if it is its own owner, and else is that of its owner. Slots are
+    The entry $(m, c)$ is a new node if it is its own owner, and else the node of its owner. Slots are
     numbered by first occurrence, row after row, so that a parent precedes its children and any
-    capacity cuts off whole branches. A prefix may come from any earlier row, equal rows share all,
-    and first tokens that differ make several roots. Runs under `jax.jit` without asking for a
-    value; the work is of the order of `B M² C`, and of the mask's size.
+    capacity cuts off whole branches. A prefix may come from any earlier row, equal rows share all
+    nodes, and different first tokens make several roots. Works under `jax.jit`; the cost is of the
+    order of `B M² C` and of the mask's size.
 
     Args:
         beam: `[B, M, C]` integers of any dtype: `M` candidates of `C` tokens.
-        capacity: the slots `L`, static; None takes `M C`, which hold every tree.
-        lengths: `[B, M]` integers from 0 to `C`: how many tokens of each candidate there are. None:
-            all.
-        pad_token: what slots that are not used hold.
+        capacity: the number of slots `L`, static; None is `M C`, which holds every tree.
+        lengths: `[B, M]` integers from 0 to `C`: the number of tokens of each candidate. None is
+            `C`.
+        pad_token: the token of unused slots.
 
     Returns:
-        The tree, with `beam`'s dtype in `tokens`. Where `capacity` cuts, it is the tree of the first
-        slots, and what was cut off has -1 in `unpacker`.
+        The tree, with `beam`'s dtype in `tokens`. If `capacity` is too small, it is the tree of the
+        first slots, and the entries cut off have -1 in `unpacker`.
 
     Raises:
-        TypeError: `beam` or `lengths` is no array of integers, `capacity` or `pad_token` no integer.
+        TypeError: `beam` or `lengths` is not an array of integers, `capacity` or `pad_token` not an
+            integer.
         ValueError: a beam of another rank, without candidates or tokens, or with more entries than
-            int32 can number; a capacity below 1; lengths out of range (where values are known); a
-            pad token that the beam's dtype does not hold.
+            int32 can number; a capacity below 1; concrete lengths out of range; a pad token that
+            the beam's dtype cannot represent.
 
     Source: token trees as in SpecInfer (arXiv 2305.09781).
 
@@ -77,7 +78,7 @@ def _packed(slots: int, beam: Array, lengths: Array, pad: Array) -> PrefixTree:
     batch, rows, levels = beam.shape
     row = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
     level = jnp.arange(levels, dtype=jnp.int32)[None, None]
-    # how many tokens two candidates share at their beginnings: the first place where they differ
+    # the length of the prefix that two candidates share: the first level where they differ
     differ = beam[:, :, None] != beam[:, None]
     common = jnp.where(differ, level[:, None], levels).min(-1)
     common = jnp.minimum(common, jnp.minimum(lengths[:, :, None], lengths[:, None]))
@@ -86,29 +87,29 @@ def _packed(slots: int, beam: Array, lengths: Array, pad: Array) -> PrefixTree:
     is_new = (owner == row).reshape(batch, rows * levels)
     number = jnp.cumsum(is_new, -1, dtype=jnp.int32) - 1
     size = jnp.minimum(number[:, -1] + 1, slots)
-    slot = take(number, jnp.where(owner < rows, owner * levels + level, -1))
+    slot = gather_slots(number, jnp.where(owner < rows, owner * levels + level, -1))
     unpacker = jnp.where((owner < rows) & (slot < slots), slot, -1)
 
     first = _first_entries(is_new, number, slots)
     used = jnp.arange(slots, dtype=jnp.int32)[None] < size[:, None]
-    tokens = take(beam.reshape(is_new.shape), first)
+    tokens = gather_slots(beam.reshape(is_new.shape), first)
     tokens = jnp.where(used, tokens, pad)
-    line = take(unpacker, first // levels)
-    line = jnp.where(level <= (first % levels)[:, :, None], line, -1)
-    return build(tokens, line, unpacker, size)
+    ancestors = gather_slots(unpacker, first // levels)
+    ancestors = jnp.where(level <= (first % levels)[:, :, None], ancestors, -1)
+    return tree_from_ancestors(tokens, ancestors, unpacker, size)
 
 
 def _first_entries(is_new: Array, number: Array, slots: int) -> Array:
-    # the entry, counted row after row, that each slot has first; 0 where there is none
+    # the first entry of each slot, counted row after row; 0 if it has none
     batch, entries = is_new.shape
-    each = jnp.broadcast_to(jnp.arange(entries, dtype=jnp.int32)[None], is_new.shape)
+    entry = jnp.broadcast_to(jnp.arange(entries, dtype=jnp.int32)[None], is_new.shape)
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
     blank = jnp.zeros((batch, slots), jnp.int32)
-    return blank.at[rows, jnp.where(is_new, number, slots)].set(each, mode="drop")
+    return blank.at[rows, jnp.where(is_new, number, slots)].set(entry, mode="drop")
 
 
 def check_beam(beam: Any, lengths: Any, name: str = "beam") -> tuple[Array, Array]:
-    """Returns a beam, called `name`, and its candidates' lengths, `[B, M]` int32, as JAX arrays.
+    """Returns a beam, the argument `name`, and its candidates' lengths `[B, M]` int32, as JAX arrays.
 
     Raises as `pack` does.
     """

@@ -1,4 +1,4 @@
-"""Packing in plain Python: what `pack` must give, slot by slot."""
+"""Packing in plain Python: the reference for `pack`, slot by slot."""
 
 from typing import Any
 
@@ -13,18 +13,18 @@ from ._tree import PrefixTree
 def pack_reference(
     beam: Integer[Array, "B M C"], lengths: Integer[Array, "B M"] | None = None
 ) -> PrefixTree:
-    """What [`pack`][energy_attn.prefix_tree.pack] gives, by a trie of dictionaries: slow and plain.
+    """Computes what [`pack`][energy_attn.prefix_tree.pack] does by a trie of dictionaries: slow and plain.
 
     Args:
         beam: `[B, M, C]` integers.
-        lengths: `[B, M]` integers from 0 to `C`: how many tokens of each candidate there are. None:
-            all.
+        lengths: `[B, M]` integers from 0 to `C`: the number of tokens of each candidate. None is
+            `C`.
 
     Returns:
-        The tree in `M C` slots; those that are not used hold token 0.
+        The tree in `M C` slots; unused slots hold token 0.
 
     Raises:
-        TypeError: no array of integers, or one that is traced.
+        TypeError: an argument is not an array of integers, or is traced.
         ValueError: another rank, no candidates or tokens, or lengths out of range.
 
     Source: the trie, de la Briandais (Western Joint Computer Conference, 1959).
@@ -46,7 +46,7 @@ def pack_reference(
     for b, (candidates, counts) in enumerate(
         zip(np.asarray(beam).tolist(), np.asarray(lengths).tolist(), strict=True)
     ):
-        roots: dict[int, Any] = {}  # by token: the slot, and the children likewise
+        roots: dict[int, Any] = {}  # by token: the slot, and its children
         for m, (candidate, count) in enumerate(zip(candidates, counts, strict=True)):
             above, children = -1, roots
             for c, token in enumerate(candidate[:count]):

@@ -1,4 +1,4 @@
-"""Trees beyond beams: from parents, and from a fixed set of choices."""
+"""Trees from parents, and from a fixed set of choices."""
 
 import functools
 from collections.abc import Sequence
@@ -11,7 +11,15 @@ from jaxtyping import Array, Integer
 
 from energy_attn.kernels.internal import check_integer, check_integral, check_shape, received
 
-from ._tree import PrefixTree, build, check_parents, check_range, check_slots, is_known, take
+from ._tree import (
+    PrefixTree,
+    check_parents,
+    check_range,
+    check_slots,
+    gather_slots,
+    is_concrete,
+    tree_from_ancestors,
+)
 
 
 def tree_from_parents(
@@ -20,24 +28,24 @@ def tree_from_parents(
     depth: int,
     size: Integer[Array, " B"] | None = None,
 ) -> PrefixTree:
-    """The prefix tree of nodes whose parents are known.
+    """The prefix tree of nodes with given parents.
 
-    Each node is a candidate: the path that ends in it. So `unpacker` is `[B, L, depth]`.
+    Each node is a candidate, the path that ends in it, so `unpacker` is `[B, L, depth]`.
 
     Args:
         tokens: `[B, L]` integers of any dtype.
         parent: `[B, L]` integers: the slot of each node's parent, which comes before it; -1 at
             roots.
-        depth: the most nodes on a path, static.
-        size: `[B]` integers from 0 to `L`: the slots in use. None: all.
+        depth: the largest number of nodes on a path, static.
+        size: `[B]` integers from 0 to `L`: the number of used slots. None is `L`.
 
     Returns:
-        The tree; slots that are not used hold token 0.
+        The tree; unused slots hold token 0.
 
     Raises:
-        TypeError: arrays that are not of integers, or a depth that is none.
-        ValueError: shapes that do not belong together, no slots, a depth below 1 and, where values are known,
-            a parent that does not come before its child, a longer path, or sizes out of range.
+        TypeError: arrays that are not of integers, or a depth that is not an integer.
+        ValueError: shapes that do not match, no slots, a depth below 1 or, for concrete arrays, a
+            parent that does not come before its child, a longer path, or sizes out of range.
 
     Source: token trees as in SpecInfer (arXiv 2305.09781).
 
@@ -57,7 +65,7 @@ def tree_from_parents(
     check_range("size", sizes, 0, tokens.shape[1])
     _check_paths(parent, sizes, depth)
     above, used = (jnp.asarray(x).astype(jnp.int32) for x in (parent, sizes))
-    return tree_of(depth, jnp.asarray(tokens), above, used)
+    return tree_from_checked_parents(depth, jnp.asarray(tokens), above, used)
 
 
 def token_tree(
@@ -65,26 +73,26 @@ def token_tree(
     root: Integer[Array, " B"],
     candidates: Integer[Array, "B D R"],
 ) -> PrefixTree:
-    r"""The tree of a fixed set of choices among ranked candidates for each place, as Medusa's.
+    r"""The tree of a fixed set of choices among ranked candidates for each position, as in Medusa.
 
     $$\mathrm{token}(r_0, \dots, r_d) = \mathrm{candidates}_{d, r_d}$$
 
     Args:
-        choices: paths of ranks, `(0,)`, `(1,)`, `(0, 0)` and so on, in any order; the parent of each
-            is among them. The shape of the tree is fixed when it is traced.
+        choices: paths of ranks, `(0,)`, `(1,)`, `(0, 0)` and so on, in any order; they include the
+            parent of each. The shape of the tree is static.
         root: `[B]` integers: the tokens at the root, sampled already.
         candidates: `[B, D, R]` integers of the dtype of `root`: the tokens for each of the next `D`
-            places, by rank.
+            positions, by rank.
 
     Returns:
-        The tree of `1 + len(choices)` slots, all in use: the root, then the choices, shorter ones
-        first and those of one length in order of their ranks. Siblings may hold equal tokens where
-        candidates do; the first counts.
+        The tree of `1 + len(choices)` slots, all used: the root, then the choices, shorter ones
+        first and those of one length in order of their ranks. If candidates repeat a token, so do
+        siblings; the first counts.
 
     Raises:
-        TypeError: choices that are no sequences of integers, or arrays not of integers.
-        ValueError: an empty choice, one that comes twice or without its parent, ranks or lengths
-            beyond the candidates, or shapes that do not belong together.
+        TypeError: choices that are not sequences of integers, or arrays not of integers.
+        ValueError: an empty choice, one that is repeated or whose parent is missing, ranks or
+            lengths beyond the candidates, or shapes that do not match.
 
     Source: the tree attention of Medusa (arXiv 2401.10774).
 
@@ -110,31 +118,33 @@ def token_tree(
         [jnp.asarray(root)[:, None], jnp.asarray(candidates)[:, place, rank]], axis=1
     )
     parent = jnp.broadcast_to(jnp.asarray(parent)[None], tokens.shape)
-    return tree_of(depth, tokens, parent, jnp.full(batch, tokens.shape[1], jnp.int32))
+    return tree_from_checked_parents(
+        depth, tokens, parent, jnp.full(batch, tokens.shape[1], jnp.int32)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def tree_of(depth: int, tokens: Array, parent: Array, size: Array) -> PrefixTree:
-    """What `tree_from_parents` gives, of JAX arrays that have been checked. Raises nothing."""
+def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Array) -> PrefixTree:
+    """As `tree_from_parents`, for checked JAX arrays."""
     slots = tokens.shape[1]
-    each = jnp.arange(slots, dtype=jnp.int32)[None]
-    used = each < size[:, None]
-    node = jnp.where(used, each, -1)
+    slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
+    used = slot_index < size[:, None]
+    node = jnp.where(used, slot_index, -1)
     up = [node]  # each node, its parent, the parent's parent ...
     for _ in range(depth - 1):
-        node = jnp.where(node >= 0, take(parent, node), -1)
+        node = jnp.where(node >= 0, gather_slots(parent, node), -1)
         up.append(node)
     chain = jnp.stack(up, -1)
     count = (chain >= 0).sum(-1, dtype=jnp.int32)[:, :, None]
     level = jnp.arange(depth, dtype=jnp.int32)[None, None]
     back = jnp.take_along_axis(chain, jnp.maximum(count - 1 - level, 0), 2)
-    line = jnp.where(level < count, back, -1)
+    ancestors = jnp.where(level < count, back, -1)
     tokens = jnp.where(used, tokens, jnp.zeros((), tokens.dtype))
-    return build(tokens, line, line, size)
+    return tree_from_ancestors(tokens, ancestors, ancestors, size)
 
 
 def _check_paths(parent: Any, size: Any, depth: int) -> None:
-    if not (is_known(parent) and is_known(size)):
+    if not (is_concrete(parent) and is_concrete(size)):
         return
     rows = zip(np.asarray(parent).tolist(), np.asarray(size).tolist(), strict=True)
     for row, (above, used) in enumerate(rows):
@@ -148,7 +158,7 @@ def _check_paths(parent: Any, size: Any, depth: int) -> None:
                 )
 
 
-def _check_choices(choices: Any, places: int, ranks: int) -> list[tuple[int, ...]]:
+def _check_choices(choices: Any, levels: int, ranks: int) -> list[tuple[int, ...]]:
     # in order of length, then of ranks
     if not isinstance(choices, Sequence) or isinstance(choices, str):
         raise TypeError(f"choices: wanted a sequence of tuples of ranks, got {received(choices)}")
@@ -157,9 +167,9 @@ def _check_choices(choices: Any, places: int, ranks: int) -> list[tuple[int, ...
         if not isinstance(choice, Sequence) or isinstance(choice, str):
             raise TypeError(f"choices: wanted tuples of ranks, got {received(choice)}")
         path = tuple(check_integer("choices", rank) for rank in choice)
-        if not 1 <= len(path) <= places or not all(0 <= rank < ranks for rank in path):
+        if not 1 <= len(path) <= levels or not all(0 <= rank < ranks for rank in path):
             raise ValueError(
-                f"choices: wanted 1 to {places} ranks below {ranks}, "
+                f"choices: wanted 1 to {levels} ranks below {ranks}, "
                 f"the shape of candidates, got {path}"
             )
         paths.append(path)

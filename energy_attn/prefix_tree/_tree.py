@@ -1,4 +1,4 @@
-"""The prefix tree: candidate continuations with their common beginnings written once."""
+"""The prefix tree: candidate continuations with shared prefixes stored once."""
 
 from typing import Any, NamedTuple
 
@@ -19,24 +19,24 @@ from energy_attn.kernels.internal import (
 
 
 class PrefixTree(NamedTuple):
-    r"""Drafted candidates as a tree whose nodes are distinct prefixes, in slots of fixed number.
+    r"""Drafted candidates as a tree whose nodes are distinct prefixes, in a fixed number of slots.
 
-    A node sees the context and its ancestors. So one pass of a model over the nodes verifies all
-    candidates, and a prefix that several share is read once.
+    A node sees the context and its ancestors, so one pass of a model over the nodes verifies all
+    candidates and reads a shared prefix once.
 
-    A parent's slot comes before its children's. Slots from `size` on are not used: they hold the
-    pad token, depth 0, parent -1, and attend to themselves alone.
+    A parent's slot comes before its children's. Slots from `size` on are unused: they hold the pad
+    token, depth 0 and parent -1, and attend only to themselves.
 
     Attributes:
         tokens: `[B, L]`, the token of each node.
-        mask: `[B, L, L]`, True where the row's node attends to the column's: itself and its
-            ancestors.
+        mask: `[B, L, L]`, True where the node of the row attends to that of the column: to itself
+            and its ancestors.
         depth: `[B, L]` int32, the number of ancestors: a node's position is the length of the
             context plus its depth.
         parent: `[B, L]` int32, the parent's slot; -1 at roots.
-        unpacker: `[B, M, C]` int32, the slot of each entry of each candidate; -1 where there is no
-            entry, or none within the capacity.
-        size: `[B]` int32, the slots in use.
+        unpacker: `[B, M, C]` int32, the slot of each entry of each candidate; -1 for entries that
+            do not exist or exceed the capacity.
+        size: `[B]` int32, the number of used slots.
 
     Source: the prefix tree of speculative decoding, as in SpecInfer (arXiv 2305.09781) and Medusa
     (arXiv 2401.10774).
@@ -57,27 +57,29 @@ class PrefixTree(NamedTuple):
     size: Int[Array, " B"]
 
 
-def build(tokens: Array, line: Array, unpacker: Array, size: Array) -> PrefixTree:
-    """The tree whose node `n` has the ancestors `line[:, n]`, root first and itself last.
+def tree_from_ancestors(
+    tokens: Array, ancestors: Array, unpacker: Array, size: Array
+) -> PrefixTree:
+    """The tree whose node `n` has the ancestors `ancestors[:, n]`, root first and itself last.
 
-    `line` is `[B, L, C]`, filled up with -1; only the first `size` slots are read. Raises nothing.
+    `ancestors` is `[B, L, C]`, padded with -1; only the first `size` slots are read.
     """
-    slots, levels = line.shape[1:]
-    each = jnp.arange(slots, dtype=jnp.int32)[None]
-    used = each < size[:, None]
-    line = jnp.where(used[:, :, None], line, -1)
-    count = (line >= 0).sum(-1, dtype=jnp.int32)
-    mask = jnp.broadcast_to(jnp.eye(slots, dtype=bool), (len(line), slots, slots))
+    slots, levels = ancestors.shape[1:]
+    slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
+    used = slot_index < size[:, None]
+    ancestors = jnp.where(used[:, :, None], ancestors, -1)
+    count = (ancestors >= 0).sum(-1, dtype=jnp.int32)
+    mask = jnp.broadcast_to(jnp.eye(slots, dtype=bool), (len(ancestors), slots, slots))
     for level in range(levels):
-        mask |= line[:, :, level, None] == each[:, None]
+        mask |= ancestors[:, :, level, None] == slot_index[:, None]
     depth = jnp.maximum(count - 1, 0)
-    above = jnp.take_along_axis(line, jnp.maximum(count - 2, 0)[:, :, None], axis=2)[:, :, 0]
+    above = jnp.take_along_axis(ancestors, jnp.maximum(count - 2, 0)[:, :, None], axis=2)[:, :, 0]
     parent = jnp.where(count > 1, above, -1)
     return PrefixTree(tokens, mask, depth, parent, unpacker, size)
 
 
 def unpack(x: Shaped[Array, "B L ..."], tree: PrefixTree) -> Shaped[Array, "B M C ..."]:
-    r"""What belongs to the nodes, brought back to the candidates: `x[b, unpacker[b, m, c]]`.
+    r"""Rearranges an array over nodes into one over candidates: `x[b, unpacker[b, m, c]]`.
 
     `unpack(tree.tokens, tree)` is the beam that was packed.
 
@@ -86,11 +88,11 @@ def unpack(x: Shaped[Array, "B L ..."], tree: PrefixTree) -> Shaped[Array, "B M 
         tree: the tree.
 
     Returns:
-        `[B, M, C, ...]`; zeros for entries that have no node.
+        `[B, M, C, ...]`; zeros for entries without a node.
 
     Raises:
-        TypeError: `x` is no array, or `tree` no `PrefixTree`.
-        ValueError: `x` is not of the tree's batch and slots, or the tree is none.
+        TypeError: `x` is not an array, or `tree` not a `PrefixTree`.
+        ValueError: `x` does not have the tree's batch and slots, or the tree is invalid.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -102,11 +104,11 @@ def unpack(x: Shaped[Array, "B L ..."], tree: PrefixTree) -> Shaped[Array, "B M 
     check_tree("tree", tree)
     x = check_array("x", x)
     check_shape("x", x, (*tree.tokens.shape, *x.shape[2:]))
-    return take(x, tree.unpacker)
+    return gather_slots(x, tree.unpacker)
 
 
-def take(x: Array, slots: Array) -> Array:
-    """`x[b, slots[b, ...]]` for `x` `[B, L, ...]`; zeros where a slot is -1. Raises nothing."""
+def gather_slots(x: Array, slots: Array) -> Array:
+    """`x[b, slots[b, ...]]` for `x` `[B, L, ...]`; zeros where a slot is -1."""
     rows = jnp.arange(len(x), dtype=jnp.int32).reshape(-1, *[1] * (slots.ndim - 1))
     there = slots >= 0
     taken = x[rows, jnp.where(there, slots, 0)]
@@ -115,11 +117,11 @@ def take(x: Array, slots: Array) -> Array:
 
 
 def check_tree(name: str, tree: Any) -> PrefixTree:
-    """Returns `tree`, which is a `PrefixTree` of arrays that fit.
+    """Returns `tree`, a `PrefixTree` of arrays that fit together.
 
-    Raises `TypeError` for another type or dtype; `ValueError` for shapes that do not belong
-    together and, where values are known, for a parent that does not come before its child, or a
-    size or an unpacker beyond the slots.
+    Raises `TypeError` for another type or dtype. Raises `ValueError` for shapes that do not match
+    and, for concrete arrays, for a parent that does not come before its child, or a size or an
+    unpacker beyond the slots.
     """
     if not isinstance(tree, PrefixTree):
         raise TypeError(f"{name}: wanted a PrefixTree, got {received(tree)}")
@@ -139,7 +141,7 @@ def check_tree(name: str, tree: Any) -> PrefixTree:
 
 
 def check_logits(tree: Any, logits: Any) -> int:
-    """Returns the size of the vocabulary of floating `logits` `[B, L, V]`, which belong to `tree`.
+    """Returns the vocabulary size of floating `logits` `[B, L, V]` of the nodes of `tree`.
 
     Raises `TypeError` for another type or dtype and `ValueError` for other shapes, as `check_tree`.
     """
@@ -158,8 +160,8 @@ def check_slots(name: str, tokens: Any) -> None:
 
 
 def check_parents(name: str, parent: Any) -> None:
-    """Raises `ValueError` if values are known and a parent does not come before its child."""
-    if not is_known(parent):
+    """Raises `ValueError` if the array is concrete and a parent does not come before its child."""
+    if not is_concrete(parent):
         return
     found = np.asarray(parent)
     wrong = np.argwhere((found < -1) | (found >= np.arange(found.shape[1])))
@@ -172,8 +174,8 @@ def check_parents(name: str, parent: Any) -> None:
 
 
 def check_range(name: str, x: Any, least: int, most: int) -> None:
-    """Raises `ValueError` if values are known and one of the integers `x` is out of range."""
-    if not is_known(x):
+    """Raises `ValueError` if the array is concrete and one of its integers is out of range."""
+    if not is_concrete(x):
         return
     found = np.asarray(x)
     wrong = np.argwhere((found < least) | (found > most))
@@ -184,6 +186,6 @@ def check_range(name: str, x: Any, least: int, most: int) -> None:
         )
 
 
-def is_known(x: Any) -> bool:
-    """Whether the values of an array can be looked at here and now. Raises nothing."""
+def is_concrete(x: Any) -> bool:
+    """Whether the values of an array can be read here: it is not traced, and all of it is on this process."""
     return not isinstance(x, Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)

@@ -1,1 +1,1 @@
-"""Reports on the energies of a model, landscapes, and their plots."""
+"""Energy reports of models, landscapes, and their plots."""

@@ -18,10 +18,10 @@ from energy_attn.kernels.internal import (
 
 from ..bayes._conjugate import rate
 from ..core._free_energy import free_energy
-from ..hopfield._arguments import check_positive
-from ..observables._observe import covariance_at, prepare_wide
+from ..hopfield._checks import check_positive
+from ..observables._at_source import covariance_at, prepare_widened
 
-_SPREAD = 3.0  # of the grids by default, in standard deviations
+_EXTENT = 3.0  # the default half width of the grids, in standard deviations
 
 
 class Landscape(eqx.Module):
@@ -35,11 +35,11 @@ class Landscape(eqx.Module):
         attention: $\nabla F(0)$, the origin of the plane of points.
         slope: $\nabla F(0) \cdot u_i$, the gradient of $F$ in the plane of sources at its origin.
         source: coordinates of the sources along each direction.
-        free_energy: $F$ in nats; the first axis goes along $u_1$.
+        free_energy: $F$ in nats; the first axis is along $u_1$.
         point: coordinates of the points along each direction.
-        rate: $I$ in nats, plus infinity outside of the hull of the values; NaN where it was not
-            found.
-        values: coordinates of the values in the plane of points, NaN of those that the mask hides;
+        rate: $I$ in nats, plus infinity outside the hull of the values; NaN where the solver did
+            not converge.
+        values: coordinates of the values in the plane of points, NaN for those that the mask hides;
             None unless the plane is the whole space.
 
     Examples:
@@ -79,33 +79,33 @@ def landscape(
     $$F(a u_1 + b u_2), \qquad I(\nabla F(0) + a u_1 + b u_2)$$
 
     $F$ is convex, and its slope at the origin is attention. $I$ is convex, zero at attention and
-    nowhere else, and infinite outside of the hull of the values. Either is the other's Legendre
+    nowhere else, and infinite outside the hull of the values. Each is the other's Legendre
     transform, up to $F(0)$. Each grid is one batch of queries.
 
     Args:
-        query: `[H]`, one row's.
+        query: `[H]`, of one row.
         key: `[S, H]`.
         value: `[S, Hv]`.
-        directions: `[2, Hv]`, in the unit of the values. None takes the two along which values
-            vary most under the attention weights, of length 1.
+        directions: `[2, Hv]`, in the unit of the values. None takes the two unit vectors along
+            which the values vary most under the attention weights.
         bias: `[S]`, added to the scaled scores.
         mask: `[S]`, boolean; False hides a key.
         extent: half the width of the grids of sources and of points, in multiples of the
             directions. None is 3 / σ and 3 σ, where σ is the standard deviation of the values along
             a direction, under the attention weights.
-        points: of a grid along either direction.
+        points: the number of grid points along each direction.
         scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
-        parallel: how keys are spread over the mesh in force.
+        parallel: how keys are sharded over the current mesh.
 
     Returns:
         A [`Landscape`][energy_attn.Landscape], which
         [`plot_landscape`][energy_attn.plot_landscape] draws; in float32 (float64).
 
     Raises:
-        TypeError: an argument is no array or of another dtype.
-        ValueError: shapes that do not belong together, values out of range, unknown names; values
-            of width 1 without directions.
+        TypeError: an argument is not an array or has the wrong dtype.
+        ValueError: shapes that do not match, values out of range, unknown names; values of width 1
+            without directions.
 
     Source: Tree Attention (arXiv 2408.04093), equation 15, for $F$; Cramér's theorem for $I$.
 
@@ -127,20 +127,20 @@ def landscape(
         "bias": None if bias is None else bias[None, None, None],
         "mask": None if mask is None else mask[None, None, None],
     }
-    call, wide = prepare_wide(query[None, None], **arrays, **options)
+    call, wide = prepare_widened(query[None, None], **arrays, **options)
     at_zero = covariance_at(call, None, wide)
     covariance, attention = at_zero.covariance[0, 0], at_zero.out[0, 0]
     arrays |= {"key": wide.key, "value": wide.value, "bias": wide.bias}
     if directions is None:
         directions = _principal(covariance)
     directions = jnp.asarray(directions, attention.dtype)
-    sources, places = _widths(extent, directions, covariance)
+    sources, coordinates = _extents(extent, directions, covariance)
     fractions = jnp.linspace(-1.0, 1.0, points, dtype=attention.dtype)[None]
-    sources, places = sources[:, None] * fractions, places[:, None] * fractions
-    # every place of a grid is a query of its own
+    sources, coordinates = sources[:, None] * fractions, coordinates[:, None] * fractions
+    # each grid point is a separate query
     queries = jnp.broadcast_to(wide.query, (points**2, *wide.query.shape[1:]))
     energies = free_energy(queries, **arrays, source=_plane(sources, directions), **options)
-    z = attention[None, None] + _plane(places, directions)
+    z = attention[None, None] + _plane(coordinates, directions)
     rates = rate(z, queries, **arrays, throw=False, **options)
     known = rates.converged | jnp.isposinf(rates.value)
     return Landscape(
@@ -149,7 +149,7 @@ def landscape(
         (directions * attention[None]).sum(-1),
         sources,
         energies.reshape(points, points),
-        places,
+        coordinates,
         jnp.where(known, rates.value, jnp.nan).reshape(points, points),
         _coordinates(wide.value[:, 0], mask, attention, directions),
     )
@@ -172,12 +172,12 @@ def _check(query: Any, key: Any, value: Any, directions: Any, bias: Any, mask: A
 def _principal(covariance: Array) -> Array:
     _, axes = jnp.linalg.eigh(covariance)
     two = axes[:, :-3:-1].T
-    # an axis points both ways; of the two, the one whose largest part is positive
+    # an eigenvector has two signs: the one whose largest component is positive
     largest = jnp.take_along_axis(two, jnp.abs(two).argmax(1)[:, None], 1)
     return two * jnp.where(largest < 0, -1.0, 1.0)
 
 
-def _widths(extent: Any, directions: Array, covariance: Array) -> tuple[Array, Array]:
+def _extents(extent: Any, directions: Array, covariance: Array) -> tuple[Array, Array]:
     if extent is not None:
         if not (isinstance(extent, (tuple, list)) and len(extent) == 2):
             raise TypeError(f"extent: wanted a pair (sources, points), got {received(extent)}")
@@ -187,7 +187,7 @@ def _widths(extent: Any, directions: Array, covariance: Array) -> tuple[Array, A
     sigma = jnp.sqrt(jnp.einsum("iv,vw,iw->i", directions, covariance, directions))
     sigma = jnp.where(sigma > 0, sigma, 1.0)
     squares = (directions**2).sum(-1)
-    return _SPREAD / sigma, _SPREAD * sigma / jnp.where(squares > 0, squares, 1.0)
+    return _EXTENT / sigma, _EXTENT * sigma / jnp.where(squares > 0, squares, 1.0)
 
 
 def _plane(coordinates: Array, directions: Array) -> Array:

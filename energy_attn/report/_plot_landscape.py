@@ -1,4 +1,4 @@
-"""The picture of a landscape."""
+"""The plot of a landscape."""
 
 from typing import Any
 
@@ -12,20 +12,20 @@ from ._landscape import Landscape
 def plot_landscape(landscape: Landscape, axes: Any = None) -> Any:
     r"""Draws both planes of a landscape: contours of $F$ and of $I$ in nats, attention marked.
 
-    On the left $F$, with the arrow of its slope at the source 0, which is attention. On the right
-    $I$, with attention at its minimum; outside of the hull of the values it is infinite and left
-    empty. Needs matplotlib, which the extra `plot` brings.
+    On the left $F$, with an arrow for its slope at the source 0, which is attention. On the right
+    $I$, with attention at its minimum; outside the hull of the values $I$ is infinite and the panel
+    is empty. Needs matplotlib, which the extra `plot` installs.
 
     Args:
-        landscape: of [`landscape`][energy_attn.landscape].
-        axes: two axes of matplotlib's to draw into; None makes a figure.
+        landscape: the result of [`landscape`][energy_attn.landscape].
+        axes: two matplotlib axes to draw into; None makes a figure.
 
     Returns:
         The matplotlib `Figure`.
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: `landscape` is no `Landscape`.
+        TypeError: `landscape` is not a `Landscape`.
 
     Source: see [`landscape`][energy_attn.landscape].
 
@@ -58,7 +58,7 @@ def _draw_free_energy(axes: Any, plane: Landscape) -> None:
     _contours(
         axes, x, y, energies, np.linspace(energies.min(), energies.max(), 15), "viridis", "neither"
     )
-    # as long as half of the panel, whatever the units
+    # half as long as the panel, in any units
     slope = np.asarray(plane.slope)
     room = np.asarray([x[-1], y[-1]])
     longest = np.max(np.abs(slope) / room)
@@ -84,7 +84,7 @@ def _draw_free_energy(axes: Any, plane: Landscape) -> None:
 def _draw_rate(axes: Any, plane: Landscape) -> None:
     x, y, rates = (np.asarray(a) for a in (*plane.point, plane.rate))
     inside = np.isfinite(rates)
-    # near corners of the hull I has its highest values and little area
+    # near the corners of the hull I has its highest values, on little area
     most = np.percentile(rates[inside], 97) if inside.any() else 0.0
     shown = np.ma.masked_where(~inside, rates)
     # equal steps of √I are about equal steps of distance
@@ -98,7 +98,7 @@ def _draw_rate(axes: Any, plane: Landscape) -> None:
     axes.plot(
         0, 0, "*", color="tab:green", markeredgecolor="white", markersize=13, label="attention"
     )
-    axes.set_title("rate function I(z); empty outside of the hull")
+    axes.set_title("rate function I(z); empty outside the hull")
     axes.set_xlabel("$z$ along $u_1$, from attention")
     axes.set_ylabel("$z$ along $u_2$, from attention")
     axes.legend(loc="upper right", fontsize=8, framealpha=0.8)

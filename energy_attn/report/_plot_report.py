@@ -1,4 +1,4 @@
-"""A picture of an energy report: what each layer and head does."""
+"""The plot of an energy report: the observables of each layer and head."""
 
 from os import PathLike
 from typing import Any
@@ -9,7 +9,7 @@ from energy_attn.kernels.internal import received
 
 from ._report import EnergyReport
 
-# Field, title, unit and colours: those of one kind are alike.
+# Field, title, unit and colours; quantities of one kind share theirs.
 _PANELS = (
     ("energy", "free energy  F", "nats", "cividis"),
     ("entropy", "entropy  H", "nats", "viridis"),
@@ -17,29 +17,29 @@ _PANELS = (
     ("heat_capacity", "heat capacity  Var(s)", "nats²", "magma"),
     ("variance", "variance of the values  tr Σ", "value²", "magma"),
 )
-# More cells than this, and numbers in them would be too small to read.
+# With more cells than this, numbers in them would be too small to read.
 _READABLE = 96
 
 
 def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = None) -> Any:
-    """Draws a report: a heat map of layers and heads for each quantity, and all heads side by side.
+    """Draws a report: a heat map of layers and heads for each quantity, and a scatter plot of all heads.
 
-    Where cells are few, each says its number. The last panel has a point for each head, by its
-    energy and entropy: heads that look at one key lie at the bottom, those that average over all at
-    the top.
+    If there are few cells, each shows its number. The last panel has a point for each head, by its
+    energy and entropy: heads that attend to one key lie at the bottom, those that average over all
+    keys at the top.
 
     Args:
-        report: of means, as `energy_report(...)` returns it without `per_query`.
-        path: where the picture is written; its suffix (`.png`, `.svg`, `.pdf`) says how. None
-            writes nothing.
+        report: means, as `energy_report(...)` returns them without `per_query`.
+        path: the file to write; its suffix (`.png`, `.svg`, `.pdf`) is the format. None writes no
+            file.
 
     Returns:
-        The `matplotlib.figure.Figure`, to be changed, shown or saved.
+        The `matplotlib.figure.Figure`.
 
     Raises:
-        TypeError: if `report` is no `EnergyReport`.
-        ValueError: if it is one of single queries.
-        ImportError: if matplotlib is not installed, which the extra `plot` brings.
+        TypeError: `report` is not an `EnergyReport`.
+        ValueError: the report is of single queries.
+        ImportError: matplotlib is not installed; the extra `plot` installs it.
 
     Examples:
         >>> import jax
@@ -74,8 +74,8 @@ def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = 
         shown = np.ma.masked_invalid(values)
         image = panel.imshow(shown, aspect="auto", cmap=colours, interpolation="nearest")
         panel.set(title=title, xlabel="head", ylabel="layer")
-        panel.set_xticks(_places(heads))
-        panel.set_yticks(_places(layers))
+        panel.set_xticks(_ticks(heads))
+        panel.set_yticks(_ticks(layers))
         panel.tick_params(length=0)
         panel.spines[:].set_visible(False)
         _bar(figure, panel, image, unit)
@@ -87,8 +87,8 @@ def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = 
     return figure
 
 
-def _places(count: int) -> range:
-    """Which of so many rows or columns are numbered."""
+def _ticks(count: int) -> range:
+    """The rows or columns that have a tick, out of `count`."""
     return range(0, count, 1 if count <= 16 else 4 if count <= 64 else 16)
 
 
@@ -107,7 +107,7 @@ def _compare(figure: Any, panel: Any, report: EnergyReport) -> None:
     )
     panel.set(title="every head", xlabel="free energy F, nats", ylabel="entropy H, nats")
     panel.spines[["top", "right"]].set_visible(False)
-    _bar(figure, panel, drawn, "layer", ticks=_places(layers))
+    _bar(figure, panel, drawn, "layer", ticks=_ticks(layers))
 
 
 def _annotate(panel: Any, image: Any, values: np.ndarray) -> None:

@@ -19,8 +19,8 @@ from energy_attn.kernels.internal import (
 )
 
 from ..nn._multihead import MultiheadAttention
-from ..observables._entropy import observe
-from ..observables._observe import prepare_wide
+from ..observables._at_source import prepare_widened
+from ..observables._entropy import row_observables
 
 
 class EnergyReport(eqx.Module):
@@ -116,7 +116,7 @@ def energy_report(
     elif isinstance(model, MultiheadAttention):
         rows = _of_layer(model, *inputs, **options)
     elif isinstance(model, (jax.Array, np.ndarray)):
-        rows = _alone(_observed(model, *inputs, **options)[1])
+        rows = _single_layer(_observed(model, *inputs, **options)[1])
     else:
         raise TypeError(
             f"model: wanted a query array, a MultiheadAttention or a decoder, got {received(model)}"
@@ -148,11 +148,11 @@ def _observed(
     query: Any, key: Any, value: Any, *, bias: Any = None, mask: Any = None, **options: Any
 ) -> tuple[Array, _Rows]:
     """Attention, in the dtype of the query, and the figures of its rows."""
-    found = observe(*prepare_wide(query, key, value, bias, mask, **options))
+    found = row_observables(*prepare_widened(query, key, value, bias, mask, **options))
     return found.out.astype(query.dtype), _Rows(*found[:-1])
 
 
-def _alone(rows: _Rows) -> _Rows:
+def _single_layer(rows: _Rows) -> _Rows:
     """The rows of one layer, in the shape of a model's."""
     return jax.tree.map(lambda x: x[None], rows)
 
@@ -175,7 +175,7 @@ def _of_layer(
                 f"{name}: wanted shape ({query.shape[0]}, length, width), got {received(x)}"
             )
     heads = (jax.vmap(project) if batched else project)(query, key_, value)
-    return _alone(_observed(*heads, mask=mask, **layer.energy.options(), **positions)[1])
+    return _single_layer(_observed(*heads, mask=mask, **layer.energy.options(), **positions)[1])
 
 
 def _of_decoder(

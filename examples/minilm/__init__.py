@@ -1,1 +1,1 @@
-"""The energies of a trained sentence encoder: its model, what is measured of it, and the pictures."""
+"""The energies of a trained sentence encoder: model, measurements and figures."""

@@ -1,7 +1,7 @@
 """A BERT whose attention is `energy_attn.MultiheadAttention`, and its weights from a safetensors file.
 
-Source: Devlin et al. (arXiv 1810.04805); the weights are those of all-MiniLM-L6-v2, made as Wang et al. (arXiv
-2002.10957) and Reimers and Gurevych (arXiv 1908.10084) say.
+Source: Devlin et al. (arXiv 1810.04805); the weights are those of all-MiniLM-L6-v2, trained as in Wang et al. (arXiv
+2002.10957) and Reimers and Gurevych (arXiv 1908.10084).
 """
 
 import json
@@ -20,11 +20,11 @@ from tokenizers import Encoding, Tokenizer
 import energy_attn as ea
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
-# What this model computes; a checkpoint that asks for something else would get wrong numbers.
+# The only options that this model implements; a checkpoint with others is refused.
 ASSUMED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
-# In checkpoints, and no part of a sentence's embedding.
+# Tensors of checkpoints that a sentence's embedding does not use.
 UNUSED = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids")
-# Our names, and a checkpoint's.
+# Names here, and those in a checkpoint.
 RENAMED = (
     (r"^layers\.", "encoder.layer."),
     (r"\b(query|key|value)_proj\b", r"self.\1"),
@@ -37,7 +37,7 @@ RENAMED = (
 
 
 class Embeddings(eqx.Module):
-    """The sum of what a token is, where it stands and which of two texts it is of, normalised. Raises nothing."""
+    """The normalised sum of embeddings of token, position and text."""
 
     word_embeddings: eqx.nn.Embedding
     position_embeddings: eqx.nn.Embedding
@@ -49,20 +49,20 @@ class Embeddings(eqx.Module):
         sizes = (config[f"{x}_size"] for x in ("vocab", "type_vocab"))
         vocab, kinds = sizes
         self.word_embeddings = eqx.nn.Embedding(vocab, width, key=keys[0])
-        places = config["max_position_embeddings"]
-        self.position_embeddings = eqx.nn.Embedding(places, width, key=keys[1])
+        positions = config["max_position_embeddings"]
+        self.position_embeddings = eqx.nn.Embedding(positions, width, key=keys[1])
         self.token_type_embeddings = eqx.nn.Embedding(kinds, width, key=keys[2])
         self.LayerNorm = eqx.nn.LayerNorm(width, config["layer_norm_eps"])
 
     def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "T width"]:
-        """The rows that the first layer gets; all tokens are of the first text."""
+        """The input of the first layer; all tokens belong to the first text."""
         rows = self.word_embeddings.weight[tokens]
         rows = rows + self.position_embeddings.weight[: len(tokens)]
         return jax.vmap(self.LayerNorm)(rows + self.token_type_embeddings.weight[:1])
 
 
 class Layer(eqx.Module):
-    r"""$y = \mathrm{norm}(x + \mathrm{attention}(x))$, then $\mathrm{norm}(y + \mathrm{MLP}(y))$. Raises nothing."""
+    r"""$y = \mathrm{norm}(x + \mathrm{attention}(x))$, then $\mathrm{norm}(y + \mathrm{MLP}(y))$."""
 
     attention: ea.MultiheadAttention
     attention_norm: eqx.nn.LayerNorm
@@ -90,7 +90,7 @@ class Layer(eqx.Module):
     def __call__(
         self, x: Float[Array, "T width"], length: Int[Array, ""]
     ) -> Float[Array, "T width"]:
-        """The rows that the next layer gets; keys from `length` on are padding."""
+        """The input of the next layer; keys from `length` on are padding."""
         mask = jnp.arange(len(x), dtype=jnp.int32)[None] < length
         y = jax.vmap(self.attention_norm)(x + self.attention(x, x, x, mask))
         inner = jax.nn.gelu(jax.vmap(self.up)(y), approximate=False)
@@ -98,14 +98,14 @@ class Layer(eqx.Module):
 
 
 class Bert(eqx.Module):
-    """An encoder of one sentence; `jax.vmap` it for a batch.
+    """An encoder of one sentence; use `jax.vmap` for a batch.
 
     Args:
         config: the entries of a checkpoint's config.json.
         key: a `jax.random.key` for the initial weights.
 
     Raises:
-        KeyError: an entry that is missing.
+        KeyError: a missing entry.
     """
 
     embeddings: Embeddings
@@ -119,7 +119,7 @@ class Bert(eqx.Module):
     def __call__(
         self, tokens: Int[Array, " T"], length: Int[Array, ""]
     ) -> Float[Array, "layers+1 T width"]:
-        """What each layer gets, and what the last one gives; rows from `length` on mean nothing. Raises nothing."""
+        """The inputs of all layers and the output of the last; rows from `length` on are padding."""
         states = [self.embeddings(tokens)]
         for layer in self.layers:
             states.append(layer(states[-1], length))
@@ -127,24 +127,24 @@ class Bert(eqx.Module):
 
 
 def pooled(state: Float[Array, "T width"], length: Int[Array, ""]) -> Float[Array, " width"]:
-    """The mean of a sentence's rows, of length 1: its embedding. Raises nothing."""
+    """The embedding of a sentence: the mean of its rows, normalised."""
     real = jnp.arange(len(state), dtype=jnp.int32)[:, None] < length
     mean = jnp.where(real, state, 0.0).sum(0) / length.astype(state.dtype)
     return mean / jnp.linalg.norm(mean)
 
 
 def load(directory: Path) -> Bert:
-    """The model of a checkpoint: config.json and model.safetensors, which hold tensors alone and no code.
+    """The model of a checkpoint: config.json and model.safetensors, which contain data and no code.
 
     Raises:
-        OSError: a file that is missing.
-        ValueError: a config of another model; a tensor that is missing, unexpected or of another shape, by its name.
+        OSError: a missing file.
+        ValueError: a config of another model; the name of a tensor that is missing, unexpected or of another shape.
     """
     config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     for name, wanted in ASSUMED.items():
         if config.get(name, wanted) != wanted:
             raise ValueError(f"{CONFIG}: {name}: wanted {wanted!r}, got {config[name]!r}")
-    # shapes alone: no weights are drawn
+    # only shapes: no weights are drawn
     empty = eqx.filter_eval_shape(lambda key: Bert(config, key=key), jax.random.key(0))
     slots, tree = jax.tree.flatten_with_path(empty)
     with safe_open(directory / WEIGHTS, "numpy") as file:
@@ -156,7 +156,7 @@ def load(directory: Path) -> Bert:
 
 
 def _tensor(file: Any, left: set[str], path: Any, slot: Any) -> Any:
-    """The tensor for one place in the model, in float32; its name is no longer among those that are left."""
+    """The float32 tensor of one leaf of the model; removes its name from `left`."""
     if not isinstance(slot, jax.ShapeDtypeStruct):
         return slot  # an option of a layer
     name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -172,13 +172,13 @@ def _tensor(file: Any, left: set[str], path: Any, slot: Any) -> Any:
 
 
 def tokenize(directory: Path, sentences: Sequence[str], longest: int = 256) -> list[Encoding]:
-    """Sentences as tokens, padded to the longest of them; what is over `longest` tokens is left out.
+    """Sentences as tokens, padded to the longest and truncated to `longest` tokens.
 
-    Raises `OSError` without tokenizer.json, and `ValueError` where a sentence is empty or there is none.
+    Raises `OSError` without tokenizer.json, and `ValueError` if a sentence is empty or there are no sentences.
     """
     if not sentences or not all(sentence.strip() for sentence in sentences):
         raise ValueError(f"sentences: wanted texts that are not empty, got {list(sentences)}")
-    if not (directory / TOKENIZER).is_file():  # the library's own error does not name it
+    if not (directory / TOKENIZER).is_file():  # tokenizers' own error does not name it
         raise FileNotFoundError(f"{directory / TOKENIZER}: no such file")
     tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
     tokenizer.enable_truncation(longest)

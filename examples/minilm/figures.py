@@ -1,4 +1,4 @@
-"""Pictures of what was measured, as SVG."""
+"""Figures of the measurements, as SVG."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,18 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-# Told apart by everyone: colours of Okabe and Ito, the first made lighter.
+# Colour-blind safe: colours of Okabe and Ito, the first made lighter.
 BLUE, ORANGE, GREEN = COLOURS = ("#1f86cc", "#e69f00", "#009e73")
 
 
 def draw_example(example: dict[str, Any]) -> Figure:
-    """The row of attention in three panels, from `worked_example`. Raises nothing."""
+    """The row of attention in three panels, from `worked_example`."""
     figure = Figure(figsize=(11, 3.7), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     tokens = example["tokens"]
     weights, along = (np.asarray(example[name]) for name in ("weights", "along"))
     left.scatter(along, weights, 22, color=BLUE)
-    for rank, i in enumerate(np.argsort(along)):  # on both sides in turn, as neighbours may be near
+    for rank, i in enumerate(np.argsort(along)):  # alternating sides, as neighbours may be near
         offset, side = ((-4, -2), "right") if rank % 2 else ((4, 3), "left")
         place = along[i], weights[i]
         left.annotate(tokens[i], place, offset, textcoords="offset points", ha=side, fontsize=8)
@@ -60,8 +60,8 @@ def draw_example(example: dict[str, Any]) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a figure as an SVG that is the same each time, its words as text. Raises `OSError`."""
+    """Writes a figure as a reproducible SVG, with words as text. Raises `OSError`."""
     style: dict[Any, Any] = {"svg.hashsalt": "energy_attn", "svg.fonttype": "none"}
-    style["font.sans-serif"] = ["DejaVu Sans"]  # every word names its fonts: one will do
+    style["font.sans-serif"] = ["DejaVu Sans"]  # one font instead of a list in every word
     with matplotlib.rc_context(style):
         figure.savefig(path, metadata={"Date": None})

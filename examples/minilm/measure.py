@@ -1,4 +1,4 @@
-"""What attention does in each layer and head of an encoder, and in one head on one sentence."""
+"""Measurements of attention in each layer and head of an encoder, and of one head on one sentence."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import energy_attn as ea
 
 from .bert import Bert, pooled, tokenize
 
-# The example: a head that seeks what a pronoun stands for, and a pronoun that may stand for two things.
+# The example: a head that attends to antecedents, and a pronoun with two possible ones.
 SENTENCE = "The piano did not pass through the door because it was too wide."
 OTHER = "The piano did not pass through the door because it was too narrow."
 WORD, LAYER, HEAD = "it", 3, 1
@@ -23,12 +23,12 @@ POINTS = 33
 
 
 class Encoded(NamedTuple):
-    """Sentences `[B, T]`, what each layer made of them, and their embeddings.
+    """The states of sentences `[B, T]` in all layers, and their embeddings.
 
     Attributes:
-        lengths: `[B]`; tokens from there on are padding.
-        states: `[B, layers + 1, T, width]`: what each layer got, and what the last one gave.
-        embeddings: `[B, width]`, of length 1.
+        lengths: `[B]`; tokens from this index on are padding.
+        states: `[B, layers + 1, T, width]`: the inputs of all layers, and the output of the last.
+        embeddings: `[B, width]`, normalised.
     """
 
     lengths: Int[Array, " B"]
@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
 
 def encode(model: Bert, encodings: list[Encoding]) -> Encoded:
-    """Runs the model on one padded batch. Raises nothing."""
+    """Runs the model on one padded batch."""
     tokens = jnp.asarray([encoding.ids for encoding in encodings], jnp.int32)
     lengths = jnp.asarray([sum(x.attention_mask) for x in encodings], jnp.int32)
     return Encoded(lengths, *_encode(model, tokens, lengths))
@@ -50,24 +50,21 @@ def _encode(model: Bert, tokens: Array, lengths: Array) -> tuple[Array, Array]:
 
 
 def energy_report(model: Bert, encoded: Encoded) -> ea.EnergyReport:
-    """The report of all layers, `[layers, heads]`, each read at what it gets; padding is no key and no query.
-
-    Raises nothing.
-    """
+    """The report of all layers, `[layers, heads]`, each at its own input; padding is left out."""
     reports = [_layer_report(*at) for at in _layers(model, encoded)]
     return jax.tree.map(lambda *layers: jnp.concatenate(layers), *reports)
 
 
 def weights_of(model: Bert, encoded: Encoded) -> Float[Array, "layers B T heads S"]:
-    """The weights of all rows. Raises nothing.
+    """The weights of all rows.
 
-    A sentence is short enough to look at them one by one: attention to values that are the rows of a unit matrix.
+    They are attention to values that are the rows of a unit matrix, which is feasible for short sentences.
     """
     return jnp.stack([_layer_weights(*at) for at in _layers(model, encoded)])
 
 
 def _layers(model: Bert, encoded: Encoded) -> list[tuple[ea.MultiheadAttention, Array, Array]]:
-    """Each layer's attention, what it gets, and the lengths. Layers are alike: one program serves all."""
+    """Each layer's attention, its input, and the lengths. All layers have equal shapes and share one program."""
     inputs = jnp.moveaxis(encoded.states[:, :-1], 1, 0)
     return [
         (layer.attention, x, encoded.lengths) for layer, x in zip(model.layers, inputs, strict=True)
@@ -90,13 +87,13 @@ def _layer_weights(layer: ea.MultiheadAttention, x: Array, lengths: Array) -> Ar
 
 
 def one_hot(key: Float[Array, "*B S heads H"]) -> Float[Array, "*B S heads S"]:
-    """Values that are the rows of a unit matrix, for these keys. Raises nothing."""
+    """Values that are the rows of a unit matrix, for these keys."""
     *batch, size, heads, _ = key.shape
     return jnp.broadcast_to(jnp.eye(size, dtype=key.dtype)[:, None], (*batch, size, heads, size))
 
 
 def looks_at(model: Bert, encoded: Encoded) -> dict[str, np.ndarray]:
-    """The mean weight of some keys in each layer and head, `[layers, heads]`. Raises nothing.
+    """The mean weight of some keys in each layer and head, `[layers, heads]`.
 
     `first`: of a sentence's first token, [CLS]; `itself`: of the query's own; `before` and `after`: of the neighbours,
     over the queries that have them.
@@ -119,45 +116,45 @@ def looks_at(model: Bert, encoded: Encoded) -> dict[str, np.ndarray]:
 
 
 def worked_example(model: Bert, directory: Path) -> dict[str, Any]:
-    """One row of attention: its weights, the covariance of its values, and what it costs to move its output.
+    """One row of attention: its weights, the covariance of its values, and its rate function.
 
     Raises what `tokenize` raises.
 
-    Entries, beside those of an energy report: `weights` `[S]`; `eigenvalues` of the covariance, from the largest on;
-    `along` `[S]`: how far each value is from the output in the direction of the first; `rate`: the rate function of
-    `distance` in that direction; `towards`: for some tokens the rate function on the way from the output to their
-    value, at parts `share` of it; `other`: the weights of these tokens in the other sentence.
+    Entries, in addition to those of an energy report: `weights` `[S]`; `eigenvalues` of the covariance, largest first;
+    `along` `[S]`: the distance of each value from the output along the first eigenvector; `rate`: the rate function at
+    `distance` along it; `towards`: for some tokens the rate function on the line from the output to their value, at the
+    fractions `share`; `other`: the weights of these tokens in the other sentence.
     """
-    encodings = tokenize(directory, [SENTENCE, OTHER])  # as long as each other
+    encodings = tokenize(directory, [SENTENCE, OTHER])  # of equal length
     tokens = encodings[0].tokens
-    places = jnp.asarray([tokens.index(token) for token in (WORD, *TOWARDS)], jnp.int32)
-    # The rate at a value is a small difference of large numbers: the decimals that are shown want float64.
+    indices = jnp.asarray([tokens.index(token) for token in (WORD, *TOWARDS)], jnp.int32)
+    # The rate at a value is a small difference of large numbers: the decimals shown need float64.
     with jax.enable_x64(True):
         layer, (one, two) = _doubled(
             (model.layers[LAYER].attention, encode(model, encodings).states[:, LAYER])
         )
-        report, found = _row(layer, one, places)
-        _, other = _row(layer, two, places)
+        report, found = _row(layer, one, indices)
+        _, other = _row(layer, two, indices)
     names = {"sentence": SENTENCE, "tokens": tokens, "query": WORD, "layer": LAYER, "head": HEAD}
     numbers = {name: x.item() for name, x in vars(report).items()}
     towards = dict(zip(TOWARDS, found.pop("towards"), strict=True))
-    other = dict(zip(TOWARDS, other["weights"][places[1:]], strict=True))
+    other = dict(zip(TOWARDS, other["weights"][indices[1:]], strict=True))
     return names | numbers | found | {"towards": towards, "other": other}
 
 
 def _doubled(tree: Any) -> Any:
-    """Its floating arrays in float64."""
+    """The tree with its floating arrays in float64."""
     floats, others = eqx.partition(tree, eqx.is_inexact_array)
     return eqx.combine(jax.tree.map(lambda x: x.astype(jnp.float64), floats), others)
 
 
 @eqx.filter_jit
 def _row(
-    layer: ea.MultiheadAttention, x: Float[Array, "T width"], places: Int[Array, " 1+tokens"]
+    layer: ea.MultiheadAttention, x: Float[Array, "T width"], indices: Int[Array, " 1+tokens"]
 ) -> tuple[ea.EnergyReport, dict[str, Array]]:
-    """The report and the arrays of the example, for the query at the first of the places."""
+    """The report and the arrays of the example, for the query at the first index."""
     query, key, value = (heads[:, HEAD : HEAD + 1] for heads in layer.project(x, x, x))
-    query = query[places[:1]]
+    query = query[indices[:1]]
     report = ea.energy_report(query, key, value, per_query=True)
     weights = ea.attention(query, key, one_hot(key))[0, 0]
     out = ea.attention(query, key, value)[0]  # [1, width]
@@ -165,10 +162,10 @@ def _row(
     along = (value[:, 0] - out) @ directions[:, -1]
     along = along * jnp.sign(along[weights.argmax()])  # the heaviest key is on the right
 
-    # One component of the output has the rate function of values that are numbers.
+    # one component of the output has the rate function of scalar values
     distance = jnp.linspace(along.min(), along.max(), 2 * POINTS - 1, dtype=x.dtype)
     share = jnp.linspace(0, 1, POINTS, dtype=x.dtype)
-    ways = out[None] + share[None, :, None] * (value[places[1:]] - out[None])  # [tokens, P, width]
+    path = out[None] + share[None, :, None] * (value[indices[1:]] - out[None])  # [tokens, P, width]
     return report, {
         "weights": weights,
         "eigenvalues": sizes[::-1],
@@ -176,8 +173,8 @@ def _row(
         "distance": distance,
         "rate": _rate(distance[:, None], query, key, along[:, None]),
         "share": share,
-        "towards": _rate(ways.reshape(-1, ways.shape[-1]), query, key, value[:, 0]).reshape(
-            len(ways), -1
+        "towards": _rate(path.reshape(-1, path.shape[-1]), query, key, value[:, 0]).reshape(
+            len(path), -1
         ),
     }
 

@@ -1,8 +1,9 @@
-"""How many memories a modern Hopfield network holds: retrieval error against their number and β.
+"""The capacity of a modern Hopfield network: retrieval error against the number of memories and β.
 
-Random memories on a sphere of radius √d, as in Theorem 3 of Ramsauer et al. (arXiv 2008.02217); probes are memories
-moved by half of that radius in a random direction. Prints a table, and writes capacity.json and capacity.svg beside
-itself (or where --out says). Takes under a minute on two cores; needs matplotlib for the picture.
+Memories are random points on a sphere of radius √d, as in Theorem 3 of Ramsauer et al. (arXiv 2008.02217); probes are
+memories moved by half of that radius in a random direction. The script prints a table and writes capacity.json and
+capacity.svg to its own folder, or to that of --out. It takes less than a minute on two cores and needs matplotlib for
+the figure.
 
     python papers/hopfield/capacity.py
 """
@@ -26,14 +27,14 @@ BETAS = tuple(float(2 ** (i / 4)) for i in range(-8, 9))
 
 
 def directions(random: np.random.Generator, count: int, width: int) -> np.ndarray:
-    """Random unit vectors, `[count, width]`. Raises nothing."""
+    """Random unit vectors, `[count, width]`."""
     drawn = random.standard_normal((count, width))
     return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
 
 
 @jax.jit
 def settle(probes: jax.Array, memories: jax.Array, count: jax.Array, beta: jax.Array) -> Any:
-    """The points of rest of probes `[T, d]` among the first `count` of the memories `[S, d]`."""
+    """The fixed points of probes `[T, d]` among the first `count` of the memories `[S, d]`."""
     return ea.retrieve(
         probes[:, None],
         memories[:, None],
@@ -49,9 +50,9 @@ def measure(
 ) -> dict[str, list[list[float]]]:
     """By name, a number for each β and each number of memories. Raises what `retrieve` raises.
 
-    `error`: the mean distance from the memory that was meant, in radii. `retrieved`: the share within a tenth of one.
-    `separated`: the share of memories that theory proves to be stored. Of the points of rest, `effective`: the median
-    number of memories in them; `steps`: the median number of them; `at_rest`: the share that got there.
+    `error`: the mean distance from the probed memory, in radii. `retrieved`: the share within a tenth of a radius.
+    `separated`: the share of memories that theory proves to be stored. `effective`: the median number of memories
+    that a fixed point averages over; `steps`: the median number of steps to it; `at_rest`: the share that converged.
     """
     random = np.random.default_rng(SEED)
     radius = width**0.5
@@ -85,22 +86,19 @@ def measure(
 
 
 def nearest_scores(memories: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """For some of the memories, the largest inner product with another one. Raises nothing."""
+    """The largest inner product of each chosen memory with another one."""
     scores = memories[which] @ memories.T
     scores[np.arange(len(which)), which] = -np.inf
     return scores.max(1)
 
 
 def separation(beta: float, size: int, radius: float) -> float:
-    """The gap of inner products from which on Ramsauer et al. call a memory well separated, and prove it stored.
-
-    Raises nothing.
-    """
+    """The smallest gap of inner products at which Ramsauer et al. call a memory well separated, and prove it stored."""
     return 2 / (beta * size) + np.log(2 * (size - 1) * size * beta * radius**2) / beta
 
 
 def mean_field(beta: float, width: int) -> float | None:
-    """The number of memories up to which mean field theory finds a point of rest at a memory. Raises nothing.
+    """The number of memories up to which mean field theory finds a fixed point at a memory.
 
     Let x = r m be on the ray of the memory m, of weight w. Each of the others is replaced by its mean over the sphere:
     with the cosine t of a random direction, κ = β d r and Z = <exp(κ t)>, their weights add to (N - 1) Z and their mean
@@ -108,8 +106,8 @@ def mean_field(beta: float, width: int) -> float | None:
 
         r = w + (1 - w) A,   w = exp(κ) / (exp(κ) + (N - 1) Z)   <=>   N - 1 = exp(κ) / Z (1 - r) / (r - A).
 
-    From r = 1 downwards N grows to a maximum, where the point of rest meets an unstable one and both are gone. Where
-    it grows without bound, None: the point moves away from the memory little by little.
+    From r = 1 downwards N grows to a maximum, where the fixed point meets an unstable one and both vanish. None if it
+    grows without bound: the fixed point moves away from the memory gradually.
     """
     cosines = np.cos(np.linspace(0, np.pi, 4001))
     density = np.sqrt(1 - cosines**2) ** (width - 2)
@@ -125,23 +123,23 @@ def mean_field(beta: float, width: int) -> float | None:
 
 
 def theorem_3(beta: float, width: int, failure: float) -> float:
-    """How many memories Theorem 3 of Ramsauer et al. proves to be stored: √p c^((d-1)/4). Raises nothing.
+    """The number of memories that Theorem 3 of Ramsauer et al. proves to be stored: √p c^((d-1)/4).
 
-    All of them, on the sphere of radius √d, but with a probability of failure p.
+    All are stored, on the sphere of radius √d, except with a probability of failure p.
     """
     c = growth(beta, width / (width - 1), width, failure)
     return float(failure**0.5 * c ** ((width - 1) / 4))
 
 
 def growth(beta: float, square: float, width: int, failure: float) -> float:
-    """The constant c of Theorem 3, on the sphere of radius K √(d-1), where `square` is K². Raises nothing."""
+    """The constant c of Theorem 3, on the sphere of radius K √(d-1), where `square` is K²."""
     a = 2 / (width - 1) * (1 + np.log(2 * beta * square * failure * (width - 1)))
     b = 2 * square * beta / 5
     return b / lambert(np.exp(a + np.log(b)))
 
 
 def lambert(x: float) -> float:
-    """The upper branch of Lambert's W: w e^w = x, for x above zero. Raises nothing."""
+    """The upper branch of Lambert's W: w e^w = x, for x above zero."""
     w = np.log1p(x)
     for _ in range(50):
         w -= (w - x * np.exp(-w)) / (1 + w)
@@ -149,7 +147,7 @@ def lambert(x: float) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Mean retrieval errors, a line for each β, and beside them what theory says. Raises nothing."""
+    """Mean retrieval errors, a line for each β, beside the theoretical numbers."""
     lines = [
         "mean |x - m| / M; down: β; across: number of memories; then: mean field's number, and",
         "the one that Theorem 3 proves, with probability 1/2",
@@ -163,9 +161,9 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def borders(places: list[float]) -> np.ndarray:
-    """Where cells around some places end on a logarithmic axis: one more than there are. Raises nothing."""
-    logs = np.log(places)
+def borders(centres: list[float]) -> np.ndarray:
+    """The borders of cells around some centres on a logarithmic axis, one more than the centres."""
+    logs = np.log(centres)
     middles = (logs[1:] + logs[:-1]) / 2
     return np.exp([2 * logs[0] - middles[0], *middles, 2 * logs[-1] - middles[-1]])
 
@@ -220,7 +218,7 @@ def draw(result: dict[str, Any]) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Writes a figure as an SVG that is the same each time. Raises `OSError`."""
+    """Writes a figure as a reproducible SVG. Raises `OSError`."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "energy_attn"}):
@@ -228,9 +226,11 @@ def save(figure: Any, path: Path) -> None:
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Measures, prints and writes; 0 if all went well. Raises `OSError`."""
+    """Measures, prints and writes; returns 0. Raises `OSError`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where files go")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="folder for the files"
+    )
     parser.add_argument("--memories", type=int, nargs="+", default=MEMORIES, help="their numbers")
     parser.add_argument(
         "--betas", type=float, nargs="+", default=BETAS, help="inverse temperatures"
@@ -258,7 +258,7 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         save(draw(result), given.out / "capacity.svg")
     except ImportError:
-        print("no picture: matplotlib is not installed", file=sys.stderr)
+        print("no figure: matplotlib is not installed", file=sys.stderr)
     print(f"\n{time.perf_counter() - began:.0f} s; written to {given.out}")
     return 0
 

@@ -1,4 +1,4 @@
-"""What of a tree is accepted: greedy paths against a walk, and the law of sampled ones by enumeration of all draws."""
+"""Accepted paths: greedy ones against a walk, and the distribution of sampled ones by enumeration of all draws."""
 
 import itertools
 from functools import partial
@@ -20,10 +20,10 @@ from energy_attn.prefix_tree import (
     tree_from_parents,
     verify,
 )
-from energy_attn.prefix_tree._accept import follow
+from energy_attn.prefix_tree._accept import longest_chosen_path
 
 from ..test_bad_input import complains
-from .test_warp import law
+from .test_sampling import distribution
 
 B, M, C, V = 2, 4, 3, 3
 many = settings(max_examples=100)  # all of one compiled program
@@ -105,17 +105,19 @@ def test_ties():
     assert spoilt.path.tolist() == [[0, 1]] and spoilt.token.tolist() == [2]
 
 
-# The law of sampling. Words are tuples of tokens; `chances(word)` is the target's law of the next.
+# The distribution of sampling. Words are tuples of tokens; `chances(word)` is the target's distribution of the next.
 
 
 def target(seed, zeros=False):
-    """The law of the token after each word, in float64: unrelated from word to word."""
+    """The distribution of the token after each word, in float64: unrelated from word to word."""
     known = {}
 
     def chances(word):
         if word not in known:
             rng = np.random.default_rng([seed, len(word), *[token + 1 for token in word]])
-            known[word] = law(rng.standard_normal(V) * 1.5, 1.0, 2 if zeros else None, None)
+            known[word] = distribution(
+                rng.standard_normal(V) * 1.5, 1.0, 2 if zeros else None, None
+            )
         return known[word]
 
     return chances
@@ -135,17 +137,19 @@ def words_of(tree):
 
 
 def emitted(tree, chances, context):
-    """The exact law of what is emitted: every choice at every node, weighed by its probability."""
+    """The exact distribution of what is emitted: every choice at every node, weighed by its probability."""
     words, slots = words_of(tree), tree.tokens.shape[1]
-    laws = [chances(word) for word in words] + ([chances(())] if context else [])
-    draws = np.array(list(itertools.product(range(V), repeat=len(laws))), np.int32)
-    weights = np.prod([P[draws[:, i]] for i, P in enumerate(laws)], axis=0)
+    distributions = [chances(word) for word in words] + ([chances(())] if context else [])
+    draws = np.array(list(itertools.product(range(V), repeat=len(distributions))), np.int32)
+    weights = np.prod([P[draws[:, i]] for i, P in enumerate(distributions)], axis=0)
     choice = np.zeros((len(draws), slots), np.int32)
     choice[:, : len(words)] = draws[:, : len(words)]
     # without a context, as accept_sampling has it: slot 0 is what was drawn
     first = draws[:, -1] if context else np.full(len(draws), int(tree.tokens[0, 0]), np.int32)
     trees = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(draws), *x.shape[1:])), tree)
-    path, length, token = map(np.asarray, follow(trees, jnp.asarray(choice), jnp.asarray(first)))
+    path, length, token = map(
+        np.asarray, longest_chosen_path(trees, jnp.asarray(choice), jnp.asarray(first))
+    )
     found = {}
     for i, weight in enumerate(weights):
         word = (*(words[path[i, length[i] - 1]] if length[i] else ()), int(token[i]))
@@ -154,7 +158,7 @@ def emitted(tree, chances, context):
 
 
 def difference(found, chances, begin, extent):
-    """The most that the law of words of `extent` tokens differs, what was emitted being continued by the target."""
+    """The largest error of the distribution of words of `extent` tokens; the target continues what was emitted."""
     worst = 0.0
     for rest in itertools.product(range(V), repeat=extent - len(begin)):
         word = (*begin, *rest)
@@ -189,7 +193,7 @@ def trees():
 @pytest.mark.parametrize("name", trees())
 @pytest.mark.parametrize("zeros", [False, True], ids=["all", "top2"])
 def test_lossless(name, zeros):
-    """Another law than the target's: the longest of several paths, a rejected draw made again, equal siblings twice."""
+    """A wrong distribution: the longest of several paths, a rejected draw made again, equal siblings twice."""
     tree, chances = trees()[name], target(5, zeros)
     begin = (int(tree.tokens[0, 0]),)
     extent = int(tree.depth.max()) + 3
@@ -210,13 +214,13 @@ def test_choosing_the_longest_root_is_not_lossless():
     choice = np.zeros((len(draws), tree.tokens.shape[1]), np.int32)
     choice[:, : len(words)] = draws
     trees_ = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(draws), *x.shape[1:])), tree)
-    path = np.asarray(follow(trees_, jnp.asarray(choice), None).path)
+    path = np.asarray(longest_chosen_path(trees_, jnp.asarray(choice), None).path)
     first = np.array([words[slot][0] for slot in path[:, 0]])
     assert abs(weights[first == 2].sum() - chances(())[2]) > 0.1
 
 
 def coins(P, Q, rows):
-    """The law of one token where each drafted row tosses its own coin, and the first that is accepted is taken."""
+    """The distribution of one token if each drafted row tosses its own coin and the first accepted one is taken."""
     found, left = np.zeros(len(P)), 1.0
     for token in rows:
         accepted = min(1.0, P[token] / Q[token])
@@ -248,7 +252,7 @@ def sampled(tree, logits, key, temperature, top_k, top_p, context):
 
 @pytest.mark.parametrize("context", [False, True])
 def test_draws(context):
-    """Draws that nodes or rows share, a law without the cuts, or a context's key used for the nodes again."""
+    """Draws that nodes or rows share, a distribution without the cuts, or a context's key used for the nodes again."""
     number, tree = 30000, pack(jnp.asarray([[[1, 0, 0], [1, 0, 2], [2, 1, 1]]]))
     rng = np.random.default_rng(418)
     logits = rng.standard_normal((tree.tokens.shape[1], V))
@@ -256,7 +260,7 @@ def test_draws(context):
     options = 1.7, 2, 0.7
 
     def chances(word):
-        return law(logits[names.get(word, -1)], *options)
+        return distribution(logits[names.get(word, -1)], *options)
 
     want = emitted(tree, chances, context)
     trees_ = jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape[1:])), tree)
@@ -307,7 +311,7 @@ def test_verify():
 
 
 def test_several_roots():
-    """A root that is chosen for its longer path: right where roots are taken as sampled, but no sample of the law."""
+    """A root that is chosen for its longer path: right if roots count as sampled, but not a sample itself."""
     tree = pack(jnp.asarray([[[1, 0], [2, 1]]]))
     logits = jax.nn.one_hot(jnp.asarray([[2, 0, 1, 0]]), V, dtype=jnp.float64)
     assert accept_greedy(tree, logits).path.tolist() == [[2, 3]]

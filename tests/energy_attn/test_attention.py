@@ -1,4 +1,4 @@
-"""`attention` in the place of `jax.nn.dot_product_attention`: every argument means the same, results are as exact.
+"""`attention` in place of `jax.nn.dot_product_attention`: every argument means the same, results are as exact.
 
 Both are compared with the float64 judge: `attention` may err by a small multiple of what `jax.nn` errs, and `jax.nn`
 must agree with the judge, so that the arguments are known to mean the same to all three. Run as users run JAX: float32
@@ -31,7 +31,7 @@ def normal(*shape):
 
 
 def keep(*shape):
-    """A mask in which every query sees the first key (jax.nn gives the mean of the values to one that sees none)."""
+    """A mask in which every query sees the first key (jax.nn gives a fully masked row the mean of the values)."""
     mask = np.random.default_rng(shape).random(shape) < 0.6
     mask[..., 0] = True
     return mask
@@ -83,7 +83,7 @@ def problem_of(case: str) -> Problem:
 
 @functools.cache
 def results(dtype: str) -> dict:
-    """`{case: (ours, energy, jax.nn's)}`, by one program each: compiling is what takes the time."""
+    """`{case: (ours, energy, jax.nn's)}`, by one program each, since compilation dominates the time."""
     problems = {case: problem_of(case) for case in CASES}
     given = {
         case: (cast(p, jnp.dtype(dtype))[0], arrays_of(p.options)) for case, p in problems.items()
@@ -188,7 +188,7 @@ def test_value_of_another_width():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_return_energy(dtype):
-    """The energy in a narrow dtype, of a wrong shape, or another one than what `out` was normalised by."""
+    """The energy in a narrow dtype, of a wrong shape, or not the one that normalises `out`."""
     problem = PROBLEMS["decode_ragged"]  # the second row of the batch sees no key
     arrays, rounded = cast(problem, jnp.dtype(dtype))
     out, energy = ea.attention(**arrays, **problem.options, return_energy=True)
@@ -215,13 +215,13 @@ def test_row_that_sees_nothing():
 
 
 def residuals_of_jax_nn() -> bool:
-    """Whether this JAX has `return_residual`, which 0.8 has not."""
+    """Whether this JAX has `return_residual`; 0.8 does not."""
     return "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_residual_like_jax_nn(dtype):
-    """A residual of another shape or dtype than jax.nn's, or with its gradient, which is zero without a word."""
+    """A residual of another shape or dtype than jax.nn's, or with its gradient, which is silently zero."""
     problem = problem_of("everything")
     arrays, rounded = cast(problem, jnp.dtype(dtype))
     options = dict(problem.options)
@@ -347,7 +347,7 @@ def test_called_as_jax_nn():
     ids=lambda changes: f"{next(iter(changes))}-{np.ndim(next(iter(changes.values())))}",
 )
 def test_refused_as_jax_nn(changes, unchecked):
-    """What jax.nn refuses and we would make something of."""
+    """Calls that jax.nn refuses and `attention` would accept."""
     arrays = {name: getattr(BASE, name) for name in ("query", "key", "value")}
     given = {
         name: x if isinstance(x, str) or x.dtype != np.float64 else x.astype(np.float32)

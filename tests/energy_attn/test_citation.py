@@ -1,4 +1,4 @@
-"""What `citation()` says is what was used, and agrees with what the repository says of itself."""
+"""`citation()` prints what was used, and agrees with the repository's own metadata."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def used(monkeypatch, capsys):
-    """What is cited, by what has been done since the test began: keys of BibTeX, in order."""
+    """The BibTeX keys cited since the test began, in order."""
     monkeypatch.setattr(_citation, "_used", {"tree": _citation._PAPERS["tree"]})
 
     def keys():
@@ -52,7 +52,7 @@ def test_entries_are_bibtex(used, capsys):
 
 
 def test_only_what_was_used(used):
-    """A bibliography with papers of features that a program never touched is one to be weeded."""
+    """A bibliography with papers of features that a program never used."""
     software, tree = "energy_attn", "shyam2024tree"
     kernels = ["milakov2018online", "dao2023flashattention2"]
     assert used() == [software, tree]
@@ -79,7 +79,7 @@ def test_only_what_was_used(used):
 
 
 def test_a_paper_without_an_entry():
-    """A misspelt name that is swallowed leaves the paper uncited, and nobody sees it."""
+    """A misspelt name that is ignored, which leaves the paper uncited."""
     with pytest.raises(KeyError, match="hopfeild"):
         _citation.cite("hopfeild")
 

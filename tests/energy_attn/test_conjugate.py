@@ -126,7 +126,7 @@ def test_source_tilts_the_mean_to_the_point(solved):
 
 
 def test_rate_is_relative_entropy(solved):
-    """I(z) = KL(P_ζ‖P) ≥ 0, and -F(0) more than the conjugate; a row that sees no key has plus infinity, not NaN."""
+    """I(z) = KL(P_ζ‖P) ≥ 0, and -F(0) more than the conjugate; a fully masked row has plus infinity, not NaN."""
     solution = solved[0]
     tilted, plain = (rows(replace(PROBLEM, source=x)).weights for x in (solution.source, None))
     wanted = np.where(SEEN, kl(tilted, plain).transpose(0, 2, 1), np.inf)
@@ -458,7 +458,7 @@ def test_every_implementation(implementation, solved):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_keys_over_eight_devices(kind):
-    """Keys spread over a mesh give the same rates and the same derivatives of the source."""
+    """Keys sharded over a mesh give the same rates and the same derivatives of the source."""
     rng = np.random.default_rng(8)
     query, key, value = (
         jnp.asarray(rng.standard_normal(s)) for s in ((1, 3, 2, 3), (1, 16, 1, 3), (1, 16, 1, 2))

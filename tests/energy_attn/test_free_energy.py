@@ -74,12 +74,12 @@ def with_source(problem: Problem) -> Problem:
 
 
 def blind_rows(problem: Problem) -> np.ndarray:
-    """`[B, T, N]`: which rows see no key."""
+    """`[B, T, N]`: which rows are fully masked."""
     return ~visible(problem).any(axis=-1).transpose(0, 2, 1)
 
 
 def close(actual, exact, what=""):
-    """Float64 against float64, relative to the largest entry; infinities in the same places."""
+    """Float64 against float64, relative to the largest entry; infinities at the same indices."""
     actual, exact = np.asarray(actual), np.asarray(exact, np.float64)
     assert actual.dtype == np.float64 and actual.shape == exact.shape, what
     scale = np.max(np.abs(exact), initial=1.0, where=np.isfinite(exact))
@@ -87,7 +87,7 @@ def close(actual, exact, what=""):
 
 
 def check_gradients(found, exact, problem: Problem, scale_gradient=None):
-    """Gradients by name against the judge's, finite, and exactly zero in rows that see no key."""
+    """Gradients by name against the judge's, finite, and exactly zero in fully masked rows."""
     for name, gradient in found.items():
         close(gradient, exact[name] if name != "scale" else scale_gradient, name)
     for name in {"query", "source"} & set(found):
@@ -158,7 +158,7 @@ def test_attention_and_its_gradients(implementation, name):
 
 
 def test_low_precision():
-    """The energy's rule losing precision that the kernel has: rounding `out` before it is used, say."""
+    """A rule of the energy that loses the kernel's precision, for example by rounding `out` before its use."""
     problem, dtype = PROBLEMS["everything"], jnp.dtype("bfloat16")
     arrays, _ = cast(problem, dtype)
 
@@ -364,7 +364,7 @@ def test_numpy_zero_is_no_constant(implementation):
 )
 @pytest.mark.parametrize("implementation", ["decode", "blockwise", "reference"])
 def test_source_of_another_dtype(implementation, dtype, source_dtype):
-    """A gradient in the dtype of the values: it cannot be added to others of a source that is wider than they are."""
+    """A gradient in the dtype of the values, which cannot be added to others of a wider source."""
     problem = PROBLEMS["decode_source"]
     arrays, rounded = cast(problem, jnp.dtype(dtype))
     source = jnp.asarray(problem.source, source_dtype)
@@ -415,7 +415,7 @@ def test_vmap():
 
 @pytest.mark.parametrize("implementation", [None, "blockwise"])
 def test_jit_and_eager_agree(implementation):
-    """Something decided from values at trace time, or kept for the next call: sources of zero and not, in turn."""
+    """A decision by values at trace time, or one that is kept for the next call: zero and nonzero sources in turn."""
     problem = PROBLEMS["decode_source"]
     arrays, _ = cast(problem, jnp.float64)
     source = np.asarray(arrays.pop("source"))

@@ -1,4 +1,4 @@
-"""Landscapes: F by its definition, I as the divergence that it is where weights are unique, and what is drawn."""
+"""Landscapes: F by its definition, I as a divergence where weights are unique, and the plot."""
 
 import sys
 
@@ -65,12 +65,12 @@ def agrees(found, atol=1e-9):
 
 
 def test_planes(found):
-    """Axes swapped, a plane beside attention, hidden values that widen the hull, a finite rate outside of it."""
+    """Axes swapped, a plane beside attention, hidden values that widen the hull, a finite rate outside it."""
     agrees(found)
 
 
 def test_sixteen_bits_and_devices():
-    """Rates of 16-bit sums; keys on other devices that neither F nor I knows of."""
+    """Rates of 16-bit sums; keys on other devices that F or I leaves out."""
     half = plane(jnp.bfloat16)
     assert half.rate.dtype == half.free_energy.dtype == jnp.float32
     assert half.rate[POINTS // 2, POINTS // 2] < 1e-5
@@ -87,7 +87,7 @@ def test_sixteen_bits_and_devices():
 
 
 def test_directions_and_extents_by_default():
-    """Directions in which nothing varies, or grids that miss what there is to see: by eigenvectors of Σ."""
+    """Directions in which nothing varies, or grids of a wrong extent: by eigenvectors of Σ."""
     value = np.random.default_rng(1).standard_normal((8, 4)) * [1.0, 5.0, 0.1, 2.0]
     found = ea.landscape(
         jnp.asarray(QUERY), jnp.asarray(KEY), jnp.asarray(value), points=2, scale=SCALE
@@ -106,7 +106,7 @@ def test_directions_and_extents_by_default():
 
 
 def test_picture(found):
-    """A picture without attention, or that draws a rate where there is none."""
+    """A plot without attention, or with a rate where it is infinite."""
     pytest.importorskip("matplotlib")
     figure = ea.plot_landscape(found)
     left, right = figure.axes[:2]
@@ -124,7 +124,7 @@ def test_picture(found):
 
 
 def test_no_matplotlib(found, monkeypatch, unchecked):
-    """A traceback from within, instead of what to install."""
+    """A traceback from inside, instead of an error that says what to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         ea.plot_landscape(found)
@@ -154,6 +154,6 @@ VALID = {"query": a(3), "key": a(8, 3), "value": a(8, 2)}
     ],
 )
 def test_bad_input(changes, error, got, wanted):
-    """A mistake that is told of an argument of `free_energy`, in shapes that nobody gave."""
+    """An error about an argument of `free_energy`, with shapes that the caller did not pass."""
     (name,) = changes
     complains(lambda: ea.landscape(**{**VALID, **changes}), error, name, got, wanted)

@@ -201,7 +201,7 @@ def test_joint_descent_on_gamma_diverges():
 
 
 def test_keys_over_eight_devices():
-    """Keys spread over a mesh give the same points."""
+    """Keys sharded over a mesh give the same points."""
     rng = np.random.default_rng(8)
     query, key, value = (
         jnp.asarray(rng.standard_normal(s)) for s in ((1, 3, 2, 3), (1, 16, 1, 3), (1, 16, 1, 2))

@@ -1,4 +1,4 @@
-"""`FreeEnergy` as an Equinox module, and `MultiheadAttention` in the place of `eqx.nn.MultiheadAttention`.
+"""`FreeEnergy` as an Equinox module, and `MultiheadAttention` in place of `eqx.nn.MultiheadAttention`.
 
 Here Equinox's own layer is the judge: with the same weights, outputs and gradients must be the same.
 """
@@ -49,9 +49,7 @@ def inputs():
 def masks():
     rng = np.random.default_rng(4)
     two, three = rng.random((T, S)) < 0.6, rng.random((HEADS, T, S)) < 0.6
-    two[:, 0] = three[:, :, 0] = (
-        True  # Equinox gives a row that sees nothing the mean of the values
-    )
+    two[:, 0] = three[:, :, 0] = True  # Equinox gives a fully masked row the mean of the values
     return {"none": None, "two axes": jnp.asarray(two), "three axes": jnp.asarray(three)}
 
 
@@ -80,7 +78,7 @@ def weights(layer):
 
 
 def test_fields_and_leaves():
-    """A field that is traced and should not be, or a scale that cannot be learnt because it is no leaf."""
+    """A field that is traced and should not be, or a scale that cannot be trained because it is not a leaf."""
     energy = ea.FreeEnergy(
         scale=jnp.asarray(0.5), is_causal=True, local_window_size=(4, 0), implementation="blockwise"
     )
@@ -173,7 +171,7 @@ def test_equal_keys_give_equal_parameters(options):
 
 @pytest.mark.parametrize("options", [{"num_heads": 4, "query_size": 12}, {}], ids=["short", "all"])
 def test_equal_weights_give_equal_outputs(options):
-    """Outputs or gradients that differ from Equinox's: heads split otherwise, a size or bias mixed up, a mask lost."""
+    """Outputs or gradients that differ from Equinox's: other heads, a size or bias mixed up, a mask lost."""
     if options:
         theirs, ours = layers(
             **options, **dict.fromkeys([*SIZES][1:]), **dict.fromkeys(BIASES, False)
@@ -228,7 +226,7 @@ def test_process_heads():
 
 
 def test_dropout():
-    """A dropout that drops other weights than Equinox's for the same key, or scales them by something else.
+    """A dropout that drops other weights than Equinox's for the same key, or scales them differently.
 
     With its gradients; and `inference` in each of the places that turn it off.
     """

@@ -31,7 +31,7 @@ def directions(problem: Problem) -> list[np.ndarray]:
 
 
 def exactly(problem: Problem, precision=np.float64) -> dict[str, np.ndarray]:
-    """All observables by their definitions; zero in rows that see no key."""
+    """All observables by their definitions; zero in fully masked rows."""
     along = [np.asarray(u, precision) for u in directions(problem)]
     r = rows(problem, precision)
     P, v = r.weights, r.value
@@ -110,14 +110,14 @@ def close(actual, exact, what, tolerance=1e-11):
         (
             None,
             "everything",
-        ),  # a bias, a source, masks, windows, ragged rows, rows that see nothing
+        ),  # a bias, a source, masks, windows, ragged rows, fully masked rows
         ("blockwise", "positions_causal"),
         ("decode", "decode_cache"),
         ("reference", "bias_keys"),
     ],
 )
 def test_values_and_gradients(implementation, name):
-    """A wrong observable, or a wrong gradient of one in any argument; a NaN in a row that sees no key."""
+    """A wrong observable, or a wrong gradient of one in any argument; a NaN in a fully masked row."""
     problem = PROBLEMS[name]
     arrays, _ = cast(problem, jnp.float64)
     exact = exactly(problem)
@@ -150,7 +150,7 @@ def test_values_and_gradients(implementation, name):
 
 @pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_tpu"])
 def test_hand_written_kernels(implementation, user_settings, unchecked):
-    """A kernel whose widths or backward do not serve the passes that observables make of it; in float32."""
+    """A kernel whose widths or backward pass do not support the calls of observables; in float32."""
     problem = PROBLEMS["window_causal_pair"]
     arrays, rounded = cast(problem, jnp.float32)
     found = jax.jit(lambda a: observed(a, problem, implementation))(arrays)
@@ -173,7 +173,7 @@ def test_sixteen_bits(user_settings, unchecked):
     [("2x4", "everything"), ("8", "blocks_causal"), ("8 explicit", "grouped"), ("8", "no_keys")],
 )
 def test_over_a_mesh(kind, name):
-    """An observable that is that of one device's keys, or counts some twice; queries split (32 of each) and not."""
+    """An observable of one device's keys, or one that counts keys twice; queries sharded (32 of each) and not."""
     problem = {**PROBLEMS, **BLOCKS}[name]
     arrays, _ = cast(problem, jnp.float64)
     with jax.set_mesh(mesh_of(kind)):
@@ -184,7 +184,7 @@ def test_over_a_mesh(kind, name):
 
 
 def test_split_rows_and_heads():
-    """Arrays that types split otherwise than along the keys, and constants made beside them that are not split."""
+    """Arrays sharded by type along other axes than the keys, and constants beside them that are not sharded."""
     problem = PROBLEMS["grouped"]
     arrays, _ = cast(problem, jnp.float64)
     mesh = make_mesh((2, 2), ("row", "head"), explicit=True, devices=jax.devices()[:4])
@@ -197,7 +197,7 @@ def test_split_rows_and_heads():
 
 
 def test_covariance_is_one_reduction():
-    """A mean that is sent before the covariance: three exchanges between eight devices are all there is."""
+    """A mean that is sent before the covariance: three exchanges between eight devices must suffice."""
     problem = PROBLEMS["plain"]
     arrays, _ = cast(problem, jnp.float64)
     with jax.set_mesh(mesh_of("8")):
@@ -238,7 +238,7 @@ def test_offset_values():
 
 
 def test_no_matrix_of_scores():
-    """Memory that grows with queries times keys, in a derivative of an observable: what a walk stores of its blocks."""
+    """Memory that grows with queries times keys, in a derivative of an observable: what a scan stores of its blocks."""
     length = 8192
     given = [jax.ShapeDtypeStruct((1, length, 1, 32), jnp.float32)] * 4
 
@@ -251,7 +251,7 @@ def test_no_matrix_of_scores():
 
 
 def test_penalties():
-    """A penalty that a row without keys makes infinite or NaN, or whose gradient is not that of its formula."""
+    """A penalty that a fully masked row makes infinite or NaN, or whose gradient is not that of its formula."""
     problem = PROBLEMS["mask"]
     arrays, _ = cast(problem, jnp.float64)
     r = rows(problem)
@@ -361,7 +361,7 @@ EMPTY = {
 
 
 def test_nothing_asked():
-    """No rows in a batch, or no queries: an empty answer from all that attention has one for, on a mesh as well."""
+    """No rows in a batch, or no queries: an empty result wherever attention has one, on a mesh as well."""
     key = jnp.zeros((2, 8, 1, 3))
     for shape in ((0, 2, 2, 3), (2, 0, 2, 3)):
         given = jnp.zeros(shape), key[: shape[0]], key[: shape[0]]

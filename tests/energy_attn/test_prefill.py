@@ -1,4 +1,4 @@
-"""Prompts read in chunks that are split over a mesh, into a cache that is sharded over it."""
+"""Prompts read in chunks that are sharded over a mesh, into a cache that is sharded over it."""
 
 import functools
 import re

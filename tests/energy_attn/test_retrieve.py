@@ -1,4 +1,4 @@
-"""Retrieval: Ramsauer's update, energy and bounds; the kinds of fixed points; derivatives; what has no answer."""
+"""Retrieval: Ramsauer's update, energy and bounds; the kinds of fixed points; derivatives; rows without a result."""
 
 from functools import partial
 
@@ -60,7 +60,7 @@ def settle(X, xi, beta, steps=20_000):
 
 
 def each_row(memories, state, seen=None):
-    """`((b, t, n), X, xi)`: every row as a problem of its own, by the definitions of heads and masks."""
+    """`((b, t, n), X, xi)`: every row as a separate problem, by the definitions of heads and masks."""
     for b, t, n in np.ndindex(*state.shape[:3]):
         X = memories[b, :, n // (N // K)].T
         yield (b, t, n), X if seen is None else X[:, seen[b]], state[b, t, n]
@@ -90,7 +90,7 @@ def test_steps_are_the_update(found):
 
 
 def test_energy_falls_and_is_bounded(found):
-    """Energies that rise on the way; or outside of 0 ≤ E ≤ 2M² although the state is within the memories' radius."""
+    """Energies that rise on the way; or outside 0 ≤ E ≤ 2M² although the state is within the memories' radius."""
     path = np.asarray(found.stats["path"])
     M2 = np.repeat((MEMORIES**2).sum(-1).max(1), N // K, 1)[:, None]
     assert np.diff(path, axis=0).max() < 1e-13
@@ -254,7 +254,7 @@ def test_no_memories():
 
 
 def test_steps_run_out_and_numbers_end():
-    """A state that is not at rest passed off as one, and an infinite one; `throw=False` tells them apart."""
+    """A state that has not converged reported as converged, and an infinite one; `throw=False` tells them apart."""
     memories = jnp.asarray(MEMORIES)
     state = jnp.asarray(STATE).at[0, 0, 0, 0].set(jnp.inf)
     options = {"scale": 0.5, "max_steps": 2}
@@ -267,11 +267,11 @@ def test_steps_run_out_and_numbers_end():
 
 
 def test_energy_that_rises_is_told(monkeypatch):
-    """The promise of descent that nobody checks: with energies of another sign they rise."""
-    from energy_attn.hopfield import _descent
+    """A rising energy that goes unnoticed: with the sign of the energies reversed they rise."""
+    from energy_attn.hopfield import _fixed_point
 
-    right = _descent.energy
-    monkeypatch.setattr(_descent, "energy", lambda *args: -right(*args))
+    right = _fixed_point.energy
+    monkeypatch.setattr(_fixed_point, "energy", lambda *args: -right(*args))
     jax.clear_caches()
     state, memories = jnp.asarray(STATE[0]), jnp.asarray(MEMORIES[0])
     found = ea.retrieve(state, memories, max_steps=51, throw=False)

@@ -1,4 +1,4 @@
-"""Keys that are drawn: how often each comes, against its weight."""
+"""Drawn keys: the frequency of each against its weight."""
 
 import functools
 
@@ -48,7 +48,7 @@ def draw(arrays, rng, name, number, kind=None):
 
 
 def test_distribution():
-    """Keys drawn with wrong chances: with a bias and a source, hidden keys, rows that see none."""
+    """Keys drawn with wrong chances: with a bias and a source, hidden keys, fully masked rows."""
     problem = PROBLEMS["everything"]
     arrays, _ = cast(problem, jnp.float64)
     drawn = np.asarray(draw(arrays, jax.random.key(1), "everything", 2000))

@@ -38,7 +38,7 @@ def wide(dtype):
 
 
 def rounded(x, dtype):
-    """What the best arithmetic in float32 (float64) gives, in `dtype`: the yardstick of errors."""
+    """The best possible result in float32 (float64), in `dtype`: the yardstick of errors."""
     return np.asarray(jnp.asarray(np.asarray(x, wide(dtype)), dtype))
 
 
@@ -61,7 +61,7 @@ def derivatives(scores, cotangent, tangent):
 
 @every_dtype
 def test_softmax_and_its_derivatives(dtype):
-    """exp(−inf + inf) and 0/0 in a row whose keys are all hidden: NaN, which `jax.nn.softmax` spreads to parameters."""
+    """exp(−inf + inf) and 0/0 in a fully masked row: NaN, which `jax.nn.softmax` spreads to parameters."""
     scores = jnp.asarray(SCORES, dtype)
     rng = np.random.default_rng(1)
     cotangent, tangent = (jnp.asarray(rng.standard_normal(SCORES.shape), dtype) for _ in range(2))
@@ -127,7 +127,7 @@ def test_axis_and_where(axis, shape):
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
 def test_no_scores(shape):
-    """A maximum over nothing raises; a row of no keys is one whose keys are all hidden."""
+    """A maximum over nothing raises; a row of no keys is fully masked."""
     assert ea.safe_softmax(jnp.zeros(shape)).shape == shape
     energy, shift = ea.shifted_energy(jnp.zeros(shape))
     assert energy.shape == shift.shape == shape[:-1]

@@ -56,7 +56,7 @@ def test_what_is_proved_holds(committed):
 
 
 def settled(beta, width, count):
-    """The length of the point of rest that a memory leads to, in mean field, by going there."""
+    """The length of the fixed point of a memory, in mean field, by iteration."""
     random = np.random.default_rng(0).standard_normal((100_000, width))
     cosines = random[:, 0] / np.linalg.norm(random, axis=1)
     r = 1.0

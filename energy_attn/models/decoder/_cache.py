@@ -9,7 +9,7 @@ from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.kernels.internal import check_shape, received
 
 from ...prefix_tree import Accepted, commit
-from ...prefix_tree._decode import on_path
+from ...prefix_tree._decode import gather_path
 from ._config import AbstractDecoderConfig
 
 
@@ -98,7 +98,7 @@ class LlamaCache(eqx.Module):
         """Appends the first `counts` nodes of a path, for which the cache has room."""
         new = zip(self.layers, read.keys, read.values, strict=True)
         layers = (
-            stored._written(*on_path(stored, path, key, value), counts)
+            stored._written(*gather_path(stored, path, key, value), counts)
             for stored, key, value in new
         )
         return LlamaCache(tuple(layers))

@@ -24,7 +24,7 @@ from energy_attn.kernels.internal import (
 from ...core._citation import cite
 from ...core._progress import Progress
 from ...prefix_tree._sampling import check_sampling
-from ...prefix_tree._tree import is_known
+from ...prefix_tree._tree import is_concrete
 from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import check_tokens
@@ -188,7 +188,7 @@ def prompts(tokens: Any, lengths: Any, vocab: int, name: str = "lengths") -> tup
     if batch < 1 or time < 1:
         raise ValueError(f"tokens: wanted at least one prompt of one token, got {received(tokens)}")
     counts = check_counts(lengths, batch, time, name)
-    if is_known(counts) and (np.asarray(counts) < 1).any():
+    if is_concrete(counts) and (np.asarray(counts) < 1).any():
         raise ValueError(f"{name}: wanted at least 1, got {np.asarray(counts).tolist()}")
     check_vocabulary("tokens", tokens, counts, vocab)
     return jnp.asarray(tokens).astype(jnp.int32), counts
@@ -196,7 +196,7 @@ def prompts(tokens: Any, lengths: Any, vocab: int, name: str = "lengths") -> tup
 
 def check_vocabulary(name: str, tokens: Any, counts: Any, vocab: int) -> None:
     """Raises `ValueError` if one of the first `counts` of `tokens` is known to be outside `vocab`."""
-    if is_known(tokens) and is_known(counts):
+    if is_concrete(tokens) and is_concrete(counts):
         tokens = np.asarray(tokens)
         there = np.arange(tokens.shape[-1]) < np.asarray(counts)[..., None]
         outside = tokens[there & ((tokens < 0) | (tokens >= vocab))]
@@ -247,7 +247,7 @@ def _sampling(
 def _warn_beyond(config: AbstractDecoderConfig, lengths: Any, more: int) -> None:
     """Warns where a row is known to end beyond the context that the model is meant for."""
     context = config.context_length
-    if is_known(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
+    if is_concrete(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
         _warn(
             f"tokens: wanted prompts that end with max_new_tokens within the {context} positions of "
             f"the model (max_position_embeddings), got up to {last}; what is written beyond may be "

@@ -12,9 +12,9 @@ from jaxtyping import Array
 from energy_attn.distributed.internal import positions_from
 from energy_attn.kernels.internal import check_shape
 
-from ...prefix_tree._accept import follow
-from ...prefix_tree._sampling import warp
-from ...prefix_tree._tree import check_tree, take
+from ...prefix_tree._accept import longest_chosen_path
+from ...prefix_tree._sampling import process_logits
+from ...prefix_tree._tree import check_tree, gather_slots
 from ..decoder._cache import LlamaCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
@@ -140,9 +140,9 @@ def _verify(
     known = tree._replace(tokens=jnp.clip(tokens, 0, model.config.vocab_size - 1))
     read = model.read_tree(known, loop.cache)
     choice = _choose(sampling, read.logits, loop.known - 1, tree.depth, levels)
-    accepted = follow(tree, choice, root)
+    accepted = longest_chosen_path(tree, choice, root)
     each = jnp.arange(levels, dtype=jnp.int32)[None]
-    behind_root = jnp.roll(take(tree.tokens, accepted.path), -1, 1)
+    behind_root = jnp.roll(gather_slots(tree.tokens, accepted.path), -1, 1)
     is_next = each == accepted.length[:, None] - 1
     new = jnp.where(is_next, accepted.token[:, None], behind_root)
     number, stopped = _ended(new, jnp.minimum(accepted.length, loop.left), stop)
@@ -181,7 +181,7 @@ def _choose(sampling: Sampling, logits: Array, first: Array, depth: Array, level
     """
     if sampling.key is None:
         return lax.argmax(logits, 2, jnp.int32)
-    warped = warp(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    warped = process_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p)
 
     def row(number: Array, first: Array) -> Array:
         key = jax.random.fold_in(sampling.key, number)
@@ -190,4 +190,4 @@ def _choose(sampling: Sampling, logits: Array, first: Array, depth: Array, level
         return jax.vmap(lambda key: jax.random.gumbel(key, warped.shape[2:], warped.dtype))(keys)
 
     noise = jax.vmap(row)(jnp.arange(len(logits), dtype=jnp.int32), first)
-    return lax.argmax(warped + take(noise, depth), 2, jnp.int32)
+    return lax.argmax(warped + gather_slots(noise, depth), 2, jnp.int32)

@@ -13,7 +13,7 @@ from energy_attn.kernels.internal import check_integer, check_shape, received
 
 from ...prefix_tree import pack, unpack
 from ...prefix_tree._pack import check_beam
-from ...prefix_tree._tree import take
+from ...prefix_tree._tree import gather_slots
 from ..decoder._cache import LlamaCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks
@@ -100,7 +100,7 @@ def _score(
     # a token outside the vocabulary is read as NaN, which other branches would see
     inside = jnp.clip(tree.tokens, 0, model.config.vocab_size - 1)
     logits: Any = model.read_tree(tree._replace(tokens=inside), cache).logits
-    above = take(jax.nn.log_softmax(logits), tree.parent)
+    above = gather_slots(jax.nn.log_softmax(logits), tree.parent)
     each = jnp.take_along_axis(above, inside[:, :, None], axis=2)[:, :, 0]
     wrong = (tree.mask & (inside != tree.tokens)[:, None]).any(-1)
     wrong |= ((before < 1) | (before > tokens.shape[1]))[:, None]

@@ -1,4 +1,4 @@
-"""Checks that retrieval and the block share."""
+"""A check that `retrieve`, the block and `landscape` share."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from energy_attn.kernels.internal import check_finite_number, check_floating, re
 
 
 def check_positive(name: str, x: Any) -> Any:
-    """Returns `x` if it is a number above zero, or a floating scalar array, above zero where known.
+    """Returns `x`, a number or a floating scalar array; if it is concrete, it is above zero.
 
-    Raises `TypeError` for another type or dtype and `ValueError` for another value, or an array
-    with axes.
+    Raises `TypeError` for another type or dtype, `ValueError` for another value or an array with
+    axes.
     """
     if isinstance(x, jax.Array):
         if x.ndim != 0:

@@ -1,4 +1,4 @@
-"""Checks of what the solvers of this package take, and its common form."""
+"""Checks of the arguments that the solvers share."""
 
 from typing import Any
 
@@ -21,11 +21,10 @@ from ..core._free_energy import Prepared
 
 
 def check_regulariser(x: Any, dtype: Any, *, positive: bool = False) -> tuple[Array, bool]:
-    """A regulariser as a scalar of `dtype`, and whether it is known to be above zero.
+    """Returns a regulariser as a scalar of `dtype`, and whether it is known to be above zero.
 
-    Raises `TypeError` unless it is a real number or a floating array, `ValueError` for an array
-    with axes, and, where it is known, for a value that is not finite or negative, or that is zero
-    where `positive`.
+    Raises `TypeError` unless it is a real number or a floating array. Raises `ValueError` for an
+    array with axes and for a concrete value that is negative or not finite, or zero if `positive`.
     """
     name, number = "regulariser", x
     if isinstance(x, jax.Array):
@@ -41,10 +40,10 @@ def check_regulariser(x: Any, dtype: Any, *, positive: bool = False) -> tuple[Ar
 
 
 def check_solver(x: Any, *names: str) -> Any:
-    """Returns the solver, `names[0]` for None.
+    """Returns the solver; None is `names[0]`.
 
-    Raises `TypeError` for what is neither a string nor an optimiser of Optax's, `ValueError` for a
-    string that is none of `names`.
+    Raises `TypeError` unless it is a string or an Optax optimiser, `ValueError` for a string that
+    is not one of `names`.
     """
     if x is None:
         return names[0]
@@ -57,10 +56,10 @@ def check_solver(x: Any, *names: str) -> Any:
     return x
 
 
-def check_follows(call: Prepared, name: str, x: Any) -> None:
-    """Raises `NotImplementedError` where mesh axes are explicit: Optax's branches cannot be batched.
+def check_optax_mesh(call: Prepared, name: str, x: Any) -> None:
+    """Raises `NotImplementedError` if mesh axes are explicit: Optax's branches cannot be batched there.
 
-    `name` is the argument that asks for a solver of Optax's, and `x` what it is.
+    `name` is the argument that asks for an Optax solver, and `x` its value.
     """
     if call.place is not None and is_explicit(call.place.mesh, call.place.axes):
         raise NotImplementedError(
@@ -70,14 +69,14 @@ def check_follows(call: Prepared, name: str, x: Any) -> None:
 
 
 def check_max_steps(x: Any) -> int:
-    """Returns `max_steps`; raises `TypeError` if it is no integer, `ValueError` below 1."""
+    """Returns `max_steps`; raises `TypeError` if it is not an integer, `ValueError` below 1."""
     return check_integer("max_steps", x, least=1)
 
 
 def check_tolerance(x: Any, dtype: Any) -> Array:
-    """The tolerance as a scalar of `dtype`; None is what that dtype makes sense of.
+    """Returns the tolerance as a scalar of `dtype`; None is the default for that dtype.
 
-    Raises `TypeError` if it is no real number, `ValueError` if it is negative or not finite.
+    Raises `TypeError` if it is not a real number, `ValueError` if it is negative or not finite.
     """
     if x is None:
         x = 1e-10 if dtype == jnp.float64 else 2e-6

@@ -1,7 +1,6 @@
-"""What the observables of attention are made of: the state, the covariance and means, at a source.
+"""The reductions that observables are built from: state, covariance and means at a source.
 
-All of them take a prepared call, work for every implementation, and fold over a mesh as the call
-says.
+Each takes a prepared call, works for every implementation, and is merged over the mesh of the call.
 """
 
 import functools
@@ -36,7 +35,7 @@ from energy_attn.kernels.internal import (
     support_function,
 )
 
-from ..core._free_energy import Arrays, Prepared, checked, prepare, state_at
+from ..core._free_energy import Arrays, Prepared, check_at, prepare, state_at
 
 OPTIONS = tuple(
     name
@@ -45,10 +44,10 @@ OPTIONS = tuple(
 )
 
 
-def prepare_wide(
+def prepare_widened(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
 ) -> tuple[Prepared, Arrays]:
-    """As `prepare`; arrays of 16 bits become float32, for what is found is to be as good as energies.
+    """As `prepare`, with 16-bit arrays widened to float32, the precision of energies.
 
     Raises as `free_energy` does.
     """
@@ -61,21 +60,21 @@ def prepare_wide(
     return call, arrays._replace(query=query, key=key, value=value)
 
 
-def prepare_at(
+def prepare_with_source(
     query: Any, key: Any, value: Any, source: Any, bias: Any, mask: Any, **options: Any
 ) -> tuple[Prepared, Array | None, Arrays]:
-    """As `prepare_wide`, with a source (or None) in the dtype of the arrays.
+    """As `prepare_widened`, and the source (or None) in the dtype of the arrays.
 
     Raises as `free_energy` does.
     """
-    call, arrays = prepare_wide(query, key, value, bias, mask, **options)
-    return call, None if source is None else check_line("source", source, arrays), arrays
+    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
+    return call, None if source is None else check_row_vectors("source", source, arrays), arrays
 
 
-def check_line(name: str, x: Any, arrays: Arrays) -> Array:
-    """Returns what has a vector of the values' width for each row, in the dtype of the arrays.
+def check_row_vectors(name: str, x: Any, arrays: Arrays) -> Array:
+    """Returns an array with one vector of the values' width per row, in the dtype of the arrays.
 
-    Raises `TypeError` if it is no floating array and `ValueError` for a wrong shape.
+    Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
     """
     check_shape(name, check_floating(name, x), (*arrays.query.shape[:-1], arrays.value.shape[-1]))
     return jnp.asarray(x, arrays.query.dtype)
@@ -83,8 +82,8 @@ def check_line(name: str, x: Any, arrays: Arrays) -> Array:
 
 def covariance_at(call: Prepared, source: Any, arrays: Arrays) -> CovarianceState:
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
-    task = Reduction(Find(covariance, (call.names,)), fold_covariances)
-    return run(call, task, checked(call, source, arrays))
+    reduction = Reduction(HashablePartial(covariance, (call.names,)), fold_covariances)
+    return run_reduction(call, reduction, check_at(call, source, arrays))
 
 
 def covariance_product(
@@ -92,11 +91,11 @@ def covariance_product(
 ) -> tuple[AttentionState, Array]:
     r"""The state at a source, and $\nabla^2 F\, u$: attention and its pullback along $u$.
 
-    The Hessian is symmetric, so that the pullback of a cotangent by $\nabla F$ is the derivative
-    of $\nabla F$ along it. Raises as the kernels do.
+    The Hessian is symmetric, so the pullback of a cotangent by $\nabla F$ is the derivative of
+    $\nabla F$ along it. Raises as the kernels do.
     """
     middle, origin = centred(arrays)
-    zero = jnp.zeros_like(tangent)  # traced, so that it can be differentiated in
+    zero = jnp.zeros_like(tangent)  # a traced zero, which can be differentiated in
     found, pull_back = jax.vjp(
         lambda source: state_at(call, source, middle), zero if source is None else source
     )
@@ -111,24 +110,26 @@ def covariance_product(
 
 
 def expectation_at(
-    call: Prepared, source: Any, arrays: Arrays, part: BlockTerm, width: int, *rows: Array
+    call: Prepared, source: Any, arrays: Arrays, term: BlockTerm, width: int, *rows: Array
 ) -> AttentionState:
-    """The mean of what `part` says of blocks (see `kernels._walk.expectation`), and the energies.
+    """The mean of a block term (see `kernels.internal.expectation`), and the energies.
 
     `rows` are `[*B, T, N, W]`. Raises as the kernels do.
     """
-    task = Reduction(Find(expectation, (part, width, call.names)), fold_states)
-    return run(call, task, checked(call, source, arrays), *rows)
+    reduction = Reduction(HashablePartial(expectation, (term, width, call.names)), fold_states)
+    return run_reduction(call, reduction, check_at(call, source, arrays), *rows)
 
 
 def support_at(call: Prepared, arrays: Arrays, direction: Array) -> Array:
-    r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity if none. Raises nothing."""
-    task = Reduction(Find(support_function), fold_maxima)
-    return run(call, task, checked(call, None, arrays), jax.lax.stop_gradient(direction))
+    r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity in a fully masked row."""
+    reduction = Reduction(HashablePartial(support_function), fold_maxima)
+    return run_reduction(
+        call, reduction, check_at(call, None, arrays), jax.lax.stop_gradient(direction)
+    )
 
 
-class Find(NamedTuple):
-    """A function with its first arguments; unlike a partial one, equal to another of the same."""
+class HashablePartial(NamedTuple):
+    """A function with its first arguments; unlike `functools.partial` it compares by value."""
 
     function: Callable[..., Any]
     first: tuple[Any, ...] = ()
@@ -137,12 +138,12 @@ class Find(NamedTuple):
         return self.function(*self.first, settings, operands, *rows)
 
 
-def run(call: Prepared, task: Reduction, given: CheckedCall, *rows: Array) -> Any:
-    """What a task finds of a checked call, with the batch axis that its arrays had or had not.
+def run_reduction(call: Prepared, reduction: Reduction, given: CheckedCall, *rows: Array) -> Any:
+    """Runs a reduction on a checked call; the result has a batch axis if the arrays had one.
 
-    Raises as the task does.
+    Raises as the reduction does.
     """
     if given.batched:
-        return sharded_reduction(call.place, task, given, *rows)
-    found = sharded_reduction(call.place, task, given, *(x[None] for x in rows))
+        return sharded_reduction(call.place, reduction, given, *rows)
+    found = sharded_reduction(call.place, reduction, given, *(x[None] for x in rows))
     return jax.tree.map(lambda x: x[0], found)

@@ -1,0 +1,210 @@
+"""The fixed-point iteration of a Hopfield network, its derivative, and the energy that it descends."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from energy_attn.kernels.internal import holds_keys, outer, precision, product
+
+from ..observables._at_source import covariance_at, expectation_at, state_at, support_at
+
+# The allowed rounding error of energies, in multiples of the dtype's precision.
+_ROUNDING = 64.0
+# The index of a memory is read from attention in digits, each exact in float32.
+_BASE, _DIGITS = 1024, 3
+
+
+class RetrievalOptions(NamedTuple):
+    """The static options of a retrieval; hashable."""
+
+    call: Any
+    max_steps: int
+    tolerance: float
+
+
+class Progress(NamedTuple):
+    """The state of the iteration for each row; `passes` counts the steps of all rows together.
+
+    `path[k]` is the energy after k steps, for k below `passes`, and `last` that of the last pass.
+    `rose`: whether an energy rose by more than rounding. `running`: whether the row still moves.
+    """
+
+    passes: Array
+    steps: Array
+    residual: Array
+    path: Array
+    last: Array
+    rose: Array
+    running: Array
+
+
+class MemoryStats(NamedTuple):
+    """The constants of each row's energy: the logarithm of the number of memories that it sees, and
+    the squared length of the longest one.
+    """
+
+    log_count: Array
+    square: Array
+
+
+def state_at_point(call: Any, beta: Array, arrays: Any, point: Array) -> Any:
+    """The state of the memories at a point: their weighted mean, and F."""
+    return state_at(call, None, arrays._replace(query=beta * point))
+
+
+def memory_stats(call: Any, arrays: Any) -> MemoryStats:
+    """The number and the largest squared length of the memories that each row sees."""
+    squares = (arrays.value**2).sum(-1, keepdims=True)
+    one = jnp.ones_like(arrays.query[..., :1])
+    # with zero scores all memories have equal weights, and F is the logarithm of their number
+    uniform = arrays._replace(query=jnp.zeros_like(one), key=squares, value=squares)
+    longest, lse = _furthest_along(call, uniform, one, 0.0)
+    return MemoryStats(lse, longest[..., 0])
+
+
+def energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> Array:
+    """E of a point whose free energy is `lse`; plus infinity in fully masked rows."""
+    empty = jnp.isneginf(stats.log_count)
+    entropic = jnp.where(empty, 0.0, stats.log_count) - jnp.where(empty, 0.0, lse)
+    energies = 0.5 * (point**2).sum(-1) + entropic / beta + 0.5 * stats.square
+    return jnp.where(empty, jnp.inf, energies)
+
+
+# The point is an implicit function of memories and β, x = G(x, θ) with G = ∇F, and so
+#     dx = J dx + ∂G/∂θ dθ,   J = ∂G/∂x = β Cov_P(m),   dx = (1 - J)⁻¹ ∂G/∂θ dθ.
+# J is symmetric, so reverse mode solves with the same matrix. The rule consists of differentiable
+# calls, this function among them, so that it can be differentiated again.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fixed_point(
+    static: RetrievalOptions, beta: Array, arrays: Any, stats: MemoryStats
+) -> tuple[Array, Progress]:
+    """The fixed point of each row, starting from the query of `arrays`, and the iteration's state.
+
+    Differentiable in reverse mode, in the point alone; the caller must stop derivatives of the rest.
+    """
+    call = static.call
+    length = jnp.sqrt(stats.square)
+    unit = jnp.where(length > 0, length, 1.0)
+
+    def under_way(carry: Any) -> Array:
+        _, progress = carry
+        return (progress.passes < static.max_steps) & progress.running.any()
+
+    def step(carry: Any) -> Any:
+        point, progress = carry
+        here = state_at_point(call, beta, arrays, point)
+        energies = energy(beta, point, here.lse, stats)
+        rose = energy_rises(progress, energies, beta, point, here.lse, stats)
+        moved = jnp.sqrt(((here.out - point) ** 2).sum(-1))
+        running = progress.running
+        new = Progress(
+            progress.passes + 1,
+            progress.steps + running.astype(jnp.int32),
+            jnp.where(running, moved / unit, progress.residual),
+            lax.dynamic_update_index_in_dim(progress.path, energies, progress.passes, 0),
+            energies,
+            progress.rose | (running & rose),
+            running & (moved > static.tolerance * length),
+        )
+        return jnp.where(running[..., None], here.out, point), new
+
+    zero = jnp.zeros_like(stats.log_count)
+    start = Progress(
+        jnp.zeros((), jnp.int32),
+        zero.astype(jnp.int32),
+        zero,
+        jnp.broadcast_to(zero, (static.max_steps, *zero.shape)),
+        zero + jnp.inf,
+        jnp.zeros_like(zero, bool),
+        stats.log_count > -jnp.inf,
+    )
+    # a fully masked row does not move, and ends at 0
+    point = jnp.where(start.running[..., None], arrays.query, 0.0)
+    return lax.while_loop(under_way, step, (point, start))
+
+
+def energy_rises(
+    progress: Progress, energies: Array, beta: Array, point: Array, lse: Array, stats: MemoryStats
+) -> Array:
+    """Whether the energies of a point whose F is `lse` exceed the last ones by more than rounding."""
+    terms = (point**2).sum(-1) + stats.square + (jnp.abs(lse) + stats.log_count) / beta
+    return energies > progress.last + _ROUNDING * jnp.finfo(energies.dtype).eps * terms
+
+
+def _fixed_point_forward(
+    static: RetrievalOptions, beta: Array, arrays: Any, stats: MemoryStats
+) -> Any:
+    found: Any = fixed_point(static, beta, arrays, stats)
+    return found, (beta, arrays, stats, found[0])
+
+
+def _fixed_point_backward(static: RetrievalOptions, saved: Any, cotangent: Any) -> Any:
+    beta, arrays, stats, point = saved
+    call = static.call
+    covariance = covariance_at(call, None, arrays._replace(query=beta * point)).covariance
+    one = jnp.eye(point.shape[-1], dtype=point.dtype)
+    jacobian = jnp.expand_dims(one, range(point.ndim - 1)) - beta * covariance
+    pushed = jnp.linalg.solve(jacobian, cotangent[0][..., None])[..., 0]
+    _, pull_back = jax.vjp(lambda b, a: state_at_point(call, b, a, point).out, beta, arrays)
+    return *pull_back(pushed), jax.tree.map(jnp.zeros_like, stats)
+
+
+fixed_point.defvjp(_fixed_point_forward, _fixed_point_backward)
+
+
+def nearest_memory(
+    call: Any, beta: Array, arrays: Any, point: Array, stats: MemoryStats
+) -> dict[str, Array]:
+    """The memory of largest weight at a point: its index, its weight, and its cosine with the point."""
+    memories, width = arrays.value, point.shape[-1]
+    index = jnp.arange(memories.shape[-3], dtype=jnp.int32)
+    digits = jnp.stack([index // _BASE**i % _BASE for i in range(_DIGITS)], -1)
+    digits = digits.astype(memories.dtype)
+    digits = jnp.concatenate([digits, (digits**2).sum(-1, keepdims=True)], -1)
+    digits = jnp.zeros_like(memories[..., :1]) + jnp.expand_dims(
+        digits, (*range(memories.ndim - 3), -2)
+    )
+    marked = arrays._replace(query=beta * point, value=jnp.concatenate([memories, digits], -1))
+    direction = jnp.concatenate([point, jnp.zeros_like(point, shape=(*point.shape[:-1], 4))], -1)
+    doubt = jnp.sqrt((point**2).sum(-1) * stats.square)
+    found, lse = _furthest_along(call, marked, direction, doubt)
+    memory, digits, squares = jnp.split(found, [width, width + _DIGITS], -1)
+    # memories that share the largest score show as a variance of the indices
+    digits, squares = lax.stop_gradient((digits, squares[..., 0]))
+    unique = jnp.isfinite(lse) & (squares - (digits**2).sum(-1) < 0.1)
+    units = jnp.asarray([_BASE**i for i in range(_DIGITS)], jnp.int32)
+    which = jnp.round(digits).astype(jnp.int32) * jnp.expand_dims(units, range(lse.ndim))
+    along = (point * memory).sum(-1)
+    lengths = (point**2).sum(-1) * (memory**2).sum(-1)
+    some = lengths != 0
+    cosine = jnp.where(some, along / jnp.sqrt(jnp.where(some, lengths, 1.0)), 0.0)
+    score = jnp.where(holds_keys(lse), beta * along - lse, -jnp.inf)
+    return {
+        "nearest": jnp.where(unique, which.sum(-1).astype(jnp.int32), -1),
+        "weight": jnp.exp(jnp.minimum(score, 0.0)),
+        "overlap": cosine,
+    }
+
+
+def _furthest_along(call: Any, arrays: Any, direction: Array, doubt: Any) -> tuple[Array, Array]:
+    # The value that lies furthest along a direction, and the energies; the weighted mean of several
+    # that are equally far, within rounding of `doubt`.
+    top = support_at(call, arrays, direction)
+    floor = top - _ROUNDING * jnp.finfo(top.dtype).eps * lax.stop_gradient(doubt)
+    rows = lax.stop_gradient(direction), floor[..., None]
+    width = 1 + arrays.value.shape[-1]
+    state = expectation_at(call, None, arrays, _sum_furthest, width, *rows)
+    total, values = state.out[..., :1], state.out[..., 1:]
+    return values / jnp.where(total > 0, total, 1.0), state.lse
+
+
+def _sum_furthest(block: Any, direction: Array, floor: Array) -> Array:
+    exact = precision(direction.dtype)
+    furthest = outer(direction, block.value, exact) >= floor
+    weights = jnp.where(furthest, block.weights, 0.0)
+    total = weights.sum(-1, keepdims=True)
+    return jnp.concatenate([total, product(weights, block.value, exact)], -1)
