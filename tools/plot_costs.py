@@ -63,7 +63,7 @@ def volume() -> Figure:
 
 
 def merges() -> Figure:
-    """Seconds that the model gives each merge, by the number of rows that are folded."""
+    """Seconds of each merge strategy by the model, by the number of rows."""
     figure, panels = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained", sharex=True)
     rows = [2**power for power in range(3, 17)]
     for axes, (title, mesh) in zip(panels.flat, PANELS.items(), strict=True):

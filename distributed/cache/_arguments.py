@@ -1,4 +1,4 @@
-"""Checks of what a cache is given, each error naming the argument, what came and what was wanted."""
+"""Checks of the arguments of a cache."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ def check_stored(name: str, x: Any, dtype: Any) -> None:
 def check_new(
     key: Any, value: Any, dtype: Any, keys: tuple[int, ...], values: tuple[int, ...], most: int
 ) -> int:
-    """The number of new tokens, of which a cache with such keys and values takes so many at most.
+    """The number of new tokens, at most `most`, for a cache with keys and values of these shapes.
 
     Raises `TypeError` for another dtype and `ValueError` for another shape or too many.
     """
@@ -106,9 +106,9 @@ def check_new(
 
 
 def check_reach(size: Any, window: int | None) -> tuple[int, int] | None:
-    """How far queries see in a cache of that window.
+    """The window of queries in a cache of that window.
 
-    Raises `TypeError` for what is no window and `ValueError` for one that reaches behind it.
+    Raises `TypeError` unless `size` is a window, and `ValueError` for one that reaches further back.
     """
     reach = check_window(size)
     if window is None:

@@ -1,4 +1,4 @@
-"""The files of a cache in a folder: each process writes what it holds, and an index names them all."""
+"""The files of a cache in a folder: each process writes its own, and an index names them all."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from energy_attn.kernels.internal import received
 
 from ..runtime import _files, _safetensors
 
-KEY = "energy_attn"  # of what a file says about the cache that it is part of
+KEY = "energy_attn"  # of the metadata in a file's header
 
 _INDEX = "kv_cache.index.json"
 _PART = re.compile(rf"\d{{5}}-of-\d{{5}}-{_files.IDENTITY}\.safetensors")
@@ -28,20 +28,20 @@ _OURS = re.compile(
 
 
 def check_path(path: Any) -> Path:
-    """Returns `path` as one; raises `TypeError` for what is no path."""
+    """Returns a path; raises `TypeError` for anything else."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: wanted the path of a folder, got {received(path)}")
     return Path(os.fsdecode(path))
 
 
 def write(path: Path, arrays: Mapping[str, Array], about: Mapping[str, Any]) -> None:
-    """Writes `arrays` into the folder `path`, one file per process, in place of what it holds.
+    """Writes `arrays` into the folder `path`, one file per process, in place of an older save.
 
     Every block of an array is written once, by the process that holds its first copy. All processes
     call it, and when it returns all have written.
 
-    Raises `TypeError` for traced arrays, and `OSError` where a process cannot write or its file is
-    not seen by the first one; the folder then holds what it held before.
+    Raises `TypeError` for traced arrays, and `OSError` where a process cannot write or the first one
+    does not see its file; the folder then holds the older save.
     """
     pieces: dict[str, np.ndarray] = {}
     for name, x in arrays.items():
@@ -69,7 +69,7 @@ def write(path: Path, arrays: Mapping[str, Array], about: Mapping[str, Any]) -> 
 
 
 def _name(path: Path, files: list[str], save: str) -> None:
-    """From here on a reader finds these files."""
+    """Writes the index: from here on a reader finds these files."""
     for name in files:
         if not (path / name).is_file():
             raise OSError(f"{path}: wanted a folder that all processes see, got one without {name}")
@@ -106,5 +106,5 @@ def index(path: Path) -> tuple[list[str], str | None]:
 
 
 def named(path: Path) -> set[str]:
-    """What of a folder is read: the files that its index names. Raises `ValueError` as `index`."""
+    """The files that the index of a folder names. Raises `ValueError` as `index`."""
     return set(index(path)[0])

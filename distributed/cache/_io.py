@@ -1,4 +1,4 @@
-"""A saved cache read back: checked before anything is made, and each part brought to its device."""
+"""Reading a saved cache: checked before anything is allocated, and each part put on its device."""
 
 import itertools
 import json
@@ -24,13 +24,13 @@ from ._arguments import check_room, layout
 from ._slots import Slots
 from ._write import Stored, sharding_of
 
-# Where the block of an array begins on each axis, and the block.
+# The start of a block of an array on each axis, and the block.
 Piece = tuple[tuple[int, ...], np.ndarray]
 Block = tuple[tuple[int, ...], Tensor]
 
 
 class About(NamedTuple):
-    """What a file says about the cache that it is part of."""
+    """The metadata of a file of a saved cache."""
 
     save: str | None
     slots: Slots
@@ -40,13 +40,13 @@ class About(NamedTuple):
 
 
 class Saved:
-    """What a folder written by `KVCache.save` holds, every header checked against its file's size.
+    """The contents of a folder that `KVCache.save` wrote, every header checked against its file's size.
 
     Raises `ValueError` naming a file that is not as `save` writes it, or of another save; and the
     folder where files or parts of arrays are missing.
 
     Attributes:
-        about: what was said about the cache.
+        about: the metadata of the cache.
         starts: `[B]`, as saved.
         lengths: `[B]`, as saved.
     """
@@ -83,14 +83,14 @@ class Saved:
             )
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        """The blocks that an array was saved in, read one at a time; raises as the class."""
+        """The saved blocks of an array, read one at a time; raises as the class."""
         for begins, tensor in self._blocks[name]:
             whole = tuple((0, size) for size in tensor.shape)
             assert tensor.dtype is not None
             yield begins, _safetensors.read(tensor, [whole], tensor.dtype)[whole]
 
     def _whole(self, name: str) -> np.ndarray:
-        """An array put together, on this process's host."""
+        """A whole array, on this process's host."""
         whole = np.zeros(*self.about.arrays[name])
         for begins, piece in self.pieces(name):
             whole[_block(begins, piece.shape)] = piece
@@ -98,7 +98,7 @@ class Saved:
 
 
 def _about(file: Path, text: str | None) -> About:
-    """What a file says, its parts in agreement; raises `ValueError` naming it."""
+    """The metadata of a file, checked for consistency; raises `ValueError` naming the file."""
     try:
         said = json.loads(text or "null")
         slots = Slots(*(check_integer("slots", size, 1) for size in said["slots"]))
@@ -132,7 +132,7 @@ def _about(file: Path, text: str | None) -> About:
 
 
 def _place(label: str, tensor: Tensor, about: About) -> tuple[str, tuple[int, ...]]:
-    """Of which array a tensor is a block, and where it begins; raises `ValueError` naming its file."""
+    """The array that a tensor is a block of, and its start; raises `ValueError` naming its file."""
     name, _, begins = label.partition("@")
     shape, dtype = about.arrays.get(name, ((), None))
     places = tuple(int(begin) for begin in begins.split(",") if re.fullmatch(r"\d{1,18}", begin))
@@ -154,7 +154,7 @@ def _place(label: str, tensor: Tensor, about: About) -> tuple[str, tuple[int, ..
 
 
 def _check_cover(path: Path, name: str, blocks: Sequence[Block], shape: Sequence[int]) -> None:
-    """Raises `ValueError` unless blocks of one shape, each at a multiple of it, are all of an array."""
+    """Raises `ValueError` unless blocks of one shape, each at a multiple of it, cover an array."""
     sizes = {tensor.shape for _, tensor in blocks}
     places = {begins for begins, _ in blocks}
     seen = len(places) * math.prod(min(sizes, default=()))
@@ -170,7 +170,7 @@ def _block(begins: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 class Reloaded(NamedTuple):
-    """A cache on the mesh in force: what was saved about it, with its new slots, and its arrays."""
+    """A saved cache on the mesh in force: its metadata, with the new slots, and its arrays."""
 
     about: About
     stored: Stored

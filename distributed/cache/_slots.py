@@ -1,4 +1,4 @@
-"""Which slot holds which token: the arithmetic of a block-cyclic cache, for NumPy and JAX alike."""
+"""The arithmetic of a block-cyclic cache, between tokens and slots, for NumPy and JAX alike."""
 
 from typing import Any, NamedTuple
 
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 class Slots(NamedTuple):
     r"""A layout of tokens over the slots of several devices; static.
 
-    Token $n$ is in block $g = \lfloor n / b \rfloor$, which device $g \bmod p$ holds. A device
-    counts the tokens that it holds; the $u$-th of them lies at its slot $u \bmod c$, with $c$ slots
-    on each device, so that a token takes the slot of the one `capacity` before it.
+    Token $n$ is in block $g = \lfloor n / b \rfloor$, on device $g \bmod p$. The $u$-th token of a
+    device is in its slot $u \bmod c$, with $c$ slots on each device, so that a token takes the slot
+    of the one `capacity` before it.
 
     Attributes:
         capacity: the slots of all devices together.
@@ -31,7 +31,7 @@ class Slots(NamedTuple):
         return self.block * self.devices
 
     def most(self, tokens: int) -> int:
-        """The most that one device holds of so many consecutive tokens."""
+        """The most tokens of one device among so many consecutive ones."""
         return tokens // self.stripe * self.block + min(tokens % self.stripe, self.block)
 
     def below(self, device: Any, token: Any) -> Any:
@@ -44,7 +44,7 @@ class Slots(NamedTuple):
         return count // self.block * self.stripe + device * self.block + count % self.block
 
     def slot(self, token: Any) -> Any:
-        """The place of a token among the slots of all devices."""
+        """The index of a token among the slots of all devices."""
         within = token % self.capacity
         device = within // self.block % self.devices
         return device * self.here + within // self.stripe * self.block + within % self.block

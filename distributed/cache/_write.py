@@ -1,4 +1,4 @@
-"""Writing tokens into the slots of a cache, each device into its own, and nothing else moved."""
+"""Writing tokens into the slots of a cache: each device writes its own, and nothing else moves."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ _ERRORS = (
 
 
 class Stored(NamedTuple):
-    """What a cache stores of its tokens, `[B, S, K, ...]` each; scales only beside int8."""
+    """The stored arrays of a cache, `[B, S, K, ...]` each; scales only with int8."""
 
     key: Any
     value: Any
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
 
 
 class CacheSharding(NamedTuple):
-    """Where a cache lies: the mesh axes that its rows, slots and heads are split over; static."""
+    """The mesh axes over which the rows, slots and heads of a cache are sharded; static."""
 
     mesh: Any  # jax.sharding.AbstractMesh
     batch: Axes
@@ -43,30 +43,30 @@ class CacheSharding(NamedTuple):
 
     @property
     def axes(self) -> set[str]:
-        """All of them."""
+        """All mesh axes."""
         return {*self.batch, *self.sequence, *self.heads}
 
     @property
     def slots(self) -> PartitionSpec:
-        """Of arrays `[B, S, K, ...]`."""
+        """The spec of arrays `[B, S, K, ...]`."""
         return PartitionSpec(self.batch or None, self.sequence or None, self.heads or None)
 
     @property
     def new(self) -> PartitionSpec:
-        """Of new tokens `[B, T, K, ...]`, which all devices that share a row have."""
+        """The spec of new tokens `[B, T, K, ...]`, equal on all devices that share a row."""
         return PartitionSpec(self.batch or None, None, self.heads or None)
 
     @property
     def rows(self) -> PartitionSpec:
-        """Of arrays `[B]`."""
+        """The spec of arrays `[B]`."""
         return PartitionSpec(self.batch or None)
 
 
 def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | None:
-    """How an array of a new cache is split on the mesh in force: its slots and heads, if it has any.
+    """The spec of an array of a new cache on the mesh in force, over its slots and heads if it has any.
 
-    Written as JAX writes it of what `append` returns, so that a step compiles once: with every
-    axis named where the mesh's are explicit. None without `parallel`.
+    It is written as JAX writes that of the arrays that `append` returns, so that a step compiles
+    once: with every axis named where the mesh's are explicit. None without `parallel`.
     """
     if parallel is None:
         return None
@@ -78,7 +78,7 @@ def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | Non
 
 
 def sharding_of(parallel: SequenceParallel | None, rank: int) -> NamedSharding | None:
-    """The same with the mesh's devices, outside of `jax.jit`."""
+    """`spec_of` with the devices of the mesh, outside of `jax.jit`."""
     spec = spec_of(parallel, rank)
     return None if spec is None else NamedSharding(jax.sharding.get_mesh(), spec)
 
@@ -86,7 +86,7 @@ def sharding_of(parallel: SequenceParallel | None, rank: int) -> NamedSharding |
 def blank(
     key: tuple[int, ...], value: tuple[int, ...], dtype: Any, parallel: SequenceParallel | None
 ) -> tuple[Stored, Array, Array]:
-    """Slots of these shapes and of a dtype, with scales where that is int8, and no tokens.
+    """Empty slots of these shapes and of a dtype, with scales where that is int8.
 
     Each device makes its own.
     """
@@ -96,7 +96,7 @@ def blank(
         made = _zeros(shape, jnp.dtype(dtype), spec)()
         if parallel is None or spec is None:
             return made
-        # inside of another jit, the types of explicit axes do not follow from where a result lies
+        # inside of another jit, out_shardings do not set the types of explicit axes
         return reshard_explicit(jax.sharding.get_abstract_mesh(), parallel.axes, made, spec)
 
     def scale(shape: tuple[int, ...]) -> Array | None:
@@ -108,16 +108,16 @@ def blank(
 
 @functools.lru_cache
 def _zeros(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None) -> Any:
-    # Kept, so that caches of one kind are compiled for once.
+    # Cached, so that caches of one kind compile once.
     return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=spec)
 
 
 def cache_sharding(
     parallel: SequenceParallel | None, key: Array, devices: int
 ) -> CacheSharding | None:
-    """Where the keys of a cache lie that was made for so many devices; None: on one device.
+    """The sharding of a cache that was made for `devices` devices; None: on one device.
 
-    Rows too may be split, over explicit mesh axes, and so may heads. Raises `ValueError` if no mesh is in
+    Rows and heads may be sharded, too, over explicit mesh axes. Raises `ValueError` if no mesh is in
     force, or one that has another number of devices along the cache's axes.
     """
     found = 1 if parallel is None else check_mesh(parallel)
@@ -150,9 +150,9 @@ def append(
     lengths: Array,
     counts: Array,
 ) -> tuple[Stored, Array, Array]:
-    """Writes the first `counts` of the new tokens of each row; returns what changed.
+    """Writes the first `counts` of the new tokens of each row; returns the arrays that changed.
 
-    A ring lets go of what it overwrites; else `counts` are those of `fitting`.
+    A ring buffer drops the tokens that it overwrites; otherwise `counts` come from `fitting`.
     """
     tokens = new.key.shape[1]
 
@@ -162,11 +162,11 @@ def append(
         device = (
             lax.axis_index(sharding.sequence) if sharding and sharding.sequence else jnp.int32(0)
         )
-        # What a device gets of consecutive tokens are consecutive tokens of its own.
+        # A device's part of consecutive tokens is consecutive among its own.
         first = slots.below(device, lengths)[:, None]
         mine = first + jnp.arange(slots.most(tokens), dtype=jnp.int32)[None]
         token = slots.token(device, mine) - lengths[:, None]
-        # tokens that are not there go behind the last slot, each to a place of its own
+        # absent tokens go after the last slot, each to its own index
         nowhere = slots.here + mine - first
         slot = jnp.where(token < counts[:, None], mine % slots.here, nowhere)
 
@@ -198,7 +198,7 @@ def append(
     )
 
 
-# Equinox's jit: outside of any other, JAX's raises a ValueError without the message in front.
+# Equinox's jit: outside of any other, JAX's raises an error that does not begin with the message.
 @eqx.filter_jit
 def fitting(
     sharding: CacheSharding | None,
@@ -208,10 +208,10 @@ def fitting(
     counts: Array,
     tokens: int,
 ) -> Array:
-    """The counts, or an error when it runs; where that is not raised, zero for the rows at fault.
+    """The counts, or an error at run time; where that is switched off, zero for the rows at fault.
 
-    A row is at fault that has no room for `counts` more, or if they are not from 0 to `tokens`.
-    `starts` is None for a ring, which always has room. Raises, when it runs, Equinox's RuntimeError.
+    A row is at fault if it has no room for `counts` more tokens, or if they are not from 0 to
+    `tokens`. `starts` is None for a ring buffer, which always has room. Raises, when it runs, Equinox's RuntimeError.
     """
 
     def local(starts: Array | None, lengths: Array, counts: Array) -> Array:
@@ -223,8 +223,8 @@ def fitting(
 
     if sharding is None:
         return local(starts, lengths, counts)
-    # Each device asks for itself: else one would be asked, and would have to tell the others. What
-    # may raise takes a region in which no axis is left to the compiler.
+    # Each device checks for itself: otherwise one would, and would have to tell the others. A callback
+    # that raises needs a region in which no axis is left to the compiler.
     kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
     ask = jax.shard_map(
         local,
@@ -232,7 +232,7 @@ def fitting(
         in_specs=sharding.rows,
         out_specs=sharding.rows,
         axis_names={axis for axis, kind in kinds if kind != AxisType.Manual},
-        check_vma=False,  # the branch that raises returns counts that are said to be equal
+        check_vma=False,  # the branch that raises returns counts of an invariant type
     )
     return ask(
         *reshard_explicit(sharding.mesh, sharding.axes, (starts, lengths, counts), sharding.rows)
@@ -240,13 +240,13 @@ def fitting(
 
 
 def positions_from(first: Array, counts: Array, tokens: int) -> Array:
-    """Positions `[B, tokens]` from `first` `[B]` on; -1 behind the row's `counts`."""
+    """Positions `[B, tokens]` from `first` `[B]` on; -1 after the row's `counts`."""
     each = jnp.arange(tokens, dtype=jnp.int32)[None]
     return jnp.where(each < counts[:, None], first[:, None] + each, -1)
 
 
 def _write(buffer: Array, new: Array, slot: Array) -> Array:
-    """`buffer` `[B, S, ...]` with `new` `[B, L, ...]` at `slot` `[B, L]`; none where that is ≥ S."""
+    """`buffer` `[B, S, ...]` with `new` `[B, L, ...]` at `slot` `[B, L]`; dropped where that is ≥ S."""
     return lax.platform_dependent(buffer, new, slot, cpu=_one_by_one, default=_scatter)
 
 
@@ -257,8 +257,8 @@ def _scatter(buffer: Array, new: Array, slot: Array) -> Array:
     return jax.vmap(row)(buffer, new, slot)
 
 
-# What XLA:CPU makes of a scatter anyway, but for bfloat16, of which it would make a float32 copy of
-# the whole buffer, as it would to choose between new and old entries. The derivative is that of a
+# XLA:CPU compiles a scatter to such a loop anyway, but for bfloat16 it would make a float32 copy of
+# the whole buffer, as it would for a `where` of new and old entries. The derivative is that of a
 # scatter, which stores no steps.
 @jax.custom_jvp
 def _one_by_one(buffer: Array, new: Array, slot: Array) -> Array:
@@ -286,10 +286,10 @@ def _one_by_one_jvp(
     return _one_by_one(buffer, new, slot), _scatter(tangents[0], tangents[1], slot)
 
 
-# Worked out from two numbers per row, so that there is nothing to keep in step.
+# Computed from two numbers per row, so that no state has to be kept consistent.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def positions(sharding: CacheSharding | None, slots: Slots, starts: Array, lengths: Array) -> Array:
-    """The token in each slot, `[B, S]`; -1 where there is none."""
+    """The token in each slot, `[B, S]`; -1 in empty ones."""
 
     def local(starts: Array, lengths: Array) -> Array:
         device = (

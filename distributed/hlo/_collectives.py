@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from its optimised HLO."""
+"""The collectives of a compiled program, read from its optimised HLO."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -38,8 +38,7 @@ class Collective:
     r"""One collective operation of a compiled program.
 
     Attributes:
-        kind: the operation, as HLO names it; of an asynchronous pair (`-start`, `-done`) there is
-            one.
+        kind: the operation, as HLO names it; an asynchronous pair (`-start`, `-done`) is one.
         bytes: payload: the bytes of its operands on one device, each time that it runs, without
             the padding of layouts. For an all-gather that is the shard a device gives
             (`group_size` times as much comes out), for a reduce-scatter the whole array
@@ -50,8 +49,8 @@ class Collective:
         count: how often each run of the program runs it: the product of the trip counts of the
             loops around it. `None` where that depends on data: inside a `while` whose trip count
             cannot be known, or in a branch of a conditional.
-        dtypes: HLO names of its operands' dtypes (`f32`, `bf16`): what is sent, which may differ
-            from what the program's author wrote.
+        dtypes: HLO names of its operands' dtypes (`f32`, `bf16`), which may differ from those in
+            the source of the program.
         shapes: its operands' shapes on one device.
         groups: the devices of each group. Numbers are places in the program's device assignment
             (in a mesh, row-major), not `Device.id`. For a collective-permute, the cycles and chains
@@ -77,17 +76,17 @@ class Collective:
 
 
 def collectives(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
-    r"""The collectives of a compiled program, in the order in which it lists them.
+    r"""The collectives of a compiled program, in the order of its HLO text.
 
     The payload that one run of the program hands to collectives, per device, is
 
     $$\sum_{c} c.\mathrm{bytes} \cdot c.\mathrm{count}$$
 
-    Read from the optimised HLO, so after the compiler has fused, split, widened and reordered:
-    on CPU, GPU and TPU, from ahead-of-time compilation too. A collective that several calls lead to
-    is listed for each of them. Not seen are transfers that no HLO instruction names: those inside
-    custom calls (remote copies of Pallas kernels) and between a device and its own host. A
-    collective whose groups are single devices sends nothing, and is left out.
+    They are read from the optimised HLO, after the compiler has fused, split, widened and reordered,
+    on CPU, GPU and TPU, and from ahead-of-time compilation too. A collective in a computation that
+    is called several times is listed for each call. Transfers without an HLO instruction are not
+    listed: those inside custom calls (remote copies of Pallas kernels) and between a device and its
+    own host. A collective whose groups are single devices sends nothing, and is left out.
 
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` returns.
@@ -97,10 +96,10 @@ def collectives(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
         that runs on one device.
 
     Raises:
-        TypeError: if `compiled` is anything else, a `Lowered` for instance: what it will send is
-            not decided yet.
-        ValueError: if its text cannot be had or holds a collective that is not understood; none is
-            left out in silence.
+        TypeError: `compiled` is anything else, for instance a `Lowered`, whose collectives are not
+            decided yet.
+        ValueError: its text is not available, or holds a collective that is not understood; none is
+            left out silently.
 
     Examples:
         >>> import jax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective: HLO's several ways to write it, read as one."""
+"""The devices of a collective, from the several notations of HLO."""
 
 import itertools
 import re
@@ -24,7 +24,7 @@ def groups_of(module: Module, instruction: Instruction, kind: str) -> Groups:
     With $P$ partitions, partition i of replica r is device $r P + i$. For a collective-permute the
     groups are the cycles and chains that its pairs form.
 
-    Raises `ValueError` where they are written in a way that is not understood.
+    Raises `ValueError` for a notation that is not understood.
     """
     between_slices = instruction.frontend_attributes.get("_xla_megascale_target")
     try:
@@ -83,7 +83,7 @@ def _lists(text: str) -> list[list[int]]:
 
 
 def _chains(pairs: list[list[int]]) -> list[list[int]]:
-    """Connected components of source → target, each in the order in which data travels if it can."""
+    """Connected components of source → target, each in the order in which data moves where it has one."""
     of: dict[int, list[int]] = {}
     for source, target in pairs:
         ahead, behind = of.setdefault(source, [source]), of.setdefault(target, [target])

@@ -1,8 +1,8 @@
-"""How often a loop of a compiled program runs.
+"""Trip counts of the loops of a compiled program.
 
 XLA:CPU and XLA:GPU print the trip count that they found beside the loop. XLA:TPU drops it, so there
-the counter is followed: the integers of the loop's state are computed step by step, exactly as the
-program says, until its condition fails. What depends on an argument stays unknown.
+the loop is interpreted: the integers of its state are computed step by step until its condition
+fails. Values that depend on an argument stay unknown.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 
 from ._parse import Instruction, Module
 
-# A counter is followed at most this far: seconds of Python.
+# The most steps that are interpreted: seconds of Python.
 _STEPS = 1 << 16
 
 _INTEGER = re.compile(r"([su])(\d+)\[")
@@ -48,7 +48,7 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
     """How often the body of `loop`, a `while` instruction of `computation`, runs.
 
-    `None` where it depends on data, or the counter could not be followed to its end. The condition
+    `None` where that depends on data, or the counter does not end within `_STEPS`. The condition
     runs once more than the body.
     """
     known = _config(loop).get("known_trip_count")
@@ -80,7 +80,7 @@ def _config(instruction: Instruction) -> dict[str, Any]:
 class _Call:
     """A computation with its arguments (`None`: unknown ones), and the values found so far.
 
-    A value is an integer, a tuple of values, or `None` for whatever is not one.
+    A value is an integer, a tuple of values, or `None` where it is unknown.
     """
 
     module: Module
@@ -124,7 +124,7 @@ class _Call:
 
 
 def _held(shape: str, value: Any) -> int | None:
-    """An integer as an array of this shape holds it: wrapped around; `None` if it would round."""
+    """An integer wrapped around to the dtype of a shape; `None` if it would round."""
     dtype = _INTEGER.match(shape)
     if dtype is None or not isinstance(value, int):
         return value if shape.startswith("pred") else None

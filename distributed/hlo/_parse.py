@@ -5,9 +5,9 @@
       [ROOT ]%name = shape opcode(operands), attribute=value, ...
     }
 
-One scanner, `split`, knows brackets, strings and comments, and everything is cut with it. A line is
-cut in its parts when the text is read; shapes and attributes are understood only when asked for,
-because of thousands of instructions a few are of interest.
+One scanner, `split`, handles brackets, strings and comments, and cuts everything. Lines are cut into
+their parts when the text is read; shapes and attributes are parsed on demand, as only a few of
+thousands of instructions matter.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ def split(text: str, start: int = 0) -> tuple[list[str], int]:
     """Cuts a list at its own commas, not at those inside brackets, strings and comments.
 
     The list ends with the text or at the bracket that closes it. Returns the items, without blanks
-    and leading comments, and where the list ended.
+    and leading comments, and the index at which the list ended.
     """
     cuts, depth, end = [start], 0, len(text)
     for token in _TOKEN.finditer(text, start):
@@ -60,7 +60,7 @@ class ArrayShape:
 def arrays(shape: str) -> list[ArrayShape]:
     """The arrays of a shape, tuples flattened; tokens and opaque values hold none.
 
-    Layouts and tilings are passed over, except that `E(n)` packs elements to n bits; without it an
+    Layouts and tilings are ignored, except that `E(n)` packs elements to n bits; without it an
     element takes whole bytes (XLA's own rule, by which an int4 may take a byte). A bounded dynamic
     size `<=n` counts as n.
 
@@ -98,12 +98,12 @@ class Instruction:
 
     @functools.cached_property
     def frontend_attributes(self) -> dict[str, str]:
-        """What the compiler's front ends noted on the instruction, strings without quotes."""
+        """Attributes from the compiler's front ends, strings without quotes."""
         pairs = _pairs(self.attributes.get("frontend_attributes", "{}")[1:-1])
         return {key: value.strip('"') for key, value in pairs.items()}
 
     def called(self, *attributes: str) -> list[str]:
-        """Names of the computations that `attributes` (`body`, `calls`, ...) refer to."""
+        """Names of the computations in `attributes` (`body`, `calls`, ...)."""
         values = [self.attributes.get(attribute, "") for attribute in attributes]
         return [n.lstrip("%") for v in values for n in split(v.removeprefix("{"))[0]]
 

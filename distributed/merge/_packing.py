@@ -105,7 +105,7 @@ def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
 def as_invariant(tree: Any, axes: tuple[str, ...]) -> Any:
     """Arrays that are equal on all devices of `axes`, with a type that does not vary over them.
 
-    JAX has no cast from varying to invariant (0.8 to 0.12), but a maximum over groups of one device
+    JAX has no cast from varying to invariant (as of 0.12), but a maximum over groups of one device
     each has that type and sends nothing. It is taken of bits, as XLA:CPU returns minus infinity for
     the maximum of a NaN. It has no derivative.
     """

@@ -1,8 +1,8 @@
-"""Files that come to a folder all at once: written under new names, on disk, then named by one of them.
+"""Files that appear in a folder all at once: written under new names, synced, then named by an index.
 
-A save writes files whose names nobody reads yet, and replaces last the one that names them, its
-index. Killed before that it has changed nothing, killed after it all; what nothing names is removed
-by the next save.
+A save writes files whose names nobody reads yet, and last replaces the index, which names them. A
+save that is killed before that has changed nothing, and one that is killed after it is complete; the
+next save removes files that no index names.
 """
 
 import contextlib
@@ -22,16 +22,17 @@ UNFINISHED = ".unfinished"
 IDENTITY = "[0-9a-f]{16}"  # of a save, in the names of its files
 
 _POINTER = b"version https://git-lfs"
-_NO_SYNC = errno.EINVAL, errno.ENOTSUP  # said by file systems whose folders cannot be synced
+_NO_SYNC = errno.EINVAL, errno.ENOTSUP  # from file systems whose folders cannot be synced
 
 
 @contextlib.contextmanager
 def saving(folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]]) -> Iterator[str]:
-    """The identity of a save, alike on all processes, whose files the block writes into `folder`.
+    """The identity of a save, equal on all processes, whose files the block writes into `folder`.
 
-    Process 0 removes, before and behind, files whose names are `ours` and that none of those which
-    a reader looks for has `named`; and if the block fails those with the identity in their names.
-    `named` raises `ValueError` where that cannot be known: then nothing older is removed.
+    Before and after the block, process 0 removes files whose names match `ours` and are not in
+    `named(folder)`, the files that a reader looks for; if the block fails, it removes those with the
+    identity in their names. `named` raises `ValueError` where it cannot tell: then no older file is
+    removed.
     """
     drawn = np.frombuffer(secrets.token_bytes(8), np.uint8)
     if jax.process_count() > 1:
@@ -53,7 +54,7 @@ def saving(folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]]) ->
 
 @contextlib.contextmanager
 def together(folder: Path) -> Iterator[None]:
-    """Behind the block all processes have left theirs; where one has failed, all raise `OSError`."""
+    """Waits at the end of the block for all processes; where one has failed, all raise `OSError`."""
     error = None
     try:
         yield
@@ -69,7 +70,7 @@ def together(folder: Path) -> Iterator[None]:
 
 
 def write(file: Path, pieces: Iterable[Any]) -> None:
-    """A new file of these bytes, on disk when this returns."""
+    """Writes a new file, which is on disk when this returns."""
     with open(file, "xb") as stream:
         for piece in pieces:
             stream.write(piece)
@@ -78,20 +79,20 @@ def write(file: Path, pieces: Iterable[Any]) -> None:
 
 
 def replace(file: Path, place: Path) -> None:
-    """A file takes the place of another of its folder, and the files of the folder are on disk."""
+    """Replaces a file by another of its folder, and syncs the folder."""
     sync(place.parent)
     os.replace(file, place)
     sync(place.parent)
 
 
 def remove(file: Path) -> None:
-    """A file is gone, if it was there."""
+    """Removes a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(file)
 
 
 def sync(folder: Path) -> None:
-    """The names in a folder are on disk, where its file system can say so."""
+    """Syncs the names in a folder to disk, where its file system supports it."""
     if os.name != "posix":
         return
     opened = os.open(folder, os.O_RDONLY)
@@ -105,7 +106,7 @@ def sync(folder: Path) -> None:
 
 
 def check_pulled(file: Path) -> None:
-    """Raises `ValueError` for a pointer of Git LFS in place of a file, and `OSError` for no file."""
+    """Raises `ValueError` for a pointer of Git LFS in place of a file, `OSError` for a missing file."""
     with open(file, "rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
             raise ValueError(f"{file}: wanted the file itself, got a Git LFS pointer: git lfs pull")
@@ -121,7 +122,7 @@ def _make(folder: Path) -> None:
 def clean(
     folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]], save: str = ""
 ) -> None:
-    """Removes files of all saves, or of one, that are not `named`; what cannot be removed stays."""
+    """Removes files of all saves, or of one, that are not `named`; ignores files it cannot remove."""
     try:
         kept = named(folder)
     except ValueError:

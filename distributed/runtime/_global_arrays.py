@@ -1,4 +1,4 @@
-"""Data between this process's memory and arrays that are spread over all processes."""
+"""Global arrays: made from the data of each process, and brought back."""
 
 from typing import Any, TypeVar
 
@@ -16,26 +16,26 @@ Arrays = TypeVar("Arrays")
 def place(
     local: Arrays, sharding: NamedSharding | PartitionSpec, *, replicated: bool = False
 ) -> Arrays:
-    """Makes global arrays of what each process holds.
+    """Makes global arrays from the data of each process.
 
     Every process calls it with its own part: along a dimension that is sharded over processes, the
-    parts are laid end to end in the mesh's order; along the others they are the whole, and must be
-    equal in all processes.
+    parts are laid end to end in the mesh's order; along the others each part is the whole, equal in
+    all processes.
 
     Args:
         local: this process's part, an array (NumPy, or JAX on this process's devices) or a tree of
             them.
         sharding: of the global array: a `NamedSharding`, or the `PartitionSpec` of one in the mesh
             in force (`jax.set_mesh`).
-        replicated: whether every process gives the whole array instead, equal in all of them, of which
-            its devices take their parts.
+        replicated: whether every process passes the whole array instead, equal in all of them, and
+            its devices take their parts of it.
 
     Returns:
         The global arrays, with that sharding; float64 and int64 as JAX's settings have them.
 
     Raises:
-        TypeError: leaves that are no arrays, or a sharding that is none.
-        ValueError: no mesh is in force, the sharding does not fit, or an array is already spread
+        TypeError: leaves that are not arrays, or `sharding` is of another type.
+        ValueError: no mesh is in force, the sharding does not fit, or an array is already sharded
             over other processes.
 
     Examples:
@@ -70,10 +70,9 @@ def place(
 def fetch(x: Any) -> Any:
     """Brings whole arrays into the memory of every process.
 
-    `np.asarray` takes only arrays of which this process has every part. This also takes those that
-    are spread over processes; for them it is a collective, which every process has to call, and for
-    a moment the whole array lies on each device. To look at this process's own parts, see
-    `x.addressable_shards`.
+    `np.asarray` takes only arrays of which this process has every part. This also takes arrays that
+    are sharded over processes; for them it is a collective, which every process has to call, and the
+    whole array is on each device for a moment. This process's own parts are `x.addressable_shards`.
 
     Args:
         x: an array, or a tree of arrays, as a jitted function returned them.
@@ -82,8 +81,7 @@ def fetch(x: Any) -> Any:
         The same tree of NumPy arrays, equal in all processes.
 
     Raises:
-        TypeError: leaves that are no arrays, or are traced: inside `jax.jit` there is nothing to
-            fetch yet.
+        TypeError: leaves that are not arrays, or are traced (inside `jax.jit`).
 
     Examples:
         >>> import jax.numpy as jnp
@@ -99,7 +97,7 @@ def _placed(local: Any, sharding: NamedSharding, replicated: bool) -> jax.Array:
     _check_concrete("local", local)
     if isinstance(local, jax.Array) and not local.is_fully_addressable:
         raise ValueError(
-            "local: wanted this process's part, got an array that is spread over processes, "
+            "local: wanted this process's part, got an array that is sharded over processes, "
             f"{received(local)}; jax.device_put gives it another sharding"
         )
     if len(sharding.spec) > local.ndim:

@@ -31,39 +31,39 @@ def initialize(
     where the job can be recognised: under `python -m energy_attn launch`, SLURM, Open MPI, on
     Cloud TPU, and on Kubernetes (with the package `kubernetes`) JAX finds them. Otherwise the
     environment variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` are
-    read. Where there is none of all these, this is a program of one process, and nothing is done.
+    read. Without any of these it is a program of one process, and the call does nothing.
 
     Before JAX connects, the processes meet at the coordinator's address and wait for each other:
-    JAX by itself would end a process without an exception when one does not come. So all of them
-    must call this function, none `jax.distributed.initialize`. A process that an exception ends
+    JAX by itself ends a process without an exception when another does not come (0.10 and 0.12). So
+    all of them must call this function, and none `jax.distributed.initialize`. A process that an exception ends
     leaves at once with status 1 (functions registered with `atexit` before this call do not run):
     JAX would let it wait for the others, and they for it.
 
     Args:
         coordinator_address: `host:port` of process 0, where it listens and the others reach it.
         num_processes: how many processes there are, over all hosts.
-        process_id: which one this is, from 0.
+        process_id: the number of this process, from 0.
         local_device_ids: the accelerators that this process uses; all of its host by default, and
             one of them where SLURM or Open MPI start several processes on a host.
         cluster_detection_method: the name of one of JAX's ways to find the arguments (`"mpi4py"`,
             for instance); `"deactivate"` for none.
         coordinator_bind_address: where process 0 listens; all of its addresses by default.
         initialization_timeout: seconds that the processes wait for each other.
-        heartbeat_timeout: seconds without a sign of life after which a process counts as lost. JAX
+        heartbeat_timeout: seconds without a heartbeat after which a process counts as lost. JAX
             then ends the others, with a message but without an exception.
         shutdown_timeout: seconds that a process waits for the others when it ends.
 
     Returns:
-        Nothing; `jax.process_count()` and `jax.process_index()` say what came of it.
+        None; see `jax.process_count()` and `jax.process_index()`.
 
     Raises:
         TypeError: arguments of wrong types.
         ValueError: an address without a port, numbers out of range, or only some of the three
-            that are needed.
-        NotImplementedError: this version of JAX has another way to recognise a cluster; say all
-            three, or `cluster_detection_method="deactivate"`.
+            required arguments.
+        NotImplementedError: this version of JAX recognises clusters differently; pass all three, or
+            `cluster_detection_method="deactivate"`.
         RuntimeError: the coordinator cannot be reached, its port is taken, or a process did not
-            come within `initialization_timeout`: said in every process that is there. Or it is too
+            come within `initialization_timeout`: raised in every process that came. Or it is too
             late: it was called before, or a device has been used.
 
     Examples:
@@ -140,7 +140,7 @@ def initialize(
 
 
 def _number(name: str, given: int | None) -> int | None:
-    """An argument, or the environment's where it is None."""
+    """An argument, or the environment variable where it is None."""
     if given is not None:
         return check_integer(name, given, least=0)
     text = os.environ.get(f"JAX_{name.upper()}")
@@ -171,7 +171,7 @@ def _detected(
     method: str | None,
     seconds: int,
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """What is not given, from the cluster that this runs on, if JAX knows it."""
+    """Missing arguments, from the cluster that this runs on, if JAX recognises it."""
     if method == "deactivate" or None not in (address, count, process, devices):
         return address, count, process, devices
     return private_names("cluster").Environment.auto_detect_unset_distributed_params(
@@ -180,7 +180,7 @@ def _detected(
 
 
 def _started() -> bool:
-    """Whether JAX has started its devices, as far as that can be told; it checks so itself."""
+    """Whether JAX has started its devices; False where that cannot be told, as JAX checks it too."""
     try:
         return private_names("devices").started()
     except NotImplementedError:
@@ -188,10 +188,10 @@ def _started() -> bool:
 
 
 def _leave_on_failure() -> None:
-    """Lets a process that an exception ends leave, instead of waiting for the others to end too.
+    """Lets a process that an exception ends exit at once, without waiting for the others.
 
-    At exit JAX meets the other processes. They are in the middle of a collective with this one, so
-    that meeting fails after its time-out and aborts all, and what was wrong drowns.
+    At exit JAX waits for the other processes. They are in the middle of a collective with this one,
+    so the wait times out and aborts all of them, and the exception is lost among their messages.
     """
     failed = False
     report = sys.excepthook

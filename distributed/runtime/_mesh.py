@@ -21,29 +21,29 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of devices with named axes, slow axes first.
 
-    Devices that share a fast network lie together along the last axes, and hosts along the first:
-    the slow network is crossed by the first axis whose size it divides. Where TPU slices (or, on
-    GPUs, hosts) are told apart by `Device.slice_index`, they are the parts that a slow network
-    joins, and within each `jax.experimental.mesh_utils` makes neighbours of the mesh neighbours on
-    the chips' links; otherwise processes are. One TPU slice has no slow network: there only the
-    links matter.
+    Devices that share a fast network are neighbours along the last axes, and hosts along the first.
+    The parts that a slow network joins are TPU slices (or, on GPUs, hosts) where
+    `Device.slice_index` tells them apart, and processes otherwise; the first axes take the factors
+    of their number. Within each slice `jax.experimental.mesh_utils` makes neighbours of the mesh
+    neighbours on the chips' links. One TPU slice has no slow network.
 
     Args:
         shape: the size of each axis. None with two axes means slices × devices of each where there
             are several, else processes × devices of each (1 × all where each process has one
             device of the same slice); with a single axis, all devices.
         axis_names: a name for each axis; by default `("node", "device")`, which is what
-            [`SequenceParallel`][energy_attn.distributed.SequenceParallel] spreads keys over.
-        devices: the devices; all by default. Those of one part of the slow network are brought
-            together, otherwise their order is kept where links do not decide it.
-        explicit: whether the axes are explicit, so that array types say how arrays are sharded
-            (`jax.typeof`) and attention takes the sharded path by itself.
+            [`SequenceParallel`][energy_attn.distributed.SequenceParallel] shards keys over.
+        devices: the devices; all by default. Those of one part of the slow network become
+            neighbours; otherwise their order is kept where links do not decide it.
+        explicit: whether the axes are explicit: array types then have the sharding (`jax.typeof`),
+            and attention takes the sharded path by itself.
 
     Returns:
         A `jax.sharding.Mesh`; put it in force with `jax.set_mesh(mesh)`.
 
     Raises:
-        TypeError: names that are no strings, sizes that are no integers, devices that are none.
+        TypeError: names that are not strings, sizes that are not integers, or `devices` that are
+            not devices.
         ValueError: names that repeat, a number of names other than of sizes, or sizes that do not
             use every device; or, with `shape` None, parts of the slow network that differ in size.
 
@@ -127,12 +127,12 @@ def _linked(arrange: Callable[..., np.ndarray], *args: Any, **options: Any) -> n
     try:
         return arrange(*args, **options)
     except NotImplementedError:
-        # Sizes that are no products of the torus's: rings then fold within its axes.
+        # Sizes that are no products of the torus's axes: mesh axes then split those.
         return arrange(*args, **options, allow_split_physical_axes=True)
 
 
 def _sizes(devices: Sequence[Any], part: Callable[[Any], int | None]) -> list[int]:
-    """How many devices are in each part; nothing where slices are not told apart."""
+    """The number of devices in each part; empty where slices are not told apart."""
     parts = [part(device) for device in devices]
     several = len(set(parts)) > 1 or part is _process
     return [parts.count(name) for name in dict.fromkeys(parts)] if several else []

@@ -1,8 +1,9 @@
-"""A roll call before JAX's own runtime connects: who is here, who is missing, said as an exception.
+"""A rendezvous before JAX's own runtime connects: a missing process becomes an exception.
 
 JAX's client ends the whole process, without an exception, when the coordinator cannot be reached or
-another process does not come; its service crashes when the port is taken. So the processes first
-meet over plain sockets at the coordinator's address, and go on only when all have come.
+another process does not come (SIGABRT in JAX 0.10 and 0.12); its service crashes when the port is
+taken. So the processes first meet over plain sockets at the coordinator's address, and go on when all
+have come.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ _PAUSE = 0.05  # seconds between attempts to connect
 
 
 class Participant(NamedTuple):
-    """This process, as it presents itself."""
+    """What this process tells the coordinator."""
 
     coordinator: str  # host:port
     process: int
@@ -41,8 +42,8 @@ def split_address(name: str, address: str) -> tuple[str, int]:
 def coordinate(participant: Participant, bind: str) -> None:
     """Process 0: waits at the address `bind` until all others have come, then lets all go on.
 
-    Raises `RuntimeError` naming who is missing when time is up, at once when two processes give the
-    same number or other counts; the others then raise the same.
+    Raises `RuntimeError` naming the missing processes when time is up, and at once when two processes
+    have the same number or different counts; the others then raise the same.
     """
     end = time.monotonic() + participant.timeout
     with contextlib.ExitStack() as opened:
@@ -56,14 +57,14 @@ def coordinate(participant: Participant, bind: str) -> None:
             ) from error
         present: dict[socket.socket, int] = {}
         reason = _gather(listener, present, participant, end, opened)
-        # Closed before anyone is told to go on: whoever then finds the port open has found JAX's.
+        # Closed before any process goes on: a port that is open after this is JAX's.
         listener.close()
         for connection in present:
             with contextlib.suppress(OSError):
                 connection.sendall((_NO + reason.encode() if reason else _GO) + b"\n")
         if reason:
             raise RuntimeError(reason)
-        # The side that closes first keeps the port in TIME_WAIT: that should be the other one.
+        # The side that closes first keeps the port in TIME_WAIT: it should be the other one.
         for connection in present:
             with contextlib.suppress(OSError):
                 connection.settimeout(1)
@@ -73,7 +74,7 @@ def coordinate(participant: Participant, bind: str) -> None:
 def join(participant: Participant) -> None:
     """Any other process: reports to the coordinator and waits until all have come.
 
-    Raises `RuntimeError` when the coordinator cannot be reached in time, or says what is wrong.
+    Raises `RuntimeError` when the coordinator cannot be reached in time, or reports an error.
     """
     end = time.monotonic() + participant.timeout
     address = split_address("coordinator_address", participant.coordinator)
@@ -83,7 +84,7 @@ def join(participant: Participant) -> None:
         try:
             with socket.create_connection(address, timeout=left) as connection:
                 connection.sendall(hello)
-                # The coordinator's clock may have started later; what it says is worth 2 s more.
+                # The coordinator may have started its clock later: 2 s more for its answer.
                 connection.settimeout(left + 2)
                 line = connection.makefile("rb").readline(_LONGEST).rstrip()
             if line == _GO:
@@ -110,9 +111,9 @@ def _gather(
     end: float,
     opened: contextlib.ExitStack,
 ) -> str:
-    """Fills `present`; returns the reason why it failed, or nothing when all are here.
+    """Fills `present`; returns the reason of a failure, or an empty string when all have come.
 
-    A process that goes away again (restarted by its host, say) is awaited again.
+    A process that disconnects (restarted by its host, say) is awaited again.
     """
     unread: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector:
@@ -186,7 +187,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _wait_for_port(address: tuple[str, int], end: float) -> None:
-    """Until JAX's service listens: its client would wait a second before it tried again."""
+    """Waits until JAX's service listens: its client would wait a second between attempts."""
     while time.monotonic() < end:
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
             return

@@ -61,7 +61,7 @@ def check_optax_mesh(call: Prepared, name: str, x: Any) -> None:
 
     `name` is the argument that asks for an Optax solver, and `x` its value.
     """
-    if call.place is not None and is_explicit(call.place.mesh, call.place.axes):
+    if call.plan is not None and is_explicit(call.plan.mesh, call.plan.axes):
         raise NotImplementedError(
             f"{name}: wanted 'newton' where arrays are split over explicit mesh axes, "
             f"got {received(x)}"

@@ -103,7 +103,7 @@ def conjugate(
     call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
     found = _solve(point, call, arrays, regulariser, solver, max_steps, tolerance)
-    return raise_on_failure(found, throw, "conjugate", collective=call.place is not None)
+    return raise_on_failure(found, throw, "conjugate", collective=call.plan is not None)
 
 
 def rate(
@@ -175,7 +175,7 @@ def rate(
     lse = jnp.where(found.result == Result.no_keys, 0.0, lse)
     stats = found.stats | {"path": found.stats["path"] + lse[None]}
     found = Solution(found.value + lse, found.source, None, found.result, stats)
-    return raise_on_failure(found, throw, "rate", collective=call.place is not None)
+    return raise_on_failure(found, throw, "rate", collective=call.plan is not None)
 
 
 def _solve(

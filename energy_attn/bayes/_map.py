@@ -126,7 +126,7 @@ def map_attention(
     value, point = with_exact_derivative(call, arrays, found.value, found.point)
     stats = without_derivative(found.stats, arrays, "map_attention")
     found = Solution(value, found.source, point, found.result, stats)
-    return raise_on_failure(found, throw, "map_attention", collective=call.place is not None)
+    return raise_on_failure(found, throw, "map_attention", collective=call.plan is not None)
 
 
 def _mean_square_deviation(value: Array) -> Array:

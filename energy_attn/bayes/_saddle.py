@@ -178,7 +178,7 @@ def saddle_attention(
     value, point = with_exact_derivative(call, arrays, found.value, found.point)
     stats = without_derivative(found.stats, arrays, "saddle_attention")
     found = Solution(value, found.source, point, found.result, stats)
-    return raise_on_failure(found, throw, "saddle_attention", collective=call.place is not None)
+    return raise_on_failure(found, throw, "saddle_attention", collective=call.plan is not None)
 
 
 class _SaddleOptions(NamedTuple):

@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
     """
 
     names: tuple[str, ...]
-    place: ShardingPlan | None
+    plan: ShardingPlan | None
     options: tuple[tuple[str, Any], ...]
     at_zero: bool = False
 
@@ -196,19 +196,19 @@ def prepare(
         _check_inside(arrays)
     given = check_at(call, None, arrays)
     where = local_sharding_plan if inside else sharding_plan
-    place = where(parallel, query, key, value)
+    plan = where(parallel, query, key, value)
     if call.names != ("reference",):
         cite("milakov", "flash")
-    if place is not None and place.axes:
-        cite(place.method)
+    if plan is not None and plan.axes:
+        cite(plan.method)
     compares = given.settings.rule.constrains or given.operands.key_positions is not None
     if parallel is not None and compares:
         size = query.shape[-3], key.shape[-3]
-        if place is not None and place.local:
-            traced = with_local_positions(parallel, place.queries, traced, *size)
+        if plan is not None and plan.local:
+            traced = with_local_positions(parallel, plan.queries, traced, *size)
         else:
             traced = with_positions(parallel, traced, *size)
-    return call._replace(place=place), arrays._replace(options=traced)
+    return call._replace(plan=plan), arrays._replace(options=traced)
 
 
 def _check_inside(arrays: Arrays) -> None:
@@ -243,8 +243,8 @@ def attention_and_energy(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
     # Inside shard_map the energies vary between devices, and so must the source: the gradient in
     # a source that does not vary would be summed over the devices.
     varying = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
-    if call.place is not None and call.place.local and not call.place.queries:
-        varying -= frozenset(call.place.sequence)  # what is merged does not vary
+    if call.plan is not None and call.plan.local and not call.plan.queries:
+        varying -= frozenset(call.plan.sequence)  # what is merged does not vary
     if varying:
         zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
     if isinstance(zero, jax.Array):
@@ -273,10 +273,10 @@ def attend_checked(static: Prepared, call: CheckedCall) -> AttentionState:
 
     Raises as the kernels do.
     """
-    if static.place is None:
+    if static.plan is None:
         state = attend(static.names, call.settings, call.operands)
     else:
-        state = sharded_attention(static.place, static.names, call)
+        state = sharded_attention(static.plan, static.names, call)
     return state if call.batched else jax.tree.map(lambda x: x[0], state)
 
 

@@ -121,7 +121,7 @@ def retrieve(
     cite("ramsauer")
     static = RetrievalOptions(call, max_steps, tolerance)
     solution = _solve(static, jnp.asarray(beta, wide), arrays)
-    return raise_on_failure(solution, throw, "retrieve", collective=call.place is not None)
+    return raise_on_failure(solution, throw, "retrieve", collective=call.plan is not None)
 
 
 def _check_arrays(state: Any, memories: Any) -> None:

@@ -144,6 +144,6 @@ def run_reduction(call: Prepared, reduction: Reduction, given: CheckedCall, *row
     Raises as the reduction does.
     """
     if given.batched:
-        return sharded_reduction(call.place, reduction, given, *rows)
-    found = sharded_reduction(call.place, reduction, given, *(x[None] for x in rows))
+        return sharded_reduction(call.plan, reduction, given, *rows)
+    found = sharded_reduction(call.plan, reduction, given, *(x[None] for x in rows))
     return jax.tree.map(lambda x: x[0], found)

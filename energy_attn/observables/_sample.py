@@ -81,7 +81,7 @@ def sample_keys(
     call, source, arrays = prepare_with_source(query, key, value, source, bias, mask, **options)
     arrays, source = lax.stop_gradient((arrays, source))
     seeds = jax.random.bits(rng, (*arrays.query.shape[:-1], 2), jnp.uint32)
-    axes = () if call.place is None else call.place.sequence
+    axes = () if call.plan is None else call.plan.sequence
     reduction = Reduction(HashablePartial(_drawn, (num_samples, axes)), _fold_draws)
     return run_reduction(call, reduction, check_at(call, source, arrays), seeds)[0].indices
 
@@ -96,8 +96,8 @@ def _drawn(
     return Draw(index, lse), seeds
 
 
-def _fold_draws(found: tuple[Draw, Array], axes: Axes, place: ShardingPlan) -> tuple[Draw, Array]:
-    del place
+def _fold_draws(found: tuple[Draw, Array], axes: Axes, plan: ShardingPlan) -> tuple[Draw, Array]:
+    del plan
     mine, seeds = found
     parts: Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
     devices = lax.axis_size(axes)

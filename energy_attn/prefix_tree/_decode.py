@@ -110,12 +110,12 @@ def tree_decode(
     check_shape("query", query, (batch, slots, "N", cache.key.shape[-1]))
     names = candidates(implementation)
     reach = check_reach(local_window_size, cache.window)
-    place = sharding_plan(cache.parallel, query, cache.key, cache.value)
-    if place is not None:
+    plan = sharding_plan(cache.parallel, query, cache.key, cache.value)
+    if plan is not None:
         # on explicit mesh axes rows and heads stay sharded, and each device has all slots of a tree
-        spec = PartitionSpec(place.batch or None, None, place.heads or None)
+        spec = PartitionSpec(plan.batch or None, None, plan.heads or None)
         nodes = query, key, value, source
-        query, key, value, source = reshard_explicit(place.mesh, place.axes, nodes, spec)
+        query, key, value, source = reshard_explicit(plan.mesh, plan.axes, nodes, spec)
 
     used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
     mask = tree.mask
@@ -137,21 +137,21 @@ def tree_decode(
         sharding_plan(cache.parallel, query, cache.key, cache.value), names, before
     )
     drafts = check_call(query, key, value, source=source, mask=mask[:, None], scale=scale)
-    nodes_place = None
-    if place is not None and place.batch + place.heads:
-        nodes_place = place._replace(sequence=(), queries=False)
-    out, lse = merge(context, _partial_state(nodes_place, (*names, "blockwise"), drafts))
+    nodes_plan = None
+    if plan is not None and plan.batch + plan.heads:
+        nodes_plan = plan._replace(sequence=(), queries=False)
+    out, lse = merge(context, _partial_state(nodes_plan, (*names, "blockwise"), drafts))
     return AttentionState(out.astype(cache.dtype), lse)
 
 
 def _partial_state(
-    place: ShardingPlan | None, names: tuple[str, ...], call: CheckedCall
+    plan: ShardingPlan | None, names: tuple[str, ...], call: CheckedCall
 ) -> AttentionState:
     """The state of a part of the keys, to be merged with others. Raises as the kernels do."""
     call = call._replace(settings=with_wide_out(call.settings))
-    if place is None:
+    if plan is None:
         return attend(names, call.settings, call.operands)
-    return sharded_attention(place, names, call)
+    return sharded_attention(plan, names, call)
 
 
 def commit(
@@ -216,18 +216,18 @@ def gather_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Arra
         return gather_slots(key, path), gather_slots(value, path)
 
     key, value, path = map(jnp.asarray, (key, value, path))
-    place = _sharding(cache)
-    if place is None:
+    sharding = _sharding(cache)
+    if sharding is None:
         return taken(key, value, path)
     sharded = jax.shard_map(
         taken,
-        mesh=place.mesh,
-        in_specs=(place.new, place.new, place.rows),
-        out_specs=place.new,
-        axis_names=place.axes,
+        mesh=sharding.mesh,
+        in_specs=(sharding.new, sharding.new, sharding.rows),
+        out_specs=sharding.new,
+        axis_names=sharding.axes,
     )
-    key, value = reshard_explicit(place.mesh, place.axes, (key, value), place.new)
-    return sharded(key, value, reshard_explicit(place.mesh, place.axes, path, place.rows))
+    key, value = reshard_explicit(sharding.mesh, sharding.axes, (key, value), sharding.new)
+    return sharded(key, value, reshard_explicit(sharding.mesh, sharding.axes, path, sharding.rows))
 
 
 def _sharding(cache: KVCache) -> CacheSharding | None:

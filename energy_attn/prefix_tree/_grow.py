@@ -89,10 +89,10 @@ def _scores(tree: PrefixTree, logits: Array) -> Array:
     rows = jnp.arange(len(log_p), dtype=jnp.int32)[:, None]
     used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
     is_child = used & (tree.parent >= 0)
-    place = jnp.where(is_child, tree.parent, slots), tree.tokens.astype(jnp.int32)
-    edge = log_p.at[rows, *place].get(mode="fill", fill_value=0)
+    index = jnp.where(is_child, tree.parent, slots), tree.tokens.astype(jnp.int32)
+    edge = log_p.at[rows, *index].get(mode="fill", fill_value=0)
     path = gather_slots(edge, tree.unpacker).sum(-1)
     scores = jnp.where(jnp.isneginf(log_p), -jnp.inf, path[:, :, None] + log_p)
-    scores = scores.at[rows, *place].set(-jnp.inf, mode="drop")
+    scores = scores.at[rows, *index].set(-jnp.inf, mode="drop")
     open_ = used & (tree.depth < tree.unpacker.shape[2] - 1)
     return jnp.where(open_[:, :, None], scores, -jnp.inf)

@@ -113,9 +113,11 @@ def token_tree(
     slot = {path: n for n, path in enumerate(paths, start=1)}
     parent = np.array([-1, *(slot.get(path[:-1], 0) for path in paths)], np.int32)
     batch, depth = len(root), 1 + max(map(len, paths), default=0)
-    place, rank = np.array([(len(path) - 1, path[-1]) for path in paths], np.int32).reshape(-1, 2).T
+    position, rank = (
+        np.array([(len(path) - 1, path[-1]) for path in paths], np.int32).reshape(-1, 2).T
+    )
     tokens = jnp.concatenate(
-        [jnp.asarray(root)[:, None], jnp.asarray(candidates)[:, place, rank]], axis=1
+        [jnp.asarray(root)[:, None], jnp.asarray(candidates)[:, position, rank]], axis=1
     )
     parent = jnp.broadcast_to(jnp.asarray(parent)[None], tokens.shape)
     return tree_from_checked_parents(

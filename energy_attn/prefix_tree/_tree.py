@@ -180,9 +180,9 @@ def check_range(name: str, x: Any, least: int, most: int) -> None:
     found = np.asarray(x)
     wrong = np.argwhere((found < least) | (found > most))
     if len(wrong):
-        place = tuple(wrong[0].tolist())
+        index = tuple(wrong[0].tolist())
         raise ValueError(
-            f"{name}: wanted integers from {least} to {most}, got {found[place]} at {list(place)}"
+            f"{name}: wanted integers from {least} to {most}, got {found[index]} at {list(index)}"
         )
 
 

@@ -55,8 +55,8 @@ def implementations() -> tuple[str, ...]:
     | `blockwise` | all | XLA's operations | any call, memory O(T·block) |
     | `reference` | all | XLA's operations | any call, with the whole score matrix; derivatives in both modes |
 
-    "Plain" is full or causal attention or a window, with positions that count from 0, and without
-    arrays of masks, biases, positions or segments.
+    "Plain": full, causal or windowed attention, with positions that count from 0, and without arrays
+    of masks, biases, positions or segments.
 
     `"xla"`, as in `jax.nn`, stands for those made of XLA's operations. Kernels for another platform
     than the one a program is lowered for are skipped.

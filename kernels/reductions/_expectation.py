@@ -50,8 +50,8 @@ def expectation(
 
     $$\mathrm{out} = \sum_a P_a f_a, \qquad \mathrm{lse} = F$$
 
-    A state: such states of disjoint keys merge as those of attention do, if `part` is linear in the
-    weights and `rows` are the same for all. The energies are from the implementation that `names`
+    The result is a state. States of disjoint keys merge as those of attention do, if `part` is linear
+    in the weights and `rows` are the same for all. The energies are from the implementation that `names`
     choose. Raises as `attend`.
 
     Args:

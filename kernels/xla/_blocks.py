@@ -30,7 +30,7 @@ class BlockSizes(NamedTuple):
     Attributes:
         rows: query rows in a block, of all heads that share a key head and of the whole batch. (The
             batch stays in one block, so that one that is sharded over devices stays where it is.)
-        least_rows: query rows of each member of the batch, even if the batch then has more.
+        least_rows: query rows of each batch entry, even if a block then has more than `rows`.
         keys: keys in a block.
     """
 

@@ -27,8 +27,8 @@ from ._softmax import softmax
 # With more query rows (queries times heads) the block-diagonal product wastes more arithmetic than it
 # saves in bandwidth; chosen by measurement.
 MOST_ROWS = 64
-# A sum that is not finite is taken again in at least this many pieces, of at least and at most so
-# many keys. A piece takes memory whether the sum is taken again or not, so it is small.
+# A sum that is not finite is computed again in at least this many pieces, of at least and at most so
+# many keys. Memory for a piece is allocated in any case, so pieces are small.
 PIECES, LEAST_PIECE, MOST_PIECE = 8, 128, 1024
 
 

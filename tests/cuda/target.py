@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 @functools.cache
 def toolkit() -> Path:
-    """Where CUDA's compiler lies; also tells the plugin, which reads its flags when it is loaded."""
-    # as the packages for CUDA 12 and those for CUDA 13 have it
+    """The folder of CUDA's compiler, which also goes into the flags that the plugin reads when it is loaded."""
+    # in the packages for CUDA 12 and in those for CUDA 13
     places = [
         Path(root, part)
         for root in importlib.util.find_spec("nvidia").submodule_search_locations
@@ -28,7 +28,7 @@ def toolkit() -> Path:
 
 @functools.cache
 def nodes(number: int, devices: int) -> Mesh:
-    """So many nodes of so many GPUs, along the axes "node" and "device"."""
+    """A mesh of nodes and GPUs, with the axes "node" and "device"."""
     toolkit()
     described = topologies.get_topology_desc(
         platform="cuda",

@@ -38,7 +38,7 @@ def with_gradients(query, key, value, dout, dlse):
 
 
 class Compiled:
-    """A program for one H200, and what its kernels were assembled to."""
+    """A program for one H200, and its assembled kernels."""
 
     def __init__(self, run, *shapes, dtype=jnp.bfloat16, folder=None):
         sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
@@ -48,7 +48,7 @@ class Compiled:
             else jax.ShapeDtypeStruct(x, dtype, sharding=sharding)
             for x in shapes
         ]
-        # newer versions of XLA write instructions only if asked to
+        # newer versions of XLA write instructions only with a flag
         dump = {"xla_dump_to": str(folder), "xla_dump_emitter_re": ".*"}
         options = None if folder is None else dump
         program = jax.jit(run).lower(*arguments).compile(options)
@@ -62,11 +62,11 @@ class Compiled:
 
     @property
     def share(self):
-        """Temporary memory, in parts of that of the arguments."""
+        """Temporary memory, relative to the memory of the arguments."""
         return self.memory.temp_size_in_bytes / self.memory.argument_size_in_bytes
 
     def assembled(self):
-        """For each of our kernels: instructions for a virtual machine, and bytes that spill on the real one."""
+        """For each of our kernels: PTX instructions, and bytes that spill on the GPU."""
         found = {}
         for file in self.folder.glob("*.ptx"):
             for entry in re.split(r"(?=\.visible \.entry )", file.read_text())[1:]:
@@ -91,8 +91,8 @@ def kernels(text):
 
 @heads
 def test_decode(heads):
-    """Keys copied, padded or transposed for the kernel; XLA's own products instead of ours; parts merged by many
-    small kernels, each of which costs as much as reading some megabytes."""
+    """Keys copied, padded or transposed for the kernel; XLA's products instead of ours; parts merged by many small
+    kernels, each of which costs as much as reading some megabytes."""
     n, k = heads
     program = Compiled(attend, (1, 1, n, WIDTH), (1, KEYS, k, WIDTH), (1, KEYS, k, WIDTH))
     assert program.kernels == DECODE
@@ -102,7 +102,7 @@ def test_decode(heads):
 
 @heads
 def test_decode_from_a_cache(heads):
-    """The same with a length, of which only positions are made: 4 bytes beside a key's and a value's 4096 or more."""
+    """The same with a length, which needs only positions: 4 bytes beside 4096 or more of a key and a value."""
     n, k = heads
     length = jax.ShapeDtypeStruct(
         (1,), jnp.int32, sharding=SingleDeviceSharding(nodes(1, 1).devices.item())
@@ -117,7 +117,7 @@ def test_decode_from_a_cache(heads):
 
 
 def test_decode_beyond_32_bits():
-    """Numbers of elements in 32 bits: four million keys have eight gibibytes."""
+    """Offsets in 32 bits: four million keys take eight gibibytes."""
     shape = (1, 4 * 1024 * 1024, 8, WIDTH)
     program = Compiled(attend, (1, 1, 32, WIDTH), shape, shape)
     assert program.kernels == DECODE
@@ -125,7 +125,7 @@ def test_decode_beyond_32_bits():
 
 
 def test_decode_over_a_node():
-    """A kernel that cannot be in a shard_map: its results' types, or positions that are the same on all devices."""
+    """A kernel that fails in a shard_map, by its results' types or by positions that are equal on all devices."""
     mesh = nodes(1, 8)
     sharded = P(None, "device")
     arguments = [
@@ -147,8 +147,8 @@ def test_decode_over_a_node():
 
 @heads
 def test_prefill_and_backward(heads, tmp_path):
-    """Arrays laid out anew for the kernels, and tiles too large for the registers: a spilled one is read back from
-    memory in every step. Products that miss the tensor cores' instruction for whole groups of warps."""
+    """Copies of arrays in another layout; tiles too large for the registers, which are read back from memory in
+    every step; products without the tensor cores' instruction for groups of warps."""
     n, k = heads
     rows, keys = (1, PREFILL, n, WIDTH), (1, PREFILL, k, WIDTH)
     dlse = jax.ShapeDtypeStruct(
@@ -165,7 +165,7 @@ def test_prefill_and_backward(heads, tmp_path):
 
 
 def test_decode_is_assembled_well(tmp_path):
-    """Keys read in pieces of less than 16 bytes, or waited for one by one."""
+    """Keys read in pieces of less than 16 bytes, or one after the other."""
     shape = (1, KEYS, 8, WIDTH)
     assembled = Compiled(attend, (1, 1, 32, WIDTH), shape, shape, folder=tmp_path).assembled()
     code, spilled = assembled["attention_forward"]
@@ -180,7 +180,7 @@ def test_decode_is_assembled_well(tmp_path):
     [("float16", 64, 64), ("bfloat16", 80, 80), ("bfloat16", 256, 128), ("float32", 192, 64)],
 )
 def test_widths(dtype, width, value_width):
-    """Shapes that the compiler for Triton refuses, or loops over: odd widths, a source's, float32's long programs."""
+    """Shapes that Triton's compiler refuses, or never finishes: odd widths, a source, long programs for float32."""
     rows, keys, values = (2, 33, 6, width), (2, 1000, 2, width), (2, 1000, 2, value_width)
     dlse = jax.ShapeDtypeStruct(
         rows[:-1], jnp.float32, sharding=SingleDeviceSharding(nodes(1, 1).devices.item())
@@ -192,7 +192,7 @@ def test_widths(dtype, width, value_width):
 
 
 def test_source():
-    """Products of operands in two dtypes: a source makes queries and keys float32, and values stay narrow."""
+    """Products of two dtypes: a source makes queries and keys float32, while values stay narrow."""
 
     def run(query, key, value, source):
         return jax.vjp(lambda *x: attend(*x[:3], source=x[3]), query, key, value, source)[1](

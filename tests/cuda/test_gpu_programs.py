@@ -20,7 +20,7 @@ HEADS, WIDTH = 16, 128
 AXES = ("node", "device")
 SHARDED = P(None, AXES)
 NODES = cost.dgx_h100(16)
-# A shard of another length than a multiple of 1024 or so, XLA:GPU copies to pad it before its products.
+# XLA:GPU copies and pads a shard before its products unless its length is a multiple of about 1024.
 KEYS = (640 * 1024, 5120 * 1024)
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 
@@ -35,7 +35,7 @@ def mesh():
 
 @functools.cache
 def compiled(f, keys, **options):
-    """Decoding on all nodes: one query, and so many keys in all."""
+    """Decoding on all nodes: one query, and that many keys in total."""
     arrays = [
         jax.ShapeDtypeStruct(
             (1, n, HEADS, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh(), spec)
@@ -61,7 +61,7 @@ def shards(program, keys):
 
 
 def payload(program):
-    """Bytes by kind of collective, all runs together."""
+    """Bytes by kind of collective, over all runs."""
     found = collections.Counter()
     for c in collectives(program):
         found[c.kind] += c.bytes * c.count
@@ -77,7 +77,7 @@ def predicted(method, merge, keys):
 
 @pytest.mark.parametrize(("merge", "most"), [("allreduce", 2), ("gather", 1), ("butterfly", 7)])
 def test_decode(merge, most):
-    """More collectives than the merge has steps, bytes that the model does not know or that grow with keys, memory."""
+    """More collectives than the merge has steps, bytes that the cost model lacks or that grow with keys, memory."""
     short, long = (compiled(tree_attention, keys, merge=merge) for keys in KEYS)
     assert len(collectives(long)) <= most
     assert payload(long) == predicted("tree", merge, KEYS[1])
@@ -86,7 +86,7 @@ def test_decode(merge, most):
 
 
 def test_hierarchical():
-    """A share of the rows between nodes that is not a share. XLA:GPU may narrow the last gather by itself."""
+    """All rows between nodes instead of a share. XLA:GPU may narrow the last gather by itself."""
     found = payload(compiled(tree_attention, KEYS[1], merge="hierarchical"))
     wanted = predicted("tree", "hierarchical", KEYS[1])
     assert found.pop("all-gather") <= wanted.pop("all-gather")
@@ -94,12 +94,12 @@ def test_hierarchical():
 
 
 def test_sums_are_wide():
-    """Numerators narrowed to bfloat16 on their way."""
+    """Numerators sent in bfloat16."""
     found = collectives(compiled(tree_attention, KEYS[1], merge="allreduce"))
     assert {dtype for c in found for dtype in c.dtypes} == {"f32"}
 
 
 def test_ring():
-    """A ring that makes a hop too many, or sends positions that nobody compares."""
+    """A ring that makes a hop too many, or sends positions that are not compared."""
     program = compiled(ring_attention, KEYS[0], rotate="keys", queries_sharded=False)
     assert payload(program) == predicted("ring", "keys", KEYS[0])

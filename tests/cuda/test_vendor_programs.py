@@ -33,7 +33,7 @@ def vendors(monkeypatch):
 
 @pytest.fixture
 def multiprocessors(monkeypatch):
-    """FlashAttention with the number of an H200's multiprocessors, for which it asks the driver."""
+    """FlashAttention with the number of multiprocessors of an H200, for which it asks the driver."""
     for part in ("flash_fwd", "flash_bwd"):
         module = importlib.import_module(f"flash_attn_jax.{part}")
         monkeypatch.setattr(module, "get_sm_count", lambda: 132)
@@ -89,7 +89,7 @@ def test_cudnn_forward(heads, window):
     assert calls(text, "__cudnn$fmha") == ["Softmax"]
     assert re.search(rf"tensor<{BATCH}x{heads[0]}x{ROWS}xf32>, tensor<0xui8>\)", text)
     length = re.search(r"sliding_window_length\\22: (\d+)", text)[1]
-    assert length == ("0" if window is None else "1001")  # the query's own key counts
+    assert length == ("0" if window is None else "1001")  # includes the query's own key
     program = lowered.compile()
     assert copies(program.as_text()) == []
     energies = BATCH * heads[0] * ROWS * 4
@@ -100,7 +100,7 @@ def test_cudnn_forward(heads, window):
 @heads
 @pytest.mark.parametrize("lse", [False, True])
 def test_cudnn_backward(heads, lse):
-    """A second backward where none is asked for, none where one is, or copies."""
+    """A second backward where none is needed, none where one is, or copies."""
     run = functools.partial(with_gradients, lse=lse, implementation="cudnn")
     lowered = jax.jit(run).lower(*operands(heads, one()))
     backwards = ["SoftmaxBackward"] * (1 + lse)
@@ -111,7 +111,7 @@ def test_cudnn_backward(heads, lse):
 
 @pytest.mark.cuda
 def test_cudnn_in_shard_map():
-    """Partitioned by XLA once more, where each device runs its own; or results of another type than JAX wants."""
+    """XLA that partitions again what each device runs by itself; or results of another type than JAX wants."""
     mesh = nodes(1, 8)
     spec = P("device")
     run = jax.shard_map(
@@ -132,7 +132,7 @@ def test_cudnn_in_shard_map():
 @heads
 @pytest.mark.parametrize("lse", [False, True])
 def test_flash(heads, lse, multiprocessors):
-    """A function of the package that has another name or other arguments by now."""
+    """A function of the package that now has another name or other arguments."""
     run = functools.partial(with_gradients, lse=lse, implementation="flash")
     text = jax.jit(run).lower(*operands(heads, one())).as_text()
     assert calls(text, "flash_mha_") == ["fwd", *["bwd"] * (1 + lse)]
@@ -141,7 +141,7 @@ def test_flash(heads, lse, multiprocessors):
 
 @pytest.mark.flash
 def test_flash_in_shard_map(multiprocessors):
-    """The package's own partitioning, which knows nothing of a device's share."""
+    """The package's own partitioning, which ignores the share of a device."""
     mesh = nodes(1, 8)
     spec = P("device")
     run = jax.shard_map(

@@ -37,7 +37,7 @@ PARTS, ROWS, WIDTH = 8, 3, 2
 
 
 class Parts(NamedTuple):
-    """Parts to be folded and the cotangents of the result, in NumPy, in the dtypes that they have in JAX."""
+    """Parts to be merged and cotangents of the result, in NumPy, in their dtypes in JAX."""
 
     out: np.ndarray  # [parts, rows, width]
     lse: np.ndarray  # [parts, rows]
@@ -60,7 +60,7 @@ def random_parts(seed=0, parts=PARTS, rows=ROWS) -> Parts:
 
 
 def with_empty(parts: Parts) -> Parts:
-    """Two parts hold no keys in one row each, no part in the last one; their out is NaN."""
+    """Two parts hold no keys in one row each, and no part does in the last row; their out is NaN there."""
     empty = np.zeros(parts.lse.shape, bool)
     empty[0, 0] = empty[1, 1] = empty[:, -1] = True
     lse = np.where(empty, -np.inf, parts.lse)
@@ -69,7 +69,7 @@ def with_empty(parts: Parts) -> Parts:
 
 @st.composite
 def some_parts(draw, most=PARTS) -> Parts:
-    """Up to `most` parts; about a third hold no keys, whose out may be anything."""
+    """Up to `most` parts; about a third hold no keys, and their out may be anything."""
     count = draw(st.integers(1, most))
     anything = st.sampled_from([np.nan, np.inf, -np.inf, 0.0, 1.0])
     number = st.floats(-8, 8, width=16, allow_subnormal=False)
@@ -85,7 +85,7 @@ def some_parts(draw, most=PARTS) -> Parts:
 
 @st.composite
 def parts_and_trees(draw):
-    """Parts, and every one of them once in nested pairs: any order, any brackets."""
+    """Parts, and a tree of pairs with each of them once: any order, any brackets."""
     parts = draw(some_parts())
     nodes = list(draw(st.permutations(range(len(parts.lse)))))
     while len(nodes) > 1:
@@ -111,7 +111,7 @@ def fold(out, lse):
 
 
 def exact(parts: Parts) -> dict[str, np.ndarray]:
-    """The folded state, and the gradients of `<dout, out> + <dlse, lse>` in the parts."""
+    """The merged state, and the gradients of `<dout, out> + <dlse, lse>` in the parts."""
     out, lse, weights = fold(parts.out, parts.lse)
     dout, dlse = parts.dout.astype(np.longdouble), parts.dlse.astype(np.longdouble)
     given = np.where(np.isfinite(parts.lse)[..., None], parts.out.astype(np.longdouble), 0)
@@ -195,7 +195,7 @@ def state_and_gradients(state, cotangent, axis=0):
 
 
 def along_tree(parts: Parts, tree) -> dict[str, np.ndarray]:
-    """State and gradients of the fold that merges two by two as the tree says."""
+    """State and gradients of the merge in pairs along the tree."""
 
     def evaluate(leaves, node):
         if not isinstance(node, tuple):
@@ -240,7 +240,7 @@ def check(found, parts: Parts, tree, what, roundings=1):
 
 
 def same(actual, wanted):
-    """Every bit that counts: equal numbers, none of them NaN, equal dtypes."""
+    """Bitwise equality: equal numbers, none of them NaN, equal dtypes."""
     for mine, theirs in zip(actual, wanted, strict=True):
         assert mine.dtype == theirs.dtype
         assert not np.isnan(np.asarray(mine, np.float64)).any()
@@ -255,7 +255,7 @@ def left_comb(parts):
 @every_dtype
 @given(case=parts_and_trees())
 def test_associativity(dtypes, case):
-    """A fold that depends on order or brackets or weighs an empty part, in its values or in its gradients."""
+    """A merge that depends on order or brackets, or gives weight to an empty part, in values or in gradients."""
     parts, tree = case
     parts = typed(parts, dtypes)
     found = along_tree(parts, tree)
@@ -283,14 +283,14 @@ def test_identity_and_commutativity(dtypes, parts):
 
 @every_dtype
 def test_merge_all_at_once(dtypes):
-    """`merge_all` is the fold of `merge`, values and gradients, with empty parts among the others."""
+    """`merge_all` equals repeated `merge`, values and gradients, with empty parts among the others."""
     parts = typed(with_empty(random_parts()), dtypes)
     check(state_and_gradients(*as_jax(parts)), parts, left_comb(parts), "merge_all")
 
 
 @pytest.mark.parametrize("dtypes", DTYPES[1:4], ids="-".join)
 def test_an_empty_part_is_the_identity_whatever_its_out(dtypes):
-    """The out of a part without keys may be whatever was in memory."""
+    """The out of a part without keys may be any memory contents."""
     parts = typed(random_parts(parts=2, rows=4), dtypes)
     parts.lse[0] = -np.inf
     parts.out[0] = np.array([np.nan, np.inf, -np.inf, 7.0])[:, None]
@@ -315,7 +315,7 @@ def test_empty_merged_with_empty_is_empty(dtypes):
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 @pytest.mark.parametrize("beside", [0.5, -np.inf, np.nan])
 def test_what_is_broken_reaches_the_whole(broken, beside):
-    """A part with NaN or overflow that is counted as empty: a finite answer from the other parts, and it is wrong."""
+    """A part with NaN or overflow that counts as empty: a finite but wrong answer from the other parts."""
     parts = random_parts(parts=2)
     parts.lse[:, 1] = broken, beside
     (one, other), cotangent = (AttentionState(*parts.at(i)) for i in (0, 1)), as_jax(parts)[1]
@@ -341,7 +341,7 @@ FOREIGN = {
 @pytest.mark.parametrize("kind", FOREIGN)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_states_from_elsewhere(kind, dtype):
-    """Another base, another order of axes, energies of 16 bits, another word for empty; what is broken stays so."""
+    """Another base, another order of axes, energies of 16 bits, another mark of empty rows; NaN stays NaN."""
     options = FOREIGN[kind]
     base, empty = options.get("base", np.e), options.get("empty", -np.inf)
     rng = np.random.default_rng(0)
@@ -400,7 +400,7 @@ def test_far_apart():
 
 
 def test_natural_logarithm():
-    """Some kernels report lse in base 2: n equal parts then fold to log2 n instead of log n."""
+    """Some kernels report lse in base 2: n equal parts then merge to log2 n instead of log n."""
     eight = AttentionState(jnp.ones((8, 1)), jnp.zeros(8))
     np.testing.assert_allclose(MERGE_ALL(eight).lse, np.log(8), rtol=1e-15)
     one = AttentionState(jnp.array([0.0]), jnp.array(0.0))
@@ -500,7 +500,7 @@ def test_merge_all_over_any_axis(axis):
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_merge_all_of_none_and_of_one(axis):
-    """A maximum over nothing raises; a fold of one part is that part, to the bit."""
+    """A maximum over no part raises; a merge of one part is that part, to the bit."""
     dtypes = "bfloat16", "float32"
     shape = [ROWS, ROWS]
     shape[axis] = 0
@@ -519,7 +519,7 @@ def test_merge_all_of_none_and_of_one(axis):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_empty_state(dtype):
-    """An identity in the wrong dtype would promote, or refuse, all that is merged with it."""
+    """An identity in the wrong dtype would promote, or refuse, every state merged with it."""
     out, lse = empty_state((2, 3, 4), dtype)
     assert out.dtype == dtype and lse.dtype == ("float64" if dtype == "float64" else "float32")
     assert out.shape == (2, 3, 4) and lse.shape == (2, 3)
@@ -529,7 +529,7 @@ def test_empty_state(dtype):
 
 
 def test_states_of_any_rank_and_scan():
-    """A state is a pytree like any other: it maps, scans and carries, a single row included."""
+    """A state is a pytree that maps, scans and carries, a single row included."""
     parts = typed(random_parts(), ("float32", "float32"))
     state, _ = as_jax(parts)
     start = empty_state((ROWS, WIDTH))

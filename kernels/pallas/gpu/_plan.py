@@ -34,7 +34,7 @@ class TileSizes(NamedTuple):
             multiply 128 by 128.
         other: a tile that it iterates over, in the forward pass.
         other_backward: the same in the backward, which has twice as many operands and sums.
-        float32: either, in float32. Tensor cores do not take it, and each 32 terms of a product are
+        float32: all of these, in float32. Tensor cores do not take it, and each 32 terms of a product are
             an instruction of their own: larger tiles would only lengthen the program.
         programs: how many fill a large chip: four for each of the 132 multiprocessors of an H100.
             Where tiles are fewer, several programs share the iteration of one.

@@ -22,8 +22,8 @@ class LayoutSizes(NamedTuple):
         keys: keys in a block.
         few_rows: rows so few that reading keys takes longer than computing with them, even where
             every row is compared with the keys of all heads.
-        keys_of_few_rows: keys in a block then. Reading one takes a microsecond or more, several
-            times what a step costs.
+        keys_of_few_rows: keys in a block then. Reading such a block takes a microsecond or
+            more, several times the overhead of a step.
         keys_backward: keys in a block of the backward.
         lanes: the last axis of the chip's tiles.
         sublanes: the axis before it.
