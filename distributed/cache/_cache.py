@@ -81,8 +81,8 @@ class KVCache(eqx.Module):
         ...     return cache, cache.attend(query).out
         >>> q, k = jnp.ones((2, 1, 4, 8)), jnp.ones((2, 1, 2, 8))
         >>> with jax.set_mesh(make_mesh((jax.device_count(),), ("device",))):
-        ...     spread = SequenceParallel("device")
-        ...     cache = KVCache.empty(2, 64, 2, 8, dtype=jnp.float32, parallel=spread, block_size=4)
+        ...     parallel = SequenceParallel("device")
+        ...     cache = KVCache.empty(2, 64, 2, 8, dtype=jnp.float32, parallel=parallel, block_size=4)
         ...     for _ in range(3):
         ...         cache, out = step(cache, q, k, k)
         >>> out.shape, cache.lengths.tolist()

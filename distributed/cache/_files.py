@@ -58,10 +58,10 @@ def write(path: Path, arrays: Mapping[str, Array], about: Mapping[str, Any]) -> 
     mine, processes = jax.process_index(), jax.process_count()
     with _files.saving(path, _OURS, named) as save:
         files = [f"{i:05d}-of-{processes:05d}-{save}.safetensors" for i in range(processes)]
-        said = {KEY: json.dumps(about | {"save": save})}
+        metadata = {KEY: json.dumps(about | {"save": save})}
         shapes = {label: (piece.shape, piece.dtype) for label, piece in pieces.items()}
         with _files.together(path):
-            _safetensors.write(path / files[mine], said, shapes, pieces.values())
+            _safetensors.write(path / files[mine], metadata, shapes, pieces.values())
             _files.sync(path)
         with _files.together(path):
             if mine == 0:
@@ -99,8 +99,8 @@ def index(path: Path) -> tuple[list[str], str | None]:
                 isinstance(name, str) and _PART.fullmatch(name) and save in name for name in files
             ):
                 return list(files), save
-            case said:
-                raise ValueError(received(said))
+            case other:
+                raise ValueError(received(other))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: wanted the index of a KVCache.save, got {error}") from error
 

@@ -100,17 +100,17 @@ class Saved:
 def _about(file: Path, text: str | None) -> About:
     """The metadata of a file, checked for consistency; raises `ValueError` naming the file."""
     try:
-        said = json.loads(text or "null")
-        slots = Slots(*(check_integer("slots", size, 1) for size in said["slots"]))
+        stated = json.loads(text or "null")
+        slots = Slots(*(check_integer("slots", size, 1) for size in stated["slots"]))
         if slots.capacity % slots.stripe:
             raise ValueError(f"slots: wanted whole blocks on every device, got {slots}")
-        dtype = check_floating_dtype("dtype", said["dtype"])
+        dtype = check_floating_dtype("dtype", stated["dtype"])
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise ValueError(f"dtype: wanted JAX's 64 bits on (jax_enable_x64), got {dtype}")
-        stored = np.dtype(np.int8) if said["stored"] == "int8" else dtype
+        stored = np.dtype(np.int8) if stated["stored"] == "int8" else dtype
         shapes = {
             name: tuple(check_integer(name, size, 1) for size in shape)
-            for name, shape in said["shapes"].items()
+            for name, shape in stated["shapes"].items()
         }
         rows, _, heads, _ = shapes["key"]
         arrays = {
@@ -124,7 +124,7 @@ def _about(file: Path, text: str | None) -> About:
             arrays |= {"key_scale": scale, "value_scale": scale}
         if shapes != {name: shape for name, (shape, _) in arrays.items()}:
             raise ValueError(f"shapes: wanted those of a cache with {slots}, got {shapes}")
-        return About(said.get("save"), slots, check_room(said["window"], slots), dtype, arrays)
+        return About(stated.get("save"), slots, check_room(stated["window"], slots), dtype, arrays)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{file}: wanted what KVCache.save says of a cache, got {error}"

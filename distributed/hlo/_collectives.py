@@ -154,7 +154,7 @@ def _found(module: Module, name: str) -> Iterator[_Found]:
     for x in computation.values():
         kind = _kind(x)
         if kind is not None:
-            # XLA:TPU may spread one collective over several fusions, beside their own work. Each
+            # XLA:TPU may divide one collective among several fusions, beside their own work. Each
             # repeats the instruction, marked as a link of a chain; the first holds the start.
             if starts or "chain_id" not in x.frontend_attributes:
                 yield _Found(name, x, kind, 1)

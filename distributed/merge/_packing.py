@@ -112,10 +112,10 @@ def as_invariant(tree: Any, axes: tuple[str, ...]) -> Any:
     alone = [[i] for i in range(lax.axis_size(axes))]
     largest = functools.partial(lax.pmax, axis_name=axes, axis_index_groups=alone)
 
-    def said(x: Array) -> Array:
+    def cast(x: Array) -> Array:
         return as_bits(largest, x) if jnp.issubdtype(x.dtype, jnp.floating) else largest(x)
 
-    return jax.tree.map(said, tree)
+    return jax.tree.map(cast, tree)
 
 
 def permuted(

@@ -39,11 +39,12 @@ def merge_across(
       \mathrm{out} = \frac{\sum_i \mathrm{out}_i\, e^{F_i - m}}{\sum_i e^{F_i - m}}, \qquad
       F = m + \log \sum_i e^{F_i - m}$$
 
-    No strategy sends anything that depends on the number of keys; [the table of
-    them](../choosing.md#what-each-strategy-sends) says what each one sends. All but `"allreduce"`
-    only move states, and fold them in the same order everywhere: the results on all devices are
-    bitwise equal. `"gather"`, `"hierarchical"` and `"ring"` move them in the dtypes that they have;
-    hand `out` over in `lse`'s dtype, as `tree_attention` does, and it is rounded once.
+    No strategy sends anything that depends on the number of keys;
+    [`cost.transfers`][energy_attn.distributed.cost.transfers] lists what each one sends, and the
+    page about choosing describes them. All but `"allreduce"` only move states, and fold them in the
+    same order everywhere: the results on all devices are bitwise equal. `"gather"`,
+    `"hierarchical"` and `"ring"` move them in the dtypes that they have; pass `out` in `lse`'s dtype,
+    as `tree_attention` does, and it is rounded once.
 
     Derivatives, of any order and in both modes, are the same for all strategies; that of the keys'
     own state needs no communication: with $w_i = e^{F_i - F}$,

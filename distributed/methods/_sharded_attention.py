@@ -49,9 +49,8 @@ def _sharded(
 ) -> AttentionState:
     plan = unsharded_if_empty(plan, operands)
     if plan.sequence:
-        operands = with_default_positions(
-            operands, settings
-        )  # a device's part does not count from 0
+        # a device's part does not count from 0
+        operands = with_default_positions(operands, settings)
     return run_sharded(plan, functools.partial(_method(plan), names, settings), operands)
 
 
@@ -77,12 +76,12 @@ def run_sharded(
             mesh = jax.sharding.get_abstract_mesh()
             return _run_sharded(plan._replace(mesh=mesh), run, operands, *rows)
 
-        line = NamedSharding(plan.mesh, _line(plan, operands.query))
-        return auto_axes(within, axes=rest, out_sharding=line)(operands, *rows)
+        out_spec = NamedSharding(plan.mesh, _out_spec(plan, operands.query))
+        return auto_axes(within, axes=rest, out_sharding=out_spec)(operands, *rows)
     return _run_sharded(plan, run, operands, *rows)
 
 
-def _line(plan: ShardingPlan, query: Array) -> PartitionSpec:
+def _out_spec(plan: ShardingPlan, query: Array) -> PartitionSpec:
     """The sharding of results `[B, T, N, ...]` for `query`, by its type."""
     if not plan.axes:
         return PartitionSpec(*(mesh_axes_of(query, axis) or None for axis in range(3)))
@@ -107,16 +106,16 @@ def _run_sharded(
         rows = tuple(_pad(x, 1, number, -number % plan.devices) for x in rows)
     specs = _specs(operands, plan)
     sequence = plan.sequence if plan.queries else None
-    line = PartitionSpec(_axes(plan.batch), sequence, _axes(plan.heads))
+    out_spec = PartitionSpec(_axes(plan.batch), sequence, _axes(plan.heads))
     mapped = jax.shard_map(
         run,
         mesh=plan.mesh,
-        in_specs=(specs, *[line] * len(rows)),
-        out_specs=line,
+        in_specs=(specs, *[out_spec] * len(rows)),
+        out_specs=out_spec,
         axis_names=set(plan.axes),
     )
-    lines = (reshard_explicit(plan.mesh, plan.axes, x, line) for x in rows)
-    found = mapped(_reshard(operands, specs, plan), *lines)
+    resharded = (reshard_explicit(plan.mesh, plan.axes, x, out_spec) for x in rows)
+    found = mapped(_reshard(operands, specs, plan), *resharded)
     if split or not plan.queries:
         return found
     # queries that only this attention sharded, perhaps after padding

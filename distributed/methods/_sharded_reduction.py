@@ -33,27 +33,27 @@ class Reduction(NamedTuple):
 
 
 def sharded_reduction(
-    plan: ShardingPlan | None, task: Reduction, call: CheckedCall, *rows: Array
+    plan: ShardingPlan | None, reduction: Reduction, call: CheckedCall, *rows: Array
 ) -> Any:
-    """The result of `task` for all keys of a checked call, sharded over a mesh by `plan`.
+    """The result of `reduction` for all keys of a checked call, sharded over a mesh by `plan`.
 
     All devices see all queries, whatever the method of `plan`: sharded ones are gathered, and each
-    device keeps the results for its own. Raises as `task.find` does.
+    device keeps the results for its own. Raises as `reduction.find` does.
     """
     if plan is None:
-        return _unsharded(task, call.settings, call.operands, *rows)
-    return _sharded(plan, task, call.settings, call.operands, *rows)
+        return _unsharded(reduction, call.settings, call.operands, *rows)
+    return _sharded(plan, reduction, call.settings, call.operands, *rows)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _unsharded(task: Reduction, settings: Settings, operands: Operands, *rows: Array) -> Any:
-    return task.find(settings, operands, *rows)
+def _unsharded(reduction: Reduction, settings: Settings, operands: Operands, *rows: Array) -> Any:
+    return reduction.find(settings, operands, *rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sharded(
-    plan: ShardingPlan, task: Reduction, settings: Settings, operands: Operands, *rows: Array
+    plan: ShardingPlan, reduction: Reduction, settings: Settings, operands: Operands, *rows: Array
 ) -> Any:
     plan = unsharded_if_empty(plan, operands)._replace(method="tree")
     axes = plan.sequence
@@ -63,18 +63,17 @@ def _sharded(
         if plan.queries:
             operands = with_all_queries(operands, axes)
             rows = tuple(joined(x, axes, 1) for x in rows)
-        found = task.find(settings, operands, *rows)
+        found = reduction.find(settings, operands, *rows)
         if axes:
-            found = task.fold(found, axes, plan)
+            found = reduction.fold(found, axes, plan)
         if not plan.queries:
             return found
         first = lax.axis_index(axes) * own
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, own, 1), found)
 
     if axes:
-        operands = with_default_positions(
-            operands, settings
-        )  # a device's part does not count from 0
+        # a device's part does not count from 0
+        operands = with_default_positions(operands, settings)
     return run_sharded(plan, run, operands, *rows)
 
 

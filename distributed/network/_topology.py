@@ -253,7 +253,7 @@ def ethernet(
         hosts: how many, one process each.
         devices: the devices of each, which share its network card.
         bandwidth: bytes per second of the card in one direction; by default 1 Gbit/s.
-        latency: seconds one way. A message costs it twice: gloo sends once the receiver has said
+        latency: seconds one way. A message costs it twice: gloo sends after the receiver has said
             where to.
 
     Returns:
@@ -311,7 +311,7 @@ def topology_of(
 ) -> Topology:
     """The usual network of mesh axes on a platform, where nothing more is known.
 
-    With several processes the first axis lies between hosts: on GPUs DGX H100 nodes, on CPUs a
+    With several processes the first axis is between hosts: on GPUs DGX H100 nodes, on CPUs a
     network of 1 Gbit/s and 0.1 ms. On TPUs all axes are in one slice of v5p; for several slices
     use [`tpu`][energy_attn.distributed.cost.tpu].
 

@@ -1,1 +1,1 @@
-"""How an attention lies on a mesh: what the user says, what array types say, layouts."""
+"""How an attention is sharded over a mesh: `parallel=`, sharding plans and layouts."""

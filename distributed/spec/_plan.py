@@ -112,11 +112,11 @@ def local_sharding_plan(
     there are as many as keys. Raises `ValueError` where a device has too few heads for `"ulysses"`.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
-    axes, told = set(parallel.axes), varying_axes(key) | varying_axes(query)
+    axes, varying = set(parallel.axes), varying_axes(key) | varying_axes(query)
     queries = query.shape[-3] == key.shape[-3]
     if parallel.split_queries is not None:
         queries = parallel.split_queries
-    elif axes <= told:
+    elif axes <= varying:
         queries = not axes.isdisjoint(varying_axes(query))
     plan = ShardingPlan(mesh, (), parallel.axes, (), queries, "", parallel.merge, parallel.topology)
     plan = plan._replace(local=True)

@@ -145,10 +145,10 @@ def predict(system: System, prompt: int) -> dict[str, float]:
     embedding = 0 if config.tie_word_embeddings else bytes_of(model.embed_tokens)
     weights = bytes_of(model) - embedding
 
-    def step(method: str, way: str, shape: cost.Shape, shards: int) -> float:
+    def step(method: str, merge: str, shape: cost.Shape, shards: int) -> float:
         stored = 2 * shape.keys * shape.kv_heads * shape.width * shape.bytes // topology.devices
         read = weights + layers * shards * stored
-        return read / system.bandwidth + layers * cost.latency(method, way, shape, topology)
+        return read / system.bandwidth + layers * cost.latency(method, merge, shape, topology)
 
     shape = attention_of(config, prompt, "bfloat16")
     repeated = dataclasses.replace(shape, kv_heads=shape.heads)

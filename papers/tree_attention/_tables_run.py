@@ -3,7 +3,7 @@
     python -m energy_attn launch -n 2 -- papers/tree_attention/_tables_run.py PLAN RESULT
 
 is what `tables.py` runs for several processes, with a plan (`Plan`) in JSON; the first process
-writes what was found. The prompt is read in the same way whatever the method: each repetition
+writes what was found. The prompt is read alike whatever the method: each repetition
 reads it once, and every method decodes from a copy of the cache that this leaves.
 """
 
@@ -73,14 +73,14 @@ def ring(rotate: str) -> Callable[..., Any]:
             )
 
         sharded = P(None, AXIS)
-        spread = jax.shard_map(
+        mapped = jax.shard_map(
             here,
             in_specs=(P(), sharded, sharded, P(), sharded),
             out_specs=P(),
             axis_names={AXIS},
             check_vma=False,  # each device folds the keys in the order in which they come
         )
-        return spread(query, key, value, said["query_positions"], said["key_positions"])
+        return mapped(query, key, value, said["query_positions"], said["key_positions"])
 
     return attend
 
@@ -134,10 +134,10 @@ def predicted(
 ) -> dict[str, dict[str, int]]:
     """What the cost model says that a step sends by one of `METHODS`."""
     shape = attention_of(config, keys, dtype)
-    name, _, way = method.partition(", ")
-    way = way or cost.choose_merge(shape, topology)
+    name, _, merge = method.partition(", ")
+    merge = merge or cost.choose_merge(shape, topology)
     kinds: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for transfer in cost.transfers(name, way, shape, topology):
+    for transfer in cost.transfers(name, merge, shape, topology):
         count = config.num_hidden_layers * transfer.count
         kinds[transfer.kind].update({"rounds": count, "bytes": count * transfer.bytes})
     return {kind: dict(counts) for kind, counts in kinds.items()}

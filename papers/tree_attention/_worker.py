@@ -131,13 +131,13 @@ def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
     sides, sent = {}, {}
     for name, method in methods(axes).items():
         # an axis for the devices: each has its own answer, and each is checked
-        spread = jax.shard_map(
+        mapped = jax.shard_map(
             lambda *arrays, method=method: method(*arrays)[None],
             mesh=mesh,
             in_specs=(P(), P(None, axes), P(None, axes)),
             out_specs=P(axes),
         )
-        compiled = jax.jit(spread).lower(*arrays).compile()
+        compiled = jax.jit(mapped).lower(*arrays).compile()
         sent[name] = [(c.kind, c.bytes, c.count) for c in collectives(compiled)]
         sides[name] = Side(compiled, arrays, None if name == "no exchange" else answer)
     for side in sides.values():

@@ -4,7 +4,7 @@
 
 Every host is a process of its own, in a network namespace of its own, and JAX's distributed runtime
 joins them over links of a set rate and latency. One decode step, in float32 with keys sharded over
-the hosts, is timed by each way to fold of the tree, by the three all-reduces that the paper's
+the hosts, is timed by each merge strategy of the tree, by the three all-reduces that the paper's
 listing amounts to, and by rings in which queries or keys travel. Beside the times stand what the
 compiled programs send and what the cost model says; every answer is compared with float64.
 
@@ -155,7 +155,7 @@ def measure(
 def predict(
     problem: Problem, hosts: int, args: argparse.Namespace, network: Network | Loopback
 ) -> dict[str, Any]:
-    """What the cost model says of each method, and which way to fold `merge="auto"` is."""
+    """The predictions of the cost model for each method, and the strategy of `merge="auto"`."""
     from energy_attn.distributed import cost
 
     shape = cost.Shape(
@@ -169,17 +169,17 @@ def predict(
         here = cost.ethernet(
             hosts, args.devices, bandwidth=network.mbit * 1e6 / 8, latency=network.latency_ms * 1e-3
         )
-    ways = [("tree", way) for way in ("allreduce", "gather", "butterfly", "hierarchical")]
-    ways += [("ring", rotate) for rotate in ("queries", "keys")]
+    choices = [("tree", merge) for merge in ("allreduce", "gather", "butterfly", "hierarchical")]
+    choices += [("ring", rotate) for rotate in ("queries", "keys")]
     said: dict[str, Any] = {"auto": cost.choose_merge(shape, usual)}
-    for method, way in ways:
-        if way == "hierarchical" and len(sizes) == 1:
+    for method, merge in choices:
+        if merge == "hierarchical" and len(sizes) == 1:
             continue
-        sent = cost.transfers(method, way, shape, here)
-        said[f"{method}, {way}"] = {
+        sent = cost.transfers(method, merge, shape, here)
+        said[f"{method}, {merge}"] = {
             "bytes": sum(x.bytes * x.count for x in sent),
             "rounds": sum(x.count for x in sent),
-            "ms": round(1e3 * cost.latency(method, way, shape, here), 3),
+            "ms": round(1e3 * cost.latency(method, merge, shape, here), 3),
         }
     said["tree, auto"] = said[f"tree, {said['auto']}"]
     return said

@@ -66,7 +66,7 @@ def test_merge_across(merge, shape):
 
 
 def test_sums_are_refused(unchecked):
-    """A way to fold that would need the mean of all keys before it has it."""
+    """A merge strategy that would need the mean of all keys before it has it."""
     with jax.set_mesh(Mesh(np.array(jax.devices()), ("x",))):
         with pytest.raises(
             ValueError, match="merge: wanted 'gather', 'butterfly' or 'auto' for .* got 'allreduce'"

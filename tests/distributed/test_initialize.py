@@ -36,7 +36,7 @@ def no_job(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch) -> list[dict]:
-    """What `initialize` would hand to the roll call and to JAX, on a JAX that has not started."""
+    """What `initialize` would pass to the rendezvous and to JAX, on a JAX that has not started."""
     calls: list[dict] = []
 
     def connect(address, count, process, **options):
@@ -62,8 +62,8 @@ def test_alone_does_nothing(started):
 
 def test_arguments_reach_jax(started):
     initialize("host:1234", 4, 2, local_device_ids=[4, 5], heartbeat_timeout=7)
-    roll, call = started
-    assert roll == {"answered": Participant("host:1234", 2, 4, 30)}
+    meeting, call = started
+    assert meeting == {"answered": Participant("host:1234", 2, 4, 30)}
     assert (call["address"], call["count"], call["process"]) == ("host:1234", 4, 2)
     assert call["local_device_ids"] == [4, 5]
     assert call["heartbeat_timeout_seconds"] == 7
@@ -88,8 +88,8 @@ def test_slurm_is_recognised(started, monkeypatch):
     for name, text in SLURM.items():
         monkeypatch.setenv(name, text)
     initialize()
-    roll, call = started
-    assert roll["answered"].coordinator.startswith("node007:")
+    meeting, call = started
+    assert meeting["answered"].coordinator.startswith("node007:")
     assert (call["count"], call["process"], call["local_device_ids"]) == (4, 3, [1])
 
 
@@ -146,8 +146,8 @@ def test_second_call(started, monkeypatch):
         initialize(**JOB)
 
 
-class Roll:
-    """A roll call in threads, and how each one came out: None or its error's text."""
+class Rendezvous:
+    """A rendezvous in threads, and the result of each: None or its error's text."""
 
     def __init__(self, processes: int, timeout: int = 20) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -202,72 +202,72 @@ class Roll:
 
 
 def test_all_come():
-    roll = Roll(3)
-    roll.start("late", 2)  # before there is a coordinator
-    roll.start("first", 0)
-    roll.start("other", 1)
-    assert roll.finish() == {"first": None, "other": None, "late": None}
+    meeting = Rendezvous(3)
+    meeting.start("late", 2)  # before there is a coordinator
+    meeting.start("first", 0)
+    meeting.start("other", 1)
+    assert meeting.finish() == {"first": None, "other": None, "late": None}
 
 
 def test_missing_process_is_named_everywhere():
-    roll = Roll(4, timeout=1)
+    meeting = Rendezvous(4, timeout=1)
     for process in (0, 1):
-        roll.start(str(process), process)
-    for text in roll.finish().values():
+        meeting.start(str(process), process)
+    for text in meeting.finish().values():
         assert text is not None and text.startswith("process 2, 3 of 4 did not come")
 
 
 def test_nobody_at_the_address():
-    roll = Roll(2, timeout=1)
-    roll.start("alone", 1)
-    text = roll.finish()["alone"]
+    meeting = Rendezvous(2, timeout=1)
+    meeting.start("alone", 1)
+    text = meeting.finish()["alone"]
     assert text is not None
     assert text.startswith(
-        f"coordinator_address: process 1 of 2 could not meet process 0 at {roll.address}"
+        f"coordinator_address: process 1 of 2 could not meet process 0 at {meeting.address}"
     )
     assert "within 1 s" in text and "refused" in text
 
 
 def test_same_number_twice():
-    roll = Roll(3)
+    meeting = Rendezvous(3)
     for name, process in (("0", 0), ("1", 1), ("another 1", 1)):
-        roll.start(name, process)
-    for text in roll.finish().values():
+        meeting.start(name, process)
+    for text in meeting.finish().values():
         assert text is not None and text.startswith("process_id: wanted a different one in each")
 
 
 def test_different_counts():
-    roll = Roll(2)
-    roll.start("0", 0)
-    roll.start("1", 1, processes=3)
-    for text in roll.finish().values():
+    meeting = Rendezvous(2)
+    meeting.start("0", 0)
+    meeting.start("1", 1, processes=3)
+    for text in meeting.finish().values():
         assert text is not None and text.startswith("num_processes: wanted the same number in all")
 
 
 def test_port_taken():
     """JAX's service crashes on it, without a word to Python."""
-    roll = Roll(2)
-    host, port = roll.address.split(":")
+    meeting = Rendezvous(2)
+    host, port = meeting.address.split(":")
     with socket.create_server((host, int(port))):
         with pytest.raises(RuntimeError, match="^coordinator_address: process 0 cannot listen at"):
-            coordinate(Participant(roll.address, 0, 2, 5), roll.address)
+            coordinate(Participant(meeting.address, 0, 2, 5), meeting.address)
 
 
 def test_strangers_and_restarted_processes():
     """A health check of the cluster's, a port scanner, a process that its host restarts: none of them counts."""
-    roll = Roll(3)
-    roll.start("0", 0)
-    with roll.connection() as scanner, roll.connection() as restarted:
+    meeting = Rendezvous(3)
+    meeting.start("0", 0)
+    with meeting.connection() as scanner, meeting.connection() as restarted:
         scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
         restarted.sendall(b"energy_attn 1 3\n")
-    roll.start("1", 1)
-    roll.start("2", 2)
-    assert roll.finish() == {"0": None, "1": None, "2": None}
+    meeting.start("1", 1)
+    meeting.start("2", 2)
+    assert meeting.finish() == {"0": None, "1": None, "2": None}
 
 
 def test_something_else_answers():
-    roll = Roll(2, timeout=1)
-    host, port = roll.address.split(":")
+    meeting = Rendezvous(2, timeout=1)
+    host, port = meeting.address.split(":")
     with socket.create_server((host, int(port))) as other:
 
         def serve() -> None:
@@ -276,6 +276,6 @@ def test_something_else_answers():
                     other.accept()[0].close()
 
         threading.Thread(target=serve, daemon=True).start()
-        roll.start("1", 1)
-        text = roll.finish()["1"]
+        meeting.start("1", 1)
+        text = meeting.finish()["1"]
     assert text is not None and "could not meet process 0" in text

@@ -38,7 +38,7 @@ def parts(case, dtype=np.float64) -> AttentionState:
     return AttentionState(jnp.asarray(out, dtype), jnp.asarray(lse))
 
 
-def folds(kind, way):
+def folds(kind, merge):
     """A compiled program for both folds over all axes of the mesh, and their pullbacks."""
     axes = parallel_of(kind).axes
 
@@ -49,8 +49,8 @@ def folds(kind, way):
             out_specs=P(),
         )
 
-    state = spread(functools.partial(merge_across, axis_name=axes, merge=way))
-    energy = spread(functools.partial(logsumexp_across, axis_name=axes, merge=way))
+    state = spread(functools.partial(merge_across, axis_name=axes, merge=merge))
+    energy = spread(functools.partial(logsumexp_across, axis_name=axes, merge=merge))
 
     @jax.jit
     def run(parts, cotangent):
@@ -62,7 +62,7 @@ def folds(kind, way):
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
+    ("kind", "merge"),
     [
         ("8", "allreduce"),
         ("8", "gather"),
@@ -75,7 +75,7 @@ def folds(kind, way):
         ("2x4 explicit", "auto"),
     ],
 )
-def test_folds_and_gradients(kind, way):
+def test_folds_and_gradients(kind, merge):
     """A fold across devices that differs from the fold in one place: a weight, a maximum, an empty shard, a gradient.
 
     Values against float64 logsumexp, gradients against the softmax weights and `merge_all`'s; all finite.
@@ -87,7 +87,7 @@ def test_folds_and_gradients(kind, way):
     alone = jax.jit(lambda parts, cotangent: jax.vjp(merge_all, parts)[1](cotangent)[0])
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
-        run, sharding = folds(kind, way), NamedSharding(mesh, P(parallel_of(kind).axes))
+        run, sharding = folds(kind, merge), NamedSharding(mesh, P(parallel_of(kind).axes))
         given = {case: jax.device_put(parts(case), sharding) for case in CASES}
         found = {case: run(given[case], cotangent) for case in CASES}
         found = jax.device_get(found)
@@ -114,7 +114,7 @@ def test_folds_and_gradients(kind, way):
 ROUNDS = {1: 0, 2: 1, 3: 2, 4: 2, 5: 3, 6: 3, 7: 3, 8: 3}
 
 
-# The others go the same ways as these.
+# The others run the same code as these.
 OTHERS = (pytest.param(x, marks=pytest.mark.full) for x in [(3,), (5,), (6,), (3, 2)])
 
 
@@ -128,10 +128,10 @@ def test_any_number_of_devices(sizes):
     given = jax.tree.map(lambda x: x[:devices], parts("empty shards"))
     exact = merge_all(given)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]).reshape(sizes), axes)
-    for way in merges_for(len(sizes)):
+    for merge in merges_for(len(sizes)):
 
-        def fold(out, lse, way=way):
-            return merge_across(AttentionState(out[0], lse[0]), axes, way)
+        def fold(out, lse, merge=merge):
+            return merge_across(AttentionState(out[0], lse[0]), axes, merge)
 
         def slope(given, fold=fold):
             merged = jax.shard_map(fold, in_specs=P(axes), out_specs=P())(*given)
@@ -146,17 +146,17 @@ def test_any_number_of_devices(sizes):
             compiled = jax.jit(each).lower(*given).compile()
             out, lse = jax.device_get(compiled(*given))
             back = jax.jit(jax.grad(slope)).lower(given).compile()
-        assert (out == out[:1]).all() and (lse == lse[:1]).all(), way
-        close(out[0], exact.out, way)
-        close(lse[0], exact.lse, way)
+        assert (out == out[:1]).all() and (lse == lse[:1]).all(), merge
+        close(out[0], exact.out, merge)
+        close(lse[0], exact.lse, merge)
         found = collectives(compiled)
         assert [(c.kind, c.bytes) for c in collectives(back)] == [
             (c.kind, c.bytes) for c in found
-        ], way
-        if way in ("butterfly", "remote"):  # the kernel is for TPUs
+        ], merge
+        if merge in ("butterfly", "remote"):  # the kernel is for TPUs
             assert {c.kind for c in found} <= {"collective-permute"}
             assert len(found) == sum(ROUNDS[size] for size in sizes)
-        if way == "gather" and devices > 1:
+        if merge == "gather" and devices > 1:
             assert [c.kind for c in found] == ["all-gather"]
 
 
@@ -167,10 +167,10 @@ def test_forward_mode():
     change = AttentionState(*(jnp.asarray(rng.standard_normal(x.shape)) for x in given))
     _, exact = jax.jvp(merge_all, (given,), (change,))
     with jax.set_mesh(mesh_of("2x4")):
-        for way in ("gather", "hierarchical"):
+        for merge in ("gather", "hierarchical"):
             fold = jax.shard_map(
-                lambda out, lse, way=way: merge_across(
-                    AttentionState(out[0], lse[0]), ("node", "device"), way
+                lambda out, lse, merge=merge: merge_across(
+                    AttentionState(out[0], lse[0]), ("node", "device"), merge
                 ),
                 in_specs=P(("node", "device")),
                 out_specs=P(),
@@ -205,15 +205,16 @@ def test_axes_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "way"), [("bfloat16", "allreduce"), ("bfloat16", "butterfly"), ("float16", "gather")]
+    ("dtype", "merge"),
+    [("bfloat16", "allreduce"), ("bfloat16", "butterfly"), ("float16", "gather")],
 )
-def test_narrow_outputs(dtype, way):
+def test_narrow_outputs(dtype, merge):
     """Sums in the dtype of `out`: eight bfloat16 shards would err by 0.16 where float32 errs by a rounding."""
     given = parts("full", dtype)
     given = given._replace(lse=given.lse.astype(jnp.float32))
     with jax.set_mesh(mesh_of("8")):
         spread = jax.shard_map(
-            lambda out, lse: merge_across(AttentionState(out[0], lse[0]), "device", way),
+            lambda out, lse: merge_across(AttentionState(out[0], lse[0]), "device", merge),
             in_specs=P("device"),
             out_specs=P(),
         )

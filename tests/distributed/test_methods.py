@@ -185,7 +185,7 @@ def test_sixteen_bits(method):
 
 @pytest.mark.parametrize("merge", cost.MERGES)
 def test_merges(merge):
-    """A way to fold that is right in the middle of its range alone: few keys, none, and rows that see none.
+    """A merge strategy that is right only in the middle of its range: few keys, none, and fully masked rows.
 
     Zero, minus infinity and finite gradients, as everywhere.
     """

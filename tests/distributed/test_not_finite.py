@@ -100,11 +100,11 @@ def test_every_merge(broken):
     def fold(out, lse):
         state = AttentionState(out[0], lse[0])
         square = CovarianceState(out[0, :, :, None] * out[0, :, None, :], *state)
-        ways = [merge_across(state, AXES, merge) for merge in cost.MERGES]
-        ways += [
+        merged = [merge_across(state, AXES, merge) for merge in cost.MERGES]
+        merged += [
             AttentionState(*merge_across(square, AXES, x)[1:]) for x in ("gather", "butterfly")
         ]
-        return ways, [logsumexp_across(lse[0], AXES, merge) for merge in cost.MERGES]
+        return merged, [logsumexp_across(lse[0], AXES, merge) for merge in cost.MERGES]
 
     def total(out, lse):
         spread = jax.shard_map(fold, in_specs=(sharded, sharded), out_specs=P())
@@ -113,8 +113,8 @@ def test_every_merge(broken):
 
     run = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
     with jax.set_mesh(mesh_of("2x4")):
-        (_, (ways, energies)), gradients = run(jnp.asarray(out), jnp.asarray(lse))
-    for found in (*ways, *(AttentionState(x[:, None], x) for x in energies)):
+        (_, (merged, energies)), gradients = run(jnp.asarray(out), jnp.asarray(lse))
+    for found in (*merged, *(AttentionState(x[:, None], x) for x in energies)):
         assert np.isnan(found.out[0]).all() and np.isnan(found.lse[0])
         assert np.isfinite(found.out[1:]).all() and np.isfinite(found.lse[1:]).all()
     assert all(np.isnan(np.asarray(x)[2, 0]).all() for x in gradients)

@@ -1,4 +1,4 @@
-"""`free_energy` and `attention` with keys spread over a mesh: equal to the dense judge, and as cheap as promised.
+"""`free_energy` and `attention` with keys sharded over a mesh: equal to the dense reference, and as cheap as promised.
 
 By `parallel=` and by what `jax.typeof(key)` says; energies, outputs and all gradients. Then what the compiled programs
 send between devices, which is what the method is for.
