@@ -28,6 +28,11 @@ def cover(rows: Sequence[Sequence[Any]]) -> set[int]:
     return chosen
 
 
+def few(values: Sequence[Any], *kept: Any) -> list[Any]:
+    """Parameters of which `make test` runs those that are kept."""
+    return [x if x in kept else pytest.param(x, marks=pytest.mark.full) for x in values]
+
+
 def mark_products(items: Iterable[pytest.Item]) -> None:
     """Marks as `full` what `cover` leaves out of the tests that are marked `product`."""
     products: dict[str, list[pytest.Item]] = {}

@@ -737,6 +737,7 @@ FUZZED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(
     "ignore:A JAX array is being set as static"
 )  # Equinox, before our error

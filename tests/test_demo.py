@@ -108,6 +108,7 @@ def run(pieces, monkeypatch, tmp_path, capsys):
     return run
 
 
+@pytest.mark.full
 def test_all_holds(run):
     status, out, err = run()
     assert (status, err) == (0, "")

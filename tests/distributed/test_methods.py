@@ -267,6 +267,7 @@ def blocks_computed(order, i, j):
     return int(blocks._meet.sum()) * blocks.grid.rows * blocks.grid.keys
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [8192, 32768])
 def test_causal_work_is_balanced(length):
     """Devices that wait for the one with the last tokens: within 5 % of each other, counted in blocks at real sizes.
@@ -286,6 +287,7 @@ def test_causal_work_is_balanced(length):
     assert spread["contiguous"] > 5
 
 
+@pytest.mark.full
 def test_types_say_it_for_queries():
     """Queries whose type says that they are sharded along the sequence, gathered; a result of another type."""
     mesh = mesh_of("2x4 explicit")
@@ -355,6 +357,7 @@ POSITIONED = replace(
 )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", INSIDE)
 def test_inside_shard_map(name):
     """The functions by themselves: what each wants of bias and positions, and the gradients of sharded arrays."""
@@ -366,6 +369,7 @@ def test_inside_shard_map(name):
     check((found, gradients), POSITIONED)
 
 
+@pytest.mark.full
 def test_second_derivatives_of_a_ring():
     """Reverse over reverse through the rings of both passes; forward mode is an error, or right by the reference."""
     problem = replace(POSITIONED, bias=None)

@@ -47,6 +47,7 @@ def state_and_gradients(problem, **options):
     return run
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", ["8", "2x4"])
 @pytest.mark.parametrize(
     "name", ["everything", "decode_source", "positions_causal", "primes", "no_keys"]
@@ -184,6 +185,7 @@ def test_batch_on_another_axis(kinds):
         check(run(arrays, given), EVEN)
 
 
+@pytest.mark.full
 @batches_psum
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_mapped_over_an_explicit_axis(implementation):
@@ -271,6 +273,7 @@ print("done")
 """
 
 
+@pytest.mark.full
 def test_bfloat16_beside_another_axis():
     """Sums of bfloat16 over some axes of a mesh, on which XLA:CPU aborts the process: a process of their own."""
     cases = [
@@ -413,6 +416,7 @@ def test_second_derivatives():
             jax.jvp(total, (zeros,), (zeros,))
 
 
+@pytest.mark.full
 def test_modules():
     """A module whose `parallel` field is forgotten on the way to the kernel would be right, and slow."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((13, 8)))

@@ -118,6 +118,7 @@ def with_gradients(arrays, counts, kind):
     return state, back(type(state)(*map(jnp.asarray, cotangents())))[0]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", ["1", "2x4", "2x4 explicit"])
 def test_dense(kind):
     """A key that a node should not see, or one it should and does not; grouped heads, rows of all lengths, a row
@@ -175,6 +176,7 @@ def test_names():
         tree_decode(many, key, value, tree=tree_of(), cache=cache, implementation="decode")
 
 
+@pytest.mark.full
 def test_rows_and_heads_split():
     """Rows and heads that types split over other mesh axes stay there, whether those of the draft are split or not."""
     mesh, counts = make_mesh((2, 2, 2), ("data", "sequence", "model"), explicit=True), (11, 0, 4, 7)

@@ -291,6 +291,7 @@ def called(attend, arrays, cotangent, implementation=None, vmap=False, **options
     return out, [x for x in back(cotangent) if x is not None and x.dtype != jax.dtypes.float0]
 
 
+@pytest.mark.full
 def test_called_as_jax_nn():
     """A call that jax.nn takes and we refuse, or one that we take for another."""
     rng = np.random.default_rng(7)

@@ -712,6 +712,7 @@ def test_where_weights_lie(tmp_path, monkeypatch):
     assert odd.embed_tokens.weight.sharding.spec == odd.lm_head.weight.sharding.spec == P(None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tensor", ["tensor", "none"], ids=["split", "replicated"])
 def test_logits_on_a_mesh(tensor, tmp_path):
     """Weights replicated, or split beside a sharded cache, against one device."""
@@ -767,6 +768,7 @@ Llama.load(sys.argv[2])  # at once: the others wait until the first has written
 """
 
 
+@pytest.mark.full
 def test_several_processes(tmp_path):
     """Each process reads its part of the weights; all gather them, and the first writes."""
     tensors = arrays()
@@ -812,6 +814,7 @@ print(max(found) - found[0] - held, max(x.nbytes for x in jax.tree.leaves(model)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
 def test_host_memory(tmp_path):
     """Beside the weights, at most 1.2 of the largest: never the file, and never two weights at once."""

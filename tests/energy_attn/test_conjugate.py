@@ -234,6 +234,7 @@ def test_regularised_is_the_moreau_envelope():
     assert (other[SOLID] > np.asarray(solution.value)[SOLID]).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("solver", [optax.lbfgs(), optax.adam(0.1)], ids=["lbfgs", "adam"])
 def test_solvers_of_optax(solver):
     """Every row is its own problem, with its own line search: rows of very different sizes are all solved."""
@@ -423,6 +424,7 @@ def test_every_implementation(implementation, solved):
     np.testing.assert_allclose(solution.source[SOLID], solved[0].source[SOLID], atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_keys_over_eight_devices(kind):
     """Keys sharded over a mesh give the same rates and the same derivatives of the source."""
@@ -452,6 +454,7 @@ def test_keys_over_eight_devices(kind):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-9)
 
 
+@pytest.mark.full
 def test_failure_is_told():
     """A row that does not converge raises, in and out of jit; in a program with collectives its value is NaN."""
     value = jnp.arange(8.0)[None, :, None, None] * jnp.ones(3)[None, None, None]

@@ -190,6 +190,7 @@ def test_hessian_is_covariance(implementation, name):
     np.testing.assert_allclose(np.abs(found).sum(), np.abs(diagonal).sum(), err_msg="rows mix")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", EVERY)
 def test_second_derivatives_in_everything(implementation):
     """Mixed second derivatives that are lost where the source and the arrays are differentiated together."""
@@ -286,6 +287,7 @@ def test_forward_mode_raises(implementation, argument):
             attempt()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
 def test_numpy_zero_is_no_constant(implementation):
     """A source that was zero when traced, taken for a constant: its second derivatives would be silent zeros.

@@ -24,25 +24,18 @@ from energy_attn.models import (
 from energy_attn.models.generation import _generate
 from energy_attn.prefix_tree import accept_greedy, pack
 
+from ..selection import few
+from .llama import build
+
 CONFIG = LlamaConfig(13, 16, 24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 SMALL = LlamaConfig(13, 8, 12, num_hidden_layers=1, num_attention_heads=2)
 PROMPTS = [[1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 9, 5, 6, 7], [12]]
 COUNT = 11
 
 
-def build(config, seed=0):
-    """Weights of order one in float64: no two logits are near each other."""
-    leaves, tree = jax.tree.flatten(Llama(config, jnp.float64, key=jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    drawn = [
-        0.5 * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, drawn)
-
-
 @pytest.fixture(scope="module")
 def model():
-    return build(CONFIG)
+    return build(CONFIG, scale=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +85,14 @@ def drafters(model):
         "none": None,
         "lookup": PromptLookup(ngram=2, candidates=2, length=3),
         "itself": ModelDrafter(model, length=2, nodes=4),
-        "another model": ModelDrafter(build(SMALL, 5), length=3, nodes=6),
+        "another model": ModelDrafter(build(SMALL, seed=5, scale=0.5), length=3, nodes=6),
         "nonsense": Nonsense(),
     }
 
 
-@pytest.mark.parametrize("name", ["none", "lookup", "itself", "another model", "nonsense"])
+@pytest.mark.parametrize(
+    "name", few(["none", "lookup", "itself", "another model", "nonsense"], "none", "another model")
+)
 def test_greedy_text_is_that_of_greedy_decoding(name, model, greedy):
     """Token for token, for rows of different lengths; and the counts add up."""
     found = generate(model, PROMPTS, COUNT, drafter=drafters(model)[name])
@@ -118,6 +113,7 @@ def test_greedy_text_is_that_of_greedy_decoding(name, model, greedy):
         assert (passes <= -(-(COUNT - 1) // 2)).all()
 
 
+@pytest.mark.full
 def test_one_key_gives_one_text(model, whole):
     """Sampling: the draws do not depend on the drafter, and every token is one that may be drawn."""
     options = {"temperature": 1.3, "top_k": 5, "top_p": 0.95, "key": jax.random.key(3)}
@@ -136,6 +132,7 @@ def test_one_key_gives_one_text(model, whole):
     assert (texts["none"] != other).any(1).all()
 
 
+@pytest.mark.full
 def test_samples_have_the_law_of_the_model(model, whole):
     """Pairs of tokens drawn for many rows: their frequencies against exact probabilities."""
     rows, prompt = 4096, PROMPTS[0]
@@ -160,6 +157,7 @@ def test_samples_have_the_law_of_the_model(model, whole):
     assert chi2 < degrees + 5 * np.sqrt(2 * degrees), (chi2, degrees)
 
 
+@pytest.mark.full
 def test_rows_stop_by_themselves(model, greedy):
     """A stop token is the last of its row; other rows go on. Nothing is read behind the end."""
     drafts = ModelDrafter(model, length=2, nodes=4)  # accepted paths hold stops, and go on
@@ -220,6 +218,7 @@ class Wrong(AbstractDrafter):
         return pack(beam, lengths=lengths), state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("empty", [False, True])
 def test_wrong_drafts_change_nothing(empty, model, greedy):
     """A loop whose passes accept nothing; a NaN of one draft that every node sees."""
@@ -257,7 +256,7 @@ def test_one_token_and_arrays_with_lengths(model, greedy):
     assert found.tokens.tolist() == greedy[:, :1].tolist() and not found.passes.any()
 
 
-@pytest.mark.parametrize("name", ["none", "lookup", "another model"])
+@pytest.mark.parametrize("name", few(["none", "lookup", "another model"], "lookup"))
 def test_over_a_mesh(name, model, greedy):
     """The same text, and a loop with the communication of plain decoding: no keys, nothing to the host."""
     drafter = drafters(model)[name]
@@ -287,6 +286,7 @@ def test_over_a_mesh(name, model, greedy):
     assert not re.search("callback|outfeed|infeed|send|recv", text.lower())
 
 
+@pytest.mark.full
 def test_inside_jit_on_explicit_axes(model, greedy):
     """A cache made while a program is traced, whose type the steps must keep."""
     mesh = make_mesh((2, 4), explicit=True)
@@ -301,6 +301,7 @@ def test_inside_jit_on_explicit_axes(model, greedy):
     np.testing.assert_array_equal(found.tokens, greedy[[0, 2], :4])
 
 
+@pytest.mark.full
 def test_reading_and_writing_a_tree(model, whole):
     """`read_tree` gives each node the logits of its own text; `commit` writes the accepted path."""
     beam = np.array(
@@ -380,6 +381,7 @@ def test_scores_are_those_of_one_by_one(parallel, model, whole):
             assert (got[count:] == 0).all()
 
 
+@pytest.mark.full
 def test_scores_of_arrays_with_lengths(model, whole):
     """Lengths of prompts ignored; a token outside the vocabulary that spoils other continuations."""
     prompts = jnp.asarray([[1, 2, 3, 99], [5, 6, 7, 8]], jnp.int32)
@@ -565,6 +567,7 @@ def test_bad_input(kind, message, call, model, unchecked):
         call(model)
 
 
+@pytest.mark.full
 def test_scores_have_their_gradients(model):
     """A derivative lost in the tree: against that of reading each continuation by itself."""
     conts = np.array([[[2, 3], [2, 5], [6, 0]]] * 3, np.int32)
@@ -597,6 +600,7 @@ def test_scores_have_their_gradients(model):
         np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10 * np.abs(b).max())
 
 
+@pytest.mark.full
 def test_weights_of_sixteen_bits(model):
     """Trees read in bfloat16: as close to float64 as plain reading, and drafts as likely."""
     few = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)

@@ -11,18 +11,11 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
-from energy_attn.models import LinearRope, Llama, LlamaCache, LlamaConfig
+from energy_attn.models import LinearRope, Llama, LlamaCache
 
-CONFIG = LlamaConfig(
-    vocab_size=40,
-    hidden_size=24,
-    intermediate_size=36,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rope_theta=100.0,
-)
+from ..selection import few
+from .llama import CONFIG, build, numpy_llama
+
 VARIANTS = {
     "grouped": CONFIG,
     "multi-head": dataclasses.replace(CONFIG, num_key_value_heads=4),
@@ -36,74 +29,8 @@ VARIANTS = {
 }
 
 
-def build(config=CONFIG, dtype=jnp.float64, seed=0):
-    """A model whose weights are all of order one, including norms, so that each of them matters."""
-    model = Llama(config, dtype, key=jax.random.key(seed))
-    leaves, tree = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    drawn = [
-        0.4 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, drawn)
-
-
 def random_tokens(batch, time, seed=2):
     return jax.random.randint(jax.random.key(seed), (batch, time), 0, CONFIG.vocab_size, jnp.int32)
-
-
-def numpy_llama(model, tokens, positions):
-    """Logits and energies by definition, one position, head and key at a time."""
-    c = model.config
-    weights = jax.tree.map(lambda x: np.asarray(x, np.float64), model)
-
-    def norm(x, weight):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * weight
-
-    def linear(x, map):
-        return x @ map.weight.T + (0 if map.bias is None else map.bias)
-
-    def turn(x, position):
-        # As in Hugging Face: cos and sin of both halves, and the halves swapped with a sign.
-        angle = position / c.rope_theta ** (np.arange(0, c.head_dim, 2) / c.head_dim)
-        angle = angle if c.rope_scaling is None else angle / c.rope_scaling.factor
-        cos, sin = (np.concatenate([f(angle), f(angle)]) for f in (np.cos, np.sin))
-        first, second = x[: c.head_dim // 2], x[c.head_dim // 2 :]
-        return x * cos + np.concatenate([-second, first]) * sin
-
-    batch, time = tokens.shape
-    logits = np.zeros((batch, time, c.vocab_size))
-    energies = np.full((c.num_hidden_layers, batch, time, c.num_attention_heads), -np.inf)
-    group = c.num_attention_heads // c.num_key_value_heads
-    for b in range(batch):
-        x = weights.embed_tokens.weight[tokens[b]]
-        for layer in range(c.num_hidden_layers):
-            w = weights.layers[layer]
-            y = norm(x, w.input_layernorm.weight)
-            q, k, v = (
-                linear(y, proj).reshape(time, -1, c.head_dim)
-                for proj in (w.self_attn.q_proj, w.self_attn.k_proj, w.self_attn.v_proj)
-            )
-            mixed = np.zeros_like(q)
-            for t in range(time):
-                for n in range(c.num_attention_heads):
-                    query = turn(q[t, n], positions[b, t])
-                    seen = [s for s in range(time) if 0 <= positions[b, s] <= positions[b, t]]
-                    if positions[b, t] < 0 or not seen:
-                        continue
-                    scores = np.array(
-                        [query @ turn(k[s, n // group], positions[b, s]) for s in seen]
-                    ) / np.sqrt(c.head_dim)
-                    energy = np.log(np.exp(scores).sum())
-                    energies[layer, b, t, n] = energy
-                    mixed[t, n] = np.exp(scores - energy) @ v[seen, n // group]
-            x = x + linear(mixed.reshape(time, -1), w.self_attn.o_proj)
-            y = norm(x, w.post_attention_layernorm.weight)
-            gate = linear(y, w.mlp.gate_proj)
-            inner = gate / (1 + np.exp(-gate)) * linear(y, w.mlp.up_proj)
-            x = x + linear(inner, w.mlp.down_proj)
-        head = weights.embed_tokens if c.tie_word_embeddings else weights.lm_head
-        logits[b] = norm(x, weights.norm.weight) @ head.weight.T
-    return logits, energies
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
@@ -127,6 +54,7 @@ def test_positions_are_explicit():
     np.testing.assert_allclose(got.energies, energies, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.full
 def test_padding_changes_nothing():
     model, tokens = build(), random_tokens(1, 5)
     padded = jnp.concatenate([jnp.zeros((1, 3), jnp.int32), tokens], 1)
@@ -136,6 +64,7 @@ def test_padding_changes_nothing():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64])
 def test_dtypes(dtype):
     """Logits and energies are float32 at least; weights of 16 bits cost accuracy only."""
@@ -185,6 +114,7 @@ def test_equals_the_plain_loop_with_gradients():
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9 * np.abs(want).max())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["grouped", "tied"])
 def test_gradient_reaches_every_weight(name):
     model, tokens = build(VARIANTS[name]), random_tokens(2, 40)
@@ -223,9 +153,10 @@ PARALLEL = {
 }
 
 
-@pytest.mark.parametrize(("parallel", "chunk_size", "block"), PARALLEL.values(), ids=PARALLEL)
-def test_cache_equals_whole_reading(parallel, chunk_size, block):
+@pytest.mark.parametrize("name", few(list(PARALLEL), "2×4, chunks"))
+def test_cache_equals_whole_reading(name):
     """Prefill in chunks that straddle blocks, then decoding, equal reading at once."""
+    parallel, chunk_size, block = PARALLEL[name]
     model, tokens = build(), random_tokens(2, 19)
     whole = model(tokens, return_energies=True)
     with jax.set_mesh(make_mesh((2, 4))):
@@ -248,6 +179,7 @@ def test_cache_equals_whole_reading(parallel, chunk_size, block):
     assert (positions[:, -19:] == np.arange(19)).all() and (positions[:, :-19] == -1).all()
 
 
+@pytest.mark.full
 def test_rows_of_different_lengths():
     """Each row is read as if it were alone: prompts, steps of several tokens, and of none."""
     model, tokens = build(VARIANTS["one layer"]), random_tokens(3, 12)
@@ -266,6 +198,7 @@ def test_rows_of_different_lengths():
         np.testing.assert_allclose(step.logits[row, :added], want[count:], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.full
 def test_cache_of_few_bits_and_with_a_window():
     """`quantize` rounds the cache, and little; a window hides distant tokens for ever."""
     model, tokens = build(VARIANTS["one layer"], jnp.float32), random_tokens(1, 14)
@@ -301,6 +234,7 @@ def test_cache_stays_where_it_lies():
     assert sum(size * count for _, size, count in sent[64]) == layers * heads * (width + 2) * 4
 
 
+@pytest.mark.full
 def test_training_with_keys_spread():
     """Without a cache, `parallel` shards the tokens' own keys; the gradients are the same."""
     model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 13)
@@ -315,6 +249,7 @@ def test_training_with_keys_spread():
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.full
 def test_prompts_split_by_their_type():
     """Tokens that an explicit mesh splits over rows and time: JAX wants the sharding of a table's rows."""
     model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 8)

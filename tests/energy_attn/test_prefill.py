@@ -14,7 +14,8 @@ import energy_attn as ea
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
 from energy_attn.models import Llama, LlamaConfig, PromptLookup, generate, shard
 from energy_attn.models.generation import _generate
-from tests.energy_attn.test_generate import build
+
+from .llama import build
 
 CONFIG = LlamaConfig(
     13, 16, 24, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8, head_dim=4
@@ -25,7 +26,7 @@ CHUNK = 18  # not a multiple of eight devices; three chunks, the first of them s
 
 @pytest.fixture(scope="module")
 def model():
-    return build(CONFIG)
+    return build(CONFIG, scale=0.5)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 
 from energy_attn.distributed import make_mesh
 
-from ..energy_attn.test_llama import CONFIG, build, numpy_llama
+from ..energy_attn.llama import CONFIG, build, numpy_llama
 from ..flags import environment
 
 FOLDER = Path(__file__).resolve().parents[2] / "papers" / "tree_attention"
