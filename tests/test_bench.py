@@ -1,4 +1,4 @@
-"""`python -m energy_attn bench` and `info`: what they compute and say, never how long it takes."""
+"""`python -m energy_attn bench` and `info`: their computations and output, without times."""
 
 import json
 
@@ -23,9 +23,9 @@ def small_models():
 @pytest.mark.usefixtures("user_settings")
 @pytest.mark.parametrize("suite", bench.SUITES)
 def test_suites(suite, tmp_path, capsys, monkeypatch):
-    """A suite that cannot run, or that times peers which compute something else."""
+    """A suite that fails, or whose peers compute something else."""
     seen, cases = set(), []
-    for case in bench.SUITES[suite]:  # one of each kind: the sizes differ alone
+    for case in bench.SUITES[suite]:  # one of each kind: others differ only in size
         kind = case.name, "T=1," in case.sizes
         if kind not in seen:
             seen.add(kind)
@@ -39,7 +39,7 @@ def test_suites(suite, tmp_path, capsys, monkeypatch):
     for row in result["times"]:
         peers = set(row["times_faster"])
         assert peers and peers == set(row["median_ms"]) - {_cases.OURS}
-        # one pass of attention shows what it costs, and is no peer of an observable's or a tree's
+        # one pass of attention is there for its cost: its results are not compared
         assert set(row["largest_difference"]) == peers - {_cases.ONE_PASS, _speculative.DECODE}
         tolerance = {"float32": 1e-4, "bfloat16": 0.05, "int32": 0}[row["dtype"]]
         assert max(row["largest_difference"].values()) <= tolerance, row
@@ -50,7 +50,7 @@ def test_suites(suite, tmp_path, capsys, monkeypatch):
 
 
 def test_wrong_answers_are_seen():
-    """A fast wrong answer that nobody compares."""
+    """A fast wrong answer that is not compared."""
     found = {_cases.OURS: lambda: jnp.ones(3), "peer": lambda: jnp.asarray([1.0, 1.0, 1.5])}
     assert bench._differences(found) == {"peer": 0.5}
 
@@ -81,7 +81,7 @@ def test_wrong_options(capsys):
 
 
 def test_info_explains_a_call(capsys):
-    """A choice explained for another platform or other shapes than were asked for."""
+    """A choice explained for another platform or other shapes than those given."""
     call = ["info", "--query", "1,1,32,128", "--key", "1,4096,8,128"]
     assert main([*call, "--platform", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_info_explains_a_call(capsys):
     ],
 )
 def test_info_wrong_options(arguments, message, capsys):
-    """A trace instead of a word."""
+    """A traceback instead of a message."""
     try:
         status = main(["info", *arguments])
     except SystemExit as exit:

@@ -1,4 +1,4 @@
-"""The demo: small, in a process of its own as a user runs it; and its verdict when something is wrong."""
+"""The demo: small, in a process of its own, as users run it; and its verdict on wrong results."""
 
 import argparse
 import os
@@ -47,7 +47,7 @@ def run_module(*arguments, **variables):
 
 
 def test_demo(tmp_path):
-    """The command as a user runs it: what it says, and what must hold."""
+    """The command as users run it: its output, and its checks."""
     picture = tmp_path / "demo.png"
     done = run_module("demo", "--context", "1200", "--tokens", "20", "--out", str(picture))
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_devices_that_the_user_asked_for_are_kept():
 
 @pytest.fixture(scope="module")
 def pieces():
-    """All that a run of the demo computes, once."""
+    """The computations of a run of the demo, made once."""
     with jax.enable_x64(False):
         model = Llama(TINY, key=jax.random.key(0))
     text, decode, compile_step = _byte_llama.held_out_text(), demo.decode, demo.compile_step
@@ -206,7 +206,7 @@ def test_without_matplotlib(run, monkeypatch):
 
 
 def test_broken_weights(run, monkeypatch, tmp_path):
-    """A trace instead of the file's name."""
+    """A traceback instead of the name of the file."""
     monkeypatch.setattr(_byte_llama, "FOLDER", tmp_path)
     monkeypatch.setattr(demo, "byte_llama", _byte_llama.byte_llama)
     status, out, err = run()
@@ -241,7 +241,7 @@ def test_weights(peer, user_settings):
 
 
 def test_score_sees_the_same_bytes():
-    """With one window of text there is nothing to be gained by seeing all of it but the first half."""
+    """With one window of text, the whole context is no better than all but its first half."""
     model = Llama(TINY, key=jax.random.key(0))
     text = np.random.default_rng(0).integers(0, 256, 2 * _score.WINDOW).astype(np.uint8)
     near, far = _score.score(model, text)
@@ -253,7 +253,7 @@ def test_score_sees_the_same_bytes():
 
 
 def test_float64_attention():
-    """The judge, judged: one query, two keys, by hand; and keys that are not seen."""
+    """The check itself: one query and two keys by hand, and a masked key."""
     query = np.array([[[1.0, 0.0], [0.0, 2.0]]])
     key = np.array([[[1.0, 1.0]], [[3.0, 0.0]], [[9.0, 9.0]]])
     value = np.array([[[1.0, 0.0]], [[0.0, 1.0]], [[5.0, 5.0]]])

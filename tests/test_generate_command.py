@@ -1,4 +1,4 @@
-"""`python -m energy_attn generate`: text in a file, text out, as `generate` would write it."""
+"""`python -m energy_attn generate`: text in, text out, the same as by `generate`."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def command(folder, *more, prompt=True):
     ids=["alone", "mesh"],
 )
 def test_writes_what_the_model_writes(more, folder, written, capsys):
-    """Bytes that are no UTF-8 too; the mesh, the split weights and the drafts change nothing."""
+    """The text of the model, invalid UTF-8 included; mesh, split weights and drafts change nothing."""
     assert command(folder, *more) == 0
     said = capsys.readouterr()
     assert said.out == bytes(written.tolist()).decode("utf-8", "replace") + "\n"
@@ -56,7 +56,7 @@ def test_writes_what_the_model_writes(more, folder, written, capsys):
 
 
 def test_ends_where_the_checkpoint_says(folder, written, tmp_path, capsys):
-    """generation_config.json goes before config.json, in the command and in `generate`, and both may be overridden."""
+    """generation_config.json overrides config.json, in the command and in `generate`; options override both."""
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     first = int(written[3])
@@ -66,7 +66,7 @@ def test_ends_where_the_checkpoint_says(folder, written, tmp_path, capsys):
     end = written.tolist().index(first) + 1
     want = bytes(written[:end].tolist()).decode("utf-8", "replace")
     assert capsys.readouterr().out == want + "\n"
-    # whoever calls the function stops there too; and is not stopped, having said otherwise
+    # the function stops there too, unless it is told otherwise
     model = Llama.load(tmp_path)
     found = [generate(model, [list(PROMPT.encode())], 12, **x) for x in ({}, {"eos_token_id": ()})]
     assert found[0].lengths.tolist() == [end] and found[1].tokens[0].tolist() == written.tolist()
@@ -95,7 +95,7 @@ def test_tokens_of_a_tokenizer(tmp_path, capsys):
     assert main(["generate", "--model", str(tmp_path), "--prompt", PROMPT]) == 0
     found = generate(model, [tokens], 128).tokens[0].tolist()
     said = capsys.readouterr().out.removesuffix("\n")
-    # half a character at the end is kept back
+    # part of a character at the end is not written
     assert tokenizer.decode(found).startswith(said) and len(said) >= 100
 
 
@@ -129,7 +129,7 @@ def test_missing_files_are_named(folder, tmp_path, capsys):
 
 
 def test_a_tokenizer_that_panics(tmp_path):
-    """What is no Exception where Rust panics, reading the file or a text, and ends the caller; a pointer."""
+    """A panic in Rust, for a file or a text, which is no Exception and would end the caller; and a pointer."""
     path = tmp_path / "tokenizer.json"
     said = json.loads(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
     broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}

@@ -1,4 +1,4 @@
-"""The sentence encoder of examples/: its embeddings, its energies and the row of attention that its page is about.
+"""The sentence encoder of examples/: its embeddings, its energies and the row of attention on its page.
 
 Judged by transformers' BertModel in float64, and by sums over its attention weights in NumPy.
 """
@@ -126,7 +126,7 @@ def test_report(model, encoded, rows):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """What the script writes, as JSON, and the folder."""
+    """The JSON that the script writes, and the folder."""
     out = tmp_path_factory.mktemp("minilm") / "out"
     assert script.run(["--out", str(out)]) == 0
     return json.loads((out / "report.json").read_text()), out
@@ -169,7 +169,7 @@ def test_example(peer, ran):
 
 
 def test_committed(ran):
-    """Figures of the page that the script does not make."""
+    """Figures of the page that the script does not produce."""
     found, out = ran
     committed = json.loads((FOLDER / "report.json").read_text())
     flat, tree = jax.tree.flatten(found)

@@ -1,4 +1,4 @@
-"""What gets installed: one package, the two linked folders inside it, and nothing beside it."""
+"""The installed files: one package with the two linked folders inside, and nothing beside it."""
 
 import os
 import shutil
@@ -96,7 +96,7 @@ def test_wheel_imports(built, tmp_path):
     assert Path(done.stdout) == installed / "energy_attn" / "distributed" / "__init__.py"
 
 
-# What `import energy_attn` leaves until it is asked for: prefixes of the names of modules.
+# Prefixes of modules that `import energy_attn` does not import.
 LATE = (
     "energy_attn.cli",
     "energy_attn.models",
@@ -111,14 +111,14 @@ LATE = (
 
 
 def test_import_is_light():
-    """Pallas, or another part that few programs need, imported by everybody."""
+    """Pallas, or another part that few programs need, imported in all of them."""
     code = "import sys, energy_attn; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert [name for name in done.stdout.split() if name.startswith(LATE)] == []
 
 
 def test_models_are_an_attribute():
-    """`import energy_attn` that leaves models where they are until somebody imports them by name."""
+    """`energy_attn.models` missing until somebody imports it by name."""
     code = "import energy_attn as ea; print(ea.models.Llama.__name__); ea.nothing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "Llama\n"

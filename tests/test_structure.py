@@ -218,6 +218,8 @@ def test_arguments_after_value_are_given_by_name():
 @pytest.mark.parametrize(("package", "name"), EXPORTS)
 def test_public_names_are_documented_and_typed(package, name):
     public = getattr(importlib.import_module(package), name)
+    if isinstance(public, tuple):
+        pytest.skip("a constant, which has no docstring of its own")
     doc = inspect.cleandoc(public.__doc__ or "")
     assert re.search("^Examples:\n    >>> ", doc, re.MULTILINE), "wants a section `Examples:`"
     for function in functions_of(public):

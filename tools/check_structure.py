@@ -38,7 +38,7 @@ OLD_MODULES = re.compile(
     "|_warp|_follow|_optimum|_observe"
 )
 OLD_NAMES = re.compile(
-    "warp|roll_call|spread_.*|points_of_rest|inverse_temperature|travels|marks|ways"
+    "warp|warped|roll_call|spread_.*|points_of_rest|inverse_temperature|travels|marks|ways|law"
 )
 # Spaces stand for any white space, also for the start of a comment's next line.
 OLD_PHRASES = {
@@ -46,7 +46,7 @@ OLD_PHRASES = {
     "points? of rest": "fixed point",
     "with returning": "with replacement",
     "(row|rows|query|queries) (that|which) sees? no key": "fully masked row",
-    "spread over (a|the|all|several|its|their|\\w+ devices|devices)": "sharded over",
+    "spread over": "sharded over",
     "roll call": "rendezvous",
     "what walks over": "what iterates over",
 }

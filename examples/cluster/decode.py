@@ -1,7 +1,7 @@
-"""Decode steps over a cache whose keys and values are spread over every device of a job.
+"""Decode steps over a cache whose keys and values are sharded over all devices of a job.
 
-Started once per process, by SLURM, Kubernetes or `python -m energy_attn launch`; the same program on a laptop, on a
-pod of TPUs and on several nodes of GPUs. Each process makes the keys of its own devices; none ever holds all of them.
+SLURM, Kubernetes or `python -m energy_attn launch` starts it once per process; the program is the same on a laptop,
+on a pod of TPUs and on several nodes of GPUs. Each process makes the keys of its own devices; none holds all of them.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from energy_attn.distributed import SequenceParallel, fetch, initialize, make_me
 
 
 def main() -> None:
-    """Runs the steps; process 0 prints what came of them."""
+    """Runs the steps; process 0 prints the results."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--keys-per-device", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=8)
@@ -37,18 +37,18 @@ def main() -> None:
         along_keys = jax.P(None, mesh.axis_names)
         shape = (1, local, args.heads, args.width)
         key, value = place((normal(*shape), normal(*shape)), along_keys)
-        # The query is the same in all processes: every one draws it from the same numbers.
+        # the query is the same in all processes: each draws it from the same seed
         first = np.random.default_rng(0).standard_normal((1, 1, args.heads, args.width))
         query = place(first.astype(np.float32), jax.P())
 
         @jax.jit
         def step(query, key, value):
-            spread = SequenceParallel(mesh.axis_names, merge=args.merge)
-            out, energy = ea.attention(query, key, value, parallel=spread, return_energy=True)
+            parallel = SequenceParallel(mesh.axis_names, merge=args.merge)
+            out, energy = ea.attention(query, key, value, parallel=parallel, return_energy=True)
             return out / (1e-6 + abs(out).max()), energy
 
         query, energy = step(query, key, value)
-        fetch(energy)  # compiled, and every process is there
+        fetch(energy)  # after this the step is compiled, and all processes have arrived
         begin = time.perf_counter()
         for _ in range(args.steps):
             query, energy = step(query, key, value)

@@ -231,7 +231,7 @@ def coins(P, Q, rows):
 
 
 def test_coins_for_each_row_are_not_lossless():
-    """The counter-example: two drafted rows, each with its own coin, never give the third token; ours gives P."""
+    """The counter-example: two drafted rows with their own coins never give the third token; ours gives P."""
     P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.6, 0.3, 0.1])
     rows = np.argsort(-Q)[:2]  # a beam of two: the drafter's likeliest
     np.testing.assert_allclose(coins(P, Q, rows), [5 / 6, 1 / 6, 0], atol=1e-15)
@@ -320,7 +320,7 @@ def test_several_roots():
 
 
 def test_empty_trees():
-    """A row without candidates: what the model says after the context, or nothing; not the token of slot 0."""
+    """A row without candidates: the model's token after the context, or none; not the token of slot 0."""
     tree = pack(jnp.asarray([[[1, 2]], [[1, 2]]]), lengths=jnp.asarray([[0], [2]]), pad_token=1)
     logits, context = jnp.zeros((2, 2, V)).at[..., 2].set(50), jnp.asarray([[0, 9, 0.0]] * 2)
     for accept in (accept_greedy, partial(accept_sampling, key=jax.random.key(0))):
@@ -335,7 +335,7 @@ LOGITS = jnp.zeros((1, 6, V), jnp.float32)
 
 
 def wrong_calls():
-    """What each function must refuse: keyword arguments, then the error, its name, what came and what was wanted."""
+    """Refused arguments: the keywords, then the error, the argument, what it got and what was wanted."""
     text = "str 'tree'"
     for change, error, name, got, wanted in (
         ({"tree": "tree"}, TypeError, "tree", text, "PrefixTree"),
@@ -364,7 +364,7 @@ def wrong_calls():
 
 @pytest.mark.usefixtures("unchecked", "user_settings")
 def test_bad_input():
-    """Logits of another shape, trees that are none, settings out of range: told by the argument's name."""
+    """Logits of another shape, invalid trees, settings out of range: errors by the argument's name."""
     tree = pack(jnp.asarray(ROOTS))
     for function, change, *told in wrong_calls():
         arguments = {"tree": tree, "logits": LOGITS, **change}

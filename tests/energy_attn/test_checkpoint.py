@@ -1,4 +1,4 @@
-"""Checkpoints in folders: read as they were written by others, whole or not at all, and onto a mesh."""
+"""Checkpoints: those of other libraries are read, whole or not at all, and onto a mesh."""
 
 import contextlib
 import dataclasses
@@ -223,7 +223,7 @@ BAD_CONFIGS = {
 
 @pytest.mark.parametrize(("said", "kind", "message"), BAD_CONFIGS.values(), ids=BAD_CONFIGS)
 def test_bad_config(said, kind, message, tmp_path, unchecked):
-    """What would be computed otherwise than its makers do is refused, by name."""
+    """Configurations that would be computed differently are refused, by name."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SAID | said))
     with pytest.raises(kind, match=message) as caught:
@@ -272,7 +272,9 @@ def test_reads_what_others_wrote(dtype, tmp_path):
     assert_same(model, tensors)
     wide = Llama.load(str(tmp_path), dtype="float64")
     assert_same(wide, {name: x.astype("float64") for name, x in tensors.items()})
-    assert not any(leaf.committed for leaf in jax.tree.leaves(model))  # goes where others are
+    assert not any(
+        leaf.committed for leaf in jax.tree.leaves(model)
+    )  # moves to the device of other arrays
 
 
 def test_float64_without_64_bits(tmp_path, user_settings):
@@ -281,7 +283,7 @@ def test_float64_without_64_bits(tmp_path, user_settings):
 
 
 def test_several_files(tmp_path):
-    """Files by an index; the old frequencies and a tied head are read past, as Hugging Face does."""
+    """Files by an index; old frequencies and a tied head are ignored, as by Hugging Face."""
     tensors = arrays()
     write(tmp_path, tensors)
     (tmp_path / WHOLE).unlink()
@@ -570,7 +572,7 @@ def test_bad_arguments(tmp_path, unchecked):
 
 
 def test_what_is_written(tmp_path):
-    """By safetensors' own reader; other files stay, and those of an older checkpoint go."""
+    """By safetensors' own reader; other files stay, and those of an older checkpoint are removed."""
     mesh = make_mesh((4, 2), ("sequence", "tensor"))
     tensors = arrays(ml_dtypes.bfloat16)
     model = Llama.load(write(tmp_path, tensors), mesh=mesh)
@@ -654,7 +656,7 @@ def test_a_save_that_ends_anywhere(sizes, error, tmp_path):
 
 
 def test_progress(tmp_path, capsys):
-    """Silent where nobody looks; a function is told of each weight, and the last time that all is done."""
+    """Silent without a terminal; a function is called for each weight, at last with a share of 1."""
     write(tmp_path, arrays())
     Llama.load(tmp_path)
     assert capsys.readouterr() == ("", "")
@@ -682,7 +684,7 @@ SPLIT = {
 
 
 def test_where_weights_lie(tmp_path, monkeypatch):
-    """Each device has its part and no more; abstract weights, those in memory and those in files agree."""
+    """Each device has only its part; abstract weights, arrays and files agree."""
     monkeypatch.setattr(
         "energy_attn.distributed.runtime._safetensors._PIECE", 200
     )  # bytes: 3 rows of 16
@@ -701,7 +703,7 @@ def test_where_weights_lie(tmp_path, monkeypatch):
             assert len(leaf.addressable_shards) == 8
             for part in leaf.addressable_shards:
                 np.testing.assert_array_equal(part.data, want[part.index], err_msg=name)
-    with jax.set_mesh(make_mesh((2, 4))):  # an axis `tensor` is not there, and none is given
+    with jax.set_mesh(make_mesh((2, 4))):  # a mesh without an axis `tensor`
         here = leaves_of(Llama.load(tmp_path))
     assert all(leaf.sharding.is_fully_replicated for leaf in here.values())
     assert all(len(leaf.sharding.device_set) == 8 for leaf in here.values())
@@ -712,7 +714,7 @@ def test_where_weights_lie(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tensor", ["tensor", "none"], ids=["split", "replicated"])
 def test_logits_on_a_mesh(tensor, tmp_path):
-    """Weights replicated, or split beside a cache that is spread: what one device computes."""
+    """Weights replicated, or split beside a sharded cache, against one device."""
     tensors = {name: x for name, x in arrays().items() if "layers.1" not in name}
     write(tmp_path, tensors, SAID | {"num_hidden_layers": 1})
     draw = np.random.default_rng(3)
@@ -756,7 +758,7 @@ def full(*_):
 
 write, _files.write = _files.write, full
 try:
-    model.save(sys.argv[2])  # of which the first process writes, and all learn that it failed
+    model.save(sys.argv[2])  # the first process writes, and all learn of its failure
     sys.exit("a save that failed on one process went on on another")
 except OSError:
     _files.write = write
@@ -766,7 +768,7 @@ Llama.load(sys.argv[2])  # at once: the others wait until the first has written
 
 
 def test_several_processes(tmp_path):
-    """Each reads its own part of the weights; all bring them together, and the first writes."""
+    """Each process reads its part of the weights; all gather them, and the first writes."""
     tensors = arrays()
     folder, out, script = (tmp_path / name for name in ("folder", "out", "script.py"))
     folder.mkdir()

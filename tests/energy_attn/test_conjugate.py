@@ -27,7 +27,7 @@ INVERSE_TEMPERATURES = (0.25, 1.0, 4.0, 16.0, 64.0)
 
 
 def make_problem() -> Problem:
-    """Causal, with grouped heads and a bias; row 3 of the first batch sees nothing."""
+    """Causal, with grouped heads and a bias; row 3 of the first batch is fully masked."""
     rng = np.random.default_rng(5)
     mask = np.ones((2, 1, 5, 9), bool)
     mask[0, :, 3] = False
@@ -73,7 +73,7 @@ def call(f, problem: Problem, point, **options):
 
 
 def quickly(f, *arguments, **options):
-    """`call` in one program that is compiled without much ado."""
+    """`call` in one program, compiled with little optimisation."""
 
     def run():
         return call(f, *arguments, **options)
@@ -83,7 +83,7 @@ def quickly(f, *arguments, **options):
 
 @pytest.fixture(scope="module")
 def solved():
-    """The rate at POINT, and what of it the tests ask in one program: gradients, and those of the source."""
+    """The rate at POINT, its gradients and those of the source, in one program for all tests."""
     weights = np.random.default_rng(1).standard_normal(POINT.shape)
 
     def everything(point, query, value):
@@ -157,7 +157,7 @@ def test_rate_is_the_least_relative_entropy(solved):
 
 
 def test_gradients_are_those_at_the_source(solved):
-    """∇I = ζ in the point; in query and value, F(0)'s gradient less F(ζ)'s. Rows without keys give zeros."""
+    """∇I = ζ in the point; in query and value, F(0)'s gradient minus F(ζ)'s; zeros in fully masked rows."""
     solution, (point, query, value), *_ = solved
     np.testing.assert_allclose(point, np.where(SEEN[..., None], solution.source, 0), atol=1e-9)
     zero = np.zeros_like(POINT)
@@ -238,7 +238,7 @@ def test_outside_of_the_hull():
 
 
 def test_regularised_is_the_moreau_envelope():
-    """M_λ(z) = min_w {I(w) + |z - w|²/2λ}, attained at ∇F(ζ); finite outside of the hull, where nothing is flagged."""
+    """M_λ(z) = min_w {I(w) + |z - w|²/2λ}, attained at ∇F(ζ); finite outside the hull, where nothing is flagged."""
     strength = 0.7
     outside = POINT + np.random.default_rng(4).standard_normal(POINT.shape)
     solution = quickly(ea.rate, PROBLEM, outside, regulariser=jnp.asarray(strength))
@@ -425,7 +425,7 @@ def test_width_of_real_heads():
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_rounding_is_allowed_for(dtype):
-    """With a tolerance of zero the solver stops where rounding lets it get no further, and says that it converged."""
+    """With a tolerance of zero the solver stops at the rounding error and reports that it converged."""
     query, key, value, generators = random_keys(dtype, seeds=20)
     weights = np.stack([rng.dirichlet(np.ones(64)) for rng in generators])
     point = np.einsum("bs,bsv->bv", weights, np.asarray(value[:, :, 0], np.float64))
@@ -450,7 +450,7 @@ def test_sixteen_bits_are_widened():
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_every_implementation(implementation, solved):
-    """The solver asks states and covariances of whatever implementation is named."""
+    """The solver takes states and covariances from the named implementation."""
     solution = quickly(ea.rate, PROBLEM, POINT, implementation=implementation)
     np.testing.assert_allclose(solution.value, solved[0].value, atol=1e-9)
     np.testing.assert_allclose(solution.source[SOLID], solved[0].source[SOLID], atol=1e-5)
@@ -486,7 +486,7 @@ def test_keys_over_eight_devices(kind):
 
 
 def test_failure_is_told():
-    """A row that does not converge raises, in and out of jit; where collectives are under way its value is NaN."""
+    """A row that does not converge raises, in and out of jit; in a program with collectives its value is NaN."""
     value = jnp.arange(8.0)[None, :, None, None] * jnp.ones(3)[None, None, None]
     one = jnp.ones((1, 1, 1, 3))
     arrays = (6 * one, one, value, value)
@@ -524,7 +524,7 @@ def test_failure_is_told():
     ],
 )
 def test_bad_input(changed, error, name, received, wanted, unchecked):
-    """Each mistake is told by the argument's name, what came and what was wanted."""
+    """Each error names the argument, what was wanted and what it got."""
     arguments = {"point": POINT, **changed}
     point = arguments.pop("point")
     arrays = {n: jnp.asarray(x) for n, x in PROBLEM.arrays.items()}

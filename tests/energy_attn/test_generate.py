@@ -1,4 +1,4 @@
-"""Generation: the text is the model's own, whatever drafts it, wherever the cache lies."""
+"""Generation: the text is that of the model, with any drafter and on any mesh."""
 
 import re
 from dataclasses import replace
@@ -60,7 +60,7 @@ def whole(model):
 
 @pytest.fixture(scope="module")
 def greedy(whole):
-    """What greedy decoding gives, token by token and each time from the whole text."""
+    """Greedy decoding, token by token, each from the whole text."""
     texts = []
     for prompt in PROMPTS:
         row = list(prompt)
@@ -71,7 +71,7 @@ def greedy(whole):
 
 
 class Nonsense(AbstractDrafter):
-    """Drafts tokens that have nothing to do with the text: two branches, one of them wrong at once."""
+    """Drafts tokens unrelated to the text: two branches, one of them wrong at once."""
 
     depth: int = 3
 
@@ -99,12 +99,12 @@ def drafters(model):
 
 @pytest.mark.parametrize("name", ["none", "lookup", "itself", "another model", "nonsense"])
 def test_greedy_text_is_that_of_greedy_decoding(name, model, greedy):
-    """Token for token, for rows of different lengths; what is reported adds up."""
+    """Token for token, for rows of different lengths; and the counts add up."""
     found = generate(model, PROMPTS, COUNT, drafter=drafters(model)[name])
     np.testing.assert_array_equal(found.tokens, greedy)
     assert found.lengths.tolist() == [COUNT] * 3
     passes, drafted, accepted = (np.asarray(x) for x in found[2:])
-    # each pass gives one token of its own beside those accepted, the last of a text may be cut
+    # each pass adds one token to those accepted; the last pass of a text may be cut
     assert ((COUNT - 1 - accepted <= passes) & (passes <= COUNT - accepted)).all()
     assert (accepted <= drafted).all()
     rate = accepted.sum() / max(drafted.sum(), 1)
@@ -119,7 +119,7 @@ def test_greedy_text_is_that_of_greedy_decoding(name, model, greedy):
 
 
 def test_one_key_gives_one_text(model, whole):
-    """Sampling: whatever drafts, the draws are the same; every token is one that may be drawn."""
+    """Sampling: the draws do not depend on the drafter, and every token is one that may be drawn."""
     options = {"temperature": 1.3, "top_k": 5, "top_p": 0.95, "key": jax.random.key(3)}
     texts = {
         name: np.asarray(generate(model, PROMPTS, COUNT, drafter=drafter, **options).tokens)
@@ -161,7 +161,7 @@ def test_samples_have_the_law_of_the_model(model, whole):
 
 
 def test_rows_stop_by_themselves(model, greedy):
-    """A stop token ends its row, and is its last; other rows go on. Nothing is read behind the end."""
+    """A stop token is the last of its row; other rows go on. Nothing is read behind the end."""
     drafts = ModelDrafter(model, length=2, nodes=4)  # accepted paths hold stops, and go on
     for stop in [[int(greedy[0, 4]), int(greedy[1, 2])], *([token] for token in range(13))]:
         among = np.isin(greedy, stop)
@@ -177,7 +177,7 @@ def test_rows_stop_by_themselves(model, greedy):
 
 
 def test_top_p_is_cut_to(model, greedy):
-    """The nucleus lost: of a vanishing share of the law only the likeliest token is left."""
+    """The nucleus lost: for a vanishing share of the distribution only the likeliest token remains."""
     found = generate(
         model, PROMPTS, COUNT, temperature=2.0, top_p=1e-9, top_k=99, key=jax.random.key(0)
     )
@@ -185,7 +185,7 @@ def test_top_p_is_cut_to(model, greedy):
 
 
 def test_warnings():
-    """Options without an effect, and positions that the model has never seen: a text that is bad without a word."""
+    """Options without effect, or positions beyond the model's context, without a warning."""
 
     def traced(count, model=SMALL, **options):
         model = Llama(replace(model, max_position_embeddings=6), key=jax.random.key(0))
@@ -193,7 +193,7 @@ def test_warnings():
             lambda model: generate(model, [[1, 2, 3], [4]], count, **options).tokens, model
         )
 
-    traced(3)  # up to the last position, not a word
+    traced(3)  # up to the last position, no warning
     with pytest.warns(UserWarning, match="within the 6 positions .* got up to 7"):
         traced(4)
     with pytest.warns(UserWarning, match="within the 9 positions .* got up to 10"):
@@ -205,7 +205,7 @@ def test_warnings():
 
 
 class Wrong(AbstractDrafter):
-    """Draws no tree behind the text: another root, tokens that there are not, or nothing at all."""
+    """Drafts a tree that does not fit the text: another root, tokens outside the vocabulary, or no nodes."""
 
     depth: int = 2
     empty: bool = eqx.field(static=True, default=False)
@@ -222,20 +222,24 @@ class Wrong(AbstractDrafter):
 
 @pytest.mark.parametrize("empty", [False, True])
 def test_wrong_drafts_change_nothing(empty, model, greedy):
-    """A pass that accepts nothing, for ever; a NaN of one draft that every node sees."""
+    """A loop whose passes accept nothing; a NaN of one draft that every node sees."""
     found = generate(model, PROMPTS, COUNT, drafter=Wrong(empty=empty))
     np.testing.assert_array_equal(found.tokens, greedy)
     assert found.passes.tolist() == [COUNT - 1] * 3
 
 
 def test_wrong_prompts_give_no_text(model, greedy):
-    """In a compiled program nothing can be refused: such rows get no token, others their own."""
+    """In a compiled program, where values cannot be refused, bad rows get no tokens and others their own."""
     padded = np.full((3, 8), 99, np.int32)
     for row, prompt in enumerate(PROMPTS):
         padded[row, : len(prompt)] = prompt
     good = jnp.asarray([len(prompt) for prompt in PROMPTS])
     run = jax.jit(lambda tokens, lengths: generate(model, tokens, COUNT, lengths=lengths))
-    for row, length in [(0, 0), (1, 9), (0, 7)]:  # none, more than there are, one that is no token
+    for row, length in [
+        (0, 0),
+        (1, 9),
+        (0, 7),
+    ]:  # too short, too long, a token outside the vocabulary
         found = run(jnp.asarray(padded), good.at[row].set(length))
         want = greedy.copy()
         want[row] = -1
@@ -244,7 +248,7 @@ def test_wrong_prompts_give_no_text(model, greedy):
 
 
 def test_one_token_and_arrays_with_lengths(model, greedy):
-    """The first token needs no pass. Arrays with lengths are lists of prompts; what pads is not read."""
+    """The first token needs no pass. Arrays with lengths equal lists of prompts; padding is not read."""
     padded = np.full((3, 9), 11, np.int32)
     for row, prompt in enumerate(PROMPTS):
         padded[row, : len(prompt)] = prompt
@@ -255,7 +259,7 @@ def test_one_token_and_arrays_with_lengths(model, greedy):
 
 @pytest.mark.parametrize("name", ["none", "lookup", "another model"])
 def test_over_a_mesh(name, model, greedy):
-    """The same text, and a loop that sends what plain decoding sends: no keys, nothing to the host."""
+    """The same text, and a loop with the communication of plain decoding: no keys, nothing to the host."""
     drafter = drafters(model)[name]
     parallel = SequenceParallel(merge="allreduce")
     compiled = {}
@@ -273,7 +277,7 @@ def test_over_a_mesh(name, model, greedy):
     sent = collectives(compiled["loop"])
     assert {c.kind for c in sent} == {"all-reduce"}
     if name == "another model":
-        assert compiled["state"].parallel == parallel  # its cache is spread as well
+        assert compiled["state"].parallel == parallel  # its cache is sharded as well
         return
     nodes = 1 if drafter is None else drafter.capacity
     heads, width = CONFIG.num_attention_heads, CONFIG.head_dim
@@ -284,7 +288,7 @@ def test_over_a_mesh(name, model, greedy):
 
 
 def test_inside_jit_on_explicit_axes(model, greedy):
-    """A cache that is made while a program is traced, and must have the type that steps keep."""
+    """A cache made while a program is traced, whose type the steps must keep."""
     mesh = make_mesh((2, 4), explicit=True)
     drafter = drafters(model)["another model"]
     with jax.set_mesh(mesh):
@@ -328,7 +332,7 @@ def test_reading_and_writing_a_tree(model, whole):
 
 
 def test_prompt_lookup_finds_what_came_before():
-    """Against a search in plain Python: the longest ending first, then the latest place."""
+    """Against a search in plain Python: the longest ending first, then the latest occurrence."""
     ngram, candidates, length = 3, 3, 4
     lookup = PromptLookup(ngram, candidates, length)
     rng = np.random.default_rng(0)
@@ -360,7 +364,7 @@ def test_prompt_lookup_finds_what_came_before():
 
 @pytest.mark.parametrize("parallel", [None, SequenceParallel()], ids=["one device", "2×4"])
 def test_scores_are_those_of_one_by_one(parallel, model, whole):
-    """Shared beginnings, ragged and empty continuations, a prompt of one token, a sharded context."""
+    """Shared prefixes, ragged and empty continuations, a prompt of one token, a sharded context."""
     conts = np.random.default_rng(1).integers(0, 3, (3, 5, 4)).astype(np.int32)
     lengths = np.array([[4, 3, 2, 1, 0], [4, 4, 4, 4, 2], [1, 1, 1, 4, 4]], np.int32)
     with jax.set_mesh(make_mesh((2, 4))):
@@ -594,7 +598,7 @@ def test_scores_have_their_gradients(model):
 
 
 def test_weights_of_sixteen_bits(model):
-    """Trees read in bfloat16: as near to float64 as plain reading is, and what is drafted is as likely."""
+    """Trees read in bfloat16: as close to float64 as plain reading, and drafts as likely."""
     few = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), few)
     text = jnp.asarray(PROMPTS[1], jnp.int32)[None].repeat(2, 0)
@@ -611,7 +615,7 @@ def test_weights_of_sixteen_bits(model):
     drafters = (None, PromptLookup())
     found = [generate(few, text, COUNT, drafter=d).tokens for d in drafters]
     for tokens in found:
-        # Rounding may choose another of tokens that are nearly as likely, and then go on from there.
+        # Rounding may choose another of two nearly equally likely tokens, and continue from it.
         _, plain, logits = judged(few, wide, jnp.concatenate([text, tokens], 1))
         logits = logits[:, text.shape[1] - 1 : -1]
         chosen = jnp.take_along_axis(logits, tokens[..., None], 2)[..., 0]

@@ -1,4 +1,4 @@
-"""The Llama decoder against its definition in NumPy, and its three ways of reading against each other."""
+"""The Llama decoder against its definition in NumPy, and its readings (alone, cached, in chunks) against each other."""
 
 import dataclasses
 from functools import partial
@@ -37,7 +37,7 @@ VARIANTS = {
 
 
 def build(config=CONFIG, dtype=jnp.float64, seed=0):
-    """A model whose weights are all of order one, norms included, so that every one of them matters."""
+    """A model whose weights are all of order one, including norms, so that each of them matters."""
     model = Llama(config, dtype, key=jax.random.key(seed))
     leaves, tree = jax.tree.flatten(model)
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
@@ -52,7 +52,7 @@ def random_tokens(batch, time, seed=2):
 
 
 def numpy_llama(model, tokens, positions):
-    """Logits and energies, one position, head and key at a time where that is how it is defined."""
+    """Logits and energies by definition, one position, head and key at a time."""
     c = model.config
     weights = jax.tree.map(lambda x: np.asarray(x, np.float64), model)
 
@@ -138,7 +138,7 @@ def test_padding_changes_nothing():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64])
 def test_dtypes(dtype):
-    """Logits and energies are float32 at least; weights of few bits cost accuracy and nothing else."""
+    """Logits and energies are float32 at least; weights of 16 bits cost accuracy only."""
     model, tokens = build(VARIANTS["one layer"], dtype), random_tokens(2, 9)
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), model)
     got = model(tokens, return_energies=True)
@@ -201,9 +201,9 @@ def test_gradient_reaches_every_weight(name):
         grad = np.asarray(grad)
         assert np.isfinite(grad).all()
         if "embed_tokens" in jax.tree_util.keystr(path) and name != "tied":
-            grad = grad[read]  # what is not read has no gradient, and nothing else
+            grad = grad[read]  # only rows that are not read have no gradient
         assert np.all(grad != 0), jax.tree_util.keystr(path)
-    # along a random direction, the derivative is what a difference says
+    # along a random direction, the derivative equals a difference quotient
     leaves, tree = jax.tree.flatten(model)
     keys = jax.random.split(jax.random.key(7), len(leaves))
     way = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
@@ -225,7 +225,7 @@ PARALLEL = {
 
 @pytest.mark.parametrize(("parallel", "chunk_size", "block"), PARALLEL.values(), ids=PARALLEL)
 def test_cache_equals_whole_reading(parallel, chunk_size, block):
-    """Prefill in chunks that straddle blocks, then decoding, give what one reading gives."""
+    """Prefill in chunks that straddle blocks, then decoding, equal reading at once."""
     model, tokens = build(), random_tokens(2, 19)
     whole = model(tokens, return_energies=True)
     with jax.set_mesh(make_mesh((2, 4))):
@@ -249,7 +249,7 @@ def test_cache_equals_whole_reading(parallel, chunk_size, block):
 
 
 def test_rows_of_different_lengths():
-    """Each row reads as if it were alone: prompts, steps of several tokens, and none at all."""
+    """Each row is read as if it were alone: prompts, steps of several tokens, and of none."""
     model, tokens = build(VARIANTS["one layer"]), random_tokens(3, 12)
     counts, more = np.array([7, 1, 4], np.int32), np.array([3, 0, 2], np.int32)
     out = eqx.filter_jit(partial(model.prefill, chunk_size=3))(
@@ -267,7 +267,7 @@ def test_rows_of_different_lengths():
 
 
 def test_cache_of_few_bits_and_with_a_window():
-    """`quantize` rounds what is read back, and little; a window hides what is far, for ever."""
+    """`quantize` rounds the cache, and little; a window hides distant tokens for ever."""
     model, tokens = build(VARIANTS["one layer"], jnp.float32), random_tokens(1, 14)
     whole = model(tokens).logits
     read = eqx.filter_jit(partial(model.prefill, chunk_size=2))
@@ -281,7 +281,7 @@ def test_cache_of_few_bits_and_with_a_window():
 
 
 def test_cache_stays_where_it_lies():
-    """No step moves the cache: what is sent does not depend on it, and its layout is kept."""
+    """No step moves the cache: communication does not depend on its size, and its layout is kept."""
     model, parallel = build(dtype=jnp.float32), SequenceParallel(merge="allreduce")
     with jax.set_mesh(make_mesh((2, 4))):
         sent = {}
@@ -302,7 +302,7 @@ def test_cache_stays_where_it_lies():
 
 
 def test_training_with_keys_spread():
-    """Without a cache, `parallel` spreads the tokens' own keys; the gradients are the same."""
+    """Without a cache, `parallel` shards the tokens' own keys; the gradients are the same."""
     model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 13)
 
     def loss(model, parallel=None):
@@ -316,7 +316,7 @@ def test_training_with_keys_spread():
 
 
 def test_prompts_split_by_their_type():
-    """Tokens that an explicit mesh splits over rows and time: JAX does not guess how the rows of a table are."""
+    """Tokens that an explicit mesh splits over rows and time: JAX wants the sharding of a table's rows."""
     model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 8)
     positions = np.arange(8)[None].repeat(2, 0)
 
@@ -324,7 +324,7 @@ def test_prompts_split_by_their_type():
         logits = model(tokens).logits
         return (logits**2).mean(), logits
 
-    # JAX 0.8 and 0.9 do not say how a weight's gradient lies
+    # JAX 0.8 and 0.9 do not infer the sharding of a weight's gradient
     gradient = jax.grad(loss, has_aux=True) if jax.__version_info__ >= (0, 10) else loss
     run = jax.jit(gradient)
     want, _ = run(model, tokens)

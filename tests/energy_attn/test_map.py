@@ -46,7 +46,7 @@ def solve(f, **options):
     "solver", ["newton", "mirror", optax.lbfgs()], ids=["newton", "mirror", "lbfgs"]
 )
 def test_minimiser_is_attention(solver):
-    """Each solver ends at ∇F(0), with M_λ = -F(0) there and a zero source, from a start that is another point."""
+    """Each solver ends at ∇F(0), with M_λ = -F(0) there and a zero source, from another point."""
     solution = solve(ea.map_attention, solver=solver, regulariser=0.8, tolerance=1e-9)
     assert (solution.result == RESULT).all()
     np.testing.assert_allclose(solution.point, OUT, atol=1e-7)
@@ -59,7 +59,7 @@ def test_minimiser_is_attention(solver):
 
 
 def test_start_is_the_plain_mean():
-    """Unless told otherwise the way begins at the mean of the values that a row sees, whatever their scores."""
+    """By default the path starts at the mean of the values that a row sees, for any scores."""
     seen = visible(PROBLEM) / np.maximum(visible(PROBLEM).sum(-1, keepdims=True), 1)
     mean = jnp.asarray(np.einsum("bnts,bsnv->btnv", seen, rows(PROBLEM).value))
 
@@ -122,7 +122,7 @@ def test_derivatives_are_those_of_attention(f):
 
 
 def test_gamma_is_what_it_says():
-    """Γ = ζ·z - F(ζ), once for each query and head, and its gradients; plus infinity without keys, but no NaN."""
+    """Γ = ζ·z - F(ζ) of each query and head, and its gradients; plus infinity in fully masked rows, and no NaN."""
     source = np.random.default_rng(1).standard_normal(POINT.shape)
     out, lse = dense(replace(PROBLEM, source=source))
 
@@ -154,7 +154,7 @@ def test_saddle_is_attention(solver):
 
 
 def test_extragradient_finds_its_step():
-    """From hot to cold, 50 of 50 rows converge with the step that each finds by itself."""
+    """From hot to cold, 50 of 50 rows converge with adaptive steps."""
     query, key, value, _ = random_keys("float64")
 
     @jax.jit
@@ -235,7 +235,7 @@ def test_keys_over_eight_devices():
     ids=["map_attention", "saddle_attention", "conjugate"],
 )
 def test_statistics_have_no_derivative(f, name):
-    """A zero in place of a derivative that there is not: with a residual in a loss, say."""
+    """A zero in place of a derivative that does not exist, for example with a residual in a loss."""
 
     def total(query):
         solution = f(**ARRAYS | {"query": query}, **PROBLEM.options, max_steps=1, throw=False)
@@ -246,7 +246,7 @@ def test_statistics_have_no_derivative(f, name):
 
 
 def test_figures_are_those_in_the_page():
-    """The table in docs/bayes.md is that of the measured figures, and these are what the page says of them."""
+    """The table in docs/bayes.md shows the measured figures, and the page's statements about them hold."""
     spec = importlib.util.spec_from_file_location("map", FOLDER / "map.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -280,5 +280,5 @@ def test_figures_are_those_in_the_page():
     ],
 )
 def test_bad_input(f, changed, error, name, received, wanted, unchecked):
-    """Each mistake is told by the argument's name, what came and what was wanted."""
+    """Each error names the argument, what was wanted and what it got."""
     complains(lambda: f(**ARRAYS, **changed), error, name, received, wanted)

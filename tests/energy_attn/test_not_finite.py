@@ -1,4 +1,4 @@
-"""Observables, solvers and penalties of rows with a NaN: none says that the row sees no key, or that all is well."""
+"""Observables, solvers and penalties of rows with a NaN: none reports a fully masked row or a valid result."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def arrays():
 
 
 def observed(query, key, value, parallel):
-    """What is said of every row, `[1, T, N, ...]`."""
+    """The results of every row, `[1, T, N, ...]`."""
     tangent = jnp.ones_like(query)
     call = query, key, value
     options = {"parallel": parallel}
@@ -48,7 +48,7 @@ def observed(query, key, value, parallel):
 
 @pytest.mark.parametrize("spread", [False, True], ids=["alone", "spread"])
 def test_observables_and_solvers(spread):
-    """An entropy of 0, a rate of `no_keys`: what is said of a row without keys, said of a broken one."""
+    """An entropy of 0, a rate of `no_keys`: the result of a fully masked row for a broken one."""
     parallel = SequenceParallel("device") if spread else None
     run = jax.jit(lambda *call: observed(*call, parallel))
     with jax.set_mesh(make_mesh((8,), ("device",))):
@@ -65,7 +65,7 @@ def test_observables_and_solvers(spread):
 
 
 def test_retrieval():
-    """A state of NaN comes to rest at once, with an energy of zero."""
+    """A state of NaN that converges at once, with an energy of zero."""
     state, memories, _ = arrays()
     solution = ea.retrieve(state, memories, scale=2.0, throw=False)
     assert solution.result[0, BROKEN, 1] == ea.Result.not_finite

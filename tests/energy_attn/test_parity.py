@@ -1,4 +1,4 @@
-"""Llama beside Hugging Face's own, in PyTorch: the same checkpoint gives the same logits and the same text."""
+"""Llama beside Hugging Face's in PyTorch: the same checkpoint gives the same logits and the same text."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ CHECKPOINTS = {
 
 
 def theirs(config, dtype=torch.float32):
-    """Weights of which every one matters: biases and norms would begin at 0 and 1."""
+    """Weights that all matter: initial biases and norms are 0 and 1."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(TheirConfig(**SHAPES, **config)).eval()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def theirs(config, dtype=torch.float32):
 
 
 class Pair:
-    """Their model, and ours as read from the checkpoint that theirs wrote."""
+    """Their model, and ours, read from their checkpoint."""
 
     def __init__(self, name, folder):
         self.folder, self.config = folder, CHECKPOINTS[name]
@@ -127,7 +127,7 @@ def test_logits(pair):
 
 @pytest.mark.parametrize("pair", ["llama3"], indirect=True)
 def test_greedy_text(pair):
-    """Prompts of different lengths: one wrong position in the cache, and the texts part."""
+    """Prompts of different lengths: one wrong position in the cache changes the text."""
     want = pair.their_text()
     assert generate(pair.ours, pair.prompts, TEXT).tokens.tolist() == want
     with jax.set_mesh(make_mesh((2, 4))):
@@ -138,8 +138,8 @@ def test_greedy_text(pair):
 
 
 def test_the_way_back(pair, tmp_path):
-    """What we write is theirs bit for bit: weights, and the configuration that gives the logits."""
-    for size in (60_000, 10**9, 60_000):  # several files, one in their place, and back
+    """They read what we write bit for bit: weights, and a configuration that gives the same logits."""
+    for size in (60_000, 10**9, 60_000):  # several files, then one, and several again
         pair.ours.save(tmp_path, max_shard_size=size)
         assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == 60_000)
         back, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -148,7 +148,7 @@ def test_the_way_back(pair, tmp_path):
             assert torch.equal(back.state_dict()[name], weight), name
     assert back.dtype == torch.float32 and back.config.eos_token_id is None
     np.testing.assert_array_equal(pair.their_logits(back.eval()), pair.their_logits())
-    # what they write of it is read here, beside what was saved here
+    # we read what they write of it, in a folder with our own save
     back.save_pretrained(tmp_path)
     assert Llama.load(tmp_path).config == pair.ours.config
 

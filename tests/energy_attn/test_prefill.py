@@ -35,7 +35,7 @@ def tokens():
 
 def read(model, tokens, cache):
     out = model.prefill(tokens, cache, lengths=jnp.asarray(LENGTHS), chunk_size=CHUNK)
-    # what a step reads of the cache shows that keys lie where they should
+    # a step that reads the cache shows that keys are in the right slots
     step = model(jnp.argmax(out.logits, -1).astype(jnp.int32), cache=out.cache)
     return out.logits, step.logits, out.cache.lengths
 
@@ -52,13 +52,13 @@ def alone(model, tokens):
     [("tree", False), ("ring", False), ("ulysses", False), ("auto", True)],
 )
 def test_every_method_reads_the_same(method, explicit, model, tokens, alone):
-    """Rows of different lengths, chunks that the devices do not divide, keys dealt out in blocks."""
+    """Rows of different lengths, chunks that the devices do not divide, keys in blocks of several slots."""
     first, second, lengths = jax.jit(read)(model, tokens, model.empty_cache(2, 48))
     np.testing.assert_allclose(first, alone, rtol=1e-9, atol=1e-9)
     with jax.set_mesh(make_mesh((2, 4), explicit=explicit)):
         parallel = SequenceParallel(method=method)
         cache = model.empty_cache(2, 48, parallel=parallel, block_size=2)
-        if method == "ulysses":  # of one query there is no sequence to exchange heads for
+        if method == "ulysses":  # one query has no sequence to exchange heads for
             got = jax.jit(functools.partial(model.prefill, chunk_size=CHUNK))(
                 tokens, cache, lengths=jnp.asarray(LENGTHS)
             )
@@ -70,7 +70,7 @@ def test_every_method_reads_the_same(method, explicit, model, tokens, alone):
 
 
 def test_weights_of_sixteen_bits_and_keys_of_eight(model, tokens):
-    """Over a mesh rounding costs what it costs on one device; nothing is folded in 16 bits."""
+    """Rounding over a mesh costs as much as on one device; no states are folded in 16 bits."""
     few = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), few)
     lengths = jnp.asarray(LENGTHS)
@@ -129,7 +129,7 @@ def test_each_device_reads_its_share():
 
 
 def test_memory_is_the_cache_and_a_constant():
-    """No cache is gathered or copied, and there are no logits but the last: O(chunk) beside the cache."""
+    """The cache is not gathered or copied, and only the last logits are computed: O(chunk) beside the cache."""
     small, large = (compiled(True, slots, 4 * PIECE) for slots in (16384, 65536))
     temporary = [x.memory_analysis().temp_size_in_bytes for x in (small, large)]
     mine = 2 * 65536 // 8 * 2 * 16 * 4  # keys and values of one device
@@ -160,7 +160,7 @@ def test_stream_is_the_text(model, tokens):
 
 
 def test_an_error_of_the_stream_ends_the_loop(model):
-    """The error is the caller's own, raised once, and the loop does not run on to the end."""
+    """The error is the caller's own, raised once, and ends the loop."""
     calls = []
 
     def stream(tokens):
@@ -196,7 +196,7 @@ def test_bad_listeners(given, kind, message, model, unchecked):
 
 
 def test_no_stream_inside_jit(model):
-    """A program that is kept would call a stream that is gone."""
+    """A cached program would call a stream that no longer listens."""
     with pytest.raises(ValueError, match="stream: wanted none inside of jax.jit"):
         jax.jit(lambda model: generate(model, [[1, 2]], 1, stream=print).tokens)(model)
 

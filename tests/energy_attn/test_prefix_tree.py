@@ -35,7 +35,7 @@ FULL, CUT, ROOMY = M * C, 5, M * C + 3
 
 
 def line(parent, slot):
-    """The slots from the root to `slot`, by walking up."""
+    """The slots from the root to `slot`."""
     path = []
     while slot >= 0:
         path.insert(0, slot)
@@ -54,7 +54,7 @@ def prefixes(rows, lengths):
 
 
 def check_tree_of(tree, b):
-    """Everything that must hold within any tree's row `b`, whatever it was made of."""
+    """The invariants of row `b` of any tree."""
     tokens, mask, depth, parent, unpacker = (np.asarray(x[b]) for x in tree[:5])
     size, slots = int(tree.size[b]), len(tokens)
     assert (parent < np.arange(slots)).all() and (parent >= -1).all()
@@ -87,7 +87,7 @@ many = settings(max_examples=100)  # all of one compiled program
 @many
 @given(BEAMS, LENGTHS)
 def test_laws(beam, lengths):
-    """A token under another's prefix, a prefix held twice or not at all, a slot that is seen by no descendant."""
+    """A token under another's prefix, a prefix held twice or not at all, a slot that no descendant sees."""
     full, cut, roomy, unpacked = jax.device_get(packed(beam, lengths))
     for tree, back in zip((full, cut, roomy), unpacked, strict=True):
         for b in range(B):
@@ -109,7 +109,7 @@ def test_laws(beam, lengths):
 @many
 @given(BEAMS, LENGTHS)
 def test_reference(beam, lengths):
-    """The plain trie beside it, which must say the same in every slot."""
+    """The plain trie, which must agree in every slot."""
     full = packed(beam, lengths)[0]
     reference = pack_reference(jnp.asarray(beam), jnp.asarray(lengths))
     used = np.arange(FULL) < np.asarray(full.size)[:, None]
@@ -122,7 +122,7 @@ def test_reference(beam, lengths):
 @many
 @given(BEAMS, LENGTHS, st.permutations(range(M)))
 def test_order_of_candidates(beam, lengths, order):
-    """Prefixes that are found only in the row above: then the tree depends on how candidates are ordered."""
+    """Prefixes that are found only in the row above, so that the tree depends on the order of candidates."""
 
     def named(tree, b):
         """The tree without slot numbers: each prefix, and the prefixes that it sees."""
@@ -212,7 +212,7 @@ def test_unpack_anything():
 
 
 def test_one_program():
-    """Values that are asked for while tracing, or shapes that depend on them: a host sync, or a compilation a beam."""
+    """Values read while tracing, or shapes that depend on them: a host sync, or a compilation per beam."""
     function = jax.jit(partial(pack, capacity=6))
     rng = np.random.default_rng(1)
     for _ in range(3):
@@ -226,7 +226,7 @@ def test_one_program():
 
 @pytest.mark.parametrize("kind", ["8", "8 explicit"])
 def test_on_a_mesh(kind):
-    """Gathers whose sharding explicit axes cannot tell; beams whose batch lies on several devices."""
+    """Gathers whose sharding explicit axes cannot infer; beams whose batch is sharded."""
     rng = np.random.default_rng(2)
     beam = rng.integers(0, 2, (8, M, C))
     want = pack_reference(jnp.asarray(beam))
@@ -253,7 +253,7 @@ def test_no_rows_of_a_batch():
 
 
 def test_work_grows_no_faster_than_the_product():
-    """Work or memory that grows faster than B M² C where the capacity stands: a comparison of all pairs of entries."""
+    """Work or memory that grows faster than B M² C at a fixed capacity: a comparison of all pairs of entries."""
 
     def costs(rows, levels):
         beam = jax.ShapeDtypeStruct((4, rows, levels), jnp.int32)
@@ -279,7 +279,7 @@ SLOTS = 7
 @many
 @given(st.data())
 def test_from_parents(data):
-    """Ancestors that are lost on the way up, and nodes in slots that are not used."""
+    """Lost ancestors, and nodes in unused slots."""
     parent = np.array([[data.draw(st.integers(-1, n - 1)) for n in range(SLOTS)] for _ in range(B)])
     size = np.array([data.draw(st.integers(0, SLOTS)) for _ in range(B)])
     tokens = np.arange(1, 1 + B * SLOTS).reshape(B, SLOTS)
@@ -295,7 +295,7 @@ def test_from_parents(data):
 
 
 def test_from_parents_is_pack():
-    """A tree that two ways describe differently: of a beam, and of the beam's parents."""
+    """A tree of a beam that differs from the tree of the beam's parents."""
     beam = np.random.default_rng(3).integers(0, 2, (B, M, C))
     tree = pack(jnp.asarray(beam))
     again = tree_from_parents(tree.tokens, tree.parent, C, tree.size)
@@ -304,7 +304,7 @@ def test_from_parents_is_pack():
 
 
 def test_token_tree():
-    """A rank read at another place, parents that are looked for among later choices, and roots of another row."""
+    """A rank of another position, parents looked up among later choices, and roots of another row."""
     choices = [(1, 0), (0,), (2,), (0, 1, 1), (1,), (0, 1), (0, 0)]
     root = np.array([90, 91])
     candidates = np.arange(2 * 3 * 3).reshape(2, 3, 3)
@@ -331,7 +331,7 @@ def log_softmax(x):
 
 
 def best_first(nodes, log_p, count, slots, deep):
-    """`nodes` `[(token, parent, score, depth)]` of one row with the best `count` added, by a heap of all there are."""
+    """`nodes` `[(token, parent, score, depth)]` of one row with the best `count` added, by a heap of all candidates."""
     there = {(parent, token) for token, parent, _, _ in nodes}
     heap = [
         (-(score + log_p[n, token]), n, token)
@@ -383,7 +383,7 @@ def rescored(nodes, log_p):
 
 
 def test_grow_to_the_end():
-    """More nodes asked for than can be: of two tokens and two levels there are three."""
+    """More nodes than possible: two tokens and two levels have three."""
     slots = jnp.zeros((1, 6), int)
     tree = tree_from_parents(slots, slots - 1, 2, jnp.array([1]))
     tree = growing(tree, jnp.zeros((1, 6, 2), jnp.bfloat16), count=5)
@@ -474,14 +474,14 @@ GROW = (
     ids=["pack", "reference", "parents", "choices", "grow"],
 )
 def test_bad_input(function, valid, wrong):
-    """Wrong dtypes, ranks, lengths, capacities and parents: told by the argument's name, before anything compiles."""
+    """Wrong dtypes, ranks, lengths, capacities and parents: errors by the argument's name, before compilation."""
     for change, *told in wrong:
         complains(partial(function, **{**valid, **change}), *told)
 
 
 @pytest.mark.usefixtures("unchecked", "user_settings")
 def test_more_bad_input():
-    """More entries than int32 counts, which would wrap around; fields of a tree that do not belong together."""
+    """More entries than int32 counts, which would wrap around; fields of a tree that do not match."""
     with pytest.raises(
         ValueError, match=r"^beam: wanted M \* C that int32 .* got int32\[1,65536,32768\]"
     ):
@@ -529,7 +529,7 @@ FUZZED = {
 @given(data=st.data())
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_anything_else(function, data):
-    """Every other way to be wrong: an AttributeError, an IndexError, or XLA's own words."""
+    """Every other failure: an AttributeError, an IndexError, or XLA's own message."""
     names = set(inspect.signature(function).parameters)
     name = data.draw(st.sampled_from(sorted(names)))
     outcome(function, names, {**FUZZED[function], name: data.draw(ANYTHING)})

@@ -1,4 +1,4 @@
-"""The energy report: what it says of each layer and head, of arrays, modules and models; and its picture."""
+"""The energy report of arrays, modules and models, for each layer and head; and its picture."""
 
 import functools
 import sys
@@ -70,7 +70,7 @@ def tokens():
 
 @pytest.mark.parametrize("name", ["mask", "bias_rows"])
 def test_rows_and_means(name):
-    """A number of another row, layer or unit; a mean that counts queries which see nothing, or e^H of a mean H."""
+    """A number of another row, layer or unit; a mean that counts fully masked rows, or e^H of a mean H."""
     problem = PROBLEMS[name]
     arrays, _ = cast(problem, jnp.float64)
 
@@ -89,7 +89,7 @@ def test_rows_and_means(name):
 
 
 def test_no_query_sees_a_key():
-    """NaN where there is nothing to take a mean of, or in the gradient there."""
+    """NaN where no row sees a key, or in the gradient there."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 3, 2, 4))
 
     @jax.jit
@@ -104,7 +104,7 @@ def test_no_query_sees_a_key():
 
 
 def test_layer():
-    """Options of the layer that do not reach its report, a batch that is none, or other heads than it attends with."""
+    """Options of the layer that do not reach its report, a batch axis too many, or other heads than it attends with."""
     energy = ea.FreeEnergy(scale=0.7, is_causal=True, local_window_size=(3, 0))
     layer = ea.MultiheadAttention(
         4, 12, num_kv_heads=2, energy=energy, dropout_p=0.5, key=jax.random.key(0)
@@ -137,9 +137,9 @@ def test_layer():
 
 
 def test_llama(model, tokens):
-    """Layers out of order, or attention in the report that is not the model's: everything after it would differ."""
+    """Layers out of order, or attention in the report that differs from the model's, and changes all that follows."""
 
-    def attend(query, key, value, **options):  # beside the outputs, what they were made of
+    def attend(query, key, value, **options):  # also returns the arguments of attention
         out, energy = ea.attention(query, key, value, **options)
         return out, (energy, (query, key, value))
 
@@ -165,7 +165,7 @@ def test_llama(model, tokens):
 
 
 def test_llama_with_a_cache(model, tokens):
-    """A decode step is read, too: its queries, and all keys of the cache."""
+    """A decode step: its queries, and all keys of the cache."""
 
     @jax.jit
     def run(model, tokens):
@@ -178,7 +178,7 @@ def test_llama_with_a_cache(model, tokens):
 
 
 def test_in_a_training_step(model, tokens):
-    """A report that breaks in a compiled step, changes what is learnt, or has no gradient where the loss has it."""
+    """A report that fails in a compiled step, changes the training, or has no gradient where the loss has one."""
 
     @eqx.filter_jit
     def step(model, weight):
@@ -196,7 +196,7 @@ def test_in_a_training_step(model, tokens):
     (_, (data, report)), gradient = step(model, jnp.zeros(()))
     alone = jax.jit(jax.grad(lambda m: _data(m, tokens)))(model)
     np.testing.assert_allclose(query_weights(gradient), query_weights(alone), atol=1e-12)
-    # along the gradient of the penalty, it rises as fast as the gradient is long
+    # along its gradient, the penalty rises by the norm of the gradient
     _, steep = step(model, jnp.ones(()))
     slope = jax.tree.map(jnp.subtract, steep, gradient)
     length = jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(slope)))
@@ -216,7 +216,7 @@ def _data(model, tokens):
 
 
 def test_keys_on_eight_devices(model):
-    """Shards that are reported on each by itself, or keys that all devices hold after all."""
+    """Reports of single shards, or keys that every device holds."""
     tokens = jax.random.randint(jax.random.key(2), (1, 16), 0, 11, jnp.int32)
     q, k, v = jax.random.normal(jax.random.key(3), (3, 1, 16, 2, 4), jnp.float64)
     parallel = SequenceParallel("device")
@@ -237,7 +237,7 @@ def test_keys_on_eight_devices(model):
 
 
 def test_sixteen_bits():
-    """Numbers that are rounded to bfloat16, or arrays that are, before they are looked at."""
+    """Figures rounded to bfloat16, or arrays rounded before they are reduced."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 4), jnp.bfloat16)
     wide = ea.energy_report(*(x.astype(jnp.float32) for x in (q, k, v)))
     for found, wanted in zip(*map(jax.tree.leaves, (ea.energy_report(q, k, v), wide)), strict=True):
@@ -246,7 +246,7 @@ def test_sixteen_bits():
 
 
 def test_bad_input(unchecked, model, tokens):
-    """A message that does not name what was wrong."""
+    """A message that does not name the wrong argument."""
     layer = ea.MultiheadAttention(2, 4, key=jax.random.key(0))
     x = jnp.zeros((2, 3, 4))
     for call, error, words in (

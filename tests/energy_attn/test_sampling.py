@@ -30,7 +30,7 @@ def distribution(logits, temperature=1.0, top_k=None, top_p=None):
 
 
 def rows_of_logits():
-    """Ordinary rows; ties of many tokens; some that cannot be; one alone that can."""
+    """Ordinary rows; ties of many tokens; rows with impossible tokens, and one with a single possible one."""
     rng = np.random.default_rng(0)
     logits = np.concatenate([rng.standard_normal((6, 11)) * 2, rng.integers(0, 3, (6, 11))])
     logits[2, ::2] = logits[9, ::3] = logits[11, 1:] = -np.inf
@@ -60,7 +60,7 @@ def test_distribution(top_k, dtype):
 
 
 def test_exactly_so_many():
-    """Equal logits: a threshold keeps all of them or none; the lower tokens are to stay."""
+    """Equal logits: a threshold keeps all of them or none; the lower tokens must stay."""
     even = jnp.zeros((1, 8), jnp.float32)
     signed = jnp.asarray([[-0.0, 0.0, -0.0, 0.0, -1, -1, -1, -1]], jnp.float32)
     for logits in (even, signed, -1e-30 * even):
@@ -74,7 +74,7 @@ def test_exactly_so_many():
 
 
 def test_all_of_it():
-    """A sum in float32 that reaches 1 before its end, and so cuts off what may be drawn."""
+    """A sum in float32 that reaches 1 before its end, and so excludes a possible token."""
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((1, 20000)) * 5, jnp.float32)
     assert np.isfinite(processed(logits, 1.0, None, jnp.float32(1))).all()
     assert np.isfinite(processed(logits, 1.0, 900, 1.0)).sum() == 900

@@ -198,7 +198,7 @@ def check(implementation: str | AbstractKernel, problem: Problem, dtype) -> None
         found = {name: np.asarray(array) for name, array in found.items()}
         assert_all_close(found, problem, dtype, which, label=implementation)
         for name in {"out", "query", "source"} & set(found):
-            assert not found[name][blind].any(), f"{name} is not zero in rows that see no key"
+            assert not found[name][blind].any(), f"{name} is not zero in fully masked rows"
         for name in ("key", "value"):
             assert not found[name][hidden].any(), f"gradient of {name} is not zero at hidden keys"
 

@@ -1,4 +1,4 @@
-"""The capacity of a modern Hopfield network: the script, its theory, and what the committed figures say."""
+"""The capacity of a modern Hopfield network: the script, its theory, and the committed figures."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ def test_theorem_3():
 
 
 def test_capacity(committed):
-    """Figures that do not show what the page says: where memories are kept apart, and that it grows exponentially."""
+    """Figures that contradict the page: where memories are told apart, and that their number grows exponentially."""
     betas, sizes = committed["betas"], np.asarray(committed["memories"])
     assert (betas[0], betas[-1], sizes[-1]) == (0.25, 4.0, 2**14)
     kept = {}
@@ -48,7 +48,7 @@ def test_capacity(committed):
 
 
 def test_what_is_proved_holds(committed):
-    """A condition for being stored that is met where memories are lost."""
+    """A condition for being stored that holds where memories are lost."""
     proved = grid(committed, "separated") == 1
     assert proved.sum() > 20
     assert (grid(committed, "error")[proved] < 0.02).all()

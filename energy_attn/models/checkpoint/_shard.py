@@ -85,7 +85,8 @@ def shardings(model: Any, mesh: Any, tensor: Any) -> list[NamedSharding]:
     vocabulary = split if model.config.vocab_size % size == 0 else None
 
     def spec(path: Any, leaf: Any) -> P:
-        *_, owner, what = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+        names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+        owner, what = ["", *names][-2:]
         if owner in _VOCABULARY:
             return P(vocabulary)
         if owner in _OUTPUTS:
