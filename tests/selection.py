@@ -29,15 +29,22 @@ def cover(rows: Sequence[Sequence[Any]]) -> set[int]:
 
 
 def few(values: Sequence[Any], *kept: Any) -> list[Any]:
-    """Parameters of which `make test` runs those that are kept."""
-    return [x if x in kept else pytest.param(x, marks=pytest.mark.full) for x in values]
+    """Values of one parameter, of which `make test` runs those that are kept."""
+    names = {str(x) for x in kept}  # problems hold arrays, which are neither equal nor not
+    return [x if str(x) in names else pytest.param(x, marks=pytest.mark.full) for x in values]
+
+
+def few_rows(rows: Sequence[tuple], count: int = 1) -> list[Any]:
+    """Values of several parameters at once, of which `make test` runs the first ones."""
+    rest = (pytest.param(*row, marks=pytest.mark.full) for row in rows[count:])
+    return [*rows[:count], *rest]
 
 
 def mark_products(items: Iterable[pytest.Item]) -> None:
     """Marks as `full` what `cover` leaves out of the tests that are marked `product`."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("product"):
+        if item.get_closest_marker("product") and not item.get_closest_marker("full"):
             products.setdefault(item.nodeid.split("[")[0], []).append(item)
     for tests in products.values():
         # by what their ids say: arrays and functions have no order, and some no equality

@@ -12,6 +12,8 @@ from energy_attn.cli import bench
 from energy_attn.cli.bench import _cases, _generation, _measure, _speculative
 from energy_attn.models import Llama, LlamaConfig
 
+from .selection import few
+
 
 def small_models():
     """Untrained models, quicker than the trained ones."""
@@ -21,7 +23,7 @@ def small_models():
 
 
 @pytest.mark.usefixtures("user_settings")
-@pytest.mark.parametrize("suite", bench.SUITES)
+@pytest.mark.parametrize("suite", few(list(bench.SUITES), "observables"))
 def test_suites(suite, tmp_path, capsys, monkeypatch):
     """A suite that fails, or whose peers compute something else."""
     seen, cases = set(), []

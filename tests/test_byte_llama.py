@@ -51,6 +51,7 @@ def trainings():
         return {name: run(name) for name in training.PENALTIES}
 
 
+@pytest.mark.full
 def test_training(trainings):
     """A model that does not learn, steps that are not reported, another start from the same seed."""
     found, told = trainings["none"]
@@ -60,6 +61,7 @@ def test_training(trainings):
     np.testing.assert_allclose(first, first[0], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_training_in_stages(user_settings, monkeypatch):
     """Pieces of other sizes than those of the stages, or a stage that never comes."""
     sizes = set()

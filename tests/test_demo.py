@@ -46,6 +46,7 @@ def run_module(*arguments, **variables):
     )
 
 
+@pytest.mark.full
 def test_demo(tmp_path):
     """The command as users run it: its output, and its checks."""
     picture = tmp_path / "demo.png"

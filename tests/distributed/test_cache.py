@@ -21,6 +21,7 @@ from energy_attn.distributed.cache._quantize import dequantize, quantize
 
 from ..problems import Problem
 from ..reference import dense, dense_vjp
+from ..selection import few
 from .cache_model import (
     B,
     H,
@@ -38,7 +39,7 @@ from .cache_model import (
 from .meshes import close, mesh_of, parallel_of
 
 
-@pytest.mark.parametrize("kind", ["8", "2x4 explicit"])
+@pytest.mark.parametrize("kind", few(["8", "2x4 explicit"], "2x4 explicit"))
 def test_every_step(kind):
     """A token in the wrong slot or on the wrong device, at any of 3·p·block steps; and a step compiled twice.
 
@@ -271,7 +272,9 @@ def test_quantize():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 9}, {"dtype": jnp.bfloat16}, {"quantize": "int8"}], ids=str
+    "options",
+    few([{}, {"window": 9}, {"dtype": jnp.bfloat16}, {"quantize": "int8"}], {"quantize": "int8"}),
+    ids=str,
 )
 def test_saved_and_loaded(options, tmp_path):
     """A bit or a token lost on the way to another mesh, number of devices, block or capacity."""

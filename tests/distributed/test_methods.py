@@ -33,6 +33,7 @@ from energy_attn.kernels.xla._blocks import BlockedOperands
 from ..naive import assert_all_close
 from ..problems import Problem, _make, cast, cotangents, everything
 from ..reference import dense
+from ..selection import few, few_rows
 from .meshes import check, close, mesh_of
 
 AXES = ("node", "device")
@@ -171,7 +172,7 @@ def test_auto_chooses(rows, kv_heads, method):
     assert chosen == [method]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", few(METHODS, "tree"))
 def test_sixteen_bits(method):
     """States or gradients rounded to 16 bits on their way: the error of naive attention on one device bounds it."""
     run = jax.jit(state_and_gradients(SELF, SequenceParallel(AXES, method)))
@@ -183,7 +184,7 @@ def test_sixteen_bits(method):
     assert_all_close(found, SELF, jnp.dtype("bfloat16"), "both", label=method)
 
 
-@pytest.mark.parametrize("merge", cost.MERGES)
+@pytest.mark.parametrize("merge", few(cost.MERGES, "hierarchical"))
 def test_merges(merge):
     """A merge strategy that is right only in the middle of its range: few keys, none, and fully masked rows.
 
@@ -205,7 +206,9 @@ def test_merges(merge):
 
 @pytest.mark.parametrize(
     ("method", "layout"),
-    [("ring", "zigzag"), ("ring", "striped"), ("tree", "zigzag"), ("ulysses", "striped")],
+    few_rows(
+        [("ring", "zigzag"), ("ulysses", "striped"), ("ring", "striped"), ("tree", "zigzag")], 2
+    ),
 )
 def test_layouts(method, layout):
     """Positions, lengths or windows that count places instead of tokens; a permutation not undone."""
@@ -357,8 +360,7 @@ POSITIONED = replace(
 )
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("name", few(list(INSIDE), *list(INSIDE)[:2]))
 def test_inside_shard_map(name):
     """The functions by themselves: what each wants of bias and positions, and the gradients of sharded arrays."""
     arrays, _ = cast(POSITIONED, jnp.float64)
@@ -442,6 +444,7 @@ def test_heads_must_divide():
         )
 
 
+@pytest.mark.full
 def test_training_memory():
     """Scores of the whole sequence, or all keys, held by each device: less than a sixth of the dense step's."""
     mesh, length, heads, width = mesh_of("8"), 8192, 2, 32

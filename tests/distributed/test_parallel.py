@@ -22,6 +22,7 @@ from energy_attn.kernels import local_attention
 
 from ..problems import PROBLEMS, Problem, cast, cotangents, everything
 from ..reference import dense, dense_covariance, dense_vjp
+from ..selection import few_rows
 from .meshes import SHAPES, batches_psum, check, close, mesh_of, parallel_of
 
 EVEN = everything("even", B=2, T=5, S=16)  # S divides by 8, as arrays sharded by their types must
@@ -67,12 +68,14 @@ def test_spread(kind, name):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [
-        ("everything", "tree"),
-        ("everything", "ring"),
-        ("positions_causal", "tree"),
-        ("no_keys", "tree"),
-    ],
+    few_rows(
+        [
+            ("everything", "tree"),
+            ("everything", "ring"),
+            ("positions_causal", "tree"),
+            ("no_keys", "tree"),
+        ]
+    ),
 )
 def test_queries_and_heads_split(name, method):
     """Fewer queries than keys, and heads on an axis of their own: a part in the wrong place, a gradient lost.

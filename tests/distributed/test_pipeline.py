@@ -18,6 +18,7 @@ from energy_attn.distributed import SequenceParallel, make_mesh, shard_sequence,
 
 from ..problems import cast, everything
 from ..reference import dense, dense_vjp, rows
+from ..selection import few_rows
 from .meshes import close, mesh_of
 
 STAGES, LENGTH, WIDTH, PARTS = 2, 16, 16, 3
@@ -58,7 +59,8 @@ def pipeline(weights, x, parallel):
 
 
 @pytest.mark.parametrize(
-    ("method", "layout"), [("ring", "zigzag"), ("tree", "contiguous"), ("ulysses", "striped")]
+    ("method", "layout"),
+    few_rows([("ring", "zigzag"), ("tree", "contiguous"), ("ulysses", "striped")]),
 )
 def test_pipeline(method, layout):
     """Gradients through stages and devices at once: positions of a part, a gradient that is not summed, or twice."""
@@ -87,6 +89,7 @@ def test_pipeline(method, layout):
     jax.tree.map(close, found, jax.device_get(exact))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["tree", "ring"])
 def test_queries_on_all_devices(method):
     """A step of decoding: queries taken for a part of them, attention that is summed over devices, an observable."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ..flags import environment
+from ..selection import few_rows
 from .ports import free_port
 from .process import SCENARIOS
 
@@ -114,12 +115,14 @@ def test_four_processes_of_two_devices(tmp_path):
 
 @pytest.mark.parametrize(
     ("what", "status", "said"),
-    [
-        ("SIGKILL", 137, "process 1 of 2 was killed by SIGKILL"),
-        ("SIGSTOP", 147, "process 1 of 2 is stopped"),
-        ("raise", 1, "process 1 of 2 ended with status 1"),
-        ("missing", 1, "process 0 of 2 ended with status 1"),
-    ],
+    few_rows(
+        [
+            ("SIGKILL", 137, "process 1 of 2 was killed by SIGKILL"),
+            ("SIGSTOP", 147, "process 1 of 2 is stopped"),
+            ("raise", 1, "process 1 of 2 ended with status 1"),
+            ("missing", 1, "process 0 of 2 ended with status 1"),
+        ]
+    ),
 )
 def test_a_lost_process_ends_the_run_and_is_named(what, status, said):
     """Survivors that wait for minutes, or a cause that drowns in what it leads to.
@@ -154,6 +157,7 @@ MARKS = {
 }
 
 
+@pytest.mark.full
 def test_plain_jax_finds_the_others(monkeypatch):
     """`jax.distributed.initialize()` under the launcher: processes that JAX does not number, or those of a cluster."""
     for name, text in MARKS.items():

@@ -20,6 +20,7 @@ WAYS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_as_exact_as_one_device(dtype):
     """States that are rounded before they are folded err half as much again over eight devices as on one."""

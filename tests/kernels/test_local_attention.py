@@ -34,6 +34,7 @@ from ..problems import (
     tangents,
 )
 from ..reference import dense, dense_covariance, dense_hvp, dense_jvp, dense_vjp, visible
+from ..selection import few
 from .traits import (
     EVERY,
     RUNNABLE,
@@ -83,6 +84,7 @@ def problems(names, implementations=RUNNABLE, dtype=None):
 def each_that_takes(name: str, dtype: str | None = None):
     """Runs a test for each implementation that takes the problem of the test."""
     chosen = [x for x in RUNNABLE if takes(x, name, dtype)]
+    chosen = few(chosen, "blockwise", "pallas_gpu")  # one of XLA's operations, one of our own
     return pytest.mark.parametrize("implementation", chosen)
 
 

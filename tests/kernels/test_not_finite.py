@@ -9,9 +9,11 @@ import pytest
 
 from energy_attn.kernels import AttentionState, local_attention
 
+from ..selection import few
 from .traits import RUNNABLE
 
 NAMES = pytest.mark.parametrize("name", RUNNABLE)
+TWO_NAMES = pytest.mark.parametrize("name", few(RUNNABLE, "blockwise", "pallas_gpu"))
 SHAPES = (2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6)
 LENGTHS = np.array([3, 9])
 # The slots of the first batch entry that no query sees, for each way to hide them.
@@ -100,7 +102,7 @@ def test_what_is_absent_is_not_read_by_what_is_mapped_over():
     assert "conditional" in mapped.lower(query, key, value, lengths).compile().as_text()
 
 
-@NAMES
+@TWO_NAMES
 def test_absent_queries_ask_nothing(name):
     """NaN in a padded query, or in its cotangent, that reaches the gradients of keys and values."""
     options = {
@@ -131,7 +133,7 @@ def test_what_a_mask_hides_from_all_is_not_read(name):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@NAMES
+@TWO_NAMES
 def test_what_is_broken_reaches_the_answer(name):
     """A row of NaN that is reported as empty (out = 0, lse = -inf): training goes on and the loss looks healthy."""
     query, key, value = arrays()

@@ -12,6 +12,7 @@ from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
 from energy_attn.kernels.pallas.tpu._layout import layout
 
 from ..problems import BLOCKS, HEADS, cast
+from ..selection import few_rows
 from .traits import SMALL_LAYOUT, check
 
 FORMS = {
@@ -28,7 +29,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("form", "problem"), CASES, ids=str)
+@pytest.mark.parametrize(("form", "problem"), few_rows(CASES), ids=str)
 def test_forms(form, problem):
     """A head, a block or a transposed axis mistaken for another, forward or backward; the odd block of a split lost."""
     sizes = FORMS[form]

@@ -79,6 +79,7 @@ def test_mean_field():
     assert capacity.mean_field(4.0, 16) is None
 
 
+@pytest.mark.full
 def test_script(tmp_path, capsys, user_settings):
     """A script that no longer runs, or writes other than what it prints."""
     sizes = ("--memories", "4", "40", "--betas", "0.25", "2", "--width", "16", "--probes", "9")

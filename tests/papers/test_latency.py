@@ -69,6 +69,7 @@ def rows(result):
     return {row["method"]: row for row in run["rows"]}
 
 
+@pytest.mark.full
 def test_complete(result, rows):
     """A method that is left out or not timed; and a run on loopback that passes for one on a network."""
     assert set(rows) == METHODS

@@ -55,6 +55,7 @@ def row(model, text):
         return run.measure(model, text, plan, PROMPT)
 
 
+@pytest.mark.full
 def test_tokens(row, model, text):
     """A prompt that is not read whole, a cache that a method spoils for the next, a ring that misses keys."""
     read = text[:PROMPT].tolist()
@@ -101,6 +102,7 @@ def test_other_tokens_are_seen():
     assert run.compared(outs(3), outs(0)) == {"same_tokens": False, "logits_differ_by": 3.0}
 
 
+@pytest.mark.full
 def test_what_is_sent(row):
     """A ring of keys that keeps them at home, a tree that sends what grows with them, a model that does not know."""
     layers, heads, kv_heads, width = 2, 4, 2, 8
@@ -124,6 +126,7 @@ def test_what_is_sent(row):
     assert row["slots"] >= PROMPT + TOKENS
 
 
+@pytest.mark.full
 def test_statistics(row):
     """Deviations for standard errors, a first repetition that counts, totals without the prompt."""
     assert run.summary([1.0, 2.0, 3.0, 6.0]) == {
@@ -189,6 +192,7 @@ def tables(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
 
 
+@pytest.mark.full
 def test_two_processes_and_a_checkpoint(tmp_path):
     """Real processes whose tokens differ, or that each are alone; a folder that is not read."""
     build(dataclasses.replace(BYTES, num_hidden_layers=1), jnp.float32).save(tmp_path / "model")
