@@ -12,6 +12,8 @@ from energy_attn.__main__ import main
 from energy_attn.cli._tokenizer import tokenizer_of
 from energy_attn.models import Llama, LlamaConfig, generate
 
+from .selection import few
+
 PROMPT = "ab" * 9 + "é"
 CONFIG = LlamaConfig(256, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
 
@@ -40,10 +42,7 @@ def command(folder, *more, prompt=True):
 
 @pytest.mark.parametrize(
     "more",
-    [
-        [],
-        ["--mesh", "2x2", "--tensor", "2", "--chunk-size", "8", "--speculative"],
-    ],
+    few([[], ["--mesh", "2x2", "--tensor", "2", "--chunk-size", "8", "--speculative"]], []),
     ids=["alone", "mesh"],
 )
 def test_writes_what_the_model_writes(more, folder, written, capsys):
@@ -55,6 +54,7 @@ def test_writes_what_the_model_writes(more, folder, written, capsys):
     assert ("of the drafted tokens accepted" in said.err) == ("--speculative" in more)
 
 
+@pytest.mark.full
 def test_ends_where_the_checkpoint_says(folder, written, tmp_path, capsys):
     """generation_config.json overrides config.json, in the command and in `generate`; options override both."""
     for path in folder.iterdir():
@@ -80,6 +80,7 @@ def test_ends_where_the_checkpoint_says(folder, written, tmp_path, capsys):
             Llama.load(tmp_path)
 
 
+@pytest.mark.full
 def test_tokens_of_a_tokenizer(tmp_path, capsys):
     """Text of tokens depends on their neighbours, and a character may take several of them."""
     # every byte is a token, in the order of the library's alphabet for bytes: é takes two

@@ -132,6 +132,7 @@ def ran(tmp_path_factory):
     return json.loads((out / "report.json").read_text()), out
 
 
+@pytest.mark.full
 def test_example(peer, ran):
     """A row of another head or token, a covariance that is not its own, or costs that are no rate function."""
     found = ran[0]["example"]

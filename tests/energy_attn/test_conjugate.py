@@ -21,6 +21,7 @@ from energy_attn.distributed import SequenceParallel
 from ..complaints import complains
 from ..problems import Problem
 from ..reference import dense, dense_covariance, dense_jvp, dense_vjp, rows, visible
+from ..selection import few
 from .solvers import (
     CONVERGED,
     INVERSE_TEMPERATURES,
@@ -94,6 +95,7 @@ def solved():
     return (*jax.tree.map(np.asarray, found), weights)
 
 
+@pytest.mark.full
 def test_source_tilts_the_mean_to_the_point(solved):
     """∇F(ζ) = z, in rows of every kind: a hull that is a point, a segment, a polygon; bias, mask, causality."""
     solution = solved[0]
@@ -391,6 +393,7 @@ def test_width_of_real_heads():
     assert (np.asarray(solution.value) > 0).all() and np.isfinite(solution.source).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_rounding_is_allowed_for(dtype):
     """With a tolerance of zero the solver stops at the rounding error and reports that it converged."""
@@ -403,6 +406,7 @@ def test_rounding_is_allowed_for(dtype):
         assert program(jnp.asarray(beta / np.sqrt(8), dtype)).converged.all()
 
 
+@pytest.mark.full
 def test_sixteen_bits_are_widened():
     """bfloat16 arrays are solved, and answered, in float32; so is an unbatched call."""
     arrays = [
@@ -416,7 +420,7 @@ def test_sixteen_bits_are_widened():
     np.testing.assert_array_equal(solution.value, wide.value)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("implementation", few(["reference", "blockwise"], "reference"))
 def test_every_implementation(implementation, solved):
     """The solver takes states and covariances from the named implementation."""
     solution = quickly(ea.rate, PROBLEM, POINT, implementation=implementation)

@@ -59,6 +59,7 @@ def turned(llama):
     return eqx.tree_at(lambda m: m.lm_head.weight, llama, -llama.lm_head.weight)
 
 
+@pytest.mark.full
 def test_another_family(llama, turned, user_settings):
     """A function that takes a Llama alone, or that asks it for what only a Llama has."""
     other = Other(llama)

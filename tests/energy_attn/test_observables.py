@@ -360,6 +360,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.full
 def test_nothing_asked():
     """No rows in a batch, or no queries: an empty result wherever attention has one, on a mesh as well."""
     key = jnp.zeros((2, 8, 1, 3))

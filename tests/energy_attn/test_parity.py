@@ -125,6 +125,7 @@ def test_logits(pair):
     assert np.abs(np.asarray(got) - exact).max() < 4 * own
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pair", ["llama3"], indirect=True)
 def test_greedy_text(pair):
     """Prompts of different lengths: one wrong position in the cache changes the text."""

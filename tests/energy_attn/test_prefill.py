@@ -15,6 +15,7 @@ from energy_attn.distributed import KVCache, SequenceParallel, collectives, make
 from energy_attn.models import Llama, LlamaConfig, PromptLookup, generate, shard
 from energy_attn.models.generation import _generate
 
+from ..selection import few_rows
 from .llama import build
 
 CONFIG = LlamaConfig(
@@ -50,7 +51,7 @@ def alone(model, tokens):
 
 @pytest.mark.parametrize(
     ("method", "explicit"),
-    [("tree", False), ("ring", False), ("ulysses", False), ("auto", True)],
+    few_rows([("tree", False), ("ring", False), ("ulysses", False), ("auto", True)]),
 )
 def test_every_method_reads_the_same(method, explicit, model, tokens, alone):
     """Rows of different lengths, chunks that the devices do not divide, keys in blocks of several slots."""
@@ -70,6 +71,7 @@ def test_every_method_reads_the_same(method, explicit, model, tokens, alone):
         np.testing.assert_allclose(np.asarray(a), b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.full
 def test_weights_of_sixteen_bits_and_keys_of_eight(model, tokens):
     """Rounding over a mesh costs as much as on one device; no states are folded in 16 bits."""
     few = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
