@@ -363,6 +363,7 @@ def test_prompt_lookup_finds_what_came_before():
         assert prefixes(tree, row) == want
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parallel", [None, SequenceParallel()], ids=["one device", "2×4"])
 def test_scores_are_those_of_one_by_one(parallel, model, whole):
     """Shared prefixes, ragged and empty continuations, a prompt of one token, a sharded context."""

@@ -64,11 +64,13 @@ def agrees(found, atol=1e-9):
         np.testing.assert_allclose(line, [np.linspace(-wide, wide, POINTS)] * 2, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_planes(found):
     """Axes swapped, a plane beside attention, hidden values that widen the hull, a finite rate outside it."""
     agrees(found)
 
 
+@pytest.mark.full
 def test_sixteen_bits_and_devices():
     """Rates of 16-bit sums; keys on other devices that F or I leaves out."""
     half = plane(jnp.bfloat16)

@@ -213,6 +213,7 @@ def test_cache_of_few_bits_and_with_a_window():
     np.testing.assert_allclose(got[:, 0], window[:, -1], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.full
 def test_cache_stays_where_it_lies():
     """No step moves the cache: communication does not depend on its size, and its layout is kept."""
     model, parallel = build(dtype=jnp.float32), SequenceParallel(merge="allreduce")
@@ -273,6 +274,7 @@ def test_prompts_split_by_their_type():
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.full
 def test_running_over_the_cache_is_loud(monkeypatch, raises_late):
     """More tokens than fit: an error when it runs, NaN where errors are off; never other numbers."""
     model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 4)

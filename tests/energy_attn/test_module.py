@@ -363,6 +363,7 @@ def test_warns_once_and_of_nothing_else():
     assert len(found) == 1
 
 
+@pytest.mark.full
 def test_layer_trains():
     """Gradients that do not reach some parameter: the loss falls, and everything that can be learnt moves.
 

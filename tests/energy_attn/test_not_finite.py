@@ -8,6 +8,8 @@ import pytest
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh
 
+from ..selection import few
+
 BROKEN = 2  # the query whose row is NaN
 
 
@@ -46,7 +48,7 @@ def observed(query, key, value, parallel):
     return found, results, ea.sample_keys(*call, rng=jax.random.key(0), **options)
 
 
-@pytest.mark.parametrize("spread", [False, True], ids=["alone", "spread"])
+@pytest.mark.parametrize("spread", few([False, True], True), ids=["alone", "spread"])
 def test_observables_and_solvers(spread):
     """An entropy of 0, a rate of `no_keys`: the result of a fully masked row for a broken one."""
     parallel = SequenceParallel("device") if spread else None

@@ -19,6 +19,7 @@ from ..complaints import complains
 from ..distributed.meshes import mesh_of, parallel_of
 from ..problems import BLOCKS, PROBLEMS, Problem, cast, lse_dtype, tangents
 from ..reference import rows, shifted
+from ..selection import few, few_rows
 
 NAMES = ("covariance", "product", "cumulant 1", "cumulant 2", "cumulant 3", "cumulant 4")
 NAMES += ("moment 2", "moment 3", "entropy", "mean score", "heat capacity", "sensitivity")
@@ -106,15 +107,15 @@ def close(actual, exact, what, tolerance=1e-11):
 
 @pytest.mark.parametrize(
     ("implementation", "name"),
-    [
-        (
-            None,
-            "everything",
-        ),  # a bias, a source, masks, windows, ragged rows, fully masked rows
-        ("blockwise", "positions_causal"),
-        ("decode", "decode_cache"),
-        ("reference", "bias_keys"),
-    ],
+    few_rows(
+        [
+            ("blockwise", "positions_causal"),
+            # a bias, a source, masks, windows, ragged rows, fully masked rows
+            (None, "everything"),
+            ("decode", "decode_cache"),
+            ("reference", "bias_keys"),
+        ]
+    ),
 )
 def test_values_and_gradients(implementation, name):
     """A wrong observable, or a wrong gradient of one in any argument; a NaN in a fully masked row."""
@@ -148,7 +149,7 @@ def test_values_and_gradients(implementation, name):
         assert abs(moved - slope) <= 1e-9 * max(1.0, abs(slope)), (what, moved, slope)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("implementation", few(["pallas_gpu", "pallas_tpu"], "pallas_gpu"))
 def test_hand_written_kernels(implementation, user_settings, unchecked):
     """A kernel whose widths or backward pass do not support the calls of observables; in float32."""
     problem = PROBLEMS["window_causal_pair"]
@@ -158,6 +159,7 @@ def test_hand_written_kernels(implementation, user_settings, unchecked):
         close(found[what], exact, what, 2e-5)
 
 
+@pytest.mark.full
 def test_sixteen_bits(user_settings, unchecked):
     """Observables rounded to 16 bits, or computed from rounded means: they are in float32."""
     problem = PROBLEMS["positions_causal"]
@@ -170,7 +172,9 @@ def test_sixteen_bits(user_settings, unchecked):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("2x4", "everything"), ("8", "blocks_causal"), ("8 explicit", "grouped"), ("8", "no_keys")],
+    few_rows(
+        [("2x4", "everything"), ("8", "blocks_causal"), ("8 explicit", "grouped"), ("8", "no_keys")]
+    ),
 )
 def test_over_a_mesh(kind, name):
     """An observable of one device's keys, or one that counts keys twice; queries sharded (32 of each) and not."""
@@ -219,6 +223,7 @@ def test_sixth_cumulant():
     close(ea.cumulant(**arrays, tangents=[jnp.asarray(u)] * 6), exact, "order 6")
 
 
+@pytest.mark.full
 def test_offset_values():
     """Covariances of values far from the origin, as differences of large squares: they do not depend on it."""
     q, k, v, u = jax.random.normal(jax.random.key(0), (4, 1, 5, 2, 4), jnp.float32)

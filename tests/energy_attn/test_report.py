@@ -164,6 +164,7 @@ def test_llama(model, tokens):
     assert (window.effective_keys < 2).all()
 
 
+@pytest.mark.full
 def test_llama_with_a_cache(model, tokens):
     """A decode step: its queries, and all keys of the cache."""
 
@@ -177,6 +178,7 @@ def test_llama_with_a_cache(model, tokens):
     close(rest, {name: getattr(whole, name)[:, :, 4:] for name in FIELDS})
 
 
+@pytest.mark.full
 def test_in_a_training_step(model, tokens):
     """A report that fails in a compiled step, changes the training, or has no gradient where the loss has one."""
 
@@ -215,6 +217,7 @@ def _data(model, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
+@pytest.mark.full
 def test_keys_on_eight_devices(model):
     """Reports of single shards, or keys that every device holds."""
     tokens = jax.random.randint(jax.random.key(2), (1, 16), 0, 11, jnp.int32)

@@ -15,6 +15,7 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.kernels.call._checks import received
 
 from ..complaints import a, complains
+from ..selection import few
 
 B, T, N, K, S, H = 2, 3, 4, 2, 17, 5
 
@@ -226,6 +227,7 @@ def on_one_device():
     return find(jnp.asarray(PADDED), jnp.asarray(1.5))
 
 
+@pytest.mark.full
 def test_hidden_memories(on_one_device):
     """Memories beyond the lengths, or masked, that take part: in the update, the number S or the radius M."""
     gradient, found = on_one_device
@@ -279,7 +281,7 @@ def test_energy_that_rises_is_told(monkeypatch):
     assert (found.result == Result.energy_rose).all()
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", few([False, True], True))
 def test_spread_over_devices(on_one_device, explicit):
     """Memories that a device does not see, in the update, the constants or the nearest; and their gradients."""
     mesh = make_mesh((2, 4), explicit=explicit)

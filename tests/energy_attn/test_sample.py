@@ -63,6 +63,7 @@ def test_many_blocks():
     assert abs(statistic(drawn, rows(problem).weights)) < 4
 
 
+@pytest.mark.full
 def test_over_a_mesh():
     """Devices that draw with the same numbers, are chosen with wrong chances, or count from their own first key."""
     for kind, name in (("2x4", "everything"), ("8", "blocks_causal"), ("8 explicit", "decode")):
