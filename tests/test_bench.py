@@ -22,6 +22,7 @@ def small_models():
     return _generation.Models(*models, np.arange(4096).astype(np.uint8))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("user_settings")
 @pytest.mark.parametrize("suite", few(list(bench.SUITES), "observables"))
 def test_suites(suite, tmp_path, capsys, monkeypatch):

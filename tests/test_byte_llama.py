@@ -76,6 +76,7 @@ def test_training_in_stages(user_settings, monkeypatch):
     assert sizes == {((8, 32), (8, 32)), ((2, 64), (2, 64))}
 
 
+@pytest.mark.full
 def test_penalties(trainings, user_settings):
     """Penalties without effect: on the size of energies, on entropies below a bound."""
     tokens = jnp.asarray(FOX[None, :257], jnp.int32)

@@ -168,6 +168,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("what", "break_it"), BREAKS.items(), ids=BREAKS)
 def test_what_does_not_hold_is_named(run, monkeypatch, what, break_it):
     break_it(monkeypatch)
@@ -221,6 +222,7 @@ def peer():
     return transformers.LlamaForCausalLM.from_pretrained(_byte_llama.FOLDER)
 
 
+@pytest.mark.full
 def test_weights(peer, user_settings):
     """Committed weights other than the trained ones, or weights that this library reads wrongly."""
     torch = pytest.importorskip("torch")
@@ -242,6 +244,7 @@ def test_weights(peer, user_settings):
     assert set(files) == {"config.json", "model.safetensors"} and sum(files.values()) <= 4e6
 
 
+@pytest.mark.full
 def test_score_sees_the_same_bytes():
     """With one window of text, the whole context is no better than all but its first half."""
     model = Llama(TINY, key=jax.random.key(0))
@@ -306,6 +309,7 @@ def test_info():
     assert done.stdout.count("declines") >= 1
 
 
+@pytest.mark.full
 def test_reader_that_goes():
     """`info | head`, and an encoding that lacks letters: a traceback at the end."""
     command = [sys.executable, "-m", "energy_attn", "info"]

@@ -40,6 +40,7 @@ def command(folder, *more, prompt=True):
     return main(["generate", "--model", str(folder), *given, "--max-new-tokens", "12", *more])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "more",
     few([[], ["--mesh", "2x2", "--tensor", "2", "--chunk-size", "8", "--speculative"]], []),

@@ -169,6 +169,7 @@ def test_example(peer, ran):
         assert abs(weight - other[found["tokens"].index(token)]) < LAST
 
 
+@pytest.mark.full
 def test_committed(ran):
     """Figures of the page that the script does not produce."""
     found, out = ran

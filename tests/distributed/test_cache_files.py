@@ -394,6 +394,7 @@ class History(RuleBasedStateMachine):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+@pytest.mark.full
 def test_histories():
     """A token lost, kept too long or in the wrong slot by what came before, on whatever mesh that was."""
     run_state_machine_as_test(History, settings=settings(max_examples=12, stateful_step_count=16))

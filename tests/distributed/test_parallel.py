@@ -22,7 +22,7 @@ from energy_attn.kernels import local_attention
 
 from ..problems import PROBLEMS, Problem, cast, cotangents, everything
 from ..reference import dense, dense_covariance, dense_vjp
-from ..selection import few_rows
+from ..selection import few, few_rows
 from .meshes import SHAPES, batches_psum, check, close, mesh_of, parallel_of
 
 EVEN = everything("even", B=2, T=5, S=16)  # S divides by 8, as arrays sharded by their types must
@@ -90,6 +90,7 @@ def test_queries_and_heads_split(name, method):
         check(run(arrays, cotangents(problem, jnp.float64)), problem)
 
 
+@pytest.mark.full
 def test_not_jitted():
     """Eager calls, whose arrays live on one device until they are spread, and the unsharded call beside them."""
     problem = PROBLEMS["decode_ragged"]
@@ -166,7 +167,9 @@ def test_types_that_differ():
 
 
 @pytest.mark.parametrize(
-    "kinds", [("auto", "auto"), ("auto", "explicit"), ("explicit", "explicit")], ids="-".join
+    "kinds",
+    few([("auto", "auto"), ("auto", "explicit"), ("explicit", "explicit")], ("auto", "explicit")),
+    ids="-".join,
 )
 def test_batch_on_another_axis(kinds):
     """A mesh axis that is not ours (a batch over it) summed over as well, or refused."""
@@ -362,6 +365,7 @@ def test_not_jitted_inside_shard_map():
         close(energy(query, key, value), np.concatenate([dense(problem)[1]] * 4))
 
 
+@pytest.mark.full
 @batches_psum
 def test_inside_transformations():
     """Under `vmap`, `lax.scan` and `jax.checkpoint`, as a model uses it, keys are spread as they are alone."""
@@ -397,6 +401,7 @@ def test_inside_transformations():
             close(gradients[name], exact[name], f"{way}, {name}")
 
 
+@pytest.mark.full
 def test_second_derivatives():
     """∇²F across devices that is zero or wrong: reverse over reverse, and any mode by the reference.
 

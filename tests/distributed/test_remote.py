@@ -51,6 +51,7 @@ def spawn(*arguments, devices=None, **variables):
     return done.stdout
 
 
+@pytest.mark.full
 def test_on_simulated_chips():
     """A state overwritten before it is read, a copy that nobody awaits, a wrong partner, replicas that differ."""
     said = spawn(
@@ -67,6 +68,7 @@ def test_on_simulated_chips():
         assert each["error"] < 1e-6, each
 
 
+@pytest.mark.full
 @batches_psum
 def test_elsewhere_it_is_the_butterfly():
     """A strategy that changes results, derivatives or batches on devices that are no TPUs."""

@@ -24,6 +24,7 @@ from ..complaints import complains
 from ..naive import assert_all_close
 from ..problems import Problem, cast
 from ..reference import dense, dense_vjp
+from ..selection import few
 from .meshes import close, mesh_of, parallel_of
 
 B, L, S, K, N, H, V = 3, 7, 11, 2, 4, 3, 5
@@ -118,8 +119,7 @@ def with_gradients(arrays, counts, kind):
     return state, back(type(state)(*map(jnp.asarray, cotangents())))[0]
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("kind", ["1", "2x4", "2x4 explicit"])
+@pytest.mark.parametrize("kind", few(["1", "2x4", "2x4 explicit"], "2x4"))
 def test_dense(kind):
     """A key that a node should not see, or one it should and does not; grouped heads, rows of all lengths, a row
     without context, devices without keys, a source; and the gradients, those in what was appended before included."""
@@ -159,6 +159,7 @@ def test_precision(dtype):
     assert_all_close(state._asdict(), problem, dtype, "both", label="tree_decode")
 
 
+@pytest.mark.full
 def test_names():
     """An implementation that is named and takes no mask; the choice lost on the way to the context."""
     problem = problem_of("names")
@@ -219,7 +220,7 @@ def sent(program):
     return [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]
 
 
-@pytest.mark.parametrize("merge", ["allreduce", "gather", "butterfly"])
+@pytest.mark.parametrize("merge", few(["allreduce", "gather", "butterfly"], "allreduce"))
 def test_collectives(merge):
     """A tree that costs a collective, or a byte, more than plain decoding of as many queries, at any capacity."""
     problem, found = problem_of("sent"), []
@@ -245,6 +246,7 @@ def test_collectives(merge):
     close(state.out, dense(problem)[0])
 
 
+@pytest.mark.full
 def test_quantized():
     """A draft rounded to 8 bits before it is accepted; or afterwards another way than by appending it."""
     problem, counts = problem_of("int8"), jnp.asarray(COUNTS, jnp.int32)
@@ -293,6 +295,7 @@ def check_written(done, before, accepted, key, value):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(exact))
 
 
+@pytest.mark.full
 def test_commit():
     """A node that was not accepted written, or one that was not; in another row's place, or at another position; more
     than is accepted laid out, sent or copied; and attention afterwards that differs from that over plain appends."""

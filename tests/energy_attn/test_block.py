@@ -59,6 +59,7 @@ def agrees(found, block, x, seen, beta=Y**-0.5):
         np.testing.assert_allclose(update, wanted[1], atol=1e-12)
 
 
+@pytest.mark.full
 def test_printed_formulas():
     """An update that misses one of its two terms, tokens that see themselves, another β."""
     block = make()
@@ -67,6 +68,7 @@ def test_printed_formulas():
     agrees([x[None] for x in unbatched], block, X[:1], [others()])
 
 
+@pytest.mark.full
 def test_what_a_token_sees():
     """Lengths, masks, windows and causality that let a token see itself or an absent one, or count a key twice."""
     position = np.arange(T)
@@ -107,6 +109,7 @@ def test_descent():
     assert all(jnp.isfinite(g).all() and g.any() for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "explicit"), few_rows([("zigzag", False), ("contiguous", True)])
 )

@@ -189,6 +189,7 @@ def test_bregman_divergence(solved):
     np.testing.assert_allclose(found, wanted, atol=1e-8)
 
 
+@pytest.mark.full
 def test_outside_of_the_hull():
     """+inf and a hyperplane between the point and every value: off a point, off a segment, beyond a polygon."""
     rng = np.random.default_rng(4)

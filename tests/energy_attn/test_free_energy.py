@@ -21,6 +21,7 @@ from energy_attn.kernels import local_attention
 from ..naive import assert_all_close
 from ..problems import PROBLEMS, Problem, cast, cotangents, tangents
 from ..reference import dense, dense_covariance, dense_hvp, dense_jvp, dense_vjp, rows, visible
+from ..selection import few_rows
 
 # Logic alone is at stake: LLVM's passes take half the time of these programs.
 CUSTOM = ("decode", "blockwise")  # those with a derivative of their own, in reverse mode
@@ -287,6 +288,7 @@ def test_forward_mode_raises(implementation, argument):
             attempt()
 
 
+@pytest.mark.full
 @pytest.mark.product
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
 def test_numpy_zero_is_no_constant(implementation):
@@ -460,6 +462,7 @@ def temperature(arrays, scale, problem):
     }
 
 
+@pytest.mark.full
 def test_temperature_identities():
     """A derivative in the inverse temperature that disagrees with thermodynamics (MATH, section 1).
 
@@ -502,11 +505,13 @@ def instructions(compiled) -> Counter:
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        ((1, 1, 4096, 8, 2, 64), "float32"),
-        ((1, 1, 4096, 8, 8, 32), "bfloat16"),
-        ((1, 600, 1100, 4, 2, 32), "float32"),
-    ],
+    few_rows(
+        [
+            ((1, 1, 4096, 8, 2, 64), "float32"),
+            ((1, 1, 4096, 8, 8, 32), "bfloat16"),
+            ((1, 600, 1100, 4, 2, 32), "float32"),
+        ]
+    ),
     ids=["decode", "decode-bfloat16", "prefill"],
 )
 def test_gradient_is_the_kernel(shape, dtype):

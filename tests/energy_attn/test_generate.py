@@ -174,6 +174,7 @@ def test_rows_stop_by_themselves(model, greedy):
     assert first.lengths[0] == 1 and first.passes[0] == 0
 
 
+@pytest.mark.full
 def test_top_p_is_cut_to(model, greedy):
     """The nucleus lost: for a vanishing share of the distribution only the likeliest token remains."""
     found = generate(
@@ -246,6 +247,7 @@ def test_wrong_prompts_give_no_text(model, greedy):
         assert found.lengths[row] == 0 and found.passes[row] == 0
 
 
+@pytest.mark.full
 def test_one_token_and_arrays_with_lengths(model, greedy):
     """The first token needs no pass. Arrays with lengths equal lists of prompts; padding is not read."""
     padded = np.full((3, 9), 11, np.int32)

@@ -88,6 +88,7 @@ def test_sixteen_bits_and_devices():
         agrees(ea.landscape(jnp.asarray(QUERY), key, value, **options, parallel=parallel))
 
 
+@pytest.mark.full
 def test_directions_and_extents_by_default():
     """Directions in which nothing varies, or grids of a wrong extent: by eigenvectors of Σ."""
     value = np.random.default_rng(1).standard_normal((8, 4)) * [1.0, 5.0, 0.1, 2.0]
@@ -107,6 +108,7 @@ def test_directions_and_extents_by_default():
     assert found.values is None
 
 
+@pytest.mark.full
 def test_picture(found):
     """A plot without attention, or with a rate where it is infinite."""
     pytest.importorskip("matplotlib")

@@ -53,6 +53,7 @@ def test_minimiser_is_attention(solver):
     assert (solution.stats["inner_steps"][SEEN] > 0).any()
 
 
+@pytest.mark.full
 def test_start_is_the_plain_mean():
     """By default the path starts at the mean of the values that a row sees, for any scores."""
     seen = visible(PROBLEM) / np.maximum(visible(PROBLEM).sum(-1, keepdims=True), 1)
@@ -67,6 +68,7 @@ def test_start_is_the_plain_mean():
     np.testing.assert_allclose(found, wanted, atol=1e-7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", few(["float64", "float32"], "float64"))
 def test_newton_needs_few_steps(dtype):
     """Exact attention to 1e-9 (1e-5 in float32) at each inverse temperature in 4 steps at most, by default and in any

@@ -225,6 +225,7 @@ def test_process_heads():
     assert not np.allclose(call(ours), ours(*inputs()))
 
 
+@pytest.mark.full
 def test_dropout():
     """A dropout that drops other weights than Equinox's for the same key, or scales them differently.
 
@@ -311,6 +312,7 @@ def test_grouped_heads():
     close(ours(*given), theirs(*given))
 
 
+@pytest.mark.full
 def test_causal_positions_and_energies():
     """Causality, positions or energies that do not reach the kernel, or reach it for the wrong head."""
     causal = ea.MultiheadAttention(

@@ -78,6 +78,7 @@ def test_retrieval():
     assert int((solution.result == ea.Result.not_finite).sum()) == 1
 
 
+@pytest.mark.full
 def test_penalties_and_reports():
     """A loss that leaves out the rows that are broken stays finite, and its gradient is not."""
     query, key, value = arrays()

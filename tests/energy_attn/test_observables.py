@@ -149,6 +149,7 @@ def test_values_and_gradients(implementation, name):
         assert abs(moved - slope) <= 1e-9 * max(1.0, abs(slope)), (what, moved, slope)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", few(["pallas_gpu", "pallas_tpu"], "pallas_gpu"))
 def test_hand_written_kernels(implementation, user_settings, unchecked):
     """A kernel whose widths or backward pass do not support the calls of observables; in float32."""
@@ -187,6 +188,7 @@ def test_over_a_mesh(kind, name):
         close(found[what], exact, what)
 
 
+@pytest.mark.full
 def test_split_rows_and_heads():
     """Arrays sharded by type along other axes than the keys, and constants beside them that are not sharded."""
     problem = PROBLEMS["grouped"]
@@ -242,6 +244,7 @@ def test_offset_values():
         close(found, np.asarray(exact), "", 5e-6)
 
 
+@pytest.mark.full
 def test_no_matrix_of_scores():
     """Memory that grows with queries times keys, in a derivative of an observable: what a scan stores of its blocks."""
     length = 8192
@@ -255,6 +258,7 @@ def test_no_matrix_of_scores():
     assert compiled.memory_analysis().temp_size_in_bytes < 0.7 * 4 * length**2
 
 
+@pytest.mark.full
 def test_penalties():
     """A penalty that a fully masked row makes infinite or NaN, or whose gradient is not that of its formula."""
     problem = PROBLEMS["mask"]

@@ -123,6 +123,7 @@ def compiled(spread, slots, time):
         return jax.jit(run, donate_argnums=2).lower(*given, cache).compile()
 
 
+@pytest.mark.full
 def test_each_device_reads_its_share():
     """All weights times all tokens on every device would be the slowest part of a prefill."""
     alone, share = (
@@ -131,6 +132,7 @@ def test_each_device_reads_its_share():
     assert share < alone / 4
 
 
+@pytest.mark.full
 def test_memory_is_the_cache_and_a_constant():
     """The cache is not gathered or copied, and only the last logits are computed: O(chunk) beside the cache."""
     small, large = (compiled(True, slots, 4 * PIECE) for slots in (16384, 65536))
@@ -143,6 +145,7 @@ def test_memory_is_the_cache_and_a_constant():
         assert sent.bytes <= 2 * PIECE * 4 * 16 * 4, sent  # queries or states of a chunk
 
 
+@pytest.mark.full
 def test_stream_is_the_text(model, tokens):
     """All tokens in order, with a drafter or over a mesh, and a bar for the prompts."""
     prompts = [list(map(int, tokens[0])), [1, 2, 3]]
@@ -162,6 +165,7 @@ def test_stream_is_the_text(model, tokens):
     assert shown == [(n / 45, f"{n} of 45 tokens") for n in (5, 25, 45)] * 2
 
 
+@pytest.mark.full
 def test_an_error_of_the_stream_ends_the_loop(model):
     """The error is the caller's own, raised once, and ends the loop."""
     calls = []
@@ -204,6 +208,7 @@ def test_no_stream_inside_jit(model):
         jax.jit(lambda model: generate(model, [[1, 2]], 1, stream=print).tokens)(model)
 
 
+@pytest.mark.full
 def test_heads_on_an_axis_of_their_own(model, tokens, alone, tmp_path):
     """Weights and cache split over a tensor axis: its devices sum twice a layer, and send no keys."""
     mesh = make_mesh((4, 2), ("sequence", "tensor"))

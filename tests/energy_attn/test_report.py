@@ -88,6 +88,7 @@ def test_rows_and_means(name):
     assert (np.exp(means(wanted)["entropy"]) < means(wanted)["effective_keys"] - 1e-3).any()
 
 
+@pytest.mark.full
 def test_no_query_sees_a_key():
     """NaN where no row sees a key, or in the gradient there."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 3, 2, 4))

@@ -86,6 +86,7 @@ def _call():
     return Settings(64**-0.5, Rule(is_causal=True)), Operands(*abstract(), *[None] * 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", few(["bfloat16", "float32"], "bfloat16"))
 def test_in_any_context(dtype, afresh):
     """A probe that is traced into the program around it, or under its mesh, precision or configuration."""

@@ -423,6 +423,7 @@ def test_splash(problem, splash):
     check("splash", problem, "bfloat16")
 
 
+@pytest.mark.full
 def test_splash_in_shard_map(splash):
     """Results whose types lack the mesh axes they vary over, which JAX wants there."""
     problem = SPLASH["splash_plain"]

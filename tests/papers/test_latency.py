@@ -80,6 +80,7 @@ def test_complete(result, rows):
     assert all(name in result["text"] for name in METHODS)
 
 
+@pytest.mark.full
 def test_answers(result, rows):
     """Answers that are not compared with float64, or wrong ones: float32 is off by something, and by little."""
     tolerance = result["runs"][0]["tolerance"]
