@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import energy_attn as ea
 from energy_attn.kernels.reductions._sample import _draw
