@@ -37,6 +37,7 @@ from ..reference import dense, dense_covariance, dense_hvp, dense_jvp, dense_vjp
 from ..selection import few
 from .traits import (
     EVERY,
+    FORWARD_MODE,
     RUNNABLE,
     SECOND,
     SMALL,
@@ -208,7 +209,7 @@ class TestEveryImplementation:
             close(product[name], exact, f"{implementation}, {problem}, second derivative in {name}")
 
     @pytest.mark.product
-    @problems(SECOND)
+    @problems(SECOND, FORWARD_MODE)
     def test_forward_mode(self, implementation, problem):
         """`jax.jvp` and `jax.linearize` that return zeros or NaN instead of the derivative or an error."""
         arrays, direction = arrays_of(implementation, problem), tangents(problem)
@@ -225,7 +226,7 @@ class TestEveryImplementation:
             close(state.lse, dlse, f"{implementation}, {problem}, tangent of lse")
 
     @pytest.mark.product
-    @problems(SECOND)
+    @problems(SECOND, FORWARD_MODE)
     def test_forward_over_reverse(self, implementation, problem):
         """A Hessian-vector product by the mode that `jax.hessian` uses: right, or an error."""
         arrays, direction = arrays_of(implementation, problem), tangents(problem)
@@ -240,8 +241,13 @@ class TestEveryImplementation:
             close(product[name], exact, f"{implementation}, {problem}, second derivative in {name}")
 
     @pytest.mark.product
-    @each_that_takes("window_causal")
-    @pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
+    @pytest.mark.parametrize(
+        ("implementation", "mode"),
+        [
+            *((x, "reverse over reverse") for x in RUNNABLE),
+            *((x, "forward over reverse") for x in FORWARD_MODE),
+        ],
+    )
     def test_hessian_in_source_is_covariance(self, implementation, mode):
         """∇²F that is not the covariance of the values: the library's first identity, by the users' own call."""
         problem = PROBLEMS["window_causal"]
@@ -258,6 +264,17 @@ class TestEveryImplementation:
         np.testing.assert_allclose(
             np.abs(hessian).sum(), np.abs(diagonal).sum(), err_msg="rows mix"
         )
+
+    @pytest.mark.parametrize("implementation", [x for x in RUNNABLE if x not in FORWARD_MODE])
+    def test_forward_mode_raises(self, implementation):
+        """A tangent of zero from a rule that has none; an error that does not say what is missing."""
+        problem = PROBLEMS["positions_causal"]
+        arrays = arrays_of(implementation, problem)
+        direction = as_jax(tangents(problem), implementation)
+        function = functools.partial(attend, problem=problem, implementation=implementation)
+        for f in (function, gradient_of(problem, implementation)):
+            with pytest.raises(TypeError, match="forward-mode"):
+                jax.jit(lambda a, d, f=f: jax.jvp(f, (a,), (d,))[1])(arrays, direction)
 
     @each_that_takes("positions_causal")
     def test_vmap(self, implementation):
