@@ -19,7 +19,7 @@ import numpy as np
 import energy_attn
 from energy_attn.kernels.internal import platform_here
 
-from ._cases import JAX_NN, ONE_PASS, OURS, Case, Run, Shape, numbers, program, shapes
+from ._cases import JAX_NN, ONE_PASS, OURS, Case, Run, Sizes, numbers, program, shapes
 from ._generation import CONTINUATIONS, Continuation
 from ._llama import PASSES, Pass
 from ._measure import bandwidth, machine, measure
@@ -32,42 +32,42 @@ _LLAMA = {"heads": 32, "kv_heads": 8, "width": 128}
 _PAPER = {"heads": 16, "kv_heads": 16, "width": 128}
 SUITES: dict[str, tuple[Case | TreeJob | Continuation | Pass, ...]] = {
     "cpu": (
-        Case("prefill", Shape(1, 2048, 2048, **_HEADS), "float32"),
-        Case("prefill", Shape(1, 2048, 2048, **_HEADS), "bfloat16"),
-        Case("decode", Shape(1, 1, 65536, **_HEADS), "float32"),
-        Case("decode", Shape(1, 1, 65536, **_HEADS), "bfloat16"),
-        Case("decode", Shape(1, 1, 262144, **_HEADS), "float32"),
-        Case("decode", Shape(1, 1, 262144, **_HEADS), "bfloat16"),
-        Case("forward + backward", Shape(1, 2048, 2048, **_HEADS), "float32", backward=True),
-        Case("jax.grad of F", Shape(1, 2048, 2048, **_HEADS), "float32", bare=True),
+        Case("prefill", Sizes(1, 2048, 2048, **_HEADS), "float32"),
+        Case("prefill", Sizes(1, 2048, 2048, **_HEADS), "bfloat16"),
+        Case("decode", Sizes(1, 1, 65536, **_HEADS), "float32"),
+        Case("decode", Sizes(1, 1, 65536, **_HEADS), "bfloat16"),
+        Case("decode", Sizes(1, 1, 262144, **_HEADS), "float32"),
+        Case("decode", Sizes(1, 1, 262144, **_HEADS), "bfloat16"),
+        Case("forward + backward", Sizes(1, 2048, 2048, **_HEADS), "float32", backward=True),
+        Case("jax.grad of F", Sizes(1, 2048, 2048, **_HEADS), "float32", bare=True),
     ),
     "gpu": (
         *(
-            Case("prefill", Shape(1, 1024 * k, 1024 * k, **_PAPER), "bfloat16", causal=True)
+            Case("prefill", Sizes(1, 1024 * k, 1024 * k, **_PAPER), "bfloat16", causal=True)
             for k in (4, 8, 16, 32)
         ),
         *(
-            Case("decode", Shape(1, 1, 1024 * k, **_LLAMA), "bfloat16")
+            Case("decode", Sizes(1, 1, 1024 * k, **_LLAMA), "bfloat16")
             for k in (64, 256, 1024, 4096)
         ),
         *(
             Case(
                 "forward + backward",
-                Shape(1, 1024 * k, 1024 * k, **_PAPER),
+                Sizes(1, 1024 * k, 1024 * k, **_PAPER),
                 "bfloat16",
                 backward=True,
                 causal=True,
             )
             for k in (4, 8, 16)
         ),
-        Case("jax.grad of F", Shape(1, 8192, 8192, **_PAPER), "bfloat16", causal=True, bare=True),
-        Case("jax.grad of F", Shape(1, 1, 262144, **_LLAMA), "bfloat16", bare=True),
+        Case("jax.grad of F", Sizes(1, 8192, 8192, **_PAPER), "bfloat16", causal=True, bare=True),
+        Case("jax.grad of F", Sizes(1, 1, 262144, **_LLAMA), "bfloat16", bare=True),
     ),
-    "observables": tuple(Case(name, Shape(1, 2048, 2048, **_HEADS), "float32") for name in JOBS),
+    "observables": tuple(Case(name, Sizes(1, 2048, 2048, **_HEADS), "float32") for name in JOBS),
     "speculative": (*TREE_JOBS, *CONTINUATIONS),
     "llama": PASSES,
 }
-MEMORY = Case("memory", Shape(1, 16384, 16384, 8, 8, 64), "float32", backward=True)
+MEMORY = Case("memory", Sizes(1, 16384, 16384, 8, 8, 64), "float32", backward=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

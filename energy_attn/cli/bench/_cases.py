@@ -29,7 +29,7 @@ BARE = "the bare kernel"
 DENSE, ONE_PASS = "jax.numpy", "our attention"
 
 
-class Shape(NamedTuple):
+class Sizes(NamedTuple):
     """The sizes of an attention, named as everywhere in the library."""
 
     batch: int
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     """
 
     name: str
-    shape: Shape
+    shape: Sizes
     dtype: str
     backward: bool = False
     causal: bool = False
