@@ -30,6 +30,10 @@ from .call._checks import check_names as check_names
 from .call._checks import check_shape as check_shape
 from .call._checks import received as received
 from .call._mask import Rule as Rule
+from .call._options import KernelOptions as KernelOptions
+from .call._options import RowOptions as RowOptions
+from .call._options import ScoreOptions as ScoreOptions
+from .call._options import check_options as check_options
 from .call._state import State as State
 from .call._state import check_state as check_state
 from .call._state import covariance_term as covariance_term

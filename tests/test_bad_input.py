@@ -187,6 +187,8 @@ SHARED = [
     ({"implementation": 3}, TypeError, "int 3", "a name"),
     ({"implementation": ()}, TypeError, "tuple ()", "a name"),
     ({"implementation": ("reference", 3)}, TypeError, "('reference', 3)", "a name"),
+    # no option at all
+    ({"is_casual": True}, TypeError, "'is_casual'", "is_causal"),
 ]
 OTHER_ATTENTION = {
     ea.free_energy: [
@@ -414,6 +416,7 @@ PARALLEL = (
     (tree(["device"]), TypeError, "axis_name", "list ['device']", "name"),
     (tree(query=None), TypeError, "query", "None", "array"),
     (tree(key=a(S, K, H)), ValueError, "key", "float32[7,2,5]", "(2, S, K, 5)"),
+    (tree(is_casual=True), TypeError, "is_casual", "'is_casual'", "is_causal"),
     (tree(is_causal=True), ValueError, "key_positions", "None", "global positions"),
     (tree(local_window_size=3), ValueError, "key_positions", "None", "global positions"),
     (tree(merge="star"), ValueError, "merge", "'star'", "'butterfly'"),

@@ -2,8 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import equinox as eqx
 import jax
@@ -13,11 +12,13 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
+    ScoreOptions,
     attend,
     candidates,
     check_call,
     check_floating_dtype,
     check_integer,
+    check_options,
     check_shape,
     received,
 )
@@ -264,10 +265,7 @@ class KVCache(eqx.Module):
         source: Float[Array, "B T N Hv"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         query_positions: Int[Array, "..."] | None = None,
-        is_causal: bool = True,
-        local_window_size: int | tuple[int, int] | None = None,
-        scale: float | Float[Array, ""] | None = None,
-        implementation: str | Sequence[str] | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> AttentionState:
         r"""The attention of queries over the tokens in the cache.
 
@@ -283,23 +281,26 @@ class KVCache(eqx.Module):
             source: the source $\zeta$, `[B, T, N, Hv]`; None means zero.
             lengths: how many of the queries each row really has, as given to `append`.
             query_positions: `[B, T]` integers: the tokens that the queries belong to, instead.
-            is_causal: hide tokens after the query's own.
+            is_causal: whether to hide tokens after the query's own; True if not given.
             local_window_size: `(left, right)` or one int: the nearest tokens that are seen; None: the
                 cache's window, if it has one.
-            scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
-            implementation: a name of [`implementations`][energy_attn.kernels.implementations].
+            **options: as for [`local_attention`][energy_attn.kernels.local_attention].
 
         Returns:
             The state over all devices' tokens: `out` in the cache's `dtype`, `lse` in float32
             (float64). A query that sees no token has `out = 0` and `lse = -inf`.
 
         Raises:
-            TypeError: an argument is no array or of another dtype.
+            TypeError: an argument is no array or of another dtype, or an unknown option.
             ValueError: shapes that do not fit the cache, a window wider than the cache's, both
                 `lengths` and `query_positions`, or the mesh, as for `append`.
             NotImplementedError: the implementation named declines the call.
         """
-        names = candidates(implementation)
+        check_options(options, ScoreOptions)
+        names = candidates(options.get("implementation"))
+        options.setdefault("is_causal", True)
+        reach = check_reach(options.get("local_window_size"), self.window)
+        options["local_window_size"] = reach
         check_stored("query", query, self.dtype)
         check_shape("query", query, (len(self.lengths), "T", "N", self.key.shape[-1]))
         if query_positions is None:
@@ -315,9 +316,7 @@ class KVCache(eqx.Module):
             self.keys(),
             self.values(),
             source,
-            scale=scale,
-            is_causal=is_causal,
-            local_window_size=check_reach(local_window_size, self.window),
+            **options,
             query_positions=query_positions,
             key_positions=self.positions,
         )

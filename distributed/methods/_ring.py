@@ -2,16 +2,16 @@
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
+    KernelOptions,
     Operands,
     Settings,
     attend,
@@ -49,12 +49,11 @@ def ring_attention(
     *,
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
-    mask: Any = None,
+    mask: Bool[Array, "..."] | None = None,
     axis_name: AxisName,
     rotate: str = "auto",
     queries_sharded: bool = True,
-    implementation: str | Sequence[str] | None = None,
-    **options: Any,
+    **options: Unpack[KernelOptions],
 ) -> AttentionState:
     r"""Attention over keys sharded along mesh axes, passed around a ring, inside `jax.shard_map`.
 
@@ -70,6 +69,9 @@ def ring_attention(
     stay, and queries go around with their states and come home, $p$ times; or, where all devices
     have the same queries, only the states, $p - 1$ times. That is little where queries are few.
 
+    Positions are global: with `is_causal`, a window or ragged rows give `key_positions` and
+    `query_positions`, as the defaults count from the shard's first.
+
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, this device's, or equal on all devices.
         key: `[B, S, K, H]`, this device's shard.
@@ -83,9 +85,7 @@ def ring_attention(
         rotate: `"keys"`, `"queries"`, or `"auto"`: whichever is fewer bytes where queries are
             sharded, else queries, so that all devices find the same to the last bit.
         queries_sharded: whether `query` and what belongs to it are this device's part.
-        implementation: as for [`local_attention`][energy_attn.kernels.local_attention].
-        **options: likewise. Positions are global: with `is_causal`, a window or ragged rows give
-            `key_positions` and `query_positions`, as the defaults count from the shard's first.
+        **options: as for [`local_attention`][energy_attn.kernels.local_attention].
 
     Returns:
         The state of this device's queries over all keys.
@@ -123,7 +123,7 @@ def ring_attention(
         return scores_shape(operands, query_parts=lax.axis_size(axes) if sharded else 1)
 
     arrays = query, key, value, source, bias, mask
-    names, call = check_local(arrays, options, implementation, queries=sharded, scores=scores)
+    names, call = check_local(arrays, options, queries=sharded, scores=scores)
     state = ring(names, call.settings, call.operands, axes, rotate, sharded)
     return state if call.batched else unbatched(state)
 

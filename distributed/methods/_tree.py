@@ -1,15 +1,22 @@
 """Tree attention: local kernels, then one associative reduction over the mesh."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Operands, Settings, attend, check_flag, with_wide_out
+from energy_attn.kernels.internal import (
+    KernelOptions,
+    Operands,
+    Settings,
+    attend,
+    check_flag,
+    with_wide_out,
+)
 
 from .. import cost
 from ..merge._packing import joined
@@ -35,13 +42,12 @@ def tree_attention(
     *,
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
-    mask: Any = None,
+    mask: Bool[Array, "..."] | None = None,
     axis_name: AxisName,
     merge: MergeOption = "auto",
     queries_sharded: bool = False,
     topology: cost.Topology | None = None,
-    implementation: str | Sequence[str] | None = None,
-    **options: Any,
+    **options: Unpack[KernelOptions],
 ) -> AttentionState:
     r"""Attention over keys sharded along mesh axes, by one reduction, inside `jax.shard_map`.
 
@@ -57,6 +63,9 @@ def tree_attention(
     ring passes $\frac{p-1}{p} B S K \cdot 2H$: as many if every head has its own keys ($K = N$)
     and more if heads share them. States travel in `lse`'s dtype, and are rounded once.
 
+    Positions are global: with `is_causal`, a window or ragged rows give this shard's
+    `key_positions` and the `query_positions`, as the defaults count from the shard's first key.
+
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, equal on all devices of the axes, or this device's.
         key: `[B, S, K, H]`, this device's shard; `S` may be 0 and may differ in what is present.
@@ -70,10 +79,7 @@ def tree_attention(
             sums, and every other strategy one all-to-all of states.
         queries_sharded: whether `query` and what belongs to it are this device's part.
         topology: of the axes, for `merge="auto"`.
-        implementation: as for [`local_attention`][energy_attn.kernels.local_attention].
-        **options: likewise. Positions are global: with `is_causal`, a window or ragged rows give
-            this shard's `key_positions` and the `query_positions`, as the defaults count from the
-            shard's first key.
+        **options: as for [`local_attention`][energy_attn.kernels.local_attention].
 
     Returns:
         The state over all keys: of all queries, equal on all devices, or of this device's.
@@ -106,7 +112,6 @@ def tree_attention(
     names, call = check_local(
         (query, key, value, source, bias, mask),
         options,
-        implementation,
         queries=sharded,
         scores=lambda operands: scores_shape(operands, query_parts=devices),
     )

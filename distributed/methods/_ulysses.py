@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Operands, Settings, attend
+from energy_attn.kernels.internal import KernelOptions, Operands, Settings, attend
 
 from ..merge._packing import joined, moved, transfer
 from ..spec._arguments import (
@@ -30,10 +30,9 @@ def ulysses_attention(
     *,
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
-    mask: Any = None,
+    mask: Bool[Array, "..."] | None = None,
     axis_name: AxisName,
-    implementation: str | Sequence[str] | None = None,
-    **options: Any,
+    **options: Unpack[KernelOptions],
 ) -> AttentionState:
     r"""Attention over a sequence sharded along mesh axes, head by head, inside `jax.shard_map`.
 
@@ -41,6 +40,9 @@ def ulysses_attention(
     key heads; after attention, another brings the states back. Per device,
     $\frac{p-1}{p^2}$ of queries, keys, values and outputs cross the links: little, as long as there
     are heads enough.
+
+    Positions are global: with `is_causal`, a window or ragged rows give `key_positions` and
+    `query_positions`, as the defaults count from the shard's first.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, this device's part; `T` is equal on all.
@@ -51,9 +53,7 @@ def ulysses_attention(
             broadcastable to `[B, N/p, p T, p S]`.
         mask: boolean, likewise.
         axis_name: the mesh axis, or several, along which the sequence is sharded.
-        implementation: as for [`local_attention`][energy_attn.kernels.local_attention].
-        **options: likewise. Positions are global: with `is_causal`, a window or ragged rows give
-            `key_positions` and `query_positions`, as the defaults count from the shard's first.
+        **options: as for [`local_attention`][energy_attn.kernels.local_attention].
 
     Returns:
         The state of this device's queries over all keys.
@@ -91,7 +91,7 @@ def ulysses_attention(
         return batch, heads // devices, query_len, key_len
 
     arrays = query, key, value, source, bias, mask
-    names, call = check_local(arrays, options, implementation, queries=True, scores=scores)
+    names, call = check_local(arrays, options, queries=True, scores=scores)
     state = ulysses(names, call.settings, call.operands, axes)
     return state if call.batched else unbatched(state)
 

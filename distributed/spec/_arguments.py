@@ -9,6 +9,7 @@ from jax import lax
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     CheckedCall,
+    KernelOptions,
     Operands,
     Settings,
     candidates,
@@ -53,8 +54,7 @@ def check_axes(axis_name: Any) -> Axes:
 
 def check_local(
     arrays: Sequence[Any],
-    options: dict[str, Any],
-    implementation: Any,
+    options: KernelOptions,
     *,
     queries: bool,
     scores: Callable[[Operands], Scores],
@@ -66,7 +66,7 @@ def check_local(
 
     Raises as `local_attention`, and `ValueError` where positions are compared but not given.
     """
-    names = candidates(implementation)
+    names = candidates(options.get("implementation"))
     query, key, value, source, bias, mask = arrays
     call = check_call(query, key, value, source, **options)
     compares = check_flag("is_causal", options.get("is_causal", False)) or any(

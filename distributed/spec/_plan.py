@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.core
@@ -94,7 +94,7 @@ def sharding_plan(parallel: Any, query: Array, key: Array, value: Array) -> Shar
     return plan._replace(method=method, queries=queries or method == "ulysses")
 
 
-def in_shard_map(parallel: Any) -> bool:
+def in_shard_map(parallel: SequenceParallel | None) -> TypeGuard[SequenceParallel]:
     """Whether a surrounding `jax.shard_map` has taken all axes of `parallel`."""
     mesh = jax.sharding.get_abstract_mesh()
     return isinstance(parallel, SequenceParallel) and all(

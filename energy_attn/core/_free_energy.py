@@ -1,16 +1,14 @@
 """The free energy, and attention as its gradient."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import (
     ShardingPlan,
     in_shard_map,
@@ -23,9 +21,11 @@ from energy_attn.distributed.internal import (
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     CheckedCall,
+    RowOptions,
     attend,
     candidates,
     check_call,
+    check_options,
     check_source,
     is_static,
     received,
@@ -33,6 +33,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ._citation import cite
+from ._options import AttentionOptions
 
 
 class Prepared(NamedTuple):
@@ -66,17 +67,7 @@ def free_energy(
     source: Float[Array | np.ndarray, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
-    scale: float | Float[Array, ""] | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Int[Array, "..."] | None = None,
-    key_value_seq_lengths: Int[Array, "..."] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    query_positions: Int[Array, "..."] | None = None,
-    key_positions: Int[Array, "..."] | None = None,
-    query_segment_ids: Int[Array, "..."] | None = None,
-    key_segment_ids: Int[Array, "..."] | None = None,
-    implementation: str | Sequence[str] | None = None,
-    parallel: SequenceParallel | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Float[Array, "*B T N"]:
     r"""The free energy of each query and head, whose gradient in the source is attention.
 
@@ -99,25 +90,14 @@ def free_energy(
         source: $\zeta$, `[B, T, N, Hv]`, one for each query and head; None is zero.
         bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
         mask: boolean, shaped like `bias`; True where a key takes part.
-        scale: the factor of $q \cdot k$ (inverse temperature); None is $1/\sqrt{H}$.
-        is_causal: whether to hide keys whose position is after the query's.
-        query_seq_lengths: `[B]` integers; queries from this index on are absent.
-        key_value_seq_lengths: `[B]` integers; keys from this index on are absent.
-        local_window_size: `(left, right)` or one int: how far from a query its keys may lie.
-        query_positions: `[B, T]` integers, global positions; negative means absent.
-        key_positions: `[B, S]` integers likewise.
-        query_segment_ids: `[B, T]` integers: a query sees only the keys of its own segment.
-        key_segment_ids: `[B, S]` integers likewise, given together with the queries'.
-        implementation: a name of [`implementations`][energy_attn.kernels.implementations].
-        parallel: how keys are sharded over the current mesh. None: they are not, unless the type
-            of `key` says that its sequence is sharded (explicit mesh axes).
+        **options: the keys of `AttentionOptions`, which says what each does.
 
     Returns:
         Energies `[B, T, N]` in nats; float32, or float64 for float64 inputs. The energy of a fully
         masked row is minus infinity, and its gradients are zero.
 
     Raises:
-        TypeError: an argument is not an array or has the wrong dtype.
+        TypeError: an argument is not an array or has the wrong dtype, or an unknown option.
         ValueError: shapes that do not match, values out of range, unknown names.
         NotImplementedError: the named implementation declines the call.
 
@@ -133,24 +113,7 @@ def free_energy(
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
         True
     """
-    call, arrays = prepare(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids,
-        implementation=implementation,
-        parallel=parallel,
-    )
+    call, arrays = prepare(query, key, value, bias, mask, **options)
     if source is not None:
         check_source(source, query, value)
     return energy_at(call, source, arrays)
@@ -162,41 +125,30 @@ def prepare(
     value: Any,
     bias: Any = None,
     mask: Any = None,
-    *,
-    scale: Any = None,
-    is_causal: Any = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
-    query_positions: Any = None,
-    key_positions: Any = None,
-    query_segment_ids: Any = None,
-    key_segment_ids: Any = None,
-    implementation: Any = None,
-    parallel: Any = None,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Prepared, Arrays]:
     """Checks the arguments of a call before any tracing, so that errors name the user's argument.
 
     Returns the static part of the call and its arrays. Raises as `free_energy` does.
     """
-    static: dict[str, Any] = {"is_causal": is_causal, "local_window_size": local_window_size}
-    traced: dict[str, Any] = {
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "query_positions": query_positions,
-        "key_positions": key_positions,
-        "query_segment_ids": query_segment_ids,
-        "key_segment_ids": key_segment_ids,
+    check_options(options, AttentionOptions)
+    parallel, scale = options.get("parallel"), options.get("scale")
+    static: dict[str, Any] = {
+        "is_causal": options.get("is_causal", False),
+        "local_window_size": options.get("local_window_size"),
     }
+    traced: dict[str, Any] = {name: options.get(name) for name in RowOptions.__annotations__}
     (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
-    call = Prepared(candidates(implementation), None, tuple(static.items()))
+    call = Prepared(candidates(options.get("implementation")), None, tuple(static.items()))
     arrays = Arrays(query, key, value, bias, mask, traced)
     inside = in_shard_map(parallel)
     if inside:
         _check_inside(arrays)
     given = check_at(call, None, arrays)
-    where = local_sharding_plan if inside else sharding_plan
-    plan = where(parallel, query, key, value)
+    if inside:
+        plan = local_sharding_plan(parallel, query, key, value)
+    else:
+        plan = sharding_plan(parallel, query, key, value)
     if call.names != ("reference",):
         cite("milakov", "flash")
     if plan is not None and plan.axes:

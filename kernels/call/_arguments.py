@@ -1,6 +1,6 @@
 """Checks a user's arguments and turns them into the operands that every implementation takes."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.core
@@ -21,6 +21,7 @@ from ._checks import (
     received,
 )
 from ._mask import Rule, reachable
+from ._options import KernelOptions, check_options
 from ._state import lse_dtype
 
 
@@ -149,21 +150,13 @@ def check_call(
     source: Any = None,
     bias: Any = None,
     mask: Any = None,
-    *,
-    scale: Any = None,
-    is_causal: Any = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
-    query_positions: Any = None,
-    key_positions: Any = None,
-    query_segment_ids: Any = None,
-    key_segment_ids: Any = None,
+    **options: Unpack[KernelOptions],
 ) -> CheckedCall:
-    """Checks every argument of `local_attention` and returns operands and settings.
+    """Checks every argument of `local_attention` but `implementation`; returns operands and settings.
 
     Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """
+    check_options(options, KernelOptions)
     query, key, value = (
         jnp.asarray(check_floating(name, x))
         for name, x in (("query", query), ("key", key), ("value", value))
@@ -196,20 +189,21 @@ def check_call(
     batch = query.shape[0]
     scores = (batch, heads, query_len, key_len)
     bias, mask = check_scores(bias, mask, scores)
-    rule = Rule(check_flag("is_causal", is_causal), check_window(local_window_size))
+    is_causal = check_flag("is_causal", options.get("is_causal", False))
+    rule = Rule(is_causal, check_window(options.get("local_window_size")))
 
-    query_positions = _positions(
-        "query", query_positions, query_seq_lengths, batch, query_len, batched
-    )
-    key_positions = _positions(
-        "key_value", key_positions, key_value_seq_lengths, batch, key_len, batched
-    )
+    positions, lengths = options.get("query_positions"), options.get("query_seq_lengths")
+    query_positions = _positions("query", positions, lengths, batch, query_len, batched)
+    positions, lengths = options.get("key_positions"), options.get("key_value_seq_lengths")
+    key_positions = _positions("key_value", positions, lengths, batch, key_len, batched)
     if (query_positions is None) != (key_positions is None):
         query_positions, key_positions = (
             jnp.arange(size, dtype=jnp.int32)[None] if x is None else x
             for x, size in ((query_positions, query_len), (key_positions, key_len))
         )
 
+    query_segment_ids = options.get("query_segment_ids")
+    key_segment_ids = options.get("key_segment_ids")
     if (query_segment_ids is None) != (key_segment_ids is None):
         missing = "query_segment_ids" if query_segment_ids is None else "key_segment_ids"
         raise ValueError(f"{missing}: wanted an integer array beside the other's, got None")
@@ -218,7 +212,7 @@ def check_call(
         _numbers("key_segment_ids", key_segment_ids, batch, key_len, batched),
     )
 
-    query, key, scale = _scaled(query, key, scale)
+    query, key, scale = _scaled(query, key, options.get("scale"))
     if source is not None:
         query, key, scale = _with_source(query, key, value, source, scale)
     operands = Operands(query, key, value, bias, mask, query_positions, key_positions, *segments)

@@ -1,11 +1,12 @@
 """`local_attention`: the state of the keys on one device."""
 
-from collections.abc import Sequence
+from typing import Unpack
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from ..call._arguments import check_call
+from ..call._options import KernelOptions
 from ..call._state import AttentionState
 from ._registry import attend, candidates
 
@@ -18,16 +19,7 @@ def local_attention(
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
-    scale: float | Float[Array, ""] | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Int[Array, "..."] | None = None,
-    key_value_seq_lengths: Int[Array, "..."] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    query_positions: Int[Array, "..."] | None = None,
-    key_positions: Int[Array, "..."] | None = None,
-    query_segment_ids: Int[Array, "..."] | None = None,
-    key_segment_ids: Int[Array, "..."] | None = None,
-    implementation: str | Sequence[str] | None = None,
+    **options: Unpack[KernelOptions],
 ) -> AttentionState:
     r"""The state `(out, lse)` of an attention over the keys given: one kernel pass.
 
@@ -46,27 +38,14 @@ def local_attention(
         bias: added to the scaled scores; four axes (leading ones may be left out), each of size 1
             or that of `[B, N, T, S]`.
         mask: boolean, shaped like `bias`; True where a key takes part.
-        scale: factor of $q\cdot k$; None means $1/\sqrt{H}$. A scalar array may be differentiated.
-        is_causal: hide keys whose position is after the query's.
-        query_seq_lengths: `[B]` integers; queries at this index and after are absent.
-        key_value_seq_lengths: `[B]` integers; keys at this index and after are absent.
-        local_window_size: `(left, right)`, or one int for both: only keys at positions in
-            `[query - left, query + right]` are seen.
-        query_positions: `[B, T]` integers, the global positions that causality and windows
-            compare; None means `0 … T-1`. Negative: the query is absent.
-        key_positions: `[B, S]` integers likewise; negative for unfilled cache slots.
-        query_segment_ids: `[B, T]` integers: a query sees only the keys of its own segment, as for
-            several documents packed into one row. Given together with `key_segment_ids`.
-        key_segment_ids: `[B, S]` integers likewise.
-        implementation: a name of [`implementations`][energy_attn.kernels.implementations], or
-            several to try in turn; None tries all.
+        **options: the keys of `KernelOptions`, which says what each does.
 
     Returns:
         `out` `[B, T, N, Hv]` in value's dtype, and `lse` `[B, T, N]` in float32 (float64 for
         float64), in nats. Fully masked rows have `out = 0`, `lse = -inf` and zero gradients.
 
     Raises:
-        TypeError: an argument is not an array or has another dtype.
+        TypeError: an argument is not an array or has another dtype, or an unknown option.
         ValueError: shapes do not fit, values are out of range, or a name is unknown.
         NotImplementedError: the implementation named declines the call (if several are named, an
             `ExceptionGroup` of their reasons).
@@ -83,23 +62,7 @@ def local_attention(
         >>> bool(jnp.allclose(whole.out, halves.out, atol=1e-6))
         True
     """
-    names = candidates(implementation)
-    call = check_call(
-        query,
-        key,
-        value,
-        source,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids,
-    )
+    names = candidates(options.get("implementation"))
+    call = check_call(query, key, value, source, bias, mask, **options)
     state = attend(names, call.settings, call.operands)
     return state if call.batched else jax.tree.map(lambda x: x[0], state)

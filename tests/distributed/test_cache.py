@@ -363,6 +363,9 @@ BAD = {
     "local_window_size: wanted at most the cache's window, 10": lambda c: c.attend(
         QUERY, local_window_size=11
     ),
+    "key_value_seq_lengths: wanted one of the options scale, is_causal": lambda c: c.attend(
+        QUERY, key_value_seq_lengths=jnp.ones(B, int)
+    ),
     "path: wanted the path of a folder": lambda c: c.save(3),
 }
 

@@ -1,0 +1,16 @@
+"""The options of an energy: those of the kernels, and how keys are sharded."""
+
+from energy_attn.distributed import SequenceParallel
+from energy_attn.kernels.internal import RowOptions, ScoreOptions
+
+
+class EnergyOptions(ScoreOptions, total=False):
+    """What an energy is, whatever the queries and keys that it is asked about."""
+
+    parallel: SequenceParallel | None
+    """How keys are sharded over the current mesh. None: they are not, unless the type of `key` says
+    that its sequence is sharded (explicit mesh axes)."""
+
+
+class AttentionOptions(EnergyOptions, RowOptions, total=False):
+    """The options of a call of an energy: what it is, and the rows that it is asked about."""

@@ -1,0 +1,61 @@
+"""The options of a call, each declared once: its name, its type and what it does."""
+
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+
+from jaxtyping import Array, Float, Int
+
+
+class ScoreOptions(TypedDict, total=False):
+    """What the scores are, which keys a query may see, and by which kernel."""
+
+    scale: float | Float[Array, ""] | None
+    r"""The factor of $q \cdot k$, an inverse temperature; None is $1/\sqrt{H}$. A scalar array may be
+    traced and differentiated."""
+
+    is_causal: bool
+    """Whether to hide keys whose position is after the query's; False if not given."""
+
+    local_window_size: int | tuple[int, int] | None
+    """`(left, right)`, or one int for both: only keys at positions in `[query - left, query + right]`
+    are seen."""
+
+    implementation: str | Sequence[str] | None
+    """A name of [`implementations`][energy_attn.kernels.implementations], `"xla"` for those that XLA
+    alone runs, or several to try in turn; None tries all."""
+
+
+class RowOptions(TypedDict, total=False):
+    """Where queries and keys stand, and which of them are there."""
+
+    query_seq_lengths: Int[Array, "..."] | None
+    """`[B]` integers; queries at this index and after are absent."""
+
+    key_value_seq_lengths: Int[Array, "..."] | None
+    """`[B]` integers; keys at this index and after are absent."""
+
+    query_positions: Int[Array, "..."] | None
+    """`[B, T]` integers, the global positions that causality and windows compare; None is `0 … T-1`.
+    Negative: the query is absent."""
+
+    key_positions: Int[Array, "..."] | None
+    """`[B, S]` integers likewise; negative for unfilled cache slots."""
+
+    query_segment_ids: Int[Array, "..."] | None
+    """`[B, T]` integers: a query sees only the keys of its own segment, as for several documents packed
+    into one row. Given together with `key_segment_ids`."""
+
+    key_segment_ids: Int[Array, "..."] | None
+    """`[B, S]` integers likewise."""
+
+
+class KernelOptions(ScoreOptions, RowOptions, total=False):
+    """The options of the functions that compute a state."""
+
+
+def check_options(given: Iterable[str], declared: type) -> None:
+    """Raises `TypeError` for a name that is none of the keys of the `TypedDict` `declared`."""
+    known = declared.__annotations__
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{name}: wanted one of the options {', '.join(known)}, got {name!r}")

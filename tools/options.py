@@ -1,0 +1,64 @@
+"""Griffe extension: `**options: Unpack[Options]` stands in signatures and tables as the options themselves.
+
+An option that the docstring of the function describes keeps that description; others have the one in their `TypedDict`.
+Griffe's own extension does not see what a `TypedDict` inherits.
+"""
+
+from typing import Any
+
+import griffe
+
+
+def declared(options: griffe.Class | griffe.Alias) -> dict[str, griffe.Attribute]:
+    """The keys of a `TypedDict`, those that it inherits first."""
+    found = {}
+    for base in options.resolved_bases:
+        found |= declared(base)
+    return found | options.attributes
+
+
+def as_parameter(option: griffe.Attribute) -> griffe.Parameter:
+    """An option as the signature of a function shows it: one that may be None is None if not given."""
+    default = "None" if str(option.annotation).endswith("| None") else "..."
+    kind = griffe.ParameterKind.keyword_only
+    return griffe.Parameter(option.name, annotation=option.annotation, kind=kind, default=default)
+
+
+class Options(griffe.Extension):
+    """Replaces the variadic parameter of a function by what its `TypedDict` declares."""
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Called by Griffe with every function, when all of them are loaded."""
+        for variadic in func.parameters:
+            unpack = variadic.annotation
+            if (
+                not isinstance(unpack, griffe.ExprSubscript)
+                or unpack.canonical_path != "typing.Unpack"
+            ):
+                continue
+            options = declared(func.modules_collection[unpack.slice.canonical_path])
+            for option in options.values():
+                func.parameters.add(as_parameter(option))
+            if func.docstring is not None:
+                describe(func.docstring, variadic.name, options)
+            del func.parameters[variadic.name]
+            return
+
+
+def describe(
+    docstring: griffe.Docstring, variadic: str, options: dict[str, griffe.Attribute]
+) -> None:
+    """Puts the descriptions of the options where the variadic parameter has its own."""
+    for section in docstring.parsed:
+        if isinstance(section, griffe.DocstringSectionParameters):
+            named = [x for x in section.value if x.name.lstrip("*") != variadic]
+            own = {x.name for x in named}
+            section.value = named + [
+                griffe.DocstringParameter(
+                    x.name,
+                    description=x.docstring.value if x.docstring else "",
+                    annotation=x.annotation,
+                )
+                for x in options.values()
+                if x.name not in own
+            ]
