@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from . import prefix_tree as prefix_tree
+from . import solvers as solvers
 from .bayes._conjugate import conjugate as conjugate
 from .bayes._conjugate import rate as rate
 from .bayes._map import map_attention as map_attention

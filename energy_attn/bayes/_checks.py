@@ -1,23 +1,22 @@
-"""Checks of the arguments that the solvers share."""
+"""Checks of the arguments that iterative functions share."""
 
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array
 
 from energy_attn.distributed.internal import is_explicit
 from energy_attn.kernels.internal import (
     check_finite_number,
     check_floating,
-    check_integer,
     check_shape,
     received,
 )
 
 from ..core._free_energy import Prepared
+from ..solvers import AbstractSolver, Newton, Optax, Optimistic
 
 
 def check_regulariser(x: Any, dtype: Any, *, positive: bool = False) -> tuple[Array, bool]:
@@ -39,48 +38,20 @@ def check_regulariser(x: Any, dtype: Any, *, positive: bool = False) -> tuple[Ar
     return jnp.asarray(x, dtype), positive or bool(number)
 
 
-def check_solver(x: Any, *names: str) -> Any:
-    """Returns the solver; None is `names[0]`.
-
-    Raises `TypeError` unless it is a string or an Optax optimiser, `ValueError` for a string that
-    is not one of `names`.
+def check_solver_mesh(call: Prepared, solver: AbstractSolver) -> None:
+    """Raises `NotImplementedError` for Optax's methods on explicit mesh axes, where their branches
+    cannot be batched.
     """
-    if x is None:
-        return names[0]
-    if isinstance(x, optax.GradientTransformation):
-        return x
-    wanted = f"{', '.join(map(repr, names))} or an optax.GradientTransformation"
-    error = ValueError if isinstance(x, str) else TypeError
-    if x not in names:
-        raise error(f"solver: wanted {wanted}, got {received(x)}")
-    return x
-
-
-def check_optax_mesh(call: Prepared, name: str, x: Any) -> None:
-    """Raises `NotImplementedError` if mesh axes are explicit: Optax's branches cannot be batched there.
-
-    `name` is the argument that asks for an Optax solver, and `x` its value.
-    """
-    if call.plan is not None and is_explicit(call.plan.mesh, call.plan.axes):
+    optax = isinstance(solver, (Optax, Optimistic))
+    if optax and call.plan is not None and is_explicit(call.plan.mesh, call.plan.axes):
         raise NotImplementedError(
-            f"{name}: wanted 'newton' where arrays are split over explicit mesh axes, "
-            f"got {received(x)}"
+            f"solver: wanted energy_attn.solvers.{Newton.__name__}(...) where arrays are split over "
+            f"explicit mesh axes, got {received(solver)}"
         )
 
 
-def check_max_steps(x: Any) -> int:
-    """Returns `max_steps`; raises `TypeError` if it is not an integer, `ValueError` below 1."""
-    return check_integer("max_steps", x, least=1)
-
-
-def check_tolerance(x: Any, dtype: Any) -> Array:
-    """Returns the tolerance as a scalar of `dtype`; None is the default for that dtype.
-
-    Raises `TypeError` if it is not a real number, `ValueError` if it is negative or not finite.
-    """
-    if x is None:
-        x = 1e-10 if dtype == jnp.float64 else 2e-6
-    number = check_finite_number("tolerance", x)
-    if number < 0:
-        raise ValueError(f"tolerance: wanted a number of at least 0, got {number}")
-    return jnp.asarray(number, dtype)
+def tolerance_in(dtype: Any, solver: AbstractSolver) -> float:
+    """The tolerance of a solver; None is the default for the dtype."""
+    if solver.tolerance is None:
+        return 1e-10 if dtype == jnp.float64 else 2e-6
+    return float(solver.tolerance)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import check_flag
@@ -11,13 +10,9 @@ from energy_attn.kernels.internal import check_flag
 from ..core._free_energy import Arrays, Prepared
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import check_row_vectors, prepare_widened, state_at
-from ._checks import (
-    check_max_steps,
-    check_optax_mesh,
-    check_regulariser,
-    check_solver,
-    check_tolerance,
-)
+from ..solvers import Newton, Optax
+from ..solvers._abstract import check_solver
+from ._checks import check_regulariser, check_solver_mesh
 from ._maximise import SolverInputs, SolverOptions, attained_value, maximum
 
 
@@ -30,9 +25,7 @@ def conjugate(
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
     regulariser: float | Float[Array, ""] = 0.0,
-    solver: str | optax.GradientTransformation | None = None,
-    max_steps: int = 64,
-    tolerance: float | None = None,
+    solver: Newton | Optax = Newton(),
     throw: bool = True,
     **options: Any,
 ) -> Solution:
@@ -66,11 +59,9 @@ def conjugate(
         bias: as in [`free_energy`][energy_attn.free_energy], as is `mask`.
         mask: boolean, True where a key takes part.
         regulariser: $\lambda \ge 0$, in the unit of the values squared; a number or a floating scalar.
-        solver: None or `"newton"`, or an `optax.GradientTransformation` such as `optax.lbfgs()`.
-        max_steps: the largest number of steps of a row.
-        tolerance: the largest residual $|\nabla F_\lambda(\hat\zeta) - z|$ that counts as converged,
-            relative to the size of point and values. None is 1e-10 in float64 and 2e-6 in float32;
-            it is raised to the rounding error where that is larger.
+        solver: [`Newton`][energy_attn.solvers.Newton] or [`Optax`][energy_attn.solvers.Optax]. Its
+            residual is $|\nabla F_\lambda(\hat\zeta) - z|$, relative to the size of point and values; its
+            tolerance is raised to the rounding error where that is larger.
         throw: whether to raise if a row does not converge.
         **options: those of [`free_energy`][energy_attn.free_energy]: `scale`, `is_causal`,
             lengths, positions, `implementation`, `parallel`.
@@ -83,8 +74,8 @@ def conjugate(
         after each step, starting with $-F(0)$.
 
     Raises:
-        TypeError: an argument of the wrong type, or an unknown option.
-        ValueError: shapes that do not match, a negative regulariser, an unknown solver.
+        TypeError: an argument of the wrong type, another solver, or an unknown option.
+        ValueError: shapes that do not match, a negative regulariser.
         NotImplementedError: an Optax optimiser with arrays that are sharded over explicit mesh axes.
         RuntimeError: a row did not converge and `throw` is set; inside jit, when the program runs.
             Inside jit with keys sharded over a mesh, the row's value is NaN instead.
@@ -102,7 +93,7 @@ def conjugate(
     """
     call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
-    found = _solve(point, call, arrays, regulariser, solver, max_steps, tolerance)
+    found = _solve(point, call, arrays, regulariser, solver)
     return raise_on_failure(found, throw, "conjugate", collective=call.plan is not None)
 
 
@@ -115,9 +106,7 @@ def rate(
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
     regulariser: float | Float[Array, ""] = 0.0,
-    solver: str | optax.GradientTransformation | None = None,
-    max_steps: int = 64,
-    tolerance: float | None = None,
+    solver: Newton | Optax = Newton(),
     throw: bool = True,
     **options: Any,
 ) -> Solution:
@@ -141,9 +130,7 @@ def rate(
         mask: boolean, True where a key takes part.
         regulariser: $\lambda \ge 0$. Above zero: $I$ smoothed, its Moreau envelope
             $\min_w \{I(w) + |z - w|^2 / 2\lambda\}$, which is finite everywhere and has the same minimiser.
-        solver: as in [`conjugate`][energy_attn.conjugate], like the arguments that follow.
-        max_steps: the largest number of steps of a row.
-        tolerance: the largest residual that counts as converged.
+        solver: as in [`conjugate`][energy_attn.conjugate].
         throw: whether to raise if a row does not converge.
         **options: those of [`free_energy`][energy_attn.free_energy].
 
@@ -153,8 +140,8 @@ def rate(
         the values and for a fully masked row. `path` is that of the conjugate plus $F(0)$.
 
     Raises:
-        TypeError: an argument of the wrong type, or an unknown option.
-        ValueError: shapes that do not match, a negative regulariser, an unknown solver.
+        TypeError: an argument of the wrong type, another solver, or an unknown option.
+        ValueError: shapes that do not match, a negative regulariser.
         RuntimeError: as [`conjugate`][energy_attn.conjugate].
 
     Source: the theorems of Cramér and Sanov; Dembo and Zeitouni, Large Deviations Techniques and
@@ -170,7 +157,7 @@ def rate(
     """
     call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
-    found = _solve(point, call, arrays, regulariser, solver, max_steps, tolerance)
+    found = _solve(point, call, arrays, regulariser, solver)
     lse = state_at(call, None, arrays).lse
     lse = jnp.where(found.result == Result.no_keys, 0.0, lse)
     stats = found.stats | {"path": found.stats["path"] + lse[None]}
@@ -178,24 +165,13 @@ def rate(
     return raise_on_failure(found, throw, "rate", collective=call.plan is not None)
 
 
-def _solve(
-    point: Any,
-    call: Prepared,
-    arrays: Arrays,
-    regulariser: Any,
-    solver: Any,
-    max_steps: Any,
-    tolerance: Any,
-) -> Solution:
+def _solve(point: Any, call: Prepared, arrays: Arrays, regulariser: Any, solver: Any) -> Solution:
     point = check_row_vectors("point", point, arrays)
     regulariser, bounded = check_regulariser(regulariser, point.dtype)
-    solver = check_solver(solver, "newton")
-    if solver == "newton":
-        solver = None
-    else:
-        check_optax_mesh(call, "solver", solver)
-    static = SolverOptions(call, solver, check_max_steps(max_steps), bounded)
-    inputs = SolverInputs(arrays, point, regulariser, check_tolerance(tolerance, point.dtype))
+    solver = check_solver(solver, Newton, Optax)
+    check_solver_mesh(call, solver)
+    static = SolverOptions(call, solver, bounded)
+    inputs = SolverInputs(arrays, point, regulariser)
     found = maximum(static, inputs)
     stats = {"steps": found.steps, "residual": found.residual, "path": found.path}
     value = attained_value(static, inputs, found)

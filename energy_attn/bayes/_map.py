@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
@@ -13,21 +12,16 @@ from energy_attn.kernels.internal import check_flag
 
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import check_row_vectors, covariance_product, prepare_widened
-from ._checks import (
-    check_max_steps,
-    check_optax_mesh,
-    check_regulariser,
-    check_solver,
-    check_tolerance,
-)
+from ..solvers import Mirror, Newton, Optax
+from ..solvers._abstract import check_solver
+from ._checks import check_regulariser, check_solver_mesh, tolerance_in
 from ._descent import RUNNING, Descent, Trial, advance, any_running, initial_descent, newton_descent
 from ._exact_optimum import default_start, with_exact_derivative
 from ._maximise import SolverInputs, SolverOptions, find_source, norm
 from ._optax_descent import optax_descent
 
-# The inner Newton solve for a point's source: its largest number of steps, and its tolerance as a
-# fraction of the outer one.
-_INNER_STEPS, _INNER_TOLERANCE = 64, 0.1
+# The tolerance of the inner solve for a point's source, as a fraction of the outer one.
+_INNER_TOLERANCE = 0.1
 
 
 def map_attention(
@@ -38,10 +32,8 @@ def map_attention(
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
     regulariser: float | Float[Array, ""] | None = None,
-    solver: str | optax.GradientTransformation | None = None,
+    solver: Newton | Mirror | Optax = Newton(),
     start: Float[Array, "*B T N Hv"] | None = None,
-    max_steps: int = 64,
-    tolerance: float | None = None,
     throw: bool = True,
     **options: Any,
 ) -> Solution:
@@ -56,10 +48,10 @@ def map_attention(
     optimisation what [`attention`][energy_attn.attention] computes in one pass; it is meant for
     study and for experiments with the objective.
 
-    `"newton"` steps from $z$ to $z - (\Sigma(\hat\zeta) + \lambda)\, \hat\zeta$, damped; each evaluation
-    solves for the point's source $\hat\zeta(z) = \nabla M_\lambda(z)$. `"mirror"` is mirror descent, which
-    halves the source in each step and moves the point to $z = \nabla F_\lambda(\zeta)$. An Optax optimiser
-    follows the gradient $\hat\zeta$ in $z$.
+    `Newton` steps from $z$ to $z - (\Sigma(\hat\zeta) + \lambda)\, \hat\zeta$, with a searched length; each
+    evaluation solves for the point's source $\hat\zeta(z) = \nabla M_\lambda(z)$. `Mirror` halves the
+    source in each step and moves the point to $z = \nabla F_\lambda(\zeta)$. `Optax` follows the gradient
+    $\hat\zeta$ in $z$.
 
     Differentiable in reverse mode, as attention is: `point` is $\nabla F(0)$ and `value` is $-F(0)$
     for every regulariser and start.
@@ -73,13 +65,12 @@ def map_attention(
         regulariser: $\lambda > 0$, in the unit of the values squared; a number or a floating scalar.
             None is the mean square distance of the values from their mean, with which Newton's
             method takes few steps in any unit.
-        solver: None or `"newton"`, `"mirror"`, or an `optax.GradientTransformation`.
+        solver: [`Newton`][energy_attn.solvers.Newton], [`Mirror`][energy_attn.solvers.Mirror] or
+            [`Optax`][energy_attn.solvers.Optax]. Its residual is the remaining step
+            $|(\Sigma + \lambda)\, \hat\zeta|$, relative to the size of point and values; its tolerance is
+            raised to the rounding error where that is larger.
         start: `[B, T, N, Hv]`, the first point; None is the unweighted mean of the values that a row
             sees.
-        max_steps: the largest number of steps of a row.
-        tolerance: the largest remaining step $|(\Sigma + \lambda)\, \hat\zeta|$ that counts as converged,
-            relative to the size of point and values. None is 1e-10 in float64 and 2e-6 in float32;
-            it is raised to the rounding error where that is larger.
         throw: whether to raise if a row does not converge.
         **options: those of [`free_energy`][energy_attn.free_energy].
 
@@ -91,9 +82,8 @@ def map_attention(
         `no_keys`, the value plus infinity and the point zero.
 
     Raises:
-        TypeError: an argument of the wrong type, or an unknown option.
-        ValueError: shapes that do not match, a regulariser that is not above zero, an unknown
-            solver.
+        TypeError: an argument of the wrong type, another solver, or an unknown option.
+        ValueError: shapes that do not match, a regulariser that is not above zero.
         NotImplementedError: an Optax optimiser with arrays that are sharded over explicit mesh axes.
         RuntimeError: a row did not converge and `throw` is set; inside jit, when the program runs.
             Inside jit with keys sharded over a mesh, the row's value is NaN instead.
@@ -114,14 +104,13 @@ def map_attention(
     dtype = arrays.query.dtype
     regulariser = _mean_square_deviation(arrays.value) if regulariser is None else regulariser
     regulariser, _ = check_regulariser(regulariser, dtype, positive=True)
-    solver = check_solver(solver, "newton", "mirror")
-    if not isinstance(solver, str):
-        check_optax_mesh(call, "solver", solver)
-    static = SolverOptions(call, solver, check_max_steps(max_steps), True)
+    solver = check_solver(solver, Newton, Mirror, Optax)
+    check_solver_mesh(call, solver)
+    static = SolverOptions(call, solver, True)
     point = (
         default_start(call, arrays) if start is None else check_row_vectors("start", start, arrays)
     )
-    inputs = SolverInputs(arrays, point, regulariser, check_tolerance(tolerance, dtype))
+    inputs = SolverInputs(arrays, point, regulariser)
     found = _solve(static, inputs)
     value, point = with_exact_derivative(call, arrays, found.value, found.point)
     stats = without_derivative(found.stats, arrays, "map_attention")
@@ -143,18 +132,16 @@ def _solve(static: SolverOptions, inputs: SolverInputs) -> Solution:
         del passes
         return _trial(static, inputs._replace(point=point))
 
-    if static.solver == "newton":
-        found = newton_descent(evaluate, inputs.point, static.max_steps)
-    elif static.solver == "mirror":
+    def objective(point: Array, inputs: SolverInputs) -> tuple[Array, Array]:
+        last = _source(static, inputs._replace(point=point)).last
+        return -last.value, last.point
+
+    if isinstance(static.solver, Optax):
+        found = optax_descent(static.solver, evaluate, objective, inputs, inputs.point)
+    elif isinstance(static.solver, Mirror):
         found = _mirror(static, inputs)
     else:
-
-        def objective(point: Array, inputs: SolverInputs) -> tuple[Array, Array]:
-            last = _source(static, inputs._replace(point=point)).last
-            return -last.value, last.point
-
-        start = inputs.point
-        found = optax_descent(static.solver, evaluate, objective, inputs, start, static.max_steps)
+        found = newton_descent(evaluate, inputs.point, static.solver.max_steps)
     last = found.last
     stats = {
         "steps": found.steps,
@@ -167,8 +154,8 @@ def _solve(static: SolverOptions, inputs: SolverInputs) -> Solution:
 
 
 def _source(static: SolverOptions, inputs: SolverInputs) -> Descent:
-    static = static._replace(solver=None, max_steps=_INNER_STEPS)
-    return find_source(static, inputs._replace(tolerance=_INNER_TOLERANCE * inputs.tolerance))
+    tolerance = _INNER_TOLERANCE * tolerance_in(inputs.point.dtype, static.solver)
+    return find_source(static._replace(solver=Newton(tolerance=tolerance)), inputs)
 
 
 def _trial(static: SolverOptions, inputs: SolverInputs) -> Trial:
@@ -185,9 +172,9 @@ def _mirror(static: SolverOptions, inputs: SolverInputs) -> Descent:
         last = found.last
         none = last._replace(inner_steps=jnp.zeros_like(last.inner_steps))
         trial = _at_source(static, inputs, none, 0.5 * last.gradient)
-        return advance(found, trial, last.status == RUNNING, static.max_steps)
+        return advance(found, trial, last.status == RUNNING, static.solver.max_steps)
 
-    found = initial_descent(_trial(static, inputs), static.max_steps)
+    found = initial_descent(_trial(static, inputs), static.solver.max_steps)
     return lax.while_loop(any_running, step, found)
 
 
@@ -201,7 +188,8 @@ def _at_source(static: SolverOptions, inputs: SolverInputs, trial: Trial, source
     point = out + pushed
     residual = norm(product + pushed)
     size = jnp.sqrt((point * point).sum(-1) + (out * out).sum(-1))
-    threshold = (inputs.tolerance + 4 * jnp.finfo(lse.dtype).eps) * size
+    asked = tolerance_in(lse.dtype, static.solver)
+    threshold = (asked + 4 * jnp.finfo(lse.dtype).eps) * size
     ended = jnp.where(residual <= threshold, Result.converged, RUNNING)
     return trial._replace(
         point=point,

@@ -14,6 +14,8 @@ from energy_attn.kernels.internal import holds_keys
 from ..core._free_energy import Arrays, Prepared
 from ..core._solution import Result
 from ..observables._at_source import covariance_at, state_at, support_at
+from ..solvers import AbstractSolver, Optax
+from ._checks import tolerance_in
 from ._descent import RUNNING, Descent, Trial, newton_descent
 from ._optax_descent import optax_descent
 
@@ -26,18 +28,16 @@ class SolverOptions(NamedTuple):
     """
 
     call: Prepared
-    solver: Any  # None, a name, or an Optax optimiser
-    max_steps: int
+    solver: AbstractSolver
     bounded: bool
 
 
 class SolverInputs(NamedTuple):
-    """The traced inputs. `point` is `[*B, T, N, V]`; regulariser and tolerance are scalars."""
+    """The traced inputs. `point` is `[*B, T, N, V]`, the regulariser a scalar."""
 
     arrays: Arrays
     point: Array
     regulariser: Array
-    tolerance: Array
 
 
 class Maximum(NamedTuple):
@@ -111,7 +111,7 @@ def _trial(
     noise = eps * (1.0 + scores + far * size + inputs.regulariser * far**2)
     # As accurate as asked for, or as rounding allows: an error of ε in the scores moves the mean by
     # at most ε times the standard deviation of the values.
-    asked = (inputs.tolerance + eps) * size
+    asked = (tolerance_in(out.dtype, static.solver) + eps) * size
     threshold = asked + eps * scores * jnp.sqrt(variance)
     statuses = {Result.no_keys: jnp.isneginf(lse), Result.not_finite: ~jnp.isfinite(value)}
     if not static.bounded:
@@ -139,15 +139,15 @@ def _objective(inputs: SolverInputs, source: Array, out: Array, lse: Array) -> t
 def find_source(static: SolverOptions, inputs: SolverInputs) -> Descent:
     """Descends from zero to the source that attains the conjugate of every row."""
     start = jnp.zeros_like(inputs.point)
-    if static.solver is None:
+    if not isinstance(static.solver, Optax):
         evaluate = functools.partial(newton_trial, static, inputs)
-        return newton_descent(evaluate, start, static.max_steps)
+        return newton_descent(evaluate, start, static.solver.max_steps)
 
     def objective(source: Array, inputs: SolverInputs) -> tuple[Array, Array]:
         return _objective(inputs, source, *state_at(static.call, source, inputs.arrays))
 
     evaluate = functools.partial(plain_trial, static, inputs)
-    return optax_descent(static.solver, evaluate, objective, inputs, start, static.max_steps)
+    return optax_descent(static.solver, evaluate, objective, inputs, start)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -188,8 +188,7 @@ def _maximum_backward(static: SolverOptions, saved: Any, cotangent: Maximum) -> 
     x = pseudo_solve(matrix, jnp.where(attained_value, cotangent.source, 0.0))
     state, pull_back = jax.vjp(lambda arrays: state_at(static.call, source, arrays), inputs.arrays)
     (arrays,) = pull_back(AttentionState(-x, jnp.zeros_like(state.lse)))
-    zero = jnp.zeros_like(inputs.tolerance)
-    return (SolverInputs(arrays, x, -(x * source).sum(), zero),)
+    return (SolverInputs(arrays, x, -(x * source).sum()),)
 
 
 _maximum.defvjp(_maximum_forward, _maximum_backward)
@@ -227,7 +226,7 @@ def _attained_backward(
     (arrays,) = pull_back(AttentionState(jnp.zeros_like(state.out), -cotangent))
     point = cotangent[..., None] * source
     regulariser = -0.5 * (point * source).sum()
-    return SolverInputs(arrays, point, regulariser, jnp.zeros_like(inputs.tolerance)), None
+    return SolverInputs(arrays, point, regulariser), None
 
 
 _attained_value.defvjp(_attained_forward, _attained_backward)

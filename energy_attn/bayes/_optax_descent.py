@@ -10,6 +10,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
+from ..solvers import Optax
 from ._descent import RUNNING, Descent, Evaluate, advance, any_running, initial_descent, select
 
 # Value and gradient of every row's function at `x`; the second argument is passed through to it.
@@ -17,22 +18,21 @@ Objective = Callable[[Array, Any], tuple[Array, Array]]
 
 
 def optax_descent(
-    solver: optax.GradientTransformation,
+    solver: Optax,
     evaluate: Evaluate,
     objective: Objective,
     inputs: Any,
     start: Array,
-    max_steps: int,
     recorded: int | None = None,
 ) -> Descent:
-    """Minimises each row's function by an Optax solver, with a separate state for each row.
+    """Minimises each row's function by an optimiser of Optax, with a separate state for each row.
 
     Rows share nothing: each has its own memory and line search, and a row that has ended does not
     move. Line searches evaluate `objective(x, inputs)`; `evaluate` decides when a row ends, and the
     directions of its trials are ignored. `recorded`: for how many steps to keep the path; all by
     default.
     """
-    solver = optax.with_extra_args_support(solver)
+    optimiser = optax.with_extra_args_support(solver.optimiser)
     shape, width = start.shape, start.shape[-1]
     row_value = _row_value(objective, shape)
 
@@ -43,7 +43,7 @@ def optax_descent(
         more = {"value": value, "grad": gradient, "value_fn": lambda x: row_value(x, inputs)}
         # Optax relies on NumPy's promotion of dtypes and ranks; the user may have set strict ones.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, state = solver.update(gradient, state, x, **more)
+            updates, state = optimiser.update(gradient, state, x, **more)
             return optax.apply_updates(x, updates), state
 
     def step(carry: tuple[Descent, Any]) -> tuple[Descent, Any]:
@@ -57,11 +57,11 @@ def optax_descent(
         new = select(flat(active), new, x)
         state = select(flat(active), new_state, state)
         trial = evaluate(new.reshape(shape), found.passes)
-        return advance(found, trial, active, max_steps), state
+        return advance(found, trial, active, solver.max_steps), state
 
-    most = max_steps if recorded is None else recorded
+    most = solver.max_steps if recorded is None else recorded
     found = initial_descent(evaluate(start, jnp.int32(0)), most)
-    carry = (found, jax.vmap(solver.init)(start.reshape(-1, width)))
+    carry = (found, jax.vmap(optimiser.init)(start.reshape(-1, width)))
     return lax.while_loop(lambda carry: any_running(carry[0]), step, carry)[0]
 
 

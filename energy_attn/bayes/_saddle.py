@@ -9,7 +9,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels.internal import check_choice, check_finite_number, check_flag, received
+from energy_attn.kernels.internal import check_flag, received
 
 from ..core._free_energy import Arrays, Prepared
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
@@ -19,13 +19,13 @@ from ..observables._at_source import (
     prepare_widened,
     state_at,
 )
-from ._checks import check_max_steps, check_optax_mesh, check_tolerance
+from ..solvers import AbstractSolver, Extragradient, Newton, Optax, Optimistic
+from ..solvers._abstract import check_solver
+from ._checks import check_solver_mesh, tolerance_in
 from ._descent import RUNNING, Descent, Trial, advance, any_running, initial_descent, select
 from ._exact_optimum import default_start, with_exact_derivative
 from ._maximise import norm
 from ._optax_descent import optax_descent
-
-SOLVERS = ("extragradient", "optimistic", "newton")
 
 
 def gamma(
@@ -90,11 +90,8 @@ def saddle_attention(
     *,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
-    solver: str = "extragradient",
-    step_size: float | None = None,
+    solver: Extragradient | Optimistic | Newton = Extragradient(),
     start: tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N Hv"]] | None = None,
-    max_steps: int = 4096,
-    tolerance: float | None = None,
     throw: bool = True,
     **options: Any,
 ) -> Solution:
@@ -107,9 +104,8 @@ def saddle_attention(
     in $\zeta$. The objective of [`map_attention`][energy_attn.map_attention] has a minimum, and its
     solvers take a few steps where these take hundreds.
 
-    `"extragradient"` steps by the gradient at a trial point one step ahead (Korpelevich);
-    `"optimistic"` is `optax.optimistic_gradient_descent` with the sign of the source's gradient
-    reversed; `"newton"` solves the linearised equations, $\zeta = 0$ and
+    `Extragradient` steps by the gradient at a trial point one step ahead; `Optimistic` extrapolates
+    from the gradient before; `Newton` solves the linearised equations, $\zeta = 0$ and
     $z = \nabla F(\zeta) - \Sigma(\zeta)\,\zeta$, and takes two steps from any start.
 
     Differentiable in reverse mode, as attention is.
@@ -120,15 +116,11 @@ def saddle_attention(
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
         bias: as in [`free_energy`][energy_attn.free_energy], as is `mask`.
         mask: boolean, True where a key takes part.
-        solver: `"extragradient"`, `"optimistic"` or `"newton"`.
-        step_size: the step of the first two solvers, well below 1 and below the inverse of the
-            largest eigenvalue of $\Sigma$. None adapts the step of each row for `"extragradient"`
-            (Khobotov's rule), and is 0.1 for `"optimistic"`.
+        solver: [`Extragradient`][energy_attn.solvers.Extragradient],
+            [`Optimistic`][energy_attn.solvers.Optimistic] or [`Newton`][energy_attn.solvers.Newton].
+            Its residual is $|(\nabla_\zeta \Gamma, \nabla_z \Gamma)|$, relative to $\sqrt{1 + |z|^2}$.
         start: `(source, point)`, `[B, T, N, Hv]` each; None is zero and the unweighted mean of the
             values that a row sees.
-        max_steps: the largest number of steps of a row.
-        tolerance: the largest residual $|(\nabla_\zeta \Gamma, \nabla_z \Gamma)|$ that counts as converged,
-            relative to $\sqrt{1 + |z|^2}$. None is 1e-10 in float64 and 2e-6 in float32.
         throw: whether to raise if a row does not converge.
         **options: those of [`free_energy`][energy_attn.free_energy].
 
@@ -138,10 +130,9 @@ def saddle_attention(
         has the result `no_keys`, the value plus infinity, and zeros.
 
     Raises:
-        TypeError: an argument of the wrong type, or an unknown option.
-        ValueError: shapes that do not match, an unknown solver, a step size that is not
-            above zero.
-        NotImplementedError: `"optimistic"` with arrays that are sharded over explicit mesh axes.
+        TypeError: an argument of the wrong type, another solver, or an unknown option.
+        ValueError: shapes that do not match.
+        NotImplementedError: `Optimistic` with arrays that are sharded over explicit mesh axes.
         RuntimeError: a row did not converge and `throw` is set; inside jit, when the program runs.
             Inside jit with keys sharded over a mesh, the row's value is NaN instead.
 
@@ -157,15 +148,9 @@ def saddle_attention(
         True
     """
     call, arrays = prepare_widened(query, key, value, bias, mask, **options)
-    check_choice("solver", solver, SOLVERS)
+    solver = check_solver(solver, Extragradient, Optimistic, Newton)
+    check_solver_mesh(call, solver)
     check_flag("throw", throw)
-    if solver == "optimistic":
-        check_optax_mesh(call, "solver", solver)
-    if step_size is not None:
-        step_size = check_finite_number("step_size", step_size)
-        if step_size <= 0:
-            raise ValueError(f"step_size: wanted a number above 0, got {step_size}")
-    threshold = check_tolerance(tolerance, arrays.query.dtype)
     if start is None:
         point = default_start(call, arrays)
         pair = jnp.concatenate([jnp.zeros_like(point), point], -1)
@@ -173,8 +158,7 @@ def saddle_attention(
         if not isinstance(start, tuple) or len(start) != 2:
             raise TypeError(f"start: wanted a pair (source, point), got {received(start)}")
         pair = jnp.concatenate([check_row_vectors("start", x, arrays) for x in start], -1)
-    static = _SaddleOptions(call, solver, step_size, check_max_steps(max_steps))
-    found = _solve(static, _SaddleInputs(arrays, pair, threshold))
+    found = _solve(_SaddleOptions(call, solver), _SaddleInputs(arrays, pair))
     value, point = with_exact_derivative(call, arrays, found.value, found.point)
     stats = without_derivative(found.stats, arrays, "saddle_attention")
     found = Solution(value, found.source, point, found.result, stats)
@@ -183,9 +167,7 @@ def saddle_attention(
 
 class _SaddleOptions(NamedTuple):
     call: Prepared
-    solver: str
-    step_size: float | None
-    max_steps: int
+    solver: AbstractSolver
 
 
 class _SaddleInputs(NamedTuple):
@@ -193,7 +175,6 @@ class _SaddleInputs(NamedTuple):
 
     arrays: Arrays
     start: Array
-    tolerance: Array
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -204,19 +185,18 @@ def _solve(static: _SaddleOptions, inputs: _SaddleInputs) -> Solution:
         del passes
         return _trial(static, inputs, pair)
 
-    if static.solver == "optimistic":
-        solver = optax.optimistic_gradient_descent(static.step_size or 0.1)
+    def objective(pair: Array, inputs: _SaddleInputs) -> tuple[Array, Array]:
+        trial = _trial(static, inputs, pair)
+        return trial.value, trial.gradient
 
-        def objective(pair: Array, inputs: _SaddleInputs) -> tuple[Array, Array]:
-            trial = _trial(static, inputs, pair)
-            return trial.value, trial.gradient
-
-        start, most = inputs.start, static.max_steps
-        found = optax_descent(solver, evaluate, objective, inputs, start, most, recorded=0)
-    elif static.solver == "newton":
-        found = _newton(static, inputs, evaluate(inputs.start, jnp.int32(0)), evaluate)
+    if isinstance(static.solver, Optimistic):
+        optimiser = optax.optimistic_gradient_descent(static.solver.step_size)
+        solver = Optax(optimiser, static.solver.max_steps)
+        found = optax_descent(solver, evaluate, objective, inputs, inputs.start, recorded=0)
+    elif isinstance(static.solver, Extragradient):
+        found = _extragradient(static.solver, evaluate(inputs.start, jnp.int32(0)), evaluate)
     else:
-        found = _extragradient(static, evaluate(inputs.start, jnp.int32(0)), evaluate)
+        found = _newton(static, inputs, evaluate(inputs.start, jnp.int32(0)), evaluate)
     last = found.last
     none = (last.status == Result.no_keys)[..., None]
     source, point = jnp.split(jnp.where(none, 0.0, last.point), 2, -1)
@@ -233,7 +213,7 @@ def _trial(static: _SaddleOptions, inputs: _SaddleInputs, pair: Array) -> Trial:
     value = (source * point).sum(-1) - lse
     rounding = 4 * jnp.finfo(lse.dtype).eps
     size = jnp.sqrt(1.0 + (point * point).sum(-1))
-    threshold = (inputs.tolerance + rounding) * size
+    threshold = (tolerance_in(lse.dtype, static.solver) + rounding) * size
     noise = rounding * size * (1.0 + abs(lse))  # of the gradient, from the rounding of the scores
     statuses = [jnp.isneginf(lse), ~jnp.isfinite(value), residual <= threshold]
     codes = (Result.no_keys, Result.not_finite, Result.converged)
@@ -242,8 +222,8 @@ def _trial(static: _SaddleOptions, inputs: _SaddleInputs, pair: Array) -> Trial:
     return Trial(pair, value, gradient, gradient, noise, residual, threshold, status, zero)
 
 
-def _extragradient(static: _SaddleOptions, first: Trial, evaluate: Any) -> Descent:
-    adapts = static.step_size is None
+def _extragradient(solver: Extragradient, first: Trial, evaluate: Any) -> Descent:
+    adapts = solver.step_size is None
 
     def step(carry: tuple[Descent, Array]) -> tuple[Descent, Array]:
         found, size = carry
@@ -257,13 +237,13 @@ def _extragradient(static: _SaddleOptions, first: Trial, evaluate: Any) -> Desce
             blurred = last.residual <= 8 * last.noise  # then their difference is rounding
             moved = active & (near | blurred)
             size = size * jnp.where(blurred, 1.0, jnp.where(near, 1.1, 0.6))
-        found = advance(found, trial, moved, static.max_steps)
-        over = found.passes > 2 * static.max_steps
+        found = advance(found, trial, moved, solver.max_steps)
+        over = found.passes > 2 * solver.max_steps
         status = found.last.status
         status = jnp.where(over & (status == RUNNING), Result.max_steps_reached, status)
         return found._replace(last=found.last._replace(status=status)), size
 
-    size = jnp.full_like(first.value, 0.5 if static.step_size is None else static.step_size)
+    size = jnp.full_like(first.value, 0.5 if solver.step_size is None else solver.step_size)
     carry = (initial_descent(first, 0), size)
     return lax.while_loop(lambda carry: any_running(carry[0]), step, carry)[0]
 
@@ -276,6 +256,6 @@ def _newton(static: _SaddleOptions, inputs: _SaddleInputs, first: Trial, evaluat
         pair = jnp.concatenate([jnp.zeros_like(source), state.out - product], -1)
         active = last.status == RUNNING
         trial = evaluate(select(active, pair, last.point), found.passes)
-        return advance(found, trial, active, static.max_steps)
+        return advance(found, trial, active, static.solver.max_steps)
 
     return lax.while_loop(any_running, step, initial_descent(first, 0))

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import (
-    check_finite_number,
     check_flag,
     check_floating,
-    check_integer,
     check_shape,
     holds_keys,
     received,
@@ -20,6 +18,8 @@ from energy_attn.kernels.internal import (
 from ..core._citation import cite
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import prepare_widened
+from ..solvers import FixedPoint
+from ..solvers._abstract import check_solver
 from ._checks import check_positive
 from ._fixed_point import (
     RetrievalOptions,
@@ -41,8 +41,7 @@ def retrieve(
     *,
     mask: Bool[Array, "..."] | None = None,
     scale: float | Float[Array, ""] = 1.0,
-    max_steps: int = 100,
-    tolerance: float | None = None,
+    solver: FixedPoint = FixedPoint(),
     throw: bool = True,
     **options: Any,
 ) -> Solution:
@@ -70,9 +69,8 @@ def retrieve(
         mask: boolean, of four axes, each 1 or that of `[B, N, T, S]`; True where a state may see a
             memory.
         scale: $\beta$, positive, the inverse temperature: how sharply memories are told apart.
-        max_steps: the largest number of steps.
-        tolerance: a state has converged when a step is at most this multiple of $M$ long; None is
-            1e-5 in float32 and 1e-10 in float64.
+        solver: [`FixedPoint`][energy_attn.solvers.FixedPoint]. A state has converged when a step is at
+            most `tolerance` times $M$ long.
         throw: whether to raise if a state does not converge.
         **options: lengths, positions, segments, `implementation` and `parallel`, as for
             [`free_energy`][energy_attn.free_energy]; `key_value_seq_lengths` are the memories'.
@@ -90,7 +88,8 @@ def retrieve(
         - `weight`: that largest weight. `overlap`: the cosine between the memory and the point.
 
     Raises:
-        TypeError: an argument is not an array or has the wrong dtype, or an unknown option.
+        TypeError: an argument is not an array or has the wrong dtype, another solver, or an unknown
+            option.
         ValueError: shapes that do not match, values out of range, unknown names.
         RuntimeError: with `throw`, a state did not converge in `max_steps`, met a number that is not
             finite, or its energy rose by more than rounding; inside jit, when the program runs.
@@ -110,16 +109,13 @@ def retrieve(
     """
     _check_arrays(state, memories)
     beta = check_positive("scale", scale)
-    max_steps = check_integer("max_steps", max_steps, least=1)
+    solver = check_solver(solver, FixedPoint)
     throw = check_flag("throw", throw)
     call, arrays = prepare_widened(state, memories, memories, None, mask, scale=1.0, **options)
     wide = arrays.query.dtype
-    if tolerance is None:
-        tolerance = _TOLERANCE[wide.name]
-    else:
-        tolerance = float(check_positive("tolerance", check_finite_number("tolerance", tolerance)))
+    tolerance = _TOLERANCE[wide.name] if solver.tolerance is None else float(solver.tolerance)
     cite("ramsauer")
-    static = RetrievalOptions(call, max_steps, tolerance)
+    static = RetrievalOptions(call, solver.max_steps, tolerance)
     solution = _solve(static, jnp.asarray(beta, wide), arrays)
     return raise_on_failure(solution, throw, "retrieve", collective=call.plan is not None)
 

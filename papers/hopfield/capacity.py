@@ -40,7 +40,7 @@ def settle(probes: jax.Array, memories: jax.Array, count: jax.Array, beta: jax.A
         memories[:, None],
         scale=beta,
         key_value_seq_lengths=count,
-        max_steps=STEPS,
+        solver=ea.solvers.FixedPoint(max_steps=STEPS),
         throw=False,
     )
 

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 import energy_attn as ea
+from energy_attn import solvers
 
 SEEDS, KEYS, WIDTH = 50, 64, 8
 BETAS = (0.25, 1.0, 4.0, 16.0, 64.0)
@@ -55,30 +56,27 @@ def measure(dtype: str) -> list[dict[str, Any]]:
     arrays, inside, outside = problem(dtype)
 
     def conjugate(solver: Any, point: jax.Array) -> Any:
-        return lambda scale: ea.conjugate(
-            point, **arrays, scale=scale, solver=solver, max_steps=200, throw=False
-        )
+        return lambda scale: ea.conjugate(point, **arrays, scale=scale, solver=solver, throw=False)
 
-    def map_attention(solver: str, regulariser: float | None) -> Any:
+    def map_attention(solver: Any, regulariser: float | None) -> Any:
         return lambda scale: ea.map_attention(
             **arrays, scale=scale, solver=solver, regulariser=regulariser, throw=False
         )
 
-    def saddle(solver: str) -> Any:
-        tolerance = 1e-8 if dtype == "float64" else 1e-5
-        return lambda scale: ea.saddle_attention(
-            **arrays, scale=scale, solver=solver, tolerance=tolerance, max_steps=10000, throw=False
-        )
+    def saddle(solver: Any) -> Any:
+        return lambda scale: ea.saddle_attention(**arrays, scale=scale, solver=solver, throw=False)
 
+    most = {"max_steps": 10000, "tolerance": 1e-8 if dtype == "float64" else 1e-5}
+    newton, lbfgs = solvers.Newton(max_steps=200), solvers.Optax(optax.lbfgs(), max_steps=200)
     programs = {
-        "conjugate, Newton": conjugate(None, inside),
-        "conjugate, L-BFGS": conjugate(optax.lbfgs(), inside),
-        "outside": conjugate(None, outside),
-        "MAP, Newton": map_attention("newton", None),
-        "MAP, Newton, λ = 1": map_attention("newton", 1.0),
-        "MAP, mirror descent": map_attention("mirror", 1.0),
-        "saddle, extragradient": saddle("extragradient"),
-        "saddle, optimistic": saddle("optimistic"),
+        "conjugate, Newton": conjugate(newton, inside),
+        "conjugate, L-BFGS": conjugate(lbfgs, inside),
+        "outside": conjugate(newton, outside),
+        "MAP, Newton": map_attention(solvers.Newton(), None),
+        "MAP, Newton, λ = 1": map_attention(solvers.Newton(), 1.0),
+        "MAP, mirror descent": map_attention(solvers.Mirror(), 1.0),
+        "saddle, extragradient": saddle(solvers.Extragradient(**most)),
+        "saddle, optimistic": saddle(solvers.Optimistic(**most)),
     }
     compiled = {name: jax.jit(f) for name, f in programs.items()}
     found = []

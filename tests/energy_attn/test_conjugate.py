@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
+from energy_attn.solvers import Newton, Optax
 
 from ..complaints import complains
 from ..problems import Problem
@@ -238,13 +239,13 @@ def test_regularised_is_the_moreau_envelope():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("solver", [optax.lbfgs(), optax.adam(0.1)], ids=["lbfgs", "adam"])
-def test_solvers_of_optax(solver):
+@pytest.mark.parametrize("optimiser", [optax.lbfgs(), optax.adam(0.1)], ids=["lbfgs", "adam"])
+def test_solvers_of_optax(optimiser):
     """Every row is its own problem, with its own line search: rows of very different sizes are all solved."""
     problem = replace(PROBLEM, value=PROBLEM.value * np.array([1.0, 0.3])[:, None, None, None])
     point = points_inside(problem)
-    options = {"solver": solver, "max_steps": 1000, "tolerance": 1e-5, "regulariser": 0.1}
-    found = quickly(ea.rate, problem, point, **options)
+    solver = Optax(optimiser, max_steps=1000, tolerance=1e-5)
+    found = quickly(ea.rate, problem, point, solver=solver, regulariser=0.1)
     wanted = quickly(ea.rate, problem, point, regulariser=0.1)
     assert (np.asarray(found.result) == np.where(SEEN, CONVERGED, NO_KEYS)).all()
     np.testing.assert_allclose(found.value, wanted.value, atol=1e-7)
@@ -402,7 +403,8 @@ def test_rounding_is_allowed_for(dtype):
     weights = np.stack([rng.dirichlet(np.ones(64)) for rng in generators])
     point = np.einsum("bs,bsv->bv", weights, np.asarray(value[:, :, 0], np.float64))
     point = jnp.asarray(point[:, None, None], dtype)
-    program = jax.jit(lambda scale: ea.rate(point, query, key, value, scale=scale, tolerance=0.0))
+    exact = Newton(tolerance=0.0)
+    program = jax.jit(lambda scale: ea.rate(point, query, key, value, scale=scale, solver=exact))
     for beta in INVERSE_TEMPERATURES:
         assert program(jnp.asarray(beta / np.sqrt(8), dtype)).converged.all()
 
@@ -453,8 +455,10 @@ def test_keys_over_eight_devices(kind):
         found = solve(parallel)(point, jax.device_put(key, NamedSharding(mesh, P(None, "x"))))
         if kind == AxisType.Explicit:
             key = jax.device_put(key, NamedSharding(mesh, P(None, "x")))
-            with pytest.raises(NotImplementedError, match="solver: wanted 'newton'"):
-                ea.rate(point, query, key, value, solver=optax.sgd(0.1))
+            with pytest.raises(
+                NotImplementedError, match="solver: wanted energy_attn.solvers.Newton"
+            ):
+                ea.rate(point, query, key, value, solver=Optax(optax.sgd(0.1)))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-9)
 
@@ -489,11 +493,6 @@ def test_failure_is_told():
         ({"regulariser": float("nan")}, ValueError, "regulariser", "nan", "finite"),
         ({"regulariser": "small"}, TypeError, "regulariser", "small", "real number"),
         ({"regulariser": np.ones(2)}, TypeError, "regulariser", "float64[2]", "real number"),
-        ({"solver": "mirror"}, ValueError, "solver", "'mirror'", "'newton' or an optax"),
-        ({"solver": 3}, TypeError, "solver", "int 3", "'newton' or an optax"),
-        ({"max_steps": 0}, ValueError, "max_steps", "0", "at least 1"),
-        ({"max_steps": 1.5}, TypeError, "max_steps", "float 1.5", "integer"),
-        ({"tolerance": -1e-3}, ValueError, "tolerance", "-0.001", "at least 0"),
         ({"throw": None}, TypeError, "throw", "None", "True or False"),
         ({"causal": True}, TypeError, "causal", "causal", "options"),
     ],

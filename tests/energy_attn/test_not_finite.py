@@ -26,12 +26,11 @@ def observed(query, key, value, parallel):
     options = {"parallel": parallel}
     with_bias = {"bias": jnp.zeros((1, 1, 1, 16)), **options}
     point = jnp.zeros_like(query)
+    few, solving = ea.solvers.Newton(max_steps=4), {"throw": False, **options}
     solutions = {
-        "rate": ea.rate(point, *call, max_steps=4, throw=False, **options),
-        "conjugate": ea.conjugate(
-            point, *call, regulariser=0.1, max_steps=4, throw=False, **options
-        ),
-        "map": ea.map_attention(*call, max_steps=2, throw=False, **options),
+        "rate": ea.rate(point, *call, solver=few, **solving),
+        "conjugate": ea.conjugate(point, *call, regulariser=0.1, solver=few, **solving),
+        "map": ea.map_attention(*call, solver=ea.solvers.Newton(max_steps=2), **solving),
     }
     moments = ea.score_moments(*call, **options)
     found = {

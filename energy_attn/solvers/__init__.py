@@ -1,0 +1,13 @@
+"""The solvers of iterative functions: what `solver=` takes.
+
+A solver is a value: frozen, hashable, equal to another with the same fields, and a pytree without leaves.
+A program is compiled once for all that are equal. Each function says which of them it takes.
+"""
+
+from ._abstract import AbstractSolver as AbstractSolver
+from ._extragradient import Extragradient as Extragradient
+from ._fixed_point import FixedPoint as FixedPoint
+from ._mirror import Mirror as Mirror
+from ._newton import Newton as Newton
+from ._optax import Optax as Optax
+from ._optimistic import Optimistic as Optimistic
