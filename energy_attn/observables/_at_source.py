@@ -4,7 +4,6 @@ Each takes a prepared call, works for every implementation, and is merged over t
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,12 +36,6 @@ from energy_attn.kernels.internal import (
 
 from ..core._free_energy import Arrays, Prepared, check_at, prepare, state_at
 
-OPTIONS = tuple(
-    name
-    for name, parameter in inspect.signature(prepare).parameters.items()
-    if parameter.kind == parameter.KEYWORD_ONLY
-)
-
 
 def prepare_widened(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
@@ -51,9 +44,6 @@ def prepare_widened(
 
     Raises as `free_energy` does.
     """
-    for name in options:
-        if name not in OPTIONS:
-            raise TypeError(f"{name}: wanted one of the options {', '.join(OPTIONS)}, got {name}=")
     call, arrays = prepare(query, key, value, bias, mask, **options)
     wide = functools.partial(jnp.asarray, dtype=lse_dtype(arrays.query.dtype))
     query, key, value = map(wide, arrays[:3])
