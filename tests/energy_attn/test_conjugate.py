@@ -37,6 +37,7 @@ from .solvers import (
 
 # Those rows of POINT that a whole neighbourhood of the hull surrounds: three keys or more, in two dimensions.
 SOLID = (visible(PROBLEM).sum(-1) > 2).transpose(0, 2, 1)
+ONE_STEP = Newton(max_steps=1)
 
 
 def kl(p, q):
@@ -470,15 +471,15 @@ def test_failure_is_told():
     one = jnp.ones((1, 1, 1, 3))
     arrays = (6 * one, one, value, value)
     with pytest.raises(RuntimeError, match="rate: the solver took all of max_steps"):
-        ea.rate(*arrays, max_steps=1)
+        ea.rate(*arrays, solver=ONE_STEP)
     with pytest.raises(Exception, match="rate: the solver took all of max_steps"):
-        program = jax.jit(lambda: ea.rate(*arrays, max_steps=1).value)
+        program = jax.jit(lambda: ea.rate(*arrays, solver=ONE_STEP).value)
         jax.block_until_ready(program())
-    solution = ea.rate(*arrays, max_steps=1, throw=False)
+    solution = ea.rate(*arrays, solver=ONE_STEP, throw=False)
     assert (np.asarray(solution.result) == ea.Result.max_steps_reached).all()
     assert np.isfinite(solution.value).all()
     with jax.set_mesh(Mesh(np.array(jax.devices()), ("x",))):
-        options = {"parallel": SequenceParallel(axes=("x",)), "max_steps": 1}
+        options = {"parallel": SequenceParallel(axes=("x",)), "solver": ONE_STEP}
         program = jax.jit(lambda: ea.rate(*arrays, **options).value)
         assert np.isnan(program()).all()
 
