@@ -15,7 +15,7 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ..core._free_energy import Prepared
+from ..core._free_energy import Calls
 from ..solvers import AbstractSolver, Newton, Optax, Optimistic
 
 
@@ -38,12 +38,13 @@ def check_regulariser(x: Any, dtype: Any, *, positive: bool = False) -> tuple[Ar
     return jnp.asarray(x, dtype), positive or bool(number)
 
 
-def check_solver_mesh(call: Prepared, solver: AbstractSolver) -> None:
+def check_solver_mesh(calls: Calls, solver: AbstractSolver) -> None:
     """Raises `NotImplementedError` for Optax's methods on explicit mesh axes, where their branches
     cannot be batched.
     """
     optax = isinstance(solver, (Optax, Optimistic))
-    if optax and call.plan is not None and is_explicit(call.plan.mesh, call.plan.axes):
+    plans = [call.plan for call in calls if call.plan is not None]
+    if optax and any(is_explicit(plan.mesh, plan.axes) for plan in plans):
         raise NotImplementedError(
             f"solver: wanted energy_attn.solvers.{Newton.__name__}(...) where arrays are split over "
             f"explicit mesh axes, got {received(solver)}"

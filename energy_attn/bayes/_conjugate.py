@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import check_flag
 
-from ..core._free_energy import Arrays, Prepared
+from ..core._free_energy import Calls, Parts
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import check_row_vectors, prepare_widened, state_at
 from ..solvers import Newton, Optax
@@ -94,7 +94,7 @@ def conjugate(
     call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
     found = _solve(point, call, arrays, regulariser, solver)
-    return raise_on_failure(found, throw, "conjugate", collective=call.plan is not None)
+    return raise_on_failure(found, throw, "conjugate", collective=any(x.plan is not None for x in call))
 
 
 def rate(
@@ -162,10 +162,10 @@ def rate(
     lse = jnp.where(found.result == Result.no_keys, 0.0, lse)
     stats = found.stats | {"path": found.stats["path"] + lse[None]}
     found = Solution(found.value + lse, found.source, None, found.result, stats)
-    return raise_on_failure(found, throw, "rate", collective=call.plan is not None)
+    return raise_on_failure(found, throw, "rate", collective=any(x.plan is not None for x in call))
 
 
-def _solve(point: Any, call: Prepared, arrays: Arrays, regulariser: Any, solver: Any) -> Solution:
+def _solve(point: Any, call: Calls, arrays: Parts, regulariser: Any, solver: Any) -> Solution:
     point = check_row_vectors("point", point, arrays)
     regulariser, bounded = check_regulariser(regulariser, point.dtype)
     solver = check_solver(solver, Newton, Optax)

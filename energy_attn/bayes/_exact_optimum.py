@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 
-from ..core._free_energy import Arrays, Prepared
+from ..core._free_energy import Arrays, Calls, Parts
 from ..observables._at_source import state_at
 
 
@@ -17,7 +17,7 @@ from ..observables._at_source import state_at
 # regulariser and start. Its derivatives of every order are therefore those of ∇F(0) and -F(0),
 # and the values that the solver found are returned unchanged.
 def with_exact_derivative(
-    call: Prepared, arrays: Arrays, value: Array, point: Array
+    call: Calls, arrays: Parts, value: Array, point: Array
 ) -> tuple[Array, Array]:
     """The value and point that a solver has found, with the derivatives of the exact ones."""
     found: Any = _with_exact_derivative(call, arrays, value, point)
@@ -26,16 +26,16 @@ def with_exact_derivative(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_exact_derivative(
-    call: Prepared, arrays: Arrays, value: Array, point: Array
+    call: Calls, arrays: Parts, value: Array, point: Array
 ) -> tuple[Array, Array]:
     return value, point
 
 
-def _forward(call: Prepared, arrays: Arrays, value: Array, point: Array) -> tuple[Any, Arrays]:
+def _forward(call: Calls, arrays: Parts, value: Array, point: Array) -> tuple[Any, Parts]:
     return with_exact_derivative(call, arrays, value, point), arrays
 
 
-def _backward(call: Prepared, arrays: Arrays, cotangent: tuple[Array, Array]) -> Any:
+def _backward(call: Calls, arrays: Parts, cotangent: tuple[Array, Array]) -> Any:
     value, point = cotangent
     _, pull_back = jax.vjp(lambda arrays: state_at(call, None, arrays), arrays)
     (found,) = pull_back(AttentionState(point, -value))
@@ -45,13 +45,16 @@ def _backward(call: Prepared, arrays: Arrays, cotangent: tuple[Array, Array]) ->
 _with_exact_derivative.defvjp(_forward, _backward)
 
 
-def default_start(call: Prepared, arrays: Arrays) -> Array:
+def default_start(calls: Calls, parts: Parts) -> Array:
     """The unweighted mean of the values that each row sees, a point of their hull.
 
     Raises as the kernels do.
     """
+    return state_at(calls, None, tuple(map(_without_scores, parts))).out
+
+
+def _without_scores(arrays: Arrays) -> Arrays:
     bias = arrays.bias
     if bias is not None:  # a bias of minus infinity hides a key
         bias = jnp.where(jnp.isneginf(bias), bias, 0.0)
-    arrays = arrays._replace(query=jnp.zeros_like(arrays.query), bias=bias)
-    return state_at(call, None, arrays).out
+    return arrays._replace(query=jnp.zeros_like(arrays.query), bias=bias)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import check_flag
 
+from ..core._free_energy import Parts
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import check_row_vectors, covariance_product, prepare_widened
 from ..solvers import Mirror, Newton, Optax
@@ -101,8 +102,8 @@ def map_attention(
     """
     call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
-    dtype = arrays.query.dtype
-    regulariser = _mean_square_deviation(arrays.value) if regulariser is None else regulariser
+    dtype = arrays[0].query.dtype
+    regulariser = _mean_square_deviation(arrays) if regulariser is None else regulariser
     regulariser, _ = check_regulariser(regulariser, dtype, positive=True)
     solver = check_solver(solver, Newton, Mirror, Optax)
     check_solver_mesh(call, solver)
@@ -115,10 +116,11 @@ def map_attention(
     value, point = with_exact_derivative(call, arrays, found.value, found.point)
     stats = without_derivative(found.stats, arrays, "map_attention")
     found = Solution(value, found.source, point, found.result, stats)
-    return raise_on_failure(found, throw, "map_attention", collective=call.plan is not None)
+    return raise_on_failure(found, throw, "map_attention", collective=any(x.plan is not None for x in call))
 
 
-def _mean_square_deviation(value: Array) -> Array:
+def _mean_square_deviation(parts: Parts) -> Array:
+    value = jnp.concatenate([arrays.value for arrays in parts], -3)
     apart = value - value.mean(-3, keepdims=True)
     square = (apart * apart).sum(-1).mean()
     return jnp.where(square > 0, square, 1.0)  # also if there are no values

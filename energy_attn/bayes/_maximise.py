@@ -11,7 +11,7 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import holds_keys
 
-from ..core._free_energy import Arrays, Prepared
+from ..core._free_energy import Calls, Parts
 from ..core._solution import Result
 from ..observables._at_source import covariance_at, state_at, support_at
 from ..solvers import AbstractSolver, Optax
@@ -27,7 +27,7 @@ class SolverOptions(NamedTuple):
     regulariser.
     """
 
-    call: Prepared
+    call: Calls
     solver: AbstractSolver
     bounded: bool
 
@@ -35,7 +35,7 @@ class SolverOptions(NamedTuple):
 class SolverInputs(NamedTuple):
     """The traced inputs. `point` is `[*B, T, N, V]`, the regulariser a scalar."""
 
-    arrays: Arrays
+    arrays: Parts
     point: Array
     regulariser: Array
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import check_flag, received
 
-from ..core._free_energy import Arrays, Prepared
+from ..core._free_energy import Calls, Parts
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import (
     check_row_vectors,
@@ -162,18 +162,18 @@ def saddle_attention(
     value, point = with_exact_derivative(call, arrays, found.value, found.point)
     stats = without_derivative(found.stats, arrays, "saddle_attention")
     found = Solution(value, found.source, point, found.result, stats)
-    return raise_on_failure(found, throw, "saddle_attention", collective=call.plan is not None)
+    return raise_on_failure(found, throw, "saddle_attention", collective=any(x.plan is not None for x in call))
 
 
 class _SaddleOptions(NamedTuple):
-    call: Prepared
+    call: Calls
     solver: AbstractSolver
 
 
 class _SaddleInputs(NamedTuple):
     """The traced inputs. `start` is source and point concatenated, `[*B, T, N, 2 Hv]`."""
 
-    arrays: Arrays
+    arrays: Parts
     start: Array
 
 

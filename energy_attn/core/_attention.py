@@ -126,7 +126,7 @@ def attention(
     if all([check_flag(name, flag) for name, flag in flags.items()]):
         raise ValueError("return_residual: wanted either it or return_energy, got both")
     call, arrays = prepare(query, key, value, bias, mask, **options)
-    out, energy = attention_and_energy(call, arrays)
+    out, energy = attention_and_energy((call,), (arrays,))
     if return_residual:
         return out, energy.astype(out.dtype)
     return (out, energy) if return_energy else out

@@ -18,7 +18,7 @@ from energy_attn.distributed.internal import (
     with_local_positions,
     with_positions,
 )
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     CheckedCall,
     RowOptions,
@@ -30,6 +30,7 @@ from energy_attn.kernels.internal import (
     is_static,
     received,
     varying_axes,
+    with_wide_out,
 )
 
 from ._citation import cite
@@ -57,6 +58,11 @@ class Arrays(NamedTuple):
     bias: Any
     mask: Any
     options: dict[str, Any]
+
+
+# Calls with the same rows and disjoint keys, and the arrays of each.
+Calls = tuple[Prepared, ...]
+Parts = tuple[Arrays, ...]
 
 
 def free_energy(
@@ -116,7 +122,7 @@ def free_energy(
     call, arrays = prepare(query, key, value, bias, mask, **options)
     if source is not None:
         check_source(source, query, value)
-    return energy_at(call, source, arrays)
+    return energy_at((call,), source, (arrays,))
 
 
 def prepare(
@@ -175,16 +181,28 @@ def _check_inside(arrays: Arrays) -> None:
             )
 
 
-def energy_at(call: Prepared, source: Any, arrays: Arrays) -> Array:
-    """The energies of a prepared call at a checked source."""
-    if source is None or call.names == ("reference",):
-        return state_at(call, source, arrays).lse
-    return _energy(call, source, arrays)
+def energy_at(calls: Calls, source: Any, parts: Parts) -> Array:
+    """The energies of prepared calls over the union of their keys, at a checked source."""
+    if source is None or all(call.names == ("reference",) for call in calls):
+        return state_at(calls, source, parts).lse
+    return _energy(calls, source, parts)
 
 
-def attention_and_energy(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
-    """Attention, the gradient of a prepared call in the source at zero, and the energies."""
-    query, value = arrays.query, arrays.value
+def attention_and_energy(calls: Calls, parts: Parts, source: Any = None) -> tuple[Array, Array]:
+    """Attention, the gradient of the energies in the source at one (None is zero), and the energies."""
+    if source is None:
+        calls, source = _at_zero(calls, parts)
+
+    def total(source: Any) -> tuple[Array, Array]:
+        energy = energy_at(calls, source, parts)
+        return energy.sum(), energy
+
+    return jax.grad(total, has_aux=True)(source)
+
+
+def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
+    """A source of zeros, and the calls, which know that it is zero."""
+    query, value = parts[0].query, parts[0].value
     shape = (*query.shape[:-1], value.shape[-1])
     zero: Any
     if is_static(*shape):
@@ -194,19 +212,20 @@ def attention_and_energy(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
         zero = jnp.zeros(shape, value.dtype)
     # Inside shard_map the energies vary between devices, and so must the source: the gradient in
     # a source that does not vary would be summed over the devices.
-    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
-    if call.plan is not None and call.plan.local and not call.plan.queries:
-        varying -= frozenset(call.plan.sequence)  # what is merged does not vary
+    varying = frozenset().union(*map(_varying, calls, parts))
     if varying:
         zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
     if isinstance(zero, jax.Array):
-        call = call._replace(at_zero=call.names != ("reference",))
+        calls = tuple(x._replace(at_zero=x.names != ("reference",)) for x in calls)
+    return calls, zero
 
-    def total(source: Any) -> tuple[Array, Array]:
-        energy = energy_at(call, source, arrays)
-        return energy.sum(), energy
 
-    return jax.grad(total, has_aux=True)(zero)
+def _varying(call: Prepared, arrays: Arrays) -> frozenset[str]:
+    """The mesh axes of a surrounding `jax.shard_map` that the energies of a call vary over."""
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    if call.plan is not None and call.plan.local and not call.plan.queries:
+        varying -= frozenset(call.plan.sequence)  # what is merged does not vary
+    return varying
 
 
 def check_at(call: Prepared, source: Any, arrays: Arrays) -> CheckedCall:
@@ -214,10 +233,21 @@ def check_at(call: Prepared, source: Any, arrays: Arrays) -> CheckedCall:
     return check_call(*arrays[:3], source, *arrays[3:5], **dict(call.options), **arrays.options)
 
 
-def state_at(static: Prepared, source: Any, arrays: Arrays) -> AttentionState:
-    r"""$\nabla F$ and $F$ of a prepared call at a source; both differentiable. Raises as kernels do."""
-    source = None if static.at_zero else _unless_zero(source)
-    return attend_checked(static, check_at(static, source, arrays))
+def state_at(calls: Calls, source: Any, parts: Parts) -> AttentionState:
+    r"""$\nabla F$ and $F$ at a source, over the union of the keys of prepared calls.
+
+    Both are differentiable. Raises as kernels do.
+    """
+    source = None if calls[0].at_zero else _unless_zero(source)
+    if len(calls) == 1:
+        return attend_checked(calls[0], check_at(calls[0], source, parts[0]))
+
+    def wide(call: Prepared, arrays: Arrays) -> AttentionState:
+        given = check_at(call, source, arrays)
+        return attend_checked(call, given._replace(settings=with_wide_out(given.settings)))
+
+    out, lse = functools.reduce(merge, map(wide, calls, parts))
+    return AttentionState(out.astype(parts[0].value.dtype), lse)
 
 
 def attend_checked(static: Prepared, call: CheckedCall) -> AttentionState:
@@ -246,27 +276,27 @@ def _unless_zero(source: Any) -> Any:
 # kernel's own derivative runs only for other arguments that are differentiated. `out` is itself a
 # differentiable function of all arguments, so that attention can be differentiated again.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _energy(static: Prepared, source: Any, arrays: Arrays) -> Array:
-    return state_at(static, source, arrays).lse
+def _energy(calls: Calls, source: Any, parts: Parts) -> Array:
+    return state_at(calls, source, parts).lse
 
 
-def _energy_forward(static: Prepared, source: Any, arrays: Arrays) -> tuple[Array, Any]:
-    perturbed = any(x.perturbed for x in _primals(arrays))
-    source, arrays = (_values(x) for x in (source, arrays))
+def _energy_forward(calls: Calls, source: Any, parts: Parts) -> tuple[Array, Any]:
+    perturbed = any(x.perturbed for x in _primals(parts))
+    source, parts = (_values(x) for x in (source, parts))
     # the cotangent has the type of the source, which may differ from that of the values
     like = None
     if source is not None:
         like = lax.full_like(source, 0, dtype=jnp.result_type(source), shape=(0,))
     if not perturbed:
-        state = state_at(static, source, arrays)
+        state = state_at(calls, source, parts)
         return state.lse, (state.out, like, None)
-    state, pull_back = jax.vjp(functools.partial(state_at, static, source), arrays)
+    state, pull_back = jax.vjp(functools.partial(state_at, calls, source), parts)
     return state.lse, (state.out, like, pull_back)
 
 
-def _energy_backward(static: Prepared, saved: Any, cotangent: Any) -> tuple[Any, Any]:
+def _energy_backward(calls: Calls, saved: Any, cotangent: Any) -> tuple[Any, Any]:
     out, like, pull_back = saved
-    del static
+    del calls
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None
     source = None

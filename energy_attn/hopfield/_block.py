@@ -25,7 +25,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ..core._citation import cite
-from ..nn._module import FreeEnergy
+from ..gibbs._free_energy import FreeEnergy
 from ._checks import check_positive
 
 

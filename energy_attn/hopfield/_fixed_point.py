@@ -53,7 +53,7 @@ class MemoryStats(NamedTuple):
 
 def state_at_point(call: Any, beta: Array, arrays: Any, point: Array) -> Any:
     """The state of the memories at a point: their weighted mean, and F."""
-    return state_at(call, None, arrays._replace(query=beta * point))
+    return state_at((call,), None, (arrays._replace(query=beta * point),))
 
 
 def memory_stats(call: Any, arrays: Any) -> MemoryStats:
@@ -145,7 +145,7 @@ def _fixed_point_forward(
 def _fixed_point_backward(static: RetrievalOptions, saved: Any, cotangent: Any) -> Any:
     beta, arrays, stats, point = saved
     call = static.call
-    covariance = covariance_at(call, None, arrays._replace(query=beta * point)).covariance
+    covariance = covariance_at((call,), None, (arrays._replace(query=beta * point),)).covariance
     one = jnp.eye(point.shape[-1], dtype=point.dtype)
     jacobian = jnp.expand_dims(one, range(point.ndim - 1)) - beta * covariance
     pushed = jnp.linalg.solve(jacobian, cotangent[0][..., None])[..., 0]
@@ -193,11 +193,11 @@ def nearest_memory(
 def _furthest_along(call: Any, arrays: Any, direction: Array, doubt: Any) -> tuple[Array, Array]:
     # The value that lies furthest along a direction, and the energies; the weighted mean of several
     # that are equally far, within rounding of `doubt`.
-    top = support_at(call, arrays, direction)
+    top = support_at((call,), (arrays,), direction)
     floor = top - _ROUNDING * jnp.finfo(top.dtype).eps * lax.stop_gradient(doubt)
     rows = lax.stop_gradient(direction), floor[..., None]
     width = 1 + arrays.value.shape[-1]
-    state = expectation_at(call, None, arrays, _sum_furthest, width, *rows)
+    state = expectation_at((call,), None, (arrays,), _sum_furthest, width, *rows)
     total, values = state.out[..., :1], state.out[..., 1:]
     return values / jnp.where(total > 0, total, 1.0), state.lse
 

@@ -111,7 +111,9 @@ def retrieve(
     beta = check_positive("scale", scale)
     solver = check_solver(solver, FixedPoint)
     throw = check_flag("throw", throw)
-    call, arrays = prepare_widened(state, memories, memories, None, mask, scale=1.0, **options)
+    (call,), (arrays,) = prepare_widened(
+        state, memories, memories, None, mask, scale=1.0, **options
+    )
     wide = arrays.query.dtype
     tolerance = _TOLERANCE[wide.name] if solver.tolerance is None else float(solver.tolerance)
     cite("ramsauer")

@@ -1,1 +1,1 @@
-"""Cumulants, entropies, score moments and samples of the Gibbs distribution of the keys."""
+"""Cumulants, entropies, score moments and samples of the Gibbs measure of the keys."""

@@ -1,6 +1,7 @@
 """The reductions that observables are built from: state, covariance and means at a source.
 
-Each takes a prepared call, works for every implementation, and is merged over the mesh of the call.
+Each takes prepared calls, whose keys are disjoint, works for every implementation, is merged over
+the mesh of each call, and over the calls by the same algebra.
 """
 
 import functools
@@ -18,7 +19,7 @@ from energy_attn.distributed.internal import (
     fold_states,
     sharded_reduction,
 )
-from energy_attn.kernels import AttentionState, CovarianceState
+from energy_attn.kernels import AttentionState, CovarianceState, merge
 from energy_attn.kernels.internal import (
     BlockTerm,
     CheckedCall,
@@ -34,63 +35,58 @@ from energy_attn.kernels.internal import (
     support_function,
 )
 
-from ..core._free_energy import Arrays, Prepared, check_at, prepare, state_at
+from ..core._free_energy import Arrays, Calls, Parts, Prepared, check_at, prepare, state_at
+
+
+def widened(parts: Parts) -> Parts:
+    """Arrays with 16-bit ones widened to float32, the precision of energies."""
+    wide = functools.partial(jnp.asarray, dtype=lse_dtype(parts[0].query.dtype))
+    return tuple(x._replace(query=wide(x[0]), key=wide(x[1]), value=wide(x[2])) for x in parts)
 
 
 def prepare_widened(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
-) -> tuple[Prepared, Arrays]:
-    """As `prepare`, with 16-bit arrays widened to float32, the precision of energies.
-
-    Raises as `free_energy` does.
-    """
+) -> tuple[Calls, Parts]:
+    """As `prepare`, in the precision of energies, as a measure over one set of keys."""
     call, arrays = prepare(query, key, value, bias, mask, **options)
-    wide = functools.partial(jnp.asarray, dtype=lse_dtype(arrays.query.dtype))
-    query, key, value = map(wide, arrays[:3])
-    return call, arrays._replace(query=query, key=key, value=value)
+    return (call,), widened((arrays,))
 
 
-def prepare_with_source(
-    query: Any, key: Any, value: Any, source: Any, bias: Any, mask: Any, **options: Any
-) -> tuple[Prepared, Array | None, Arrays]:
-    """As `prepare_widened`, and the source (or None) in the dtype of the arrays.
-
-    Raises as `free_energy` does.
-    """
-    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
-    return call, None if source is None else check_row_vectors("source", source, arrays), arrays
-
-
-def check_row_vectors(name: str, x: Any, arrays: Arrays) -> Array:
+def check_row_vectors(name: str, x: Any, parts: Parts) -> Array:
     """Returns an array with one vector of the values' width per row, in the dtype of the arrays.
 
     Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
     """
-    check_shape(name, check_floating(name, x), (*arrays.query.shape[:-1], arrays.value.shape[-1]))
-    return jnp.asarray(x, arrays.query.dtype)
+    query, value = parts[0].query, parts[0].value
+    check_shape(name, check_floating(name, x), (*query.shape[:-1], value.shape[-1]))
+    return jnp.asarray(x, query.dtype)
 
 
-def covariance_at(call: Prepared, source: Any, arrays: Arrays) -> CovarianceState:
+def covariance_at(calls: Calls, source: Any, parts: Parts) -> CovarianceState:
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
-    reduction = Reduction(HashablePartial(covariance, (call.names,)), fold_covariances)
-    return run_reduction(call, reduction, check_at(call, source, arrays))
+
+    def one(call: Prepared, arrays: Arrays) -> CovarianceState:
+        reduction = Reduction(HashablePartial(covariance, (call.names,)), fold_covariances)
+        return run_reduction(call, reduction, check_at(call, source, arrays))
+
+    return functools.reduce(merge, map(one, calls, parts))
 
 
 def covariance_product(
-    call: Prepared, source: Any, arrays: Arrays, tangent: Array
+    calls: Calls, source: Any, parts: Parts, tangent: Array
 ) -> tuple[AttentionState, Array]:
     r"""The state at a source, and $\nabla^2 F\, u$: attention and its pullback along $u$.
 
     The Hessian is symmetric, so the pullback of a cotangent by $\nabla F$ is the derivative of
     $\nabla F$ along it. Raises as the kernels do.
     """
-    middle, origin = centred(arrays)
+    middle, origin = centred_parts(parts)
     zero = jnp.zeros_like(tangent)  # a traced zero, which can be differentiated in
     found, pull_back = jax.vjp(
-        lambda source: state_at(call, source, middle), zero if source is None else source
+        lambda source: state_at(calls, source, middle), zero if source is None else source
     )
     (product,) = pull_back(AttentionState(tangent, jnp.zeros_like(found.lse)))
-    number = arrays.query.shape[-2]
+    number = parts[0].query.shape[-2]
     heads = *origin.shape[:-1], number // origin.shape[-2], origin.shape[-1]
     origin = jnp.broadcast_to(origin[..., None, :], heads)
     origin = origin.reshape(*origin.shape[:-3], number, origin.shape[-1])
@@ -99,23 +95,36 @@ def covariance_product(
     return AttentionState(out, lse), product
 
 
+def centred_parts(parts: Parts) -> tuple[Parts, Array]:
+    """All values relative to the middle of the range of the first part's, and that origin."""
+    first, origin = centred(parts[0])
+    return (first, *(x._replace(value=x.value - origin) for x in parts[1:])), origin
+
+
 def expectation_at(
-    call: Prepared, source: Any, arrays: Arrays, term: BlockTerm, width: int, *rows: Array
+    calls: Calls, source: Any, parts: Parts, term: BlockTerm, width: int, *rows: Array
 ) -> AttentionState:
     """The mean of a block term (see `kernels.internal.expectation`), and the energies.
 
     `rows` are `[*B, T, N, W]`. Raises as the kernels do.
     """
-    reduction = Reduction(HashablePartial(expectation, (term, width, call.names)), fold_states)
-    return run_reduction(call, reduction, check_at(call, source, arrays), *rows)
+
+    def one(call: Prepared, arrays: Arrays) -> AttentionState:
+        reduction = Reduction(HashablePartial(expectation, (term, width, call.names)), fold_states)
+        return run_reduction(call, reduction, check_at(call, source, arrays), *rows)
+
+    return functools.reduce(merge, map(one, calls, parts))
 
 
-def support_at(call: Prepared, arrays: Arrays, direction: Array) -> Array:
+def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
     r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity in a fully masked row."""
-    reduction = Reduction(HashablePartial(support_function), fold_maxima)
-    return run_reduction(
-        call, reduction, check_at(call, None, arrays), jax.lax.stop_gradient(direction)
-    )
+    direction = jax.lax.stop_gradient(direction)
+
+    def one(call: Prepared, arrays: Arrays) -> Array:
+        reduction = Reduction(HashablePartial(support_function), fold_maxima)
+        return run_reduction(call, reduction, check_at(call, None, arrays), direction)
+
+    return functools.reduce(jnp.maximum, map(one, calls, parts))
 
 
 class HashablePartial(NamedTuple):

@@ -127,8 +127,8 @@ def landscape(
         "bias": None if bias is None else bias[None, None, None],
         "mask": None if mask is None else mask[None, None, None],
     }
-    call, wide = prepare_widened(query[None, None], **arrays, **options)
-    at_zero = covariance_at(call, None, wide)
+    calls, parts = prepare_widened(query[None, None], **arrays, **options)
+    at_zero, (wide,) = covariance_at(calls, None, parts), parts
     covariance, attention = at_zero.covariance[0, 0], at_zero.out[0, 0]
     arrays |= {"key": wide.key, "value": wide.value, "bias": wide.bias}
     if directions is None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from energy_attn.kernels.internal import (
@@ -18,8 +17,9 @@ from energy_attn.kernels.internal import (
     received,
 )
 
+from ..gibbs._free_energy import measure_of
+from ..gibbs._gibbs import Gibbs
 from ..nn._multihead import MultiheadAttention
-from ..observables._at_source import prepare_widened
 from ..observables._entropy import row_observables
 
 
@@ -67,8 +67,7 @@ def energy_report(
 
     Three forms:
 
-    - `energy_report(query, key, value, *, bias=None, mask=None, **options)`: one attention, with
-      the options of [`free_energy`][energy_attn.free_energy];
+    - `energy_report(F)`: the measure of one attention, [`energy.at(...)`][energy_attn.FreeEnergy];
     - `energy_report(layer, query, key_, value, mask=None, **options)` for a
       [`MultiheadAttention`][energy_attn.MultiheadAttention]: inputs as in its call, or with a
       batch axis before them; `process_heads`, positions and the lengths of padded rows
@@ -78,7 +77,7 @@ def energy_report(
       those of `free_energy`.
 
     Args:
-        model: a query array, a `MultiheadAttention` or a decoder.
+        model: a `Gibbs`, a `MultiheadAttention` or a decoder.
         *inputs: the arguments of its call.
         per_query: whether to return figures for each query instead of the means.
         **options: see above.
@@ -115,11 +114,11 @@ def energy_report(
         rows = _of_decoder(model, *inputs, **options)
     elif isinstance(model, MultiheadAttention):
         rows = _of_layer(model, *inputs, **options)
-    elif isinstance(model, (jax.Array, np.ndarray)):
-        rows = _single_layer(_observed(model, *inputs, **options)[1])
+    elif isinstance(model, Gibbs):
+        rows = _of_measure(model, *inputs, **options)
     else:
         raise TypeError(
-            f"model: wanted a query array, a MultiheadAttention or a decoder, got {received(model)}"
+            f"model: wanted a Gibbs, a MultiheadAttention or a decoder, got {received(model)}"
         )
     seen = holds_keys(rows.energy)
     effective = jnp.where(seen, jnp.exp(rows.entropy), 0.0)
@@ -144,17 +143,15 @@ class _Rows(NamedTuple):
     variance: Array
 
 
-def _observed(
-    query: Any, key: Any, value: Any, *, bias: Any = None, mask: Any = None, **options: Any
-) -> tuple[Array, _Rows]:
-    """Attention, in the dtype of the query, and the figures of its rows."""
-    found = row_observables(*prepare_widened(query, key, value, bias, mask, **options))
-    return found.out.astype(query.dtype), _Rows(*found[:-1])
+def _observed(measure: Gibbs) -> tuple[Array, _Rows]:
+    """Attention, widened, and the figures of its rows."""
+    found = row_observables(*measure.prepared())
+    return found.out, _Rows(*found[:-1])
 
 
-def _single_layer(rows: _Rows) -> _Rows:
+def _of_measure(measure: Gibbs) -> _Rows:
     """The rows of one layer, in the shape of a model's."""
-    return jax.tree.map(lambda x: x[None], rows)
+    return jax.tree.map(lambda x: x[None], _observed(measure)[1])
 
 
 def _of_layer(
@@ -175,7 +172,7 @@ def _of_layer(
                 f"{name}: wanted shape ({query.shape[0]}, length, width), got {received(x)}"
             )
     heads = (jax.vmap(project) if batched else project)(query, key_, value)
-    return _single_layer(_observed(*heads, mask=mask, **layer.energy.options(), **positions)[1])
+    return _of_measure(layer.energy.at(*heads, mask=mask, **positions))
 
 
 def _of_decoder(
@@ -189,7 +186,8 @@ def _of_decoder(
 ) -> _Rows:
     def attend(query: Array, key: Array, value: Array, *, return_energy: bool, **call: Any) -> Any:
         del return_energy  # as a report
-        return _observed(query, key, value, **call, **options)
+        out, rows = _observed(measure_of(query, key, value, **call, **options))
+        return out.astype(query.dtype), rows
 
     found = model(tokens, positions, cache, parallel=parallel, return_energies=True, attend=attend)
     rows: Any = found.energies

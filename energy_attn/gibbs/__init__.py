@@ -1,0 +1,1 @@
+"""The free energy as an Equinox module, and the Gibbs measure of the keys that it defines."""

@@ -1,0 +1,180 @@
+"""The free energy as an Equinox module."""
+
+from typing import Any, Unpack
+
+import equinox as eqx
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from energy_attn.distributed import SequenceParallel
+from energy_attn.kernels.internal import (
+    RowOptions,
+    candidates,
+    check_flag,
+    check_scale,
+    check_window,
+    received,
+)
+
+from ..core._attention import attention
+from ..core._free_energy import free_energy
+from ..core._options import AttentionOptions, EnergyOptions
+from ._gibbs import Gibbs
+from ._keys import KeySet
+
+
+class FreeEnergy(eqx.Module):
+    r"""The free energy as a module: options are fields, a call returns energies.
+
+    `energy.at(query, key, value)` is the free energy as a function of the source alone, a
+    [`Gibbs`][energy_attn.Gibbs], of which all else is asked.
+
+    $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + b_a + \zeta \cdot v_a)$$
+
+    Attributes:
+        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$. An array is a trainable parameter, the
+            inverse temperature.
+        is_causal: whether to hide keys whose position is after the query's.
+        local_window_size: `(left, right)` or one int: how far from a query its keys may lie.
+        implementation: a name of [`implementations`][energy_attn.kernels.implementations].
+        parallel: how keys are sharded over the current mesh.
+
+    Raises:
+        TypeError: a field of the wrong type.
+        ValueError: a scale that is not finite, a negative window, an unknown implementation.
+
+    Source: Tree Attention (arXiv 2408.04093), equation 15.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> import energy_attn as ea
+        >>> energy = ea.FreeEnergy(is_causal=True)
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> energy(q, k, v).shape
+        (5, 2)
+        >>> F = energy.at(q, k, v)
+        >>> out = jax.grad(lambda source: F(source).sum())(np.zeros(q.shape, q.dtype))
+        >>> bool(jnp.all(energy.attention(q, k, v) == out))
+        True
+    """
+
+    scale: float | Float[Array, ""] | None = None
+    is_causal: bool = eqx.field(static=True, default=False)
+    local_window_size: int | tuple[int, int] | None = eqx.field(static=True, default=None)
+    implementation: str | tuple[str, ...] | None = eqx.field(static=True, default=None)
+    parallel: SequenceParallel | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        check_scale(self.scale)
+        check_window(self.local_window_size)
+        candidates(self.implementation)
+        if isinstance(self.implementation, list):  # static fields must be hashable
+            raise TypeError(
+                f"implementation: wanted a tuple of names, got {received(self.implementation)}"
+            )
+        check_flag("is_causal", self.is_causal)
+        if self.parallel is not None and not isinstance(self.parallel, SequenceParallel):
+            raise TypeError(
+                f"parallel: wanted a SequenceParallel or None, got {received(self.parallel)}"
+            )
+
+    def at(
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B S K H"],
+        value: Float[Array, "*B S K Hv"],
+        *,
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        **rows: Unpack[RowOptions],
+    ) -> Gibbs:
+        r"""The free energy of these queries and keys, as a function of the source alone.
+
+        Args:
+            query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
+            key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
+            value: `[B, S, K, Hv]` or `[S, K, Hv]`.
+            bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
+            mask: boolean, shaped like `bias`; True where a key takes part.
+            **rows: which queries and keys there are, and where.
+
+        Returns:
+            A [`Gibbs`][energy_attn.Gibbs], of which attention, covariances, entropies, samples and rate
+            functions are methods.
+
+        Raises:
+            TypeError: an argument is not an array or has the wrong dtype.
+            ValueError: shapes that do not match, values out of range.
+        """
+        given = {name: x for name, x in rows.items() if x is not None}
+        keys = KeySet(query, key, value, bias, mask, given, **self._options())
+        keys.prepare()  # raises for arguments that do not fit
+        return Gibbs((keys,))
+
+    def __call__(
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B S K H"],
+        value: Float[Array, "*B S K Hv"],
+        *,
+        source: Float[Array | np.ndarray, "*B T N Hv"] | None = None,
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        **rows: Unpack[RowOptions],
+    ) -> Float[Array, "*B T N"]:
+        """Energies `[B, T, N]` in nats; arguments and errors as in
+        [`free_energy`][energy_attn.free_energy].
+        """
+        return free_energy(
+            query, key, value, source=source, bias=bias, mask=mask, **self._options(), **rows
+        )
+
+    def attention(
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B S K H"],
+        value: Float[Array, "*B S K Hv"],
+        *,
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        return_energy: bool = False,
+        **rows: Unpack[RowOptions],
+    ) -> Any:
+        """`jax.grad` of the energy in the source at zero: `out` `[B, T, N, Hv]`, or
+        `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
+        """
+        return attention(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            return_energy=return_energy,
+            **self._options(),
+            **rows,
+        )
+
+    def _options(self) -> EnergyOptions:
+        return {
+            "scale": self.scale,
+            "is_causal": self.is_causal,
+            "local_window_size": self.local_window_size,
+            "implementation": self.implementation,
+            "parallel": self.parallel,
+        }
+
+
+def measure_of(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Gibbs:
+    """The measure of a call of `attention`, by its options. Raises as `FreeEnergy.at`."""
+    check_options(options, AttentionOptions)
+    own = {name: x for name, x in options.items() if name in EnergyOptions.__annotations__}
+    rows = {name: x for name, x in options.items() if name not in own}
+    return FreeEnergy(**own).at(query, key, value, bias=bias, mask=mask, **rows)

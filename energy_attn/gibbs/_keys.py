@@ -1,0 +1,54 @@
+"""The keys of a measure, and how the rows score them: the arguments of one call."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import equinox as eqx
+from jaxtyping import Array, Bool, Float, Int
+
+from energy_attn.distributed import SequenceParallel
+
+from ..core._free_energy import Arrays, Prepared, check_at, prepare
+
+
+class KeySet(eqx.Module):
+    """Queries, keys and values, what else scores and masks them, and the options of the call.
+
+    `rows`: lengths, positions and segment ids by the names of their options, without those not given.
+    """
+
+    query: Float[Array, "*B T N H"]
+    key: Float[Array, "*B S K H"]
+    value: Float[Array, "*B S K Hv"]
+    bias: Float[Array, "..."] | None
+    mask: Bool[Array, "..."] | None
+    rows: dict[str, Int[Array, "..."]]
+    scale: float | Float[Array, ""] | None
+    is_causal: bool = eqx.field(static=True)
+    local_window_size: int | tuple[int, int] | None = eqx.field(static=True)
+    implementation: str | Sequence[str] | None = eqx.field(static=True)
+    parallel: SequenceParallel | None = eqx.field(static=True)
+
+    def prepare(self) -> tuple[Prepared, Arrays]:
+        """The prepared call. Raises as `free_energy` does."""
+        return prepare(
+            self.query,
+            self.key,
+            self.value,
+            self.bias,
+            self.mask,
+            scale=self.scale,
+            is_causal=self.is_causal,
+            local_window_size=self.local_window_size,
+            implementation=self.implementation,
+            parallel=self.parallel,
+            **self.rows,
+        )
+
+    def tilted(self, source: Float[Array, "*B T N Hv"]) -> "KeySet":
+        r"""The same keys with the scores $s + \zeta \cdot v$: the source is extra width of query and key."""
+        call, arrays = self.prepare()
+        (query, key, *_), settings, batched = check_at(call, source, arrays)
+        if not batched:
+            query, key = query[0], key[0]
+        return dataclasses.replace(self, query=query, key=key, scale=settings.scale)

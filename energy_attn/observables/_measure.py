@@ -1,0 +1,252 @@
+"""What can be asked of the Gibbs measure of the keys."""
+
+import abc
+from collections.abc import Sequence
+from typing import overload
+
+import equinox as eqx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from energy_attn.kernels.internal import check_integer, check_key
+
+from ..core._free_energy import Calls, Parts
+from . import _cumulants, _sample
+from ._at_source import check_row_vectors, covariance_at, covariance_product
+from ._entropy import ScoreMoments, entropy_of, mean_score, score_statistics
+
+
+class AbstractMeasure(eqx.Module):
+    r"""The measure $P_a = e^{s_a - F}$ of each row over its keys, and its moments.
+
+    Every method is computed block by block, without the matrix of weights, and merged over the mesh
+    on which the keys lie. The arithmetic is in float32, or float64 for float64 arrays. All but
+    `sample` are differentiable in reverse mode. A fully masked row yields zeros (index -1 from
+    `sample`).
+    """
+
+    @abc.abstractmethod
+    def prepared(self) -> tuple[Calls, Parts]:
+        """The prepared calls, widened, with the source of the measure as part of their scores."""
+
+    @overload
+    def covariance(self, tangent: None = None) -> Float[Array, "*B T N Hv Hv"]: ...
+    @overload
+    def covariance(self, tangent: Float[Array, "*B T N Hv"]) -> Float[Array, "*B T N Hv"]: ...
+    def covariance(self, tangent: Float[Array, "*B T N Hv"] | None = None) -> Float[Array, "..."]:
+        r"""The covariance of the values under the attention weights, or its product with a tangent.
+
+        $$\nabla^2 F = \mathrm{Cov}_P(v) = \sum_a P_a\, (v_a - \mathrm{out})(v_a - \mathrm{out})^T$$
+
+        The matrix is summed block by block, with $O(T N H_v^2)$ numbers in memory, and is merged
+        over a mesh by the law of total covariance in one reduction, as a
+        [`CovarianceState`][energy_attn.kernels.CovarianceState]. Its product with a tangent costs
+        one flash pass in addition to attention.
+
+        Args:
+            tangent: $u$, `[B, T, N, Hv]`, one for each query and head; None returns the matrix.
+
+        Returns:
+            `[B, T, N, Hv, Hv]`, or $\nabla^2 F\, u$, `[B, T, N, Hv]`, in the square of value's unit.
+
+        Raises:
+            TypeError: `tangent` is not a floating array.
+            ValueError: `tangent` has another shape.
+
+        Source: Tree Attention (arXiv 2408.04093), equation 11, second order.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> import energy_attn as ea
+            >>> q, k, v, u = jax.random.normal(jax.random.key(0), (4, 5, 2, 4))
+            >>> F = ea.FreeEnergy(is_causal=True).at(q, k, v)
+            >>> F.covariance().shape, F.covariance(u).shape
+            ((5, 2, 4, 4), (5, 2, 4))
+            >>> along = jnp.einsum("tnij,tnj->tni", F.covariance(), u)
+            >>> bool(jnp.allclose(along, F.covariance(u), atol=1e-5))
+            True
+        """
+        calls, parts = self.prepared()
+        if tangent is None:
+            return covariance_at(calls, None, parts).covariance
+        tangent = check_row_vectors("tangent", tangent, parts)
+        return covariance_product(calls, None, parts, tangent)[1]
+
+    def cumulant(self, tangents: Sequence[Float[Array, "*B T N Hv"]]) -> Float[Array, "*B T N"]:
+        r"""The joint cumulant of the values along tangents: a directional derivative of the energy.
+
+        $$\kappa(u_1, \dots, u_n) = \frac{\partial^n F(\sum_i t_i u_i)}
+          {\partial t_1 \cdots \partial t_n}\Big|_{t = 0}, \qquad x_i = u_i \cdot v$$
+
+        Order 1 is the mean of $x_1$ and order 2 the covariance of $x_1$ and $x_2$, each at the cost
+        of a flash pass. From order 3 on it is a sum of products of central moments $\mu$,
+
+        $$\kappa = \sum_{\pi} (-1)^{|\pi| - 1} (|\pi| - 1)! \prod_{b \in \pi} \mu_b,$$
+
+        over the partitions $\pi$ of the tangents into parts of at least two. The moments are summed
+        block by block in $2^n$ products.
+
+        Args:
+            tangents: the directions $u_i$, one to eight arrays `[B, T, N, Hv]`. An array may be
+                repeated.
+
+        Returns:
+            `[B, T, N]`.
+
+        Raises:
+            TypeError: `tangents` is not a sequence of floating arrays.
+            ValueError: shapes that do not match, no tangents or more than eight.
+
+        Source: Tree Attention (arXiv 2408.04093), equation 11, for $\log Z$ in place of $Z$.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> import energy_attn as ea
+            >>> q, k, v, u = jax.random.normal(jax.random.key(0), (4, 5, 2, 4))
+            >>> F = ea.FreeEnergy().at(q, k, v)
+            >>> variance = F.cumulant([u, u])
+            >>> bool(jnp.allclose(variance, (u * F.covariance(u)).sum(-1), atol=1e-5))
+            True
+            >>> F.cumulant([u, u, u]).shape  # the third central moment: skewness
+            (5, 2)
+        """
+        return _cumulants.cumulant(*self.prepared(), tangents)
+
+    def moment(self, tangents: Sequence[Float[Array, "*B T N Hv"]]) -> Float[Array, "*B T N"]:
+        r"""The joint moment of the values along tangents: a derivative of the partition function.
+
+        $$\mathbb{E}_P\Big[\prod_i u_i \cdot v\Big]
+          = \frac{1}{Z} \frac{\partial^n Z(\sum_i t_i u_i)}
+          {\partial t_1 \cdots \partial t_n}\Big|_{t = 0}, \qquad Z = e^F$$
+
+        Args:
+            tangents: the directions $u_i$, one to eight arrays `[B, T, N, Hv]`.
+
+        Returns:
+            `[B, T, N]`.
+
+        Raises:
+            TypeError: `tangents` is not a sequence of floating arrays.
+            ValueError: shapes that do not match, no tangents or more than eight.
+
+        Source: Tree Attention (arXiv 2408.04093), equations 11 and 12.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> import energy_attn as ea
+            >>> q, k, v, u = jax.random.normal(jax.random.key(0), (4, 5, 2, 4))
+            >>> F = ea.FreeEnergy().at(q, k, v)
+            >>> variance = F.moment([u, u]) - F.moment([u]) ** 2
+            >>> bool(jnp.allclose(variance, F.cumulant([u, u]), atol=1e-5))
+            True
+        """
+        return _cumulants.moment(*self.prepared(), tangents)
+
+    def entropy(self) -> Float[Array, "*B T N"]:
+        r"""The entropy of each attention row.
+
+        $$H = -\sum_a P_a \log P_a = F - \mathbb{E}_P[s]
+            = F - \beta\, \frac{\partial F}{\partial\beta}, \qquad s \to \beta s$$
+
+        The scores are linear in the keys, $\mathbb{E}_P[s] = \mathrm{scale}\; q \cdot
+        \mathbb{E}_P[k]$, so one flash pass with the keys in place of the values yields both terms.
+        (A `bias` takes a second pass.) $e^H$ is the effective number of keys.
+
+        Returns:
+            `[B, T, N]` in nats, from 0 to the logarithm of the number of keys.
+
+        Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
+
+        Examples:
+            >>> import jax
+            >>> import energy_attn as ea
+            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+            >>> F = ea.FreeEnergy().at(0 * q, k, v)
+            >>> float(F.entropy()[0, 0])  # five keys of equal weight: log 5
+            1.609...
+        """
+        mean, lse = mean_score(*self.prepared())
+        return entropy_of(mean[..., 0], lse)
+
+    def score_moments(self) -> ScoreMoments:
+        r"""Mean and variance of the scores of each row: minus its internal energy, and its heat capacity.
+
+        $$\mathbb{E}_P[s] = \frac{\partial F}{\partial\beta}, \qquad
+          \mathrm{Var}_P(s) = \frac{\partial^2 F}{\partial\beta^2}, \qquad s \to \beta s,\ \beta = 1$$
+
+        A bias and the source of a tilted measure are part of the scores. Two flash passes.
+
+        Returns:
+            `(mean, variance)`, `[B, T, N]` each, in nats and their square.
+
+        Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
+
+        Examples:
+            >>> import jax
+            >>> import energy_attn as ea
+            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+            >>> mean, variance = ea.FreeEnergy().at(q, k, v).score_moments()
+            >>> mean.shape, bool((variance > 0).all())
+            ((5, 2), True)
+        """
+        return score_statistics(*self.prepared(), width=1).scores
+
+    def temperature_sensitivity(self) -> Float[Array, "*B T N Hv"]:
+        r"""The derivative of attention in the inverse temperature: the covariance of scores and values.
+
+        $$\frac{\partial}{\partial\beta} \nabla F = \mathrm{Cov}_P(s, v)
+          = \sum_a P_a (s_a - \mathbb{E}_P[s])\, v_a, \qquad s \to \beta s,\ \beta = 1$$
+
+        A bias and the source of a tilted measure are part of the scores. Two flash passes.
+
+        Returns:
+            `[B, T, N, Hv]`, value's unit times nats.
+
+        Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> import energy_attn as ea
+            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+            >>> at = lambda beta: ea.attention(q, k, v, scale=beta / 2)  # 1 / sqrt(4) is one half
+            >>> difference = (at(1.01) - at(0.99)) / 0.02
+            >>> found = ea.FreeEnergy().at(q, k, v).temperature_sensitivity()
+            >>> bool(jnp.allclose(found, difference, atol=1e-4))
+            True
+        """
+        return score_statistics(*self.prepared()).cross_covariance
+
+    def sample(self, *, key: PRNGKeyArray, count: int = 1) -> Int[Array, "*B T N count"]:
+        r"""Draws keys for each query and head from its attention weights.
+
+        $$a \sim P, \qquad P_a = e^{s_a - F}$$
+
+        One pass over blocks of keys, by XLA's operations. A draw from the union of two key sets is
+        the draw from the second with probability $e^{F_2 - F}$, else the draw from the first; draws
+        are merged over a mesh in the same way. Draws are independent, with replacement; the mean of
+        the drawn values converges to attention. There is no derivative.
+
+        Args:
+            key: a `jax.random.key`.
+            count: draws for each query and head.
+
+        Returns:
+            int32 `[B, T, N, count]`: indices along the axis of the keys (in a union, those of the
+            first measure's keys, then those of the second's); -1 for a fully masked row.
+
+        Raises:
+            TypeError: `key` is not a key, or `count` not an integer.
+            ValueError: `count` is below 1.
+
+        Source: reservoir sampling, Chao (Biometrika 69, 1982).
+
+        Examples:
+            >>> import jax
+            >>> import energy_attn as ea
+            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+            >>> drawn = ea.FreeEnergy(is_causal=True).at(q, k, v).sample(key=jax.random.key(1), count=3)
+            >>> drawn.shape, drawn[0].tolist()  # the first query sees only the first key
+            ((5, 2, 3), [[0, 0, 0], [0, 0, 0]])
+        """
+        check_integer("count", count, least=1)
+        check_key("key", key)
+        return _sample.sample_keys(*self.prepared(), key, count)
