@@ -11,6 +11,7 @@ from energy_attn.kernels.internal import (
     RowOptions,
     candidates,
     check_flag,
+    check_options,
     check_scale,
     check_window,
     received,
@@ -106,7 +107,8 @@ class FreeEnergy(eqx.Module):
             TypeError: an argument is not an array or has the wrong dtype.
             ValueError: shapes that do not match, values out of range.
         """
-        given = {name: x for name, x in rows.items() if x is not None}
+        check_options(rows, RowOptions)
+        given: Any = {name: x for name, x in rows.items() if x is not None}
         keys = KeySet(query, key, value, bias, mask, given, **self._options())
         keys.prepare()  # raises for arguments that do not fit
         return Gibbs((keys,))
@@ -175,6 +177,6 @@ def measure_of(
 ) -> Gibbs:
     """The measure of a call of `attention`, by its options. Raises as `FreeEnergy.at`."""
     check_options(options, AttentionOptions)
-    own = {name: x for name, x in options.items() if name in EnergyOptions.__annotations__}
-    rows = {name: x for name, x in options.items() if name not in own}
+    own: Any = {name: x for name, x in options.items() if name in EnergyOptions.__annotations__}
+    rows: Any = {name: x for name, x in options.items() if name not in own}
     return FreeEnergy(**own).at(query, key, value, bias=bias, mask=mask, **rows)

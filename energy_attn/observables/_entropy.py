@@ -94,11 +94,11 @@ class ScoreStatistics(NamedTuple):
 def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) -> ScoreStatistics:
     """The statistics with the first `width` numbers of the values; None: all. Raises as the kernels do."""
     parts = tuple(x._replace(value=x.value[..., :width]) for x in parts)
-    if len(parts) > 1 or parts[0].bias is not None:
+    if parts[1:] or parts[0].bias is not None:
         return _in_two_passes(calls, parts)
     # With values v' = [k, v] the score is u·v' for u = [scale q, 0], and Cov(v') u contains both
     # Cov(k) scale q and Cov(v, s).
-    (call,), (arrays,) = calls, parts
+    call, arrays = calls[0], parts[0]
     given = check_at(call, None, arrays)
     query = given.operands.query if given.batched else given.operands.query[0]
     along, size = query * given.settings.scale, query.shape[-1]

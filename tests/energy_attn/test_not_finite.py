@@ -9,6 +9,7 @@ import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh
 
 from ..selection import few
+from .measures import measure
 
 BROKEN = 2  # the query whose row is NaN
 
@@ -84,7 +85,7 @@ def test_penalties_and_reports():
     out, energy = ea.attention(query, key, value, return_energy=True)
     assert np.isnan(ea.lse_penalty(energy))
     assert np.isnan(ea.entropy_penalty(ea.entropy(query, key, value), low=1.0))
-    report = ea.energy_report(query, key, value)
+    report = ea.energy_report(measure(query, key, value))
     assert np.isnan(report.energy[0, 1]) and np.isfinite(report.energy[0, 0])
     assert np.isnan(ea.safe_softmax(jnp.array([1.0, np.nan, -np.inf]))).all()
     assert np.isnan(ea.shifted_energy(jnp.array([1.0, np.inf])).energy)

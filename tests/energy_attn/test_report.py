@@ -17,6 +17,7 @@ from energy_attn.models import Llama, LlamaConfig
 from ..distributed.meshes import mesh_of
 from ..problems import PROBLEMS, cast
 from ..reference import rows
+from .measures import measure
 
 FIELDS = ("energy", "entropy", "heat_capacity", "variance", "effective_keys")
 CONFIG = LlamaConfig(11, 16, 8, 2, 4, 2, rope_theta=100.0)
@@ -76,10 +77,8 @@ def test_rows_and_means(name):
 
     @jax.jit
     def run(query, key, value, bias=None):
-        report = functools.partial(
-            ea.energy_report, query, key, value, bias=bias, **problem.options
-        )
-        return report(per_query=True), report()
+        F = measure(query, key, value, bias=bias, **problem.options)
+        return ea.energy_report(F, per_query=True), ea.energy_report(F)
 
     each, mean = run(**arrays)
     wanted = exact(problem)
@@ -96,7 +95,7 @@ def test_no_query_sees_a_key():
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def gradient(q):
-        found = ea.energy_report(q, k, v, mask=jnp.zeros((3, 3), bool))
+        found = ea.energy_report(measure(q, k, v, mask=jnp.zeros((3, 3), bool)))
         return sum(x.sum() for x in jax.tree.leaves(found) if x is not found.energy), found
 
     slope, found = gradient(q)
@@ -125,7 +124,7 @@ def test_layer():
         options = {"scale": 0.7, "is_causal": True, "local_window_size": (3, 0)}
         one = x[1], y[1], x[1], mask
         return (
-            ea.energy_report(query, key, value, mask=mask, **options),
+            ea.energy_report(measure(query, key, value, mask=mask, **options)),
             ea.energy_report(layer, x, y, x, mask, **halve),
             ea.energy_report(layer, *one, per_query=True, **halve),
             layer(*one, inference=True, return_energy=True, **halve)[1],
@@ -147,7 +146,11 @@ def test_llama(model, tokens):
     @jax.jit
     def run(model, tokens):
         energies, arrays = model(tokens, return_energies=True, attend=attend).energies
-        alone = functools.partial(ea.energy_report, is_causal=True, per_query=True)
+
+        def alone(query, key, value):
+            F = ea.FreeEnergy(is_causal=True).at(query, key, value)
+            return ea.energy_report(F, per_query=True)
+
         return (
             ea.energy_report(model, tokens, per_query=True),
             ea.energy_report(model, tokens, local_window_size=(1, 0)),
@@ -229,7 +232,7 @@ def test_keys_on_eight_devices(model):
         return ea.energy_report(model, tokens, parallel=parallel)
 
     def of_arrays(parallel, *arrays):
-        return ea.energy_report(*arrays, parallel=parallel, is_causal=True)
+        return ea.energy_report(measure(*arrays, parallel=parallel, is_causal=True))
 
     for report, given in ((of_model, (model, tokens)), (of_arrays, (q, k, v))):
         alone = jax.jit(functools.partial(report, None))(*given)
@@ -243,8 +246,10 @@ def test_keys_on_eight_devices(model):
 def test_sixteen_bits():
     """Figures rounded to bfloat16, or arrays rounded before they are reduced."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 4), jnp.bfloat16)
-    wide = ea.energy_report(*(x.astype(jnp.float32) for x in (q, k, v)))
-    for found, wanted in zip(*map(jax.tree.leaves, (ea.energy_report(q, k, v), wide)), strict=True):
+    wide = ea.energy_report(measure(*(x.astype(jnp.float32) for x in (q, k, v))))
+    for found, wanted in zip(
+        *map(jax.tree.leaves, (ea.energy_report(measure(q, k, v)), wide)), strict=True
+    ):
         assert found.dtype == jnp.float32
         np.testing.assert_array_equal(found, wanted)
 
@@ -255,9 +260,12 @@ def test_bad_input(unchecked, model, tokens):
     x = jnp.zeros((2, 3, 4))
     for call, error, words in (
         (lambda: ea.energy_report("model", x), TypeError, "model: wanted .* got str"),
-        (lambda: ea.energy_report(x, x, x, per_query=1), TypeError, "per_query: wanted True"),
-        (lambda: ea.energy_report(x, x, x[:1]), ValueError, "value: wanted shape"),
-        (lambda: ea.energy_report(x, x, x, causal=True), TypeError, "causal"),
+        (
+            lambda: ea.energy_report(measure(x, x, x), per_query=1),
+            TypeError,
+            "per_query: wanted True",
+        ),
+        (lambda: ea.energy_report(x, x, x), TypeError, "model: wanted a Gibbs"),
         (lambda: ea.energy_report(layer, x, x[:1], x), ValueError, r"key_: wanted shape \(2"),
         (lambda: ea.energy_report(layer, x[0], x[0], [1.0]), TypeError, "value: wanted"),
         (lambda: ea.energy_report(model, x), TypeError, "tokens: wanted an integer"),
@@ -298,7 +306,7 @@ def test_picture_refuses(monkeypatch, unchecked):
     with pytest.raises(TypeError, match="report: wanted an EnergyReport"):
         ea.plot_energy_report(q)
     with pytest.raises(ValueError, match="per_query"):
-        ea.plot_energy_report(ea.energy_report(q, q, q, per_query=True))
+        ea.plot_energy_report(ea.energy_report(measure(q, q, q), per_query=True))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        ea.plot_energy_report(ea.energy_report(q, q, q))
+        ea.plot_energy_report(ea.energy_report(measure(q, q, q)))
