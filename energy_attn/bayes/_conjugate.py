@@ -94,7 +94,9 @@ def conjugate(
     call, arrays = prepare_widened(query, key, value, bias, mask, **options)
     check_flag("throw", throw)
     found = _solve(point, call, arrays, regulariser, solver)
-    return raise_on_failure(found, throw, "conjugate", collective=any(x.plan is not None for x in call))
+    return raise_on_failure(
+        found, throw, "conjugate", collective=any(x.plan is not None for x in call)
+    )
 
 
 def rate(

@@ -116,7 +116,9 @@ def map_attention(
     value, point = with_exact_derivative(call, arrays, found.value, found.point)
     stats = without_derivative(found.stats, arrays, "map_attention")
     found = Solution(value, found.source, point, found.result, stats)
-    return raise_on_failure(found, throw, "map_attention", collective=any(x.plan is not None for x in call))
+    return raise_on_failure(
+        found, throw, "map_attention", collective=any(x.plan is not None for x in call)
+    )
 
 
 def _mean_square_deviation(parts: Parts) -> Array:

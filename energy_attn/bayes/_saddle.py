@@ -162,7 +162,9 @@ def saddle_attention(
     value, point = with_exact_derivative(call, arrays, found.value, found.point)
     stats = without_derivative(found.stats, arrays, "saddle_attention")
     found = Solution(value, found.source, point, found.result, stats)
-    return raise_on_failure(found, throw, "saddle_attention", collective=any(x.plan is not None for x in call))
+    return raise_on_failure(
+        found, throw, "saddle_attention", collective=any(x.plan is not None for x in call)
+    )
 
 
 class _SaddleOptions(NamedTuple):

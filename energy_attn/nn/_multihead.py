@@ -23,7 +23,7 @@ from energy_attn.kernels.internal import (
     share,
 )
 
-from ._module import FreeEnergy
+from ..gibbs._free_energy import FreeEnergy
 
 
 class MultiheadAttention(eqx.Module):

@@ -333,7 +333,13 @@ BAD = {
         "6)",
     ),
     "source": (lambda: ea.entropy(Q, K, V, source=Q), ValueError, "source", "5]", "6)"),
-    "option": (lambda: ea.entropy(Q, K, V, causal=True), TypeError, "causal", "=", "is_causal"),
+    "option": (
+        lambda: ea.FreeEnergy().at(Q, K, V, causal=True),
+        TypeError,
+        "causal",
+        "'",
+        "one of",
+    ),
     "keys": (lambda: ea.score_moments(Q, V, V), ValueError, "key", "6]", "5)"),
     "energy": (lambda: ea.lse_penalty(3.0), TypeError, "energy", "float", "array"),
     "where": (lambda: ea.lse_penalty(E, where=E), TypeError, "where", "float32", "boolean"),
@@ -343,10 +349,16 @@ BAD = {
     ),
     "bounds": (lambda: ea.entropy_penalty(E), ValueError, "low", "None", "bound"),
     "crossed": (lambda: ea.entropy_penalty(E, low=2, high=1), ValueError, "low", "2", "high = 1"),
-    "rng": (lambda: ea.sample_keys(Q, K, V, rng=3), TypeError, "rng", "int 3", "jax.random.key"),
-    "samples": (
-        lambda: ea.sample_keys(Q, K, V, rng=jax.random.key(0), num_samples=0),
-        *(ValueError, "num_samples", "0", "at least 1"),
+    "key": (
+        lambda: ea.FreeEnergy().at(Q, K, V).sample(key=3),
+        TypeError,
+        "key",
+        "int 3",
+        "jax.random.key",
+    ),
+    "count": (
+        lambda: ea.FreeEnergy().at(Q, K, V).sample(key=jax.random.key(0), count=0),
+        *(ValueError, "count", "0", "at least 1"),
     ),
 }
 
