@@ -21,7 +21,7 @@ from ..core._attention import attention
 from ..core._free_energy import free_energy
 from ..core._options import AttentionOptions, EnergyOptions
 from ._gibbs import Gibbs
-from ._keys import KeySet
+from ._keys import KeySet, prepare_keys
 
 
 class FreeEnergy(eqx.Module):
@@ -110,7 +110,7 @@ class FreeEnergy(eqx.Module):
         check_options(rows, RowOptions)
         given: Any = {name: x for name, x in rows.items() if x is not None}
         keys = KeySet(query, key, value, bias, mask, given, **self._options())
-        keys.prepare()  # raises for arguments that do not fit
+        prepare_keys(keys)  # raises for arguments that do not fit
         return Gibbs((keys,))
 
     def __call__(

@@ -12,7 +12,7 @@ from energy_attn.kernels.internal import check_flag, check_source, received
 from ..core._free_energy import Calls, Parts, attention_and_energy, energy_at
 from ..observables._at_source import widened
 from ..observables._measure import AbstractMeasure
-from ._keys import KeySet
+from ._keys import KeySet, prepare_keys, tilt_keys
 
 
 class Gibbs(AbstractMeasure):
@@ -71,10 +71,10 @@ class Gibbs(AbstractMeasure):
             TypeError: `source` is not a floating array.
             ValueError: `source` has another shape.
         """
-        calls, parts = self._calls()
+        calls, parts = _prepared(self.parts)
         if source is not None:
             check_source(source, parts[0].query, parts[0].value)
-        return energy_at(calls, self._total(source), parts)
+        return energy_at(calls, _sum(self.source, source), parts)
 
     @overload
     def attention(self, *, return_energy: Literal[False] = False) -> Float[Array, "*B T N Hv"]: ...
@@ -95,7 +95,7 @@ class Gibbs(AbstractMeasure):
             in a fully masked row.
         """
         check_flag("return_energy", return_energy)
-        calls, parts = self._calls()
+        calls, parts = _prepared(self.parts)
         out, energy = attention_and_energy(calls, parts, self.source)
         out = out.astype(parts[0].value.dtype)
         return (out, energy) if return_energy else out
@@ -129,7 +129,7 @@ class Gibbs(AbstractMeasure):
         """
         first = self.parts[0]
         check_source(source, first.query, first.value)
-        return dataclasses.replace(self, source=self._total(jnp.asarray(source)))
+        return dataclasses.replace(self, source=_sum(self.source, jnp.asarray(source)))
 
     def merge(self, other: "Gibbs") -> "Gibbs":
         r"""The measure over the union of two disjoint sets of keys, as `self | other`.
@@ -172,7 +172,7 @@ class Gibbs(AbstractMeasure):
                 raise ValueError(f"other: wanted {wanted} of {name} {x.shape}, got {received(y)}")
             if x.dtype != y.dtype:
                 raise TypeError(f"other: wanted {name} of dtype {x.dtype}, got {received(y)}")
-        return Gibbs((*self._tilted(), *other._tilted()))
+        return Gibbs((*_tilted(self), *_tilted(other)))
 
     def __or__(self, other: "Gibbs") -> "Gibbs":
         """`self.merge(other)`."""
@@ -180,23 +180,23 @@ class Gibbs(AbstractMeasure):
 
     def prepared(self) -> tuple[Calls, Parts]:
         """The prepared calls, in the precision of energies, with the source in their scores."""
-        calls, parts = _prepared(self._tilted())
+        calls, parts = _prepared(_tilted(self))
         return calls, widened(parts)
-
-    def _calls(self) -> tuple[Calls, Parts]:
-        return _prepared(self.parts)
-
-    def _tilted(self) -> tuple[KeySet, ...]:
-        if self.source is None:
-            return self.parts
-        return tuple(part.tilted(self.source) for part in self.parts)
-
-    def _total(self, source: Float[Array | np.ndarray, "..."] | None) -> Array | np.ndarray | None:
-        if self.source is None or source is None:
-            return source if self.source is None else self.source
-        return self.source + jnp.asarray(source, self.source.dtype)
 
 
 def _prepared(parts: tuple[KeySet, ...]) -> tuple[Calls, Parts]:
-    calls, arrays = zip(*(part.prepare() for part in parts), strict=True)
+    calls, arrays = zip(*map(prepare_keys, parts), strict=True)
     return calls, arrays
+
+
+def _tilted(measure: Gibbs) -> tuple[KeySet, ...]:
+    source = measure.source
+    return measure.parts if source is None else tuple(tilt_keys(x, source) for x in measure.parts)
+
+
+def _sum(
+    tilt: Array | None, source: Float[Array | np.ndarray, "..."] | None
+) -> Array | np.ndarray | None:
+    if tilt is None or source is None:
+        return source if tilt is None else tilt
+    return tilt + jnp.asarray(source, tilt.dtype)

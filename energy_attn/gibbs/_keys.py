@@ -29,26 +29,29 @@ class KeySet(eqx.Module):
     implementation: str | Sequence[str] | None = eqx.field(static=True)
     parallel: SequenceParallel | None = eqx.field(static=True)
 
-    def prepare(self) -> tuple[Prepared, Arrays]:
-        """The prepared call. Raises as `free_energy` does."""
-        return prepare(
-            self.query,
-            self.key,
-            self.value,
-            self.bias,
-            self.mask,
-            scale=self.scale,
-            is_causal=self.is_causal,
-            local_window_size=self.local_window_size,
-            implementation=self.implementation,
-            parallel=self.parallel,
-            **self.rows,
-        )
 
-    def tilted(self, source: Float[Array, "*B T N Hv"]) -> "KeySet":
-        r"""The same keys with the scores $s + \zeta \cdot v$: the source is extra width of query and key."""
-        call, arrays = self.prepare()
-        (query, key, *_), settings, batched = check_at(call, source, arrays)
-        if not batched:
-            query, key = query[0], key[0]
-        return dataclasses.replace(self, query=query, key=key, scale=settings.scale)
+# Functions, as a bound method of an Equinox module is a module, which takes time to make.
+def prepare_keys(keys: KeySet) -> tuple[Prepared, Arrays]:
+    """The prepared call. Raises as `free_energy` does."""
+    return prepare(
+        keys.query,
+        keys.key,
+        keys.value,
+        keys.bias,
+        keys.mask,
+        scale=keys.scale,
+        is_causal=keys.is_causal,
+        local_window_size=keys.local_window_size,
+        implementation=keys.implementation,
+        parallel=keys.parallel,
+        **keys.rows,
+    )
+
+
+def tilt_keys(keys: KeySet, source: Float[Array, "*B T N Hv"]) -> KeySet:
+    r"""The same keys with the scores $s + \zeta \cdot v$: the source is extra width of query and key."""
+    call, arrays = prepare_keys(keys)
+    (query, key, *_), settings, batched = check_at(call, source, arrays)
+    if not batched:
+        query, key = query[0], key[0]
+    return dataclasses.replace(keys, query=query, key=key, scale=settings.scale)

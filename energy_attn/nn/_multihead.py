@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -18,11 +18,13 @@ from energy_attn.kernels.internal import (
     check_floating_dtype,
     check_integer,
     check_key,
+    check_options,
     check_shape,
     received,
     share,
 )
 
+from ..core._options import EnergyOptions
 from ..gibbs._free_energy import FreeEnergy
 
 
@@ -57,11 +59,12 @@ class MultiheadAttention(eqx.Module):
             None.
         energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of every head.
         key: a `jax.random.key` for the initial parameters.
+        **options: instead of `energy`, the options of one.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: sizes that are not positive, a `num_kv_heads` that does not divide `num_heads`,
-            or a `dropout_p` that is not a probability.
+            a `dropout_p` that is not a probability, or options beside an `energy`.
 
     Source: Tree Attention (arXiv 2408.04093), equations 16 to 20.
 
@@ -69,9 +72,7 @@ class MultiheadAttention(eqx.Module):
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> x = jnp.ones((7, 16))
-        >>> layer = ea.MultiheadAttention(
-        ...     4, 16, num_kv_heads=2, energy=ea.FreeEnergy(is_causal=True), key=jax.random.key(0)
-        ... )
+        >>> layer = ea.MultiheadAttention(4, 16, num_kv_heads=2, is_causal=True, key=jax.random.key(0))
         >>> out, energy = layer(x, x, x, return_energy=True)
         >>> out.shape, energy.shape
         ((7, 16), (7, 4))
@@ -116,6 +117,7 @@ class MultiheadAttention(eqx.Module):
         num_kv_heads: int | None = None,
         energy: FreeEnergy | None = None,
         key: PRNGKeyArray,
+        **options: Unpack[EnergyOptions],
     ) -> None:
         def size_of(name: str, size: int | None, otherwise: int) -> int:
             return check_integer(name, otherwise if size is None else size, least=1)
@@ -126,9 +128,15 @@ class MultiheadAttention(eqx.Module):
             raise ValueError(
                 f"num_kv_heads: wanted a divisor of num_heads = {num_heads}, got {num_kv_heads}"
             )
-        energy = FreeEnergy() if energy is None else energy
-        if not isinstance(energy, FreeEnergy):
+        check_options(options, EnergyOptions)
+        if energy is None:
+            energy = FreeEnergy(**options)
+        elif not isinstance(energy, FreeEnergy):
             raise TypeError(f"energy: wanted a FreeEnergy, got {received(energy)}")
+        elif options:
+            raise ValueError(
+                f"energy: wanted either it or its options, got both, {', '.join(options)}="
+            )
         if not 0 <= check_finite_number("dropout_p", dropout_p) <= 1:
             raise ValueError(f"dropout_p: wanted a probability, got {dropout_p}")
         dtype = None if dtype is None else check_floating_dtype("dtype", dtype)

@@ -40,7 +40,12 @@ from ..core._free_energy import Arrays, Calls, Parts, Prepared, check_at, prepar
 
 def widened(parts: Parts) -> Parts:
     """Arrays with 16-bit ones widened to float32, the precision of energies."""
-    wide = functools.partial(jnp.asarray, dtype=lse_dtype(parts[0].query.dtype))
+    dtype = lse_dtype(parts[0].query.dtype)
+
+    def wide(x: Array) -> Array:
+        same = isinstance(x, jax.Array) and x.dtype == dtype
+        return x if same else jnp.asarray(x, dtype)
+
     return tuple(x._replace(query=wide(x[0]), key=wide(x[1]), value=wide(x[2])) for x in parts)
 
 

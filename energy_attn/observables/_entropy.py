@@ -66,20 +66,25 @@ def entropy_of(mean: Array, lse: Array) -> Array:
     return jnp.where(seen, jnp.maximum(jnp.where(seen, lse, 0.0) - mean, 0.0), 0.0)
 
 
-def mean_score(calls: Calls, parts: Parts) -> AttentionState:
-    """The means of the scores, `[*B, T, N, 1]`, and the energies. Raises as the kernels do."""
-    return functools.reduce(merge, map(_mean_score, calls, parts))
+def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
+    """The means of the scores, and the energies, both `[*B, T, N]`. Raises as the kernels do."""
+    found = [_mean_score(call, arrays) for call, arrays in zip(calls, parts, strict=True)]
+    if len(found) == 1:
+        return found[0]
+    mean, lse = functools.reduce(merge, (AttentionState(m[..., None], f) for m, f in found))
+    return mean[..., 0], lse
 
 
-def _mean_score(call: Prepared, arrays: Arrays) -> AttentionState:
+def _mean_score(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
     if arrays.bias is not None:
-        return expectation_at((call,), None, (arrays,), _score_term, 1)
+        mean, lse = expectation_at((call,), None, (arrays,), _score_term, 1)
+        return mean[..., 0], lse
     # The scores are linear in the keys, so attention with the keys as values yields their mean.
     given = check_at(call, None, arrays)
     operands = given.operands
     out, lse = attend_checked(call, given._replace(operands=operands._replace(value=operands.key)))
     query = operands.query if given.batched else operands.query[0]
-    return AttentionState(given.settings.scale * (query * out).sum(-1, keepdims=True), lse)
+    return given.settings.scale * (query * out).sum(-1), lse
 
 
 class ScoreStatistics(NamedTuple):
@@ -114,9 +119,9 @@ def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) ->
 def _in_two_passes(calls: Calls, parts: Parts) -> ScoreStatistics:
     mean, lse = mean_score(calls, parts)
     width = 1 + parts[0].value.shape[-1]
-    found = expectation_at(calls, None, parts, _deviation_terms, width, mean).out
+    found = expectation_at(calls, None, parts, _deviation_terms, width, mean[..., None]).out
     out = state_at(calls, None, parts).out
-    scores = ScoreMoments(mean[..., 0], found[..., 0])
+    scores = ScoreMoments(mean, found[..., 0])
     return ScoreStatistics(scores, out, found[..., 1:], lse)
 
 

@@ -165,7 +165,7 @@ class AbstractMeasure(eqx.Module):
             1.609...
         """
         mean, lse = mean_score(*self.prepared())
-        return entropy_of(mean[..., 0], lse)
+        return entropy_of(mean, lse)
 
     def score_moments(self) -> ScoreMoments:
         r"""Mean and variance of the scores of each row: minus its internal energy, and its heat capacity.

@@ -366,6 +366,18 @@ def test_warns_once_and_of_nothing_else():
 
 
 @pytest.mark.full
+def test_options_make_the_energy():
+    """An option that the layer takes and does not hand on, or one that an `energy` beside it overrides."""
+    options = {"scale": 0.3, "is_causal": True, "local_window_size": (3, 0)}
+    layer = ea.MultiheadAttention(2, 8, **options, key=jax.random.key(0))
+    given = ea.MultiheadAttention(2, 8, energy=ea.FreeEnergy(**options), key=jax.random.key(0))
+    assert eqx.tree_equal(layer, given)
+    with pytest.raises(ValueError, match=r"energy: wanted either .* got both, is_causal="):
+        ea.MultiheadAttention(2, 8, energy=ea.FreeEnergy(), is_causal=True, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"causal: wanted one of the options scale, is_causal"):
+        ea.MultiheadAttention(2, 8, causal=True, key=jax.random.key(0))
+
+
 def test_layer_trains():
     """Gradients that do not reach some parameter: the loss falls, and everything that can be learnt moves.
 
