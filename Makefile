@@ -94,6 +94,7 @@ check: $(VENV)/.installed-check,docs,models,plot $(VENV)/.installed-test
 	$(BIN)/python tools/check_structure.py
 	$(BIN)/python -m pytest -q -m structure tests
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python tools/check_types.py
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-torch

@@ -17,11 +17,19 @@ def declared(options: griffe.Class | griffe.Alias) -> dict[str, griffe.Attribute
     return found | options.attributes
 
 
+def default_of(option: griffe.Attribute) -> str:
+    """What stands behind `=`: an option that may be None is None if not given."""
+    return "None" if str(option.annotation).endswith("| None") else "..."
+
+
 def as_parameter(option: griffe.Attribute) -> griffe.Parameter:
-    """An option as the signature of a function shows it: one that may be None is None if not given."""
-    default = "None" if str(option.annotation).endswith("| None") else "..."
-    kind = griffe.ParameterKind.keyword_only
-    return griffe.Parameter(option.name, annotation=option.annotation, kind=kind, default=default)
+    """An option as the signature of a function shows it."""
+    return griffe.Parameter(
+        option.name,
+        annotation=option.annotation,
+        kind=griffe.ParameterKind.keyword_only,
+        default=default_of(option),
+    )
 
 
 class Options(griffe.Extension):
@@ -58,6 +66,7 @@ def describe(
                     x.name,
                     description=x.docstring.value if x.docstring else "",
                     annotation=x.annotation,
+                    value=default_of(x),
                 )
                 for x in options.values()
                 if x.name not in own

@@ -1,0 +1,56 @@
+"""Mistakes that a type checker is to find, each on a line that ends in a mark; `tools/check_types.py` runs it.
+
+Never imported. The other lines are right, and must stay without complaint.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import energy_attn as ea
+from energy_attn.distributed import KVCache, SequenceParallel, ring_attention, tree_attention
+from energy_attn.kernels import local_attention
+
+q = k = v = jnp.ones((2, 8, 4, 16))
+lengths = jnp.array([3, 8])
+parallel = SequenceParallel("device")
+
+# what is called as it should be
+out: jax.Array = ea.attention(q, k, v, is_causal=True, scale=jnp.float32(0.5))
+out, energy = ea.attention(q, k, v, key_value_seq_lengths=lengths, return_energy=True)
+out, residual = ea.attention(q, k, v, parallel=parallel, return_residual=True)
+ea.free_energy(q, k, v, local_window_size=(3, 0), implementation=("blockwise", "reference"))
+local_attention(q, k, v, query_positions=None, key_positions=None).lse.sum()
+
+# options
+ea.attention(q, k, v, is_casual=True)  # mistake
+ea.attention(q, k, v, is_causal="yes")  # mistake
+ea.attention(q, k, v, local_window_size=[3, 0])  # mistake
+ea.attention(q, k, v, parallel="device")  # mistake
+ea.free_energy(q, k, v, key_seq_lengths=lengths)  # mistake
+ea.free_energy(q, k, v, scale="1")  # mistake
+ea.free_energy(q, k, v, implementation=3)  # mistake
+ea.free_energy(q, k, v, key_value_seq_lengths=[3, 8])  # mistake
+ea.free_energy(q, k, v, bias=0.5)  # mistake
+local_attention(q, k, v, parallel=parallel)  # mistake
+tree_attention(q, k, v, axis_name="device", querys_sharded=True)  # mistake
+tree_attention(q, k, v, axis_name="device", window=3)  # mistake
+tree_attention(q, k, v, axis_name="device", merge="star")  # mistake
+tree_attention(q, k, v)  # mistake
+ring_attention(q, k, v, axis_name="device", is_causal=None)  # mistake
+
+# results
+out, energy, residual = ea.attention(q, k, v, return_energy=True)  # mistake
+ea.attention(q, k, v, return_energy=False)["out"].out  # mistake
+ea.attention(q, k, v, return_energy=True).sum()  # mistake
+ea.free_energy(q, k, v).lse  # mistake
+local_attention(q, k, v).energy  # mistake
+
+# a cache
+cache = KVCache.empty(2, 64, 4, 16, parallel=parallel)
+state = cache.append(k, v, lengths=lengths).attend(q, local_window_size=5)
+cache.attend(q, key_positions=lengths)  # mistake
+cache.attend(q, is_causal=1.0)  # mistake
+cache.attend(q, source=0.5)  # mistake
+cache.apend(k, v)  # mistake
+cache.append(k)  # mistake
+KVCache.empty(2, 64, 4, 16, quantize="int4")  # mistake
