@@ -1,7 +1,5 @@
 """Checks of the arguments of a cache."""
 
-from typing import Any
-
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -34,7 +32,7 @@ def layout(capacity: int, block: int, parallel: SequenceParallel | None, kv_head
     return Slots(-(-capacity // stripe) * stripe, block, devices)
 
 
-def check_room(window: Any, slots: Slots) -> int | None:
+def check_room(window: object, slots: Slots) -> int | None:
     """Returns the window; raises `ValueError` if no new token has room beside it."""
     if window is None:
         return None
@@ -47,7 +45,7 @@ def check_room(window: Any, slots: Slots) -> int | None:
     return window
 
 
-def check_counts(lengths: Any, rows: int, tokens: int, name: str = "lengths") -> Array:
+def check_counts(lengths: object, rows: int, tokens: int, name: str = "lengths") -> Array:
     """How many of `tokens` each row has; None means all.
 
     Raises `TypeError` for no integers, `ValueError` for a wrong shape and, where values are known,
@@ -63,7 +61,7 @@ def check_counts(lengths: Any, rows: int, tokens: int, name: str = "lengths") ->
     return counts
 
 
-def check_whole(name: str, x: Any, rows: int) -> Array:
+def check_whole(name: str, x: object, rows: int) -> Array:
     """Returns `x`, for all rows or one each, as int32.
 
     Raises `TypeError` for no integers, `ValueError` for a wrong shape and, where values are known,
@@ -71,23 +69,28 @@ def check_whole(name: str, x: Any, rows: int) -> Array:
     """
     if isinstance(x, (int, np.integer)):
         return jnp.asarray(check_integer(name, x, least=0), jnp.int32)
-    x = check_integral(name, x)
-    if x.ndim:
-        check_shape(name, x, (rows,))
+    numbers = check_integral(name, x)
+    if numbers.ndim:
+        check_shape(name, numbers, (rows,))
     if not isinstance(x, jax.core.Tracer) and (np.asarray(x) < 0).any():
         raise ValueError(f"{name}: wanted no negative numbers, got {np.asarray(x).tolist()}")
-    return jnp.asarray(x, jnp.int32)
+    return jnp.asarray(numbers, jnp.int32)
 
 
-def check_stored(name: str, x: Any, dtype: Any) -> None:
+def check_stored(name: str, x: object, dtype: jnp.dtype) -> None:
     """Raises `TypeError` unless `x` is an array of the cache's dtype: nothing is rounded unasked."""
-    check_floating(name, x)
-    if x.dtype != dtype:
+    array = check_floating(name, x)
+    if array.dtype != dtype:
         raise TypeError(f"{name}: wanted the dtype of the cache, {dtype}, got {received(x)}")
 
 
 def check_new(
-    key: Any, value: Any, dtype: Any, keys: tuple[int, ...], values: tuple[int, ...], most: int
+    key: Array,
+    value: Array,
+    dtype: jnp.dtype,
+    keys: tuple[int, ...],
+    values: tuple[int, ...],
+    most: int,
 ) -> int:
     """The number of new tokens, at most `most`, for a cache with keys and values of these shapes.
 
@@ -105,7 +108,7 @@ def check_new(
     return key.shape[1]
 
 
-def check_reach(size: Any, window: int | None) -> tuple[int, int] | None:
+def check_reach(size: object, window: int | None) -> tuple[int, int] | None:
     """The window of queries in a cache of that window.
 
     Raises `TypeError` unless `size` is a window, and `ValueError` for one that reaches further back.

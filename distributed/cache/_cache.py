@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import equinox as eqx
 import jax
@@ -98,7 +98,7 @@ class KVCache(eqx.Module):
     lengths: Int[Array, " B"]
     slots: Slots = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
-    dtype: Any = eqx.field(static=True)
+    dtype: jnp.dtype = eqx.field(static=True)
     parallel: SequenceParallel | None = eqx.field(static=True)
 
     @staticmethod
@@ -217,7 +217,7 @@ class KVCache(eqx.Module):
         starts = None if self.window is not None else self.starts
         return fitting(self._sharding(), self.capacity, starts, self.lengths, counts, tokens)
 
-    def _written(self, key: Any, value: Any, counts: Array) -> "KVCache":
+    def _written(self, key: Array, value: Array, counts: Array) -> "KVCache":
         """`append` without its checks."""
         new = Stored(jnp.asarray(key), jnp.asarray(value), None, None)
         if self.key_scale is not None:

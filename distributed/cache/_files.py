@@ -27,7 +27,7 @@ _OURS = re.compile(
 )
 
 
-def check_path(path: Any) -> Path:
+def check_path(path: object) -> Path:
     """Returns a path; raises `TypeError` for anything else."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: wanted the path of a folder, got {received(path)}")

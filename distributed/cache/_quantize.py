@@ -1,9 +1,10 @@
 """Eight-bit numbers with one scale per vector, for what is stored and read back."""
 
-from typing import Any
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
 _LEVELS = 127
@@ -27,7 +28,7 @@ def quantize(
 
 
 @quantize.defjvp
-def _no_derivative(primals: Any, tangents: Any) -> Any:
+def _no_derivative(primals: tuple[Array], tangents: tuple[Array]) -> NoReturn:
     raise TypeError(
         "quantize: wanted a cache that stores floating numbers where it is differentiated, got "
         "'int8', whose rounding has no derivative; stop the gradient or use quantize=None"
@@ -35,7 +36,7 @@ def _no_derivative(primals: Any, tangents: Any) -> Any:
 
 
 def dequantize(
-    q: Int8[Array, "*batch width"], scale: Float[Array, "*batch"], dtype: Any
+    q: Int8[Array, "*batch width"], scale: Float[Array, "*batch"], dtype: DTypeLike
 ) -> Float[Array, "*batch width"]:
     """The vectors that `quantize` was given, to its error and the rounding of `dtype`."""
     return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)

@@ -1,6 +1,11 @@
 """The arithmetic of a block-cyclic cache, between tokens and slots, for NumPy and JAX alike."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Array
+
+Index = TypeVar("Index", Array, np.ndarray)
 
 
 class Slots(NamedTuple):
@@ -34,22 +39,22 @@ class Slots(NamedTuple):
         """The most tokens of one device among so many consecutive ones."""
         return tokens // self.stripe * self.block + min(tokens % self.stripe, self.block)
 
-    def below(self, device: Any, token: Any) -> Any:
+    def below(self, device: Index, token: Index) -> Index:
         """How many tokens before `token` a device holds."""
         rest = token % self.stripe - device * self.block
         return token // self.stripe * self.block + rest.clip(0, self.block)
 
-    def token(self, device: Any, count: Any) -> Any:
+    def token(self, device: Index, count: Index) -> Index:
         """The token that a device holds as its `count`-th, from 0."""
         return count // self.block * self.stripe + device * self.block + count % self.block
 
-    def slot(self, token: Any) -> Any:
+    def slot(self, token: Index) -> Index:
         """The index of a token among the slots of all devices."""
         within = token % self.capacity
         device = within // self.block % self.devices
         return device * self.here + within // self.stripe * self.block + within % self.block
 
-    def held(self, slot: Any, length: Any) -> Any:
+    def held(self, slot: Index, length: Index) -> Index:
         """The newest of the tokens below `length` that a slot may hold; negative if none has come.
 
         `slot` counts the slots of all devices, and broadcasts against `length`.

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ..spec._arguments import Axes
@@ -84,14 +86,17 @@ def sharding_of(parallel: SequenceParallel | None, rank: int) -> NamedSharding |
 
 
 def blank(
-    key: tuple[int, ...], value: tuple[int, ...], dtype: Any, parallel: SequenceParallel | None
+    key: tuple[int, ...],
+    value: tuple[int, ...],
+    dtype: DTypeLike,
+    parallel: SequenceParallel | None,
 ) -> tuple[Stored, Array, Array]:
     """Empty slots of these shapes and of a dtype, with scales where that is int8.
 
     Each device makes its own.
     """
 
-    def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         spec = spec_of(parallel, len(shape))
         made = _zeros(shape, jnp.dtype(dtype), spec)()
         if parallel is None or spec is None:
@@ -107,7 +112,9 @@ def blank(
 
 
 @functools.lru_cache
-def _zeros(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None) -> Any:
+def _zeros(
+    shape: tuple[int, ...], dtype: jnp.dtype, spec: PartitionSpec | None
+) -> Callable[[], Array]:
     # Cached, so that caches of one kind compile once.
     return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=spec)
 

@@ -123,10 +123,10 @@ class _Call:
         return _held(x.shape, operation(a, b)) if known else None
 
 
-def _held(shape: str, value: Any) -> int | None:
+def _held(shape: str, value: int | None) -> int | None:
     """An integer wrapped around to the dtype of a shape; `None` if it would round."""
     dtype = _INTEGER.match(shape)
-    if dtype is None or not isinstance(value, int):
+    if dtype is None or value is None:
         return value if shape.startswith("pred") else None
     span = 1 << int(dtype[2])
     low = -span // 2 if dtype[1] == "s" else 0

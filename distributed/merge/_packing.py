@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import apply_widened, vary_together
+
+Tree = TypeVar("Tree")
 
 
 def transfer(collective: Callable[[Any], Any], state: AttentionState) -> AttentionState:
@@ -76,7 +78,7 @@ def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
     mesh has an automatic axis, over which XLA may have split the rows.
     """
 
-    def gather(x: Any) -> Any:
+    def gather(x: Tree) -> Tree:
         return lax.all_gather(x, axes)
 
     def stacked(out: Array, lse: Array) -> AttentionState:
@@ -102,7 +104,7 @@ def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
     return lax.platform_dependent(*vary_together(state), tpu=stacked, default=plain)
 
 
-def as_invariant(tree: Any, axes: tuple[str, ...]) -> Any:
+def as_invariant(tree: Tree, axes: tuple[str, ...]) -> Tree:
     """Arrays that are equal on all devices of `axes`, with a type that does not vary over them.
 
     JAX has no cast from varying to invariant (as of 0.12), but a maximum over groups of one device

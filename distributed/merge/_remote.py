@@ -9,11 +9,12 @@ this strategy.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
@@ -62,7 +63,7 @@ def _folded(state: AttentionState, axes: Axes) -> AttentionState:
     return AttentionState(*butterfly_p.bind(*vary_together(state, axes), axes=axes, names=names))
 
 
-def reaches(mesh: Any, manual: frozenset[str]) -> bool:
+def reaches(mesh: object, manual: frozenset[str]) -> bool:
     """Whether each device of a mesh can write into the memory of all others, in a kernel.
 
     They are chips of one slice, of a kind that can; and the program is for one of them, as inside
@@ -82,11 +83,13 @@ butterfly_p.multiple_results = True
 
 
 @butterfly_p.def_abstract_eval
-def _types(out: Any, lse: Any, **params: Any) -> list[Any]:
+def _types(out: ShapedArray, lse: ShapedArray, **params: Axes) -> list[ShapedArray]:
     return [out, lse]
 
 
-def _batch(operands: Any, dims: Any, **params: Any) -> tuple[list[Any], list[int]]:
+def _batch(
+    operands: Sequence[Array], dims: Sequence[int | None], **params: Axes
+) -> tuple[list[Array], list[int]]:
     (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
 
     def front(x: Array, dim: int | None) -> Array:
@@ -98,14 +101,18 @@ def _batch(operands: Any, dims: Any, **params: Any) -> tuple[list[Any], list[int
 batching.primitive_batchers[butterfly_p] = _batch
 
 
-def _lower(ctx: Any, *operands: Any, axes: Axes, names: Axes) -> Any:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: mlir.ir.Value, axes: Axes, names: Axes
+) -> Sequence[mlir.ir.Value]:
     def plain(out: Array, lse: Array) -> AttentionState:
         return exchanged(AttentionState(out, lse), axes)
 
     return mlir.lower_fun(plain, multiple_results=True)(ctx, *operands)
 
 
-def _lower_tpu(ctx: Any, *operands: Any, axes: Axes, names: Axes) -> Any:
+def _lower_tpu(
+    ctx: Any, *operands: mlir.ir.Value, axes: Axes, names: Axes
+) -> Sequence[mlir.ir.Value]:
     # An exported program may meet other devices than it was lowered for.
     module = ctx.module_context
     mesh = getattr(module.axis_context, "mesh", None)

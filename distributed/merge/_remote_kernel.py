@@ -20,10 +20,9 @@ Here one kernel does all rounds while the state stays in on-chip memory. It has 
 
 import functools
 import math
-from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Ref, lax
 from jaxtyping import Array, Float, Int
 
 from energy_attn.kernels import AttentionState
@@ -50,7 +49,7 @@ def fits(state: AttentionState, axes: Axes) -> bool:
 
 
 def fold_in_kernel(
-    state: AttentionState, axes: Axes, names: Axes, interpret: Any = False
+    state: AttentionState, axes: Axes, names: Axes, interpret: object = False
 ) -> AttentionState:
     """The fold by one kernel, of states for which `fits` holds.
 
@@ -88,12 +87,12 @@ def fold_in_kernel(
 
 
 def _kernel(
-    partners: Any,  # SMEM [2, rounds]: whom to exchange with, and whether it comes before
-    given: Any,  # VMEM [rows, lanes]
-    mine: Any,  # VMEM [rows, lanes]
-    theirs: Any,  # VMEM [rounds, rows, lanes], written by the partners
-    sent: Any,
-    arrived: Any,
+    partners: Ref,  # SMEM [2, rounds]: whom to exchange with, and whether it comes before
+    given: Ref,  # VMEM [rows, lanes]
+    mine: Ref,  # VMEM [rows, lanes]
+    theirs: Ref,  # VMEM [rounds, rows, lanes], written by the partners
+    sent: Ref,
+    arrived: Ref,
     *,
     width: int,
 ) -> None:

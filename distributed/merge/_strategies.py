@@ -1,6 +1,6 @@
 """The merge strategies, in one list: names, types, checks and tables derive from it."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from energy_attn.kernels.internal import check_choice
 
@@ -22,7 +22,7 @@ MERGES = tuple(STRATEGIES)
 COVARIANCE_MERGES = tuple(x.name for x in _LISTED if isinstance(x, AbstractMessageMerge))
 
 
-def check_merge(merge: Any, axes: int) -> None:
+def check_merge(merge: str, axes: int) -> None:
     """Raises `ValueError` unless `merge` is `"auto"`, or names a strategy for so many axes."""
     check_choice("merge", merge, (*MERGES, "auto"))
     if merge != "auto":

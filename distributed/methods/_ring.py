@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ from ..spec._arguments import (
     unbatched,
 )
 from ._merge import fold_across
+
+Tree = TypeVar("Tree")
 
 ROTATED = ("keys", "queries", "auto")
 Names = tuple[str, ...]
@@ -162,7 +164,7 @@ def ring(
     return around(names, settings, axes, operands)
 
 
-def _hop(tree: Any, axes: Axes) -> Any:
+def _hop(tree: Tree, axes: Axes) -> Tree:
     devices = lax.axis_size(axes)
     pairs = [(i, (i + 1) % devices) for i in range(devices)]
 
@@ -172,12 +174,12 @@ def _hop(tree: Any, axes: Axes) -> Any:
     return jax.tree.map(functools.partial(moved, pass_on), tree)
 
 
-def _origin(step: Any, axes: Axes) -> Array:
+def _origin(step: int | Array, axes: Axes) -> Array:
     """The device whose part is here after `step` hops."""
     return (lax.axis_index(axes) - step) % lax.axis_size(axes)
 
 
-def _part(x: Array | None, axis: int, place: Array, size: int) -> Any:
+def _part(x: Array | None, axis: int, place: Array, size: int) -> Array | None:
     """The part of a bias or mask along an axis that belongs to one device, unless it is broadcast."""
     if x is None or x.shape[axis] == 1:
         return x
@@ -197,7 +199,7 @@ def _keys_of(operands: Operands) -> _Keys:
     return _Keys(*(getattr(operands, name) for name in _Keys._fields))
 
 
-def _with_keys(operands: Operands, keys: _Keys, step: Any, axes: Axes) -> Operands:
+def _with_keys(operands: Operands, keys: _Keys, step: int | Array, axes: Axes) -> Operands:
     """The operands of one step: the keys that are here now, and their part of bias and mask."""
     place, size = _origin(step, axes), keys.key.shape[1]
     bias, mask = (_part(x, 3, place, size) for x in (operands.bias, operands.mask))
@@ -207,7 +209,7 @@ def _with_keys(operands: Operands, keys: _Keys, step: Any, axes: Axes) -> Operan
 def _keys_around(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> AttentionState:
-    def visit(state: AttentionState, keys: _Keys, step: Any) -> AttentionState:
+    def visit(state: AttentionState, keys: _Keys, step: int | Array) -> AttentionState:
         here = _with_keys(operands, keys, step, axes)
         return merge(state, attend(names, with_wide_out(settings), here))
 
@@ -257,7 +259,7 @@ def _pull_back(
     del names
     operands, state = saved
 
-    def visit(keys: _Keys, so_far: _Gradients | None, step: Any) -> _Gradients:
+    def visit(keys: _Keys, so_far: _Gradients | None, step: int | Array) -> _Gradients:
         here = _with_keys(operands, keys, step, axes)
         found = backward_wide(here, settings, state, cotangent)
         bias = found.bias

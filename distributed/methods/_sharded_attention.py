@@ -141,7 +141,7 @@ def _axes(axes: Axes) -> Axes | None:
     return axes or None
 
 
-def _pad(x: Array | None, axis: int, size: int, missing: int, fill: Any = 0) -> Any:
+def _pad(x: Array | None, axis: int, size: int, missing: int, fill: int = 0) -> Any:
     if x is None or x.shape[axis] != size:  # absent, or broadcast
         return x
     widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
@@ -158,7 +158,7 @@ def _pad_keys(operands: Operands, devices: int) -> Operands:
         queries = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
         keys = jnp.zeros((1, key_len), jnp.int32)
 
-    def pad(x: Array | None, axis: int, fill: Any = 0) -> Any:
+    def pad(x: Array | None, axis: int, fill: int = 0) -> Any:
         return _pad(x, axis, key_len, missing, fill)
 
     return operands._replace(
@@ -178,7 +178,7 @@ def _pad_queries(operands: Operands, devices: int) -> Operands:
     if missing == 0:
         return operands
 
-    def pad(x: Array | None, axis: int, fill: Any = 0) -> Any:
+    def pad(x: Array | None, axis: int, fill: int = 0) -> Any:
         return _pad(x, axis, query_len, missing, fill)
 
     return operands._replace(

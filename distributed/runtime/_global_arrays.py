@@ -1,12 +1,13 @@
 """Global arrays: made from the data of each process, and brought back."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.core
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import check_array, check_flag, received
 
@@ -67,7 +68,7 @@ def place(
     return jax.tree.map(lambda x: _placed(x, sharding, replicated), local)
 
 
-def fetch(x: Any) -> Any:
+def fetch(x: PyTree[Array | np.ndarray]) -> PyTree[np.ndarray]:
     """Brings whole arrays into the memory of every process.
 
     `np.asarray` takes only arrays of which this process has every part. This also takes arrays that
@@ -92,7 +93,7 @@ def fetch(x: Any) -> Any:
     return jax.tree.map(_fetched, x)
 
 
-def _placed(local: Any, sharding: NamedSharding, replicated: bool) -> jax.Array:
+def _placed(local: Array | np.ndarray, sharding: NamedSharding, replicated: bool) -> jax.Array:
     check_array("local", local)
     _check_concrete("local", local)
     if isinstance(local, jax.Array) and not local.is_fully_addressable:
@@ -118,7 +119,7 @@ def _placed(local: Any, sharding: NamedSharding, replicated: bool) -> jax.Array:
         ) from error
 
 
-def _fetched(x: Any) -> np.ndarray:
+def _fetched(x: Array | np.ndarray) -> np.ndarray:
     check_array("x", x)
     _check_concrete("x", x)
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
@@ -128,6 +129,6 @@ def _fetched(x: Any) -> np.ndarray:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def _check_concrete(name: str, x: Any) -> None:
+def _check_concrete(name: str, x: object) -> None:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name}: wanted an array outside jax.jit and the like, got {received(x)}")

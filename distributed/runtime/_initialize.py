@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from types import TracebackType
 
 import jax
 
@@ -196,10 +196,10 @@ def _leave_on_failure() -> None:
     failed = False
     report = sys.excepthook
 
-    def note(*error: Any) -> None:
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         nonlocal failed
         failed = True
-        report(*error)
+        report(kind, error, trace)
 
     def leave() -> None:
         if failed:

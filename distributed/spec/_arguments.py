@@ -28,7 +28,7 @@ Scores = tuple[int, int, int, int]
 _COMPARING = ("local_window_size", "key_value_seq_lengths")
 
 
-def check_axes(axis_name: Any) -> Axes:
+def check_axes(axis_name: object) -> Axes:
     """Returns the axis names as a tuple, each bound in the surrounding `shard_map`.
 
     Raises `TypeError` for anything but names and `ValueError` for one that repeats or is not bound.

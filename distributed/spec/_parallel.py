@@ -100,7 +100,7 @@ class SequenceParallel:
             object.__setattr__(self, field, value)
 
 
-def check_topology(topology: Any, axes: int) -> None:
+def check_topology(topology: object, axes: int) -> None:
     """Raises `TypeError` unless `topology` is one, `ValueError` for another number of axes."""
     if topology is None:
         return

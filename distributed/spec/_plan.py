@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
 import jax.core
@@ -16,6 +16,8 @@ from ..network._topology import usual_topology
 from ._arguments import Axes
 from ._parallel import SequenceParallel
 
+Tree = TypeVar("Tree")
+
 
 class ShardingPlan(NamedTuple):
     """The mesh axes over which the axes of an attention are sharded, and the method; static.
@@ -23,7 +25,7 @@ class ShardingPlan(NamedTuple):
     Devices exchange data along the sequence only: each attends for its own batch rows and heads.
     """
 
-    mesh: Any  # jax.sharding.AbstractMesh
+    mesh: AbstractMesh
     batch: Axes
     sequence: Axes
     heads: Axes
@@ -44,7 +46,9 @@ class ShardingPlan(NamedTuple):
         return device_count(self.mesh, self.sequence)
 
 
-def sharding_plan(parallel: Any, query: Array, key: Array, value: Array) -> ShardingPlan | None:
+def sharding_plan(
+    parallel: SequenceParallel | None, query: Array, key: Array, value: Array
+) -> ShardingPlan | None:
     """The plan of a checked call, from `parallel` and from the types of the arrays.
 
     Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is sharded and the mesh
@@ -152,7 +156,7 @@ def device_count(mesh: AbstractMesh, axes: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _type(x: Any) -> NamedSharding:
+def _type(x: Array) -> NamedSharding:
     return jax.typeof(x).sharding
 
 
@@ -174,14 +178,14 @@ def check_share(name: str, heads: int, devices: int) -> None:
         )
 
 
-def mesh_axes_of(x: Any, axis: int) -> Axes:
+def mesh_axes_of(x: Array, axis: int) -> Axes:
     """The mesh axes over which an axis of an array is sharded, by its type."""
     spec = _type(x).spec
     part = spec[axis] if axis < len(spec) else None
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
-def check_mesh(parallel: Any) -> int:
+def check_mesh(parallel: object) -> int:
     """The number of devices that `parallel` shards over on the mesh in force.
 
     Raises as `sharding_plan` does.
@@ -232,8 +236,8 @@ def other_explicit_axes(mesh: AbstractMesh, axes: Axes) -> Axes:
 
 
 def reshard_explicit(
-    mesh: AbstractMesh, axes: Iterable[str], tree: Any, spec: PartitionSpec
-) -> Any:
+    mesh: AbstractMesh, axes: Iterable[str], tree: Tree, spec: PartitionSpec
+) -> Tree:
     """Arrays as a `shard_map` over `axes` takes them: resharded where their types have the axes."""
     if not is_explicit(mesh, axes):
         return tree
