@@ -51,7 +51,7 @@ def test_no_mesh():
         place(np.ones(8), jax.P(AXES))
 
 
-def test_traced():
+def test_traced(unchecked):
     with pytest.raises(TypeError, match=r"^x: wanted an array outside jax\.jit"):
         jax.jit(lambda x: fetch(x))(jnp.ones(2))
     with pytest.raises(TypeError, match=r"^local: wanted an array outside jax\.jit"):

@@ -5,9 +5,10 @@ formulas are those of FlashAttention-2 (Dao, arXiv 2307.08691).
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax.numpy as jnp
+from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
@@ -37,7 +38,7 @@ def backward(
     d_out = given_rows.d_out.astype(value.dtype)
     arrays = (given_rows.query, key, value, d_out, lse, given_rows.delta)
 
-    def run(kernel: Any, plan: Plan, *like: Array) -> list[Array]:
+    def run(kernel: Callable[..., None], plan: Plan, *like: Array) -> list[Array]:
         given = visibility_of(operands, plan)
         of_keys = kernel is _key_kernel
         count = plan.key_tiles if of_keys else plan.row_tiles
@@ -61,15 +62,15 @@ def backward(
 
 def _query_kernel(
     plan: Plan,
-    query_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
+    query_ref: Ref,
+    key_ref: Ref,
+    value_ref: Ref,
+    out_ref: Ref,
+    lse_ref: Ref,
+    delta_ref: Ref,
     visibility: Visibility,
-    found: Any,
-    result_ref: Any,
+    found: Ref | None,
+    result_ref: Ref,
 ) -> None:
     at = tiles.program_index(plan, of_keys=False)
     rows = tiles.rows(plan, at.tile, at.kv_head)
@@ -98,16 +99,16 @@ def _query_kernel(
 
 def _key_kernel(
     plan: Plan,
-    query_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
+    query_ref: Ref,
+    key_ref: Ref,
+    value_ref: Ref,
+    out_ref: Ref,
+    lse_ref: Ref,
+    delta_ref: Ref,
     visibility: Visibility,
-    found: Any,
-    d_key_ref: Any,
-    d_value_ref: Any,
+    found: Ref | None,
+    d_key_ref: Ref,
+    d_value_ref: Ref,
 ) -> None:
     at = tiles.program_index(plan, of_keys=True)
     key = tiles.load_keys(plan, key_ref, at, at.tile, plan.width, False)

@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
@@ -48,13 +49,13 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
 
 def _kernel(
     plan: Plan,
-    query_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
+    query_ref: Ref,
+    key_ref: Ref,
+    value_ref: Ref,
     visibility: Visibility,
-    found: Any,
-    out_ref: Any,
-    lse_ref: Any,
+    found: Ref | None,
+    out_ref: Ref,
+    lse_ref: Ref,
 ) -> None:
     at = tiles.program_index(plan, of_keys=False)
     rows = tiles.rows(plan, at.tile, at.kv_head)
@@ -117,7 +118,7 @@ def _merged(
     return AttentionState(out.reshape(*shape, width), lse.reshape(shape))
 
 
-def _merge(block: int, parts_ref: Any, lses_ref: Any, out_ref: Any, lse_ref: Any) -> None:
+def _merge(block: int, parts_ref: Ref, lses_ref: Ref, out_ref: Ref, lse_ref: Ref) -> None:
     row, at = pl.program_id(0), pl.program_id(1)
     splits, _, width = parts_ref.shape
     split = tiles.numbers(tiles.power(splits))

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
 
 from ...call._arguments import Operands, cotangents
 from ...call._state import AttentionState
@@ -56,10 +58,10 @@ def _specs(
 ) -> list[pl.BlockSpec]:
     """Blocks of query, dout, lse, delta, key and value; `row` and `key` return their indices."""
 
-    def of_row(b: Any, p: Any, *others: Any) -> Any:
+    def of_row(b: Array, p: Array, *others: Array | Ref) -> tuple[int | Array, ...]:
         return b, p, row(b, *others), 0
 
-    def of_row_number(b: Any, p: Any, *others: Any) -> Any:
+    def of_row_number(b: Array, p: Array, *others: Array | Ref) -> tuple[int | Array, ...]:
         return b, p, 0, row(b, *others)
 
     width, value_width = (x.shape[-1] for x in rows[:2])
@@ -83,13 +85,13 @@ def _rows_over_keys(
     batch, width = query.shape[0], query.shape[-1]
     numbers = block_ranges(visibility, at, batch)
 
-    def range_index(b: Any, i: Any) -> Any:
+    def range_index(b: Array, i: Array) -> Array:
         return b * at.row_blocks + i
 
-    def row(b: Any, i: Any, j: Any, *_: Any) -> Any:
+    def row(b: Array, i: Array, j: Array, *_: Array | Ref) -> Array:
         return i
 
-    def key(b: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
+    def key(b: Array, i: Array, j: Array, first: Ref, stop: Ref, *_: Array | Ref) -> Array:
         return step(first, stop, range_index(b, i), j)
 
     specs = _specs(rows, at, row, key)
@@ -110,19 +112,19 @@ def _rows_over_keys(
 
 
 def _rows_kernel(
-    first: Any,
-    stop: Any,
-    open_first: Any,
-    open_stop: Any,
-    query: Any,
-    d_out: Any,
-    lse: Any,
-    delta: Any,
-    key: Any,
-    value: Any,
+    first: Ref,
+    stop: Ref,
+    open_first: Ref,
+    open_stop: Ref,
+    query: Ref,
+    d_out: Ref,
+    lse: Ref,
+    delta: Ref,
+    key: Ref,
+    value: Ref,
     visibility: dict[str, Any],
-    d_query: Any,
-    sums: Any,
+    d_query: Ref,
+    sums: Ref,
     *,
     at: Layout,
     range_index: Callable[..., Any],
@@ -137,10 +139,10 @@ def _rows_kernel(
 
     @pl.when(j == 0)
     def _() -> None:
-        sums[...] = jnp.zeros_like(sums)
+        sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
     @visit(numbers, range_index(b, i), j, visibility)
-    def _(block: Any, compared: dict[str, Any]) -> None:
+    def _(block: Array, compared: dict[str, Any]) -> None:
         zero_past_end(key, block, at, tall=at.tall_key)
         zero_past_end(value, block, at, tall=at.tall_value)
         key_width, value_width = _widths(at)
@@ -167,13 +169,13 @@ def _keys_over_rows(
     batch = len(rows[0])
     numbers = block_ranges(visibility, at, batch, of_keys=True)
 
-    def range_index(b: Any, i: Any) -> Any:
+    def range_index(b: Array, i: Array) -> Array:
         return b * at.key_blocks + i
 
-    def key(b: Any, i: Any, j: Any, *_: Any) -> Any:
+    def key(b: Array, i: Array, j: Array, *_: Array | Ref) -> Array:
         return i
 
-    def row(b: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
+    def row(b: Array, i: Array, j: Array, first: Ref, stop: Ref, *_: Array | Ref) -> Array:
         return step(first, stop, range_index(b, i), j)
 
     specs = _specs(rows, at, row, key)
@@ -194,21 +196,21 @@ def _keys_over_rows(
 
 
 def _keys_kernel(
-    first: Any,
-    stop: Any,
-    open_first: Any,
-    open_stop: Any,
-    query: Any,
-    d_out: Any,
-    lse: Any,
-    delta: Any,
-    key: Any,
-    value: Any,
+    first: Ref,
+    stop: Ref,
+    open_first: Ref,
+    open_stop: Ref,
+    query: Ref,
+    d_out: Ref,
+    lse: Ref,
+    delta: Ref,
+    key: Ref,
+    value: Ref,
     visibility: dict[str, Any],
-    d_key: Any,
-    d_value: Any,
-    key_sums: Any,
-    value_sums: Any,
+    d_key: Ref,
+    d_value: Ref,
+    key_sums: Ref,
+    value_sums: Ref,
     *,
     at: Layout,
     range_index: Callable[..., Any],
@@ -224,11 +226,11 @@ def _keys_kernel(
 
     @pl.when(j == 0)
     def _() -> None:
-        key_sums[...] = jnp.zeros_like(key_sums)
-        value_sums[...] = jnp.zeros_like(value_sums)
+        key_sums[...] = jnp.zeros(key_sums.shape, key_sums.dtype)
+        value_sums[...] = jnp.zeros(value_sums.shape, value_sums.dtype)
 
     @visit(numbers, range_index(b, i), j, visibility)
-    def _(block: Any, compared: dict[str, Any]) -> None:
+    def _(block: Array, compared: dict[str, Any]) -> None:
         key_width, value_width = _widths(at)
         keys = load_present(key, compared, tall=at.tall_key)
         values = load_present(value, compared, tall=at.tall_value)

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
 
 from ...call._arguments import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
@@ -39,22 +41,30 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
     numbers = block_ranges(visibility, at, batch, splits=splits)
     grid = (batch, at.heads, splits, at.row_blocks, pl.cdiv(at.key_blocks, splits))
 
-    def range_index(b: Any, s: Any, i: Any) -> Any:
+    def range_index(b: Array, s: Array, i: Array) -> Array:
         return (b * at.row_blocks + i) * splits + s
 
-    def row(b: Any, s: Any, i: Any, j: Any, *_: Any) -> Any:
+    def row(b: Array, s: Array, i: Array, j: Array, *_: Array | Ref) -> Array:
         return i
 
-    def key_(b: Any, s: Any, i: Any, j: Any, first: Any, stop: Any, *_: Any) -> Any:
+    def key_(
+        b: Array, s: Array, i: Array, j: Array, first: Ref, stop: Ref, *_: Array | Ref
+    ) -> Array:
         return step(first, stop, range_index(b, s, i), j)
 
-    def rows_at(b: Any, p: Any, s: Any, i: Any, j: Any, *_: Any) -> Any:
+    def rows_at(
+        b: Array, p: Array, s: Array, i: Array, j: Array, *_: Array | Ref
+    ) -> tuple[int | Array, ...]:
         return b, p, i, 0
 
-    def out_at(b: Any, p: Any, s: Any, i: Any, j: Any, *_: Any) -> Any:
+    def out_at(
+        b: Array, p: Array, s: Array, i: Array, j: Array, *_: Array | Ref
+    ) -> tuple[int | Array, ...]:
         return s, b, p, i, 0
 
-    def lse_at(b: Any, p: Any, s: Any, i: Any, j: Any, *_: Any) -> Any:
+    def lse_at(
+        b: Array, p: Array, s: Array, i: Array, j: Array, *_: Array | Ref
+    ) -> tuple[int | Array, ...]:
         return s, b, p, 0, i
 
     width, value_width = query.shape[-1], value.shape[-1]
@@ -105,19 +115,19 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
 
 
 def _kernel(
-    first: Any,
-    stop: Any,
-    open_first: Any,
-    open_stop: Any,
-    query: Any,
-    key: Any,
-    value: Any,
+    first: Ref,
+    stop: Ref,
+    open_first: Ref,
+    open_stop: Ref,
+    query: Ref,
+    key: Ref,
+    value: Ref,
     visibility: dict[str, Any],
-    out: Any,
-    lse: Any,
-    maximum: Any,
-    total: Any,
-    sums: Any,
+    out: Ref,
+    lse: Ref,
+    maximum: Ref,
+    total: Ref,
+    sums: Ref,
     *,
     at: Layout,
     range_index: Callable[..., Any],
@@ -132,12 +142,12 @@ def _kernel(
 
     @pl.when(j == 0)
     def _() -> None:
-        maximum[...] = jnp.full_like(maximum, HIDDEN)
-        total[...] = jnp.zeros_like(total)
-        sums[...] = jnp.zeros_like(sums)
+        maximum[...] = jnp.full(maximum.shape, HIDDEN, maximum.dtype)
+        total[...] = jnp.zeros(total.shape, total.dtype)
+        sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
     @visit(numbers, range_index(b, s, i), j, visibility)
-    def _(block: Any, compared: dict[str, Any]) -> None:
+    def _(block: Array, compared: dict[str, Any]) -> None:
         zero_past_end(value, block, at, tall=at.tall_value)
         scores = dot(query[...], key[...], (1, 0 if at.tall_key else 1)) * at.settings.scale
         scores = hide(scores, compared, block, at, turned=False)
