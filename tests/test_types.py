@@ -119,6 +119,7 @@ def test_no_public_parameter_is_any():
     found = {
         f"{package}.{function.__qualname__}({name})"
         for package, public in EXPORTS
+        if package.split(".")[1:] in (["kernels"], ["distributed"])
         for function in callables_of(getattr(importlib.import_module(package), public))
         for name, hint in hints_of(function).items()
         if typing.Any in members(hint)
