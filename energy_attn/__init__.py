@@ -12,6 +12,7 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from . import plot as plot
 from . import prefix_tree as prefix_tree
 from . import solvers as solvers
 from .bayes._conjugate import conjugate as conjugate
@@ -23,7 +24,6 @@ from .core._attention import attention as attention
 from .core._citation import citation as citation
 from .core._free_energy import free_energy as free_energy
 from .core._softmax import safe_softmax as safe_softmax
-from .core._softmax import shifted_energy as shifted_energy
 from .core._solution import Result as Result
 from .core._solution import Solution as Solution
 from .gibbs._former import covariance as covariance
@@ -43,8 +43,6 @@ from .nn._penalty import lse_penalty as lse_penalty
 from .observables._entropy import ScoreMoments as ScoreMoments
 from .report._landscape import Landscape as Landscape
 from .report._landscape import landscape as landscape
-from .report._plot_landscape import plot_landscape as plot_landscape
-from .report._plot_report import plot_energy_report as plot_energy_report
 from .report._report import EnergyReport as EnergyReport
 from .report._report import energy_report as energy_report
 

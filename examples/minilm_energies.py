@@ -164,7 +164,7 @@ def write(out: Path, result: dict[str, Any], report: ea.EnergyReport) -> None:
     out.mkdir(parents=True, exist_ok=True)
     lines = [f" {json.dumps(name)}: {json.dumps(x)}" for name, x in result.items()]
     (out / "report.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    save(ea.plot_energy_report(report), out / "energies.svg")
+    save(ea.plot.energy_report(report), out / "energies.svg")
     save(draw_example(result["example"]), out / "example.svg")
 
 

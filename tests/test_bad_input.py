@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
+from energy_attn.core import shifted_energy
 from energy_attn.distributed import (
     SequenceParallel,
     collectives,
@@ -529,8 +530,8 @@ SHIFT = (
 )
 SOFTMAX = (
     *((partial(ea.safe_softmax, *args, **kw), *rest) for args, kw, *rest in EITHER_SOFTMAX),
-    *((partial(ea.shifted_energy, *args, **kw), *rest) for args, kw, *rest in EITHER_SOFTMAX),
-    *((partial(ea.shifted_energy, a(2, 3), shift), *rest) for shift, *rest in SHIFT),
+    *((partial(shifted_energy, *args, **kw), *rest) for args, kw, *rest in EITHER_SOFTMAX),
+    *((partial(shifted_energy, a(2, 3), shift), *rest) for shift, *rest in SHIFT),
 )
 MODULES = (
     (partial(ea.FreeEnergy, scale=NAN), ValueError, "scale", "nan", "finite"),
@@ -732,7 +733,7 @@ FUZZED = {
     merge_all: {"stacked": STATE},
     empty_state: {"shape": (2, 3)},
     ea.safe_softmax: {"scores": a(2, 3)},
-    ea.shifted_energy: {"scores": a(2, 3)},
+    shifted_energy: {"scores": a(2, 3)},
     SequenceParallel: {},
     make_mesh: {"shape": (2, 4)},
     ea.FreeEnergy: {},

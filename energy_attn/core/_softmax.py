@@ -102,9 +102,9 @@ def shifted_energy(
 
     Examples:
         >>> import jax, jax.numpy as jnp
-        >>> import energy_attn as ea
+        >>> from energy_attn.core import shifted_energy
         >>> scores = jnp.array([1.0, 3.0])
-        >>> energy, shift = ea.shifted_energy(scores)
+        >>> energy, shift = shifted_energy(scores)
         >>> bool(jnp.allclose(energy + shift, jax.nn.logsumexp(scores)))
         True
     """

@@ -100,7 +100,7 @@ def landscape(
 
     Returns:
         A [`Landscape`][energy_attn.Landscape], which
-        [`plot_landscape`][energy_attn.plot_landscape] draws; in float32 (float64).
+        [`plot.landscape`][energy_attn.plot.landscape] draws; in float32 (float64).
 
     Raises:
         TypeError: an argument is not an array or has the wrong dtype.

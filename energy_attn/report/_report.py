@@ -27,7 +27,7 @@ class EnergyReport(eqx.Module):
     """Figures of attention for each layer and head: `[layers, heads]`, or `[layers, B, T, heads]`.
 
     A pytree of arrays, returned by [`energy_report`][energy_attn.energy_report];
-    [`plot_energy_report`][energy_attn.plot_energy_report] draws it.
+    [`plot.energy_report`][energy_attn.plot.energy_report] draws it.
 
     Attributes:
         energy: the free energy $F$, in nats; minus infinity for fully masked rows.

@@ -112,7 +112,7 @@ def test_directions_and_extents_by_default():
 def test_picture(found):
     """A plot without attention, or with a rate where it is infinite."""
     pytest.importorskip("matplotlib")
-    figure = ea.plot_landscape(found)
+    figure = ea.plot.landscape(found)
     left, right = figure.axes[:2]
     (star,) = [line for line in right.lines if line.get_label() == "attention"]
     assert star.get_xydata().tolist() == [[0.0, 0.0]]
@@ -124,16 +124,16 @@ def test_picture(found):
     assert len(figure.axes) == 4 and left.get_title().startswith("free energy")
     # into axes of one's own
     other = type(figure)().subplots(1, 2)
-    assert ea.plot_landscape(found, other) is other[0].figure
+    assert ea.plot.landscape(found, other) is other[0].figure
 
 
 def test_no_matplotlib(found, monkeypatch, unchecked):
     """A traceback from inside, instead of an error that says what to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        ea.plot_landscape(found)
-    with pytest.raises(TypeError, match="landscape: wanted a Landscape, got int 3"):
-        ea.plot_landscape(3)
+        ea.plot.landscape(found)
+    with pytest.raises(TypeError, match="plane: wanted a Landscape, got int 3"):
+        ea.plot.landscape(3)
 
 
 VALID = {"query": a(3), "key": a(8, 3), "value": a(8, 2)}

@@ -282,7 +282,7 @@ def test_picture(tmp_path):
     values[0, 1, 1] = -np.inf
     report = ea.EnergyReport(*map(jnp.asarray, values))
     shown = values[[0, 1, 4, 2, 3]]
-    figure = ea.plot_energy_report(report, tmp_path / "report.png")
+    figure = ea.plot.energy_report(report, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     maps = [panel for panel in figure.axes if panel.images]
     for panel, wanted in zip(maps, shown, strict=True):
@@ -297,16 +297,16 @@ def test_picture(tmp_path):
         assert {t.get_color() for t in panel.texts} == {"black", "white"}
     # beyond a hundred heads there are no numbers
     wide = ea.EnergyReport(*jnp.zeros((5, 10, 20)))
-    assert not any(panel.texts for panel in ea.plot_energy_report(wide).axes)
+    assert not any(panel.texts for panel in ea.plot.energy_report(wide).axes)
 
 
 def test_picture_refuses(monkeypatch, unchecked):
     """A picture of something else, or a traceback out of matplotlib where it is not installed."""
     q = jnp.ones((3, 2, 4))
     with pytest.raises(TypeError, match="report: wanted an EnergyReport"):
-        ea.plot_energy_report(q)
+        ea.plot.energy_report(q)
     with pytest.raises(ValueError, match="per_query"):
-        ea.plot_energy_report(ea.energy_report(measure(q, q, q), per_query=True))
+        ea.plot.energy_report(ea.energy_report(measure(q, q, q), per_query=True))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        ea.plot_energy_report(ea.energy_report(measure(q, q, q)))
+        ea.plot.energy_report(ea.energy_report(measure(q, q, q)))

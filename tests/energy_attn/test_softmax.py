@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
+from energy_attn.core import shifted_energy
 
 from ..naive import assert_close
 from ..reference import largest
@@ -111,7 +112,7 @@ def test_axis_and_where(axis, shape):
     def value_and_gradient(scores, cotangent):
         options = {"where": None if where is None else jnp.asarray(where), "axis": axis}
         value, back = jax.vjp(lambda s: ea.safe_softmax(s, **options), scores)
-        return value, back(cotangent)[0], ea.shifted_energy(scores, **options)
+        return value, back(cotangent)[0], shifted_energy(scores, **options)
 
     cotangent = rng.standard_normal(scores.shape)
     value, gradient, (energy, shift) = value_and_gradient(
@@ -129,7 +130,7 @@ def test_axis_and_where(axis, shape):
 def test_no_scores(shape):
     """A maximum over nothing raises; a row of no keys is fully masked."""
     assert ea.safe_softmax(jnp.zeros(shape)).shape == shape
-    energy, shift = ea.shifted_energy(jnp.zeros(shape))
+    energy, shift = shifted_energy(jnp.zeros(shape))
     assert energy.shape == shift.shape == shape[:-1]
     assert np.isneginf(energy).all() and not np.asarray(shift).any()
 
@@ -159,11 +160,11 @@ def test_adding_the_shift_restores_the_energy(dtype):
     exact = softmax(np.asarray(scores, float))[1]
     naive = rounded(exact, wide(dtype).__name__)
     for shift in (None, given):
-        energy, shift = jax.jit(ea.shifted_energy)(scores, shift)
+        energy, shift = jax.jit(shifted_energy)(scores, shift)
         assert energy.dtype == shift.dtype == wide(dtype)
         assert_close(energy + shift, exact, naive, magnitude=2e3, what=f"{dtype}, F′ + m")
         assert np.isneginf(energy[3]) and np.isfinite(shift[3])
-    default = ea.shifted_energy(scores)
+    default = shifted_energy(scores)
     np.testing.assert_array_equal(default.shift[:3], scores[:3].max(-1).astype(wide(dtype)))
 
 
@@ -174,7 +175,7 @@ def test_constant_shift_changes_no_gradient(shift):
 
     @jax.jit
     def first_and_second(source):
-        energy = lambda source: ea.shifted_energy(tilted(source), m).energy  # noqa: E731
+        energy = lambda source: shifted_energy(tilted(source), m).energy  # noqa: E731
         return jax.grad(energy)(source), jax.hessian(energy)(source)
 
     gradient, hessian = first_and_second(SOURCE)
@@ -189,7 +190,7 @@ def test_differentiating_through_the_maximum_gives_another_gradient():
 
     def shifted(source):
         scores = tilted(source)
-        return ea.shifted_energy(scores, scores.max())
+        return shifted_energy(scores, scores.max())
 
     wrong = jax.grad(lambda source: shifted(source).energy)(SOURCE)
     best = V[int(np.argmax(tilted(SOURCE)))]
@@ -198,14 +199,14 @@ def test_differentiating_through_the_maximum_gives_another_gradient():
     # the energy itself, m added back, has the right gradient whatever m depends on
     close(jax.grad(lambda source: sum(shifted(source)))(SOURCE), attention(SOURCE))
     # and the library's own shift is held constant
-    own = jax.grad(lambda source: ea.shifted_energy(tilted(source)).energy)(SOURCE)
+    own = jax.grad(lambda source: shifted_energy(tilted(source)).energy)(SOURCE)
     close(own, attention(SOURCE))
 
 
 def test_shifted_energy_without_keys():
     """−∞ − (−∞) in a hidden row: its gradients are zero, and second derivatives too, not NaN."""
     scores = jnp.asarray(SCORES)
-    total = functools.partial(ea.shifted_energy, shift=None)
+    total = functools.partial(shifted_energy, shift=None)
 
     @jax.jit
     def first_and_second(scores):

@@ -7,7 +7,7 @@ import numpy as np
 
 from energy_attn.kernels.internal import received
 
-from ._report import EnergyReport
+from ..report._report import EnergyReport
 
 # Field, title, unit and colours; quantities of one kind share theirs.
 _PANELS = (
@@ -21,7 +21,7 @@ _PANELS = (
 _READABLE = 96
 
 
-def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = None) -> Any:
+def energy_report(report: EnergyReport, path: str | PathLike[str] | None = None) -> Any:
     """Draws a report: a heat map of layers and heads for each quantity, and a scatter plot of all heads.
 
     If there are few cells, each shows its number. The last panel has a point for each head, by its
@@ -45,7 +45,7 @@ def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = 
         >>> import jax
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-        >>> figure = ea.plot_energy_report(ea.energy_report(q, k, v))
+        >>> figure = ea.plot.energy_report(ea.energy_report(q, k, v))
         >>> [panel.get_title() for panel in figure.axes[:2]]
         ['free energy  F', 'entropy  H']
     """
@@ -61,7 +61,7 @@ def plot_energy_report(report: EnergyReport, path: str | PathLike[str] | None = 
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "plot_energy_report: wanted matplotlib, which is not installed (pip install matplotlib)"
+            "plot.energy_report: wanted matplotlib, which is not installed (pip install matplotlib)"
         ) from error
 
     layers, heads = shape

@@ -6,10 +6,10 @@ import numpy as np
 
 from energy_attn.kernels.internal import received
 
-from ._landscape import Landscape
+from ..report._landscape import Landscape
 
 
-def plot_landscape(landscape: Landscape, axes: Any = None) -> Any:
+def landscape(plane: Landscape, axes: Any = None) -> Any:
     r"""Draws both planes of a landscape: contours of $F$ and of $I$ in nats, attention marked.
 
     On the left $F$, with an arrow for its slope at the source 0, which is attention. On the right
@@ -17,7 +17,7 @@ def plot_landscape(landscape: Landscape, axes: Any = None) -> Any:
     is empty. Needs matplotlib, which the extra `plot` installs.
 
     Args:
-        landscape: the result of [`landscape`][energy_attn.landscape].
+        plane: the result of [`landscape`][energy_attn.landscape].
         axes: two matplotlib axes to draw into; None makes a figure.
 
     Returns:
@@ -25,7 +25,7 @@ def plot_landscape(landscape: Landscape, axes: Any = None) -> Any:
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: `landscape` is not a `Landscape`.
+        TypeError: `plane` is not a `Landscape`.
 
     Source: see [`landscape`][energy_attn.landscape].
 
@@ -33,23 +33,23 @@ def plot_landscape(landscape: Landscape, axes: Any = None) -> Any:
         >>> import jax
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2))
-        >>> figure = ea.plot_landscape(ea.landscape(q[0], k, v, points=9))
+        >>> figure = ea.plot.landscape(ea.landscape(q[0], k, v, points=9))
         >>> [panel.get_title().split()[0] for panel in figure.axes[:2]]
         ['free', 'rate']
     """
-    if not isinstance(landscape, Landscape):
-        raise TypeError(f"landscape: wanted a Landscape, got {received(landscape)}")
+    if not isinstance(plane, Landscape):
+        raise TypeError(f"plane: wanted a Landscape, got {received(plane)}")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "plot_landscape: wanted matplotlib, which is not installed (pip install matplotlib)"
+            "plot.landscape: wanted matplotlib, which is not installed (pip install matplotlib)"
         ) from error
     if axes is None:
         axes = Figure(figsize=(8.4, 3.9), layout="constrained").subplots(1, 2)
     left, right = axes
-    _draw_free_energy(left, landscape)
-    _draw_rate(right, landscape)
+    _draw_free_energy(left, plane)
+    _draw_rate(right, plane)
     return left.figure
 
 
