@@ -1,6 +1,7 @@
 """The free energy as an Equinox module."""
 
-from typing import Any, Unpack
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack, overload
 
 import equinox as eqx
 import numpy as np
@@ -22,6 +23,13 @@ from ..core._free_energy import free_energy
 from ..core._options import AttentionOptions, EnergyOptions
 from ._gibbs import Gibbs
 from ._keys import KeySet, prepare_keys
+
+
+def _hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+    """Several names as a tuple, as static fields must be hashable."""
+    if isinstance(implementation, Sequence) and not isinstance(implementation, str):
+        return tuple(implementation)
+    return implementation
 
 
 class FreeEnergy(eqx.Module):
@@ -62,17 +70,15 @@ class FreeEnergy(eqx.Module):
     scale: float | Float[Array, ""] | None = None
     is_causal: bool = eqx.field(static=True, default=False)
     local_window_size: int | tuple[int, int] | None = eqx.field(static=True, default=None)
-    implementation: str | tuple[str, ...] | None = eqx.field(static=True, default=None)
+    implementation: str | tuple[str, ...] | None = eqx.field(
+        static=True, default=None, converter=_hashable
+    )
     parallel: SequenceParallel | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
         check_scale(self.scale)
         check_window(self.local_window_size)
         candidates(self.implementation)
-        if isinstance(self.implementation, list):  # static fields must be hashable
-            raise TypeError(
-                f"implementation: wanted a tuple of names, got {received(self.implementation)}"
-            )
         check_flag("is_causal", self.is_causal)
         if self.parallel is not None and not isinstance(self.parallel, SequenceParallel):
             raise TypeError(
@@ -131,6 +137,33 @@ class FreeEnergy(eqx.Module):
             query, key, value, source=source, bias=bias, mask=mask, **self._options(), **rows
         )
 
+    @overload
+    def attention(
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B S K H"],
+        value: Float[Array, "*B S K Hv"],
+        *,
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        return_energy: Literal[False] = False,
+        **rows: Unpack[RowOptions],
+    ) -> Float[Array, "*B T N Hv"]: ...
+
+    @overload
+    def attention(
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B S K H"],
+        value: Float[Array, "*B S K Hv"],
+        *,
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        return_energy: Literal[True],
+        **rows: Unpack[RowOptions],
+    ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
+
+    @overload
     def attention(
         self,
         query: Float[Array, "*B T N H"],
@@ -141,7 +174,19 @@ class FreeEnergy(eqx.Module):
         mask: Bool[Array, "..."] | None = None,
         return_energy: bool = False,
         **rows: Unpack[RowOptions],
-    ) -> Any:
+    ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
+
+    def attention(
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B S K H"],
+        value: Float[Array, "*B S K Hv"],
+        *,
+        bias: Float[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        return_energy: bool = False,
+        **rows: Unpack[RowOptions],
+    ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
         """`jax.grad` of the energy in the source at zero: `out` `[B, T, N, Hv]`, or
         `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
         """

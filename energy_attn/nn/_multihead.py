@@ -2,11 +2,12 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import (
@@ -112,7 +113,7 @@ class MultiheadAttention(eqx.Module):
         use_output_bias: bool = False,
         dropout_p: float = 0.0,
         inference: bool = False,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         *,
         num_kv_heads: int | None = None,
         energy: FreeEnergy | None = None,
@@ -171,6 +172,41 @@ class MultiheadAttention(eqx.Module):
         self.dropout = eqx.nn.Dropout(dropout_p, inference=check_flag("inference", inference))
         self.energy = energy
 
+    @overload
+    def __call__(
+        self,
+        query: Float[Array, "T query_size"],
+        key_: Float[Array, "S key_size"],
+        value: Float[Array, "S value_size"],
+        mask: Bool[Array, "..."] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[..., Sequence[Array]] | None = None,
+        query_positions: Int[Array, " T"] | None = None,
+        key_positions: Int[Array, " S"] | None = None,
+        return_energy: Literal[False] = False,
+    ) -> Float[Array, "T output_size"]: ...
+
+    @overload
+    def __call__(
+        self,
+        query: Float[Array, "T query_size"],
+        key_: Float[Array, "S key_size"],
+        value: Float[Array, "S value_size"],
+        mask: Bool[Array, "..."] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[..., Sequence[Array]] | None = None,
+        query_positions: Int[Array, " T"] | None = None,
+        key_positions: Int[Array, " S"] | None = None,
+        return_energy: Literal[True],
+    ) -> tuple[Float[Array, "T output_size"], Float[Array, "T num_heads"]]: ...
+
+    @overload
     def __call__(
         self,
         query: Float[Array, "T query_size"],
@@ -185,7 +221,29 @@ class MultiheadAttention(eqx.Module):
         query_positions: Int[Array, " T"] | None = None,
         key_positions: Int[Array, " S"] | None = None,
         return_energy: bool = False,
-    ) -> Any:
+    ) -> (
+        Float[Array, "T output_size"]
+        | tuple[Float[Array, "T output_size"], Float[Array, "T num_heads"]]
+    ): ...
+
+    def __call__(
+        self,
+        query: Float[Array, "T query_size"],
+        key_: Float[Array, "S key_size"],
+        value: Float[Array, "S value_size"],
+        mask: Bool[Array, "..."] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[..., Sequence[Array]] | None = None,
+        query_positions: Int[Array, " T"] | None = None,
+        key_positions: Int[Array, " S"] | None = None,
+        return_energy: bool = False,
+    ) -> (
+        Float[Array, "T output_size"]
+        | tuple[Float[Array, "T output_size"], Float[Array, "T num_heads"]]
+    ):
         """Attends; use `jax.vmap` for a batch.
 
         Args:

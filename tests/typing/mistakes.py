@@ -21,6 +21,37 @@ out, residual = ea.attention(q, k, v, parallel=parallel, return_residual=True)
 ea.free_energy(q, k, v, local_window_size=(3, 0), implementation=("blockwise", "reference"))
 local_attention(q, k, v, query_positions=None, key_positions=None).lse.sum()
 
+# an energy, and what is asked of the measure that it makes
+rule = ea.FreeEnergy(is_causal=True, implementation=["blockwise", "reference"])
+F = rule.at(q, k, v, key_value_seq_lengths=lengths)
+rule(q, k, v, source=q).sum()
+out, energy = rule.attention(q, k, v, return_energy=True)
+F.tilt(q).attention().sum() + F.covariance(q).sum() + F.entropy().sum()
+layer = ea.MultiheadAttention(4, 16, is_causal=True, key=jax.random.key(0))
+out, energy = layer(q[0, :, 0], q[0, :, 0], q[0, :, 0], return_energy=True)
+
+ea.FreeEnergy(causal=True)  # mistake
+ea.FreeEnergy(local_window_size="3")  # mistake
+ea.FreeEnergy(key_value_seq_lengths=lengths)  # mistake
+rule(q, k, v, sauce=q)  # mistake
+rule(q, k, v, is_causal=False)  # mistake
+rule.attention(q, k, v, return_energy=True).sum()  # mistake
+rule.atention(q, k, v)  # mistake
+rule.at(q, k)  # mistake
+rule.at(q, k, v, lengths=lengths)  # mistake
+rule.at(q, k, v, mask=0.5)  # mistake
+F.entropie()  # mistake
+F.attention(return_energy=True).sum()  # mistake
+F.covariance(tangents=q)  # mistake
+F.cumulant(3)  # mistake
+F.sample(3)  # mistake
+F.score_moments().median  # mistake
+F | 0.5  # mistake
+ea.MultiheadAttention(4, 16, is_casual=True, key=jax.random.key(0))  # mistake
+ea.MultiheadAttention(4, 16, energy="reference", key=jax.random.key(0))  # mistake
+layer(q, k, v, return_energy=True).sum()  # mistake
+layer(q, k, v, query_position=lengths)  # mistake
+
 # options
 ea.attention(q, k, v, is_casual=True)  # mistake
 ea.attention(q, k, v, is_causal="yes")  # mistake
