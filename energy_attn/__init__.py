@@ -12,14 +12,11 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from . import bayes as bayes
+from . import hopfield as hopfield
 from . import plot as plot
 from . import prefix_tree as prefix_tree
 from . import solvers as solvers
-from .bayes._conjugate import conjugate as conjugate
-from .bayes._conjugate import rate as rate
-from .bayes._map import map_attention as map_attention
-from .bayes._saddle import gamma as gamma
-from .bayes._saddle import saddle_attention as saddle_attention
 from .core._attention import attention as attention
 from .core._citation import citation as citation
 from .core._free_energy import free_energy as free_energy
@@ -35,8 +32,6 @@ from .gibbs._former import score_moments as score_moments
 from .gibbs._former import temperature_sensitivity as temperature_sensitivity
 from .gibbs._free_energy import FreeEnergy as FreeEnergy
 from .gibbs._gibbs import Gibbs as Gibbs
-from .hopfield._block import EnergyAttentionBlock as EnergyAttentionBlock
-from .hopfield._retrieve import retrieve as retrieve
 from .nn._multihead import MultiheadAttention as MultiheadAttention
 from .nn._penalty import entropy_penalty as entropy_penalty
 from .nn._penalty import lse_penalty as lse_penalty

@@ -16,6 +16,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ..core._free_energy import Calls
+from ..observables._measure import AbstractMeasure
 from ..solvers import AbstractSolver, Newton, Optax, Optimistic
 
 
@@ -36,6 +37,18 @@ def check_regulariser(x: Any, dtype: Any, *, positive: bool = False) -> tuple[Ar
                 f"{name}: wanted a number {'above' if positive else 'of at least'} 0, got {number}"
             )
     return jnp.asarray(x, dtype), positive or bool(number)
+
+
+def check_measure(F: Any) -> AbstractMeasure:
+    """Returns the measure; raises `TypeError` for anything else."""
+    if not isinstance(F, AbstractMeasure):
+        raise TypeError(f"F: wanted an energy_attn.Gibbs, got {received(F)}")
+    return F
+
+
+def sends(calls: Calls) -> bool:
+    """Whether the program of the calls has collectives."""
+    return any(call.plan is not None for call in calls)
 
 
 def check_solver_mesh(calls: Calls, solver: AbstractSolver) -> None:

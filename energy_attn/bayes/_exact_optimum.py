@@ -1,4 +1,4 @@
-"""The optimum that `map_attention` and `saddle_attention` look for: its derivative, and where to start."""
+"""The optimum that `map` and `saddle_attention` look for: its derivative, and where to start."""
 
 import functools
 from typing import Any
@@ -17,27 +17,27 @@ from ..observables._at_source import state_at
 # regulariser and start. Its derivatives of every order are therefore those of ∇F(0) and -F(0),
 # and the values that the solver found are returned unchanged.
 def with_exact_derivative(
-    call: Calls, arrays: Parts, value: Array, point: Array
+    calls: Calls, parts: Parts, value: Array, point: Array
 ) -> tuple[Array, Array]:
     """The value and point that a solver has found, with the derivatives of the exact ones."""
-    found: Any = _with_exact_derivative(call, arrays, value, point)
+    found: Any = _with_exact_derivative(calls, parts, value, point)
     return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_exact_derivative(
-    call: Calls, arrays: Parts, value: Array, point: Array
+    calls: Calls, parts: Parts, value: Array, point: Array
 ) -> tuple[Array, Array]:
     return value, point
 
 
-def _forward(call: Calls, arrays: Parts, value: Array, point: Array) -> tuple[Any, Parts]:
-    return with_exact_derivative(call, arrays, value, point), arrays
+def _forward(calls: Calls, parts: Parts, value: Array, point: Array) -> tuple[Any, Parts]:
+    return with_exact_derivative(calls, parts, value, point), parts
 
 
-def _backward(call: Calls, arrays: Parts, cotangent: tuple[Array, Array]) -> Any:
+def _backward(calls: Calls, parts: Parts, cotangent: tuple[Array, Array]) -> Any:
     value, point = cotangent
-    _, pull_back = jax.vjp(lambda arrays: state_at(call, None, arrays), arrays)
+    _, pull_back = jax.vjp(lambda parts: state_at(calls, None, parts), parts)
     (found,) = pull_back(AttentionState(point, -value))
     return found, None, None
 

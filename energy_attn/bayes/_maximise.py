@@ -27,7 +27,7 @@ class SolverOptions(NamedTuple):
     regulariser.
     """
 
-    call: Calls
+    calls: Calls
     solver: AbstractSolver
     bounded: bool
 
@@ -35,7 +35,7 @@ class SolverOptions(NamedTuple):
 class SolverInputs(NamedTuple):
     """The traced inputs. `point` is `[*B, T, N, V]`, the regulariser a scalar."""
 
-    arrays: Parts
+    parts: Parts
     point: Array
     regulariser: Array
 
@@ -68,7 +68,7 @@ def newton_trial(
     static: SolverOptions, inputs: SolverInputs, source: Array, passes: Array
 ) -> Trial:
     """Every row's trial at a source, with the step of damped Newton."""
-    covariance, out, lse = covariance_at(static.call, source, inputs.arrays)
+    covariance, out, lse = covariance_at(static.calls, source, inputs.parts)
     _, gradient = _objective(inputs, source, out, lse)
     residual = norm(gradient)
     variance = jnp.maximum(jnp.trace(covariance, axis1=-2, axis2=-1), 0.0)
@@ -86,7 +86,7 @@ def newton_trial(
 
 def plain_trial(static: SolverOptions, inputs: SolverInputs, source: Array, passes: Array) -> Trial:
     """Every row's trial at a source, for methods that use gradients alone."""
-    state = state_at(static.call, source, inputs.arrays)
+    state = state_at(static.calls, source, inputs.parts)
     _, gradient = _objective(inputs, source, *state)
     variance = jnp.zeros_like(state.lse)
     return _trial(static, inputs, source, passes, state, -gradient, variance)
@@ -121,7 +121,7 @@ def _trial(
         # without bound along such a normal. A row that would end otherwise tries the first.
         first = (passes % 2 == 0) | (residual <= threshold)
         normal = jnp.where(first[..., None], step, source)
-        beyond = (normal * point).sum(-1) - support_at(static.call, inputs.arrays, normal)
+        beyond = (normal * point).sum(-1) - support_at(static.calls, inputs.parts, normal)
         apart = (beyond > asked * norm(normal)) & (inputs.regulariser == 0)
         statuses[Result.outside_hull] = apart
         source = jnp.where(apart[..., None], normal, source)
@@ -144,7 +144,7 @@ def find_source(static: SolverOptions, inputs: SolverInputs) -> Descent:
         return newton_descent(evaluate, start, static.solver.max_steps)
 
     def objective(source: Array, inputs: SolverInputs) -> tuple[Array, Array]:
-        return _objective(inputs, source, *state_at(static.call, source, inputs.arrays))
+        return _objective(inputs, source, *state_at(static.calls, source, inputs.parts))
 
     evaluate = functools.partial(plain_trial, static, inputs)
     return optax_descent(static.solver, evaluate, objective, inputs, start)
@@ -183,12 +183,12 @@ def _maximum_backward(static: SolverOptions, saved: Any, cotangent: Maximum) -> 
     inputs, source, result = saved
     attained_value = has_source(result)[..., None]
     source = jnp.where(attained_value, source, 0.0)
-    matrix = covariance_at(static.call, source, inputs.arrays).covariance
+    matrix = covariance_at(static.calls, source, inputs.parts).covariance
     matrix = plus_diagonal(matrix, inputs.regulariser)
     x = pseudo_solve(matrix, jnp.where(attained_value, cotangent.source, 0.0))
-    state, pull_back = jax.vjp(lambda arrays: state_at(static.call, source, arrays), inputs.arrays)
-    (arrays,) = pull_back(AttentionState(-x, jnp.zeros_like(state.lse)))
-    return (SolverInputs(arrays, x, -(x * source).sum()),)
+    state, pull_back = jax.vjp(lambda parts: state_at(static.calls, source, parts), inputs.parts)
+    (parts,) = pull_back(AttentionState(-x, jnp.zeros_like(state.lse)))
+    return (SolverInputs(parts, x, -(x * source).sum()),)
 
 
 _maximum.defvjp(_maximum_forward, _maximum_backward)
@@ -222,11 +222,11 @@ def _attained_backward(
     some = has_source(found.result)
     source = jnp.where(some[..., None], found.source, 0.0)
     cotangent = jnp.where(some, cotangent, 0.0)
-    state, pull_back = jax.vjp(lambda arrays: state_at(static.call, source, arrays), inputs.arrays)
-    (arrays,) = pull_back(AttentionState(jnp.zeros_like(state.out), -cotangent))
+    state, pull_back = jax.vjp(lambda parts: state_at(static.calls, source, parts), inputs.parts)
+    (parts,) = pull_back(AttentionState(jnp.zeros_like(state.out), -cotangent))
     point = cotangent[..., None] * source
     regulariser = -0.5 * (point * source).sum()
-    return SolverInputs(arrays, point, regulariser), None
+    return SolverInputs(parts, point, regulariser), None
 
 
 _attained_value.defvjp(_attained_forward, _attained_backward)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from energy_attn.kernels.internal import check_flag, received
 
@@ -16,12 +16,12 @@ from ..core._solution import Result, Solution, raise_on_failure, without_derivat
 from ..observables._at_source import (
     check_row_vectors,
     covariance_product,
-    prepare_widened,
     state_at,
 )
+from ..observables._measure import AbstractMeasure
 from ..solvers import AbstractSolver, Extragradient, Newton, Optax, Optimistic
 from ..solvers._abstract import check_solver
-from ._checks import check_solver_mesh, tolerance_in
+from ._checks import check_measure, check_solver_mesh, sends, tolerance_in
 from ._descent import RUNNING, Descent, Trial, advance, any_running, initial_descent, select
 from ._exact_optimum import default_start, with_exact_derivative
 from ._maximise import norm
@@ -29,15 +29,9 @@ from ._optax_descent import optax_descent
 
 
 def gamma(
+    F: AbstractMeasure,
     source: Float[Array, "*B T N Hv"],
     point: Float[Array, "*B T N Hv"],
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    *,
-    bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
-    **options: Any,
 ) -> Float[Array, "*B T N"]:
     r"""The function that the paper calls the log-likelihood of a point and a source.
 
@@ -48,20 +42,15 @@ def gamma(
     $z$, that point is a saddle; $\Gamma$ has neither a minimum nor a maximum.
 
     Args:
+        F: a [`Gibbs`][energy_attn.Gibbs].
         source: $\zeta$, `[B, T, N, Hv]` or `[T, N, Hv]`.
         point: $z$, likewise.
-        query: `[B, T, N, H]` or `[T, N, H]`.
-        key: `[B, S, K, H]` or `[S, K, H]`.
-        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
-        bias: as in [`free_energy`][energy_attn.free_energy], as is `mask`.
-        mask: boolean, True where a key takes part.
-        **options: those of [`free_energy`][energy_attn.free_energy].
 
     Returns:
         `[B, T, N]` in nats, float32 (float64); plus infinity for a fully masked row.
 
     Raises:
-        TypeError: an argument of the wrong type, or an unknown option.
+        TypeError: an argument of the wrong type.
         ValueError: shapes that do not match.
 
     Source: Tree Attention (arXiv 2408.04093), equation 30 of the later text. Equation 21 of the
@@ -71,29 +60,24 @@ def gamma(
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
-        >>> zero, out = jnp.zeros_like(q), ea.attention(q, k, v)
-        >>> f = lambda source, point: ea.gamma(source, point, q, k, v).sum()
-        >>> slopes = jax.grad(f, argnums=(0, 1))(zero, out)
+        >>> F = ea.FreeEnergy().at(q, k, v)
+        >>> f = lambda source, point: ea.bayes.gamma(F, source, point).sum()
+        >>> slopes = jax.grad(f, argnums=(0, 1))(jnp.zeros_like(q), F.attention())
         >>> bool(jnp.allclose(jnp.stack(slopes), 0, atol=1e-5))
         True
     """
-    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
-    source = check_row_vectors("source", source, arrays)
-    point = check_row_vectors("point", point, arrays)
-    return (source * point).sum(-1) - state_at(call, source, arrays).lse
+    calls, parts = check_measure(F).prepared()
+    source = check_row_vectors("source", source, parts)
+    point = check_row_vectors("point", point, parts)
+    return (source * point).sum(-1) - state_at(calls, source, parts).lse
 
 
 def saddle_attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    F: AbstractMeasure,
     *,
-    bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
     solver: Extragradient | Optimistic | Newton = Extragradient(),
     start: tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N Hv"]] | None = None,
     throw: bool = True,
-    **options: Any,
 ) -> Solution:
     r"""Attention as the saddle of $\Gamma$: a maximum in the source, a minimum in the point.
 
@@ -101,7 +85,7 @@ def saddle_attention(
 
     The saddle is the stationary point of the paper's $\Gamma$, found here by solvers for saddle points.
     Gradient *descent* in both variables leaves it exponentially fast, since $\Gamma$ is unbounded below
-    in $\zeta$. The objective of [`map_attention`][energy_attn.map_attention] has a minimum, and its
+    in $\zeta$. The objective of `F.map` has a minimum, and its
     solvers take a few steps where these take hundreds.
 
     `Extragradient` steps by the gradient at a trial point one step ahead; `Optimistic` extrapolates
@@ -111,18 +95,13 @@ def saddle_attention(
     Differentiable in reverse mode, as attention is.
 
     Args:
-        query: `[B, T, N, H]` or `[T, N, H]`.
-        key: `[B, S, K, H]` or `[S, K, H]`.
-        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
-        bias: as in [`free_energy`][energy_attn.free_energy], as is `mask`.
-        mask: boolean, True where a key takes part.
+        F: a [`Gibbs`][energy_attn.Gibbs].
         solver: [`Extragradient`][energy_attn.solvers.Extragradient],
             [`Optimistic`][energy_attn.solvers.Optimistic] or [`Newton`][energy_attn.solvers.Newton].
             Its residual is $|(\nabla_\zeta \Gamma, \nabla_z \Gamma)|$, relative to $\sqrt{1 + |z|^2}$.
         start: `(source, point)`, `[B, T, N, Hv]` each; None is zero and the unweighted mean of the
             values that a row sees.
         throw: whether to raise if a row does not converge.
-        **options: those of [`free_energy`][energy_attn.free_energy].
 
     Returns:
         A [`Solution`][energy_attn.Solution] with `value` $\Gamma$ `[B, T, N]`, `source` and `point`
@@ -130,7 +109,7 @@ def saddle_attention(
         has the result `no_keys`, the value plus infinity, and zeros.
 
     Raises:
-        TypeError: an argument of the wrong type, another solver, or an unknown option.
+        TypeError: an argument of the wrong type, or another solver.
         ValueError: shapes that do not match.
         NotImplementedError: `Optimistic` with arrays that are sharded over explicit mesh axes.
         RuntimeError: a row did not converge and `throw` is set; inside jit, when the program runs.
@@ -143,39 +122,37 @@ def saddle_attention(
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
-        >>> solution = ea.saddle_attention(q, k, v)
-        >>> bool(jnp.allclose(solution.point, ea.attention(q, k, v), atol=1e-4))
+        >>> F = ea.FreeEnergy().at(q, k, v)
+        >>> bool(jnp.allclose(ea.bayes.saddle_attention(F).point, F.attention(), atol=1e-4))
         True
     """
-    call, arrays = prepare_widened(query, key, value, bias, mask, **options)
+    calls, parts = check_measure(F).prepared()
     solver = check_solver(solver, Extragradient, Optimistic, Newton)
-    check_solver_mesh(call, solver)
+    check_solver_mesh(calls, solver)
     check_flag("throw", throw)
     if start is None:
-        point = default_start(call, arrays)
+        point = default_start(calls, parts)
         pair = jnp.concatenate([jnp.zeros_like(point), point], -1)
     else:
         if not isinstance(start, tuple) or len(start) != 2:
             raise TypeError(f"start: wanted a pair (source, point), got {received(start)}")
-        pair = jnp.concatenate([check_row_vectors("start", x, arrays) for x in start], -1)
-    found = _solve(_SaddleOptions(call, solver), _SaddleInputs(arrays, pair))
-    value, point = with_exact_derivative(call, arrays, found.value, found.point)
-    stats = without_derivative(found.stats, arrays, "saddle_attention")
+        pair = jnp.concatenate([check_row_vectors("start", x, parts) for x in start], -1)
+    found = _solve(_SaddleOptions(calls, solver), _SaddleInputs(parts, pair))
+    value, point = with_exact_derivative(calls, parts, found.value, found.point)
+    stats = without_derivative(found.stats, parts, "saddle_attention")
     found = Solution(value, found.source, point, found.result, stats)
-    return raise_on_failure(
-        found, throw, "saddle_attention", collective=any(x.plan is not None for x in call)
-    )
+    return raise_on_failure(found, throw, "saddle_attention", collective=sends(calls))
 
 
 class _SaddleOptions(NamedTuple):
-    call: Calls
+    calls: Calls
     solver: AbstractSolver
 
 
 class _SaddleInputs(NamedTuple):
     """The traced inputs. `start` is source and point concatenated, `[*B, T, N, 2 Hv]`."""
 
-    arrays: Parts
+    parts: Parts
     start: Array
 
 
@@ -209,7 +186,7 @@ def _solve(static: _SaddleOptions, inputs: _SaddleInputs) -> Solution:
 def _trial(static: _SaddleOptions, inputs: _SaddleInputs, pair: Array) -> Trial:
     # the gradient of Γ with the sign of its first half reversed, since the source maximises
     source, point = jnp.split(pair, 2, -1)
-    out, lse = state_at(static.call, source, inputs.arrays)
+    out, lse = state_at(static.calls, source, inputs.parts)
     gradient = jnp.concatenate([out - point, source], -1)
     residual = norm(gradient)
     value = (source * point).sum(-1) - lse
@@ -254,7 +231,7 @@ def _newton(static: _SaddleOptions, inputs: _SaddleInputs, first: Trial, evaluat
     def step(found: Descent) -> Descent:
         last = found.last
         source, _ = jnp.split(last.point, 2, -1)
-        state, product = covariance_product(static.call, source, inputs.arrays, source)
+        state, product = covariance_product(static.calls, source, inputs.parts, source)
         pair = jnp.concatenate([jnp.zeros_like(source), state.out - product], -1)
         active = last.status == RUNNING
         trial = evaluate(select(active, pair, last.point), found.passes)

@@ -60,7 +60,8 @@ class Solution(eqx.Module):
         >>> import jax
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 4))
-        >>> solution = ea.conjugate(ea.attention(q, k, v), q, k, v)
+        >>> F = ea.FreeEnergy().at(q, k, v)
+        >>> solution = F.conjugate(F.attention())
         >>> bool(solution.converged.all())
         True
     """

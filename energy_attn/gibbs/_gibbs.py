@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 
 from energy_attn.kernels.internal import check_flag, check_source, received
 
+from ..bayes._measure import AbstractConjugate
 from ..core._free_energy import Calls, Parts, attention_and_energy, energy_at
 from ..observables._at_source import widened
-from ..observables._measure import AbstractMeasure
 from ._keys import KeySet, prepare_keys, tilt_keys
 
 
-class Gibbs(AbstractMeasure):
+class Gibbs(AbstractConjugate):
     r"""The free energy of given queries and keys: a function of the source alone, and a measure.
 
     $$F(\zeta) = \log \sum_a e^{s_a + \zeta \cdot v_a}, \qquad P_a = e^{s_a - F(0)}, \qquad

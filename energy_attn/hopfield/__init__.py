@@ -1,1 +1,4 @@
-"""Retrieval from modern Hopfield networks, and energy-based blocks."""
+"""Modern Hopfield networks and Energy Transformers: energies of states and of tokens."""
+
+from ._block import EnergyAttentionBlock as EnergyAttentionBlock
+from ._retrieve import retrieve as retrieve

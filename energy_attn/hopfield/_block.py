@@ -73,7 +73,7 @@ class EnergyAttentionBlock(eqx.Module):
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
-        >>> block = ea.EnergyAttentionBlock(16, 4, key=jax.random.key(0))
+        >>> block = ea.hopfield.EnergyAttentionBlock(16, 4, key=jax.random.key(0))
         >>> x = jax.random.normal(jax.random.key(1), (9, 16))
         >>> update = block(x)
         >>> update.shape, bool(block.energy(x + 0.01 * update) < block.energy(x))

@@ -66,7 +66,7 @@ def memory_stats(call: Any, arrays: Any) -> MemoryStats:
     return MemoryStats(lse, longest[..., 0])
 
 
-def energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> Array:
+def point_energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> Array:
     """E of a point whose free energy is `lse`; plus infinity in fully masked rows."""
     empty = jnp.isneginf(stats.log_count)
     entropic = jnp.where(empty, 0.0, stats.log_count) - jnp.where(empty, 0.0, lse)
@@ -97,7 +97,7 @@ def fixed_point(
     def step(carry: Any) -> Any:
         point, progress = carry
         here = state_at_point(call, beta, arrays, point)
-        energies = energy(beta, point, here.lse, stats)
+        energies = point_energy(beta, point, here.lse, stats)
         rose = energy_rises(progress, energies, beta, point, here.lse, stats)
         moved = jnp.sqrt(((here.out - point) ** 2).sum(-1))
         running = progress.running

@@ -1,13 +1,15 @@
 """Retrieval from a modern Hopfield network: the fixed points of attention to memories."""
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import (
+    RowOptions,
     check_flag,
     check_floating,
     check_shape,
@@ -17,17 +19,17 @@ from energy_attn.kernels.internal import (
 
 from ..core._citation import cite
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
-from ..observables._at_source import prepare_widened
+from ..gibbs._free_energy import FreeEnergy
 from ..solvers import FixedPoint
 from ..solvers._abstract import check_solver
 from ._checks import check_positive
 from ._fixed_point import (
     RetrievalOptions,
-    energy,
     energy_rises,
     fixed_point,
     memory_stats,
     nearest_memory,
+    point_energy,
     state_at_point,
 )
 
@@ -40,10 +42,11 @@ def retrieve(
     memories: Float[Array, "*B S K H"],
     *,
     mask: Bool[Array, "..."] | None = None,
-    scale: float | Float[Array, ""] = 1.0,
+    scale: float | Float[Array, ""] | None = None,
+    energy: FreeEnergy | None = None,
     solver: FixedPoint = FixedPoint(),
     throw: bool = True,
-    **options: Any,
+    **rows: Unpack[RowOptions],
 ) -> Solution:
     r"""The fixed point of a modern Hopfield network that a state converges to.
 
@@ -68,12 +71,15 @@ def retrieve(
         memories: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
         mask: boolean, of four axes, each 1 or that of `[B, N, T, S]`; True where a state may see a
             memory.
-        scale: $\beta$, positive, the inverse temperature: how sharply memories are told apart.
+        scale: $\beta$, positive, the inverse temperature: how sharply memories are told apart. None is
+            that of `energy`, or 1.
+        energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of states and memories: its `scale` is
+            $\beta$, $1/\sqrt H$ if None; its masks, kernel and `parallel` are those of the steps.
         solver: [`FixedPoint`][energy_attn.solvers.FixedPoint]. A state has converged when a step is at
             most `tolerance` times $M$ long.
         throw: whether to raise if a state does not converge.
-        **options: lengths, positions, segments, `implementation` and `parallel`, as for
-            [`free_energy`][energy_attn.free_energy]; `key_value_seq_lengths` are the memories'.
+        **rows: which states and memories there are, and where; `key_value_seq_lengths` are the
+            memories'.
 
     Returns:
         A [`Solution`][energy_attn.Solution]: `value` is $E$ `[B, T, N]`, `point` the fixed point
@@ -90,7 +96,7 @@ def retrieve(
     Raises:
         TypeError: an argument is not an array or has the wrong dtype, another solver, or an unknown
             option.
-        ValueError: shapes that do not match, values out of range, unknown names.
+        ValueError: shapes that do not match, values out of range, a scale that is given twice.
         RuntimeError: with `throw`, a state did not converge in `max_steps`, met a number that is not
             finite, or its energy rose by more than rounding; inside jit, when the program runs.
             Inside jit with memories sharded over a mesh, the row's value is NaN instead.
@@ -103,23 +109,42 @@ def retrieve(
         >>> import energy_attn as ea
         >>> memories = jax.random.normal(jax.random.key(0), (20, 1, 16))
         >>> probe = memories[3:4] + 0.3 * jax.random.normal(jax.random.key(1), (1, 1, 16))
-        >>> found = ea.retrieve(probe, memories, scale=2.0)
+        >>> found = ea.hopfield.retrieve(probe, memories, scale=2.0)
         >>> found.stats["nearest"].item(), bool(found.stats["weight"] > 0.99)
         (3, True)
     """
     _check_arrays(state, memories)
-    beta = check_positive("scale", scale)
+    energy, beta = _energy_and_beta(energy, scale, state.shape[-1])
     solver = check_solver(solver, FixedPoint)
     throw = check_flag("throw", throw)
-    (call,), (arrays,) = prepare_widened(
-        state, memories, memories, None, mask, scale=1.0, **options
-    )
+    measure = energy.at(state, memories, memories, mask=mask, **rows)
+    (call,), (arrays,) = measure.prepared()
     wide = arrays.query.dtype
     tolerance = _TOLERANCE[wide.name] if solver.tolerance is None else float(solver.tolerance)
     cite("ramsauer")
     static = RetrievalOptions(call, solver.max_steps, tolerance)
     solution = _solve(static, jnp.asarray(beta, wide), arrays)
     return raise_on_failure(solution, throw, "retrieve", collective=call.plan is not None)
+
+
+def _energy_and_beta(energy: Any, scale: Any, width: int) -> tuple[FreeEnergy, Any]:
+    """The energy at a scale of one, and β. A step multiplies its state by β, which may be differentiated."""
+    if energy is None:
+        energy = FreeEnergy(scale=1.0)
+    elif not isinstance(energy, FreeEnergy):
+        raise TypeError(f"energy: wanted a FreeEnergy or None, got {received(energy)}")
+    elif scale is not None and energy.scale is not None:
+        raise ValueError(
+            f"scale: wanted None where energy has the scale {received(energy.scale)}, "
+            f"got {received(scale)}"
+        )
+    if scale is not None:
+        beta = check_positive("scale", scale)
+    elif energy.scale is not None:
+        beta = check_positive("energy.scale", energy.scale)
+    else:
+        beta = width**-0.5
+    return dataclasses.replace(energy, scale=1.0), beta
 
 
 def _check_arrays(state: Any, memories: Any) -> None:
@@ -151,7 +176,7 @@ def _solve(static: RetrievalOptions, beta: Array, arrays: Any) -> Solution:
     found: Any = fixed_point(static, beta, arrays, memory)
     point, progress = found
     here = state_at_point(call, beta, arrays, point)
-    value = energy(beta, point, here.lse, memory)
+    value = point_energy(beta, point, here.lse, memory)
     seen = holds_keys(here.lse)
     # scores are β x·m and the mean of m is `out`, so the mean score needs no pass of its own
     entropy = jnp.where(seen, here.lse - beta * (point * here.out).sum(-1), 0.0)

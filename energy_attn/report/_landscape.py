@@ -13,13 +13,14 @@ from energy_attn.kernels.internal import (
     check_floating,
     check_integer,
     check_shape,
+    lse_dtype,
     received,
 )
 
-from ..bayes._conjugate import rate
-from ..core._free_energy import free_energy
+from ..gibbs._free_energy import FreeEnergy
+from ..gibbs._gibbs import Gibbs
 from ..hopfield._checks import check_positive
-from ..observables._at_source import covariance_at, prepare_widened
+from ..observables._at_source import covariance_at
 
 _EXTENT = 3.0  # the default half width of the grids, in standard deviations
 
@@ -120,17 +121,21 @@ def landscape(
     """
     _check(query, key, value, directions, bias, mask)
     points = check_integer("points", points, least=2)
-    options = {"scale": scale, "implementation": implementation, "parallel": parallel}
-    arrays = {
-        "key": key[:, None],
-        "value": value[:, None],
-        "bias": None if bias is None else bias[None, None, None],
-        "mask": None if mask is None else mask[None, None, None],
-    }
-    calls, parts = prepare_widened(query[None, None], **arrays, **options)
-    at_zero, (wide,) = covariance_at(calls, None, parts), parts
+    energy = FreeEnergy(scale=scale, implementation=implementation, parallel=parallel)
+    wide = lse_dtype(query.dtype)
+
+    def at(queries: Array) -> Gibbs:
+        return energy.at(
+            jnp.asarray(queries, wide)[:, None],
+            jnp.asarray(key, wide)[:, None],
+            jnp.asarray(value, wide)[:, None],
+            bias=None if bias is None else bias[None, None, None],
+            mask=None if mask is None else mask[None, None, None],
+        )
+
+    calls, parts = at(query[None]).prepared()
+    at_zero = covariance_at(calls, None, parts)
     covariance, attention = at_zero.covariance[0, 0], at_zero.out[0, 0]
-    arrays |= {"key": wide.key, "value": wide.value, "bias": wide.bias}
     if directions is None:
         directions = _principal(covariance)
     directions = jnp.asarray(directions, attention.dtype)
@@ -138,10 +143,10 @@ def landscape(
     fractions = jnp.linspace(-1.0, 1.0, points, dtype=attention.dtype)[None]
     sources, coordinates = sources[:, None] * fractions, coordinates[:, None] * fractions
     # each grid point is a separate query
-    queries = jnp.broadcast_to(wide.query, (points**2, *wide.query.shape[1:]))
-    energies = free_energy(queries, **arrays, source=_plane(sources, directions), **options)
+    F = at(jnp.broadcast_to(query, (points**2, *query.shape)))
+    energies = F(_plane(sources, directions))
     z = attention[None, None] + _plane(coordinates, directions)
-    rates = rate(z, queries, **arrays, throw=False, **options)
+    rates = F.rate(z, throw=False)
     known = rates.converged | jnp.isposinf(rates.value)
     return Landscape(
         directions,
@@ -151,7 +156,7 @@ def landscape(
         energies.reshape(points, points),
         coordinates,
         jnp.where(known, rates.value, jnp.nan).reshape(points, points),
-        _coordinates(wide.value[:, 0], mask, attention, directions),
+        _coordinates(jnp.asarray(value, wide), mask, attention, directions),
     )
 
 

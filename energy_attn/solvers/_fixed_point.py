@@ -26,7 +26,8 @@ class FixedPoint(AbstractSolver):
         >>> import jax
         >>> import energy_attn as ea
         >>> memories = jax.random.normal(jax.random.key(0), (20, 1, 16))
-        >>> found = ea.retrieve(memories[:3], memories, solver=ea.solvers.FixedPoint(max_steps=50))
+        >>> solver = ea.solvers.FixedPoint(max_steps=50)
+        >>> found = ea.hopfield.retrieve(memories[:3], memories, solver=solver)
         >>> found.stats["path"].shape
         (51, 3, 1)
     """

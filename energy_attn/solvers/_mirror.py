@@ -30,8 +30,8 @@ class Mirror(AbstractSolver):
     Examples:
         >>> import jax
         >>> import energy_attn as ea
-        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
-        >>> solution = ea.map_attention(q, k, v, solver=ea.solvers.Mirror())
+        >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
+        >>> solution = F.map(solver=ea.solvers.Mirror())
         >>> bool(solution.converged.all())
         True
     """

@@ -31,8 +31,8 @@ class Newton(AbstractSolver):
     Examples:
         >>> import jax
         >>> import energy_attn as ea
-        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
-        >>> solution = ea.map_attention(q, k, v, solver=ea.solvers.Newton(tolerance=1e-4))
+        >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
+        >>> solution = F.map(solver=ea.solvers.Newton(tolerance=1e-4))
         >>> bool(solution.converged.all())
         True
     """

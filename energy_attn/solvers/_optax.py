@@ -33,9 +33,9 @@ class Optax(AbstractSolver):
     Examples:
         >>> import jax, optax
         >>> import energy_attn as ea
-        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
+        >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
         >>> lbfgs = ea.solvers.Optax(optax.lbfgs(), tolerance=1e-3)
-        >>> bool(ea.map_attention(q, k, v, solver=lbfgs).converged.all())
+        >>> bool(F.map(solver=lbfgs).converged.all())
         True
     """
 

@@ -33,8 +33,8 @@ class Optimistic(AbstractSolver):
     Examples:
         >>> import jax
         >>> import energy_attn as ea
-        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
-        >>> solution = ea.saddle_attention(q, k, v, solver=ea.solvers.Optimistic(tolerance=1e-3))
+        >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
+        >>> solution = ea.bayes.saddle_attention(F, solver=ea.solvers.Optimistic(tolerance=1e-3))
         >>> bool(solution.converged.all())
         True
     """

@@ -182,4 +182,5 @@ def _row(
 def _rate(point: Array, query: Array, key: Array, value: Array) -> Array:
     """The rate function `[P]` at points `[P, Hv]`, for one query and values `[S, Hv]`."""
     query = jnp.broadcast_to(query, (len(point), *query.shape[1:]))
-    return ea.rate(point[:, None], query, key, value[:, None]).value[:, 0]
+    F = ea.FreeEnergy().at(query, key, value[:, None])
+    return F.rate(point[:, None]).value[:, 0]

@@ -35,7 +35,7 @@ def directions(random: np.random.Generator, count: int, width: int) -> np.ndarra
 @jax.jit
 def settle(probes: jax.Array, memories: jax.Array, count: jax.Array, beta: jax.Array) -> Any:
     """The fixed points of probes `[T, d]` among the first `count` of the memories `[S, d]`."""
-    return ea.retrieve(
+    return ea.hopfield.retrieve(
         probes[:, None],
         memories[:, None],
         scale=beta,

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import energy_attn as ea
-from energy_attn import solvers
+from energy_attn import bayes, solvers
 
 SEEDS, KEYS, WIDTH = 50, 64, 8
 BETAS = (0.25, 1.0, 4.0, 16.0, 64.0)
@@ -55,16 +55,17 @@ def measure(dtype: str) -> list[dict[str, Any]]:
     """The figures of one dtype, a dictionary for each inverse temperature."""
     arrays, inside, outside = problem(dtype)
 
-    def conjugate(solver: Any, point: jax.Array) -> Any:
-        return lambda scale: ea.conjugate(point, **arrays, scale=scale, solver=solver, throw=False)
+    def at(scale: jax.Array) -> ea.Gibbs:
+        return ea.FreeEnergy(scale=scale).at(**arrays)
 
-    def map_attention(solver: Any, regulariser: float | None) -> Any:
-        return lambda scale: ea.map_attention(
-            **arrays, scale=scale, solver=solver, regulariser=regulariser, throw=False
-        )
+    def conjugate(solver: Any, point: jax.Array) -> Any:
+        return lambda scale: at(scale).conjugate(point, solver=solver, throw=False)
+
+    def mode(solver: Any, regulariser: float | None) -> Any:
+        return lambda scale: at(scale).map(regulariser=regulariser, solver=solver, throw=False)
 
     def saddle(solver: Any) -> Any:
-        return lambda scale: ea.saddle_attention(**arrays, scale=scale, solver=solver, throw=False)
+        return lambda scale: bayes.saddle_attention(at(scale), solver=solver, throw=False)
 
     most = {"max_steps": 10000, "tolerance": 1e-8 if dtype == "float64" else 1e-5}
     newton, lbfgs = solvers.Newton(max_steps=200), solvers.Optax(optax.lbfgs(), max_steps=200)
@@ -72,9 +73,9 @@ def measure(dtype: str) -> list[dict[str, Any]]:
         "conjugate, Newton": conjugate(newton, inside),
         "conjugate, L-BFGS": conjugate(lbfgs, inside),
         "outside": conjugate(newton, outside),
-        "MAP, Newton": map_attention(solvers.Newton(), None),
-        "MAP, Newton, λ = 1": map_attention(solvers.Newton(), 1.0),
-        "MAP, mirror descent": map_attention(solvers.Mirror(), 1.0),
+        "MAP, Newton": mode(solvers.Newton(), None),
+        "MAP, Newton, λ = 1": mode(solvers.Newton(), 1.0),
+        "MAP, mirror descent": mode(solvers.Mirror(), 1.0),
         "saddle, extragradient": saddle(solvers.Extragradient(**most)),
         "saddle, optimistic": saddle(solvers.Optimistic(**most)),
     }
@@ -98,7 +99,8 @@ def measure(dtype: str) -> list[dict[str, Any]]:
 def joint_descent(steps: int = 200, size: float = 0.1) -> dict[str, Any]:
     """The error of the point when Γ is descended in both arguments, at β = 1."""
     arrays, *_ = problem("float64")
-    slopes = jax.grad(lambda *pair: ea.gamma(*pair, **arrays).sum(), (0, 1))
+    F = ea.FreeEnergy().at(**arrays)
+    slopes = jax.grad(lambda *pair: bayes.gamma(F, *pair).sum(), (0, 1))
 
     @jax.jit
     def descend(source: jax.Array, point: jax.Array) -> jax.Array:

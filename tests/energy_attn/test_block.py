@@ -21,7 +21,7 @@ KEY = jax.random.key(0)
 
 def make(**options):
     options = {"dtype": "float64", "key": KEY, **options}
-    return ea.EnergyAttentionBlock(D, HEADS, Y, **options)
+    return ea.hopfield.EnergyAttentionBlock(D, HEADS, Y, **options)
 
 
 def others(length=T):
@@ -161,13 +161,15 @@ def test_bad_fields(changes, error, got, wanted):
     """A block of impossible sizes that fails when it is called, or later."""
     (name,) = changes
     valid = {"width": 8, "num_heads": 2, "key": KEY}
-    complains(lambda: ea.EnergyAttentionBlock(**{**valid, **changes}), error, name, got, wanted)
+    complains(
+        lambda: ea.hopfield.EnergyAttentionBlock(**{**valid, **changes}), error, name, got, wanted
+    )
 
 
 @pytest.mark.usefixtures("unchecked", "user_settings")
 def test_bad_calls():
     """Tokens of another width, and temperatures below zero."""
-    block = ea.EnergyAttentionBlock(8, 2, key=KEY)
+    block = ea.hopfield.EnergyAttentionBlock(8, 2, key=KEY)
     complains(lambda: block(a(3, 7)), ValueError, "x", "float32[3,7]", "(B, T, 8) or (T, 8)")
     complains(lambda: block(a(3, 8, dtype="int32")), TypeError, "x", "int32[3,8]", "float32")
     lengths = {"lengths": a(3, dtype="int32")}

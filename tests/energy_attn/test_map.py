@@ -15,12 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
+from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.distributed import SequenceParallel
 from energy_attn.solvers import Extragradient, Mirror, Newton, Optax, Optimistic
 
 from ..complaints import complains
 from ..reference import dense, dense_vjp, rows, visible
 from ..selection import few
+from .measures import measure
 from .solvers import CONVERGED, INVERSE_TEMPERATURES, NO_KEYS, POINT, PROBLEM, SEEN, random_keys
 
 FOLDER = Path(__file__).resolve().parents[2] / "papers" / "tree_attention"
@@ -29,9 +31,13 @@ RESULT = np.where(SEEN, CONVERGED, NO_KEYS)
 ARRAYS = {name: jnp.asarray(x) for name, x in PROBLEM.arrays.items()}
 
 
+def gibbs(**changed):
+    return measure(**ARRAYS | changed, **PROBLEM.options)
+
+
 def solve(f, **options):
     def run():
-        return f(**ARRAYS, **PROBLEM.options, **options)
+        return f(gibbs(), **options)
 
     return jax.tree.map(np.asarray, jax.jit(run)())
 
@@ -47,7 +53,7 @@ def solve(f, **options):
 )
 def test_minimiser_is_attention(solver):
     """Each solver ends at ∇F(0), with M_λ = -F(0) there and a zero source, from another point."""
-    solution = solve(ea.map_attention, solver=solver, regulariser=0.8)
+    solution = solve(ea.Gibbs.map, solver=solver, regulariser=0.8)
     assert (solution.result == RESULT).all()
     np.testing.assert_allclose(solution.point, OUT, atol=1e-7)
     np.testing.assert_allclose(solution.source, np.zeros_like(OUT), atol=1e-7)
@@ -65,8 +71,8 @@ def test_start_is_the_plain_mean():
     mean = jnp.asarray(np.einsum("bnts,bsnv->btnv", seen, rows(PROBLEM).value))
 
     def run():
-        solution = ea.map_attention(**ARRAYS, **PROBLEM.options, regulariser=0.8)
-        there = ea.conjugate(mean, **ARRAYS, **PROBLEM.options, regulariser=0.8)
+        solution = gibbs().map(regulariser=0.8)
+        there = gibbs().conjugate(mean, regulariser=0.8)
         return solution.stats["path"][0], there.value
 
     found, wanted = jax.jit(run)()
@@ -83,10 +89,8 @@ def test_newton_needs_few_steps(dtype):
 
     @functools.partial(jax.jit, static_argnames="regulariser")
     def run(scale, regulariser, value=value):
-        solution = ea.map_attention(
-            query, key, value, scale=scale, regulariser=regulariser, throw=False
-        )
-        return solution, ea.attention(query, key, value, scale=scale)
+        F = measure(query, key, value, scale=scale)
+        return F.map(regulariser=regulariser, throw=False), F.attention()
 
     for beta in INVERSE_TEMPERATURES:
         scale = jnp.asarray(beta / np.sqrt(8), dtype)
@@ -102,7 +106,7 @@ def test_newton_needs_few_steps(dtype):
         np.testing.assert_array_equal(larger.stats["steps"], solution.stats["steps"])
 
 
-@pytest.mark.parametrize("f", [ea.map_attention, ea.saddle_attention])
+@pytest.mark.parametrize("f", [ea.Gibbs.map, saddle_attention])
 def test_derivatives_are_those_of_attention(f):
     """The optimum moves as ∇F(0) does, and its value as -F(0): no derivative is lost in the solver, nor in rows
     without keys.
@@ -112,8 +116,7 @@ def test_derivatives_are_those_of_attention(f):
     slopes = np.where(SEEN, slopes, 0)
 
     def total(query, value):
-        arrays = ARRAYS | {"query": query, "value": value}
-        solution = f(**arrays, **PROBLEM.options)
+        solution = f(gibbs(query=query, value=value))
         energy = jnp.where(SEEN, solution.value, 0.0)
         return (solution.point * weights).sum() + (energy * slopes).sum()
 
@@ -129,7 +132,7 @@ def test_gamma_is_what_it_says():
     out, lse = dense(replace(PROBLEM, source=source))
 
     def total(source, point):
-        value = ea.gamma(source, point, **ARRAYS, **PROBLEM.options)
+        value = gamma(gibbs(), source, point)
         return jnp.where(SEEN, value, 0.0).sum(), value
 
     program = jax.jit(jax.grad(total, (0, 1), has_aux=True))
@@ -148,7 +151,7 @@ def test_gamma_is_what_it_says():
 def test_saddle_is_attention(solver):
     """Each solver ends at (0, ∇F(0)) from elsewhere, where Γ = -F(0); Newton's takes two steps."""
     start = tuple(jnp.asarray(x) for x in (0.3 * POINT[..., ::-1], POINT))
-    solution = solve(ea.saddle_attention, solver=solver(tolerance=1e-7), start=start)
+    solution = solve(saddle_attention, solver=solver(tolerance=1e-7), start=start)
     assert (solution.result == RESULT).all()
     np.testing.assert_allclose(solution.point, OUT, atol=1e-6)
     np.testing.assert_allclose(solution.source, np.zeros_like(OUT), atol=1e-6)
@@ -163,9 +166,9 @@ def test_extragradient_finds_its_step():
 
     @jax.jit
     def run(scale):
-        solver = Extragradient(tolerance=1e-8)
-        solution = ea.saddle_attention(query, key, value, scale=scale, solver=solver, throw=False)
-        return solution, ea.attention(query, key, value, scale=scale)
+        F = measure(query, key, value, scale=scale)
+        solution = saddle_attention(F, solver=Extragradient(tolerance=1e-8), throw=False)
+        return solution, F.attention()
 
     for beta in INVERSE_TEMPERATURES:
         solution, exact = run(jnp.asarray(beta / np.sqrt(8)))
@@ -179,8 +182,9 @@ def test_joint_descent_on_gamma_diverges():
     With step η the linearised map has, for each eigenvalue σ of Σ, the factor 1 + η (σ + √(σ² + 4))/2 > 1.
     """
     query, key, value, _ = random_keys("float64", seeds=4)
-    slopes = jax.grad(lambda *pair: ea.gamma(*pair, query, key, value).sum(), (0, 1))
-    attention = np.asarray(ea.attention(query, key, value))
+    F = measure(query, key, value)
+    slopes = jax.grad(lambda *pair: gamma(F, *pair).sum(), (0, 1))
+    attention = np.asarray(F.attention())
     step, steps = 0.1, 200
 
     @jax.jit
@@ -198,7 +202,7 @@ def test_joint_descent_on_gamma_diverges():
     # while it is near, the fastest direction takes over, and grows by its factor in each step
     early = 60
     growth = (error[early] / error[early - 10]) ** 0.1
-    covariance = np.asarray(ea.covariance(query, key, value))[:, 0, 0]
+    covariance = np.asarray(F.covariance())[:, 0, 0]
     sigma = np.linalg.eigvalsh(covariance)
     factors = 1 + step * (sigma + np.sqrt(sigma**2 + 4)) / 2
     assert (growth > factors[:, 0] - 1e-3).all() and (growth < factors[:, -1] + 1e-3).all()
@@ -215,10 +219,8 @@ def test_keys_over_eight_devices():
 
     def run(**options):
         def both(key, value):
-            return [
-                f(query, key, value, **options).point
-                for f in (ea.map_attention, ea.saddle_attention)
-            ]
+            F = measure(query, key, value, **options)
+            return [f(F).point for f in (ea.Gibbs.map, saddle_attention)]
 
         return jax.jit(both)
 
@@ -234,18 +236,17 @@ def test_keys_over_eight_devices():
 @pytest.mark.parametrize(
     ("f", "name"),
     [
-        (ea.map_attention, "path"),
-        (ea.saddle_attention, "residual"),
-        (functools.partial(ea.conjugate, jnp.asarray(POINT)), "path"),
+        (ea.Gibbs.map, "path"),
+        (saddle_attention, "residual"),
+        (lambda F, **options: F.conjugate(jnp.asarray(POINT), **options), "path"),
     ],
-    ids=["map_attention", "saddle_attention", "conjugate"],
+    ids=["map", "saddle_attention", "conjugate"],
 )
 def test_statistics_have_no_derivative(f, name):
     """A zero in place of a derivative that does not exist, for example with a residual in a loss."""
 
     def total(query):
-        one_step = Newton(max_steps=1)
-        solution = f(**ARRAYS | {"query": query}, **PROBLEM.options, solver=one_step, throw=False)
+        solution = f(gibbs(query=query), solver=Newton(max_steps=1), throw=False)
         return jnp.where(jnp.isfinite(solution.stats[name]), solution.stats[name], 0.0).sum()
 
     with pytest.raises(RuntimeError, match=f"stats: wanted no derivative, .* got one of {name}"):
@@ -272,14 +273,14 @@ def test_figures_are_those_in_the_page():
 @pytest.mark.parametrize(
     ("f", "changed", "error", "name", "received", "wanted"),
     [
-        (ea.map_attention, {"regulariser": 0.0}, ValueError, "regulariser", "0.0", "above 0"),
-        (ea.map_attention, {"regulariser": -1}, ValueError, "regulariser", "-1", "above 0"),
-        (ea.map_attention, {"start": jnp.ones(3)}, ValueError, "start", "[3]", "(2, 5, 4, 2)"),
-        (ea.map_attention, {"throw": 1}, TypeError, "throw", "int 1", "True or False"),
-        (ea.saddle_attention, {"start": 1.0}, TypeError, "start", "1.0", "pair"),
-        (ea.gamma, {"source": 1.0, "point": 1.0}, TypeError, "source", "1.0", "array"),
+        (ea.Gibbs.map, {"regulariser": 0.0}, ValueError, "regulariser", "0.0", "above 0"),
+        (ea.Gibbs.map, {"regulariser": -1}, ValueError, "regulariser", "-1", "above 0"),
+        (ea.Gibbs.map, {"start": jnp.ones(3)}, ValueError, "start", "[3]", "(2, 5, 4, 2)"),
+        (ea.Gibbs.map, {"throw": 1}, TypeError, "throw", "int 1", "True or False"),
+        (saddle_attention, {"start": 1.0}, TypeError, "start", "1.0", "pair"),
+        (gamma, {"source": 1.0, "point": 1.0}, TypeError, "source", "1.0", "array"),
     ],
 )
 def test_bad_input(f, changed, error, name, received, wanted, unchecked):
     """Each error names the argument, what was wanted and what it got."""
-    complains(lambda: f(**ARRAYS, **changed), error, name, received, wanted)
+    complains(lambda: f(gibbs(), **changed), error, name, received, wanted)

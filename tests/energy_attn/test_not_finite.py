@@ -8,6 +8,7 @@ import pytest
 import energy_attn as ea
 from energy_attn.core import shifted_energy
 from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.solvers import Newton
 
 from ..selection import few
 from .measures import measure
@@ -24,29 +25,26 @@ def arrays():
 def observed(query, key, value, parallel):
     """The results of every row, `[1, T, N, ...]`."""
     tangent = jnp.ones_like(query)
-    call = query, key, value
-    options = {"parallel": parallel}
-    with_bias = {"bias": jnp.zeros((1, 1, 1, 16)), **options}
-    point = jnp.zeros_like(query)
-    few, solving = ea.solvers.Newton(max_steps=4), {"throw": False, **options}
+    F = measure(query, key, value, parallel=parallel)
+    with_bias = measure(query, key, value, parallel=parallel, bias=jnp.zeros((1, 1, 1, 16)))
+    point, options = jnp.zeros_like(query), {"solver": Newton(max_steps=4), "throw": False}
     solutions = {
-        "rate": ea.rate(point, *call, solver=few, **solving),
-        "conjugate": ea.conjugate(point, *call, regulariser=0.1, solver=few, **solving),
-        "map": ea.map_attention(*call, solver=ea.solvers.Newton(max_steps=2), **solving),
+        "rate": F.rate(point, **options),
+        "conjugate": F.conjugate(point, regulariser=0.1, **options),
+        "map": F.map(solver=Newton(max_steps=2), throw=False),
     }
-    moments = ea.score_moments(*call, **options)
     found = {
-        "entropy": ea.entropy(*call, **options),
-        "entropy, bias": ea.entropy(*call, **with_bias),
-        "heat capacity": moments.variance,
-        "sensitivity": ea.temperature_sensitivity(*call, **options),
-        "covariance": ea.covariance(*call, **options),
-        "product": ea.covariance(*call, tangent=tangent, **options),
-        "cumulant": ea.cumulant(*call, tangents=[tangent] * 3, **options),
+        "entropy": F.entropy(),
+        "entropy, bias": with_bias.entropy(),
+        "heat capacity": F.score_moments().variance,
+        "sensitivity": F.temperature_sensitivity(),
+        "covariance": F.covariance(),
+        "product": F.covariance(tangent),
+        "cumulant": F.cumulant([tangent] * 3),
         **{name: solution.value for name, solution in solutions.items()},
     }
     results = {name: solution.result for name, solution in solutions.items()}
-    return found, results, ea.sample_keys(*call, rng=jax.random.key(0), **options)
+    return found, results, F.sample(key=jax.random.key(0))
 
 
 @pytest.mark.parametrize("spread", few([False, True], True), ids=["alone", "spread"])
@@ -70,7 +68,7 @@ def test_observables_and_solvers(spread):
 def test_retrieval():
     """A state of NaN that converges at once, with an energy of zero."""
     state, memories, _ = arrays()
-    solution = ea.retrieve(state, memories, scale=2.0, throw=False)
+    solution = ea.hopfield.retrieve(state, memories, scale=2.0, throw=False)
     assert solution.result[0, BROKEN, 1] == ea.Result.not_finite
     assert np.isnan(solution.value[0, BROKEN, 1])
     assert np.isnan(solution.stats["weight"][0, BROKEN, 1])
@@ -85,7 +83,7 @@ def test_penalties_and_reports():
     query, key, value = arrays()
     out, energy = ea.attention(query, key, value, return_energy=True)
     assert np.isnan(ea.lse_penalty(energy))
-    assert np.isnan(ea.entropy_penalty(ea.entropy(query, key, value), low=1.0))
+    assert np.isnan(ea.entropy_penalty(measure(query, key, value).entropy(), low=1.0))
     report = ea.energy_report(measure(query, key, value))
     assert np.isnan(report.energy[0, 1]) and np.isfinite(report.energy[0, 0])
     assert np.isnan(ea.safe_softmax(jnp.array([1.0, np.nan, -np.inf]))).all()

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import energy_attn as ea
 from energy_attn.core._solution import Result
 from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.hopfield import retrieve
 from energy_attn.kernels.call._checks import received
 from energy_attn.solvers import FixedPoint
 
@@ -74,7 +75,7 @@ def found():
     row that goes on after it has come to rest shows.
     """
     short = FixedPoint(tolerance=1e-2)
-    return ea.retrieve(jnp.asarray(STATE), jnp.asarray(MEMORIES), scale=1.5, solver=short)
+    return retrieve(jnp.asarray(STATE), jnp.asarray(MEMORIES), scale=1.5, solver=short)
 
 
 def test_steps_are_the_update(found):
@@ -108,7 +109,7 @@ def test_kinds_of_fixed_points():
     centres = 4 * np.eye(3, 6)
     memories = (centres[:, None] + 0.2 * patterns(3, 4, 6, seed=3)).reshape(12, 1, 6)
     probe = jnp.asarray(memories[5:6] + 0.01)
-    find = jax.jit(lambda beta: ea.retrieve(probe, jnp.asarray(memories), scale=beta))
+    find = jax.jit(lambda beta: retrieve(probe, jnp.asarray(memories), scale=beta))
     hot, cool, cold = (find(jnp.asarray(beta)) for beta in (0.01, 0.5, 40.0))
     for solution, beta, many in ((hot, 0.01, 12), (cool, 0.5, 4), (cold, 40.0, 1)):
         weights = softmax(beta * memories[:, 0] @ np.asarray(solution.point[0, 0]))
@@ -131,14 +132,14 @@ def test_nearest_of_many_and_of_equals():
     memories[7] = memories[1311]  # the same memory twice
     wanted = [0, 7, 1023, 1024, 2047, 2499]
     state = jnp.asarray(memories[wanted])
-    found = ea.retrieve(state, jnp.asarray(memories), scale=1e4)
+    found = retrieve(state, jnp.asarray(memories), scale=1e4)
     assert found.stats["nearest"][:, 0].tolist() == [0, -1, 1023, 1024, 2047, 2499]
     assert found.point.dtype == found.value.dtype == jnp.float32
     np.testing.assert_allclose(found.stats["weight"][:, 0], [1, 0.5, 1, 1, 1, 1], rtol=5e-3)
 
 
 def loss(memories, beta, state, weights):
-    found = ea.retrieve(state, memories, scale=beta, solver=FixedPoint(max_steps=1000))
+    found = retrieve(state, memories, scale=beta, solver=FixedPoint(max_steps=1000))
     return (weights * found.point).sum() + found.value.sum() + found.stats["overlap"].sum()
 
 
@@ -191,7 +192,7 @@ def test_what_has_no_derivative_raises():
     """A gradient of zero of the energy's path, and forward mode, which the rule does not have."""
 
     def path(memories):
-        found = ea.retrieve(jnp.asarray(STATE), memories, scale=1.5)
+        found = retrieve(jnp.asarray(STATE), memories, scale=1.5)
         return found.stats["path"].sum()
 
     with pytest.raises(RuntimeError, match="stats: wanted no derivative, as those of retrieve"):
@@ -209,13 +210,12 @@ PADDED[0, 3] = -50.0
 
 
 def partly_hidden(memories, beta, parallel=None):
-    found = ea.retrieve(
+    found = retrieve(
         jnp.asarray(STATE),
         memories,
         mask=jnp.asarray(SEEN).reshape(1, 1, 1, -1),
-        scale=beta,
+        energy=ea.FreeEnergy(scale=beta, parallel=parallel),
         key_value_seq_lengths=jnp.asarray(LENGTHS),
-        parallel=parallel,
         throw=False,
     )
     value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
@@ -250,7 +250,7 @@ def test_hidden_memories(on_one_device):
 def test_no_memories():
     """No memories at all: a NaN, or a state that is kept. Unbatched, in bfloat16."""
     state = jnp.ones((T, N, H), jnp.bfloat16)
-    found = ea.retrieve(state, jnp.zeros((0, K, H), jnp.bfloat16))
+    found = retrieve(state, jnp.zeros((0, K, H), jnp.bfloat16))
     assert found.point.shape == (T, N, H) and found.point.dtype == jnp.float32
     assert not found.point.any() and (found.result == Result.no_keys).all()
     assert not any(jnp.isnan(x).any() for x in jax.tree.leaves(found))
@@ -262,8 +262,8 @@ def test_steps_run_out_and_numbers_end():
     state = jnp.asarray(STATE).at[0, 0, 0, 0].set(jnp.inf)
     options = {"scale": 0.5, "solver": FixedPoint(max_steps=2)}
     with pytest.raises(RuntimeError, match="max_steps"):
-        ea.retrieve(jnp.asarray(STATE), memories, **options)
-    found = ea.retrieve(state, memories, throw=False, **options)
+        retrieve(jnp.asarray(STATE), memories, **options)
+    found = retrieve(state, memories, throw=False, **options)
     assert found.result[0, 0, 0] == Result.not_finite
     assert (found.result.ravel()[1:] == Result.max_steps_reached).all()
     assert (found.stats["steps"].ravel()[1:] == 2).all()
@@ -273,11 +273,11 @@ def test_energy_that_rises_is_told(monkeypatch):
     """A rising energy that goes unnoticed: with the sign of the energies reversed they rise."""
     from energy_attn.hopfield import _fixed_point
 
-    right = _fixed_point.energy
-    monkeypatch.setattr(_fixed_point, "energy", lambda *args: -right(*args))
+    right = _fixed_point.point_energy
+    monkeypatch.setattr(_fixed_point, "point_energy", lambda *args: -right(*args))
     jax.clear_caches()
     state, memories = jnp.asarray(STATE[0]), jnp.asarray(MEMORIES[0])
-    found = ea.retrieve(state, memories, solver=FixedPoint(max_steps=51), throw=False)
+    found = retrieve(state, memories, solver=FixedPoint(max_steps=51), throw=False)
     jax.clear_caches()
     assert (found.result == Result.energy_rose).all()
 
@@ -322,11 +322,11 @@ VALID = {"state": a(B, T, N, H), "memories": a(B, S, K, H)}
         ({"throw": 1}, TypeError, "int 1", "True or False"),
         ({"inverse_temperature": 1.0}, TypeError, "'inverse_temperature'", "one of the options"),
         ({"beta": 1.0}, TypeError, "'beta'", "one of the options"),
-        ({"implementation": "fast"}, ValueError, "'fast'", "'reference'"),
+        ({"energy": 1.0}, TypeError, "float 1.0", "FreeEnergy"),
     ],
     ids=lambda x: received(x) if isinstance(x, (str, dict)) else "",
 )
 def test_bad_input(changes, error, got, wanted):
     """A mistake that surfaces as another function's, or names an argument that `retrieve` does not have."""
     (name,) = changes
-    complains(lambda: ea.retrieve(**{**VALID, **changes}), error, name, got, wanted)
+    complains(lambda: retrieve(**{**VALID, **changes}), error, name, got, wanted)

@@ -1,5 +1,6 @@
 """Solvers as values: equal, hashable, without leaves, compiled once; and which of them a function declines."""
 
+import functools
 from typing import Any
 
 import jax
@@ -25,18 +26,19 @@ from ..complaints import a, complains
 SGD = optax.sgd(0.1)
 KINDS: list[Any] = [Newton, Mirror, Extragradient, Optimistic, FixedPoint]
 ALL = [*(kind() for kind in KINDS), Optax(SGD)]
-CALL = tuple(np.random.default_rng(0).standard_normal((3, 5, 1, 2)).astype("float32"))
-ATTENTIVE = {
-    "conjugate": lambda **x: ea.conjugate(a(5, 1, 2), *map(jnp.asarray, CALL), **x),
-    "rate": lambda **x: ea.rate(a(5, 1, 2), *map(jnp.asarray, CALL), **x),
-    "map_attention": lambda **x: ea.map_attention(*map(jnp.asarray, CALL), **x),
-    "saddle_attention": lambda **x: ea.saddle_attention(*map(jnp.asarray, CALL), **x),
-    "retrieve": lambda **x: ea.retrieve(*map(jnp.asarray, CALL[:2]), **x),
+ARRAYS = tuple(jnp.asarray(np.random.default_rng(0).standard_normal((3, 5, 1, 2)), "float32"))
+F = ea.FreeEnergy().at(*ARRAYS)
+ITERATIVE = {
+    "conjugate": functools.partial(F.conjugate, a(5, 1, 2)),
+    "rate": functools.partial(F.rate, a(5, 1, 2)),
+    "map": F.map,
+    "saddle_attention": functools.partial(ea.bayes.saddle_attention, F),
+    "retrieve": functools.partial(ea.hopfield.retrieve, *ARRAYS[:2]),
 }
 KNOWN = {
     "conjugate": {Newton, Optax},
     "rate": {Newton, Optax},
-    "map_attention": {Newton, Mirror, Optax},
+    "map": {Newton, Mirror, Optax},
     "saddle_attention": {Extragradient, Optimistic, Newton},
     "retrieve": {FixedPoint},
 }
@@ -82,7 +84,7 @@ def test_equal_solvers_share_a_program():
     paths = []
     before = _find_maximum._cache_size()
     for steps in (3, 3, 7):
-        solution = ATTENTIVE["rate"](solver=Newton(max_steps=steps), **options)
+        solution = ITERATIVE["rate"](solver=Newton(max_steps=steps), **options)
         paths.append(solution.stats["path"].shape[0])
     assert paths == [4, 4, 8]
     assert _find_maximum._cache_size() == before + 2
@@ -92,13 +94,13 @@ def test_tolerance_is_that_of_the_solver():
     """A tolerance that does not reach the iteration: of the source, the point, the saddle or the state."""
     for name, solver in (
         ("conjugate", Newton),
-        ("map_attention", Mirror),
+        ("map", Mirror),
         ("saddle_attention", Extragradient),
         ("retrieve", FixedPoint),
     ):
         options = {"regulariser": 1.0} if name == "conjugate" else {}
         loose, tight = (
-            ATTENTIVE[name](solver=solver(tolerance=tolerance), **options)
+            ITERATIVE[name](solver=solver(tolerance=tolerance), **options)
             for tolerance in (0.1, 1e-5)
         )
         assert loose.converged.all() and tight.converged.all(), name
@@ -106,7 +108,7 @@ def test_tolerance_is_that_of_the_solver():
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", ATTENTIVE)
+@pytest.mark.parametrize("name", ITERATIVE)
 def test_unknown_solvers_are_declined(name):
     """A solver that is ignored, or fails inside; names and optimisers without a word about what to write instead."""
     others = [x for x in ALL if type(x) not in KNOWN[name]]
@@ -115,7 +117,7 @@ def test_unknown_solvers_are_declined(name):
             wanted = f"energy_attn.solvers.{kind.__name__}(...)"
             got = "str 'newton'" if other == "newton" else type(other).__name__
             complains(
-                lambda other=other: ATTENTIVE[name](solver=other), TypeError, "solver", got, wanted
+                lambda other=other: ITERATIVE[name](solver=other), TypeError, "solver", got, wanted
             )
 
 
