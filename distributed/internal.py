@@ -7,7 +7,7 @@ from .cache._write import CacheSharding as CacheSharding
 from .cache._write import cache_sharding as cache_sharding
 from .cache._write import positions_from as positions_from
 from .merge._packing import as_invariant as as_invariant
-from .methods._sharded_attention import sharded_attention as sharded_attention
+from .methods._sharded_attention import attend_sharded as attend_sharded
 from .methods._sharded_reduction import Reduction as Reduction
 from .methods._sharded_reduction import fold_covariances as fold_covariances
 from .methods._sharded_reduction import fold_maxima as fold_maxima

@@ -77,11 +77,15 @@ def check_whole(name: str, x: object, rows: int) -> Array:
     return jnp.asarray(numbers, jnp.int32)
 
 
-def check_stored(name: str, x: object, dtype: jnp.dtype) -> None:
-    """Raises `TypeError` unless `x` is an array of the cache's dtype: nothing is rounded unasked."""
+def check_stored(name: str, x: object, dtype: jnp.dtype) -> Array:
+    """Returns `x`; raises `TypeError` unless it is an array of the cache's dtype.
+
+    Nothing is rounded unasked.
+    """
     array = check_floating(name, x)
     if array.dtype != dtype:
         raise TypeError(f"{name}: wanted the dtype of the cache, {dtype}, got {received(x)}")
+    return array
 
 
 def check_new(

@@ -12,18 +12,17 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
+    RowOptions,
     ScoreOptions,
-    attend,
     candidates,
     check_call,
     check_floating_dtype,
     check_integer,
     check_options,
-    check_shape,
     received,
 )
 
-from ..methods._sharded_attention import sharded_attention
+from ..methods._sharded_attention import attend_sharded
 from ..spec._parallel import SequenceParallel
 from ..spec._plan import sharding_plan
 from ._arguments import (
@@ -31,15 +30,15 @@ from ._arguments import (
     check_new,
     check_reach,
     check_room,
-    check_stored,
     check_whole,
     layout,
 )
 from ._files import check_path, write
 from ._io import reload
 from ._quantize import dequantize, quantize
+from ._queries import EnergyLike, Measure, check_queries, energy_of_cache
 from ._slots import Slots
-from ._write import CacheSharding, Stored, blank, cache_sharding, fitting, positions, positions_from
+from ._write import CacheSharding, Stored, blank, cache_sharding, fitting, positions
 from ._write import append as write_tokens
 
 
@@ -273,8 +272,7 @@ class KVCache(eqx.Module):
           \qquad \mathrm{out} = \nabla F(\zeta)$$
 
         By default the queries are those of the tokens appended last, so that a decode step is
-        `append`, then `attend`. With another function of the free energy, give it `keys()`,
-        `values()`, `key_positions=positions` and `parallel` of the cache.
+        `append`, then `attend`. For all else that the free energy knows there is `at`.
 
         Args:
             query: `[B, T, N, H]` in the cache's `dtype`; `K` divides `N`.
@@ -301,30 +299,40 @@ class KVCache(eqx.Module):
         options.setdefault("is_causal", True)
         reach = check_reach(options.get("local_window_size"), self.window)
         options["local_window_size"] = reach
-        check_stored("query", query, self.dtype)
-        check_shape("query", query, (len(self.lengths), "T", "N", self.key.shape[-1]))
-        if query_positions is None:
-            counts = check_counts(lengths, len(self.lengths), query.shape[1])
-            query_positions = positions_from(self.lengths - counts, counts, query.shape[1])
-        elif lengths is not None:
-            raise ValueError(
-                "lengths: wanted None beside query_positions, which say what queries are absent, "
-                f"got {received(lengths)}"
-            )
-        call = check_call(
-            query,
-            self.keys(),
-            self.values(),
-            source,
-            **options,
-            query_positions=query_positions,
-            key_positions=self.positions,
-        )
-        operands = call.operands
-        place = sharding_plan(self.parallel, operands.query, operands.key, operands.value)
-        if place is None:
-            return attend(names, call.settings, operands)
-        return sharded_attention(place, names, call)
+        asked = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
+        rows: RowOptions = {"query_positions": asked, "key_positions": self.positions}
+        call = check_call(query, self.keys(), self.values(), source, **options, **rows)
+        plan = sharding_plan(self.parallel, *call.operands[:3])
+        return attend_sharded(plan, names, call)
+
+    def at(
+        self,
+        query: Float[Array, "B T N H"],
+        *,
+        energy: EnergyLike[Measure],
+        lengths: Int[Array, " B"] | None = None,
+        query_positions: Int[Array, "..."] | None = None,
+    ) -> Measure:
+        """The measure of queries over the tokens in the cache, on its mesh.
+
+        Arguments and errors are those of `attend`. The energy, a
+        [`FreeEnergy`][energy_attn.FreeEnergy], says whether queries are causal; the cache's mesh takes
+        the place of its `parallel`. Returns `energy.at(...)`, a [`Gibbs`][energy_attn.Gibbs].
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import energy_attn as ea
+            >>> from energy_attn.distributed import KVCache
+            >>> cache = KVCache.empty(1, 64, 2, 8, dtype=jnp.float32)
+            >>> cache = cache.append(jnp.ones((1, 5, 2, 8)), jnp.ones((1, 5, 2, 8)))
+            >>> F = cache.at(jnp.ones((1, 1, 4, 8)), energy=ea.FreeEnergy())
+            >>> bool(jnp.allclose(jnp.exp(F.entropy()), 5))  # five tokens of equal weight
+            True
+        """
+        asked = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
+        own = energy_of_cache(energy, self.window, self.parallel)
+        rows = {"query_positions": asked, "key_positions": self.positions}
+        return own.at(query, self.keys(), self.values(), **rows)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the cache into a folder of safetensors files, exactly, one file per process.

@@ -31,14 +31,16 @@ from ._tree import tree, tree_of_shards
 from ._ulysses import ulysses
 
 
-def sharded_attention(
-    plan: ShardingPlan, names: Sequence[str], call: CheckedCall
+def attend_sharded(
+    plan: ShardingPlan | None, names: Sequence[str], call: CheckedCall
 ) -> AttentionState:
-    """The state of `call`, sharded over a mesh by `plan`.
+    """The state of `call`, sharded over a mesh by `plan`; None: over none.
 
     A length that is no multiple of the number of devices is padded with absent keys and queries.
     The result is sharded as the queries are. Raises as the kernels do.
     """
+    if plan is None:
+        return attend(names, call.settings, call.operands)
     return _sharded(plan, tuple(names), call.settings, call.operands)
 
 

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.distributed.internal import (
     ShardingPlan,
+    attend_sharded,
     in_shard_map,
     local_sharding_plan,
-    sharded_attention,
     sharding_plan,
     with_local_positions,
     with_positions,
@@ -22,7 +22,6 @@ from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     CheckedCall,
     RowOptions,
-    attend,
     candidates,
     check_call,
     check_options,
@@ -255,10 +254,7 @@ def attend_checked(static: Prepared, call: CheckedCall) -> AttentionState:
 
     Raises as the kernels do.
     """
-    if static.plan is None:
-        state = attend(static.names, call.settings, call.operands)
-    else:
-        state = sharded_attention(static.plan, static.names, call)
+    state = attend_sharded(static.plan, static.names, call)
     return state if call.batched else jax.tree.map(lambda x: x[0], state)
 
 

@@ -12,17 +12,16 @@ from energy_attn.distributed import KVCache
 from energy_attn.distributed.internal import (
     CacheSharding,
     ShardingPlan,
+    attend_sharded,
     cache_sharding,
     check_reach,
     check_stored,
     reshard_explicit,
-    sharded_attention,
     sharding_plan,
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     CheckedCall,
-    attend,
     candidates,
     check_call,
     check_integral,
@@ -149,9 +148,7 @@ def _partial_state(
 ) -> AttentionState:
     """The state of a part of the keys, to be merged with others. Raises as the kernels do."""
     call = call._replace(settings=with_wide_out(call.settings))
-    if plan is None:
-        return attend(names, call.settings, call.operands)
-    return sharded_attention(plan, names, call)
+    return attend_sharded(plan, names, call)
 
 
 def commit(

@@ -1,0 +1,84 @@
+"""Queries to a cache: where they stand, and the energy that is asked about its tokens."""
+
+import dataclasses
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from energy_attn.kernels.internal import check_shape, received
+
+from ..spec._parallel import SequenceParallel
+from ._arguments import check_counts, check_reach, check_stored
+from ._write import positions_from
+
+Measure = TypeVar("Measure", covariant=True)
+
+
+@runtime_checkable
+class EnergyLike(Protocol[Measure]):
+    """What a cache wants of an energy, such as `energy_attn.FreeEnergy`: a frozen dataclass.
+
+    Attributes:
+        local_window_size: how far from a query its keys may lie, or None.
+        parallel: how keys are sharded, or None.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def local_window_size(self) -> int | tuple[int, int] | None: ...
+
+    @property
+    def parallel(self) -> SequenceParallel | None: ...
+
+    def at(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B S K H"],
+        value: Float[Array, "B S K Hv"],
+        *,
+        query_positions: Int[Array, "B T"] | None,
+        key_positions: Int[Array, "B S"] | None,
+    ) -> Measure:
+        """The energy of these queries and keys."""
+        ...
+
+
+def energy_of_cache(
+    energy: EnergyLike[Measure], window: int | None, parallel: SequenceParallel | None
+) -> EnergyLike[Measure]:
+    """A checked energy with the window and the mesh of a cache.
+
+    Raises `TypeError` if it is no energy, and `ValueError` if its window is wider.
+    """
+    if not isinstance(energy, EnergyLike):
+        raise TypeError(f"energy: wanted an energy_attn.FreeEnergy, got {received(energy)}")
+    reach = check_reach(energy.local_window_size, window)
+    return dataclasses.replace(energy, local_window_size=reach, parallel=parallel)
+
+
+def check_queries(
+    query: object,
+    key: Array,
+    dtype: jnp.dtype,
+    ends: Int[Array, " B"],
+    lengths: Int[Array, " B"] | None,
+    positions: Int[Array, "..."] | None,
+) -> Int[Array, "..."]:
+    """The positions of checked queries to a cache with such keys; by default, of the tokens before `ends`.
+
+    Raises `TypeError` for another dtype and `ValueError` for another shape, or for lengths beside
+    positions.
+    """
+    query = check_stored("query", query, dtype)
+    check_shape("query", query, (len(ends), "T", "N", key.shape[-1]))
+    if positions is None:
+        counts = check_counts(lengths, len(ends), query.shape[1])
+        return positions_from(ends - counts, counts, query.shape[1])
+    if lengths is not None:
+        raise ValueError(
+            "lengths: wanted None beside query_positions, which say what queries are absent, "
+            f"got {received(lengths)}"
+        )
+    return positions
