@@ -14,6 +14,7 @@ from typing import Any as _Any
 
 from . import bayes as bayes
 from . import hopfield as hopfield
+from . import masks as masks
 from . import plot as plot
 from . import prefix_tree as prefix_tree
 from . import solvers as solvers

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
+    Candidate,
     KernelOptions,
     Operands,
     Settings,
@@ -19,11 +20,13 @@ from energy_attn.kernels.internal import (
     cast_like,
     check_choice,
     check_flag,
+    cotangents,
     empty_like,
     lse_dtype,
     vary_together,
     with_wide_out,
 )
+from energy_attn.kernels.masks import AbstractMask
 
 from ..merge._packing import moved, transfer
 from ..spec._arguments import (
@@ -41,7 +44,7 @@ from ._merge import fold_across
 Tree = TypeVar("Tree")
 
 ROTATED = ("keys", "queries", "auto")
-Names = tuple[str, ...]
+Names = tuple[Candidate, ...]
 
 
 def ring_attention(
@@ -51,7 +54,7 @@ def ring_attention(
     *,
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     axis_name: AxisName,
     rotate: str = "auto",
     queries_sharded: bool = True,
@@ -82,7 +85,8 @@ def ring_attention(
         bias: broadcastable to `[B, N, T, p S]`, for this device's queries and all keys in the
             order of the devices; if queries rotate, to `[B, N, p T, S]`, for all queries and this
             device's keys.
-        mask: boolean, likewise.
+        mask: boolean, likewise; or a rule of
+            [`masks`][energy_attn.kernels.masks.AbstractMask], of global positions.
         axis_name: the mesh axis, or several, slow ones first: the ring goes through all of them.
         rotate: `"keys"`, `"queries"`, or `"auto"`: whichever is fewer bytes where queries are
             sharded, else queries, so that all devices find the same to the last bit.
@@ -154,7 +158,7 @@ def ring(
     sharded: bool,
 ) -> AttentionState:
     """The state of this device's queries, or of those that all have. Raises as `attend` does."""
-    operands = Operands(*vary_together(operands, axes))
+    operands = vary_together(operands, axes)
     if what_rotates(rotate, operands, sharded) == "queries":
         if sharded:
             return _queries_around(names, settings, axes, operands)
@@ -288,7 +292,7 @@ def _pull_back(
     if last > 0:
         found = visit(following, found._replace(keys=_hop(found.keys, axes)), last)
         found = found._replace(keys=_hop(found.keys, axes))  # home
-    gradients = Operands(found.query, *found.keys, found.bias, None, None, None)
+    gradients = cotangents(found.query, *found.keys, found.bias)
     return (cast_like(gradients, operands),)
 
 

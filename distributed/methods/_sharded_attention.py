@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
+    Candidate,
     CheckedCall,
     Operands,
     Settings,
@@ -32,7 +33,7 @@ from ._ulysses import ulysses
 
 
 def attend_sharded(
-    plan: ShardingPlan | None, names: Sequence[str], call: CheckedCall
+    plan: ShardingPlan | None, names: Sequence[Candidate], call: CheckedCall
 ) -> AttentionState:
     """The state of `call`, sharded over a mesh by `plan`; None: over none.
 
@@ -47,7 +48,7 @@ def attend_sharded(
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sharded(
-    plan: ShardingPlan, names: tuple[str, ...], settings: Settings, operands: Operands
+    plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
     plan = unsharded_if_empty(plan, operands)
     if plan.sequence:
@@ -220,11 +221,12 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         key_positions=spec(operands.key_positions, batch, keys),
         query_segments=spec(operands.query_segments, batch, queries),
         key_segments=spec(operands.key_segments, batch, keys),
+        rule_arrays=tuple(spec(x, batch, *(None,) * (x.ndim - 1)) for x in operands.rule_arrays),
     )
 
 
 def _reshard(operands: Operands, specs: Operands, plan: ShardingPlan) -> Operands:
-    def put(x: Array | None, spec: Any) -> Any:
+    def put(x: Any, spec: Any) -> Any:
         return reshard_explicit(plan.mesh, plan.axes, x, spec)
 
-    return Operands(*map(put, operands, specs))
+    return jax.tree.map(put, operands, specs, is_leaf=lambda x: x is None)

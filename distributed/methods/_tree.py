@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
+    Candidate,
     KernelOptions,
     Operands,
     Settings,
@@ -17,6 +18,7 @@ from energy_attn.kernels.internal import (
     check_flag,
     with_wide_out,
 )
+from energy_attn.kernels.masks import AbstractMask
 
 from .. import cost
 from ..merge._packing import joined
@@ -42,7 +44,7 @@ def tree_attention(
     *,
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     axis_name: AxisName,
     merge: MergeOption = "auto",
     queries_sharded: bool = False,
@@ -72,7 +74,8 @@ def tree_attention(
         value: `[B, S, K, Hv]`, this device's shard.
         source: `[B, T, N, Hv]`, as `query`.
         bias: for all queries and this device's keys, broadcastable to `[B, N, T, S]`.
-        mask: boolean, likewise.
+        mask: boolean, likewise; or a rule of
+            [`masks`][energy_attn.kernels.masks.AbstractMask], of global positions.
         axis_name: the mesh axis, or several, slow ones first, along which keys are sharded.
         merge: how states are folded; see [`merge_across`][energy_attn.distributed.merge_across].
             Where queries are sharded, `"allreduce"` is a pmax of `lse` and a reduce-scatter of
@@ -121,7 +124,7 @@ def tree_attention(
 
 
 def tree(
-    names: Sequence[str],
+    names: Sequence[Candidate],
     settings: Settings,
     operands: Operands,
     axes: Axes,
@@ -135,7 +138,7 @@ def tree(
 
 
 def tree_of_shards(
-    names: Sequence[str],
+    names: Sequence[Candidate],
     settings: Settings,
     operands: Operands,
     axes: Axes,

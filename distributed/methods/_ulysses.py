@@ -8,7 +8,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import KernelOptions, Operands, Settings, attend
+from energy_attn.kernels.internal import Candidate, KernelOptions, Operands, Settings, attend
+from energy_attn.kernels.masks import AbstractMask
 
 from ..merge._packing import joined, moved, transfer
 from ..spec._arguments import (
@@ -30,7 +31,7 @@ def ulysses_attention(
     *,
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     axis_name: AxisName,
     **options: Unpack[KernelOptions],
 ) -> AttentionState:
@@ -51,7 +52,8 @@ def ulysses_attention(
         source: `[B, T, N, Hv]`, likewise.
         bias: for this device's `N/p` heads, all queries and all keys, in the order of the devices;
             broadcastable to `[B, N/p, p T, p S]`.
-        mask: boolean, likewise.
+        mask: boolean, likewise; or a rule of
+            [`masks`][energy_attn.kernels.masks.AbstractMask], of global positions.
         axis_name: the mesh axis, or several, along which the sequence is sharded.
         **options: as for [`local_attention`][energy_attn.kernels.local_attention].
 
@@ -97,7 +99,7 @@ def ulysses_attention(
 
 
 def ulysses(
-    names: Sequence[str], settings: Settings, operands: Operands, axes: Axes
+    names: Sequence[Candidate], settings: Settings, operands: Operands, axes: Axes
 ) -> AttentionState:
     """The state of this device's queries; bias and mask are for its heads and all positions.
 
@@ -112,16 +114,14 @@ def ulysses(
     def whole(x: Array | None) -> Any:
         return None if x is None else joined(x, axes, 1)
 
-    here = Operands(
-        to_heads(operands.query),
-        to_heads(operands.key),
-        to_heads(operands.value),
-        operands.bias,
-        operands.mask,
-        whole(operands.query_positions),
-        whole(operands.key_positions),
-        whole(operands.query_segments),
-        whole(operands.key_segments),
+    here = operands._replace(
+        query=to_heads(operands.query),
+        key=to_heads(operands.key),
+        value=to_heads(operands.value),
+        query_positions=whole(operands.query_positions),
+        key_positions=whole(operands.key_positions),
+        query_segments=whole(operands.query_segments),
+        key_segments=whole(operands.key_segments),
     )
     state = attend(names, settings, here)
     return transfer(lambda x: lax.all_to_all(x, axes, 1, 2, tiled=True), state)

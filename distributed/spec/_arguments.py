@@ -8,24 +8,22 @@ from jax import lax
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
+    Candidate,
     CheckedCall,
     KernelOptions,
     Operands,
     Settings,
     candidates,
     check_call,
-    check_flag,
     check_scores,
     out_dtype,
     received,
+    split_mask,
 )
 
 Axes = tuple[str, ...]
 AxisName = str | Axes
 Scores = tuple[int, int, int, int]
-
-# Options that compare positions, whose defaults count from the first key of a shard.
-_COMPARING = ("local_window_size", "key_value_seq_lengths")
 
 
 def check_axes(axis_name: object) -> Axes:
@@ -58,7 +56,7 @@ def check_local(
     *,
     queries: bool,
     scores: Callable[[Operands], Scores],
-) -> tuple[tuple[str, ...], CheckedCall]:
+) -> tuple[tuple[Candidate, ...], CheckedCall]:
     """The implementations and the checked call of one device, from query to mask, and the options.
 
     `queries`: whether the device has only a part of the queries. `scores`: a function from the
@@ -68,16 +66,14 @@ def check_local(
     """
     names = candidates(options.get("implementation"))
     query, key, value, source, bias, mask = arrays
-    call = check_call(query, key, value, source, **options)
-    compares = check_flag("is_causal", options.get("is_causal", False)) or any(
-        options.get(name) is not None for name in _COMPARING
-    )
+    rule, mask = split_mask(mask)
+    call = check_call(query, key, value, source, None, rule, **options)
     wanted = {"key_positions": "keys"} | ({"query_positions": "queries"} if queries else {})
     for name, what in wanted.items():
-        if compares and options.get(name) is None:
+        if call.compares and options.get(name) is None:
             raise ValueError(
                 f"{name}: wanted the global positions of this device's {what}, as is_causal, "
-                f"local_window_size or key_value_seq_lengths compare them; got None"
+                f"local_window_size, key_value_seq_lengths or a rule compare them; got None"
             )
     bias, mask = check_scores(bias, mask, scores(call.operands))
     return names, call._replace(operands=call.operands._replace(bias=bias, mask=mask))

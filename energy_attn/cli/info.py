@@ -12,7 +12,14 @@ import jax.numpy as jnp
 
 from energy_attn.distributed import make_mesh
 from energy_attn.kernels import implementations
-from energy_attn.kernels.internal import PLATFORMS, Operands, Rule, Settings, explain, platform_here
+from energy_attn.kernels.internal import (
+    PLATFORMS,
+    Operands,
+    Settings,
+    explain,
+    platform_here,
+    sided,
+)
 
 _PACKAGES = ("energy_attn", "jax", "jaxlib", "equinox", "optax", "jaxtyping")
 _OPTIONAL = ("flash-attn-jax", "libtpu", "matplotlib")
@@ -112,7 +119,7 @@ def _operands(call: Example) -> tuple[Settings, Operands]:
     query, key = (
         jax.ShapeDtypeStruct(shape, jnp.dtype(call.dtype)) for shape in (call.query, call.key)
     )
-    settings = Settings(call.query[-1] ** -0.5, Rule(is_causal=call.causal))
+    settings = Settings(call.query[-1] ** -0.5, sided(right=0 if call.causal else None))
     return settings, Operands(query, key, key, None, None, None, None)  # pyright: ignore[reportArgumentType]  # shapes will do
 
 

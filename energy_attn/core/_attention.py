@@ -5,6 +5,7 @@ from typing import Literal, Unpack, overload
 from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import check_flag
+from energy_attn.kernels.masks import AbstractMask
 
 from ._free_energy import attention_and_energy, prepare
 from ._options import AttentionOptions
@@ -16,7 +17,7 @@ def attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
     return_energy: Literal[False] = False,
     return_residual: Literal[False] = False,
@@ -30,7 +31,7 @@ def attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
     return_energy: Literal[True],
     return_residual: Literal[False] = False,
@@ -44,7 +45,7 @@ def attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
     return_energy: Literal[False] = False,
     return_residual: Literal[True],
@@ -58,7 +59,7 @@ def attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
     return_energy: bool = False,
     return_residual: bool = False,
@@ -71,7 +72,7 @@ def attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
     return_energy: bool = False,
     return_residual: bool = False,
@@ -91,7 +92,8 @@ def attention(
         key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
         bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
-        mask: boolean, shaped like `bias`; True where a key takes part.
+        mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
+            boolean, shaped like `bias`, True where a key takes part.
         return_energy: whether to return `(out, energy)`.
         return_residual: as in `jax.nn`: whether to return `(out, residual)`, where the residual is
             the energies rounded to value's dtype. It is differentiable; on JAX's own XLA path its

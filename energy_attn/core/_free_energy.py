@@ -20,6 +20,7 @@ from energy_attn.distributed.internal import (
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
+    Candidate,
     CheckedCall,
     RowOptions,
     candidates,
@@ -28,9 +29,11 @@ from energy_attn.kernels.internal import (
     check_source,
     is_static,
     received,
+    split_mask,
     varying_axes,
     with_wide_out,
 )
+from energy_attn.kernels.masks import AbstractMask
 
 from ._citation import cite
 from ._options import AttentionOptions
@@ -42,7 +45,7 @@ class Prepared(NamedTuple):
     `at_zero`: whether the source is zero although it is a JAX array.
     """
 
-    names: tuple[str, ...]
+    names: tuple[Candidate, ...]
     plan: ShardingPlan | None
     options: tuple[tuple[str, Any], ...]
     at_zero: bool = False
@@ -71,7 +74,7 @@ def free_energy(
     *,
     source: Float[Array | np.ndarray, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Float[Array, "*B T N"]:
     r"""The free energy of each query and head, whose gradient in the source is attention.
@@ -94,7 +97,8 @@ def free_energy(
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
         source: $\zeta$, `[B, T, N, Hv]`, one for each query and head; None is zero.
         bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
-        mask: boolean, shaped like `bias`; True where a key takes part.
+        mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
+            boolean, shaped like `bias`, True where a key takes part.
         **options: the keys of `AttentionOptions`, which says what each does.
 
     Returns:
@@ -158,7 +162,7 @@ def prepare(
         cite("milakov", "flash")
     if plan is not None and plan.axes:
         cite(plan.method)
-    compares = given.settings.rule.constrains or given.operands.key_positions is not None
+    compares = given.compares or given.operands.key_positions is not None
     if parallel is not None and compares:
         size = query.shape[-3], key.shape[-3]
         if plan is not None and plan.local:
@@ -170,7 +174,7 @@ def prepare(
 
 def _check_inside(arrays: Arrays) -> None:
     """Raises `ValueError` for arguments that a single device of a `jax.shard_map` cannot give for all keys."""
-    given = {"bias": arrays.bias, "mask": arrays.mask, **arrays.options}
+    given = {"bias": arrays.bias, "mask": split_mask(arrays.mask)[1], **arrays.options}
     for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
         if given[name] is not None:
             other = "ring_attention or its like" if name in ("bias", "mask") else "positions"

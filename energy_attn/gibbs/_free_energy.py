@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import (
+    Candidate,
     RowOptions,
     candidates,
     check_flag,
@@ -17,6 +18,7 @@ from energy_attn.kernels.internal import (
     check_window,
     received,
 )
+from energy_attn.kernels.masks import AbstractMask
 
 from ..core._attention import attention
 from ..core._free_energy import free_energy
@@ -70,7 +72,7 @@ class FreeEnergy(eqx.Module):
     scale: float | Float[Array, ""] | None = None
     is_causal: bool = eqx.field(static=True, default=False)
     local_window_size: int | tuple[int, int] | None = eqx.field(static=True, default=None)
-    implementation: str | tuple[str, ...] | None = eqx.field(
+    implementation: Candidate | tuple[Candidate, ...] | None = eqx.field(
         static=True, default=None, converter=_hashable
     )
     parallel: SequenceParallel | None = eqx.field(static=True, default=None)
@@ -92,7 +94,7 @@ class FreeEnergy(eqx.Module):
         value: Float[Array, "*B S K Hv"],
         *,
         bias: Float[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         **rows: Unpack[RowOptions],
     ) -> Gibbs:
         r"""The free energy of these queries and keys, as a function of the source alone.
@@ -102,7 +104,8 @@ class FreeEnergy(eqx.Module):
             key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
             value: `[B, S, K, Hv]` or `[S, K, Hv]`.
             bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
-            mask: boolean, shaped like `bias`; True where a key takes part.
+            mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, shaped like
+                `bias`, True where a key takes part.
             **rows: which queries and keys there are, and where.
 
         Returns:
@@ -127,7 +130,7 @@ class FreeEnergy(eqx.Module):
         *,
         source: Float[Array | np.ndarray, "*B T N Hv"] | None = None,
         bias: Float[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         **rows: Unpack[RowOptions],
     ) -> Float[Array, "*B T N"]:
         """Energies `[B, T, N]` in nats; arguments and errors as in
@@ -145,7 +148,7 @@ class FreeEnergy(eqx.Module):
         value: Float[Array, "*B S K Hv"],
         *,
         bias: Float[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         return_energy: Literal[False] = False,
         **rows: Unpack[RowOptions],
     ) -> Float[Array, "*B T N Hv"]: ...
@@ -158,7 +161,7 @@ class FreeEnergy(eqx.Module):
         value: Float[Array, "*B S K Hv"],
         *,
         bias: Float[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         return_energy: Literal[True],
         **rows: Unpack[RowOptions],
     ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
@@ -171,7 +174,7 @@ class FreeEnergy(eqx.Module):
         value: Float[Array, "*B S K Hv"],
         *,
         bias: Float[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         return_energy: bool = False,
         **rows: Unpack[RowOptions],
     ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
@@ -183,7 +186,7 @@ class FreeEnergy(eqx.Module):
         value: Float[Array, "*B S K Hv"],
         *,
         bias: Float[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         return_energy: bool = False,
         **rows: Unpack[RowOptions],
     ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:

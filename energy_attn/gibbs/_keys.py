@@ -7,6 +7,8 @@ import equinox as eqx
 from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.distributed import SequenceParallel
+from energy_attn.kernels.internal import Candidate
+from energy_attn.kernels.masks import AbstractMask
 
 from ..core._free_energy import Arrays, Prepared, check_at, prepare
 
@@ -21,12 +23,12 @@ class KeySet(eqx.Module):
     key: Float[Array, "*B S K H"]
     value: Float[Array, "*B S K Hv"]
     bias: Float[Array, "..."] | None
-    mask: Bool[Array, "..."] | None
+    mask: Bool[Array, "..."] | AbstractMask | None
     rows: dict[str, Int[Array, "..."]]
     scale: float | Float[Array, ""] | None
     is_causal: bool = eqx.field(static=True)
     local_window_size: int | tuple[int, int] | None = eqx.field(static=True)
-    implementation: str | Sequence[str] | None = eqx.field(static=True)
+    implementation: Candidate | Sequence[Candidate] | None = eqx.field(static=True)
     parallel: SequenceParallel | None = eqx.field(static=True)
 
 
@@ -51,7 +53,7 @@ def prepare_keys(keys: KeySet) -> tuple[Prepared, Arrays]:
 def tilt_keys(keys: KeySet, source: Float[Array, "*B T N Hv"]) -> KeySet:
     r"""The same keys with the scores $s + \zeta \cdot v$: the source is extra width of query and key."""
     call, arrays = prepare_keys(keys)
-    (query, key, *_), settings, batched = check_at(call, source, arrays)
+    (query, key, *_), settings, batched, _ = check_at(call, source, arrays)
     if not batched:
         query, key = query[0], key[0]
     return dataclasses.replace(keys, query=query, key=key, scale=settings.scale)

@@ -21,6 +21,7 @@ from energy_attn.distributed.internal import (
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
+    Candidate,
     CheckedCall,
     candidates,
     check_call,
@@ -45,7 +46,7 @@ def tree_decode(
     source: Float[Array, "B L N Hv"] | None = None,
     scale: float | Float[Array, ""] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | Sequence[str] | None = None,
+    implementation: Candidate | Sequence[Candidate] | None = None,
 ) -> AttentionState:
     r"""The attention of a tree's nodes over the cache and over their own ancestors.
 
@@ -144,7 +145,7 @@ def tree_decode(
 
 
 def _partial_state(
-    plan: ShardingPlan | None, names: tuple[str, ...], call: CheckedCall
+    plan: ShardingPlan | None, names: tuple[Candidate, ...], call: CheckedCall
 ) -> AttentionState:
     """The state of a part of the keys, to be merged with others. Raises as the kernels do."""
     call = call._replace(settings=with_wide_out(call.settings))

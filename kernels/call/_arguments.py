@@ -9,138 +9,38 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from ._checks import (
+from .._checks import (
     broadcasts,
     check_boolean,
     check_broadcastable,
     check_finite_number,
     check_flag,
     check_floating,
+    check_int32,
     check_integral,
     check_shape,
     received,
 )
-from ._mask import Rule, reachable
+from ._operands import Operands, Settings
 from ._options import KernelOptions, check_options
+from ._rules import Tokens, ruled, split_mask
 from ._state import lse_dtype
 
 
-class Operands(NamedTuple):
-    """The arrays of one call, all with a batch axis.
-
-    Attributes:
-        query: `[B, T, N, H]`.
-        key: `[B, S, K, H]`, of the dtype of `query`.
-        value: `[B, S, K, Hv]`, of any floating dtype.
-        bias: None, or floating of four axes that broadcast to `[B, N, T, S]`.
-        mask: None, or boolean of four axes that broadcast to `[B, N, T, S]`.
-        query_positions: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'. Where
-            the rule compares positions and None is given, they count from 0.
-        key_positions: None, or int32 `[B, S]` or `[1, S]`.
-        query_segments: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'.
-        key_segments: None, or int32 `[B, S]` or `[1, S]`.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    bias: Array | None
-    mask: Array | None
-    query_positions: Array | None
-    key_positions: Array | None
-    query_segments: Array | None = None
-    key_segments: Array | None = None
-
-
-class Settings(NamedTuple):
-    """The static options of a call; hashable.
-
-    Attributes:
-        scale: the factor of the scores.
-        rule: which key positions a query position sees.
-        wide: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
-    """
-
-    scale: float
-    rule: Rule
-    wide: bool = False
-
-
-def cotangents(query: Any, key: Any, value: Any, bias: Any) -> Operands:
-    """Cotangents in the form of the operands: None for masks, positions and segments."""
-    return Operands(query, key, value, bias, None, None, None)  # pyright: ignore[reportArgumentType]  # as JAX has it
-
-
-def with_default_positions(operands: Operands, settings: Settings) -> Operands:
-    """Operands with positions, counted from 0 where the rule compares them and none are given."""
-    if operands.query_positions is not None or not settings.rule.constrains:
-        return operands
-    query_positions, key_positions = (
-        jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in operands[:2]
-    )
-    return operands._replace(query_positions=query_positions, key_positions=key_positions)
-
-
-def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
-    """`with_default_positions`, and position -1 (absent, never read) for keys that no query sees."""
-    operands = with_default_positions(operands, settings)
-    queries, keys = operands.query_positions, operands.key_positions
-    if queries is None or keys is None or queries.shape[1] == 0:
-        return operands
-    seen = reachable(settings.rule, queries, keys)
-    return operands._replace(key_positions=jnp.where(seen, keys, -1))
-
-
-def zero_absent(operands: Operands) -> Operands:
-    """Operands with zeros in absent rows and slots, whose products are weighted by zero.
-
-    A key that a mask hides from all queries counts as absent.
-    """
-    keys = present_keys(operands)
-
-    def kept(x: Array, some: Array | None) -> Array:
-        return x if some is None else jnp.where(some[:, :, None, None], x, 0)
-
-    rows = operands.query_positions
-    return operands._replace(
-        query=kept(operands.query, None if rows is None else rows >= 0),
-        key=kept(operands.key, keys),
-        value=kept(operands.value, keys),
-    )
-
-
-def present_keys(operands: Operands) -> Array | None:
-    """Which keys some query may see, `[B or 1, S or 1]`; None if all."""
-    found = None if operands.key_positions is None else operands.key_positions >= 0
-    if operands.mask is None:
-        return found
-    shown = operands.mask.any((1, 2))
-    return shown if found is None else found & shown
-
-
-def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
-    """The dtype of `out`: that of `value`, or that of `lse` where the settings are wide."""
-    if settings.wide:
-        return lse_dtype(operands.query.dtype, operands.value.dtype)
-    return jnp.dtype(operands.value.dtype)
-
-
-def with_wide_out(settings: Settings) -> Settings:
-    """Settings of a part that will be merged, so that `out` is rounded once, after the merge."""
-    return settings._replace(wide=True)
-
-
-def is_static(*sizes: Any) -> bool:
-    """Whether all sizes are numbers, not symbols of `jax.export.symbolic_shape`."""
-    return all(isinstance(size, int) for size in sizes)
-
-
 class CheckedCall(NamedTuple):
-    """A checked call: operands, settings, and whether the user's arrays had a batch axis."""
+    """A checked call.
+
+    Attributes:
+        operands: the arrays.
+        settings: the static options.
+        batched: whether the user's arrays had a batch axis.
+        compares: whether a rule, or lengths of keys, say something of positions.
+    """
 
     operands: Operands
     settings: Settings
     batched: bool
+    compares: bool
 
 
 def check_call(
@@ -188,35 +88,37 @@ def check_call(
 
     batch = query.shape[0]
     scores = (batch, heads, query_len, key_len)
+    rule, mask = split_mask(mask)
     bias, mask = check_scores(bias, mask, scores)
     is_causal = check_flag("is_causal", options.get("is_causal", False))
-    rule = Rule(is_causal, check_window(options.get("local_window_size")))
+    sides = is_causal, check_window(options.get("local_window_size"))
 
     positions, lengths = options.get("query_positions"), options.get("query_seq_lengths")
     query_positions = _positions("query", positions, lengths, batch, query_len, batched)
     positions, lengths = options.get("key_positions"), options.get("key_value_seq_lengths")
     key_positions = _positions("key_value", positions, lengths, batch, key_len, batched)
-    if (query_positions is None) != (key_positions is None):
-        query_positions, key_positions = (
-            jnp.arange(size, dtype=jnp.int32)[None] if x is None else x
-            for x, size in ((query_positions, query_len), (key_positions, key_len))
-        )
 
     query_segment_ids = options.get("query_segment_ids")
     key_segment_ids = options.get("key_segment_ids")
     if (query_segment_ids is None) != (key_segment_ids is None):
         missing = "query_segment_ids" if query_segment_ids is None else "key_segment_ids"
         raise ValueError(f"{missing}: wanted an integer array beside the other's, got None")
-    segments = (
+    tokens = Tokens(
+        query_positions,
+        key_positions,
         _numbers("query_segment_ids", query_segment_ids, batch, query_len, batched),
         _numbers("key_segment_ids", key_segment_ids, batch, key_len, batched),
     )
+    if (query_positions is None) != (key_positions is None):
+        tokens = tokens.with_positions(query_len, key_len)
+    found = ruled(rule, *sides, tokens, batch, query_len, key_len)
 
     query, key, scale = _scaled(query, key, options.get("scale"))
     if source is not None:
         query, key, scale = _with_source(query, key, value, source, scale)
-    operands = Operands(query, key, value, bias, mask, query_positions, key_positions, *segments)
-    return CheckedCall(operands, Settings(scale, rule), batched)
+    operands = Operands(query, key, value, bias, mask, *found.tokens, found.arrays)
+    compares = found.structure.constrains or lengths is not None or rule is not None
+    return CheckedCall(operands, Settings(scale, found.structure), batched, compares)
 
 
 def check_scores(
@@ -359,12 +261,8 @@ def _positions(
 def _numbers(name: str, x: Any, batch: int, size: int, batched: bool) -> Array | None:
     if x is None:
         return None
-    x = check_integral(name, x)
+    x = check_int32(name, x)
     wanted = (batch, size) if batched else (size,)
     if x.shape not in (wanted, (1, size)):
         raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
-    if x.size and not np.can_cast(x.dtype, np.int32) and not isinstance(x, jax.core.Tracer):
-        least, most = int(x.min()), int(x.max())
-        if not -(2**31) <= least <= most < 2**31:
-            raise ValueError(f"{name}: wanted numbers of 32 bits, got {least} to {most}")
     return jnp.asarray(x if x.ndim == 2 else x[None], jnp.int32)

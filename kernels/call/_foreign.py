@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ._checks import check_choice, check_finite_number, check_floating, check_shape, received
+from .._checks import check_choice, check_finite_number, check_floating, check_shape, received
 from ._state import AttentionState, lse_dtype
 
 LAYOUTS = ("BTN", "BNT")

@@ -4,7 +4,10 @@ import abc
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ._arguments import Operands, Settings
+import jax
+
+from ..masks._abstract import AbstractMask
+from ._operands import Operands, Settings
 from ._state import AttentionState
 
 
@@ -22,12 +25,15 @@ class AbstractKernel(abc.ABC):
         interpreted: other platforms on which it runs slowly, if asked for by name.
         exported: whether JAX guarantees that later versions run a program with it, serialised by
             `jax.export`.
+        masks: the classes of rules that it knows, `All` among them. A call with any other is not
+            given to it. `AbstractMask` stands for all rules.
     """
 
     name: ClassVar[str]
     platforms: ClassVar[tuple[str, ...]]
     interpreted: ClassVar[tuple[str, ...]]
     exported: ClassVar[bool]
+    masks: ClassVar[tuple[type[AbstractMask], ...]]
 
     @abc.abstractmethod
     def check(self, operands: Operands, settings: Settings) -> None:
@@ -64,13 +70,30 @@ class AbstractKernel(abc.ABC):
         """
 
 
+Candidate = str | AbstractKernel  # what may compute a call: a name of the registry, or a kernel
+
+
+def check_call_of(kernel: AbstractKernel, operands: Operands, settings: Settings) -> None:
+    """Raises `NotImplementedError` with the reason for calls that a kernel does not take.
+
+    Also for rules that it does not know, so that none is ever ignored.
+    """
+    unknown = [x.__name__ for x in settings.rule.classes if not issubclass(x, kernel.masks)]
+    if unknown:
+        known = " or ".join(x.__name__ for x in kernel.masks)
+        raise NotImplementedError(
+            f"mask: wanted {known}, got {', '.join(sorted(unknown))} (blockwise takes it)"
+        )
+    kernel.check(operands, settings)
+
+
 def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[str]) -> None:
     """Declines dtypes other than `dtypes`, empty axes, and arrays in the fields `without`.
 
     For `AbstractKernel.check`. Raises `NotImplementedError` with the reason.
     """
     for name in without:
-        if getattr(operands, name) is not None:
+        if jax.tree.leaves(getattr(operands, name)):
             raise NotImplementedError(f"{name}: wanted None, got an array (blockwise takes it)")
     for name, x in zip(Operands._fields[:3], operands[:3], strict=True):
         if x.dtype.name not in dtypes:

@@ -5,6 +5,8 @@ from typing import TypedDict
 
 from jaxtyping import Array, Float, Int
 
+from ._kernel import Candidate
+
 
 class ScoreOptions(TypedDict, total=False):
     """What the scores are, which keys a query may see, and by which kernel."""
@@ -20,9 +22,10 @@ class ScoreOptions(TypedDict, total=False):
     """`(left, right)`, or one int for both: only keys at positions in `[query - left, query + right]`
     are seen."""
 
-    implementation: str | Sequence[str] | None
+    implementation: Candidate | Sequence[Candidate] | None
     """A name of [`implementations`][energy_attn.kernels.implementations], `"xla"` for those that XLA
-    alone runs, or several to try in turn; None tries all."""
+    alone runs, an [`AbstractKernel`][energy_attn.kernels.AbstractKernel] of one's own, or several of
+    these to try in turn; None tries all."""
 
 
 class RowOptions(TypedDict, total=False):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ._checks import (
+from .._checks import (
     check_axis,
     check_floating,
     check_floating_dtype,

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float
 from ..call._arguments import check_call
 from ..call._options import KernelOptions
 from ..call._state import AttentionState
+from ..masks._abstract import AbstractMask
 from ._registry import attend, candidates
 
 
@@ -18,7 +19,7 @@ def local_attention(
     *,
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     **options: Unpack[KernelOptions],
 ) -> AttentionState:
     r"""The state `(out, lse)` of an attention over the keys given: one kernel pass.
@@ -37,7 +38,8 @@ def local_attention(
         source: the source $\zeta$, `[B, T, N, Hv]`; None means zero and costs nothing.
         bias: added to the scaled scores; four axes (leading ones may be left out), each of size 1
             or that of `[B, N, T, S]`.
-        mask: boolean, shaped like `bias`; True where a key takes part.
+        mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
+            boolean, shaped like `bias`, True where a key takes part.
         **options: the keys of `KernelOptions`, which says what each does.
 
     Returns:

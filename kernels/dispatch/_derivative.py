@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from ..call._arguments import Operands, Settings, cotangents
 from ..call._kernel import AbstractKernel
+from ..call._operands import Operands, Settings, cotangents
 from ..call._state import AttentionState
 from ..xla._blockwise import Blockwise, empty_like
 from ._lowering import run_when_lowered

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from ..call._arguments import Settings, is_static
 from ..call._kernel import AbstractKernel
+from ..call._operands import Settings, is_static
 from ._probe import obstacle
 
 KernelMethod = Callable[..., Any]  # (kernel, settings, platform, *args) to arrays

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..call._arguments import Operands, Settings
 from ..call._kernel import AbstractKernel
-from ..call._mask import Rule
+from ..call._operands import Operands, Settings
+from ..masks._structure import sided
 
 _ROWS, _HEADS, _WIDTH = 128, 2, 64  # sizes that all vendors' kernels take
 
@@ -42,7 +42,7 @@ def _try(kernel: AbstractKernel, platform: str) -> str | None:
         jax.ShapeDtypeStruct((1, _ROWS, heads, _WIDTH), jnp.bfloat16) for heads in (_HEADS, 1)
     )
     operands = Operands(query, key, key, None, None, None, None)  # pyright: ignore[reportArgumentType]
-    settings = Settings(_WIDTH**-0.5, Rule(is_causal=True))
+    settings = Settings(_WIDTH**-0.5, sided(right=0))
     try:
         kernel.check(operands, settings)
     except NotImplementedError:

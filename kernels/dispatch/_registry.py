@@ -1,17 +1,18 @@
 """The implementations by name, and which of them takes a call."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from inspect import get_annotations
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..call._arguments import Operands, Settings, is_static
-from ..call._checks import received
-from ..call._kernel import AbstractKernel
+from .._checks import received
+from ..call._kernel import AbstractKernel, Candidate, check_call_of
+from ..call._operands import Operands, Settings, is_static
 from ..call._state import AttentionState
 from ..pallas.gpu._kernel import PallasGPU
 from ..pallas.tpu._kernel import PallasTPU
@@ -23,6 +24,8 @@ from ..xla._decode import Decode
 from ..xla._reference import Reference
 from ._derivative import differentiable_attention
 from ._lowering import Program, first_fitting, why_unfit
+
+_Tree = TypeVar("_Tree")
 
 # In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,
 # which take most; and those made of XLA's operations, which run everywhere.
@@ -79,43 +82,69 @@ class Explanation(NamedTuple):
     declined: tuple[tuple[str, str], ...]
 
 
-def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+def candidates(implementation: Candidate | Sequence[Candidate] | None) -> tuple[Candidate, ...]:
     """The implementations to try for the user's `implementation=`.
 
-    Raises `ValueError` for an unknown name and `TypeError` for anything but names.
+    Raises `ValueError` for an unknown name and `TypeError` for anything but names and kernels.
     """
     if implementation is None:
         return implementations()
-    names = (implementation,) if isinstance(implementation, str) else implementation
-    if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) for n in names):
+    one = isinstance(implementation, (str, AbstractKernel))
+    given = (implementation,) if one else implementation
+    if not (
+        isinstance(given, Sequence)
+        and given
+        and all(isinstance(x, (str, AbstractKernel)) for x in given)
+    ):
         raise TypeError(
-            f"implementation: wanted a name, names or None, got {received(implementation)}"
+            f"implementation: wanted a name, a kernel, several of these or None, "
+            f"got {received(implementation)}"
         )
-    for name in names:
-        if name not in (*_REGISTRY, "xla"):
-            known = ", ".join(map(repr, _REGISTRY))
-            raise ValueError(f"implementation: wanted one of {known} or 'xla', got {name!r}")
-    xla = [name for name, kernel in _REGISTRY.items() if not kernel.platforms]
-    return tuple(x for name in names for x in (xla if name == "xla" else [name]))
+    return tuple(x for each in given for x in _named(each))
 
 
-def attend(
-    names: Sequence[str | AbstractKernel], settings: Settings, operands: Operands
-) -> AttentionState:
+def _named(given: Candidate) -> Sequence[Candidate]:
+    if given == "xla":
+        return [name for name, kernel in _REGISTRY.items() if not kernel.platforms]
+    if isinstance(given, Reference):
+        return [given.name]
+    if isinstance(given, AbstractKernel):
+        _check_kernel(given)
+    elif given not in _REGISTRY:
+        known = ", ".join(map(repr, _REGISTRY))
+        raise ValueError(f"implementation: wanted one of {known} or 'xla', got {given!r}")
+    return [given]
+
+
+def _check_kernel(kernel: AbstractKernel) -> None:
+    missing = [x for x in get_annotations(AbstractKernel) if x not in dir(kernel)]
+    if missing:
+        raise TypeError(
+            f"implementation: wanted a kernel that says its {', '.join(missing)}, "
+            f"got {received(kernel)}"
+        )
+    try:
+        hash(kernel)
+    except TypeError:
+        raise TypeError(
+            f"implementation: wanted a kernel that can be hashed, as a frozen dataclass, "
+            f"got {received(kernel)}"
+        ) from None
+
+
+def attend(names: Sequence[Candidate], settings: Settings, operands: Operands) -> AttentionState:
     """Runs the first of the implementations `names`, or kernels, that takes the call, compiled.
 
     Among kernels for single platforms, the choice is made when the program is lowered. Raises
     `NotImplementedError` if the only one declines, and an `ExceptionGroup` of all reasons if several
     do.
     """
-    return _attend(tuple(names), settings, Operands(*vary_together(operands)))
+    return _attend(tuple(names), settings, vary_together(operands))
 
 
 # Compiled here, so that calls outside of jit are traced and compiled once for their shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(
-    names: tuple[str | AbstractKernel, ...], settings: Settings, operands: Operands
-) -> AttentionState:
+def _attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands) -> AttentionState:
     kernels, _ = _accepting(names, settings, operands)
     if isinstance(kernels[0], Reference):
         # differentiated by JAX, to any order and in both modes
@@ -142,7 +171,7 @@ def explain(
 
 
 def _accepting(
-    names: Sequence[str | AbstractKernel], settings: Settings, operands: Operands
+    names: Sequence[Candidate], settings: Settings, operands: Operands
 ) -> tuple[tuple[AbstractKernel, ...], dict[str, str]]:
     """The kernels that take a call, up to the first that runs everywhere, and why others decline."""
     kernels: list[AbstractKernel] = []
@@ -153,7 +182,7 @@ def _accepting(
             if kernel.platforms:
                 _check_known(operands)
                 _check_unsplit(operands)
-            kernel.check(operands, settings)
+            check_call_of(kernel, operands, settings)
         except NotImplementedError as reason:
             reasons.append((kernel.name, reason))
             continue
@@ -171,14 +200,20 @@ def _accepting(
 
 
 def _check_known(operands: Operands) -> None:
-    for name, x in zip(Operands._fields, operands, strict=True):
-        if x is not None and not is_static(*x.shape):
+    for name, x in _named_arrays(operands):
+        if not is_static(*x.shape):
             raise NotImplementedError(f"{name}: wanted sizes that are known, got shape {x.shape}")
 
 
-def _check_unsplit(operands: Operands) -> None:
+def _named_arrays(operands: Operands) -> Iterator[tuple[str, Any]]:
     for name, x in zip(Operands._fields, operands, strict=True):
-        if x is not None and any(part is not None for part in split(x)):
+        for array in jax.tree.leaves(x):
+            yield name, array
+
+
+def _check_unsplit(operands: Operands) -> None:
+    for name, x in _named_arrays(operands):
+        if any(part is not None for part in split(x)):
             raise NotImplementedError(
                 f"{name}: wanted an array that its type does not split over a mesh (as inside "
                 f"jax.shard_map), got one split by {split(x)}"
@@ -192,22 +227,20 @@ def split(x: Any) -> tuple[Any, ...]:
     return tuple(jax.typeof(x).sharding.spec)
 
 
-def vary_together(arrays: Sequence[Array | None], axes: Sequence[str] = ()) -> list[Any]:
-    """Arrays that all vary over the mesh axes `axes` and over those that any of them varies over.
-
-    None stays None.
-    """
+def vary_together(tree: _Tree, axes: Sequence[str] = ()) -> _Tree:
+    """Arrays that all vary over the mesh axes `axes` and over those that any of them varies over."""
     # Inside shard_map a kernel may get arrays that are replicated (a query) beside arrays that vary
     # over devices (a shard of the keys). Cast to varying here, the derivative of a replicated operand
     # is summed over devices by JAX itself.
-    union = frozenset(axes).union(*(varying_axes(x) for x in arrays if x is not None))
+    union = frozenset(axes).union(*map(varying_axes, jax.tree.leaves(tree)))
+    if not union:
+        return tree
 
-    def vary(x: Array | None) -> Any:
-        if x is None or not (missing := tuple(sorted(union - varying_axes(x)))):
-            return x
-        return apply_widened(lambda x: lax.pcast(x, missing, to="varying"), x)
+    def vary(x: Array) -> Array:
+        missing = tuple(sorted(union - varying_axes(x)))
+        return apply_widened(lambda x: lax.pcast(x, missing, to="varying"), x) if missing else x
 
-    return [vary(x) for x in arrays]
+    return jax.tree.map(vary, tree)
 
 
 def apply_widened(collective: Callable[[Array], Array], x: Array) -> Array:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ..call._arguments import Operands, Settings, with_default_positions
-from ..call._mask import meeting
+from ..call._operands import Operands, Settings, with_default_positions
+from ..masks._visibility import meeting
 
 
 def pack_rows(x: Array, kv_heads: int, block: int, fill: float = 0) -> Array:
@@ -86,7 +86,7 @@ def meeting_blocks(
             x.reshape(len(x), -1, block) for x, block in ((rows, row_block), (keys, key_block))
         )
 
-    return meeting(settings.rule, cut(*visibility[:2]), cut(*visibility[2:]))
+    return meeting(settings.rule.bind(), cut(*visibility[:2]), cut(*visibility[2:]))
 
 
 def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:

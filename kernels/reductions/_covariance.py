@@ -8,14 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..call._arguments import Operands, Settings
+from ..call._kernel import Candidate
+from ..call._operands import Operands, Settings
 from ..call._state import CovarianceState, holds_keys, precision
 from ..dispatch._registry import attend
 from ..xla._blocks import product
 from ._expectation import ScoreBlock, weighted_sum
 
 
-def covariance(names: Sequence[str], settings: Settings, operands: Operands) -> CovarianceState:
+def covariance(
+    names: Sequence[Candidate], settings: Settings, operands: Operands
+) -> CovarianceState:
     r"""$\nabla^2 F$, $\nabla F$ and $F$: attention, and a second pass over the keys.
 
     The matrix, $O(T N H^2)$ numbers, is summed block by block. Raises as `attend`.

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..call._arguments import Operands, Settings
+from ..call._kernel import Candidate
+from ..call._operands import Operands, Settings
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
 from ..dispatch._registry import attend, vary_together
 from ..xla._blocks import BlockedOperands, Index, cut_queries, join_queries, outer
@@ -41,7 +42,7 @@ _BlockFunction = Callable[..., Array]
 def expectation(
     part: BlockTerm,
     width: int,
-    names: Sequence[str],
+    names: Sequence[Candidate],
     settings: Settings,
     operands: Operands,
     *rows: Float[Array, "B T N _"],
@@ -111,7 +112,7 @@ def _reduce_blocks(
     operands: Operands,
     *rows: Array,
 ) -> Array:
-    operands, rows = _vary_together(operands, rows)
+    operands, rows = vary_together((operands, rows))
     (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
     wide = lse_dtype(operands.query.dtype)
     if 0 in (batch, query_len, key_len):
@@ -153,11 +154,3 @@ def _reduce_blocks(
 
     over = jnp.arange(g.kv_heads), blocks.query, blocks.key, values, cut
     return join_queries(g, lax.map(one_head, over), query_len)
-
-
-def _vary_together(
-    operands: Operands, rows: tuple[Array, ...]
-) -> tuple[Operands, tuple[Array, ...]]:
-    together = vary_together((*operands, *rows))
-    number = len(operands)
-    return Operands(*together[:number]), tuple(together[number:])

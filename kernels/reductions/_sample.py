@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-from ..call._arguments import Operands, Settings
+from ..call._operands import Operands, Settings
 from ..call._state import lse_dtype, safe_shift, share
 from ..dispatch._registry import vary_together
 from ..xla._blocks import BlockedOperands, Index, cut_queries, join_queries
@@ -39,8 +39,7 @@ def sample(
     the rows beside it. Each block takes two new random numbers for a draw, so that probabilities are
     resolved equally well among many keys and few.
     """
-    *together, seeds = vary_together((*operands, seeds))
-    operands = Operands(*together)
+    operands, seeds = vary_together((operands, seeds))
     (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
     if 0 in (batch, query_len, key_len):
         wide = lse_dtype(operands.query.dtype)

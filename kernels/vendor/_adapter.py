@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..call._arguments import Operands, Settings, cotangents, out_dtype
 from ..call._kernel import check_operands
+from ..call._operands import Operands, Settings, cotangents, out_dtype
 from ..call._state import AttentionState
 
 _DTYPES = ("float16", "bfloat16")

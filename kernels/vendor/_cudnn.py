@@ -12,10 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._private import private_names
-from ..call._arguments import Operands, Settings
 from ..call._kernel import AbstractKernel
-from ..call._mask import Rule
+from ..call._operands import Operands, Settings
 from ..call._state import AttentionState
+from ..masks._structure import SIDED
 from ._adapter import check_plain, pull_back, vendor_state, window_side
 
 FEWEST_ROWS = 64  # of queries and of keys; other kernels split the keys of few rows
@@ -33,6 +33,7 @@ class CuDNN(AbstractKernel):
     platforms = ("cuda",)
     interpreted = ()
     exported = False
+    masks = SIDED
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
@@ -45,10 +46,10 @@ class CuDNN(AbstractKernel):
                 raise NotImplementedError(
                     f"{name}: wanted at least {FEWEST_ROWS} rows, got {x.shape[1]}"
                 )
-        rule = settings.rule
-        if rule.window is not None and not _looks_back(rule):
+        left, right = settings.rule.sides
+        if settings.rule.constrains and right != 0:
             raise NotImplementedError(
-                f"local_window_size: wanted no keys after the query's, got {rule.window}"
+                f"local_window_size: wanted no keys after the query's, got {(left, right)}"
             )
         private_names("cudnn")
 
@@ -77,10 +78,6 @@ class CuDNN(AbstractKernel):
         return pull_back(pull, operands, state, cotangent)
 
 
-def _looks_back(rule: Rule) -> bool:
-    return rule.is_causal or (rule.window is not None and rule.window[1] == 0)
-
-
 def _forward(query: Any, key: Any, value: Any, **options: Any) -> Any:
     """`(out, lse)`. The unused operands are biases, lengths and pages."""
     unused = (jnp.zeros(0, query.dtype),) * 7
@@ -101,8 +98,8 @@ def _backward(
 
 def _options(settings: Settings, keys: int) -> dict[str, Any]:
     """The parameters of both primitives."""
-    rule, found = settings.rule, private_names("cudnn")
-    left = None if rule.window is None else window_side(rule.window[0], keys)
+    (left, right), found = settings.rule.sides, private_names("cudnn")
+    left = window_side(left, keys)
     # since JAX 0.12: functions of the scores that cuDNN compiles into its kernel
     newer = {"score_mod_name", "score_mod_jaxpr"} & inspect.signature(
         found.lowering
@@ -112,7 +109,7 @@ def _options(settings: Settings, keys: int) -> dict[str, Any]:
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),  # no bias, and no gradient of one
-        "mask_type": found.Mask.CAUSAL if _looks_back(rule) else found.Mask.NO_MASK,
+        "mask_type": found.Mask.CAUSAL if right == 0 else found.Mask.NO_MASK,
         "layout": found.Layout.BTNH.value,
         # the query's own key is included
         "sliding_window_length": None if left is None else left + 1,

@@ -10,10 +10,10 @@ import functools
 from typing import Any
 
 from .._private import private_names
-from ..call._arguments import Operands, Settings
 from ..call._kernel import AbstractKernel
-from ..call._mask import Rule
+from ..call._operands import Operands, Settings
 from ..call._state import AttentionState
+from ..masks._structure import SIDED
 from ._adapter import check_plain, pull_back, vendor_state, window_side
 
 
@@ -29,6 +29,7 @@ class FlashAttn(AbstractKernel):
     platforms = ("cuda",)
     interpreted = ()
     exported = False
+    masks = SIDED
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
@@ -65,22 +66,16 @@ class FlashAttn(AbstractKernel):
 
 
 def _options(settings: Settings, keys: int) -> dict[str, Any]:
-    left, right = _window(settings.rule, keys)
+    # -1 for an unbounded side
+    left, right = (
+        -1 if size is None else size for size in (window_side(x, keys) for x in settings.rule.sides)
+    )
     return {
         "softmax_scale": settings.scale,
-        "is_causal": settings.rule.is_causal,
+        "is_causal": right == 0,
         "window_size_left": left,
         "window_size_right": right,
     }
-
-
-def _window(rule: Rule, keys: int) -> tuple[int, int]:
-    """The sides of the window as FlashAttention takes them: -1 for an unbounded side."""
-    left, right = (
-        (None, None) if rule.window is None else (window_side(x, keys) for x in rule.window)
-    )
-    right = 0 if rule.is_causal else right
-    return (-1 if left is None else left), (-1 if right is None else right)
 
 
 @functools.cache

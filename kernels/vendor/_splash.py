@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._arguments import Operands, Settings, cotangents
 from ..call._kernel import AbstractKernel
-from ..call._mask import Rule
+from ..call._operands import Operands, Settings, cotangents
 from ..call._state import AttentionState
+from ..masks._structure import SIDED
 from ..xla._blockwise import backward_delta
 from ._adapter import check_plain, vendor_state, window_side
 
@@ -41,6 +41,7 @@ class Splash(AbstractKernel):
     platforms = ("tpu",)
     interpreted = ("cpu", "cuda", "rocm")
     exported = True
+    masks = SIDED
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes other than bfloat16; arrays of masks, biases,
@@ -65,7 +66,7 @@ class Splash(AbstractKernel):
     ) -> AttentionState:
         """One kernel, after a copy of the operands with heads in front."""
         query, key, value = _scaled(operands, settings)
-        found = _kernel(settings.rule, *self._cut(query, key), platform != "tpu")
+        found = _kernel(settings.rule.sides, *self._cut(query, key), platform != "tpu")
         with _as_expected():
             out, (lse,) = jax.vmap(found)(query, key, value)
         return vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
@@ -80,7 +81,7 @@ class Splash(AbstractKernel):
     ) -> Operands:
         """Two kernels: one for the gradient of queries, one for the others."""
         query, key, value = _scaled(operands, settings)
-        found = _kernel(settings.rule, *self._cut(query, key), platform != "tpu")
+        found = _kernel(settings.rule.sides, *self._cut(query, key), platform != "tpu")
         d_out = cotangent.out.astype(value.dtype)
         rows = (state.lse, d_out, backward_delta(state, cotangent))
         with _as_expected():
@@ -131,7 +132,9 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(rule: Rule, shape: tuple[int, int], blocks: tuple[int, int], interpret: bool) -> Any:
+def _kernel(
+    sides: tuple[int, int], shape: tuple[int, int], blocks: tuple[int, int], interpret: bool
+) -> Any:
     splash, (bq, bkv) = private_names("splash"), blocks
     sizes = splash.BlockSizes(
         block_q=bq, block_kv=bkv, block_q_dkv=bq, block_kv_dkv=bkv, block_q_dq=bq, block_kv_dq=bkv
@@ -139,7 +142,7 @@ def _kernel(rule: Rule, shape: tuple[int, int], blocks: tuple[int, int], interpr
     # One mask serves all heads. The result is cached across traces, so it must not be traced.
     with jax.ensure_compile_time_eval():
         found = splash.make(
-            mask=splash.masks.MultiHeadMask([_mask(splash.masks, rule, shape)]),
+            mask=splash.masks.MultiHeadMask([_mask(splash.masks, sides, shape)]),
             block_sizes=sizes,
             save_residuals=True,
             head_shards=1,
@@ -149,11 +152,13 @@ def _kernel(rule: Rule, shape: tuple[int, int], blocks: tuple[int, int], interpr
         return jax.tree.map(np.asarray, found)
 
 
-def _mask(masks: Any, rule: Rule, shape: tuple[int, int]) -> Any:
-    if rule.window is not None:
-        left, right = (window_side(x, shape[1]) for x in rule.window)
-        return masks.LocalMask(shape, (left, 0 if rule.is_causal else right), 0)
-    return masks.CausalMask(shape) if rule.is_causal else masks.FullMask(shape)
+def _mask(masks: Any, sides: tuple[int, int], shape: tuple[int, int]) -> Any:
+    left, right = (window_side(x, shape[1]) for x in sides)
+    if left is None and right is None:
+        return masks.FullMask(shape)
+    if left is None and right == 0:
+        return masks.CausalMask(shape)
+    return masks.LocalMask(shape, (left, right), 0)
 
 
 @contextlib.contextmanager

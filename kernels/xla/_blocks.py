@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from ..call._arguments import (
+from ..call._operands import (
     Operands,
     Settings,
+    bound,
     hide_unreachable,
     is_static,
     present_keys,
     zero_absent,
 )
-from ..call._mask import meeting, visible
 from ..call._state import lse_dtype, precision
+from ..masks._visibility import meeting, visible
 
 
 class BlockSizes(NamedTuple):
@@ -65,7 +66,7 @@ class Grid(NamedTuple):
 def grid(operands: Operands, causal: bool, sizes: BlockSizes) -> Grid:
     """The grid with the fewest blocks within `sizes`, evenly filled.
 
-    Under a causal rule the numbers of blocks are even, so that no block holds parts of both of the
+    Under a rule that hides what comes later the numbers of blocks are even, so that no block holds parts of both of the
     two distant pieces of a sequence that the zigzag layout puts on a device.
     """
     batch, query_len, heads, _ = operands.query.shape
@@ -162,8 +163,9 @@ class BlockedOperands:
     """The operands of a call, cut by a grid; a block of scores is `[B, rows, keys]`."""
 
     def __init__(self, operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES):
-        self.grid = g = grid(operands, settings.rule.is_causal, sizes)
+        self.grid = g = grid(operands, settings.rule.sides[1] == 0, sizes)
         self.settings = settings
+        self.rule = bound(settings, operands)
         exact = precision(operands.query.dtype)
         self.outer = functools.partial(outer, precision=exact)
         self.product = functools.partial(product, precision=exact)
@@ -191,7 +193,7 @@ class BlockedOperands:
             self.positions = self._cut(query_positions, key_positions, fill=-1)
         if operands.query_segments is not None and operands.key_segments is not None:
             self.segments = self._cut(operands.query_segments, operands.key_segments, fill=0)
-        meet = meeting(settings.rule, self.positions, self.segments)
+        meet = meeting(self.rule, self.positions, self.segments)
         self._meet = None if meet is None else meet.any(0)
 
     def _cut(self, queries: Array, keys: Array, fill: int) -> tuple[Array, Array]:
@@ -232,7 +234,7 @@ class BlockedOperands:
         if self.mask is not None:
             scores = jnp.where(self._block(self.mask, at), scores, -jnp.inf)
         if self.positions is not None:
-            seen = visible(self.settings.rule, *self._facing(self.positions, at))
+            seen = visible(self.rule, *self._facing(self.positions, at))
             scores = jnp.where(seen, scores, -jnp.inf)
         if self.segments is not None:
             queries, keys = self._facing(self.segments, at)

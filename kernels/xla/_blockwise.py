@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..call._arguments import Operands, Settings, cotangents, out_dtype
 from ..call._kernel import AbstractKernel
+from ..call._operands import Operands, Settings, cotangents, out_dtype
 from ..call._state import AttentionState, holds_keys, lse_dtype, safe_shift
+from ..masks._abstract import AbstractMask
 from ._blocks import (
     BLOCK_SIZES,
     BlockedOperands,
@@ -39,6 +40,7 @@ class Blockwise(AbstractKernel):
     platforms = ()
     interpreted = ()
     exported = True
+    masks = (AbstractMask,)
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Takes every call."""
@@ -172,7 +174,7 @@ def backward_rows(
 def cast_like(found: Operands, operands: Operands) -> Operands:
     """Cotangents in the dtypes of their operands."""
 
-    def cast(x: Array | None, like: Any) -> Any:
+    def cast(x: Any, like: Any) -> Any:
         return None if x is None else x.astype(like.dtype)
 
     return Operands(*map(cast, found, operands))

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..call._arguments import (
+from ..call._kernel import AbstractKernel
+from ..call._operands import (
     Operands,
     Settings,
     hide_unreachable,
@@ -17,8 +18,8 @@ from ..call._arguments import (
     present_keys,
     zero_absent,
 )
-from ..call._kernel import AbstractKernel
 from ..call._state import AttentionState, lse_dtype, precision
+from ..masks._abstract import AbstractMask
 from . import _blockwise
 from ._blocks import inner, outer, product
 from ._reference import masked
@@ -43,6 +44,7 @@ class Decode(AbstractKernel):
     platforms = ()
     interpreted = ()
     exported = True
+    masks = (AbstractMask,)
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for more than 64 queries times heads."""

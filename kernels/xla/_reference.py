@@ -4,17 +4,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..call._arguments import (
+from ..call._kernel import AbstractKernel
+from ..call._operands import (
     Operands,
     Settings,
+    bound,
     cotangents,
     hide_unreachable,
     out_dtype,
     zero_absent,
 )
-from ..call._kernel import AbstractKernel
-from ..call._mask import visible
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
+from ..masks._abstract import AbstractMask
+from ..masks._visibility import visible
 from ._softmax import softmax
 
 
@@ -29,6 +31,7 @@ class Reference(AbstractKernel):
     platforms = ()
     interpreted = ()
     exported = True
+    masks = (AbstractMask,)
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Takes every call."""
@@ -98,7 +101,7 @@ def masked(scores: Float[Array, "B N T S"], operands: Operands, settings: Settin
         scores = scores + operands.bias.astype(scores.dtype)
     queries, keys = operands.query_positions, operands.key_positions
     if queries is not None and keys is not None:
-        seen = visible(settings.rule, queries[:, :, None], keys[:, None, :])
+        seen = visible(bound(settings, operands), queries[:, :, None], keys[:, None, :])
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
     queries, keys = operands.query_segments, operands.key_segments
     if queries is not None and keys is not None:

@@ -26,8 +26,8 @@ from energy_attn.distributed import (
 )
 from energy_attn.distributed.spec._layout import sequence_order
 from energy_attn.distributed.spec._plan import sharding_plan
-from energy_attn.kernels.call._arguments import Operands, Settings
-from energy_attn.kernels.call._mask import Rule
+from energy_attn.kernels.call._operands import Operands, Settings
+from energy_attn.kernels.masks._structure import sided
 from energy_attn.kernels.xla._blocks import BlockedOperands
 
 from ..naive import assert_all_close
@@ -270,7 +270,7 @@ def blocks_computed(order, i, j):
     queries, keys = (jnp.asarray(order[x])[None] for x in (i, j))
     query, key = (jnp.zeros((1, len(order[0]), heads, 1)) for heads in (8, 2))
     operands = Operands(query, key, key, None, None, queries, keys)
-    blocks = BlockedOperands(operands, Settings(1.0, Rule(is_causal=True)))
+    blocks = BlockedOperands(operands, Settings(1.0, sided(right=0)))
     return int(blocks._meet.sum()) * blocks.grid.rows * blocks.grid.keys
 
 

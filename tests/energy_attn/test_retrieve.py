@@ -13,7 +13,7 @@ import energy_attn as ea
 from energy_attn.core._solution import Result
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.hopfield import retrieve
-from energy_attn.kernels.call._checks import received
+from energy_attn.kernels._checks import received
 from energy_attn.solvers import FixedPoint
 
 from ..complaints import a, complains

@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn import attention
+from energy_attn import attention, masks
 from energy_attn.kernels import AttentionState, local_attention
-from energy_attn.kernels.call._arguments import check_call, cotangents
+from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import AbstractKernel
+from energy_attn.kernels.call._operands import cotangents
 from energy_attn.kernels.dispatch import _lowering, _registry
 
 from ..problems import PROBLEMS, cast
@@ -23,6 +24,7 @@ class Marked(AbstractKernel):
     """A kernel whose state tells that it ran: `out` is its own number, `lse` the size of the batch it got."""
 
     exported = True
+    masks = (masks.AbstractMask,)
 
     def __init__(self, name, platforms, number, interpreted=()):
         self.name, self.platforms, self.interpreted = name, platforms, interpreted

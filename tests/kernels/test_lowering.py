@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.kernels import _private, local_attention
-from energy_attn.kernels.call._arguments import Operands, Settings
-from energy_attn.kernels.call._mask import Rule
+from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.dispatch import _probe, _registry
+from energy_attn.kernels.masks._structure import sided
 
 from ..selection import few
 
@@ -83,7 +83,7 @@ def test_splash():
 
 
 def _call():
-    return Settings(64**-0.5, Rule(is_causal=True)), Operands(*abstract(), *[None] * 4)
+    return Settings(64**-0.5, sided(right=0)), Operands(*abstract(), *[None] * 4)
 
 
 @pytest.mark.full

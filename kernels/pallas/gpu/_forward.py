@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
-from ...call._arguments import Operands, out_dtype
+from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, fold
 from .._common import result_like
 from .._rows import Visibility

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from ...call._arguments import Operands, Settings
 from ...call._kernel import AbstractKernel, check_operands
+from ...call._operands import Operands, Settings
 from ...call._state import AttentionState
+from ...masks._structure import SIDED
 from ._plan import Plan, make_plan
 
 _DTYPES = ("float16", "bfloat16", "float32")
@@ -30,6 +31,7 @@ class PallasGPU(AbstractKernel):
     platforms = ("cuda",)
     interpreted = ("cpu", "tpu")
     exported = False
+    masks = SIDED
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float64 and empty axes; for widths

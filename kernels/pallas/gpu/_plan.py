@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ...call._arguments import Operands, Settings, hide_unreachable
-from ...call._mask import Interval, interval, must_meet
+from ...call._operands import Operands, Settings, hide_unreachable
+from ...masks._interval import Interval, interval
+from ...masks._visibility import must_meet
 from .._rows import Visibility, block_spans, meeting_blocks, pad_to_blocks
 
 # Shared memory that one program may take of a multiprocessor, in KiB, by compute capability; other
@@ -240,7 +241,7 @@ def _whole(visibility: Visibility, plan: Plan) -> Bool[Array, "b row_tiles key_t
     if visibility.row_positions is not None and visibility.key_positions is not None:
         of_rows = interval(_tiles(visibility.row_positions, query_len))
         whole &= must_meet(
-            plan.settings.rule, *_facing(of_rows, _ends(visibility.key_positions, keys))
+            plan.settings.rule.bind(), *_facing(of_rows, _ends(visibility.key_positions, keys))
         )
     if visibility.row_segments is not None and visibility.key_segments is not None:
         of_rows, of_keys = _facing(

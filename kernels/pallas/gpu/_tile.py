@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
-from ...call._mask import visible
+from ...masks._visibility import visible
 from .._rows import Visibility
 from ._plan import Plan, power
 
@@ -185,7 +185,7 @@ def seen(
         # positions that are not given count from 0
         of_rows = of(visibility.row_positions, rows.time, rows.there)
         of_keys = of(visibility.key_positions, key, None)
-        found &= visible(plan.settings.rule, *facing(of_rows, of_keys))
+        found &= visible(plan.settings.rule.bind(), *facing(of_rows, of_keys))
     if visibility.row_segments is not None:
         of_rows, of_keys = facing(
             of(visibility.row_segments, rows.time, rows.there),

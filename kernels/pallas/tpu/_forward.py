@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from ...call._arguments import Operands, out_dtype
+from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
 from .._common import result_like
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows

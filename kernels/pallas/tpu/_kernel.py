@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from ...call._arguments import Operands, Settings
 from ...call._kernel import AbstractKernel, check_operands
+from ...call._operands import Operands, Settings
 from ...call._state import AttentionState
+from ...masks._structure import SIDED
 from ._layout import LAYOUT_SIZES, LayoutSizes, layout
 
 _DTYPES = ("bfloat16", "float32")  # the compiler does not load float16
@@ -26,6 +27,7 @@ class PallasTPU(AbstractKernel):
     platforms = ("tpu",)
     interpreted = ("cpu", "cuda", "rocm")
     exported = True
+    masks = SIDED
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float16, float64 and empty axes; and

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array
 
-from ...call._arguments import Operands, Settings
+from ...call._operands import Operands, Settings
 from .._rows import pack_rows, unpack_rows
 
 # The compiler grants a kernel 16 MiB on every chip; the estimate leaves a part of them out. Of 1 MiB

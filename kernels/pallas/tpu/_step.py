@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from ...call._mask import visible
+from ...masks._visibility import visible
 from ._layout import Layout
 
 HIDDEN = -math.inf
@@ -86,7 +86,7 @@ def hide(
 
     conditions: list[Any] = []
     if "row_positions" in visibility:
-        conditions.append(visible(at.settings.rule, *pair("positions")))
+        conditions.append(visible(at.settings.rule.bind(), *pair("positions")))
     if at.bounded:
         shape, axis = ((at.key_block, 1), 0) if turned else ((1, at.key_block), 1)
         number = key_block * at.key_block + lax.broadcasted_iota(jnp.int32, shape, axis)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from ...call._arguments import Operands, hide_unreachable
-from ...call._mask import Interval, interval, must_meet
+from ...call._operands import Operands, hide_unreachable
+from ...masks._interval import Interval, interval
+from ...masks._visibility import must_meet
 from .._rows import Visibility, block_spans, meeting_blocks, visibility_of
 from ._layout import Layout
 
@@ -68,7 +69,7 @@ def _open(found: Visibility, at: Layout, key_block: int) -> Any:
     if found.row_positions is not None and found.key_positions is not None:
         rows, keys = cut(found.row_positions, found.key_positions)
         all_keys = Interval(keys.min(-1), keys.max(-1))
-        conditions.append(must_meet(at.settings.rule, interval(rows), all_keys))
+        conditions.append(must_meet(at.settings.rule.bind(), interval(rows), all_keys))
     if found.row_segments is not None and found.key_segments is not None:
         rows, keys = cut(found.row_segments, found.key_segments)
         # as no minimum exceeds a maximum, all four are equal

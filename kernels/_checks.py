@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -96,6 +97,19 @@ def check_integral(name: str, x: Any) -> Any:
     x = check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: wanted an integer array, got {received(x)}")
+    return x
+
+
+def check_int32(name: str, x: Any) -> Any:
+    """Returns `x` if it is an array of integers that, where they are known, 32 bits hold.
+
+    Raises `TypeError` for other dtypes and `ValueError` for larger numbers.
+    """
+    x = check_integral(name, x)
+    if x.size and not np.can_cast(x.dtype, np.int32) and not isinstance(x, jax.core.Tracer):
+        least, most = int(x.min()), int(x.max())
+        if not -(2**31) <= least <= most < 2**31:
+            raise ValueError(f"{name}: wanted numbers of 32 bits, got {least} to {most}")
     return x
 
 

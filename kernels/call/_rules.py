@@ -1,0 +1,185 @@
+"""The rule of a call: from `mask=`, `is_causal=` and `local_window_size=` to what kernels take."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._checks import received
+from ..masks._abstract import AbstractMask, And
+from ..masks._all import All
+from ..masks._causal import Causal
+from ..masks._lengths import Lengths
+from ..masks._segments import Segments, looked_up
+from ..masks._structure import SIDED, Structure, sided, sided_rule, structure_of
+from ..masks._visibility import visible
+from ..masks._window import Window
+
+
+class Tokens(NamedTuple):
+    """What a kernel compares of queries and keys: None, or int32 with one line or one for each batch entry."""
+
+    query_positions: Array | None
+    key_positions: Array | None
+    query_segments: Array | None
+    key_segments: Array | None
+
+    def with_positions(self, query_len: int, key_len: int) -> "Tokens":
+        """Positions of both, counted from 0 where none are given."""
+        query_positions, key_positions = (
+            jnp.arange(size, dtype=jnp.int32)[None] if x is None else x
+            for x, size in ((self.query_positions, query_len), (self.key_positions, key_len))
+        )
+        return self._replace(query_positions=query_positions, key_positions=key_positions)
+
+
+class Ruled(NamedTuple):
+    """A rule for kernels: its structure, its arrays with an axis of the batch, and the tokens."""
+
+    structure: Structure
+    arrays: tuple[Array, ...]
+    tokens: Tokens
+
+
+def split_mask(mask: Any) -> tuple[AbstractMask | None, Any]:
+    """`mask=` as a rule or None, and as anything else or None.
+
+    Raises `TypeError` for a class of rules, of which an instance was meant.
+    """
+    if isinstance(mask, type) and issubclass(mask, AbstractMask):
+        raise TypeError(f"mask: wanted a rule, as {mask.__name__}(...), got the class itself")
+    return (mask, None) if isinstance(mask, AbstractMask) else (None, mask)
+
+
+def ruled(
+    rule: AbstractMask | None,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    tokens: Tokens,
+    batch: int,
+    query_len: int,
+    key_len: int,
+) -> Ruled:
+    """The conjunction of a rule with causality and a window, in the form that most kernels take.
+
+    Of the rules that `&` joins, `Causal` and `Window` become one, `Segments` those of the tokens unless
+    they have some, and `Lengths` absent tokens. Raises `TypeError` and `ValueError` for arrays of the
+    rule that do not fit the call.
+    """
+    left, right = window or (None, None)
+    right = 0 if is_causal else right
+    if rule is None:
+        return Ruled(sided(left, right), (), tokens)
+    rest: list[AbstractMask] = []
+    for x in _joined(_with_batch(rule, batch)):
+        if isinstance(x, Causal):
+            right = 0
+        elif isinstance(x, Window):
+            left, right = _least(left, x.left), _least(right, x.right)
+        elif isinstance(x, Lengths):
+            tokens = _shortened(x, tokens.with_positions(query_len, key_len))
+        elif isinstance(x, Segments) and tokens.query_segments is None:
+            tokens = _with_segments(x, tokens, query_len, key_len)
+        elif not isinstance(x, All):
+            rest.append(x)
+    sides = sided_rule(left, right)
+    rule = rest.pop(0) if rest and isinstance(sides, All) else sides
+    for x in rest:
+        rule = rule & x
+    arrays, structure = tuple(jax.tree.leaves(rule)), structure_of(rule)
+    if not isinstance(rule, SIDED):
+        _check_traceable(structure, tuple((x.shape, x.dtype) for x in arrays))
+    return Ruled(structure, arrays, tokens)
+
+
+def _with_batch(rule: AbstractMask, batch: int) -> AbstractMask:
+    leaves, tree = jax.tree.flatten_with_path(rule)
+    arrays = []
+    for (path, x), rank in zip(leaves, rule.ranks, strict=True):
+        name = f"mask{jax.tree_util.keystr(path)}"
+        if not (
+            isinstance(x, (jax.Array, np.ndarray))
+            and (x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.integer))
+        ):
+            raise TypeError(f"{name}: wanted an array of integers or booleans, got {received(x)}")
+        if x.ndim == rank:
+            x = x[None]
+        elif x.ndim != rank + 1 or x.shape[0] not in (1, batch):
+            lead = "" if x.ndim == rank + 1 else f"{rank} axes, or "
+            raise ValueError(
+                f"{name}: wanted {lead}a first axis of the batch, {batch}, got {received(x)}"
+            )
+        arrays.append(jnp.asarray(x))
+    return jax.tree.unflatten(tree, arrays)
+
+
+def _joined(rule: AbstractMask) -> list[AbstractMask]:
+    if isinstance(rule, And):
+        return _joined(rule.first) + _joined(rule.second)
+    return [rule]
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return min((x for x in (a, b) if x is not None), default=None)
+
+
+def _shortened(rule: Lengths, tokens: Tokens) -> Tokens:
+    def below(positions: Any, length: Any) -> Any:
+        return jnp.where(positions < length[:, None], positions, -1)
+
+    keys = below(tokens.key_positions, rule.keys)
+    if rule.queries is None:
+        return tokens._replace(key_positions=keys)
+    queries = below(tokens.query_positions, rule.queries)
+    return tokens._replace(query_positions=queries, key_positions=keys)
+
+
+def _with_segments(rule: Segments, tokens: Tokens, query_len: int, key_len: int) -> Tokens:
+    of_queries: Any = rule.query_ids
+    of_keys: Any = of_queries if rule.key_ids is None else rule.key_ids
+    known = isinstance(query_len, int) and isinstance(key_len, int)  # not symbols
+    if tokens.query_positions is None and tokens.key_positions is None and known:
+        for name, ids, size in (
+            ("query_ids", of_queries, query_len),
+            ("key_ids", of_keys, key_len),
+        ):
+            if ids.shape[1] < size:
+                raise ValueError(
+                    f"mask.{name}: wanted an id for each position from 0 to {size - 1}, "
+                    f"got {received(ids)}"
+                )
+        return tokens._replace(
+            query_segments=of_queries[:, :query_len], key_segments=of_keys[:, :key_len]
+        )
+    tokens = tokens.with_positions(query_len, key_len)
+
+    def found(ids: Array, positions: Any) -> tuple[Array, Array]:
+        batch = max(len(ids), len(positions))
+        segments, inside = jax.vmap(looked_up)(
+            *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, positions))
+        )
+        return segments, jnp.where(inside, positions, -1)
+
+    query_segments, query_positions = found(of_queries, tokens.query_positions)
+    key_segments, key_positions = found(of_keys, tokens.key_positions)
+    return Tokens(query_positions, key_positions, query_segments, key_segments)
+
+
+@functools.lru_cache(maxsize=256)
+def _check_traceable(structure: Structure, arrays: tuple[Any, ...]) -> None:
+    """Raises `ValueError` if a rule closes over what is traced, and whatever it itself raises."""
+
+    def run(query: Array, key: Array, *arrays: Array) -> Array:
+        return visible(structure.bind(arrays), query, key)
+
+    shapes = ((1, 3, 1), jnp.int32), ((1, 1, 2), jnp.int32), *arrays
+    closed = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(*x) for x in shapes)).consts
+    if any(isinstance(x, jax.core.Tracer) for x in closed):
+        raise ValueError(
+            "function: wanted arrays that are traced as parameters, "
+            f"masks.Function(function, *arrays), got a function that closes over {received(closed[0])}"
+        )

@@ -1,0 +1,29 @@
+"""Rules: which key positions a query position sees, said once for all kernels."""
+
+from ._abstract import AbstractMask as AbstractMask
+from ._abstract import And as And
+from ._abstract import Not as Not
+from ._abstract import Or as Or
+from ._all import All as All
+from ._causal import Causal as Causal
+from ._function import Function as Function
+from ._interval import Interval as Interval
+from ._lengths import Lengths as Lengths
+from ._prefix import Prefix as Prefix
+from ._segments import Segments as Segments
+from ._window import Window as Window
+
+__all__ = [
+    "AbstractMask",
+    "All",
+    "And",
+    "Causal",
+    "Function",
+    "Interval",
+    "Lengths",
+    "Not",
+    "Or",
+    "Prefix",
+    "Segments",
+    "Window",
+]

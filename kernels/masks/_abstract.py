@@ -1,0 +1,166 @@
+"""The abstract class of a rule, and how rules are joined."""
+
+import abc
+from typing import Any, ClassVar
+
+import equinox as eqx
+from jaxtyping import Array, Bool, Int
+
+from .._checks import received
+from ._interval import Interval
+
+
+class AbstractMask(eqx.Module):
+    r"""A rule: which key positions a query position sees. Rules are joined by `&`, `|` and `~`.
+
+    $$\mathrm{mask}_{ij} = \mathrm{visible}(p_i, p_j)$$
+
+    A rule is said of positions, not of places in an array, so that it is the same for a shard, a cache
+    or a draft tree. Its arrays (integers or booleans) are leaves of the module, so that a new length is
+    no new program; all else is static and hashable. Tokens of negative position are absent: no rule,
+    and no `~`, makes them visible.
+
+    The methods take arrays that broadcast, and arrays of one batch entry; where an array has an axis of
+    the batch, they are mapped over it. A rule of one's own is a subclass with these methods. Kernels
+    that do not know it decline, and those of XLA's operations compute with it.
+
+    Attributes:
+        by_intervals: whether `any_visible` decides which blocks of keys are read. Otherwise, as if it is
+            not said, a table of blocks is found by `visible`, once in a call.
+
+    Source: the `Mask` of tokamax, and flex attention (arXiv 2412.05496) for its masks by function.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> rule = masks.Causal() & ~masks.Prefix(1)
+        >>> rule.visible(jnp.array([[2]]), jnp.array([[0, 1, 2, 3]])).tolist()
+        [[False, True, True, False]]
+    """
+
+    by_intervals: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def ranks(self) -> tuple[int, ...]:
+        """The number of axes of each array of the rule, without that of the batch."""
+
+    @abc.abstractmethod
+    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Which queries see which keys, by position; the arguments broadcast."""
+
+    @abc.abstractmethod
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether any query of one interval sees any key of another; the intervals broadcast.
+
+        Never false where a pair is visible; may be true where none is.
+        """
+
+    @abc.abstractmethod
+    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether every query of one interval sees every key of another; the intervals broadcast.
+
+        Never true where a pair is hidden; may be false where none is.
+        """
+
+    def __and__(self, other: "AbstractMask") -> "And":
+        return And(self, _rule("&", other))
+
+    def __or__(self, other: "AbstractMask") -> "Or":
+        return Or(self, _rule("|", other))
+
+    def __invert__(self) -> "Not":
+        return Not(self)
+
+    # What is left of the operator is no rule: the same errors. NumPy's arrays would take rules for
+    # their elements.
+    __array_ufunc__: ClassVar[None] = None
+
+    def __rand__(self, other: Any) -> "And":
+        return And(_rule("&", other), self)
+
+    def __ror__(self, other: Any) -> "Or":
+        return Or(_rule("|", other), self)
+
+
+def _rule(operator: str, x: Any) -> AbstractMask:
+    if not isinstance(x, AbstractMask):
+        raise TypeError(f"{operator}: wanted a rule of energy_attn.masks, got {received(x)}")
+    return x
+
+
+class And(AbstractMask):
+    """`first & second`: what both rules show."""
+
+    first: AbstractMask
+    second: AbstractMask
+
+    by_intervals = True
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of both."""
+        return self.first.ranks + self.second.ranks
+
+    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Visible by both."""
+        return self.first.visible(query, key) & self.second.visible(query, key)
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether each may show a pair; it need not be the same one."""
+        return self.first.any_visible(query, key) & self.second.any_visible(query, key)
+
+    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether both show all pairs."""
+        return self.first.all_visible(query, key) & self.second.all_visible(query, key)
+
+
+class Or(AbstractMask):
+    """`first | second`: what either rule shows."""
+
+    first: AbstractMask
+    second: AbstractMask
+
+    by_intervals = True
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of both."""
+        return self.first.ranks + self.second.ranks
+
+    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Visible by either."""
+        return self.first.visible(query, key) | self.second.visible(query, key)
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether either may show a pair."""
+        return self.first.any_visible(query, key) | self.second.any_visible(query, key)
+
+    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether one of the two shows all pairs."""
+        return self.first.all_visible(query, key) | self.second.all_visible(query, key)
+
+
+class Not(AbstractMask):
+    """`~rule`: what the rule hides."""
+
+    rule: AbstractMask
+
+    by_intervals = True
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of the rule."""
+        return self.rule.ranks
+
+    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Hidden by the rule."""
+        return ~self.rule.visible(query, key)
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether the rule need not show all pairs."""
+        return ~self.rule.all_visible(query, key)
+
+    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether the rule shows no pair."""
+        return ~self.rule.any_visible(query, key)

@@ -1,0 +1,101 @@
+"""The rule by any function of positions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from .._checks import broadcasts, check_array, check_boolean, received
+from ._abstract import AbstractMask
+from ._interval import Interval
+
+
+class Function(AbstractMask):
+    r"""What a function says: $\mathrm{visible}_{ij} = f(p_i, p_j, \theta)$.
+
+    Blocks of keys that it hides are not read, on XLA's operations: a table of them is found by the
+    function itself, once in a call.
+
+    Args:
+        function: `function(query_positions, key_positions, *parameters)`, elementwise on int32 arrays
+            that broadcast, to booleans that broadcast to them. It is part of the program: the same
+            function is the same program, and a new `lambda` a new one.
+        *parameters: arrays of integers or booleans, numbers among them. What the function closes over
+            is a constant; what is traced is given here.
+        batched: whether all parameters have a first axis of the batch, 1 or `B`, of which the function
+            gets an entry.
+
+    Raises:
+        TypeError: no function, or a parameter that is no array of integers or booleans: a rule has no
+            derivative.
+        ValueError: a function that cannot be hashed.
+
+    Source: flex attention (arXiv 2412.05496), the masks by function.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> strided = masks.Function(lambda query, key, step: (query - key) % step == 0, 3)
+        >>> (masks.Causal() & strided).visible(jnp.array([[6]]), jnp.arange(8)[None]).astype(int).tolist()
+        [[1, 0, 0, 1, 0, 0, 1, 0]]
+    """
+
+    function: Callable[..., Any] = eqx.field(static=True)
+    parameters: tuple[Any, ...]
+    batched: bool = eqx.field(static=True)
+
+    def __init__(
+        self, function: Callable[..., Any], *parameters: Any, batched: bool = False
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"function: wanted a function of positions, got {received(function)}")
+        try:
+            hash(function)
+        except TypeError:
+            raise ValueError(
+                f"function: wanted one that can be hashed, with its arrays given as parameters, "
+                f"got {received(function)}"
+            ) from None
+        self.function = function
+        self.parameters = tuple(map(_parameter, parameters))
+        self.batched = batched
+        if batched and not all(x.ndim for x in self.parameters):
+            raise ValueError("parameters: wanted a first axis of the batch in each, got a scalar")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of the parameters."""
+        return tuple(x.ndim - self.batched for x in self.parameters)
+
+    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """What the function says. Raises if that is not boolean or does not broadcast."""
+        found = check_boolean("function's result", self.function(query, key, *self.parameters))
+        shape = jnp.broadcast_shapes(query.shape, key.shape)
+        if not broadcasts((1,) * (len(shape) - found.ndim) + found.shape, shape):
+            raise ValueError(
+                f"function: wanted a result that broadcasts to {shape}, got {received(found)}"
+            )
+        return jnp.broadcast_to(found, shape)
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """True: intervals do not tell."""
+        return jnp.ones(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
+
+    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """False: intervals do not tell."""
+        return jnp.zeros(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
+
+
+def _parameter(x: Any) -> Any:
+    if isinstance(x, (bool, int)):
+        return np.asarray(x, bool if isinstance(x, bool) else np.int32)
+    if not isinstance(x, np.generic):
+        x = check_array("parameters", x)
+    if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
+        raise TypeError(
+            f"parameters: wanted integers or booleans, as a rule has no derivative, got {received(x)}"
+        )
+    return x

@@ -1,0 +1,73 @@
+"""The rule of documents that are packed into one row."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from ._abstract import AbstractMask
+from ._interval import Interval
+from ._parameters import integers
+
+
+def _key_ids(x: Any) -> Any:
+    return None if x is None else integers("key_ids", x, 1)
+
+
+class Segments(AbstractMask):
+    r"""A query sees the keys of its own segment: $s(p_i) = s'(p_j)$.
+
+    The ids are a table by position, as in `Causal() & Segments(documents)` for documents packed into one
+    row. A position past its end is in no segment. `query_segment_ids=` and `key_segment_ids=` say the
+    same of indices.
+
+    Args:
+        query_ids: $s$, integers `[L]` for all rows, or `[B, L]`.
+        key_ids: $s'$, likewise; None: the same table.
+
+    Raises:
+        TypeError: ids of another type.
+        ValueError: an array of another rank.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> documents, tokens = masks.Segments(jnp.array([7, 7, 8])), jnp.arange(4)
+        >>> documents.visible(tokens[:, None], tokens[None]).astype(int).tolist()
+        [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    """
+
+    query_ids: Int[Array | np.ndarray, "*B L"] = eqx.field(
+        converter=functools.partial(integers, "query_ids", rank=1)
+    )
+    key_ids: Int[Array | np.ndarray, "*C M"] | None = eqx.field(default=None, converter=_key_ids)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """One table, or two."""
+        return (1,) if self.key_ids is None else (1, 1)
+
+    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Whether the ids are equal, and there are any."""
+        keys = self.query_ids if self.key_ids is None else self.key_ids
+        (mine, some), (theirs, others) = looked_up(self.query_ids, query), looked_up(keys, key)
+        return (mine == theirs) & some & others
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """True: intervals do not tell."""
+        return jnp.ones(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
+
+    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """False: intervals do not tell."""
+        return jnp.zeros(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
+
+
+def looked_up(ids: Array | np.ndarray, positions: Array) -> tuple[Array, Array]:
+    """The ids `[L]` of positions, and whether the table has them."""
+    inside = (positions >= 0) & (positions < len(ids))
+    if len(ids) == 0:
+        return positions, inside
+    return jnp.asarray(ids)[jnp.where(inside, positions, 0)], inside

@@ -1,0 +1,90 @@
+"""What is static in a rule, beside its arrays."""
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from ._abstract import AbstractMask, And
+from ._all import All
+from ._causal import Causal
+from ._interval import FAR
+from ._window import Window
+
+# Rules of these classes are told by two numbers, how far a query sees before it and after.
+SIDED = (All, Causal, Window)
+
+
+class Structure:
+    """A rule without its arrays; hashable. Rules of equal structure have the same object.
+
+    Attributes:
+        classes: those of the rule and of the rules that it joins.
+        constrains: whether it compares positions.
+        sides: how far a query sees before and after its own position at most; a large number where
+            the rule sets no bound.
+    """
+
+    def __init__(self, tree: Any):
+        self._tree = tree
+        rule = jax.tree.unflatten(tree, [None] * tree.num_leaves)
+        self.classes = frozenset(type(x) for x in parts(rule))
+        self.constrains = not isinstance(rule, All)
+        self.sides = _sides(rule)
+
+    def bind(self, arrays: Sequence[Array] = ()) -> AbstractMask:
+        """The rule with its arrays, in the order of its leaves."""
+        return jax.tree.unflatten(self._tree, arrays)
+
+    def __repr__(self) -> str:
+        return f"Structure({self._tree})"
+
+
+# Each lives as long as a program that holds it.
+_KNOWN: "weakref.WeakValueDictionary[Any, Structure]" = weakref.WeakValueDictionary()
+
+
+def structure_of(rule: AbstractMask) -> Structure:
+    """The structure of a rule, whose arrays are its leaves."""
+    tree = jax.tree.structure(rule)
+    found = _KNOWN.get(tree)
+    return _KNOWN.setdefault(tree, Structure(tree)) if found is None else found
+
+
+@functools.lru_cache(maxsize=256)
+def sided(left: int | None = None, right: int | None = None) -> Structure:
+    """The structure of the rule by which a query sees so far before and after it; None: any distance."""
+    return structure_of(sided_rule(left, right))
+
+
+def sided_rule(left: int | None, right: int | None) -> AbstractMask:
+    """That rule."""
+    if left is None and right is None:
+        return All()
+    return Causal() if left is None and right == 0 else Window(left, right)
+
+
+def parts(rule: Any) -> list[AbstractMask]:
+    """A rule, and all rules that it joins."""
+    inner = jax.tree.leaves(
+        tuple(vars(rule).values()), is_leaf=lambda x: isinstance(x, AbstractMask)
+    )
+    found = [rule]
+    for x in inner:
+        if isinstance(x, AbstractMask):
+            found += parts(x)
+    return found
+
+
+def _sides(rule: AbstractMask) -> tuple[int, int]:
+    if isinstance(rule, And):
+        return tuple(map(min, _sides(rule.first), _sides(rule.second)))  # pyright: ignore[reportReturnType]  # two
+    if isinstance(rule, Causal):
+        return FAR, 0
+    if isinstance(rule, Window):
+        left, right = (FAR if x is None else min(x, FAR) for x in (rule.left, rule.right))
+        return left, right
+    return FAR, FAR

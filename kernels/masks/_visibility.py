@@ -1,0 +1,144 @@
+"""Which tokens see which by a rule, pair by pair and block by block; absent ones see nothing."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from ._abstract import AbstractMask
+from ._all import All
+from ._causal import Causal
+from ._interval import Interval, interval
+from ._structure import SIDED, parts
+
+_MOST_BLOCKS = 1024  # blocks of queries that are compared with every key
+_ROWS, _KEYS = 256, 1024  # the pairs that are compared at a time, where intervals do not decide
+
+
+def visible(
+    rule: AbstractMask, query: Int[Array, "..."], key: Int[Array, "..."]
+) -> Bool[Array, "..."]:
+    """Which queries see which keys, by position; the arguments broadcast.
+
+    A query or key with a negative position is absent. The arrays of the rule have an axis of the batch
+    in front, as positions have.
+    """
+    return _where((query >= 0) & (key >= 0), rule, lambda rule: rule.visible, query, key)
+
+
+def may_meet(rule: AbstractMask, query: Interval, key: Interval) -> Bool[Array, "..."]:
+    """Whether any query of one block might see any key of another; the intervals broadcast.
+
+    Never false where a pair is visible; may be true where none is.
+    """
+    some = (query.low <= query.high) & (key.low <= key.high)
+    return _where(some, rule, lambda rule: rule.any_visible, query, key)
+
+
+def must_meet(rule: AbstractMask, query: Interval, key: Interval) -> Bool[Array, "..."]:
+    """Whether every present query of one block sees every key of another; the intervals broadcast.
+
+    `key.low` is over all keys of the block, and so negative if any is absent. Never true where a
+    pair is hidden; may be false where none is.
+    """
+    return _where(key.low >= 0, rule, lambda rule: rule.all_visible, query, key)
+
+
+def _where(
+    some: Array, rule: AbstractMask, method: Callable[[Any], Any], query: Any, key: Any
+) -> Array:
+    if isinstance(rule, All):
+        return some
+    arrays = jax.tree.leaves(rule)
+    if all(len(x) == 1 for x in arrays):
+        return some & method(jax.tree.map(lambda x: x[0], rule))(query, key)
+
+    # over the batch, of which an array or the positions may have one entry for all
+    def entry(x: Array) -> Array:
+        return x[0] if len(x) == 1 else x
+
+    given = rule, query, key
+    axes = jax.tree.map(lambda x: None if len(x) == 1 else 0, given)
+    return some & jax.vmap(lambda rule, query, key: method(rule)(query, key), in_axes=axes)(
+        *jax.tree.map(entry, given)
+    )
+
+
+def may_share(query: Interval, key: Interval) -> Bool[Array, "..."]:
+    """Whether two blocks of segment ids, given as intervals, might share an id."""
+    return (query.low <= key.high) & (key.low <= query.high)
+
+
+def reachable(
+    rule: AbstractMask, query: Int[Array, "#B T"], key: Int[Array, "#B S"]
+) -> Bool[Array, "_ S"]:
+    """Which keys any query may see.
+
+    Never false where a query does. May be true where none does only under a window, in gaps between
+    the positions of successive queries.
+    """
+    query_len, key_len = query.shape[1], key.shape[1]
+    known = isinstance(query_len, int) and isinstance(key_len, int)  # not symbols
+    if not isinstance(rule, SIDED):
+        rows, keys = (min(_ROWS, query_len), min(_KEYS, key_len)) if known else (query_len, key_len)
+        found = _pairs(rule, _in_blocks(query, rows), _in_blocks(key, keys), "keys")
+        return found.reshape(found.shape[0], -1)[:, :key_len] if key_len else key >= 0
+    blocks = 1 if isinstance(rule, (All, Causal)) or not known else min(query_len, _MOST_BLOCKS)
+    low, high = interval(_in_blocks(query, -(-query_len // blocks)))
+    own = Interval(key[:, :, None], key[:, :, None])
+    queries = Interval(low[:, None, :], high[:, None, :])
+    return (key >= 0) & may_meet(rule, queries, own).any(-1)
+
+
+def _in_blocks(x: Array, size: int) -> Array:
+    blocks = -(-x.shape[1] // size)
+    x = jnp.pad(x, ((0, 0), (0, blocks * size - x.shape[1])), constant_values=-1)
+    return x.reshape(x.shape[0], blocks, size)
+
+
+# positions or segments of queries and of keys, in blocks
+Pair = tuple[Int[Array, "#B query_blocks rows"], Int[Array, "#B key_blocks keys"]]
+
+
+def meeting(
+    rule: AbstractMask, positions: Pair | None, segments: Pair | None
+) -> Bool[Array, "_ query_blocks key_blocks"] | None:
+    """Which blocks of queries might see any key of which blocks of keys; None for all."""
+    meet = None
+    if positions is not None:
+        if all(x.by_intervals for x in parts(rule)):
+            meet = may_meet(rule, *_facing(*map(interval, positions)))
+        else:
+            meet = _pairs(rule, *positions, "blocks")
+    if segments is not None:
+        share = may_share(*_facing(*(Interval(x.min(-1), x.max(-1)) for x in segments)))
+        meet = share if meet is None else meet & share
+    return meet
+
+
+def _facing(queries: Interval, keys: Interval) -> tuple[Interval, Interval]:
+    return Interval(*(x[:, :, None] for x in queries)), Interval(*(x[:, None, :] for x in keys))
+
+
+def _pairs(
+    rule: AbstractMask,
+    queries: Int[Array, "#B x rows"],
+    keys: Int[Array, "#B y keys"],
+    of: Literal["blocks", "keys"],
+) -> Bool[Array, "b _ _"]:
+    """Which pairs of blocks have a visible pair, `[b, x, y]`, or which keys any query sees, `[b, y, keys]`.
+
+    One block of pairs is in memory at a time.
+    """
+
+    def of_keys(key: Array) -> Array:
+        def of_queries(query: Array) -> Array:
+            return visible(rule, query[:, :, None], key[:, None, :]).any(1)
+
+        found = lax.map(of_queries, queries.swapaxes(0, 1))  # [x, b, keys]
+        return found.any(0) if of == "keys" else found.any(-1).swapaxes(0, 1)
+
+    return jnp.moveaxis(lax.map(of_keys, keys.swapaxes(0, 1)), 0, 1 if of == "keys" else 2)
