@@ -27,8 +27,10 @@ from ._gibbs import Gibbs
 from ._keys import KeySet, prepare_keys
 
 
-def _hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """Several names as a tuple, as static fields must be hashable."""
+def _hashable(
+    implementation: Candidate | Sequence[Candidate] | None,
+) -> Candidate | tuple[Candidate, ...] | None:
+    """Several of them as a tuple, as static fields must be hashable."""
     if isinstance(implementation, Sequence) and not isinstance(implementation, str):
         return tuple(implementation)
     return implementation
