@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 
@@ -130,7 +130,7 @@ def _run(args: argparse.Namespace, count: int) -> int:
     return 0
 
 
-def _drafter(args: argparse.Namespace, mesh: Any) -> AbstractDrafter | None:
+def _drafter(args: argparse.Namespace, mesh: Mesh | None) -> AbstractDrafter | None:
     if args.speculative:
         return PromptLookup()
     if args.draft_model is not None:

@@ -1,6 +1,6 @@
 """Softmax that is safe for fully masked rows, and shifted energies."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -122,12 +122,12 @@ def shifted_energy(
     return ShiftedEnergy(softmax(rows - given[..., None]).lse, given)
 
 
-def _rows(scores: Any, where: Any, axis: Any) -> Array:
+def _rows(scores: Array, where: Array | None, axis: int) -> Array:
     scores = check_floating("scores", scores)
     axis = check_axis("axis", axis, scores.ndim, "scores")
     rows = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
     if where is not None:
-        where = check_boolean("where", where)
+        check_boolean("where", where)
         try:
             where = jnp.broadcast_to(where, scores.shape)
         except ValueError:

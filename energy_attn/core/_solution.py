@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 
 class Result(enum.IntEnum):
@@ -107,18 +107,20 @@ def raise_on_failure(
     return solution
 
 
-def without_derivative(stats: dict[str, Array], given: Any, what: str) -> dict[str, Array]:
+def without_derivative(stats: dict[str, Array], given: PyTree, what: str) -> dict[str, Array]:
     """Statistics of an iteration, whose derivative in `given` raises `RuntimeError` instead of being zero."""
     return _without_derivative(what, stats, given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _without_derivative(what: str, stats: dict[str, Array], given: Any) -> dict[str, Array]:
+def _without_derivative(what: str, stats: dict[str, Array], given: PyTree) -> dict[str, Array]:
     del what, given
     return stats
 
 
-def _without_derivative_forward(what: str, stats: Any, given: Any) -> tuple[Any, None]:
+def _without_derivative_forward(
+    what: str, stats: dict[str, Any], given: PyTree
+) -> tuple[Any, None]:
     del what, given
     return {name: x.value for name, x in stats.items()}, None
 

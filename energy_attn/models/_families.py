@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from .checkpoint._load import load
 from .decoder._decoder import AbstractDecoder
@@ -20,7 +21,7 @@ def load_decoder(
     directory: str | os.PathLike[str],
     *,
     mesh: Mesh | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     tensor: str = "tensor",
     progress: bool | Callable[[float, str], Any] | None = None,
 ) -> AbstractDecoder:

@@ -1,6 +1,6 @@
 """Acceptance of a path of a prefix tree: greedy, or exactly with the model's distribution of tokens."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -231,7 +231,7 @@ def _largest(logits: Array) -> Array:
     return lax.argmax(logits, logits.ndim - 1, jnp.int32)
 
 
-def _check_logits(tree: Any, logits: Any, context_logits: Any) -> None:
+def _check_logits(tree: PrefixTree, logits: Array, context_logits: Array | None) -> None:
     vocabulary = check_logits(tree, logits)
     if context_logits is not None:
         check_floating("context_logits", context_logits)

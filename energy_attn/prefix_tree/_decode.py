@@ -1,7 +1,6 @@
 """Attention of a tree's nodes over a cache, and the accepted path appended to the cache."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +203,7 @@ def commit(
     return cache.append(*gather_path(cache, accepted.path, key, value), lengths=accepted.length)
 
 
-def gather_path(cache: KVCache, path: Array, key: Any, value: Any) -> tuple[Array, Array]:
+def gather_path(cache: KVCache, path: Array, key: Array, value: Array) -> tuple[Array, Array]:
     """Keys and values of the slots of `path` `[B, C]`, zeros for -1, sharded as `cache` appends them.
 
     Each device that shares a row gathers for itself. Raises `ValueError` for another mesh.
@@ -232,12 +231,12 @@ def _sharding(cache: KVCache) -> CacheSharding | None:
     return cache_sharding(cache.parallel, cache.key, cache.slots.devices)
 
 
-def _check_cache(cache: Any) -> None:
+def _check_cache(cache: object) -> None:
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache: wanted a KVCache, got {received(cache)}")
 
 
-def _check_nodes(cache: KVCache, rows: int, slots: int | str, key: Any, value: Any) -> None:
+def _check_nodes(cache: KVCache, rows: int, slots: int | str, key: Array, value: Array) -> None:
     for name, x, stored in (("key", key, cache.key), ("value", value, cache.value)):
         check_stored(name, x, cache.dtype)
         check_shape(name, x, (rows, slots, *stored.shape[2:]))

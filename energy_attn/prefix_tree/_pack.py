@@ -1,7 +1,6 @@
 """Packing of beams of candidates into prefix trees."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +107,7 @@ def _first_entries(is_new: Array, number: Array, slots: int) -> Array:
     return blank.at[rows, jnp.where(is_new, number, slots)].set(entry, mode="drop")
 
 
-def check_beam(beam: Any, lengths: Any, name: str = "beam") -> tuple[Array, Array]:
+def check_beam(beam: Array, lengths: Array | None, name: str = "beam") -> tuple[Array, Array]:
     """Returns a beam, the argument `name`, and its candidates' lengths `[B, M]` int32, as JAX arrays.
 
     Raises as `pack` does.
@@ -122,7 +121,7 @@ def check_beam(beam: Any, lengths: Any, name: str = "beam") -> tuple[Array, Arra
         raise ValueError(f"{name}: wanted M * C that int32 can number, got {received(beam)}")
     if lengths is None:
         return jnp.asarray(beam), jnp.full((batch, rows), levels, jnp.int32)
-    lengths = check_integral("lengths", lengths)
+    check_integral("lengths", lengths)
     check_shape("lengths", lengths, (batch, rows))
     check_range("lengths", lengths, 0, levels)
     return jnp.asarray(beam), jnp.asarray(lengths).astype(jnp.int32)

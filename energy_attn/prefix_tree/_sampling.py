@@ -19,7 +19,9 @@ from energy_attn.kernels.internal import (
 )
 
 
-def process_logits(logits: Array, temperature: Any, top_k: int | None, top_p: Any) -> Array:
+def process_logits(
+    logits: Array, temperature: float | Array, top_k: int | None, top_p: float | Array | None
+) -> Array:
     r"""Logits `[..., V]` whose softmax is the sampling distribution; minus infinity for excluded tokens.
 
     $$\ell \mapsto (\ell - \max \ell) / T$$
@@ -57,7 +59,11 @@ def process_logits(logits: Array, temperature: Any, top_k: int | None, top_p: An
 
 @functools.partial(jax.jit, static_argnames="top_k")
 def sample_tokens(
-    key: Array, logits: Array, temperature: Any, top_k: int | None, top_p: Any
+    key: Array,
+    logits: Array,
+    temperature: float | Array,
+    top_k: int | None,
+    top_p: float | Array | None,
 ) -> Array:
     """Draws an int32 token from each row of `logits` `[..., V]`, after `process_logits`.
 
@@ -67,7 +73,9 @@ def sample_tokens(
     return jax.random.categorical(key, processed, axis=-1).astype(jnp.int32)
 
 
-def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> tuple[Any, int | None, Any]:
+def check_sampling(
+    temperature: object, top_k: object, top_p: object
+) -> tuple[Any, int | None, Any]:
     """Returns the settings of `process_logits`: Python numbers, scalar arrays, or None for all tokens.
 
     Raises `TypeError` for another type, and `ValueError` for a concrete value that is out of range:
@@ -80,10 +88,10 @@ def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> tuple[Any, int |
     return temperature, top_k, None if is_all else top_p
 
 
-def _check_positive(name: str, x: Any, most: int | None) -> Any:
+def _check_positive(name: str, x: object, most: int | None) -> Any:
     number = x
     if isinstance(x, (jax.Array, np.ndarray)):
-        x = check_floating(name, x)
+        check_floating(name, x)
         if x.ndim:
             raise ValueError(f"{name}: wanted a number or a floating scalar, got {received(x)}")
         if isinstance(x, Tracer):

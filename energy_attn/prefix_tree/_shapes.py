@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +144,7 @@ def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Ar
     return tree_from_ancestors(tokens, ancestors, ancestors, size)
 
 
-def _check_paths(parent: Any, size: Any, depth: int) -> None:
+def _check_paths(parent: Array, size: Array | np.ndarray, depth: int) -> None:
     if not (is_concrete(parent) and is_concrete(size)):
         return
     rows = zip(np.asarray(parent).tolist(), np.asarray(size).tolist(), strict=True)
@@ -160,7 +159,7 @@ def _check_paths(parent: Any, size: Any, depth: int) -> None:
                 )
 
 
-def _check_choices(choices: Any, levels: int, ranks: int) -> list[tuple[int, ...]]:
+def _check_choices(choices: object, levels: int, ranks: int) -> list[tuple[int, ...]]:
     # in order of length, then of ranks
     if not isinstance(choices, Sequence) or isinstance(choices, str):
         raise TypeError(f"choices: wanted a sequence of tuples of ranks, got {received(choices)}")

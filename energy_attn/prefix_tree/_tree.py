@@ -1,6 +1,6 @@
 """The prefix tree: candidate continuations with shared prefixes stored once."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +116,7 @@ def gather_slots(x: Array, slots: Array) -> Array:
     return jnp.where(there, taken, jnp.zeros((), x.dtype))
 
 
-def check_tree(name: str, tree: Any) -> PrefixTree:
+def check_tree(name: str, tree: object) -> PrefixTree:
     """Returns `tree`, a `PrefixTree` of arrays that fit together.
 
     Raises `TypeError` for another type or dtype. Raises `ValueError` for shapes that do not match
@@ -140,7 +140,7 @@ def check_tree(name: str, tree: Any) -> PrefixTree:
     return tree
 
 
-def check_logits(tree: Any, logits: Any) -> int:
+def check_logits(tree: PrefixTree, logits: Array) -> int:
     """Returns the vocabulary size of floating `logits` `[B, L, V]` of the nodes of `tree`.
 
     Raises `TypeError` for another type or dtype and `ValueError` for other shapes, as `check_tree`.
@@ -152,14 +152,14 @@ def check_logits(tree: Any, logits: Any) -> int:
     return logits.shape[2]
 
 
-def check_slots(name: str, tokens: Any) -> None:
+def check_slots(name: str, tokens: Array) -> None:
     """Raises `ValueError` unless `tokens` are `[B, L]` with at least one slot."""
     check_shape(name, tokens, ("B", "L"))
     if tokens.shape[1] == 0:
         raise ValueError(f"{name}: wanted at least 1 slot, got {received(tokens)}")
 
 
-def check_parents(name: str, parent: Any) -> None:
+def check_parents(name: str, parent: Array) -> None:
     """Raises `ValueError` if the array is concrete and a parent does not come before its child."""
     if not is_concrete(parent):
         return
@@ -173,7 +173,7 @@ def check_parents(name: str, parent: Any) -> None:
         )
 
 
-def check_range(name: str, x: Any, least: int, most: int) -> None:
+def check_range(name: str, x: Array | np.ndarray, least: int, most: int) -> None:
     """Raises `ValueError` if the array is concrete and one of its integers is out of range."""
     if not is_concrete(x):
         return
@@ -186,6 +186,6 @@ def check_range(name: str, x: Any, least: int, most: int) -> None:
         )
 
 
-def is_concrete(x: Any) -> bool:
+def is_concrete(x: object) -> bool:
     """Whether the values of an array can be read here: it is not traced, and all of it is on this process."""
     return not isinstance(x, Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)

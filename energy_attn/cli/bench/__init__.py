@@ -10,11 +10,13 @@ import importlib.util
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 import energy_attn
 from energy_attn.kernels.internal import platform_here
@@ -191,7 +193,7 @@ def _line(row: dict[str, Any]) -> str:
 def _memory(case: Case) -> dict[str, Any]:
     arrays = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes(case)]
 
-    def temporary(attend: Any) -> int:
+    def temporary(attend: Callable[..., Array]) -> int:
         analysis = program(case, attend).lower(*arrays).compile().memory_analysis()
         return int(analysis.temp_size_in_bytes)
 

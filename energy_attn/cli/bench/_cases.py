@@ -4,11 +4,12 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PyTree
 
 import energy_attn
 from energy_attn.kernels import local_attention
@@ -93,7 +94,7 @@ def torch() -> Any:
 def program(case: Case, attend: Callable[..., Any]) -> Any:
     """The jitted job of a case with the given attention."""
 
-    def loss(*arrays: Any) -> Any:
+    def loss(*arrays: Array) -> Array:
         return (attend(*arrays).astype(jnp.float32) ** 2).sum()
 
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)) if case.backward else attend)
@@ -139,20 +140,22 @@ def _random(case: Case) -> list[jax.Array]:
     ]
 
 
-def _compiled(run: Any, arrays: list[jax.Array]) -> Run:
+def _compiled(run: Callable[..., Any], arrays: list[jax.Array]) -> Run:
     return lambda: run(*arrays)
 
 
 def _attentions(case: Case, platform: str) -> dict[str, Callable[..., Any]]:
-    def ours(q: Any, k: Any, v: Any) -> Any:
+    def ours(q: Array, k: Array, v: Array) -> Array:
         return energy_attn.attention(q, k, v, is_causal=case.causal)
 
-    def jax_nn(q: Any, k: Any, v: Any, implementation: Any = None) -> Any:
+    def jax_nn(
+        q: Array, k: Array, v: Array, implementation: Literal["cudnn"] | None = None
+    ) -> Array:
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=case.causal, implementation=implementation
         )
 
-    def flash(q: Any, k: Any, v: Any) -> Any:
+    def flash(q: Array, k: Array, v: Array) -> Array:
         return importlib.import_module("flash_attn_jax").flash_mha(q, k, v, is_causal=case.causal)
 
     if case.name in JOBS:
@@ -160,13 +163,13 @@ def _attentions(case: Case, platform: str) -> dict[str, Callable[..., Any]]:
         return {OURS: job, DENSE: dense, ONE_PASS: ours}
     if case.bare:
 
-        def gradient(q: Any, k: Any, v: Any) -> Any:
-            def total(source: Any) -> Any:
+        def gradient(q: Array, k: Array, v: Array) -> Array:
+            def total(source: Array) -> Array:
                 return energy_attn.free_energy(q, k, v, source=source, is_causal=case.causal).sum()
 
             return jax.grad(total)(np.zeros(q.shape, q.dtype))
 
-        def bare(q: Any, k: Any, v: Any) -> Any:
+        def bare(q: Array, k: Array, v: Array) -> Array:
             return local_attention(q, k, v, is_causal=case.causal).out
 
         return {OURS: gradient, BARE: bare}
@@ -193,7 +196,7 @@ def _pytorch(case: Case, arrays: list[jax.Array], platform: str) -> Run:
     tensors = [torch_.from_dlpack(x).to(device=device, dtype=dtype).transpose(1, 2) for x in arrays]
     grouped = {"enable_gqa": True} if case.shape.heads != case.shape.kv_heads else {}
 
-    def attend(*tensors: Any) -> Any:
+    def attend(*tensors: object) -> Any:
         return torch_.nn.functional.scaled_dot_product_attention(
             *tensors, is_causal=case.causal, **grouped
         )
@@ -210,7 +213,7 @@ def _pytorch(case: Case, arrays: list[jax.Array], platform: str) -> Run:
     return forward_and_backward if case.backward else forward
 
 
-def wait(result: Any) -> None:
+def wait(result: PyTree) -> None:
     """Waits for a result of JAX or PyTorch."""
     leaves = jax.tree.leaves(result)
     if isinstance(leaves[0], jax.Array):
@@ -219,7 +222,7 @@ def wait(result: Any) -> None:
         torch().cuda.synchronize()
 
 
-def numbers(result: Any) -> list[np.ndarray]:
+def numbers(result: PyTree) -> list[np.ndarray]:
     """The arrays of a result in float32, in our layout."""
     leaves = jax.tree.leaves(result)
     if isinstance(leaves[0], jax.Array):

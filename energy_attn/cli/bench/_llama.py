@@ -112,13 +112,13 @@ def _inference(run: Callable[[], Any]) -> Run:
     return inside
 
 
-def _peer_reading(peer: Any, tokens: np.ndarray, new: int) -> Run:
+def _peer_reading(peer: Callable[..., Any], tokens: np.ndarray, new: int) -> Run:
     del new
     given = torch().from_numpy(tokens.astype(np.int64))
     return _inference(lambda: peer(given, use_cache=True, logits_to_keep=1).logits)
 
 
-def _peer_writing(peer: Any, tokens: np.ndarray, new: int) -> Run:
+def _peer_writing(peer: Callable[..., Any], tokens: np.ndarray, new: int) -> Run:
     """The bare loop around the model, which is less work than transformers' own `generate`."""
     given = torch().from_numpy(tokens.astype(np.int64))
     with torch().inference_mode():

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from energy_attn.distributed import KVCache
 
-from ...prefix_tree import pack, pack_reference, tree_decode
+from ...prefix_tree import PrefixTree, pack, pack_reference, tree_decode
 from ._cases import JAX_NN, OURS, Run
 
 PYTHON = "plain Python"
@@ -72,7 +73,7 @@ def _verify(L: int, S: int, N: int, K: int, H: int) -> dict[str, Run]:
     cache = KVCache.empty(1, S, K, H, dtype=jnp.float32).append(old_key, old_value)
 
     @jax.jit
-    def dense(query: Any, key: Any, value: Any, tree: Any, cache: Any) -> Any:
+    def dense(query: Array, key: Array, value: Array, tree: PrefixTree, cache: KVCache) -> Array:
         there = (cache.positions >= 0)[:, None, None]
         seen = jnp.broadcast_to(there, (1, 1, L, cache.capacity))
         whole = (jnp.concatenate(x, 1) for x in ((cache.key, key), (cache.value, value)))

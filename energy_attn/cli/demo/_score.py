@@ -1,20 +1,18 @@
 """How well a model of bytes predicts a text, with a short context and with a long one."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ...models import Llama
 
 WINDOW = 512  # bytes of the pieces that the library's model has read for most of its training
 
 
-def parameters(model: Any) -> int:
+def parameters(model: PyTree) -> int:
     """The number of weights."""
     return sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
 

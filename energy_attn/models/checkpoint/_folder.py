@@ -24,7 +24,7 @@ CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.in
 SAVE = "energy_attn_save"  # the key of the identity, in metadata and config.json
 
 
-def checked(directory: Any) -> Path:
+def checked(directory: object) -> Path:
     """Returns the path of a folder; raises `TypeError` for anything else."""
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory: wanted the path of a folder, got {received(directory)}")

@@ -8,6 +8,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from energy_attn.distributed.internal import Part, Tensor, safetensors
@@ -15,6 +17,7 @@ from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...core._progress import Progress, progress_of
 from ..decoder._config import AbstractDecoderConfig
+from ..decoder._decoder import AbstractDecoder
 from ..decoder._family import Family
 from . import _folder
 from ._config import with_end_tokens
@@ -27,12 +30,12 @@ _SHOWN = 3  # names in an error
 
 
 def load(
-    directory: Any,
+    directory: object,
     families: Mapping[str, Family],
     *,
-    mesh: Any,
-    dtype: Any,
-    tensor: Any,
+    mesh: Mesh | None,
+    dtype: DTypeLike | None,
+    tensor: str,
     progress: bool | Progress | None,
 ) -> Any:
     """The decoder in a folder, of whichever of `families` its configuration names.
@@ -66,7 +69,7 @@ def load(
     return jax.tree.unflatten(jax.tree.structure(model), arrays)
 
 
-def _array(tensor: Tensor, sharding: Any, dtype: np.dtype) -> Array:
+def _array(tensor: Tensor, sharding: NamedSharding | None, dtype: np.dtype) -> Array:
     """A tensor on its devices; this process reads the parts that its own devices hold."""
     if sharding is None:
         whole = tuple((0, size) for size in tensor.shape)
@@ -83,7 +86,7 @@ def _part(index: Any, shape: tuple[int, ...]) -> Part:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def named(model: Any) -> tuple[list[str], list[Any]]:
+def named(model: AbstractDecoder) -> tuple[list[str], list[Any]]:
     """The weights of a decoder, and their names in a checkpoint."""
     names, leaves = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):

@@ -16,6 +16,7 @@ from energy_attn.distributed import fetch
 from energy_attn.distributed.internal import files, safetensors
 from energy_attn.kernels.internal import check_integer, received
 
+from ..decoder._decoder import AbstractDecoder
 from . import _folder
 from ._folder import CONFIG, INDEX, SAVE, WHOLE, unfinished
 from ._load import named
@@ -30,7 +31,7 @@ _OURS = re.compile(
 _THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
-def save(model: Any, directory: Any, max_shard_size: int) -> None:
+def save(model: AbstractDecoder, directory: object, max_shard_size: int) -> None:
     """Writes a model into a folder, in files of at most so many bytes; raises as `Llama.save`."""
     folder = _folder.checked(directory)
     check_integer("max_shard_size", max_shard_size, 1)
@@ -84,7 +85,7 @@ def _numbered(groups: list[dict[str, Array]], identity: str) -> dict[str, dict[s
 
 
 def _write_texts(
-    folder: Path, model: Any, parts: dict[str, dict[str, Array]], identity: str
+    folder: Path, model: AbstractDecoder, parts: dict[str, dict[str, Array]], identity: str
 ) -> None:
     """Writes the configuration, and the index of several files, under their waiting names."""
     where = {name: file for file, group in parts.items() for name in group}

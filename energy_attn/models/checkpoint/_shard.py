@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
 from energy_attn.kernels.internal import received
 
@@ -12,6 +13,7 @@ from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
 
 Decoder = TypeVar("Decoder", bound=AbstractDecoder)
+Leaf = Array | jax.ShapeDtypeStruct
 
 # Each device has a part of the outputs of these maps, and of the inputs of the maps behind them, so
 # that one sum over the devices ends attention, and one the MLP.
@@ -64,7 +66,7 @@ def shard(model: Decoder, mesh: Mesh, *, tensor: str = "tensor") -> Decoder:
     if not isinstance(model, AbstractDecoder):
         raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
 
-    def place(leaf: Any, sharding: Any) -> Any:
+    def place(leaf: Leaf, sharding: NamedSharding) -> Leaf:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.device_put(leaf, sharding)
@@ -73,7 +75,7 @@ def shard(model: Decoder, mesh: Mesh, *, tensor: str = "tensor") -> Decoder:
     return jax.tree.unflatten(tree, list(map(place, leaves, shardings(model, mesh, tensor))))
 
 
-def shardings(model: Any, mesh: Any, tensor: Any) -> list[NamedSharding]:
+def shardings(model: AbstractDecoder, mesh: object, tensor: object) -> list[NamedSharding]:
     """The sharding of each leaf of a decoder, whose leaves may be abstract; raises as `shard`."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh: wanted a jax.sharding.Mesh, got {received(mesh)}")
@@ -84,7 +86,7 @@ def shardings(model: Any, mesh: Any, tensor: Any) -> list[NamedSharding]:
     split = tensor if size > 1 else None
     vocabulary = split if model.config.vocab_size % size == 0 else None
 
-    def spec(path: Any, leaf: Any) -> P:
+    def spec(path: tuple[Any, ...]) -> P:
         names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
         owner, what = ["", *names][-2:]
         if owner in _VOCABULARY:
@@ -94,7 +96,7 @@ def shardings(model: Any, mesh: Any, tensor: Any) -> list[NamedSharding]:
         return P(None, split) if owner in _INPUTS and what == "weight" else P()
 
     leaves = jax.tree_util.tree_leaves_with_path(model)
-    return [NamedSharding(mesh, spec(path, leaf)) for path, leaf in leaves]
+    return [NamedSharding(mesh, spec(path)) for path, _ in leaves]
 
 
 def _check(config: AbstractDecoderConfig, mesh: Mesh, tensor: str, size: int) -> None:

@@ -1,6 +1,6 @@
 """The cache of a decoder: the keys and values of each layer."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 from jaxtyping import Array, Float, Int
@@ -104,7 +104,7 @@ class LlamaCache(eqx.Module):
         return LlamaCache(tuple(layers))
 
 
-def check_cache(cache: Any, config: AbstractDecoderConfig, batch: int) -> None:
+def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> None:
     """Raises `TypeError` for another type, `ValueError` for the cache of another model or batch."""
     if not isinstance(cache, LlamaCache):
         raise TypeError(f"cache: wanted a LlamaCache, got {received(cache)}")

@@ -170,8 +170,8 @@ def read_tree(model: Any, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
 def fitting(
     model: Any,
     tokens: Array,
-    cache: Any,
-    lengths: Any,
+    cache: LlamaCache,
+    lengths: object,
     *,
     at_once: int | None = None,
     parallel: SequenceParallel | None = None,
@@ -199,8 +199,8 @@ def fitting(
     return counts, counts != wanted
 
 
-def check_tokens(name: str, x: Any) -> Any:
+def check_tokens(name: str, x: object) -> Any:
     """Returns `x`, integers `[batch, time]`; raises `TypeError` or `ValueError` for anything else."""
-    x = check_integral(name, x)
-    check_shape(name, x, ("batch", "time"))
-    return x
+    array = check_integral(name, x)
+    check_shape(name, array, ("batch", "time"))
+    return array

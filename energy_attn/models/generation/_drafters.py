@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import check_integer, received
@@ -62,8 +62,8 @@ class AbstractDrafter(eqx.Module):
 
     @abc.abstractmethod
     def draft(
-        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: Any
-    ) -> tuple[PrefixTree, Any]:
+        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: PyTree
+    ) -> tuple[PrefixTree, PyTree]:
         """A tree whose only root is the last token of each row, and the new state.
 
         Args:
@@ -124,8 +124,8 @@ class PromptLookup(AbstractDrafter):
         """None: the text is all that it needs."""
 
     def draft(
-        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: Any
-    ) -> tuple[PrefixTree, Any]:
+        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: PyTree
+    ) -> tuple[PrefixTree, PyTree]:
         """The tokens behind earlier occurrences of the last ones."""
         slots = text.shape[1]
         each = jnp.arange(slots, dtype=jnp.int32)[None]

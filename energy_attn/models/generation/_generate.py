@@ -174,7 +174,9 @@ def generate(
     return _generation(loop.text, loop.start, loop.known, loop.counts, max_new_tokens)
 
 
-def prompts(tokens: Any, lengths: Any, vocab: int, name: str = "lengths") -> tuple[Array, Array]:
+def prompts(
+    tokens: object, lengths: object, vocab: int, name: str = "lengths"
+) -> tuple[Array, Array]:
     """Prompts as `[B, T]` int32, padded behind, and their lengths; `name` is that of the argument.
 
     Raises `TypeError` for other types than integers; `ValueError` for no prompt or an empty one and,
@@ -184,17 +186,18 @@ def prompts(tokens: Any, lengths: Any, vocab: int, name: str = "lengths") -> tup
         if lengths is not None:
             raise ValueError(f"{name}: wanted None beside a list, got {received(lengths)}")
         tokens, lengths = _padded(tokens)
-    batch, time = check_tokens("tokens", tokens).shape
+    array = check_tokens("tokens", tokens)
+    batch, time = array.shape
     if batch < 1 or time < 1:
         raise ValueError(f"tokens: wanted at least one prompt of one token, got {received(tokens)}")
     counts = check_counts(lengths, batch, time, name)
     if is_concrete(counts) and (np.asarray(counts) < 1).any():
         raise ValueError(f"{name}: wanted at least 1, got {np.asarray(counts).tolist()}")
-    check_vocabulary("tokens", tokens, counts, vocab)
-    return jnp.asarray(tokens).astype(jnp.int32), counts
+    check_vocabulary("tokens", array, counts, vocab)
+    return jnp.asarray(array).astype(jnp.int32), counts
 
 
-def check_vocabulary(name: str, tokens: Any, counts: Any, vocab: int) -> None:
+def check_vocabulary(name: str, tokens: Array | np.ndarray, counts: Array, vocab: int) -> None:
     """Raises `ValueError` if one of the first `counts` of `tokens` is known to be outside `vocab`."""
     if is_concrete(tokens) and is_concrete(counts):
         tokens = np.asarray(tokens)
@@ -207,7 +210,7 @@ def check_vocabulary(name: str, tokens: Any, counts: Any, vocab: int) -> None:
             )
 
 
-def _padded(rows: Any) -> tuple[Any, Any]:
+def _padded(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     if any(isinstance(row, jax.core.Tracer) for row in rows):
         raise TypeError("tokens: wanted an array [B, T] inside jax.jit, got a list of traced rows")
     found = [np.asarray(row) for row in rows]
@@ -225,7 +228,11 @@ def _padded(rows: Any) -> tuple[Any, Any]:
 
 
 def _sampling(
-    model: AbstractDecoder, temperature: Any, top_k: Any, top_p: Any, key: Any
+    model: AbstractDecoder,
+    temperature: float | Array,
+    top_k: int | None,
+    top_p: float | Array | None,
+    key: PRNGKeyArray | None,
 ) -> Sampling:
     number = isinstance(temperature, (int, float, np.number)) and not isinstance(temperature, bool)
     greedy = number and temperature == 0
@@ -244,7 +251,7 @@ def _sampling(
     return Sampling(key, jnp.asarray(temperature, jnp.float32), top_p, most)
 
 
-def _warn_beyond(config: AbstractDecoderConfig, lengths: Any, more: int) -> None:
+def _warn_beyond(config: AbstractDecoderConfig, lengths: int | Array, more: int) -> None:
     """Warns where a row is known to end beyond the context that the model is meant for."""
     context = config.context_length
     if is_concrete(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
@@ -259,7 +266,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=4)  # the caller of `generate`
 
 
-def _ends(tokens: Any) -> Array:
+def _ends(tokens: object) -> Array:
     name = "eos_token_id"
     if isinstance(tokens, (int, np.integer)):
         tokens = (tokens,)

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, SupportsInt
 
 import jax
 import jax.core
@@ -44,7 +44,7 @@ class _Listener:
             self._tell(self._stream, tokens)
         return self.error is None
 
-    def _tell(self, receiver: Callable[..., Any], *told: Any) -> None:
+    def _tell(self, receiver: Callable[..., Any], *told: object) -> None:
         if self.error is None:
             try:
                 receiver(*told)
@@ -93,9 +93,9 @@ def tell_wrote(watch: Array | None, tokens: Array) -> Array | bool:
     return io_callback(_wrote, jax.ShapeDtypeStruct((), bool), watch, tokens, ordered=True)
 
 
-def _read(watch: Any, number: Any) -> None:
+def _read(watch: SupportsInt, number: SupportsInt) -> None:
     _LISTENERS[int(watch)].read(int(number))
 
 
-def _wrote(watch: Any, tokens: Any) -> np.ndarray:
+def _wrote(watch: SupportsInt, tokens: Array | np.ndarray) -> np.ndarray:
     return np.asarray(_LISTENERS[int(watch)].wrote(np.asarray(tokens)))

@@ -214,7 +214,7 @@ def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
     return LlamaConfig(**fields, rope_scaling=_scaling(rope, context))
 
 
-def _scaling(rope: Mapping[str, Any], context: Any) -> LinearRope | Llama3Rope | None:
+def _scaling(rope: Mapping[str, Any], context: int) -> LinearRope | Llama3Rope | None:
     """The scaling of a rotary embedding, for a model of that context; raises as `from_json`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import lse_dtype
@@ -24,7 +25,7 @@ class Linear(eqx.Module):
     bias: Float[Array, " out"] | None
 
     def __init__(
-        self, inputs: int, outputs: int, dtype: Any, *, bias: bool = False, key: PRNGKeyArray
+        self, inputs: int, outputs: int, dtype: DTypeLike, *, bias: bool = False, key: PRNGKeyArray
     ):
         # Hugging Face's initializer_range
         self.weight = 0.02 * jax.random.normal(key, (outputs, inputs), dtype)
@@ -43,7 +44,7 @@ class Embedding(eqx.Module):
 
     weight: Float[Array, "vocab width"]
 
-    def __init__(self, vocab: int, width: int, dtype: Any, *, key: PRNGKeyArray):
+    def __init__(self, vocab: int, width: int, dtype: DTypeLike, *, key: PRNGKeyArray):
         self.weight = 0.02 * jax.random.normal(key, (vocab, width), dtype)
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
@@ -70,7 +71,7 @@ class RMSNorm(eqx.Module):
     weight: Float[Array, " width"]
     eps: float = eqx.field(static=True)
 
-    def __init__(self, width: int, eps: float, dtype: Any):
+    def __init__(self, width: int, eps: float, dtype: DTypeLike):
         self.weight = jnp.ones(width, dtype)
         self.eps = eps
 
@@ -91,7 +92,7 @@ class LlamaMLP(eqx.Module):
     up_proj: Linear
     down_proj: Linear
 
-    def __init__(self, config: LlamaConfig, dtype: Any, *, key: PRNGKeyArray):
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray):
         gate, up, down = jax.random.split(key, 3)
         width, inner = config.hidden_size, config.intermediate_size
         linear = partial(Linear, dtype=dtype, bias=config.mlp_bias)
@@ -113,7 +114,7 @@ class LlamaAttention(eqx.Module):
     o_proj: Linear
     head_dim: int = eqx.field(static=True)
 
-    def __init__(self, config: LlamaConfig, dtype: Any, *, key: PRNGKeyArray):
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray):
         q, k, v, o = jax.random.split(key, 4)
         width, self.head_dim = config.hidden_size, config.head_dim
         inner = config.num_attention_heads * config.head_dim
@@ -141,7 +142,7 @@ class LlamaLayer(eqx.Module):
     post_attention_layernorm: RMSNorm
     mlp: LlamaMLP
 
-    def __init__(self, config: LlamaConfig, dtype: Any, *, key: PRNGKeyArray):
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray):
         attend, mlp = jax.random.split(key)
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, dtype)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()

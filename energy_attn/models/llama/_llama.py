@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import check_floating_dtype, check_key, lse_dtype, received
@@ -73,7 +74,7 @@ class Llama(AbstractDecoder):
     norm: RMSNorm
     lm_head: Linear | None
 
-    def __init__(self, config: LlamaConfig, dtype: Any = jnp.float32, *, key: PRNGKeyArray):
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike = jnp.float32, *, key: PRNGKeyArray):
         if not isinstance(config, LlamaConfig):
             raise TypeError(f"config: wanted a LlamaConfig, got {received(config)}")
         check_floating_dtype("dtype", dtype)
@@ -94,7 +95,7 @@ class Llama(AbstractDecoder):
         directory: str | os.PathLike[str],
         *,
         mesh: Mesh | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         tensor: str = "tensor",
         progress: bool | Callable[[float, str], Any] | None = None,
     ) -> "Llama":
