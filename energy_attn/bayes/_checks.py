@@ -1,7 +1,5 @@
 """Checks of the arguments that iterative functions share."""
 
-from typing import Any
-
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -20,7 +18,9 @@ from ..observables._measure import AbstractMeasure
 from ..solvers import AbstractSolver, Newton, Optax, Optimistic
 
 
-def check_regulariser(x: Any, dtype: Any, *, positive: bool = False) -> tuple[Array, bool]:
+def check_regulariser(
+    x: float | Array, dtype: jnp.dtype, *, positive: bool = False
+) -> tuple[Array, bool]:
     """Returns a regulariser as a scalar of `dtype`, and whether it is known to be above zero.
 
     Raises `TypeError` unless it is a real number or a floating array. Raises `ValueError` for an
@@ -39,7 +39,7 @@ def check_regulariser(x: Any, dtype: Any, *, positive: bool = False) -> tuple[Ar
     return jnp.asarray(x, dtype), positive or bool(number)
 
 
-def check_measure(F: Any) -> AbstractMeasure:
+def check_measure(F: object) -> AbstractMeasure:
     """Returns the measure; raises `TypeError` for anything else."""
     if not isinstance(F, AbstractMeasure):
         raise TypeError(f"F: wanted an energy_attn.Gibbs, got {received(F)}")
@@ -64,7 +64,7 @@ def check_solver_mesh(calls: Calls, solver: AbstractSolver) -> None:
         )
 
 
-def tolerance_in(dtype: Any, solver: AbstractSolver) -> float:
+def tolerance_in(dtype: jnp.dtype, solver: AbstractSolver) -> float:
     """The tolerance of a solver; None is the default for the dtype."""
     if solver.tolerance is None:
         return 1e-10 if dtype == jnp.float64 else 2e-6

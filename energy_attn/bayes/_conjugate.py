@@ -1,22 +1,26 @@
 """The convex conjugate of the free energy, and the rate function, which differs by a constant."""
 
-from typing import Any
-
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from energy_attn.kernels.internal import check_flag
 
 from ..core._free_energy import Calls, Parts, state_at
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import check_row_vectors
-from ..solvers import Newton, Optax
+from ..solvers import AbstractSolver, Newton, Optax
 from ..solvers._abstract import check_solver
 from ._checks import check_regulariser, check_solver_mesh, sends
 from ._maximise import SolverInputs, SolverOptions, attained_value, maximum
 
 
 def conjugate(
-    calls: Calls, parts: Parts, point: Any, regulariser: Any, solver: Any, throw: Any
+    calls: Calls,
+    parts: Parts,
+    point: Array,
+    regulariser: float | Array,
+    solver: AbstractSolver,
+    throw: bool,
 ) -> Solution:
     """See `AbstractConjugate.conjugate`."""
     check_flag("throw", throw)
@@ -25,7 +29,12 @@ def conjugate(
 
 
 def rate(
-    calls: Calls, parts: Parts, point: Any, regulariser: Any, solver: Any, throw: Any
+    calls: Calls,
+    parts: Parts,
+    point: Array,
+    regulariser: float | Array,
+    solver: AbstractSolver,
+    throw: bool,
 ) -> Solution:
     """See `AbstractConjugate.rate`."""
     check_flag("throw", throw)
@@ -37,7 +46,9 @@ def rate(
     return raise_on_failure(found, throw, "rate", collective=sends(calls))
 
 
-def _solve(calls: Calls, parts: Parts, point: Any, regulariser: Any, solver: Any) -> Solution:
+def _solve(
+    calls: Calls, parts: Parts, point: Array, regulariser: float | Array, solver: AbstractSolver
+) -> Solution:
     point = check_row_vectors("point", point, parts)
     regulariser, bounded = check_regulariser(regulariser, point.dtype)
     solver = check_solver(solver, Newton, Optax)

@@ -1,7 +1,7 @@
 """Minimisation of one convex function per row, all rows at once and each with its own step length."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ from jax import lax
 from jaxtyping import Array
 
 from ..core._solution import Result
+
+Tree = TypeVar("Tree")
 
 RUNNING = -1  # in addition to the codes of `Result`
 
@@ -119,7 +121,7 @@ def advance(found: Descent, trial: Trial, moved: Array, max_steps: int) -> Desce
     return Descent(last, steps, inner_steps, path, found.passes + 1)
 
 
-def select(rows: Array, new: Any, old: Any) -> Any:
+def select(rows: Array, new: Tree, old: Tree) -> Tree:
     """`new` where `rows` is True, else `old`; arrays may have further axes after those of `rows`."""
 
     def choose(new: Array, old: Array) -> Array:

@@ -1,7 +1,6 @@
 """The minimiser of the smoothed rate function."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from energy_attn.kernels.internal import check_flag
 from ..core._free_energy import Calls, Parts
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import check_row_vectors, covariance_product
-from ..solvers import Mirror, Newton, Optax
+from ..solvers import AbstractSolver, Mirror, Newton, Optax
 from ..solvers._abstract import check_solver
 from ._checks import check_regulariser, check_solver_mesh, sends, tolerance_in
 from ._descent import RUNNING, Descent, Trial, advance, any_running, initial_descent, newton_descent
@@ -26,7 +25,12 @@ _INNER_TOLERANCE = 0.1
 
 
 def map_attention(
-    calls: Calls, parts: Parts, regulariser: Any, solver: Any, start: Any, throw: Any
+    calls: Calls,
+    parts: Parts,
+    regulariser: float | Array | None,
+    solver: AbstractSolver,
+    start: Array | None,
+    throw: bool,
 ) -> Solution:
     """See `AbstractConjugate.map`."""
     check_flag("throw", throw)

@@ -179,7 +179,9 @@ def _maximum_forward(static: SolverOptions, inputs: SolverInputs) -> tuple[Maxim
     return found, (inputs, found.source, found.result)
 
 
-def _maximum_backward(static: SolverOptions, saved: Any, cotangent: Maximum) -> tuple[SolverInputs]:
+def _maximum_backward(
+    static: SolverOptions, saved: tuple[SolverInputs, Array, Array], cotangent: Maximum
+) -> tuple[SolverInputs]:
     inputs, source, result = saved
     attained_value = has_source(result)[..., None]
     source = jnp.where(attained_value, source, 0.0)
@@ -216,7 +218,7 @@ def _attained_forward(
 
 
 def _attained_backward(
-    static: SolverOptions, saved: Any, cotangent: Array
+    static: SolverOptions, saved: tuple[SolverInputs, Maximum], cotangent: Array
 ) -> tuple[SolverInputs, None]:
     inputs, found = saved
     some = has_source(found.result)
@@ -262,7 +264,7 @@ def _pseudo_solve_forward(matrix: Array, x: Array) -> tuple[Array, Any]:
     return found, (matrix, found)
 
 
-def _pseudo_solve_backward(saved: Any, cotangent: Array) -> tuple[Array, Array]:
+def _pseudo_solve_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     matrix, found = saved
     back = pseudo_solve(matrix, cotangent)
     return -back[..., :, None] * found[..., None, :], back

@@ -1,6 +1,6 @@
 """Optax solvers applied to one problem per row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ..solvers import Optax
 from ._descent import RUNNING, Descent, Evaluate, advance, any_running, initial_descent, select
 
 # Value and gradient of every row's function at `x`; the second argument is passed through to it.
-Objective = Callable[[Array, Any], tuple[Array, Array]]
+Objective = Callable[[Array, PyTree], tuple[Array, Array]]
 
 
 def optax_descent(
     solver: Optax,
     evaluate: Evaluate,
     objective: Objective,
-    inputs: Any,
+    inputs: PyTree,
     start: Array,
     recorded: int | None = None,
 ) -> Descent:
@@ -39,7 +39,9 @@ def optax_descent(
     def flat(x: Array) -> Array:
         return x.reshape(-1, *x.shape[len(shape) - 1 :])
 
-    def update(gradient: Array, state: Any, x: Array, value: Array, inputs: Any) -> Any:
+    def update(
+        gradient: Array, state: optax.OptState, x: Array, value: Array, inputs: PyTree
+    ) -> Any:
         more = {"value": value, "grad": gradient, "value_fn": lambda x: row_value(x, inputs)}
         # Optax relies on NumPy's promotion of dtypes and ranks; the user may have set strict ones.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -65,16 +67,16 @@ def optax_descent(
     return lax.while_loop(lambda carry: any_running(carry[0]), step, carry)[0]
 
 
-def _row_value(objective: Objective, shape: tuple[int, ...]) -> Callable[[Array, Any], Array]:
+def _row_value(objective: Objective, shape: tuple[int, ...]) -> Callable[[Array, PyTree], Array]:
     # One row's function. Only a pass over all rows can evaluate it, so its batching rule is that
     # pass; unbatched, which never runs, it returns zeros of the right types.
     @custom_vmap
-    def evaluated(x: Array, inputs: Any) -> tuple[Array, Array]:
+    def evaluated(x: Array, inputs: PyTree) -> tuple[Array, Array]:
         del inputs
         return jnp.zeros_like(x[0]), jnp.zeros_like(x)
 
     @evaluated.def_vmap
-    def _(size: int, batched: Any, x: Array, inputs: Any) -> Any:
+    def _(size: int, batched: Sequence[Any], x: Array, inputs: PyTree) -> Any:
         x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
         # inside a batched branch (lax.cond under vmap) what the rows share arrives copied per row
         inputs = jax.tree.map(lambda x, batched: x[0] if batched else x, inputs, batched[1])
@@ -82,10 +84,10 @@ def _row_value(objective: Objective, shape: tuple[int, ...]) -> Callable[[Array,
         return (value.reshape(size), gradient.reshape(size, -1)), (True, True)
 
     @jax.custom_vjp
-    def value(x: Array, inputs: Any) -> Array:
+    def value(x: Array, inputs: PyTree) -> Array:
         return evaluated(x, inputs)[0]
 
-    def forward(x: Array, inputs: Any) -> tuple[Array, Array]:
+    def forward(x: Array, inputs: PyTree) -> tuple[Array, Array]:
         return evaluated(x, inputs)
 
     def backward(gradient: Array, cotangent: Array) -> tuple[Array, None]:

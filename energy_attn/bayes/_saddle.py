@@ -1,7 +1,7 @@
 """Γ, the "log-likelihood" of the paper, and attention as its saddle point."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,16 @@ from ..observables._measure import AbstractMeasure
 from ..solvers import AbstractSolver, Extragradient, Newton, Optax, Optimistic
 from ..solvers._abstract import check_solver
 from ._checks import check_measure, check_solver_mesh, sends, tolerance_in
-from ._descent import RUNNING, Descent, Trial, advance, any_running, initial_descent, select
+from ._descent import (
+    RUNNING,
+    Descent,
+    Evaluate,
+    Trial,
+    advance,
+    any_running,
+    initial_descent,
+    select,
+)
 from ._exact_optimum import default_start, with_exact_derivative
 from ._maximise import norm
 from ._optax_descent import optax_descent
@@ -201,7 +210,7 @@ def _trial(static: _SaddleOptions, inputs: _SaddleInputs, pair: Array) -> Trial:
     return Trial(pair, value, gradient, gradient, noise, residual, threshold, status, zero)
 
 
-def _extragradient(solver: Extragradient, first: Trial, evaluate: Any) -> Descent:
+def _extragradient(solver: Extragradient, first: Trial, evaluate: Evaluate) -> Descent:
     adapts = solver.step_size is None
 
     def step(carry: tuple[Descent, Array]) -> tuple[Descent, Array]:
@@ -227,7 +236,9 @@ def _extragradient(solver: Extragradient, first: Trial, evaluate: Any) -> Descen
     return lax.while_loop(lambda carry: any_running(carry[0]), step, carry)[0]
 
 
-def _newton(static: _SaddleOptions, inputs: _SaddleInputs, first: Trial, evaluate: Any) -> Descent:
+def _newton(
+    static: _SaddleOptions, inputs: _SaddleInputs, first: Trial, evaluate: Evaluate
+) -> Descent:
     def step(found: Descent) -> Descent:
         last = found.last
         source, _ = jnp.split(last.point, 2, -1)

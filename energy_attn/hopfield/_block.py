@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from energy_attn.distributed.internal import sequence_order
@@ -96,7 +97,7 @@ class EnergyAttentionBlock(eqx.Module):
         *,
         exclude_self: bool = True,
         free_energy: FreeEnergy | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         key: PRNGKeyArray,
     ) -> None:
         self.num_heads = check_integer("num_heads", num_heads, least=1)
@@ -171,7 +172,7 @@ class EnergyAttentionBlock(eqx.Module):
         wide = self._widened(x)
         return -jax.grad(lambda x: self.energy(x, mask=mask, lengths=lengths).sum())(wide)
 
-    def _widened(self, x: Any) -> Array:
+    def _widened(self, x: Array) -> Array:
         x = check_floating("x", x)
         if x.ndim not in (2, 3) or x.shape[-1] != self.width:
             raise ValueError(
@@ -179,11 +180,11 @@ class EnergyAttentionBlock(eqx.Module):
             )
         return jnp.asarray(x, lse_dtype(x.dtype))
 
-    def _beta(self, dtype: Any) -> Any:
+    def _beta(self, dtype: jnp.dtype) -> Array:
         scale = self.free_energy.scale
         return jnp.asarray(self.head_width**-0.5 if scale is None else scale, dtype)
 
-    def _passes(self, x: Array, lengths: Any) -> list[tuple[FreeEnergy, dict[str, Any]]]:
+    def _passes(self, x: Array, lengths: Array | None) -> list[tuple[FreeEnergy, dict[str, Any]]]:
         """The energies to evaluate, with lengths or positions; together they see each key once."""
         whole, length = self.free_energy, x.shape[-2]
         if not self.exclude_self:

@@ -8,7 +8,7 @@ import jax.core
 from energy_attn.kernels.internal import check_finite_number, check_floating, received
 
 
-def check_positive(name: str, x: Any) -> Any:
+def check_positive(name: str, x: object) -> Any:
     """Returns `x`, a number or a floating scalar array; if it is concrete, it is above zero.
 
     Raises `TypeError` for another type or dtype, `ValueError` for another value or an array with

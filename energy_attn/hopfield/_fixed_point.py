@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import holds_keys, outer, precision, product
+from energy_attn.kernels.internal import ScoreBlock, holds_keys, outer, precision, product
 
+from ..core._free_energy import Arrays, Prepared
 from ..observables._at_source import covariance_at, expectation_at, state_at, support_at
 
 # The allowed rounding error of energies, in multiples of the dtype's precision.
@@ -21,7 +22,7 @@ _BASE, _DIGITS = 1024, 3
 class RetrievalOptions(NamedTuple):
     """The static options of a retrieval; hashable."""
 
-    call: Any
+    call: Prepared
     max_steps: int
     tolerance: float
 
@@ -51,12 +52,12 @@ class MemoryStats(NamedTuple):
     square: Array
 
 
-def state_at_point(call: Any, beta: Array, arrays: Any, point: Array) -> Any:
+def state_at_point(call: Prepared, beta: Array, arrays: Arrays, point: Array) -> Any:
     """The state of the memories at a point: their weighted mean, and F."""
     return state_at((call,), None, (arrays._replace(query=beta * point),))
 
 
-def memory_stats(call: Any, arrays: Any) -> MemoryStats:
+def memory_stats(call: Prepared, arrays: Arrays) -> MemoryStats:
     """The number and the largest squared length of the memories that each row sees."""
     squares = (arrays.value**2).sum(-1, keepdims=True)
     one = jnp.ones_like(arrays.query[..., :1])
@@ -80,7 +81,7 @@ def point_energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> A
 # calls, this function among them, so that it can be differentiated again.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fixed_point(
-    static: RetrievalOptions, beta: Array, arrays: Any, stats: MemoryStats
+    static: RetrievalOptions, beta: Array, arrays: Arrays, stats: MemoryStats
 ) -> tuple[Array, Progress]:
     """The fixed point of each row, starting from the query of `arrays`, and the iteration's state.
 
@@ -90,11 +91,11 @@ def fixed_point(
     length = jnp.sqrt(stats.square)
     unit = jnp.where(length > 0, length, 1.0)
 
-    def under_way(carry: Any) -> Array:
+    def under_way(carry: tuple[Array, Progress]) -> Array:
         _, progress = carry
         return (progress.passes < static.max_steps) & progress.running.any()
 
-    def step(carry: Any) -> Any:
+    def step(carry: tuple[Array, Progress]) -> tuple[Array, Progress]:
         point, progress = carry
         here = state_at_point(call, beta, arrays, point)
         energies = point_energy(beta, point, here.lse, stats)
@@ -136,13 +137,17 @@ def energy_rises(
 
 
 def _fixed_point_forward(
-    static: RetrievalOptions, beta: Array, arrays: Any, stats: MemoryStats
+    static: RetrievalOptions, beta: Array, arrays: Arrays, stats: MemoryStats
 ) -> Any:
     found: Any = fixed_point(static, beta, arrays, stats)
     return found, (beta, arrays, stats, found[0])
 
 
-def _fixed_point_backward(static: RetrievalOptions, saved: Any, cotangent: Any) -> Any:
+def _fixed_point_backward(
+    static: RetrievalOptions,
+    saved: tuple[Array, Arrays, MemoryStats, Array],
+    cotangent: tuple[Array, Progress],
+) -> tuple[Array, Arrays, MemoryStats]:
     beta, arrays, stats, point = saved
     call = static.call
     covariance = covariance_at((call,), None, (arrays._replace(query=beta * point),)).covariance
@@ -157,7 +162,7 @@ fixed_point.defvjp(_fixed_point_forward, _fixed_point_backward)
 
 
 def nearest_memory(
-    call: Any, beta: Array, arrays: Any, point: Array, stats: MemoryStats
+    call: Prepared, beta: Array, arrays: Arrays, point: Array, stats: MemoryStats
 ) -> dict[str, Array]:
     """The memory of largest weight at a point: its index, its weight, and its cosine with the point."""
     memories, width = arrays.value, point.shape[-1]
@@ -190,7 +195,9 @@ def nearest_memory(
     }
 
 
-def _furthest_along(call: Any, arrays: Any, direction: Array, doubt: Any) -> tuple[Array, Array]:
+def _furthest_along(
+    call: Prepared, arrays: Arrays, direction: Array, doubt: float | Array
+) -> tuple[Array, Array]:
     # The value that lies furthest along a direction, and the energies; the weighted mean of several
     # that are equally far, within rounding of `doubt`.
     top = support_at((call,), (arrays,), direction)
@@ -202,7 +209,7 @@ def _furthest_along(call: Any, arrays: Any, direction: Array, doubt: Any) -> tup
     return values / jnp.where(total > 0, total, 1.0), state.lse
 
 
-def _sum_furthest(block: Any, direction: Array, floor: Array) -> Array:
+def _sum_furthest(block: ScoreBlock, direction: Array, floor: Array) -> Array:
     exact = precision(direction.dtype)
     furthest = outer(direction, block.value, exact) >= floor
     weights = jnp.where(furthest, block.weights, 0.0)

@@ -18,6 +18,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ..core._citation import cite
+from ..core._free_energy import Arrays
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
 from ..gibbs._free_energy import FreeEnergy
 from ..solvers import FixedPoint
@@ -127,7 +128,9 @@ def retrieve(
     return raise_on_failure(solution, throw, "retrieve", collective=call.plan is not None)
 
 
-def _energy_and_beta(energy: Any, scale: Any, width: int) -> tuple[FreeEnergy, Any]:
+def _energy_and_beta(
+    energy: FreeEnergy | None, scale: float | Array | None, width: int
+) -> tuple[FreeEnergy, float | Array]:
     """The energy at a scale of one, and β. A step multiplies its state by β, which may be differentiated."""
     if energy is None:
         energy = FreeEnergy(scale=1.0)
@@ -147,7 +150,7 @@ def _energy_and_beta(energy: Any, scale: Any, width: int) -> tuple[FreeEnergy, A
     return dataclasses.replace(energy, scale=1.0), beta
 
 
-def _check_arrays(state: Any, memories: Any) -> None:
+def _check_arrays(state: Array, memories: Array) -> None:
     check_floating("state", state)
     if state.ndim not in (3, 4):
         raise ValueError(f"state: wanted shape (B, T, N, H) or (T, N, H), got {received(state)}")
@@ -170,7 +173,7 @@ def _check_arrays(state: Any, memories: Any) -> None:
 
 # Compiled here, so that a call outside jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=0)
-def _solve(static: RetrievalOptions, beta: Array, arrays: Any) -> Solution:
+def _solve(static: RetrievalOptions, beta: Array, arrays: Arrays) -> Solution:
     call = static.call
     memory = memory_stats(call, arrays)
     found: Any = fixed_point(static, beta, arrays, memory)

@@ -107,7 +107,7 @@ def entropy_penalty(
     return _mean(jnp.where(included, apart, 0.0) ** 2, included)
 
 
-def _included(x: Array, where: Any) -> Array:
+def _included(x: Array, where: Array | None) -> Array:
     if where is None:
         return jnp.ones(x.shape, bool)
     check_broadcastable("where", check_boolean("where", where), x.shape, leading=False)

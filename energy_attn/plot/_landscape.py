@@ -104,7 +104,15 @@ def _draw_rate(axes: Any, plane: Landscape) -> None:
     axes.legend(loc="upper right", fontsize=8, framealpha=0.8)
 
 
-def _contours(axes: Any, x: Any, y: Any, z: Any, levels: Any, colours: str, extend: str) -> None:
+def _contours(
+    axes: Any,
+    x: np.ndarray,
+    y: np.ndarray,
+    z: np.ndarray,
+    levels: np.ndarray,
+    colours: str,
+    extend: str,
+) -> None:
     filled = axes.contourf(x, y, z.T, levels=levels, cmap=colours, extend=extend)
     axes.contour(x, y, z.T, levels=levels, colors="0.2", linewidths=0.4, alpha=0.6)
     bar = axes.figure.colorbar(filled, ax=axes, pad=0.02, format="%.2g")
@@ -114,7 +122,7 @@ def _contours(axes: Any, x: Any, y: Any, z: Any, levels: Any, colours: str, exte
 
 def _hull(values: np.ndarray) -> np.ndarray:
     # the corners in order: the lower chain from left to right and the upper one back
-    def chain(ordered: Any) -> list[np.ndarray]:
+    def chain(ordered: np.ndarray) -> list[np.ndarray]:
         corners: list[np.ndarray] = []
         for value in ordered:
             while len(corners) > 1 and _turn(corners[-2], corners[-1], value) <= 0:

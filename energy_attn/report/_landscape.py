@@ -1,7 +1,5 @@
 """The free energy and the rate function over planes through attention."""
 
-from typing import Any
-
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -160,7 +158,14 @@ def landscape(
     )
 
 
-def _check(query: Any, key: Any, value: Any, directions: Any, bias: Any, mask: Any) -> None:
+def _check(
+    query: Array,
+    key: Array,
+    value: Array,
+    directions: Array | None,
+    bias: Array | None,
+    mask: Array | None,
+) -> None:
     check_shape("query", check_floating("query", query), ("H",))
     check_shape("key", check_floating("key", key), ("S", query.shape[0]))
     check_shape("value", check_floating("value", value), (key.shape[0], "Hv"))
@@ -182,7 +187,7 @@ def _principal(covariance: Array) -> Array:
     return two * jnp.where(largest < 0, -1.0, 1.0)
 
 
-def _extents(extent: Any, directions: Array, covariance: Array) -> tuple[Array, Array]:
+def _extents(extent: object, directions: Array, covariance: Array) -> tuple[Array, Array]:
     if extent is not None:
         if not (isinstance(extent, (tuple, list)) and len(extent) == 2):
             raise TypeError(f"extent: wanted a pair (sources, points), got {received(extent)}")
@@ -201,7 +206,9 @@ def _plane(coordinates: Array, directions: Array) -> Array:
     return (both @ directions)[:, None]
 
 
-def _coordinates(values: Array, mask: Any, attention: Array, directions: Array) -> Array | None:
+def _coordinates(
+    values: Array, mask: Array | None, attention: Array, directions: Array
+) -> Array | None:
     if values.shape[1] != 2:
         return None
     found = jnp.linalg.solve(directions.T, (values - attention[None]).T).T

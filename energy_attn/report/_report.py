@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import (
+    RowOptions,
     check_array,
     check_flag,
     check_floating,
@@ -17,10 +19,17 @@ from energy_attn.kernels.internal import (
     received,
 )
 
+from ..core._options import EnergyOptions
 from ..gibbs._free_energy import measure_of
 from ..gibbs._gibbs import Gibbs
 from ..nn._multihead import MultiheadAttention
 from ..observables._entropy import row_observables
+
+if TYPE_CHECKING:  # `import energy_attn` loads no models
+    from ..models.decoder._cache import LlamaCache
+    from ..models.decoder._decoder import AbstractDecoder
+
+ProcessHeads = Callable[..., Sequence[Array]]
 
 
 class EnergyReport(eqx.Module):
@@ -53,8 +62,38 @@ class EnergyReport(eqx.Module):
     effective_keys: Float[Array, "layers *queries heads"]
 
 
+@overload
+def energy_report(model: Gibbs, *, per_query: bool = False) -> EnergyReport: ...
+
+
+@overload
 def energy_report(
-    model: Any, *inputs: Any, per_query: bool = False, **options: Any
+    model: MultiheadAttention,
+    query: Float[Array, "*B T query_size"],
+    key_: Float[Array, "*B S key_size"],
+    value: Float[Array, "*B S value_size"],
+    mask: Bool[Array, "..."] | None = None,
+    *,
+    per_query: bool = False,
+    process_heads: ProcessHeads | None = None,
+    **rows: Unpack[RowOptions],
+) -> EnergyReport: ...
+
+
+@overload
+def energy_report(
+    model: "AbstractDecoder",
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "#B T"] | None = None,
+    cache: "LlamaCache | None" = None,
+    *,
+    per_query: bool = False,
+    **options: Unpack[EnergyOptions],
+) -> EnergyReport: ...
+
+
+def energy_report(
+    model: object, *inputs: PyTree, per_query: bool = False, **options: Any
 ) -> EnergyReport:
     r"""Energy, entropy, heat capacity, variance and effective keys of every layer and head.
 
@@ -156,13 +195,13 @@ def _of_measure(measure: Gibbs) -> _Rows:
 
 def _of_layer(
     layer: MultiheadAttention,
-    query: Any,
-    key_: Any,
-    value: Any,
-    mask: Any = None,
+    query: Array,
+    key_: Array,
+    value: Array,
+    mask: Array | None = None,
     *,
-    process_heads: Callable[..., Sequence[Array]] | None = None,
-    **positions: Any,
+    process_heads: ProcessHeads | None = None,
+    **rows: Unpack[RowOptions],
 ) -> _Rows:
     project = functools.partial(layer.project, mask=mask, process_heads=process_heads)
     batched = check_floating("query", query).ndim == 3
@@ -172,19 +211,21 @@ def _of_layer(
                 f"{name}: wanted shape ({query.shape[0]}, length, width), got {received(x)}"
             )
     heads = (jax.vmap(project) if batched else project)(query, key_, value)
-    return _of_measure(layer.energy.at(*heads, mask=mask, **positions))
+    return _of_measure(layer.energy.at(*heads, mask=mask, **rows))
 
 
 def _of_decoder(
     model: Callable[..., Any],
-    tokens: Any,
-    positions: Any = None,
-    cache: Any = None,
+    tokens: Array,
+    positions: Array | None = None,
+    cache: PyTree = None,
     *,
-    parallel: Any = None,
+    parallel: SequenceParallel | None = None,
     **options: Any,
 ) -> _Rows:
-    def attend(query: Array, key: Array, value: Array, *, return_energy: bool, **call: Any) -> Any:
+    def attend(
+        query: Array, key: Array, value: Array, *, return_energy: bool, **call: Any
+    ) -> tuple[Array, _Rows]:
         del return_energy  # as a report
         out, rows = _observed(measure_of(query, key, value, **call, **options))
         return out.astype(query.dtype), rows

@@ -1,7 +1,7 @@
 """What all solvers have, and the check that a function knows the one it was given."""
 
 import abc
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from energy_attn.kernels.internal import check_finite_number, check_integer, received
 
@@ -27,7 +27,7 @@ class AbstractSolver(abc.ABC):
 Solver = TypeVar("Solver", bound=AbstractSolver)
 
 
-def check_solver(x: Any, *known: type[Solver]) -> Solver:
+def check_solver(x: object, *known: type[Solver]) -> Solver:
     """Returns the solver; raises `TypeError` unless it is an instance of one of the classes `known`."""
     if not isinstance(x, known):
         wanted = " or ".join(f"energy_attn.solvers.{kind.__name__}(...)" for kind in known)
@@ -45,7 +45,7 @@ def check_stopping(solver: AbstractSolver) -> None:
         raise ValueError(f"tolerance: wanted a number of at least 0, got {tolerance}")
 
 
-def check_step_size(x: Any) -> None:
+def check_step_size(x: object) -> None:
     """Raises `TypeError` if a step size is not a real number, `ValueError` if it is not above zero."""
     if check_finite_number("step_size", x) <= 0:
         raise ValueError(f"step_size: wanted a number above 0, got {x}")
