@@ -1,6 +1,6 @@
 """Retrieval: Ramsauer's update, energy and bounds; the kinds of fixed points; derivatives; rows without a result."""
 
-from functools import partial
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -288,7 +288,7 @@ def test_spread_over_devices(on_one_device, explicit):
     mesh = make_mesh((2, 4), explicit=explicit)
     parallel = None if explicit else SequenceParallel(("node", "device"))
     find = jax.jit(
-        jax.grad(partial(partly_hidden, parallel=parallel), argnums=(0, 1), has_aux=True)
+        jax.grad(functools.partial(partly_hidden, parallel=parallel), argnums=(0, 1), has_aux=True)
     )
     with jax.set_mesh(mesh):
         spread = jax.device_put(PADDED, NamedSharding(mesh, P(None, ("node", "device"))))
@@ -299,6 +299,33 @@ def test_spread_over_devices(on_one_device, explicit):
     np.testing.assert_array_equal(found.stats["nearest"], alone.stats["nearest"])
     for mine, wanted in zip(gradient, whole, strict=True):
         np.testing.assert_allclose(mine, wanted, atol=1e-8)
+
+
+def test_energy_says_what_the_scale_is():
+    """A β that an energy has and retrieval does not use, or one for each; and a mask of the energy that is lost."""
+    causal = functools.partial(ea.FreeEnergy, is_causal=True)
+
+    def find(**options):
+        solver = FixedPoint(max_steps=3)
+        found = retrieve(
+            jnp.asarray(STATE), jnp.asarray(MEMORIES), solver=solver, throw=False, **options
+        )
+        np.testing.assert_allclose(
+            found.point[:, 0], np.repeat(MEMORIES[:, 0], N // K, 1), rtol=1e-12
+        )
+        return found.value
+
+    wanted, default = find(energy=causal(scale=1.5)), find(energy=causal())
+    np.testing.assert_array_equal(find(energy=causal(), scale=1.5), wanted)
+    np.testing.assert_array_equal(find(energy=causal(scale=H**-0.5)), default)
+    assert (wanted[:, 1:] != default[:, 1:]).any()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_scale_of_the_energy_is_positive():
+    """A β below zero in the energy, for which no step descends."""
+    energy = ea.FreeEnergy(scale=-1.0)
+    complains(lambda: retrieve(**VALID, energy=energy), ValueError, "energy.scale", "-1.0", "above")
 
 
 VALID = {"state": a(B, T, N, H), "memories": a(B, S, K, H)}
@@ -322,11 +349,12 @@ VALID = {"state": a(B, T, N, H), "memories": a(B, S, K, H)}
         ({"throw": 1}, TypeError, "int 1", "True or False"),
         ({"inverse_temperature": 1.0}, TypeError, "'inverse_temperature'", "one of the options"),
         ({"beta": 1.0}, TypeError, "'beta'", "one of the options"),
+        ({"scale": 1.0, "energy": ea.FreeEnergy(scale=2.0)}, ValueError, "1.0", "scale float 2.0"),
         ({"energy": 1.0}, TypeError, "float 1.0", "FreeEnergy"),
     ],
     ids=lambda x: received(x) if isinstance(x, (str, dict)) else "",
 )
 def test_bad_input(changes, error, got, wanted):
     """A mistake that surfaces as another function's, or names an argument that `retrieve` does not have."""
-    (name,) = changes
+    name, *_ = changes
     complains(lambda: retrieve(**{**VALID, **changes}), error, name, got, wanted)
