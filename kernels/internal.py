@@ -35,6 +35,7 @@ from .call._options import KernelOptions as KernelOptions
 from .call._options import RowOptions as RowOptions
 from .call._options import ScoreOptions as ScoreOptions
 from .call._options import check_options as check_options
+from .call._rules import join_masks as join_masks
 from .call._rules import split_mask as split_mask
 from .call._state import State as State
 from .call._state import check_state as check_state

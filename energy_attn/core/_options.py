@@ -2,6 +2,7 @@
 
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import RowOptions, ScoreOptions
+from energy_attn.kernels.masks import AbstractMask
 
 
 class EnergyOptions(ScoreOptions, total=False):
@@ -10,6 +11,13 @@ class EnergyOptions(ScoreOptions, total=False):
     parallel: SequenceParallel | None
     """How keys are sharded over the current mesh. None: they are not, unless the type of `key` says
     that its sequence is sharded (explicit mesh axes)."""
+
+
+class ModuleOptions(EnergyOptions, total=False):
+    """The fields of a `FreeEnergy`."""
+
+    mask: AbstractMask | None
+    """A rule of `energy_attn.masks`, besides causality, the window and the mask of a call."""
 
 
 class AttentionOptions(EnergyOptions, RowOptions, total=False):

@@ -15,13 +15,14 @@ from energy_attn.kernels.internal import (
     check_flag,
     check_options,
     check_scale,
+    check_source,
     check_window,
+    join_masks,
     received,
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..core._attention import attention
-from ..core._free_energy import free_energy
+from ..core._free_energy import attention_and_energy, energy_at, prepare
 from ..core._options import AttentionOptions, EnergyOptions
 from ._gibbs import Gibbs
 from ._keys import KeySet, prepare_keys
@@ -51,6 +52,8 @@ class FreeEnergy(eqx.Module):
         local_window_size: `(left, right)` or one int: how far from a query its keys may lie.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
         parallel: how keys are sharded over the current mesh.
+        mask: a rule of `energy_attn.masks`, besides causality, the window and the mask of a call. Its
+            arrays are leaves.
 
     Raises:
         TypeError: a field of the wrong type.
@@ -78,6 +81,7 @@ class FreeEnergy(eqx.Module):
         static=True, default=None, converter=_hashable
     )
     parallel: SequenceParallel | None = eqx.field(static=True, default=None)
+    mask: AbstractMask | None = None
 
     def __check_init__(self) -> None:
         check_scale(self.scale)
@@ -87,6 +91,11 @@ class FreeEnergy(eqx.Module):
         if self.parallel is not None and not isinstance(self.parallel, SequenceParallel):
             raise TypeError(
                 f"parallel: wanted a SequenceParallel or None, got {received(self.parallel)}"
+            )
+        if self.mask is not None and not isinstance(self.mask, AbstractMask):
+            raise TypeError(
+                f"mask: wanted a rule of energy_attn.masks or None (arrays go to the call), "
+                f"got {received(self.mask)}"
             )
 
     def at(
@@ -120,7 +129,7 @@ class FreeEnergy(eqx.Module):
         """
         check_options(rows, RowOptions)
         given: Any = {name: x for name, x in rows.items() if x is not None}
-        keys = KeySet(query, key, value, bias, mask, given, **self._options())
+        keys = KeySet(query, key, value, bias, mask, self.mask, given, **self._options())
         prepare_keys(keys)  # raises for arguments that do not fit
         return Gibbs((keys,))
 
@@ -138,9 +147,11 @@ class FreeEnergy(eqx.Module):
         """Energies `[B, T, N]` in nats; arguments and errors as in
         [`free_energy`][energy_attn.free_energy].
         """
-        return free_energy(
-            query, key, value, source=source, bias=bias, mask=mask, **self._options(), **rows
-        )
+        mask = join_masks(self.mask, mask)
+        call, arrays = prepare(query, key, value, bias, mask, **self._options(), **rows)
+        if source is not None:
+            check_source(source, query, value)
+        return energy_at((call,), source, (arrays,))
 
     @overload
     def attention(
@@ -195,16 +206,11 @@ class FreeEnergy(eqx.Module):
         """`jax.grad` of the energy in the source at zero: `out` `[B, T, N, Hv]`, or
         `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
         """
-        return attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            return_energy=return_energy,
-            **self._options(),
-            **rows,
-        )
+        check_flag("return_energy", return_energy)
+        mask = join_masks(self.mask, mask)
+        call, arrays = prepare(query, key, value, bias, mask, **self._options(), **rows)
+        out, energy = attention_and_energy((call,), (arrays,))
+        return (out, energy) if return_energy else out
 
     def _options(self) -> EnergyOptions:
         return {

@@ -7,7 +7,7 @@ import equinox as eqx
 from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import Candidate
+from energy_attn.kernels.internal import Candidate, join_masks
 from energy_attn.kernels.masks import AbstractMask
 
 from ..core._free_energy import Arrays, Prepared, check_at, prepare
@@ -16,7 +16,8 @@ from ..core._free_energy import Arrays, Prepared, check_at, prepare
 class KeySet(eqx.Module):
     """Queries, keys and values, what else scores and masks them, and the options of the call.
 
-    `rows`: lengths, positions and segment ids by the names of their options, without those not given.
+    `rule`: the energy's own mask. `rows`: lengths, positions and segment ids by the names of their
+    options, without those not given.
     """
 
     query: Float[Array, "*B T N H"]
@@ -24,6 +25,7 @@ class KeySet(eqx.Module):
     value: Float[Array, "*B S K Hv"]
     bias: Float[Array, "..."] | None
     mask: Bool[Array, "..."] | AbstractMask | None
+    rule: AbstractMask | None
     rows: dict[str, Int[Array, "..."]]
     scale: float | Float[Array, ""] | None
     is_causal: bool = eqx.field(static=True)
@@ -40,7 +42,7 @@ def prepare_keys(keys: KeySet) -> tuple[Prepared, Arrays]:
         keys.key,
         keys.value,
         keys.bias,
-        keys.mask,
+        join_masks(keys.rule, keys.mask),
         scale=keys.scale,
         is_causal=keys.is_causal,
         local_window_size=keys.local_window_size,

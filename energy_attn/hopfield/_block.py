@@ -24,6 +24,7 @@ from energy_attn.kernels.internal import (
     received,
     softmax,
 )
+from energy_attn.kernels.masks import Window
 
 from ..core._citation import cite
 from ..gibbs._free_energy import FreeEnergy
@@ -189,6 +190,9 @@ class EnergyAttentionBlock(eqx.Module):
         whole, length = self.free_energy, x.shape[-2]
         if not self.exclude_self:
             return [(whole, {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths})]
+        if whole.mask is not None:  # rules compare the positions that the two passes below change
+            one = dataclasses.replace(whole, mask=whole.mask & ~Window(0, 0))
+            return [(one, {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths})]
         order = np.arange(length, dtype=np.int32)
         if whole.parallel is not None and whole.parallel.layout != "contiguous":
             order = sequence_order(length, whole.parallel, "x.shape[-2]")

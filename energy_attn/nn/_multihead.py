@@ -1,5 +1,6 @@
 """Multi-head attention as an Equinox module, each head the gradient of a free energy."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Unpack, overload
@@ -21,11 +22,13 @@ from energy_attn.kernels.internal import (
     check_key,
     check_options,
     check_shape,
+    join_masks,
     received,
     share,
 )
+from energy_attn.kernels.masks import AbstractMask
 
-from ..core._options import EnergyOptions
+from ..core._options import ModuleOptions
 from ..gibbs._free_energy import FreeEnergy
 
 
@@ -118,7 +121,7 @@ class MultiheadAttention(eqx.Module):
         num_kv_heads: int | None = None,
         energy: FreeEnergy | None = None,
         key: PRNGKeyArray,
-        **options: Unpack[EnergyOptions],
+        **options: Unpack[ModuleOptions],
     ) -> None:
         def size_of(name: str, size: int | None, otherwise: int) -> int:
             return check_integer(name, otherwise if size is None else size, least=1)
@@ -129,7 +132,7 @@ class MultiheadAttention(eqx.Module):
             raise ValueError(
                 f"num_kv_heads: wanted a divisor of num_heads = {num_heads}, got {num_kv_heads}"
             )
-        check_options(options, EnergyOptions)
+        check_options(options, ModuleOptions)
         if energy is None:
             energy = FreeEnergy(**options)
         elif not isinstance(energy, FreeEnergy):
@@ -178,7 +181,7 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -195,7 +198,7 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -212,7 +215,7 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -231,7 +234,7 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -250,7 +253,8 @@ class MultiheadAttention(eqx.Module):
             query: `[T, query_size]`.
             key_: `[S, key_size]`.
             value: `[S, value_size]`.
-            mask: boolean `[T, S]` or `[num_heads, T, S]`; False hides a key.
+            mask: boolean `[T, S]` or `[num_heads, T, S]`, False hides a key; or a rule of
+                `energy_attn.masks`.
             key: a `jax.random.key` for dropout.
             inference: overrides the field of the same name in `dropout`.
             deterministic: deprecated name of `inference`, as in Equinox; warns.
@@ -286,10 +290,10 @@ class MultiheadAttention(eqx.Module):
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
         *,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         process_heads: Callable[..., Sequence[Array]] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """The projected heads of a call, for [`entropy`][energy_attn.entropy] and other observables.
+        """The projected heads of a call, for `layer.energy.at(...)` and what it is asked.
 
         Arguments and errors as in a call; `mask` is checked and otherwise unused.
 
@@ -304,7 +308,7 @@ class MultiheadAttention(eqx.Module):
         ):
             check_shape(name, check_floating(name, x), ("length", width))
         check_shape("value", value, (key_.shape[0], self.value_size))
-        if mask is not None:
+        if not (mask is None or isinstance(mask, AbstractMask)):
             scores = (self.num_heads, query.shape[0], key_.shape[0])
             check_broadcastable("mask", check_boolean("mask", mask), scores, leading=False)
         heads = (
@@ -329,21 +333,22 @@ class MultiheadAttention(eqx.Module):
     def _attend(
         self,
         heads: tuple[Array, ...],
-        mask: Array | None,
+        mask: Array | AbstractMask | None,
         options: dict[str, Any],
         key: PRNGKeyArray | None,
         inference: bool | None,
     ) -> tuple[Array, Array]:
         query, key_, value = heads
+        attend = self.energy
+        if isinstance(mask, AbstractMask):
+            attend, mask = dataclasses.replace(attend, mask=join_masks(attend.mask, mask)), None
         shape = (self.num_heads, query.shape[0], key_.shape[0])
         if inference is None:
             inference = self.dropout.inference
         else:
             check_flag("inference", inference)
         if inference or self.dropout.p == 0:
-            return self.energy.attention(
-                query, key_, value, mask=mask, return_energy=True, **options
-            )
+            return attend.attention(query, key_, value, mask=mask, return_energy=True, **options)
         if key is None:
             raise RuntimeError("key: wanted a jax.random.key, as dropout is on; got None")
         # Dropout keeps a random set of keys and divides by the probability to be kept. Attention over
@@ -355,10 +360,8 @@ class MultiheadAttention(eqx.Module):
             jax.random.split(check_key("key", key), self.num_heads)
         )
         keep = keep if mask is None else keep & jnp.broadcast_to(mask, shape)
-        out, kept = self.energy.attention(
-            query, key_, value, mask=keep, return_energy=True, **options
-        )
-        energy = self.energy(query, key_, value, mask=mask, **options)
+        out, kept = attend.attention(query, key_, value, mask=keep, return_energy=True, **options)
+        energy = attend(query, key_, value, mask=mask, **options)
         # if the chance is zero nothing is kept
         kept_share = share(kept, energy) / (chance or 1.0)
         return (out * kept_share[..., None].astype(out.dtype)).astype(out.dtype), energy

@@ -45,11 +45,29 @@ class Ruled(NamedTuple):
     tokens: Tokens
 
 
+class Masks(NamedTuple):
+    """A rule and an array, both of which hide keys: an energy's own, and that of a call."""
+
+    rule: AbstractMask
+    array: Any
+
+
+def join_masks(rule: AbstractMask | None, mask: Any) -> Any:
+    """A rule, or None, and what `mask=` is, in one mask for `split_mask`."""
+    own, array = split_mask(mask)
+    if rule is None:
+        return mask
+    rule = rule if own is None else rule & own
+    return rule if array is None else Masks(rule, array)
+
+
 def split_mask(mask: Any) -> tuple[AbstractMask | None, Any]:
     """`mask=` as a rule or None, and as anything else or None.
 
     Raises `TypeError` for a class of rules, of which an instance was meant.
     """
+    if isinstance(mask, Masks):
+        return mask
     if isinstance(mask, type) and issubclass(mask, AbstractMask):
         raise TypeError(f"mask: wanted a rule, as {mask.__name__}(...), got the class itself")
     return (mask, None) if isinstance(mask, AbstractMask) else (None, mask)
