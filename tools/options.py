@@ -47,8 +47,10 @@ class Options(griffe.Extension):
             options = declared(func.modules_collection[unpack.slice.canonical_path])
             for option in options.values():
                 func.parameters.add(as_parameter(option))
-            if func.docstring is not None:
-                describe(func.docstring, variadic.name, options)
+            # a class documents the parameters of its `__init__`
+            documented = func.parent if func.name == "__init__" else func
+            if documented is not None and documented.docstring is not None:
+                describe(documented.docstring, variadic.name, options)
             del func.parameters[variadic.name]
             return
 

@@ -21,7 +21,7 @@ class Lengths(AbstractMask):
 
     `key_value_seq_lengths=` and `query_seq_lengths=` say the same of indices.
 
-    Args:
+    Attributes:
         keys: $n$, an int or an integer array: a scalar for all rows, or `[B]`.
         queries: $m$, likewise; None: all queries take part.
 

@@ -16,7 +16,7 @@ class Prefix(AbstractMask):
 
     `Causal() | Prefix(n)` is the mask of a prefix-LM, whose first `n` tokens see each other.
 
-    Args:
+    Attributes:
         length: $n$, an int or an integer array: a scalar for all rows, or `[B]`.
 
     Raises:

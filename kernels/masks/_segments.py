@@ -24,7 +24,7 @@ class Segments(AbstractMask):
     row. A position past its end is in no segment. `query_segment_ids=` and `key_segment_ids=` say the
     same of indices.
 
-    Args:
+    Attributes:
         query_ids: $s$, integers `[L]` for all rows, or `[B, L]`.
         key_ids: $s'$, likewise; None: the same table.
 

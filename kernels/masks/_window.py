@@ -19,7 +19,7 @@ class Window(AbstractMask):
 
     `local_window_size=(left, right)` builds it.
 
-    Args:
+    Attributes:
         left: how far before a query its keys may lie; None: any distance.
         right: how far after it, likewise.
 
