@@ -24,13 +24,6 @@ from .core._free_energy import free_energy as free_energy
 from .core._softmax import safe_softmax as safe_softmax
 from .core._solution import Result as Result
 from .core._solution import Solution as Solution
-from .gibbs._former import covariance as covariance
-from .gibbs._former import cumulant as cumulant
-from .gibbs._former import entropy as entropy
-from .gibbs._former import moment as moment
-from .gibbs._former import sample_keys as sample_keys
-from .gibbs._former import score_moments as score_moments
-from .gibbs._former import temperature_sensitivity as temperature_sensitivity
 from .gibbs._free_energy import FreeEnergy as FreeEnergy
 from .gibbs._gibbs import Gibbs as Gibbs
 from .nn._multihead import MultiheadAttention as MultiheadAttention

@@ -68,7 +68,7 @@ def entropy_penalty(
     all keys.
 
     Args:
-        entropy: in nats, as [`entropy`][energy_attn.entropy] returns it, of any shape.
+        entropy: in nats, as [`Gibbs.entropy`][energy_attn.Gibbs.entropy] returns it, of any shape.
         where: boolean, broadcastable to `entropy`; False leaves a row out. Fully masked rows have
             entropy 0; leave them out with `energy != -jnp.inf`.
         low: the lower bound in nats, or None.

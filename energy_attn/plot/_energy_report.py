@@ -45,7 +45,7 @@ def energy_report(report: EnergyReport, path: str | PathLike[str] | None = None)
         >>> import jax
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-        >>> figure = ea.plot.energy_report(ea.energy_report(q, k, v))
+        >>> figure = ea.plot.energy_report(ea.energy_report(ea.FreeEnergy().at(q, k, v)))
         >>> [panel.get_title() for panel in figure.axes[:2]]
         ['free energy  F', 'entropy  H']
     """

@@ -50,7 +50,7 @@ class EnergyReport(eqx.Module):
         >>> import jax
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-        >>> report = ea.energy_report(0 * q, k, v)  # five equal keys
+        >>> report = ea.energy_report(ea.FreeEnergy().at(0 * q, k, v))  # five equal keys
         >>> report.effective_keys.round(3).tolist()
         [[5.0, 5.0]]
     """

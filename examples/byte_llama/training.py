@@ -63,9 +63,13 @@ def surprise(model: Llama, tokens: Int[Array, "batch read"]) -> Float[Array, "ba
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
 
 
-def _observed(query: Array, *arrays: Array, return_energy: bool, **options: Any) -> Any:
-    out, energy = ea.attention(query, *arrays, return_energy=return_energy, **options)
-    return out, (energy, ea.entropy(query, *arrays, **options))
+def _observed(
+    *arrays: Array, is_causal: bool, parallel: Any, return_energy: bool, **rows: Any
+) -> tuple[Array, tuple[Array, Array]]:
+    del return_energy  # always
+    F = ea.FreeEnergy(is_causal=is_causal, parallel=parallel).at(*arrays, **rows)
+    out, energy = F.attention(return_energy=True)
+    return out, (energy, F.entropy())
 
 
 def _z_loss(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:

@@ -155,10 +155,11 @@ def _row(
     """The report and the arrays of the example, for the query at the first index."""
     query, key, value = (heads[:, HEAD : HEAD + 1] for heads in layer.project(x, x, x))
     query = query[indices[:1]]
-    report = ea.energy_report(query, key, value, per_query=True)
+    F = ea.FreeEnergy().at(query, key, value)
+    report = ea.energy_report(F, per_query=True)
     weights = ea.attention(query, key, one_hot(key))[0, 0]
-    out = ea.attention(query, key, value)[0]  # [1, width]
-    sizes, directions = jnp.linalg.eigh(ea.covariance(query, key, value)[0, 0])
+    out = F.attention()[0]  # [1, width]
+    sizes, directions = jnp.linalg.eigh(F.covariance()[0, 0])
     along = (value[:, 0] - out) @ directions[:, -1]
     along = along * jnp.sign(along[weights.argmax()])  # the heaviest key is on the right
 

@@ -16,6 +16,7 @@ from jax import P, lax
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh, shard_sequence, unshard_sequence
 
+from ..energy_attn.measures import measure
 from ..problems import cast, everything
 from ..reference import dense, dense_vjp, rows
 from ..selection import few_rows
@@ -104,9 +105,8 @@ def test_queries_on_all_devices(method):
 
     def part(arrays, numbers):
         source = arrays.pop("source")
-        given = numbers | options
-        energy = ea.free_energy(**arrays, source=source, **given)
-        return ea.attention(**arrays, **given), energy, ea.entropy(**arrays, **given)
+        F = measure(**arrays, **numbers, **options)
+        return F.attention(), F(source), F.entropy()
 
     def spread(arrays):
         keys = {"key", "value", "key_segment_ids"}

@@ -4,7 +4,6 @@ The judge is `tests/reference.py`: every row's weights and scores in NumPy, here
 are differences of the definitions along random tangents (two Richardson extrapolations).
 """
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -20,6 +19,7 @@ from ..distributed.meshes import mesh_of, parallel_of
 from ..problems import BLOCKS, PROBLEMS, Problem, cast, lse_dtype, tangents
 from ..reference import rows, shifted
 from ..selection import few, few_rows
+from .measures import measure
 
 NAMES = ("covariance", "product", "cumulant 1", "cumulant 2", "cumulant 3", "cumulant 4")
 NAMES += ("moment 2", "moment 3", "entropy", "mean score", "heat capacity", "sensitivity")
@@ -47,10 +47,9 @@ def exactly(problem: Problem, precision=np.float64) -> dict[str, np.ndarray]:
     a, b, c, d = (centred(y) for y in x)
     apart = v[:, None] - r.out[:, :, None]
     covariance = np.einsum("bnts,btsnv,btsnw->btnvw", P, apart, apart)
-    bare = rows(replace(problem, source=None), precision)
-    seen = np.isfinite(bare.scores)
-    scores = np.where(seen, bare.scores, 0)
-    score = np.einsum("bnts,bnts->bnt", bare.weights, scores)
+    seen = np.isfinite(r.scores)
+    scores = np.where(seen, r.scores, 0)
+    score = np.einsum("bnts,bnts->bnt", P, scores)
     off = np.where(seen, scores - score[..., None], 0)
     logs = np.where(P > 0, np.log(np.where(P > 0, P, 1)), 0)
     return {
@@ -67,34 +66,28 @@ def exactly(problem: Problem, precision=np.float64) -> dict[str, np.ndarray]:
         "moment 3": mean(x[0] * x[1] * x[2]),
         "entropy": -mean(logs),
         "mean score": score.transpose(0, 2, 1),
-        "heat capacity": np.einsum("bnts,bnts->btn", bare.weights, off**2),
-        "sensitivity": np.einsum("bnts,bsnv->btnv", bare.weights * off, v),
+        "heat capacity": mean(off**2),
+        "sensitivity": np.einsum("bnts,bsnv->btnv", P * off, v),
     }
 
 
 def observed(arrays, problem: Problem, implementation=None, parallel=None) -> dict[str, jax.Array]:
-    arrays = dict(arrays)
-    source = arrays.pop("source", None)
-    options = problem.options | {"implementation": implementation, "parallel": parallel}
     query = arrays["query"]
     along = [jnp.asarray(u, lse_dtype(query.dtype)) for u in directions(problem)]
     sharding = jax.typeof(query).sharding
     if any(sharding.spec):
         along = [jax.reshard(u, sharding) for u in along]
-    tilted = functools.partial(ea.covariance, **arrays, source=source, **options)
-    cumulant, moment = (
-        functools.partial(f, **arrays, source=source, **options) for f in (ea.cumulant, ea.moment)
-    )
-    scores = ea.score_moments(**arrays, **options)
+    F = measure(**arrays, **problem.options, implementation=implementation, parallel=parallel)
+    scores = F.score_moments()
     return {
-        "covariance": tilted(),
-        "product": tilted(tangent=along[0]),
-        **{f"cumulant {n}": cumulant(tangents=along[:n]) for n in (1, 2, 3, 4)},
-        **{f"moment {n}": moment(tangents=along[:n]) for n in (2, 3)},
-        "entropy": ea.entropy(**arrays, source=source, **options),
+        "covariance": F.covariance(),
+        "product": F.covariance(along[0]),
+        **{f"cumulant {n}": F.cumulant(along[:n]) for n in (1, 2, 3, 4)},
+        **{f"moment {n}": F.moment(along[:n]) for n in (2, 3)},
+        "entropy": F.entropy(),
         "mean score": scores.mean,
         "heat capacity": scores.variance,
-        "sensitivity": ea.temperature_sensitivity(**arrays, **options),
+        "sensitivity": F.temperature_sensitivity(),
     }
 
 
@@ -207,7 +200,7 @@ def test_covariance_is_one_reduction():
     problem = PROBLEMS["plain"]
     arrays, _ = cast(problem, jnp.float64)
     with jax.set_mesh(mesh_of("8")):
-        f = jax.jit(lambda a: ea.covariance(**a, parallel=SequenceParallel("device")))
+        f = jax.jit(lambda a: measure(**a, parallel=SequenceParallel("device")).covariance())
         found = collectives(f.lower(arrays).compile())
     assert [x.kind for x in found] == ["collective-permute"] * 3
 
@@ -222,7 +215,7 @@ def test_sixth_cumulant():
     x = x - np.einsum("bnts,bnts->bnt", r.weights, x)[..., None]
     m = {n: np.einsum("bnts,bnts->btn", r.weights, x**n) for n in (2, 3, 4, 6)}
     exact = m[6] - 15 * m[4] * m[2] - 10 * m[3] ** 2 + 30 * m[2] ** 3
-    close(ea.cumulant(**arrays, tangents=[jnp.asarray(u)] * 6), exact, "order 6")
+    close(measure(**arrays).cumulant([jnp.asarray(u)] * 6), exact, "order 6")
 
 
 @pytest.mark.full
@@ -232,13 +225,9 @@ def test_offset_values():
     v = v + jnp.float32(1000)
 
     def run(dtype):
-        given = [x.astype(dtype) for x in (q, k, v)]
+        F = measure(*(x.astype(dtype) for x in (q, k, v)))
         tangent = u.astype(dtype)
-        return (
-            ea.covariance(*given),
-            ea.covariance(*given, tangent=tangent),
-            ea.cumulant(*given, tangents=[tangent] * 3),
-        )
+        return F.covariance(), F.covariance(tangent), F.cumulant([tangent] * 3)
 
     for found, exact in zip(run(jnp.float32), run(jnp.float64), strict=True):
         close(found, np.asarray(exact), "", 5e-6)
@@ -251,8 +240,8 @@ def test_no_matrix_of_scores():
     given = [jax.ShapeDtypeStruct((1, length, 1, 32), jnp.float32)] * 4
 
     def penalty(q, k, v, u):
-        heat = ea.score_moments(q, k, v, is_causal=True).variance
-        return heat.sum() + ea.cumulant(q, k, v, tangents=[u, u, u], is_causal=True).sum()
+        F = measure(q, k, v, is_causal=True)
+        return F.score_moments().variance.sum() + F.cumulant([u, u, u]).sum()
 
     compiled = jax.jit(jax.grad(penalty, (0, 1, 2))).lower(*given).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.7 * 4 * length**2
@@ -271,10 +260,10 @@ def test_penalties():
         @jax.jit
         @jax.value_and_grad
         def penalty(query, options=options):
-            rest = arrays | {"query": query}
-            energy, entropy = ea.free_energy(**rest, **options), ea.entropy(**rest, **options)
-            z = ea.lse_penalty(energy)
-            return z + ea.entropy_penalty(entropy, where=jnp.isfinite(energy), low=1.0, high=1.2)
+            F = measure(**arrays | {"query": query}, **options)
+            energy, z = F(), ea.lse_penalty(F())
+            seen = jnp.isfinite(energy)
+            return z + ea.entropy_penalty(F.entropy(), where=seen, low=1.0, high=1.2)
 
         def exact(query):
             r = rows(replace(problem, query=query))
@@ -297,50 +286,50 @@ U = np.ones((2, 3, 4, 6), np.float32)
 E = np.ones((2, 3), np.float32)
 BAD = {
     "tangent's shape": (
-        lambda: ea.covariance(Q, K, V, tangent=Q),
+        lambda: measure(Q, K, V).covariance(Q),
         ValueError,
         "tangent",
         "5]",
         "6)",
     ),
     "tangent's dtype": (
-        lambda: ea.covariance(Q, K, V, tangent=U > 0),
+        lambda: measure(Q, K, V).covariance(U > 0),
         TypeError,
         "tangent",
         "bool",
         "fl",
     ),
     "no tangent": (
-        lambda: ea.cumulant(Q, K, V, tangents=[]),
+        lambda: measure(Q, K, V).cumulant([]),
         ValueError,
         "tangents",
         "0",
         "one to 8",
     ),
-    "nine": (lambda: ea.moment(Q, K, V, tangents=[U] * 9), ValueError, "tangents", "9", "one to 8"),
+    "nine": (lambda: measure(Q, K, V).moment([U] * 9), ValueError, "tangents", "9", "one to 8"),
     "one array": (
-        lambda: ea.cumulant(Q, K, V, tangents=U),
+        lambda: measure(Q, K, V).cumulant(U),
         TypeError,
         "tangents",
         "float32",
         "sequence",
     ),
     "second": (
-        lambda: ea.cumulant(Q, K, V, tangents=[U, Q]),
+        lambda: measure(Q, K, V).cumulant([U, Q]),
         ValueError,
         "tangents[1]",
         "5]",
         "6)",
     ),
-    "source": (lambda: ea.entropy(Q, K, V, source=Q), ValueError, "source", "5]", "6)"),
+    "source": (lambda: measure(Q, K, V).tilt(Q), ValueError, "source", "5]", "6)"),
     "option": (
-        lambda: ea.FreeEnergy().at(Q, K, V, causal=True),
+        lambda: measure(Q, K, V, causal=True),
         TypeError,
         "causal",
         "'",
         "one of",
     ),
-    "keys": (lambda: ea.score_moments(Q, V, V), ValueError, "key", "6]", "5)"),
+    "keys": (lambda: measure(Q, V, V), ValueError, "key", "6]", "5)"),
     "energy": (lambda: ea.lse_penalty(3.0), TypeError, "energy", "float", "array"),
     "where": (lambda: ea.lse_penalty(E, where=E), TypeError, "where", "float32", "boolean"),
     "where's shape": (
@@ -350,14 +339,14 @@ BAD = {
     "bounds": (lambda: ea.entropy_penalty(E), ValueError, "low", "None", "bound"),
     "crossed": (lambda: ea.entropy_penalty(E, low=2, high=1), ValueError, "low", "2", "high = 1"),
     "key": (
-        lambda: ea.FreeEnergy().at(Q, K, V).sample(key=3),
+        lambda: measure(Q, K, V).sample(key=3),
         TypeError,
         "key",
         "int 3",
         "jax.random.key",
     ),
     "count": (
-        lambda: ea.FreeEnergy().at(Q, K, V).sample(key=jax.random.key(0), count=0),
+        lambda: measure(Q, K, V).sample(key=jax.random.key(0), count=0),
         *(ValueError, "count", "0", "at least 1"),
     ),
 }
@@ -371,13 +360,13 @@ def test_bad_input(what, unchecked, user_settings):
 
 
 EMPTY = {
-    "attention": ea.attention,
-    "entropy": ea.entropy,
-    "covariance": ea.covariance,
-    "score_moments": ea.score_moments,
-    "temperature_sensitivity": ea.temperature_sensitivity,
-    "product": lambda *x, **options: ea.covariance(*x, tangent=x[0], **options),
-    "cumulant": lambda *x, **options: ea.cumulant(*x, tangents=[x[0]] * 3, **options),
+    "attention": lambda F, u: F.attention(),
+    "entropy": lambda F, u: F.entropy(),
+    "covariance": lambda F, u: F.covariance(),
+    "score_moments": lambda F, u: F.score_moments(),
+    "temperature_sensitivity": lambda F, u: F.temperature_sensitivity(),
+    "product": lambda F, u: F.covariance(u),
+    "cumulant": lambda F, u: F.cumulant([u] * 3),
 }
 
 
@@ -394,11 +383,12 @@ def test_nothing_asked():
                 ("ring", "auto", None),
             ):
                 parallel = SequenceParallel(method=method, merge=merge, split_queries=split)
+                F = measure(*given, parallel=parallel)
                 for name in ("attention", "covariance", "product"):
-                    for x in jax.tree.leaves(EMPTY[name](*given, parallel=parallel)):
+                    for x in jax.tree.leaves(EMPTY[name](F, given[0])):
                         assert x.shape[:3] == shape[:3], (name, method)
-        for name, function in EMPTY.items():
-            for x in jax.tree.leaves(function(*given)):
+        for name, ask in EMPTY.items():
+            for x in jax.tree.leaves(ask(measure(*given), given[0])):
                 assert x.shape[:3] == shape[:3], name
     layer = ea.MultiheadAttention(2, 4, dtype=key.dtype, key=jax.random.key(0))
     assert layer(*[jnp.zeros((0, 4))] * 3).shape == (0, 4)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import energy_attn as ea
 from energy_attn.kernels.reductions._sample import _draw
 
 from ..distributed.meshes import mesh_of, parallel_of
 from ..problems import BLOCKS, LARGE, PROBLEMS, cast
 from ..reference import rows
+from .measures import measure
 
 
 def statistic(drawn: np.ndarray, weights: np.ndarray) -> float:
@@ -43,9 +43,7 @@ def statistic(drawn: np.ndarray, weights: np.ndarray) -> float:
 def draw(arrays, rng, name, number, kind=None):
     problem = {**PROBLEMS, **LARGE, **BLOCKS}[name]
     parallel = None if kind is None else parallel_of(kind)
-    return ea.sample_keys(
-        **arrays, **problem.options, rng=rng, num_samples=number, parallel=parallel
-    )
+    return measure(**arrays, **problem.options, parallel=parallel).sample(key=rng, count=number)
 
 
 def test_distribution():
@@ -79,12 +77,13 @@ def test_draws_are_independent():
     """Rows, heads, blocks or draws that share their random numbers: agreement beyond that of chance."""
     q = jnp.zeros((1, 40, 4, 2))
     k = jnp.zeros((1, 3000, 4, 2))
-    drawn = np.asarray(ea.sample_keys(q, k, k, rng=jax.random.key(4), num_samples=5))
+    F = measure(q, k, k)
+    drawn = np.asarray(F.sample(key=jax.random.key(4), count=5))
     flat = drawn.reshape(-1)
     assert len(np.unique(flat)) > 0.85 * flat.size  # 800 of 3000: about 700 different ones
     assert abs(flat.mean() - 1499.5) < 5 * 3000 / np.sqrt(12 * flat.size)
-    again = ea.sample_keys(q, k, k, rng=jax.random.key(4), num_samples=5)
-    other = ea.sample_keys(q, k, k, rng=jax.random.key(5), num_samples=5)
+    again = F.sample(key=jax.random.key(4), count=5)
+    other = F.sample(key=jax.random.key(5), count=5)
     assert (again == drawn).all() and (other != drawn).mean() > 0.99
 
 

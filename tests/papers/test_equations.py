@@ -30,13 +30,9 @@ def test_taylor_series():
 
     @jax.jit
     def run(arrays, tangent):
-        series = [
-            ea.moment(**arrays, tangents=[tangent] * n) / math.factorial(n) for n in range(1, 5)
-        ]
-        ratio = jnp.exp(
-            ea.free_energy(**arrays, source=0.01 * tangent) - ea.free_energy(**arrays)
-        )  # Z(ζ) / Z(0)
-        return series, ratio
+        F = ea.FreeEnergy().at(**arrays)
+        series = [F.moment([tangent] * n) / math.factorial(n) for n in range(1, 5)]
+        return series, jnp.exp(F(0.01 * tangent) - F())  # Z(ζ) / Z(0)
 
     series, ratio = run(arrays, tangent)
     expanded = 1 + sum(term * 0.01 ** (n + 1) for n, term in enumerate(series))

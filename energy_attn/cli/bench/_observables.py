@@ -53,11 +53,13 @@ def _gradient(entropy: Job) -> Job:
     return jax.grad(total, argnums=(0, 1))
 
 
+_at = energy_attn.FreeEnergy().at
+
 # The job of each case: ours, and the formula.
 JOBS: dict[str, tuple[Job, Job]] = {
-    "entropy": (energy_attn.entropy, _entropy),
-    "gradient of entropy": (_gradient(energy_attn.entropy), _gradient(_entropy)),
-    "heat capacity": (lambda q, k, v: energy_attn.score_moments(q, k, v).variance, _heat_capacity),
-    "covariance product": (lambda q, k, v: energy_attn.covariance(q, k, v, tangent=q), _covariance),
-    "third cumulant": (lambda q, k, v: energy_attn.cumulant(q, k, v, tangents=(q, q, q)), _third),
+    "entropy": (lambda *x: _at(*x).entropy(), _entropy),
+    "gradient of entropy": (_gradient(lambda *x: _at(*x).entropy()), _gradient(_entropy)),
+    "heat capacity": (lambda *x: _at(*x).score_moments().variance, _heat_capacity),
+    "covariance product": (lambda q, k, v: _at(q, k, v).covariance(q), _covariance),
+    "third cumulant": (lambda q, k, v: _at(q, k, v).cumulant((q, q, q)), _third),
 }
