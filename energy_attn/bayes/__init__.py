@@ -2,6 +2,14 @@
 
 The conjugate of the free energy, the rate function and the maximum a posteriori are methods of
 [`Gibbs`][energy_attn.Gibbs].
+
+Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> import energy_attn as ea
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
+    >>> F = ea.FreeEnergy().at(q, k, v)
+    >>> bool(jnp.allclose(ea.bayes.saddle_attention(F).point, F.attention(), atol=1e-4))
+    True
 """
 
 from ._saddle import gamma as gamma

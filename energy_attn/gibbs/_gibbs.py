@@ -12,7 +12,7 @@ from energy_attn.kernels.internal import check_flag, check_source, received
 from ..bayes._measure import AbstractConjugate
 from ..core._free_energy import Calls, Parts, attention_and_energy, energy_at
 from ..observables._at_source import widened
-from ._keys import KeySet, prepare_keys, tilt_keys
+from ._keys import KeySet, prepare_keys, sum_of_sources, tilt_keys
 
 
 class Gibbs(AbstractConjugate):
@@ -74,7 +74,7 @@ class Gibbs(AbstractConjugate):
         calls, parts = _prepared(self.parts)
         if source is not None:
             check_source(source, parts[0].query, parts[0].value)
-        return energy_at(calls, _sum(self.source, source), parts)
+        return energy_at(calls, sum_of_sources(self.source, source), parts)
 
     @overload
     def attention(self, *, return_energy: Literal[False] = False) -> Float[Array, "*B T N Hv"]: ...
@@ -101,7 +101,7 @@ class Gibbs(AbstractConjugate):
         check_flag("return_energy", return_energy)
         calls, parts = _prepared(self.parts)
         out, energy = attention_and_energy(calls, parts, self.source)
-        out = out.astype(parts[0].value.dtype)
+        out = out.astype(self.parts[0].value.dtype)
         return (out, energy) if return_energy else out
 
     def tilt(self, source: Float[Array, "*B T N Hv"]) -> "Gibbs":
@@ -133,7 +133,7 @@ class Gibbs(AbstractConjugate):
         """
         first = self.parts[0]
         check_source(source, first.query, first.value)
-        return dataclasses.replace(self, source=_sum(self.source, jnp.asarray(source)))
+        return dataclasses.replace(self, source=sum_of_sources(self.source, jnp.asarray(source)))
 
     def merge(self, other: "Gibbs") -> "Gibbs":
         r"""The measure over the union of two disjoint sets of keys, as `self | other`.
@@ -196,11 +196,3 @@ def _prepared(parts: tuple[KeySet, ...]) -> tuple[Calls, Parts]:
 def _tilted(measure: Gibbs) -> tuple[KeySet, ...]:
     source = measure.source
     return measure.parts if source is None else tuple(tilt_keys(x, source) for x in measure.parts)
-
-
-def _sum(
-    tilt: Array | None, source: Float[Array | np.ndarray, "..."] | None
-) -> Array | np.ndarray | None:
-    if tilt is None or source is None:
-        return source if tilt is None else tilt
-    return tilt + jnp.asarray(source, tilt.dtype)

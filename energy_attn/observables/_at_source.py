@@ -40,7 +40,7 @@ from ..core._free_energy import Arrays, Calls, Parts, Prepared, check_at, prepar
 
 def widened(parts: Parts) -> Parts:
     """Arrays with 16-bit ones widened to float32, the precision of energies."""
-    dtype = lse_dtype(parts[0].query.dtype)
+    dtype = lse_dtype(*(x.query.dtype for x in parts))
 
     def wide(x: Array) -> Array:
         same = isinstance(x, jax.Array) and x.dtype == dtype

@@ -1,6 +1,12 @@
 """Plots of what the library computes; matplotlib is imported when one is drawn, and is not installed with the package.
 
 The extra `plot` installs it.
+
+Examples:
+    >>> import jax
+    >>> import energy_attn as ea
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2))
+    >>> figure = ea.plot.landscape(ea.landscape(q[0], k, v, points=9))
 """
 
 from ._energy_report import energy_report as energy_report

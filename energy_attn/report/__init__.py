@@ -1,1 +1,1 @@
-"""Energy reports of models, landscapes, and their plots."""
+"""Energy reports of models, and landscapes."""

@@ -1,10 +1,12 @@
 """The free energy and the rate function over planes through attention."""
 
+from collections.abc import Callable
+
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import (
     check_boolean,
     check_finite_number,
@@ -38,8 +40,8 @@ class Landscape(eqx.Module):
         point: coordinates of the points along each direction.
         rate: $I$ in nats, plus infinity outside the hull of the values; NaN where the solver did
             not converge.
-        values: coordinates of the values in the plane of points, NaN for those that the mask hides;
-            None unless the plane is the whole space.
+        values: coordinates of the values in the plane of points, NaN for those of hidden keys; None
+            unless the plane is the whole space.
 
     Examples:
         >>> import jax
@@ -69,9 +71,7 @@ def landscape(
     mask: Bool[Array, " S"] | None = None,
     extent: tuple[float, float] | None = None,
     points: int = 41,
-    scale: float | Float[Array, ""] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-    parallel: SequenceParallel | None = None,
+    energy: FreeEnergy | None = None,
 ) -> Landscape:
     r"""The free energy and the rate function of one attention row along two directions.
 
@@ -93,9 +93,8 @@ def landscape(
             directions. None is 3 / σ and 3 σ, where σ is the standard deviation of the values along
             a direction, under the attention weights.
         points: the number of grid points along each direction.
-        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
-        implementation: a name of [`implementations`][energy_attn.kernels.implementations].
-        parallel: how keys are sharded over the current mesh.
+        energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of the row: its scale, masks (the query is at
+            position 0), kernel and mesh. None is `FreeEnergy()`.
 
     Returns:
         A [`Landscape`][energy_attn.Landscape], which
@@ -103,8 +102,8 @@ def landscape(
 
     Raises:
         TypeError: an argument is not an array or has the wrong dtype.
-        ValueError: shapes that do not match, values out of range, unknown names; values of width 1
-            without directions.
+        ValueError: shapes that do not match, values out of range; values of width 1 without
+            directions.
 
     Source: Tree Attention (arXiv 2408.04093), equation 15, for $F$; Cramér's theorem for $I$.
 
@@ -119,16 +118,21 @@ def landscape(
     """
     _check(query, key, value, directions, bias, mask)
     points = check_integer("points", points, least=2)
-    energy = FreeEnergy(scale=scale, implementation=implementation, parallel=parallel)
+    energy = FreeEnergy() if energy is None else energy
+    if not isinstance(energy, FreeEnergy):
+        raise TypeError(f"energy: wanted a FreeEnergy, got {received(energy)}")
     wide = lse_dtype(query.dtype)
 
-    def at(queries: Array) -> Gibbs:
+    query, key, value = (jnp.asarray(x, wide) for x in (query, key, value))
+
+    def at(queries: Array, value: Array = value, bias: Array | None = bias) -> Gibbs:
         return energy.at(
-            jnp.asarray(queries, wide)[:, None],
-            jnp.asarray(key, wide)[:, None],
-            jnp.asarray(value, wide)[:, None],
+            queries[:, None],
+            key[:, None],
+            value[:, None],
             bias=None if bias is None else bias[None, None, None],
             mask=None if mask is None else mask[None, None, None],
+            query_positions=jnp.zeros(len(queries), jnp.int32),
         )
 
     calls, parts = at(query[None]).prepared()
@@ -154,7 +158,7 @@ def landscape(
         energies.reshape(points, points),
         coordinates,
         jnp.where(known, rates.value, jnp.nan).reshape(points, points),
-        _coordinates(jnp.asarray(value, wide), mask, attention, directions),
+        None if value.shape[1] != 2 else _coordinates(at, query, value, attention, directions),
     )
 
 
@@ -207,9 +211,11 @@ def _plane(coordinates: Array, directions: Array) -> Array:
 
 
 def _coordinates(
-    values: Array, mask: Array | None, attention: Array, directions: Array
-) -> Array | None:
-    if values.shape[1] != 2:
-        return None
-    found = jnp.linalg.solve(directions.T, (values - attention[None]).T).T
-    return found if mask is None else jnp.where(mask[:, None], found, jnp.nan)
+    at: Callable[..., Gibbs], query: Array, value: Array, attention: Array, directions: Array
+) -> Array:
+    def mean(value: Array) -> Array:  # of the keys that are not hidden, all with the same score
+        return at(0 * query[None], value, None).attention().sum()
+
+    seen = jax.grad(mean)(value)[:, :1] > 0
+    found = jnp.linalg.solve(directions.T, (value - attention[None]).T).T
+    return jnp.where(seen, found, jnp.nan)

@@ -2,6 +2,15 @@
 
 A solver is a value: frozen, hashable, equal to another with the same fields, and a pytree without leaves.
 A program is compiled once for all that are equal. Each function says which of them it takes.
+
+Examples:
+    >>> import jax
+    >>> import energy_attn as ea
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
+    >>> F = ea.FreeEnergy().at(q, k, v)
+    >>> solution = F.map(solver=ea.solvers.Mirror(max_steps=40))
+    >>> bool(solution.converged.all())
+    True
 """
 
 from ._abstract import AbstractSolver as AbstractSolver

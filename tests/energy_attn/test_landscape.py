@@ -30,8 +30,8 @@ def plane(dtype=np.float64, **options):
         jnp.asarray(x, dtype) for x in (QUERY, KEY, VALUE, DIRECTIONS, BIAS)
     )
     options = {"directions": directions, "bias": bias, "mask": jnp.asarray(MASK), **options}
-    options = {"scale": SCALE, "extent": EXTENT, "points": POINTS, **options}
-    return ea.landscape(*arrays, **options)
+    options = {"extent": EXTENT, "points": POINTS, **options}
+    return ea.landscape(*arrays, **options, energy=ea.FreeEnergy(scale=SCALE))
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +82,10 @@ def test_sixteen_bits_and_devices():
             jax.device_put(x, NamedSharding(mesh, P(("node", "device")))) for x in (KEY, VALUE)
         )
         rest = {"directions": DIRECTIONS, "bias": BIAS, "mask": MASK}
-        options = {"scale": SCALE, "extent": EXTENT, "points": POINTS}
-        options |= {name: jnp.asarray(x) for name, x in rest.items()}
-        parallel = SequenceParallel(("node", "device"))
-        agrees(ea.landscape(jnp.asarray(QUERY), key, value, **options, parallel=parallel))
+        options = {name: jnp.asarray(x) for name, x in rest.items()}
+        energy = ea.FreeEnergy(scale=SCALE, parallel=SequenceParallel(("node", "device")))
+        options |= {"extent": EXTENT, "points": POINTS, "energy": energy}
+        agrees(ea.landscape(jnp.asarray(QUERY), key, value, **options))
 
 
 @pytest.mark.full
@@ -93,7 +93,7 @@ def test_directions_and_extents_by_default():
     """Directions in which nothing varies, or grids of a wrong extent: by eigenvectors of Σ."""
     value = np.random.default_rng(1).standard_normal((8, 4)) * [1.0, 5.0, 0.1, 2.0]
     found = ea.landscape(
-        jnp.asarray(QUERY), jnp.asarray(KEY), jnp.asarray(value), points=2, scale=SCALE
+        *map(jnp.asarray, (QUERY, KEY, value)), points=2, energy=ea.FreeEnergy(scale=SCALE)
     )
     scores = SCALE * KEY @ QUERY
     weights = np.exp(scores) / np.exp(scores).sum()
@@ -106,6 +106,16 @@ def test_directions_and_extents_by_default():
     np.testing.assert_allclose(found.source[:, 1], 3 / sigma)
     np.testing.assert_allclose(found.point[:, 1], 3 * sigma)
     assert found.values is None
+
+
+@pytest.mark.full
+def test_masks_of_the_energy(found):
+    """A window that each grid point, as a query of its own, has elsewhere; values shown that it hides."""
+    energy = ea.FreeEnergy(scale=SCALE, local_window_size=(0, 2))  # of position 0: MASK
+    arrays = [jnp.asarray(x) for x in (QUERY, KEY, VALUE)]
+    options = {"directions": jnp.asarray(DIRECTIONS), "bias": jnp.asarray(BIAS), "extent": EXTENT}
+    same = ea.landscape(*arrays, **options, points=POINTS, energy=energy)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-9), same, found)
 
 
 @pytest.mark.full
@@ -154,7 +164,7 @@ VALID = {"query": a(3), "key": a(8, 3), "value": a(8, 2)}
         ({"points": 1}, ValueError, "1", "at least 2"),
         ({"extent": 3.0}, TypeError, "float 3.0", "pair"),
         ({"extent": (1.0, 0.0)}, ValueError, "0.0", "above zero"),
-        ({"scale": "big"}, TypeError, "str 'big'", "real number"),
+        ({"energy": 0.8}, TypeError, "float 0.8", "FreeEnergy"),
     ],
 )
 def test_bad_input(changes, error, got, wanted):
