@@ -9,11 +9,13 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+Shaped = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+
 FLOATING = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 _FLOATING = "float16, bfloat16, float32 or float64"
 
 
-def received(x: Any) -> str:
+def received(x: object) -> str:
     """An argument as errors show it: `float32[2,3]` for arrays, else its type and value.
 
     Long texts are cut.
@@ -28,7 +30,7 @@ def received(x: Any) -> str:
     return f"{type(x).__name__} {text if len(text) < 60 else text[:57] + '...'}"
 
 
-def check_array(name: str, x: Any) -> Any:
+def check_array(name: str, x: object) -> Any:
     """Returns `x` if it is an array (JAX or NumPy); nothing is converted silently.
 
     NumPy arrays serve wherever JAX's do, so the result is typed as neither.
@@ -40,18 +42,18 @@ def check_array(name: str, x: Any) -> Any:
     return x
 
 
-def check_floating(name: str, x: Any) -> Any:
+def check_floating(name: str, x: object) -> Any:
     """Returns `x` if it is an array of float16, bfloat16, float32 or float64.
 
     Raises `TypeError` otherwise: integers, booleans, complex numbers and 8-bit floats included.
     """
-    x = check_array(name, x)
-    if x.dtype not in FLOATING:
+    array = check_array(name, x)
+    if array.dtype not in FLOATING:
         raise TypeError(f"{name}: wanted a {_FLOATING} array, got {received(x)}")
-    return x
+    return array
 
 
-def check_shape(name: str, x: Any, shape: tuple[int | str, ...]) -> None:
+def check_shape(name: str, x: Shaped, shape: tuple[int | str, ...]) -> None:
     """Checks `x.shape` against `shape`, in which a string stands for any size.
 
     Raises `ValueError` naming the argument, its shape and the wanted one.
@@ -63,7 +65,9 @@ def check_shape(name: str, x: Any, shape: tuple[int | str, ...]) -> None:
         raise ValueError(f"{name}: wanted shape ({', '.join(map(str, shape))}), got {received(x)}")
 
 
-def check_broadcastable(name: str, x: Any, shape: tuple[int, ...], *, leading: bool = True) -> None:
+def check_broadcastable(
+    name: str, x: Shaped, shape: tuple[int, ...], *, leading: bool = True
+) -> None:
     """Checks that `x` has, on each axis of `shape`, its size or 1.
 
     `leading`: whether leading axes must be given too. Raises `ValueError` naming the argument, its
@@ -84,36 +88,36 @@ def broadcasts(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     )
 
 
-def check_boolean(name: str, x: Any) -> Any:
+def check_boolean(name: str, x: object) -> Any:
     """Returns `x` if it is a boolean array; raises `TypeError` otherwise."""
-    x = check_array(name, x)
-    if x.dtype != jnp.bool_:
+    array = check_array(name, x)
+    if array.dtype != jnp.bool_:
         raise TypeError(f"{name}: wanted a boolean array, got {received(x)}")
-    return x
+    return array
 
 
-def check_integral(name: str, x: Any) -> Any:
+def check_integral(name: str, x: object) -> Any:
     """Returns `x` if it is an array of integers; raises `TypeError` otherwise."""
-    x = check_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
+    array = check_array(name, x)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name}: wanted an integer array, got {received(x)}")
-    return x
+    return array
 
 
-def check_int32(name: str, x: Any) -> Any:
+def check_int32(name: str, x: object) -> Any:
     """Returns `x` if it is an array of integers that, where they are known, 32 bits hold.
 
     Raises `TypeError` for other dtypes and `ValueError` for larger numbers.
     """
-    x = check_integral(name, x)
-    if x.size and not np.can_cast(x.dtype, np.int32) and not isinstance(x, jax.core.Tracer):
-        least, most = int(x.min()), int(x.max())
+    array = check_integral(name, x)
+    if array.size and not np.can_cast(array.dtype, np.int32) and not isinstance(x, jax.core.Tracer):
+        least, most = int(array.min()), int(array.max())
         if not -(2**31) <= least <= most < 2**31:
             raise ValueError(f"{name}: wanted numbers of 32 bits, got {least} to {most}")
-    return x
+    return array
 
 
-def check_floating_dtype(name: str, x: Any) -> jnp.dtype:
+def check_floating_dtype(name: str, x: object) -> jnp.dtype:
     """Returns `x` as a dtype; raises `TypeError` unless it is one that `check_floating` takes."""
     try:
         # other types are refused: NumPy reads None as float64, and an array as its dtype
@@ -125,7 +129,7 @@ def check_floating_dtype(name: str, x: Any) -> jnp.dtype:
     return dtype
 
 
-def check_key(name: str, x: Any) -> jax.Array:
+def check_key(name: str, x: object) -> jax.Array:
     """Returns `x` if it is one random key: of `jax.random.key`, or in the older uint32 form.
 
     Raises `TypeError` for anything else, arrays of several keys included.
@@ -137,7 +141,7 @@ def check_key(name: str, x: Any) -> jax.Array:
     raise TypeError(f"{name}: wanted a jax.random.key, got {received(x)}")
 
 
-def check_finite_number(name: str, x: Any) -> float:
+def check_finite_number(name: str, x: object) -> float:
     """Returns `x` as a Python float.
 
     Raises `TypeError` if it is not a real number and `ValueError` if it is infinite or NaN.
@@ -153,7 +157,7 @@ def check_finite_number(name: str, x: Any) -> float:
     return number
 
 
-def check_integer(name: str, x: Any, least: int | None = None) -> int:
+def check_integer(name: str, x: object, least: int | None = None) -> int:
     """Returns `x` as a Python int.
 
     Raises `TypeError` if it is not an integer (booleans are not) and `ValueError` below `least`.
@@ -165,7 +169,7 @@ def check_integer(name: str, x: Any, least: int | None = None) -> int:
     return int(x)
 
 
-def check_axis(name: str, x: Any, rank: int, of: str) -> int:
+def check_axis(name: str, x: object, rank: int, of: str) -> int:
     """Returns the axis `x` of an array of `rank` axes, counted from the front.
 
     Raises `TypeError` if it is not an integer and `ValueError` if the array named `of` lacks it.
@@ -176,7 +180,7 @@ def check_axis(name: str, x: Any, rank: int, of: str) -> int:
     return axis % rank
 
 
-def check_choice(name: str, x: Any, choices: Sequence[str | None]) -> None:
+def check_choice(name: str, x: object, choices: Sequence[str | None]) -> None:
     """Raises `ValueError` unless `x` is one of `choices`."""
     if not (x is None or isinstance(x, str)) or x not in choices:
         raise ValueError(
@@ -184,7 +188,7 @@ def check_choice(name: str, x: Any, choices: Sequence[str | None]) -> None:
         )
 
 
-def check_names(name: str, x: Any, what: str) -> tuple[str, ...]:
+def check_names(name: str, x: object, what: str) -> tuple[str, ...]:
     """Returns names as a tuple: one string, or a sequence of different ones; `what` says of what.
 
     Raises `TypeError` for anything else and `ValueError` for names that repeat.
@@ -197,7 +201,7 @@ def check_names(name: str, x: Any, what: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_flag(name: str, x: Any) -> bool:
+def check_flag(name: str, x: object) -> bool:
     """Returns `x` as True or False; raises `TypeError` if it is neither."""
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name}: wanted True or False, got {received(x)}")

@@ -44,12 +44,12 @@ class CheckedCall(NamedTuple):
 
 
 def check_call(
-    query: Any,
-    key: Any,
-    value: Any,
-    source: Any = None,
-    bias: Any = None,
-    mask: Any = None,
+    query: object,
+    key: object,
+    value: object,
+    source: Array | np.ndarray | None = None,
+    bias: object = None,
+    mask: object = None,
     **options: Unpack[KernelOptions],
 ) -> CheckedCall:
     """Checks every argument of `local_attention` but `implementation`; returns operands and settings.
@@ -122,7 +122,7 @@ def check_call(
 
 
 def check_scores(
-    bias: Any, mask: Any, shape: tuple[int, int, int, int]
+    bias: object, mask: object, shape: tuple[int, int, int, int]
 ) -> tuple[Array | None, Array | None]:
     """Returns bias and mask, where given, with four axes that broadcast to `shape`.
 
@@ -135,16 +135,15 @@ def check_scores(
     return bias, mask
 
 
-def check_source(source: Any, query: Array, value: Array) -> None:
+def check_source(source: object, query: Array, value: Array) -> None:
     """Checks a source against a checked query and value.
 
     Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
     """
-    check_floating("source", source)
-    check_shape("source", source, (*query.shape[:-1], value.shape[-1]))
+    check_shape("source", check_floating("source", source), (*query.shape[:-1], value.shape[-1]))
 
 
-def check_scale(scale: Any) -> Any:
+def check_scale(scale: object) -> Any:
     """Returns `scale` if it is None, a finite number or a floating scalar array.
 
     Raises `TypeError` for another type or dtype, `ValueError` for an infinity, NaN (where values
@@ -156,13 +155,13 @@ def check_scale(scale: Any) -> Any:
         return check_finite_number("scale", scale)
     if scale.ndim != 0:
         raise ValueError(f"scale: wanted a number or a floating scalar, got {received(scale)}")
-    scale = check_floating("scale", scale)
+    check_floating("scale", scale)
     if not isinstance(scale, jax.core.Tracer):
         check_finite_number("scale", float(scale))
     return scale
 
 
-def _scaled(query: Array, key: Array, scale: Any) -> tuple[Array, Array, float]:
+def _scaled(query: Array, key: Array, scale: float | Array | None) -> tuple[Array, Array, float]:
     scale, wide = check_scale(scale), lse_dtype(query.dtype)
     if scale is None:
         return query, key, query.shape[-1] ** -0.5
@@ -197,7 +196,7 @@ def _as_split(x: Array, like: Array) -> Array:
     return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*parts)))
 
 
-def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
+def _four_axes(name: str, x: Array | np.ndarray, shape: tuple[int, int, int, int]) -> Array:
     # as in jax.nn: leading axes may be left out
     try:
         check_broadcastable(name, x, shape, leading=False)
@@ -215,7 +214,7 @@ def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
     return x if x.ndim >= 4 else x[(None,) * (4 - x.ndim)]
 
 
-def check_window(size: Any) -> tuple[int, int] | None:
+def check_window(size: object) -> tuple[int, int] | None:
     """Returns the window as `(left, right)`, or None.
 
     Raises `TypeError` for anything but an int or a pair, `ValueError` for negative sizes.
@@ -237,14 +236,19 @@ def check_window(size: Any) -> tuple[int, int] | None:
 
 
 def _positions(
-    which: str, positions: Any, lengths: Any, batch: int, size: int, batched: bool
+    which: str,
+    positions: Array | None,
+    lengths: Array | None,
+    batch: int,
+    size: int,
+    batched: bool,
 ) -> Array | None:
     name = "query_positions" if which == "query" else "key_positions"
     positions = _numbers(name, positions, batch, size, batched)
     if lengths is None:
         return positions
     name = f"{which}_seq_lengths"
-    lengths = check_integral(name, lengths)
+    check_integral(name, lengths)
     if not batched and lengths.ndim == 0:
         lengths = lengths[None]
     else:
@@ -258,10 +262,10 @@ def _positions(
     return jnp.where(inside, slots if positions is None else positions, -1)
 
 
-def _numbers(name: str, x: Any, batch: int, size: int, batched: bool) -> Array | None:
+def _numbers(name: str, x: Array | None, batch: int, size: int, batched: bool) -> Array | None:
     if x is None:
         return None
-    x = check_int32(name, x)
+    check_int32(name, x)
     wanted = (batch, size) if batched else (size,)
     if x.shape not in (wanted, (1, size)):
         raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")

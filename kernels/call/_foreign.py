@@ -1,7 +1,6 @@
 """Converts the states of other libraries to those of this one."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,7 +91,7 @@ def as_state(
     return AttentionState(jnp.where(without_keys[..., None], 0, out), lse)
 
 
-def _check_empty(empty: Any) -> float:
+def _check_empty(empty: object) -> float:
     if not isinstance(empty, (float, np.floating)):
         raise TypeError(f"empty: wanted an infinity or NaN, got {received(empty)}")
     if math.isfinite(empty):

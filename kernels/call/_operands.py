@@ -57,10 +57,12 @@ class Settings(NamedTuple):
     wide: bool = False
 
 
-def cotangents(query: Any, key: Any, value: Any, bias: Any) -> Operands:
+def cotangents(
+    query: Array | None, key: Array | None, value: Array | None, bias: Array | None
+) -> Operands:
     """Cotangents in the form of the operands: None for masks, positions, segments and rules."""
-    none: Any = None
-    return Operands(query, key, value, bias, none, none, none, none, none, none)
+    arrays: Any = query, key, value, bias, *[None] * 6
+    return Operands(*arrays)
 
 
 def bound(settings: Settings, operands: Operands) -> AbstractMask:
@@ -127,6 +129,6 @@ def with_wide_out(settings: Settings) -> Settings:
     return settings._replace(wide=True)
 
 
-def is_static(*sizes: Any) -> bool:
+def is_static(*sizes: object) -> bool:
     """Whether all sizes are numbers, not symbols of `jax.export.symbolic_shape`."""
     return all(isinstance(size, int) for size in sizes)

@@ -52,7 +52,7 @@ class Masks(NamedTuple):
     array: Any
 
 
-def join_masks(rule: AbstractMask | None, mask: Any) -> Any:
+def join_masks(rule: AbstractMask | None, mask: object) -> Any:
     """A rule, or None, and what `mask=` is, in one mask for `split_mask`."""
     own, array = split_mask(mask)
     if rule is None:
@@ -61,7 +61,7 @@ def join_masks(rule: AbstractMask | None, mask: Any) -> Any:
     return rule if array is None else Masks(rule, array)
 
 
-def split_mask(mask: Any) -> tuple[AbstractMask | None, Any]:
+def split_mask(mask: object) -> tuple[AbstractMask | None, Any]:
     """`mask=` as a rule or None, and as anything else or None.
 
     Raises `TypeError` for a class of rules, of which an instance was meant.
@@ -146,7 +146,7 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def _shortened(rule: Lengths, tokens: Tokens) -> Tokens:
-    def below(positions: Any, length: Any) -> Any:
+    def below(positions: Any, length: Array | np.ndarray) -> Array:
         return jnp.where(positions < length[:, None], positions, -1)
 
     keys = below(tokens.key_positions, rule.keys)

@@ -306,7 +306,7 @@ def _sum(x: Array, axis: int) -> Array:
     return functools.reduce(jnp.add, (lax.index_in_dim(x, i, axis) for i in range(count)))
 
 
-def check_state(name: str, state: Any) -> None:
+def check_state(name: str, state: object) -> None:
     """Checks that `state` is an `AttentionState` or a `CovarianceState` of arrays that fit.
 
     Raises `TypeError` for another type or a dtype that is not floating, `ValueError` for shapes

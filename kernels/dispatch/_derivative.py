@@ -30,12 +30,12 @@ def differentiable_attention(
 
 
 def _forward(
-    kernel: AbstractKernel, settings: Settings, platform: Any, operands: Operands
+    kernel: AbstractKernel, settings: Settings, platform: str | None, operands: Operands
 ) -> AttentionState:
     return kernel.forward(operands, settings, platform)
 
 
-def _save(kernels: Kernels, settings: Settings, operands: Any) -> Any:
+def _save(kernels: Kernels, settings: Settings, operands: Operands) -> Any:
     leaves, tree = jax.tree.flatten(operands, is_leaf=lambda x: hasattr(x, "perturbed"))
     return _run_and_save(kernels, settings, tree.unflatten(x.value for x in leaves))
 
@@ -50,7 +50,12 @@ def _run_and_save(kernels: Kernels, settings: Settings, operands: Operands) -> A
     return state, (operands, state)
 
 
-def _pull_back(kernels: Kernels, settings: Settings, saved: Any, cotangent: AttentionState) -> Any:
+def _pull_back(
+    kernels: Kernels,
+    settings: Settings,
+    saved: tuple[Operands, AttentionState],
+    cotangent: AttentionState,
+) -> tuple[Operands]:
     operands, state = saved
     out, lse = (None if isinstance(x, SymbolicZero) else x for x in cotangent)
     if out is None:
@@ -77,7 +82,7 @@ def _backward(
 def _run_backward(
     kernel: AbstractKernel,
     settings: Settings,
-    platform: Any,
+    platform: str | None,
     operands: Operands,
     state: AttentionState,
     cotangent: AttentionState,
@@ -85,18 +90,25 @@ def _run_backward(
     return kernel.backward(operands, settings, state, cotangent, platform)
 
 
-def _zeros(settings: Settings, operands: Operands, *others: Any) -> Operands:
+def _zeros(settings: Settings, operands: Operands, *others: AttentionState) -> Operands:
     del settings
     return cotangents(*(None if x is None else jnp.zeros_like(x) for x in operands[:4]))
 
 
 # All kernels compute the same function, so the derivative of any backward is that of the blockwise
 # one, which is written in JAX.
-def _save_backward(kernels: Kernels, settings: Settings, *saved: Any) -> Any:
+def _save_backward(
+    kernels: Kernels, settings: Settings, *saved: Operands | AttentionState
+) -> tuple[Operands, tuple[Operands | AttentionState, ...]]:
     return _backward(kernels, settings, *saved), saved
 
 
-def _pull_back_backward(kernels: Kernels, settings: Settings, saved: Any, cotangent: Any) -> Any:
+def _pull_back_backward(
+    kernels: Kernels,
+    settings: Settings,
+    saved: tuple[Operands | AttentionState, ...],
+    cotangent: Operands,
+) -> Any:
     blockwise = next((kernel for kernel in kernels if isinstance(kernel, Blockwise)), Blockwise())
 
     def backward(operands: Operands, state: AttentionState, cotangent: AttentionState) -> Operands:

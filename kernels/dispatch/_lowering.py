@@ -15,6 +15,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jaxtyping import Array, PyTree
 
 from ..call._kernel import AbstractKernel
 from ..call._operands import Settings, is_static
@@ -30,7 +31,7 @@ def run_when_lowered(
     like: Callable[..., Any],
     kernels: Sequence[AbstractKernel],
     settings: Settings,
-    *args: Any,
+    *args: PyTree,
 ) -> Any:
     """`method(kernel, settings, platform, *args)`, with the kernel chosen when the program is lowered.
 
@@ -114,7 +115,7 @@ Levels = tuple[tuple[int | None, ...], ...]  # the mapped axes of nested vmaps, 
 
 
 def _run(
-    *flat: Any,
+    *flat: Array,
     method: KernelMethod,
     kernel: AbstractKernel,
     settings: Settings,
@@ -122,7 +123,7 @@ def _run(
     levels: Levels,
     tree: Any,
 ) -> list[Any]:
-    def run(*flat: Any) -> list[Any]:
+    def run(*flat: Array) -> list[Any]:
         return jax.tree.leaves(method(kernel, settings, platform, *jax.tree.unflatten(tree, flat)))
 
     if kernel.platforms:
@@ -132,10 +133,12 @@ def _run(
     return run(*flat)
 
 
-def _as_one_batch(run: Callable[..., list[Any]], levels: Levels, flat: Any) -> list[Any]:
+def _as_one_batch(
+    run: Callable[..., list[Any]], levels: Levels, flat: Sequence[Array]
+) -> list[Any]:
     """Vmapped calls as one call with a larger batch; all arrays have their batch axis in front."""
 
-    def forward(x: Any, axes: tuple[int | None, ...]) -> Any:
+    def forward(x: Array, axes: tuple[int | None, ...]) -> Array:
         for place, axis in enumerate(reversed(axes)):
             x = jnp.expand_dims(x, place) if axis is None else jnp.moveaxis(x, place + axis, place)
         return x
@@ -144,7 +147,7 @@ def _as_one_batch(run: Callable[..., list[Any]], levels: Levels, flat: Any) -> l
     depth = len(levels) + 1
     lead = tuple(max(sizes) for sizes in zip(*(x.shape[:depth] for x in moved), strict=True))
 
-    def flatten_batch(x: Any) -> Any:
+    def flatten_batch(x: Array) -> Array:
         # an array with batch axis 1 broadcasts over the larger batch, too, unless the batch itself is 1
         if lead[-1] > 1 and math.prod(x.shape[:depth]) == 1:
             return x.reshape(1, *x.shape[depth:])
@@ -165,9 +168,14 @@ attention_kernel_p.def_impl(_bind)
 
 @attention_kernel_p.def_abstract_eval
 def _types(
-    *flat: Any, like: Any, settings: Settings, levels: Any, tree: Any, **params: Any
+    *flat: jax.core.ShapedArray,
+    like: Callable[..., Any],
+    settings: Settings,
+    levels: Levels,
+    tree: Any,
+    **params: object,
 ) -> list[Any]:
-    def leaves(*flat: Any) -> list[Any]:
+    def leaves(*flat: Array) -> list[Any]:
         return jax.tree.leaves(like(settings, *jax.tree.unflatten(tree, flat)))
 
     for axes in levels:
@@ -175,7 +183,9 @@ def _types(
     return jax.make_jaxpr(leaves)(*flat).out_avals
 
 
-def _batch(flat: Any, axes: Any, *, levels: Any, **params: Any) -> tuple[list[Any], list[int]]:
+def _batch(
+    flat: Sequence[Array], axes: Sequence[int | None], *, levels: Levels, **params: object
+) -> tuple[list[Any], list[int]]:
     found = attention_kernel_p.bind(*flat, levels=(*levels, tuple(axes)), **params)
     return found, [0] * len(found)
 
@@ -183,7 +193,14 @@ def _batch(flat: Any, axes: Any, *, levels: Any, **params: Any) -> tuple[list[An
 batching.primitive_batchers[attention_kernel_p] = _batch
 
 
-def _lower(ctx: Any, *flat: Any, on: str, kernels: Any, like: Any, **params: Any) -> Any:
+def _lower(
+    ctx: Any,
+    *flat: mlir.ir.Value,
+    on: str,
+    kernels: Sequence[AbstractKernel],
+    like: Callable[..., Any],
+    **params: Any,
+) -> Any:
     del like
     program = Program(
         on,
@@ -215,12 +232,12 @@ def platform_here() -> str:
     return "rocm" if "rocm" in device.client.platform_version else "cuda"
 
 
-def is_exported(context: Any) -> bool:
+def is_exported(context: mlir.ModuleContext) -> bool:
     """Whether a program is lowered for serialisation, by the context of its module."""
     return context.lowering_parameters.for_export
 
 
-def _is_unpartitioned(context: Any) -> bool:
+def _is_unpartitioned(context: object) -> bool:
     """Whether a program runs on one device, or on each of a jax.shard_map over all mesh axes."""
     if isinstance(context, mlir.SPMDAxisContext):
         mesh = context.mesh

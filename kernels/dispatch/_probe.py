@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings
@@ -66,5 +67,5 @@ def _try(kernel: AbstractKernel, platform: str) -> str | None:
     return None
 
 
-def _types(tree: Any) -> list[str]:
+def _types(tree: PyTree) -> list[str]:
     return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]

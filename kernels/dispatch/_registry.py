@@ -220,7 +220,7 @@ def _check_unsplit(operands: Operands) -> None:
             )
 
 
-def split(x: Any) -> tuple[Any, ...]:
+def split(x: Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
     """The mesh axes that each axis of an array is sharded over, by its type."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return ()
@@ -254,7 +254,7 @@ def apply_widened(collective: Callable[[Array], Array], x: Array) -> Array:
     return collective(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: Array) -> frozenset[str]:
     """The mesh axes of a surrounding `jax.shard_map` that an array varies over."""
     kind = jax.typeof(x)
     # its name before JAX 0.10

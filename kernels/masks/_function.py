@@ -89,13 +89,12 @@ class Function(AbstractMask):
         return jnp.zeros(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
 
 
-def _parameter(x: Any) -> Any:
+def _parameter(x: object) -> Any:
     if isinstance(x, (bool, int)):
         return np.asarray(x, bool if isinstance(x, bool) else np.int32)
-    if not isinstance(x, np.generic):
-        x = check_array("parameters", x)
-    if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
+    array = x if isinstance(x, np.generic) else check_array("parameters", x)
+    if not (jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_):
         raise TypeError(
             f"parameters: wanted integers or booleans, as a rule has no derivative, got {received(x)}"
         )
-    return x
+    return array

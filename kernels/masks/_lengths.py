@@ -12,7 +12,7 @@ from ._interval import Interval
 from ._parameters import lengths
 
 
-def _queries(x: Any) -> Any:
+def _queries(x: object) -> Any:
     return None if x is None else lengths("queries", x)
 
 

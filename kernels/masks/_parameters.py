@@ -9,7 +9,7 @@ import numpy as np
 from .._checks import check_int32, check_integer, received
 
 
-def integers(name: str, x: Any, rank: int) -> Any:
+def integers(name: str, x: object, rank: int) -> Any:
     """Returns an int or an array of integers of `rank` axes, or one more for the batch, as int32.
 
     An int becomes an array: another number is then no new program.
@@ -18,18 +18,19 @@ def integers(name: str, x: Any, rank: int) -> Any:
     """
     if rank == 0 and isinstance(x, int):
         return np.asarray(check_integer(name, x), np.int32)
-    x = check_int32(name, x)
-    if x.ndim not in (rank, rank + 1):
+    array = check_int32(name, x)
+    if array.ndim not in (rank, rank + 1):
         wanted = ", ".join(("L",) * rank)
         raise ValueError(
             f"{name}: wanted shape ({wanted}) or ({', '.join(('B', *('L',) * rank))}), got {received(x)}"
         )
-    return x.astype(np.int32) if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.int32)
+    return array.astype(np.int32) if isinstance(x, np.ndarray) else jnp.asarray(array, jnp.int32)
 
 
-def lengths(name: str, x: Any) -> Any:
+def lengths(name: str, x: object) -> Any:
     """`integers` of rank 0 that, where they are known, are not negative; else `ValueError`."""
-    x = integers(name, x, 0)
-    if not isinstance(x, jax.core.Tracer) and x.size and (least := int(np.asarray(x).min())) < 0:
-        raise ValueError(f"{name}: wanted at least 0, got {least}")
-    return x
+    found = integers(name, x, 0)
+    if not isinstance(found, jax.core.Tracer) and found.size:
+        if (least := int(np.asarray(found).min())) < 0:
+            raise ValueError(f"{name}: wanted at least 0, got {least}")
+    return found

@@ -13,7 +13,7 @@ from ._interval import Interval
 from ._parameters import integers
 
 
-def _key_ids(x: Any) -> Any:
+def _key_ids(x: object) -> Any:
     return None if x is None else integers("key_ids", x, 1)
 
 

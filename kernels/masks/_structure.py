@@ -67,7 +67,7 @@ def sided_rule(left: int | None, right: int | None) -> AbstractMask:
     return Causal() if left is None and right == 0 else Window(left, right)
 
 
-def parts(rule: Any) -> list[AbstractMask]:
+def parts(rule: AbstractMask) -> list[AbstractMask]:
     """A rule, and all rules that it joins."""
     inner = jax.tree.leaves(
         tuple(vars(rule).values()), is_leaf=lambda x: isinstance(x, AbstractMask)

@@ -48,7 +48,11 @@ def must_meet(rule: AbstractMask, query: Interval, key: Interval) -> Bool[Array,
 
 
 def _where(
-    some: Array, rule: AbstractMask, method: Callable[[Any], Any], query: Any, key: Any
+    some: Array,
+    rule: AbstractMask,
+    method: Callable[[Any], Any],
+    query: Array | Interval,
+    key: Array | Interval,
 ) -> Array:
     if isinstance(rule, All):
         return some

@@ -1,7 +1,5 @@
 """The rule that hides what is far."""
 
-from typing import Any
-
 import equinox as eqx
 from jaxtyping import Array, Bool, Int
 
@@ -10,7 +8,7 @@ from ._abstract import AbstractMask
 from ._interval import FAR, Interval
 
 
-def _side(x: Any) -> int | None:
+def _side(x: object) -> int | None:
     return None if x is None else check_integer("left and right", x, least=0)
 
 

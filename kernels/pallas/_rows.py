@@ -60,10 +60,10 @@ def visibility_of(
     operands = with_default_positions(operands, settings)
     group = operands.query.shape[2] // operands.key.shape[2]
 
-    def rows(x: Any, fill: int) -> Any:
+    def rows(x: Array | None, fill: int) -> Array | None:
         return None if x is None else pad_to_blocks(jnp.tile(x, (1, group)), 1, row_block, fill)
 
-    def keys(x: Any, fill: int) -> Any:
+    def keys(x: Array | None, fill: int) -> Array | None:
         return None if x is None else pad_to_blocks(x, 1, key_block, fill)
 
     return Visibility(
@@ -79,8 +79,8 @@ def meeting_blocks(
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
     """Which blocks of rows might see any key of which blocks of keys; None for all."""
 
-    def cut(rows: Any, keys: Any) -> Any:
-        if rows is None:
+    def cut(rows: Array | None, keys: Array | None) -> Any:
+        if rows is None or keys is None:
             return None
         return tuple(
             x.reshape(len(x), -1, block) for x, block in ((rows, row_block), (keys, key_block))

@@ -137,13 +137,13 @@ def _reduce_blocks(
         return visible_sum() if meet is None else lax.cond(meet, visible_sum, nothing)
 
     # Loops take blocks as scanned inputs, so that each step returns the cotangents of its own.
-    def one_head(taken: Any) -> Array:
+    def one_head(taken: tuple[Any, ...]) -> Array:
         h, queries, keys, values, rows = taken
 
-        def one_block_of_queries(taken: Any) -> Array:
+        def one_block_of_queries(taken: tuple[Any, ...]) -> Array:
             i, query, rows = taken
 
-            def one_block_of_keys(carry: Array, taken: Any) -> Any:
+            def one_block_of_keys(carry: Array, taken: tuple[Array, ...]) -> Any:
                 j, key, value = taken
                 return join(carry, one(Index(h, i, j), query, key, value, *rows)), None
 

@@ -4,7 +4,6 @@ Those kernels take one width, positions that count from 0, and a cotangent of `o
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -81,7 +80,7 @@ def pull_back(
     return cotangents(query, key, value, None)
 
 
-def _lse_operands(value: Array, out: Array, lse: Any) -> tuple[Array, Array, Array]:
+def _lse_operands(value: Array, out: Array, lse: Array) -> tuple[Array, Array, Array]:
     wide, width = lse.dtype, out.shape[-1]
     high = lse.astype(out.dtype)
     low = (lse - high.astype(wide)).astype(out.dtype)

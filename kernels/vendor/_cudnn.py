@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .._private import private_names
 from ..call._kernel import AbstractKernel
@@ -72,13 +73,13 @@ class CuDNN(AbstractKernel):
         options = _options(settings, operands.key.shape[1])
         lse = state.lse.swapaxes(1, 2)
 
-        def pull(value: Any, out: Any, d_out: Any) -> Any:
+        def pull(value: Array, out: Array, d_out: Array) -> Any:
             return _backward(*operands[:2], value, lse, out, d_out, **options)
 
         return pull_back(pull, operands, state, cotangent)
 
 
-def _forward(query: Any, key: Any, value: Any, **options: Any) -> Any:
+def _forward(query: Array, key: Array, value: Array, **options: object) -> Any:
     """`(out, lse)`. The unused operands are biases, lengths and pages."""
     unused = (jnp.zeros(0, query.dtype),) * 7
     return private_names("cudnn").forward.bind(
@@ -87,7 +88,13 @@ def _forward(query: Any, key: Any, value: Any, **options: Any) -> Any:
 
 
 def _backward(
-    query: Any, key: Any, value: Any, lse: Any, out: Any, d_out: Any, **options: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    lse: Array,
+    out: Array,
+    d_out: Array,
+    **options: object,
 ) -> Any:
     """The cotangents of query, key and value."""
     unused = (jnp.zeros(0, query.dtype),) * 7

@@ -9,6 +9,8 @@ import ctypes
 import functools
 from typing import Any
 
+from jaxtyping import Array
+
 from .._private import private_names
 from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings
@@ -59,7 +61,7 @@ class FlashAttn(AbstractKernel):
         options = _options(settings, operands.key.shape[1])
         lse = state.lse.swapaxes(1, 2)
 
-        def pull(value: Any, out: Any, d_out: Any) -> Any:
+        def pull(value: Array, out: Array, d_out: Array) -> Any:
             return _package().backward(d_out, *operands[:2], value, out, lse, **options)
 
         return pull_back(pull, operands, state, cotangent)

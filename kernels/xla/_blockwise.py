@@ -6,6 +6,7 @@ arXiv 2307.08691).
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -80,7 +81,7 @@ def forward(
     keys, values = (whole_blocks(g, x) for x in (operands.key, value))
 
     def one_block_of_queries(at: Index) -> tuple[Array, Array]:
-        def one_block_of_keys(carry: Any, j: Array) -> Any:
+        def one_block_of_keys(carry: tuple[Array, ...], j: Array) -> Any:
             here = at._replace(key=j)
 
             def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
@@ -238,7 +239,7 @@ def backward_wide(
         return pull() if meet is None else lax.cond(meet, pull, nothing)
 
     def one_block_of_keys(at: Index, queries: Array, biases: Array | None) -> Any:
-        def one_block_of_queries(carry: Any, i: Array) -> Any:
+        def one_block_of_queries(carry: tuple[Any, ...], i: Array) -> Any:
             d_keys, d_values, queries, biases = carry
             here = at._replace(query=i)
             to_keys, to_values, to_queries, d_scores = pulled(here)
@@ -259,7 +260,7 @@ def backward_wide(
         return (queries, biases), (d_keys, d_values)
 
     def one_head(biases: Array | None, h: Array) -> Any:
-        def step(carry: Any, j: Array) -> Any:
+        def step(carry: tuple[Any, ...], j: Array) -> Any:
             return one_block_of_keys(Index(h, j, j), *carry)
 
         queries = blocks.full(0.0, g.query_blocks, batch, g.rows, key.shape[-1])
@@ -278,7 +279,9 @@ def backward_wide(
     )
 
 
-def when(condition: Array | None, f: Any, *carry: Any) -> Any:
+def when(
+    condition: Array | None, f: Callable[..., tuple[Array, ...]], *carry: Array
+) -> tuple[Array, ...]:
     """`f(*carry)` where `condition` holds or is None, else `carry`."""
     if condition is None:
         return f(*carry)

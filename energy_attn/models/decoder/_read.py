@@ -37,7 +37,7 @@ def read_alone(
     turns = jnp.arange(time, dtype=jnp.int32)[None]
     if positions is not None:
         turns = positions = check_tokens("positions", positions).astype(jnp.int32)
-        check_broadcastable("positions", positions, (batch, time))
+        check_broadcastable("positions", turns, (batch, time))
     rope = model.rope(turns)
 
     def see(query: Array, key: Array, value: Array) -> tuple[Array, Trace]:

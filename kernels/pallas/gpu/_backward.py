@@ -131,7 +131,7 @@ def _key_kernel(
         d_scores = weights * (tiles.product(value, d_out, 1, 1) - delta[None, :])
         return d_key + tiles.product(d_scores.astype(query.dtype), query, 1, 0), d_value
 
-    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
+    start = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     # Keys that pad the last tile are zero, and their sums are not stored.
     over = tiles.tile_range(plan, found, at, of_keys=True)
     d_key, d_value = tiles.loop_over(plan, over, at, step, start)

@@ -5,7 +5,6 @@ arXiv 2307.08691); Flash-Decoding for the split of keys over programs.
 """
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Ref
@@ -61,7 +60,7 @@ def _kernel(
     rows = tiles.rows(plan, at.tile, at.kv_head)
     query = tiles.load_rows(query_ref, at, rows, plan.width)
 
-    def step(tile: Array, carry: Any, masked: bool) -> Any:
+    def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         maximum, total, sums = carry
         key = tiles.load_keys(plan, key_ref, at, tile, plan.width, not masked)
         scores = tiles.product(query, key, 1, 1) * (plan.settings.scale * tiles.LOG2_E)

@@ -6,11 +6,11 @@ whose sizes are powers of two.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
@@ -18,6 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ...masks._visibility import visible
 from .._rows import Visibility
 from ._plan import Plan, power
+
+Carry = TypeVar("Carry")
 
 LOG2_E = float(np.log2(np.e))  # within a kernel scores are in bits, as the hardware only has exp2
 
@@ -57,11 +59,12 @@ def numbers(size: int) -> Int[Array, " size"]:
     return lax.iota(jnp.int32, size)
 
 
-def load(ref: Any, index: tuple[Any, ...], there: Any, other: float = 0) -> Array:
+def load(ref: Array | Ref, index: tuple[Any, ...], there: Array | None, other: float = 0) -> Array:
     """The elements at `index`, `other` where they do not exist (`there`; None: all do)."""
+    here: Any = ref.at[index]
     if there is None:
-        return triton.load(ref.at[index])
-    return triton.load(ref.at[index], mask=there, other=other)
+        return triton.load(here)
+    return triton.load(here, mask=there, other=other)
 
 
 class Columns(NamedTuple):
@@ -101,13 +104,13 @@ def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
     return Rows(time, head + kv_head * plan.group, there)
 
 
-def load_rows(ref: Any, at: ProgramIndex, rows: Rows, width: int) -> Array:
+def load_rows(ref: Ref, at: ProgramIndex, rows: Rows, width: int) -> Array:
     """`[rows, width]` of an array `[B, T, N, width]`, zero outside of it."""
     index, there = _row_index(rows, columns(width))
     return load(ref, (at.batch, *index), there)
 
 
-def store_rows(ref: Any, at: ProgramIndex, rows: Rows, x: Array, width: int) -> None:
+def store_rows(ref: Ref, at: ProgramIndex, rows: Rows, x: Array, width: int) -> None:
     """Stores `[rows, width]` to this program's share of `[splits, B, T, N, width]`."""
     index, there = _row_index(rows, columns(width))
     triton.store(ref.at[(at.split, at.batch, *index)], x.astype(ref.dtype), mask=there)
@@ -125,18 +128,18 @@ def _both(a: Array | None, b: Array | None, size: int) -> Array | None:
     return a if b is None else a & b
 
 
-def load_numbers(ref: Any, at: ProgramIndex, rows: Rows, other: float) -> Float[Array, " rows"]:
+def load_numbers(ref: Ref, at: ProgramIndex, rows: Rows, other: float) -> Float[Array, " rows"]:
     """One number for each row, of an array `[B, T, N]`; `other` outside of it."""
     return load(ref, (at.batch, rows.time, rows.head), rows.there, other)
 
 
-def load_keys(plan: Plan, ref: Any, at: ProgramIndex, tile: Array, width: int, full: bool) -> Array:
+def load_keys(plan: Plan, ref: Ref, at: ProgramIndex, tile: Array, width: int, full: bool) -> Array:
     """`[keys, width]` of an array `[B, S, K, width]`, zero outside of it unless the tile is `full`."""
     index, there = _key_index(plan, at, tile, width, full)
     return load(ref, (at.batch, *index), there)
 
 
-def store_keys(plan: Plan, ref: Any, at: ProgramIndex, x: Array, width: int) -> None:
+def store_keys(plan: Plan, ref: Ref, at: ProgramIndex, x: Array, width: int) -> None:
     """Stores `[keys, width]` to this program's share of `[splits, B, S, K, width]`."""
     index, there = _key_index(plan, at, at.tile, width, False)
     triton.store(ref.at[(at.split, at.batch, *index)], x.astype(ref.dtype), mask=there)
@@ -177,7 +180,7 @@ def seen(
         i, j = (-2, -1) if keys_first else (-1, -2)
         return jnp.expand_dims(of_rows, i), jnp.expand_dims(of_keys, j)
 
-    def of(ref: Any, number: Array, there: Any) -> Array:
+    def of(ref: Array | Ref | None, number: Array, there: Array | None) -> Array:
         return number if ref is None else load(ref, (_row_of(ref, at), number), there, -1)
 
     found = facing(rows.time, key)[1] < plan.key_len
@@ -230,7 +233,7 @@ class TileRange(NamedTuple):
     end: Any
 
 
-def tile_range(plan: Plan, found: Any, at: ProgramIndex, *, of_keys: bool) -> TileRange:
+def tile_range(plan: Plan, found: Ref | None, at: ProgramIndex, *, of_keys: bool) -> TileRange:
     """The tiles that this program's tile, of rows or of keys, iterates over.
 
     From `tile_ranges`, or if that is None from the rule with positions that count from 0.
@@ -257,8 +260,12 @@ def tile_range(plan: Plan, found: Any, at: ProgramIndex, *, of_keys: bool) -> Ti
 
 
 def loop_over(
-    plan: Plan, over: TileRange, at: ProgramIndex, step: Callable[[Any, Any, bool], Any], x: Any
-) -> Any:
+    plan: Plan,
+    over: TileRange,
+    at: ProgramIndex,
+    step: Callable[[Any, Carry, bool], Carry],
+    x: Carry,
+) -> Carry:
     """`x = step(tile, x, masked)` over this program's share of its tile's range.
 
     First the tiles that need no mask, then those around them.
@@ -276,11 +283,11 @@ def loop_over(
     if isinstance(over.end, np.integer) and over.end == over.stop:
         return x
 
-    def around(i: Array, x: Any) -> Any:
+    def around(i: Array, x: Carry) -> Carry:
         return step(jnp.where(i < begin, i, i + (end - begin)), x, True)
 
     return lax.fori_loop(first, stop - (end - begin), around, x)
 
 
-def _row_of(ref: Any, at: ProgramIndex, axis: int = 0) -> Any:
+def _row_of(ref: Array | Ref, at: ProgramIndex, axis: int = 0) -> Any:
     return 0 if ref.shape[axis] == 1 else at.batch

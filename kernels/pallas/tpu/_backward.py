@@ -122,7 +122,7 @@ def _rows_kernel(
     delta: Ref,
     key: Ref,
     value: Ref,
-    visibility: dict[str, Any],
+    visibility: dict[str, Ref],
     d_query: Ref,
     sums: Ref,
     *,
@@ -142,7 +142,7 @@ def _rows_kernel(
         sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
     @visit(numbers, range_index(b, i), j, visibility)
-    def _(block: Array, compared: dict[str, Any]) -> None:
+    def _(block: Array, compared: dict[str, Ref]) -> None:
         zero_past_end(key, block, at, tall=at.tall_key)
         zero_past_end(value, block, at, tall=at.tall_value)
         key_width, value_width = _widths(at)
@@ -206,7 +206,7 @@ def _keys_kernel(
     delta: Ref,
     key: Ref,
     value: Ref,
-    visibility: dict[str, Any],
+    visibility: dict[str, Ref],
     d_key: Ref,
     d_value: Ref,
     key_sums: Ref,
@@ -230,7 +230,7 @@ def _keys_kernel(
         value_sums[...] = jnp.zeros(value_sums.shape, value_sums.dtype)
 
     @visit(numbers, range_index(b, i), j, visibility)
-    def _(block: Array, compared: dict[str, Any]) -> None:
+    def _(block: Array, compared: dict[str, Ref]) -> None:
         key_width, value_width = _widths(at)
         keys = load_present(key, compared, tall=at.tall_key)
         values = load_present(value, compared, tall=at.tall_value)

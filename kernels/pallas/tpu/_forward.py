@@ -122,7 +122,7 @@ def _kernel(
     query: Ref,
     key: Ref,
     value: Ref,
-    visibility: dict[str, Any],
+    visibility: dict[str, Ref],
     out: Ref,
     lse: Ref,
     maximum: Ref,
@@ -147,7 +147,7 @@ def _kernel(
         sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
     @visit(numbers, range_index(b, s, i), j, visibility)
-    def _(block: Array, compared: dict[str, Any]) -> None:
+    def _(block: Array, compared: dict[str, Ref]) -> None:
         zero_past_end(value, block, at, tall=at.tall_value)
         scores = dot(query[...], key[...], (1, 0 if at.tall_key else 1)) * at.settings.scale
         scores = hide(scores, compared, block, at, turned=False)

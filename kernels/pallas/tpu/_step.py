@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Ref, lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
@@ -20,7 +20,7 @@ HIDDEN = -math.inf
 def key_spec(width: int, at: Layout, block: Callable[..., Any], *, tall: bool) -> pl.BlockSpec:
     """The spec of a block of keys or values; `block` returns its index."""
 
-    def where(b: Any, p: Any, *others: Any) -> Any:
+    def where(b: Array, p: Array, *others: Array | Ref) -> tuple[int | Array, ...]:
         number = block(b, *others)
         return (b, p, 0, number) if tall else (b, p, number, 0)
 
@@ -28,14 +28,17 @@ def key_spec(width: int, at: Layout, block: Callable[..., Any], *, tall: bool) -
     return pl.BlockSpec((None, None, *shape), where)
 
 
-def step(first: Any, stop: Any, range_index: Any, number: Any) -> Any:
+def step(first: Ref, stop: Ref, range_index: Array, number: Array) -> Array:
     """The block of a step of a range; steps past the end repeat the last, so that nothing is read."""
     return jnp.minimum(first[range_index] + number, jnp.maximum(stop[range_index] - 1, 0))
 
 
 def visit(
-    numbers: tuple[Any, Any, Any, Any], range_index: Any, number: Any, visibility: dict[str, Any]
-) -> Callable[[Callable[[Any, dict[str, Any]], None]], None]:
+    numbers: tuple[Ref, Ref, Ref, Ref],
+    range_index: Array,
+    number: Array,
+    visibility: dict[str, Ref],
+) -> Callable[[Callable[[Array, dict[str, Ref]], None]], None]:
     """Decorates the body of a step, which takes a block and the arrays to compare for its mask.
 
     In a run of blocks where all rows see all keys, most of a long causal context, positions and
@@ -45,7 +48,7 @@ def visit(
     block = first + number
     heads = {name: x for name, x in visibility.items() if name.endswith("heads")}
 
-    def run(do: Callable[[Any, dict[str, Any]], None]) -> None:
+    def run(do: Callable[[Array, dict[str, Ref]], None]) -> None:
         if len(heads) == len(visibility):
             pl.when(block < stop)(lambda: do(block, visibility))
             return
@@ -64,7 +67,7 @@ def visibility_specs(
     def spec(name: str, x: Array) -> pl.BlockSpec:
         index, block = (row, at.row_block) if name.startswith("row") else (key, at.key_block)
 
-        def where(*step: Any) -> Any:
+        def where(*step: Array | Ref) -> tuple[Any, ...]:
             b, _, *others = step
             # arrays may be one for the whole batch, or one block for all blocks
             number = index(b, *others) if x.shape[-1] > block else 0
@@ -76,7 +79,7 @@ def visibility_specs(
 
 
 def hide(
-    scores: Array, visibility: dict[str, Any], key_block: Any, at: Layout, *, turned: bool
+    scores: Array, visibility: dict[str, Ref], key_block: Array, at: Layout, *, turned: bool
 ) -> Array:
     """Scores `[rows, keys]` of a block, or `[keys, rows]` if `turned`, -inf where hidden."""
 
@@ -99,7 +102,7 @@ def hide(
     return jnp.where(functools.reduce(operator.and_, conditions), scores, HIDDEN)
 
 
-def zero_past_end(x: Any, key_block: Any, at: Layout, *, tall: bool) -> None:
+def zero_past_end(x: Ref, key_block: Array, at: Layout, *, tall: bool) -> None:
     """Writes zeros past the end of keys or values in their last block.
 
     A weight of zero times what is there might be NaN.
@@ -113,7 +116,7 @@ def zero_past_end(x: Any, key_block: Any, at: Layout, *, tall: bool) -> None:
             x[past] = jnp.zeros_like(x[past])
 
 
-def load_present(x: Any, visibility: dict[str, Any], *, tall: bool) -> Array:
+def load_present(x: Ref, visibility: dict[str, Ref], *, tall: bool) -> Array:
     """A block of keys or values with zeros for absent ones, by their positions."""
     if "key_positions" not in visibility:
         return x[...]
