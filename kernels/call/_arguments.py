@@ -237,8 +237,8 @@ def check_window(size: object) -> tuple[int, int] | None:
 
 def _positions(
     which: str,
-    positions: Array | None,
-    lengths: Array | None,
+    positions: Array | np.ndarray | None,
+    lengths: Array | np.ndarray | None,
     batch: int,
     size: int,
     batched: bool,
@@ -262,7 +262,9 @@ def _positions(
     return jnp.where(inside, slots if positions is None else positions, -1)
 
 
-def _numbers(name: str, x: Array | None, batch: int, size: int, batched: bool) -> Array | None:
+def _numbers(
+    name: str, x: Array | np.ndarray | None, batch: int, size: int, batched: bool
+) -> Array | None:
     if x is None:
         return None
     check_int32(name, x)

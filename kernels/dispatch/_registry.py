@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -254,7 +255,7 @@ def apply_widened(collective: Callable[[Array], Array], x: Array) -> Array:
     return collective(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def varying_axes(x: Array) -> frozenset[str]:
+def varying_axes(x: Array | np.ndarray) -> frozenset[str]:
     """The mesh axes of a surrounding `jax.shard_map` that an array varies over."""
     kind = jax.typeof(x)
     # its name before JAX 0.10
