@@ -23,8 +23,8 @@ class Gibbs(AbstractConjugate):
 
     Made by [`FreeEnergy.at`][energy_attn.FreeEnergy]. $F - F(0)$ is the cumulant generating function
     of the values under $P$, so `jax.grad(lambda z: F(z).sum())(zeros)` is attention, at the cost of
-    one kernel pass, on a mesh too. Its methods answer what else the measure knows; under `jit`,
-    those that need the same pass share it.
+    one kernel pass, on a mesh too. Its methods answer what else the measure knows, each by its own
+    passes over the keys; `attention(return_energy=True)` is one pass.
 
     A pytree whose leaves are the arrays: it passes `jax.jit`, `vmap` over the batch, `lax.scan`,
     donation and shardings, and is differentiated in its arrays.
