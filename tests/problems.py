@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .rules import RULES
+
 ARRAYS = ("query", "key", "value", "source", "bias")
 
 
@@ -33,6 +35,7 @@ class Problem:
     key_positions: np.ndarray | None = None  # [B, S]
     query_segment_ids: np.ndarray | None = None  # [B, T]
     key_segment_ids: np.ndarray | None = None  # [B, S]
+    rule: str | None = None  # of `RULES`, in the place of a mask
 
     def __repr__(self):
         return self.name
@@ -46,8 +49,12 @@ class Problem:
     def options(self) -> dict:
         """All other arguments of `local_attention` that are not left at their defaults; arrays as JAX arrays."""
         given = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*ARRAYS, "name")
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in (*ARRAYS, "name", "rule")
         }
+        if self.rule is not None:
+            given["mask"] = RULES[self.rule].rule
         return {
             name: jnp.asarray(option) if isinstance(option, np.ndarray) else option
             for name, option in given.items()
@@ -186,6 +193,11 @@ def _all_problems():
     yield _make("segments", **packed)
     yield _make("segments_causal", **packed, is_causal=True, N=4, K=2, source=True)
 
+    # Rules that compose.
+    for name in RULES:
+        yield _make(f"rule_{name}", B=2, T=9, S=11, N=2, K=1, rule=name)
+    yield _make("rule_positions", **shuffled, rule="nested", source=True)
+
     # Arrays of the user's own.
     for shape in ((B, N, T, S), (1, N, T, S), (B, 1, T, S), (B, N, 1, S), (B, N, T, 1)):
         yield _make(f"bias_{'x'.join(map(str, shape))}", bias=shape)
@@ -288,6 +300,7 @@ BLOCKS = {
             query_segment_ids=_ints(np.arange(32) // 5),
             key_segment_ids=_ints(np.arange(32) // 5),
         ),
+        _make("blocks_rule", B=2, T=32, S=32, rule="nested", N=4, K=2),
         _make("blocks_rows_bias", T=19, S=31, bias=(1, 2, 19, 1), local_window_size=4),
         everything("blocks_everything", B=2, T=31, S=37),
         everything("blocks_predicates", B=2, T=31, S=37, arrays=False),

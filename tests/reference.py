@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from .rules import RULES
+
 if TYPE_CHECKING:
     from .problems import Problem
 
@@ -51,6 +53,8 @@ def visible(problem: Problem) -> np.ndarray:
         seen &= (q - left <= k) & (k <= q + right)
     if problem.query_segment_ids is not None:
         seen = seen & (problem.query_segment_ids[:, :, None] == problem.key_segment_ids[:, None, :])
+    if problem.rule is not None:
+        seen = seen & RULES[problem.rule].sees(np.arange(B)[:, None, None], q, k)
     seen = np.broadcast_to(seen[:, None], (B, N, T, S))
     return seen if problem.mask is None else seen & problem.mask
 

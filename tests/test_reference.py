@@ -19,6 +19,7 @@ from .reference import (
     shifted,
     visible,
 )
+from .rules import RULES
 
 problems = pytest.mark.parametrize("problem", list(PROBLEMS.values()), ids=str)
 
@@ -195,6 +196,8 @@ def test_visibility_by_loops():
             )
             if problem.query_segment_ids is not None:
                 wanted = wanted and problem.query_segment_ids[b, t] == problem.key_segment_ids[b, s]
+            if problem.rule is not None:
+                wanted = wanted and RULES[problem.rule].sees(b, i, j)
             if problem.mask is not None:
                 wanted = wanted and np.broadcast_to(problem.mask, seen.shape)[b, n, t, s]
             assert seen[b, n, t, s] == wanted, (problem, b, n, t, s)

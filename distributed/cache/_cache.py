@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
@@ -21,18 +21,12 @@ from energy_attn.kernels.internal import (
     check_options,
     received,
 )
+from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._sharded_attention import attend_sharded
 from ..spec._parallel import SequenceParallel
 from ..spec._plan import sharding_plan
-from ._arguments import (
-    check_counts,
-    check_new,
-    check_reach,
-    check_room,
-    check_whole,
-    layout,
-)
+from ._arguments import check_counts, check_new, check_reach, check_room, check_whole, layout
 from ._files import check_path, write
 from ._io import reload
 from ._quantize import dequantize, quantize
@@ -264,6 +258,7 @@ class KVCache(eqx.Module):
         source: Float[Array, "B T N Hv"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         query_positions: Int[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         **options: Unpack[ScoreOptions],
     ) -> AttentionState:
         r"""The attention of queries over the tokens in the cache.
@@ -279,7 +274,9 @@ class KVCache(eqx.Module):
             source: the source $\zeta$, `[B, T, N, Hv]`; None means zero.
             lengths: how many of the queries each row really has, as given to `append`.
             query_positions: `[B, T]` integers: the tokens that the queries belong to, instead.
-            is_causal: whether to hide tokens after the query's own; True if not given.
+            mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, by slot as
+                `keys()`.
+            is_causal: whether to hide tokens after the query's own; if not given, True without a mask.
             local_window_size: `(left, right)` or one int: the nearest tokens that are seen; None: the
                 cache's window, if it has one.
             **options: as for [`local_attention`][energy_attn.kernels.local_attention].
@@ -296,12 +293,13 @@ class KVCache(eqx.Module):
         """
         check_options(options, ScoreOptions)
         names = candidates(options.get("implementation"))
-        options.setdefault("is_causal", True)
+        options.setdefault("is_causal", mask is None)
         reach = check_reach(options.get("local_window_size"), self.window)
         options["local_window_size"] = reach
         asked = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
         rows: RowOptions = {"query_positions": asked, "key_positions": self.positions}
-        call = check_call(query, self.keys(), self.values(), source, **options, **rows)
+        keys, values = self.keys(), self.values()
+        call = check_call(query, keys, values, source, None, mask, **options, **rows)
         plan = sharding_plan(self.parallel, *call.operands[:3])
         return attend_sharded(plan, names, call)
 

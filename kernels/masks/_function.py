@@ -74,9 +74,9 @@ class Function(AbstractMask):
         """What the function says. Raises if that is not boolean or does not broadcast."""
         found = check_boolean("function's result", self.function(query, key, *self.parameters))
         shape = jnp.broadcast_shapes(query.shape, key.shape)
-        if not broadcasts((1,) * (len(shape) - found.ndim) + found.shape, shape):
+        if not broadcasts(found.shape, shape):
             raise ValueError(
-                f"function: wanted a result that broadcasts to {shape}, got {received(found)}"
+                f"function: wanted a result with axes of 1 or those of {shape}, got {received(found)}"
             )
         return jnp.broadcast_to(found, shape)
 

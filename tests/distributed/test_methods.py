@@ -33,6 +33,7 @@ from energy_attn.kernels.xla._blocks import BlockedOperands
 from ..naive import assert_all_close
 from ..problems import Problem, _make, cast, cotangents, everything
 from ..reference import dense
+from ..rules import RULES
 from ..selection import few, few_rows
 from .meshes import check, close, mesh_of
 
@@ -223,6 +224,20 @@ def test_layouts(method, layout):
         check(run(arrays, cotangents(SELF, jnp.float64)), SELF)
 
 
+@pytest.mark.product
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", list(RULES))
+def test_rules(rule, method, layout):
+    """A rule that compares places instead of positions, or that sees the arrays of another batch entry."""
+    problem = replace(_make("rule", B=2, T=16, S=16, N=8, V=3, source=True), rule=rule)
+    parallel = SequenceParallel("device", method, layout=layout)
+    arrays, _ = cast(problem, jnp.float64)
+    run = jax.jit(state_and_gradients(problem, parallel))
+    with jax.set_mesh(mesh_of("8")):
+        check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_layout_of_a_plain_causal_call(method):
     """Positions that count from 0 on every device, or in the order of the layout, where the call names none itself."""
@@ -373,6 +388,52 @@ def test_inside_shard_map(name):
         found, back = jax.vjp(jax.jit(inside(name, POSITIONED, axes)), arrays)
         gradients = back(cotangents(POSITIONED, jnp.float64))[0]
     check((found, gradients), POSITIONED)
+
+
+@pytest.mark.parametrize("name", few(list(INSIDE), *list(INSIDE)[:2]))
+def test_rules_inside_shard_map(name):
+    """A rule of a device's own positions; one that is cut as if it were a part of the sequence."""
+    problem = replace(POSITIONED, rule="prefix_rows", bias=None, is_causal=False)
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("8")):
+        found, back = jax.vjp(jax.jit(inside(name, problem, "device")), arrays)
+        gradients = back(cotangents(problem, jnp.float64))[0]
+    check((found, gradients), problem)
+
+
+@pytest.mark.parametrize("name", few(list(INSIDE), *list(INSIDE)[:1]))
+@pytest.mark.usefixtures("unchecked")
+def test_rules_want_positions(name):
+    """Positions that count from the first of a shard, where a rule compares them."""
+    problem = replace(
+        POSITIONED,
+        rule="prefix",
+        bias=None,
+        is_causal=False,
+        local_window_size=None,
+        key_positions=None,
+    )
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("8")), pytest.raises(ValueError, match="^key_positions: wanted"):
+        jax.eval_shape(inside(name, problem, "device"), arrays)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_rule_in_ones_own_shard_map(explicit):
+    """`parallel=` inside `jax.shard_map`, whose layout tells the positions; a rule that is an argument there."""
+    problem = replace(_make("rule", B=2, T=16, S=16, N=8), rule="prefix_rows")
+    parallel = SequenceParallel("device", "ring", layout="zigzag")
+    rows = P(None, "device")
+    with jax.set_mesh(mesh_of("8 explicit" if explicit else "8")):
+        arrays = cast(problem, jnp.float64)[0]
+        moved = [shard_sequence(x, parallel) for x in arrays.values()]
+        run = jax.shard_map(
+            lambda rule, *arrays: ea.attention(*arrays, mask=rule, parallel=parallel),
+            in_specs=(P(), rows, rows, rows),
+            out_specs=rows,
+        )
+        out = unshard_sequence(jax.jit(run)(RULES["prefix_rows"].rule, *moved), parallel)
+    close(out, dense(problem)[0])
 
 
 @pytest.mark.full

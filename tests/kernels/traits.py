@@ -29,13 +29,17 @@ from ..problems import (
     cotangents,
 )
 from ..reference import visible
+from ..rules import UNKNOWN
 
 EVERY = PROBLEMS | BLOCKS | LARGE | HEADS
 ALL = frozenset(EVERY)
 ARRAYS = frozenset(name for name, x in EVERY.items() if x.bias is not None or x.mask is not None)
 EMPTY = frozenset({"no_keys", "no_queries"})
+RULES = frozenset(name for name, x in EVERY.items() if x.rule in UNKNOWN)
 # More than 64 rows times heads.
-MANY_ROWS = frozenset({"primes", "blocks_everything", "blocks_predicates", "heads_8_1", *LARGE})
+MANY_ROWS = frozenset(
+    {"primes", "blocks_rule", "blocks_everything", "blocks_predicates", "heads_8_1", *LARGE}
+)
 
 
 class Traits(NamedTuple):
@@ -51,7 +55,7 @@ class Traits(NamedTuple):
 
 
 # Hand-written kernels are interpreted here, and compile slowly: fewer problems, which go through every path.
-PREDICATES = ALL - ARRAYS - EMPTY
+PREDICATES = ALL - ARRAYS - RULES - EMPTY
 GPU = Traits(
     PREDICATES,
     ("float32", "bfloat16", "float16"),
@@ -66,6 +70,7 @@ GPU = Traits(
             "decode_source",
         ),
         *("decode_cache", "positions_causal", "positions_window", "segments_causal", "predicates"),
+        *("rule_documents",),
     },
 )
 TPU = GPU._replace(dtypes=("float32", "bfloat16"))
