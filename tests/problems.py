@@ -54,7 +54,7 @@ class Problem:
             if f.name not in (*ARRAYS, "name", "rule")
         }
         if self.rule is not None:
-            given["mask"] = RULES[self.rule].rule
+            given["mask"] = RULES[self.rule].of(len(self.query))
         return {
             name: jnp.asarray(option) if isinstance(option, np.ndarray) else option
             for name, option in given.items()

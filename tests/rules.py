@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from energy_attn import masks
 
 LAST = 16  # positions of the tables
-LENGTHS = np.asarray([1, 5], np.int32)
-IDS = np.stack([np.repeat([0, 1, 2], [5, 4, 7]), np.repeat([3, 1, 0], [2, 9, 5])]).astype(np.int32)
+ROWS = 3  # of the arrays below
+LENGTHS = np.asarray([1, 5, 2], np.int32)
+IDS = np.stack([np.repeat([0, 1, 2], x) for x in ([5, 4, 7], [2, 9, 5], [7, 1, 8])]).astype(
+    np.int32
+)
 
 
 class Parity(masks.AbstractMask):
@@ -44,10 +48,14 @@ def _same(b, q, k):
 
 
 class Case(NamedTuple):
-    """A rule for two batch entries, and whether entry `b` sees, of arrays of numbers that broadcast."""
+    """A rule for some batch entries, and whether entry `b` sees, of arrays of numbers that broadcast."""
 
     rule: masks.AbstractMask
     sees: Callable
+
+    def of(self, batch: int) -> masks.AbstractMask:
+        """The rule for so many entries."""
+        return jax.tree.map(lambda x: x[:batch] if x.ndim and len(x) == ROWS else x, self.rule)
 
 
 RULES = {
@@ -66,7 +74,7 @@ RULES = {
         (~masks.Window(1, None) & masks.Lengths(9, 12)) | (masks.Segments(IDS) & ~masks.Causal()),
         lambda b, q, k: ((k < q - 1) & (k < 9) & (q < 12)) | (_same(b, q, k) & (k > q)),
     ),
-    "parity": Case(Parity(np.asarray([2, 3], np.int32)), lambda b, q, k: (q + k) % (2 + b) == 0),
+    "parity": Case(Parity(np.asarray([2, 3, 4], np.int32)), lambda b, q, k: (q + k) % (2 + b) == 0),
 }
 # Those that no hand-written kernel takes.
 UNKNOWN = frozenset(RULES) - {"documents"}

@@ -21,6 +21,7 @@ from energy_attn.distributed.cache._quantize import dequantize, quantize
 
 from ..problems import Problem
 from ..reference import dense, dense_vjp
+from ..rules import RULES
 from ..selection import few
 from .cache_model import (
     B,
@@ -73,6 +74,30 @@ def test_every_step(kind):
                 check_balanced(cache)
         check_held(cache, model)
     assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", few(list(RULES), "prefix_rows", "documents_function"))
+def test_rules(name):
+    """A rule that compares slots instead of tokens; causality by default beside a rule that shows later tokens."""
+    rule = RULES[name].of(B)
+
+    @jax.jit
+    def run(cache, query, rule):
+        return cache.attend(query, mask=rule), cache.attend(query, mask=rule, is_causal=True)
+
+    model, rng, counts = Model(), np.random.default_rng(0), (9, 2, 12)
+    with jax.set_mesh(mesh_of("8")):
+        new = tokens(0, 12)
+        cache = append(empty(block_size=1), *new, lengths=jnp.asarray(counts, jnp.int32))
+        model.append(*new, counts)
+        query = rng.standard_normal((B, 3, N, H))
+        states = run(cache, query, rule)
+    positions = [[n - 3 + i for i in range(3)] for n in counts]
+    for state, is_causal in zip(states, (False, True), strict=True):
+        problem = model.problem(query, positions, rule=name, is_causal=is_causal)
+        out, energy = dense(problem)
+        close(state.out, out, name)
+        close(state.lse, energy, name)
 
 
 @pytest.mark.parametrize(

@@ -418,13 +418,26 @@ def test_rules_want_positions(name):
         jax.eval_shape(inside(name, problem, "device"), arrays)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_a_rule_in_ones_own_shard_map(explicit):
+@pytest.mark.parametrize("rule", ["prefix_rows", "documents", "documents_function"])
+def test_rules_of_a_sharded_batch(rule):
+    """Lengths and tables of all rows beside a part of the rows, where types tell what is sharded."""
+    problem = replace(_make("rule", B=2, T=16, S=16, N=4), rule=rule)
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("2x4 explicit")):
+        placed = [jax.device_put(x, P("node", "device")) for x in arrays.values()]
+        given = RULES[rule].of(2)
+        for moved in (given, jax.device_put(given, P("node"))):
+            out = jax.jit(lambda rule, *x: ea.attention(*x, mask=rule))(moved, *placed)
+            close(out, dense(problem)[0])
+        close(ea.attention(*placed, mask=given), dense(problem)[0])
+
+
+def test_a_rule_in_ones_own_shard_map():
     """`parallel=` inside `jax.shard_map`, whose layout tells the positions; a rule that is an argument there."""
     problem = replace(_make("rule", B=2, T=16, S=16, N=8), rule="prefix_rows")
     parallel = SequenceParallel("device", "ring", layout="zigzag")
     rows = P(None, "device")
-    with jax.set_mesh(mesh_of("8 explicit" if explicit else "8")):
+    with jax.set_mesh(mesh_of("8")):
         arrays = cast(problem, jnp.float64)[0]
         moved = [shard_sequence(x, parallel) for x in arrays.values()]
         run = jax.shard_map(
@@ -432,7 +445,7 @@ def test_a_rule_in_ones_own_shard_map(explicit):
             in_specs=(P(), rows, rows, rows),
             out_specs=rows,
         )
-        out = unshard_sequence(jax.jit(run)(RULES["prefix_rows"].rule, *moved), parallel)
+        out = unshard_sequence(jax.jit(run)(RULES["prefix_rows"].of(2), *moved), parallel)
     close(out, dense(problem)[0])
 
 
