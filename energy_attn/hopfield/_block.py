@@ -24,7 +24,7 @@ from energy_attn.kernels.internal import (
     received,
     softmax,
 )
-from energy_attn.kernels.masks import Window
+from energy_attn.kernels.masks import AbstractMask, Window
 
 from ..core._citation import cite
 from ..gibbs._free_energy import FreeEnergy
@@ -123,15 +123,15 @@ class EnergyAttentionBlock(eqx.Module):
         self,
         x: Float[Array, "*B T width"],
         *,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         lengths: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B"]:
         """$E$ of the tokens, in nats over $β$.
 
         Args:
             x: tokens $g$, `[B, T, width]` or `[T, width]`; 16-bit tokens are widened to float32.
-            mask: boolean, of four axes, each 1 or that of `[B, num_heads, T, T]`: which token (third
-                axis) sees which (fourth axis).
+            mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, of four axes,
+                each 1 or that of `[B, num_heads, T, T]`: which token (third axis) sees which (fourth).
             lengths: `[B]` integers; tokens from this index on are absent.
 
         Returns:
@@ -149,10 +149,10 @@ class EnergyAttentionBlock(eqx.Module):
         )
         # only the energies are used, and they do not depend on the values
         value = jax.lax.stop_gradient(key[..., :1])
-        # the keys before and after a token are disjoint: their free energies add by logaddexp
+        # the keys of the passes are disjoint: their free energies add by logaddexp
         parts = [
-            energy(query, key, value, mask=mask, **arrays)
-            for energy, arrays in self._passes(wide, lengths)
+            energy(query, key, value, **arrays)
+            for energy, arrays in self._passes(wide, mask, lengths)
         ]
         whole = softmax(jnp.stack(parts, -1)).lse if parts else jnp.full((), -jnp.inf, wide.dtype)
         seen = holds_keys(whole)
@@ -163,7 +163,7 @@ class EnergyAttentionBlock(eqx.Module):
         self,
         x: Float[Array, "*B T width"],
         *,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[Array, "..."] | AbstractMask | None = None,
         lengths: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B T width"]:
         """The update, $-∂E/∂g$; arguments and errors as in `energy`.
@@ -185,14 +185,25 @@ class EnergyAttentionBlock(eqx.Module):
         scale = self.free_energy.scale
         return jnp.asarray(self.head_width**-0.5 if scale is None else scale, dtype)
 
-    def _passes(self, x: Array, lengths: Array | None) -> list[tuple[FreeEnergy, dict[str, Any]]]:
-        """The energies to evaluate, with lengths or positions; together they see each key once."""
+    def _passes(
+        self, x: Array, mask: Array | AbstractMask | None, lengths: Array | None
+    ) -> list[tuple[FreeEnergy, dict[str, Any]]]:
+        """The energies to evaluate, with masks, and lengths or positions; together they see each key once."""
+        whole = self.free_energy
+        if self.exclude_self:
+            if whole.mask is None and not isinstance(mask, AbstractMask):
+                return self._two_passes(x, mask, lengths)
+            # rules compare the positions that two passes would change
+            others = ~Window(0, 0) if whole.mask is None else whole.mask & ~Window(0, 0)
+            whole = dataclasses.replace(whole, mask=others)
+        sizes = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        return [(whole, {"mask": mask, **sizes})]
+
+    def _two_passes(
+        self, x: Array, mask: Array | None, lengths: Array | None
+    ) -> list[tuple[FreeEnergy, dict[str, Any]]]:
+        """The keys before each token, and those after it."""
         whole, length = self.free_energy, x.shape[-2]
-        if not self.exclude_self:
-            return [(whole, {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths})]
-        if whole.mask is not None:  # rules compare the positions that the two passes below change
-            one = dataclasses.replace(whole, mask=whole.mask & ~Window(0, 0))
-            return [(one, {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths})]
         order = np.arange(length, dtype=np.int32)
         if whole.parallel is not None and whole.parallel.layout != "contiguous":
             order = sequence_order(length, whole.parallel, "x.shape[-2]")
@@ -215,5 +226,5 @@ class EnergyAttentionBlock(eqx.Module):
                 name: jnp.where(present, (positions + first)[None], np.int32(-1))
                 for name, first in (("query_positions", 0), ("key_positions", 1))
             }
-            passes.append((one, arrays))
+            passes.append((one, {"mask": mask, **arrays}))
         return passes

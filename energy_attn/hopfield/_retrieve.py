@@ -16,6 +16,7 @@ from energy_attn.kernels.internal import (
     holds_keys,
     received,
 )
+from energy_attn.kernels.masks import AbstractMask
 
 from ..core._citation import cite
 from ..core._free_energy import Arrays
@@ -42,7 +43,7 @@ def retrieve(
     state: Float[Array, "*B T N H"],
     memories: Float[Array, "*B S K H"],
     *,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
     scale: float | Float[Array, ""] | None = None,
     energy: FreeEnergy | None = None,
     solver: FixedPoint = FixedPoint(),
@@ -70,8 +71,8 @@ def retrieve(
         state: the first $x$, `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
             The arithmetic is in float32 or wider.
         memories: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
-        mask: boolean, of four axes, each 1 or that of `[B, N, T, S]`; True where a state may see a
-            memory.
+        mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, of four axes,
+            each 1 or that of `[B, N, T, S]`; True where a state may see a memory.
         scale: $\beta$, positive, the inverse temperature: how sharply memories are told apart. None is
             that of `energy`, or 1.
         energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of states and memories: its `scale` is

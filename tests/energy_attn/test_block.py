@@ -9,10 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
+from energy_attn import masks
 from energy_attn.distributed import SequenceParallel, make_mesh, shard_sequence, unshard_sequence
 
 from ..complaints import a, complains
-from ..selection import few_rows
+from ..selection import few, few_rows
 
 B, T, D, HEADS, Y = 2, 16, 6, 2, 3
 X = np.random.default_rng(0).standard_normal((B, T, D))
@@ -89,6 +90,23 @@ def test_what_a_token_sees():
     for block, x in ((make(), X[:, :1]), (alone, X[:, :4])):
         energy, update = both(block, jnp.asarray(x))
         assert energy.shape == (B,) and not energy.any() and not update.any()
+
+
+@pytest.mark.parametrize("exclude_self", few([True, False], True))
+def test_rules(exclude_self):
+    """A rule that is taken for the positions of one pass, counted from the end; that shows a token to itself; or one of
+    the call that takes the place of the energy's.
+    """
+    own = ea.FreeEnergy(mask=~masks.Prefix(1))
+    block = make(exclude_self=exclude_self, free_energy=own)
+    rule = masks.Prefix(jnp.asarray([3, 5])) | masks.Window(2, 0)
+    lengths = np.asarray([T, 9], np.int32)
+    found = both(block, jnp.asarray(X), rule, jnp.asarray(lengths))
+    position = np.arange(T)
+    ahead = position[:, None] - position
+    shown = [(position > 0) & ((position < n) | ((ahead >= 0) & (ahead <= 2))) for n in (3, 5)]
+    seen = [x & np.outer(p, p) for x, p in zip(shown, position < lengths[:, None], strict=True)]
+    agrees(found, block, X, [x & others() if exclude_self else x for x in seen])
 
 
 def test_descent():

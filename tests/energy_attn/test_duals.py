@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
+from energy_attn import masks
 from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.distributed import SequenceParallel
 from energy_attn.solvers import Newton, Optax
@@ -253,6 +254,28 @@ def test_one_part_over_eight_devices(kind):
         np.testing.assert_allclose(dense(there)[0], point, atol=1e-9)
         with pytest.raises(NotImplementedError, match="solver: wanted energy_attn.solvers.Newton"):
             F.rate(point, solver=Optax(optax.sgd(0.1)))
+
+
+@pytest.mark.full
+def test_rules():
+    """A rule with arrays in one part: of the derivatives too, of which it has none."""
+    query, key, value = (jnp.asarray(x) for x in (PROBLEM.query, PROBLEM.key, PROBLEM.value))
+    lengths = np.asarray([5, 3])
+    shown = (np.arange(4) < lengths[:, None])[:, None, None]
+    point = jnp.asarray(np.repeat(PROBLEM.value[:, :1] + PROBLEM.value[:, -1:], 2, 2) / 2)
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def run(query, mask):
+        first = measure(query, key[:, :4], value[:, :4], mask=mask)
+        F = first | measure(query, key[:, 4:], value[:, 4:])
+        solution = F.rate(jnp.broadcast_to(point, POINT.shape))
+        return solution.value.sum(), (solution.value, F.map().point)
+
+    found = run(query, masks.Prefix(jnp.asarray(lengths)))
+    wanted = run(query, jnp.asarray(shown))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-9)
 
 
 @pytest.mark.full
