@@ -74,7 +74,7 @@ def retrieve(
         mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, of four axes,
             each 1 or that of `[B, N, T, S]`; True where a state may see a memory.
         scale: $\beta$, positive, the inverse temperature: how sharply memories are told apart. None is
-            that of `energy`, or 1.
+            that of `energy`, or 1 without one.
         energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of states and memories: its `scale` is
             $\beta$, $1/\sqrt H$ if None; its masks, kernel and `parallel` are those of the steps.
         solver: [`FixedPoint`][energy_attn.solvers.FixedPoint]. A state has converged when a step is at
@@ -134,10 +134,10 @@ def _energy_and_beta(
 ) -> tuple[FreeEnergy, float | Array]:
     """The energy at a scale of one, and β. A step multiplies its state by β, which may be differentiated."""
     if energy is None:
-        energy = FreeEnergy(scale=1.0)
-    elif not isinstance(energy, FreeEnergy):
+        return FreeEnergy(scale=1.0), 1.0 if scale is None else check_positive("scale", scale)
+    if not isinstance(energy, FreeEnergy):
         raise TypeError(f"energy: wanted a FreeEnergy or None, got {received(energy)}")
-    elif scale is not None and energy.scale is not None:
+    if scale is not None and energy.scale is not None:
         raise ValueError(
             f"scale: wanted None where energy has the scale {received(energy.scale)}, "
             f"got {received(scale)}"
