@@ -18,7 +18,7 @@ pytestmark = pytest.mark.structure
 ROOT = Path(__file__).resolve().parents[1]
 
 # Public parameters that may be anything at all, and why.
-ANYTHING: dict[str, str] = {}
+ANYTHING = {"energy_attn.energy_report(options)": "the overloads of its three forms say which"}
 
 
 def test_few_parameters_are_any():
@@ -119,7 +119,6 @@ def test_no_public_parameter_is_any():
     found = {
         f"{package}.{function.__qualname__}({name})"
         for package, public in EXPORTS
-        if package.split(".")[1:] in (["kernels"], ["distributed"])
         for function in callables_of(getattr(importlib.import_module(package), public))
         for name, hint in hints_of(function).items()
         if typing.Any in members(hint)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from check_structure import ROOMS, sources
 
-MOST = 0.25
+MOST = 0.05
 MISTAKES = "tests/typing/mistakes.py"
 MARK = "# mistake"
 

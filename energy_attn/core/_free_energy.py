@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from energy_attn.distributed.internal import (
     ShardingPlan,
@@ -62,6 +62,8 @@ class Arrays(NamedTuple):
     options: dict[str, Any]
 
 
+# A NumPy array is known to be zero or not when a call is traced; None is zero.
+Source = Array | np.ndarray | None
 # Calls with the same rows and disjoint keys, and the arrays of each.
 Calls = tuple[Prepared, ...]
 Parts = tuple[Arrays, ...]
@@ -129,11 +131,11 @@ def free_energy(
 
 
 def prepare(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: object = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Prepared, Arrays]:
     """Checks the arguments of a call before any tracing, so that errors name the user's argument.
@@ -184,19 +186,19 @@ def _check_inside(arrays: Arrays) -> None:
             )
 
 
-def energy_at(calls: Calls, source: Any, parts: Parts) -> Array:
+def energy_at(calls: Calls, source: Source, parts: Parts) -> Array:
     """The energies of prepared calls over the union of their keys, at a checked source."""
     if source is None or all(call.names == ("reference",) for call in calls):
         return state_at(calls, source, parts).lse
     return _energy(calls, source, parts)
 
 
-def attention_and_energy(calls: Calls, parts: Parts, source: Any = None) -> tuple[Array, Array]:
+def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> tuple[Array, Array]:
     """Attention, the gradient of the energies in the source at one (None is zero), and the energies."""
     if source is None:
         calls, source = _at_zero(calls, parts)
 
-    def total(source: Any) -> tuple[Array, Array]:
+    def total(source: Array) -> tuple[Array, Array]:
         energy = energy_at(calls, source, parts)
         return energy.sum(), energy
 
@@ -231,12 +233,12 @@ def _varying(call: Prepared, arrays: Arrays) -> frozenset[str]:
     return varying
 
 
-def check_at(call: Prepared, source: Any, arrays: Arrays) -> CheckedCall:
+def check_at(call: Prepared, source: Source, arrays: Arrays) -> CheckedCall:
     """A prepared call at a source, in the form that kernels take."""
     return check_call(*arrays[:3], source, *arrays[3:5], **dict(call.options), **arrays.options)
 
 
-def state_at(calls: Calls, source: Any, parts: Parts) -> AttentionState:
+def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
     r"""$\nabla F$ and $F$ at a source, over the union of the keys of prepared calls.
 
     Both are differentiable. Raises as kernels do.
@@ -262,7 +264,7 @@ def attend_checked(static: Prepared, call: CheckedCall) -> AttentionState:
     return state if call.batched else jax.tree.map(lambda x: x[0], state)
 
 
-def _unless_zero(source: Any) -> Any:
+def _unless_zero(source: Source) -> Source:
     # A NumPy array is concrete, and nothing differentiates with respect to it here: a derivative of
     # any order would have passed a tracer instead.
     if source is None or isinstance(source, jax.Array):
@@ -276,7 +278,7 @@ def _unless_zero(source: Any) -> Any:
 # kernel's own derivative runs only for other arguments that are differentiated. `out` is itself a
 # differentiable function of all arguments, so that attention can be differentiated again.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _energy(calls: Calls, source: Any, parts: Parts) -> Array:
+def _energy(calls: Calls, source: Source, parts: Parts) -> Array:
     return state_at(calls, source, parts).lse
 
 
@@ -312,11 +314,11 @@ def _energy_backward(calls: Calls, saved: Any, cotangent: Any) -> tuple[Any, Any
     return source, found
 
 
-def _primals(tree: Any) -> list[Any]:
+def _primals(tree: PyTree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "perturbed"))
 
 
-def _values(tree: Any) -> Any:
+def _values(tree: PyTree) -> Any:
     return jax.tree.map(lambda x: x.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
 
 

@@ -35,7 +35,7 @@ from energy_attn.kernels.internal import (
     support_function,
 )
 
-from ..core._free_energy import Arrays, Calls, Parts, Prepared, check_at, prepare, state_at
+from ..core._free_energy import Arrays, Calls, Parts, Prepared, Source, check_at, state_at
 
 
 def widened(parts: Parts) -> Parts:
@@ -49,25 +49,18 @@ def widened(parts: Parts) -> Parts:
     return tuple(x._replace(query=wide(x[0]), key=wide(x[1]), value=wide(x[2])) for x in parts)
 
 
-def prepare_widened(
-    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
-) -> tuple[Calls, Parts]:
-    """As `prepare`, in the precision of energies, as a measure over one set of keys."""
-    call, arrays = prepare(query, key, value, bias, mask, **options)
-    return (call,), widened((arrays,))
-
-
-def check_row_vectors(name: str, x: Any, parts: Parts) -> Array:
+def check_row_vectors(name: str, x: object, parts: Parts) -> Array:
     """Returns an array with one vector of the values' width per row, in the dtype of the arrays.
 
     Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
     """
     query, value = parts[0].query, parts[0].value
-    check_shape(name, check_floating(name, x), (*query.shape[:-1], value.shape[-1]))
-    return jnp.asarray(x, query.dtype)
+    array = check_floating(name, x)
+    check_shape(name, array, (*query.shape[:-1], value.shape[-1]))
+    return jnp.asarray(array, query.dtype)
 
 
-def covariance_at(calls: Calls, source: Any, parts: Parts) -> CovarianceState:
+def covariance_at(calls: Calls, source: Source, parts: Parts) -> CovarianceState:
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
 
     def one(call: Prepared, arrays: Arrays) -> CovarianceState:
@@ -78,7 +71,7 @@ def covariance_at(calls: Calls, source: Any, parts: Parts) -> CovarianceState:
 
 
 def covariance_product(
-    calls: Calls, source: Any, parts: Parts, tangent: Array
+    calls: Calls, source: Source, parts: Parts, tangent: Array
 ) -> tuple[AttentionState, Array]:
     r"""The state at a source, and $\nabla^2 F\, u$: attention and its pullback along $u$.
 
@@ -107,7 +100,7 @@ def centred_parts(parts: Parts) -> tuple[Parts, Array]:
 
 
 def expectation_at(
-    calls: Calls, source: Any, parts: Parts, term: BlockTerm, width: int, *rows: Array
+    calls: Calls, source: Source, parts: Parts, term: BlockTerm, width: int, *rows: Array
 ) -> AttentionState:
     """The mean of a block term (see `kernels.internal.expectation`), and the energies.
 

@@ -1,5 +1,6 @@
 """The plot of a landscape."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from energy_attn.kernels.internal import received
 from ..report._landscape import Landscape
 
 
-def landscape(plane: Landscape, axes: Any = None) -> Any:
+def landscape(plane: Landscape, axes: Iterable[Any] | None = None) -> Any:
     r"""Draws both planes of a landscape: contours of $F$ and of $I$ in nats, attention marked.
 
     On the left $F$, with an arrow for its slope at the source 0, which is attention. On the right
@@ -46,8 +47,9 @@ def landscape(plane: Landscape, axes: Any = None) -> Any:
             "plot.landscape: wanted matplotlib, which is not installed (pip install matplotlib)"
         ) from error
     if axes is None:
-        axes = Figure(figsize=(8.4, 3.9), layout="constrained").subplots(1, 2)
-    left, right = axes
+        left, right = Figure(figsize=(8.4, 3.9), layout="constrained").subplots(1, 2)
+    else:
+        left, right = axes
     _draw_free_energy(left, plane)
     _draw_rate(right, plane)
     return left.figure

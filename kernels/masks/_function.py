@@ -48,7 +48,10 @@ class Function(AbstractMask):
     batched: bool = eqx.field(static=True)
 
     def __init__(
-        self, function: Callable[..., Any], *parameters: Any, batched: bool = False
+        self,
+        function: Callable[..., Any],
+        *parameters: int | Array | np.ndarray | np.generic,
+        batched: bool = False,
     ) -> None:
         if not callable(function):
             raise TypeError(f"function: wanted a function of positions, got {received(function)}")
