@@ -161,6 +161,22 @@ def test_undocumented_export_is_found(sound):
     assert "energy_attn.kernels.a`" in finding
 
 
+def test_page_of_a_whole_package(sound):
+    """A page that shows all that a package exports, and so names nothing; not one that shows the package's words alone."""
+    page = sound / "docs" / "api" / "kernels.md"
+    page.write_text("::: energy_attn.kernels\n    options:\n      show_root_heading: false\n")
+    assert not list(check_structure.undocumented_exports(sound))
+    page.write_text("::: energy_attn.kernels\n    options:\n      members: false\n")
+    assert list(check_structure.undocumented_exports(sound))
+
+
+def test_all_is_what_is_exported():
+    """Two lists of a package's names that differ: the documentation shows one, users import by the other."""
+    for package in {package for package, _ in EXPORTS}:
+        listed = getattr(importlib.import_module(package), "__all__", None)
+        assert listed is None or set(listed) == {x for other, x in EXPORTS if other == package}
+
+
 def test_every_room_exports_something():
     rooms = {"energy_attn", "energy_attn.kernels", "energy_attn.distributed"}
     assert rooms <= {package for package, _ in EXPORTS}

@@ -176,7 +176,7 @@ def _with_segments(rule: Segments, tokens: Tokens, query_len: int, key_len: int)
     tokens = tokens.with_positions(query_len, key_len)
 
     def found(ids: Array, positions: Any) -> tuple[Array, Array]:
-        batch = max(len(ids), len(positions))
+        (batch,) = jnp.broadcast_shapes(ids.shape[:1], positions.shape[:1])
         segments, inside = jax.vmap(looked_up)(
             *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, positions))
         )

@@ -60,7 +60,9 @@ def implementations() -> tuple[str, ...]:
     | `reference` | all | XLA's operations | any call, with the whole score matrix; derivatives in both modes |
 
     "Plain": full, causal or windowed attention, with positions that count from 0, and without arrays
-    of masks, biases, positions or segments.
+    of masks, biases, positions or segments. Those for one platform know the rules
+    [`Causal`][energy_attn.kernels.masks.Causal] and [`Window`][energy_attn.kernels.masks.Window], and
+    `Segments` and `Lengths` joined to them by `&`; those for all platforms know every rule.
 
     `"xla"`, as in `jax.nn`, stands for those made of XLA's operations. Kernels for another platform
     than the one a program is lowered for are skipped.

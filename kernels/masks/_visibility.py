@@ -57,15 +57,15 @@ def _where(
     if isinstance(rule, All):
         return some
     arrays = jax.tree.leaves(rule)
-    if all(len(x) == 1 for x in arrays):
+    if all(x.shape[0] == 1 for x in arrays):
         return some & method(jax.tree.map(lambda x: x[0], rule))(query, key)
 
     # over the batch, of which an array or the positions may have one entry for all
     def entry(x: Array) -> Array:
-        return x[0] if len(x) == 1 else x
+        return x[0] if x.shape[0] == 1 else x
 
     given = rule, query, key
-    axes = jax.tree.map(lambda x: None if len(x) == 1 else 0, given)
+    axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, given)
     return some & jax.vmap(lambda rule, query, key: method(rule)(query, key), in_axes=axes)(
         *jax.tree.map(entry, given)
     )

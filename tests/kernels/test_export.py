@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn import free_energy
+from energy_attn import free_energy, masks
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.dispatch._registry import attend
@@ -65,8 +65,12 @@ def test_for_tpus():
 
 @pytest.mark.parametrize(
     ("symbols", "options"),
-    [("b", {}), ("b, s", {"is_causal": True, "local_window_size": (50, 0)})],
-    ids=str,
+    [
+        ("b", {}),
+        ("b, s", {"is_causal": True, "local_window_size": (50, 0)}),
+        ("b, s", {"mask": masks.Causal() & masks.Function(lambda q, k: (q - k) % 3 != 1)}),
+    ],
+    ids=["batch", "window", "function"],
 )
 def test_symbolic_sizes(symbols, options):
     """A number of blocks that is computed from a symbol; rows that pad the last block and count."""
