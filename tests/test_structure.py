@@ -162,7 +162,7 @@ def test_undocumented_export_is_found(sound):
 
 
 def test_page_of_a_whole_package(sound):
-    """A page that shows all that a package exports, and so names nothing; not one with the package's docstring alone."""
+    """A page that shows all that a package exports, and so names nothing; not one that shows its docstring alone."""
     page = sound / "docs" / "api" / "kernels.md"
     page.write_text("::: energy_attn.kernels\n    options:\n      show_root_heading: false\n")
     assert not list(check_structure.undocumented_exports(sound))
