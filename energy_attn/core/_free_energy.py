@@ -264,6 +264,23 @@ def attend_checked(static: Prepared, call: CheckedCall) -> AttentionState:
     return state if call.batched else jax.tree.map(lambda x: x[0], state)
 
 
+# JAX leaves out of a program what is not used of a result. One that uses `lse` of a call and, from
+# the same call made again, `out` would then hold two different loops, of which XLA makes no single one.
+@jax.custom_jvp
+def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:
+    """The same arrays, of which both are computed if one is used. Its derivative is the identity."""
+    known = lax.optimization_barrier(jnp.asarray(True))
+    return (
+        jnp.where(known, out, lse[..., None].astype(out.dtype)),
+        jnp.where(known, lse, out[..., 0].astype(lse.dtype)),
+    )
+
+
+@functools.partial(both_computed.defjvp, symbolic_zeros=True)
+def _both_computed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return both_computed(*primals), tangents
+
+
 def _unless_zero(source: Source) -> Source:
     # A NumPy array is concrete, and nothing differentiates with respect to it here: a derivative of
     # any order would have passed a tracer instead.

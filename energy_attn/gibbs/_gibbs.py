@@ -10,7 +10,14 @@ from jaxtyping import Array, Float
 from energy_attn.kernels.internal import check_flag, check_source, received
 
 from ..bayes._measure import AbstractConjugate
-from ..core._free_energy import Calls, Parts, attention_and_energy, energy_at
+from ..core._free_energy import (
+    Calls,
+    Parts,
+    attention_and_energy,
+    both_computed,
+    energy_at,
+    state_at,
+)
 from ..observables._at_source import widened
 from ._keys import KeySet, prepare_keys, sum_of_sources, tilt_keys
 
@@ -23,8 +30,9 @@ class Gibbs(AbstractConjugate):
 
     Made by [`FreeEnergy.at`][energy_attn.FreeEnergy]. $F - F(0)$ is the cumulant generating function
     of the values under $P$, so `jax.grad(lambda z: F(z).sum())(zeros)` is attention, at the cost of
-    one kernel pass, on a mesh too. Its methods answer what else the measure knows, each by its own
-    passes over the keys; `attention(return_energy=True)` is one pass.
+    one kernel pass, on a mesh too. Its methods answer what else the measure knows. Under `jit`
+    attention and the energies are one pass, and so is a question that is asked twice; other questions
+    make passes of their own.
 
     A pytree whose leaves are the arrays: it passes `jax.jit`, `vmap` over the batch, `lax.scan`,
     donation and shardings, and is differentiated in its arrays.
@@ -74,7 +82,10 @@ class Gibbs(AbstractConjugate):
         calls, parts = _prepared(self.parts)
         if source is not None:
             check_source(source, parts[0].query, parts[0].value)
-        return energy_at(calls, sum_of_sources(self.source, source), parts)
+        total = sum_of_sources(self.source, source)
+        if total is None:
+            return both_computed(*state_at(calls, None, parts))[1]
+        return energy_at(calls, total, parts)
 
     @overload
     def attention(self, *, return_energy: Literal[False] = False) -> Float[Array, "*B T N Hv"]: ...
@@ -100,7 +111,7 @@ class Gibbs(AbstractConjugate):
         """
         check_flag("return_energy", return_energy)
         calls, parts = _prepared(self.parts)
-        out, energy = attention_and_energy(calls, parts, self.source)
+        out, energy = both_computed(*attention_and_energy(calls, parts, self.source))
         out = out.astype(self.parts[0].value.dtype)
         return (out, energy) if return_energy else out
 
