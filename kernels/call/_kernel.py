@@ -27,6 +27,19 @@ class AbstractKernel(abc.ABC):
             `jax.export`.
         masks: the classes of rules that it knows, `All` among them. A call with any other is not
             given to it. `AbstractMask` stands for all rules.
+
+    Examples:
+        >>> from energy_attn.kernels import AbstractKernel
+        >>> class Nothing(AbstractKernel):
+        ...     name, platforms, interpreted, exported, masks = "nothing", (), (), True, ()
+        ...     def check(self, operands, settings):
+        ...         raise NotImplementedError("query: wanted another kernel")
+        ...     def forward(self, operands, settings, platform):
+        ...         raise NotImplementedError
+        ...     def backward(self, operands, settings, state, cotangent, platform):
+        ...         raise NotImplementedError
+        >>> Nothing().name
+        'nothing'
     """
 
     name: ClassVar[str]

@@ -27,6 +27,13 @@ class Operands(NamedTuple):
         key_segments: None, or int32 `[B, S]` or `[1, S]`.
         rule_arrays: those of the rule of the settings, each with a first axis of `B` or 1. A kernel
             that knows no rule with arrays gets none.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.kernels import Operands
+        >>> x = jnp.ones((1, 6, 2, 4))
+        >>> Operands(x, x, x, None, None, None, None).rule_arrays
+        ()
     """
 
     query: Array
@@ -50,6 +57,11 @@ class Settings(NamedTuple):
             `sides` are how far a query sees before and after it; a kernel that knows no other rules than
             `All`, `Causal` and `Window` needs no more.
         wide: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
+
+    Examples:
+        >>> from energy_attn.kernels import Settings
+        >>> Settings._fields
+        ('scale', 'rule', 'wide')
     """
 
     scale: float

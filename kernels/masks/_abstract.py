@@ -90,7 +90,15 @@ def _rule(operator: str, x: Any) -> AbstractMask:
 
 
 class And(AbstractMask):
-    """`first & second`: what both rules show."""
+    """`first & second`: what both rules show.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> near = masks.Causal() & masks.Window(1, None)
+        >>> near.visible(jnp.array([[2]]), jnp.arange(4)[None]).tolist()
+        [[False, True, True, False]]
+    """
 
     first: AbstractMask
     second: AbstractMask
@@ -116,7 +124,15 @@ class And(AbstractMask):
 
 
 class Or(AbstractMask):
-    """`first | second`: what either rule shows."""
+    """`first | second`: what either rule shows.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> prefix = masks.Causal() | masks.Prefix(2)
+        >>> prefix.visible(jnp.array([[0]]), jnp.arange(4)[None]).tolist()
+        [[True, True, False, False]]
+    """
 
     first: AbstractMask
     second: AbstractMask
@@ -142,7 +158,15 @@ class Or(AbstractMask):
 
 
 class Not(AbstractMask):
-    """`~rule`: what the rule hides."""
+    """`~rule`: what the rule hides.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> later = ~masks.Causal()
+        >>> later.visible(jnp.array([[1]]), jnp.arange(4)[None]).tolist()
+        [[False, False, True, True]]
+    """
 
     rule: AbstractMask
 

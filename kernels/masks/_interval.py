@@ -10,7 +10,15 @@ FAR = int(jnp.iinfo(jnp.int32).max)
 
 
 class Interval(NamedTuple):
-    """The smallest and largest position in each block; blocks without any have `low > high`."""
+    """The smallest and largest position in each block; blocks without any have `low > high`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> early, late = (masks.Interval(jnp.array(a), jnp.array(b)) for a, b in ((0, 3), (4, 7)))
+        >>> bool(masks.Causal().any_visible(early, late)), bool(masks.Causal().all_visible(late, early))
+        (False, True)
+    """
 
     low: Int[Array, "..."]
     high: Int[Array, "..."]
