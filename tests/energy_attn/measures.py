@@ -1,6 +1,9 @@
-"""A measure from the arguments of a problem, whose options are in one dictionary."""
+"""A measure from the arguments of a problem, whose options are in one dictionary, and what it is asked."""
 
+from collections.abc import Sequence
 from typing import Any
+
+from jax import Array
 
 import energy_attn as ea
 
@@ -14,3 +17,18 @@ def measure(query: Any, key: Any, value: Any, *, source: Any = None, **options: 
         own["implementation"] = tuple(own["implementation"])
     found = ea.FreeEnergy(**own).at(query, key, value, **options)
     return found if source is None else found.tilt(source)
+
+
+def answers(F: ea.Gibbs, along: Sequence[Array]) -> dict[str, Array]:
+    """All observables, along four tangents."""
+    scores = F.score_moments()
+    return {
+        "covariance": F.covariance(),
+        "product": F.covariance(along[0]),
+        **{f"cumulant {n}": F.cumulant(along[:n]) for n in (1, 2, 3, 4)},
+        **{f"moment {n}": F.moment(along[:n]) for n in (2, 3)},
+        "entropy": F.entropy(),
+        "mean score": scores.mean,
+        "heat capacity": scores.variance,
+        "sensitivity": F.temperature_sensitivity(),
+    }

@@ -19,7 +19,7 @@ from ..distributed.meshes import mesh_of, parallel_of
 from ..problems import BLOCKS, PROBLEMS, Problem, cast, lse_dtype, tangents
 from ..reference import rows, shifted
 from ..selection import few, few_rows
-from .measures import measure
+from .measures import answers, measure
 
 NAMES = ("covariance", "product", "cumulant 1", "cumulant 2", "cumulant 3", "cumulant 4")
 NAMES += ("moment 2", "moment 3", "entropy", "mean score", "heat capacity", "sensitivity")
@@ -78,17 +78,7 @@ def observed(arrays, problem: Problem, implementation=None, parallel=None) -> di
     if any(sharding.spec):
         along = [jax.reshard(u, sharding) for u in along]
     F = measure(**arrays, **problem.options, implementation=implementation, parallel=parallel)
-    scores = F.score_moments()
-    return {
-        "covariance": F.covariance(),
-        "product": F.covariance(along[0]),
-        **{f"cumulant {n}": F.cumulant(along[:n]) for n in (1, 2, 3, 4)},
-        **{f"moment {n}": F.moment(along[:n]) for n in (2, 3)},
-        "entropy": F.entropy(),
-        "mean score": scores.mean,
-        "heat capacity": scores.variance,
-        "sensitivity": F.temperature_sensitivity(),
-    }
+    return answers(F, along)
 
 
 def close(actual, exact, what, tolerance=1e-11):
