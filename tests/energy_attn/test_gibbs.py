@@ -214,6 +214,32 @@ def test_tilt_of_one_part():
         agree(found, exact(replace(PROBLEM, source=None, bias=bias)), "tilt of one part")
 
 
+def test_each_part_has_its_own_energy():
+    """The scale or the masks of the first part for all: a prompt that all see, and a suffix that is causal."""
+    problem = PROBLEMS["grouped"]
+    arrays, _ = cast(problem, jnp.float64)
+    along, cut = jnp.asarray(directions(problem)[0]), 3
+
+    @jax.jit
+    def run(query, key, value):
+        prompt = ea.FreeEnergy(scale=0.5).at(query, key[:, :cut], value[:, :cut])
+        suffix = ea.FreeEnergy(scale=2.0, is_causal=True, implementation="reference")
+        return few_answers(prompt | suffix.at(query, key[:, cut:], value[:, cut:]), along)
+
+    scores = np.einsum("btnh,bsnh->bnts", problem.query, np.repeat(problem.key, 3, axis=2))
+    keys = np.arange(scores.shape[-1])
+    causal = keys - cut <= np.arange(scores.shape[-2])[:, None]
+    whole = replace(
+        problem,
+        scale=0.0,
+        bias=scores * np.where(keys < cut, 0.5, 2.0),
+        mask=(causal | (keys < cut))[None, None],
+    )
+    found = run(**arrays)
+    wanted = exact(whole)
+    agree(found, {name: wanted[name] for name in found}, "own energies")
+
+
 @pytest.mark.full
 def test_gradients():
     """A gradient of a union in the arrays of one part, or in the tilt, that is not that of the whole.
@@ -225,17 +251,15 @@ def test_gradients():
     def total(arrays, cuts):
         F = functools.reduce(ea.Gibbs.merge, parts(arrays, MASK, PROBLEM, cuts))
         F, (u, v, w, _) = F.tilt(arrays["source"]), ALONG
-        found = [
-            (u * F.attention()).sum(-1),
-            F.entropy(),
-            F.cumulant([u, v, w]),
-            *F.score_moments(),
-        ]
-        found += [(w * F.covariance(v)).sum(-1), (u * F.temperature_sensitivity()).sum(-1)]
-        found += [
-            jnp.where(blind, 0.0, F()),
-            jnp.einsum("btni,btnij,btnj->btn", u, F.covariance(), w),
-        ]
+        found = [F.entropy(), F.cumulant([u, v, w]), *F.score_moments()]
+        found.append(jnp.where(blind, 0.0, F()))
+        vectors = (
+            F.attention(),
+            F.covariance(v),
+            F.temperature_sensitivity(),
+            F.covariance()[..., 0],
+        )
+        found += [(u * x).sum(-1) for x in vectors]
         return sum((w[..., i % 3] * x).sum() for i, x in enumerate(found))
 
     whole, two = (
