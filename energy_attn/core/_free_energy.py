@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple, Unpack
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -264,11 +265,15 @@ def attend_checked(static: Prepared, call: CheckedCall) -> AttentionState:
     return state if call.batched else jax.tree.map(lambda x: x[0], state)
 
 
+def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:
+    """The same arrays, of which a traced program computes both if it uses one."""
+    return _both(out, lse) if isinstance(lse, jax.core.Tracer) else (out, lse)
+
+
 # JAX leaves out of a program what is not used of a result. One that uses `lse` of a call and, from
 # the same call made again, `out` would then hold two different loops, of which XLA makes no single one.
 @jax.custom_jvp
-def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:
-    """The same arrays, of which both are computed if one is used. Its derivative is the identity."""
+def _both(out: Array, lse: Array) -> tuple[Array, Array]:
     known = lax.optimization_barrier(jnp.asarray(True))
     return (
         jnp.where(known, out, lse[..., None].astype(out.dtype)),
@@ -276,9 +281,9 @@ def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:
     )
 
 
-@functools.partial(both_computed.defjvp, symbolic_zeros=True)
-def _both_computed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return both_computed(*primals), tangents
+@functools.partial(_both.defjvp, symbolic_zeros=True)
+def _both_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _both(*primals), tangents
 
 
 def _unless_zero(source: Source) -> Source:
