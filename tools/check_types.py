@@ -96,7 +96,7 @@ def pyright(root: Path, python: str) -> str:
     ]
     command += ["--pythonpath", python, "--outputjson"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):  # 1: it found errors
+    if done.returncode not in (0, 1) or not done.stdout:  # 1: it found errors
         raise RuntimeError(f"pyright failed with {done.returncode}: {done.stdout}{done.stderr}")
     return done.stdout
 

@@ -22,7 +22,7 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..core._free_energy import attention_and_energy, energy_at, prepare
+from ..core._free_energy import Arrays, Prepared, attention_and_energy, energy_at, prepare
 from ..core._options import AttentionOptions, EnergyOptions
 from ._gibbs import Gibbs
 from ._keys import KeySet, prepare_keys
@@ -127,11 +127,9 @@ class FreeEnergy(eqx.Module):
             TypeError: an argument is not an array or has the wrong dtype.
             ValueError: shapes that do not match, values out of range.
         """
-        check_options(rows, RowOptions)
-        given: Any = {name: x for name, x in rows.items() if x is not None}
-        keys = KeySet(query, key, value, bias, mask, self.mask, given, **self._options())
-        prepare_keys(keys)  # raises for arguments that do not fit
-        return Gibbs((keys,))
+        measure = measure_at(self, query, key, value, bias, mask, rows)
+        prepare_keys(measure.parts[0])  # raises for arguments that do not fit
+        return measure
 
     def __call__(
         self,
@@ -147,8 +145,7 @@ class FreeEnergy(eqx.Module):
         """Energies `[B, T, N]` in nats; arguments and errors as in
         [`free_energy`][energy_attn.free_energy].
         """
-        mask = join_masks(self.mask, mask)
-        call, arrays = prepare(query, key, value, bias, mask, **self._options(), **rows)
+        call, arrays = prepare_at(self, query, key, value, bias, mask, rows)
         if source is not None:
             check_source(source, query, value)
         return energy_at((call,), source, (arrays,))
@@ -207,8 +204,7 @@ class FreeEnergy(eqx.Module):
         `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
         """
         check_flag("return_energy", return_energy)
-        mask = join_masks(self.mask, mask)
-        call, arrays = prepare(query, key, value, bias, mask, **self._options(), **rows)
+        call, arrays = prepare_at(self, query, key, value, bias, mask, rows)
         out, energy = attention_and_energy((call,), (arrays,))
         return (out, energy) if return_energy else out
 
@@ -222,17 +218,48 @@ class FreeEnergy(eqx.Module):
         }
 
 
+def prepare_at(
+    energy: FreeEnergy,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Array | AbstractMask | None,
+    rows: RowOptions,
+) -> tuple[Prepared, Arrays]:
+    """The prepared call of an energy. Raises as `FreeEnergy.at`."""
+    check_options(rows, RowOptions)
+    mask = join_masks(energy.mask, mask)
+    return prepare(query, key, value, bias, mask, **energy._options(), **rows)
+
+
+def measure_at(
+    energy: FreeEnergy,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Array | AbstractMask | None,
+    rows: RowOptions,
+) -> Gibbs:
+    """`energy.at(...)`, whose arguments are checked when the measure is prepared."""
+    check_options(rows, RowOptions)
+    given: Any = {name: x for name, x in rows.items() if x is not None}
+    options = energy._options()
+    return Gibbs((KeySet(query, key, value, bias, mask, energy.mask, given, **options),))
+
+
 def measure_of(
     query: Array,
     key: Array,
     value: Array,
     *,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | AbstractMask | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Gibbs:
-    """The measure of a call of `attention`, by its options. Raises as `FreeEnergy.at`."""
+    """The same of a call of `attention`, by its options."""
     check_options(options, AttentionOptions)
     own: Any = {name: x for name, x in options.items() if name in EnergyOptions.__annotations__}
     rows: Any = {name: x for name, x in options.items() if name not in own}
-    return FreeEnergy(**own).at(query, key, value, bias=bias, mask=mask, **rows)
+    return measure_at(FreeEnergy(**own), query, key, value, bias, mask, rows)

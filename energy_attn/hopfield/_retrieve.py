@@ -21,7 +21,8 @@ from energy_attn.kernels.masks import AbstractMask
 from ..core._citation import cite
 from ..core._free_energy import Arrays
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
-from ..gibbs._free_energy import FreeEnergy
+from ..gibbs._free_energy import FreeEnergy, prepare_at
+from ..observables._at_source import widened
 from ..solvers import FixedPoint
 from ..solvers._abstract import check_solver
 from ._checks import check_positive
@@ -37,6 +38,9 @@ from ._fixed_point import (
 
 # The default tolerance: the relative length of a step at which a state counts as a fixed point.
 _TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+
+# The scale is applied to the state.
+_UNIT = FreeEnergy(scale=1.0)
 
 
 def retrieve(
@@ -119,8 +123,8 @@ def retrieve(
     energy, beta = _energy_and_beta(energy, scale, state.shape[-1])
     solver = check_solver(solver, FixedPoint)
     throw = check_flag("throw", throw)
-    measure = energy.at(state, memories, memories, mask=mask, **rows)
-    (call,), (arrays,) = measure.prepared()
+    call, arrays = prepare_at(energy, state, memories, memories, None, mask, rows)
+    (arrays,) = widened((arrays,))
     wide = arrays.query.dtype
     tolerance = _TOLERANCE[wide.name] if solver.tolerance is None else float(solver.tolerance)
     cite("ramsauer")
@@ -134,7 +138,7 @@ def _energy_and_beta(
 ) -> tuple[FreeEnergy, float | Array]:
     """The energy at a scale of one, and β. A step multiplies its state by β, which may be differentiated."""
     if energy is None:
-        return FreeEnergy(scale=1.0), 1.0 if scale is None else check_positive("scale", scale)
+        return _UNIT, 1.0 if scale is None else check_positive("scale", scale)
     if not isinstance(energy, FreeEnergy):
         raise TypeError(f"energy: wanted a FreeEnergy or None, got {received(energy)}")
     if scale is not None and energy.scale is not None:

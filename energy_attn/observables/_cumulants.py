@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import ScoreBlock, outer, precision, received
 
-from ..core._free_energy import Calls, Parts
+from ..core._free_energy import Calls, Parts, both_computed
 from ._at_source import (
     centred_parts,
     check_row_vectors,
@@ -28,7 +28,7 @@ def cumulant(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
     """The joint cumulant of the values along tangents; see `AbstractMeasure.cumulant`."""
     directions = _check_tangents(tangents, parts)
     if len(directions) == 1:
-        return (state_at(calls, None, parts).out * directions[0]).sum(-1)
+        return (_mean(calls, parts) * directions[0]).sum(-1)
     if len(directions) == 2:
         return (covariance_product(calls, None, parts, directions[0])[1] * directions[1]).sum(-1)
     parts, _ = centred_parts(parts)
@@ -58,10 +58,17 @@ def moment(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
     """The joint moment of the values along tangents; see `AbstractMeasure.moment`."""
     directions = _check_tangents(tangents, parts)
     if len(directions) == 1:
-        return (state_at(calls, None, parts).out * directions[0]).sum(-1)
+        return (_mean(calls, parts) * directions[0]).sum(-1)
     term = _CentredProducts((tuple(range(len(directions))),))
     origin = jnp.zeros_like(directions[0])
     return expectation_at(calls, None, parts, term, 1, origin, *directions).out[..., 0]
+
+
+def _mean(calls: Calls, parts: Parts) -> Array:
+    out, _ = both_computed(
+        *state_at(calls, None, parts)
+    )  # one pass with attention and the energies
+    return out
 
 
 def _check_tangents(tangents: object, parts: Parts) -> list[Array]:

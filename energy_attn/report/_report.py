@@ -18,9 +18,10 @@ from energy_attn.kernels.internal import (
     holds_keys,
     received,
 )
+from energy_attn.kernels.masks import AbstractMask
 
 from ..core._options import EnergyOptions
-from ..gibbs._free_energy import measure_of
+from ..gibbs._free_energy import measure_at, measure_of
 from ..gibbs._gibbs import Gibbs
 from ..nn._multihead import MultiheadAttention
 from ..observables._entropy import row_observables
@@ -198,7 +199,7 @@ def _of_layer(
     query: Array,
     key_: Array,
     value: Array,
-    mask: Array | None = None,
+    mask: Array | AbstractMask | None = None,
     *,
     process_heads: ProcessHeads | None = None,
     **rows: Unpack[RowOptions],
@@ -211,7 +212,7 @@ def _of_layer(
                 f"{name}: wanted shape ({query.shape[0]}, length, width), got {received(x)}"
             )
     heads = (jax.vmap(project) if batched else project)(query, key_, value)
-    return _of_measure(layer.energy.at(*heads, mask=mask, **rows))
+    return _of_measure(measure_at(layer.energy, *heads, None, mask, rows))
 
 
 def _of_decoder(

@@ -378,6 +378,14 @@ def test_options_make_the_energy():
         ea.MultiheadAttention(2, 8, causal=True, key=jax.random.key(0))
 
 
+def test_a_call_has_no_options_of_the_energy():
+    """An option given to the module and to its call: one of them silently left out, or Python's own error."""
+    energy, x = ea.FreeEnergy(scale=0.3), jnp.ones((3, 2, 4))
+    for call in (energy, energy.at, energy.attention):
+        with pytest.raises(TypeError, match=r"scale: wanted one of the options query_seq_lengths"):
+            call(x, x, x, scale=0.5)
+
+
 def test_layer_trains():
     """Gradients that do not reach some parameter: the loss falls, and everything that can be learnt moves.
 

@@ -136,6 +136,22 @@ def test_layer():
     np.testing.assert_allclose(one.energy[0], energies, rtol=1e-9)
 
 
+def test_rule_of_a_call():
+    """A report of a layer that leaves out the rule of a call, beside that of its energy."""
+    layer = ea.MultiheadAttention(2, 8, is_causal=True, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    hidden = jnp.arange(5) >= 2
+
+    @eqx.filter_jit
+    def run(layer, x):
+        rule, array = ~ea.masks.Prefix(2), jnp.broadcast_to(hidden, (5, 5))
+        return [ea.energy_report(layer, x, x, x, mask, per_query=True) for mask in (rule, array)]
+
+    found, wanted = run(layer, x)
+    jax.tree.map(np.testing.assert_allclose, found, wanted)
+    assert (wanted.energy[:, :, :2] == -jnp.inf).all()
+
+
 def test_llama(model, tokens):
     """Layers out of order, or attention in the report that differs from the model's, and changes all that follows."""
 
