@@ -70,8 +70,8 @@ def test_modules_and_caches():
     layer = ea.MultiheadAttention(2, 4, mask=rule, dropout_p=0.3, key=key)
     plain = ea.MultiheadAttention(2, 4, dropout_p=0.3, key=key)
     close(layer(x, x, x, key=key), plain(x, x, x, dense, key=key))
-    window = layer(x, x, x, masks.Window(3, None), inference=True)
-    close(window, plain(x, x, x, dense & near, inference=True))
+    window = layer(x, x, x, masks.Window(3, None), key=key)
+    close(window, plain(x, x, x, dense & near, key=key))
 
     block = ea.hopfield.EnergyAttentionBlock(4, 2, free_energy=ea.FreeEnergy(mask=rule), key=key)
     other = ea.hopfield.EnergyAttentionBlock(4, 2, key=key)
