@@ -65,10 +65,8 @@ def moment(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
 
 
 def _mean(calls: Calls, parts: Parts) -> Array:
-    out, _ = both_computed(
-        *state_at(calls, None, parts)
-    )  # one pass with attention and the energies
-    return out
+    # one pass with attention and the energies
+    return both_computed(*state_at(calls, None, parts))[0]
 
 
 def _check_tangents(tangents: object, parts: Parts) -> list[Array]:
