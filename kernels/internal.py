@@ -46,6 +46,13 @@ from .call._state import lse_dtype as lse_dtype
 from .call._state import precision as precision
 from .call._state import safe_shift as safe_shift
 from .call._state import share as share
+from .dispatch._derivative import AbstractDerivative as AbstractDerivative
+from .dispatch._derivative import tangent_along as tangent_along
+from .dispatch._function import AbstractFunction as AbstractFunction
+from .dispatch._function import function_call as function_call
+from .dispatch._function import with_zeros as with_zeros
+from .dispatch._linear import AbstractLinearMap as AbstractLinearMap
+from .dispatch._linear import linear_call as linear_call
 from .dispatch._lowering import PLATFORMS as PLATFORMS
 from .dispatch._lowering import is_exported as is_exported
 from .dispatch._lowering import platform_here as platform_here
@@ -55,6 +62,7 @@ from .dispatch._registry import candidates as candidates
 from .dispatch._registry import explain as explain
 from .dispatch._registry import vary_together as vary_together
 from .dispatch._registry import varying_axes as varying_axes
+from .dispatch._taylor import check_taylor as check_taylor
 from .masks._structure import sided as sided
 from .pallas._common import result_like as result_like
 from .reductions._covariance import centred as centred
@@ -74,3 +82,5 @@ from .xla._blockwise import backward_wide as backward_wide
 from .xla._blockwise import cast_like as cast_like
 from .xla._blockwise import empty_like as empty_like
 from .xla._softmax import softmax as softmax
+from .xla._tangent import tangent_of as tangent_of
+from .xla._tangent import tangent_sums as tangent_sums

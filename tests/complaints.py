@@ -9,7 +9,7 @@ from energy_attn.kernels import AttentionState
 
 
 def a(*shape, dtype="float32"):
-    return jnp.asarray(np.ones(shape), dtype)
+    return jnp.asarray(np.ones(shape, jnp.dtype(dtype)))  # compiles nothing, unlike a cast
 
 
 NAN, INF = float("nan"), float("inf")

@@ -4,6 +4,7 @@ Every annotated signature of `energy_attn` is checked against the arrays that pa
 beartype: `--jaxtyping-packages` in pyproject.toml installs that before the package is imported.
 """
 
+import gc
 import os
 
 from .flags import flags
@@ -32,6 +33,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if not os.environ.get("CI"):
     jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+# Traces are many small objects: with Python's own threshold, looking for cycles takes a seventh of all time.
+gc.set_threshold(100_000)
 
 # Few examples: nearly every one compiles something. In CI the same ones each time, and none remembered.
 hypothesis.settings.register_profile(

@@ -179,6 +179,7 @@ def test_what_does_not_hold_is_named(run, monkeypatch, what, break_it):
     assert line.startswith(f"energy_attn demo: does not hold: {what}")
 
 
+@pytest.mark.full
 def test_nan_does_not_hold(run, monkeypatch):
     wrong_float64(monkeypatch, energy=np.nan)
     assert run()[0] == 1

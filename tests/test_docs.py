@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import check_structure
+import compare_modes
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +46,15 @@ def test_a_dangling_link_is_found(tmp_path):
         "# Two words: `code`\n[a](page.md#two-words-code) [b](#lost) [c](none.md) `[d](none.md)`\n"
     )
     assert dangling(page) == ["#lost", "none.md"]
+
+
+def test_modes_of_libraries():
+    """A table of what libraries differentiate that is not what the script found."""
+    found = json.loads((ROOT / "docs/benchmarks/modes.json").read_text())
+    page = (ROOT / "docs/derivatives.md").read_text()
+    shown = page.partition("<!-- tools/compare_modes.py -->\n")[2].partition("<!-- end -->")[0]
+    assert shown.strip() == compare_modes.table(found)
+    assert set(found) == set(compare_modes.LIBRARIES)
 
 
 def test_nobody_is_sent_to_an_index():

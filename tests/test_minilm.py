@@ -81,6 +81,7 @@ def look(peer, sentences):
     }
 
 
+@pytest.mark.full
 def test_embeddings(encodings, encoded, rows):
     """Tokens, weights, norms or a mean over padding that are not those of transformers, in a padded batch."""
     np.testing.assert_array_equal([x.ids for x in encodings], rows["tokens"])

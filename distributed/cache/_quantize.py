@@ -1,16 +1,17 @@
 """Eight-bit numbers with one scale per vector, for what is stored and read back."""
 
+import dataclasses
 from typing import NoReturn
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
+from energy_attn.kernels.internal import AbstractFunction, function_call
+
 _LEVELS = 127
 
 
-@jax.custom_jvp
 def quantize(
     x: Float[Array, "*batch width"],
 ) -> tuple[Int8[Array, "*batch width"], Float[Array, "*batch"]]:
@@ -21,18 +22,23 @@ def quantize(
     up to the rounding of float32, in which all of it is computed. A vector with a NaN or an
     infinity is read back as NaN. Differentiated it raises `TypeError`: rounding has no derivative.
     """
-    x = x.astype(jnp.float32)
-    scale = jnp.abs(x).max(-1) / _LEVELS
-    steps = jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None])
-    return jnp.clip(steps, -_LEVELS, _LEVELS).astype(jnp.int8), scale
+    found: tuple[Array, Array] = function_call(_Quantize(), x)
+    return found
 
 
-@quantize.defjvp
-def _no_derivative(primals: tuple[Array], tangents: tuple[Array]) -> NoReturn:
-    raise TypeError(
-        "quantize: wanted a cache that stores floating numbers where it is differentiated, got "
-        "'int8', whose rounding has no derivative; stop the gradient or use quantize=None"
-    )
+@dataclasses.dataclass(frozen=True)
+class _Quantize(AbstractFunction):
+    def apply(self, args: Array) -> tuple[Array, Array]:
+        x = args.astype(jnp.float32)
+        scale = jnp.abs(x).max(-1) / _LEVELS
+        steps = jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None])
+        return jnp.clip(steps, -_LEVELS, _LEVELS).astype(jnp.int8), scale
+
+    def jvp(self, primals: Array, tangents: Array) -> NoReturn:
+        raise TypeError(
+            "quantize: wanted a cache that stores floating numbers where it is differentiated, got "
+            "'int8', whose rounding has no derivative; stop the gradient or use quantize=None"
+        )
 
 
 def dequantize(

@@ -1,5 +1,6 @@
 """Writing tokens into the slots of a cache: each device writes its own, and nothing else moves."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
+
+from energy_attn.kernels.internal import AbstractLinearMap, linear_call
 
 from ..spec._arguments import Axes
 from ..spec._parallel import SequenceParallel
@@ -264,33 +267,59 @@ def _scatter(buffer: Array, new: Array, slot: Array) -> Array:
     return jax.vmap(row)(buffer, new, slot)
 
 
-# XLA:CPU compiles a scatter to such a loop anyway, but for bfloat16 it would make a float32 copy of
-# the whole buffer, as it would for a `where` of new and old entries. The derivative is that of a
-# scatter, which stores no steps.
-@jax.custom_jvp
 def _one_by_one(buffer: Array, new: Array, slot: Array) -> Array:
-    rows, tokens = slot.shape
-
-    def one(i: Array, buffer: Array) -> Array:
-        row, token = i // tokens, i % tokens
-        at = (row, slot[row, token], *(jnp.int32(0),) * (buffer.ndim - 2))
-        put = lax.dynamic_slice(new, (row, token, *at[2:]), (1, 1, *new.shape[2:]))
-        return lax.cond(
-            at[1] < buffer.shape[1],
-            lambda buffer: lax.dynamic_update_slice(buffer, put, at),
-            lambda buffer: buffer,
-            buffer,
-        )
-
-    return lax.fori_loop(jnp.int32(0), jnp.int32(rows * tokens), one, buffer)
+    return linear_call(_OneByOne(buffer.shape[1]), slot, (buffer, new))
 
 
-@_one_by_one.defjvp
-def _one_by_one_jvp(
-    primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Any]
-) -> tuple[Array, Array]:
-    buffer, new, slot = primals
-    return _one_by_one(buffer, new, slot), _scatter(tangents[0], tangents[1], slot)
+# XLA:CPU compiles a scatter to such a loop anyway, but for bfloat16 it would make a float32 copy of
+# the whole buffer, as it would for a `where` of new and old entries. A write is linear in what is
+# written and what is kept, so that no derivative goes through the steps.
+@dataclasses.dataclass(frozen=True)
+class _OneByOne(AbstractLinearMap):
+    """The buffer with new entries, written one after the other, from slots and the two arrays."""
+
+    slots: int
+
+    def apply(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
+        """A loop; for a direction in one of the arrays the scatter."""
+        buffer, new = moving
+        if buffer is None or new is None:
+            return self.plain(fixed, moving)
+        rows, tokens = fixed.shape
+
+        def one(i: Array, buffer: Array) -> Array:
+            row, token = i // tokens, i % tokens
+            at = (row, fixed[row, token], *(jnp.int32(0),) * (buffer.ndim - 2))
+            put = lax.dynamic_slice(new, (row, token, *at[2:]), (1, 1, *new.shape[2:]))
+            return lax.cond(
+                at[1] < buffer.shape[1],
+                lambda buffer: lax.dynamic_update_slice(buffer, put, at),
+                lambda buffer: buffer,
+                buffer,
+            )
+
+        return lax.fori_loop(jnp.int32(0), jnp.int32(rows * tokens), one, buffer)
+
+    def plain(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
+        """The scatter."""
+        buffer, new = moving
+        if buffer is None:
+            assert new is not None
+            buffer = jnp.zeros((len(new), self.slots, *new.shape[2:]), new.dtype)
+        if new is None:
+            new = jnp.zeros((*fixed.shape, *buffer.shape[2:]), buffer.dtype)
+        return _scatter(buffer, new, fixed)
+
+    def transpose(self, fixed: Array, moving: Any, cotangent: Array) -> tuple[Any, Any]:
+        """The cotangent of the new entries is read where they were written; of the old ones, the rest."""
+
+        def row(cotangent: Array, slot: Array) -> Array:
+            return cotangent.at[slot].get(mode="fill", fill_value=0, unique_indices=True)
+
+        new = jax.vmap(row)(cotangent, fixed)
+        found = _scatter(cotangent, jnp.zeros_like(new), fixed), new
+        buffer, new = (None if x is None else y for x, y in zip(moving, found, strict=True))
+        return buffer, new
 
 
 # Computed from two numbers per row, so that no state has to be kept consistent.

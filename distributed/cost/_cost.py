@@ -9,7 +9,14 @@ from ..network._transfer import Transfer
 from ._transfers import ROTATED, check_sizes, kv_shard, local_rows, transfers
 
 
-def volume(method: str, merge: str | None, shape: Shape, topology: Topology) -> float:
+def volume(
+    method: str,
+    merge: str | None,
+    shape: Shape,
+    topology: Topology,
+    *,
+    tangent: bool = False,
+) -> float:
     r"""Bytes that one device puts on links for one attention.
 
     $$V = \sum_c n_c\, \mathrm{count}_c \cdot
@@ -24,6 +31,7 @@ def volume(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
         merge: as for [`transfers`][energy_attn.distributed.cost.transfers].
         shape: the sizes.
         topology: the mesh, and how it sums.
+        tangent: as for [`transfers`][energy_attn.distributed.cost.transfers].
 
     Returns:
         Bytes; where devices differ (`all_reduce="tree"`), those of the busiest.
@@ -44,7 +52,7 @@ def volume(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
         >>> round(cost.volume("ring", "keys", shape, mesh) / cost.volume("tree", "allreduce", shape, mesh))
         315077
     """
-    found = transfers(method, merge, shape, topology)
+    found = transfers(method, merge, shape, topology, tangent=tangent)
     return float(sum(_sent(transfer, topology) for transfer in found))
 
 
@@ -91,7 +99,14 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
     return sum(kv_shard(shape, topology)) + query + states + arriving
 
 
-def latency(method: str, merge: str | None, shape: Shape, topology: Topology) -> float:
+def latency(
+    method: str,
+    merge: str | None,
+    shape: Shape,
+    topology: Topology,
+    *,
+    tangent: bool = False,
+) -> float:
     r"""Seconds of communication for one attention, if nothing overlaps.
 
     $$t = \sum_c \mathrm{count}_c \left(\text{launch} + \text{hops}_c\, \alpha
@@ -106,6 +121,7 @@ def latency(method: str, merge: str | None, shape: Shape, topology: Topology) ->
         merge: as for [`transfers`][energy_attn.distributed.cost.transfers].
         shape: the sizes.
         topology: the mesh.
+        tangent: as for [`transfers`][energy_attn.distributed.cost.transfers].
 
     Returns:
         Seconds, for comparing strategies on one network; no promise for any machine. Measured exchanges
@@ -125,7 +141,7 @@ def latency(method: str, merge: str | None, shape: Shape, topology: Topology) ->
         >>> min(seconds, key=seconds.get)
         'butterfly'
     """
-    found = transfers(method, merge, shape, topology)
+    found = transfers(method, merge, shape, topology, tangent=tangent)
     return sum(transfer.count * _seconds(transfer, topology) for transfer in found)
 
 

@@ -5,7 +5,7 @@ Volumes, memory and times of the cost model all follow from these lists.
 
 from collections.abc import Iterator
 
-from energy_attn.kernels.internal import check_choice, received
+from energy_attn.kernels.internal import check_choice, check_flag, received
 
 from ..merge._abstract import AbstractMerge
 from ..merge._strategies import MERGES, STRATEGIES, check_levels
@@ -19,7 +19,12 @@ METHODS = {"tree": MERGES, "ring": ROTATED, "ulysses": (None,)}
 
 
 def transfers(
-    method: str, merge: str | None, shape: Shape, topology: Topology
+    method: str,
+    merge: str | None,
+    shape: Shape,
+    topology: Topology,
+    *,
+    tangent: bool = False,
 ) -> tuple[Transfer, ...]:
     r"""The collectives of one attention, in the order in which they run.
 
@@ -41,18 +46,25 @@ def transfers(
     dtype. A gather on TPUs pads the last row of energies, and over 64 chips and more of one slice XLA
     makes it an all-reduce of $p$ times the size.
 
+    Forward mode (`jax.jvp` in query, key and value) adds, for queries on all devices, one all-reduce of
+    $R (H_v + 1) w$, whatever the merge. A ring of keys goes around once more, with the directions of
+    keys and values beside them. The other methods send a tangent of everything that they send, in
+    numbers of $w$ bytes; a maximum has none.
+
     Args:
         method: `"tree"`, `"ring"` or `"ulysses"`.
         merge: for a tree the merge strategy; for a ring what rotates, `"keys"` or `"queries"`; None
             for Ulysses.
         shape: the sizes.
         topology: the mesh.
+        tangent: whether to add what the tangent of the state sends, in directions of query, key and
+            value.
 
     Returns:
         A [`Transfer`][energy_attn.distributed.cost.Transfer] for each; none over one device.
 
     Raises:
-        TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
+        TypeError: `shape` is not a `Shape`, `topology` not a `Topology`, or `tangent` not a bool.
         ValueError: an unknown method or merge, `"hierarchical"` over one axis, or Ulysses where
             queries are not sharded or the devices do not divide the heads.
 
@@ -74,16 +86,20 @@ def transfers(
         check_levels(merge, len(topology.links))
     if method == "ulysses":
         check_ulysses(shape, topology)
+    along = check_flag("tangent", tangent)
     if topology.devices == 1:
         return ()
     if method == "ulysses":
-        return tuple(_ulysses(shape, topology))
+        return tuple(_ulysses(shape, topology, along))
+    if method == "ring" and merge == "keys":
+        return tuple(_keys(shape, topology, along))
+    # where all devices have the queries, a ring passes each device's state around, too
+    strategy = STRATEGIES[merge if method == "tree" and merge else "ring"]
+    if not shape.queries_sharded:
+        return tuple(_folded(strategy, shape, topology, along))
     if method == "ring":
-        return tuple((_keys if merge == "keys" else _queries)(shape, topology))
-    assert merge is not None
-    if shape.queries_sharded:
-        return tuple(_scattered(STRATEGIES[merge], shape, topology))
-    return tuple(STRATEGIES[merge].transfers(shape, topology))
+        return tuple(_queries(shape, topology, along))
+    return tuple(_scattered(strategy, shape, topology, along))
 
 
 def check_sizes(shape: object, topology: object) -> None:
@@ -124,34 +140,63 @@ def _whole_state(shape: Shape, topology: Topology) -> int:
     return shape.out_width * shape.bytes + shape.wide_bytes
 
 
-def _scattered(strategy: AbstractMerge, shape: Shape, topology: Topology) -> Iterator[Transfer]:
-    mine = local_rows(shape, topology)
-    yield Transfer("all-gather", mine * shape.width * shape.bytes, all_axes(topology))
-    yield from strategy.scatter.transfers(mine * topology.devices, shape, topology)
+def _widened(size: int, shape: Shape) -> int:
+    """Bytes of the tangents of arrays of `size` bytes: what is only moved has them in `lse`'s dtype."""
+    return size // shape.bytes * shape.wide_bytes
 
 
-def _keys(shape: Shape, topology: Topology) -> Iterator[Transfer]:
+def _folded(
+    strategy: AbstractMerge, shape: Shape, topology: Topology, tangent: bool
+) -> Iterator[Transfer]:
+    yield from strategy.transfers(shape, topology)
+    if tangent:
+        yield Transfer("all-reduce", shape.rows * shape.state, all_axes(topology))
+
+
+def _scattered(
+    strategy: AbstractMerge, shape: Shape, topology: Topology, tangent: bool
+) -> Iterator[Transfer]:
+    mine, axes = local_rows(shape, topology), all_axes(topology)
+    query = mine * shape.width * shape.bytes
+    yield Transfer("all-gather", query, axes)
+    folds = tuple(strategy.scatter.transfers(mine * topology.devices, shape, topology))
+    yield from folds
+    if tangent:
+        yield Transfer("all-gather", _widened(query, shape), axes)
+        yield from (fold for fold in folds if fold.kind != "all-reduce")  # but for the maximum
+
+
+def _keys(shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transfer]:
     hops, axes = topology.devices - 1, all_axes(topology)
-    for size in kv_shard(shape, topology):
-        yield Transfer("collective-permute", size, axes, hops)
-    if shape.causal:
-        yield Transfer("collective-permute", 4 * -(-shape.keys // topology.devices), axes, hops)
+    for times in (1, 2) if tangent else (1,):  # with their directions the second time
+        for size in kv_shard(shape, topology):
+            yield from [Transfer("collective-permute", size, axes, hops)] * times
+        if shape.causal:
+            size = 4 * -(-shape.keys // topology.devices)
+            yield Transfer("collective-permute", size, axes, hops)
 
 
-def _queries(shape: Shape, topology: Topology) -> Iterator[Transfer]:
+def _queries(shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transfer]:
     devices, rows, axes = topology.devices, local_rows(shape, topology), all_axes(topology)
-    if not shape.queries_sharded:  # all have the queries: what goes around is each device's state
-        yield from STRATEGIES["ring"].transfers(shape, topology)
-        return
     # queries with the states of the keys that they have seen; the last hop brings them home
-    yield Transfer("collective-permute", rows * shape.width * shape.bytes, axes, devices)
-    yield Transfer("collective-permute", rows * shape.state, axes, devices)
+    query, state = rows * shape.width * shape.bytes, rows * shape.state
+    yield Transfer("collective-permute", query, axes, devices)
+    yield Transfer("collective-permute", state, axes, devices)
     if shape.causal:
         yield Transfer("collective-permute", 4 * -(-shape.queries // devices), axes, devices)
+    if tangent:
+        yield Transfer("collective-permute", _widened(query, shape), axes, devices)
+        yield Transfer("collective-permute", state, axes, devices)
 
 
-def _ulysses(shape: Shape, topology: Topology) -> Iterator[Transfer]:
+def _ulysses(shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transfer]:
     axes, rows = all_axes(topology), local_rows(shape, topology)
-    for size in (rows * shape.width * shape.bytes, *kv_shard(shape, topology)):
+    sizes = rows * shape.width * shape.bytes, *kv_shard(shape, topology)
+    state = Transfer("all-to-all", rows * _whole_state(shape, topology), axes)
+    for size in sizes:
         yield Transfer("all-to-all", size, axes)
-    yield Transfer("all-to-all", rows * _whole_state(shape, topology), axes)
+    yield state
+    if tangent:
+        for size in sizes:
+            yield Transfer("all-to-all", _widened(size, shape), axes)
+        yield state

@@ -48,7 +48,7 @@ class Collective:
         group_size: devices that take part together: the largest of `groups`; 0 where there is none.
         count: how often each run of the program runs it: the product of the trip counts of the
             loops around it. `None` where that depends on data: inside a `while` whose trip count
-            cannot be known, or in a branch of a conditional.
+            cannot be known, or in one of several branches of a conditional.
         dtypes: HLO names of its operands' dtypes (`f32`, `bf16`), which may differ from those in
             the source of the program.
         shapes: its operands' shapes on one device.
@@ -171,7 +171,8 @@ def _found(module: Module, name: str) -> Iterator[_Found]:
             branches = x.called("branch_computations", "true_computation", "false_computation")
             for branch in branches:
                 for found in _found(module, branch):
-                    yield found._replace(times=None)
+                    # an only branch always runs: what is left of a choice between platforms
+                    yield found if len(branches) == 1 else found._replace(times=None)
         # the rest of an asynchronous pair names the computation that its start has run
         elif not x.opcode.endswith(("-update", "-done")):
             for called in x.called("calls", "to_apply", "called_computations"):

@@ -1,14 +1,21 @@
 """Folding the covariances of all devices, by the law of total covariance, in one reduction."""
 
+import dataclasses
 import functools
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, CovarianceState
-from energy_attn.kernels.internal import covariance_term, share
+from energy_attn.kernels.internal import (
+    AbstractFunction,
+    covariance_term,
+    function_call,
+    share,
+    with_zeros,
+)
 
 from ._abstract import AbstractMessageMerge, Axes
 from ._packing import as_invariant, transfer
@@ -30,11 +37,27 @@ def covariance_merge(merge: str) -> str:
     return merge if merge in COVARIANCE_MERGES else "butterfly"
 
 
-# Compiled here, so that a call outside of jit runs as one program.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def merge_covariances(merge: str, axes: Axes, state: CovarianceState) -> CovarianceState:
     """The covariance state of all keys, equal on all devices; differentiable."""
+    return function_call(_Fold(merge, axes), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fold(AbstractFunction):
+    merge: str
+    axes: Axes
+
+    def apply(self, args: CovarianceState) -> CovarianceState:
+        return _merged(self.merge, self.axes, args)
+
+    def jvp(
+        self, primals: CovarianceState, tangents: Any
+    ) -> tuple[CovarianceState, CovarianceState]:
+        merged: CovarianceState = function_call(self, primals)
+        return merged, _tangent(self.axes, primals, merged, with_zeros(tangents, primals))
+
+
+def _merged(merge: str, axes: Axes, state: CovarianceState) -> CovarianceState:
     strategy = STRATEGIES[merge]
     assert isinstance(strategy, AbstractMessageMerge)
     width, dtype = state.out.shape[-1], state.out.dtype
@@ -49,15 +72,9 @@ def merge_covariances(merge: str, axes: Axes, state: CovarianceState) -> Covaria
 #     dF = Σ w dF_i,   dout = Σ w (dout_i + d dF_i),
 #     dΣ = Σ w (dΣ_i + (Σ_i + d dᵀ - Σ) dF_i + d dout_iᵀ + dout_i dᵀ),
 # as the terms of the change of the common mean cancel: Σ w d = 0.
-@merge_covariances.defjvp
-def _merge_covariances_jvp(
-    merge: str,
-    axes: Axes,
-    primals: tuple[CovarianceState],
-    tangents: tuple[CovarianceState],
-) -> tuple[CovarianceState, CovarianceState]:
-    (state,), (change,) = primals, tangents
-    merged: CovarianceState = merge_covariances(merge, axes, state)
+def _tangent(
+    axes: Axes, state: CovarianceState, merged: CovarianceState, change: CovarianceState
+) -> CovarianceState:
     whole = AttentionState(merged.out, merged.lse)
     wide = state.lse.dtype
     portion = share(state.lse, merged.lse)
@@ -80,9 +97,7 @@ def _merge_covariances_jvp(
     summed = transfer(lambda x: lax.psum(x, axes), _packed(here))
     found = _unpacked(summed, state.out.shape[-1])
     dtype = state.out.dtype
-    return merged, CovarianceState(
-        found.covariance.astype(dtype), found.out.astype(dtype), found.lse
-    )
+    return CovarianceState(found.covariance.astype(dtype), found.out.astype(dtype), found.lse)
 
 
 # A state as a message: one line of numbers for each row.

@@ -1,5 +1,6 @@
 """States as messages, packed so that few collectives are sent."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,7 +12,12 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import apply_widened, vary_together
+from energy_attn.kernels.internal import (
+    AbstractFunction,
+    apply_widened,
+    function_call,
+    vary_together,
+)
 
 Tree = TypeVar("Tree")
 
@@ -35,7 +41,6 @@ def transfer(collective: Callable[[Any], Any], state: AttentionState) -> Attenti
     return lax.platform_dependent(*vary_together(state), cpu=packed, default=apart)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def moved(collective: Callable[[Array], Array], x: Array) -> Array:
     """Applies a collective that moves numbers without computing with them to an array.
 
@@ -44,15 +49,20 @@ def moved(collective: Callable[[Array], Array], x: Array) -> Array:
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
         return collective(x)
-    return lax.platform_dependent(x, cpu=functools.partial(as_bits, collective), default=collective)
+    return function_call(_AsBits(collective), x)
 
 
-@moved.defjvp
-def _moved_jvp(
-    collective: Callable[[Array], Array], primals: tuple[Array], tangents: tuple[Array]
-) -> tuple[Array, Array]:
-    # Integers have no tangents, so tangents are sent as floats; the transpose of a gather is a sum.
-    return moved(collective, *primals), apply_widened(collective, *tangents)
+@dataclasses.dataclass(frozen=True)
+class _AsBits(AbstractFunction):
+    collective: Callable[[Array], Array]
+
+    def apply(self, args: Array) -> Array:
+        as_integers = functools.partial(as_bits, self.collective)
+        return lax.platform_dependent(args, cpu=as_integers, default=self.collective)
+
+    def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
+        # Integers have no tangents, so tangents are sent as floats; the transpose of a gather is a sum.
+        return function_call(self, primals), apply_widened(self.collective, tangents)
 
 
 def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:

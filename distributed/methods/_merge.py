@@ -1,6 +1,7 @@
 """Folding states over mesh axes, inside `jax.shard_map`."""
 
-import functools
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,15 @@ from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import (
+    AbstractFunction,
     State,
     check_floating,
     check_state,
+    function_call,
     holds_keys,
     received,
     share,
+    with_zeros,
 )
 
 from .. import cost
@@ -149,23 +153,27 @@ def logsumexp_across(
     return fold_across(choose_merge(merge, state, axes, topology), axes, state).lse
 
 
-# Compiled here, so that a call outside of jit runs as one program.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def fold_across(merge: str, axes: Axes, state: AttentionState) -> AttentionState:
     """The fold of states by a strategy, with the derivative that all of them have."""
-    return STRATEGIES[merge].fold(state, axes)
+    return function_call(_Fold(merge, axes), state)
 
 
-@fold_across.defjvp
-def _fold_across_jvp(
-    merge: str,
-    axes: Axes,
-    primals: tuple[AttentionState],
-    tangents: tuple[AttentionState],
-) -> tuple[AttentionState, AttentionState]:
-    (state,), (change,) = primals, tangents
-    merged: AttentionState = fold_across(merge, axes, state)
+@dataclasses.dataclass(frozen=True)
+class _Fold(AbstractFunction):
+    merge: str
+    axes: Axes
+
+    def apply(self, args: AttentionState) -> AttentionState:
+        return STRATEGIES[self.merge].fold(args, self.axes)
+
+    def jvp(self, primals: AttentionState, tangents: Any) -> tuple[AttentionState, AttentionState]:
+        merged: AttentionState = function_call(self, primals)
+        return merged, _fold_tangent(self.axes, primals, merged, with_zeros(tangents, primals))
+
+
+def _fold_tangent(
+    axes: Axes, state: AttentionState, merged: AttentionState, change: AttentionState
+) -> AttentionState:
     wide = state.lse.dtype
     # a part without keys has no weight, whatever it holds, and must not make a NaN
     present = holds_keys(state.lse)
@@ -175,7 +183,7 @@ def _fold_across_jvp(
     out = change.out.astype(wide) + apart * energy[..., None]
     out = jnp.where(present[..., None], out * portion[..., None], 0.0)
     moved = transfer(lambda x: lax.psum(x, axes), AttentionState(out, portion * energy))
-    return merged, AttentionState(moved.out.astype(state.out.dtype), moved.lse)
+    return AttentionState(moved.out.astype(state.out.dtype), moved.lse)
 
 
 def choose_merge(

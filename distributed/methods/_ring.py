@@ -1,10 +1,8 @@
 """Ring attention: keys, or queries with their states, pass every device once."""
 
-import functools
 import math
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, Unpack
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -16,11 +14,8 @@ from energy_attn.kernels.internal import (
     Operands,
     Settings,
     attend,
-    backward_wide,
-    cast_like,
     check_choice,
     check_flag,
-    cotangents,
     empty_like,
     lse_dtype,
     vary_together,
@@ -28,7 +23,7 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..merge._packing import moved, transfer
+from ..merge._packing import transfer
 from ..spec._arguments import (
     Axes,
     AxisName,
@@ -39,9 +34,9 @@ from ..spec._arguments import (
     scores_shape,
     unbatched,
 )
+from ._hops import hop, origin, part
 from ._merge import fold_across
-
-Tree = TypeVar("Tree")
+from ._ring_keys import keys_around
 
 ROTATED = ("keys", "queries", "auto")
 Names = tuple[Candidate, ...]
@@ -69,8 +64,11 @@ def ring_attention(
     by device, counted modulo $p$. `rotate="keys"`: each device keeps its queries and passes the
     keys and values that it holds to the next one, $p - 1$ times. No transfer needs the result of
     the computation in the same step; compiled for TPU v6e, the transfers of a step are scheduled
-    around its computation. The derivative goes around once more, with gradients that travel with
-    their keys in `lse`'s dtype. Memory is $O(T + S)$ per device in both. `rotate="queries"`: keys
+    around its computation. The derivative goes around once more: in forward mode with the directions
+    of keys and values, in reverse mode with gradients that travel with their keys in `lse`'s dtype.
+    Memory is $O(T + S)$ per device in all, and in second derivatives by forward over reverse, which
+    send twice what the gradient does; reverse over either mode keeps the keys of all devices on
+    each, $O(T + p S)$. `rotate="queries"`: keys
     stay, and queries go around with their states and come home, $p$ times; or, where all devices
     have the same queries, only the states, $p - 1$ times. That is little where queries are few.
 
@@ -164,139 +162,7 @@ def ring(
             return _queries_around(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, with_wide_out(settings), operands))
         return rounded(state, operands, settings)
-    around = _keys_around if names == ("reference",) else _keys_around_and_back
-    return around(names, settings, axes, operands)
-
-
-def _hop(tree: Tree, axes: Axes) -> Tree:
-    devices = lax.axis_size(axes)
-    pairs = [(i, (i + 1) % devices) for i in range(devices)]
-
-    def pass_on(x: Array) -> Array:
-        return lax.ppermute(x, axes, pairs)
-
-    return jax.tree.map(functools.partial(moved, pass_on), tree)
-
-
-def _origin(step: int | Array, axes: Axes) -> Array:
-    """The device whose part is here after `step` hops."""
-    return (lax.axis_index(axes) - step) % lax.axis_size(axes)
-
-
-def _part(x: Array | None, axis: int, place: Array, size: int) -> Array | None:
-    """The part of a bias or mask along an axis that belongs to one device, unless it is broadcast."""
-    if x is None or x.shape[axis] == 1:
-        return x
-    return lax.dynamic_slice_in_dim(x, place * size, size, axis)
-
-
-class _Keys(NamedTuple):
-    """What a hop sends when keys rotate."""
-
-    key: Array
-    value: Array
-    key_positions: Array | None
-    key_segments: Array | None
-
-
-def _keys_of(operands: Operands) -> _Keys:
-    return _Keys(*(getattr(operands, name) for name in _Keys._fields))
-
-
-def _with_keys(operands: Operands, keys: _Keys, step: int | Array, axes: Axes) -> Operands:
-    """The operands of one step: the keys that are here now, and their part of bias and mask."""
-    place, size = _origin(step, axes), keys.key.shape[1]
-    bias, mask = (_part(x, 3, place, size) for x in (operands.bias, operands.mask))
-    return operands._replace(bias=bias, mask=mask, **keys._asdict())
-
-
-def _keys_around(
-    names: Names, settings: Settings, axes: Axes, operands: Operands
-) -> AttentionState:
-    def visit(state: AttentionState, keys: _Keys, step: int | Array) -> AttentionState:
-        here = _with_keys(operands, keys, step, axes)
-        return merge(state, attend(names, with_wide_out(settings), here))
-
-    def step(carry: tuple[AttentionState, _Keys], i: Array) -> Any:
-        state, keys = carry
-        following = _hop(keys, axes)  # does not wait for the computation of this step
-        return (visit(state, keys, i), following), None
-
-    last = lax.axis_size(axes) - 1
-    start = empty_like(with_wide_out(settings), operands), _keys_of(operands)
-    if last > 0:
-        start, _ = lax.scan(step, start, jnp.arange(last, dtype=jnp.int32))
-    return rounded(visit(*start, last), operands, settings)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _keys_around_and_back(
-    names: Names, settings: Settings, axes: Axes, operands: Operands
-) -> AttentionState:
-    return _keys_around(names, settings, axes, operands)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _save(
-    names: Names, settings: Settings, axes: Axes, operands: Operands
-) -> tuple[AttentionState, tuple[Operands, AttentionState]]:
-    # through the rule again, and compiled: see `kernels/dispatch/_derivative.py`
-    state: AttentionState = _keys_around_and_back(names, settings, axes, operands)
-    return state, (operands, state)
-
-
-class _Gradients(NamedTuple):
-    """Gradients: those of keys and values travel with them, those of queries and bias stay."""
-
-    keys: tuple[Array, Array]
-    query: Array
-    bias: Array | None
-
-
-def _pull_back(
-    names: Names,
-    settings: Settings,
-    axes: Axes,
-    saved: tuple[Operands, AttentionState],
-    cotangent: AttentionState,
-) -> tuple[Operands]:
-    del names
-    operands, state = saved
-
-    def visit(keys: _Keys, so_far: _Gradients | None, step: int | Array) -> _Gradients:
-        here = _with_keys(operands, keys, step, axes)
-        found = backward_wide(here, settings, state, cotangent)
-        bias = found.bias
-        if bias is not None and operands.bias is not None:
-            whole = lax.full_like(bias, 0.0, shape=operands.bias.shape)
-            key_len = bias.shape[3]
-            at = _origin(step, axes) * key_len if whole.shape[3] > key_len else 0
-            bias = lax.dynamic_update_slice_in_dim(whole, bias, at, 3)
-        found = _Gradients((found.key, found.value), found.query, bias)
-        return found if so_far is None else jax.tree.map(jnp.add, so_far, found)
-
-    # Gradients follow their keys one hop behind, so that neither transfer needs the computation of
-    # its own step.
-    def step(carry: tuple[_Keys, _Gradients], i: Array) -> Any:
-        keys, gradients = carry
-        following, arriving = _hop((keys, gradients.keys), axes)
-        return (following, visit(keys, gradients._replace(keys=arriving), i)), None
-
-    last = lax.axis_size(axes) - 1
-    keys = _keys_of(operands)
-    following = _hop(keys, axes) if last > 0 else keys
-    found = visit(keys, None, 0)
-    if last > 1:
-        middle = jnp.arange(1, last, dtype=jnp.int32)
-        (following, found), _ = lax.scan(step, (following, found), middle)
-    if last > 0:
-        found = visit(following, found._replace(keys=_hop(found.keys, axes)), last)
-        found = found._replace(keys=_hop(found.keys, axes))  # home
-    gradients = cotangents(found.query, *found.keys, found.bias)
-    return (cast_like(gradients, operands),)
-
-
-_keys_around_and_back.defvjp(_save, _pull_back)
+    return keys_around(names, settings, axes, operands)
 
 
 def _queries_around(
@@ -306,17 +172,17 @@ def _queries_around(
 
     def step(carry: tuple[AttentionState, tuple[Any, ...]], i: Array) -> Any:
         state, (query, positions, segments) = carry
-        following = _hop((query, positions, segments), axes)
-        place = _origin(i, axes)
+        following = hop((query, positions, segments), axes)
+        place = origin(i, axes)
         here = operands._replace(
             query=query,
             query_positions=positions,
             query_segments=segments,
-            bias=_part(operands.bias, 2, place, query_len),
-            mask=_part(operands.mask, 2, place, query_len),
+            bias=part(operands.bias, 2, place, query_len),
+            mask=part(operands.mask, 2, place, query_len),
         )
         state = merge(state, attend(names, with_wide_out(settings), here))
-        return (transfer(lambda x: _hop(x, axes), state), following), None
+        return (transfer(lambda x: hop(x, axes), state), following), None
 
     visitors = operands.query, operands.query_positions, operands.query_segments
     steps = jnp.arange(lax.axis_size(axes), dtype=jnp.int32)

@@ -58,8 +58,9 @@ def tree_attention(
 
     Each device computes the state of its own keys, then the states are folded. Queries that are
     equal on all devices ([`merge_across`][energy_attn.distributed.merge_across]): $O(B T N H)$ bytes,
-    whatever the number of keys; in the derivative `key` and `value` stay local and the query's
-    gradient is one `psum`. Queries of which each device has a part: they are gathered, and the
+    whatever the number of keys; in any derivative `key` and `value` stay local. In reverse mode the
+    query's gradient is one `psum`; the tangent of forward mode is one all-reduce of
+    $B T N (H + 1)$ numbers, whatever the merge. Queries of which each device has a part: they are gathered, and the
     states of all, $B T N (H + 1)$ numbers, are reduced and scattered, so that each device has those
     of its own queries. Per device $\frac{p-1}{p} B T N (2H + 1)$ numbers cross the links, where a
     ring passes $\frac{p-1}{p} B S K \cdot 2H$: as many if every head has its own keys ($K = N$)

@@ -1,14 +1,15 @@
 """The optimum that `map` and `saddle_attention` look for: its derivative, and where to start."""
 
+import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import AbstractFunction, function_call
 
+from ..core._directions import directional
 from ..core._free_energy import Arrays, Calls, Parts
 from ..observables._at_source import state_at
 
@@ -20,29 +21,20 @@ def with_exact_derivative(
     calls: Calls, parts: Parts, value: Array, point: Array
 ) -> tuple[Array, Array]:
     """The value and point that a solver has found, with the derivatives of the exact ones."""
-    found: Any = _with_exact_derivative(calls, parts, value, point)
-    return found
+    return function_call(_Optimum(calls), (parts, value, point))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_exact_derivative(
-    calls: Calls, parts: Parts, value: Array, point: Array
-) -> tuple[Array, Array]:
-    return value, point
+@dataclasses.dataclass(frozen=True)
+class _Optimum(AbstractFunction):
+    calls: Calls
 
+    def apply(self, args: tuple[Parts, Array, Array]) -> tuple[Array, Array]:
+        return args[1:]
 
-def _forward(calls: Calls, parts: Parts, value: Array, point: Array) -> tuple[Any, Parts]:
-    return with_exact_derivative(calls, parts, value, point), parts
-
-
-def _backward(calls: Calls, parts: Parts, cotangent: tuple[Array, Array]) -> Any:
-    value, point = cotangent
-    _, pull_back = jax.vjp(lambda parts: state_at(calls, None, parts), parts)
-    (found,) = pull_back(AttentionState(point, -value))
-    return found, None, None
-
-
-_with_exact_derivative.defvjp(_forward, _backward)
+    def jvp(self, primals: tuple[Parts, Array, Array], tangents: Any) -> tuple[Any, Any]:
+        found = function_call(self, primals)
+        state = directional(functools.partial(state_at, self.calls, None), primals[0], tangents[0])
+        return found, (None, None) if state is None else (-state[1].lse, state[1].out)
 
 
 def default_start(calls: Calls, parts: Parts) -> Array:

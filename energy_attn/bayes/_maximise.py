@@ -1,16 +1,19 @@
 """The source that attains a conjugate, solved for all rows at once, with a custom derivative."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import holds_keys
+from energy_attn.kernels.internal import AbstractFunction, function_call, holds_keys, with_zeros
 
+from ..core._directions import directional, unmoved
 from ..core._free_energy import Calls, Parts
 from ..core._solution import Result
 from ..observables._at_source import covariance_at, state_at, support_at
@@ -158,42 +161,38 @@ def _find_maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
     return Maximum(last.point, -last.value, result, last.residual, found.steps, -found.path)
 
 
-# The source ζ(z, λ, θ) solves  G = ∇F(ζ; θ) + λζ - z = 0,  and so  (Σ + λ) dζ = dz - ζ dλ - d_θ ∇F.
-# The pullback of a cotangent w is x = (Σ + λ)⁺ w for z, -x·ζ for λ, and the pullback of -x by ∇F
-# for θ. (The pseudo-inverse: in a hull of lower dimension the source is undetermined across the
-# hull.) The rule can itself be differentiated: its forward pass calls `maximum`, and its
-# backward pass is a function of the source that `maximum` returns.
+# The source ζ(z, λ, θ) solves  G = ∇F(ζ; θ) + λζ - z = 0,  and so  (Σ + λ) dζ = dz - ζ dλ - d_θ ∇F,
+# solved by the pseudo-inverse: in a hull of lower dimension the source is undetermined across the
+# hull. The rule can itself be differentiated, since it is a function of the source that `maximum`
+# returns.
 def maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
     """The source that attains the conjugate of every row; only the source has a derivative."""
-    found: Any = _maximum(static, inputs)
-    return found
+    return function_call(_Maximum(static), inputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
-    return _find_maximum(static, inputs)
+@dataclasses.dataclass(frozen=True)
+class _Maximum(AbstractFunction):
+    static: SolverOptions
 
+    def apply(self, args: SolverInputs) -> Maximum:
+        return _find_maximum(self.static, args)
 
-def _maximum_forward(static: SolverOptions, inputs: SolverInputs) -> tuple[Maximum, Any]:
-    found = maximum(static, inputs)
-    return found, (inputs, found.source, found.result)
-
-
-def _maximum_backward(
-    static: SolverOptions, saved: tuple[SolverInputs, Array, Array], cotangent: Maximum
-) -> tuple[SolverInputs]:
-    inputs, source, result = saved
-    attained_value = has_source(result)[..., None]
-    source = jnp.where(attained_value, source, 0.0)
-    matrix = covariance_at(static.calls, source, inputs.parts).covariance
-    matrix = plus_diagonal(matrix, inputs.regulariser)
-    x = pseudo_solve(matrix, jnp.where(attained_value, cotangent.source, 0.0))
-    state, pull_back = jax.vjp(lambda parts: state_at(static.calls, source, parts), inputs.parts)
-    (parts,) = pull_back(AttentionState(-x, jnp.zeros_like(state.lse)))
-    return (SolverInputs(parts, x, -(x * source).sum()),)
-
-
-_maximum.defvjp(_maximum_forward, _maximum_backward)
+    def jvp(self, primals: SolverInputs, tangents: SolverInputs) -> tuple[Maximum, Maximum]:
+        found = maximum(self.static, primals)
+        some = has_source(found.result)[..., None]
+        source = jnp.where(some, found.source, 0.0)
+        parts, point, regulariser = tangents
+        moved = with_zeros(point, primals.point)
+        if regulariser is not None:
+            moved = moved - regulariser * source
+        at_source = functools.partial(state_at, self.static.calls, source)
+        state = directional(at_source, primals.parts, parts)
+        if state is not None:
+            moved = moved - state[1].out
+        matrix = covariance_at(self.static.calls, source, primals.parts).covariance
+        matrix = plus_diagonal(matrix, primals.regulariser)
+        along = pseudo_solve(matrix, jnp.where(some, moved, 0.0))
+        return found, unmoved(found)._replace(source=along)
 
 
 # A conjugate is an extremum in its source, so its derivative is that at a fixed source (the
@@ -201,37 +200,33 @@ _maximum.defvjp(_maximum_forward, _maximum_backward)
 # the rule can be differentiated again, through the source.
 def attained_value(static: SolverOptions, inputs: SolverInputs, found: Maximum) -> Array:
     """The value of a conjugate whose source has been found."""
-    value: Any = _attained_value(static, inputs, found)
-    return value
+    return function_call(_AttainedValue(static), (inputs, found))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attained_value(static: SolverOptions, inputs: SolverInputs, found: Maximum) -> Array:
-    infinite = (found.result == Result.outside_hull) | (found.result == Result.no_keys)
-    return jnp.where(infinite, jnp.inf, found.value)
+@dataclasses.dataclass(frozen=True)
+class _AttainedValue(AbstractFunction):
+    static: SolverOptions
 
+    def apply(self, args: tuple[SolverInputs, Maximum]) -> Array:
+        _, found = args
+        infinite = (found.result == Result.outside_hull) | (found.result == Result.no_keys)
+        return jnp.where(infinite, jnp.inf, found.value)
 
-def _attained_forward(
-    static: SolverOptions, inputs: SolverInputs, found: Maximum
-) -> tuple[Array, Any]:
-    return attained_value(static, inputs, found), (inputs, found)
-
-
-def _attained_backward(
-    static: SolverOptions, saved: tuple[SolverInputs, Maximum], cotangent: Array
-) -> tuple[SolverInputs, None]:
-    inputs, found = saved
-    some = has_source(found.result)
-    source = jnp.where(some[..., None], found.source, 0.0)
-    cotangent = jnp.where(some, cotangent, 0.0)
-    state, pull_back = jax.vjp(lambda parts: state_at(static.calls, source, parts), inputs.parts)
-    (parts,) = pull_back(AttentionState(jnp.zeros_like(state.out), -cotangent))
-    point = cotangent[..., None] * source
-    regulariser = -0.5 * (point * source).sum()
-    return SolverInputs(parts, point, regulariser), None
-
-
-_attained_value.defvjp(_attained_forward, _attained_backward)
+    def jvp(
+        self, primals: tuple[SolverInputs, Maximum], tangents: tuple[SolverInputs, Any]
+    ) -> tuple[Array, Array | None]:
+        (inputs, found), ((parts, point, regulariser), _) = primals, tangents
+        some = has_source(found.result)
+        source = jnp.where(some[..., None], found.source, 0.0)
+        moved = with_zeros(point, inputs.point)
+        if regulariser is not None:
+            moved = moved - 0.5 * regulariser * source
+        along = (moved * source).sum(-1)
+        at_source = functools.partial(state_at, self.static.calls, source)
+        state = directional(at_source, inputs.parts, parts)
+        if state is not None:
+            along = along - state[1].lse
+        return attained_value(self.static, inputs, found), jnp.where(some, along, 0.0)
 
 
 def has_source(result: Array) -> Array:
@@ -239,35 +234,27 @@ def has_source(result: Array) -> Array:
     return (result == Result.converged) | (result == Result.max_steps_reached)
 
 
-def plus_diagonal(matrix: Array, diagonal: Array) -> Array:
+def plus_diagonal(matrix: Array, diagonal: ArrayLike) -> Array:
     """Adds a number to the diagonal of each matrix, its own or one for all."""
     eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
     return matrix + diagonal * eye
 
 
-@jax.custom_vjp
 def pseudo_solve(matrix: Array, x: Array) -> Array:
     """Multiplies vectors by the pseudo-inverse of symmetric matrices.
 
     The derivative assumes a constant rank and vectors in the matrix's range.
     """
-    values, vectors = jnp.linalg.eigh(matrix)
-    least = 16 * values.shape[-1] * jnp.finfo(values.dtype).eps * values[..., -1:]
-    some = values > jnp.maximum(least, 0.0)
-    inverse = jnp.where(some, 1 / jnp.where(some, values, 1.0), 0.0)
-    along = (vectors * x[..., :, None]).sum(-2) * inverse
-    return (vectors * along[..., None, :]).sum(-1)
 
+    def multiply(x: Array) -> Array:
+        return (matrix * x[..., None, :]).sum(-1)
 
-def _pseudo_solve_forward(matrix: Array, x: Array) -> tuple[Array, Any]:
-    found = pseudo_solve(matrix, x)
-    return found, (matrix, found)
+    def solve(_: Any, x: Array) -> Array:
+        values, vectors = jnp.linalg.eigh(matrix)
+        least = 16 * values.shape[-1] * jnp.finfo(values.dtype).eps * values[..., -1:]
+        some = values > jnp.maximum(least, 0.0)
+        inverse = jnp.where(some, 1 / jnp.where(some, values, 1.0), 0.0)
+        along = (vectors * x[..., :, None]).sum(-2) * inverse
+        return (vectors * along[..., None, :]).sum(-1)
 
-
-def _pseudo_solve_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    matrix, found = saved
-    back = pseudo_solve(matrix, cotangent)
-    return -back[..., :, None] * found[..., None, :], back
-
-
-pseudo_solve.defvjp(_pseudo_solve_forward, _pseudo_solve_backward)
+    return lax.custom_linear_solve(multiply, x, solve, symmetric=True)

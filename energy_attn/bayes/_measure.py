@@ -37,10 +37,10 @@ class AbstractConjugate(AbstractMeasure):
         reaches the point to within the tolerance. With a regulariser above zero the conjugate is
         finite everywhere: it is the Moreau envelope of the conjugate without one.
 
-        Differentiable twice, in reverse mode, by a custom rule: the gradient in $z$ is $\hat\zeta$,
-        whose derivative is $(\Sigma(\hat\zeta) + \lambda)^{-1}$, and the gradients in the arrays of the
-        measure are those of $-F(\hat\zeta)$. `source` is differentiable as well. Take second
-        derivatives by `jax.jacrev(jax.jacrev(f))`. Where the conjugate is infinite all derivatives are
+        Differentiable in both modes and to any order, without a derivative of the iteration: the
+        gradient in $z$ is $\hat\zeta$, whose derivative is $(\Sigma(\hat\zeta) + \lambda)^{-1}$, and the
+        gradients in the arrays of the measure are those of $-F(\hat\zeta)$. `source` is
+        differentiable as well. Where the conjugate is infinite all derivatives are
         zero; where the hull has a lower dimension than the values, they are those along the hull.
 
         Args:
@@ -156,7 +156,7 @@ class AbstractConjugate(AbstractMeasure):
         `Mirror` halves the source in each step and moves the point to $z = \nabla F_\lambda(\zeta)$.
         `Optax` follows the gradient $\hat\zeta$ in $z$.
 
-        Differentiable in reverse mode, as attention is: `point` is $\nabla F(0)$ and `value` is
+        Differentiable as attention is, in both modes and to any order: `point` is $\nabla F(0)$ and `value` is
         $-F(0)$ for every regulariser and start.
 
         Args:

@@ -101,7 +101,7 @@ def saddle_attention(
     from the gradient before; `Newton` solves the linearised equations, $\zeta = 0$ and
     $z = \nabla F(\zeta) - \Sigma(\zeta)\,\zeta$, and takes two steps from any start.
 
-    Differentiable in reverse mode, as attention is.
+    Differentiable as attention is, in both modes and to any order.
 
     Args:
         F: a [`Gibbs`][energy_attn.Gibbs].

@@ -8,7 +8,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float
 
 from energy_attn.distributed.internal import (
     ShardingPlan,
@@ -37,6 +38,7 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 
 from ._citation import cite
+from ._directions import directional
 from ._options import AttentionOptions
 
 
@@ -88,8 +90,7 @@ def free_energy(
     $F - F(0)$ is the cumulant generating function of the values under $P = \mathrm{softmax}(s)$, and
     $F(0)$ is the log partition function. `jax.grad` in the source costs one kernel pass and compiles
     to the same program as a direct call of the kernel. Differentiable in query, key, value, source,
-    bias and `scale`; second derivatives in reverse mode. With `implementation="reference"` it is
-    plain JAX: any order, both modes.
+    bias and `scale`, in both modes and to any order.
 
     A source that is known to be zero when the call is traced (None, or a NumPy array of zeros) is
     never materialised: `jax.grad(f)(np.zeros(shape))` reads only the values.
@@ -286,7 +287,7 @@ def _both_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return _both(*primals), tangents
 
 
-def _unless_zero(source: Source) -> Source:
+def _unless_zero(source: Any) -> Source:
     # A NumPy array is concrete, and nothing differentiates with respect to it here: a derivative of
     # any order would have passed a tracer instead.
     if source is None or isinstance(source, jax.Array):
@@ -295,53 +296,26 @@ def _unless_zero(source: Source) -> Source:
     return source if source.any() else None
 
 
-# F and its gradient in the source are the two outputs of one kernel pass. The rule computes the
-# state once and saves `out`, which is ∂F/∂ζ: the cotangent of the source is g · out, and the
-# kernel's own derivative runs only for other arguments that are differentiated. `out` is itself a
-# differentiable function of all arguments, so that attention can be differentiated again.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+# F and its gradient in the source are the two outputs of one kernel pass: dF = out · dζ + what the
+# other arguments add, by the kernel's own derivative, which runs only for those that are
+# differentiated. `out` is itself a differentiable function of all arguments, so that attention can be
+# differentiated again. A `custom_jvp` leaves a NumPy source as it is; where JAX loses its rule (see
+# `function_call`), the derivative of the function itself is the same.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _energy(calls: Calls, source: Source, parts: Parts) -> Array:
     return state_at(calls, source, parts).lse
 
 
-def _energy_forward(calls: Calls, source: Any, parts: Parts) -> tuple[Array, Any]:
-    perturbed = any(x.perturbed for x in _primals(parts))
-    source, parts = (_values(x) for x in (source, parts))
-    # the cotangent has the type of the source, which may differ from that of the values
-    like = None
-    if source is not None:
-        like = lax.full_like(source, 0, dtype=jnp.result_type(source), shape=(0,))
-    if not perturbed:
-        state = state_at(calls, source, parts)
-        return state.lse, (state.out, like, None)
-    state, pull_back = jax.vjp(functools.partial(state_at, calls, source), parts)
-    return state.lse, (state.out, like, pull_back)
-
-
-def _energy_backward(calls: Calls, saved: Any, cotangent: Any) -> tuple[Any, Any]:
-    out, like, pull_back = saved
-    del calls
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return None, None
-    source = None
-    if like is not None:
-        source = cotangent[..., None] * out.astype(cotangent.dtype)
-        # the cotangent of a source that does not vary over a shard_map is summed over its devices
-        summed = varying_axes(source) - varying_axes(like)
-        source = lax.psum(source, tuple(sorted(summed))) if summed else source
-        source = source.astype(like.dtype)
-    if pull_back is None:
-        return source, None
-    (found,) = pull_back(AttentionState(jnp.zeros_like(out), cotangent))
-    return source, found
-
-
-def _primals(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "perturbed"))
-
-
-def _values(tree: PyTree) -> Any:
-    return jax.tree.map(lambda x: x.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
-
-
-_energy.defvjp(_energy_forward, _energy_backward, symbolic_zeros=True)
+@functools.partial(_energy.defjvp, symbolic_zeros=True)
+def _energy_jvp(
+    calls: Calls, primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[Array, Array]:
+    source, parts = _unless_zero(primals[0]), primals[1]
+    change, changes = jax.tree.map(lambda x: None if isinstance(x, SymbolicZero) else x, tangents)
+    state = functools.partial(state_at, calls, source)
+    both = directional(state, parts, changes)
+    found, along = (state(parts), None) if both is None else both
+    if change is None:
+        return found.lse, jnp.zeros_like(found.lse) if along is None else along.lse
+    rate = (found.out.astype(found.lse.dtype) * change.astype(found.lse.dtype)).sum(-1)
+    return found.lse, rate if along is None else rate + along.lse

@@ -2,16 +2,21 @@
 
 import dataclasses
 import enum
-import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from energy_attn.kernels.internal import (
+    AbstractFunction,
+    AbstractLinearMap,
+    function_call,
+    linear_call,
+)
 
 
 class Result(enum.IntEnum):
@@ -54,7 +59,8 @@ class Solution(eqx.Module):
         point: the point at which it is attained; None if the point was given.
         result: int32, the code of a [`Result`][energy_attn.Result] for each problem.
         stats: the solver's statistics by name. Unless a docstring says otherwise they have no
-            derivative, and differentiating one raises `RuntimeError`.
+            derivative: in reverse mode differentiating one raises `RuntimeError`, and in forward
+            mode its tangent is NaN.
 
     Examples:
         >>> import jax
@@ -108,34 +114,52 @@ def raise_on_failure(
 
 
 def without_derivative(stats: dict[str, Array], given: PyTree, what: str) -> dict[str, Array]:
-    """Statistics of an iteration, whose derivative in `given` raises `RuntimeError` instead of being zero."""
-    return _without_derivative(what, stats, given)
+    """Statistics of an iteration, whose derivative in `given` raises `RuntimeError` instead of being zero.
+
+    In forward mode, where nothing can raise that is not asked for, their tangents are NaN.
+    """
+    return function_call(_Statistics(what), (stats, given))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _without_derivative(what: str, stats: dict[str, Array], given: PyTree) -> dict[str, Array]:
-    del what, given
-    return stats
+@dataclasses.dataclass(frozen=True)
+class _Statistics(AbstractFunction):
+    what: str
+
+    def apply(self, args: tuple[dict[str, Array], PyTree]) -> dict[str, Array]:
+        return args[0]
+
+    def jvp(self, primals: tuple[dict[str, Array], PyTree], tangents: Any) -> tuple[Any, Any]:
+        stats, _ = primals
+        floating = {name: x for name, x in stats.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        unknown = linear_call(_Unknown(self.what), floating, jax.tree.leaves(tangents))
+        return function_call(self, primals), dict.fromkeys(stats) | unknown
 
 
-def _without_derivative_forward(
-    what: str, stats: dict[str, Any], given: PyTree
-) -> tuple[Any, None]:
-    del what, given
-    return {name: x.value for name, x in stats.items()}, None
+# Forward mode computes the tangents of all that a solver returns, asked for or not, and so cannot
+# raise; reverse mode calls the transpose only for what is asked for.
+@dataclasses.dataclass(frozen=True)
+class _Unknown(AbstractLinearMap):
+    """The tangents of statistics: NaN, with a transpose that raises `RuntimeError`."""
 
+    what: str
 
-def _without_derivative_backward(what: str, saved: None, cotangents: dict[str, Any]) -> Any:
-    del saved
-    wanted = [name for name, x in cotangents.items() if not isinstance(x, SymbolicZero)]
-    raise RuntimeError(
-        f"stats: wanted no derivative, as those of {what} have none, got one of {', '.join(wanted)}"
-    )
+    def apply(self, fixed: dict[str, Array], moving: list[Array | None]) -> dict[str, Array]:
+        """NaN for each of the statistics."""
+        return {name: x * jnp.nan for name, x in fixed.items()}
 
+    def plain(self, fixed: dict[str, Array], moving: list[Array | None]) -> dict[str, Array]:
+        """The same."""
+        return self.apply(fixed, moving)
 
-_without_derivative.defvjp(
-    _without_derivative_forward, _without_derivative_backward, symbolic_zeros=True
-)
+    def transpose(
+        self, fixed: dict[str, Array], moving: Any, cotangent: dict[str, Array | None]
+    ) -> NoReturn:
+        """Raises `RuntimeError`, which names the statistics whose derivative is wanted."""
+        wanted = [name for name, x in cotangent.items() if x is not None]
+        raise RuntimeError(
+            f"stats: wanted no derivative, as those of {self.what} have none, got one of "
+            f"{', '.join(wanted)}"
+        )
 
 
 def _complaint(what: str, result: Result) -> str:

@@ -1,15 +1,23 @@
 """The fixed-point iteration of a Hopfield network, its derivative, and the energy that it descends."""
 
-import functools
+import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import ScoreBlock, holds_keys, outer, precision, product
+from energy_attn.kernels.internal import (
+    AbstractFunction,
+    ScoreBlock,
+    function_call,
+    holds_keys,
+    outer,
+    precision,
+    product,
+)
 
+from ..core._directions import directional, unmoved
 from ..core._free_energy import Arrays, Prepared
 from ..observables._at_source import covariance_at, expectation_at, state_at, support_at
 
@@ -77,16 +85,44 @@ def point_energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> A
 
 # The point is an implicit function of memories and β, x = G(x, θ) with G = ∇F, and so
 #     dx = J dx + ∂G/∂θ dθ,   J = ∂G/∂x = β Cov_P(m),   dx = (1 - J)⁻¹ ∂G/∂θ dθ.
-# J is symmetric, so reverse mode solves with the same matrix. The rule consists of differentiable
-# calls, this function among them, so that it can be differentiated again.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+# The rule consists of differentiable calls, this function among them, so that it can be differentiated
+# again.
 def fixed_point(
     static: RetrievalOptions, beta: Array, arrays: Arrays, stats: MemoryStats
 ) -> tuple[Array, Progress]:
     """The fixed point of each row, starting from the query of `arrays`, and the iteration's state.
 
-    Differentiable in reverse mode, in the point alone; the caller must stop derivatives of the rest.
+    Differentiable in the point alone; the caller must stop derivatives of the rest.
     """
+    return function_call(_FixedPoint(static), (beta, arrays, stats))
+
+
+@dataclasses.dataclass(frozen=True)
+class _FixedPoint(AbstractFunction):
+    static: RetrievalOptions
+
+    def apply(self, args: tuple[Array, Arrays, MemoryStats]) -> tuple[Array, Progress]:
+        return _iterate(self.static, *args)
+
+    def jvp(self, primals: tuple[Array, Arrays, MemoryStats], tangents: Any) -> tuple[Any, Any]:
+        beta, arrays, _ = primals
+        found = fixed_point(self.static, *primals)
+        point, call = found[0], self.static.call
+        # the point has taken the query's place
+        inputs, changes = ((x[0], x[1]._replace(query=None)) for x in (primals, tangents))
+        state = directional(lambda x: state_at_point(call, x[0], x[1], point), inputs, changes)
+        if state is None:
+            return found, unmoved(found)
+        covariance = covariance_at((call,), None, (arrays._replace(query=beta * point),)).covariance
+        one = jnp.eye(point.shape[-1], dtype=point.dtype)
+        jacobian = jnp.expand_dims(one, range(point.ndim - 1)) - beta * covariance
+        along = jnp.linalg.solve(jacobian, state[1].out[..., None])[..., 0]
+        return found, (along, unmoved(found[1]))
+
+
+def _iterate(
+    static: RetrievalOptions, beta: Array, arrays: Arrays, stats: MemoryStats
+) -> tuple[Array, Progress]:
     call = static.call
     length = jnp.sqrt(stats.square)
     unit = jnp.where(length > 0, length, 1.0)
@@ -134,31 +170,6 @@ def energy_rises(
     """Whether the energies of a point whose F is `lse` exceed the last ones by more than rounding."""
     terms = (point**2).sum(-1) + stats.square + (jnp.abs(lse) + stats.log_count) / beta
     return energies > progress.last + _ROUNDING * jnp.finfo(energies.dtype).eps * terms
-
-
-def _fixed_point_forward(
-    static: RetrievalOptions, beta: Array, arrays: Arrays, stats: MemoryStats
-) -> Any:
-    found: Any = fixed_point(static, beta, arrays, stats)
-    return found, (beta, arrays, stats, found[0])
-
-
-def _fixed_point_backward(
-    static: RetrievalOptions,
-    saved: tuple[Array, Arrays, MemoryStats, Array],
-    cotangent: tuple[Array, Progress],
-) -> tuple[Array, Arrays, MemoryStats]:
-    beta, arrays, stats, point = saved
-    call = static.call
-    covariance = covariance_at((call,), None, (arrays._replace(query=beta * point),)).covariance
-    one = jnp.eye(point.shape[-1], dtype=point.dtype)
-    jacobian = jnp.expand_dims(one, range(point.ndim - 1)) - beta * covariance
-    pushed = jnp.linalg.solve(jacobian, cotangent[0][..., None])[..., 0]
-    _, pull_back = jax.vjp(lambda b, a: state_at_point(call, b, a, point).out, beta, arrays)
-    return *pull_back(pushed), jax.tree.map(jnp.zeros_like, stats)
-
-
-fixed_point.defvjp(_fixed_point_forward, _fixed_point_backward)
 
 
 def nearest_memory(

@@ -64,12 +64,12 @@ def retrieve(
     the radius $M = \max_a |m_a|$; $S$ is the number of memories. A step is one kernel pass, and rows
     that have converged do not move.
 
-    `point` and `value` are differentiable in the memories and $\beta$, in reverse mode and
-    repeatedly, by the implicit function theorem,
+    `point` and `value` are differentiable in the memories and $\beta$, in both modes and to any
+    order, by the implicit function theorem,
     $\mathrm{d}x = (1 - \beta\,\mathrm{Cov}_P(m))^{-1}\, \partial \nabla F$: no step is stored, and one
     `H×H` system is solved for each row. A fixed point does not change with the state that leads to
     it, so the derivative in `state` is 0. The stats `steps`, `residual` and `path` have no
-    derivative; differentiating them raises.
+    derivative: differentiating them in reverse mode raises, and in forward mode yields NaN.
 
     Args:
         state: the first $x$, `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.

@@ -20,8 +20,7 @@ class AbstractMeasure(eqx.Module):
 
     Every method is computed block by block, without the matrix of weights, and merged over the mesh
     on which the keys lie. The arithmetic is in float32, or float64 for float64 arrays. All but
-    `sample` are differentiable in reverse mode. A fully masked row yields zeros (index -1 from
-    `sample`).
+    `sample` are differentiable. A fully masked row yields zeros (index -1 from `sample`).
     """
 
     @abc.abstractmethod

@@ -58,7 +58,7 @@ def tree_decode(
     with the same collectives. The tree's part is one more state, of `L` × `L` scores on each device,
     merged once. The cache is unchanged; [`commit`][energy_attn.prefix_tree.commit] appends to it.
 
-    A node's position is `cache.lengths + tree.depth`. Differentiable in reverse mode in query, key,
+    A node's position is `cache.lengths + tree.depth`. Differentiable in query, key,
     value, source, and in the cache's keys and values.
 
     Args:

@@ -103,7 +103,7 @@ def energy_report(
 
     of each row of attention, or their means over the queries that see a key. It costs about three
     flash passes for each layer, without a matrix of weights. It is a pure function of arrays: it works
-    inside `jax.jit`, in a training step, and is differentiable in reverse mode.
+    inside `jax.jit`, in a training step, and is differentiable.
 
     Three forms:
 

@@ -12,7 +12,7 @@ from ._state import AttentionState
 
 
 class AbstractKernel(abc.ABC):
-    """Computes the state `(out, lse)` of a call, and its vector-Jacobian product.
+    """Computes the state `(out, lse)` of a call, and its derivative in both modes.
 
     The operands may be `jax.ShapeDtypeStruct`s in `check`; elsewhere they are arrays, traced or not.
     The other methods are called only if `check` passes.
@@ -81,6 +81,26 @@ class AbstractKernel(abc.ABC):
         P_a (\dot{out}\cdot v_a - \delta)$. A cotangent of `lse` that is None is zero. Fully masked
         rows get zeros.
         """
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState | None:
+        r"""The derivative of the state in a direction, of which `backward` is the transpose.
+
+        `directions` has the form of the operands; None for what does not move, which masks,
+        positions and segments never do. With $\dot s_a = \mathrm{scale}\,(\dot q \cdot k_a +
+        q \cdot \dot k_a) + \dot b_a$, the derivative of `lse` is $\dot F = \sum_a P_a \dot s_a$,
+        and that of `out` is $\sum_a P_a (\dot s_a - \dot F)\, v_a + \sum_a P_a \dot v_a$, in
+        their dtypes. Fully masked rows get zeros. By default None: that of the blockwise
+        implementation is taken.
+        """
+        del operands, settings, state, directions, platform
+        return None
 
 
 Candidate = str | AbstractKernel  # what may compute a call: a name of the registry, or a kernel

@@ -109,8 +109,8 @@ def zero_absent(operands: Operands) -> Operands:
     """
     keys = present_keys(operands)
 
-    def kept(x: Array, some: Array | None) -> Array:
-        return x if some is None else jnp.where(some[:, :, None, None], x, 0)
+    def kept(x: Any, some: Array | None) -> Any:
+        return x if x is None or some is None else jnp.where(some[:, :, None, None], x, 0)
 
     rows = operands.query_positions
     return operands._replace(

@@ -1,32 +1,172 @@
-"""Attention with a derivative, made of a kernel's `forward` and `backward`."""
+"""Derivatives of attention in both modes: a tangent and a backward, each the transpose of the other."""
 
-import functools
+import abc
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings, cotangents
 from ..call._state import AttentionState
 from ..xla._blockwise import Blockwise, empty_like
+from ..xla._tangent import tangent
+from ._function import AbstractFunction, function_call
+from ._linear import AbstractLinearMap, linear_call
 from ._lowering import run_when_lowered
 
 Kernels = tuple[AbstractKernel, ...]
+Saved = tuple[Operands, AttentionState]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+class AbstractDerivative(abc.ABC):
+    """The derivative of a state of attention at given operands; static and hashable."""
+
+    @abc.abstractmethod
+    def tangent(
+        self, operands: Operands, state: AttentionState, directions: Operands
+    ) -> AttentionState:
+        """The derivative in the directions that are not None."""
+
+    @abc.abstractmethod
+    def backward(
+        self,
+        operands: Operands,
+        state: AttentionState,
+        cotangent: AttentionState,
+        moved: tuple[bool, ...],
+    ) -> Operands:
+        """The cotangents of query, key, value and bias; those that `moved` does not name are dropped."""
+
+    @abc.abstractmethod
+    def plain(self) -> "AbstractDerivative":
+        """The same derivative in JAX's operations, of which JAX takes those of higher order."""
+
+
+def tangent_along(
+    derivative: AbstractDerivative, operands: Operands, state: AttentionState, changes: Operands
+) -> AttentionState:
+    """The tangent of a state, for tangents of its operands that are None where they are zero.
+
+    What does not move costs nothing, in this mode or in the other.
+    """
+    directions = cotangents(*changes[:4])  # masks, positions and segments do not move
+    if not jax.tree.leaves(directions):
+        return jax.tree.map(jnp.zeros_like, state)
+    return linear_call(Tangent(derivative), (operands, state), directions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent(AbstractLinearMap):
+    """The derivative of a state in a direction, at given operands and state."""
+
+    derivative: AbstractDerivative
+
+    def apply(self, fixed: Saved, moving: Operands) -> AttentionState:
+        """The tangent."""
+        return self.derivative.tangent(*fixed, moving)
+
+    def plain(self, fixed: Saved, moving: Operands) -> AttentionState:
+        """The tangent in JAX's operations."""
+        return self.derivative.plain().tangent(*fixed, moving)
+
+    def transpose(self, fixed: Saved, moving: Operands, cotangent: AttentionState) -> Operands:
+        """The backward."""
+        moved = tuple(x is not None for x in moving[:4])
+        return linear_call(Pullback(self.derivative, moved), fixed, cotangent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pullback(AbstractLinearMap):
+    """The cotangents of the operands that `moved` names, from those of a state.
+
+    A cotangent of `lse` that is None is zero: then one call of a vendor's backward, which takes none,
+    is enough.
+    """
+
+    derivative: AbstractDerivative
+    moved: tuple[bool, ...]
+
+    def apply(self, fixed: Saved, moving: AttentionState) -> Operands:
+        """The backward."""
+        return self._of(self.derivative, fixed, moving)
+
+    def plain(self, fixed: Saved, moving: AttentionState) -> Operands:
+        """The backward in JAX's operations."""
+        return self._of(self.derivative.plain(), fixed, moving)
+
+    def _of(self, derivative: AbstractDerivative, fixed: Saved, moving: AttentionState) -> Operands:
+        if moving.out is None:
+            moving = moving._replace(out=jnp.zeros_like(fixed[1].out))
+        found = derivative.backward(*fixed, moving, self.moved)
+        some = zip(found[:4], self.moved, strict=True)
+        return cotangents(*(x if moved else None for x, moved in some))
+
+    def transpose(
+        self, fixed: Saved, moving: AttentionState, cotangent: Operands
+    ) -> AttentionState:
+        """The tangent."""
+        found = linear_call(Tangent(self.derivative), fixed, cotangent)
+        kept = zip(moving, found, strict=True)
+        return AttentionState._make(None if x is None else y for x, y in kept)
+
+
 def differentiable_attention(
     kernels: Kernels, settings: Settings, operands: Operands
 ) -> AttentionState:
-    """The state by the first of `kernels` that fits; both `out` and `lse` are differentiable.
+    """The state by the first of `kernels` that fits; `out` and `lse` are differentiable, in both modes.
 
-    First derivatives are the kernel's own `backward`; second derivatives in reverse mode
-    differentiate the blockwise backward. Forward mode raises JAX's `TypeError` for a custom_vjp.
-    Raises as `run_when_lowered`.
+    First derivatives are the kernel's own `tangent` and `backward`, each of which is the transpose of
+    the other; those of higher order are JAX's, of the blockwise ones. Raises as `run_when_lowered`.
     """
-    return run_when_lowered(_forward, empty_like, kernels, settings, operands)
+    return function_call(_Attention(kernels, settings), operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention(AbstractFunction):
+    """The state by the first of `kernels` that fits."""
+
+    kernels: Kernels
+    settings: Settings
+
+    def apply(self, args: Operands) -> AttentionState:
+        return run_when_lowered(_forward, empty_like, self.kernels, self.settings, args)
+
+    def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
+        state: AttentionState = function_call(self, primals)
+        derivative = _OfKernels(self.kernels, self.settings)
+        return state, tangent_along(derivative, primals, state, tangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfKernels(AbstractDerivative):
+    """The derivative by the first of `kernels` that fits."""
+
+    kernels: Kernels
+    settings: Settings
+
+    def tangent(
+        self, operands: Operands, state: AttentionState, directions: Operands
+    ) -> AttentionState:
+        given = self.kernels, self.settings, operands, state
+        return run_when_lowered(_tangent, _like_state, *given, directions)
+
+    def backward(
+        self,
+        operands: Operands,
+        state: AttentionState,
+        cotangent: AttentionState,
+        moved: tuple[bool, ...],
+    ) -> Operands:
+        given = self.kernels, self.settings, operands, state
+        return run_when_lowered(_backward, _like_operands, *given, cotangent)
+
+    def plain(self) -> AbstractDerivative:
+        # All kernels compute the same function, so the derivative of any tangent or backward is that
+        # of the blockwise one, which is written in JAX.
+        blockwise = next((x for x in self.kernels if isinstance(x, Blockwise)), Blockwise())
+        return _OfKernels((blockwise,), self.settings)
 
 
 def _forward(
@@ -35,51 +175,19 @@ def _forward(
     return kernel.forward(operands, settings, platform)
 
 
-def _save(kernels: Kernels, settings: Settings, operands: Operands) -> Any:
-    leaves, tree = jax.tree.flatten(operands, is_leaf=lambda x: hasattr(x, "perturbed"))
-    return _run_and_save(kernels, settings, tree.unflatten(x.value for x in leaves))
-
-
-# In a jit of its own: in a loop that is differentiated twice, JAX 0.8 to 0.10 confuses the arguments
-# of a rule inside a rule with constants of the loop.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_and_save(kernels: Kernels, settings: Settings, operands: Operands) -> Any:
-    # `differentiable_attention`, not `run_when_lowered`: the saved state enters the backward, and is
-    # differentiated with it
-    state: AttentionState = differentiable_attention(kernels, settings, operands)
-    return state, (operands, state)
-
-
-def _pull_back(
-    kernels: Kernels,
+def _tangent(
+    kernel: AbstractKernel,
     settings: Settings,
-    saved: tuple[Operands, AttentionState],
-    cotangent: AttentionState,
-) -> tuple[Operands]:
-    operands, state = saved
-    out, lse = (None if isinstance(x, SymbolicZero) else x for x in cotangent)
-    if out is None:
-        out = jnp.zeros_like(state.out)
-    return (_backward(kernels, settings, operands, state, AttentionState(out, lse)),)  # pyright: ignore[reportArgumentType]  # lse may be None
-
-
-# With symbolic zeros, a cotangent of `out` alone (nearly all training) is recognised, and one call of
-# a vendor's backward, which takes no cotangent of lse, is enough.
-differentiable_attention.defvjp(_save, _pull_back, symbolic_zeros=True)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _backward(
-    kernels: Kernels,
-    settings: Settings,
+    platform: str | None,
     operands: Operands,
     state: AttentionState,
-    cotangent: AttentionState,
-) -> Operands:
-    return run_when_lowered(_run_backward, _zeros, kernels, settings, operands, state, cotangent)
+    directions: Operands,
+) -> AttentionState:
+    found = kernel.tangent(operands, settings, state, directions, platform)
+    return tangent(operands, settings, state, directions) if found is None else found
 
 
-def _run_backward(
+def _backward(
     kernel: AbstractKernel,
     settings: Settings,
     platform: str | None,
@@ -90,31 +198,9 @@ def _run_backward(
     return kernel.backward(operands, settings, state, cotangent, platform)
 
 
-def _zeros(settings: Settings, operands: Operands, *others: AttentionState) -> Operands:
-    del settings
+def _like_state(settings: Settings, operands: Operands, state: AttentionState, *_: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, state)
+
+
+def _like_operands(settings: Settings, operands: Operands, *_: Any) -> Operands:
     return cotangents(*(None if x is None else jnp.zeros_like(x) for x in operands[:4]))
-
-
-# All kernels compute the same function, so the derivative of any backward is that of the blockwise
-# one, which is written in JAX.
-def _save_backward(
-    kernels: Kernels, settings: Settings, *saved: Operands | AttentionState
-) -> tuple[Operands, tuple[Operands | AttentionState, ...]]:
-    return _backward(kernels, settings, *saved), saved
-
-
-def _pull_back_backward(
-    kernels: Kernels,
-    settings: Settings,
-    saved: tuple[Operands | AttentionState, ...],
-    cotangent: Operands,
-) -> Any:
-    blockwise = next((kernel for kernel in kernels if isinstance(kernel, Blockwise)), Blockwise())
-
-    def backward(operands: Operands, state: AttentionState, cotangent: AttentionState) -> Operands:
-        return blockwise.backward(operands, settings, state, cotangent, None)
-
-    return jax.vjp(backward, *saved)[1](cotangent)
-
-
-_backward.defvjp(_save_backward, _pull_back_backward)

@@ -25,6 +25,7 @@ from ..xla._decode import Decode
 from ..xla._reference import Reference
 from ._derivative import differentiable_attention
 from ._lowering import Program, first_fitting, why_unfit
+from ._taylor import check_taylor
 
 _Tree = TypeVar("_Tree")
 
@@ -142,6 +143,7 @@ def attend(names: Sequence[Candidate], settings: Settings, operands: Operands) -
     `NotImplementedError` if the only one declines, and an `ExceptionGroup` of all reasons if several
     do.
     """
+    check_taylor(names, operands)
     return _attend(tuple(names), settings, vary_together(operands))
 
 

@@ -1,13 +1,8 @@
-"""Sums or maxima over keys of any function of a block of scores.
-
-The same iteration over blocks as in `_blockwise`, written so that JAX differentiates it to any order
-in both modes without storing a block.
-"""
+"""Sums or maxima over keys of any function of a block of scores, which JAX differentiates."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -16,7 +11,8 @@ from ..call._kernel import Candidate
 from ..call._operands import Operands, Settings
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
 from ..dispatch._registry import attend, vary_together
-from ..xla._blocks import BlockedOperands, Index, cut_queries, join_queries, outer
+from ..xla._blocks import BlockedOperands, Index, outer
+from ..xla._reduce import Arrays, reduce_blocks
 
 
 class ScoreBlock(NamedTuple):
@@ -119,38 +115,10 @@ def _reduce_blocks(
         shape = (batch, query_len, heads, width)
         return lax.full_like(operands.query, start, dtype=wide, shape=shape)
     blocks = BlockedOperands(operands, settings)
-    g = blocks.grid
-    values = blocks.value.astype(wide)
-    # The results of rows that fill the last block are dropped.
-    cut = tuple(cut_queries(g, x) for x in rows)
 
-    def nothing() -> Array:
-        return blocks.full(start, batch, g.rows, width)
+    def terms(at: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
+        return (of_block(blocks.scores_of(query, key, at), *keys, *rows),)
 
-    # A derivative stores the arguments, and computes the block again.
-    @jax.checkpoint
-    def one(at: Index, query: Array, key: Array, value: Array, *rows: Array) -> Array:
-        def visible_sum() -> Array:
-            return of_block(blocks.scores_of(query, key, at), value, *rows)
-
-        meet = blocks.meet(at)
-        return visible_sum() if meet is None else lax.cond(meet, visible_sum, nothing)
-
-    # Loops take blocks as scanned inputs, so that each step returns the cotangents of its own.
-    def one_head(taken: tuple[Any, ...]) -> Array:
-        h, queries, keys, values, rows = taken
-
-        def one_block_of_queries(taken: tuple[Any, ...]) -> Array:
-            i, query, rows = taken
-
-            def one_block_of_keys(carry: Array, taken: tuple[Array, ...]) -> Any:
-                j, key, value = taken
-                return join(carry, one(Index(h, i, j), query, key, value, *rows)), None
-
-            over = jnp.arange(g.key_blocks), keys, values
-            return lax.scan(one_block_of_keys, nothing(), over)[0]
-
-        return lax.map(one_block_of_queries, (jnp.arange(g.query_blocks), queries, rows))
-
-    over = jnp.arange(g.kv_heads), blocks.query, blocks.key, values, cut
-    return join_queries(g, lax.map(one_head, over), query_len)
+    values = (blocks.value.astype(wide),)
+    (found,) = reduce_blocks(terms, join, start, (width,), blocks, query_len, rows, values)
+    return found

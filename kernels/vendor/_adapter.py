@@ -1,6 +1,7 @@
-"""What the adapters of vendors' kernels share: the calls they decline, and the cotangent of lse.
+"""What the adapters of vendors' kernels share: the calls they decline, the cotangent of lse, the tangent.
 
-Those kernels take one width, positions that count from 0, and a cotangent of `out` alone.
+Those kernels take one width, positions that count from 0, and a cotangent of `out` alone. None has a
+derivative in a direction.
 """
 
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..call._kernel import check_operands
+from ..call._kernel import AbstractKernel, check_operands
 from ..call._operands import Operands, Settings, cotangents, out_dtype
 from ..call._state import AttentionState
 
@@ -78,6 +79,22 @@ def pull_back(
         more_query, more_key, _ = pull(ones, zero, parts)
         query, key = _add(query, more_query), _add(key, more_key)
     return cotangents(query, key, value, None)
+
+
+def push_forward(
+    kernel: AbstractKernel,
+    operands: Operands,
+    settings: Settings,
+    state: AttentionState,
+    directions: Operands,
+    platform: str | None,
+) -> AttentionState | None:
+    """The tangent of `kernel`, one of ours; None if it declines the call."""
+    try:
+        kernel.check(operands, settings)
+    except NotImplementedError:
+        return None
+    return kernel.tangent(operands, settings, state, directions, platform)
 
 
 def _lse_operands(value: Array, out: Array, lse: Array) -> tuple[Array, Array, Array]:

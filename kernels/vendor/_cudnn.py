@@ -17,7 +17,8 @@ from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings
 from ..call._state import AttentionState
 from ..masks._structure import SIDED
-from ._adapter import check_plain, pull_back, vendor_state, window_side
+from ..pallas.gpu._kernel import PallasGPU
+from ._adapter import check_plain, pull_back, push_forward, vendor_state, window_side
 
 FEWEST_ROWS = 64  # of queries and of keys; other kernels split the keys of few rows
 
@@ -77,6 +78,17 @@ class CuDNN(AbstractKernel):
             return _backward(*operands[:2], value, lse, out, d_out, **options)
 
         return pull_back(pull, operands, state, cotangent)
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState | None:
+        """That of pallas_gpu: the vendor has none."""
+        return push_forward(PallasGPU(), operands, settings, state, directions, platform)
 
 
 def _forward(query: Array, key: Array, value: Array, **options: object) -> Any:

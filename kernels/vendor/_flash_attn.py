@@ -16,7 +16,8 @@ from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings
 from ..call._state import AttentionState
 from ..masks._structure import SIDED
-from ._adapter import check_plain, pull_back, vendor_state, window_side
+from ..pallas.gpu._kernel import PallasGPU
+from ._adapter import check_plain, pull_back, push_forward, vendor_state, window_side
 
 
 class FlashAttn(AbstractKernel):
@@ -65,6 +66,17 @@ class FlashAttn(AbstractKernel):
             return _package().backward(d_out, *operands[:2], value, out, lse, **options)
 
         return pull_back(pull, operands, state, cotangent)
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState | None:
+        """That of pallas_gpu: the vendor has none."""
+        return push_forward(PallasGPU(), operands, settings, state, directions, platform)
 
 
 def _options(settings: Settings, keys: int) -> dict[str, Any]:

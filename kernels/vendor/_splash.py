@@ -20,8 +20,9 @@ from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings, cotangents
 from ..call._state import AttentionState
 from ..masks._structure import SIDED
+from ..pallas.tpu._kernel import PallasTPU
 from ..xla._blockwise import backward_delta
-from ._adapter import check_plain, vendor_state, window_side
+from ._adapter import check_plain, push_forward, vendor_state, window_side
 
 _LEAST = 128  # rows in a block
 _MOST = 32768  # rows; masks are cut into blocks on the host, one by one
@@ -90,6 +91,18 @@ class Splash(AbstractKernel):
             )
         query, key, value = (x.swapaxes(1, 2) for x in pulled)
         return cotangents(query * settings.scale, key, value, None)
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState | None:
+        """That of pallas_tpu: the vendor has none."""
+        with _as_expected():  # JAX 0.8 lowers ours, too, in 32 bits alone
+            return push_forward(PallasTPU(), operands, settings, state, directions, platform)
 
     def _cut(self, query: Array, key: Array) -> tuple[tuple[int, int], tuple[int, int]]:
         """The lengths of queries and keys, heads in front, and of their blocks."""

@@ -180,11 +180,10 @@ class BlockedOperands:
             shown = _pad(shown, 1, g.keys * g.key_blocks)
             shown = shown.reshape(shown.shape[0], g.key_blocks, g.keys)
         self._shown = shown
-        query_len, key_len = g.queries * g.query_blocks, g.keys * g.key_blocks
-        self.bias = _pad_scores(operands.bias, query_len, key_len)
-        self.mask = _pad_scores(operands.mask, query_len, key_len)
+        self.bias = self.pad_scores(operands.bias)
+        self.mask = self.pad_scores(operands.mask)
         query_positions, key_positions = operands.query_positions, operands.key_positions
-        if key_len != operands.key.shape[1] and key_positions is None:
+        if g.keys * g.key_blocks != operands.key.shape[1] and key_positions is None:
             # keys that pad the last block are absent
             query_positions = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
             key_positions = jnp.zeros((1, operands.key.shape[1]), jnp.int32)
@@ -230,9 +229,9 @@ class BlockedOperands:
         """The same from the queries and keys of the block."""
         scores = self.outer(query, key) * self.settings.scale
         if self.bias is not None:
-            scores = scores + self._block(self.bias, at).astype(scores.dtype)
+            scores = scores + self.score_block(self.bias, at).astype(scores.dtype)
         if self.mask is not None:
-            scores = jnp.where(self._block(self.mask, at), scores, -jnp.inf)
+            scores = jnp.where(self.score_block(self.mask, at), scores, -jnp.inf)
         if self.positions is not None:
             seen = visible(self.rule, *self._facing(self.positions, at))
             scores = jnp.where(seen, scores, -jnp.inf)
@@ -246,7 +245,16 @@ class BlockedOperands:
         queries, keys = (x[:, i] for x, i in zip(numbers, at[1:], strict=True))
         return jnp.tile(queries, (1, self.grid.group))[:, :, None], keys[:, None, :]
 
-    def _block(self, x: Array, at: Index) -> Array:
+    def pad_scores(self, x: Array | None) -> Array | None:
+        """An array that broadcasts to the scores, padded to whole blocks."""
+        if x is None:
+            return None
+        g = self.grid
+        x = x if x.shape[2] == 1 else _pad(x, 2, g.queries * g.query_blocks)
+        return x if x.shape[3] == 1 else _pad(x, 3, g.keys * g.key_blocks)
+
+    def score_block(self, x: Array, at: Index) -> Array:
+        """One block `[B, rows, keys]` of an array that `pad_scores` returns."""
         g = self.grid
         block = lax.dynamic_slice(x, *self._corner(x.shape, at))
         block = jnp.broadcast_to(block, (x.shape[0], g.group, g.queries, g.keys))
@@ -271,13 +279,6 @@ class BlockedOperands:
         return lax.dynamic_update_slice(
             total, lax.dynamic_slice(total, start, sizes) + block, start
         )
-
-
-def _pad_scores(x: Array | None, query_len: int, key_len: int) -> Array | None:
-    if x is None:
-        return None
-    x = x if x.shape[2] == 1 else _pad(x, 2, query_len)
-    return x if x.shape[3] == 1 else _pad(x, 3, key_len)
 
 
 def outer(a: Array, b: Array, precision: lax.Precision | None) -> Array:

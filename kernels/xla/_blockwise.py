@@ -29,6 +29,7 @@ from ._blocks import (
     take_keys,
     whole_blocks,
 )
+from ._tangent import tangent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,17 @@ class Blockwise(AbstractKernel):
     ) -> Operands:
         """Both cotangents pulled back block by block."""
         return backward(operands, settings, state, cotangent, self.sizes)
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState:
+        """One pass over blocks of keys."""
+        return tangent(operands, settings, state, directions, self.sizes)
 
 
 def forward(
@@ -166,7 +178,8 @@ def backward_rows(
     """The rows of a backward, with zeros in fully masked ones."""
     query, d_out = operands.query, cotangent.out
     seen = holds_keys(state.lse)
-    if operands.query_positions is not None:  # else no row is absent
+    hiding = operands.query_positions, operands.query_segments, operands.mask, operands.bias
+    if any(x is not None for x in hiding):  # else each row sees a key
         query, d_out = (jnp.where(seen[..., None], x, 0) for x in (query, d_out))
     lse = jnp.where(seen, state.lse, jnp.inf)
     return BackwardRows(query, d_out, lse, jnp.where(seen, backward_delta(state, cotangent), 0.0))

@@ -22,6 +22,7 @@ from ..call._state import AttentionState, lse_dtype, precision
 from ..masks._abstract import AbstractMask
 from . import _blockwise
 from ._blocks import inner, outer, product
+from ._decode_tangent import tangent
 from ._reference import masked
 from ._softmax import softmax
 
@@ -75,6 +76,17 @@ class Decode(AbstractKernel):
     ) -> Operands:
         """The backward of the blockwise implementation."""
         return _blockwise.backward(operands, settings, state, cotangent)
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState:
+        """One product for each change of the scores and of the outputs."""
+        return tangent(operands, settings, state, directions)
 
 
 def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:

@@ -90,6 +90,23 @@ class Reference(AbstractKernel):
         found = jax.vjp(run, *operands[:4])[1](cotangent)
         return cotangents(*found)
 
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState:
+        """JAX's derivative of `forward`."""
+        moving = {name: x for name, x in directions._asdict().items() if x is not None}
+
+        def run(moving: dict[str, Array]) -> AttentionState:
+            return self.forward(operands._replace(**moving), settings, platform)
+
+        given = {name: getattr(operands, name) for name in moving}
+        return jax.jvp(run, (given,), (moving,))[1]
+
 
 def masked(scores: Float[Array, "B N T S"], operands: Operands, settings: Settings) -> Array:
     """Scores from products of queries and keys: scaled, biased, minus infinity where hidden.

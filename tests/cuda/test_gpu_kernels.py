@@ -4,6 +4,7 @@ Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs a
 compute is right, the interpreter shows on any machine (tests/kernels/test_local_attention.py).
 """
 
+import functools
 import re
 import subprocess
 
@@ -25,6 +26,7 @@ heads = pytest.mark.parametrize("heads", [(16, 16), (32, 8)], ids=str)
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 
 DECODE = {"attention_forward", "attention_merge"}
+TANGENT = {"attention_forward", "attention_tangent"}
 BACKWARD = {"attention_forward", "attention_backward_query", "attention_backward_key"}
 
 
@@ -35,6 +37,11 @@ def attend(query, key, value, **options):
 def with_gradients(query, key, value, dout, dlse):
     state, back = jax.vjp(lambda *x: attend(*x, is_causal=True), query, key, value)
     return state, back(AttentionState(dout, dlse))
+
+
+def with_tangent(*arrays):
+    run = functools.partial(attend, is_causal=arrays[0].shape[1] > 1)
+    return jax.jvp(run, arrays[:3], arrays[3:])
 
 
 class Compiled:
@@ -164,6 +171,29 @@ def test_prefill_and_backward(heads, tmp_path):
         assert spilled == 0, name
 
 
+@heads
+def test_prefill_and_tangent(heads, tmp_path):
+    """The same of the derivative in a direction, which needs no memory beside its results."""
+    n, k = heads
+    rows, keys = (1, PREFILL, n, WIDTH), (1, PREFILL, k, WIDTH)
+    program = Compiled(with_tangent, *(rows, keys, keys) * 2, folder=tmp_path)
+    assert program.kernels == TANGENT
+    assert program.memory.temp_size_in_bytes < 1024
+    code, spilled = program.assembled()["attention_tangent"]
+    assert "wgmma" in code and "cp.async.cg.shared.global" in code
+    assert spilled == 0
+
+
+@heads
+def test_tangent_of_decode(heads):
+    """Keys or their directions copied; parts that are as large as the keys."""
+    n, k = heads
+    keys = (1, KEYS, k, WIDTH)
+    program = Compiled(with_tangent, *((1, 1, n, WIDTH), keys, keys) * 2)
+    assert program.kernels == DECODE | TANGENT
+    assert program.share < 0.001
+
+
 def test_decode_is_assembled_well(tmp_path):
     """Keys read in pieces of less than 16 bytes, or one after the other."""
     shape = (1, KEYS, 8, WIDTH)
@@ -189,6 +219,8 @@ def test_widths(dtype, width, value_width):
         with_gradients, rows, keys, values, (*rows[:-1], value_width), dlse, dtype=jnp.dtype(dtype)
     )
     assert program.kernels >= BACKWARD
+    program = Compiled(with_tangent, *(rows, keys, values) * 2, dtype=jnp.dtype(dtype))
+    assert program.kernels >= TANGENT
 
 
 def test_source():

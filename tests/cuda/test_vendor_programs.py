@@ -110,6 +110,19 @@ def test_cudnn_backward(heads, lse):
 
 
 @pytest.mark.cuda
+def test_cudnn_tangent():
+    """A tangent by XLA's operations beside cuDNN's forward, or copies between the two."""
+
+    def run(*arrays):
+        return jax.jvp(functools.partial(attend, implementation="cudnn"), arrays[:3], arrays[3:])
+
+    lowered = jax.jit(run).lower(*operands((32, 8), one()) * 2)
+    assert calls(lowered.as_text(), "__cudnn$fmha") == ["Softmax"]
+    program = lowered.compile()
+    assert "attention_tangent" in program.as_text() and copies(program.as_text()) == []
+
+
+@pytest.mark.cuda
 def test_cudnn_in_shard_map():
     """XLA that partitions again what each device runs by itself; or results of another type than JAX wants."""
     mesh = nodes(1, 8)

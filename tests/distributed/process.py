@@ -3,6 +3,7 @@
 Started by `test_processes.py` as `python -m energy_attn launch -n … -- -m tests.distributed.process NAME…`.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -10,11 +11,14 @@ import shutil
 import sys
 import tempfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import multihost_utils
 
 import energy_attn as ea
@@ -28,9 +32,12 @@ from energy_attn.distributed import (
     place,
     ring_attention,
 )
+from energy_attn.distributed.merge._strategies import MERGES
+from energy_attn.distributed.runtime import _files
+from energy_attn.models import Llama, LlamaConfig
 
-from ..problems import PROBLEMS, Problem, everything
-from ..reference import dense, dense_vjp
+from ..problems import PROBLEMS, Problem, everything, tangents
+from ..reference import dense, dense_jvp, dense_vjp
 
 AXES = ("node", "device")
 KEYS = jax.P(None, AXES)  # [B, S, …], S over all devices of all processes
@@ -82,9 +89,14 @@ def padded() -> dict:
 
 
 def prefill() -> dict:
-    """Queries and keys sharded, causal: each process holds its part of the sequence alone, results included."""
+    """Queries and keys sharded, causal, in forward mode: each process holds its part of the sequence alone, and of the
+    results and their tangents."""
     problem = Problem("prefill", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value, is_causal=True)
-    sharded = [place(mine(x), KEYS) for x in (problem.query, problem.key, problem.value)]
+    moving = tangents(problem)
+    sharded, changes = (
+        [place(mine(tree[name]), KEYS) for name in ("query", "key", "value")]
+        for tree in (problem.arrays, moving)
+    )
     positions = place(np.arange(16, dtype=np.int32)[None], KEYS, replicated=True)
 
     @jax.jit
@@ -93,9 +105,14 @@ def prefill() -> dict:
         options = {"is_causal": True, "query_positions": at, "key_positions": at}
         return ring_attention(q, k, v, axis_name=AXES, rotate="keys", **options)
 
-    state = attend(*sharded, positions)
-    exact_out, exact_lse = dense(problem)
-    return {"errors": {"out": worst(state.out, exact_out), "lse": worst(state.lse, exact_lse)}}
+    @jax.jit
+    def both(sharded, changes, positions):
+        return jax.jvp(lambda *x: attend(*x, positions), sharded, changes)
+
+    found = jax.tree.leaves(both(sharded, changes, positions))
+    exact = *dense(problem), *dense_jvp(problem, moving)
+    names = "out", "lse", "tangent of out", "tangent of lse"
+    return {"errors": dict(zip(names, map(worst, found, exact), strict=True))}
 
 
 def train() -> dict:
@@ -153,19 +170,49 @@ def cache() -> dict:
         )[0]  # fmt: skip
         errors[f"out at {n}"] = worst(out, exact)
     assert fetch(held.lengths).tolist() == [6, 6]
-    run = os.environ["JAX_COORDINATOR_ADDRESS"].replace(":", "-")
-    folder = Path(tempfile.gettempdir()) / f"energy_attn-cache-{run}"
-    for _ in range(2):
-        held.save(folder)  # when it returns, all have written
-        assert len(list(folder.iterdir())) >= jax.process_count() + 1
-    again = KVCache.load(folder, parallel=SequenceParallel(), block_size=2)
-    out = jax.jit(lambda cache, query: cache.attend(query).out)(again, place(new[0], jax.P()))
-    errors["out of the cache read"] = worst(out, exact)
-    multihost_utils.sync_global_devices("read")
-    assert len(list(folder.iterdir())) == jax.process_count() + 1
-    multihost_utils.sync_global_devices("counted")
-    shutil.rmtree(folder, ignore_errors=True)
+    with shared_folder("cache") as folder:
+        for _ in range(2):
+            held.save(folder)  # when it returns, all have written
+            assert len(list(folder.iterdir())) >= jax.process_count() + 1
+        again = KVCache.load(folder, parallel=SequenceParallel(), block_size=2)
+        out = jax.jit(lambda cache, query: cache.attend(query).out)(again, place(new[0], jax.P()))
+        errors["out of the cache read"] = worst(out, exact)
+        multihost_utils.sync_global_devices("read")
+        assert len(list(folder.iterdir())) == jax.process_count() + 1
     return {"errors": errors}
+
+
+def checkpoint() -> dict:
+    """Each process reads its part of the weights; all gather them, the first writes, and all learn if it fails."""
+    config = LlamaConfig(8, 8, 4, num_hidden_layers=1, num_attention_heads=2)
+    model = Llama(config, dtype=np.float64, key=jax.random.key(0))
+    wanted = [np.asarray(x) for x in jax.tree.leaves(model)]
+    mesh = make_mesh((2, jax.device_count() // 2), ("tensor", "sequence"))
+    with shared_folder("model") as folder, jax.set_mesh(mesh):
+        model.save(folder / "given")
+        read = Llama.load(folder / "given", mesh=mesh)
+        assert not read.lm_head.weight.is_fully_addressable
+        full = OSError("no space left")
+        with mock.patch.object(_files, "write", side_effect=full), pytest.raises(OSError):
+            read.save(folder / "saved")
+        read.save(folder / "saved")
+        again = Llama.load(folder / "saved")  # at once: the others wait until the first has written
+        errors = {
+            f"{name} {i}": worst(x, exact)
+            for name, found in (("read", read), ("again", again))
+            for i, (x, exact) in enumerate(zip(jax.tree.leaves(found), wanted, strict=True))
+        }
+    return {"errors": errors}
+
+
+@contextlib.contextmanager
+def shared_folder(name: str) -> Iterator[Path]:
+    """A folder that all processes of this run have in common, until all are done with it."""
+    run = os.environ["JAX_COORDINATOR_ADDRESS"].replace(":", "-")
+    folder = Path(tempfile.gettempdir()) / f"energy_attn-{name}-{run}"
+    yield folder
+    multihost_utils.sync_global_devices(name)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def array_options(problem: Problem) -> dict[str, np.ndarray]:
@@ -179,14 +226,12 @@ def worst(x: jax.Array, exact: np.ndarray) -> float:
 
 
 SCENARIOS = {
-    **{
-        f"decode {merge}": functools.partial(decode, merge)
-        for merge in ("allreduce", "gather", "butterfly", "hierarchical")
-    },
+    **{f"decode {merge}": functools.partial(decode, merge) for merge in MERGES},
     "padded": padded,
     "prefill": prefill,
     "train": train,
     "cache": cache,
+    "checkpoint": checkpoint,
 }
 
 

@@ -683,6 +683,18 @@ def test_old_conditionals():
     assert summary([found]) == [("all-reduce", 16, 4, None)]
 
 
+def test_an_only_branch():
+    """What a choice between platforms leaves of a conditional, counted as if it might not run."""
+    yes = computation("yes", Q4, f"ROOT %r = f32[4]{{0}} all-reduce(%q), {REST}")
+    found = one(
+        P4,
+        "%i = s32[] constant(0)",
+        "ROOT %r = f32[4]{0} conditional(%i, %p), branch_computations={%yes}",
+        before=yes,
+    )
+    assert summary([found]) == [("all-reduce", 16, 4, 1)]
+
+
 def test_old_operands_and_names():
     """Text whose operands carry their types, and whose names carry no %, not read."""
     text = entry(

@@ -43,7 +43,7 @@ def topology(sizes):
     return cost.Topology("test", links, platform="cpu")
 
 
-def attention(method, merge, shape, **options):
+def attention(method, merge, shape, implementation="reference", **options):
     """An attention of a `cost.Shape`, and its arguments: dtypes, shapes and the sharding of each."""
     if method == "ulysses":
         assert merge is None and shape.queries_sharded
@@ -57,7 +57,7 @@ def attention(method, merge, shape, **options):
     )
     arrays = [jax.ShapeDtypeStruct((shape.batch, *x), shape.dtype) for x in widths]
     specs = [shape.queries_sharded, True, True]
-    f = functools.partial(METHODS[method], implementation="reference", **options)
+    f = functools.partial(METHODS[method], implementation=implementation, **options)
     if not shape.causal:
         return f, arrays, specs
 
@@ -100,9 +100,9 @@ def sent(program):
     return found
 
 
-def predicted(method, merge, shape, sizes):
+def predicted(method, merge, shape, sizes, **options):
     found = collections.Counter()
-    for t in cost.transfers(method, merge, shape, topology(sizes)):
+    for t in cost.transfers(method, merge, shape, topology(sizes), **options):
         found[t.kind, t.bytes] += t.count
     return found
 
@@ -137,6 +137,53 @@ def test_positions_are_counted():
     shape = cost.Shape(2, 8, 12, 2, 1, 2, dtype="float32", causal=True, queries_sharded=True)
     for rotate in cost.ROTATED:
         hold("ring", rotate, shape, (4,))
+
+
+def hold_tangent(method, merge, shape, sizes, kept=None):
+    """That of query, key and value, or of the first `kept` of them."""
+    f, arrays, specs = attention(method, merge, shape, implementation="blockwise")
+
+    def along(*given, axis_name):
+        primals, directions = given[: len(arrays)], given[len(arrays) :]
+
+        def moving(*some):
+            return f(*some, *primals[len(some) :], axis_name=axis_name)
+
+        return jax.jvp(moving, primals[: len(directions)], directions)
+
+    program = compiled(along, [*arrays, *arrays[:3][:kept]], [*specs, *specs[:3][:kept]], sizes)
+    return sent(program), predicted(method, merge, shape, sizes, tangent=True)
+
+
+def test_a_tangent_is_one_reduction():
+    """Forward mode of a tree that sends more than R (H + 1) numbers beside the attention's, by any merge."""
+    for merge in cost.MERGES:
+        found, wanted = hold_tangent("tree", merge, DECODE, (2, 4))
+        assert found == wanted, merge
+        more = wanted - predicted("tree", merge, DECODE, (2, 4))
+        assert more == {("all-reduce", DECODE.rows * (DECODE.out_width + 1) * 4): 1}
+
+
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "float32"))
+def test_tangents_send_what_is_predicted(dtype):
+    """Directions of keys that go around twice, or with the first round; tangents that the model leaves out."""
+    shape = cost.Shape(1, 8, 12, 8, 4, 2, 3, dtype=dtype, causal=True, queries_sharded=True)
+    ways = [("tree", "allreduce"), ("tree", "gather"), ("ring", "keys"), ("ring", "queries")]
+    for method, merge in [*ways, ("ulysses", None)]:
+        plain = dataclasses.replace(shape, causal=method == "ring")
+        found, wanted = hold_tangent(method, merge, plain, (4,))
+        assert found == wanted, (method, merge)
+    found, wanted = hold_tangent("ring", "queries", DECODE, (4,))
+    assert found == wanted
+
+
+def test_a_query_that_moves_alone():
+    """Directions of keys that are zero, sent around a ring."""
+    shape = cost.Shape(1, 8, 12, 8, 4, 2, dtype="float32", queries_sharded=True)
+    found, wanted = hold_tangent("ring", "keys", shape, (4,), kept=1)
+    for size in {size for _, size in wanted}:  # keys and values, of one size
+        wanted["collective-permute", size] -= 2 * 3
+    assert found == wanted
 
 
 @pytest.mark.parametrize("merge", few(cost.MERGES, "allreduce"))
@@ -360,6 +407,11 @@ WRONG = {
         lambda: cost.latency("tree", "gather", DECODE, "dgx"),
         TypeError,
         "topology: wanted a Topology, got str 'dgx'",
+    ),
+    "tangent": (
+        lambda: cost.transfers("tree", "gather", DECODE, topology((2,)), tangent=1),
+        TypeError,
+        "tangent: wanted",
     ),
     "no shape": (
         lambda: cost.choose_method(3, topology((2,))),

@@ -79,29 +79,38 @@ DECODE = replace(
 EMPTY = replace(SELF, name="empty", mask=np.zeros((1, 1, 1, 1), bool))
 
 
+def is_whole(problem):
+    """Whether queries are sharded as keys are."""
+    return problem.query.shape[1] == problem.key.shape[1]
+
+
+def static_options(problem):
+    return {n: x for n, x in problem.options.items() if not isinstance(x, jax.Array)}
+
+
+def laid_out(problem, parallel, arrays):
+    """The arrays, and those among the problem's options, in the layout of `parallel`."""
+    whole = is_whole(problem)
+    given = {n: x for n, x in problem.options.items() if isinstance(x, jax.Array)} | arrays
+    if parallel.layout == "contiguous":
+        return given
+    moved = {}
+    for name, x in given.items():
+        if name in COLUMNS or (whole and name in ROWS):
+            x = shard_sequence(x, parallel)
+        if name in ("bias", "mask"):
+            for axis in (2, 3) if whole else (3,):
+                x = shard_sequence(x, parallel, axis=axis) if x.shape[axis] > 1 else x
+        moved[name] = x
+    return moved
+
+
 def state_and_gradients(problem, parallel):
     """`(out, energy)` at the problem's source and the gradients of both; in the layout's order, and back."""
-    options = problem.options
-    whole = problem.query.shape[1] == problem.key.shape[1]
-
-    def put(tree):
-        if parallel.layout == "contiguous":
-            return tree
-        moved = {}
-        for name, x in tree.items():
-            if name in COLUMNS or (whole and name in ROWS):
-                x = shard_sequence(x, parallel)
-            if name in ("bias", "mask"):
-                for axis in (2, 3) if whole else (3,):
-                    x = shard_sequence(x, parallel, axis=axis) if x.shape[axis] > 1 else x
-            moved[name] = x
-        return moved
-
-    given = {n: x for n, x in options.items() if isinstance(x, jax.Array)}
-    static = {n: x for n, x in options.items() if n not in given}
+    whole, static = is_whole(problem), static_options(problem)
 
     def pair(arrays):
-        arrays = put(arrays) | put({n: x for n, x in given.items() if n not in arrays})
+        arrays = laid_out(problem, parallel, arrays)
         source = arrays.pop("source")
 
         def total(source):
@@ -447,49 +456,6 @@ def test_a_rule_in_ones_own_shard_map():
         )
         out = unshard_sequence(jax.jit(run)(RULES["prefix_rows"].of(2), *moved), parallel)
     close(out, dense(problem)[0])
-
-
-@pytest.mark.full
-def test_second_derivatives_of_a_ring():
-    """Reverse over reverse through the rings of both passes; forward mode is an error, or right by the reference."""
-    problem = replace(POSITIONED, bias=None)
-    arrays, _ = cast(problem, jnp.float64)
-    arrays = {n: x for n, x in arrays.items() if n != "bias"}
-    direction = {n: jnp.asarray(problem.rng(n).standard_normal(x.shape)) for n, x in arrays.items()}
-    weight = jnp.asarray(problem.rng("weight").standard_normal(problem.value.shape))
-
-    def slope(attend):
-        def total(arrays):
-            out, lse = attend(arrays)
-            return (out * weight).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
-
-        def along(arrays):
-            gradient = jax.grad(total)(arrays)
-            return sum((gradient[n] * direction[n]).sum() for n in arrays)
-
-        return along
-
-    options = problem.options | {"implementation": "reference"}
-
-    def alone(arrays):
-        energy = functools.partial(ea.attention, **options, return_energy=True)
-        source = arrays["source"]
-        rest = {n: x for n, x in arrays.items() if n != "source"}
-        del energy
-
-        def total(source):
-            found = ea.free_energy(**rest, source=source, **options)
-            return found.sum(), found
-
-        return jax.grad(total, has_aux=True)(source)
-
-    exact = jax.jit(jax.grad(slope(alone)))(arrays)
-    with jax.set_mesh(mesh_of("8")):
-        for name in ("ring keys", "ring queries"):
-            around = inside(name, problem, "device")
-            found = jax.jit(jax.grad(slope(around)))(arrays)
-            for argument in exact:
-                close(found[argument], jax.device_get(exact[argument]), f"{name}, {argument}")
 
 
 def test_replicas_agree_to_the_bit():

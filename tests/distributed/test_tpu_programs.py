@@ -85,9 +85,9 @@ def payload(program):
     return found
 
 
-def predicted(method, merge, pod):
+def predicted(method, merge, pod, **options):
     found = collections.Counter()
-    for t in cost.transfers(method, merge, shape_of(KEYS[pod]), PODS[pod][2]):
+    for t in cost.transfers(method, merge, shape_of(KEYS[pod]), PODS[pod][2], **options):
         found[t.kind] += t.bytes * t.count
     return found
 
@@ -101,6 +101,37 @@ def test_allreduce(pod):
     assert {dtype for c in found for dtype in c.dtypes} == {"f32"}
     assert payload(program) == predicted("tree", "allreduce", pod)
     assert shards(program, pod) <= 1.01
+
+
+@pytest.mark.parametrize("merge", ["allreduce", "gather"])
+def test_a_tangent_is_one_reduction(merge):
+    """Forward mode that sends more than R (H + 1) numbers beside the attention's, or sums them in bfloat16."""
+
+    def along(query, key, value, axis_name):
+        def state(*arrays):
+            return tree_attention(*arrays, axis_name=axis_name, merge=merge)
+
+        return jax.jvp(state, (query, key, value), (query, key, value))
+
+    program = compiled("v6e", along, KEYS["v6e"])
+    sums = [c for c in collectives(program) if c.kind == "all-reduce"]
+    assert {dtype for c in sums for dtype in c.dtypes} == {"f32"}
+    assert payload(program) == predicted("tree", merge, "v6e", tangent=True)
+
+
+def test_the_tangent_of_a_ring():
+    """Directions of keys that go around more than once, or as anything but permutes of their own dtype."""
+
+    def along(query, key, value, axis_name):
+        def state(*arrays):
+            return ring_attention(
+                *arrays, axis_name=axis_name, rotate="keys", queries_sharded=False
+            )
+
+        return jax.jvp(state, (query, key, value), (query, key, value))
+
+    program = compiled("v6e", along, KEYS["v6e"], SHARDED)
+    assert payload(program) == predicted("ring", "keys", "v6e", tangent=True)
 
 
 def test_a_ring_sends_while_it_computes():

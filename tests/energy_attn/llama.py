@@ -1,5 +1,7 @@
 """Small Llamas, and a NumPy Llama that judges them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +20,17 @@ CONFIG = LlamaConfig(
 )
 
 
+@functools.cache
 def build(config=CONFIG, dtype=jnp.float64, seed=0, scale=0.4):
-    """A model whose weights are all of order one, including norms, so that each of them matters."""
-    model = Llama(config, dtype, key=jax.random.key(seed))
-    leaves, tree = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    drawn = [
-        scale * jax.random.normal(key, x.shape, x.dtype)
-        for key, x in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, drawn)
+    """A model whose weights are all of order one, including norms, so that each of them matters.
+
+    They are NumPy's random numbers: JAX would compile a program for each shape.
+    """
+    shapes = jax.eval_shape(lambda key: Llama(config, dtype, key=key), jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray((scale * rng.standard_normal(x.shape)).astype(x.dtype)), shapes
+    )
 
 
 def numpy_llama(model, tokens, positions):

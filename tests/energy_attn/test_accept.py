@@ -179,22 +179,21 @@ RANKS = [[[1, 1, 2], [0, 2, 2]]]  # siblings that hold equal tokens, with childr
 BRANCHED = [[0, 2, 2, 1, 0, 1, 2]], [[-1, 0, 0, 1, 2, 2, 3]]  # equal siblings again
 
 
-def trees():
-    return {
-        "beam": pack(jnp.asarray(BEAM)),
-        "roots": pack(jnp.asarray(ROOTS)),
-        "ragged": pack(jnp.asarray(RAGGED), lengths=jnp.asarray([[3, 2, 3]])),
-        "cut": pack(jnp.asarray(BEAM), capacity=4),
-        "choices": token_tree(CHOICES, jnp.asarray([0]), jnp.asarray(RANKS)),
-        "branched": tree_from_parents(*map(jnp.asarray, BRANCHED), 4),
-    }
+TREES = {
+    "beam": lambda: pack(jnp.asarray(BEAM)),
+    "roots": lambda: pack(jnp.asarray(ROOTS)),
+    "ragged": lambda: pack(jnp.asarray(RAGGED), lengths=jnp.asarray([[3, 2, 3]])),
+    "cut": lambda: pack(jnp.asarray(BEAM), capacity=4),
+    "choices": lambda: token_tree(CHOICES, jnp.asarray([0]), jnp.asarray(RANKS)),
+    "branched": lambda: tree_from_parents(*map(jnp.asarray, BRANCHED), 4),
+}
 
 
-@pytest.mark.parametrize("name", trees())
+@pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("zeros", [False, True], ids=["all", "top2"])
 def test_lossless(name, zeros):
     """A wrong distribution: the longest of several paths, a rejected draw made again, equal siblings twice."""
-    tree, chances = trees()[name], target(5, zeros)
+    tree, chances = TREES[name](), target(5, zeros)
     begin = (int(tree.tokens[0, 0]),)
     extent = int(tree.depth.max()) + 3
     for context in (False, True):
@@ -207,7 +206,7 @@ def test_lossless(name, zeros):
 
 def test_choosing_the_longest_root_is_not_lossless():
     """That the enumeration can tell: roots taken as sampled, and the one with the longest path chosen."""
-    tree, chances = trees()["roots"], target(5)
+    tree, chances = TREES["roots"](), target(5)
     words = words_of(tree)
     draws = np.array(list(itertools.product(range(V), repeat=len(words))), np.int32)
     weights = np.prod([chances(word)[draws[:, i]] for i, word in enumerate(words)], axis=0)

@@ -9,6 +9,7 @@ import energy_attn as ea
 from energy_attn.distributed import KVCache
 
 from ..distributed.meshes import mesh_of, parallel_of
+from ..selection import few_rows
 
 
 def normal(seed, *shape):
@@ -30,8 +31,10 @@ def answers(F, along):
     }
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 6])
-def test_measure_of_a_cache(window):
+@pytest.mark.parametrize(
+    ("window", "joined"), few_rows([(6, False), (6, True), (None, True), (None, False)])
+)
+def test_measure_of_a_cache(window, joined):
     """Slots that are empty or evicted, ragged rows, the window, or the mesh of the cache, left out."""
     lengths = np.array([9, 4], np.int32)
     key, value = normal(0, 2, 9, 2, 4), normal(1, 2, 9, 2, 3)
@@ -41,7 +44,12 @@ def test_measure_of_a_cache(window):
     # rows end at their lengths, and the queries are their last two tokens
     asked = jnp.asarray(lengths[:, None] - 2 + np.arange(2)[None], jnp.int32)
     reach = None if window is None else (window, 0)
-    extra = ea.FreeEnergy(scale=0.7).at(query, more_key, more_value)
+
+    def all_answers(F, query):
+        """By itself, or joined with keys that are not in the cache."""
+        more = ea.FreeEnergy(scale=0.7).at(query, more_key, more_value)
+        return answers(F | more if joined else F, along)
+
     with jax.set_mesh(mesh_of("8")):
         cache = KVCache.empty(
             2,
@@ -56,22 +64,21 @@ def test_measure_of_a_cache(window):
         )
 
         @jax.jit
-        def run(cache, key, value, query, along):
+        def run(cache, key, value, query):
             def total(query, value):
                 filled = cache.append(key, value, lengths=jnp.asarray(lengths))
-                F = filled.at(query, energy=energy)
-                found = answers(F, along), answers(F | extra, along)
+                found = all_answers(filled.at(query, energy=energy), query)
                 return sum(x.sum() for x in jax.tree.leaves(found)), found
 
             return jax.grad(total, (0, 1), has_aux=True)(query, value)
 
-        grads, found = run(cache, key, value, query, along)
+        grads, found = run(cache, key, value, query)
 
     def exact(query, value):
         F = ea.FreeEnergy(scale=0.7, is_causal=True, local_window_size=reach).at(
             query, key, value, query_positions=asked, key_value_seq_lengths=jnp.asarray(lengths)
         )
-        wanted = answers(F, along), answers(F | extra, along)
+        wanted = all_answers(F, query)
         return sum(x.sum() for x in jax.tree.leaves(wanted)), wanted
 
     wanted_grads, wanted = jax.jit(jax.grad(exact, (0, 1), has_aux=True))(query, value)

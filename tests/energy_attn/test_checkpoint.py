@@ -603,8 +603,13 @@ def test_what_is_written(tmp_path):
 
 
 TINY = LlamaConfig(6, 2, 2, num_hidden_layers=1, num_attention_heads=1, tie_word_embeddings=True)
-OLD = Llama(TINY, key=jax.random.key(1))
-NEW = Llama(dataclasses.replace(TINY, rope_theta=9.0), key=jax.random.key(2))
+
+
+@pytest.fixture(scope="module")
+def saves():
+    """A model that is there, and the one that is saved in its place."""
+    other = dataclasses.replace(TINY, rope_theta=9.0)
+    return Llama(TINY, key=jax.random.key(1)), Llama(other, key=jax.random.key(2))
 
 
 def same(model, other):
@@ -621,36 +626,37 @@ def same(model, other):
         ((9999, 99), OSError),
     ],
 )
-def test_a_save_that_ends_anywhere(sizes, error, tmp_path):
+def test_a_save_that_ends_anywhere(sizes, error, saves, tmp_path):
     """Weights of one save beside weights or constants of another; files that no reader wants, for ever."""
+    old, new = saves
     first, folder = tmp_path / "first", tmp_path / "folder"
-    OLD.save(first, max_shard_size=sizes[0])
+    old.save(first, max_shard_size=sizes[0])
     made, seen = len(contents(first)), []
     assert made == (2 if sizes[0] > 99 else 4)
     for step in range(1, 200):
         shutil.copytree(first, folder)
         with failing(step, error) as disk:
             try:
-                NEW.save(folder, max_shard_size=sizes[1])
+                new.save(folder, max_shard_size=sizes[1])
                 ended = True
             except (Killed, OSError):
                 ended = False
         if not disk.failed:
             break
         found = Llama.load(folder)
-        is_new = same(found, NEW)
-        assert is_new or (same(found, OLD) and not ended)
+        is_new = same(found, new)
+        assert is_new or (same(found, old) and not ended)
         seen.append(is_new)
         if error is OSError and not is_new:
             assert contents(folder) == contents(first)
         with contextlib.suppress(Killed), failing(step):
-            OLD.save(folder, max_shard_size=sizes[0])
+            old.save(folder, max_shard_size=sizes[0])
         assert len(contents(folder)) <= 9
         with failing():
-            NEW.save(folder, max_shard_size=sizes[1])
+            new.save(folder, max_shard_size=sizes[1])
         assert len(contents(folder)) == (2 if sizes[1] > 99 else 4)
         shutil.rmtree(folder)
-    assert ended and same(Llama.load(folder), NEW) and {*seen} == {False, True}
+    assert ended and same(Llama.load(folder), new) and {*seen} == {False, True}
     assert error is OSError or seen == sorted(seen)  # one step decides
     disk.check_synced()
 
@@ -741,45 +747,6 @@ def test_logits_on_a_mesh(tensor, tmp_path):
         np.testing.assert_allclose(got.logits[:, 0], want[:, position], rtol=1e-11, atol=1e-11)
     # sums over heads, over the MLP and over the cache's devices: no weight and no slot is moved
     assert {one.kind for one in collectives(step)} == {"all-reduce"}
-
-
-SHARED = """
-import sys
-from energy_attn.distributed.runtime import _files
-from energy_attn.distributed import initialize, make_mesh
-initialize()
-from energy_attn.models import Llama
-
-mesh = make_mesh((1, 2), ("sequence", "tensor"))
-model = Llama.load(sys.argv[1], mesh=mesh)
-assert not model.lm_head.weight.is_fully_addressable
-
-def full(*_):
-    raise OSError("no space left")
-
-write, _files.write = _files.write, full
-try:
-    model.save(sys.argv[2])  # the first process writes, and all learn of its failure
-    sys.exit("a save that failed on one process went on on another")
-except OSError:
-    _files.write = write
-model.save(sys.argv[2])
-Llama.load(sys.argv[2])  # at once: the others wait until the first has written
-"""
-
-
-@pytest.mark.full
-def test_several_processes(tmp_path):
-    """Each process reads its part of the weights; all gather them, and the first writes."""
-    tensors = arrays()
-    folder, out, script = (tmp_path / name for name in ("folder", "out", "script.py"))
-    folder.mkdir()
-    write(folder, tensors)
-    script.write_text(SHARED)
-    command = ["-m", "energy_attn", "launch", "-n", "2", "--timeout", "120", "--", script]
-    done = subprocess.run([sys.executable, *command, folder, out], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_same(Llama.load(out), tensors)
 
 
 # The high-water mark of a process that reads 208 MiB onto a mesh, each weight on two devices of four.

@@ -13,7 +13,6 @@ from energy_attn.models.llama._rope import frequencies
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-LlamaForCausalLM, TheirConfig = transformers.LlamaForCausalLM, transformers.LlamaConfig
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -63,7 +62,7 @@ CHECKPOINTS = {
 def theirs(config, dtype=torch.float32):
     """Weights that all matter: initial biases and norms are 0 and 1."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(TheirConfig(**SHAPES, **config)).eval()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES, **config)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
@@ -143,7 +142,9 @@ def test_the_way_back(pair, tmp_path):
     for size in (60_000, 10**9, 60_000):  # several files, then one, and several again
         pair.ours.save(tmp_path, max_shard_size=size)
         assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == 60_000)
-        back, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        back, report = transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path, output_loading_info=True
+        )
         assert not any(report.values())
         for name, weight in pair.theirs.state_dict().items():
             assert torch.equal(back.state_dict()[name], weight), name
@@ -188,7 +189,7 @@ ROPES = {
 def test_frequencies_of_real_models(rope):
     """At position 130,000 a frequency that is one bit off turns a pair by a hundredth too much."""
     for width in (64, 128):
-        config = TheirConfig(**SHAPES, head_dim=width, rope_parameters=dict(rope))
+        config = transformers.LlamaConfig(**SHAPES, head_dim=width, rope_parameters=dict(rope))
         want = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
         want = want.inv_freq.numpy()
         got = frequencies(width, rope["rope_theta"], _scaling(rope, 0), np.dtype("float32"))

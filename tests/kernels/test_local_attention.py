@@ -38,7 +38,6 @@ from ..reference import dense, dense_covariance, dense_hvp, dense_jvp, dense_vjp
 from ..selection import few
 from .traits import (
     EVERY,
-    FORWARD_MODE,
     RUNNABLE,
     SECOND,
     SMALL,
@@ -100,6 +99,29 @@ def gradient_of(problem: Problem, implementation: str):
         )[0]
 
     return gradient
+
+
+def paired(state, cotangent):
+    """`<dout, out> + <dlse, lse>`."""
+    return sum((x * d).sum() for x, d in zip(state, cotangent, strict=True))
+
+
+# From a function, where, along what and the cotangents of its state: the Hessian of `paired` times the
+# direction; in forward mode twice, its product with the direction on both sides.
+SECOND_ORDER = {
+    "reverse over reverse": lambda f, x, d, c: jax.vjp(lambda x: jax.vjp(f, x)[1](c)[0], x)[1](d)[
+        0
+    ],
+    "forward over reverse": lambda f, x, d, c: jax.jvp(
+        lambda x: jax.vjp(f, x)[1](c)[0], (x,), (d,)
+    )[1],
+    "reverse over forward": lambda f, x, d, c: jax.grad(
+        lambda x: paired(jax.jvp(f, (x,), (d,))[1], c)
+    )(x),
+    "forward over forward": lambda f, x, d, c: paired(
+        jax.jvp(lambda x: jax.jvp(f, (x,), (d,))[1], (x,), (d,))[1], c
+    ),
+}
 
 
 def close(actual, exact, what):
@@ -195,22 +217,6 @@ class TestEveryImplementation:
 
     @pytest.mark.product
     @problems(SECOND)
-    def test_reverse_over_reverse(self, implementation, problem):
-        """Zero or wrong second derivatives, where the saved state is taken for a constant of the backward."""
-        arrays, direction = arrays_of(implementation, problem), tangents(problem)
-        dout, dlse = cotangents(problem, exactest(implementation))
-        gradient = gradient_of(problem, implementation)
-        # The Hessian is symmetric: pulled back through the gradient, a direction gives the Hessian times it.
-        product = jax.jit(lambda a, d: jax.vjp(gradient, a)[1](d)[0])(
-            arrays, as_jax(direction, implementation)
-        )
-        for name, exact in dense_hvp(
-            problem, np.asarray(dout), np.asarray(dlse), direction
-        ).items():
-            close(product[name], exact, f"{implementation}, {problem}, second derivative in {name}")
-
-    @pytest.mark.product
-    @problems(SECOND, FORWARD_MODE)
     def test_forward_mode(self, implementation, problem):
         """`jax.jvp` and `jax.linearize` that return zeros or NaN instead of the derivative or an error."""
         arrays, direction = arrays_of(implementation, problem), tangents(problem)
@@ -227,26 +233,31 @@ class TestEveryImplementation:
             close(state.lse, dlse, f"{implementation}, {problem}, tangent of lse")
 
     @pytest.mark.product
-    @problems(SECOND, FORWARD_MODE)
-    def test_forward_over_reverse(self, implementation, problem):
-        """A Hessian-vector product by the mode that `jax.hessian` uses: right, or an error."""
+    @pytest.mark.parametrize("mode", SECOND_ORDER)
+    @problems(SECOND)
+    def test_second_order(self, implementation, problem, mode):
+        """Zero or wrong second derivatives, where the saved state is taken for a constant of the first ones."""
         arrays, direction = arrays_of(implementation, problem), tangents(problem)
         dout, dlse = cotangents(problem, exactest(implementation))
-        gradient = gradient_of(problem, implementation)
-        product = jax.jit(lambda a, d: jax.jvp(gradient, (a,), (d,))[1])(
-            arrays, as_jax(direction, implementation)
+        function = functools.partial(attend, problem=problem, implementation=implementation)
+        product = jax.jit(functools.partial(SECOND_ORDER[mode], function))(
+            arrays, as_jax(direction, implementation), AttentionState(dout, dlse)
         )
-        for name, exact in dense_hvp(
-            problem, np.asarray(dout), np.asarray(dlse), direction
-        ).items():
-            close(product[name], exact, f"{implementation}, {problem}, second derivative in {name}")
+        exact = dense_hvp(problem, np.asarray(dout), np.asarray(dlse), direction)
+        if mode == "forward over forward":
+            exact = sum((exact[name] * direction[name]).sum() for name in exact)
+        what = f"{implementation}, {problem}, {mode}"
+        jax.tree.map(lambda found, exact: close(found, exact, what), product, exact)
 
     @pytest.mark.product
     @pytest.mark.parametrize(
         ("implementation", "mode"),
         [
-            *((x, "reverse over reverse") for x in RUNNABLE),
-            *((x, "forward over reverse") for x in FORWARD_MODE),
+            *(
+                (x, mode)
+                for x in RUNNABLE
+                for mode in ("reverse over reverse", "forward over reverse")
+            ),
         ],
     )
     def test_hessian_in_source_is_covariance(self, implementation, mode):
@@ -265,17 +276,6 @@ class TestEveryImplementation:
         np.testing.assert_allclose(
             np.abs(hessian).sum(), np.abs(diagonal).sum(), err_msg="rows mix"
         )
-
-    @pytest.mark.parametrize("implementation", [x for x in RUNNABLE if x not in FORWARD_MODE])
-    def test_forward_mode_raises(self, implementation):
-        """A tangent of zero from a rule that has none; an error that does not say what is missing."""
-        problem = PROBLEMS["positions_causal"]
-        arrays = arrays_of(implementation, problem)
-        direction = as_jax(tangents(problem), implementation)
-        function = functools.partial(attend, problem=problem, implementation=implementation)
-        for f in (function, gradient_of(problem, implementation)):
-            with pytest.raises(TypeError, match="forward-mode"):
-                jax.jit(lambda a, d, f=f: jax.jvp(f, (a,), (d,))[1])(arrays, direction)
 
     @each_that_takes("positions_causal")
     def test_vmap(self, implementation):

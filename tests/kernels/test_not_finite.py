@@ -119,6 +119,20 @@ def test_absent_queries_ask_nothing(name):
     assert np.isneginf(found[0].lse[:, away]).all() and not found[0].out[:, away].any()
 
 
+@pytest.mark.parametrize("name", ["blockwise", "decode"])
+def test_masked_queries_ask_nothing(name):
+    """The same of a row from which a mask array hides all keys."""
+    mask = np.ones((2, 1, 5, 9), bool)
+    mask[:, :, 2] = False
+    query, key, value = arrays()
+    wanted = evaluate(name, query.at[:, 2].set(0), key, value, {"mask": mask})
+    cotangent = (jnp.full((2, 5, 1, 1), 0.5).at[:, 2].set(np.nan), 2.0)
+    bad = query.at[:, 2].set(np.nan)
+    found = evaluate(name, bad, key, value, {"mask": mask}, cotangent)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 @pytest.mark.parametrize("name", [x for x in RUNNABLE if not x.startswith("pallas")])
 def test_what_a_mask_hides_from_all_is_not_read(name):
     """The padding of a batch as a mask, as in jax.nn; and with a bias of minus infinity."""

@@ -34,8 +34,8 @@ def test_forms(form, problem):
     """A head, a block or a transposed axis mistaken for another, forward or backward; the odd block of a split lost."""
     sizes = FORMS[form]
     call = check_call(**cast(problem, jnp.float32)[0], **problem.options)
-    for backward in (False, True):
-        at = layout(call.operands, call.settings, backward=backward, sizes=sizes)
+    for kind in ("forward", "backward", "tangent"):
+        at = layout(call.operands, call.settings, kind, sizes)
         assert at.key_blocks > 1
         assert (form == "keys last") == (at.tall_key or at.tall_value)
         if form == "heads in front":

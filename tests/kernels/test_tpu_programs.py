@@ -42,6 +42,12 @@ def both_gradients(query, key, value):
     return state, back(AttentionState(state.out, state.lse))
 
 
+def with_tangent(*arrays):
+    """The state of causal attention and its derivative in a direction of all operands."""
+    run = functools.partial(attention, is_causal=arrays[0].shape[1] > 1)
+    return jax.jvp(run, arrays[:3], arrays[3:])
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @every_chip
 def test_decode_copies_nothing(chip, heads, kv_heads):
@@ -98,6 +104,25 @@ def test_prefill_and_its_backward(chip):
     assert temporary(program) < 1.05 * copies
 
 
+@every_chip
+def test_prefill_and_its_tangent(chip):
+    """A matrix of scores in memory, or more copies of the operands and directions than tiles need."""
+    shapes = operands(8192, 8192, 32, 8)
+    program = compiled(chip, with_tangent, *shapes, *shapes, kernels=2)
+    # heads move to the front: of keys, values and their directions; of queries, out and theirs
+    copies = 4 * size(shapes[1]) + 4 * size(shapes[0])
+    assert temporary(program) < 1.05 * copies
+
+
+@pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_tangent_of_decode_copies_nothing(chip, heads, kv_heads):
+    """A copy of 640k keys or values, or of their directions."""
+    shapes = operands(1, 640_000, heads, kv_heads)
+    program = compiled(chip, with_tangent, *shapes, *shapes, kernels=2)
+    assert temporary(program) < 0.001 * size(*shapes)
+
+
 def test_prefill_of_the_paper():
     """More than one copy of the operands and of the result, with as many key heads as heads."""
     shapes = operands(8192, 8192, 16, 16)
@@ -119,6 +144,7 @@ def test_odd_shapes_compile(queries, keys, width, value_width, dtype):
     """Blocks that do not fit into a chip's memory, or that its compiler cannot cut."""
     shapes = operands(queries, keys, 8, 2, width, value_width, dtype)
     compiled("v4", both_gradients, *shapes, kernels=3)  # the chip with the least memory
+    compiled("v4", with_tangent, *shapes, *shapes, kernels=2)
 
 
 def test_source_and_segments():
@@ -158,4 +184,13 @@ def test_inside_shard_map():
     )
     lowered = jax.jit(gradients).lower(*arrays)
     assert lowered.as_text().count("tpu_custom_call") == 3
+    lowered.compile()
+    tangents = jax.shard_map(
+        lambda *x: jax.jvp(total, x[:3], x[3:]),
+        mesh=mesh,
+        in_specs=specs * 2,
+        out_specs=P(),
+    )
+    lowered = jax.jit(tangents).lower(*arrays, *arrays)
+    assert lowered.as_text().count("tpu_custom_call") == 2
     lowered.compile()

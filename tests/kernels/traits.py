@@ -95,8 +95,6 @@ RUNNABLE = tuple(
     if TRAITS[name] != VENDOR
     and (not kernel.platforms or HERE in (*kernel.interpreted, *kernel.platforms))
 )
-# Those that have derivatives in forward mode: the others have a rule of their own, in reverse mode.
-FORWARD_MODE = ("reference",)
 # Kernels that bring a forward pass alone, differentiated by the blockwise backward: all gradients of
 # that one are checked, and of these a few, to see that they save the state it wants.
 FORWARD_ONLY = frozenset({"decode"})

@@ -89,6 +89,7 @@ def test_answers(result, rows):
     assert all(0 < error <= tolerance for error in errors.values()), errors
 
 
+@pytest.mark.full
 def test_bytes_and_rounds(rows):
     """Programs that send other than the formulas say, and a cost model that disagrees with the programs."""
     devices = HOSTS * DEVICES
@@ -134,6 +135,7 @@ def test_a_step_lasts_until_the_last_host():
     assert (row["bytes"], row["rounds"], row["error"]) == (24, 3, 0.5)
 
 
+@pytest.mark.full
 def test_auto_is_one_of_the_ways(result, rows):
     """A name for what `auto` picks that is not what its program does."""
     picked = rows[f"tree, {result['runs'][0]['auto']}"]

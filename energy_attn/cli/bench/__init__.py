@@ -21,7 +21,8 @@ from jaxtyping import Array
 import energy_attn
 from energy_attn.kernels.internal import platform_here
 
-from ._cases import JAX_NN, ONE_PASS, OURS, Case, Run, Sizes, numbers, program, shapes
+from ._cases import JAX_NN, ONE_GRADIENT, ONE_PASS, OURS, Case, Run, Sizes, numbers, program, shapes
+from ._derivatives import DERIVATIVES
 from ._generation import CONTINUATIONS, Continuation
 from ._llama import PASSES, Pass
 from ._measure import bandwidth, machine, measure
@@ -66,6 +67,9 @@ SUITES: dict[str, tuple[Case | TreeJob | Continuation | Pass, ...]] = {
         Case("jax.grad of F", Sizes(1, 1, 262144, **_LLAMA), "bfloat16", bare=True),
     ),
     "observables": tuple(Case(name, Sizes(1, 2048, 2048, **_HEADS), "float32") for name in JOBS),
+    "derivatives": tuple(
+        Case(name, Sizes(1, 2048, 2048, **_HEADS), "float32") for name in DERIVATIVES
+    ),
     "speculative": (*TREE_JOBS, *CONTINUATIONS),
     "llama": PASSES,
 }
@@ -77,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite",
         choices=tuple(SUITES),
-        help="jobs for CPUs or GPUs, observables, prefix trees, or a decoder; default: the machine's",
+        help="jobs for CPUs or GPUs, observables, derivatives, prefix trees, or a decoder; default: the machine's",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("bench"), help="folder for the results (%(default)s)"
@@ -178,7 +182,8 @@ def _differences(found: dict[str, Run]) -> dict[str, float]:
         largest = max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
         return float(f"{largest:.2g}")
 
-    return {name: difference(name) for name in found if name not in (OURS, ONE_PASS, DECODE)}
+    of_ours = (OURS, ONE_PASS, ONE_GRADIENT, DECODE)
+    return {name: difference(name) for name in found if name not in of_ours}
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 import energy_attn
 from energy_attn.kernels import local_attention
 
+from ._derivatives import DERIVATIVES, GRADIENT_OF
 from ._observables import JOBS
 
 Run = Callable[[], Any]  # starts a computation and returns its result, to be waited for
@@ -28,6 +29,8 @@ BARE = "the bare kernel"
 # Peers of observables: the formula over the matrix of weights, and our attention, which shows the
 # cost of one pass.
 DENSE, ONE_PASS = "jax.numpy", "our attention"
+# The same for derivatives that are a multiple of a gradient.
+ONE_GRADIENT = "our gradient"
 
 
 class Sizes(NamedTuple):
@@ -45,7 +48,7 @@ class Case(NamedTuple):
     """One comparison: a job, its sizes and its dtype.
 
     Attributes:
-        name: the job: prefill, decode, forward + backward, jax.grad of F, or an observable.
+        name: the job: prefill, decode, forward + backward, jax.grad of F, an observable, or a derivative.
         shape: the sizes.
         dtype: of all arrays.
         backward: whether the gradients in query, key and value are computed as well.
@@ -121,7 +124,7 @@ def _sides(case: Case, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
             absent[name] = f"{type(reason).__name__}: {reason}".splitlines()[0]
         else:
             found[name] = run
-    if case.bare or case.name in JOBS:
+    if case.bare or case.name in (*JOBS, *DERIVATIVES):
         return found, absent
     try:
         found[PYTORCH] = _pytorch(case, arrays, platform)
@@ -161,6 +164,12 @@ def _attentions(case: Case, platform: str) -> dict[str, Callable[..., Any]]:
     if case.name in JOBS:
         job, dense = JOBS[case.name]
         return {OURS: job, DENSE: dense, ONE_PASS: ours}
+    if case.name in DERIVATIVES:
+        job, dense = DERIVATIVES[case.name]
+        unit = (
+            {ONE_GRADIENT: GRADIENT_OF[case.name]} if case.name in GRADIENT_OF else {ONE_PASS: ours}
+        )
+        return {OURS: job, JAX_NN: dense, **unit}
     if case.bare:
 
         def gradient(q: Array, k: Array, v: Array) -> Array:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ._cases import BARE, CUDNN, DENSE, FLASH, JAX_NN, ONE_PASS, PYTORCH
+from ._cases import BARE, CUDNN, DENSE, FLASH, JAX_NN, ONE_GRADIENT, ONE_PASS, PYTORCH
 from ._generation import MODEL, PLAIN
 from ._llama import TRANSFORMERS
 from ._speculative import DECODE, PYTHON
@@ -16,6 +16,7 @@ _COLOURS = {
     BARE: "#8c8c8c",
     DENSE: "#4c72b0",
     ONE_PASS: "#8c8c8c",
+    ONE_GRADIENT: "#8c8c8c",
     DECODE: "#8c8c8c",
     PYTHON: "#dd8452",
     PLAIN: "#55a868",

@@ -19,7 +19,7 @@ _DTYPES = ("float16", "bfloat16", "float32")
 class PallasGPU(AbstractKernel):
     """Flash attention, and decoding with the keys of a query split over the chip.
 
-    Forward and backward with masks by position and segment. Keys and values are read in place, never
+    Forward, backward and tangent with masks by position and segment. Keys and values are read in place, never
     copied. Programs skip tiles that their rows cannot see, and mask only tiles that need it.
 
     `plan` replaces `make_plan`, for other tiles.
@@ -75,6 +75,27 @@ class PallasGPU(AbstractKernel):
             return backward(
                 operands, query_plan, key_plan, state, cotangent, interpret=platform != "cuda"
             )
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState | None:
+        """One kernel, and a sum of its parts if few rows see many keys.
+
+        None for the widest calls, whose tiles and directions do not fit on the chip together.
+        """
+        from ._tangent import tangent
+
+        try:
+            found = self._plan(operands, settings, "tangent")
+        except NotImplementedError:
+            return None
+        with _target(platform):
+            return tangent(operands, found, state, directions, interpret=platform != "cuda")
 
     def _plan(self, operands: Operands, settings: Settings, kind: str) -> Plan:
         return (self.plan or make_plan)(operands, settings, kind)

@@ -126,7 +126,8 @@ def make_plan(
     """The plan of one kernel of a call.
 
     `kind` is "forward" for the kernel of the state, "query" for that of the gradient in the queries,
-    "key" for that of the gradients in keys and values.
+    "key" for that of the gradients in keys and values, "tangent" for that of the state's derivative
+    in a direction, whose arrays take as much memory again.
 
     Raises `NotImplementedError` if no tiles fit into shared memory.
     """
@@ -137,18 +138,22 @@ def make_plan(
     wide, value_wide = power(width), power(value_width)
     query_bytes = wide * query.dtype.itemsize
     row_bytes = query_bytes + value_wide * value.dtype.itemsize
-    own_bytes = query_bytes if kind == "forward" else row_bytes
+    of_state, moving = kind in ("forward", "tangent"), 2 if kind == "tangent" else 1
+    own_bytes = moving * query_bytes if of_state else row_bytes
     rows, keys = power(query_len * group), power(key_len)
-    few = kind == "forward" and rows <= FEW_ROWS
+    few = of_state and rows <= FEW_ROWS
     own, other = sizes.own, sizes.other if kind == "forward" else sizes.other_backward
-    if max(query.dtype.itemsize, value.dtype.itemsize) > 2:
+    float32 = max(query.dtype.itemsize, value.dtype.itemsize) > 2
+    if float32:
         own = other = sizes.float32
     if few:
         other = min(other, KEYS_OF_FEW_ROWS)
     own, other = (
         (min(own, keys), min(other, rows)) if kind == "key" else (min(own, rows), min(other, keys))
     )
-    sums = {"forward": value_wide, "query": wide, "key": wide + value_wide}[kind]
+    # that of the tangent holds one sum, and products of rows and of their directions
+    both = wide + value_wide
+    sums = {"forward": value_wide, "query": wide, "key": both, "tangent": both}[kind]
     while own * sums > 4 * SUMS and own > LEAST:
         own //= 2
     # Triton holds a tile for each stage where the products of warp groups read them from shared
@@ -157,7 +162,7 @@ def make_plan(
     memory = shared_memory() * 1024
 
     def needed() -> int:
-        return own * own_bytes + held * other * row_bytes
+        return own * own_bytes + held * other * moving * row_bytes
 
     while needed() > (memory // 4 if few else memory) and max(own, other) > LEAST:
         own, other = (own // 2, other) if own > other else (own, other // 2)
@@ -166,13 +171,15 @@ def make_plan(
             f"query: wanted widths whose tiles fit into {memory >> 10} KiB of shared memory, "
             f"got {width} beside values of {value_width}"
         )
+    # three products over the width at once, each a long run of instructions in float32
+    many = own * sums > SUMS or (float32 and kind == "tangent")
     rows, keys = (other, own) if kind == "key" else (own, other)
     row_heads = min(group, rows)
     found = Plan(
         settings,
         *(batch, query_len, key_len, kv_heads, group, width, value_width),
         *(rows // row_heads, row_heads, rows, keys),
-        *(1, 8 if own * sums > SUMS else 4, 4 if few else 2),
+        *(1, 8 if many else 4, 4 if few else 2),
     )
     tiles, steps = found.row_tiles, found.key_tiles
     if kind == "key":

@@ -13,22 +13,10 @@ from jaxtyping import Array
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
 from .._common import result_like
+from ._grid import PARALLEL, Grid
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
-from ._step import (
-    HIDDEN,
-    dot,
-    hide,
-    key_spec,
-    load_present,
-    step,
-    visibility_specs,
-    visit,
-    zero_past_end,
-)
+from ._step import HIDDEN, dot, hide, load_present, visit, zero_past_end
 from ._visibility import block_ranges, block_visibility
-
-# Few rows read their keys in two parts at once: v4 and v5p have two cores.
-SPLITS = 2
 
 
 def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionState:
@@ -37,52 +25,22 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
     query, key, value = operands[:3]
     batch = query.shape[0]
     visibility = block_visibility(operands, at)
-    splits = SPLITS if at.row_blocks == 1 and at.key_blocks >= SPLITS else 1
+    grid = Grid(at, batch)
+    splits = grid.splits
     numbers = block_ranges(visibility, at, batch, splits=splits)
-    grid = (batch, at.heads, splits, at.row_blocks, pl.cdiv(at.key_blocks, splits))
-
-    def range_index(b: Array, s: Array, i: Array) -> Array:
-        return (b * at.row_blocks + i) * splits + s
-
-    def row(b: Array, s: Array, i: Array, j: Array, *_: Array | Ref) -> Array:
-        return i
-
-    def key_(
-        b: Array, s: Array, i: Array, j: Array, first: Ref, stop: Ref, *_: Array | Ref
-    ) -> Array:
-        return step(first, stop, range_index(b, s, i), j)
-
-    def rows_at(
-        b: Array, p: Array, s: Array, i: Array, j: Array, *_: Array | Ref
-    ) -> tuple[int | Array, ...]:
-        return b, p, i, 0
-
-    def out_at(
-        b: Array, p: Array, s: Array, i: Array, j: Array, *_: Array | Ref
-    ) -> tuple[int | Array, ...]:
-        return s, b, p, i, 0
-
-    def lse_at(
-        b: Array, p: Array, s: Array, i: Array, j: Array, *_: Array | Ref
-    ) -> tuple[int | Array, ...]:
-        return s, b, p, 0, i
-
     width, value_width = query.shape[-1], value.shape[-1]
     found_dtype = out_dtype(operands, settings) if splits == 1 else jnp.float32
     rows = at.row_blocks * at.row_block
     specs = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(numbers),
-        grid=grid,
+        grid=grid.sizes,
         in_specs=[
-            pl.BlockSpec((None, None, at.row_block, width), rows_at),
-            key_spec(width, at, key_, tall=at.tall_key),
-            key_spec(value_width, at, key_, tall=at.tall_value),
-            visibility_specs(visibility.arrays, at, row, key_),
+            grid.of_rows(width),
+            grid.of_keys(width, tall=at.tall_key),
+            grid.of_keys(value_width, tall=at.tall_value),
+            grid.of_visibility(visibility),
         ],
-        out_specs=[
-            pl.BlockSpec((None, None, None, at.row_block, value_width), out_at),
-            pl.BlockSpec((None, None, None, 1, at.row_block), lse_at),
-        ],
+        out_specs=grid.of_parts(value_width),
         scratch_shapes=[
             pltpu.VMEM((at.row_block, 1), jnp.float32),
             pltpu.VMEM((at.row_block, 1), jnp.float32),
@@ -90,15 +48,13 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
         ],
     )
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, at=at, range_index=range_index),
+        functools.partial(_kernel, at=at, range_index=grid.range_index),
         grid_spec=specs,
         out_shape=[
             result_like(query, (splits, batch, at.heads, rows, value_width), found_dtype),
             result_like(query, (splits, batch, at.heads, 1, rows), jnp.float32),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 4 + ("arbitrary",)
-        ),
+        compiler_params=PARALLEL,
         interpret=interpret,
         name="attention_forward",
     )(

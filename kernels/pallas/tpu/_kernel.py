@@ -34,8 +34,8 @@ class PallasTPU(AbstractKernel):
         for widths whose blocks do not fit on the chip, or too many blocks.
         """
         check_operands(operands, _DTYPES, ("bias", "mask"))
-        for is_backward in (False, True):
-            layout(operands, settings, backward=is_backward, sizes=self.sizes)
+        for kind in ("forward", "backward"):
+            layout(operands, settings, kind, self.sizes)
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
@@ -43,7 +43,7 @@ class PallasTPU(AbstractKernel):
         """The online softmax over blocks of keys."""
         from ._forward import forward  # late: Pallas takes long to import
 
-        found = layout(operands, settings, backward=False, sizes=self.sizes)
+        found = layout(operands, settings, "forward", self.sizes)
         return forward(operands, found, interpret=platform != "tpu")
 
     def backward(
@@ -57,5 +57,25 @@ class PallasTPU(AbstractKernel):
         """Two kernels: one iterates over the keys of rows, one over the rows of keys."""
         from ._backward import backward
 
-        found = layout(operands, settings, backward=True, sizes=self.sizes)
+        found = layout(operands, settings, "backward", self.sizes)
         return backward(operands, found, state, cotangent, interpret=platform != "tpu")
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState | None:
+        """One pass over blocks of keys.
+
+        None for the widest calls, whose blocks and directions do not fit on the chip together.
+        """
+        from ._tangent import tangent
+
+        try:
+            found = layout(operands, settings, "tangent", self.sizes)
+        except NotImplementedError:
+            return None
+        return tangent(operands, found, state, directions, interpret=platform != "tpu")

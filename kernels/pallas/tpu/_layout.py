@@ -96,11 +96,10 @@ class Layout(NamedTuple):
 def layout(
     operands: Operands,
     settings: Settings,
-    *,
-    backward: bool,
+    kind: str,
     sizes: LayoutSizes = LAYOUT_SIZES,
 ) -> Layout:
-    """The layout and the blocks of a call's forward or backward kernels.
+    """The layout and the blocks of a call's kernels: "forward", "backward" or "tangent".
 
     Raises `NotImplementedError` if no block fits into the memory on a chip, or too many are needed.
     """
@@ -114,13 +113,15 @@ def layout(
     front = 1 if few and as_written and not any(tall) else kv_heads
     row_fold, key_fold = heads // front, kv_heads // front
     rows, keys = query_len * row_fold, key_len * key_fold
-    most_keys = sizes.keys_backward if backward else sizes.keys_of_few_rows if few else sizes.keys
+    most_keys = sizes.keys if kind == "forward" else sizes.keys_backward
+    if few and kind != "backward":
+        most_keys = sizes.keys_of_few_rows
     unit = math.lcm(sizes.lanes, key_fold)  # a block holds all heads of its keys
     most_rows = sizes.rows
     while True:
         row_block = _even(rows, most_rows, sizes.sublanes if rows <= most_rows else sizes.lanes)
         key_block = _even(keys, most_keys, unit)
-        needed = _memory(operands, row_block, key_block, sizes.lanes, backward=backward)
+        needed = _memory(operands, row_block, key_block, sizes.lanes, kind)
         if needed <= MEMORY:
             positions = operands.query_positions is not None or settings.rule.constrains
             bounded = keys % key_block > 0 and not positions
@@ -138,7 +139,7 @@ def layout(
                 f"query: wanted widths whose blocks fit into {MEMORY >> 20} MiB, got {width} "
                 f"beside values of {value_width}"
             )
-    ranges = batch * max(found.row_blocks, found.key_blocks if backward else 0)
+    ranges = batch * max(found.row_blocks, found.key_blocks if kind == "backward" else 0)
     if ranges > MOST_RANGES:
         raise NotImplementedError(
             f"query: wanted at most {MOST_RANGES} blocks of {row_block} rows or {key_block} keys in a "
@@ -153,9 +154,7 @@ def _even(size: int, most: int, unit: int) -> int:
     return math.ceil(math.ceil(size / number) / unit) * unit
 
 
-def _memory(
-    operands: Operands, row_block: int, key_block: int, lanes: int, *, backward: bool
-) -> int:
+def _memory(operands: Operands, row_block: int, key_block: int, lanes: int, kind: str) -> int:
     query, key, value = operands[:3]
     width, value_width = (math.ceil(x.shape[-1] / lanes) * lanes for x in (query, value))
     a_row = width * query.dtype.itemsize + value_width * value.dtype.itemsize
@@ -163,12 +162,14 @@ def _memory(
     # double buffers: blocks are copied while others are computed with
     blocks = 2 * (row_block * a_row + key_block * a_key)
     sums = row_block * (value_width + 2 * lanes) * 4
-    if backward:
+    if kind == "backward":
         blocks += 2 * max(row_block * a_row, key_block * a_key)
         sums = max(row_block * width, key_block * (width + value_width)) * 4
+    if kind == "tangent":  # the directions, and the result beside the state
+        blocks *= 2
     # scores and arrays of their size; float32 products take three 16-bit parts of each operand
     wide = query.dtype.itemsize == 4
-    scores = row_block * key_block * 4 * ((6 if backward else 4) + wide)
+    scores = row_block * key_block * 4 * ((4 if kind == "forward" else 6) + wide)
     parts = 6 * (row_block + key_block) * (width + value_width) if wide else 0
     return blocks + sums + scores + parts
 

@@ -1,0 +1,127 @@
+"""Functions with a derivative of their own, for both modes: what `jax.custom_jvp` is, as a primitive.
+
+In a second derivative of a `lax.scan`, JAX 0.10 loses the rules of a `custom_jvp` in its body and
+differentiates the functions themselves (JAX 0.12 does not). Of a primitive it knows nothing else.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters import ad, batching
+from jaxtyping import Array, PyTree
+
+from ._operation import operation
+
+
+class AbstractFunction(abc.ABC):
+    """A function of a tree of arrays; static and hashable."""
+
+    @abc.abstractmethod
+    def apply(self, args: Any) -> Any:
+        """The result. JAX does not differentiate it."""
+
+    @abc.abstractmethod
+    def jvp(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        """The result and its tangent, for tangents that are None where they are zero, as results' may be.
+
+        It is itself made of a `function_call`, so that it can be differentiated.
+        """
+
+
+def with_zeros(tangents: Any, primals: Any) -> Any:
+    """Tangents with zeros where they are None."""
+    tree = jax.tree.structure(primals)
+    pairs = zip(tree.flatten_up_to(tangents), jax.tree.leaves(primals), strict=True)
+    return tree.unflatten(jnp.zeros_like(x) if t is None else t for t, x in pairs)
+
+
+def function_call(function: AbstractFunction, args: PyTree) -> Any:
+    """`function.apply(args)`, differentiable by its `jvp` to any order in both modes."""
+    flat, tree = jax.tree.flatten(args)
+    program, types = jax.make_jaxpr(function.apply, return_shape=True)(args)
+    call = _Call(function, tree, jax.tree.structure(types))
+    return call.result.unflatten(function_call_p.bind(*flat, program=program, call=call))
+
+
+# No tuple: JAX 0.8 makes weak references to static arguments.
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A function with the structures of its argument and of its result; static."""
+
+    function: AbstractFunction
+    args: Any
+    result: Any
+
+    def __call__(self, *flat: Array) -> list[Any]:
+        return jax.tree.leaves(self.function.apply(self.args.unflatten(flat)))
+
+
+function_call_p = operation("function_call")
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, program: ClosedJaxpr, call: _Call
+) -> tuple[list[Any], list[Any]]:
+    del program
+    changes = (None if isinstance(x, ad.Zero) else x for x in tangents)
+    found, change = call.function.jvp(*map(call.args.unflatten, (primals, changes)))
+    results = jax.tree.leaves(found)
+    pairs = zip(results, call.result.flatten_up_to(change), strict=True)
+    return results, [_zero(x) if t is None else t for x, t in pairs]
+
+
+def _zero(x: Any) -> Any:
+    kind: Any = jax.typeof(x)
+    return ad.Zero(kind.to_tangent_aval())
+
+
+class _Mapped(NamedTuple):
+    function: AbstractFunction
+    axes: tuple[int | None, ...]
+    name: Hashable  # of the axis that is mapped, over which the function may reduce
+    size: int
+
+
+class _MappedFunction(_Mapped, AbstractFunction):
+    """A function under `jax.vmap`. The mapped axes of its results are in front."""
+
+    def apply(self, args: Any) -> Any:
+        return self._each(self.function.apply, (self._of(args),))(args)
+
+    def jvp(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        tree = jax.tree.structure(primals)
+        changes = tree.flatten_up_to(tangents)
+        kept = [None if x is None else axis for x, axis in zip(changes, self.axes, strict=True)]
+        axes = self._of(primals), tree.unflatten(kept)
+        return self._each(self.function.jvp, axes)(primals, tangents)
+
+    def _each(self, f: Callable[..., Any], axes: tuple[Any, ...]) -> Callable[..., Any]:
+        return jax.vmap(f, in_axes=axes, axis_name=self.name, axis_size=self.size)
+
+    def _of(self, args: Any) -> Any:
+        return jax.tree.structure(args).unflatten(self.axes)
+
+
+def _batch(
+    axis: Any,
+    flat: Sequence[Array],
+    axes: Sequence[int | None],
+    *,
+    program: ClosedJaxpr,
+    call: _Call,
+) -> tuple[list[Any], list[int | None]]:
+    if all(x is None for x in axes):
+        found = function_call_p.bind(*flat, program=program, call=call)
+        return found, [None] * len(found)
+    mapped = _MappedFunction(call.function, tuple(axes), axis.name, axis.size)
+    found = jax.tree.leaves(function_call(mapped, call.args.unflatten(flat)))
+    return found, [0] * len(found)
+
+
+ad.primitive_jvps[function_call_p] = _jvp
+batching.fancy_primitive_batchers[function_call_p] = _batch

@@ -1,0 +1,119 @@
+"""The GPU kernel of the state's derivative in a direction: one pass over the keys of rows.
+
+The weights come from the saved energies, so the sums of programs that split the keys add up. The
+formulas are those of `AbstractKernel.tangent`.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import Ref
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array
+
+from ...call._operands import Operands
+from ...call._state import AttentionState, holds_keys
+from .._common import moving_arrays, result_like
+from .._rows import Visibility
+from . import _tile as tiles
+from ._plan import Plan, tile_ranges, visibility_of
+
+
+def tangent(
+    operands: Operands,
+    plan: Plan,
+    state: AttentionState,
+    directions: Operands,
+    *,
+    interpret: bool,
+) -> AttentionState:
+    """The derivative of the state in a direction, by a plan for "tangent"."""
+    query, key, value = operands[:3]
+    given = visibility_of(operands, plan)
+    parts = pl.pallas_call(
+        functools.partial(_kernel, plan),
+        grid=(plan.row_tiles * plan.kv_heads * plan.batch * plan.splits,),
+        out_shape=[
+            result_like(
+                query, (plan.splits, *x.shape), x.dtype if plan.splits == 1 else jnp.float32
+            )
+            for x in state
+        ],
+        compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
+        interpret=interpret,
+        name="attention_tangent",
+    )(
+        *(query, key, value, moving_arrays(directions), *state, given),
+        tile_ranges(given, plan, of_keys=False),
+    )
+    return AttentionState(
+        *(part.sum(0).astype(x.dtype) for part, x in zip(parts, state, strict=True))
+    )
+
+
+def _kernel(
+    plan: Plan,
+    query_ref: Ref,
+    key_ref: Ref,
+    value_ref: Ref,
+    moving: dict[str, Ref],
+    out_ref: Ref,
+    lse_ref: Ref,
+    visibility: Visibility,
+    found: Ref | None,
+    d_out_ref: Ref,
+    d_lse_ref: Ref,
+) -> None:
+    at = tiles.program_index(plan, of_keys=False)
+    rows = tiles.rows(plan, at.tile, at.kv_head)
+    query = tiles.load_rows(query_ref, at, rows, plan.width)
+    d_query = None
+    if "query" in moving:
+        d_query = tiles.load_rows(moving["query"], at, rows, plan.width)
+    lse = tiles.load_numbers(lse_ref, at, rows, -jnp.inf)
+    some = holds_keys(lse)
+    shift = jnp.where(
+        some, lse * tiles.LOG2_E, jnp.inf
+    )  # in bits; a row without keys has no weight
+
+    def step(tile: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
+        total, sums = carry
+
+        def keys(ref: Ref, width: int) -> Array:
+            x = tiles.load_keys(plan, ref, at, tile, width, not masked)
+            return tiles.zero_hidden(plan, visibility, at, tile, x)[0] if masked else x
+
+        key = keys(key_ref, plan.width)
+        scores = tiles.product(query, key, 1, 1) * (plan.settings.scale * tiles.LOG2_E)
+        if masked:
+            seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
+            scores = jnp.where(seen, scores, -jnp.inf)
+        weights = jnp.exp2(scores - shift[:, None])
+        d_scores = []
+        if d_query is not None:
+            d_scores.append(tiles.product(d_query, key, 1, 1))
+        if "key" in moving:
+            d_scores.append(tiles.product(query, keys(moving["key"], plan.width), 1, 1))
+        if d_scores:
+            terms = weights * (sum(d_scores[1:], d_scores[0]) * plan.settings.scale)
+            total += terms.sum(1)
+            value = keys(value_ref, plan.value_width)
+            sums += tiles.product(terms.astype(value.dtype), value, 1, 0)
+        if "value" in moving:
+            d_value = keys(moving["value"], plan.value_width)
+            sums += tiles.product(weights.astype(d_value.dtype), d_value, 1, 0)
+        return total, sums
+
+    start = (
+        jnp.zeros(plan.rows, jnp.float32),
+        jnp.zeros((plan.rows, tiles.power(plan.value_width)), jnp.float32),
+    )
+    over = tiles.tile_range(plan, found, at, of_keys=False)
+    total, sums = tiles.loop_over(plan, over, at, step, start)
+    if "query" in moving or "key" in moving:
+        out = tiles.load_rows(out_ref, at, rows, plan.value_width)
+        sums -= total[:, None] * out.astype(jnp.float32)
+    tiles.store_rows(d_out_ref, at, rows, jnp.where(some[:, None], sums, 0.0), plan.value_width)
+    index = (at.split, at.batch, rows.time, rows.head)
+    triton.store(d_lse_ref.at[index], jnp.where(some, total, 0.0), mask=rows.there)

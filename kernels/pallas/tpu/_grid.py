@@ -1,0 +1,87 @@
+"""The grid of the TPU kernels of the state and of its tangent: the keys of rows, in parts for few rows."""
+
+from typing import Any, NamedTuple
+
+from jax import Ref
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from ._layout import Layout
+from ._step import key_spec, step, visibility_specs
+from ._visibility import BlockVisibility
+
+# Few rows read their keys in two parts at once: v4 and v5p have two cores.
+SPLITS = 2
+PARALLEL = pltpu.CompilerParams(dimension_semantics=("parallel",) * 4 + ("arbitrary",))
+
+
+class Grid(NamedTuple):
+    """The grid of a call: batch entries, key heads, parts, blocks of rows, and blocks of their keys."""
+
+    at: Layout
+    batch: int
+
+    @property
+    def splits(self) -> int:
+        """The parts of the keys."""
+        return SPLITS if self.at.row_blocks == 1 and self.at.key_blocks >= SPLITS else 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The steps along each axis, of which only the last depends on the one before."""
+        at = self.at
+        steps = pl.cdiv(at.key_blocks, self.splits)
+        return self.batch, at.heads, self.splits, at.row_blocks, steps
+
+    def range_index(self, b: Array, s: Array, i: Array) -> Array:
+        """The index of a range of `block_ranges`."""
+        return (b * self.at.row_blocks + i) * self.splits + s
+
+    def row(self, b: Array, s: Array, i: Array, j: Array, *_: Array | Ref) -> Array:
+        """The block of rows of a step."""
+        return i
+
+    def key(
+        self, b: Array, s: Array, i: Array, j: Array, first: Ref, stop: Ref, *_: Array | Ref
+    ) -> Array:
+        """The block of keys of a step."""
+        return step(first, stop, self.range_index(b, s, i), j)
+
+    def of_rows(self, width: int) -> pl.BlockSpec:
+        """The spec of a block of rows `[B, P, R, width]`."""
+
+        def where(b: Array, p: Array, s: Array, i: Array, *_: Array | Ref) -> tuple[Any, ...]:
+            return b, p, i, 0
+
+        return pl.BlockSpec((None, None, self.at.row_block, width), where)
+
+    def of_numbers(self) -> pl.BlockSpec:
+        """The spec of a block of one number for each row, `[B, P, 1, R]`."""
+
+        def where(b: Array, p: Array, s: Array, i: Array, *_: Array | Ref) -> tuple[Any, ...]:
+            return b, p, 0, i
+
+        return pl.BlockSpec((None, None, 1, self.at.row_block), where)
+
+    def of_keys(self, width: int, *, tall: bool) -> pl.BlockSpec:
+        """The spec of a block of keys or values."""
+        return key_spec(width, self.at, self.key, tall=tall)
+
+    def of_visibility(self, visibility: BlockVisibility) -> dict[str, pl.BlockSpec]:
+        """The specs of the visibility arrays."""
+        return visibility_specs(visibility.arrays, self.at, self.row, self.key)
+
+    def of_parts(self, width: int) -> list[pl.BlockSpec]:
+        """The specs of results for each part: rows `[S, B, P, R, width]` and numbers `[S, B, P, 1, R]`."""
+
+        def rows(b: Array, p: Array, s: Array, i: Array, *_: Array | Ref) -> tuple[Any, ...]:
+            return s, b, p, i, 0
+
+        def numbers(b: Array, p: Array, s: Array, i: Array, *_: Array | Ref) -> tuple[Any, ...]:
+            return s, b, p, 0, i
+
+        return [
+            pl.BlockSpec((None, None, None, self.at.row_block, width), rows),
+            pl.BlockSpec((None, None, None, 1, self.at.row_block), numbers),
+        ]

@@ -1,0 +1,58 @@
+"""The tangent of few queries and many keys: all scores at once, and no copy of keys or values."""
+
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ..call._operands import Operands, Settings, hide_unreachable, zero_absent
+from ..call._state import AttentionState, holds_keys, precision
+from ._reference import masked
+from ._tangent import tangent_of
+
+
+def tangent(
+    operands: Operands, settings: Settings, state: AttentionState, directions: Operands
+) -> AttentionState:
+    """The derivative of `(out, lse)` in the directions that are not None; memory O(T·N·S).
+
+    The formulas are those of the blockwise `tangent`.
+    """
+    operands = hide_unreachable(operands, settings)
+    seen, wide = holds_keys(state.lse)[..., None], state.lse.dtype
+    moved = zero_absent(
+        operands._replace(query=directions.query, key=directions.key, value=directions.value)
+    )
+    query, key, value = zero_absent(operands)[:3]
+    query = jnp.where(seen, query, 0)
+    batch, query_len, heads = query.shape[:3]
+    kv_heads, key_len = key.shape[2], key.shape[1]
+    einsum = functools.partial(
+        jnp.einsum, precision=precision(query.dtype), preferred_element_type=wide
+    )
+
+    def products(query: Array, key: Array) -> Array:
+        grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, query.shape[-1])
+        return einsum("btkgh,bskh->bkgts", grouped, key).reshape(batch, heads, query_len, key_len)
+
+    def mean(weights: Array, value: Array) -> Array:
+        grouped = weights.reshape(batch, kv_heads, heads // kv_heads, query_len, key_len)
+        out = einsum("bkgts,bskv->btkgv", grouped, value.astype(wide))
+        return out.reshape(batch, query_len, heads, value.shape[-1])
+
+    lse = jnp.where(seen, state.lse[..., None], jnp.inf).transpose(0, 2, 1, 3)
+    weights = jnp.exp(masked(products(query, key), operands, settings) - lse)
+    changes = []
+    if moved.query is not None:
+        changes.append(products(jnp.where(seen, moved.query, 0), key) * settings.scale)
+    if moved.key is not None:
+        changes.append(products(query, moved.key) * settings.scale)
+    if directions.bias is not None:
+        changes.append(directions.bias.astype(wide))
+    sums, energy = jnp.zeros_like(state.out, dtype=wide), jnp.zeros_like(state.lse)
+    if changes:
+        weighed = weights * sum(changes)
+        sums, energy = mean(weighed, value), weighed.sum(-1).transpose(0, 2, 1)
+    if moved.value is not None:
+        sums = sums + mean(weights, moved.value)
+    return tangent_of(state, AttentionState(sums, energy))

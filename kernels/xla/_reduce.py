@@ -1,0 +1,71 @@
+"""Sums or maxima over keys, block by block, written so that JAX differentiates them.
+
+To any order and in both modes, and without storing a block.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from ._blocks import BlockedOperands, Index, cut_queries, join_queries
+
+Arrays = tuple[Array, ...]
+# From the index of a block, its queries and keys, and trees of more arrays of its rows [B, rows, W]
+# and of its keys [B, keys, W], to terms [B, rows, width].
+BlockFunction = Callable[[Index, Array, Array, Any, Any], Arrays]
+
+
+def reduce_blocks(
+    of_block: BlockFunction,
+    join: Callable[[Array, Array], Array],
+    start: float,
+    widths: tuple[int, ...],
+    blocks: BlockedOperands,
+    query_len: int,
+    rows: PyTree[Array],
+    keys: PyTree[Array],
+) -> Arrays:
+    """The terms of all blocks of keys joined, `[B, T, N, width]` for each of `widths`.
+
+    `rows` is a tree of `[B, T, N, W]`, and `keys` of arrays cut into blocks by `cut_keys`. A block in which no query
+    sees a key is skipped.
+    """
+    g, batch = blocks.grid, blocks.query.shape[2]
+    # The results of rows that fill the last block are dropped.
+    cut = jax.tree.map(lambda x: cut_queries(g, x), rows)
+
+    def nothing() -> Arrays:
+        return tuple(blocks.full(start, batch, g.rows, width) for width in widths)
+
+    # A derivative stores the arguments, and computes the block again.
+    @jax.checkpoint
+    def one(at: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
+        def visible() -> Arrays:
+            return of_block(at, query, key, rows, keys)
+
+        meet = blocks.meet(at)
+        return visible() if meet is None else lax.cond(meet, visible, nothing)
+
+    # Loops take blocks as scanned inputs, so that each step returns the cotangents of its own.
+    def one_head(taken: tuple[Any, ...]) -> Arrays:
+        h, queries, key_blocks, rows, keys = taken
+
+        def one_block_of_queries(taken: tuple[Any, ...]) -> Arrays:
+            i, query, rows = taken
+
+            def one_block_of_keys(carry: Arrays, taken: tuple[Any, ...]) -> Any:
+                j, key, keys = taken
+                found = one(Index(h, i, j), query, key, rows, keys)
+                return tuple(map(join, carry, found)), None
+
+            over = jnp.arange(g.key_blocks), key_blocks, keys
+            return lax.scan(one_block_of_keys, nothing(), over)[0]
+
+        return lax.map(one_block_of_queries, (jnp.arange(g.query_blocks), queries, rows))
+
+    over = jnp.arange(g.kv_heads), blocks.query, blocks.key, cut, keys
+    return tuple(join_queries(g, x, query_len) for x in lax.map(one_head, over))

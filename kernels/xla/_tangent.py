@@ -1,0 +1,99 @@
+"""The blockwise tangent: the derivative of a state in a direction, in one pass over the keys."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ..call._operands import Operands, Settings, hide_unreachable, zero_absent
+from ..call._state import AttentionState, holds_keys, lse_dtype
+from ._blocks import BLOCK_SIZES, BlockedOperands, BlockSizes, Index, cut_keys
+from ._reduce import reduce_blocks
+
+Rows = tuple[Array, Array | None]
+Keys = tuple[Array, Array | None, Array | None]
+
+
+def tangent(
+    operands: Operands,
+    settings: Settings,
+    state: AttentionState,
+    directions: Operands,
+    sizes: BlockSizes = BLOCK_SIZES,
+) -> AttentionState:
+    r"""The derivative of `(out, lse)` in the directions that are not None.
+
+    With $P_a = e^{s_a - F}$,
+
+    $$\dot s_a = \mathrm{scale}\,(\dot q \cdot k_a + q \cdot \dot k_a) + \dot b_a, \quad
+      \dot F = \sum_a P_a \dot s_a, \quad
+      \dot{out} = \sum_a P_a \dot s_a v_a - \dot F\, out + \sum_a P_a \dot v_a.$$
+
+    Plain JAX, and so differentiable itself.
+    """
+    return tangent_of(state, tangent_sums(operands, settings, state.lse, directions, sizes))
+
+
+def tangent_of(state: AttentionState, sums: AttentionState) -> AttentionState:
+    r"""The tangent of a state, from $\sum P_a (\dot s_a v_a + \dot v_a)$ and $\dot F$ of all its keys."""
+    # zeros in fully masked rows, by a choice: in reverse their cotangents are not read either
+    seen = holds_keys(state.lse)
+    change = jnp.where(seen, sums.lse.astype(state.lse.dtype), 0.0)
+    out = sums.out - change[..., None] * state.out.astype(change.dtype)
+    out = jnp.where(seen[..., None], out, 0.0)
+    return AttentionState(out.astype(state.out.dtype), change)
+
+
+def tangent_sums(
+    operands: Operands,
+    settings: Settings,
+    lse: Array,
+    directions: Operands,
+    sizes: BlockSizes = BLOCK_SIZES,
+) -> AttentionState:
+    r"""$\sum P_a (\dot s_a v_a + \dot v_a)$ and $\sum P_a \dot s_a$, wide, with weights relative to `lse`.
+
+    They add over keys, which may be some of those that `lse` is of.
+    """
+    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
+    wide, width = lse_dtype(operands.query.dtype), operands.value.shape[-1]
+    if 0 in (batch, query_len, key_len):
+        shape = (batch, query_len, heads)
+        zero = lax.full_like(operands.query, 0.0, dtype=wide, shape=(*shape, width))
+        return AttentionState(zero, lax.full_like(zero, 0.0, shape=shape))
+    seen = holds_keys(lse)  # fully masked rows get no weight, and are not read
+    operands = operands._replace(query=jnp.where(seen[..., None], operands.query, 0))
+    blocks = BlockedOperands(operands, settings, sizes)
+    moved = zero_absent(
+        hide_unreachable(operands, settings)._replace(
+            query=directions.query, key=directions.key, value=directions.value
+        )
+    )
+    query = None if moved.query is None else jnp.where(seen[..., None], moved.query, 0)
+    rows = jnp.where(seen, lse, jnp.inf)[..., None], query
+    cut = (None if x is None else cut_keys(blocks.grid, x) for x in (moved.key, moved.value))
+    keys = blocks.value, *cut
+    bias = blocks.pad_scores(directions.bias)
+
+    def terms(at: Index, query: Array, key: Array, rows: Rows, keys: Keys) -> tuple[Array, Array]:
+        (lse, query_change), (value, key_change, value_change) = rows, keys
+        weights = jnp.exp(blocks.scores_of(query, key, at) - lse)
+        changes: list[Array] = []
+        if query_change is not None:
+            changes.append(blocks.outer(query_change, key) * settings.scale)
+        if key_change is not None:
+            changes.append(blocks.outer(query, key_change) * settings.scale)
+        if bias is not None:
+            changes.append(blocks.score_block(bias, at).astype(wide))
+        sums, energy = (blocks.full(0.0, *lse.shape[:2], size) for size in (width, 1))
+        if changes:
+            weighed = weights * functools.reduce(jnp.add, changes)
+            sums = blocks.product(weighed, value.astype(wide))
+            energy = weighed.sum(-1, keepdims=True)
+        if value_change is not None:
+            sums = sums + blocks.product(weights, value_change.astype(wide))
+        return sums, energy
+
+    found = reduce_blocks(terms, jnp.add, 0.0, (width, 1), blocks, query_len, rows, keys)
+    return AttentionState(found[0], found[1][..., 0])

@@ -1,0 +1,78 @@
+"""`function_call`: a function with a derivative of its own, where JAX would lose the rule of a `custom_jvp`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from energy_attn.kernels.internal import AbstractFunction, function_call
+
+
+class Sine(AbstractFunction):
+    """The sine, of which only the rule has a derivative."""
+
+    def apply(self, args):
+        return lax.stop_gradient(jnp.sin(args["x"]) * args["by"])
+
+    def jvp(self, primals, tangents):
+        assert tangents["by"] is None  # a zero that is not known to be one
+        out = function_call(self, primals)
+        return out, jnp.cos(primals["x"]) * primals["by"] * tangents["x"]
+
+
+def sine(x):
+    return function_call(Sine(), {"x": jnp.asarray(x), "by": jnp.asarray(2.0)})
+
+
+def test_in_a_loop():
+    """A second derivative of a loop that is zero, or that of something else, and no error: that of JAX 0.10."""
+
+    def looped(x):
+        return lax.scan(lambda x, _: (sine(x), None), x, None, length=3)[0]
+
+    def exact(x):
+        return 2 * jnp.sin(2 * jnp.sin(2 * jnp.sin(x)))
+
+    def along(f):
+        return lambda x: jax.jvp(f, (x,), (1.0,))[1]
+
+    orders = [(), (jax.grad,), (along,)]
+    orders += [(a, b) for a in (jax.grad, along) for b in (jax.grad, along)]
+    for order in [*orders, (jax.grad,) * 3]:
+        mine, theirs = looped, exact
+        for step in order:
+            mine, theirs = step(mine), step(theirs)
+        np.testing.assert_allclose(mine(0.3), theirs(0.3), rtol=1e-12, err_msg=str(order))
+
+
+def test_of_many():
+    """A rule that `jax.vmap` loses; results or tangents of another index, or of what is not mapped."""
+    x = jnp.linspace(0.0, 1.0, 5)
+    found, change = jax.vmap(lambda x: jax.jvp(sine, (x,), (1.0,)))(x)
+    np.testing.assert_allclose(found, 2 * jnp.sin(x))
+    np.testing.assert_allclose(change, 2 * jnp.cos(x))
+    twice = jax.vmap(jax.grad(lambda x: jax.vmap(sine)(x[None] * jnp.ones(2)).sum()))(x)
+    np.testing.assert_allclose(twice, 4 * jnp.cos(x))
+    np.testing.assert_allclose(jax.jacfwd(jax.vmap(sine))(x), np.diag(2 * np.cos(x)))
+    np.testing.assert_allclose(jax.vmap(lambda _: sine(0.5))(x), 2 * np.sin(0.5))
+
+
+class Sum(AbstractFunction):
+    """The sum over an axis of `jax.vmap`."""
+
+    def apply(self, args):
+        return lax.psum(args, "i")
+
+    def jvp(self, primals, tangents):
+        return function_call(self, primals), lax.psum(tangents, "i")
+
+
+def test_over_a_named_axis():
+    """The name of a mapped axis that is not bound in the function, or in its rule."""
+
+    def both(x):
+        return jax.jvp(lambda x: function_call(Sum(), x), (x,), (2 * x,))
+
+    found, change = jax.vmap(both, axis_name="i")(jnp.arange(4.0))
+    np.testing.assert_allclose(found, 6.0)
+    np.testing.assert_allclose(change, 12.0)
