@@ -17,6 +17,7 @@ from . import hopfield as hopfield
 from . import masks as masks
 from . import plot as plot
 from . import prefix_tree as prefix_tree
+from . import scores as scores
 from . import solvers as solvers
 from .core._attention import attention as attention
 from .core._citation import citation as citation

@@ -47,6 +47,7 @@ from .call._state import precision as precision
 from .call._state import safe_shift as safe_shift
 from .call._state import share as share
 from .dispatch._derivative import AbstractDerivative as AbstractDerivative
+from .dispatch._derivative import keep_moved as keep_moved
 from .dispatch._derivative import tangent_along as tangent_along
 from .dispatch._function import AbstractFunction as AbstractFunction
 from .dispatch._function import function_call as function_call
@@ -76,6 +77,8 @@ from .reductions._sample import fold_in_seeds as fold_in_seeds
 from .reductions._sample import merge_draws as merge_draws
 from .reductions._sample import sample as sample
 from .reductions._sample import uniform as uniform
+from .scores._structure import ScoreStructure as ScoreStructure
+from .scores._structure import split_score as split_score
 from .xla._blocks import outer as outer
 from .xla._blocks import product as product
 from .xla._blockwise import backward_wide as backward_wide

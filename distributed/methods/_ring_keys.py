@@ -22,6 +22,7 @@ from energy_attn.kernels.internal import (
     cotangents,
     empty_like,
     function_call,
+    keep_moved,
     tangent_along,
     tangent_of,
     tangent_sums,
@@ -116,11 +117,12 @@ class _Moving(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Gradients: those of keys and values travel with them, those of queries and bias stay."""
+    """Gradients: those of keys and values travel with them, those of queries, bias and score stay."""
 
     keys: _Moving
     query: Array | None
     bias: Array | None
+    score_arrays: tuple[Array | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +145,7 @@ class _OfRing(AbstractDerivative):
             keys, changes = visitors
             here = _with_keys(operands, keys, step, self.axes)
             bias = part(directions.bias, 3, origin(step, self.axes), keys.key.shape[1])
-            along = cotangents(directions.query, *changes, bias)
+            along = cotangents(directions.query, *changes, bias, directions.score_arrays)
             found = tangent_sums(here, self.settings, state.lse, along)
             return jax.tree.map(jnp.add, sums, found)
 
@@ -156,21 +158,19 @@ class _OfRing(AbstractDerivative):
         operands: Operands,
         state: AttentionState,
         cotangent: AttentionState,
-        moved: tuple[bool, ...],
+        moved: Operands,
     ) -> Operands:
         @jax.checkpoint
         def visit(keys: _Keys, so_far: _Gradients | None, step: int | Array) -> _Gradients:
             here = _with_keys(operands, keys, step, self.axes)
-            found = backward_wide(here, self.settings, state, cotangent)[:4]
-            query, key, value, bias = (
-                x if some else None for x, some in zip(found, moved, strict=True)
-            )
+            found = keep_moved(backward_wide(here, self.settings, state, cotangent), moved)
+            query, key, value, bias = found[:4]
             if bias is not None and operands.bias is not None:
                 whole = lax.full_like(bias, 0.0, shape=operands.bias.shape)
                 key_len = bias.shape[3]
                 at = origin(step, self.axes) * key_len if whole.shape[3] > key_len else 0
                 bias = lax.dynamic_update_slice_in_dim(whole, bias, at, 3)
-            gradients = _Gradients(_Moving(key, value), query, bias)
+            gradients = _Gradients(_Moving(key, value), query, bias, found.score_arrays)
             return gradients if so_far is None else jax.tree.map(jnp.add, so_far, gradients)
 
         # Gradients follow their keys one hop behind, so that neither transfer needs the computation
@@ -191,7 +191,8 @@ class _OfRing(AbstractDerivative):
             found = visit(following, found._replace(keys=hop(found.keys, self.axes)), last)
             found = found._replace(keys=hop(found.keys, self.axes))  # home
         key, value = found.keys.key, found.keys.value
-        return cast_like(cotangents(found.query, key, value, found.bias), operands)
+        given = cotangents(found.query, key, value, found.bias, found.score_arrays)
+        return cast_like(given, operands)
 
     def plain(self) -> AbstractDerivative:
         return self

@@ -53,10 +53,21 @@ def _sharded(
     plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
     plan = unsharded_if_empty(plan, operands)
-    if plan.sequence:
-        # a device's part does not count from 0
-        operands = with_default_positions(operands, settings)
+    operands = with_indices(plan, settings, operands)
     return run_sharded(plan, functools.partial(_method(plan), names, settings), operands)
+
+
+def with_indices(plan: ShardingPlan, settings: Settings, operands: Operands) -> Operands:
+    """Operands with what rule and score read, since a device's part does not count from 0."""
+    if plan.sequence:
+        operands = with_default_positions(operands, settings)
+    if settings.score is None:
+        return operands
+    batch, _, heads, _ = operands.query.shape
+    return operands._replace(
+        batch_indices=jnp.arange(batch, dtype=jnp.int32) if plan.batch else None,
+        head_indices=jnp.arange(heads, dtype=jnp.int32) if plan.heads else None,
+    )
 
 
 def unsharded_if_empty(plan: ShardingPlan, operands: Operands) -> ShardingPlan:
@@ -224,6 +235,9 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         query_segments=spec(operands.query_segments, batch, queries),
         key_segments=spec(operands.key_segments, batch, keys),
         rule_arrays=tuple(spec(x, batch, *(None,) * (x.ndim - 1)) for x in operands.rule_arrays),
+        score_arrays=tuple(PartitionSpec() for _ in operands.score_arrays),
+        batch_indices=spec(operands.batch_indices, batch),
+        head_indices=spec(operands.head_indices, heads),
     )
 
 

@@ -9,14 +9,14 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, CovarianceState
-from energy_attn.kernels.internal import CheckedCall, Operands, Settings, with_default_positions
+from energy_attn.kernels.internal import CheckedCall, Operands, Settings
 
 from ..merge._covariance import covariance_merge, merge_covariances
 from ..merge._packing import joined
 from ..spec._arguments import Axes
 from ..spec._plan import ShardingPlan
 from ._merge import choose_merge, fold_across
-from ._sharded_attention import run_sharded, unsharded_if_empty
+from ._sharded_attention import run_sharded, unsharded_if_empty, with_indices
 from ._tree import with_all_queries
 
 
@@ -71,10 +71,7 @@ def _sharded(
         first = lax.axis_index(axes) * own
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, own, 1), found)
 
-    if axes:
-        # a device's part does not count from 0
-        operands = with_default_positions(operands, settings)
-    return run_sharded(plan, run, operands, *rows)
+    return run_sharded(plan, run, with_indices(plan, settings, operands), *rows)
 
 
 def fold_states(state: AttentionState, axes: Axes, plan: ShardingPlan) -> AttentionState:

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
@@ -114,7 +115,14 @@ def ulysses(
     def whole(x: Array | None) -> Any:
         return None if x is None else joined(x, axes, 1)
 
+    heads = operands.head_indices
+    if settings.score is not None:
+        number = operands.query.shape[2]
+        heads = jnp.arange(number, dtype=jnp.int32) if heads is None else heads
+        mine = number // lax.axis_size(axes)
+        heads = lax.dynamic_slice_in_dim(heads, lax.axis_index(axes) * mine, mine)
     here = operands._replace(
+        head_indices=heads,
         query=to_heads(operands.query),
         key=to_heads(operands.key),
         value=to_heads(operands.value),

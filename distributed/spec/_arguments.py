@@ -73,7 +73,7 @@ def check_local(
         if call.compares and options.get(name) is None:
             raise ValueError(
                 f"{name}: wanted the global positions of this device's {what}, as is_causal, "
-                f"local_window_size, key_value_seq_lengths or a rule compare them; got None"
+                f"local_window_size, key_value_seq_lengths, a rule or a score compare them; got None"
             )
     bias, mask = check_scores(bias, mask, scores(call.operands))
     return names, call._replace(operands=call.operands._replace(bias=bias, mask=mask))

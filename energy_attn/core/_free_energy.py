@@ -25,6 +25,7 @@ from energy_attn.kernels.internal import (
     Candidate,
     CheckedCall,
     RowOptions,
+    ScoreStructure,
     candidates,
     check_call,
     check_options,
@@ -32,6 +33,7 @@ from energy_attn.kernels.internal import (
     is_static,
     received,
     split_mask,
+    split_score,
     varying_axes,
     with_wide_out,
 )
@@ -45,13 +47,16 @@ from ._options import AttentionOptions
 class Prepared(NamedTuple):
     """The static part of a checked call.
 
-    `at_zero`: whether the source is zero although it is a JAX array.
+    `score`: what is static in the score. `at_zero`: whether the source is zero although it is a JAX
+    array. `scored_width`: how much of query and key the score is of, where a source is in them.
     """
 
     names: tuple[Candidate, ...]
     plan: ShardingPlan | None
     options: tuple[tuple[str, Any], ...]
+    score: ScoreStructure | None = None
     at_zero: bool = False
+    scored_width: int | None = None
 
 
 class Arrays(NamedTuple):
@@ -152,7 +157,8 @@ def prepare(
     }
     traced: dict[str, Any] = {name: options.get(name) for name in RowOptions.__annotations__}
     (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
-    call = Prepared(candidates(options.get("implementation")), None, tuple(static.items()))
+    score, traced["score"] = split_score(options.get("score"))
+    call = Prepared(candidates(options.get("implementation")), None, tuple(static.items()), score)
     arrays = Arrays(query, key, value, bias, mask, traced)
     inside = in_shard_map(parallel)
     if inside:
@@ -237,7 +243,9 @@ def _varying(call: Prepared, arrays: Arrays) -> frozenset[str]:
 
 def check_at(call: Prepared, source: Source, arrays: Arrays) -> CheckedCall:
     """A prepared call at a source, in the form that kernels take."""
-    return check_call(*arrays[:3], source, *arrays[3:5], **dict(call.options), **arrays.options)
+    score = None if call.score is None else call.score.bind(arrays.options["score"])
+    options: Any = dict(call.options) | arrays.options | {"score": score}
+    return check_call(*arrays[:3], source, *arrays[3:5], call.scored_width, **options)
 
 
 def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:

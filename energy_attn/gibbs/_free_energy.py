@@ -19,8 +19,10 @@ from energy_attn.kernels.internal import (
     check_window,
     join_masks,
     received,
+    split_score,
 )
 from energy_attn.kernels.masks import AbstractMask
+from energy_attn.kernels.scores import AbstractScore
 
 from ..core._free_energy import Arrays, Prepared, attention_and_energy, energy_at, prepare
 from ..core._options import AttentionOptions, EnergyOptions
@@ -54,6 +56,8 @@ class FreeEnergy(eqx.Module):
         parallel: how keys are sharded over the current mesh.
         mask: a rule of `energy_attn.masks`, besides causality, the window and the mask of a call. Its
             arrays are leaves.
+        score: a score of `energy_attn.scores`, a function $g$ of the scaled product in the place of the
+            product itself. Its arrays are leaves.
 
     Raises:
         TypeError: a field of the wrong type.
@@ -82,6 +86,7 @@ class FreeEnergy(eqx.Module):
     )
     parallel: SequenceParallel | None = eqx.field(static=True, default=None)
     mask: AbstractMask | None = None
+    score: AbstractScore | None = None
 
     def __check_init__(self) -> None:
         check_scale(self.scale)
@@ -97,6 +102,7 @@ class FreeEnergy(eqx.Module):
                 f"mask: wanted a rule of energy_attn.masks or None (arrays go to the call), "
                 f"got {received(self.mask)}"
             )
+        split_score(self.score)
 
     def at(
         self,
@@ -215,6 +221,7 @@ class FreeEnergy(eqx.Module):
             "local_window_size": self.local_window_size,
             "implementation": self.implementation,
             "parallel": self.parallel,
+            "score": self.score,
         }
 
 

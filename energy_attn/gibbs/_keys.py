@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import Candidate, join_masks, lse_dtype
 from energy_attn.kernels.masks import AbstractMask
+from energy_attn.kernels.scores import AbstractScore
 
 from ..core._free_energy import Arrays, Prepared, check_at, prepare
 
@@ -34,6 +35,7 @@ class KeySet(eqx.Module):
     local_window_size: int | tuple[int, int] | None = eqx.field(static=True)
     implementation: Candidate | Sequence[Candidate] | None = eqx.field(static=True)
     parallel: SequenceParallel | None = eqx.field(static=True)
+    score: AbstractScore | None
     source: Float[Array, "*B T N Hv"] | None = None  # at which the scores are
 
 
@@ -51,6 +53,7 @@ def prepare_keys(keys: KeySet) -> tuple[Prepared, Arrays]:
         local_window_size=keys.local_window_size,
         implementation=keys.implementation,
         parallel=keys.parallel,
+        score=keys.score,
         **keys.rows,
     )
     return (call, arrays) if keys.source is None else _tilted(call, arrays, keys.source)
@@ -80,4 +83,5 @@ def _tilted(call: Prepared, arrays: Arrays, source: Array) -> tuple[Prepared, Ar
     static = dict(call.options) | {"scale": settings.scale}
     value = arrays.value.astype(query.dtype)
     arrays = arrays._replace(query=query, key=key, value=value, options=options)
-    return call._replace(options=tuple(static.items())), arrays
+    width = None if settings.score is None else settings.scored_width
+    return call._replace(options=tuple(static.items()), scored_width=width), arrays

@@ -1,6 +1,7 @@
 """Attention of a tree's nodes over a cache, and the accepted path appended to the cache."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     Candidate,
     CheckedCall,
+    RowOptions,
     candidates,
     check_call,
     check_integral,
@@ -29,6 +31,7 @@ from energy_attn.kernels.internal import (
     received,
     with_wide_out,
 )
+from energy_attn.kernels.scores import AbstractScore
 
 from ..core._citation import cite
 from ._accept import Accepted
@@ -45,6 +48,7 @@ def tree_decode(
     source: Float[Array, "B L N Hv"] | None = None,
     scale: float | Float[Array, ""] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    score: AbstractScore | None = None,
     implementation: Candidate | Sequence[Candidate] | None = None,
 ) -> AttentionState:
     r"""The attention of a tree's nodes over the cache and over their own ancestors.
@@ -72,6 +76,8 @@ def tree_decode(
         local_window_size: `(left, right)` or one int: a node sees at most `left` positions before
             its own, in the context and among its ancestors. None is the cache's window, if it has
             one.
+        score: a [score][energy_attn.kernels.scores.AbstractScore] of the scaled product, for context
+            and nodes.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations], for the
             context. The tree's part uses it as well, or `"blockwise"` if it does not take masks.
 
@@ -121,21 +127,27 @@ def tree_decode(
     if reach is not None:
         mask = mask & (tree.depth[:, :, None] - tree.depth[:, None, :] <= reach[0])
     # the context lies before all nodes, so that no causal mask is needed
+    scores: Any = {"scale": scale, "score": score}
+    positions = cache.lengths[:, None] + tree.depth
     before = check_call(
         query,
         cache.keys(),
         cache.values(),
         source=source,
-        scale=scale,
+        **scores,
         local_window_size=reach,
-        query_positions=jnp.where(used, cache.lengths[:, None] + tree.depth, -1),
+        query_positions=jnp.where(used, positions, -1),
         key_positions=cache.positions,
     )
     # after `reshard_explicit` the nodes are sharded differently
     context = _partial_state(
         sharding_plan(cache.parallel, query, cache.key, cache.value), names, before
     )
-    drafts = check_call(query, key, value, source=source, mask=mask[:, None], scale=scale)
+    # the mask says which nodes see which; only a score reads where they are
+    rows: RowOptions = {}
+    if score is not None:
+        rows = {"query_positions": positions, "key_positions": positions}
+    drafts = check_call(query, key, value, source=source, mask=mask[:, None], **scores, **rows)
     nodes_plan = None
     if plan is not None and plan.batch + plan.heads:
         nodes_plan = plan._replace(sequence=(), queries=False)

@@ -21,6 +21,7 @@ from .._checks import (
     check_shape,
     received,
 )
+from ..scores._check import check_score
 from ._operands import Operands, Settings
 from ._options import KernelOptions, check_options
 from ._rules import Tokens, ruled, split_mask
@@ -34,7 +35,7 @@ class CheckedCall(NamedTuple):
         operands: the arrays.
         settings: the static options.
         batched: whether the user's arrays had a batch axis.
-        compares: whether a rule, or lengths of keys, say something of positions.
+        compares: whether a rule, a score, or lengths of keys, say something of positions.
     """
 
     operands: Operands
@@ -50,9 +51,12 @@ def check_call(
     source: Array | np.ndarray | None = None,
     bias: object = None,
     mask: object = None,
+    scored_width: int | None = None,
     **options: Unpack[KernelOptions],
 ) -> CheckedCall:
     """Checks every argument of `local_attention` but `implementation`; returns operands and settings.
+
+    `scored_width`: of the settings, where a source is in query and key already.
 
     Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """
@@ -115,10 +119,15 @@ def check_call(
 
     query, key, scale = _scaled(query, key, options.get("scale"))
     if source is not None:
+        scored_width = scored_width or query.shape[-1]
         query, key, scale = _with_source(query, key, value, source, scale)
-    operands = Operands(query, key, value, bias, mask, *found.tokens, found.arrays)
-    compares = found.structure.constrains or lengths is not None or rule is not None
-    return CheckedCall(operands, Settings(scale, found.structure), batched, compares)
+    score, score_arrays = check_score(options.get("score"), scores, lse_dtype(query.dtype))
+    operands = Operands(query, key, value, bias, mask, *found.tokens, found.arrays, score_arrays)
+    settings = Settings(scale, found.structure)
+    if score is not None:
+        settings = settings._replace(score=score, scored_width=scored_width)
+    compares = settings.compares or lengths is not None or rule is not None
+    return CheckedCall(operands, settings, batched, compares)
 
 
 def check_scores(

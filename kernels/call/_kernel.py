@@ -27,6 +27,7 @@ class AbstractKernel(abc.ABC):
             `jax.export`.
         masks: the classes of rules that it knows, `All` among them. A call with any other is not
             given to it. `AbstractMask` stands for all rules.
+        scores: whether it computes scores of `energy_attn.scores`; if not, it gets no call with one.
 
     Examples:
         >>> from energy_attn.kernels import AbstractKernel
@@ -47,6 +48,7 @@ class AbstractKernel(abc.ABC):
     interpreted: ClassVar[tuple[str, ...]]
     exported: ClassVar[bool]
     masks: ClassVar[tuple[type[AbstractMask], ...]]
+    scores: ClassVar[bool] = False
 
     @abc.abstractmethod
     def check(self, operands: Operands, settings: Settings) -> None:
@@ -94,7 +96,8 @@ class AbstractKernel(abc.ABC):
 
         `directions` has the form of the operands; None for what does not move, which masks,
         positions and segments never do. With $\dot s_a = \mathrm{scale}\,(\dot q \cdot k_a +
-        q \cdot \dot k_a) + \dot b_a$, the derivative of `lse` is $\dot F = \sum_a P_a \dot s_a$,
+        q \cdot \dot k_a) + \dot b_a$ (a score multiplies the first term by $g'$ and adds
+        $\dot\theta\, \partial g/\partial\theta$), the derivative of `lse` is $\dot F = \sum_a P_a \dot s_a$,
         and that of `out` is $\sum_a P_a (\dot s_a - \dot F)\, v_a + \sum_a P_a \dot v_a$, in
         their dtypes. Fully masked rows get zeros. By default None: that of the blockwise
         implementation is taken.
@@ -116,6 +119,10 @@ def check_call_of(kernel: AbstractKernel, operands: Operands, settings: Settings
         known = " or ".join(x.__name__ for x in kernel.masks)
         raise NotImplementedError(
             f"mask: wanted {known}, got {', '.join(sorted(unknown))} (blockwise takes it)"
+        )
+    if settings.score is not None and not kernel.scores:
+        raise NotImplementedError(
+            f"score: wanted None, got {settings.score.name} (blockwise takes it)"
         )
     kernel.check(operands, settings)
 

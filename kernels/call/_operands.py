@@ -1,13 +1,16 @@
 """What a kernel is given: the arrays of a call, and its static options."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..masks._abstract import AbstractMask
 from ..masks._structure import Structure
 from ..masks._visibility import reachable
+from ..scores._structure import BoundScore, ScoreStructure, floating
 from ._state import lse_dtype
 
 
@@ -27,6 +30,10 @@ class Operands(NamedTuple):
         key_segments: None, or int32 `[B, S]` or `[1, S]`.
         rule_arrays: those of the rule of the settings, each with a first axis of `B` or 1. A kernel
             that knows no rule with arrays gets none.
+        score_arrays: those of the score of the settings. A kernel that knows no scores gets none.
+        batch_indices: None, or int32 `[B]`, for a score: which entries of the whole batch these are;
+            None: from 0.
+        head_indices: None, or int32 `[N]` likewise: which of all heads of queries.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -46,6 +53,9 @@ class Operands(NamedTuple):
     query_segments: Array | None = None
     key_segments: Array | None = None
     rule_arrays: tuple[Array, ...] = ()
+    score_arrays: tuple[Any, ...] = ()
+    batch_indices: Array | None = None
+    head_indices: Array | None = None
 
 
 class Settings(NamedTuple):
@@ -57,24 +67,64 @@ class Settings(NamedTuple):
             `sides` are how far a query sees before and after it; a kernel that knows no other rules than
             `All`, `Causal` and `Window` needs no more.
         wide: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
+        score: what is static in the score, or None: the scaled product itself.
+        scored_width: where a score and a source are given, how many features of query and key make
+            the product that the score is of; the product of the others, the source and the value, is
+            added to it. None: all.
 
     Examples:
         >>> from energy_attn.kernels import Settings
         >>> Settings._fields
-        ('scale', 'rule', 'wide')
+        ('scale', 'rule', 'wide', 'score', 'scored_width')
     """
 
     scale: float
     rule: Structure
     wide: bool = False
+    score: ScoreStructure | None = None
+    scored_width: int | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether the rule or the score reads positions."""
+        return self.rule.constrains or (self.score is not None and self.score.compares)
 
 
 def cotangents(
-    query: Array | None, key: Array | None, value: Array | None, bias: Array | None
+    query: Array | None,
+    key: Array | None,
+    value: Array | None,
+    bias: Array | None,
+    score_arrays: tuple[Array | None, ...] = (),
 ) -> Operands:
     """Cotangents in the form of the operands: None for masks, positions, segments and rules."""
-    arrays: Any = query, key, value, bias, *[None] * 6
+    arrays: Any = query, key, value, bias, *[None] * 6, score_arrays
     return Operands(*arrays)
+
+
+def differentiated(operands: Operands) -> Operands:
+    """Those of operands, or of their tangents, that are differentiated; None for the others."""
+    arrays = (x if x is None or floating(x) else None for x in operands.score_arrays)
+    return cotangents(*operands[:4], tuple(arrays))
+
+
+def map_some(f: Callable[..., Any], first: Operands, *rest: Any) -> Operands:
+    """`f` of what is not None in `first`, with what is in its place in the others; else None."""
+
+    def of(x: Any, *others: Any) -> Any:
+        return None if x is None else f(x, *others)
+
+    return jax.tree.map(of, first, *rest, is_leaf=lambda x: x is None)
+
+
+def with_moved(operands: Operands, moved: Operands) -> Operands:
+    """Operands with those that are not None in `moved` in their places."""
+    arrays = (
+        x if y is None else y
+        for x, y in zip(operands.score_arrays, moved.score_arrays, strict=True)
+    )
+    some = {name: x for name, x in moved._asdict().items() if x is not None}
+    return operands._replace(**some | {"score_arrays": tuple(arrays)})
 
 
 def bound(settings: Settings, operands: Operands) -> AbstractMask:
@@ -82,9 +132,24 @@ def bound(settings: Settings, operands: Operands) -> AbstractMask:
     return settings.rule.bind(operands.rule_arrays)
 
 
+def bound_score(settings: Settings, operands: Operands) -> BoundScore | None:
+    """The score of a call with its arrays; None: there is none."""
+    if settings.score is None:
+        return None
+    return BoundScore(settings.score, operands.score_arrays)
+
+
 def with_default_positions(operands: Operands, settings: Settings) -> Operands:
-    """Operands with positions, counted from 0 where the rule compares them and none are given."""
-    if operands.query_positions is not None or not settings.rule.constrains:
+    """Operands with positions, counted from 0 where rule or score read them and none are given.
+
+    For operands of which each device gets a part.
+    """
+    return positioned(operands) if settings.compares else operands
+
+
+def positioned(operands: Operands) -> Operands:
+    """Operands with positions, counted from 0 where none are given."""
+    if operands.query_positions is not None:
         return operands
     query_positions, key_positions = (
         jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in operands[:2]
@@ -93,8 +158,9 @@ def with_default_positions(operands: Operands, settings: Settings) -> Operands:
 
 
 def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
-    """`with_default_positions`, and position -1 (absent, never read) for keys that no query sees."""
-    operands = with_default_positions(operands, settings)
+    """Positions where the rule reads them, and position -1 (absent, never read) for keys that no query sees."""
+    if settings.rule.constrains:
+        operands = positioned(operands)
     queries, keys = operands.query_positions, operands.key_positions
     if queries is None or keys is None or queries.shape[1] == 0:
         return operands

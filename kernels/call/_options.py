@@ -5,6 +5,7 @@ from typing import TypedDict
 
 from jaxtyping import Array, Float, Int
 
+from ..scores._abstract import AbstractScore
 from ._kernel import Candidate
 
 
@@ -21,6 +22,10 @@ class ScoreOptions(TypedDict, total=False):
     local_window_size: int | tuple[int, int] | None
     """`(left, right)`, or one int for both: only keys at positions in `[query - left, query + right]`
     are seen."""
+
+    score: AbstractScore | None
+    """A [score][energy_attn.kernels.scores.AbstractScore], a function of the scaled product of a query
+    and a key; None is the product itself."""
 
     implementation: Candidate | Sequence[Candidate] | None
     """A name of [`implementations`][energy_attn.kernels.implementations], `"xla"` for those that XLA

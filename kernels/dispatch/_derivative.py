@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..call._kernel import AbstractKernel
-from ..call._operands import Operands, Settings, cotangents
+from ..call._operands import Operands, Settings, differentiated, map_some
 from ..call._state import AttentionState
 from ..xla._blockwise import Blockwise, empty_like
 from ..xla._tangent import tangent
@@ -35,9 +35,9 @@ class AbstractDerivative(abc.ABC):
         operands: Operands,
         state: AttentionState,
         cotangent: AttentionState,
-        moved: tuple[bool, ...],
+        moved: Operands,
     ) -> Operands:
-        """The cotangents of query, key, value and bias; those that `moved` does not name are dropped."""
+        """The cotangents of what is differentiated; those that `moved` does not name are dropped."""
 
     @abc.abstractmethod
     def plain(self) -> "AbstractDerivative":
@@ -51,10 +51,15 @@ def tangent_along(
 
     What does not move costs nothing, in this mode or in the other.
     """
-    directions = cotangents(*changes[:4])  # masks, positions and segments do not move
+    directions = differentiated(changes)  # masks, positions and segments do not move
     if not jax.tree.leaves(directions):
         return jax.tree.map(jnp.zeros_like, state)
     return linear_call(Tangent(derivative), (operands, state), directions)
+
+
+def keep_moved(found: Operands, moved: Operands) -> Operands:
+    """Those of the cotangents that are True in `moved`; None for the others."""
+    return map_some(lambda _, x: x, moved, found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +78,20 @@ class Tangent(AbstractLinearMap):
 
     def transpose(self, fixed: Saved, moving: Operands, cotangent: AttentionState) -> Operands:
         """The backward."""
-        moved = tuple(x is not None for x in moving[:4])
+        moved = jax.tree.map(lambda _: True, moving)
         return linear_call(Pullback(self.derivative, moved), fixed, cotangent)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pullback(AbstractLinearMap):
-    """The cotangents of the operands that `moved` names, from those of a state.
+    """The cotangents of the operands that are True in `moved`, and not None, from those of a state.
 
     A cotangent of `lse` that is None is zero: then one call of a vendor's backward, which takes none,
     is enough.
     """
 
     derivative: AbstractDerivative
-    moved: tuple[bool, ...]
+    moved: Operands
 
     def apply(self, fixed: Saved, moving: AttentionState) -> Operands:
         """The backward."""
@@ -100,8 +105,7 @@ class Pullback(AbstractLinearMap):
         if moving.out is None:
             moving = moving._replace(out=jnp.zeros_like(fixed[1].out))
         found = derivative.backward(*fixed, moving, self.moved)
-        some = zip(found[:4], self.moved, strict=True)
-        return cotangents(*(x if moved else None for x, moved in some))
+        return keep_moved(found, self.moved)
 
     def transpose(
         self, fixed: Saved, moving: AttentionState, cotangent: Operands
@@ -157,7 +161,7 @@ class _OfKernels(AbstractDerivative):
         operands: Operands,
         state: AttentionState,
         cotangent: AttentionState,
-        moved: tuple[bool, ...],
+        moved: Operands,
     ) -> Operands:
         given = self.kernels, self.settings, operands, state
         return run_when_lowered(_backward, _like_operands, *given, cotangent)
@@ -203,4 +207,4 @@ def _like_state(settings: Settings, operands: Operands, state: AttentionState, *
 
 
 def _like_operands(settings: Settings, operands: Operands, *_: Any) -> Operands:
-    return cotangents(*(None if x is None else jnp.zeros_like(x) for x in operands[:4]))
+    return jax.tree.map(jnp.zeros_like, differentiated(operands))

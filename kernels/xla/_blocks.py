@@ -13,13 +13,16 @@ from ..call._operands import (
     Operands,
     Settings,
     bound,
+    bound_score,
     hide_unreachable,
     is_static,
+    positioned,
     present_keys,
     zero_absent,
 )
 from ..call._state import lse_dtype, precision
 from ..masks._visibility import meeting, visible
+from ..scores._abstract import At
 
 
 class BlockSizes(NamedTuple):
@@ -166,6 +169,8 @@ class BlockedOperands:
         self.grid = g = grid(operands, settings.rule.sides[1] == 0, sizes)
         self.settings = settings
         self.rule = bound(settings, operands)
+        self.score = bound_score(settings, operands)
+        self._batches, self._heads = operands.batch_indices, operands.head_indices
         exact = precision(operands.query.dtype)
         self.outer = functools.partial(outer, precision=exact)
         self.product = functools.partial(product, precision=exact)
@@ -182,8 +187,11 @@ class BlockedOperands:
         self._shown = shown
         self.bias = self.pad_scores(operands.bias)
         self.mask = self.pad_scores(operands.mask)
+        padded = g.keys * g.key_blocks != operands.key.shape[1]
+        if padded and settings.compares:
+            operands = positioned(operands)
         query_positions, key_positions = operands.query_positions, operands.key_positions
-        if g.keys * g.key_blocks != operands.key.shape[1] and key_positions is None:
+        if padded and key_positions is None:
             # keys that pad the last block are absent
             query_positions = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
             key_positions = jnp.zeros((1, operands.key.shape[1]), jnp.int32)
@@ -227,7 +235,57 @@ class BlockedOperands:
 
     def scores_of(self, query: Array, key: Array, at: Index) -> Array:
         """The same from the queries and keys of the block."""
-        scores = self.outer(query, key) * self.settings.scale
+        raw, added = self.products(query, key)
+        if self.score is not None:
+            raw = self.score(raw, self.place(at))
+        return self.masked(raw, added, at)
+
+    def products(self, query: Array, key: Array) -> tuple[Array, Array | None]:
+        """The scaled products of a block that its scores are of, and those that are added to them."""
+        scale, width = self.settings.scale, self.settings.scored_width
+        if width is None:
+            return self.outer(query, key) * scale, None
+        scored, added = (self.outer(query[..., x], key[..., x]) for x in _both_sides(width))
+        return scored * scale, added * scale
+
+    def to_keys(self, queries: Array, to_raw: Array, to_scores: Array) -> Array:
+        """The cotangents `[B, W, keys]` of keys by those of products and scores; queries `[B, W, rows]`."""
+        width = self.settings.scored_width
+        if width is None:
+            return self.product(queries, to_raw)
+        pairs = zip(_both_sides(width), (to_raw, to_scores), strict=True)
+        return jnp.concatenate([self.product(queries[:, x], to) for x, to in pairs], -2)
+
+    def to_queries(self, keys: Array, to_raw: Array, to_scores: Array) -> Array:
+        """The cotangents `[B, rows, W]` of queries likewise; keys `[B, keys, W]`."""
+        width = self.settings.scored_width
+        if width is None:
+            return self.product(to_raw, keys)
+        pairs = zip(_both_sides(width), (to_raw, to_scores), strict=True)
+        return jnp.concatenate([self.product(to, keys[..., x]) for x, to in pairs], -1)
+
+    def place(self, at: Index) -> At:
+        """Where the scores of a block are, for a score."""
+        g = self.grid
+        at = Index(*(x.astype(jnp.int32) for x in at))
+        batch = jnp.arange(self.query.shape[2], dtype=jnp.int32)
+        head = at.head * g.group + jnp.arange(g.group, dtype=jnp.int32)
+        batch = batch if self._batches is None else self._batches
+        head = head if self._heads is None else self._heads[head]
+        head = jnp.repeat(head, g.queries)[None, :, None]
+        if self.settings.score is None or not self.settings.score.compares:
+            return At(batch[:, None, None], head, None, None)  # pyright: ignore[reportArgumentType]
+        if self.positions is not None:
+            return At(batch[:, None, None], head, *self._facing(self.positions, at))
+        queries = at.query * g.queries + jnp.arange(g.queries, dtype=jnp.int32)
+        keys = at.key * g.keys + jnp.arange(g.keys, dtype=jnp.int32)
+        queries = jnp.tile(queries, g.group)[None, :, None]
+        return At(batch[:, None, None], head, queries, keys[None, None, :])
+
+    def masked(self, scores: Array, added: Array | None, at: Index) -> Array:
+        """The scores of a block with what is added, minus infinity where a key is hidden."""
+        if added is not None:
+            scores = scores + added
         if self.bias is not None:
             scores = scores + self.score_block(self.bias, at).astype(scores.dtype)
         if self.mask is not None:
@@ -279,6 +337,10 @@ class BlockedOperands:
         return lax.dynamic_update_slice(
             total, lax.dynamic_slice(total, start, sizes) + block, start
         )
+
+
+def _both_sides(width: int) -> tuple[slice, slice]:
+    return slice(width), slice(width, None)
 
 
 def outer(a: Array, b: Array, precision: lax.Precision | None) -> Array:

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel
-from ..call._operands import Operands, Settings, cotangents, out_dtype
+from ..call._operands import Operands, Settings, differentiated, map_some, out_dtype
 from ..call._state import AttentionState, holds_keys, lse_dtype, safe_shift
 from ..masks._abstract import AbstractMask
 from ._blocks import (
@@ -43,6 +43,7 @@ class Blockwise(AbstractKernel):
     interpreted = ()
     exported = True
     masks = (AbstractMask,)
+    scores = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Takes every call."""
@@ -150,6 +151,9 @@ def backward(
     $$\dot s_a = P_a (\dot{out}\cdot v_a - \delta), \quad \dot v_a = \sum P_a \dot{out}, \quad
       \dot q = \mathrm{scale} \sum_a \dot s_a k_a, \quad \dot k_a = \mathrm{scale} \sum \dot s_a q.$$
 
+    A score multiplies $\dot s_a$ by $g'$ in the last two; its arrays get
+    $\sum \dot s_a\, \partial g/\partial\theta$.
+
     Returns cotangents in the form of the operands, None for masks and positions. Plain JAX, and so
     differentiable itself.
     """
@@ -161,6 +165,10 @@ def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
     wide = state.lse.dtype
     delta = (cotangent.out.astype(wide) * state.out.astype(wide)).sum(-1)
     return delta if cotangent.lse is None else delta - cotangent.lse
+
+
+# The cotangents that are summed over all blocks: of the bias, by blocks, and of the score's arrays.
+Kept = tuple[Array | None, tuple[Array | None, ...]]
 
 
 class BackwardRows(NamedTuple):
@@ -187,11 +195,7 @@ def backward_rows(
 
 def cast_like(found: Operands, operands: Operands) -> Operands:
     """Cotangents in the dtypes of their operands."""
-
-    def cast(x: Any, like: Any) -> Any:
-        return None if x is None else x.astype(like.dtype)
-
-    return Operands(*map(cast, found, operands))
+    return map_some(lambda x, like: x.astype(like.dtype), found, operands)
 
 
 def backward_wide(
@@ -207,7 +211,7 @@ def backward_wide(
     """
     query, key, value, bias = operands[:4]
     wide = lse_dtype(query.dtype)
-    none = cotangents(*(None if x is None else jnp.zeros_like(x, dtype=wide) for x in operands[:4]))
+    none = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=wide), differentiated(operands))
     (batch, query_len), key_len = query.shape[:2], key.shape[1]
     if batch == 0 or query_len == 0 or key_len == 0:
         return none
@@ -223,65 +227,73 @@ def backward_wide(
     # keys and values are transposed until the end.
     queries_on_side = blocks.query.astype(wide).swapaxes(-1, -2)
     outs_on_side = outs.astype(wide).swapaxes(-1, -2)
+    no_arrays = jax.tree.map(lambda x: blocks.full(0.0, *x.shape), none.score_arrays)
 
     # A derivative of this derivative stores only the index of a block.
     @jax.checkpoint
-    def pulled(here: Index) -> tuple[Array, Array, Array, Array | None]:
+    def pulled(here: Index) -> tuple[Array, Array, Array, Kept]:
         rows, keys = (here.head, here.query), (here.head, here.key)
 
-        def pull() -> tuple[Array, Array, Array, Array | None]:
-            weights = jnp.exp(blocks.scores(here) - lse[rows])
+        def pull() -> tuple[Array, Array, Array, Kept]:
+            raw, added = blocks.products(blocks.query[rows], blocks.key[keys])
+            scored, back = raw, None
+            if blocks.score is not None:
+                scored, back = blocks.score.pull(raw, blocks.place(here))
+            weights = jnp.exp(blocks.masked(scored, added, here) - lse[rows])
             values = blocks.value[keys].astype(outs.dtype)  # wide where `out` is
             d_scores = weights * (blocks.outer(outs[rows], values) - delta[rows])
+            d_raw, d_arrays = (d_scores, ()) if back is None else back(d_scores)
             return (
-                blocks.product(queries_on_side[rows], d_scores),
+                blocks.to_keys(queries_on_side[rows], d_raw, d_scores),
                 blocks.product(outs_on_side[rows], weights),
-                blocks.product(d_scores, blocks.key[keys].astype(wide)),
-                None if bias is None else d_scores,
+                blocks.to_queries(blocks.key[keys].astype(wide), d_raw, d_scores),
+                (None if bias is None else d_scores, d_arrays),
             )
 
-        def nothing() -> tuple[Array, Array, Array, Array | None]:
+        def nothing() -> tuple[Array, Array, Array, Kept]:
             return (
                 blocks.full(0.0, batch, key.shape[-1], g.keys),
                 blocks.full(0.0, batch, value.shape[-1], g.keys),
                 blocks.full(0.0, batch, g.rows, key.shape[-1]),
-                None if bias is None else blocks.full(0.0, batch, g.rows, g.keys),
+                (None if bias is None else blocks.full(0.0, batch, g.rows, g.keys), no_arrays),
             )
 
         meet = blocks.meet(here)
         return pull() if meet is None else lax.cond(meet, pull, nothing)
 
-    def one_block_of_keys(at: Index, queries: Array, biases: Array | None) -> Any:
+    def one_block_of_keys(at: Index, queries: Array, kept: Kept) -> Any:
         def one_block_of_queries(carry: tuple[Any, ...], i: Array) -> Any:
-            d_keys, d_values, queries, biases = carry
+            d_keys, d_values, queries, (biases, arrays) = carry
             here = at._replace(query=i)
-            to_keys, to_values, to_queries, d_scores = pulled(here)
+            to_keys, to_values, to_queries, (d_scores, d_arrays) = pulled(here)
             if biases is not None:
                 biases = blocks.add_to_bias(biases, d_scores, here)
+            arrays = jax.tree.map(jnp.add, arrays, d_arrays)
             queries = queries.at[i].add(to_queries)
-            return (d_keys + to_keys, d_values + to_values, queries, biases), None
+            return (d_keys + to_keys, d_values + to_values, queries, (biases, arrays)), None
 
         start = (
             blocks.full(0.0, batch, key.shape[-1], g.keys),
             blocks.full(0.0, batch, value.shape[-1], g.keys),
             queries,
-            biases,
+            kept,
         )
-        (d_keys, d_values, queries, biases), _ = lax.scan(
+        (d_keys, d_values, queries, kept), _ = lax.scan(
             one_block_of_queries, start, jnp.arange(g.query_blocks)
         )
-        return (queries, biases), (d_keys, d_values)
+        return (queries, kept), (d_keys, d_values)
 
-    def one_head(biases: Array | None, h: Array) -> Any:
+    def one_head(kept: Kept, h: Array) -> Any:
         def step(carry: tuple[Any, ...], j: Array) -> Any:
             return one_block_of_keys(Index(h, j, j), *carry)
 
         queries = blocks.full(0.0, g.query_blocks, batch, g.rows, key.shape[-1])
-        (queries, biases), found = lax.scan(step, (queries, biases), jnp.arange(g.key_blocks))
-        return biases, (queries, *found)
+        (queries, kept), found = lax.scan(step, (queries, kept), jnp.arange(g.key_blocks))
+        return kept, (queries, *found)
 
     biases = None if blocks.bias is None else blocks.full(0.0, *blocks.bias.shape)
-    biases, (queries, keys, values) = lax.scan(one_head, biases, jnp.arange(g.kv_heads))
+    kept, (queries, keys, values) = lax.scan(one_head, (biases, no_arrays), jnp.arange(g.kv_heads))
+    biases, arrays = kept
     if bias is not None and biases is not None:
         biases = biases[:, :, : bias.shape[2], : bias.shape[3]]
     return none._replace(
@@ -289,6 +301,7 @@ def backward_wide(
         key=join_keys(g, keys.swapaxes(-1, -2), key_len) * settings.scale,
         value=join_keys(g, values.swapaxes(-1, -2), key_len),
         bias=biases,
+        score_arrays=arrays,
     )
 
 

@@ -46,15 +46,18 @@ class Decode(AbstractKernel):
     interpreted = ()
     exported = True
     masks = (AbstractMask,)
+    scores = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for more than 64 queries times heads."""
+        """Raises `NotImplementedError` for more than 64 queries times heads, or a score with a source."""
         query_len, heads = operands.query.shape[1:3]
         if not is_static(query_len) or query_len * heads > MOST_ROWS:
             raise NotImplementedError(
                 f"query: wanted at most {MOST_ROWS} rows times heads, "
                 f"got {query_len} × {heads} = {query_len * heads}"
             )
+        if settings.scored_width is not None:
+            raise NotImplementedError("source: wanted None beside a score, got an array")
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None

@@ -5,9 +5,9 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..call._operands import Operands, Settings, hide_unreachable, zero_absent
+from ..call._operands import Operands, Settings, bound_score, hide_unreachable, zero_absent
 from ..call._state import AttentionState, holds_keys, precision
-from ._reference import masked
+from ._reference import masked_scores, place
 from ._tangent import tangent_of
 
 
@@ -41,12 +41,19 @@ def tangent(
         return out.reshape(batch, query_len, heads, value.shape[-1])
 
     lse = jnp.where(seen, state.lse[..., None], jnp.inf).transpose(0, 2, 1, 3)
-    weights = jnp.exp(masked(products(query, key), operands, settings) - lse)
-    changes = []
+    pairs: list[tuple[Array, Array]] = []
     if moved.query is not None:
-        changes.append(products(jnp.where(seen, moved.query, 0), key) * settings.scale)
+        pairs.append((jnp.where(seen, moved.query, 0), key))
     if moved.key is not None:
-        changes.append(products(query, moved.key) * settings.scale)
+        pairs.append((query, moved.key))
+    changes = [products(*x) * settings.scale for x in pairs]
+    scores, score = products(query, key) * settings.scale, bound_score(settings, operands)
+    if score is not None:
+        change = functools.reduce(jnp.add, changes) if changes else None
+        at = place(operands, settings)
+        scores, along = score.along(scores, at, change, directions.score_arrays)
+        changes = [] if along is None else [along]
+    weights = jnp.exp(masked_scores(scores, operands, None, settings) - lse)
     if directions.bias is not None:
         changes.append(directions.bias.astype(wide))
     sums, energy = jnp.zeros_like(state.out, dtype=wide), jnp.zeros_like(state.lse)

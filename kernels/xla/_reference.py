@@ -1,5 +1,7 @@
 """The reference implementation: slow, obviously right, differentiable to any order in both modes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,14 +11,19 @@ from ..call._operands import (
     Operands,
     Settings,
     bound,
-    cotangents,
+    bound_score,
+    differentiated,
     hide_unreachable,
+    map_some,
     out_dtype,
+    positioned,
+    with_moved,
     zero_absent,
 )
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
 from ..masks._abstract import AbstractMask
 from ..masks._visibility import visible
+from ..scores._abstract import At
 from ._softmax import softmax
 
 
@@ -32,6 +39,7 @@ class Reference(AbstractKernel):
     interpreted = ()
     exported = True
     masks = (AbstractMask,)
+    scores = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Takes every call."""
@@ -42,21 +50,24 @@ class Reference(AbstractKernel):
         """The softmax and the weighted sum, as in the equations."""
         operands = hide_unreachable(operands, settings)
         query, key, value = zero_absent(operands)[:3]
-        batch, query_len, heads, width = query.shape
+        batch, query_len, heads = query.shape[:3]
         key_len, kv_heads = key.shape[1:3]
         group = heads // kv_heads
 
-        grouped = query.reshape(batch, query_len, kv_heads, group, width)
-        scores = jnp.einsum(
-            "btkgh,bskh->bkgts",
-            grouped,
-            key,
-            precision=precision(query.dtype),
-            preferred_element_type=lse_dtype(query.dtype),
-        )
-        weights, total, lse = softmax(
-            masked(scores.reshape(batch, heads, query_len, key_len), operands, settings)
-        )
+        def products(query: Array, key: Array) -> Array:
+            found = jnp.einsum(
+                "btkgh,bskh->bkgts",
+                query.reshape(batch, query_len, kv_heads, group, query.shape[-1]),
+                key,
+                precision=precision(query.dtype),
+                preferred_element_type=lse_dtype(query.dtype),
+            )
+            return found.reshape(batch, heads, query_len, key_len)
+
+        inner = settings.scored_width
+        added = None if inner is None else products(query[..., inner:], key[..., inner:])
+        raw = products(query[..., :inner], key[..., :inner])
+        weights, total, lse = softmax(masked(raw, operands, settings, added))
         weights = (weights / total).astype(value.dtype)
         out = jnp.einsum(
             "bkgts,bskh->btkgh",
@@ -80,15 +91,12 @@ class Reference(AbstractKernel):
         platform: str | None,
     ) -> Operands:
         """JAX's derivative of `forward`."""
-        names = Operands._fields[:4]
+        given = differentiated(operands)
 
-        def run(*arrays: Array) -> AttentionState:
-            return self.forward(
-                operands._replace(**dict(zip(names, arrays, strict=True))), settings, platform
-            )
+        def run(moving: Operands) -> AttentionState:
+            return self.forward(with_moved(operands, moving), settings, platform)
 
-        found = jax.vjp(run, *operands[:4])[1](cotangent)
-        return cotangents(*found)
+        return jax.vjp(run, given)[1](cotangent)[0]
 
     def tangent(
         self,
@@ -99,21 +107,54 @@ class Reference(AbstractKernel):
         platform: str | None,
     ) -> AttentionState:
         """JAX's derivative of `forward`."""
-        moving = {name: x for name, x in directions._asdict().items() if x is not None}
 
-        def run(moving: dict[str, Array]) -> AttentionState:
-            return self.forward(operands._replace(**moving), settings, platform)
+        def run(moving: Operands) -> AttentionState:
+            return self.forward(with_moved(operands, moving), settings, platform)
 
-        given = {name: getattr(operands, name) for name in moving}
-        return jax.jvp(run, (given,), (moving,))[1]
+        given = map_some(lambda _, x: x, directions, operands)
+        return jax.jvp(run, (given,), (directions,))[1]
 
 
-def masked(scores: Float[Array, "B N T S"], operands: Operands, settings: Settings) -> Array:
+def masked(
+    products: Float[Array, "B N T S"],
+    operands: Operands,
+    settings: Settings,
+    added: Float[Array, "B N T S"] | None = None,
+) -> Array:
     """Scores from products of queries and keys: scaled, biased, minus infinity where hidden.
+
+    `added`: products that are no part of what a score is of.
+    """
+    raw, score = products * settings.scale, bound_score(settings, operands)
+    scores = raw if score is None else score(raw, place(operands, settings))
+    return masked_scores(
+        scores, operands, None if added is None else added * settings.scale, settings
+    )
+
+
+def place(operands: Operands, settings: Settings) -> At:
+    """Where the scores `[B, N, T, S]` are, for a score."""
+    batch, _, heads, _ = operands.query.shape
+    counted = (operands.batch_indices, batch), (operands.head_indices, heads)
+    batches, heads = (jnp.arange(size, dtype=jnp.int32) if x is None else x for x, size in counted)
+    queries, keys = None, None
+    if settings.score is not None and settings.score.compares:
+        operands = positioned(operands)
+        queries: Any = operands.query_positions
+        keys: Any = operands.key_positions
+        queries, keys = queries[:, None, :, None], keys[:, None, None, :]
+    return At(batches[:, None, None, None], heads[None, :, None, None], queries, keys)  # pyright: ignore[reportArgumentType]
+
+
+def masked_scores(
+    scores: Float[Array, "B N T S"], operands: Operands, added: Array | None, settings: Settings
+) -> Array:
+    """Scores with what is added and biased, minus infinity where hidden.
 
     Positions are compared only if they are given.
     """
-    scores = scores * settings.scale
+    if added is not None:
+        scores = scores + added
     if operands.bias is not None:
         scores = scores + operands.bias.astype(scores.dtype)
     queries, keys = operands.query_positions, operands.key_positions

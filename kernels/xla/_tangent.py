@@ -30,6 +30,8 @@ def tangent(
       \dot F = \sum_a P_a \dot s_a, \quad
       \dot{out} = \sum_a P_a \dot s_a v_a - \dot F\, out + \sum_a P_a \dot v_a.$$
 
+    A score makes of the scaled product's change $g'$ times it, and $\partial g/\partial\theta\, \dot\theta$.
+
     Plain JAX, and so differentiable itself.
     """
     return tangent_of(state, tangent_sums(operands, settings, state.lse, directions, sizes))
@@ -74,16 +76,25 @@ def tangent_sums(
     rows = jnp.where(seen, lse, jnp.inf)[..., None], query
     cut = (None if x is None else cut_keys(blocks.grid, x) for x in (moved.key, moved.value))
     keys = blocks.value, *cut
-    bias = blocks.pad_scores(directions.bias)
+    bias, score_arrays = blocks.pad_scores(directions.bias), directions.score_arrays
 
     def terms(at: Index, query: Array, key: Array, rows: Rows, keys: Keys) -> tuple[Array, Array]:
         (lse, query_change), (value, key_change, value_change) = rows, keys
-        weights = jnp.exp(blocks.scores_of(query, key, at) - lse)
-        changes: list[Array] = []
+        pairs: list[tuple[Array, Array]] = []
         if query_change is not None:
-            changes.append(blocks.outer(query_change, key) * settings.scale)
+            pairs.append((query_change, key))
         if key_change is not None:
-            changes.append(blocks.outer(query, key_change) * settings.scale)
+            pairs.append((query, key_change))
+        raw, added = blocks.products(query, key)
+        changes: list[Array] = []
+        if blocks.score is None:
+            changes += [blocks.products(*x)[0] for x in pairs]
+        else:
+            moved = [blocks.products(*x) for x in pairs]
+            change = functools.reduce(jnp.add, (x for x, _ in moved)) if moved else None
+            raw, along = blocks.score.along(raw, blocks.place(at), change, score_arrays)
+            changes += [x for x in (along, *(y for _, y in moved)) if x is not None]
+        weights = jnp.exp(blocks.masked(raw, added, at) - lse)
         if bias is not None:
             changes.append(blocks.score_block(bias, at).astype(wide))
         sums, energy = (blocks.full(0.0, *lse.shape[:2], size) for size in (width, 1))

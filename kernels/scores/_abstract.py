@@ -1,0 +1,77 @@
+"""The abstract class of a score."""
+
+import abc
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+from jaxtyping import Array, Float, Int
+
+
+class At(NamedTuple):
+    """Where scores are: int32 arrays that broadcast with them.
+
+    Attributes:
+        batch: the entry of the batch.
+        head: the head of the query.
+        query: the position of the query. Negative where it is absent.
+        key: the position of the key. Negative where it is absent.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import scores
+        >>> at = scores.At(*map(jnp.asarray, (0, 0, [[1], [2]], [[0, 1, 2]])))
+        >>> scores.Distance(lambda d: -abs(d))(jnp.zeros((2, 3)), at).tolist()
+        [[-1.0, 0.0, -1.0], [-2.0, -1.0, 0.0]]
+    """
+
+    batch: Int[Array, "..."]
+    head: Int[Array, "..."]
+    query: Int[Array, "..."]
+    key: Int[Array, "..."]
+
+
+class AbstractScore(eqx.Module):
+    r"""A score: a function $g$ of the scaled product of a query and a key, and of where they are.
+
+    $$s_a = g(\mathrm{scale}\; q \cdot k_a;\ i, a, h, \theta) + b_a + \zeta \cdot v_a$$
+
+    The source stays outside, so that $F$ remains the generating function of the values. Masks come
+    after: a hidden key is hidden whatever $g$ says of it, but $g$ and its derivatives must be finite
+    for all pairs of positions.
+
+    The floating arrays of the module are its parameters $\theta$, which are differentiated, in both
+    modes and to any order; `__call__` gets them in the dtype of the scores. Python numbers among its
+    fields are parameters that are not learnt. All else is static, and so hashable.
+
+    A score of one's own is a subclass with a `__call__`, or a
+    [`Function`][energy_attn.kernels.scores.Function]. Kernels that cannot compute it decline, and
+    those of XLA's operations compute any.
+
+    Attributes:
+        compares: whether it reads the positions `at.query` and `at.key`, which are None otherwise.
+
+    Source: flex attention (arXiv 2412.05496), the score modification.
+
+    Examples:
+        >>> import equinox as eqx
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> class Decay(ea.scores.AbstractScore):
+        ...     rate: jax.Array  # of each head
+        ...     def __call__(self, score, at):
+        ...         return score - self.rate[at.head] * jnp.abs(at.query - at.key)
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> energy = ea.FreeEnergy(score=Decay(jnp.ones(2)))
+        >>> eqx.filter_grad(lambda energy: energy(q, k, v).sum())(energy).score.rate.shape
+        (2,)
+    """
+
+    compares: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+        """The scores from the scaled products: elementwise, of the same shape and dtype."""
+
+    def per_head(self) -> tuple[Any, ...]:
+        """Arrays of which axis 0 is that of the heads; their length is checked."""
+        return ()

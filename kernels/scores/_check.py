@@ -1,0 +1,162 @@
+"""Checks what a score does, once for each structure and shapes: by its jaxpr, at no cost in a call."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from .._checks import received
+from ._abstract import AbstractScore, At
+from ._structure import ScoreStructure, floating, split_score
+
+# What mixes entries of an array: by these a score would depend on which keys are beside it.
+_MIXING = (
+    *("dot_general", "conv_general_dilated", "sort", "top_k", "rev", "transpose", "slice"),
+    *("dynamic_slice", "dynamic_update_slice", "pad", "scatter", "scatter-add", "fft"),
+)
+_MIXING_STARTS = "reduce_", "cum", "arg"
+
+
+def check_score(
+    score: object, shape: tuple[Any, Any, Any, Any], dtype: Any
+) -> tuple[ScoreStructure | None, tuple[Any, ...]]:
+    """The structure and the arrays of a score for scores `(B, N, T, S)` of `dtype`, or None and ().
+
+    Raises `TypeError` for anything else than a score, and for one that returns another dtype;
+    `ValueError` for one that returns another shape, mixes entries of the scores, reads beyond an array
+    by the head or the batch, or closes over what is traced.
+    """
+    structure, arrays = split_score(score)
+    if structure is None or not isinstance(score, AbstractScore):
+        return None, ()
+    for x in arrays:
+        kinds = (jnp.integer, jnp.bool_)
+        if not floating(x) and not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+            raise TypeError(f"score: wanted arrays of real numbers, got {received(x)}")
+    for x in score.per_head():
+        if x.shape[0] != shape[1]:
+            raise ValueError(
+                f"score: wanted arrays of {structure.name} with an entry for each of the {shape[1]} "
+                f"heads, got {received(x)}"
+            )
+    known = shape[:2] if all(isinstance(x, int) for x in shape[:2]) else (1, shape[1])
+    _check(structure, tuple((x.shape, x.dtype) for x in arrays), known, jnp.dtype(dtype))
+    return structure, tuple(jnp.asarray(x) for x in arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _check(
+    structure: ScoreStructure, arrays: tuple[Any, ...], size: tuple[int, int], dtype: Any
+) -> None:
+    batch, heads = size
+    shape = batch, heads, 3, 2
+    sizes = (batch, 0), (heads, 1), (shape[2], 2), (shape[3], 3)
+    numbers: Any = (
+        np.arange(size, dtype=np.int32).reshape([-1 if i == axis else 1 for i in range(4)])
+        for size, axis in sizes
+    )
+    places = At(*numbers)
+    if not structure.compares:
+        places = At(*places[:2], None, None)  # pyright: ignore[reportArgumentType]
+
+    def run(score: Any, at: At, *arrays: Any) -> Any:
+        given = (x.astype(dtype) if floating(x) else x for x in arrays)
+        return structure.bind(tuple(given))(score, at)
+
+    types = [jax.ShapeDtypeStruct(*x) for x in arrays]
+    traced = jax.make_jaxpr(run, return_shape=True)
+    program, found = traced(jax.ShapeDtypeStruct(shape, dtype), places, *types)
+    if not hasattr(found, "dtype") or found.shape != shape:
+        raise ValueError(
+            f"score: wanted scores of the shape that {structure.name} was given, {shape}, "
+            f"got {found if hasattr(found, 'shape') else received(found)}"
+        )
+    if found.dtype != dtype:
+        raise TypeError(
+            f"score: wanted scores of the dtype that {structure.name} was given, {dtype}, got "
+            f"{found.dtype}"
+        )
+    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
+        raise ValueError(
+            f"score: wanted arrays that are traced as parameters of {structure.name}, got a function "
+            "that closes over them"
+        )
+    known = [None, places.batch, places.head]
+    known += [None] * (len(program.jaxpr.invars) - 3)
+    count = 1 + len(jax.tree.leaves(places))
+    mixed = [True] * count + [False] * (len(program.jaxpr.invars) - count)
+    with jax.ensure_compile_time_eval():
+        _walk(structure.name, program, known, mixed)
+
+
+def _walk(
+    name: str, program: Any, known: list[Any], mixed: list[bool]
+) -> tuple[list[Any], list[bool]]:
+    """Follows what is known of indices, and which values have an entry for each score."""
+    jaxpr = program.jaxpr
+    values = dict(zip(jaxpr.invars, known, strict=True))
+    entries = dict(zip(jaxpr.invars, mixed, strict=True))
+    values |= zip(jaxpr.constvars, program.consts, strict=True)
+
+    def value(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else values.get(x)
+
+    for eqn in jaxpr.eqns:
+        given = [value(x) for x in eqn.invars]
+        some = [not isinstance(x, Literal) and entries.get(x, False) for x in eqn.invars]
+        inner = _inner(eqn)
+        if inner is not None and len(inner.jaxpr.invars) == len(given):
+            found, spread = _walk(name, inner, given, some)
+        else:
+            _check_step(name, eqn, given, some)
+            found = _evaluated(eqn, given)
+            spread = [any(some)] * len(eqn.outvars)
+        values |= zip(eqn.outvars, found, strict=True)
+        entries |= zip(eqn.outvars, spread, strict=True)
+    return [value(x) for x in jaxpr.outvars], [
+        not isinstance(x, Literal) and entries.get(x, False) for x in jaxpr.outvars
+    ]
+
+
+def _inner(eqn: Any) -> Any:
+    """The program of a call, such as that of a jitted function."""
+    for x in eqn.params.values():
+        if isinstance(x, ClosedJaxpr):
+            return x
+    return None
+
+
+def _check_step(name: str, eqn: Any, given: list[Any], some: list[bool]) -> None:
+    step = eqn.primitive.name
+    mixes = step in _MIXING or step.startswith(_MIXING_STARTS)
+    # an index is put together of several arrays
+    if step == "concatenate":
+        mixes = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
+    if (mixes and any(some)) or (step == "gather" and some[0]):
+        raise ValueError(
+            f"score: wanted an elementwise function of scores and places, got {name}, which takes "
+            f"{step} of them"
+        )
+    if step == "gather" and given[1] is not None:
+        sizes, index = eqn.invars[0].aval.shape, np.asarray(given[1])
+        for place, axis in enumerate(eqn.params["dimension_numbers"].start_index_map):
+            least, most = index[..., place].min(), index[..., place].max()
+            if not 0 <= least <= most < sizes[axis]:
+                raise ValueError(
+                    f"score: wanted indices of {name} by head or batch from 0 to {sizes[axis] - 1}, "
+                    f"the length of the array that it reads, {sizes}, got {least} to {most}"
+                )
+
+
+def _evaluated(eqn: Any, given: list[Any]) -> list[Any]:
+    unknown = [None] * len(eqn.outvars)
+    whole = all(x is not None for x in given) and not eqn.primitive.multiple_results
+    small = all(math.prod(x.aval.shape) <= 2**16 for x in eqn.outvars)
+    if not whole or not small or eqn.effects or _inner(eqn) is not None:
+        return unknown
+    return [eqn.primitive.bind(*given, **eqn.params)]

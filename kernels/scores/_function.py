@@ -1,0 +1,81 @@
+"""The score by any function."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._checks import check_array, received
+from ._abstract import AbstractScore, At
+
+
+class Function(AbstractScore):
+    r"""What a function says: $g(s) = f(s; i, a, h, \theta)$.
+
+    Args:
+        function: `function(score, at, *parameters)`, elementwise, to an array of the shape and dtype of
+            `score`. It is part of the program: the same function is the same program, and a new
+            `lambda` a new one.
+        *parameters: numbers and arrays; floating arrays are learnt. What the function closes over is a
+            constant; what is traced is given here.
+
+    Raises:
+        TypeError: no function, or a parameter that is neither a number nor an array.
+        ValueError: a function that cannot be hashed.
+
+    Source: flex attention (arXiv 2412.05496), the score modification.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> def cosine(score, at, period):
+        ...     return score + jnp.cos((at.query - at.key) / period[at.head])
+        >>> score = ea.scores.Function(cosine, jnp.array([2.0, 5.0]))
+        >>> ea.attention(q, k, v, score=score).shape
+        (5, 2, 4)
+    """
+
+    function: Callable[..., Any] = eqx.field(static=True)
+    parameters: tuple[Any, ...]
+
+    def __init__(
+        self, function: Callable[..., Any], *parameters: float | Array | np.ndarray | np.generic
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"function: wanted a function of scores, got {received(function)}")
+        check_function(function)
+        self.function = function
+        self.parameters = tuple(map(_parameter, parameters))
+
+    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+        """What the function says."""
+        return self.function(score, at, *self.parameters)
+
+
+def check_function(function: object) -> None:
+    """Raises `ValueError` for a function that cannot be hashed."""
+    try:
+        hash(function)
+    except TypeError:
+        raise ValueError(
+            f"function: wanted one that can be hashed, with its arrays given as parameters, "
+            f"got {received(function)}"
+        ) from None
+
+
+def _parameter(x: object) -> Any:
+    if isinstance(x, (bool, int, float)):
+        return x
+    if isinstance(x, np.generic):
+        return np.asarray(x)
+    array = check_array("parameters", x)
+    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_):
+        raise TypeError(f"parameters: wanted numbers or arrays of them, got {received(x)}")
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"parameters: wanted real numbers, got {received(x)}")
+    return jax.numpy.asarray(array)

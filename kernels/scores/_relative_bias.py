@@ -1,0 +1,143 @@
+"""Scores with a learnt bias for each head and distance."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .._checks import check_flag, check_integer, received
+from ._abstract import AbstractScore, At
+from ._function import check_function
+from ._parameters import check_parameter
+
+# From the position of the key less that of the query, int32, to an index of the table.
+Buckets = Callable[[Array], Array]
+
+
+class RelativeBias(AbstractScore):
+    r"""A learnt bias for each head and distance: $g(s) = s + \theta_{h,\, \mathrm{bucket}(a - i)}$.
+
+    Nothing of the size of the scores is made.
+
+    Args:
+        table: $\theta$, `[N, D]`, a floating array.
+        buckets: a function from the position of the key less that of the query, int32, to an index
+            from 0 to $D - 1$, such as [`t5_buckets`][energy_attn.kernels.scores.t5_buckets]; None: an
+            entry for each distance from $-R$ to $R$, with $D = 2R + 1$ and what is farther as what is at
+            $\pm R$.
+
+    Raises:
+        TypeError: a table that is no floating array, or buckets that are no function.
+        ValueError: a table of other than two axes or of an even length without buckets, or (in a call)
+            of another number of heads; a function that cannot be hashed.
+
+    Source: Self-Attention with Relative Position Representations (arXiv 1803.02155), clipped distances;
+    T5 (arXiv 1910.10683), a scalar for each head and bucket.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> bias = ea.scores.RelativeBias(jnp.zeros((2, 32)), ea.scores.t5_buckets())
+        >>> ea.attention(q, k, v, score=bias).shape
+        (5, 2, 4)
+    """
+
+    table: Float[Array, "N D"]
+    buckets: Buckets | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        check_parameter("table", self.table, ("N", "D"))
+        if self.buckets is not None:
+            if not callable(self.buckets):
+                raise TypeError(
+                    f"buckets: wanted a function of distances or None, got {received(self.buckets)}"
+                )
+            check_function(self.buckets)
+        elif self.table.shape[1] % 2 == 0:
+            raise ValueError(
+                f"table: wanted an odd number of distances, from -R to R, got {received(self.table)}"
+            )
+
+    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+        """The scores, and the entry of the table for each."""
+        apart = at.key - at.query
+        if self.buckets is None:
+            farthest = self.table.shape[1] // 2
+            index = jnp.clip(apart, -farthest, farthest) + farthest
+        else:
+            index = self.buckets(apart)
+        return score + self.table[at.head, index]
+
+    def per_head(self) -> tuple[Any, ...]:
+        """The table."""
+        return (self.table,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _T5Buckets:
+    num_buckets: int
+    max_distance: int
+    bidirectional: bool
+
+    def __call__(self, apart: Int[Array, "..."]) -> Int[Array, "..."]:
+        number = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+        first = jnp.where(apart > 0, number, 0) if self.bidirectional else 0
+        distance = jnp.abs(apart) if self.bidirectional else jnp.maximum(-apart, 0)
+        exact = number // 2
+        index = jnp.minimum(distance, exact)
+        for least in self._starts(exact, number):
+            index = index + (distance >= least).astype(index.dtype)
+        return first + index
+
+    def _starts(self, exact: int, number: int) -> list[int]:
+        """The least distances of the buckets after that of `exact`, as float32 rounds their logarithms."""
+        distances = np.arange(exact, self.max_distance + 1, dtype=np.float32)
+        along = np.log(distances / np.float32(exact)) / np.log(self.max_distance / exact)
+        found = exact + (along.astype(np.float32) * (number - exact)).astype(np.int64)
+        return [int(exact + np.argmax(found >= x)) for x in range(exact + 1, number)]
+
+
+def t5_buckets(
+    num_buckets: int = 32, max_distance: int = 128, *, bidirectional: bool = True
+) -> Buckets:
+    r"""The buckets of T5: one for each near distance, then logarithmic ones.
+
+    With $b$ buckets for a direction, distances below $b / 2$ have one each, and
+
+    $$\mathrm{bucket}(n) = \frac b2 + \left\lfloor \frac b2\,
+      \frac{\log (2n / b)}{\log (2 n_{max} / b)} \right\rfloor$$
+
+    those above, up to $b - 1$.
+
+    Args:
+        num_buckets: of both directions.
+        max_distance: from which on all distances share the last bucket.
+        bidirectional: whether keys after the query have half of the buckets; otherwise they are as
+            keys at the query itself.
+
+    Returns:
+        For [`RelativeBias`][energy_attn.kernels.scores.RelativeBias]: a function from int32 to int32.
+
+    Raises:
+        TypeError: numbers that are not integers, or no flag.
+        ValueError: fewer than 2 buckets for a direction, or a distance no larger than half of them.
+
+    Source: T5 (arXiv 1910.10683), section 2.1, and its published implementation.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import scores
+        >>> scores.t5_buckets()(jnp.array([-200, -20, -3, 0, 3, 20, 200])).tolist()
+        [15, 10, 3, 0, 19, 26, 31]
+    """
+    check_flag("bidirectional", bidirectional)
+    least = 4 if bidirectional else 2
+    num_buckets = check_integer("num_buckets", num_buckets, least=least)
+    half = num_buckets // least
+    max_distance = check_integer("max_distance", max_distance, least=half + 1)
+    return _T5Buckets(num_buckets, max_distance, bidirectional)

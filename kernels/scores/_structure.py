@@ -1,0 +1,133 @@
+"""What is static in a score, beside its arrays."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._checks import received
+from ._abstract import AbstractScore, At
+
+_ARRAYS = jax.Array, np.ndarray, np.generic
+
+
+class ScoreStructure:
+    """A score without its arrays; hashable. Scores of equal structure have the same object.
+
+    Attributes:
+        name: of its class.
+        compares: whether it reads positions.
+    """
+
+    def __init__(self, tree: Any, static: tuple[Any, ...]):
+        self._tree = tree
+        self._static = static  # a pair of each leaf: whether it is an array, and what it is if not
+        score = self.bind([None] * sum(array for array, _ in static))
+        self.name = type(score).__name__
+        self.compares = bool(score.compares)
+
+    def bind(self, arrays: Sequence[Any]) -> AbstractScore:
+        """The score with its arrays, in the order of its leaves."""
+        given = iter(arrays)
+        return self._tree.unflatten([next(given) if array else x for array, x in self._static])
+
+    def __repr__(self) -> str:
+        return f"ScoreStructure({self._tree})"
+
+
+# Each lives as long as a program that holds it.
+_KNOWN: "weakref.WeakValueDictionary[Any, ScoreStructure]" = weakref.WeakValueDictionary()
+
+
+def split_score(score: object) -> tuple[ScoreStructure | None, tuple[Any, ...]]:
+    """The structure of a score and its arrays, which are those of its leaves; None and () of None.
+
+    Raises `TypeError` for anything else than a score, and for a leaf that is neither an array nor
+    hashable.
+    """
+    if score is None:
+        return None, ()
+    if not isinstance(score, AbstractScore):
+        hint = ""
+        if isinstance(score, type) and issubclass(score, AbstractScore):
+            hint = f"; {score.__name__}(...) makes one"
+        elif callable(score):
+            hint = "; scores.Function(function, *parameters) makes one of a function"
+        raise TypeError(
+            f"score: wanted a score of energy_attn.scores or None, got {received(score)}{hint}"
+        )
+    leaves, tree = jax.tree.flatten(score)
+    arrays = tuple(x for x in leaves if isinstance(x, _ARRAYS))
+    static = tuple((True, None) if isinstance(x, _ARRAYS) else (False, x) for x in leaves)
+    key = tree, tuple((array, type(x), x) for array, x in static)  # 1 is not True
+    try:
+        found = _KNOWN.get(key)
+    except TypeError as reason:
+        raise TypeError(
+            f"score: wanted a module of arrays and of what can be hashed, got {received(score)}: "
+            f"{reason}"
+        ) from None
+    return _KNOWN.setdefault(key, ScoreStructure(tree, static)) if found is None else found, arrays
+
+
+class BoundScore(NamedTuple):
+    """A score with arrays: a function of scaled products, with both derivatives.
+
+    Floating arrays count in the dtype of the products.
+    """
+
+    structure: ScoreStructure
+    arrays: tuple[Any, ...]
+
+    def __call__(self, raw: Array, at: At) -> Array:
+        """The scores of scaled products."""
+        return self._of(raw, self.arrays, at)
+
+    def pull(self, raw: Array, at: At) -> tuple[Array, Any]:
+        """The scores, and what takes their cotangents to those of the products and of the arrays."""
+        moving = self._moving(raw.dtype)
+        found, pullback = jax.vjp(lambda raw, moving: self._of(raw, moving, at), raw, moving)
+
+        def back(cotangent: Array) -> tuple[Array, tuple[Any, ...]]:
+            to_raw, to_arrays = pullback(cotangent)
+            return to_raw, tuple(
+                to if floating(x) else None for to, x in zip(to_arrays, moving, strict=True)
+            )
+
+        return found, back
+
+    def along(
+        self, raw: Array, at: At, change: Array | None, changes: Sequence[Any]
+    ) -> tuple[Array, Array | None]:
+        """The scores, and their derivative in directions of products and arrays; None: not moved."""
+        moving = self._moving(raw.dtype)
+        moved = {i: x.astype(raw.dtype) for i, x in enumerate(changes) if x is not None}
+        given: Any = {i: moving[i] for i in moved}
+        moved: Any = moved
+        if change is not None:
+            given, moved = given | {-1: raw}, moved | {-1: change}
+
+        if not moved:
+            return self(raw, at), None
+
+        def of(some: dict[int, Array]) -> Array:
+            arrays = tuple(some.get(i, x) for i, x in enumerate(moving))
+            return self._of(some.get(-1, raw), arrays, at)
+
+        return jax.jvp(of, (given,), (moved,))
+
+    def _moving(self, dtype: Any) -> tuple[Any, ...]:
+        return tuple(x.astype(dtype) if floating(x) else x for x in self.arrays)
+
+    def _of(self, raw: Array, arrays: Sequence[Any], at: At) -> Array:
+        cast = [jnp.asarray(x, raw.dtype) if floating(x) else x for x in arrays]
+        return self.structure.bind(cast)(raw, at)
+
+
+def floating(x: Any) -> bool:
+    """Whether an array is differentiated."""
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
