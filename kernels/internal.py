@@ -37,6 +37,8 @@ from .call._options import ScoreOptions as ScoreOptions
 from .call._options import check_options as check_options
 from .call._rules import join_masks as join_masks
 from .call._rules import split_mask as split_mask
+from .call._sink import check_sink as check_sink
+from .call._sink import with_sink as with_sink
 from .call._state import State as State
 from .call._state import check_state as check_state
 from .call._state import covariance_term as covariance_term

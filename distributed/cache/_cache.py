@@ -14,11 +14,10 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     RowOptions,
     ScoreOptions,
-    candidates,
     check_call,
     check_floating_dtype,
     check_integer,
-    check_options,
+    check_sink,
     received,
 )
 from energy_attn.kernels.masks import AbstractMask
@@ -26,11 +25,11 @@ from energy_attn.kernels.masks import AbstractMask
 from ..methods._sharded_attention import attend_sharded
 from ..spec._parallel import SequenceParallel
 from ..spec._plan import sharding_plan
-from ._arguments import check_counts, check_new, check_reach, check_room, check_whole, layout
+from ._arguments import check_counts, check_new, check_room, check_whole, layout
 from ._files import check_path, write
 from ._io import reload
 from ._quantize import dequantize, quantize
-from ._queries import EnergyLike, Measure, check_queries, energy_of_cache
+from ._queries import EnergyLike, Measure, check_queries, check_scores, energy_of_cache
 from ._slots import Slots
 from ._write import CacheSharding, Stored, blank, cache_sharding, fitting, positions
 from ._write import append as write_tokens
@@ -259,6 +258,7 @@ class KVCache(eqx.Module):
         lengths: Int[Array, " B"] | None = None,
         query_positions: Int[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | AbstractMask | None = None,
+        sink: Float[Array, "..."] | None = None,
         **options: Unpack[ScoreOptions],
     ) -> AttentionState:
         r"""The attention of queries over the tokens in the cache.
@@ -276,6 +276,8 @@ class KVCache(eqx.Module):
             query_positions: `[B, T]` integers: the tokens that the queries belong to, instead.
             mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, by slot as
                 `keys()`.
+            sink: $b$, `[N]` or `[B, N]`: the score of one more outcome, whose value is zero,
+                $F = \log(e^{F_{cache}} + e^b)$; None: there is none.
             is_causal: whether to hide tokens after the query's own; if not given, True without a mask.
             local_window_size: `(left, right)` or one int: the nearest tokens that are seen; None: the
                 cache's window, if it has one.
@@ -283,7 +285,8 @@ class KVCache(eqx.Module):
 
         Returns:
             The state over all devices' tokens: `out` in the cache's `dtype`, `lse` in float32
-            (float64). A query that sees no token has `out = 0` and `lse = -inf`.
+            (float64). A query that sees no token has `out = 0` and `lse = -inf` (the sink, if there is
+            one and the query is not absent).
 
         Raises:
             TypeError: an argument is no array or of another dtype, or an unknown option.
@@ -291,17 +294,13 @@ class KVCache(eqx.Module):
                 `lengths` and `query_positions`, or the mesh, as for `append`.
             NotImplementedError: the implementation named declines the call.
         """
-        check_options(options, ScoreOptions)
-        names = candidates(options.get("implementation"))
-        options.setdefault("is_causal", mask is None)
-        reach = check_reach(options.get("local_window_size"), self.window)
-        options["local_window_size"] = reach
+        names, options = check_scores(options, mask, self.window)
         asked = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
         rows: RowOptions = {"query_positions": asked, "key_positions": self.positions}
         keys, values = self.keys(), self.values()
         call = check_call(query, keys, values, source, None, mask, **options, **rows)
         plan = sharding_plan(self.parallel, *call.operands[:3])
-        return attend_sharded(plan, names, call)
+        return attend_sharded(plan, names, call, check_sink(sink, query))
 
     def at(
         self,

@@ -6,7 +6,15 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from energy_attn.kernels.internal import check_shape, received
+from energy_attn.kernels.internal import (
+    Candidate,
+    ScoreOptions,
+    candidates,
+    check_options,
+    check_shape,
+    received,
+)
+from energy_attn.kernels.masks import AbstractMask
 
 from ..spec._parallel import SequenceParallel
 from ._arguments import check_counts, check_reach, check_stored
@@ -56,6 +64,21 @@ def energy_of_cache(
         raise TypeError(f"energy: wanted an energy_attn.FreeEnergy, got {received(energy)}")
     reach = check_reach(energy.local_window_size, window)
     return dataclasses.replace(energy, local_window_size=reach, parallel=parallel)
+
+
+def check_scores(
+    options: ScoreOptions, mask: Array | AbstractMask | None, window: int | None
+) -> tuple[tuple[Candidate, ...], ScoreOptions]:
+    """The implementations, and the options with the causality and the window of a cache.
+
+    Raises `TypeError` for an unknown option or one of another type, and `ValueError` for a window
+    that is wider than the cache's.
+    """
+    check_options(options, ScoreOptions)
+    names = candidates(options.get("implementation"))
+    reach = check_reach(options.get("local_window_size"), window)
+    causal = options.get("is_causal", mask is None)
+    return names, {**options, "is_causal": causal, "local_window_size": reach}
 
 
 def check_queries(

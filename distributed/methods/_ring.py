@@ -16,6 +16,7 @@ from energy_attn.kernels.internal import (
     attend,
     check_choice,
     check_flag,
+    check_sink,
     empty_like,
     lse_dtype,
     vary_together,
@@ -37,6 +38,7 @@ from ..spec._arguments import (
 from ._hops import hop, origin, part
 from ._merge import fold_across
 from ._ring_keys import keys_around
+from ._sink import attend_with_sink
 
 ROTATED = ("keys", "queries", "auto")
 Names = tuple[Candidate, ...]
@@ -50,6 +52,7 @@ def ring_attention(
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
+    sink: Float[Array, "..."] | None = None,
     axis_name: AxisName,
     rotate: str = "auto",
     queries_sharded: bool = True,
@@ -85,6 +88,8 @@ def ring_attention(
             device's keys.
         mask: boolean, likewise; or a rule of
             [`masks`][energy_attn.kernels.masks.AbstractMask], of global positions.
+        sink: $b$, `[N]` or `[B, N]`: the score of one more outcome, whose value is zero,
+            $F = \log(e^{F_{keys}} + e^b)$, merged once, after the fold; None: there is none.
         axis_name: the mesh axis, or several, slow ones first: the ring goes through all of them.
         rotate: `"keys"`, `"queries"`, or `"auto"`: whichever is fewer bytes where queries are
             sharded, else queries, so that all devices find the same to the last bit.
@@ -128,7 +133,12 @@ def ring_attention(
 
     arrays = query, key, value, source, bias, mask
     names, call = check_local(arrays, options, queries=sharded, scores=scores)
-    state = ring(names, call.settings, call.operands, axes, rotate, sharded)
+    sink = check_sink(sink, query)
+
+    def run(settings: Settings) -> AttentionState:
+        return ring(names, settings, call.operands, axes, rotate, sharded)
+
+    state = attend_with_sink(run, call, sink)
     return state if call.batched else unbatched(state)
 
 

@@ -29,22 +29,30 @@ from ..spec._plan import (
     reshard_explicit,
 )
 from ._ring import ring, what_rotates
+from ._sink import attend_with_sink
 from ._tree import tree, tree_of_shards
 from ._ulysses import ulysses
 
 
 def attend_sharded(
-    plan: ShardingPlan | None, names: Sequence[Candidate], call: CheckedCall
+    plan: ShardingPlan | None,
+    names: Sequence[Candidate],
+    call: CheckedCall,
+    sink: Array | None = None,
 ) -> AttentionState:
-    """The state of `call`, sharded over a mesh by `plan`; None: over none.
+    """The state of `call`, sharded over a mesh by `plan`; None: over none. With a checked `sink`, if any.
 
     A length that is no multiple of the number of devices is padded with absent keys and queries.
     The result is sharded as the queries are. Raises as the kernels do.
     """
-    if plan is None:
-        return attend(names, call.settings, call.operands)
-    check_taylor((), call.operands)  # no implementation: jet has no rule for shards
-    return _sharded(plan, tuple(names), call.settings, call.operands)
+
+    def run(settings: Settings) -> AttentionState:
+        if plan is None:
+            return attend(names, settings, call.operands)
+        check_taylor((), call.operands)  # no implementation: jet has no rule for shards
+        return _sharded(plan, tuple(names), settings, call.operands)
+
+    return attend_with_sink(run, call, sink)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.

@@ -16,6 +16,7 @@ from energy_attn.kernels.internal import (
     Settings,
     attend,
     check_flag,
+    check_sink,
     with_wide_out,
 )
 from energy_attn.kernels.masks import AbstractMask
@@ -35,6 +36,7 @@ from ..spec._arguments import (
 )
 from ..spec._parallel import check_topology
 from ._merge import choose_merge, fold_across
+from ._sink import attend_with_sink
 
 
 def tree_attention(
@@ -45,6 +47,7 @@ def tree_attention(
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
+    sink: Float[Array, "..."] | None = None,
     axis_name: AxisName,
     merge: MergeOption = "auto",
     queries_sharded: bool = False,
@@ -77,6 +80,8 @@ def tree_attention(
         bias: for all queries and this device's keys, broadcastable to `[B, N, T, S]`.
         mask: boolean, likewise; or a rule of
             [`masks`][energy_attn.kernels.masks.AbstractMask], of global positions.
+        sink: $b$, `[N]` or `[B, N]`: the score of one more outcome, whose value is zero,
+            $F = \log(e^{F_{keys}} + e^b)$, merged once, after the fold; None: there is none.
         axis_name: the mesh axis, or several, slow ones first, along which keys are sharded.
         merge: how states are folded; see [`merge_across`][energy_attn.distributed.merge_across].
             Where queries are sharded, `"allreduce"` is a pmax of `lse` and a reduce-scatter of
@@ -119,8 +124,13 @@ def tree_attention(
         queries=sharded,
         scores=lambda operands: scores_shape(operands, query_parts=devices),
     )
-    given = names, call.settings, call.operands, axes, merge
-    state = tree_of_shards(*given) if sharded else tree(*given, topology)
+    sink = check_sink(sink, query)
+
+    def run(settings: Settings) -> AttentionState:
+        given = names, settings, call.operands, axes, merge
+        return tree_of_shards(*given) if sharded else tree(*given, topology)
+
+    state = attend_with_sink(run, call, sink)
     return state if call.batched else unbatched(state)
 
 

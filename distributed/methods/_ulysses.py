@@ -9,7 +9,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Candidate, KernelOptions, Operands, Settings, attend
+from energy_attn.kernels.internal import (
+    Candidate,
+    KernelOptions,
+    Operands,
+    Settings,
+    attend,
+    check_sink,
+)
 from energy_attn.kernels.masks import AbstractMask
 
 from ..merge._packing import joined, moved, transfer
@@ -23,6 +30,7 @@ from ..spec._arguments import (
     unbatched,
 )
 from ..spec._plan import check_heads
+from ._sink import attend_with_sink
 
 
 def ulysses_attention(
@@ -33,6 +41,7 @@ def ulysses_attention(
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
+    sink: Float[Array, "..."] | None = None,
     axis_name: AxisName,
     **options: Unpack[KernelOptions],
 ) -> AttentionState:
@@ -55,6 +64,8 @@ def ulysses_attention(
             broadcastable to `[B, N/p, p T, p S]`.
         mask: boolean, likewise; or a rule of
             [`masks`][energy_attn.kernels.masks.AbstractMask], of global positions.
+        sink: $b$, `[N]` or `[B, N]` of all heads: the score of one more outcome, whose value is zero,
+            $F = \log(e^{F_{keys}} + e^b)$, merged once, after the fold; None: there is none.
         axis_name: the mesh axis, or several, along which the sequence is sharded.
         **options: as for [`local_attention`][energy_attn.kernels.local_attention].
 
@@ -95,7 +106,12 @@ def ulysses_attention(
 
     arrays = query, key, value, source, bias, mask
     names, call = check_local(arrays, options, queries=True, scores=scores)
-    state = ulysses(names, call.settings, call.operands, axes)
+    sink = check_sink(sink, query)
+
+    def run(settings: Settings) -> AttentionState:
+        return ulysses(names, settings, call.operands, axes)
+
+    state = attend_with_sink(run, call, sink)
     return state if call.batched else unbatched(state)
 
 

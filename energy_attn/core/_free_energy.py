@@ -29,6 +29,7 @@ from energy_attn.kernels.internal import (
     candidates,
     check_call,
     check_options,
+    check_sink,
     check_source,
     is_static,
     received,
@@ -60,7 +61,10 @@ class Prepared(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call, which may be traced, batched and differentiated; without the source."""
+    """The arrays of a call, which may be traced, batched and differentiated; without the source.
+
+    `sink`: the scores of the outcome without a value, which no kernel is given.
+    """
 
     query: Any
     key: Any
@@ -68,6 +72,7 @@ class Arrays(NamedTuple):
     bias: Any
     mask: Any
     options: dict[str, Any]
+    sink: Any = None
 
 
 # A NumPy array is known to be zero or not when a call is traced; None is zero.
@@ -164,6 +169,7 @@ def prepare(
     if inside:
         _check_inside(arrays)
     given = check_at(call, None, arrays)
+    arrays = arrays._replace(sink=check_sink(options.get("sink"), query))
     if inside:
         plan = local_sharding_plan(parallel, query, key, value)
     else:
@@ -255,22 +261,25 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
     """
     source = None if calls[0].at_zero else _unless_zero(source)
     if len(calls) == 1:
-        return attend_checked(calls[0], check_at(calls[0], source, parts[0]))
+        return attend_checked(calls[0], check_at(calls[0], source, parts[0]), parts[0].sink)
 
     def wide(call: Prepared, arrays: Arrays) -> AttentionState:
         given = check_at(call, source, arrays)
-        return attend_checked(call, given._replace(settings=with_wide_out(given.settings)))
+        given = given._replace(settings=with_wide_out(given.settings))
+        return attend_checked(call, given, arrays.sink)
 
     out, lse = functools.reduce(merge, map(wide, calls, parts))
     return AttentionState(out.astype(parts[0].value.dtype), lse)
 
 
-def attend_checked(static: Prepared, call: CheckedCall) -> AttentionState:
+def attend_checked(
+    static: Prepared, call: CheckedCall, sink: Array | None = None
+) -> AttentionState:
     """The state of a checked call, by the implementations and over the mesh of a prepared call.
 
-    Raises as the kernels do.
+    With a checked sink, if any. Raises as the kernels do.
     """
-    state = attend_sharded(static.plan, static.names, call)
+    state = attend_sharded(static.plan, static.names, call, sink)
     return state if call.batched else jax.tree.map(lambda x: x[0], state)
 
 

@@ -1,5 +1,7 @@
 """The options of an energy: those of the kernels, and how keys are sharded."""
 
+from jaxtyping import Array, Float
+
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import RowOptions, ScoreOptions
 from energy_attn.kernels.masks import AbstractMask
@@ -7,6 +9,11 @@ from energy_attn.kernels.masks import AbstractMask
 
 class EnergyOptions(ScoreOptions, total=False):
     """What an energy is, whatever the queries and keys that it is asked about."""
+
+    sink: Float[Array, "... N"] | None
+    r"""$b$, `[N]` or `[B, N]`: the score, in nats, of one more outcome whose value is zero,
+    $F = \log(e^{F_{keys}} + e^b)$. It may be traced and differentiated. A fully masked row has
+    `out = 0` and $F = b$; an absent query has no sink. None, and minus infinity: there is none."""
 
     parallel: SequenceParallel | None
     """How keys are sharded over the current mesh. None: they are not, unless the type of `key` says

@@ -13,6 +13,7 @@ from energy_attn.kernels.internal import (
     RowOptions,
     candidates,
     check_flag,
+    check_floating,
     check_options,
     check_scale,
     check_source,
@@ -58,6 +59,8 @@ class FreeEnergy(eqx.Module):
             arrays are leaves.
         score: a score of `energy_attn.scores`, a function $g$ of the scaled product in the place of the
             product itself. Its arrays are leaves.
+        sink: $b$, `[N]` or `[B, N]`, a trainable parameter: the score of one more outcome whose value is
+            zero, $F = \log(e^{F_{keys}} + e^b)$.
 
     Raises:
         TypeError: a field of the wrong type.
@@ -87,12 +90,15 @@ class FreeEnergy(eqx.Module):
     parallel: SequenceParallel | None = eqx.field(static=True, default=None)
     mask: AbstractMask | None = None
     score: AbstractScore | None = None
+    sink: Float[Array, "... N"] | None = None
 
     def __check_init__(self) -> None:
         check_scale(self.scale)
         check_window(self.local_window_size)
         candidates(self.implementation)
         check_flag("is_causal", self.is_causal)
+        if self.sink is not None and check_floating("sink", self.sink).ndim not in (1, 2):
+            raise ValueError(f"sink: wanted shape (N,) or (B, N), got {received(self.sink)}")
         if self.parallel is not None and not isinstance(self.parallel, SequenceParallel):
             raise TypeError(
                 f"parallel: wanted a SequenceParallel or None, got {received(self.parallel)}"
@@ -222,6 +228,7 @@ class FreeEnergy(eqx.Module):
             "implementation": self.implementation,
             "parallel": self.parallel,
             "score": self.score,
+            "sink": self.sink,
         }
 
 

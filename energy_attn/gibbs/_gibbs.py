@@ -19,6 +19,7 @@ from ..core._free_energy import (
     state_at,
 )
 from ..observables._at_source import widened
+from ..observables._sinks import sinks_as_keys
 from ._keys import KeySet, prepare_keys, sum_of_sources, tilt_keys
 
 
@@ -194,9 +195,9 @@ class Gibbs(AbstractConjugate):
         return self.merge(other) if isinstance(other, Gibbs) else NotImplemented
 
     def prepared(self) -> tuple[Calls, Parts]:
-        """The prepared calls, in the precision of energies, with the source in their scores."""
+        """The prepared calls, in the precision of energies, with the source in their scores, and sinks as keys."""
         calls, parts = _prepared(_tilted(self))
-        return calls, widened(parts)
+        return sinks_as_keys(calls, widened(parts))
 
 
 def _prepared(parts: tuple[KeySet, ...]) -> tuple[Calls, Parts]:

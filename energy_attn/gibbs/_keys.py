@@ -36,6 +36,7 @@ class KeySet(eqx.Module):
     implementation: Candidate | Sequence[Candidate] | None = eqx.field(static=True)
     parallel: SequenceParallel | None = eqx.field(static=True)
     score: AbstractScore | None
+    sink: Float[Array, "..."] | None = None
     source: Float[Array, "*B T N Hv"] | None = None  # at which the scores are
 
 
@@ -54,6 +55,7 @@ def prepare_keys(keys: KeySet) -> tuple[Prepared, Arrays]:
         implementation=keys.implementation,
         parallel=keys.parallel,
         score=keys.score,
+        sink=keys.sink,
         **keys.rows,
     )
     return (call, arrays) if keys.source is None else _tilted(call, arrays, keys.source)

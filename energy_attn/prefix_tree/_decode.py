@@ -28,6 +28,7 @@ from energy_attn.kernels.internal import (
     check_call,
     check_integral,
     check_shape,
+    check_sink,
     received,
     with_wide_out,
 )
@@ -46,6 +47,7 @@ def tree_decode(
     tree: PrefixTree,
     cache: KVCache,
     source: Float[Array, "B L N Hv"] | None = None,
+    sink: Float[Array, "..."] | None = None,
     scale: float | Float[Array, ""] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     score: AbstractScore | None = None,
@@ -72,6 +74,8 @@ def tree_decode(
         tree: of `B` rows and `L` slots.
         cache: the context. Rows may have different lengths, and may be empty.
         source: the source $\zeta$, `[B, L, N, Hv]`; None is zero.
+        sink: $b$, `[N]` or `[B, N]`: the score of one more outcome of each node, whose value is zero;
+            None: there is none.
         scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
         local_window_size: `(left, right)` or one int: a node sees at most `left` positions before
             its own, in the context and among its ancestors. None is the cache's window, if it has
@@ -113,6 +117,7 @@ def tree_decode(
     _check_nodes(cache, batch, slots, key, value)
     check_stored("query", query, cache.dtype)
     check_shape("query", query, (batch, slots, "N", cache.key.shape[-1]))
+    sink = check_sink(sink, query)
     names = candidates(implementation)
     reach = check_reach(local_window_size, cache.window)
     plan = sharding_plan(cache.parallel, query, cache.key, cache.value)
@@ -141,7 +146,7 @@ def tree_decode(
     )
     # after `reshard_explicit` the nodes are sharded differently
     context = _partial_state(
-        sharding_plan(cache.parallel, query, cache.key, cache.value), names, before
+        sharding_plan(cache.parallel, query, cache.key, cache.value), names, before, sink
     )
     # the mask says which nodes see which; only a score reads where they are
     rows: RowOptions = {}
@@ -156,11 +161,14 @@ def tree_decode(
 
 
 def _partial_state(
-    plan: ShardingPlan | None, names: tuple[Candidate, ...], call: CheckedCall
+    plan: ShardingPlan | None,
+    names: tuple[Candidate, ...],
+    call: CheckedCall,
+    sink: Array | None = None,
 ) -> AttentionState:
     """The state of a part of the keys, to be merged with others. Raises as the kernels do."""
     call = call._replace(settings=with_wide_out(call.settings))
-    return attend_sharded(plan, names, call)
+    return attend_sharded(plan, names, call, sink)
 
 
 def commit(

@@ -7,7 +7,7 @@ from jax import Array
 
 import energy_attn as ea
 
-ENERGY = ("scale", "is_causal", "local_window_size", "implementation", "parallel")
+ENERGY = ("scale", "is_causal", "local_window_size", "sink", "implementation", "parallel")
 
 
 def measure(query: Any, key: Any, value: Any, *, source: Any = None, **options: Any) -> ea.Gibbs:

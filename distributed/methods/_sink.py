@@ -1,0 +1,20 @@
+"""A sink, merged once with the state of all keys."""
+
+from collections.abc import Callable
+
+from jaxtyping import Array
+
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import CheckedCall, Settings, with_sink, with_wide_out
+
+from ..spec._arguments import rounded
+
+
+def attend_with_sink(
+    run: Callable[[Settings], AttentionState], call: CheckedCall, sink: Array | None
+) -> AttentionState:
+    """`run(call.settings)`, the state of all keys of a call, merged with that of a checked sink."""
+    if sink is None:
+        return run(call.settings)
+    state = with_sink(run(with_wide_out(call.settings)), sink, call.operands.query_positions)
+    return rounded(state, call.operands, call.settings)
