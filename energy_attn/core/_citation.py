@@ -79,6 +79,12 @@ _PAPERS = {
         "Ramapuram, Jason and Zhang, Yizhe and Gu, Jiatao and Susskind, Josh",
         "2303.06296",
     ),
+    "sinks": _Paper(
+        "xiao2023streaming",
+        "Efficient Streaming Language Models with Attention Sinks",
+        "Xiao, Guangxuan and Tian, Yuandong and Chen, Beidi and Han, Song and Lewis, Mike",
+        "2309.17453",
+    ),
     "ramsauer": _Paper(
         "ramsauer2020hopfield",
         "{Hopfield} Networks is All You Need",
@@ -114,7 +120,7 @@ def citation() -> None:
 
     The Tree Attention paper is always printed. The others follow once a function built on them
     has been called: ring or Ulysses attention, `Llama`, prefix trees, `retrieve`, the penalties,
-    the flash kernels.
+    sinks, the flash kernels.
 
     Source: Tree Attention (arXiv 2408.04093).
 

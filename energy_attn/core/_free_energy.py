@@ -100,7 +100,7 @@ def free_energy(
     $F - F(0)$ is the cumulant generating function of the values under $P = \mathrm{softmax}(s)$, and
     $F(0)$ is the log partition function. `jax.grad` in the source costs one kernel pass and compiles
     to the same program as a direct call of the kernel. Differentiable in query, key, value, source,
-    bias and `scale`, in both modes and to any order.
+    bias, `scale` and `sink`, in both modes and to any order.
 
     A source that is known to be zero when the call is traced (None, or a NumPy array of zeros) is
     never materialised: `jax.grad(f)(np.zeros(shape))` reads only the values.
@@ -170,6 +170,8 @@ def prepare(
         _check_inside(arrays)
     given = check_at(call, None, arrays)
     arrays = arrays._replace(sink=check_sink(options.get("sink"), query))
+    if arrays.sink is not None:
+        cite("sinks")
     if inside:
         plan = local_sharding_plan(parallel, query, key, value)
     else:

@@ -60,7 +60,7 @@ class FreeEnergy(eqx.Module):
         score: a score of `energy_attn.scores`, a function $g$ of the scaled product in the place of the
             product itself. Its arrays are leaves.
         sink: $b$, `[N]` or `[B, N]`, a trainable parameter: the score of one more outcome whose value is
-            zero, $F = \log(e^{F_{keys}} + e^b)$.
+            zero, $F = \log(e^{F_{keys}} + e^b)$, as in gpt-oss (arXiv 2508.10925).
 
     Raises:
         TypeError: a field of the wrong type.

@@ -21,6 +21,9 @@ class AbstractMeasure(eqx.Module):
     Every method is computed block by block, without the matrix of weights, and merged over the mesh
     on which the keys lie. The arithmetic is in float32, or float64 for float64 arrays. All but
     `sample` are differentiable. A fully masked row yields zeros (index -1 from `sample`).
+
+    A sink is one more outcome of the measure, of value zero and score $b$: it is part of every mean,
+    of the entropy and of the hull of the values. In a union each part has its own.
     """
 
     @abc.abstractmethod
@@ -151,7 +154,7 @@ class AbstractMeasure(eqx.Module):
         (A `bias` takes a second pass.) $e^H$ is the effective number of keys.
 
         Returns:
-            `[B, T, N]` in nats, from 0 to the logarithm of the number of keys.
+            `[B, T, N]` in nats, from 0 to the logarithm of the number of keys (and sinks).
 
         Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
 
@@ -230,7 +233,9 @@ class AbstractMeasure(eqx.Module):
 
         Returns:
             int32 `[B, T, N, count]`: indices along the axis of the keys (in a union, those of the
-            first measure's keys, then those of the second's); -1 for a fully masked row.
+            first measure's keys, then those of the second's); -1 for a fully masked row. A sink has the
+            index after those of all keys (in a union, the sinks in the order of the measures), for which
+            `jnp.take(..., mode="fill", fill_value=0)` reads its value.
 
         Raises:
             TypeError: `key` is not a key, or `count` not an integer.
