@@ -75,11 +75,16 @@ def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
     return mean[..., 0], lse
 
 
+def _is_linear(call: Prepared, arrays: Arrays) -> bool:
+    """Whether the scores are linear in the keys: scaled products, and nothing else."""
+    return arrays.bias is None and call.score is None
+
+
 def _mean_score(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
-    if arrays.bias is not None:
+    if not _is_linear(call, arrays):
         mean, lse = expectation_at((call,), None, (arrays,), _score_term, 1)
         return mean[..., 0], lse
-    # The scores are linear in the keys, so attention with the keys as values yields their mean.
+    # attention with the keys as values yields their mean
     given = check_at(call, None, arrays)
     operands = given.operands
     out, lse = attend_checked(call, given._replace(operands=operands._replace(value=operands.key)))
@@ -99,7 +104,7 @@ class ScoreStatistics(NamedTuple):
 def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) -> ScoreStatistics:
     """The statistics with the first `width` numbers of the values; None: all. Raises as the kernels do."""
     parts = tuple(x._replace(value=x.value[..., :width]) for x in parts)
-    if parts[1:] or parts[0].bias is not None:
+    if parts[1:] or not _is_linear(calls[0], parts[0]):
         return _in_two_passes(calls, parts)
     # With values v' = [k, v] the score is u·v' for u = [scale q, 0], and Cov(v') u contains both
     # Cov(k) scale q and Cov(v, s).

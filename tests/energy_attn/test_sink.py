@@ -4,6 +4,7 @@ The judge is `tests/reference.py` for the problem with one more key: of zeros, w
 """
 
 from dataclasses import replace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -35,9 +36,9 @@ def close(actual, exact, what="", tolerance=1e-12):
 
 def state(problem: Problem, implementation=None):
     """`(out, energy)` at the problem's source, a function of its arrays and the sink."""
-    options = problem.options | {"implementation": implementation}
+    options: Any = problem.options | {"implementation": implementation}
 
-    def pair(arrays):
+    def pair(arrays: Any):
         arrays = dict(arrays)
         source = arrays.pop("source", None)
         if source is None:
@@ -99,7 +100,7 @@ def test_values_and_derivatives(implementation, name, batched):
 
 
 def test_infinities():
-    """A NaN, or a derivative that is not the limit's, for a sink that is infinite or of rows that see no key."""
+    """A NaN, or a derivative that is not the limit's, for a sink that is infinite or of fully masked rows."""
     query, key, value = jax.random.normal(jax.random.key(0), (3, 4, 2, 3), jnp.float64)
     mask = jnp.asarray([True, True, False, False])[None, :, None]  # the last rows see nothing
 
@@ -333,7 +334,8 @@ def test_sixteen_bits():
     """`out` rounded twice, by the kernel and after the merge; energies rounded to the sink's dtype."""
     problem = PROBLEMS["plain"]
     sink = sink_of(problem)
-    arrays, rounded = cast(problem, jnp.bfloat16)
+    given, rounded = cast(problem, jnp.bfloat16)
+    arrays: Any = given
     out, energy = ea.attention(**arrays, sink=jnp.asarray(sink, jnp.float32), return_energy=True)
     exact = dense(with_key(rounded, sink.astype(np.float32).astype(np.float64)))
     assert out.dtype == jnp.bfloat16 and energy.dtype == jnp.float32
@@ -341,6 +343,24 @@ def test_sixteen_bits():
     # the weights are rounded to bfloat16 for the product with the values; twice would be a half more
     assert np.abs(np.asarray(out, np.float64) - exact[0]).max() < 2.5 * half
     np.testing.assert_allclose(energy, exact[1], rtol=2e-6)
+
+
+def test_score():
+    """A sink that the score is applied to, as to the keys' products, or that follows a path of its own without one."""
+    problem = PROBLEMS["grouped"]
+    arrays, _ = cast(problem, jnp.float64)
+    query, key, value = (arrays[n] for n in ("query", "key", "value"))
+    sink = jnp.asarray(sink_of(problem))
+    F = ea.FreeEnergy(score=ea.scores.SoftCap(0.5), sink=sink).at(query, key, value)
+    products = (
+        np.einsum("btnh,bsnh->bnts", query, np.repeat(key, 3, 2)) / problem.query.shape[-1] ** 0.5
+    )
+    capped = replace(problem, scale=0.0, bias=0.5 * np.tanh(products / 0.5))
+    whole = with_key(capped, np.asarray(sink))
+    out, energy = dense(whole)
+    close(F(), energy)
+    close(F.attention(), out)
+    close(F.entropy(), exactly(whole)["entropy"])
 
 
 def test_module():
