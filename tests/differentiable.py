@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn import masks
+from energy_attn import scores as ready
 from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.core import shifted_energy
 from energy_attn.distributed import (
@@ -109,6 +110,32 @@ SEGMENTS = {
 
 def measure(query: Any, key: Any, value: Any, scale: Any = None, bias: Any = None) -> ea.Gibbs:
     return ea.FreeEnergy(scale=scale).at(query, key, value, bias=bias)
+
+
+PARAMETERS = {"slopes": (2,), "table": (2, 5), "beta": (2,), "function": (2,), "cap": ()}
+
+
+def scored(
+    score: Any, slopes: Any, table: Any, beta: Any, function: Any, cap: Any, **arrays: Any
+) -> Any:
+    """An energy of all scores, and the last of them of an array."""
+    products = score
+    score = ready.Compose(
+        ready.Temperature(beta),
+        ready.Function(lambda s, at, w: s + jnp.sin(w[at.head] * s), function),
+        ready.SoftCap(2 + cap),
+        ready.Distance(lambda d: jnp.cos(d)),
+        ready.ALiBi(slopes),
+        ready.RelativeBias(table),
+    )
+    source = arrays.pop("source")
+    scale = arrays.pop("scale")
+    F = ea.FreeEnergy(scale=scale, score=score, is_causal=True).at(**arrays)
+    at = ready.At(
+        *(np.arange(n, dtype=np.int32).reshape(x) for n, x in ((1, (1, 1, 1)), (2, (2, 1, 1)))),
+        *(np.arange(n, dtype=np.int32).reshape(x) for n, x in ((3, (1, 3, 1)), (5, (1, 1, 5)))),
+    )
+    return F(source), F.attention(), F.tilt(source).entropy(), score(products, at)
 
 
 def union(query: Any, key: Any, value: Any, scale: Any, source: Any) -> ea.Gibbs:
@@ -314,6 +341,15 @@ CASES = {
         functools.partial(ea.attention, return_energy=True, mask=masks.Window(9, 2)),
         lambda: rows() | BIAS | SEGMENTS,
         quick=True,
+    ),
+    "scores": Case(
+        " ".join(
+            f"energy_attn.kernels.scores.{x} energy_attn.kernels.scores.{x}.__call__"
+            for x in """ALiBi Compose Distance Function RelativeBias SoftCap
+            Temperature""".split()
+        ),
+        scored,
+        lambda: rows() | SOURCE | drawn(13, score=(2, 3, 5), **PARAMETERS),
     ),
     "local_attention": Case(
         "energy_attn.kernels.local_attention",
@@ -528,7 +564,8 @@ WITHOUT = {
         energy_attn.kernels.implementations energy_attn.distributed.collectives
         energy_attn.distributed.initialize energy_attn.distributed.make_mesh
         energy_attn.distributed.fetch energy_attn.distributed.place energy_attn.models.shard""",
-    "of integers: draws, tokens and trees": """energy_attn.Gibbs.sample energy_attn.models.generate
+    "of integers: draws, tokens, trees, places and buckets": """energy_attn.Gibbs.sample
+        energy_attn.models.generate energy_attn.kernels.scores.At energy_attn.kernels.scores.t5_buckets
         energy_attn.prefix_tree.accept_greedy energy_attn.prefix_tree.accept_sampling
         energy_attn.prefix_tree.verify energy_attn.prefix_tree.grow energy_attn.prefix_tree.pack
         energy_attn.prefix_tree.pack_reference energy_attn.prefix_tree.token_tree
