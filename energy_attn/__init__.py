@@ -30,7 +30,10 @@ from .gibbs._gibbs import Gibbs as Gibbs
 from .nn._multihead import MultiheadAttention as MultiheadAttention
 from .nn._penalty import entropy_penalty as entropy_penalty
 from .nn._penalty import lse_penalty as lse_penalty
+from .nn._replace import replace_attention as replace_attention
+from .nn._replace import restore_attention as restore_attention
 from .observables._entropy import ScoreMoments as ScoreMoments
+from .record._record import record as record
 from .report._landscape import Landscape as Landscape
 from .report._landscape import landscape as landscape
 from .report._report import EnergyReport as EnergyReport

@@ -111,7 +111,8 @@ def check_int32(name: str, x: object) -> Any:
     """
     array = check_integral(name, x)
     if array.size and not np.can_cast(array.dtype, np.int32) and not isinstance(x, jax.core.Tracer):
-        least, most = int(array.min()), int(array.max())
+        with jax.ensure_compile_time_eval():  # a known array may be used in a program being traced
+            least, most = int(array.min()), int(array.max())
         if not -(2**31) <= least <= most < 2**31:
             raise ValueError(f"{name}: wanted numbers of 32 bits, got {least} to {most}")
     return array

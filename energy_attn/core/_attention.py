@@ -9,6 +9,7 @@ from energy_attn.kernels.masks import AbstractMask
 
 from ._free_energy import attention_and_energy, prepare
 from ._options import AttentionOptions
+from ._tag import tagged
 
 
 @overload
@@ -127,6 +128,7 @@ def attention(
     flags = {"return_energy": return_energy, "return_residual": return_residual}
     if all([check_flag(name, flag) for name, flag in flags.items()]):
         raise ValueError("return_residual: wanted either it or return_energy, got both")
+    query = tagged("attention", None, query, key, value, bias, mask, **options)
     call, arrays = prepare(query, key, value, bias, mask, **options)
     out, energy = attention_and_energy((call,), (arrays,))
     if return_residual:

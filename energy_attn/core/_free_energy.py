@@ -43,6 +43,7 @@ from energy_attn.kernels.masks import AbstractMask
 from ._citation import cite
 from ._directions import directional
 from ._options import AttentionOptions
+from ._tag import tagged
 
 
 class Prepared(NamedTuple):
@@ -136,6 +137,7 @@ def free_energy(
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
         True
     """
+    query = tagged("free_energy", source, query, key, value, bias, mask, **options)
     call, arrays = prepare(query, key, value, bias, mask, **options)
     if source is not None:
         check_source(source, query, value)

@@ -27,6 +27,7 @@ from energy_attn.kernels.scores import AbstractScore
 
 from ..core._free_energy import Arrays, Prepared, attention_and_energy, energy_at, prepare
 from ..core._options import AttentionOptions, EnergyOptions
+from ..core._tag import recorders, tagged
 from ._gibbs import Gibbs
 from ._keys import KeySet, prepare_keys
 
@@ -61,6 +62,7 @@ class FreeEnergy(eqx.Module):
             product itself. Its arrays are leaves.
         sink: $b$, `[N]` or `[B, N]`, a trainable parameter: the score of one more outcome whose value is
             zero, $F = \log(e^{F_{keys}} + e^b)$, as in gpt-oss (arXiv 2508.10925).
+        name: by which [`record`][energy_attn.record] reports this energy; None is its path in the model.
 
     Raises:
         TypeError: a field of the wrong type.
@@ -91,6 +93,7 @@ class FreeEnergy(eqx.Module):
     mask: AbstractMask | None = None
     score: AbstractScore | None = None
     sink: Float[Array, "... N"] | None = None
+    name: str | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
         check_scale(self.scale)
@@ -103,6 +106,8 @@ class FreeEnergy(eqx.Module):
             raise TypeError(
                 f"parallel: wanted a SequenceParallel or None, got {received(self.parallel)}"
             )
+        if not isinstance(self.name, str | None):
+            raise TypeError(f"name: wanted a text or None, got {received(self.name)}")
         if self.mask is not None and not isinstance(self.mask, AbstractMask):
             raise TypeError(
                 f"mask: wanted a rule of energy_attn.masks or None (arrays go to the call), "
@@ -139,6 +144,7 @@ class FreeEnergy(eqx.Module):
             TypeError: an argument is not an array or has the wrong dtype.
             ValueError: shapes that do not match, values out of range.
         """
+        query = _tagged(self, None, query, key, value, bias, mask, rows)
         measure = measure_at(self, query, key, value, bias, mask, rows)
         prepare_keys(measure.parts[0])  # raises for arguments that do not fit
         return measure
@@ -157,6 +163,7 @@ class FreeEnergy(eqx.Module):
         """Energies `[B, T, N]` in nats; arguments and errors as in
         [`free_energy`][energy_attn.free_energy].
         """
+        query = _tagged(self, source, query, key, value, bias, mask, rows)
         call, arrays = prepare_at(self, query, key, value, bias, mask, rows)
         if source is not None:
             check_source(source, query, value)
@@ -216,6 +223,7 @@ class FreeEnergy(eqx.Module):
         `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
         """
         check_flag("return_energy", return_energy)
+        query = _tagged(self, None, query, key, value, bias, mask, rows)
         call, arrays = prepare_at(self, query, key, value, bias, mask, rows)
         out, energy = attention_and_energy((call,), (arrays,))
         return (out, energy) if return_energy else out
@@ -230,6 +238,23 @@ class FreeEnergy(eqx.Module):
             "score": self.score,
             "sink": self.sink,
         }
+
+
+def _tagged(
+    energy: FreeEnergy,
+    source: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Array | AbstractMask | None,
+    rows: RowOptions,
+) -> Array:
+    """The query, with what is recorded of the call."""
+    if not recorders.value:
+        return query
+    mask, name = join_masks(energy.mask, mask), energy.name or "FreeEnergy"
+    return tagged(name, source, query, key, value, bias, mask, **energy._options(), **rows)
 
 
 def prepare_at(

@@ -28,8 +28,9 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
+from ..core._free_energy import attention_and_energy
 from ..core._options import ModuleOptions
-from ..gibbs._free_energy import FreeEnergy
+from ..gibbs._free_energy import FreeEnergy, prepare_at
 
 
 class MultiheadAttention(eqx.Module):
@@ -334,7 +335,7 @@ class MultiheadAttention(eqx.Module):
         self,
         heads: tuple[Array, ...],
         mask: Array | AbstractMask | None,
-        options: dict[str, Any],
+        options: Any,
         key: PRNGKeyArray | None,
         inference: bool | None,
     ) -> tuple[Array, Array]:
@@ -360,7 +361,9 @@ class MultiheadAttention(eqx.Module):
             jax.random.split(check_key("key", key), self.num_heads)
         )
         keep = keep if mask is None else keep & jnp.broadcast_to(mask, shape)
-        out, kept = attend.attention(query, key_, value, mask=keep, return_energy=True, **options)
+        # by no method of the energy, which would be recorded, too
+        call, arrays = prepare_at(attend, query, key_, value, None, keep, options)
+        out, kept = attention_and_energy((call,), (arrays,))
         energy = attend(query, key_, value, mask=mask, **options)
         # if the chance is zero nothing is kept
         kept_share = share(kept, energy) / (chance or 1.0)

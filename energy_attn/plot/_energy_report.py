@@ -26,7 +26,7 @@ def energy_report(report: EnergyReport, path: str | PathLike[str] | None = None)
 
     If there are few cells, each shows its number. The last panel has a point for each head, by its
     energy and entropy: heads that attend to one key lie at the bottom, those that average over all
-    keys at the top.
+    keys at the top. Layers that have names are labelled with them.
 
     Args:
         report: means, as `energy_report(...)` returns them without `per_query`.
@@ -69,6 +69,7 @@ def energy_report(report: EnergyReport, path: str | PathLike[str] | None = None)
     down = min(max(1.2 + 0.34 * layers, 1.9), 5.5)
     figure = Figure(figsize=(3 * across, 2 * down), layout="constrained")
     panels = figure.subplots(2, 3).ravel()
+    labels = [report.names[i] for i in _ticks(layers)] if report.names else None
     for panel, (field, title, unit, colours) in zip(panels, _PANELS, strict=False):
         values = np.asarray(getattr(report, field), np.float64)
         shown = np.ma.masked_invalid(values)
@@ -76,6 +77,8 @@ def energy_report(report: EnergyReport, path: str | PathLike[str] | None = None)
         panel.set(title=title, xlabel="head", ylabel="layer")
         panel.set_xticks(_ticks(heads))
         panel.set_yticks(_ticks(layers))
+        if labels and panel in panels[::3]:
+            panel.set_yticks(_ticks(layers), labels, fontsize=7)
         panel.tick_params(length=0)
         panel.spines[:].set_visible(False)
         _bar(figure, panel, image, unit)

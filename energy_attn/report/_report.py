@@ -1,8 +1,9 @@
 """A few figures of attention for each layer and head of a model."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -25,6 +26,7 @@ from ..gibbs._free_energy import measure_at, measure_of
 from ..gibbs._gibbs import Gibbs
 from ..nn._multihead import MultiheadAttention
 from ..observables._entropy import row_observables
+from ._layers import Rows, layers_of
 
 if TYPE_CHECKING:  # `import energy_attn` loads no models
     from ..models.decoder._cache import LlamaCache
@@ -46,6 +48,7 @@ class EnergyReport(eqx.Module):
         variance: $\\mathrm{tr}\\,\\Sigma$, the mean square distance of values from the output, in
             the square of their unit.
         effective_keys: $e^H$, a number of keys; a mean is that of $e^H$ over rows.
+        names: of the layers, if they were recorded in a model of one's own; else None.
 
     Examples:
         >>> import jax
@@ -61,6 +64,7 @@ class EnergyReport(eqx.Module):
     heat_capacity: Float[Array, "layers *queries heads"]
     variance: Float[Array, "layers *queries heads"]
     effective_keys: Float[Array, "layers *queries heads"]
+    names: tuple[str, ...] | None = eqx.field(static=True, default=None)
 
 
 @overload
@@ -93,6 +97,12 @@ def energy_report(
 ) -> EnergyReport: ...
 
 
+@overload
+def energy_report(
+    model: Callable[..., Any], *inputs: PyTree, per_query: bool = False, **options: Any
+) -> EnergyReport: ...
+
+
 def energy_report(
     model: object, *inputs: PyTree, per_query: bool = False, **options: Any
 ) -> EnergyReport:
@@ -105,7 +115,7 @@ def energy_report(
     flash passes for each layer, without a matrix of weights. It is a pure function of arrays: it works
     inside `jax.jit`, in a training step, and is differentiable.
 
-    Three forms:
+    Four forms:
 
     - `energy_report(F)`: the measure of one attention, [`energy.at(...)`][energy_attn.FreeEnergy];
     - `energy_report(layer, query, key_, value, mask=None, **options)` for a
@@ -114,10 +124,14 @@ def energy_report(
       (`query_seq_lengths`, `key_value_seq_lengths`) are options. Dropout is off;
     - `energy_report(model, tokens, positions=None, cache=None, **options)` for a decoder, such as
       [`Llama`][energy_attn.models.Llama]: inputs as in its call; options besides `parallel` are
-      those of `free_energy`.
+      those of `free_energy`;
+    - `energy_report(function, *inputs, **options)` for any function or module in which free energies
+      run, as [`record`][energy_attn.record] finds them, called with these arguments. Each call is a
+      layer, and so is each step of a `lax.scan` around it; means are also over what `jax.vmap` maps. Where
+      a layer has fewer heads than another, or is in a branch that was not taken, figures are NaN.
 
     Args:
-        model: a `Gibbs`, a `MultiheadAttention` or a decoder.
+        model: a `Gibbs`, a `MultiheadAttention`, a decoder, or another function.
         *inputs: the arguments of its call.
         per_query: whether to return figures for each query instead of the means.
         **options: see above.
@@ -129,8 +143,9 @@ def energy_report(
         and zeros.
 
     Raises:
-        TypeError: `model` is none of the three, or an argument is of the wrong type.
-        ValueError: shapes that do not fit, or values out of range.
+        TypeError: `model` is none of the four, or an argument is of the wrong type.
+        ValueError: shapes that do not fit, or values out of range; no free energy runs in a function;
+            with `per_query`, layers whose rows differ in shape.
 
     Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
 
@@ -146,6 +161,10 @@ def energy_report(
         (2, 4)
         >>> ea.energy_report(model, tokens, per_query=True).entropy.shape
         (2, 1, 8, 4)
+        >>> layer = ea.MultiheadAttention(4, 16, key=jax.random.key(0))
+        >>> own = lambda x: layer(x, x, layer(x, x, x))  # a model of one's own
+        >>> ea.energy_report(own, jnp.ones((7, 16))).entropy.shape
+        (2, 4)
     """
     from ..models.decoder._decoder import AbstractDecoder  # `import energy_attn` loads no models
 
@@ -156,14 +175,23 @@ def energy_report(
         rows = _of_layer(model, *inputs, **options)
     elif isinstance(model, Gibbs):
         rows = _of_measure(model, *inputs, **options)
+    elif callable(model):
+        layers = layers_of(model, *inputs, **options)
+        return _joined([_summary(x.rows, per_query, x.names) for x in layers])
     else:
         raise TypeError(
-            f"model: wanted a Gibbs, a MultiheadAttention or a decoder, got {received(model)}"
+            f"model: wanted a Gibbs, a MultiheadAttention, a decoder or a function, "
+            f"got {received(model)}"
         )
+    return _summary(rows, per_query)
+
+
+def _summary(rows: Rows, per_query: bool, names: tuple[str, ...] | None = None) -> EnergyReport:
+    """The report of the rows of layers."""
     seen = holds_keys(rows.energy)
     effective = jnp.where(seen, jnp.exp(rows.entropy), 0.0)
     if per_query:
-        return EnergyReport(*rows, effective)
+        return EnergyReport(*rows, effective, names=names)
     axes = tuple(range(1, seen.ndim - 1))
     count = seen.sum(axes, dtype=rows.energy.dtype)
 
@@ -171,25 +199,36 @@ def energy_report(
         return jnp.where(seen, x, 0.0).sum(axes) / jnp.maximum(count, 1.0)
 
     energy, *others = map(mean, (*rows, effective))
-    return EnergyReport(jnp.where(count > 0, energy, -jnp.inf), *others)
+    return EnergyReport(jnp.where(count > 0, energy, -jnp.inf), *others, names=names)
 
 
-class _Rows(NamedTuple):
-    """The figures of each row from which the others in a report follow."""
+def _joined(reports: list[EnergyReport]) -> EnergyReport:
+    """One report of the layers of several."""
+    heads = max(x.energy.shape[-1] for x in reports)
+    names = tuple(name for x in reports for name in x.names or ())
 
-    energy: Array
-    entropy: Array
-    heat_capacity: Array
-    variance: Array
+    def join(*of: Array) -> Array:
+        padding = ([(0, 0)] * (x.ndim - 1) + [(0, heads - x.shape[-1])] for x in of)
+        padded = [jnp.pad(x, p, constant_values=jnp.nan) for x, p in zip(of, padding, strict=True)]
+        if len({x.shape[1:] for x in padded}) > 1:
+            shapes = ", ".join(str(x.shape[1:-1]) for x in of)
+            raise ValueError(
+                f"per_query: wanted rows of one shape in all layers, got {shapes}; "
+                f"energy_attn.record returns those of each"
+            )
+        return jnp.concatenate(padded)
+
+    arrays = (dataclasses.replace(x, names=names) for x in reports)
+    return jax.tree.map(join, *arrays)
 
 
-def _observed(measure: Gibbs) -> tuple[Array, _Rows]:
+def _observed(measure: Gibbs) -> tuple[Array, Rows]:
     """Attention, widened, and the figures of its rows."""
     found = row_observables(*measure.prepared())
-    return found.out, _Rows(*found[:-1])
+    return found.out, Rows(*found[:-1])
 
 
-def _of_measure(measure: Gibbs) -> _Rows:
+def _of_measure(measure: Gibbs) -> Rows:
     """The rows of one layer, in the shape of a model's."""
     return jax.tree.map(lambda x: x[None], _observed(measure)[1])
 
@@ -203,7 +242,7 @@ def _of_layer(
     *,
     process_heads: ProcessHeads | None = None,
     **rows: Unpack[RowOptions],
-) -> _Rows:
+) -> Rows:
     project = functools.partial(layer.project, mask=mask, process_heads=process_heads)
     batched = check_floating("query", query).ndim == 3
     for name, x in (("key_", key_), ("value", value)) if batched else ():
@@ -223,10 +262,10 @@ def _of_decoder(
     *,
     parallel: SequenceParallel | None = None,
     **options: Any,
-) -> _Rows:
+) -> Rows:
     def attend(
         query: Array, key: Array, value: Array, *, return_energy: bool, **call: Any
-    ) -> tuple[Array, _Rows]:
+    ) -> tuple[Array, Rows]:
         del return_energy  # as a report
         out, rows = _observed(measure_of(query, key, value, **call, **options))
         return out.astype(query.dtype), rows

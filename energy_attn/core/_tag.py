@@ -1,0 +1,81 @@
+"""Where recordings find the energies that run: a primitive that a program has only while it is recorded."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+
+class AbstractRecorder(abc.ABC):
+    """What a recording asks of each energy that runs; hashable, as programs are cached by it."""
+
+    @abc.abstractmethod
+    def observe(
+        self,
+        source: Any,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Any,
+        mask: Any,
+        **options: Any,
+    ) -> Any:
+        """A tree of arrays, from the arguments of a call of `free_energy`."""
+
+
+# The recorders at work, the outermost first. JAX's caches tell programs with tags from those without.
+recorders = jax.make_user_context(())
+
+
+def tagged(
+    name: str, source: Any, query: Any, key: Any, value: Any, bias: Any, mask: Any, **options: Any
+) -> Any:
+    """The query, which carries what the recorders at work ask of the energies of a call.
+
+    The query itself when nothing is recorded. The values are side inputs of a primitive that the call
+    then depends on, so that no transformation of JAX drops them while the call is there.
+    """
+    given, active = (source, query, key, value, bias, mask), recorders.value
+    for level, recorder in enumerate(active):
+        with recorders(()):  # what is asked is not recorded itself
+            found = recorder.observe(*given, **options)
+        values, tree = jax.tree.flatten(found)
+        values = map(jnp.asarray, values)
+        query = tag_p.bind(query, *values, name=name, level=level, tree=tree, axes=())
+    return query
+
+
+tag_p = Primitive("record")
+
+
+@tag_p.def_impl
+@tag_p.def_abstract_eval
+def _query(query: Any, *values: Any, **_: Any) -> Any:
+    del values
+    return query
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> tuple[Any, Any]:
+    # Values leave the program where they are tagged, and are differentiated there.
+    return tag_p.bind(*primals, **static), tangents[0]
+
+
+def _batch(
+    given: Sequence[Array], mapped: Sequence[int | None], *, axes: tuple[str, ...], **static: Any
+) -> tuple[Array, int | None]:
+    size = next(x.shape[axis] for x, axis in zip(given, mapped, strict=True) if axis is not None)
+    values = (
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(given[1:], mapped[1:], strict=True)
+    )
+    return tag_p.bind(given[0], *values, axes=("vmap", *axes), **static), mapped[0]
+
+
+mlir.register_lowering(tag_p, mlir.lower_fun(_query, multiple_results=False))
+ad.primitive_jvps[tag_p] = _jvp
+batching.primitive_batchers[tag_p] = _batch

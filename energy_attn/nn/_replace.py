@@ -1,0 +1,160 @@
+"""Equinox's attention layers in any model, replaced by ours, and back."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, Unpack
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from energy_attn.kernels.internal import check_options, received
+
+from ..core._options import ModuleOptions
+from ..gibbs._free_energy import FreeEnergy
+from ._multihead import MultiheadAttention
+
+Model = TypeVar("Model", bound=PyTree)
+
+_NAMES = {
+    eqx.nn.MultiheadAttention: "equinox.nn.MultiheadAttention",
+    MultiheadAttention: "energy_attn.MultiheadAttention",
+}
+# The fields of Equinox's layer, which ours has, too.
+_MODULES = ("query_proj", "key_proj", "value_proj", "output_proj", "dropout")
+_SIZES = ("num_heads", "query_size", "key_size", "value_size", "output_size", "qk_size", "vo_size")
+_BIASES = tuple(f"use_{name}_bias" for name in ("query", "key", "value", "output"))
+# Fields of an energy that do not change what a layer computes.
+_FREE = ("implementation", "name")
+
+
+def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
+    r"""A model with our attention in place of Equinox's, with the same parameters.
+
+    $$\mathrm{softmax}(\mathrm{scale}\; Q K^T)\, V \;\longrightarrow\; \nabla F(0), \qquad
+      F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + \zeta \cdot v_a)$$
+
+    Every `equinox.nn.MultiheadAttention` in the pytree becomes a
+    [`MultiheadAttention`][energy_attn.MultiheadAttention] with the projections and the dropout of the
+    old one: weights, biases, probability and inference flag are the same objects. It is called in the
+    same way, and gives the same outputs, gradients and random dropout to rounding (but for fully masked
+    rows, which are zero before the output projection), and the energies too. Layers that were
+    stacked by `jax.vmap`, for a scan, stay stacked.
+
+    Args:
+        model: any pytree, which stays as it is.
+        **options: fields of the [`FreeEnergy`][energy_attn.FreeEnergy] of every layer, as
+            `is_causal=True`, `implementation=` or `parallel=`.
+
+    Returns:
+        The new model. What is not an attention layer is that of `model`.
+
+    Raises:
+        TypeError: an attention layer is of a class derived from Equinox's, which may compute
+            something else; or an unknown option.
+        ValueError: there is no `equinox.nn.MultiheadAttention` in `model`.
+
+    Source: Tree Attention (arXiv 2408.04093), equations 16 to 20.
+
+    Examples:
+        >>> import equinox as eqx, jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> theirs = eqx.nn.MultiheadAttention(4, 16, use_query_bias=True, key=jax.random.key(0))
+        >>> ours = ea.replace_attention(theirs)
+        >>> x = jax.random.normal(jax.random.key(1), (7, 16))
+        >>> bool(jnp.allclose(ours(x, x, x), theirs(x, x, x), atol=1e-5))
+        True
+        >>> ours(x, x, x, return_energy=True)[1].shape
+        (7, 4)
+    """
+    check_options(options, ModuleOptions)
+    energy = FreeEnergy(**options)
+
+    def ours(layer: Any, path: str) -> MultiheadAttention:
+        del path
+        made = _with_fields_of(layer, MultiheadAttention, num_kv_heads=layer.num_heads)
+        return eqx.tree_at(
+            lambda x: x.energy, made, energy, is_leaf=lambda x: isinstance(x, FreeEnergy)
+        )
+
+    return _replaced(model, eqx.nn.MultiheadAttention, ours)
+
+
+def restore_attention(model: Model) -> Model:
+    """A model with Equinox's attention in place of ours: what `replace_attention` did, undone.
+
+    Every [`MultiheadAttention`][energy_attn.MultiheadAttention] in the pytree becomes an
+    `equinox.nn.MultiheadAttention` with the projections and the dropout of the old one. Which
+    `implementation` the layer used is forgotten.
+
+    Args:
+        model: any pytree, which stays as it is.
+
+    Returns:
+        The new model. What is not an attention layer is that of `model`.
+
+    Raises:
+        TypeError: an attention layer is of a class derived from ours.
+        ValueError: there is no `MultiheadAttention` in `model`, or Equinox's cannot express one:
+            grouped heads, or an energy with a scale, causality, a window, a mask or sharded keys. The
+            error names the layer and the field.
+
+    Examples:
+        >>> import equinox as eqx, jax
+        >>> import energy_attn as ea
+        >>> theirs = eqx.nn.MultiheadAttention(4, 16, key=jax.random.key(0))
+        >>> bool(eqx.tree_equal(ea.restore_attention(ea.replace_attention(theirs)), theirs))
+        True
+    """
+
+    def theirs(layer: Any, path: str) -> eqx.nn.MultiheadAttention:
+        if layer.num_kv_heads != layer.num_heads:
+            raise ValueError(
+                f"model{path}: wanted as many key heads as query heads, as Equinox has them, "
+                f"got {layer.num_kv_heads} of {layer.num_heads}"
+            )
+        for field in dataclasses.fields(layer.energy):
+            found = getattr(layer.energy, field.name)
+            if field.name not in _FREE and found is not field.default:
+                raise ValueError(
+                    f"model{path}.energy.{field.name}: wanted {field.default}, as Equinox's "
+                    f"attention has no such option, got {received(found)}"
+                )
+        return _with_fields_of(layer, eqx.nn.MultiheadAttention)
+
+    return _replaced(model, MultiheadAttention, theirs)
+
+
+def _with_fields_of(layer: Any, kind: type, **sizes: int) -> Any:
+    """A layer of another class with the modules of this one."""
+    names = (*_SIZES, *_BIASES)
+    sizes |= {name: getattr(layer, name) for name in names}
+    made = eqx.filter_eval_shape(kind, **sizes, key=jax.random.key(0))
+
+    def modules(x: Any) -> list[Any]:
+        return [getattr(x, name) for name in _MODULES]
+
+    return eqx.tree_at(modules, made, modules(layer))
+
+
+def _replaced(model: Model, kind: type, new: Callable[[Any, str], Any]) -> Model:
+    """The model with each layer of one class replaced; a layer in two places by the same new one."""
+    made: dict[int, Any] = {}
+
+    def one(path: Any, x: Any) -> Any:
+        if not isinstance(x, kind):
+            return x
+        where = jax.tree_util.keystr(path)
+        if type(x) is not kind:
+            raise TypeError(
+                f"model{where}: wanted {_NAMES[kind]} itself, got a class derived from it, "
+                f"{type(x).__name__}"
+            )
+        if id(x) not in made:
+            made[id(x)] = new(x, where)
+        return made[id(x)]
+
+    found = jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, kind))
+    if not made:
+        raise ValueError(f"model: wanted a pytree with {_NAMES[kind]} in it, got {received(model)}")
+    return found

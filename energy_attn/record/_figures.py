@@ -1,0 +1,99 @@
+"""What a recording asks of the measure of each energy that runs."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from energy_attn.kernels.internal import holds_keys, received
+
+from ..core._tag import AbstractRecorder
+from ..gibbs._free_energy import measure_of
+from ..gibbs._gibbs import Gibbs
+from ..observables._entropy import row_observables
+
+# The fields of an energy report.
+FIGURES = ("energy", "entropy", "heat_capacity", "variance", "effective_keys")
+
+
+class _Fields(NamedTuple):
+    names: tuple[str, ...]
+    functions: tuple[tuple[str, Callable[[Gibbs], Any]], ...]
+
+
+class Recorder(_Fields, AbstractRecorder):
+    """The figures and methods of given names, and functions of the measure."""
+
+    def observe(
+        self,
+        source: Any,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Any,
+        mask: Any,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The values by name."""
+        measure = measure_of(query, key, value, bias=bias, mask=mask, **options)
+        if source is not None:
+            measure = measure.tilt(source)
+        figures = figures_of(measure, tuple(x for x in self.names if x in FIGURES))
+        found = {x: figures[x] if x in figures else getattr(measure, x)() for x in self.names}
+        return found | {name: function(measure) for name, function in self.functions}
+
+
+def recorder(names: tuple[str, ...], functions: dict[str, Callable[[Gibbs], Any]]) -> Recorder:
+    """Raises `TypeError` or `ValueError` for what cannot be asked of a measure."""
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"quantities: wanted names; functions of a Gibbs are keywords; got {received(name)}"
+            )
+        if name not in FIGURES:
+            _check_method(name)
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{name}: wanted a function of a Gibbs, got {received(function)}")
+    if twice := [x for i, x in enumerate(names) if x in names[:i] or x in functions]:
+        raise ValueError(f"quantities: wanted each once, got {twice[0]!r} twice")
+    if not names and not functions:
+        names = FIGURES
+    return Recorder(names, tuple(functions.items()))
+
+
+def _check_method(name: str) -> None:
+    method = None if name.startswith("_") else inspect.getattr_static(Gibbs, name, None)
+    if not inspect.isfunction(method):
+        methods = (x for x, f in inspect.getmembers(Gibbs, inspect.isfunction) if _asks(x, f))
+        raise ValueError(f"quantities: wanted {', '.join((*FIGURES, *methods))}; got {name!r}")
+    if not _asks(name, method):
+        raise ValueError(
+            f"quantities: wanted a method that needs no arguments, got {name!r}; "
+            f"a function gives them: {name}=lambda F: F.{name}(...)"
+        )
+
+
+def _asks(name: str, method: Callable[..., Any]) -> bool:
+    """Whether a method is public and needs no arguments."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [x for x in parameters if x.default is x.empty and x.kind not in given]
+    return not name.startswith("_") and not needed
+
+
+def figures_of(measure: Gibbs, names: tuple[str, ...]) -> dict[str, Array]:
+    """Figures of each row by their names, by as few passes as they need."""
+    found: dict[str, Array] = {}
+    if {"heat_capacity", "variance"} & set(names):
+        found = row_observables(*measure.prepared())._asdict()
+    elif names:
+        found = {"energy": measure()}
+        if set(names) - {"energy"}:
+            found["entropy"] = measure.entropy()
+    if "effective_keys" in names:
+        seen = holds_keys(found["energy"])
+        found["effective_keys"] = jnp.where(seen, jnp.exp(found["entropy"]), 0.0)
+    return {name: found[name] for name in names}

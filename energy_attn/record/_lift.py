@@ -1,0 +1,235 @@
+"""A program with tags, run so that what the tags carry comes out beside its results.
+
+Tags stand inside `jit`, loops and their like, whose programs return only what their author returned.
+Here each of them runs with more results.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.sharding import PartitionSpec, Sharding
+from jaxtyping import Array, PyTree
+
+from ..core._tag import tag_p
+
+
+class Seen(eqx.Module):
+    """What one tag carried. `axes`: where each axis before those of the values is from, in order:
+    `"scan"`, `"vmap"` or `"device"`.
+    """
+
+    values: PyTree[Array]
+    name: str = eqx.field(static=True)
+    axes: tuple[str, ...] = eqx.field(static=True)
+
+
+Results = tuple[list[Any], list[Seen]]
+
+
+class Asked(NamedTuple):
+    """Which tags are asked for, and whether those of other levels stay in the program."""
+
+    level: int
+    others_stay: bool = True
+
+
+def lift(program: ClosedJaxpr, args: Sequence[Any], asked: Asked) -> Results:
+    """The results of a program, and what its tags of a level carry, in the order in which they run.
+
+    Raises `NotImplementedError` where a tag is in what cannot return more: a loop of unknown length.
+    """
+    return _run(program.jaxpr, program.consts, args, asked)
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], asked: Asked) -> Results:
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known |= dict(zip(jaxpr.invars, args, strict=True))
+    seen: list[Seen] = []
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else known[x]
+
+    for equation in jaxpr.eqns:
+        with equation.ctx.manager:
+            found, more = _run_one(equation, list(map(read, equation.invars)), asked)
+        known |= dict(zip(equation.outvars, found, strict=True))
+        seen += more
+    return list(map(read, jaxpr.outvars)), seen
+
+
+def _run_one(equation: Any, args: list[Any], asked: Asked) -> Results:
+    primitive, params = equation.primitive, equation.params
+    if primitive is tag_p and params["level"] == asked.level:
+        query, *values = args
+        return [query], [Seen(params["tree"].unflatten(values), params["name"], params["axes"])]
+    if primitive is tag_p and not asked.others_stay:
+        return args[:1], []
+    inside = [name for program in _programs(params) for name in _names(program, asked)]
+    if not inside or (primitive.name in _REMAT and params["differentiated"]):
+        # Nothing to see; or the backward pass computes again what the forward pass has shown.
+        return _unchanged(equation, args), []
+    rule = _RULES.get(primitive.name)
+    if rule is None:
+        raise NotImplementedError(
+            f"record: wanted energies inside what runs a known number of times, as jit, vmap, scan and "
+            f"checkpoint do, got {inside[0]!r} inside {primitive.name!r}"
+        )
+    return rule(equation, args, asked)
+
+
+def _unchanged(equation: Any, args: Sequence[Any]) -> list[Any]:
+    primitive = equation.primitive
+    params = primitive.get_bind_params(equation.params)
+    # JAX before 0.9 gives functions apart from the parameters
+    functions, static = params if isinstance(params, tuple) else ((), params)
+    found = primitive.bind(*functions, *args, **static)
+    return list(found) if primitive.multiple_results else [found]
+
+
+def _programs(params: Any) -> Iterator[Jaxpr]:
+    """The programs among the parameters of an equation."""
+    for x in jax.tree.leaves(list(params.values()), is_leaf=_is_program):
+        if _is_program(x):
+            yield x.jaxpr if isinstance(x, ClosedJaxpr) else x
+
+
+def _is_program(x: object) -> bool:
+    return isinstance(x, (ClosedJaxpr, Jaxpr))
+
+
+def _names(program: Jaxpr, asked: Asked) -> Iterator[str]:
+    """The names of the tags of a level in a program."""
+    for equation in program.eqns:
+        if equation.primitive is tag_p and equation.params["level"] == asked.level:
+            yield equation.params["name"]
+        for inner in _programs(equation.params):
+            yield from _names(inner, asked)
+
+
+def _runner(program: ClosedJaxpr | Jaxpr, asked: Asked) -> Callable[..., Results]:
+    """The program as a function of its arguments."""
+    closed = program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+    return lambda *args: lift(closed, args, asked)
+
+
+def _jit(equation: Any, args: list[Any], asked: Asked) -> Results:
+    params = equation.params
+    run = _runner(params["jaxpr"], asked)
+    run.__name__ = params["name"]
+    into, out = (
+        tuple(x if isinstance(x, Sharding) else None for x in params[f"{side}_shardings"])
+        for side in ("in", "out")
+    )
+    options: dict[str, Any] = {}
+    if any(x is not None for x in (*into, *out)):
+        options = {"in_shardings": into, "out_shardings": (list(out), None)}
+    return jax.jit(run, **options)(*args)
+
+
+def _call(equation: Any, args: list[Any], asked: Asked) -> Results:
+    return _runner(equation.params["call_jaxpr"], asked)(*args)
+
+
+def _custom(equation: Any, args: list[Any], asked: Asked) -> Results:
+    # The results keep their rule. What is seen has the derivative of the function itself, which the
+    # compiler finds to be the same computation.
+    _, seen = _call(equation, args, asked._replace(others_stay=False))
+    return _unchanged(equation, args), seen
+
+
+def _remat(equation: Any, args: list[Any], asked: Asked) -> Results:
+    params = equation.params
+    run = _runner(params["jaxpr"], asked)
+    options = {name: params[name] for name in ("prevent_cse", "policy")}
+    return jax.checkpoint(run, **options)(*args)
+
+
+def _scan(equation: Any, args: list[Any], asked: Asked) -> Results:
+    params = equation.params
+    run = _runner(params["jaxpr"], asked)
+    fixed, carried = params["num_consts"], params["num_carry"]
+    consts, init, xs = (
+        args[:fixed],
+        args[fixed : fixed + carried],
+        args[fixed + carried :],
+    )
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], Results]:
+        found, seen = run(*consts, *carry, *x)
+        return found[:carried], (found[carried:], seen)
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, (found, seen) = jax.lax.scan(step, init, xs, **options)
+    return [*carry, *found], [_behind("scan", x) for x in seen]
+
+
+def _cond(equation: Any, args: list[Any], asked: Asked) -> Results:
+    index, *operands = args
+    branches = [_runner(x, asked) for x in equation.params["branches"]]
+    each = [jax.eval_shape(run, *operands)[1] for run in branches]
+
+    def chosen(number: int, *operands: Any) -> Results:
+        found, seen = branches[number](*operands)
+        others = [jax.tree.map(_missing, x) for x in each]
+        return found, [x for i, y in enumerate(others) for x in (seen if i == number else y)]
+
+    functions = [functools.partial(chosen, i) for i in range(len(branches))]
+    return jax.lax.switch(jnp.asarray(index, jnp.int32), functions, *operands)
+
+
+def _missing(x: jax.ShapeDtypeStruct) -> Array:
+    """In place of what a branch that was not taken would have carried."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise NotImplementedError(
+            f"record: wanted floating values of what runs in a branch of lax.cond, "
+            f"as NaN says that it did not run; got {x.dtype}"
+        )
+    return jnp.full(x.shape, jnp.nan, x.dtype)
+
+
+def _shard_map(equation: Any, args: list[Any], asked: Asked) -> Results:
+    params = equation.params
+    run = _runner(params["jaxpr"], asked)
+    mesh = params["mesh"]
+    # JAX before 0.9 has another name for them
+    manual = params.get("newly_manual_axes", params.get("manual_axes"))
+    names = tuple(x for x in mesh.axis_names if x in manual)
+
+    def local(*args: Any) -> Results:
+        found, seen = run(*args)
+        return found, jax.tree.map(lambda x: x[None], seen)
+
+    found, seen = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=params["in_specs"],
+        out_specs=(list(params["out_specs"]), PartitionSpec(names)),
+        axis_names=set(names),
+        check_vma=params["check_vma"],
+    )(*args)
+    return found, [_behind("device", x) for x in seen]
+
+
+def _behind(axis: str, seen: Seen) -> Seen:
+    return Seen(seen.values, seen.name, (axis, *seen.axes))
+
+
+_REMAT = ("checkpoint", "remat", "remat2")
+# By the names of JAX's primitives, some of which differ between its versions.
+_RULES: dict[str, Callable[[Any, list[Any], Asked], Results]] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "core_call": _call,
+    "closed_call": _call,
+    "custom_jvp_call": _custom,
+    "custom_vjp_call": _custom,
+    **dict.fromkeys(_REMAT, _remat),
+    "scan": _scan,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}

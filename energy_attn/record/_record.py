@@ -1,0 +1,167 @@
+"""The energies of a model that runs, named by where they are in it."""
+
+import collections
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, PyTree
+
+from energy_attn.kernels.internal import received
+
+from ..core._tag import recorders
+from ..gibbs._free_energy import FreeEnergy
+from ..gibbs._gibbs import Gibbs
+from ._figures import Recorder, recorder
+from ._lift import Asked, Seen, lift
+
+# How Equinox's methods and transformed modules hold the module, in paths.
+_WRAPPER = re.compile(r"^(\.__self__|\._fun)*\.?")
+
+Recording = collections.OrderedDict[str, dict[str, PyTree[Array]]]
+
+
+def record(
+    function: Callable[..., Any], *quantities: str, **functions: Callable[[Gibbs], PyTree[Array]]
+) -> Callable[..., tuple[Any, Recording]]:
+    r"""A function that also returns what each free energy says that runs inside it.
+
+    $$f(x) \quad\longrightarrow\quad \bigl(f(x),\; (F_i, H_i, \dots)_i\bigr)$$
+
+    for each call $i$, in order, of a [`FreeEnergy`][energy_attn.FreeEnergy] (a call, `attention` or
+    `at`), of a [`MultiheadAttention`][energy_attn.MultiheadAttention], of
+    [`attention`][energy_attn.attention] or of [`free_energy`][energy_attn.free_energy] inside `function`.
+
+        out, seen = ea.record(model)(x)
+        out, seen = jax.vmap(ea.record(model, "entropy"))(batch)
+
+    It is a transformation of functions like `jax.grad`: pure, differentiable in both modes (a penalty on
+    what is seen trains the model), and free to stand inside or outside `jax.jit`, `vmap`, `grad` and
+    `jax.shard_map`. What runs inside `function` is found inside these, too:
+
+    - under `jit`, `jax.checkpoint` and on a mesh, values are what they are outside;
+    - `jax.vmap` inside `function` puts its axis in front of the values, `lax.scan` its steps;
+    - inside `jax.shard_map` values get an axis in front, with an entry for each device along its axes;
+    - of the branches of `lax.cond`, those not taken have values of NaN (under `vmap`, where the
+      condition is mapped, JAX runs all branches, and all are seen);
+    - inside a function with a derivative of its own (`jax.custom_jvp`, `jax.custom_vjp`), the values
+      have that of the function itself;
+    - of `jax.grad` inside `function`, the forward pass is seen;
+    - a loop of unknown length (`lax.while_loop`) raises.
+
+    Nothing changes in a function that is not recorded.
+
+    Args:
+        function: any function or Equinox module, or a method of one. It is compiled as by
+            `equinox.filter_jit`.
+        *quantities: what to record of each energy: `"energy"`, `"entropy"`, `"heat_capacity"`,
+            `"variance"`, `"effective_keys"`, as in an [`EnergyReport`][energy_attn.EnergyReport], or the name
+            of a method of [`Gibbs`][energy_attn.Gibbs] that needs no arguments, as `"covariance"`. If
+            there are none, nor functions: the five figures.
+        **functions: others, by a name for each: a function of the call's `Gibbs` that returns
+            arrays. A call at a source gives the measure tilted by it.
+
+    Returns:
+        A function with the arguments of `function` that returns `(out, seen)`. `seen` is an ordered
+        dictionary, by the name of each call, of dictionaries by quantity. Figures have the shape
+        `[*axes, T, N]` (`[*axes, B, T, N]` if the call has a batch) and are float32, or float64. Names are
+
+        - the path of the `FreeEnergy` in `function`, if that is a module, as `layers[0].attention.energy`;
+        - else, for one that is an argument, closed over or made on the way, its own `name`, or
+          `FreeEnergy`, `attention` or `free_energy`;
+        - with `#2`, `#3` and so on for the later calls under one name.
+
+    Raises:
+        TypeError: `function` is not callable, or a quantity not a name or function.
+        ValueError: an unknown quantity; when called: no free energy runs.
+        NotImplementedError: when called: a free energy runs inside a `lax.while_loop`, or inside a
+            primitive of which JAX does not say what it does with its function.
+
+    Source: `oryx.core.harvest` (sow and reap), for the transformation.
+
+    Examples:
+        >>> import equinox as eqx, jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> class Block(eqx.Module):
+        ...     attention: ea.MultiheadAttention
+        ...     def __call__(self, x):
+        ...         return x + self.attention(x, x, x)
+        >>> keys = jax.random.split(jax.random.key(0), 2)
+        >>> model = eqx.nn.Sequential([
+        ...     eqx.nn.Lambda(Block(ea.MultiheadAttention(4, 16, key=key))) for key in keys
+        ... ])
+        >>> x = jax.random.normal(jax.random.key(1), (7, 16))
+        >>> out, seen = ea.record(model, "entropy", mean=lambda F: F.attention())(x)
+        >>> list(seen)
+        ['layers[0].fn.attention.energy', 'layers[1].fn.attention.energy']
+        >>> seen["layers[0].fn.attention.energy"]["entropy"].shape
+        (7, 4)
+    """
+    check_callable(function)
+    return eqx.Partial(_recorded, recorder(quantities, functions), function)
+
+
+def check_callable(function: object) -> None:
+    """Raises `TypeError` for what cannot be recorded."""
+    if not callable(function):
+        raise TypeError(f"function: wanted a function or a module, got {received(function)}")
+
+
+def _recorded(
+    asked: Recorder, function: Any, /, *args: Any, **kwargs: Any
+) -> tuple[Any, Recording]:
+    out, seen = run_recorded(asked, function, *args, **kwargs)
+    return out, collections.OrderedDict(
+        (name, x.values) for name, x in zip(names_of(seen), seen, strict=True)
+    )
+
+
+@eqx.filter_jit
+def run_recorded(
+    asked: Recorder, function: Any, /, *args: Any, **kwargs: Any
+) -> tuple[Any, list[Seen]]:
+    """The result of a function, and what was seen. Raises as `record` and its result do."""
+    function, rest = _named(function), []
+
+    def run() -> Any:
+        arrays, others = eqx.partition(function(*args, **kwargs), eqx.is_array)
+        rest.append(others)
+        return arrays
+
+    with recorders((*recorders.value, asked)):
+        program, types = jax.make_jaxpr(run, return_shape=True)()
+    found, seen = lift(program, (), Asked(len(recorders.value)))
+    if not seen:
+        raise ValueError(
+            f"function: wanted one that calls a FreeEnergy, got {received(function)}, which calls none"
+        )
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(types), found), rest[0]), seen
+
+
+def names_of(seen: Sequence[Seen]) -> list[str]:
+    """A name for each call: that of its energy, with a number from the second call on."""
+    count: collections.Counter[str] = collections.Counter()
+    names = []
+    for x in seen:
+        count[x.name] += 1
+        names.append(x.name if count[x.name] == 1 else f"{x.name}#{count[x.name]}")
+    return names
+
+
+def _named(function: Any) -> Any:
+    """The function with a name for each energy that is in it and has none: its path."""
+
+    def one(path: Any, x: Any) -> Any:
+        if not isinstance(x, FreeEnergy) or x.name is not None:
+            return x
+        where = _WRAPPER.sub("", jax.tree_util.keystr(path))
+        copy = jax.tree.map(lambda leaf: leaf, x)
+        # `dataclasses.replace` would check the fields, of which those of stacked layers have more axes
+        object.__setattr__(copy, "name", where or None)
+        return copy
+
+    return jax.tree_util.tree_map_with_path(
+        one, function, is_leaf=lambda x: isinstance(x, FreeEnergy)
+    )

@@ -1,0 +1,157 @@
+"""Equinox's attention layers in a model, replaced by ours and back: Equinox is the judge."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+
+T, S = 5, 7
+ALL = {
+    "num_heads": 3,
+    "query_size": 8,
+    "key_size": 9,
+    "value_size": 10,
+    "output_size": 11,
+    "qk_size": 4,
+    "vo_size": 6,
+    **{f"use_{name}_bias": True for name in ("query", "key", "value", "output")},
+}
+
+
+def close(actual, exact):
+    actual, exact = np.asarray(actual), np.asarray(exact)
+    assert actual.dtype == exact.dtype and actual.shape == exact.shape
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-12)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+
+
+def inputs():
+    return normal(1, T, 8), normal(2, S, 9), normal(3, S, 10)
+
+
+class Model(eqx.Module):
+    """Layers where people have them: in a list, in a dictionary, stacked for a scan, and shared."""
+
+    blocks: list
+    named: dict
+    stacked: eqx.nn.MultiheadAttention
+    tied: eqx.nn.MultiheadAttention
+    head: eqx.nn.Linear
+
+
+@pytest.fixture(scope="module")
+def model():
+    def small(key):
+        return eqx.nn.MultiheadAttention(2, 8, key=key)
+
+    first = eqx.nn.MultiheadAttention(**ALL, dropout_p=0.3, key=jax.random.key(0))
+    return Model(
+        blocks=[first, eqx.nn.LayerNorm(8)],
+        named={"cross": eqx.nn.MultiheadAttention(2, 8, inference=True, key=jax.random.key(1))},
+        stacked=eqx.filter_vmap(small)(jax.random.split(jax.random.key(2), 3)),
+        tied=first,
+        head=eqx.nn.Linear(8, 2, key=jax.random.key(3)),
+    )
+
+
+def test_every_layer_and_back(model):
+    """A layer that is missed, a tied one that becomes two, a stacked one that is made anew, or something lost on
+    the way back."""
+    swapped = ea.replace_attention(model)
+    ours = (swapped.blocks[0], swapped.named["cross"], swapped.stacked)
+    assert all(type(x) is ea.MultiheadAttention for x in ours)
+    assert swapped.tied is swapped.blocks[0]
+    assert swapped.named["cross"].dropout.inference and swapped.blocks[0].dropout.p == 0.3
+    assert swapped.stacked.query_proj.weight.shape == (3, 8, 8)
+    same = zip(jax.tree.leaves(swapped), jax.tree.leaves(model), strict=True)
+    assert all(x is y for x, y in same)
+    back = ea.restore_attention(swapped)
+    assert bool(eqx.tree_equal(back, model))
+    assert type(back.stacked) is eqx.nn.MultiheadAttention and back.tied is back.blocks[0]
+
+
+@pytest.mark.parametrize("key", [None, 7], ids=["inference", "dropout"])
+def test_outputs_and_gradients(model, key):
+    """A bias or a probability left behind, other random keys, or a gradient that does not reach a projection."""
+    theirs = model.blocks[0]
+    ours = ea.replace_attention(theirs)
+    options = {"inference": True} if key is None else {"key": jax.random.key(key)}
+
+    @eqx.filter_jit
+    def both(layer, arrays):
+        def total(given):
+            layer, arrays = given
+            out = layer(*arrays, **options)
+            return (out * normal(9, *out.shape)).sum(), out
+
+        (_, out), gradients = eqx.filter_value_and_grad(total, has_aux=True)((layer, arrays))
+        return out, jax.tree.leaves(gradients)
+
+    actual, exact = both(ours, inputs()), both(theirs, inputs())
+    assert len(actual[1]) == len(exact[1])
+    jax.tree.map(close, actual, exact)
+    if key is not None:
+        assert float(jnp.abs(exact[0] - theirs(*inputs(), inference=True)).max()) > 0.1
+
+
+def test_stacked_layers_scan(model):
+    """Parameters of stacked layers that a scan no longer finds along their first axis."""
+    x = normal(4, T, 8)
+
+    def run(stacked):
+        arrays, static = eqx.partition(stacked, eqx.is_array)
+
+        def step(x, arrays):
+            layer = eqx.combine(arrays, static)
+            return x + layer(x, x, x, inference=True), None
+
+        return jax.lax.scan(step, x, arrays)[0]
+
+    close(run(ea.replace_attention(model).stacked), run(model.stacked))
+
+
+def test_options_reach_every_layer(model):
+    """Options that only the first layer gets."""
+    x = normal(5, T, 8)
+    swapped = ea.replace_attention([model.named, model.named["cross"]], is_causal=True)
+    assert swapped[1] is swapped[0]["cross"]
+    causal = jnp.tril(jnp.ones((T, T), bool))
+    close(swapped[1](x, x, x), model.named["cross"](x, x, x, mask=causal))
+
+
+def test_what_cannot_be_done_is_said(model):
+    """A silent loss: a derived class whose method vanishes, a causal layer that attends to all, nothing replaced."""
+
+    class Derived(eqx.nn.MultiheadAttention):
+        pass
+
+    derived = Derived(2, 8, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"model\['x'\]: wanted equinox.nn.Mult.* got .* Derived"):
+        ea.replace_attention({"x": derived})
+    with pytest.raises(ValueError, match=r"wanted a pytree with equinox.nn.*in it, got Linear"):
+        ea.replace_attention(model.head)
+    with pytest.raises(TypeError, match="causal"):
+        ea.replace_attention(model, causal=True)
+    with pytest.raises(ValueError, match=r"pytree with energy_attn.MultiheadAttention in it"):
+        ea.restore_attention(model)
+    for options in (
+        {"is_causal": True},
+        {"scale": 0.5},
+        {"scale": jnp.asarray(0.5)},
+        {"local_window_size": 0},
+        {"mask": ea.masks.Causal()},
+    ):
+        (field,) = options
+        with pytest.raises(ValueError, match=rf"model\.blocks\[0\]\.energy\.{field}: wanted"):
+            ea.restore_attention(ea.replace_attention(model, **options))
+    grouped = ea.MultiheadAttention(4, 8, num_kv_heads=2, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"model\[0\]: wanted as many key heads .* got 2 of 4"):
+        ea.restore_attention([grouped])
+    chosen = ea.replace_attention(model, implementation="blockwise")
+    assert bool(eqx.tree_equal(ea.restore_attention(chosen), model))
