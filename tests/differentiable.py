@@ -220,6 +220,19 @@ def layer(layer: Any, query: Any, key_: Any, value: Any) -> Any:
     return found, whole.project(query, key_, value)
 
 
+def split_theirs() -> tuple[Any, Any]:
+    made = eqx.nn.MultiheadAttention(2, 4, use_key_bias=True, key=jax.random.key(0))
+    return eqx.partition(made, eqx.is_array)
+
+
+def swapped(layer: Any, query: Any, key_: Any, value: Any, scale: Any) -> Any:
+    theirs = eqx.combine(layer, split_theirs()[1])
+    scaled = ea.replace_attention(theirs, scale=jnp.asarray(scale))
+    found = ea.record(scaled, "energy", "entropy")(query, key_, value)
+    back = ea.restore_attention(ea.replace_attention(theirs))
+    return found, back(query, key_, value)
+
+
 def block(block: EnergyAttentionBlock, x: Any) -> Any:
     return block.energy(x), block(x)
 
@@ -462,6 +475,16 @@ CASES = {
         energy_attn.MultiheadAttention.project""",
         layer,
         lambda: {"layer": split_layer()[0]} | drawn(18, query=(3, 4), key_=(5, 4), value=(5, 4)),
+    ),
+    "record": Case(
+        "energy_attn.record energy_attn.replace_attention energy_attn.restore_attention",
+        swapped,
+        lambda: (
+            {"layer": split_theirs()[0]}
+            | drawn(22, query=(3, 4), key_=(5, 4), value=(5, 4))
+            | SCALE
+        ),
+        quick=True,
     ),
     "retrieve": Case(
         "energy_attn.hopfield.retrieve",

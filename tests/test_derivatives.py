@@ -119,7 +119,7 @@ def wanted(function: Any) -> set[str]:
     """The parameters of a function that are floating arrays, among its options too."""
     found = set()
     for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind == parameter.VAR_KEYWORD and typing.get_args(parameter.annotation):
+        if typing.get_origin(parameter.annotation) is typing.Unpack:
             (options,) = typing.get_args(parameter.annotation)
             found |= {x for x, kind in options.__annotations__.items() if floats(kind)}
         elif floats(parameter.annotation):

@@ -152,12 +152,12 @@ def _remat(equation: Any, args: list[Any], asked: Asked) -> Results:
 def _scan(equation: Any, args: list[Any], asked: Asked) -> Results:
     params = equation.params
     run = _runner(params["jaxpr"], asked)
-    fixed, carried = params["num_consts"], params["num_carry"]
-    consts, init, xs = (
-        args[:fixed],
-        args[fixed : fixed + carried],
-        args[fixed + carried :],
-    )
+    # Constants come first, then what is carried, then what has an axis of steps. JAX's versions differ in
+    # how they count them; the types of the body say it in all.
+    inner = params["jaxpr"].jaxpr
+    carried = len(equation.outvars) - _with_steps(equation.outvars, inner.outvars)
+    fixed = len(args) - _with_steps(equation.invars, inner.invars) - carried
+    consts, init, xs = args[:fixed], args[fixed : fixed + carried], args[fixed + carried :]
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], Results]:
         found, seen = run(*consts, *carry, *x)
@@ -166,6 +166,12 @@ def _scan(equation: Any, args: list[Any], asked: Asked) -> Results:
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, (found, seen) = jax.lax.scan(step, init, xs, **options)
     return [*carry, *found], [_behind("scan", x) for x in seen]
+
+
+def _with_steps(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many variables of a loop have another axis than those of its body."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(x.aval.ndim != y.aval.ndim for x, y in pairs)
 
 
 def _cond(equation: Any, args: list[Any], asked: Asked) -> Results:
