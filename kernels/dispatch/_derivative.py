@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..call._kernel import AbstractKernel
-from ..call._operands import Operands, Settings, differentiated, map_some
+from ..call._operands import Operands, Settings, cotangents, differentiated
 from ..call._state import AttentionState
 from ..xla._blockwise import Blockwise, empty_like
 from ..xla._tangent import tangent
@@ -59,7 +59,10 @@ def tangent_along(
 
 def keep_moved(found: Operands, moved: Operands) -> Operands:
     """Those of the cotangents that are True in `moved`; None for the others."""
-    return map_some(lambda _, x: x, moved, found)
+    first = (x if some else None for x, some in zip(found[:4], moved[:4], strict=True))
+    # a kernel that takes no scores may return None for their arrays
+    pairs = zip(found.score_arrays or (), moved.score_arrays, strict=True)
+    return cotangents(*first, tuple(x if some else None for x, some in pairs))
 
 
 @dataclasses.dataclass(frozen=True)
