@@ -17,6 +17,9 @@ from ._checks import check_names as check_names
 from ._checks import check_shape as check_shape
 from ._checks import received as received
 from ._private import private_names as private_names
+from ._varying import apply_widened as apply_widened
+from ._varying import vary_together as vary_together
+from ._varying import varying_axes as varying_axes
 from .call._arguments import CheckedCall as CheckedCall
 from .call._arguments import check_call as check_call
 from .call._arguments import check_scale as check_scale
@@ -59,12 +62,9 @@ from .dispatch._linear import linear_call as linear_call
 from .dispatch._lowering import PLATFORMS as PLATFORMS
 from .dispatch._lowering import is_exported as is_exported
 from .dispatch._lowering import platform_here as platform_here
-from .dispatch._registry import apply_widened as apply_widened
 from .dispatch._registry import attend as attend
 from .dispatch._registry import candidates as candidates
 from .dispatch._registry import explain as explain
-from .dispatch._registry import vary_together as vary_together
-from .dispatch._registry import varying_axes as varying_axes
 from .dispatch._taylor import check_taylor as check_taylor
 from .masks._structure import sided as sided
 from .pallas._common import result_like as result_like

@@ -47,6 +47,37 @@ def _same(b, q, k):
     return inside & (IDS[b, q % LAST] == IDS[b, k % LAST])
 
 
+def spaced(query, key, step):
+    """For `Function`: a dilated window."""
+    return (query - key) % step == 0
+
+
+def chosen(query, key, blocks):
+    """For `Function`: each block of 4 queries sees the blocks of 4 keys of its row of a table."""
+    row = jnp.clip(query // 4, 0, len(blocks) - 1)
+    return (blocks[row, 0] == key // 4) | (blocks[row, 1] == key // 4)
+
+
+def ancestor(query, key, enter, leave):
+    """For `Function`: a node of a tree sees the nodes above it, by when a walk enters and leaves them."""
+    q, k = (jnp.clip(x, 0, len(enter) - 1) for x in (query, key))
+    return (enter[k] <= enter[q]) & (enter[q] < leave[k])
+
+
+BLOCKS = np.asarray([[0, 2], [1, 0], [3, 3], [9, 1]], np.int32)
+# the walk through a tree whose node i > 0 hangs on node (i - 1) // 2
+ENTER = np.asarray([0, 1, 9, 2, 6, 10, 14, 3, 5, 7, 8, 11, 13, 15, 16, 4], np.int32)
+LEAVE = np.asarray([17, 9, 17, 6, 9, 14, 17, 5, 6, 8, 9, 13, 14, 16, 17, 5], np.int32)
+
+
+def _above(q, k):
+    found = np.zeros(np.broadcast_shapes(q.shape, k.shape), bool)
+    q = np.broadcast_to(q, found.shape)
+    for _ in range(5):
+        found, q = found | (q == k), np.where(q > 0, (q - 1) // 2, -2)
+    return found
+
+
 class Case(NamedTuple):
     """A rule for some batch entries, and whether entry `b` sees, of arrays of numbers that broadcast."""
 
@@ -74,7 +105,22 @@ RULES = {
         (~masks.Window(1, None) & masks.Lengths(9, 12)) | (masks.Segments(IDS) & ~masks.Causal()),
         lambda b, q, k: ((k < q - 1) & (k < 9) & (q < 12)) | (_same(b, q, k) & (k > q)),
     ),
+    "longformer": Case(
+        masks.Window(2, 2) | masks.Prefix(2) | masks.Lengths(LAST, 2),
+        lambda b, q, k: (abs(q - k) <= 2) | (k < 2) | ((q < 2) & (k < LAST)),
+    ),
+    "dilated": Case(
+        masks.Causal() & (masks.Window(2, None) | masks.Function(spaced, 3)),
+        lambda b, q, k: (k <= q) & ((k >= q - 2) | ((q - k) % 3 == 0)),
+    ),
+    "blocks": Case(
+        masks.Window(1, 1) | masks.Function(chosen, BLOCKS),
+        lambda b, q, k: (
+            (abs(q - k) <= 1) | (BLOCKS[np.clip(q // 4, 0, 3)] == (k // 4)[..., None]).any(-1)
+        ),
+    ),
+    "tree": Case(masks.Function(ancestor, ENTER, LEAVE), lambda b, q, k: _above(q, k)),
     "parity": Case(Parity(np.asarray([2, 3, 4], np.int32)), lambda b, q, k: (q + k) % (2 + b) == 0),
 }
-# Those that no hand-written kernel takes.
+# Those that no vendor's kernel takes.
 UNKNOWN = frozenset(RULES) - {"documents"}

@@ -1,17 +1,15 @@
 """The implementations by name, and which of them takes a call."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from inspect import get_annotations
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jaxtyping import Array
 
 from .._checks import received
+from .._varying import vary_together
 from ..call._kernel import AbstractKernel, Candidate, check_call_of
 from ..call._operands import Operands, Settings, is_static
 from ..call._state import AttentionState
@@ -26,8 +24,6 @@ from ..xla._reference import Reference
 from ._derivative import differentiable_attention
 from ._lowering import Program, first_fitting, why_unfit
 from ._taylor import check_taylor
-
-_Tree = TypeVar("_Tree")
 
 # In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,
 # which take most; and those made of XLA's operations, which run everywhere.
@@ -63,7 +59,8 @@ def implementations() -> tuple[str, ...]:
     "Plain": full, causal or windowed attention, with positions that count from 0, and without arrays
     of masks, biases, positions or segments. Those for one platform know the rules
     [`Causal`][energy_attn.kernels.masks.Causal] and [`Window`][energy_attn.kernels.masks.Window], and
-    `Segments` and `Lengths` joined to them by `&`; those for all platforms know every rule.
+    `Segments` and `Lengths` joined to them by `&`; those for all platforms know every rule, and those
+    made of Pallas all that compare numbers of a query with numbers of a key.
 
     `"xla"`, as in `jax.nn`, stands for those made of XLA's operations. Kernels for another platform
     than the one a program is lowered for are skipped.
@@ -230,37 +227,3 @@ def split(x: Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
     if isinstance(x, jax.ShapeDtypeStruct):
         return ()
     return tuple(jax.typeof(x).sharding.spec)
-
-
-def vary_together(tree: _Tree, axes: Sequence[str] = ()) -> _Tree:
-    """Arrays that all vary over the mesh axes `axes` and over those that any of them varies over."""
-    # Inside shard_map a kernel may get arrays that are replicated (a query) beside arrays that vary
-    # over devices (a shard of the keys). Cast to varying here, the derivative of a replicated operand
-    # is summed over devices by JAX itself.
-    union = frozenset(axes).union(*map(varying_axes, jax.tree.leaves(tree)))
-    if not union:
-        return tree
-
-    def vary(x: Array) -> Array:
-        missing = tuple(sorted(union - varying_axes(x)))
-        return apply_widened(lambda x: lax.pcast(x, missing, to="varying"), x) if missing else x
-
-    return jax.tree.map(vary, tree)
-
-
-def apply_widened(collective: Callable[[Array], Array], x: Array) -> Array:
-    """`collective(x)`, where it or its derivative reduces over devices: 16 bits are reduced in 32.
-
-    Left to XLA:CPU, widening bfloat16 in a `jax.shard_map` over some axes of a mesh aborts the
-    process: "Invalid binary instruction opcode copy" (JAX 0.8 to 0.12).
-    """
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
-        return collective(x)
-    return collective(x.astype(jnp.float32)).astype(x.dtype)
-
-
-def varying_axes(x: Array | np.ndarray) -> frozenset[str]:
-    """The mesh axes of a surrounding `jax.shard_map` that an array varies over."""
-    kind = jax.typeof(x)
-    # its name before JAX 0.10
-    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

@@ -21,8 +21,9 @@ class AbstractMask(eqx.Module):
     and no `~`, makes them visible.
 
     The methods take arrays that broadcast, and arrays of one batch entry; where an array has an axis of
-    the batch, they are mapped over it. A rule of one's own is a subclass with these methods. Kernels
-    that do not know it decline, and those of XLA's operations compute with it.
+    the batch, they are mapped over it. A rule of one's own is a subclass with these methods. Vendors'
+    kernels decline it; those of XLA's operations compute with it, and so do those of Pallas if it
+    compares numbers of a query with numbers of a key, however these are found.
 
     Attributes:
         by_intervals: whether `any_visible` decides which blocks of keys are read. Otherwise, as if it is

@@ -16,8 +16,9 @@ from ._interval import Interval
 class Function(AbstractMask):
     r"""What a function says: $\mathrm{visible}_{ij} = f(p_i, p_j, \theta)$.
 
-    Blocks of keys that it hides are not read, on XLA's operations: a table of them is found by the
-    function itself, once in a call.
+    Blocks of keys that it hides are not read: a table of them is found by the function itself, once in
+    a call. Kernels in Pallas compute what depends on one position alone (`ids[query]`) once in a call,
+    too, and the rest in tiles; they decline what looks into a table by both (`table[query, key]`).
 
     Args:
         function: `function(query_positions, key_positions, *parameters)`, elementwise on int32 arrays

@@ -26,6 +26,7 @@ class Structure:
         constrains: whether it compares positions.
         sides: how far a query sees before and after its own position at most; a large number where
             the rule sets no bound.
+        sided: whether the rule is told by its sides.
     """
 
     def __init__(self, tree: Any):
@@ -34,6 +35,7 @@ class Structure:
         self.classes = frozenset(type(x) for x in parts(rule))
         self.constrains = not isinstance(rule, All)
         self.sides = _sides(rule)
+        self.sided = isinstance(rule, SIDED)
 
     def bind(self, arrays: Sequence[Array] = ()) -> AbstractMask:
         """The rule with its arrays, in the order of its leaves."""

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ..call._operands import Operands, Settings, with_default_positions
+from ..masks._abstract import AbstractMask
+from ..masks._pairwise import Features, Pairwise, pairwise
 from ..masks._visibility import meeting
 
 
@@ -31,26 +33,49 @@ def unpack_rows(x: Array, query_len: int, heads: int) -> Array:
     return x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(batch, query_len, heads, *rest)
 
 
+def pairs_of(operands: Operands, settings: Settings) -> Pairwise | None:
+    """The rule of a call as kernels compute it; None for those that they know by two sides.
+
+    Raises `NotImplementedError` for a rule that no kernel computes.
+    """
+    if settings.rule.sided:
+        return None
+    found = pairwise(settings.rule, operands.rule_arrays)
+    if found.problem is not None:
+        raise NotImplementedError(f"{found.problem} (blockwise takes it)")
+    return found
+
+
+def features_of(operands: Operands, pairs: Pairwise | None) -> Features:
+    """The numbers of queries and of keys that the rule compares, of operands with positions."""
+    queries, keys = operands.query_positions, operands.key_positions
+    if pairs is None or queries is None or keys is None:
+        return Features()
+    return pairs.features(operands.rule_arrays, queries, keys)
+
+
 class Visibility(NamedTuple):
     """Positions and segments of rows and of keys, which tell the pairs that see each other.
 
-    All fields may be None.
+    All fields but the last may be None.
 
     Attributes:
         row_positions: int32 `[B or 1, R]`; -1 for rows that pad a block.
         key_positions: int32 `[B or 1, C]`; -1 for keys that pad a block.
         row_segments: int32 `[B or 1, R]`.
         key_segments: int32 `[B or 1, C]`.
+        features: other numbers that the rule compares, int32 likewise.
     """
 
     row_positions: Int[Array, "b R"] | None
     key_positions: Int[Array, "b C"] | None
     row_segments: Int[Array, "b R"] | None
     key_segments: Int[Array, "b C"] | None
+    features: Features = Features()
 
 
 def visibility_of(
-    operands: Operands, settings: Settings, row_block: int, key_block: int
+    operands: Operands, settings: Settings, features: Features, row_block: int, key_block: int
 ) -> Visibility:
     """The visibility of the rows of `pack_rows` and of the keys, both padded to whole blocks.
 
@@ -60,10 +85,10 @@ def visibility_of(
     operands = with_default_positions(operands, settings)
     group = operands.query.shape[2] // operands.key.shape[2]
 
-    def rows(x: Array | None, fill: int) -> Array | None:
+    def rows(x: Array | None, fill: int) -> Any:
         return None if x is None else pad_to_blocks(jnp.tile(x, (1, group)), 1, row_block, fill)
 
-    def keys(x: Array | None, fill: int) -> Array | None:
+    def keys(x: Array | None, fill: int) -> Any:
         return None if x is None else pad_to_blocks(x, 1, key_block, fill)
 
     return Visibility(
@@ -71,11 +96,14 @@ def visibility_of(
         keys(operands.key_positions, -1),
         rows(operands.query_segments, 0),
         keys(operands.key_segments, 0),
+        Features(
+            tuple(rows(x, 0) for x in features.queries), tuple(keys(x, 0) for x in features.keys)
+        ),
     )
 
 
 def meeting_blocks(
-    visibility: Visibility, settings: Settings, row_block: int, key_block: int
+    visibility: Visibility, rule: AbstractMask, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
     """Which blocks of rows might see any key of which blocks of keys; None for all."""
 
@@ -86,7 +114,7 @@ def meeting_blocks(
             x.reshape(len(x), -1, block) for x, block in ((rows, row_block), (keys, key_block))
         )
 
-    return meeting(settings.rule.bind(), cut(*visibility[:2]), cut(*visibility[2:]))
+    return meeting(rule, cut(*visibility[:2]), cut(*visibility[2:4]))
 
 
 def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
@@ -96,6 +124,30 @@ def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Arr
     first = jnp.where(some, meets.argmax(-1), 0)
     stop = jnp.where(some, number - meets[..., ::-1].argmax(-1), 0)
     return first.astype(jnp.int32), stop.astype(jnp.int32)
+
+
+class BlockList(NamedTuple):
+    """The blocks `y` that each block `x` meets, in a list, as they may lie anywhere.
+
+    Attributes:
+        order: the numbers of the blocks: first those in which all see all, then the others that meet.
+        stop: how many meet.
+        whole: how many of these need no mask.
+    """
+
+    order: Int[Array, "b x y"]
+    stop: Int[Array, "b x"]
+    whole: Int[Array, "b x"]
+
+
+def block_list(meets: Bool[Array, "b x y"], whole: Bool[Array, "b x y"]) -> BlockList:
+    """The list for blocks that meet, and among them those that need no mask."""
+    whole = whole & meets
+    number = meets.shape[-1]
+    # of one operand: XLA:TPU compiles a sort of two for long
+    kind = jnp.where(whole, 0, jnp.where(meets, 1, 2)).astype(jnp.int32)
+    order = jnp.sort(kind * number + jnp.arange(number, dtype=jnp.int32), axis=-1) % number
+    return BlockList(order, *(x.sum(-1, dtype=jnp.int32) for x in (meets, whole)))
 
 
 def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .._varying import vary_together
 from ..call._kernel import Candidate
 from ..call._operands import Operands, Settings
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
-from ..dispatch._registry import attend, vary_together
+from ..dispatch._registry import attend
 from ..xla._blocks import BlockedOperands, Index, outer
 from ..xla._reduce import Arrays, reduce_blocks
 

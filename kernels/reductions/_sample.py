@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
+from .._varying import vary_together
 from ..call._operands import Operands, Settings
 from ..call._state import lse_dtype, safe_shift, share
-from ..dispatch._registry import vary_together
 from ..xla._blocks import BlockedOperands, Index, cut_queries, join_queries
 
 

@@ -53,6 +53,8 @@ CASES = [
     ("gpu", PREDICATES, ALL),
     ("tpu", PREDICATES, ALL),
     ("blockwise", PREDICATES, ALL),
+    ("gpu", BLOCKS["blocks_rule"], ALL),
+    ("tpu", BLOCKS["blocks_rule"], ALL),
     ("decode", RAGGED, ALL),
     ("gpu", HEADS["heads_16_2"], ("query", "key")),  # keys split over programs
     ("tpu, keys split", HEADS["heads_8_8"], ("query", "value")),
@@ -152,7 +154,7 @@ def check(kernel, problem, moving, dtype):
         )
 
 
-@pytest.mark.parametrize(("kernel", "problem", "moving"), few_rows(CASES, 9), ids=str)
+@pytest.mark.parametrize(("kernel", "problem", "moving"), few_rows(CASES, 11), ids=str)
 def test_tangent(kernel, problem, moving):
     """A product too many or too few, a tile skipped or not masked, a head's group, the odd block of a split, or
     what absent slots hold: 0 · NaN.

@@ -29,13 +29,12 @@ from ..problems import (
     cotangents,
 )
 from ..reference import visible
-from ..rules import UNKNOWN
+from ..rules import RULES
 
 EVERY = PROBLEMS | BLOCKS | LARGE | HEADS
 ALL = frozenset(EVERY)
 ARRAYS = frozenset(name for name, x in EVERY.items() if x.bias is not None or x.mask is not None)
 EMPTY = frozenset({"no_keys", "no_queries"})
-RULES = frozenset(name for name, x in EVERY.items() if x.rule in UNKNOWN)
 # More than 64 rows times heads.
 MANY_ROWS = frozenset(
     {"primes", "blocks_rule", "blocks_everything", "blocks_predicates", "heads_8_1", *LARGE}
@@ -55,7 +54,7 @@ class Traits(NamedTuple):
 
 
 # Hand-written kernels are interpreted here, and compile slowly: fewer problems, which go through every path.
-PREDICATES = ALL - ARRAYS - RULES - EMPTY
+PREDICATES = ALL - ARRAYS - EMPTY
 GPU = Traits(
     PREDICATES,
     ("float32", "bfloat16", "float16"),
@@ -70,7 +69,7 @@ GPU = Traits(
             "decode_source",
         ),
         *("decode_cache", "positions_causal", "positions_window", "segments_causal", "predicates"),
-        *("rule_documents",),
+        *(f"rule_{name}" for name in RULES),
     },
 )
 TPU = GPU._replace(dtypes=("float32", "bfloat16"))

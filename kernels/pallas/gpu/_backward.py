@@ -17,7 +17,7 @@ from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows
 from .._common import result_like
-from .._rows import Visibility
+from .._rows import BlockList, Visibility
 from . import _tile as tiles
 from ._plan import Plan, tile_ranges, visibility_of
 
@@ -52,7 +52,7 @@ def backward(
             compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
             interpret=interpret,
             name="attention_backward_" + ("key" if of_keys else "query"),
-        )(*arrays, given, tile_ranges(given, plan, of_keys=of_keys))
+        )(*arrays, given, tile_ranges(operands, given, plan, of_keys=of_keys))
         return [part.sum(0).astype(x.dtype) for part, x in zip(parts, like, strict=True)]
 
     (d_query,) = run(_query_kernel, query_plan, query)
@@ -69,7 +69,7 @@ def _query_kernel(
     lse_ref: Ref,
     delta_ref: Ref,
     visibility: Visibility,
-    found: Ref | None,
+    found: Ref | BlockList | None,
     result_ref: Ref,
 ) -> None:
     at = tiles.program_index(plan, of_keys=False)
@@ -106,7 +106,7 @@ def _key_kernel(
     lse_ref: Ref,
     delta_ref: Ref,
     visibility: Visibility,
-    found: Ref | None,
+    found: Ref | BlockList | None,
     d_key_ref: Ref,
     d_value_ref: Ref,
 ) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, fold
 from .._common import result_like
-from .._rows import Visibility
+from .._rows import BlockList, Visibility
 from . import _tile as tiles
 from ._plan import LEAST, Plan, tile_ranges, visibility_of
 
@@ -39,7 +39,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
         compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
         interpret=interpret,
         name="attention_forward",
-    )(query, key, value, given, tile_ranges(given, plan, of_keys=False))
+    )(query, key, value, given, tile_ranges(operands, given, plan, of_keys=False))
     if plan.splits == 1:
         return AttentionState(*(part[0] for part in parts))
     dtype = out_dtype(operands, plan.settings)
@@ -52,7 +52,7 @@ def _kernel(
     key_ref: Ref,
     value_ref: Ref,
     visibility: Visibility,
-    found: Ref | None,
+    found: Ref | BlockList | None,
     out_ref: Ref,
     lse_ref: Ref,
 ) -> None:

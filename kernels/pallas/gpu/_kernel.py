@@ -9,7 +9,7 @@ import jax
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import Operands, Settings
 from ...call._state import AttentionState
-from ...masks._structure import SIDED
+from ...masks._abstract import AbstractMask
 from ._plan import Plan, make_plan
 
 _DTYPES = ("float16", "bfloat16", "float32")
@@ -19,7 +19,7 @@ _DTYPES = ("float16", "bfloat16", "float32")
 class PallasGPU(AbstractKernel):
     """Flash attention, and decoding with the keys of a query split over the chip.
 
-    Forward, backward and tangent with masks by position and segment. Keys and values are read in place, never
+    Forward, backward and tangent with masks by position, segment and rule. Keys and values are read in place, never
     copied. Programs skip tiles that their rows cannot see, and mask only tiles that need it.
 
     `plan` replaces `make_plan`, for other tiles.
@@ -31,11 +31,12 @@ class PallasGPU(AbstractKernel):
     platforms = ("cuda",)
     interpreted = ("cpu", "tpu")
     exported = False
-    masks = SIDED
+    masks = (AbstractMask,)
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float64 and empty axes; for widths
-        whose tiles do not fit on the chip; and for versions of JAX without Pallas on Triton.
+        whose tiles do not fit on the chip; for rules that look into a table by query and key, or
+        compute with them what tiles do not; and for versions of JAX without Pallas on Triton.
         """
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "query", "key"):

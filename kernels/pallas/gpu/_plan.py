@@ -1,16 +1,27 @@
 """How the GPU kernels cut a call into tiles and programs, by shapes alone; without Pallas."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ...call._operands import Operands, Settings, hide_unreachable
+from ...call._operands import Operands, Settings, bound, hide_unreachable
+from ...masks._abstract import AbstractMask
 from ...masks._interval import Interval, interval
+from ...masks._pairwise import Features, Pairwise
 from ...masks._visibility import must_meet
-from .._rows import Visibility, block_spans, meeting_blocks, pad_to_blocks
+from .._rows import (
+    BlockList,
+    Visibility,
+    block_list,
+    block_spans,
+    features_of,
+    meeting_blocks,
+    pad_to_blocks,
+    pairs_of,
+)
 
 # Shared memory that one program may take of a multiprocessor, in KiB, by compute capability; other
 # GPUs get the smallest. Without a GPU at hand, programs are for the class of H100.
@@ -61,6 +72,7 @@ class Plan(NamedTuple):
 
     Attributes:
         settings: those of the call.
+        pairs: its rule for tiles, unless its sides tell it.
         batch, query_len, key_len, kv_heads, group: `B`, `T`, `S`, `K` and `N / K`.
         width, value_width: `H` and `Hv`.
         row_times, row_heads, rows, keys: the tiles of rows and of keys; the last two are powers
@@ -70,6 +82,7 @@ class Plan(NamedTuple):
     """
 
     settings: Settings
+    pairs: Pairwise | None
     batch: int
     query_len: int
     key_len: int
@@ -129,7 +142,7 @@ def make_plan(
     "key" for that of the gradients in keys and values, "tangent" for that of the state's derivative
     in a direction, whose arrays take as much memory again.
 
-    Raises `NotImplementedError` if no tiles fit into shared memory.
+    Raises `NotImplementedError` if no tiles fit into shared memory, or for a rule that tiles do not tell.
     """
     query, _, value = operands[:3]
     batch, query_len, heads, width = query.shape
@@ -177,6 +190,7 @@ def make_plan(
     row_heads = min(group, rows)
     found = Plan(
         settings,
+        pairs_of(operands, settings),
         *(batch, query_len, key_len, kv_heads, group, width, value_width),
         *(rows // row_heads, row_heads, rows, keys),
         *(1, 8 if many else 4, 4 if few else 2),
@@ -203,10 +217,12 @@ def visibility_of(operands: Operands, plan: Plan) -> Visibility:
 
     Positions that are not given stay None: kernels count them.
     """
-    if operands.query_positions is not None or operands.query_segments is not None:
+    tokens = operands.query_positions, operands.query_segments, plan.pairs
+    if any(x is not None for x in tokens):
         operands = hide_unreachable(operands, plan.settings)
+    features = features_of(operands, plan.pairs)
 
-    def fill(x: Array | None, tile: int, value: int) -> Array | None:
+    def fill(x: Array | None, tile: int, value: int) -> Any:
         return None if x is None else pad_to_blocks(x, 1, tile, value)
 
     return Visibility(
@@ -214,23 +230,31 @@ def visibility_of(operands: Operands, plan: Plan) -> Visibility:
         fill(operands.key_positions, plan.keys, -1),
         fill(operands.query_segments, plan.row_times, 0),
         fill(operands.key_segments, plan.keys, 0),
+        Features(
+            tuple(fill(x, plan.row_times, 0) for x in features.queries),
+            tuple(fill(x, plan.keys, 0) for x in features.keys),
+        ),
     )
 
 
 def tile_ranges(
-    visibility: Visibility, plan: Plan, *, of_keys: bool
-) -> Int[Array, "4 b tiles"] | None:
+    operands: Operands, visibility: Visibility, plan: Plan, *, of_keys: bool
+) -> Int[Array, "4 b tiles"] | BlockList | None:
     """The range of tiles that each tile of queries, or of keys, iterates over; None without arrays.
 
     First and one past the last tile that it might see; then first and one past the last of a run of
-    them that needs no mask, because every present row sees every key.
+    them that needs no mask, because every present row sees every key. Under a rule that its sides do
+    not tell, a list of tiles, in numbers of tiles of queries.
     """
-    meets = meeting_blocks(visibility, plan.settings, plan.row_times, plan.keys)
+    rule = bound(plan.settings, operands)
+    meets = meeting_blocks(visibility, rule, plan.row_times, plan.keys)
     if meets is None:
         return None
-    whole = jnp.broadcast_to(_whole(visibility, plan), meets.shape)
+    whole = jnp.broadcast_to(_whole(visibility, rule, plan), meets.shape)
     if of_keys:
         meets, whole = meets.swapaxes(1, 2), whole.swapaxes(1, 2)
+    if plan.pairs is not None:
+        return block_list(meets, whole)
     first = whole.argmax(-1).astype(jnp.int32)
     after = jnp.arange(whole.shape[-1], dtype=jnp.int32)[None, None, :] >= first[..., None]
     broken = ~whole & after
@@ -240,16 +264,17 @@ def tile_ranges(
     return found * plan.head_tiles if of_keys else found
 
 
-def _whole(visibility: Visibility, plan: Plan) -> Bool[Array, "b row_tiles key_tiles"]:
+def _whole(
+    visibility: Visibility, rule: AbstractMask, plan: Plan
+) -> Bool[Array, "b row_tiles key_tiles"]:
     """The pairs of tiles in which all present rows see all keys."""
     query_len, keys = plan.row_times, plan.keys
     whole = jnp.arange(plan.key_tiles, dtype=jnp.int32) < plan.key_len // keys
     whole = whole[None, None, :]
     if visibility.row_positions is not None and visibility.key_positions is not None:
         of_rows = interval(_tiles(visibility.row_positions, query_len))
-        whole &= must_meet(
-            plan.settings.rule.bind(), *_facing(of_rows, _ends(visibility.key_positions, keys))
-        )
+        of_keys = _ends(visibility.key_positions, keys)
+        whole &= must_meet(rule, *_facing(of_rows, of_keys))
     if visibility.row_segments is not None and visibility.key_segments is not None:
         of_rows, of_keys = _facing(
             _ends(visibility.row_segments, query_len), _ends(visibility.key_segments, keys)

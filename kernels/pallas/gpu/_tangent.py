@@ -15,7 +15,7 @@ from jaxtyping import Array
 from ...call._operands import Operands
 from ...call._state import AttentionState, holds_keys
 from .._common import moving_arrays, result_like
-from .._rows import Visibility
+from .._rows import BlockList, Visibility
 from . import _tile as tiles
 from ._plan import Plan, tile_ranges, visibility_of
 
@@ -45,7 +45,7 @@ def tangent(
         name="attention_tangent",
     )(
         *(query, key, value, moving_arrays(directions), *state, given),
-        tile_ranges(given, plan, of_keys=False),
+        tile_ranges(operands, given, plan, of_keys=False),
     )
     return AttentionState(
         *(part.sum(0).astype(x.dtype) for part, x in zip(parts, state, strict=True))
@@ -61,7 +61,7 @@ def _kernel(
     out_ref: Ref,
     lse_ref: Ref,
     visibility: Visibility,
-    found: Ref | None,
+    found: Ref | BlockList | None,
     d_out_ref: Ref,
     d_lse_ref: Ref,
 ) -> None:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from ...masks._visibility import visible
-from .._rows import Visibility
+from .._rows import BlockList, Visibility
 from ._plan import Plan, power
 
 Carry = TypeVar("Carry")
@@ -188,7 +188,19 @@ def seen(
         # positions that are not given count from 0
         of_rows = of(visibility.row_positions, rows.time, rows.there)
         of_keys = of(visibility.key_positions, key, None)
-        found &= visible(plan.settings.rule.bind(), *facing(of_rows, of_keys))
+        positions = facing(of_rows, of_keys)
+        if plan.pairs is None:
+            found &= visible(plan.settings.rule.bind(), *positions)
+        else:
+            i, j = (-2, -1) if keys_first else (-1, -2)
+            found &= plan.pairs.visible(
+                *positions,
+                [
+                    jnp.expand_dims(of(x, rows.time, rows.there), i)
+                    for x in visibility.features.queries
+                ],
+                [jnp.expand_dims(of(x, key, None), j) for x in visibility.features.keys],
+            )
     if visibility.row_segments is not None:
         of_rows, of_keys = facing(
             of(visibility.row_segments, rows.time, rows.there),
@@ -225,20 +237,28 @@ def absent_rows(
 
 
 class TileRange(NamedTuple):
-    """The tiles that a tile iterates over, and among them a run that needs no mask."""
+    """The tiles that a tile iterates over, and among them a run that needs no mask.
+
+    `number` tells the tile at an index of the iteration; None: the index itself.
+    """
 
     first: Any
     stop: Any
     begin: Any
     end: Any
+    number: Callable[[Array], Array] | None = None
 
 
-def tile_range(plan: Plan, found: Ref | None, at: ProgramIndex, *, of_keys: bool) -> TileRange:
+def tile_range(
+    plan: Plan, found: Ref | BlockList | None, at: ProgramIndex, *, of_keys: bool
+) -> TileRange:
     """The tiles that this program's tile, of rows or of keys, iterates over.
 
     From `tile_ranges`, or if that is None from the rule with positions that count from 0.
     """
     tile = at.tile if of_keys else divide(at.tile, plan.head_tiles)[0]
+    if isinstance(found, BlockList):
+        return _listed(plan, found, at, tile, of_keys=of_keys)
     if found is not None:
         return TileRange(*(found[i, _row_of(found, at, 1), tile] for i in range(4)))
     sides = (plan.row_times, plan.query_len), (plan.keys, plan.key_len)
@@ -247,7 +267,8 @@ def tile_range(plan: Plan, found: Ref | None, at: ProgramIndex, *, of_keys: bool
     if not plan.settings.rule.constrains:
         # rows mask the keys that pad the last tile; keys need not mask the rows that do
         whole = -(-others // other) if of_keys else others // other
-        return TileRange(*(np.int32(unit * x) for x in (0, -(-others // other), 0, whole)))
+        ends: Any = (np.int32(unit * x) for x in (0, -(-others // other), 0, whole))
+        return TileRange(*ends)
     left, right = (min(side, size + others) for side in plan.settings.rule.sides)
     if of_keys:
         left, right = right, left
@@ -256,7 +277,26 @@ def tile_range(plan: Plan, found: Ref | None, at: ProgramIndex, *, of_keys: bool
     stop, _ = divide(jnp.minimum(most + right + 1, others) + (other - 1), other)
     begin, _ = divide(jnp.maximum(most - left, 0) + (other - 1), other)
     end, _ = divide(jnp.minimum(least + right + 1, others), other)
-    return TileRange(*(unit * x for x in (jnp.minimum(first, stop), stop, begin, end)))
+    first, stop, begin, end = (unit * x for x in (jnp.minimum(first, stop), stop, begin, end))
+    return TileRange(first, stop, begin, end)
+
+
+def _listed(
+    plan: Plan, found: BlockList, at: ProgramIndex, tile: Array, *, of_keys: bool
+) -> TileRange:
+    order: Any = found.order
+    batch = _row_of(order, at)
+    unit = (
+        plan.head_tiles if of_keys else 1
+    )  # the same queries are in a tile for each group of heads
+
+    def number(i: Array) -> Array:
+        of_list, of_head = divide(i, unit)
+        return order[batch, tile, of_list] * unit + of_head
+
+    stop, whole = (x[batch, tile] * unit for x in (found.stop, found.whole))
+    zero = jnp.zeros_like(stop)
+    return TileRange(zero, stop, zero, whole, number)
 
 
 def loop_over(
@@ -270,7 +310,7 @@ def loop_over(
 
     First the tiles that need no mask, then those around them.
     """
-    first, stop, begin, end = over
+    first, stop, begin, end, number = over
     if plan.splits > 1:
         share, _ = divide(jnp.asarray(stop - first + (plan.splits - 1), jnp.int32), plan.splits)
         first = first + at.split * share
@@ -279,12 +319,16 @@ def loop_over(
         # the run is within the share, even if either is empty
         begin = jnp.minimum(jnp.maximum(begin, first), jnp.maximum(first, stop))
         end = jnp.maximum(jnp.minimum(end, stop), begin)
-    x = lax.fori_loop(begin, end, lambda tile, x: step(tile, x, False), x)
+
+    def tile_at(i: Array) -> Array:
+        return i if number is None else number(i)
+
+    x = lax.fori_loop(begin, end, lambda i, x: step(tile_at(i), x, False), x)
     if isinstance(over.end, np.integer) and over.end == over.stop:
         return x
 
     def around(i: Array, x: Carry) -> Carry:
-        return step(jnp.where(i < begin, i, i + (end - begin)), x, True)
+        return step(tile_at(jnp.where(i < begin, i, i + (end - begin))), x, True)
 
     return lax.fori_loop(first, stop - (end - begin), around, x)
 

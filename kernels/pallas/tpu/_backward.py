@@ -16,7 +16,7 @@ from ...xla._blockwise import backward_rows
 from .._common import result_like
 from ._layout import Layout, fold_keys, fold_rows, unfold_keys, unfold_rows
 from ._step import dot, hide, key_spec, load_present, step, visibility_specs, visit, zero_past_end
-from ._visibility import BlockVisibility, block_ranges, block_visibility
+from ._visibility import BlockRanges, BlockVisibility, block_ranges, block_visibility
 
 _PARALLEL = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
@@ -58,10 +58,10 @@ def _specs(
 ) -> list[pl.BlockSpec]:
     """Blocks of query, dout, lse, delta, key and value; `row` and `key` return their indices."""
 
-    def of_row(b: Array, p: Array, *others: Array | Ref) -> tuple[int | Array, ...]:
+    def of_row(b: Array, p: Array, *others: Array | BlockRanges) -> tuple[int | Array, ...]:
         return b, p, row(b, *others), 0
 
-    def of_row_number(b: Array, p: Array, *others: Array | Ref) -> tuple[int | Array, ...]:
+    def of_row_number(b: Array, p: Array, *others: Array | BlockRanges) -> tuple[int | Array, ...]:
         return b, p, 0, row(b, *others)
 
     width, value_width = (x.shape[-1] for x in rows[:2])
@@ -83,22 +83,22 @@ def _rows_over_keys(
 ) -> Any:
     query = rows[0]
     batch, width = query.shape[0], query.shape[-1]
-    numbers = block_ranges(visibility, at, batch)
+    ranges = block_ranges(visibility, at, batch)
 
     def range_index(b: Array, i: Array) -> Array:
         return b * at.row_blocks + i
 
-    def row(b: Array, i: Array, j: Array, *_: Array | Ref) -> Array:
+    def row(b: Array, i: Array, j: Array, _: BlockRanges) -> Array:
         return i
 
-    def key(b: Array, i: Array, j: Array, first: Ref, stop: Ref, *_: Array | Ref) -> Array:
-        return step(first, stop, range_index(b, i), j)
+    def key(b: Array, i: Array, j: Array, ranges: BlockRanges) -> Array:
+        return step(ranges, range_index(b, i), j)
 
     specs = _specs(rows, at, row, key)
     return pl.pallas_call(
         functools.partial(_rows_kernel, at=at, range_index=range_index),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(numbers),
+            num_scalar_prefetch=1,
             grid=(batch, at.heads, at.row_blocks, at.key_blocks),
             in_specs=[*specs, visibility_specs(visibility.arrays, at, row, key)],
             out_specs=specs[0],
@@ -108,14 +108,11 @@ def _rows_over_keys(
         compiler_params=_PARALLEL,
         interpret=interpret,
         name="attention_backward_rows",
-    )(*numbers, *rows, *keys, visibility.arrays)
+    )(ranges, *rows, *keys, visibility.arrays)
 
 
 def _rows_kernel(
-    first: Ref,
-    stop: Ref,
-    open_first: Ref,
-    open_stop: Ref,
+    ranges: BlockRanges,
     query: Ref,
     d_out: Ref,
     lse: Ref,
@@ -135,13 +132,12 @@ def _rows_kernel(
     value `[keys, Hv]`, visibility `[1, rows]` and `[1, keys]`; sums `[rows, H]`, float32.
     """
     b, p, i, j = map(pl.program_id, range(4))
-    numbers = first, stop, open_first, open_stop
 
     @pl.when(j == 0)
     def _() -> None:
         sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
-    @visit(numbers, range_index(b, i), j, visibility)
+    @visit(ranges, range_index(b, i), j, visibility)
     def _(block: Array, compared: dict[str, Ref]) -> None:
         zero_past_end(key, block, at, tall=at.tall_key)
         zero_past_end(value, block, at, tall=at.tall_value)
@@ -167,22 +163,22 @@ def _keys_over_rows(
     interpret: bool,
 ) -> Any:
     batch = len(rows[0])
-    numbers = block_ranges(visibility, at, batch, of_keys=True)
+    ranges = block_ranges(visibility, at, batch, of_keys=True)
 
     def range_index(b: Array, i: Array) -> Array:
         return b * at.key_blocks + i
 
-    def key(b: Array, i: Array, j: Array, *_: Array | Ref) -> Array:
+    def key(b: Array, i: Array, j: Array, _: BlockRanges) -> Array:
         return i
 
-    def row(b: Array, i: Array, j: Array, first: Ref, stop: Ref, *_: Array | Ref) -> Array:
-        return step(first, stop, range_index(b, i), j)
+    def row(b: Array, i: Array, j: Array, ranges: BlockRanges) -> Array:
+        return step(ranges, range_index(b, i), j)
 
     specs = _specs(rows, at, row, key)
     return pl.pallas_call(
         functools.partial(_keys_kernel, at=at, range_index=range_index),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(numbers),
+            num_scalar_prefetch=1,
             grid=(batch, at.heads, at.key_blocks, at.row_blocks),
             in_specs=[*specs, visibility_specs(visibility.arrays, at, row, key)],
             out_specs=specs[-2:],
@@ -192,14 +188,11 @@ def _keys_over_rows(
         compiler_params=_PARALLEL,
         interpret=interpret,
         name="attention_backward_keys",
-    )(*numbers, *rows, *keys, visibility.arrays)
+    )(ranges, *rows, *keys, visibility.arrays)
 
 
 def _keys_kernel(
-    first: Ref,
-    stop: Ref,
-    open_first: Ref,
-    open_stop: Ref,
+    ranges: BlockRanges,
     query: Ref,
     d_out: Ref,
     lse: Ref,
@@ -222,14 +215,13 @@ def _keys_kernel(
     d_key and key_sums `[keys, H]`, d_value and value_sums `[keys, Hv]`.
     """
     b, p, i, j = map(pl.program_id, range(4))
-    numbers = first, stop, open_first, open_stop
 
     @pl.when(j == 0)
     def _() -> None:
         key_sums[...] = jnp.zeros(key_sums.shape, key_sums.dtype)
         value_sums[...] = jnp.zeros(value_sums.shape, value_sums.dtype)
 
-    @visit(numbers, range_index(b, i), j, visibility)
+    @visit(ranges, range_index(b, i), j, visibility)
     def _(block: Array, compared: dict[str, Ref]) -> None:
         key_width, value_width = _widths(at)
         keys = load_present(key, compared, tall=at.tall_key)

@@ -16,7 +16,7 @@ from .._common import result_like
 from ._grid import PARALLEL, Grid
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
 from ._step import HIDDEN, dot, hide, load_present, visit, zero_past_end
-from ._visibility import block_ranges, block_visibility
+from ._visibility import BlockRanges, block_ranges, block_visibility
 
 
 def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionState:
@@ -27,12 +27,12 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
     visibility = block_visibility(operands, at)
     grid = Grid(at, batch)
     splits = grid.splits
-    numbers = block_ranges(visibility, at, batch, splits=splits)
+    ranges = block_ranges(visibility, at, batch, splits=splits)
     width, value_width = query.shape[-1], value.shape[-1]
     found_dtype = out_dtype(operands, settings) if splits == 1 else jnp.float32
     rows = at.row_blocks * at.row_block
     specs = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(numbers),
+        num_scalar_prefetch=1,
         grid=grid.sizes,
         in_specs=[
             grid.of_rows(width),
@@ -58,7 +58,7 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
         interpret=interpret,
         name="attention_forward",
     )(
-        *numbers,
+        ranges,
         fold_rows(query, at),
         fold_keys(key, at, tall=at.tall_key),
         fold_keys(value, at, tall=at.tall_value),
@@ -71,10 +71,7 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
 
 
 def _kernel(
-    first: Ref,
-    stop: Ref,
-    open_first: Ref,
-    open_stop: Ref,
+    ranges: BlockRanges,
     query: Ref,
     key: Ref,
     value: Ref,
@@ -94,7 +91,6 @@ def _kernel(
     out `[rows, Hv]`, lse `[1, rows]`; maximum and total `[rows, 1]`, sums `[rows, Hv]`, float32.
     """
     b, p, s, i, j = map(pl.program_id, range(5))
-    numbers = first, stop, open_first, open_stop
 
     @pl.when(j == 0)
     def _() -> None:
@@ -102,7 +98,7 @@ def _kernel(
         total[...] = jnp.zeros(total.shape, total.dtype)
         sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
-    @visit(numbers, range_index(b, s, i), j, visibility)
+    @visit(ranges, range_index(b, s, i), j, visibility)
     def _(block: Array, compared: dict[str, Ref]) -> None:
         zero_past_end(value, block, at, tall=at.tall_value)
         scores = dot(query[...], key[...], (1, 0 if at.tall_key else 1)) * at.settings.scale

@@ -2,14 +2,13 @@
 
 from typing import Any, NamedTuple
 
-from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ._layout import Layout
 from ._step import key_spec, step, visibility_specs
-from ._visibility import BlockVisibility
+from ._visibility import BlockRanges, BlockVisibility
 
 # Few rows read their keys in two parts at once: v4 and v5p have two cores.
 SPLITS = 2
@@ -38,20 +37,18 @@ class Grid(NamedTuple):
         """The index of a range of `block_ranges`."""
         return (b * self.at.row_blocks + i) * self.splits + s
 
-    def row(self, b: Array, s: Array, i: Array, j: Array, *_: Array | Ref) -> Array:
+    def row(self, b: Array, s: Array, i: Array, j: Array, _: BlockRanges) -> Array:
         """The block of rows of a step."""
         return i
 
-    def key(
-        self, b: Array, s: Array, i: Array, j: Array, first: Ref, stop: Ref, *_: Array | Ref
-    ) -> Array:
+    def key(self, b: Array, s: Array, i: Array, j: Array, ranges: BlockRanges) -> Array:
         """The block of keys of a step."""
-        return step(first, stop, self.range_index(b, s, i), j)
+        return step(ranges, self.range_index(b, s, i), j)
 
     def of_rows(self, width: int) -> pl.BlockSpec:
         """The spec of a block of rows `[B, P, R, width]`."""
 
-        def where(b: Array, p: Array, s: Array, i: Array, *_: Array | Ref) -> tuple[Any, ...]:
+        def where(b: Array, p: Array, s: Array, i: Array, *_: Any) -> tuple[Any, ...]:
             return b, p, i, 0
 
         return pl.BlockSpec((None, None, self.at.row_block, width), where)
@@ -59,7 +56,7 @@ class Grid(NamedTuple):
     def of_numbers(self) -> pl.BlockSpec:
         """The spec of a block of one number for each row, `[B, P, 1, R]`."""
 
-        def where(b: Array, p: Array, s: Array, i: Array, *_: Array | Ref) -> tuple[Any, ...]:
+        def where(b: Array, p: Array, s: Array, i: Array, *_: Any) -> tuple[Any, ...]:
             return b, p, 0, i
 
         return pl.BlockSpec((None, None, 1, self.at.row_block), where)
@@ -75,10 +72,10 @@ class Grid(NamedTuple):
     def of_parts(self, width: int) -> list[pl.BlockSpec]:
         """The specs of results for each part: rows `[S, B, P, R, width]` and numbers `[S, B, P, 1, R]`."""
 
-        def rows(b: Array, p: Array, s: Array, i: Array, *_: Array | Ref) -> tuple[Any, ...]:
+        def rows(b: Array, p: Array, s: Array, i: Array, *_: Any) -> tuple[Any, ...]:
             return s, b, p, i, 0
 
-        def numbers(b: Array, p: Array, s: Array, i: Array, *_: Array | Ref) -> tuple[Any, ...]:
+        def numbers(b: Array, p: Array, s: Array, i: Array, *_: Any) -> tuple[Any, ...]:
             return s, b, p, 0, i
 
         return [

@@ -5,7 +5,7 @@ import dataclasses
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import Operands, Settings
 from ...call._state import AttentionState
-from ...masks._structure import SIDED
+from ...masks._abstract import AbstractMask
 from ._layout import LAYOUT_SIZES, LayoutSizes, layout
 
 _DTYPES = ("bfloat16", "float32")  # the compiler does not load float16
@@ -27,11 +27,12 @@ class PallasTPU(AbstractKernel):
     platforms = ("tpu",)
     interpreted = ("cpu", "cuda", "rocm")
     exported = True
-    masks = SIDED
+    masks = (AbstractMask,)
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for bias and mask arrays, float16, float64 and empty axes; and
-        for widths whose blocks do not fit on the chip, or too many blocks.
+        """Raises `NotImplementedError` for bias and mask arrays, float16, float64 and empty axes;
+        for widths whose blocks do not fit on the chip, or too many blocks; and for rules that look into
+        a table by query and key, or compute with them what blocks do not.
         """
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "backward"):

@@ -6,12 +6,14 @@ from typing import NamedTuple
 from jaxtyping import Array
 
 from ...call._operands import Operands, Settings
-from .._rows import pack_rows, unpack_rows
+from ...masks._pairwise import Pairwise
+from .._rows import pack_rows, pairs_of, unpack_rows
 
 # The compiler grants a kernel 16 MiB on every chip; the estimate leaves a part of them out. Of 1 MiB
 # for scalars the ranges of blocks may take a half, 16 bytes for each block.
 MEMORY = 12 * 2**20
 MOST_RANGES = 2**15
+MOST_LISTED = 2**16  # of four bytes each, beside the ranges
 
 
 class LayoutSizes(NamedTuple):
@@ -67,6 +69,7 @@ class Layout(NamedTuple):
         row_block: rows in a block.
         key_block: keys in a block.
         bounded: whether keys past the end are told only by their index in the last block.
+        pairs: the rule of the call for blocks, unless its sides tell it.
         settings: those of the call.
     """
 
@@ -80,6 +83,7 @@ class Layout(NamedTuple):
     row_block: int
     key_block: int
     bounded: bool
+    pairs: Pairwise | None
     settings: Settings
 
     @property
@@ -101,8 +105,10 @@ def layout(
 ) -> Layout:
     """The layout and the blocks of a call's kernels: "forward", "backward" or "tangent".
 
-    Raises `NotImplementedError` if no block fits into the memory on a chip, or too many are needed.
+    Raises `NotImplementedError` if no block fits into the memory on a chip, or too many are needed, or
+    for a rule that blocks do not tell.
     """
+    pairs = pairs_of(operands, settings)
     batch, query_len, heads, width = operands.query.shape
     _, key_len, kv_heads, value_width = operands.value.shape
     few = query_len * heads <= sizes.few_rows
@@ -126,7 +132,7 @@ def layout(
             positions = operands.query_positions is not None or settings.rule.constrains
             bounded = keys % key_block > 0 and not positions
             numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block
-            found = Layout(*numbers, bounded, settings)
+            found = Layout(*numbers, bounded, pairs, settings)
             break
         if key_block > unit and key_block >= row_block:
             most_keys = key_block // 2
@@ -144,6 +150,12 @@ def layout(
         raise NotImplementedError(
             f"query: wanted at most {MOST_RANGES} blocks of {row_block} rows or {key_block} keys in a "
             f"batch, got {ranges}"
+        )
+    listed = batch * found.row_blocks * found.key_blocks
+    if pairs is not None and listed > MOST_LISTED:
+        raise NotImplementedError(
+            f"query: wanted at most {MOST_LISTED} pairs of blocks of {row_block} rows and {key_block} "
+            f"keys in a batch under a rule other than causality and windows, got {listed}"
         )
     return found
 

@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from ...masks._visibility import visible
 from ._layout import Layout
+from ._visibility import BlockRanges, feature
 
 HIDDEN = -math.inf
 
@@ -20,7 +21,7 @@ HIDDEN = -math.inf
 def key_spec(width: int, at: Layout, block: Callable[..., Any], *, tall: bool) -> pl.BlockSpec:
     """The spec of a block of keys or values; `block` returns its index."""
 
-    def where(b: Array, p: Array, *others: Array | Ref) -> tuple[int | Array, ...]:
+    def where(b: Array, p: Array, *others: Array | BlockRanges) -> tuple[int | Array, ...]:
         number = block(b, *others)
         return (b, p, 0, number) if tall else (b, p, number, 0)
 
@@ -28,13 +29,15 @@ def key_spec(width: int, at: Layout, block: Callable[..., Any], *, tall: bool) -
     return pl.BlockSpec((None, None, *shape), where)
 
 
-def step(first: Ref, stop: Ref, range_index: Array, number: Array) -> Array:
+def step(ranges: BlockRanges, range_index: Array, number: Array) -> Array:
     """The block of a step of a range; steps past the end repeat the last, so that nothing is read."""
-    return jnp.minimum(first[range_index] + number, jnp.maximum(stop[range_index] - 1, 0))
+    first, stop = ranges.first[range_index], ranges.stop[range_index]
+    place = jnp.minimum(first + number, jnp.maximum(stop - 1, 0))
+    return place if ranges.order is None else ranges.order[place]
 
 
 def visit(
-    numbers: tuple[Ref, Ref, Ref, Ref],
+    ranges: BlockRanges,
     range_index: Array,
     number: Array,
     visibility: dict[str, Ref],
@@ -44,17 +47,18 @@ def visit(
     In a run of blocks where all rows see all keys, most of a long causal context, positions and
     segments are not compared.
     """
-    first, stop, open_first, open_stop = (x[range_index] for x in numbers)
-    block = first + number
+    first, stop, open_first, open_stop = (x[range_index] for x in ranges[:4])
+    place = first + number
     heads = {name: x for name, x in visibility.items() if name.endswith("heads")}
 
     def run(do: Callable[[Array, dict[str, Ref]], None]) -> None:
         if len(heads) == len(visibility):
-            pl.when(block < stop)(lambda: do(block, visibility))
+            pl.when(place < stop)(lambda: do(place, visibility))
             return
-        is_open = (open_first <= block) & (block < open_stop)
-        pl.when((block < stop) & is_open)(lambda: do(block, heads))
-        pl.when((block < stop) & jnp.logical_not(is_open))(lambda: do(block, visibility))
+        block = place if ranges.order is None else step(ranges, range_index, number)
+        is_open = (open_first <= place) & (place < open_stop)
+        pl.when((place < stop) & is_open)(lambda: do(block, heads))
+        pl.when((place < stop) & jnp.logical_not(is_open))(lambda: do(block, visibility))
 
     return run
 
@@ -67,7 +71,7 @@ def visibility_specs(
     def spec(name: str, x: Array) -> pl.BlockSpec:
         index, block = (row, at.row_block) if name.startswith("row") else (key, at.key_block)
 
-        def where(*step: Array | Ref) -> tuple[Any, ...]:
+        def where(*step: Array | BlockRanges) -> tuple[Any, ...]:
             b, _, *others = step
             # arrays may be one for the whole batch, or one block for all blocks
             number = index(b, *others) if x.shape[-1] > block else 0
@@ -89,7 +93,12 @@ def hide(
 
     conditions: list[Any] = []
     if "row_positions" in visibility:
-        conditions.append(visible(at.settings.rule.bind(), *pair("positions")))
+        if at.pairs is None:
+            conditions.append(visible(at.settings.rule.bind(), *pair("positions")))
+        else:
+            conditions.append(
+                at.pairs.visible(*pair("positions"), *_features(visibility, at, turned))
+            )
     if at.bounded:
         shape, axis = ((at.key_block, 1), 0) if turned else ((1, at.key_block), 1)
         number = key_block * at.key_block + lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -100,6 +109,17 @@ def hide(
     if not conditions:
         return scores
     return jnp.where(functools.reduce(operator.and_, conditions), scores, HIDDEN)
+
+
+def _features(
+    visibility: dict[str, Ref], at: Layout, turned: bool
+) -> tuple[list[Array], list[Array]]:
+    """The numbers of rows and of keys that the rule compares, which face each other."""
+    if at.pairs is None:
+        return [], []
+    rows = [visibility[feature("row", i)][...] for i in range(at.pairs.of_queries)]
+    keys = [visibility[feature("key", i)][...] for i in range(at.pairs.of_keys)]
+    return ([x if turned else x.T for x in rows], [x.T if turned else x for x in keys])
 
 
 def zero_past_end(x: Ref, key_block: Array, at: Layout, *, tall: bool) -> None:

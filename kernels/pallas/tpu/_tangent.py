@@ -20,7 +20,7 @@ from .._common import moving_arrays, result_like
 from ._grid import PARALLEL, Grid
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
 from ._step import dot, hide, load_present, visit, zero_past_end
-from ._visibility import block_ranges, block_visibility
+from ._visibility import BlockRanges, block_ranges, block_visibility
 
 
 def tangent(
@@ -36,7 +36,7 @@ def tangent(
     batch, width, value_width = len(query), query.shape[-1], value.shape[-1]
     visibility = block_visibility(operands, at)
     grid = Grid(at, batch)
-    numbers = block_ranges(visibility, at, batch, splits=grid.splits)
+    ranges = block_ranges(visibility, at, batch, splits=grid.splits)
 
     def folded(arrays: dict[str, Array]) -> dict[str, Array]:
         tall = {"key": at.tall_key, "value": at.tall_value}
@@ -52,7 +52,7 @@ def tangent(
         "value": grid.of_keys(value_width, tall=at.tall_value),
     }
     specs = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(numbers),
+        num_scalar_prefetch=1,
         grid=grid.sizes,
         in_specs=[
             of,
@@ -82,16 +82,13 @@ def tangent(
         compiler_params=PARALLEL,
         interpret=interpret,
         name="attention_tangent",
-    )(*numbers, fixed, moving, fold_rows(state.out, at), lse[:, :, None], visibility.arrays)
+    )(ranges, fixed, moving, fold_rows(state.out, at), lse[:, :, None], visibility.arrays)
     out, lse = (unfold_rows(x.sum(0), at) for x in (out, lse.squeeze(-2)))
     return AttentionState(out.astype(state.out.dtype), lse)
 
 
 def _kernel(
-    first: Ref,
-    stop: Ref,
-    open_first: Ref,
-    open_stop: Ref,
+    ranges: BlockRanges,
     fixed: dict[str, Ref],
     moving: dict[str, Ref],
     out: Ref,
@@ -112,7 +109,6 @@ def _kernel(
     and sums `[rows, Hv]`, float32.
     """
     b, p, s, i, j = map(pl.program_id, range(5))
-    numbers = first, stop, open_first, open_stop
     scores_move = bool(moving.keys() & {"query", "key"})
 
     @pl.when(j == 0)
@@ -120,7 +116,7 @@ def _kernel(
         total[...] = jnp.zeros(total.shape, total.dtype)
         sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
-    @visit(numbers, range_index(b, s, i), j, visibility)
+    @visit(ranges, range_index(b, s, i), j, visibility)
     def _(block: Array, compared: dict[str, Ref]) -> None:
         def keys(x: Ref, *, tall: bool) -> Array:
             zero_past_end(x, block, at, tall=tall)

@@ -6,13 +6,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Ref, lax
 from jaxtyping import Array, Int
 
-from ...call._operands import Operands, hide_unreachable
+from ...call._operands import Operands, bound, hide_unreachable
+from ...masks._abstract import AbstractMask
 from ...masks._interval import Interval, interval
 from ...masks._visibility import must_meet
-from .._rows import Visibility, block_spans, meeting_blocks, visibility_of
+from .._rows import (
+    Visibility,
+    block_list,
+    block_spans,
+    features_of,
+    meeting_blocks,
+    visibility_of,
+)
 from ._layout import Layout
 
 
@@ -21,7 +29,8 @@ class BlockVisibility(NamedTuple):
 
     Attributes:
         arrays: int32 `[B or 1, 1, R]` of rows and `[B or 1, 1, C]` of keys, by name: positions,
-            segments and heads, if needed. Heads of keys are for one block.
+            segments, heads, and other numbers that the rule compares, if needed. Heads of keys are
+            for one block.
         meets: which blocks of rows might see which of keys, `[B or 1, rows, keys]`; None for all.
         open: in which of them all present rows see all keys, the same; None for all.
     """
@@ -42,10 +51,15 @@ def block_visibility(operands: Operands, at: Layout) -> BlockVisibility:
         query_positions=_repeated(operands.query_positions, at.row_fold),
         query_segments=_repeated(operands.query_segments, at.row_fold),
     )
-    found = visibility_of(folded, at.settings, at.row_block, key_block)
-    meets = meeting_blocks(found, at.settings, at.row_block, key_block)
+    features = features_of(operands, at.pairs)
+    features = features._replace(queries=tuple(_repeated(x, at.row_fold) for x in features.queries))
+    found = visibility_of(folded, at.settings, features, at.row_block, key_block)
+    rule = bound(at.settings, operands)
+    meets = meeting_blocks(found, rule, at.row_block, key_block)
     names = ("row_positions", "key_positions", "row_segments", "key_segments")
-    arrays = {n: x[:, None] for n, x in zip(names, found, strict=True) if x is not None}
+    arrays = {n: x[:, None] for n, x in zip(names, found[:4], strict=True) if x is not None}
+    for side, numbers in zip(("row", "key"), found.features, strict=True):
+        arrays |= {feature(side, i): x[:, None] for i, x in enumerate(numbers)}
     for name in arrays:
         if name.startswith("key"):
             arrays[name] = _repeated(arrays[name], at.key_fold)
@@ -54,10 +68,15 @@ def block_visibility(operands: Operands, at: Layout) -> BlockVisibility:
         rows = jnp.arange(at.row_blocks * at.row_block, dtype=jnp.int32)
         arrays["row_heads"] = (rows % at.row_fold // group)[None, None]
         arrays["key_heads"] = jnp.arange(at.key_block, dtype=jnp.int32)[None, None] % at.key_fold
-    return BlockVisibility(arrays, meets, _open(found, at, key_block))
+    return BlockVisibility(arrays, meets, _open(found, rule, at, key_block))
 
 
-def _open(found: Visibility, at: Layout, key_block: int) -> Any:
+def feature(side: str, number: int) -> str:
+    """The name of an array of numbers that the rule compares, of the side "row" or "key"."""
+    return f"{side}_feature_{number}"
+
+
+def _open(found: Visibility, rule: AbstractMask, at: Layout, key_block: int) -> Any:
     conditions = []
 
     def cut(rows: Array, keys: Array) -> tuple[Array, Array]:
@@ -69,7 +88,7 @@ def _open(found: Visibility, at: Layout, key_block: int) -> Any:
     if found.row_positions is not None and found.key_positions is not None:
         rows, keys = cut(found.row_positions, found.key_positions)
         all_keys = Interval(keys.min(-1), keys.max(-1))
-        conditions.append(must_meet(at.settings.rule.bind(), interval(rows), all_keys))
+        conditions.append(must_meet(rule, interval(rows), all_keys))
     if found.row_segments is not None and found.key_segments is not None:
         rows, keys = cut(found.row_segments, found.key_segments)
         # as no minimum exceeds a maximum, all four are equal
@@ -90,15 +109,30 @@ def _repeated(x: Array | None, times: int) -> Any:
     return lax.reduce_window(x, zero, lax.add, window, [1] * (others + 1), before)
 
 
-Numbers = Int[Array, " ranges"]
+class BlockRanges(NamedTuple):
+    """The ranges of blocks that blocks visit, with one axis of all batch entries, blocks and parts.
+
+    Attributes:
+        first: the first block of a range.
+        stop: one past the last.
+        open_first: the first of a run of open ones.
+        open_stop: one past its last.
+        order: None; or the blocks, of which all of the above are indices, where those that are visited
+            may lie anywhere.
+    """
+
+    first: Int[Array, " ranges"] | Ref
+    stop: Int[Array, " ranges"] | Ref
+    open_first: Int[Array, " ranges"] | Ref
+    open_stop: Int[Array, " ranges"] | Ref
+    order: Int[Array, " blocks"] | Ref | None
 
 
 def block_ranges(
     visibility: BlockVisibility, at: Layout, batch: int, *, of_keys: bool = False, splits: int = 1
-) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+) -> BlockRanges:
     """The ranges of blocks of keys that blocks of rows visit; with `of_keys` of rows, for keys.
 
-    The first and one past the last block; then the first and one past the last of a run of open ones.
     One axis holds all batch entries, blocks and `splits` equal parts of a range, because the memory
     for scalars pads the last axis.
     """
@@ -112,8 +146,17 @@ def block_ranges(
             }
         )
     whole = tuple(jnp.full((1, outer), x, jnp.int32) for x in (0, inner))
-    first, stop = whole if visibility.meets is None else block_spans(visibility.meets)
-    open_first, open_stop = whole if visibility.open is None else _first_run(visibility.open)
+    order = None
+    if at.pairs is not None and visibility.meets is not None and visibility.open is not None:
+        # the lists of all batch entries and blocks, one after the other
+        found = block_list(visibility.meets, visibility.open)
+        start = inner * jnp.arange(batch * outer, dtype=jnp.int32).reshape(batch, outer)
+        order = jnp.broadcast_to(found.order, (batch, outer, inner)).reshape(-1)
+        first, stop = start, start + found.stop
+        open_first, open_stop = start, start + found.whole
+    else:
+        first, stop = whole if visibility.meets is None else block_spans(visibility.meets)
+        open_first, open_stop = whole if visibility.open is None else _first_run(visibility.open)
 
     def each(x: Array) -> Array:
         return jnp.broadcast_to(x[..., None], (batch, outer, splits))
@@ -125,7 +168,7 @@ def block_ranges(
     first, stop, open_first, open_stop = (
         x.reshape(-1) for x in (first, stop, open_first, open_stop)
     )
-    return first, stop, open_first, open_stop
+    return BlockRanges(first, stop, open_first, open_stop, order)
 
 
 def _first_run(x: Array) -> tuple[Array, Array]:

@@ -1,0 +1,46 @@
+"""The mesh axes of a surrounding `jax.shard_map` that arrays vary over."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+_Tree = TypeVar("_Tree")
+
+
+def vary_together(tree: _Tree, axes: Sequence[str] = ()) -> _Tree:
+    """Arrays that all vary over the mesh axes `axes` and over those that any of them varies over."""
+    # Inside shard_map a kernel may get arrays that are replicated (a query) beside arrays that vary
+    # over devices (a shard of the keys). Cast to varying here, the derivative of a replicated operand
+    # is summed over devices by JAX itself.
+    union = frozenset(axes).union(*map(varying_axes, jax.tree.leaves(tree)))
+    if not union:
+        return tree
+
+    def vary(x: Array) -> Array:
+        missing = tuple(sorted(union - varying_axes(x)))
+        return apply_widened(lambda x: lax.pcast(x, missing, to="varying"), x) if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def apply_widened(collective: Callable[[Array], Array], x: Array) -> Array:
+    """`collective(x)`, where it or its derivative reduces over devices: 16 bits are reduced in 32.
+
+    Left to XLA:CPU, widening bfloat16 in a `jax.shard_map` over some axes of a mesh aborts the
+    process: "Invalid binary instruction opcode copy" (JAX 0.8 to 0.12).
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
+        return collective(x)
+    return collective(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def varying_axes(x: Array | np.ndarray) -> frozenset[str]:
+    """The mesh axes of a surrounding `jax.shard_map` that an array varies over."""
+    kind = jax.typeof(x)
+    # its name before JAX 0.10
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

@@ -1,0 +1,263 @@
+"""A rule cut into what is known of a query alone, of a key alone, and what compares the two.
+
+Kernels in Pallas read tiles of numbers, one of each query and one of each key, and compare them; they
+cannot look into a table by both. What a rule looks up or computes of one token alone (the id of its
+segment, whether it is before a length) is computed outside of the kernel, by any of XLA's operations.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jaxtyping import Array, Bool, Int
+
+from .._varying import vary_together
+from ._structure import Structure
+
+# Each number of a token is an array in memory, a tile of which is read with a tile of queries or keys.
+MOST_NUMBERS = 16
+# What kernels do with whole tiles of pairs, and what changes no array of one element.
+_ELEMENTWISE = frozenset(
+    "and or xor not eq ne lt le gt ge add sub mul neg abs sign max min clamp div rem shift_left "
+    "shift_right_arithmetic shift_right_logical".split()
+)
+_SAME = frozenset(
+    "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p pcast pvary".split()
+)
+_CALLS = frozenset(("jit", "pjit"))
+_QUERY, _KEY = 1, 2  # what a value depends on; 3: on both
+
+
+class Features(NamedTuple):
+    """The numbers of queries and of keys that a kernel compares, beside their positions: int32.
+
+    Attributes:
+        queries: each `[B, T]` or `[1, T]`.
+        keys: each `[B, S]` or `[1, S]`.
+    """
+
+    queries: tuple[Int[Array, "b T"], ...] = ()
+    keys: tuple[Int[Array, "c S"], ...] = ()
+
+
+class _Step(NamedTuple):
+    equation: JaxprEqn
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class Pairwise:
+    """A rule as a kernel computes it: numbers of tokens, and operations on tiles of pairs; static.
+
+    It is made of the program of `visible` for one pair, so that all of its operations on pairs are
+    elementwise.
+
+    Attributes:
+        problem: why no kernel computes it; None if one does.
+        of_queries: how many numbers of each query it compares.
+        of_keys: how many numbers of each key.
+    """
+
+    def __init__(self, structure: Structure, arrays: Sequence[jax.ShapeDtypeStruct]):
+        def one_pair(query: Array, key: Array, arrays: Sequence[Array]) -> Array:
+            return structure.bind(arrays).visible(query, key)
+
+        one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        program = jax.make_jaxpr(one_pair)(one, one, tuple(arrays))
+        self._types: list[Any] = []
+        self._sides: list[int] = []
+        self._known: dict[int, Any] = {}
+        self._steps: list[_Step] = []
+        sides = [_QUERY, _KEY] + [0] * len(arrays)
+        given = [
+            self._slot(x.aval, side) for x, side in zip(program.jaxpr.invars, sides, strict=True)
+        ]
+        self._query, self._key, *self._arrays = given
+        consts = [self._constant(x) for x in program.consts]
+        (self._result,) = self._record(program.jaxpr, [*consts, *given])
+        self._of_pairs, needed = self._live([self._result], pairs=True)
+        found = sorted(needed - {self._query, self._key} - self._known.keys())
+        self._numbers = tuple(
+            tuple(x for x in found if (self._sides[x] == _KEY) == of_keys) for of_keys in (0, 1)
+        )
+        self.of_queries, self.of_keys = map(len, self._numbers)
+        self.problem = self._problem()
+
+    def features(
+        self, arrays: Sequence[Array], queries: Int[Array, "b T"], keys: Int[Array, "c S"]
+    ) -> Features:
+        """The numbers of queries and keys from their positions, and the arrays of the rule.
+
+        Arrays have a first axis of the batch, of 1 or `B`. Numbers of absent tokens mean nothing.
+        """
+        return Features(
+            self._evaluated(self._query, self._numbers[0], arrays, queries),
+            self._evaluated(self._key, self._numbers[1], arrays, keys),
+        )
+
+    def visible(
+        self,
+        query: Int[Array, "..."],
+        key: Int[Array, "..."],
+        of_query: Sequence[Array],
+        of_key: Sequence[Array],
+    ) -> Bool[Array, "..."]:
+        """Which queries see which keys, by their positions and numbers; all of them broadcast."""
+        values: dict[int, Any] = {self._query: query, self._key: key}
+        for slots, numbers in zip(self._numbers, (of_query, of_key), strict=True):
+            for slot, x in zip(slots, numbers, strict=True):
+                values[slot] = x != 0 if self._types[slot].dtype == jnp.bool_ else x
+
+        def read(slot: int) -> Array:
+            if slot in values:
+                return values[slot]
+            type_ = self._types[slot]
+            return lax.full((1,) * query.ndim, np.asarray(self._known[slot]).item(), type_.dtype)
+
+        for equation, inputs, outputs in self._of_pairs:
+            values[outputs[0]] = _on_tiles(equation, [read(x) for x in inputs])
+        return (query >= 0) & (key >= 0) & read(self._result)
+
+    def _slot(self, type_: Any, side: int) -> int:
+        self._types.append(type_)
+        self._sides.append(side)
+        return len(self._types) - 1
+
+    def _constant(self, value: Any) -> int:
+        slot = self._slot(jax.typeof(value), 0)
+        self._known[slot] = value if isinstance(value, jax.Array) else np.asarray(value)
+        return slot
+
+    def _record(self, jaxpr: Jaxpr, given: Sequence[int]) -> list[int]:
+        # Inner programs are written out: one that is called twice has the same variables each time.
+        slots: dict[Any, int] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+
+        def slot(x: Any) -> int:
+            return self._constant(x.val) if isinstance(x, Literal) else slots[x]
+
+        for equation in jaxpr.eqns:
+            inputs = tuple(map(slot, equation.invars))
+            if equation.primitive.name in _CALLS:
+                inner = equation.params["jaxpr"]
+                consts = map(self._constant, inner.consts)
+                outputs = self._record(inner.jaxpr, [*consts, *inputs])
+            else:
+                outputs = self._add(equation, inputs)
+            slots.update(zip(equation.outvars, outputs, strict=True))
+        return list(map(slot, jaxpr.outvars))
+
+    def _add(self, equation: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
+        side = functools.reduce(int.__or__, (self._sides[x] for x in inputs), 0)
+        outputs = [self._slot(x.aval, side) for x in equation.outvars]
+        if all(x in self._known for x in inputs):
+            # constants, as of the remainder by a number, which tiles would read from memory
+            with jax.ensure_compile_time_eval():
+                found = _bound(equation, [self._known[x] for x in inputs])
+            self._known.update(zip(outputs, found, strict=True))
+        else:
+            self._steps.append(_Step(equation, inputs, tuple(outputs)))
+        return outputs
+
+    def _live(self, results: Sequence[int], *, pairs: bool) -> tuple[list[_Step], set[int]]:
+        """The steps that results need, of pairs or of single tokens, and what these steps need."""
+        needed, steps = set(results), []
+        for step in reversed(self._steps):
+            of_pairs = self._sides[step.outputs[0]] == _QUERY | _KEY if step.outputs else False
+            if of_pairs == pairs and needed & set(step.outputs):
+                needed = needed - set(step.outputs) | set(step.inputs)
+                steps.append(step)
+        return steps[::-1], needed
+
+    def _problem(self) -> str | None:
+        def of_both(x: int) -> bool:
+            return self._sides[x] == _QUERY | _KEY
+
+        wanted = "mask: wanted a rule that compares numbers of a query with numbers of a key, got"
+        for equation, inputs, outputs in self._of_pairs:
+            name = equation.primitive.name
+            many = name == "select_n" and len(inputs) > 3
+            if many or name not in _ELEMENTWISE | _SAME | {"select_n", "convert_element_type"}:
+                return f"{wanted} the operation {name} of both"
+            for x in (*inputs, *outputs):
+                if self._types[x].dtype not in (jnp.bool_, jnp.int32):
+                    return f"{wanted} {self._types[x].dtype}" + " of both" * of_both(x)
+        numbers = [*self._of_pairs, _Step(None, self._numbers[0] + self._numbers[1], ())]  # pyright: ignore[reportArgumentType]
+        for _, inputs, outputs in numbers:
+            for x in (*inputs, *outputs):
+                if self._types[x].size != 1:
+                    shape = ",".join(map(str, self._types[x].shape))
+                    return f"{wanted} {self._types[x].dtype}[{shape}] in place of one number"
+        most = max(self.of_queries, self.of_keys)
+        if most > MOST_NUMBERS:
+            return f"mask: wanted a rule that compares at most {MOST_NUMBERS} numbers, got {most}"
+        return None
+
+    def _evaluated(
+        self,
+        token: int,
+        numbers: tuple[int, ...],
+        arrays: Sequence[Array],
+        positions: Int[Array, "b L"],
+    ) -> tuple[Array, ...]:
+        steps, _ = self._live(numbers, pairs=False)
+
+        def one_token(position: Array, arrays: Sequence[Array]) -> tuple[Array, ...]:
+            values = self._known | {token: position.reshape(1, 1)}
+            values |= dict(zip(self._arrays, arrays, strict=True))
+            for equation, inputs, outputs in steps:
+                found = _bound(equation, vary_together([values[x] for x in inputs]))
+                values |= dict(zip(outputs, found, strict=True))
+            return tuple(values[x].reshape(()).astype(jnp.int32) for x in numbers)
+
+        if not numbers:
+            return ()
+        given = positions, tuple(arrays)
+        single = all(x.shape[0] == 1 for x in jax.tree.leaves(given))
+        axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, given)
+        given = jax.tree.map(lambda x: x[0] if x.shape[0] == 1 else x, given)
+        # numbers that no position enters are repeated
+        one_row = jax.vmap(one_token, in_axes=(0, None))
+        if single:
+            return tuple(x[None] for x in one_row(*given))
+        return jax.vmap(one_row, in_axes=axes)(*given)
+
+
+@functools.lru_cache(maxsize=256)
+def _pairwise(structure: Structure, types: tuple[tuple[Any, Any], ...]) -> Pairwise:
+    return Pairwise(structure, [jax.ShapeDtypeStruct(*x) for x in types])
+
+
+def pairwise(structure: Structure, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> Pairwise:
+    """A rule for kernels, of arrays with a first axis of the batch; the same object for equal types."""
+    return _pairwise(structure, tuple((x.shape[1:], jnp.dtype(x.dtype)) for x in arrays))
+
+
+def _bound(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    given: Any = equation.primitive.get_bind_params(equation.params)
+    functions, params = given if isinstance(given, tuple) else ((), given)  # a tuple in JAX 0.8
+    found = equation.primitive.bind(*functions, *values, **params)
+    return found if equation.primitive.multiple_results else [found]
+
+
+def _on_tiles(equation: JaxprEqn, values: Sequence[Array]) -> Array:
+    name = equation.primitive.name
+    if name in _SAME:
+        return values[0]
+    if name == "convert_element_type":
+        new = equation.params["new_dtype"]
+        return values[0] != 0 if new == jnp.bool_ else values[0].astype(new)
+    if name == "sign":  # Mosaic lowers it only where a TPU is
+        (x,) = values
+        return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
+    shape = jnp.broadcast_shapes(*(x.shape for x in values))
+    values = [jnp.broadcast_to(x, shape) for x in values]
+    if name == "select_n" and values[1].dtype == jnp.bool_:
+        # compilers of kernels select numbers
+        which, no, yes = values
+        return (which & yes) | (~which & no)
+    return _bound(equation, values)[0]
