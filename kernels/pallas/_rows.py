@@ -9,6 +9,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from ..call._operands import Operands, Settings, with_default_positions
@@ -146,7 +147,8 @@ def block_list(meets: Bool[Array, "b x y"], whole: Bool[Array, "b x y"]) -> Bloc
     number = meets.shape[-1]
     # of one operand: XLA:TPU compiles a sort of two for long
     kind = jnp.where(whole, 0, jnp.where(meets, 1, 2)).astype(jnp.int32)
-    order = jnp.sort(kind * number + jnp.arange(number, dtype=jnp.int32), axis=-1) % number
+    blocks = lax.broadcasted_iota(jnp.int32, kind.shape, kind.ndim - 1)
+    order = jnp.sort(kind * number + blocks, axis=-1) % number
     return BlockList(order, *(x.sum(-1, dtype=jnp.int32) for x in (meets, whole)))
 
 
