@@ -1,5 +1,6 @@
 """The energy report of arrays, modules and models, for each layer and head; and its picture."""
 
+import dataclasses
 import functools
 import sys
 
@@ -259,6 +260,65 @@ def test_keys_on_eight_devices(model):
         assert collectives(spread)
 
 
+class Own(eqx.Module):
+    """A model of one's own: a layer of three heads, two in a loop, and one of two heads behind another."""
+
+    first: ea.MultiheadAttention
+    loop: ea.MultiheadAttention
+    last: dict
+
+    def __init__(self):
+        def layer(key, heads=3):
+            return ea.MultiheadAttention(heads, 6, dtype=jnp.float64, is_causal=True, key=key)
+
+        a, b, c, d = jax.random.split(jax.random.key(4), 4)
+        self.first = layer(a)
+        self.loop = eqx.filter_vmap(layer)(jnp.stack([b, c]))
+        self.last = {"a": layer(d, 2)}
+
+    def __call__(self, x, report=None, *, times=1):
+        """`report`: called with each layer and its input."""
+
+        def attend(layer, x):
+            found = None if report is None else report(layer, x)
+            return x + layer(x, x, x), found
+
+        x, first = attend(self.first, times * x)
+        arrays, static = eqx.partition(self.loop, eqx.is_array)
+        x, loop = jax.lax.scan(lambda x, y: attend(eqx.combine(y, static), x), x, arrays)
+        x, last = attend(self.last["a"], x)
+        return x if report is None else (first, loop, last)
+
+
+def test_any_model():
+    """Layers in another order or of another batch, heads that are not there filled with numbers, or a mean over layers."""
+    model, x = Own(), jax.random.normal(jax.random.key(5), (4, 5, 6), jnp.float64)
+
+    @eqx.filter_jit
+    def run(model, x):
+        return ea.energy_report(eqx.filter_vmap(functools.partial(model, times=2)), x)
+
+    found = run(model, x)
+    each = jax.vmap(lambda x: model(x, lambda layer, x: ea.energy_report(layer, x, x, x), times=2))
+    first, loop, last = jax.tree.map(lambda y: y.mean(0), each(x))
+    for name in FIELDS:
+        pieces = getattr(first, name), getattr(loop, name)[:, 0], getattr(last, name)
+        wanted = np.full((4, 3), np.nan)
+        wanted[:3] = np.concatenate(pieces[:2])
+        wanted[3, :2] = pieces[2][0]
+        np.testing.assert_allclose(getattr(found, name), wanted, rtol=1e-10, err_msg=name)
+    report = ea.energy_report(model, x[0], times=2)
+    names = ("first.energy", "loop.energy[0]", "loop.energy[1]", "last['a'].energy")
+    assert report.names == names and found.names is not None
+    rows = ea.energy_report(model, x[0], per_query=True)
+    assert rows.entropy.shape == (4, 5, 3) and bool((rows.entropy[:, 0, :2] < 1e-12).all())
+    with pytest.raises(ValueError, match=r"per_query: wanted rows of one shape .*\(5,\), \(1, 5\)"):
+        one = model.first
+        ea.energy_report(lambda x: jax.vmap(one)(*[one(x, x, x)[None]] * 3), x[0], per_query=True)
+    with pytest.raises(ValueError, match="wanted one that calls a FreeEnergy"):
+        ea.energy_report(jnp.sin, x)
+
+
 def test_sixteen_bits():
     """Figures rounded to bfloat16, or arrays rounded before they are reduced."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 4), jnp.bfloat16)
@@ -311,6 +371,11 @@ def test_picture(tmp_path):
         said = {(t.get_position()[1], t.get_position()[0]): t.get_text() for t in panel.texts}
         assert said == {i: f"{x:.3g}" for i, x in np.ndenumerate(wanted) if np.isfinite(x)}
         assert {t.get_color() for t in panel.texts} == {"black", "white"}
+    assert maps[0].get_yticklabels()[1].get_text() == "1"
+    named = dataclasses.replace(report, names=("a", "b.energy", "c"))
+    panels = [panel for panel in ea.plot.energy_report(named).axes if panel.images]
+    ticks = [[t.get_text() for t in panel.get_yticklabels()] for panel in panels]
+    assert ticks[0] == ticks[3] == ["a", "b.energy", "c"] and ticks[1] == ["0", "1", "2"]
     # beyond a hundred heads there are no numbers
     wide = ea.EnergyReport(*jnp.zeros((5, 10, 20)))
     assert not any(panel.texts for panel in ea.plot.energy_report(wide).axes)
