@@ -291,7 +291,7 @@ class Own(eqx.Module):
 
 
 def test_any_model():
-    """Layers in another order or of another batch, heads that are not there filled with numbers, or a mean over layers."""
+    """Layers in another order or of another batch, numbers where there are no heads, or a mean over layers."""
     model, x = Own(), jax.random.normal(jax.random.key(5), (4, 5, 6), jnp.float64)
 
     @eqx.filter_jit
