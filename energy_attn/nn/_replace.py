@@ -31,7 +31,7 @@ _FREE = ("implementation", "name")
 def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
     r"""A model with our attention in place of Equinox's, with the same parameters.
 
-    $$\mathrm{softmax}(\mathrm{scale}\; Q K^T)\, V \;\longrightarrow\; \nabla F(0), \qquad
+    $$\mathrm{softmax}(\mathrm{scale}\; Q K^T)\, V \;\to\; \nabla F(0), \qquad
       F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + \zeta \cdot v_a)$$
 
     Every `equinox.nn.MultiheadAttention` in the pytree becomes a

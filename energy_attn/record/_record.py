@@ -28,7 +28,7 @@ def record(
 ) -> Callable[..., tuple[Any, Recording]]:
     r"""A function that also returns what each free energy says that runs inside it.
 
-    $$f(x) \quad\longrightarrow\quad \bigl(f(x),\; (F_i, H_i, \dots)_i\bigr)$$
+    $$f(x) \quad\to\quad \bigl(f(x),\; (F_i, H_i, \dots)_i\bigr)$$
 
     for each call $i$, in order, of a [`FreeEnergy`][energy_attn.FreeEnergy] (a call, `attention` or
     `at`), of a [`MultiheadAttention`][energy_attn.MultiheadAttention], of
