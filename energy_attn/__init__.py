@@ -32,6 +32,7 @@ from .nn._penalty import entropy_penalty as entropy_penalty
 from .nn._penalty import lse_penalty as lse_penalty
 from .nn._replace import replace_attention as replace_attention
 from .nn._replace import restore_attention as restore_attention
+from .observables._entropy import AttentionStatistics as AttentionStatistics
 from .observables._entropy import ScoreMoments as ScoreMoments
 from .record._record import record as record
 from .report._landscape import Landscape as Landscape

@@ -45,6 +45,7 @@ from .call._sink import with_sink as with_sink
 from .call._state import State as State
 from .call._state import check_state as check_state
 from .call._state import covariance_term as covariance_term
+from .call._state import dot_rows as dot_rows
 from .call._state import fold as fold
 from .call._state import holds_keys as holds_keys
 from .call._state import lse_dtype as lse_dtype
@@ -72,7 +73,9 @@ from .reductions._covariance import centred as centred
 from .reductions._covariance import covariance as covariance
 from .reductions._expectation import BlockTerm as BlockTerm
 from .reductions._expectation import ScoreBlock as ScoreBlock
+from .reductions._expectation import attention_and_expectation as attention_and_expectation
 from .reductions._expectation import expectation as expectation
+from .reductions._expectation import score_maximum as score_maximum
 from .reductions._expectation import support_function as support_function
 from .reductions._sample import Draw as Draw
 from .reductions._sample import fold_in_seeds as fold_in_seeds

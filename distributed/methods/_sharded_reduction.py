@@ -1,5 +1,6 @@
 """Reductions over keys that are sharded over a mesh: a tree for any kind of state."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +10,13 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, CovarianceState
-from energy_attn.kernels.internal import CheckedCall, Operands, Settings
+from energy_attn.kernels.internal import (
+    AbstractFunction,
+    CheckedCall,
+    Operands,
+    Settings,
+    function_call,
+)
 
 from ..merge._covariance import covariance_merge, merge_covariances
 from ..merge._packing import joined
@@ -85,6 +92,20 @@ def fold_covariances(state: CovarianceState, axes: Axes, plan: ShardingPlan) -> 
 
 
 def fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
-    """The elementwise maximum. It has no derivative."""
+    """The elementwise maximum; where several devices have it, its derivative is the mean of theirs."""
     del plan
-    return lax.pmax(found, axes)
+    return function_call(_Maximum(axes), found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maximum(AbstractFunction):
+    axes: Axes
+
+    def apply(self, args: Array) -> Array:
+        return lax.pmax(args, self.axes)
+
+    def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
+        found: Array = function_call(self, primals)
+        largest = (primals == found).astype(primals.dtype)
+        change, count = lax.psum((largest * tangents, largest), self.axes)
+        return found, change / count

@@ -196,8 +196,12 @@ class Gibbs(AbstractConjugate):
 
     def prepared(self) -> tuple[Calls, Parts]:
         """The prepared calls, in the precision of energies, with the source in their scores, and sinks as keys."""
+        return sinks_as_keys(*self.prepared_keys())
+
+    def prepared_keys(self) -> tuple[Calls, Parts]:
+        """The same of the keys of each part, which has its sink beside them."""
         calls, parts = _prepared(_tilted(self))
-        return sinks_as_keys(calls, widened(parts))
+        return calls, widened(parts)
 
 
 def _prepared(parts: tuple[KeySet, ...]) -> tuple[Calls, Parts]:

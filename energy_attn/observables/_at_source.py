@@ -25,6 +25,7 @@ from energy_attn.kernels.internal import (
     CheckedCall,
     Operands,
     Settings,
+    attention_and_expectation,
     centred,
     check_floating,
     check_shape,
@@ -32,6 +33,7 @@ from energy_attn.kernels.internal import (
     expectation,
     holds_keys,
     lse_dtype,
+    score_maximum,
     support_function,
 )
 
@@ -99,6 +101,14 @@ def centred_parts(parts: Parts) -> tuple[Parts, Array]:
     return (first, *(x._replace(value=x.value - origin) for x in parts[1:])), origin
 
 
+def attention_and_expectation_at(
+    call: Prepared, arrays: Arrays, term: BlockTerm, width: int
+) -> AttentionState:
+    """The state of a call, and behind its `out` the mean of a block term: two walks over the keys."""
+    find = HashablePartial(attention_and_expectation, (term, width, call.names))
+    return run_reduction(call, Reduction(find, fold_states), check_at(call, None, arrays))
+
+
 def expectation_at(
     calls: Calls, source: Source, parts: Parts, term: BlockTerm, width: int, *rows: Array
 ) -> AttentionState:
@@ -121,6 +131,16 @@ def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
     def one(call: Prepared, arrays: Arrays) -> Array:
         reduction = Reduction(HashablePartial(support_function), fold_maxima)
         return run_reduction(call, reduction, check_at(call, None, arrays), direction)
+
+    return functools.reduce(jnp.maximum, map(one, calls, parts))
+
+
+def score_maximum_at(calls: Calls, parts: Parts) -> Array:
+    r"""$\max_a s_a$ over the keys that a row sees; minus infinity in a fully masked row."""
+
+    def one(call: Prepared, arrays: Arrays) -> Array:
+        reduction = Reduction(HashablePartial(score_maximum), fold_maxima)
+        return run_reduction(call, reduction, check_at(call, None, arrays))
 
     return functools.reduce(jnp.maximum, map(one, calls, parts))
 

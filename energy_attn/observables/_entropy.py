@@ -7,10 +7,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState, merge
-from energy_attn.kernels.internal import ScoreBlock, holds_keys, outer, precision, product
+from energy_attn.kernels.internal import (
+    ScoreBlock,
+    dot_rows,
+    holds_keys,
+    outer,
+    precision,
+    product,
+)
 
-from ..core._free_energy import Arrays, Calls, Parts, Prepared, attend_checked, check_at
-from ._at_source import covariance_product, expectation_at, state_at
+from ..core._free_energy import (
+    Arrays,
+    Calls,
+    Parts,
+    Prepared,
+    attend_checked,
+    both_computed,
+    check_at,
+)
+from ._at_source import (
+    attention_and_expectation_at,
+    covariance_product,
+    expectation_at,
+    state_at,
+)
 
 
 class ScoreMoments(NamedTuple):
@@ -31,6 +51,30 @@ class ScoreMoments(NamedTuple):
 
     mean: Float[Array, "*B T N"]
     variance: Float[Array, "*B T N"]
+
+
+class AttentionStatistics(NamedTuple):
+    """What [`Gibbs.statistics`][energy_attn.Gibbs.statistics] finds of each row in one pass.
+
+    Attributes:
+        out: attention, the mean of the values, `[B, T, N, Hv]`; zero in a fully masked row.
+        energy: `[B, T, N]` in nats; minus infinity in a fully masked row.
+        entropy: of the weights, `[B, T, N]` in nats; zero in a fully masked row.
+        mean_score: the mean of the scores under the weights, `[B, T, N]` in nats; likewise.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k = jnp.zeros((1, 1, 1)), jnp.array([0.0, 2.0]).reshape(2, 1, 1)
+        >>> found = ea.FreeEnergy().at(q, k, k).statistics()  # two keys of equal weight
+        >>> found.out.item(), found.entropy.item()
+        (1.0, 0.693...)
+    """
+
+    out: Float[Array, "*B T N Hv"]
+    energy: Float[Array, "*B T N"]
+    entropy: Float[Array, "*B T N"]
+    mean_score: Float[Array, "*B T N"]
 
 
 class RowObservables(NamedTuple):
@@ -75,6 +119,32 @@ def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
     return mean[..., 0], lse
 
 
+def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
+    """See `AbstractMeasure.statistics`."""
+    found = functools.reduce(merge, map(_attention_and_score, calls, parts))
+    out, lse = both_computed(*found)
+    mean = out[..., -1]
+    return AttentionStatistics(out[..., :-1], lse, entropy_of(mean, lse), mean)
+
+
+def _attention_and_score(call: Prepared, arrays: Arrays) -> AttentionState:
+    """The state with the mean of the scores behind attention."""
+    if not _is_linear(call, arrays):
+        return attention_and_expectation_at(call, arrays, _score_term, 1)
+    width = arrays.value.shape[-1]
+    out, lse, mean = _with_keys(call, arrays, jnp.concatenate([arrays.value, arrays.key], -1))
+    return AttentionState(jnp.concatenate([out[..., :width], mean[..., None]], -1), lse)
+
+
+def _with_keys(call: Prepared, arrays: Arrays, value: Array) -> tuple[Array, Array, Array]:
+    """Attention over values that end in the keys, the energies, and the mean of linear scores."""
+    given = check_at(call, None, arrays._replace(value=value))
+    out, lse = attend_checked(call, given)
+    query = given.operands.query if given.batched else given.operands.query[0]
+    mean = dot_rows(query, out[..., -query.shape[-1] :])
+    return out, lse, given.settings.scale * mean
+
+
 def _is_linear(call: Prepared, arrays: Arrays) -> bool:
     """Whether the scores are linear in the keys: scaled products, and nothing else."""
     return arrays.bias is None and call.score is None
@@ -85,11 +155,8 @@ def _mean_score(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
         mean, lse = expectation_at((call,), None, (arrays,), _score_term, 1)
         return mean[..., 0], lse
     # attention with the keys as values yields their mean
-    given = check_at(call, None, arrays)
-    operands = given.operands
-    out, lse = attend_checked(call, given._replace(operands=operands._replace(value=operands.key)))
-    query = operands.query if given.batched else operands.query[0]
-    return given.settings.scale * (query * out).sum(-1), lse
+    _, lse, mean = _with_keys(call, arrays, arrays.key)
+    return mean, lse
 
 
 class ScoreStatistics(NamedTuple):

@@ -11,8 +11,15 @@ from energy_attn.kernels.internal import check_integer, check_key
 
 from ..core._free_energy import Calls, Parts
 from . import _cumulants, _sample
-from ._at_source import check_row_vectors, covariance_at, covariance_product
-from ._entropy import ScoreMoments, entropy_of, mean_score, score_statistics
+from ._at_source import check_row_vectors, covariance_at, covariance_product, score_maximum_at
+from ._entropy import (
+    AttentionStatistics,
+    ScoreMoments,
+    attention_statistics,
+    entropy_of,
+    mean_score,
+    score_statistics,
+)
 
 
 class AbstractMeasure(eqx.Module):
@@ -29,6 +36,10 @@ class AbstractMeasure(eqx.Module):
     @abc.abstractmethod
     def prepared(self) -> tuple[Calls, Parts]:
         """The prepared calls, widened, with the source of the measure as part of their scores."""
+
+    @abc.abstractmethod
+    def prepared_keys(self) -> tuple[Calls, Parts]:
+        """The same of the keys alone, without the sinks."""
 
     @overload
     def covariance(self, tangent: None = None) -> Float[Array, "*B T N Hv Hv"]: ...
@@ -168,6 +179,62 @@ class AbstractMeasure(eqx.Module):
         """
         mean, lse = mean_score(*self.prepared())
         return entropy_of(mean, lse)
+
+    def statistics(self) -> AttentionStatistics:
+        r"""Attention, energy, entropy and mean score of each row, in one kernel pass.
+
+        $$\mathrm{out} = \mathbb{E}_P[v], \qquad F, \qquad H = F - \mathbb{E}_P[s], \qquad
+          \mathbb{E}_P[s] = \mathrm{scale}\; q \cdot \mathbb{E}_P[k]$$
+
+        The values of the pass are $[v, k]$: three products where attention alone has two. A `bias` or a
+        `score` is not linear in the keys; the mean then takes a second walk over the keys, of one
+        product. Sinks are parts of one key each.
+
+        Returns:
+            An [`AttentionStatistics`][energy_attn.AttentionStatistics], in float32 (float64).
+
+        Raises:
+            NotImplementedError: the named implementation declines the wider values.
+
+        Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> import energy_attn as ea
+            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+            >>> F = ea.FreeEnergy(is_causal=True).at(q, k, v)
+            >>> out, energy, entropy, mean = F.statistics()
+            >>> bool(jnp.allclose(entropy, F.entropy(), atol=1e-5)), out.shape
+            (True, (5, 2, 4))
+        """
+        return attention_statistics(*self.prepared())
+
+    def score_max(self) -> Float[Array, "*B T N"]:
+        r"""The largest score of each row.
+
+        $$\max_a s_a, \qquad s_a = \mathrm{scale}\; q \cdot k_a + b_a$$
+
+        over the keys that the row sees, with the bias, the `score` and the source of a tilted measure. A
+        sink does not count: it is no score of a query and a key. One walk over the keys in XLA, of one
+        product; merged by maximum over parts and devices. Training that clips weights where scores
+        grow, QK-clip, reads it.
+
+        Differentiable by a subgradient: the derivative of the largest score, and where several are equal
+        a mean of theirs. Under `jax.lax.stop_gradient` it is a constant.
+
+        Returns:
+            `[B, T, N]` in nats; minus infinity for a fully masked row.
+
+        Source: Kimi K2 (arXiv 2507.20534), section 2.1, for QK-clip.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import energy_attn as ea
+            >>> q, k = jnp.full((1, 1, 1), 3.0), jnp.array([0.5, 2.0]).reshape(2, 1, 1)
+            >>> float(ea.FreeEnergy().at(q, k, k).score_max()[0, 0])
+            6.0
+        """
+        return score_maximum_at(*self.prepared_keys())
 
     def score_moments(self) -> ScoreMoments:
         r"""Mean and variance of the scores of each row: minus its internal energy, and its heat capacity.

@@ -49,8 +49,8 @@ def with_sink(state: AttentionState, sink: Array, positions: Array | None) -> At
     empty = total == 0
     lse = jnp.where(empty, -jnp.inf, shift + jnp.log(jnp.where(empty, 1.0, total)))
     lse = jnp.where(infinite, 0.0 * lse + scores, lse)
-    # A product whose transpose is a product: XLA:CPU of JAX 0.10 sums `(x * y).sum(-1)` 100 times slower.
     part = share(state.lse, lse)
+    # a product whose transpose is that of `dot_rows`
     out = jnp.einsum("btnh,btn->btnh", state.out, part, precision=lax.Precision.HIGHEST)
     return AttentionState(out, lse)
 

@@ -102,6 +102,14 @@ def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 and not told else None
 
 
+def dot_rows(a: Array, b: Array) -> Array:
+    """The sum of products along the last axis, in full precision.
+
+    As a product of JAX's: XLA:CPU of JAX 0.10 takes 100 times longer for `(a * b).sum(-1)`.
+    """
+    return jnp.einsum("...h,...h->...", a, b, precision=lax.Precision.HIGHEST)
+
+
 def empty_state(
     shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32
 ) -> AttentionState:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from .._varying import vary_together
 from ..call._kernel import Candidate
-from ..call._operands import Operands, Settings
+from ..call._operands import Operands, Settings, with_wide_out
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
 from ..dispatch._registry import attend
 from ..xla._blocks import BlockedOperands, Index, outer
@@ -66,6 +66,19 @@ def expectation(
     )
 
 
+def attention_and_expectation(
+    part: BlockTerm,
+    width: int,
+    names: Sequence[Candidate],
+    settings: Settings,
+    operands: Operands,
+) -> AttentionState:
+    """The state whose `out`, in the dtype of `lse`, has the expectation behind attention. Raises as `attend`."""
+    state = attend(names, with_wide_out(settings), operands)
+    mean = weighted_sum(part, width, settings, operands, state.lse)
+    return AttentionState(jnp.concatenate([state.out, mean], -1), state.lse)
+
+
 def weighted_sum(
     part: BlockTerm,
     width: int,
@@ -93,6 +106,19 @@ def support_function(
     """
     operands, direction = lax.stop_gradient((operands, direction))
     return _reduce_blocks(_largest, jnp.maximum, -jnp.inf, 1, settings, operands, direction)[..., 0]
+
+
+def score_maximum(settings: Settings, operands: Operands) -> Float[Array, "B T N"]:
+    r"""The largest score of each row, $\max_a s_a$; minus infinity for a fully masked row.
+
+    Differentiable: where several scores are largest, it moves as their mean or another convex combination.
+    """
+    return _reduce_blocks(_largest_score, jnp.maximum, -jnp.inf, 1, settings, operands)[..., 0]
+
+
+def _largest_score(scores: Array, value: Array) -> Array:
+    del value
+    return scores.max(-1, keepdims=True)
 
 
 def _largest(scores: Array, value: Array, direction: Array) -> Array:
