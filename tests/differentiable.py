@@ -266,13 +266,14 @@ def cached(key: Any, value: Any, quantize: Any = None) -> KVCache:
 
 CACHE = drawn(5, key=(1, 5, 1, 3), value=(1, 5, 1, 2), query=(1, 3, 2, 3), source=(1, 3, 2, 2))
 SCALE = {"scale": np.asarray(0.7)}
+SINK = {"sink": np.array([0.4, -0.9])}
 
 
-def decode(query: Any, key: Any, value: Any, source: Any, scale: Any) -> Any:
+def decode(query: Any, key: Any, value: Any, source: Any, scale: Any, sink: Any) -> Any:
     cache = cached(key, value)
     F = cache.at(query, energy=ea.FreeEnergy(scale=scale, is_causal=True))
     return (
-        cache.attend(query, source=source, scale=scale),
+        cache.attend(query, source=source, scale=scale, sink=sink),
         cache.keys(),
         cache.values(),
         F.entropy(),
@@ -352,7 +353,7 @@ CASES = {
     "attention": Case(
         "energy_attn.attention",
         functools.partial(ea.attention, return_energy=True, mask=masks.Window(9, 2)),
-        lambda: rows() | BIAS | SEGMENTS,
+        lambda: rows() | BIAS | SEGMENTS | SINK,
         quick=True,
     ),
     "scores": Case(
@@ -407,6 +408,17 @@ CASES = {
             | drawn(14, tangent=VECTORS)
             | {"tangents": list(drawn(15, **THREE).values())}
         ),
+    ),
+    "statistics": Case(
+        """energy_attn.Gibbs.statistics energy_attn.AttentionStatistics
+        energy_attn.Gibbs.score_max""",
+        lambda sink, **arrays: (
+            (F := ea.FreeEnergy(arrays.pop("scale"), sink=sink).at(**arrays)).statistics(),
+            F.score_max(),
+            F.entropy(),
+        ),
+        lambda: rows() | SINK,
+        quick=True,
     ),
     "conjugate": Case(
         "energy_attn.Gibbs.conjugate energy_attn.Solution",
@@ -518,7 +530,7 @@ CASES = {
         energy_attn.distributed.KVCache.attend energy_attn.distributed.KVCache.at
         energy_attn.distributed.KVCache.keys energy_attn.distributed.KVCache.values""",
         decode,
-        lambda: CACHE | SCALE,
+        lambda: CACHE | SCALE | SINK,
         quick=True,
     ),
     "KVCache of eight bits": Case(
