@@ -225,9 +225,9 @@ def split_theirs() -> tuple[Any, Any]:
     return eqx.partition(made, eqx.is_array)
 
 
-def swapped(layer: Any, query: Any, key_: Any, value: Any, scale: Any) -> Any:
+def swapped(layer: Any, query: Any, key_: Any, value: Any, **energy: Any) -> Any:
     theirs = eqx.combine(layer, split_theirs()[1])
-    scaled = ea.replace_attention(theirs, scale=jnp.asarray(scale))
+    scaled = ea.replace_attention(theirs, **energy)
     found = ea.record(scaled, "energy", "entropy")(query, key_, value)
     back = ea.restore_attention(ea.replace_attention(theirs))
     return found, back(query, key_, value)
@@ -284,10 +284,10 @@ def rounded(query: Any, key: Any, value: Any) -> Any:
     return cached(key, value, "int8").attend(query)
 
 
-def tree_nodes(query: Any, key: Any, value: Any, source: Any, scale: Any, old: Any) -> Any:
+def tree_nodes(query: Any, key: Any, value: Any, old: Any, **options: Any) -> Any:
     tree = pack(jnp.asarray([[[1, 2], [1, 3]]], jnp.int32), capacity=3)
     cache = cached(old["key"], old["value"])
-    out = tree_decode(query, key, value, tree=tree, cache=cache, source=source, scale=scale)
+    out = tree_decode(query, key, value, tree=tree, cache=cache, **options)
     path = Accepted(*(jnp.asarray(x, jnp.int32) for x in ([[0, 2]], [2], [3])))
     return out, commit(cache, path, key, value).keys()
 
@@ -347,7 +347,7 @@ CASES = {
     "free_energy": Case(
         "energy_attn.free_energy",
         functools.partial(ea.free_energy, is_causal=True),
-        lambda: rows() | BIAS | SOURCE | MASK | POSITIONS,
+        lambda: rows() | BIAS | SOURCE | MASK | POSITIONS | SINK,
         quick=True,
     ),
     "attention": Case(
@@ -495,6 +495,7 @@ CASES = {
             {"layer": split_theirs()[0]}
             | drawn(22, query=(3, 4), key_=(5, 4), value=(5, 4))
             | SCALE
+            | SINK
         ),
         quick=True,
     ),
@@ -542,7 +543,7 @@ CASES = {
     "tree_decode": Case(
         "energy_attn.prefix_tree.tree_decode energy_attn.prefix_tree.commit",
         tree_nodes,
-        lambda: NODES | SCALE,
+        lambda: NODES | SCALE | SINK,
     ),
     "states": Case(
         """energy_attn.kernels.AttentionState energy_attn.kernels.CovarianceState
@@ -561,13 +562,13 @@ CASES = {
     "tree_attention": Case(
         "energy_attn.distributed.tree_attention",
         over_two(functools.partial(tree_attention, axis_name="x"), **BY_KEYS),
-        lambda: LONG | drawn(11, bias=(1, 2, 1, 4)),
+        lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
         spread=True,
     ),
     "ring_attention": Case(
         "energy_attn.distributed.ring_attention",
         over_two(functools.partial(ring_attention, axis_name="x"), HERE, **BY_ROWS),
-        lambda: LONG | drawn(11, bias=(1, 2, 1, 4)),
+        lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
         spread=True,
     ),
     "ulysses_attention": Case(
@@ -575,7 +576,7 @@ CASES = {
         over_two(
             functools.partial(ulysses_attention, axis_name="x"), HERE, **BY_ROWS, bias=P(None, "x")
         ),
-        lambda: LONG | drawn(11, bias=(1, 2, 1, 4)),
+        lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
         spread=True,
     ),
     "layouts": Case(
