@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from energy_attn import scores
 from energy_attn.distributed import tree_attention
 from energy_attn.kernels import AttentionState, local_attention
 
@@ -233,3 +234,87 @@ def test_source():
 
     rows, keys = (1, 100, 8, 64), (1, 300, 2, 64)
     assert Compiled(run, rows, keys, keys, rows).kernels >= BACKWARD
+
+
+SCORES = {  # a function of parameters, their shape
+    "soft_cap": (lambda x: scores.SoftCap(x[0]), (1,)),
+    "alibi": (scores.ALiBi, (16,)),
+}
+
+
+def gradients_of_score(make):
+    """The state by a score, and all gradients."""
+
+    def run(query, key, value, parameters, dout, dlse):
+        state, back = jax.vjp(
+            lambda *x: attend(*x[:3], is_causal=True, score=make(x[3])),
+            *(query, key, value, parameters),
+        )
+        return state, back(AttentionState(dout, dlse))
+
+    return run
+
+
+def tangent_of_score(make):
+    """The state and its derivative in all directions, that of the parameters among them."""
+
+    def run(*arrays):
+        return jax.jvp(
+            lambda *x: attend(*x[:3], is_causal=True, score=make(x[3])), arrays[:4], arrays[4:]
+        )
+
+    return run
+
+
+def float32(*shape):
+    sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name, tmp_path):
+    """A score that costs registers, copies or memory; and its derivatives, which hold more of a tile."""
+    make, shape = SCORES[name]
+    rows, keys = (1, PREFILL, 16, WIDTH), (1, PREFILL, 16, WIDTH)
+    given = rows, keys, keys, float32(*shape)
+    back = gradients_of_score(make), *given, rows, float32(*rows[:-1])
+    forward = tangent_of_score(make), *given, *given
+    for kind, wanted, most in ((back, BACKWARD, 3), (forward, TANGENT, 1)):
+        folder = tmp_path / str(most)
+        program = Compiled(*kind, folder=folder)
+        assert program.kernels == wanted
+        # beside what gradients take without a score, the parameters' in each row
+        assert program.memory.temp_size_in_bytes <= (most + 0.01) * 4 * PREFILL * 16
+        for kernel, (code, spilled) in program.assembled().items():
+            assert "wgmma" in code, kernel
+            assert spilled == 0, kernel
+
+
+def _every_function(s, at, x, table):
+    """All that the kernel says that it computes, of the product or of positions."""
+    whole = at.query - at.key
+    t = jnp.tanh(s)
+    positive = 1 + s * s
+    for f in (jnp.cosh, jnp.sinh, jnp.sin, jnp.cos, jnp.tan, jnp.expm1, jnp.exp2, jnp.abs):
+        s = s + f(t)
+    for f in (jnp.log, jnp.log1p, jnp.sqrt, jnp.cbrt, jax.lax.rsqrt, jnp.exp, jnp.sign):
+        s = s - f(positive)
+    s = s + jnp.floor(t) * jnp.ceil(t) + jax.nn.sigmoid(t) + t**3 + jnp.square(t)
+    s = s + positive ** x[at.head] + jnp.arctan2(t, positive) + jnp.clip(t, -0.5, 0.5)
+    s = s + jnp.where((whole % 3 == 1) ^ (whole < 4) | jnp.isfinite(s) & ~(t > 0), t, -t)
+    s = s + jax.nn.relu(t) + jnp.logaddexp(t, s) + jnp.minimum(t, s) / jnp.maximum(s, 1.0)
+    return s + jnp.remainder(s, 2.0) + table[at.head, jnp.clip(abs(whole) // 2, 0, 8)]
+
+
+def test_functions_of_scores():
+    """A function that the kernel promises, and Triton or CUDA's library lacks."""
+
+    rows, keys = (1, 4, 4, 16), (1, 16, 2, 16)  # one small tile: each function is a long program
+    given = rows, keys, keys, float32(2, 4)
+
+    def make(x):
+        return scores.Function(_every_function, x[0], jnp.broadcast_to(x[1][:, None], (4, 9)))
+
+    program = Compiled(gradients_of_score(make), *given, rows, float32(*rows[:-1]))
+    assert program.kernels >= BACKWARD
+    assert Compiled(tangent_of_score(make), *given, *given).kernels >= TANGENT

@@ -7,6 +7,7 @@ formulas are those of FlashAttention-2 (Dao, arXiv 2307.08691).
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Ref
 from jax.experimental import pallas as pl
@@ -18,8 +19,11 @@ from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows
 from .._common import result_like
 from .._rows import BlockList, Visibility
+from .._score import score_cotangents, score_numbers
+from .._score_program import Numbers
 from . import _tile as tiles
 from ._plan import Plan, tile_ranges, visibility_of
+from ._score import TileScores, sums_like
 
 
 def backward(
@@ -31,33 +35,42 @@ def backward(
     *,
     interpret: bool,
 ) -> Operands:
-    """The cotangents of query, key and value, by plans for "query" and "key"."""
+    """The cotangents of query, key, value and score, by plans for "query" and "key"."""
     query, key, value = operands[:3]
     given_rows = backward_rows(operands, state, cotangent)
     lse = given_rows.lse * tiles.LOG2_E  # in bits
     d_out = given_rows.d_out.astype(value.dtype)
     arrays = (given_rows.query, key, value, d_out, lse, given_rows.delta)
+    numbers = score_numbers(operands, query_plan.score)
 
-    def run(kernel: Callable[..., None], plan: Plan, *like: Array) -> list[Array]:
+    def run(kernel: Callable[..., None], plan: Plan, *like: Array) -> tuple[list[Array], Numbers]:
         given = visibility_of(operands, plan)
         of_keys = kernel is _key_kernel
         count = plan.key_tiles if of_keys else plan.row_tiles
-        parts = pl.pallas_call(
+        sums = Numbers() if of_keys else sums_like(plan, numbers, query)
+        parts, sums = pl.pallas_call(
             functools.partial(kernel, plan),
             grid=(count * plan.kv_heads * plan.batch * plan.splits,),
-            out_shape=[
-                result_like(x, (plan.splits, *x.shape), x.dtype if plan.splits == 1 else lse.dtype)
-                for x in like
-            ],
+            out_shape=(
+                [
+                    result_like(
+                        x, (plan.splits, *x.shape), x.dtype if plan.splits == 1 else lse.dtype
+                    )
+                    for x in like
+                ],
+                sums,
+            ),
             compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
             interpret=interpret,
             name="attention_backward_" + ("key" if of_keys else "query"),
-        )(*arrays, given, tile_ranges(operands, given, plan, of_keys=of_keys))
-        return [part.sum(0).astype(x.dtype) for part, x in zip(parts, like, strict=True)]
+        )(*arrays, given, tile_ranges(operands, given, plan, of_keys=of_keys), numbers)
+        found = [part.sum(0).astype(x.dtype) for part, x in zip(parts, like, strict=True)]
+        return found, jax.tree.map(lambda x: x.sum(0), sums)
 
-    (d_query,) = run(_query_kernel, query_plan, query)
-    d_key, d_value = run(_key_kernel, key_plan, key, value)
-    return cotangents(d_query, d_key, d_value, None)
+    (d_query,), sums = run(_query_kernel, query_plan, query)
+    (d_key, d_value), _ = run(_key_kernel, key_plan, key, value)
+    to_score = score_cotangents(operands, query_plan.score, sums)
+    return cotangents(d_query, d_key, d_value, None, to_score)
 
 
 def _query_kernel(
@@ -70,7 +83,9 @@ def _query_kernel(
     delta_ref: Ref,
     visibility: Visibility,
     found: Ref | BlockList | None,
-    result_ref: Ref,
+    numbers: Numbers,
+    results: list[Ref],
+    sums_refs: Numbers,
 ) -> None:
     at = tiles.program_index(plan, of_keys=False)
     rows = tiles.rows(plan, at.tile, at.kv_head)
@@ -78,10 +93,14 @@ def _query_kernel(
     d_out = tiles.load_rows(out_ref, at, rows, plan.value_width)
     lse = tiles.load_numbers(lse_ref, at, rows, jnp.inf)
     delta = tiles.load_numbers(delta_ref, at, rows, 0.0)
+    score = TileScores(plan, numbers, visibility, at)
+    own = score.of_rows(rows)
 
-    def step(tile: Array, sums: Array, masked: bool) -> Array:
+    def step(tile: Array, carry: tuple[Array, Numbers], masked: bool) -> tuple[Array, Numbers]:
+        sums, of_score = carry
         key = tiles.load_keys(plan, key_ref, at, tile, plan.width, not masked)
-        scores = tiles.product(query, key, 1, 1) * (plan.settings.scale * tiles.LOG2_E)
+        scores, pull = score.pull(tiles.product(query, key, 1, 1), own, tile)
+        seen = None
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
@@ -90,11 +109,15 @@ def _query_kernel(
         if masked:
             key, value = tiles.zero_hidden(plan, visibility, at, tile, key, value)
         d_scores = weights * (tiles.product(d_out, value, 1, 1) - delta[:, None])
-        return sums + tiles.product(d_scores.astype(key.dtype), key, 1, 0)
+        d_scores, added = pull(d_scores, seen)
+        of_score = jax.tree.map(jnp.add, of_score, added)
+        return sums + tiles.product(d_scores.astype(key.dtype), key, 1, 0), of_score
 
     over = tiles.tile_range(plan, found, at, of_keys=False)
-    sums = tiles.loop_over(plan, over, at, step, jnp.zeros(query.shape, jnp.float32))
-    tiles.store_rows(result_ref, at, rows, sums * plan.settings.scale, plan.width)
+    start = jnp.zeros(query.shape, jnp.float32), score.no_sums()
+    sums, of_score = tiles.loop_over(plan, over, at, step, start)
+    tiles.store_rows(results[0], at, rows, sums * plan.settings.scale, plan.width)
+    score.store(sums_refs, rows, of_score)
 
 
 def _key_kernel(
@@ -107,20 +130,23 @@ def _key_kernel(
     delta_ref: Ref,
     visibility: Visibility,
     found: Ref | BlockList | None,
-    d_key_ref: Ref,
-    d_value_ref: Ref,
+    numbers: Numbers,
+    results: list[Ref],
+    _: Numbers,
 ) -> None:
     at = tiles.program_index(plan, of_keys=True)
     key = tiles.load_keys(plan, key_ref, at, at.tile, plan.width, False)
     value = tiles.load_keys(plan, value_ref, at, at.tile, plan.value_width, False)
     key, value = tiles.zero_hidden(plan, visibility, at, at.tile, key, value)
+    score = TileScores(plan, numbers, visibility, at, keys_first=True)
 
     def step(tile: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
         d_key, d_value = carry
         rows = tiles.rows(plan, tile, at.kv_head)
         query = tiles.load_rows(query_ref, at, rows, plan.width)
         # keys in front, so that sums over rows are plain products
-        scores = tiles.product(key, query, 1, 1) * (plan.settings.scale * tiles.LOG2_E)
+        scores, pull = score.pull(tiles.product(key, query, 1, 1), score.of_rows(rows), at.tile)
+        seen = None
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, at.tile, keys_first=True)
             scores = jnp.where(seen, scores, -jnp.inf)
@@ -129,11 +155,12 @@ def _key_kernel(
         d_value += tiles.product(weights.astype(d_out.dtype), d_out, 1, 0)
         delta = tiles.load_numbers(delta_ref, at, rows, 0.0)
         d_scores = weights * (tiles.product(value, d_out, 1, 1) - delta[None, :])
+        d_scores, _ = pull(d_scores, seen)
         return d_key + tiles.product(d_scores.astype(query.dtype), query, 1, 0), d_value
 
     start = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     # Keys that pad the last tile are zero, and their sums are not stored.
     over = tiles.tile_range(plan, found, at, of_keys=True)
     d_key, d_value = tiles.loop_over(plan, over, at, step, start)
-    tiles.store_keys(plan, d_key_ref, at, d_key * plan.settings.scale, plan.width)
-    tiles.store_keys(plan, d_value_ref, at, d_value, plan.value_width)
+    tiles.store_keys(plan, results[0], at, d_key * plan.settings.scale, plan.width)
+    tiles.store_keys(plan, results[1], at, d_value, plan.value_width)

@@ -16,8 +16,11 @@ from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, fold
 from .._common import result_like
 from .._rows import BlockList, Visibility
+from .._score import score_numbers
+from .._score_program import Numbers
 from . import _tile as tiles
 from ._plan import LEAST, Plan, tile_ranges, visibility_of
+from ._score import TileScores
 
 # The terms that one program of the merge adds: each of its threads loads 32 at once.
 TERMS = 4096
@@ -39,7 +42,10 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
         compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
         interpret=interpret,
         name="attention_forward",
-    )(query, key, value, given, tile_ranges(operands, given, plan, of_keys=False))
+    )(
+        *(query, key, value, given, tile_ranges(operands, given, plan, of_keys=False)),
+        score_numbers(operands, plan.score),
+    )
     if plan.splits == 1:
         return AttentionState(*(part[0] for part in parts))
     dtype = out_dtype(operands, plan.settings)
@@ -53,17 +59,20 @@ def _kernel(
     value_ref: Ref,
     visibility: Visibility,
     found: Ref | BlockList | None,
+    numbers: Numbers,
     out_ref: Ref,
     lse_ref: Ref,
 ) -> None:
     at = tiles.program_index(plan, of_keys=False)
     rows = tiles.rows(plan, at.tile, at.kv_head)
+    score = TileScores(plan, numbers, visibility, at)
+    own = score.of_rows(rows)
     query = tiles.load_rows(query_ref, at, rows, plan.width)
 
     def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         maximum, total, sums = carry
         key = tiles.load_keys(plan, key_ref, at, tile, plan.width, not masked)
-        scores = tiles.product(query, key, 1, 1) * (plan.settings.scale * tiles.LOG2_E)
+        scores = score.scores(tiles.product(query, key, 1, 1), own, tile)
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)

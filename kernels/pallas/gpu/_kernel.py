@@ -32,11 +32,13 @@ class PallasGPU(AbstractKernel):
     interpreted = ("cpu", "tpu")
     exported = False
     masks = (AbstractMask,)
+    scores = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float64 and empty axes; for widths
         whose tiles do not fit on the chip; for rules that look into a table by query and key, or
-        compute with them what tiles do not; and for versions of JAX without Pallas on Triton.
+        compute with them what tiles do not; for scores of other functions or larger tables than
+        tiles compute, and a source beside a score; and for versions of JAX without Pallas on Triton.
         """
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "query", "key"):

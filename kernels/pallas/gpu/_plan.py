@@ -22,6 +22,8 @@ from .._rows import (
     pad_to_blocks,
     pairs_of,
 )
+from .._score import score_of
+from .._score_program import ScoreProgram, Target
 
 # Shared memory that one program may take of a multiprocessor, in KiB, by compute capability; other
 # GPUs get the smallest. Without a GPU at hand, programs are for the class of H100.
@@ -36,6 +38,17 @@ LEAST = 16  # the smallest tile that tensor cores take
 SUMS = 8192
 # Parts of many rows are large: their keys are split only if some multiprocessor would be idle.
 LEAST_PROGRAMS = 132
+# What Triton has, in all versions of JAX, for a score and its derivatives.
+TARGET = Target(
+    frozenset(
+        "abs add add_any and atan2 broadcast_in_dim cbrt ceil clamp convert_element_type cos cosh "
+        "custom_jvp_call div eq exp exp2 expm1 floor ge gt integer_pow is_finite jit le log log1p "
+        "logistic lt max min mul ne neg not or pjit pow rem reshape rsqrt select_n sign sin sinh "
+        "sqrt square squeeze sub tan tanh xor".split()
+    ),
+    # Python's integers are int64 where JAX has 64 bits
+    frozenset({"float32", "int32", "int64", "bool"}),
+)
 
 
 class TileSizes(NamedTuple):
@@ -79,6 +92,7 @@ class Plan(NamedTuple):
             of two.
         splits: how many programs share the iteration of a tile over others.
         warps, stages: the threads of a program in units of 32, and the steps that overlap.
+        score: the call's score, if it has one.
     """
 
     settings: Settings
@@ -97,6 +111,7 @@ class Plan(NamedTuple):
     splits: int
     warps: int
     stages: int
+    score: ScoreProgram | None
 
     @property
     def head_tiles(self) -> int:
@@ -142,8 +157,10 @@ def make_plan(
     "key" for that of the gradients in keys and values, "tangent" for that of the state's derivative
     in a direction, whose arrays take as much memory again.
 
-    Raises `NotImplementedError` if no tiles fit into shared memory, or for a rule that tiles do not tell.
+    Raises `NotImplementedError` if no tiles fit into shared memory, or for a rule or a score that tiles
+    do not tell.
     """
+    score = score_of(operands, settings, TARGET)
     query, _, value = operands[:3]
     batch, query_len, heads, width = query.shape
     _, key_len, kv_heads, value_width = value.shape
@@ -156,6 +173,8 @@ def make_plan(
     rows, keys = power(query_len * group), power(key_len)
     few = of_state and rows <= FEW_ROWS
     own, other = sizes.own, sizes.other if kind == "forward" else sizes.other_backward
+    if score is not None and kind == "key":
+        other //= 2  # beside weights, what the score's derivative is of
     float32 = max(query.dtype.itemsize, value.dtype.itemsize) > 2
     if float32:
         own = other = sizes.float32
@@ -173,9 +192,11 @@ def make_plan(
     # memory, and one less where few rows go through products of single warps.
     held = 3 if few else 2
     memory = shared_memory() * 1024
+    tables = 0 if score is None else moving * len(score.sizes)
 
     def needed() -> int:
-        return own * own_bytes + held * other * moving * row_bytes
+        entries = tables * own * other * 4  # of tables, which are loaded ahead as keys are
+        return own * own_bytes + held * (other * moving * row_bytes + entries)
 
     while needed() > (memory // 4 if few else memory) and max(own, other) > LEAST:
         own, other = (own // 2, other) if own > other else (own, other // 2)
@@ -193,7 +214,7 @@ def make_plan(
         pairs_of(operands, settings),
         *(batch, query_len, key_len, kv_heads, group, width, value_width),
         *(rows // row_heads, row_heads, rows, keys),
-        *(1, 8 if many else 4, 4 if few else 2),
+        *(1, 8 if many else 4, 4 if few else 2, score),
     )
     tiles, steps = found.row_tiles, found.key_tiles
     if kind == "key":

@@ -5,6 +5,7 @@ formulas are those of `AbstractKernel.tangent`.
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Ref
@@ -16,8 +17,11 @@ from ...call._operands import Operands
 from ...call._state import AttentionState, holds_keys
 from .._common import moving_arrays, result_like
 from .._rows import BlockList, Visibility
+from .._score import score_directions, score_numbers
+from .._score_program import Numbers
 from . import _tile as tiles
 from ._plan import Plan, tile_ranges, visibility_of
+from ._score import TileScores
 
 
 def tangent(
@@ -46,6 +50,8 @@ def tangent(
     )(
         *(query, key, value, moving_arrays(directions), *state, given),
         tile_ranges(operands, given, plan, of_keys=False),
+        score_numbers(operands, plan.score),
+        score_directions(operands, plan.score, directions),
     )
     return AttentionState(
         *(part.sum(0).astype(x.dtype) for part, x in zip(parts, state, strict=True))
@@ -62,6 +68,8 @@ def _kernel(
     lse_ref: Ref,
     visibility: Visibility,
     found: Ref | BlockList | None,
+    numbers: Numbers,
+    d_numbers: Numbers | None,
     d_out_ref: Ref,
     d_lse_ref: Ref,
 ) -> None:
@@ -76,6 +84,10 @@ def _kernel(
     shift = jnp.where(
         some, lse * tiles.LOG2_E, jnp.inf
     )  # in bits; a row without keys has no weight
+    score = TileScores(plan, numbers, visibility, at)
+    own = score.of_rows(rows)
+    score_moving = None if d_numbers is None else (d_numbers, score.numbers(d_numbers, rows))
+    scores_move = bool(moving.keys() & {"query", "key"}) or score_moving is not None
 
     def step(tile: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
         total, sums = carry
@@ -85,7 +97,8 @@ def _kernel(
             return tiles.zero_hidden(plan, visibility, at, tile, x)[0] if masked else x
 
         key = keys(key_ref, plan.width)
-        scores = tiles.product(query, key, 1, 1) * (plan.settings.scale * tiles.LOG2_E)
+        product = tiles.product(query, key, 1, 1)
+        scores, seen = score.scores(product, own, tile), None
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
@@ -95,8 +108,12 @@ def _kernel(
             d_scores.append(tiles.product(d_query, key, 1, 1))
         if "key" in moving:
             d_scores.append(tiles.product(query, keys(moving["key"], plan.width), 1, 1))
-        if d_scores:
-            terms = weights * (sum(d_scores[1:], d_scores[0]) * plan.settings.scale)
+        if scores_move:
+            change: Any = None
+            if d_scores:
+                change = sum(d_scores[1:], d_scores[0]) * plan.settings.scale
+            change = score.along(change, product, own, tile, seen, score_moving)
+            terms = weights * change
             total += terms.sum(1)
             value = keys(value_ref, plan.value_width)
             sums += tiles.product(terms.astype(value.dtype), value, 1, 0)
@@ -111,7 +128,7 @@ def _kernel(
     )
     over = tiles.tile_range(plan, found, at, of_keys=False)
     total, sums = tiles.loop_over(plan, over, at, step, start)
-    if "query" in moving or "key" in moving:
+    if scores_move:
         out = tiles.load_rows(out_ref, at, rows, plan.value_width)
         sums -= total[:, None] * out.astype(jnp.float32)
     tiles.store_rows(d_out_ref, at, rows, jnp.where(some[:, None], sums, 0.0), plan.value_width)

@@ -1,0 +1,99 @@
+"""What a score reads, computed from its arrays for a kernel, and the way back from what a kernel sums."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ..call._operands import Operands, Settings
+from ..scores._structure import floating
+from ._score_program import Numbers, ScoreProgram, Target, score_program
+
+
+def score_of(operands: Operands, settings: Settings, target: Target) -> ScoreProgram | None:
+    """The program of a call's score for kernels of a target; None: there is no score.
+
+    Raises `NotImplementedError` if they cannot run it.
+    """
+    if settings.score is None:
+        return None
+    if settings.scored_width is not None:
+        raise NotImplementedError(
+            f"score: wanted None beside a source, got {settings.score.name} (blockwise takes it)"
+        )
+    types = tuple((x.shape, jnp.dtype(x.dtype)) for x in operands.score_arrays)
+    return score_program(settings.score, types, target, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def score_numbers(operands: Operands, program: ScoreProgram | None) -> Numbers:
+    """What the score reads, `[B or 1, N or 1]` and `[B or 1, N or 1, D]`; nothing without one."""
+    if program is None:
+        return Numbers()
+    return program.outside(operands.score_arrays, *_indices(operands))
+
+
+def score_directions(
+    operands: Operands, program: ScoreProgram | None, directions: Operands
+) -> Numbers | None:
+    """The change of the numbers and tables in the directions of the score's arrays; None: none move."""
+    moved = directions.score_arrays
+    if program is None or all(x is None for x in moved):
+        return None
+    given = _moving(operands)
+    along = [
+        jnp.zeros_like(x) if moved[i] is None else moved[i].astype(x.dtype)
+        for i, x in given.items()
+    ]
+    run = _of_moving(operands, program)
+    _, found = jax.jvp(run, (list(given.values()),), (along,))
+    return found
+
+
+def score_cotangents(
+    operands: Operands, program: ScoreProgram | None, rows: Numbers
+) -> tuple[Array | None, ...]:
+    """The cotangents of the score's arrays, from those of its numbers `[B, T, N]` and tables for each row."""
+    if program is None:
+        return ()
+    given = _moving(operands)
+    numbers, back = jax.vjp(_of_moving(operands, program), list(given.values()))
+
+    def summed(x: Array, like: Array) -> Array:
+        x = x.sum(1)
+        axes = tuple(i for i in (0, 1) if like.shape[i] < x.shape[i])
+        return x.sum(axes, keepdims=True)
+
+    (found,) = back(jax.tree.map(summed, rows._replace(fixed=()), numbers))
+    arrays: list[Any] = [None] * len(operands.score_arrays)
+    for i, x in zip(given, found, strict=True):
+        arrays[i] = x
+    return tuple(arrays)
+
+
+def _indices(operands: Operands) -> tuple[Array, Array]:
+    batch, _, heads = operands.query.shape[:3]
+    given = (operands.batch_indices, batch), (operands.head_indices, heads)
+    found = (jnp.arange(size, dtype=jnp.int32) if x is None else x for x, size in given)
+    batches, heads = found
+    return batches, heads
+
+
+def _moving(operands: Operands) -> dict[int, Array]:
+    """The arrays that have derivatives, by their number."""
+    return {i: x for i, x in enumerate(operands.score_arrays) if floating(x)}
+
+
+def _of_moving(operands: Operands, program: ScoreProgram) -> Any:
+    """The function from these arrays to the numbers that have derivatives."""
+    places = tuple(_moving(operands))
+
+    def run(given: Sequence[Array]) -> Numbers:
+        arrays = list(operands.score_arrays)
+        for i, x in zip(places, given, strict=True):
+            arrays[i] = x
+        found = program.outside(arrays, *_indices(operands))
+        return found._replace(fixed=())
+
+    return run

@@ -1,0 +1,131 @@
+"""The steps of a score: its jaxpr with calls inlined, each value with what it depends on."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from ..scores._abstract import At
+from ..scores._structure import ScoreStructure, floating
+
+_INLINED = "jit", "pjit", "closed_call"
+
+
+class Name:
+    """A value of a program, and which of its inputs it depends on."""
+
+    def __init__(self, aval: Any, reads: frozenset[str] = frozenset()):
+        self.shape, self.dtype, self.reads = tuple(aval.shape), aval.dtype, reads
+
+
+class Step(NamedTuple):
+    """An operation: its inputs are names and numbers, its outputs names."""
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Which inputs of the program it depends on."""
+        return reads(self.inputs)
+
+
+class Traced(NamedTuple):
+    """A score of single numbers.
+
+    Attributes:
+        inputs: "raw", "query", "key", "batch" and "head".
+        arrays: those of the score.
+        known: constants, with their values.
+        steps: what is computed, in order.
+        output: the score.
+    """
+
+    inputs: dict[str, Name]
+    arrays: list[Name]
+    known: dict[Name, np.ndarray]
+    steps: list[Step]
+    output: Any
+
+
+def traced(structure: ScoreStructure, types: tuple[Any, ...]) -> Traced:
+    """The steps of a score with arrays of shapes and dtypes `types`, in float32.
+
+    Raises `NotImplementedError` for a score that takes no single numbers.
+    """
+
+    def score(raw: Any, query: Any, key: Any, batch: Any, head: Any, *arrays: Any) -> Any:
+        given = [x.astype(jnp.float32) if floating(x) else x for x in arrays]
+        at = At(batch, head, query, key)
+        if not structure.compares:
+            at = At(batch, head, None, None)  # pyright: ignore[reportArgumentType]
+        return structure.bind(given)(raw, at)
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    given = (jax.ShapeDtypeStruct(*x) for x in types)
+    raw = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        program = jax.make_jaxpr(score)(raw, *[number] * 4, *given)
+    except (TypeError, ValueError, IndexError) as reason:
+        raise NotImplementedError(
+            f"score: wanted a function that takes single numbers, got {structure.name} with {reason} "
+            "(blockwise takes it)"
+        ) from reason
+    names = "raw", "query", "key", "batch", "head"
+    variables = program.jaxpr.invars
+    inputs = {
+        name: Name(x.aval, frozenset({name})) for name, x in zip(names, variables, strict=False)
+    }
+    arrays = [Name(x.aval) for x in variables[len(names) :]]
+    found = Traced(inputs, arrays, {}, [], None)
+    (output,) = _inline(program, [*inputs.values(), *arrays], found)
+    return found._replace(output=output)
+
+
+def _inline(program: Any, inputs: Sequence[Any], into: Traced) -> list[Any]:
+    """Adds the steps of a program for given inputs; returns its outputs."""
+    names: dict[Any, Any] = dict(zip(program.jaxpr.invars, inputs, strict=True))
+    for variable, x in zip(program.jaxpr.constvars, program.consts, strict=True):
+        names[variable] = Name(variable.aval)
+        into.known[names[variable]] = np.asarray(x)
+
+    def name(x: Any) -> Any:
+        return np.asarray(x.val, getattr(x.aval, "dtype", None))[()] if isinstance(x, Literal) else names[x]
+
+    for eqn in program.jaxpr.eqns:
+        given = tuple(map(name, eqn.invars))
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if eqn.primitive.name in _INLINED and isinstance(inner, ClosedJaxpr):
+            names |= zip(eqn.outvars, _inline(inner, given, into), strict=True)
+            continue
+        outputs = tuple(Name(x.aval) for x in eqn.outvars)
+        into.steps.append(Step(eqn.primitive, eqn.params, given, outputs))
+        names |= zip(eqn.outvars, outputs, strict=True)
+    return list(map(name, program.jaxpr.outvars))
+
+
+def reads(values: Sequence[Any]) -> frozenset[str]:
+    """Which inputs of the program any of these depends on."""
+    return frozenset().union(*(x.reads for x in values if isinstance(x, Name)))
+
+
+def value(found: dict[Any, Any], x: Any) -> Any:
+    """The value of a name, or a number itself."""
+    return found[x] if isinstance(x, Name) else x
+
+
+def run(steps: Sequence[Step], found: dict[Any, Any]) -> None:
+    """Adds the values of the outputs of steps to `found`."""
+    for step in steps:
+        params = step.primitive.get_bind_params(step.params)
+        # a pair until JAX 0.9
+        functions, params = params if isinstance(params, tuple) else ((), params)
+        given = (value(found, x) for x in step.inputs)
+        result = step.primitive.bind(*functions, *given, **params)
+        results = result if step.primitive.multiple_results else [result]
+        found |= zip(step.outputs, results, strict=True)

@@ -1,0 +1,205 @@
+"""Scores of tiles in the GPU kernels: the products themselves or by a score, with its derivatives."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Ref, lax
+from jax.experimental.pallas import triton
+from jaxtyping import Array
+
+from .._common import result_like
+from .._rows import Visibility
+from .._score_program import Numbers, ScoreProgram
+from . import _tile as tiles
+from ._plan import Plan, power
+
+# Where a tile may see; None: everywhere.
+Seen = Array | None
+
+
+class OfRows(NamedTuple):
+    """What the scores of a tile read of its rows."""
+
+    rows: tiles.Rows
+    position: Array | None
+    numbers: Numbers  # without tables
+
+
+class TileScores:
+    """The scores of a program's tiles, in bits; `[keys, rows]` if `keys_first`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        given: Numbers,
+        visibility: Visibility,
+        at: tiles.ProgramIndex,
+        *,
+        keys_first: bool = False,
+    ):
+        self._plan, self._given, self._visibility, self._at = plan, given, visibility, at
+        self._row_axis = int(keys_first)
+
+    def of_rows(self, rows: tiles.Rows) -> OfRows | None:
+        """What is read once for a tile of rows; None without a score."""
+        program = self._plan.score
+        if program is None:
+            return None
+        position = rows.time
+        if program.compares and self._visibility.row_positions is not None:
+            position = self._position(self._visibility.row_positions, rows.time, rows.there)
+        return OfRows(rows, position, self.numbers(self._given, rows))
+
+    def numbers(self, given: Numbers, rows: tiles.Rows) -> Numbers:
+        """The numbers of a tile's rows."""
+
+        def read(refs: Sequence[Ref]) -> tuple[Array, ...]:
+            return tuple(tiles.load(x, self._heads(x, rows.head), None) for x in refs)
+
+        return Numbers(read(given.floats), (), read(given.fixed))
+
+    def scores(self, product: Array, own: OfRows | None, tile: Array) -> Array:
+        """The scores of a tile of keys, or those of a tile of rows."""
+        if own is None or self._plan.score is None:
+            return product * (self._plan.settings.scale * tiles.LOG2_E)
+        places, numbers, _ = self._read(own, tile, product.shape)
+        found = self._plan.score.score(product * self._plan.settings.scale, places, numbers)
+        return found * tiles.LOG2_E
+
+    def pull(
+        self, product: Array, own: OfRows | None, tile: Array
+    ) -> tuple[Array, Callable[[Array, Seen], tuple[Array, Numbers]]]:
+        """The scores, and what takes their cotangents to those of scaled products and to `no_sums`.
+
+        The latter are empty if keys come first.
+        """
+        if own is None or self._plan.score is None:
+            return self.scores(product, own, tile), lambda cotangent, seen: (cotangent, Numbers())
+        places, numbers, indices = self._read(own, tile, product.shape)
+        raw = product * self._plan.settings.scale
+        found, pullback = self._plan.score.pull(raw, places, numbers)
+
+        def back(cotangent: Array, seen: Seen) -> tuple[Array, Numbers]:
+            to_raw, floats, entries = jax.tree.map(lambda x: _shown(x, seen), pullback(cotangent))
+            if self._row_axis == 1:
+                return to_raw, Numbers()
+            tables = map(_by_entry, entries, indices, self._sizes)
+            return to_raw, Numbers(tuple(x.sum(1) for x in floats), tuple(tables))
+
+        return found * tiles.LOG2_E, back
+
+    def along(
+        self,
+        change: Array | None,
+        product: Array,
+        own: OfRows | None,
+        tile: Array,
+        seen: Seen,
+        moving: tuple[Numbers, Numbers] | None,
+    ) -> Array | None:
+        """The change of the scores by that of the scaled products and of numbers and tables."""
+        if own is None or self._plan.score is None:
+            return change
+        places, numbers, indices = self._read(own, tile, product.shape)
+        changes = None
+        if moving is not None:
+            given, of_rows = moving
+            floats = (self._across(x, product.shape) for x in of_rows.floats)
+            entries = self._entries(given.tables, indices, own.rows, 0.0)
+            changes = Numbers(tuple(floats), entries)
+        raw = product * self._plan.settings.scale
+        return _shown(self._plan.score.along(raw, places, numbers, change, changes), seen)
+
+    def no_sums(self) -> Numbers:
+        """Zeros to add to: for each row, one of each number, and of each table as many as its entries."""
+        rows = self._plan.rows
+        return Numbers(
+            tuple(jnp.zeros(rows, jnp.float32) for _ in self._given.floats),
+            tuple(jnp.zeros((rows, power(size)), jnp.float32) for size in self._sizes),
+        )
+
+    def store(self, refs: Numbers, rows: tiles.Rows, sums: Numbers) -> None:
+        """Stores these sums to this program's share of `sums_like`."""
+        for ref, x in zip(refs.floats, sums.floats, strict=True):
+            index = (self._at.split, self._at.batch, rows.time, rows.head)
+            triton.store(ref.at[index], x, mask=rows.there)
+        for ref, x, size in zip(refs.tables, sums.tables, self._sizes, strict=True):
+            tiles.store_rows(ref, self._at, rows, x, size)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return () if self._plan.score is None else self._plan.score.sizes
+
+    def _read(
+        self, own: OfRows, tile: Array, shape: tuple[int, ...]
+    ) -> tuple[dict[str, Array], Numbers, list[Array]]:
+        """Positions, numbers and entries in the shape of a tile, and the indices of the entries."""
+        program: ScoreProgram | None = self._plan.score
+        assert program is not None
+        places = {}
+        if program.compares and own.position is not None:
+            key = tile * self._plan.keys + tiles.numbers(self._plan.keys)
+            if self._visibility.key_positions is not None:
+                key = self._position(self._visibility.key_positions, key, None)
+            key = jnp.expand_dims(key, self._row_axis)
+            places = {
+                "query": self._across(own.position, shape),
+                "key": jnp.broadcast_to(key, shape),
+            }
+        numbers = jax.tree.map(lambda x: self._across(x, shape), own.numbers)
+        indices = program.indices(places, numbers)
+        entries = self._entries(self._given.tables, indices, own.rows, jnp.nan)
+        return places, numbers._replace(tables=entries), indices
+
+    def _across(self, x: Array, shape: tuple[int, ...]) -> Array:
+        """One number for each row, in the shape of a tile."""
+        return jnp.broadcast_to(jnp.expand_dims(x, 1 - self._row_axis) if x.ndim else x, shape)
+
+    def _heads(self, x: Ref, head: Array) -> tuple[Array, Array]:
+        # idle rows read the last head: of a number that they have not, a score might be NaN
+        head = jnp.minimum(head, x.shape[1] - 1)
+        batch, none = self._at.batch, jnp.zeros_like(self._at.batch)
+        return batch if x.shape[0] > 1 else none, head if x.shape[1] > 1 else none
+
+    def _position(self, x: Array | Ref, index: Array, there: Array | None) -> Array:
+        return tiles.load(x, (self._at.batch if x.shape[0] > 1 else 0, index), there, -1)
+
+    def _entries(
+        self, tables: Sequence[Ref], indices: Sequence[Array], rows: tiles.Rows, other: float
+    ) -> tuple[Array, ...]:
+        found = []
+        for table, index in zip(tables, indices, strict=True):
+            head = jnp.expand_dims(rows.head, 1 - self._row_axis)
+            inside = jnp.minimum(jnp.maximum(index, 0), table.shape[2] - 1)
+            entry = tiles.load(table, (*self._heads(table, head), inside), None)
+            found.append(jnp.where(index == inside, entry, other))
+        return tuple(found)
+
+
+def sums_like(plan: Plan, numbers: Numbers, like: Array) -> Numbers:
+    """The types of the sums of all programs, `[splits, B, T, N]` and `[splits, B, T, N, D]`."""
+    shape = (plan.splits, *like.shape[:3])
+    sizes = () if plan.score is None else plan.score.sizes
+    return Numbers(
+        tuple(result_like(like, shape, jnp.float32) for _ in numbers.floats),
+        tuple(result_like(like, (*shape, size), jnp.float32) for size in sizes),
+    )
+
+
+def _shown(x: Array, seen: Seen) -> Array:
+    """Zero where hidden, where products may be of what is not there."""
+    return x if seen is None else jnp.where(seen, x, 0.0)
+
+
+def _by_entry(x: Array, index: Array, size: int) -> Array:
+    """The sums over keys `[rows, D]` of a tile, by the entry that each is of."""
+    column = tiles.numbers(power(size))[None, :]
+
+    def add(entry: Array, total: Array) -> Array:
+        found = jnp.where(index == entry, x, 0.0).sum(1)
+        return total + jnp.where(column == entry, found[:, None], 0.0)
+
+    start = jnp.zeros((len(x), power(size)), jnp.float32)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(size), add, start)
