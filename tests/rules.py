@@ -119,6 +119,10 @@ RULES = {
             (abs(q - k) <= 1) | (BLOCKS[np.clip(q // 4, 0, 3)] == (k // 4)[..., None]).any(-1)
         ),
     ),
+    "table": Case(
+        masks.tabulate(masks.Causal() & masks.Function(chosen, BLOCKS), 12, block=4),
+        lambda b, q, k: (k <= q) & (BLOCKS[np.clip(q // 4, 0, 3)] == (k // 4)[..., None]).any(-1),
+    ),
     "tree": Case(masks.Function(ancestor, ENTER, LEAVE), lambda b, q, k: _above(q, k)),
     "parity": Case(Parity(np.asarray([2, 3, 4], np.int32)), lambda b, q, k: (q + k) % (2 + b) == 0),
 }

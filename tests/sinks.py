@@ -1,7 +1,5 @@
 """A sink written out: a problem with one more key, of zeros, whose value is zero and whose bias is the sink."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from .problems import Problem
@@ -56,8 +54,3 @@ def gradient_of(problem: Problem, sink: np.ndarray, gradients: dict) -> dict[str
         found[name] = x
     own = gradients["bias"][..., -1].sum(-1)  # [B, N]
     return found | {"sink": own if np.ndim(sink) == 2 else own.sum(0)}
-
-
-def bounded(problem: Problem) -> Problem:
-    """The same without minus infinity among the biases."""
-    return replace(problem, bias=np.maximum(problem.bias, -9.0))

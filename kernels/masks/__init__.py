@@ -11,12 +11,15 @@ from ._interval import Interval as Interval
 from ._lengths import Lengths as Lengths
 from ._prefix import Prefix as Prefix
 from ._segments import Segments as Segments
+from ._table import BlockTable as BlockTable
+from ._tabulate import tabulate as tabulate
 from ._window import Window as Window
 
 __all__ = [
     "AbstractMask",
     "All",
     "And",
+    "BlockTable",
     "Causal",
     "Function",
     "Interval",
@@ -26,4 +29,5 @@ __all__ = [
     "Prefix",
     "Segments",
     "Window",
+    "tabulate",
 ]

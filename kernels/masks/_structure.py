@@ -12,6 +12,7 @@ from ._abstract import AbstractMask, And
 from ._all import All
 from ._causal import Causal
 from ._interval import FAR
+from ._table import BlockTable
 from ._window import Window
 
 # Rules of these classes are told by two numbers, how far a query sees before it and after.
@@ -27,6 +28,7 @@ class Structure:
         sides: how far a query sees before and after its own position at most; a large number where
             the rule sets no bound.
         sided: whether the rule is told by its sides.
+        block: the least block of the tables that it holds; None without any.
     """
 
     def __init__(self, tree: Any):
@@ -36,6 +38,8 @@ class Structure:
         self.constrains = not isinstance(rule, All)
         self.sides = _sides(rule)
         self.sided = isinstance(rule, SIDED)
+        blocks = (x.block for x in parts(rule) if isinstance(x, BlockTable))
+        self.block = min(blocks, default=None)
 
     def bind(self, arrays: Sequence[Array] = ()) -> AbstractMask:
         """The rule with its arrays, in the order of its leaves."""
@@ -71,14 +75,20 @@ def sided_rule(left: int | None, right: int | None) -> AbstractMask:
 
 def parts(rule: AbstractMask) -> list[AbstractMask]:
     """A rule, and all rules that it joins."""
-    inner = jax.tree.leaves(
-        tuple(vars(rule).values()), is_leaf=lambda x: isinstance(x, AbstractMask)
-    )
-    found = [rule]
-    for x in inner:
-        if isinstance(x, AbstractMask):
-            found += parts(x)
-    return found
+    return [rule, *(x for inner in _inner(rule) for x in parts(inner))]
+
+
+def told_by_intervals(rule: AbstractMask) -> bool:
+    """Whether intervals of positions tell which blocks are read: of all rules that it joins, or by a table."""
+    if isinstance(rule, BlockTable):
+        return True
+    return rule.by_intervals and all(map(told_by_intervals, _inner(rule)))
+
+
+def _inner(rule: AbstractMask) -> list[AbstractMask]:
+    fields = tuple(vars(rule).values())
+    found = jax.tree.leaves(fields, is_leaf=lambda x: isinstance(x, AbstractMask))
+    return [x for x in found if isinstance(x, AbstractMask)]
 
 
 def _sides(rule: AbstractMask) -> tuple[int, int]:

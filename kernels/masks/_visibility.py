@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from ._abstract import AbstractMask
+from .._varying import vary_together
+from ._abstract import AbstractMask, Not
 from ._all import All
 from ._causal import Causal
 from ._interval import Interval, interval
-from ._structure import SIDED, parts
+from ._structure import SIDED, told_by_intervals
 
 _MOST_BLOCKS = 1024  # blocks of queries that are compared with every key
 _ROWS, _KEYS = 256, 1024  # the pairs that are compared at a time, where intervals do not decide
@@ -88,16 +89,17 @@ def reachable(
     known = isinstance(query_len, int) and isinstance(key_len, int)  # not symbols
     if not isinstance(rule, SIDED):
         rows, keys = (min(_ROWS, query_len), min(_KEYS, key_len)) if known else (query_len, key_len)
-        found = _pairs(rule, _in_blocks(query, rows), _in_blocks(key, keys), "keys")
+        found = _pairs(rule, in_blocks(query, rows), in_blocks(key, keys), "keys")
         return found.reshape(found.shape[0], -1)[:, :key_len] if key_len else key >= 0
     blocks = 1 if isinstance(rule, (All, Causal)) or not known else min(query_len, _MOST_BLOCKS)
-    low, high = interval(_in_blocks(query, -(-query_len // blocks)))
+    low, high = interval(in_blocks(query, -(-query_len // blocks)))
     own = Interval(key[:, :, None], key[:, :, None])
     queries = Interval(low[:, None, :], high[:, None, :])
     return (key >= 0) & may_meet(rule, queries, own).any(-1)
 
 
-def _in_blocks(x: Array, size: int) -> Array:
+def in_blocks(x: Array, size: int) -> Array:
+    """Tokens `[B, L]` as `[B, blocks, size]`, with absent ones in the last block."""
     blocks = -(-x.shape[1] // size)
     x = jnp.pad(x, ((0, 0), (0, blocks * size - x.shape[1])), constant_values=-1)
     return x.reshape(x.shape[0], blocks, size)
@@ -113,7 +115,7 @@ def meeting(
     """Which blocks of queries might see any key of which blocks of keys; None for all."""
     meet = None
     if positions is not None:
-        if all(x.by_intervals for x in parts(rule)):
+        if told_by_intervals(rule):
             meet = may_meet(rule, *_facing(*map(interval, positions)))
         else:
             meet = _pairs(rule, *positions, "blocks")
@@ -135,14 +137,38 @@ def _pairs(
 ) -> Bool[Array, "b _ _"]:
     """Which pairs of blocks have a visible pair, `[b, x, y]`, or which keys any query sees, `[b, y, keys]`.
 
-    One block of pairs is in memory at a time.
+    One block of pairs is in memory at a time, and is computed unless intervals tell.
     """
+    rule, queries, keys = vary_together((rule, queries, keys))
+    rows, columns = interval(queries), interval(keys)
+    may = may_meet(rule, *_facing(rows, columns))
+    ends = Interval(keys.min(-1), keys.max(-1))
+    whole = may & must_meet(rule, *_facing(rows, ends))
 
-    def of_keys(key: Array) -> Array:
-        def of_queries(query: Array) -> Array:
-            return visible(rule, query[:, :, None], key[:, None, :]).any(1)
+    def of_keys(given: tuple[Array, Array, Array]) -> Array:
+        key, may, whole = given
 
-        found = lax.map(of_queries, queries.swapaxes(0, 1))  # [x, b, keys]
+        def of_queries(given: tuple[Array, Array, Array]) -> Array:
+            query, may, whole = given
+
+            def compared() -> Array:
+                return visible(rule, query[:, :, None], key[:, None, :]).any(1)
+
+            def told() -> Array:
+                return jnp.broadcast_to(whole[:, None], (len(whole), key.shape[1]))
+
+            return lax.cond((may & ~whole).any(), compared, told)
+
+        found = lax.map(of_queries, (queries.swapaxes(0, 1), may.T, whole.T))  # [x, b, keys]
         return found.any(0) if of == "keys" else found.any(-1).swapaxes(0, 1)
 
-    return jnp.moveaxis(lax.map(of_keys, keys.swapaxes(0, 1)), 0, 1 if of == "keys" else 2)
+    given = keys.swapaxes(0, 1), jnp.moveaxis(may, 2, 0), jnp.moveaxis(whole, 2, 0)
+    return jnp.moveaxis(lax.map(of_keys, given), 0, 1 if of == "keys" else 2)
+
+
+def tabulated(
+    rule: AbstractMask, queries: Int[Array, "#B x rows"], keys: Int[Array, "#B y keys"]
+) -> tuple[Bool[Array, "b x y"], Bool[Array, "b x y"]]:
+    """Which pairs of blocks have a visible pair, and which no hidden one of present tokens."""
+    some, broken = (_pairs(x, queries, keys, "blocks") for x in (rule, Not(rule)))
+    return some, ~broken

@@ -21,6 +21,7 @@ from ..call._operands import (
     zero_absent,
 )
 from ..call._state import lse_dtype, precision
+from ..masks._structure import Structure
 from ..masks._visibility import meeting, visible
 from ..scores._abstract import At
 
@@ -36,11 +37,14 @@ class BlockSizes(NamedTuple):
             batch stays in one block, so that one that is sharded over devices stays where it is.)
         least_rows: query rows of each batch entry, even if a block then has more than `rows`.
         keys: keys in a block.
+        sparse: most rows and keys in a block under a rule that its sides do not tell, so that more blocks
+            are skipped. As fast as larger ones (CPU), which need fewer products of statistics.
     """
 
     rows: int = 1024
     least_rows: int = 256
     keys: int = 1024
+    sparse: int = 512
 
 
 BLOCK_SIZES = BlockSizes()
@@ -66,8 +70,8 @@ class Grid(NamedTuple):
         return self.group * self.queries
 
 
-def grid(operands: Operands, causal: bool, sizes: BlockSizes) -> Grid:
-    """The grid with the fewest blocks within `sizes`, evenly filled.
+def grid(operands: Operands, rule: Structure, sizes: BlockSizes) -> Grid:
+    """The grid with the fewest blocks within `sizes`, evenly filled, or of whole blocks of a table.
 
     Under a rule that hides what comes later the numbers of blocks are even, so that no block holds parts of both of the
     two distant pieces of a sequence that the zigzag layout puts on a device.
@@ -75,15 +79,25 @@ def grid(operands: Operands, causal: bool, sizes: BlockSizes) -> Grid:
     batch, query_len, heads, _ = operands.query.shape
     key_len, kv_heads = operands.key.shape[1:3]
     group = heads // kv_heads
+    if not rule.sided:
+        rows, keys = (min(x, sizes.sparse) for x in (sizes.rows, sizes.keys))
+        sizes = sizes._replace(rows=rows, keys=keys)
     least = min(sizes.least_rows, sizes.rows)
     most = max(sizes.rows // max(batch, 1), least) if is_static(batch) else least
-    queries, query_blocks = _cut(query_len, group, most, causal)
-    keys, key_blocks = _cut(key_len, 1, sizes.keys, causal)
+    causal = rule.sides[1] == 0
+    queries, query_blocks = _cut(query_len, group, most, causal, rule.block)
+    keys, key_blocks = _cut(key_len, 1, sizes.keys, causal, rule.block)
     return Grid(kv_heads, group, queries, query_blocks, keys, key_blocks)
 
 
-def _cut(size: int, group: int, most: int, even: bool) -> tuple[int, int]:
-    """The length of a block of at most `most // group`, and the number of blocks."""
+def _cut(size: int, group: int, most: int, even: bool, unit: int | None) -> tuple[int, int]:
+    """The length of a block of at most `most // group`, and the number of blocks.
+
+    If it is in whole units, of which one may have twice as many, blocks of a table are not cut.
+    """
+    if unit is not None and is_static(size) and unit * group <= 2 * most and unit < size:
+        length = max(most // group // unit, 1) * unit
+        return min(length, size), math.ceil(size / length)
     if not is_static(size):
         length = max(most // group, 1)
         return length, -(-size // length)
@@ -166,7 +180,7 @@ class BlockedOperands:
     """The operands of a call, cut by a grid; a block of scores is `[B, rows, keys]`."""
 
     def __init__(self, operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES):
-        self.grid = g = grid(operands, settings.rule.sides[1] == 0, sizes)
+        self.grid = g = grid(operands, settings.rule, sizes)
         self.settings = settings
         self.rule = bound(settings, operands)
         self.score = bound_score(settings, operands)

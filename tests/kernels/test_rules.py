@@ -160,7 +160,8 @@ def test_blocks_are_skipped(name):
     exact = visible(problem)[:, 0].reshape(2, 4, 4, 4, 4).any((0, 2, 4))
     found = np.asarray([[blocks.meet(Index(0, i, j)) for j in range(4)] for i in range(4)])
     assert not (exact & ~found).any()
-    if name not in ("prefix_rows", "documents"):  # by intervals, of both entries
+    # by intervals of both entries, or past the end of a table, more are read
+    if name not in ("prefix_rows", "documents", "table"):
         np.testing.assert_array_equal(found, exact)
 
 
