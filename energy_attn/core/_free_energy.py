@@ -43,7 +43,7 @@ from energy_attn.kernels.masks import AbstractMask
 from ._citation import cite
 from ._directions import directional
 from ._options import AttentionOptions
-from ._tag import tagged
+from ._tag import recorders, tagged
 
 
 class Prepared(NamedTuple):
@@ -207,7 +207,7 @@ def _check_inside(arrays: Arrays) -> None:
 def energy_at(calls: Calls, source: Source, parts: Parts) -> Array:
     """The energies of prepared calls over the union of their keys, at a checked source."""
     if source is None or all(call.names == ("reference",) for call in calls):
-        return state_at(calls, source, parts).lse
+        return _shared(*state_at(calls, source, parts))[1]
     return _energy(calls, source, parts)
 
 
@@ -220,7 +220,7 @@ def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> t
         energy = energy_at(calls, source, parts)
         return energy.sum(), energy
 
-    return jax.grad(total, has_aux=True)(source)
+    return _shared(*jax.grad(total, has_aux=True)(source))
 
 
 def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
@@ -285,6 +285,11 @@ def attend_checked(
     """
     state = attend_sharded(static.plan, static.names, call, sink)
     return state if call.batched else jax.tree.map(lambda x: x[0], state)
+
+
+def _shared(out: Array, lse: Array) -> tuple[Array, Array]:
+    """The same arrays; what is recorded of a call finds both in its pass."""
+    return both_computed(out, lse) if recorders.value else (out, lse)
 
 
 def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:

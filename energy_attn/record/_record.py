@@ -51,7 +51,8 @@ def record(
     - of `jax.grad` inside `function`, the forward pass is seen;
     - a loop of unknown length (`lax.while_loop`) raises.
 
-    Nothing changes in a function that is not recorded.
+    Nothing changes in a function that is not recorded. Under `jit` energies are of the same pass as the
+    attention that they belong to; other figures, and the gradients of what is seen, take passes of their own.
 
     Args:
         function: any function or Equinox module, or a method of one. It is compiled as by

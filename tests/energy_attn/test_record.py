@@ -369,14 +369,39 @@ def test_nothing_changes_where_nothing_is_recorded():
     assert "level=" not in str(jax.make_jaxpr(lambda x: ea.record(model)(x))(X))
 
 
+def test_energies_take_no_pass():
+    """A second pass over the keys for energies that attention has computed, or for values that nobody uses."""
+    q, k, v = jax.random.normal(jax.random.key(6), (3, 1, 256, N, H))
+    energy = ea.FreeEnergy(implementation="blockwise")
+
+    def loops(function):
+        return jax.jit(function).lower(q).compile().as_text().count(" while(")
+
+    for attend in (energy.attention, ea.attention):
+        options = {} if attend is not ea.attention else {"implementation": "blockwise"}
+
+        def run(q, attend=attend, options=options):
+            return attend(q, k, v, **options)
+
+        def energies(q, run=run):
+            out, seen = ea.record(run, "energy")(q)
+            return out, list(seen.values())
+
+        assert loops(run) == loops(energies) == 1
+        assert loops(lambda q, run=run: ea.record(run)(q)[0]) == 1
+
+
 def test_gradients_within():
     """The backward pass recorded as if it were another call, or the forward one not at all."""
-    for name in ("plain", "scan", "checkpoint", "scan of checkpoint"):
+    for name in ("plain", "jit", "scan", "checkpoint", "scan of checkpoint"):
         model = MODELS[name]()
 
         def step(x, model=model):
             return jax.value_and_grad(lambda x: model(x).sum())(x)
 
+        # also where nobody uses the value, of which JAX drops what it can
+        _, alone = ea.record(jax.grad(lambda x, model=model: model(x).sum()), "energy")(X)
+        close(by_layers(alone)["energy"], dense_model(weights_of(model), X)[1]["energy"])
         (value, gradient), seen = ea.record(step, "energy", "entropy", "heat_capacity")(X)
         exact = step(X)
         close(value, exact[0])
