@@ -59,7 +59,7 @@ def record(
             `equinox.filter_jit`.
         *quantities: what to record of each energy: `"energy"`, `"entropy"`, `"heat_capacity"`,
             `"variance"`, `"effective_keys"`, as in an [`EnergyReport`][energy_attn.EnergyReport], or the name
-            of a method of [`Gibbs`][energy_attn.Gibbs] that needs no arguments, as `"covariance"`. If
+            of a method of [`Gibbs`][energy_attn.Gibbs] that needs no arguments, as `"score_max"`. If
             there are none, nor functions: the five figures.
         **functions: others, by a name for each: a function of the call's `Gibbs` that returns
             arrays. A call at a source gives the measure tilted by it.

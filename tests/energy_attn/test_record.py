@@ -462,6 +462,20 @@ def test_quantities():
     close(seen["energy"]["top"], F.covariance())
 
 
+def test_scores_and_sinks():
+    """The measure of an energy without its score or its sink."""
+    sink = jnp.asarray([0.3, -0.4])
+    layer = Layer(jax.random.key(0), score=ea.scores.SoftCap(0.5), sink=sink)
+    query, key, value = jnp.einsum("td,pdnh->ptnh", X, layer.weights)
+    _, seen = ea.record(layer, "energy", "entropy", "score_max")(X)
+    F = layer.energy.at(query, key, value)
+    for name, wanted in {"energy": F(), "entropy": F.entropy(), "score_max": F.score_max()}.items():
+        close(seen["energy"][name], wanted)
+    scores = 0.5 * jnp.tanh(jnp.einsum("tnh,snh->tns", query, key) / H**0.5 / 0.5)
+    terms = jnp.concatenate([scores, jnp.broadcast_to(sink[None, :, None], (T, N, 1))], -1)
+    close(seen["energy"]["energy"], jax.nn.logsumexp(terms, -1))
+
+
 def test_dropout_is_not_recorded():
     """The kept keys of a call with dropout as another energy, or instead of it."""
     layer = ea.MultiheadAttention(N, WIDTH, dropout_p=0.5, dtype=jnp.float64, key=jax.random.key(0))
