@@ -12,6 +12,7 @@ from .methods._sharded_reduction import Reduction as Reduction
 from .methods._sharded_reduction import fold_covariances as fold_covariances
 from .methods._sharded_reduction import fold_maxima as fold_maxima
 from .methods._sharded_reduction import fold_states as fold_states
+from .methods._sharded_reduction import fold_sums as fold_sums
 from .methods._sharded_reduction import sharded_reduction as sharded_reduction
 from .runtime import _files, _safetensors
 from .runtime._files import IDENTITY as IDENTITY

@@ -39,6 +39,7 @@ from .report._landscape import Landscape as Landscape
 from .report._landscape import landscape as landscape
 from .report._report import EnergyReport as EnergyReport
 from .report._report import energy_report as energy_report
+from .sparse._tsallis import Tsallis as Tsallis
 
 __version__ = _version("energy_attn")
 

@@ -76,6 +76,7 @@ from .reductions._expectation import ScoreBlock as ScoreBlock
 from .reductions._expectation import attention_and_expectation as attention_and_expectation
 from .reductions._expectation import expectation as expectation
 from .reductions._expectation import score_maximum as score_maximum
+from .reductions._expectation import score_sums as score_sums
 from .reductions._expectation import support_function as support_function
 from .reductions._sample import Draw as Draw
 from .reductions._sample import fold_in_seeds as fold_in_seeds

@@ -112,6 +112,12 @@ def measure(query: Any, key: Any, value: Any, scale: Any = None, bias: Any = Non
     return ea.FreeEnergy(scale=scale).at(query, key, value, bias=bias)
 
 
+def sparse(query: Any, key: Any, value: Any, scale: Any, source: Any, bias: Any) -> Any:
+    energy = ea.FreeEnergy(scale=scale, regulariser=ea.Tsallis(1.5))
+    out, at_zero = energy.attention(query, key, value, bias=bias, return_energy=True)
+    return out, at_zero, energy(query, key, value, source=source, bias=bias)
+
+
 PARAMETERS = {"slopes": (2,), "table": (2, 5), "beta": (2,), "function": (2,), "cap": ()}
 
 
@@ -364,6 +370,12 @@ CASES = {
         ),
         scored,
         lambda: rows() | SOURCE | drawn(13, score=(2, 3, 5), **PARAMETERS),
+    ),
+    "sparse": Case(
+        "energy_attn.Tsallis",
+        sparse,
+        lambda: rows() | SOURCE | BIAS,
+        tolerance=1e-5,
     ),
     "local_attention": Case(
         "energy_attn.kernels.local_attention",

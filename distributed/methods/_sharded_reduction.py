@@ -91,6 +91,12 @@ def fold_covariances(state: CovarianceState, axes: Axes, plan: ShardingPlan) -> 
     return merge_covariances(covariance_merge(plan.merge), axes, state)
 
 
+def fold_sums(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
+    """The elementwise sum."""
+    del plan
+    return lax.psum(found, axes)
+
+
 def fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
     """The elementwise maximum; where several devices have it, its derivative is the mean of theirs."""
     del plan

@@ -85,6 +85,12 @@ _PAPERS = {
         "Xiao, Guangxuan and Tian, Yuandong and Chen, Beidi and Han, Song and Lewis, Mike",
         "2309.17453",
     ),
+    "entmax": _Paper(
+        "peters2019sparse",
+        "Sparse Sequence-to-Sequence Models",
+        "Peters, Ben and Niculae, Vlad and Martins, Andr{\\'e} F. T.",
+        "1905.05702",
+    ),
     "ramsauer": _Paper(
         "ramsauer2020hopfield",
         "{Hopfield} Networks is All You Need",

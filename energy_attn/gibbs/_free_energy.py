@@ -28,6 +28,7 @@ from energy_attn.kernels.scores import AbstractScore
 from ..core._free_energy import Arrays, Prepared, attention_and_energy, energy_at, prepare
 from ..core._options import AttentionOptions, EnergyOptions
 from ..core._tag import recorders, tagged
+from ..sparse._tsallis import Tsallis, tsallis_state
 from ._gibbs import Gibbs
 from ._keys import KeySet, prepare_keys
 
@@ -63,6 +64,8 @@ class FreeEnergy(eqx.Module):
         sink: $b$, `[N]` or `[B, N]`, a trainable parameter: the score of one more outcome whose value is
             zero, $F = \log(e^{F_{keys}} + e^b)$, as in gpt-oss (arXiv 2508.10925).
         name: by which [`record`][energy_attn.record] reports this energy; None is its path in the model.
+        regulariser: None, Shannon's entropy, of which $F$ is the maximum; or a
+            [`Tsallis`][energy_attn.Tsallis], by which attention is sparse.
 
     Raises:
         TypeError: a field of the wrong type.
@@ -93,6 +96,7 @@ class FreeEnergy(eqx.Module):
     mask: AbstractMask | None = None
     score: AbstractScore | None = None
     sink: Float[Array, "... N"] | None = None
+    regulariser: Tsallis | None = eqx.field(static=True, default=None)
     name: str | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
@@ -112,6 +116,10 @@ class FreeEnergy(eqx.Module):
             raise TypeError(
                 f"mask: wanted a rule of energy_attn.masks or None (arrays go to the call), "
                 f"got {received(self.mask)}"
+            )
+        if not isinstance(self.regulariser, Tsallis | None):
+            raise TypeError(
+                f"regulariser: wanted a Tsallis or None, got {received(self.regulariser)}"
             )
         split_score(self.score)
 
@@ -143,6 +151,7 @@ class FreeEnergy(eqx.Module):
         Raises:
             TypeError: an argument is not an array or has the wrong dtype.
             ValueError: shapes that do not match, values out of range.
+            NotImplementedError: the energy has a regulariser, and so no measure of Gibbs.
         """
         query = _tagged(self, None, query, key, value, bias, mask, rows)
         measure = measure_at(self, query, key, value, bias, mask, rows)
@@ -167,6 +176,8 @@ class FreeEnergy(eqx.Module):
         call, arrays = prepare_at(self, query, key, value, bias, mask, rows)
         if source is not None:
             check_source(source, query, value)
+        if self.regulariser is not None:
+            return tsallis_state(self.regulariser, (call,), source, (arrays,)).lse
         return energy_at((call,), source, (arrays,))
 
     @overload
@@ -225,7 +236,10 @@ class FreeEnergy(eqx.Module):
         check_flag("return_energy", return_energy)
         query = _tagged(self, None, query, key, value, bias, mask, rows)
         call, arrays = prepare_at(self, query, key, value, bias, mask, rows)
-        out, energy = attention_and_energy((call,), (arrays,))
+        if self.regulariser is not None:
+            out, energy = tsallis_state(self.regulariser, (call,), None, (arrays,))
+        else:
+            out, energy = attention_and_energy((call,), (arrays,))
         return (out, energy) if return_energy else out
 
     def _options(self) -> EnergyOptions:
@@ -238,6 +252,15 @@ class FreeEnergy(eqx.Module):
             "score": self.score,
             "sink": self.sink,
         }
+
+
+def _check_gibbs(energy: FreeEnergy) -> None:
+    """Raises `NotImplementedError` for an energy whose weights are not those of Gibbs."""
+    if energy.regulariser is not None:
+        raise NotImplementedError(
+            "regulariser: wanted None for a measure of Gibbs and what is recorded of it (the energy's "
+            f"call and attention take one), got {energy.regulariser}"
+        )
 
 
 def _tagged(
@@ -253,6 +276,7 @@ def _tagged(
     """The query, with what is recorded of the call."""
     if not recorders.value:
         return query
+    _check_gibbs(energy)
     mask, name = join_masks(energy.mask, mask), energy.name or "FreeEnergy"
     return tagged(name, source, query, key, value, bias, mask, **energy._options(), **rows)
 
@@ -282,6 +306,7 @@ def measure_at(
     rows: RowOptions,
 ) -> Gibbs:
     """`energy.at(...)`, whose arguments are checked when the measure is prepared."""
+    _check_gibbs(energy)
     check_options(rows, RowOptions)
     given: Any = {name: x for name, x in rows.items() if x is not None}
     options = energy._options()

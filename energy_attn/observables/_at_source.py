@@ -23,8 +23,6 @@ from energy_attn.kernels import AttentionState, CovarianceState, merge
 from energy_attn.kernels.internal import (
     BlockTerm,
     CheckedCall,
-    Operands,
-    Settings,
     attention_and_expectation,
     centred,
     check_floating,
@@ -135,12 +133,12 @@ def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
     return functools.reduce(jnp.maximum, map(one, calls, parts))
 
 
-def score_maximum_at(calls: Calls, parts: Parts) -> Array:
+def score_maximum_at(calls: Calls, parts: Parts, source: Source = None) -> Array:
     r"""$\max_a s_a$ over the keys that a row sees; minus infinity in a fully masked row."""
 
     def one(call: Prepared, arrays: Arrays) -> Array:
         reduction = Reduction(HashablePartial(score_maximum), fold_maxima)
-        return run_reduction(call, reduction, check_at(call, None, arrays))
+        return run_reduction(call, reduction, check_at(call, source, arrays))
 
     return functools.reduce(jnp.maximum, map(one, calls, parts))
 
@@ -151,8 +149,8 @@ class HashablePartial(NamedTuple):
     function: Callable[..., Any]
     first: tuple[Any, ...] = ()
 
-    def __call__(self, settings: Settings, operands: Operands, *rows: Array) -> Any:
-        return self.function(*self.first, settings, operands, *rows)
+    def __call__(self, *others: Any) -> Any:
+        return self.function(*self.first, *others)
 
 
 def run_reduction(call: Prepared, reduction: Reduction, given: CheckedCall, *rows: Array) -> Any:

@@ -97,6 +97,17 @@ def weighted_sum(
     return _reduce_blocks(sums, jnp.add, 0.0, width, settings, operands, lse, *rows)
 
 
+def score_sums(
+    part: Callable[..., Array],
+    width: int,
+    settings: Settings,
+    operands: Operands,
+    *rows: Float[Array, "B T N _"],
+) -> Float[Array, "B T N width"]:
+    """The sum over all keys of `part(scores, value, *rows)`, of a block, `[B, rows, width]`."""
+    return _reduce_blocks(part, jnp.add, 0.0, width, settings, operands, *rows)
+
+
 def support_function(
     settings: Settings, operands: Operands, direction: Float[Array, "B T N Hv"]
 ) -> Float[Array, "B T N"]:

@@ -1,0 +1,1 @@
+"""Energies whose attention has weights that are exactly zero."""

@@ -1,0 +1,204 @@
+"""Sparse attention: the gradient of a maximum that Tsallis' entropy regularises, instead of Shannon's."""
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from energy_attn.distributed.internal import Reduction, fold_sums
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import (
+    AbstractFunction,
+    check_finite_number,
+    function_call,
+    holds_keys,
+    precision,
+    product,
+    score_sums,
+)
+
+from ..core._citation import cite
+from ..core._directions import directional
+from ..core._free_energy import Calls, Parts, Source, check_at
+from ..observables._at_source import HashablePartial, run_reduction, score_maximum_at, widened
+from ..observables._sinks import sinks_as_keys
+
+_MOST_STEPS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Tsallis:
+    r"""Tsallis' entropy, which makes attention sparse: $\alpha$-entmax in the place of softmax.
+
+    $$F(\zeta) = \max_{p \ge 0,\, \sum p = 1} \Big\{ \sum_a p_a (s_a + \zeta \cdot v_a) + H_\alpha(p) \Big\},
+      \qquad H_\alpha(p) = \frac{1}{\alpha (\alpha - 1)} \sum_a (p_a - p_a^\alpha)$$
+
+    Attention is still $\nabla_\zeta F$, the mean of the values under the maximiser
+
+    $$p_a = \big[(\alpha - 1)\, s_a - \tau\big]_+^{1/(\alpha - 1)}$$
+
+    which is exactly zero for keys whose score is too low. As $\alpha \to 1$ this is the free energy; 2 is
+    sparsemax. The threshold $\tau$ is the root of $\sum_a p_a = 1$: Newton's method from the left, where it
+    never overshoots, of which every step sums two numbers a row over the keys. Over a mesh each step is
+    an all-reduce of them, and no keys move. Derivatives, of any order and in both modes, are those of the
+    root, by the support. Nothing of the size of the scores is made.
+
+    For [`FreeEnergy(regulariser=)`][energy_attn.FreeEnergy], whose call and `attention` take it; a measure of
+    Gibbs is another thing, so `at` does not.
+
+    Args:
+        alpha: $\alpha$, above 1 and up to 2.
+
+    Raises:
+        TypeError: no number.
+        ValueError: a number that is not above 1 and up to 2.
+
+    Source: Sparse sequence-to-sequence models (arXiv 1905.05702), equations 9 to 11; Adaptively sparse
+    transformers (arXiv 1909.00015).
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> energy = ea.FreeEnergy(regulariser=ea.Tsallis(1.5))
+        >>> out = jax.grad(lambda z: energy(q, k, v, source=z).sum())(jnp.zeros(q.shape))
+        >>> bool(jnp.allclose(energy.attention(q, k, v), out, atol=1e-5))
+        True
+    """
+
+    alpha: float = 1.5
+
+    def __post_init__(self) -> None:
+        alpha = check_finite_number("alpha", self.alpha)
+        if not 1 < alpha <= 2:
+            raise ValueError(f"alpha: wanted a number above 1 and up to 2, got {alpha}")
+
+
+def tsallis_state(
+    regulariser: Tsallis, calls: Calls, source: Source, parts: Parts
+) -> AttentionState:
+    r"""$\nabla F$ and $F$ at a source. Raises `NotImplementedError` for a call that it does not take."""
+    for call in calls:
+        if "blockwise" not in call.names:
+            raise NotImplementedError(
+                f"implementation: wanted 'blockwise' or None beside a regulariser, got {call.names}"
+            )
+        if call.plan is not None and call.plan.local:
+            raise NotImplementedError(
+                "regulariser: wanted None inside a jax.shard_map over the axes of parallel, "
+                f"got {regulariser}"
+            )
+    cite("entmax")
+    dtype = parts[0].value.dtype
+    calls, parts = sinks_as_keys(calls, widened(parts))
+    # the threshold is found by XLA's operations, whatever else the call may be computed by
+    calls = tuple(x._replace(names=("blockwise",)) for x in calls)
+    given = parts, None if source is None else jnp.asarray(source)
+    threshold = function_call(_Threshold(regulariser, calls), given)
+    width = parts[0].value.shape[-1]
+    term = HashablePartial(_moments, (regulariser.alpha,))
+    found = _sums(term, width + 2, calls, given, threshold)
+    seen, alpha = holds_keys(threshold)[..., None], regulariser.alpha
+    # The sum of the weights is 1 but for rounding; without any, as where a score is NaN, this is NaN.
+    out = found[..., :-2] / jnp.where(seen, found[..., -1:], 1.0)
+    energy = (threshold + 1 / alpha) / (alpha - 1) + found[..., -2] / alpha
+    return AttentionState(jnp.where(seen, out, 0.0).astype(dtype), energy)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Threshold(AbstractFunction):
+    r"""The root $\tau$ of $\sum_a p_a = 1$ in each row, of parts and a source; minus infinity in a fully masked row."""
+
+    regulariser: Tsallis
+    calls: Calls
+
+    def apply(self, args: tuple[Parts, Array | None]) -> Array:
+        parts, source = args
+        alpha = self.regulariser.alpha
+        largest = score_maximum_at(self.calls, parts, source)
+        seen = holds_keys(largest)
+        first = (alpha - 1) * largest - 1
+        least = 8 * float(jnp.finfo(first.dtype).eps)
+
+        def goes_on(carry: tuple[Array, Array, Array]) -> Array:
+            step, threshold, change = carry
+            moves = change > least * jnp.maximum(jnp.abs(threshold), 1.0)
+            return (step < _MOST_STEPS) & moves.any()
+
+        def newton(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            step, threshold, _ = carry
+            mass, slope = self.sums(args, threshold)
+            change = jnp.where(seen, (mass - 1) / jnp.where(slope > 0, slope, 1.0), 0.0)
+            return step + 1, threshold + change, change
+
+        start = jnp.zeros((), jnp.int32), first, jnp.full_like(first, jnp.inf)
+        return lax.while_loop(goes_on, newton, newton(start))[1]
+
+    def jvp(self, primals: Any, tangents: Any) -> tuple[Array, Array | None]:
+        threshold: Array = function_call(self, primals)
+
+        def mass(args: Any) -> tuple[Array, Array]:
+            return self.sums(args, threshold)
+
+        found = directional(mass, primals, tangents)
+        if found is None:
+            return threshold, None
+        (_, slope), (change, _) = found
+        return threshold, jnp.where(slope > 0, change / jnp.where(slope > 0, slope, 1.0), 0.0)
+
+    def sums(self, args: tuple[Parts, Array | None], threshold: Array) -> tuple[Array, Array]:
+        r"""$\sum_a p_a$, and how fast it falls with $\tau$, $\frac{1}{\alpha - 1} \sum_a p_a^{2 - \alpha}$."""
+        term = HashablePartial(_mass_and_slope, (self.regulariser.alpha,))
+        found = _sums(term, 2, self.calls, args, threshold)
+        return found[..., 0], found[..., 1]
+
+
+def _sums(
+    term: HashablePartial,
+    width: int,
+    calls: Calls,
+    args: tuple[Parts, Array | None],
+    threshold: Array,
+) -> Array:
+    """The sums of a block term over all keys, `[*B, T, N, width]`."""
+    parts, source = args
+    reduction = Reduction(HashablePartial(score_sums, (term, width)), fold_sums)
+    found = (
+        run_reduction(call, reduction, check_at(call, source, arrays), threshold[..., None])
+        for call, arrays in zip(calls, parts, strict=True)
+    )
+    return functools.reduce(operator.add, found)
+
+
+# Block terms: of scores `[B, rows, keys]`, values `[B, keys, W]` and thresholds `[B, rows, 1]`.
+def _powers(alpha: float, scores: Array, threshold: Array, *exponents: float) -> list[Array]:
+    r"""$[(\alpha - 1) s_a - \tau]_+$ to given powers, zero outside of the support, as are derivatives."""
+    hidden = jnp.isneginf(scores)
+    above = (alpha - 1) * jnp.where(hidden, 0.0, scores) - threshold
+    outside = hidden | (above <= 0)  # not what is NaN
+    safe = jnp.where(outside, 1.0, above)
+
+    def power(exponent: float) -> Array:
+        whole = exponent == int(exponent)
+        return safe ** (int(exponent) if whole else exponent)
+
+    return [jnp.where(outside, 0.0, power(x)) for x in exponents]
+
+
+def _mass_and_slope(alpha: float, scores: Array, value: Array, threshold: Array) -> Array:
+    del value
+    exponent = 1 / (alpha - 1)
+    weights, slope = _powers(alpha, scores, threshold, exponent, exponent - 1)
+    return jnp.stack([weights.sum(-1), exponent * slope.sum(-1)], -1)
+
+
+def _moments(alpha: float, scores: Array, value: Array, threshold: Array) -> Array:
+    exponent = 1 / (alpha - 1)
+    weights, powers = _powers(alpha, scores, threshold, exponent, exponent + 1)
+    values = product(weights, value, precision(value.dtype))
+    sums = jnp.stack([powers.sum(-1), weights.sum(-1)], -1)
+    return jnp.concatenate([values, sums], -1)
