@@ -59,10 +59,13 @@ def tangent_along(
 
 def keep_moved(found: Operands, moved: Operands) -> Operands:
     """Those of the cotangents that are True in `moved`; None for the others."""
-    first = (x if some else None for x, some in zip(found[:4], moved[:4], strict=True))
+    query, key, value, bias = (
+        x if some else None for x, some in zip(found[:4], moved[:4], strict=True)
+    )
     # a kernel that takes no scores may return None for their arrays
     pairs = zip(found.score_arrays or (), moved.score_arrays, strict=True)
-    return cotangents(*first, tuple(x if some else None for x, some in pairs))
+    arrays = tuple(x if some else None for x, some in pairs)
+    return cotangents(query, key, value, bias, arrays)
 
 
 @dataclasses.dataclass(frozen=True)
