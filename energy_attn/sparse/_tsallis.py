@@ -50,7 +50,7 @@ class Tsallis:
     For [`FreeEnergy(regulariser=)`][energy_attn.FreeEnergy], whose call and `attention` take it; a measure of
     Gibbs is another thing, so `at` does not.
 
-    Args:
+    Attributes:
         alpha: $\alpha$, above 1 and up to 2.
 
     Raises:

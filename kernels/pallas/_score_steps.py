@@ -95,7 +95,11 @@ def _inline(program: Any, inputs: Sequence[Any], into: Traced) -> list[Any]:
         into.known[names[variable]] = np.asarray(x)
 
     def name(x: Any) -> Any:
-        return np.asarray(x.val, getattr(x.aval, "dtype", None))[()] if isinstance(x, Literal) else names[x]
+        return (
+            np.asarray(x.val, getattr(x.aval, "dtype", None))[()]
+            if isinstance(x, Literal)
+            else names[x]
+        )
 
     for eqn in program.jaxpr.eqns:
         given = tuple(map(name, eqn.invars))

@@ -13,7 +13,7 @@ from ._function import check_function
 class Distance(AbstractScore):
     r"""A bias by distance: $g(s) = s + f(i - a)$.
 
-    Args:
+    Attributes:
         function: $f$, elementwise on arrays of the dtype of the scores that hold whole numbers,
             positive where the key comes before the query; a function, or a module with parameters.
 

@@ -23,7 +23,7 @@ class RelativeBias(AbstractScore):
 
     Nothing of the size of the scores is made.
 
-    Args:
+    Attributes:
         table: $\theta$, `[N, D]`, a floating array.
         buckets: a function from the position of the key less that of the query, int32, to an index
             from 0 to $D - 1$, such as [`t5_buckets`][energy_attn.kernels.scores.t5_buckets]; None: an

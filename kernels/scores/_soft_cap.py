@@ -10,7 +10,7 @@ from ._parameters import check_parameter
 class SoftCap(AbstractScore):
     r"""Scores within a bound: $g(s) = c \tanh(s / c)$.
 
-    Args:
+    Attributes:
         cap: $c$, the bound, above zero; a number, or a floating scalar that is learnt.
 
     Raises:

@@ -11,7 +11,7 @@ from ._parameters import check_parameter
 class Temperature(AbstractScore):
     r"""An inverse temperature for each head: $g(s) = \beta_h s$.
 
-    Args:
+    Attributes:
         beta: $\beta$, `[N]`, a floating array.
 
     Raises:
