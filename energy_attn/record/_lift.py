@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
@@ -51,7 +51,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], asked: Asked)
     known |= dict(zip(jaxpr.invars, args, strict=True))
     seen: list[Seen] = []
 
-    def read(x: Any) -> Any:
+    def read(x: Literal | Var) -> Any:
         return x.val if isinstance(x, Literal) else known[x]
 
     for equation in jaxpr.eqns:
@@ -62,7 +62,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], asked: Asked)
     return list(map(read, jaxpr.outvars)), seen
 
 
-def _run_one(equation: Any, args: list[Any], asked: Asked) -> Results:
+def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     primitive, params = equation.primitive, equation.params
     if primitive is tag_p and params["level"] == asked.level:
         query, *values = args
@@ -82,7 +82,7 @@ def _run_one(equation: Any, args: list[Any], asked: Asked) -> Results:
     return rule(equation, args, asked)
 
 
-def _unchanged(equation: Any, args: Sequence[Any]) -> list[Any]:
+def _unchanged(equation: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     primitive = equation.primitive
     params = primitive.get_bind_params(equation.params)
     # JAX before 0.9 gives functions apart from the parameters
@@ -117,7 +117,7 @@ def _runner(program: ClosedJaxpr | Jaxpr, asked: Asked) -> Callable[..., Results
     return lambda *args: lift(closed, args, asked)
 
 
-def _jit(equation: Any, args: list[Any], asked: Asked) -> Results:
+def _jit(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     params = equation.params
     run = _runner(params["jaxpr"], asked)
     run.__name__ = params["name"]
@@ -131,25 +131,25 @@ def _jit(equation: Any, args: list[Any], asked: Asked) -> Results:
     return jax.jit(run, **options)(*args)
 
 
-def _call(equation: Any, args: list[Any], asked: Asked) -> Results:
+def _call(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     return _runner(equation.params["call_jaxpr"], asked)(*args)
 
 
-def _custom(equation: Any, args: list[Any], asked: Asked) -> Results:
+def _custom(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     # The results keep their rule. What is seen has the derivative of the function itself, which the
     # compiler finds to be the same computation.
     _, seen = _call(equation, args, asked._replace(others_stay=False))
     return _unchanged(equation, args), seen
 
 
-def _remat(equation: Any, args: list[Any], asked: Asked) -> Results:
+def _remat(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     params = equation.params
     run = _runner(params["jaxpr"], asked)
     options = {name: params[name] for name in ("prevent_cse", "policy")}
     return jax.checkpoint(run, **options)(*args)
 
 
-def _scan(equation: Any, args: list[Any], asked: Asked) -> Results:
+def _scan(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     params = equation.params
     run = _runner(params["jaxpr"], asked)
     # Constants come first, then what is carried, then what has an axis of steps. JAX's versions differ in
@@ -174,7 +174,7 @@ def _with_steps(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(x.aval.ndim != y.aval.ndim for x, y in pairs)
 
 
-def _cond(equation: Any, args: list[Any], asked: Asked) -> Results:
+def _cond(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     index, *operands = args
     branches = [_runner(x, asked) for x in equation.params["branches"]]
     each = [jax.eval_shape(run, *operands)[1] for run in branches]
@@ -198,7 +198,7 @@ def _missing(x: jax.ShapeDtypeStruct) -> Array:
     return jnp.full(x.shape, jnp.nan, x.dtype)
 
 
-def _shard_map(equation: Any, args: list[Any], asked: Asked) -> Results:
+def _shard_map(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     params = equation.params
     run = _runner(params["jaxpr"], asked)
     mesh = params["mesh"]
@@ -227,7 +227,7 @@ def _behind(axis: str, seen: Seen) -> Seen:
 
 _REMAT = ("checkpoint", "remat", "remat2")
 # By the names of JAX's primitives, some of which differ between its versions.
-_RULES: dict[str, Callable[[Any, list[Any], Asked], Results]] = {
+_RULES: dict[str, Callable[[JaxprEqn, list[Any], Asked], Results]] = {
     "jit": _jit,
     "pjit": _jit,
     "core_call": _call,

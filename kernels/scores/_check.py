@@ -8,7 +8,8 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jaxtyping import Array
 
 from .._checks import received
 from ._abstract import AbstractScore, At
@@ -23,7 +24,7 @@ _MIXING_STARTS = "reduce_", "cum", "arg"
 
 
 def check_score(
-    score: object, shape: tuple[Any, Any, Any, Any], dtype: Any
+    score: object, shape: tuple[Any, Any, Any, Any], dtype: jnp.dtype
 ) -> tuple[ScoreStructure | None, tuple[Any, ...]]:
     """The structure and the arrays of a score for scores `(B, N, T, S)` of `dtype`, or None and ().
 
@@ -51,7 +52,7 @@ def check_score(
 
 @functools.lru_cache(maxsize=256)
 def _check(
-    structure: ScoreStructure, arrays: tuple[Any, ...], size: tuple[int, int], dtype: Any
+    structure: ScoreStructure, arrays: tuple[Any, ...], size: tuple[int, int], dtype: jnp.dtype
 ) -> None:
     batch, heads = size
     shape = batch, heads, 3, 2
@@ -64,7 +65,7 @@ def _check(
     if not structure.compares:
         places = At(*places[:2], None, None)  # pyright: ignore[reportArgumentType]
 
-    def run(score: Any, at: At, *arrays: Any) -> Any:
+    def run(score: Array, at: At, *arrays: Array) -> Array:
         given = (x.astype(dtype) if floating(x) else x for x in arrays)
         return structure.bind(tuple(given))(score, at)
 
@@ -95,7 +96,7 @@ def _check(
 
 
 def _walk(
-    name: str, program: Any, known: list[Any], mixed: list[bool]
+    name: str, program: ClosedJaxpr, known: list[Any], mixed: list[bool]
 ) -> tuple[list[Any], list[bool]]:
     """Follows what is known of indices, and which values have an entry for each score."""
     jaxpr = program.jaxpr
@@ -103,7 +104,7 @@ def _walk(
     entries = dict(zip(jaxpr.invars, mixed, strict=True))
     values |= zip(jaxpr.constvars, program.consts, strict=True)
 
-    def value(x: Any) -> Any:
+    def value(x: Literal | Var) -> Any:
         return x.val if isinstance(x, Literal) else values.get(x)
 
     for eqn in jaxpr.eqns:
@@ -123,7 +124,7 @@ def _walk(
     ]
 
 
-def _inner(eqn: Any) -> Any:
+def _inner(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program of a call, such as that of a jitted function."""
     for x in eqn.params.values():
         if isinstance(x, ClosedJaxpr):
@@ -131,19 +132,23 @@ def _inner(eqn: Any) -> Any:
     return None
 
 
-def _check_step(name: str, eqn: Any, given: list[Any], some: list[bool]) -> None:
+def _type(x: Literal | Var) -> Any:
+    return x.aval
+
+
+def _check_step(name: str, eqn: JaxprEqn, given: list[Any], some: list[bool]) -> None:
     step = eqn.primitive.name
     mixes = step in _MIXING or step.startswith(_MIXING_STARTS)
     # an index is put together of several arrays
     if step == "concatenate":
-        mixes = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
+        mixes = not jnp.issubdtype(_type(eqn.outvars[0]).dtype, jnp.integer)
     if (mixes and any(some)) or (step == "gather" and some[0]):
         raise ValueError(
             f"score: wanted an elementwise function of scores and places, got {name}, which takes "
             f"{step} of them"
         )
     if step == "gather" and given[1] is not None:
-        sizes, index = eqn.invars[0].aval.shape, np.asarray(given[1])
+        sizes, index = _type(eqn.invars[0]).shape, np.asarray(given[1])
         for place, axis in enumerate(eqn.params["dimension_numbers"].start_index_map):
             least, most = index[..., place].min(), index[..., place].max()
             if not 0 <= least <= most < sizes[axis]:
@@ -153,10 +158,10 @@ def _check_step(name: str, eqn: Any, given: list[Any], some: list[bool]) -> None
                 )
 
 
-def _evaluated(eqn: Any, given: list[Any]) -> list[Any]:
+def _evaluated(eqn: JaxprEqn, given: list[Any]) -> list[Any]:
     unknown = [None] * len(eqn.outvars)
     whole = all(x is not None for x in given) and not eqn.primitive.multiple_results
-    small = all(math.prod(x.aval.shape) <= 2**16 for x in eqn.outvars)
+    small = all(math.prod(_type(x).shape) <= 2**16 for x in eqn.outvars)
     if not whole or not small or eqn.effects or _inner(eqn) is not None:
         return unknown
     return [eqn.primitive.bind(*given, **eqn.params)]

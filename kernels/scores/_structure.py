@@ -120,7 +120,7 @@ class BoundScore(NamedTuple):
 
         return jax.jvp(of, (given,), (moved,))
 
-    def _moving(self, dtype: Any) -> tuple[Any, ...]:
+    def _moving(self, dtype: jnp.dtype) -> tuple[Any, ...]:
         return tuple(x.astype(dtype) if floating(x) else x for x in self.arrays)
 
     def _of(self, raw: Array, arrays: Sequence[Any], at: At) -> Array:
