@@ -25,6 +25,7 @@ from ._cases import JAX_NN, ONE_GRADIENT, ONE_PASS, OURS, Case, Run, Sizes, numb
 from ._derivatives import DERIVATIVES
 from ._generation import CONTINUATIONS, Continuation
 from ._llama import PASSES, Pass
+from ._masks import CAUSAL, MASKS, MaskCase
 from ._measure import bandwidth, machine, measure
 from ._observables import JOBS
 from ._plot import plot
@@ -33,7 +34,7 @@ from ._speculative import DECODE, TREE_JOBS, TreeJob
 _HEADS = {"heads": 16, "kv_heads": 16, "width": 64}
 _LLAMA = {"heads": 32, "kv_heads": 8, "width": 128}
 _PAPER = {"heads": 16, "kv_heads": 16, "width": 128}
-SUITES: dict[str, tuple[Case | TreeJob | Continuation | Pass, ...]] = {
+SUITES: dict[str, tuple[Case | TreeJob | Continuation | Pass | MaskCase, ...]] = {
     "cpu": (
         Case("prefill", Sizes(1, 2048, 2048, **_HEADS), "float32"),
         Case("prefill", Sizes(1, 2048, 2048, **_HEADS), "bfloat16"),
@@ -72,6 +73,7 @@ SUITES: dict[str, tuple[Case | TreeJob | Continuation | Pass, ...]] = {
     ),
     "speculative": (*TREE_JOBS, *CONTINUATIONS),
     "llama": PASSES,
+    "masks": MASKS,
 }
 MEMORY = Case("memory", Sizes(1, 16384, 16384, 8, 8, 64), "float32", backward=True)
 
@@ -81,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite",
         choices=tuple(SUITES),
-        help="jobs for CPUs or GPUs, observables, derivatives, prefix trees, or a decoder; default: the machine's",
+        help="for CPUs or GPUs, observables, derivatives, prefix trees, a decoder or masks; default: the machine's",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("bench"), help="folder for the results (%(default)s)"
@@ -139,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(
-    case: Case | TreeJob | Continuation | Pass,
+    case: Case | TreeJob | Continuation | Pass | MaskCase,
     found: dict[str, Run],
     absent: dict[str, str],
     repeats: int,
@@ -182,7 +184,7 @@ def _differences(found: dict[str, Run]) -> dict[str, float]:
         largest = max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
         return float(f"{largest:.2g}")
 
-    of_ours = (OURS, ONE_PASS, ONE_GRADIENT, DECODE)
+    of_ours = (OURS, ONE_PASS, ONE_GRADIENT, DECODE, CAUSAL)
     return {name: difference(name) for name in found if name not in of_ours}
 
 

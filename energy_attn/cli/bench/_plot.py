@@ -6,6 +6,7 @@ from typing import Any
 from ._cases import BARE, CUDNN, DENSE, FLASH, JAX_NN, ONE_GRADIENT, ONE_PASS, PYTORCH
 from ._generation import MODEL, PLAIN
 from ._llama import TRANSFORMERS
+from ._masks import CAUSAL
 from ._speculative import DECODE, PYTHON
 
 _COLOURS = {
@@ -16,6 +17,7 @@ _COLOURS = {
     BARE: "#8c8c8c",
     DENSE: "#4c72b0",
     ONE_PASS: "#8c8c8c",
+    CAUSAL: "#dd8452",
     ONE_GRADIENT: "#8c8c8c",
     DECODE: "#8c8c8c",
     PYTHON: "#dd8452",
