@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn import scores
+from energy_attn import masks, scores
 from energy_attn.distributed import tree_attention
 from energy_attn.kernels import AttentionState, local_attention
 
@@ -318,3 +318,18 @@ def test_functions_of_scores():
     program = Compiled(gradients_of_score(make), *given, rows, float32(*rows[:-1]))
     assert program.kernels >= BACKWARD
     assert Compiled(tangent_of_score(make), *given, *given).kernels >= TANGENT
+
+
+@pytest.mark.parametrize("name", ["prefix", "table"])
+def test_rules(name):
+    """Operations on pairs, or a list of tiles, that Triton refuses; another kernel in their place."""
+    rule = masks.Causal() | masks.Prefix(100)
+    if name == "table":
+        rule = masks.tabulate(rule & masks.Function(lambda q, k: (q - k) % 3 < 2), 512)
+
+    def run(query, key, value):
+        state, back = jax.vjp(functools.partial(attend, mask=rule), query, key, value)
+        return back(state)
+
+    rows, keys = (1, 512, 8, 64), (1, 512, 2, 64)
+    assert Compiled(run, rows, keys, keys).kernels >= BACKWARD

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from energy_attn import masks
 from energy_attn.kernels import AttentionState, local_attention
 
 from .tpu import compiled, devices, every_chip, operands, temporary
@@ -194,3 +195,28 @@ def test_inside_shard_map():
     lowered = jax.jit(tangents).lower(*arrays, *arrays)
     assert lowered.as_text().count("tpu_custom_call") == 2
     lowered.compile()
+
+
+def spaced(query, key, step):
+    return (query - key) % step == 0
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        masks.Causal() | masks.Prefix(100),
+        masks.tabulate(masks.Causal() & (masks.Window(64, None) | masks.Function(spaced, 4)), 1024),
+        masks.Function(lambda q, k: (jnp.sign(q - k) == 1) | ((q ^ k) & (k << 2) == 0)),
+        masks.Function(lambda q, k: jnp.where(q > k, q % 2 == 0, abs(q // 64 - k // 64) < 2)),
+    ],
+    ids=["prefix", "table", "bits", "select"],
+)
+def test_rules_compile(rule):
+    """Operations on pairs, or a list of blocks, that the chip's compiler refuses."""
+    shapes = operands(1024, 1024, 8, 2)
+
+    def run(*arrays):
+        state, back = jax.vjp(functools.partial(attention, mask=rule), *arrays)
+        return back(state)
+
+    compiled("v5e", run, *shapes, kernels=3)
