@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from ..scores._abstract import At
@@ -126,10 +127,15 @@ def value(found: dict[Any, Any], x: Any) -> Any:
 def run(steps: Sequence[Step], found: dict[Any, Any]) -> None:
     """Adds the values of the outputs of steps to `found`."""
     for step in steps:
+        given = [value(found, x) for x in step.inputs]
+        if step.primitive.name == "sign" and jnp.issubdtype(given[0].dtype, jnp.integer):
+            # of whole divisions: to lower it for TPUs, JAX 0.10 wants one at hand
+            one = np.ones((), given[0].dtype)[()]
+            found[step.outputs[0]] = lax.clamp(-one, given[0], one)
+            continue
         params = step.primitive.get_bind_params(step.params)
         # a pair until JAX 0.9
         functions, params = params if isinstance(params, tuple) else ((), params)
-        given = (value(found, x) for x in step.inputs)
         result = step.primitive.bind(*functions, *given, **params)
         results = result if step.primitive.multiple_results else [result]
         found |= zip(step.outputs, results, strict=True)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn import masks
+from energy_attn import masks, scores
 from energy_attn.kernels import AttentionState, local_attention
 
 from .tpu import compiled, devices, every_chip, operands, temporary
@@ -220,3 +220,94 @@ def test_rules_compile(rule):
         return back(state)
 
     compiled("v5e", run, *shapes, kernels=3)
+
+
+def gradients_of_score(make):
+    """The state by a score, and all gradients."""
+
+    def run(query, key, value, *parameters):
+        def attend(query, key, value, parameters):
+            return attention(query, key, value, is_causal=True, score=make(*parameters))
+
+        state, back = jax.vjp(attend, query, key, value, parameters)
+        return state, back(AttentionState(state.out, state.lse))
+
+    return run
+
+
+def tangent_of_score(make):
+    """The state and its derivative in all directions, that of the parameters among them."""
+
+    def run(*arrays):
+        def attend(query, key, value, *parameters):
+            return attention(query, key, value, is_causal=True, score=make(*parameters))
+
+        half = len(arrays) // 2
+        return jax.jvp(attend, arrays[:half], arrays[half:])
+
+    return run
+
+
+SCORES = {  # a score, and the parameters that it is of
+    "soft_cap": (lambda x: scores.SoftCap(x[0]), ("float32", 1)),
+    "alibi": (scores.ALiBi, ("float32", 32)),
+    "t5": (lambda x: scores.RelativeBias(x, scores.t5_buckets()), ("float32", 32, 32)),
+}
+
+
+@pytest.mark.parametrize("chip", ["v4", "tpu7x"])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name, chip):
+    """A matrix of scores in memory, or blocks that do not fit beside those of a score's derivative."""
+    make, parameters = SCORES[name]
+    shapes = operands(8192, 8192, 32, 8)
+    program = compiled(chip, gradients_of_score(make), *shapes, parameters, kernels=3)
+    copies = 2 * size(*shapes[1:]) + 4 * size(shapes[0])
+    # in each row a number or the entries of a table, and its gradient: in the layout of both kernels
+    entries = math.prod(parameters[2:])
+    assert temporary(program) < 1.05 * copies + 8 * entries * size(("float32", 8192, 32))
+    given = *shapes, parameters
+    program = compiled(chip, tangent_of_score(make), *given, *given, kernels=2)
+    copies = 4 * size(shapes[1]) + 4 * size(shapes[0])
+    assert temporary(program) < 1.05 * copies + 8 * entries * size(("float32", 8192, 32))
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5"])
+def test_decode_with_scores_copies_nothing(name):
+    """A copy of keys or values; positions that take a row of a tile each."""
+    make, parameters = SCORES[name]
+    shapes = operands(1, 640_000, 32, 8)
+
+    def decode(query, key, value, parameters):
+        return attention(query, key, value, score=make(parameters))
+
+    program = compiled("v5p", decode, *shapes, parameters, kernels=1)
+    assert temporary(program) < 0.02 * size(*shapes)
+
+
+def _every_function(s, at, x, table):
+    """All that the kernel says that it computes, of the product or of positions."""
+    whole = at.query - at.key
+    t = jnp.tanh(s)
+    positive = 1 + s * s
+    for f in (jnp.sin, jnp.cos, jnp.tan, jnp.exp2, jnp.floor, jnp.ceil):
+        s = s + f(t)
+    for f in (jnp.log, jnp.log1p, jnp.sqrt, jax.lax.rsqrt, jnp.exp):
+        s = s - f(positive)
+    s = s + jax.nn.sigmoid(t) + t**3 + jnp.square(t) + positive ** x[at.head]
+    s = s + jnp.clip(t, -0.5, 0.5) + jnp.logaddexp(t, s) + jax.nn.relu(t)
+    s = s + jnp.where((whole % 3 == 1) ^ (whole < 4) | jnp.isfinite(s) & ~(t > 0), t, -t)
+    s = s + jnp.minimum(t, s) / jnp.maximum(s, 1.0) + jnp.remainder(s, 2.0)
+    return s + table[at.head, jnp.clip(abs(whole) // 2, 0, 8)]
+
+
+@pytest.mark.parametrize("chip", ["v4", "tpu7x"])
+def test_functions_of_scores(chip):
+    """A function that the kernel promises, and Mosaic or a chip lacks."""
+
+    def make(*x):
+        return scores.Function(_every_function, *x)
+
+    given = *operands(16, 128, 4, 2), ("float32", 4), ("float32", 4, 9)
+    compiled(chip, gradients_of_score(make), *given, kernels=3)
+    compiled(chip, tangent_of_score(make), *given, *given, kernels=2)

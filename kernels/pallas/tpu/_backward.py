@@ -14,7 +14,18 @@ from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows
 from .._common import result_like
+from .._score_program import Numbers
 from ._layout import Layout, fold_keys, fold_rows, unfold_keys, unfold_rows
+from ._score import (
+    BlockScores,
+    block_cotangents,
+    block_numbers,
+    clear,
+    number_specs,
+    sums_like,
+    sums_scratch,
+    write,
+)
 from ._step import dot, hide, key_spec, load_present, step, visibility_specs, visit, zero_past_end
 from ._visibility import BlockRanges, BlockVisibility, block_ranges, block_visibility
 
@@ -31,7 +42,7 @@ def backward(
     *,
     interpret: bool,
 ) -> Operands:
-    r"""The cotangents of query, key and value, with scores computed again in each of two kernels.
+    r"""The cotangents of query, key, value and score, with scores computed again in each of two kernels.
 
     One sums over the keys of a block of rows, the other over the rows of a block of keys, so neither
     adds to the output of another block.
@@ -43,13 +54,15 @@ def backward(
     rows = (fold_rows(query, at), fold_rows(d_out.astype(value.dtype), at), lse, delta)
     keys = fold_keys(key, at, tall=at.tall_key), fold_keys(value, at, tall=at.tall_value)
     visibility = block_visibility(operands, at)
-    d_query = _rows_over_keys(rows, keys, visibility, at, interpret=interpret)
-    d_key, d_value = _keys_over_rows(rows, keys, visibility, at, interpret=interpret)
+    numbers = block_numbers(operands, at)
+    d_query, sums = _rows_over_keys(rows, keys, visibility, numbers, at, interpret=interpret)
+    d_key, d_value = _keys_over_rows(rows, keys, visibility, numbers, at, interpret=interpret)
     return cotangents(
         unfold_rows(d_query, at),
         unfold_keys(d_key, at, tall=at.tall_key),
         unfold_keys(d_value, at, tall=at.tall_value),
         None,
+        block_cotangents(operands, at, sums),
     )
 
 
@@ -77,6 +90,7 @@ def _rows_over_keys(
     rows: tuple[Any, ...],
     keys: tuple[Any, ...],
     visibility: BlockVisibility,
+    numbers: Numbers,
     at: Layout,
     *,
     interpret: bool,
@@ -95,20 +109,28 @@ def _rows_over_keys(
         return step(ranges, range_index(b, i), j)
 
     specs = _specs(rows, at, row, key)
+    like = sums_like(numbers, batch, query)
     return pl.pallas_call(
         functools.partial(_rows_kernel, at=at, range_index=range_index),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, at.heads, at.row_blocks, at.key_blocks),
-            in_specs=[*specs, visibility_specs(visibility.arrays, at, row, key)],
-            out_specs=specs[0],
-            scratch_shapes=[pltpu.VMEM((at.row_block, width), jnp.float32)],
+            in_specs=[
+                *specs,
+                visibility_specs(visibility.arrays, at, row, key),
+                number_specs(numbers, at, row),
+            ],
+            out_specs=(specs[0], number_specs(like, at, row)),
+            scratch_shapes=[
+                pltpu.VMEM((at.row_block, width), jnp.float32),
+                sums_scratch(numbers, at),
+            ],
         ),
-        out_shape=result_like(query, query.shape, query.dtype),
+        out_shape=(result_like(query, query.shape, query.dtype), like),
         compiler_params=_PARALLEL,
         interpret=interpret,
         name="attention_backward_rows",
-    )(ranges, *rows, *keys, visibility.arrays)
+    )(ranges, *rows, *keys, visibility.arrays, numbers)
 
 
 def _rows_kernel(
@@ -120,8 +142,11 @@ def _rows_kernel(
     key: Ref,
     value: Ref,
     visibility: dict[str, Ref],
+    numbers: Numbers,
     d_query: Ref,
+    to_score: Numbers,
     sums: Ref,
+    of_score: Numbers,
     *,
     at: Layout,
     range_index: Callable[..., Any],
@@ -136,6 +161,7 @@ def _rows_kernel(
     @pl.when(j == 0)
     def _() -> None:
         sums[...] = jnp.zeros(sums.shape, sums.dtype)
+        clear(of_score)
 
     @visit(ranges, range_index(b, i), j, visibility)
     def _(block: Array, compared: dict[str, Ref]) -> None:
@@ -144,20 +170,24 @@ def _rows_kernel(
         key_width, value_width = _widths(at)
         keys = load_present(key, compared, tall=at.tall_key)
         values = load_present(value, compared, tall=at.tall_value)
-        scores = dot(query[...], keys, (1, key_width)) * at.settings.scale
+        score = BlockScores(at, numbers, visibility)
+        scores, pull = score.pull(dot(query[...], keys, (1, key_width)))
         weights = jnp.exp(hide(scores, compared, block, at, turned=False) - lse[...].T)
         d_scores = weights * (dot(d_out[...], values, (1, value_width)) - delta[...].T)
+        d_scores = pull(d_scores, of_score)
         sums[...] += dot(d_scores.astype(key.dtype), keys, (1, 1 - key_width))
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _() -> None:
         d_query[...] = (sums[...] * at.settings.scale).astype(d_query.dtype)
+        write(to_score, of_score)
 
 
 def _keys_over_rows(
     rows: tuple[Any, ...],
     keys: tuple[Any, ...],
     visibility: BlockVisibility,
+    numbers: Numbers,
     at: Layout,
     *,
     interpret: bool,
@@ -180,7 +210,11 @@ def _keys_over_rows(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, at.heads, at.key_blocks, at.row_blocks),
-            in_specs=[*specs, visibility_specs(visibility.arrays, at, row, key)],
+            in_specs=[
+                *specs,
+                visibility_specs(visibility.arrays, at, row, key),
+                number_specs(numbers, at, row),
+            ],
             out_specs=specs[-2:],
             scratch_shapes=[pltpu.VMEM((at.key_block, x.shape[-1]), jnp.float32) for x in rows[:2]],
         ),
@@ -188,7 +222,7 @@ def _keys_over_rows(
         compiler_params=_PARALLEL,
         interpret=interpret,
         name="attention_backward_keys",
-    )(ranges, *rows, *keys, visibility.arrays)
+    )(ranges, *rows, *keys, visibility.arrays, numbers)
 
 
 def _keys_kernel(
@@ -200,6 +234,7 @@ def _keys_kernel(
     key: Ref,
     value: Ref,
     visibility: dict[str, Ref],
+    numbers: Numbers,
     d_key: Ref,
     d_value: Ref,
     key_sums: Ref,
@@ -226,10 +261,12 @@ def _keys_kernel(
         key_width, value_width = _widths(at)
         keys = load_present(key, compared, tall=at.tall_key)
         values = load_present(value, compared, tall=at.tall_value)
-        scores = dot(keys, query[...], (key_width, 1)) * at.settings.scale
+        score = BlockScores(at, numbers, visibility, turned=True)
+        scores, pull = score.pull(dot(keys, query[...], (key_width, 1)))
         weights = jnp.exp(hide(scores, compared, i, at, turned=True) - lse[...])
         value_sums[...] += dot(weights.astype(d_out.dtype), d_out[...], (1, 0))
         d_scores = weights * (dot(values, d_out[...], (value_width, 1)) - delta[...])
+        d_scores = pull(d_scores, Numbers())
         key_sums[...] += dot(d_scores.astype(query.dtype), query[...], (1, 0))
 
     @pl.when(j == pl.num_programs(3) - 1)

@@ -13,8 +13,10 @@ from jaxtyping import Array
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
 from .._common import result_like
+from .._score_program import Numbers
 from ._grid import PARALLEL, Grid
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
+from ._score import BlockScores, block_numbers, number_specs
 from ._step import HIDDEN, dot, hide, load_present, visit, zero_past_end
 from ._visibility import BlockRanges, block_ranges, block_visibility
 
@@ -28,6 +30,7 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
     grid = Grid(at, batch)
     splits = grid.splits
     ranges = block_ranges(visibility, at, batch, splits=splits)
+    of_score = block_numbers(operands, at)
     width, value_width = query.shape[-1], value.shape[-1]
     found_dtype = out_dtype(operands, settings) if splits == 1 else jnp.float32
     rows = at.row_blocks * at.row_block
@@ -39,6 +42,7 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
             grid.of_keys(width, tall=at.tall_key),
             grid.of_keys(value_width, tall=at.tall_value),
             grid.of_visibility(visibility),
+            number_specs(of_score, at, grid.row),
         ],
         out_specs=grid.of_parts(value_width),
         scratch_shapes=[
@@ -63,6 +67,7 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
         fold_keys(key, at, tall=at.tall_key),
         fold_keys(value, at, tall=at.tall_value),
         visibility.arrays,
+        of_score,
     )
     state = AttentionState(out, lse.squeeze(-2))
     state = merge_all(state) if splits > 1 else AttentionState(out[0], state.lse[0])
@@ -76,6 +81,7 @@ def _kernel(
     key: Ref,
     value: Ref,
     visibility: dict[str, Ref],
+    of_score: Numbers,
     out: Ref,
     lse: Ref,
     maximum: Ref,
@@ -101,7 +107,8 @@ def _kernel(
     @visit(ranges, range_index(b, s, i), j, visibility)
     def _(block: Array, compared: dict[str, Ref]) -> None:
         zero_past_end(value, block, at, tall=at.tall_value)
-        scores = dot(query[...], key[...], (1, 0 if at.tall_key else 1)) * at.settings.scale
+        product = dot(query[...], key[...], (1, 0 if at.tall_key else 1))
+        scores = BlockScores(at, of_score, visibility).scores(product)
         scores = hide(scores, compared, block, at, turned=False)
         old = maximum[...]
         new = jnp.maximum(old, scores.max(-1, keepdims=True))

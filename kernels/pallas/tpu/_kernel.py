@@ -28,11 +28,13 @@ class PallasTPU(AbstractKernel):
     interpreted = ("cpu", "cuda", "rocm")
     exported = True
     masks = (AbstractMask,)
+    scores = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float16, float64 and empty axes;
-        for widths whose blocks do not fit on the chip, or too many blocks; and for rules that look into
-        a table by query and key, or compute with them what blocks do not.
+        for widths whose blocks do not fit on the chip, or too many blocks; for rules that look into
+        a table by query and key, or compute with them what blocks do not; and for scores of other
+        functions or larger tables than blocks compute, and a source beside a score.
         """
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "backward"):

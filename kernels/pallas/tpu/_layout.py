@@ -8,12 +8,27 @@ from jaxtyping import Array
 from ...call._operands import Operands, Settings
 from ...masks._pairwise import Pairwise
 from .._rows import pack_rows, pairs_of, unpack_rows
+from .._score import score_of
+from .._score_program import ScoreProgram, Target
 
 # The compiler grants a kernel 16 MiB on every chip; the estimate leaves a part of them out. Of 1 MiB
 # for scalars the ranges of blocks may take a half, 16 bytes for each block.
 MEMORY = 12 * 2**20
 MOST_RANGES = 2**15
 MOST_LISTED = 2**16  # of four bytes each, beside the ranges
+
+
+# What Mosaic has, in all versions of JAX, for a score and its derivatives. Not the sign (of
+# the derivative of abs), for which JAX 0.10 wants a TPU at hand where it compiles ahead of time, too.
+TARGET = Target(
+    frozenset(
+        "abs add add_any and broadcast_in_dim ceil clamp convert_element_type cos custom_jvp_call div "
+        "eq exp exp2 floor ge gt integer_pow is_finite jit le log log1p logistic lt max min mul ne neg "
+        "not or pjit pow rem reshape rsqrt select_n sin sqrt square squeeze sub tan tanh "
+        "xor".split()
+    ),
+    frozenset({"float32", "int32", "bool"}),
+)
 
 
 class LayoutSizes(NamedTuple):
@@ -71,6 +86,7 @@ class Layout(NamedTuple):
         bounded: whether keys past the end are told only by their index in the last block.
         pairs: the rule of the call for blocks, unless its sides tell it.
         settings: those of the call.
+        score: the call's score, if it has one.
     """
 
     heads: int
@@ -85,6 +101,7 @@ class Layout(NamedTuple):
     bounded: bool
     pairs: Pairwise | None
     settings: Settings
+    score: ScoreProgram | None
 
     @property
     def row_blocks(self) -> int:
@@ -106,8 +123,9 @@ def layout(
     """The layout and the blocks of a call's kernels: "forward", "backward" or "tangent".
 
     Raises `NotImplementedError` if no block fits into the memory on a chip, or too many are needed, or
-    for a rule that blocks do not tell.
+    for a rule or a score that blocks do not tell.
     """
+    score = score_of(operands, settings, TARGET)
     pairs = pairs_of(operands, settings)
     batch, query_len, heads, width = operands.query.shape
     _, key_len, kv_heads, value_width = operands.value.shape
@@ -127,12 +145,12 @@ def layout(
     while True:
         row_block = _even(rows, most_rows, sizes.sublanes if rows <= most_rows else sizes.lanes)
         key_block = _even(keys, most_keys, unit)
-        needed = _memory(operands, row_block, key_block, sizes.lanes, kind)
+        needed = _memory(operands, score, row_block, key_block, sizes.lanes, kind)
         if needed <= MEMORY:
-            positions = operands.query_positions is not None or settings.rule.constrains
+            positions = operands.query_positions is not None or settings.compares
             bounded = keys % key_block > 0 and not positions
             numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block
-            found = Layout(*numbers, bounded, pairs, settings)
+            found = Layout(*numbers, bounded, pairs, settings, score)
             break
         if key_block > unit and key_block >= row_block:
             most_keys = key_block // 2
@@ -166,7 +184,14 @@ def _even(size: int, most: int, unit: int) -> int:
     return math.ceil(math.ceil(size / number) / unit) * unit
 
 
-def _memory(operands: Operands, row_block: int, key_block: int, lanes: int, kind: str) -> int:
+def _memory(
+    operands: Operands,
+    score: ScoreProgram | None,
+    row_block: int,
+    key_block: int,
+    lanes: int,
+    kind: str,
+) -> int:
     query, key, value = operands[:3]
     width, value_width = (math.ceil(x.shape[-1] / lanes) * lanes for x in (query, value))
     a_row = width * query.dtype.itemsize + value_width * value.dtype.itemsize
@@ -181,7 +206,11 @@ def _memory(operands: Operands, row_block: int, key_block: int, lanes: int, kind
         blocks *= 2
     # scores and arrays of their size; float32 products take three 16-bit parts of each operand
     wide = query.dtype.itemsize == 4
-    scores = row_block * key_block * 4 * ((4 if kind == "forward" else 6) + wide)
+    arrays = (4 if kind == "forward" else 6) + wide
+    if score is not None:  # products, positions, and each table's entries and indices
+        arrays += 4 + 2 * len(score.sizes)
+        blocks += 4 * row_block * 4 * sum(max(size, 8) for size in (8, *score.sizes))
+    scores = row_block * key_block * 4 * arrays
     parts = 6 * (row_block + key_block) * (width + value_width) if wide else 0
     return blocks + sums + scores + parts
 

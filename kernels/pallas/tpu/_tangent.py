@@ -17,8 +17,10 @@ from jaxtyping import Array
 from ...call._operands import Operands
 from ...call._state import AttentionState, holds_keys
 from .._common import moving_arrays, result_like
+from .._score_program import Numbers
 from ._grid import PARALLEL, Grid
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
+from ._score import BlockScores, block_directions, block_numbers, number_specs
 from ._step import dot, hide, load_present, visit, zero_past_end
 from ._visibility import BlockRanges, block_ranges, block_visibility
 
@@ -45,6 +47,7 @@ def tangent(
             for name, x in arrays.items()
         }
 
+    of_score = (block_numbers(operands, at), block_directions(operands, at, directions))
     fixed, moving = (folded(moving_arrays(x)) for x in (operands, directions))
     of = {
         "query": grid.of_rows(width),
@@ -60,6 +63,7 @@ def tangent(
             grid.of_rows(value_width),
             grid.of_numbers(),
             grid.of_visibility(visibility),
+            tuple(None if x is None else number_specs(x, at, grid.row) for x in of_score),
         ],
         out_specs=grid.of_parts(value_width),
         scratch_shapes=[
@@ -82,7 +86,7 @@ def tangent(
         compiler_params=PARALLEL,
         interpret=interpret,
         name="attention_tangent",
-    )(ranges, fixed, moving, fold_rows(state.out, at), lse[:, :, None], visibility.arrays)
+    )(ranges, fixed, moving, fold_rows(state.out, at), lse[:, :, None], visibility.arrays, of_score)
     out, lse = (unfold_rows(x.sum(0), at) for x in (out, lse.squeeze(-2)))
     return AttentionState(out.astype(state.out.dtype), lse)
 
@@ -94,6 +98,7 @@ def _kernel(
     out: Ref,
     lse: Ref,
     visibility: dict[str, Ref],
+    of_score: tuple[Numbers, Numbers | None],
     d_out: Ref,
     d_lse: Ref,
     total: Ref,
@@ -109,7 +114,8 @@ def _kernel(
     and sums `[rows, Hv]`, float32.
     """
     b, p, s, i, j = map(pl.program_id, range(5))
-    scores_move = bool(moving.keys() & {"query", "key"})
+    numbers, numbers_moving = of_score
+    scores_move = bool(moving.keys() & {"query", "key"}) or numbers_moving is not None
 
     @pl.when(j == 0)
     def _() -> None:
@@ -125,15 +131,19 @@ def _kernel(
         query, over = fixed["query"][...], (1, 0 if at.tall_key else 1)
         of_values = (1, 1 if at.tall_value else 0)
         key = keys(fixed["key"], tall=at.tall_key)
-        scores = hide(dot(query, key, over) * at.settings.scale, compared, block, at, turned=False)
+        product, score = dot(query, key, over), BlockScores(at, numbers, visibility)
+        scores = hide(score.scores(product), compared, block, at, turned=False)
         weights = jnp.exp(scores - lse[...].T)
         d_scores = []
         if "query" in moving:
             d_scores.append(dot(moving["query"][...], key, over))
         if "key" in moving:
             d_scores.append(dot(query, keys(moving["key"], tall=at.tall_key), over))
-        if d_scores:
-            terms = weights * (sum(d_scores[1:], d_scores[0]) * at.settings.scale)
+        if scores_move:
+            change: Any = None
+            if d_scores:
+                change = sum(d_scores[1:], d_scores[0]) * at.settings.scale
+            terms = weights * score.along(change, product, numbers_moving)
             total[...] += terms.sum(-1, keepdims=True)
             value = keys(fixed["value"], tall=at.tall_value)
             sums[...] += dot(terms.astype(value.dtype), value, of_values)
