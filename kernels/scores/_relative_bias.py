@@ -86,7 +86,8 @@ class _T5Buckets:
 
     def __call__(self, apart: Int[Array, "..."]) -> Int[Array, "..."]:
         number = self.num_buckets // 2 if self.bidirectional else self.num_buckets
-        first = jnp.where(apart > 0, number, 0) if self.bidirectional else 0
+        # not `where` of two numbers, which has 64 bits where JAX has them, and TPUs have not
+        first = number * (apart > 0).astype(apart.dtype) if self.bidirectional else 0
         distance = jnp.abs(apart) if self.bidirectional else jnp.maximum(-apart, 0)
         exact = number // 2
         index = jnp.minimum(distance, exact)

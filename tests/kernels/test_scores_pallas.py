@@ -35,8 +35,8 @@ TWICE = Case(
     {"table": RNG.standard_normal((BATCH, 4))},
 )
 CASES = CASES | {"twice": TWICE}
-# What each kernel takes; with 64-bit integers, which buckets count in here, no TPU computes.
-TAKES = {"pallas_gpu": set(CASES), "pallas_tpu": set(CASES) - {"t5"}}
+# What each kernel takes.
+TAKES = {"pallas_gpu": set(CASES), "pallas_tpu": set(CASES)}
 SHAPE = {"T": 19, "S": 37, "N": HEADS, "K": 2, "H": 3, "V": 2}  # several tiles, the last not full
 PROBLEM = _make("scores in tiles", **SHAPE)
 QUERIES, KEYS = (RNG.permutation(n)[None].astype(np.int32) for n in (40, 60))
