@@ -38,12 +38,12 @@ LEAST = 16  # the smallest tile that tensor cores take
 SUMS = 8192
 # Parts of many rows are large: their keys are split only if some multiprocessor would be idle.
 LEAST_PROGRAMS = 132
-# What Triton has, in all versions of JAX, for a score and its derivatives.
+# What Triton has, in all versions of JAX, for a score and its derivatives (1 - x² in them since JAX 0.12).
 TARGET = Target(
     frozenset(
         "abs add add_any and atan2 broadcast_in_dim cbrt ceil clamp convert_element_type cos cosh "
         "custom_jvp_call div eq exp exp2 expm1 floor ge gt integer_pow is_finite jit le log log1p "
-        "logistic lt max min mul ne neg not or pjit pow rem reshape rsqrt select_n sign sin sinh "
+        "logistic lt max min mul ne neg not one_minus_square or pjit pow rem reshape rsqrt select_n sign sin sinh "
         "sqrt square squeeze sub tan tanh xor".split()
     ),
     # Python's integers are int64 where JAX has 64 bits

@@ -18,13 +18,13 @@ MOST_RANGES = 2**15
 MOST_LISTED = 2**16  # of four bytes each, beside the ranges
 
 
-# What Mosaic has, in all versions of JAX, for a score and its derivatives. Not the sign (of
+# What Mosaic has, in all versions of JAX, for a score and its derivatives (1 - x² in them since 0.12). Not the sign (of
 # the derivative of abs), for which JAX 0.10 wants a TPU at hand where it compiles ahead of time, too.
 TARGET = Target(
     frozenset(
         "abs add add_any and broadcast_in_dim ceil clamp convert_element_type cos custom_jvp_call div "
         "eq exp exp2 floor ge gt integer_pow is_finite jit le log log1p logistic lt max min mul ne neg "
-        "not or pjit pow rem reshape rsqrt select_n sin sqrt square squeeze sub tan tanh "
+        "not one_minus_square or pjit pow rem reshape rsqrt select_n sin sqrt square squeeze sub tan tanh "
         "xor".split()
     ),
     frozenset({"float32", "int32", "bool"}),
