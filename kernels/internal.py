@@ -55,6 +55,7 @@ from .call._state import share as share
 from .dispatch._derivative import AbstractDerivative as AbstractDerivative
 from .dispatch._derivative import keep_moved as keep_moved
 from .dispatch._derivative import tangent_along as tangent_along
+from .dispatch._derivative import wanting as wanting
 from .dispatch._function import AbstractFunction as AbstractFunction
 from .dispatch._function import function_call as function_call
 from .dispatch._function import with_zeros as with_zeros

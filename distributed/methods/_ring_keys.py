@@ -26,6 +26,7 @@ from energy_attn.kernels.internal import (
     tangent_along,
     tangent_of,
     tangent_sums,
+    wanting,
     with_wide_out,
 )
 
@@ -160,10 +161,12 @@ class _OfRing(AbstractDerivative):
         cotangent: AttentionState,
         moved: Operands,
     ) -> Operands:
+        settings = wanting(self.settings, moved)
+
         @jax.checkpoint
         def visit(keys: _Keys, so_far: _Gradients | None, step: int | Array) -> _Gradients:
             here = _with_keys(operands, keys, step, self.axes)
-            found = keep_moved(backward_wide(here, self.settings, state, cotangent), moved)
+            found = keep_moved(backward_wide(here, settings, state, cotangent), moved)
             query, key, value, bias = found[:4]
             if bias is not None and operands.bias is not None:
                 whole = lax.full_like(bias, 0.0, shape=operands.bias.shape)

@@ -71,11 +71,13 @@ class Settings(NamedTuple):
         scored_width: where a score and a source are given, how many features of query and key make
             the product that the score is of; the product of the others, the source and the value, is
             added to it. None: all.
+        learnt: whether a backward has to compute the cotangents of the score's arrays; otherwise zeros
+            will do.
 
     Examples:
         >>> from energy_attn.kernels import Settings
         >>> Settings._fields
-        ('scale', 'rule', 'wide', 'score', 'scored_width')
+        ('scale', 'rule', 'wide', 'score', 'scored_width', 'learnt')
     """
 
     scale: float
@@ -83,6 +85,7 @@ class Settings(NamedTuple):
     wide: bool = False
     score: ScoreStructure | None = None
     scored_width: int | None = None
+    learnt: bool = True
 
     @property
     def compares(self) -> bool:
@@ -136,7 +139,7 @@ def bound_score(settings: Settings, operands: Operands) -> BoundScore | None:
     """The score of a call with its arrays; None: there is none."""
     if settings.score is None:
         return None
-    return BoundScore(settings.score, operands.score_arrays)
+    return BoundScore(settings.score, operands.score_arrays, settings.learnt)
 
 
 def with_default_positions(operands: Operands, settings: Settings) -> Operands:

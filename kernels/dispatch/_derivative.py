@@ -68,6 +68,11 @@ def keep_moved(found: Operands, moved: Operands) -> Operands:
     return cotangents(query, key, value, bias, arrays)
 
 
+def wanting(settings: Settings, moved: Operands) -> Settings:
+    """The settings of a backward of which the cotangents in `moved` are kept."""
+    return settings._replace(learnt=any(x is not None for x in moved.score_arrays))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tangent(AbstractLinearMap):
     """The derivative of a state in a direction, at given operands and state."""
@@ -169,7 +174,7 @@ class _OfKernels(AbstractDerivative):
         cotangent: AttentionState,
         moved: Operands,
     ) -> Operands:
-        given = self.kernels, self.settings, operands, state
+        given = self.kernels, wanting(self.settings, moved), operands, state
         return run_when_lowered(_backward, _like_operands, *given, cotangent)
 
     def plain(self) -> AbstractDerivative:

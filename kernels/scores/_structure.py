@@ -77,11 +77,13 @@ def split_score(score: object) -> tuple[ScoreStructure | None, tuple[Any, ...]]:
 class BoundScore(NamedTuple):
     """A score with arrays: a function of scaled products, with both derivatives.
 
-    Floating arrays count in the dtype of the products.
+    Floating arrays count in the dtype of the products. If they are not `learnt`, `pull` returns zeros
+    for them: XLA does not drop from a loop what is summed in it and not read.
     """
 
     structure: ScoreStructure
     arrays: tuple[Any, ...]
+    learnt: bool = True
 
     def __call__(self, raw: Array, at: At) -> Array:
         """The scores of scaled products."""
@@ -90,6 +92,10 @@ class BoundScore(NamedTuple):
     def pull(self, raw: Array, at: At) -> tuple[Array, Any]:
         """The scores, and what takes their cotangents to those of the products and of the arrays."""
         moving = self._moving(raw.dtype)
+        if not self.learnt:
+            found, to_product = jax.vjp(lambda raw: self._of(raw, moving, at), raw)
+            zeros = tuple(jnp.zeros_like(x) if floating(x) else None for x in moving)
+            return found, lambda cotangent: (*to_product(cotangent), zeros)
         found, pullback = jax.vjp(lambda raw, moving: self._of(raw, moving, at), raw, moving)
 
         def back(cotangent: Array) -> tuple[Array, tuple[Any, ...]]:
