@@ -101,7 +101,7 @@ def both(
         return given.attention(*(x[name] for name in ROWS), return_energy=True)
 
     def theirs(x: Any) -> Any:
-        return dense(formula, *(x[name] for name in ROWS), jax.tree.leaves(x["energy"]))
+        return dense(formula, x["query"], x["key"], x["value"], jax.tree.leaves(x["energy"]))
 
     return rows_of(formula) | {"energy": learnt}, ours, theirs
 

@@ -23,6 +23,7 @@ from energy_attn.kernels.internal import platform_here
 
 from ._cases import JAX_NN, ONE_GRADIENT, ONE_PASS, OURS, Case, Run, Sizes, numbers, program, shapes
 from ._derivatives import DERIVATIVES
+from ._energies import BACKWARD, ENERGIES
 from ._generation import CONTINUATIONS, Continuation
 from ._llama import PASSES, Pass
 from ._masks import CAUSAL, MASKS, MaskCase
@@ -71,6 +72,10 @@ SUITES: dict[str, tuple[Case | TreeJob | Continuation | Pass | MaskCase, ...]] =
     "derivatives": tuple(
         Case(name, Sizes(1, 2048, 2048, **_HEADS), "float32") for name in DERIVATIVES
     ),
+    "energies": tuple(
+        Case(name, Sizes(1, 2048, 2048, **_HEADS), "float32", backward=name.endswith(BACKWARD))
+        for name in ENERGIES
+    ),
     "speculative": (*TREE_JOBS, *CONTINUATIONS),
     "llama": PASSES,
     "masks": MASKS,
@@ -83,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite",
         choices=tuple(SUITES),
-        help="for CPUs or GPUs, observables, derivatives, prefix trees, a decoder or masks; default: the machine's",
+        help="for CPUs or GPUs, observables, derivatives, energies, trees, a decoder or masks; default: the machine's",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("bench"), help="folder for the results (%(default)s)"

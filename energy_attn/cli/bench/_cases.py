@@ -15,6 +15,7 @@ import energy_attn
 from energy_attn.kernels import local_attention
 
 from ._derivatives import DERIVATIVES, GRADIENT_OF
+from ._energies import ENERGIES, flex
 from ._observables import JOBS
 
 Run = Callable[[], Any]  # starts a computation and returns its result, to be waited for
@@ -48,7 +49,7 @@ class Case(NamedTuple):
     """One comparison: a job, its sizes and its dtype.
 
     Attributes:
-        name: the job: prefill, decode, forward + backward, jax.grad of F, an observable, or a derivative.
+        name: the job: prefill, decode, forward + backward, jax.grad of F, an observable, a derivative, or an energy.
         shape: the sizes.
         dtype: of all arrays.
         backward: whether the gradients in query, key and value are computed as well.
@@ -128,7 +129,7 @@ def _sides(case: Case, platform: str) -> tuple[dict[str, Run], dict[str, str]]:
         return found, absent
     try:
         found[PYTORCH] = _pytorch(case, arrays, platform)
-    except ImportError as reason:
+    except (ImportError, NotImplementedError) as reason:
         absent[PYTORCH] = str(reason)
     return found, absent
 
@@ -161,6 +162,14 @@ def _attentions(case: Case, platform: str) -> dict[str, Callable[..., Any]]:
     def flash(q: Array, k: Array, v: Array) -> Array:
         return importlib.import_module("flash_attn_jax").flash_mha(q, k, v, is_causal=case.causal)
 
+    if case.name in ENERGIES:
+        energy = ENERGIES[case.name]
+        unit = ONE_GRADIENT if case.backward else ONE_PASS
+        return {
+            OURS: energy.ours,
+            JAX_NN: energy.dense,
+            unit: energy.beside,
+        }
     if case.name in JOBS:
         job, dense = JOBS[case.name]
         return {OURS: job, DENSE: dense, ONE_PASS: ours}
@@ -192,7 +201,7 @@ def _attentions(case: Case, platform: str) -> dict[str, Callable[..., Any]]:
 
 
 def _pytorch(case: Case, arrays: list[jax.Array], platform: str) -> Run:
-    """PyTorch's job on the same numbers; raises `ImportError` without it."""
+    """PyTorch's job on the same numbers; raises `ImportError` or `NotImplementedError` without it."""
     torch_ = torch()
     if torch_ is None:
         raise ImportError("not installed")
@@ -203,6 +212,8 @@ def _pytorch(case: Case, arrays: list[jax.Array], platform: str) -> Run:
     dtype, device = getattr(torch_, case.dtype), "cuda" if on_gpu else "cpu"
     # the same [B, T, N, H] layout in memory, viewed in PyTorch's order of axes
     tensors = [torch_.from_dlpack(x).to(device=device, dtype=dtype).transpose(1, 2) for x in arrays]
+    if case.name in ENERGIES:
+        return flex(case.name, torch_, *tensors)
     grouped = {"enable_gqa": True} if case.shape.heads != case.shape.kv_heads else {}
 
     def attend(*tensors: object) -> Any:
