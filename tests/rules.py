@@ -70,7 +70,12 @@ ENTER = np.asarray([0, 1, 9, 2, 6, 10, 14, 3, 5, 7, 8, 11, 13, 15, 16, 4], np.in
 LEAVE = np.asarray([17, 9, 17, 6, 9, 14, 17, 5, 6, 8, 9, 13, 14, 16, 17, 5], np.int32)
 
 
+def _chosen(q, k):
+    return (BLOCKS[np.clip(q // 4, 0, 3)] == np.asarray(k // 4)[..., None]).any(-1)
+
+
 def _above(q, k):
+    q, k = np.asarray(q), np.asarray(k)
     found = np.zeros(np.broadcast_shapes(q.shape, k.shape), bool)
     q = np.broadcast_to(q, found.shape)
     for _ in range(5):
@@ -83,9 +88,12 @@ class Case(NamedTuple):
 
     rule: masks.AbstractMask
     sees: Callable
+    tabulated: bool = False
 
     def of(self, batch: int) -> masks.AbstractMask:
         """The rule for so many entries."""
+        if self.tabulated:  # only here, as it computes: processes are connected before
+            return masks.tabulate(self.rule, 12, block=4)
         return jax.tree.map(lambda x: x[:batch] if x.ndim and len(x) == ROWS else x, self.rule)
 
 
@@ -115,13 +123,12 @@ RULES = {
     ),
     "blocks": Case(
         masks.Window(1, 1) | masks.Function(chosen, BLOCKS),
-        lambda b, q, k: (
-            (abs(q - k) <= 1) | (BLOCKS[np.clip(q // 4, 0, 3)] == (k // 4)[..., None]).any(-1)
-        ),
+        lambda b, q, k: (abs(q - k) <= 1) | _chosen(q, k),
     ),
     "table": Case(
-        masks.tabulate(masks.Causal() & masks.Function(chosen, BLOCKS), 12, block=4),
-        lambda b, q, k: (k <= q) & (BLOCKS[np.clip(q // 4, 0, 3)] == (k // 4)[..., None]).any(-1),
+        masks.Causal() & masks.Function(chosen, BLOCKS),
+        lambda b, q, k: (k <= q) & _chosen(q, k),
+        tabulated=True,
     ),
     "tree": Case(masks.Function(ancestor, ENTER, LEAVE), lambda b, q, k: _above(q, k)),
     "parity": Case(Parity(np.asarray([2, 3, 4], np.int32)), lambda b, q, k: (q + k) % (2 + b) == 0),
