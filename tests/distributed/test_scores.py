@@ -61,6 +61,7 @@ MESHES = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("method", ["tree", "ring", "ulysses"])
 @pytest.mark.parametrize("mesh", MESHES)

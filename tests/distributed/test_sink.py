@@ -132,7 +132,8 @@ def test_types():
     check(plain, parallel, "2x4 explicit", place={n: x for n, x in place.items() if n != "sink"})
 
 
-@pytest.mark.parametrize("problem", few([DECODE, SELF], DECODE))
+@pytest.mark.full
+@pytest.mark.parametrize("problem", [DECODE, SELF])
 def test_observables(problem):
     """A sink that each device's part of the keys brings to a reduction."""
     sink = sink_of(problem)

@@ -243,6 +243,7 @@ def few_answers(F, along):
     return F(), F.attention(), F.covariance(), F.cumulant(list(along))
 
 
+@pytest.mark.full
 @settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -276,6 +277,7 @@ def explicit(query, key, value, sink):
     )
 
 
+@pytest.mark.full
 def test_duals():
     """A conjugate, rate or mode over the hull of the keys' values alone: zero is one of the values."""
     rng = np.random.default_rng(0)

@@ -12,6 +12,7 @@ from energy_attn.distributed import KVCache, SequenceParallel, collectives, shar
 
 from ..complaints import complains
 from ..distributed.meshes import make_mesh
+from ..selection import few
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +115,7 @@ def close(found, wanted, tolerance=1e-9):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("alpha", [1.5, 2.0])
 @pytest.mark.parametrize("sink", [False, True])
 def test_by_sorting(alpha, sink):
@@ -146,7 +148,7 @@ def test_second_order():
     close(third(ours), third(dense), 1e-7)
 
 
-@pytest.mark.parametrize("alpha", [1.05, 1.3, 1.8])
+@pytest.mark.parametrize("alpha", few([1.05, 1.3, 1.8], 1.3))
 def test_fenchel_young(alpha):
     """Weights that maximise something else: F is the maximum, reached by them, and softmax's limit at 1."""
     arrays = jax.tree.map(jnp.asarray, ARRAYS)
@@ -207,7 +209,7 @@ def test_not_finite():
     assert np.isfinite(np.delete(energy[0, 0], 0)).all()
 
 
-@pytest.mark.parametrize("method", ["tree", "ring"])
+@pytest.mark.parametrize("method", few(["tree", "ring"], "ring"))
 def test_mesh(method):
     """Thresholds of each device's own keys; gradients of part of them; keys that are moved."""
     parallel = SequenceParallel("s", method=method)

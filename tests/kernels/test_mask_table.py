@@ -134,6 +134,7 @@ def test_one_table_for_all_calls(implementation):
     assert all(shape == (1, 8, 1) for shape in traced[before:])  # the table, not the program
 
 
+@pytest.mark.full
 def test_rows_of_a_batch():
     """One row's table for all, or a table that vmap or a gradient loses."""
     rule = masks.Causal() | masks.Prefix(np.asarray([3, 9], np.int32))

@@ -62,6 +62,7 @@ def close(found, wanted, scale=1e-12):
         np.testing.assert_allclose(x, y, rtol=scale, atol=scale)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_derivatives(kernel, name):

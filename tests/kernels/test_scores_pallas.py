@@ -106,6 +106,7 @@ PRODUCT = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("kernel", "name", "form"), PRODUCT)
 def test_derivatives(kernel, name, form):
     """A number of another head or batch entry, a position of another tile, a sum that a tile is missing from."""
