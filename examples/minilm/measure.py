@@ -115,6 +115,11 @@ def looks_at(model: Bert, encoded: Encoded) -> dict[str, np.ndarray]:
     }
 
 
+def arrays_of(report: ea.EnergyReport) -> dict[str, Array]:
+    """The quantities of a report by name; its layers have no names of their own here."""
+    return {name: x for name, x in vars(report).items() if x is not None}
+
+
 def worked_example(model: Bert, directory: Path) -> dict[str, Any]:
     """One row of attention: its weights, the covariance of its values, and its rate function.
 
@@ -136,7 +141,7 @@ def worked_example(model: Bert, directory: Path) -> dict[str, Any]:
         report, found = _row(layer, one, indices)
         _, other = _row(layer, two, indices)
     names = {"sentence": SENTENCE, "tokens": tokens, "query": WORD, "layer": LAYER, "head": HEAD}
-    numbers = {name: x.item() for name, x in vars(report).items()}
+    numbers = {name: x.item() for name, x in arrays_of(report).items()}
     towards = dict(zip(TOWARDS, found.pop("towards"), strict=True))
     other = dict(zip(TOWARDS, other["weights"][indices[1:]], strict=True))
     return names | numbers | found | {"towards": towards, "other": other}

@@ -141,7 +141,7 @@ class BlockList(NamedTuple):
     whole: Int[Array, "b x"]
 
 
-def block_list(meets: Bool[Array, "b x y"], whole: Bool[Array, "b x y"]) -> BlockList:
+def block_list(meets: Bool[Array, "b x y"], whole: Bool[Array, "#b #x #y"]) -> BlockList:
     """The list for blocks that meet, and among them those that need no mask."""
     whole = whole & meets
     number = meets.shape[-1]
