@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings, differentiated, map_some, out_dtype
-from ..call._state import AttentionState, dot_rows, holds_keys, lse_dtype, safe_shift
+from ..call._state import AttentionState, holds_keys, lse_dtype, safe_shift
 from ..masks._abstract import AbstractMask
 from ._blocks import (
     BLOCK_SIZES,
@@ -163,7 +163,7 @@ def backward(
 def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
     """`δ` of `backward`, `[B, T, N]`. A cotangent of `lse` that is None is zero."""
     wide = state.lse.dtype
-    delta = dot_rows(cotangent.out.astype(wide), state.out.astype(wide))
+    delta = (cotangent.out.astype(wide) * state.out.astype(wide)).sum(-1)
     return delta if cotangent.lse is None else delta - cotangent.lse
 
 
