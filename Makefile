@@ -32,7 +32,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-newest test-full test-rest test-tpu test-cuda test-cuda12 test-cuda13 test-flash test-device \
+.PHONY: help demo test test-newest test-full test-rest test-tpu test-cuda test-cuda12 test-cuda13 test-flash test-fa4 test-device \
     check bench docs clean FORCE
 
 help:
@@ -41,7 +41,8 @@ help:
 	@echo "make test-newest    the tests on the newest JAX, which needs Python 3.12: found, or unpacked on Debian"
 	@echo "make test-full    all of them, those that take long too; OPTIMISE=3: programs optimised as users have them"
 	@echo "make test-rest    what is in test-full, but not in test"
-	@echo "make test-tpu, test-cuda, test-flash    programs compiled for TPU pods and for GPUs; with flash-attn-jax"
+	@echo "make test-tpu, test-cuda    programs compiled for TPU pods and for GPUs"
+	@echo "make test-flash, test-fa4    programs for GPUs with flash-attn-jax, with fa4-jax"
 	@echo "make test-cuda CUDA=13    the same with CUDA 13, on the newest JAX"
 	@echo "make test-device JAX='jax[cuda13]'    the tests of kernels on the accelerator at hand"
 	@echo "make check   format, lint, types, import direction, documentation"
@@ -59,7 +60,7 @@ test-newest:
 	@python=$$($(NEWER)) && $(MAKE) --no-print-directory PYTHON="$$python" VENV=$(VENV)-newest test
 
 test-full:
-	@$(MAKE) --no-print-directory PYTEST_ARGS="$(PYTEST_ARGS) -m 'not (tpu or cuda or flash)'" test
+	@$(MAKE) --no-print-directory PYTEST_ARGS="$(PYTEST_ARGS) -m 'not (tpu or cuda or flash or fa4)'" test
 
 test-rest:
 	@$(MAKE) --no-print-directory PYTEST_ARGS="$(PYTEST_ARGS) -m full" test
@@ -85,6 +86,11 @@ test-flash:
 	@JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-flash TEST_EXTRAS=test,flash PYTEST_ARGS='-m flash tests' \
 	    JAX='jax>=0.8,<0.9 jax-cuda12-plugin>=0.8,<0.9 nvidia-cuda-nvcc-cu12' test
 
+# Compiles CuTe's kernels for H100 where there is no GPU to ask.
+test-fa4:
+	@python=$$($(NEWER)) && CUTE_DSL_ARCH=sm_90a $(MAKE) --no-print-directory VENV=$(VENV)-fa4 TEST_EXTRAS=test,fa4 \
+	    PYTHON="$$python" PYTEST_ARGS='-m fa4 tests' test
+
 test-device:
 	@JAX_PLATFORMS= $(MAKE) --no-print-directory OPTIMISE=3 VENV=$(VENV)-device PYTEST_ARGS='tests/kernels' test
 
@@ -104,7 +110,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash device) .jax_cache build dist site energy_attn.egg-info demo.png
+	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash fa4 device) .jax_cache build dist site energy_attn.egg-info demo.png
 
 $(BIN)/python: $(OTHER)
 	@for python in $(CANDIDATES); do \

@@ -4,6 +4,8 @@ from . import cost as cost
 from .cache._cache import KVCache as KVCache
 from .hlo._collectives import Collective as Collective
 from .hlo._collectives import collectives as collectives
+from .methods._gather import gather_attention as gather_attention
+from .methods._hybrid import hybrid_attention as hybrid_attention
 from .methods._merge import logsumexp_across as logsumexp_across
 from .methods._merge import merge_across as merge_across
 from .methods._ring import ring_attention as ring_attention

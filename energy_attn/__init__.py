@@ -8,6 +8,7 @@ devices is one associative reduction.
 """
 
 from importlib import import_module as _import_module
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -41,7 +42,10 @@ from .report._report import EnergyReport as EnergyReport
 from .report._report import energy_report as energy_report
 from .sparse._tsallis import Tsallis as Tsallis
 
-__version__ = _version("energy_attn")
+try:
+    __version__ = _version("energy_attn")
+except _PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0+unknown"
 
 if _TYPE_CHECKING:
     from . import models as models

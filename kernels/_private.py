@@ -35,6 +35,8 @@ _USES = {
             "Layout": _CUDNN + "AttentionLayout",
         },
     ),
+    # those of cuDNN and of CUDA's runtime at hand, which programs are compiled for
+    "cuda_versions": _Use("JAX 0.8 to 0.12", {"versions": "jax._src.lib.cuda_versions"}),
     # the backward kernels, called with a delta that includes the cotangent of lse
     "splash": _Use(
         "JAX 0.8 to 0.12",
@@ -55,6 +57,11 @@ _USES = {
             "backward": "flash_attn_jax.flash_bwd._flash_mha_bwd_lowering",
         },
     ),
+    # its kernels for one device, without its primitives
+    "fa4": _Use(
+        "fa4-jax 0.1",
+        {"Config": "fa4_jax.attention.AttnConfig", "backend": "fa4_jax.attention.get_backend"},
+    ),
     # primitives whose programs JAX must lower anew for each set of devices
     "lowering": _Use(
         "JAX 0.8 to 0.12",
@@ -62,6 +69,8 @@ _USES = {
     ),
     # how JAX itself detects the processes of a job
     "cluster": _Use("JAX 0.8 to 0.12", {"Environment": "jax._src.clusters.ClusterEnv"}),
+    # the devices of the mesh in force, which JAX shows only outside of jax.jit
+    "mesh": _Use("JAX 0.8 to 0.12", {"in_force": "jax._src.mesh.get_concrete_mesh"}),
     # whether a backend has started, after which processes cannot connect
     "devices": _Use("JAX 0.8 to 0.12", {"started": "jax._src.xla_bridge.backends_are_initialized"}),
 }

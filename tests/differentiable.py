@@ -23,6 +23,8 @@ from energy_attn.core import shifted_energy
 from energy_attn.distributed import (
     KVCache,
     SequenceParallel,
+    gather_attention,
+    hybrid_attention,
     logsumexp_across,
     make_mesh,
     merge_across,
@@ -71,7 +73,7 @@ class Case:
         """The mesh in force where the function sends: two devices."""
         if not self.spread:
             return contextlib.nullcontext()
-        return jax.set_mesh(make_mesh((2,), ("x",), devices=jax.devices()[:2]))
+        return jax.set_mesh(make_mesh((1, 2), ("y", "x"), devices=jax.devices()[:2]))
 
     @functools.cached_property
     def arrays(self) -> dict[str, Any]:
@@ -311,7 +313,7 @@ def merged(out: Any, lse: Any, covariance: Any) -> Any:
     return merge(first, second), merge_all(state), merge(*others)
 
 
-WHOLE, HERE = P(), P("x")
+WHOLE, HERE, BOTH = P(), P("x"), P(("y", "x"))
 DEVICES = SequenceParallel("x", layout="zigzag")
 
 
@@ -591,6 +593,23 @@ CASES = {
         lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
         spread=True,
     ),
+    "gather_attention": Case(
+        "energy_attn.distributed.gather_attention",
+        over_two(functools.partial(gather_attention, axis_name="x"), HERE, **BY_ROWS),
+        lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
+        spread=True,
+    ),
+    "hybrid_attention": Case(
+        "energy_attn.distributed.hybrid_attention",
+        over_two(
+            functools.partial(hybrid_attention, axis_name=("y", "x")),
+            BOTH,
+            **dict.fromkeys(BY_ROWS, BOTH),
+            bias=P(None, "x", "y"),
+        ),
+        lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
+        spread=True,
+    ),
     "layouts": Case(
         """energy_attn.distributed.shard_sequence energy_attn.distributed.unshard_sequence
         energy_attn.distributed.SequenceParallel""",
@@ -603,13 +622,15 @@ CASES = {
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
     "of types, which differentiate nothing": """energy_attn.kernels.Operands energy_attn.kernels.Settings
+        energy_attn.kernels.GPUPlan energy_attn.kernels.GPUTiles energy_attn.kernels.PallasGPU
         energy_attn.Result energy_attn.prefix_tree.PrefixTree energy_attn.prefix_tree.Accepted
         energy_attn.models.Generation energy_attn.models.LlamaConfig energy_attn.models.ModelDrafter
         energy_attn.models.PromptLookup energy_attn.distributed.Collective""",
     "of solvers, rules and costs, which have no floating arrays": """energy_attn.solvers.
         energy_attn.kernels.masks. energy_attn.distributed.cost.""",
     "of text, pictures, files, processes and programs": """energy_attn.citation energy_attn.plot.
-        energy_attn.kernels.implementations energy_attn.distributed.collectives
+        energy_attn.kernels.implementations energy_attn.kernels.load_gpu_plan
+        energy_attn.kernels.save_gpu_plan energy_attn.distributed.collectives
         energy_attn.distributed.initialize energy_attn.distributed.make_mesh
         energy_attn.distributed.fetch energy_attn.distributed.place energy_attn.models.shard""",
     "of integers: draws, tokens, trees, places and buckets": """energy_attn.Gibbs.sample

@@ -22,6 +22,8 @@ from energy_attn.distributed import (
     SequenceParallel,
     collectives,
     cost,
+    gather_attention,
+    hybrid_attention,
     logsumexp_across,
     make_mesh,
     merge_across,
@@ -282,6 +284,14 @@ def ulysses(**changes):
     return inside(lambda: ulysses_attention(**{**VALID, **changes}, axis_name="device").out)
 
 
+def hybrid(**changes):
+    return inside(lambda: hybrid_attention(**{**VALID, **changes}, axis_name=("device",)).out)
+
+
+def gather(**changes):
+    return inside(lambda: gather_attention(**{**VALID, **changes}, axis_name="device").out)
+
+
 def state(out=None, lse=None):
     return AttentionState(STATE.out if out is None else out, STATE.lse if lse is None else lse)
 
@@ -311,6 +321,13 @@ PARALLEL = (
     (partial(SequenceParallel, method=["tree"]), ValueError, "method", "list ['tree']", "'tree'"),
     (partial(SequenceParallel, merge=None), ValueError, "merge", "None", "'allreduce'"),
     (partial(SequenceParallel, "x", merge="hierarchical"), ValueError, "merge", "one", "two or"),
+    (
+        partial(SequenceParallel, "x", "hybrid"),
+        ValueError,
+        "method",
+        "one",
+        "two or more mesh axes",
+    ),
     (partial(SequenceParallel, topology="tpu"), TypeError, "topology", "'tpu'", "cost.Topology"),
     (
         partial(SequenceParallel, "x", topology=cost.ethernet(2, devices=2)),
@@ -322,9 +339,9 @@ PARALLEL = (
     (
         on_mesh(partial(spread, SequenceParallel("device", "ulysses"))),
         ValueError,
-        "key",
-        "2",
-        "multiple of the 8 devices",
+        "query",
+        "4",
+        "multiple of 8, so that 8 devices",
     ),
     (
         on_mesh(partial(spread, SequenceParallel("device", layout="striped"), is_causal=True)),
@@ -352,6 +369,7 @@ PARALLEL = (
         "8",
         "multiple of 16",
     ),
+    (partial(SequenceParallel, batch=3), TypeError, "batch", "int 3", "names"),
     (partial(SequenceParallel, layout="spiral"), ValueError, "layout", "'spiral'", "'contiguous'"),
     (partial(make_mesh, 8), TypeError, "shape", "int 8", "sequence of integers"),
     (partial(make_mesh, "24"), TypeError, "shape", "str '24'", "sequence of integers"),
@@ -431,10 +449,14 @@ PARALLEL = (
     ),
     (tree(bias=a(B, N, T, S + 1)), ValueError, "bias", "[2,4,3,8]", "(2, 4, 3, 7)"),
     (ring(rotate="values"), ValueError, "rotate", "'values'", "'queries'"),
+    (ring(narrow_gradients=1), TypeError, "narrow_gradients", "int 1", "True or False"),
+    (ring(bidirectional=1), TypeError, "bidirectional", "int 1", "True or False"),
     (ring(bias=a(B, N, T, S), rotate="keys"), ValueError, "bias", "[2,4,3,7]", "(2, 4, 3, 56)"),
     (ring(is_causal=True), ValueError, "key_positions", "None", "global positions"),
     (ring("x"), ValueError, "axis_name", "'x'", "shard_map"),
-    (ulysses(), ValueError, "key", "2", "multiple of the 8 devices"),
+    (ulysses(), ValueError, "query", "4", "multiple of 8, so that 8 devices"),
+    (hybrid(), ValueError, "axis_name", "'device'", "two or more mesh axes"),
+    (gather(bias=a(B, N, T, S)), ValueError, "bias", "[2,4,3,7]", "(2, 4, 3, 56)"),
     (ulysses(query=None), TypeError, "query", "None", "array"),
     (tree(is_causal="yes"), TypeError, "is_causal", "str 'yes'", "True or False"),
     (tree(is_causal=a(2, dtype="bool")), TypeError, "is_causal", "bool[2]", "True or False"),

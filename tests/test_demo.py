@@ -16,7 +16,7 @@ import pytest
 import energy_attn.cli.demo as demo
 from energy_attn import __main__ as command
 from energy_attn.cli import _byte_llama, _devices
-from energy_attn.cli.demo import _checks, _picture, _report, _score
+from energy_attn.cli.demo import _checks, _picture, _report, _score, _times
 from energy_attn.cli.info import EXAMPLES, choice
 from energy_attn.models import Llama, LlamaConfig
 
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
     "context": 2 * _score.WINDOW + 7,
     "tokens": 6,
+    "parts": False,
 }
 TINY = LlamaConfig(
     *(256, 16, 24, 1, 2, 1),
@@ -55,8 +56,8 @@ def test_demo(tmp_path):
     assert "918,656 weights" in done.stdout and "8 simulated devices" in done.stdout
     assert re.search(r"bytes equal to dense decoding +20 of 20 +✓", done.stdout)
     assert re.search(r"energies, .* float64 .* nats +✓", done.stdout)
-    assert re.search(r"collectives a step +8 all-reduce +✓", done.stdout)
-    assert re.search(r"bytes handed to them +2,176 +✓", done.stdout)
+    assert re.search(r"collectives a step +4 all-gather +✓", done.stdout)
+    assert re.search(r"bytes handed to them +2,112 +✓", done.stdout)
     assert "✗" not in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     # no terminal: no control characters
@@ -74,7 +75,7 @@ def pieces():
     """The computations of a run of the demo, made once."""
     with jax.enable_x64(False):
         model = Llama(TINY, key=jax.random.key(0))
-    text, decode, compile_step = _byte_llama.held_out_text(), demo.decode, demo.compile_step
+    text, decode, compile_loop = _byte_llama.held_out_text(), demo.decode, demo.compile_loop
     made: dict = {}
 
     def remember(name, function):
@@ -90,7 +91,7 @@ def pieces():
         "byte_llama": lambda: model,
         "score": lambda *args: (2.0, 1.0),
         "decode": remember("decode", decode),
-        "compile_step": remember("step", compile_step),
+        "compile_loop": remember("loop", compile_loop),
         "held_out_text": lambda: text,
     }
     return functions
@@ -100,6 +101,7 @@ def pieces():
 def run(pieces, monkeypatch, tmp_path, capsys):
     for name, function in pieces.items():
         monkeypatch.setattr(demo, name, function)
+    monkeypatch.setattr(_times, "_ROUNDS", 1)
 
     def run(**changes):
         args = argparse.Namespace(**{**SETTINGS, "out": tmp_path / "a.png", **changes})
@@ -148,13 +150,13 @@ def wrong_cost(monkeypatch, operations=0, size=0):
 
 
 def longer_sends_more(monkeypatch):
-    compile_step = demo.compile_step
+    compile_loop = demo.compile_loop
 
-    def wrong(model, slots, parallel, attend):
+    def wrong(model, slots, count, parallel, attend):
         longer = slots > SETTINGS["context"] * 1.5
-        return compile_step(model, slots, parallel, demo.gathered if longer else attend)
+        return compile_loop(model, slots, count, parallel, demo.gathered if longer else attend)
 
-    monkeypatch.setattr(demo, "compile_step", wrong)
+    monkeypatch.setattr(demo, "compile_loop", wrong)
 
 
 BREAKS = {
@@ -177,6 +179,32 @@ def test_what_does_not_hold_is_named(run, monkeypatch, what, break_it):
     assert out.count("✗") == 1
     (line,) = err.splitlines()
     assert line.startswith(f"energy_attn demo: does not hold: {what}")
+
+
+@pytest.mark.full
+def test_parts(run, monkeypatch):
+    """Parts that do not sum up to the difference, and a step without merges that sends something."""
+    seconds, sent = {}, {}
+
+    def medians(runs):
+        seconds.update((name, 2.0**-i) for i, name in enumerate(runs))
+        sent.update(
+            (name, demo.sent(run.loop, 6 // run.calls).operations) for name, run in runs.items()
+        )
+        return seconds
+
+    monkeypatch.setattr(_times, "medians", medians)
+    found, made = [], demo.parts
+    monkeypatch.setattr(demo, "parts", lambda *args: found.append(made(*args)) or found[0])
+    assert run(parts=True)[0] == 0
+    total = found[0].merging + found[0].attending + found[0].repeating
+    assert total == seconds["tree"] - seconds["alone"]
+    assert found[0].calling == seconds["calls"] - seconds["tree"]
+    one = TINY.num_hidden_layers
+    assert sent == {
+        **{"tree": one, "calls": one, "unmerged": 0, "bare": 0},
+        **{name: 0 for name in ("alone", "bare alone", "calls alone")},
+    }
 
 
 @pytest.mark.full

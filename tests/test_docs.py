@@ -7,6 +7,8 @@ from pathlib import Path
 
 import check_structure
 import compare_modes
+import draw_first_light
+import list_kernels
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +57,28 @@ def test_modes_of_libraries():
     shown = page.partition("<!-- tools/compare_modes.py -->\n")[2].partition("<!-- end -->")[0]
     assert shown.strip() == compare_modes.table(found)
     assert set(found) == set(compare_modes.LIBRARIES)
+
+
+@pytest.mark.usefixtures("user_settings")
+def test_who_runs_where():
+    """A table of kernels and machines that the registry has left behind: python tools/list_kernels.py."""
+    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    assert list_kernels.page(page, draw_first_light.kept()) == page
+
+
+def test_hardware_in_that_table():
+    """A kernel called right on hardware that was wrong there, or on other hardware."""
+    steps = {
+        "about": {"versions": {"capability": "9.0"}},
+        "check": {
+            "a cudnn": {"kernel": "cudnn", "good": True},
+            "a pallas_gpu": {"kernel": "pallas_gpu", "good": False},
+            "b pallas_gpu": {"kernel": "pallas_gpu", "good": True},
+            "b cudnn": {"kernel": "cudnn", "declined": "query: wanted less"},
+        },
+    }
+    last = list_kernels.section(steps).splitlines()[-1]
+    assert last == "| right on hardware so far | none | none | `cudnn` | none | none | those |"
 
 
 def test_nobody_is_sent_to_an_index():

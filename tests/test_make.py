@@ -88,9 +88,16 @@ def test_installs_when_something_has_changed(tree):
             ".[test,cuda13-compiler] jax jax-cuda13-plugin",
             "-m cuda",
         ),
-        (["test-full"], None, "python3", ".[test] jax", "-m not (tpu or cuda or flash)"),
+        (["test-fa4"], "fa4", "python3.13", ".[test,fa4] jax", "-m fa4 tests"),
+        (["test-full"], None, "python3", ".[test] jax", "-m not (tpu or cuda or flash or fa4)"),
         (["test-rest"], None, "python3", ".[test] jax", "-m full"),
-        (["test-full", "OPTIMISE=3"], None, "python3", ".[test] jax", "(tpu or cuda or flash)"),
+        (
+            ["test-full", "OPTIMISE=3"],
+            None,
+            "python3",
+            ".[test] jax",
+            "(tpu or cuda or flash or fa4)",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

@@ -23,11 +23,12 @@ COLOURS = {
     "gather": "#e69f00",
     "butterfly": "#009e73",
     "hierarchical": "#cc79a7",
+    "halving": "#56b4e9",
     "ring, keys": "#222222",
     "ring, queries": "#888888",
 }
 # Those that "auto" chooses from; the last needs two mesh axes.
-MERGES = ("allreduce", "gather", "butterfly", "hierarchical")
+MERGES = ("allreduce", "gather", "butterfly", "halving", "hierarchical")
 # Of two lines in one place, the upper.
 DASHES = {"ring, queries": "--", "hierarchical": "--"}
 PANELS = {
@@ -67,7 +68,7 @@ def merges() -> Figure:
     figure, panels = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained", sharex=True)
     rows = [2**power for power in range(3, 17)]
     for axes, (title, mesh) in zip(panels.flat, PANELS.items(), strict=True):
-        for merge in MERGES[: 4 if len(mesh.links) > 1 else 3]:
+        for merge in MERGES[: 5 if len(mesh.links) > 1 else 4]:
             shapes = [cost.Shape(1, 1, 0, heads, heads, 128) for heads in rows]
             seconds = [1e3 * cost.latency("tree", merge, shape, mesh) for shape in shapes]
             axes.loglog(rows, seconds, color=COLOURS[merge], label=merge)

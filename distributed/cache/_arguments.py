@@ -20,14 +20,16 @@ from ..spec._plan import check_mesh, check_share, device_count
 from ._slots import Slots
 
 
-def layout(capacity: int, block: int, parallel: SequenceParallel | None, kv_heads: int) -> Slots:
+def layout(
+    capacity: int, block: int, parallel: SequenceParallel | None, rows: int, kv_heads: int
+) -> Slots:
     """Room for `capacity` tokens in whole blocks. Raises as `check_mesh` and `check_share` do."""
     devices = 1
     if parallel is not None:
         devices = check_mesh(parallel)
-        check_share(
-            "kv_heads", kv_heads, device_count(jax.sharding.get_abstract_mesh(), parallel.heads)
-        )
+        mesh = jax.sharding.get_abstract_mesh()
+        check_share("batch", "rows", rows, device_count(mesh, parallel.batch))
+        check_share("kv_heads", "heads", kv_heads, device_count(mesh, parallel.heads))
     stripe = block * devices
     return Slots(-(-capacity // stripe) * stripe, block, devices)
 

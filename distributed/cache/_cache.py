@@ -139,7 +139,9 @@ class KVCache(eqx.Module):
         kind = check_floating_dtype("dtype", dtype)
         if quantize is not None and quantize != "int8":
             raise ValueError(f"quantize: wanted None or 'int8', got {received(quantize)}")
-        slots = layout(sizes["capacity"], sizes["block_size"], parallel, sizes["kv_heads"])
+        slots = layout(
+            sizes["capacity"], sizes["block_size"], parallel, sizes["batch"], sizes["kv_heads"]
+        )
         window = check_room(window, slots)
         shape = batch, slots.capacity, kv_heads
         stored, starts, lengths = blank(

@@ -189,7 +189,8 @@ def reload(
     about, old = saved.about, saved.about.slots
     capacity = check_integer("capacity", old.capacity if capacity is None else capacity, 1)
     block = check_integer("block_size", old.block if block_size is None else block_size, 1)
-    new = layout(capacity, block, parallel, about.arrays["key"][0][2])
+    rows, _, heads, *_ = about.arrays["key"][0]
+    new = layout(capacity, block, parallel, rows, heads)
     window = check_room(about.window, new)
     starts, lengths = saved.starts, saved.lengths
     if window is not None:
@@ -200,8 +201,8 @@ def reload(
             f"capacity: wanted at least the {needed} tokens that a row holds, got {new.capacity}"
         )
     stored = restore(saved, old, new, starts, lengths, parallel)
-    rows = (jax.device_put(x, sharding_of(parallel, 1)) for x in (starts, lengths))
-    return Reloaded(about._replace(slots=new, window=window), stored, *rows)
+    numbers = (jax.device_put(x, sharding_of(parallel, 1)) for x in (starts, lengths))
+    return Reloaded(about._replace(slots=new, window=window), stored, *numbers)
 
 
 def restore(

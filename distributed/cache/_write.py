@@ -68,7 +68,7 @@ class CacheSharding(NamedTuple):
 
 
 def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | None:
-    """The spec of an array of a new cache on the mesh in force, over its slots and heads if it has any.
+    """The spec of an array of a new cache on the mesh in force, over its rows, slots and heads.
 
     It is written as JAX writes that of the arrays that `append` returns, so that a step compiles
     once: with every axis named where the mesh's are explicit. None without `parallel`.
@@ -76,9 +76,12 @@ def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | Non
     if parallel is None:
         return None
     mesh = jax.sharding.get_abstract_mesh()
-    spec = (None, parallel.axes, *([parallel.heads] if parallel.heads else [])) if rank > 1 else ()
+    spec = [parallel.batch or None, parallel.axes, parallel.heads or None][:rank]
     if is_explicit(mesh, parallel.axes):
-        spec = (*spec, *[None] * (rank - len(spec)))
+        spec += [None] * (rank - len(spec))
+    else:
+        while spec and spec[-1] is None:
+            spec.pop()
     return PartitionSpec(*spec)
 
 
@@ -127,14 +130,16 @@ def cache_sharding(
 ) -> CacheSharding | None:
     """The sharding of a cache that was made for `devices` devices; None: on one device.
 
-    Rows and heads may be sharded, too, over explicit mesh axes. Raises `ValueError` if no mesh is in
-    force, or one that has another number of devices along the cache's axes.
+    Rows and heads may be sharded, too, over the axes that `parallel` or the types name. Raises
+    `ValueError` if no mesh is in force, or one that has another number of devices along the cache's
+    axes.
     """
     found = 1 if parallel is None else check_mesh(parallel)
     of_type = jax.typeof(key).sharding.mesh
     batch, sequence, heads = (mesh_axes_of(key, axis) for axis in range(3))
     if parallel is not None:
-        sequence, heads = parallel.axes, parallel.heads or heads
+        batch, heads = parallel.batch or batch, parallel.heads or heads
+        sequence = parallel.axes
     else:
         found = math.prod(of_type.shape[axis] for axis in sequence)
     if found != devices:

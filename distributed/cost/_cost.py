@@ -3,10 +3,19 @@
 import math
 
 from ..merge._strategies import automatic_merges
+from ..network._seconds import seconds, sent
 from ..network._shape import Shape
-from ..network._topology import Link, Topology
+from ..network._topology import Topology
 from ..network._transfer import Transfer
-from ._transfers import ROTATED, check_sizes, kv_shard, local_rows, transfers
+from ._transfers import (
+    ROTATED,
+    check_sizes,
+    kv_shard,
+    least_axes,
+    local_rows,
+    shares_heads,
+    transfers,
+)
 
 
 def volume(
@@ -16,6 +25,8 @@ def volume(
     topology: Topology,
     *,
     tangent: bool = False,
+    gradient: bool = False,
+    narrow_gradients: bool = False,
 ) -> float:
     r"""Bytes that one device puts on links for one attention.
 
@@ -27,11 +38,13 @@ def volume(
     for the payload $n_c$ of each [`Transfer`][energy_attn.distributed.cost.Transfer].
 
     Args:
-        method: `"tree"`, `"ring"` or `"ulysses"`.
+        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`.
         merge: as for [`transfers`][energy_attn.distributed.cost.transfers].
         shape: the sizes.
         topology: the mesh, and how it sums.
         tangent: as for [`transfers`][energy_attn.distributed.cost.transfers].
+        gradient: likewise.
+        narrow_gradients: likewise.
 
     Returns:
         Bytes; where devices differ (`all_reduce="tree"`), those of the busiest.
@@ -52,8 +65,9 @@ def volume(
         >>> round(cost.volume("ring", "keys", shape, mesh) / cost.volume("tree", "allreduce", shape, mesh))
         315077
     """
-    found = transfers(method, merge, shape, topology, tangent=tangent)
-    return float(sum(_sent(transfer, topology) for transfer in found))
+    asked = {"tangent": tangent, "gradient": gradient, "narrow_gradients": narrow_gradients}
+    found = transfers(method, merge, shape, topology, **asked)
+    return float(sum(sent(transfer, topology) for transfer in found))
 
 
 def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> int:
@@ -62,15 +76,20 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
     $$M_\text{tree} = B \tfrac{S}{p} K (H + H_v) b + R H b + R (H_v + 2) w, \qquad
       M_\text{ring} = M_\text{tree} + 2 B \tfrac{S}{p} K (H + H_v) b$$
 
+    A gather of keys in $C \le 8$ pieces holds two of these, of all devices, $\frac{2}{C} B S K (H + H_v) b$;
+    a hybrid the exchanged queries, keys and values, and twice the keys again, where they go around.
+
     Args:
-        method: `"tree"`, `"ring"` or `"ulysses"`.
+        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`.
         merge: as for [`transfers`][energy_attn.distributed.cost.transfers].
         shape: the sizes.
         topology: the mesh.
 
     Returns:
-        Bytes, without the local kernel's scratch. All-reduces work in place; everything else arrives
-        in a buffer of its own, or in two in turn where transfers overlap.
+        Bytes, without the result and the local kernel's scratch. States of parts are in $w$ bytes a
+        number, `lse`'s. All-reduces work in place; everything else arrives in a buffer of its own, or
+        in two in turn where transfers overlap. In a ring of keys the scratch is that of a part of the
+        queries, whose state is of 32 MiB or of 512 queries.
 
     Raises:
         TypeError: as `transfers`.
@@ -106,6 +125,8 @@ def latency(
     topology: Topology,
     *,
     tangent: bool = False,
+    gradient: bool = False,
+    narrow_gradients: bool = False,
 ) -> float:
     r"""Seconds of communication for one attention, if nothing overlaps.
 
@@ -114,18 +135,22 @@ def latency(
 
     with the latencies $\alpha$ and bandwidths $\beta$ of the links that each collective crosses; how
     many hops and bytes those are, [`Topology`][energy_attn.distributed.cost.Topology] says. A ring
-    over hosts of several devices crosses the network once per host, with all of its bandwidth.
+    over hosts of several devices crosses the network once per host, with the bandwidth of a card that
+    its devices share.
 
     Args:
-        method: `"tree"`, `"ring"` or `"ulysses"`.
+        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`.
         merge: as for [`transfers`][energy_attn.distributed.cost.transfers].
         shape: the sizes.
         topology: the mesh.
         tangent: as for [`transfers`][energy_attn.distributed.cost.transfers].
+        gradient: likewise.
+        narrow_gradients: likewise.
 
     Returns:
         Seconds, for comparing strategies on one network; no promise for any machine. Measured exchanges
-        took 1.1 to 3.4 times as long, and those of one ring 0.7 to 0.8 times.
+        by gloo took as long within a factor of 1.5 where cores were idle (of 3.1 where they were busy);
+        those of GPUs and TPUs have not been measured.
 
     Raises:
         TypeError: as `transfers`.
@@ -141,8 +166,9 @@ def latency(
         >>> min(seconds, key=seconds.get)
         'butterfly'
     """
-    found = transfers(method, merge, shape, topology, tangent=tangent)
-    return sum(transfer.count * _seconds(transfer, topology) for transfer in found)
+    asked = {"tangent": tangent, "gradient": gradient, "narrow_gradients": narrow_gradients}
+    found = transfers(method, merge, shape, topology, **asked)
+    return sum(transfer.count * seconds(transfer, topology) for transfer in found)
 
 
 def choose_merge(shape: Shape, topology: Topology) -> str:
@@ -177,14 +203,15 @@ def choose_method(shape: Shape, topology: Topology) -> str:
     For queries on all devices (decode) it is the tree, which sends nothing that grows with the keys.
     For sharded queries it is the method with the least time by the model, each with its best merge,
     among those that need at most twice the memory of the leanest (a tree holds the states of all
-    queries on every device). Ulysses takes part where the devices divide the heads of keys.
+    queries on every device, a gather two pieces of all keys). Ulysses and the hybrid take part where the
+    devices that exchange heads can share them out.
 
     Args:
         shape: the sizes.
         topology: the mesh.
 
     Returns:
-        `"tree"`, `"ring"` or `"ulysses"`.
+        The method's name, of equally fast ones the first in the list of `SequenceParallel`.
 
     Raises:
         TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
@@ -202,8 +229,9 @@ def choose_method(shape: Shape, topology: Topology) -> str:
     merges: dict[str, str | None] = {
         method: _fastest(method, shape, topology) for method in ("tree", "ring")
     }
-    if shape.kv_heads % topology.devices == 0:
-        merges["ulysses"] = None
+    for method in ("ulysses", "hybrid", "gather"):
+        if len(topology.links) >= least_axes(method) and shares_heads(method, shape, topology):
+            merges[method] = None
     held = {method: memory(method, merge, shape, topology) for method, merge in merges.items()}
     lean = [method for method in merges if held[method] <= 2 * min(held.values())]
     return min(lean, key=lambda method: latency(method, merges[method], shape, topology))
@@ -214,92 +242,13 @@ def _fastest(method: str, shape: Shape, topology: Topology) -> str:
     return min(merges, key=lambda merge: latency(method, merge, shape, topology))
 
 
-def _sent(transfer: Transfer, topology: Topology) -> float:
-    devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
-    others = devices - 1
-    part = {
-        "all-reduce": 2.0 if topology.all_reduce == "tree" else 2 * others / devices,
-        "all-gather": others,
-        "reduce-scatter": others / devices,
-        "all-to-all": others / devices,
-        "collective-permute": 1,
-    }
-    return part[transfer.kind] * transfer.bytes * transfer.count
-
-
 def _arriving(transfer: Transfer, topology: Topology) -> int:
     devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
     part = {
         "all-reduce": 0,
-        "all-gather": devices,
+        "all-gather": devices * min(transfer.count, 2),
         "reduce-scatter": 0,
         "all-to-all": 1,
         "collective-permute": min(transfer.count, 2),
     }
     return part[transfer.kind] * transfer.bytes
-
-
-def _seconds(transfer: Transfer, topology: Topology) -> float:
-    """Of one run of a transfer."""
-    links = [topology.links[axis] for axis in transfer.axes]
-    joined = [link for link in links if link.devices > 1]
-    steps = {"collective-permute": _permute, "all-to-all": _exchange}.get(transfer.kind)
-    if steps is None:
-        steps = _levels if topology.all_reduce == "levels" else _around
-    return topology.launch + steps(transfer, joined, topology)
-
-
-def _around(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """One ring over all devices; or, for sums, two trees."""
-    devices = math.prod(link.devices for link in links)
-    hops, above, slowest = 0.0, 0, math.inf
-    for i, link in enumerate(links):
-        blocks = math.prod(x.devices for x in links[: i + 1])
-        hops += (blocks - above) / devices * link.latency  # the ring's hops at this level
-        above = blocks
-        slowest = min(slowest, link.bandwidth * (devices // blocks))
-    hops *= devices - 1
-    if transfer.kind == "all-reduce":
-        hops *= 2
-        if topology.all_reduce == "tree":
-            hops = 2 * sum(math.ceil(math.log2(link.devices)) * link.latency for link in links)
-    once = Transfer(transfer.kind, transfer.bytes, transfer.axes)
-    return hops + _sent(once, topology) / slowest
-
-
-def _levels(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """Axis by axis, each holding what the slower ones gathered, or the faster ones cut."""
-    seconds, above = 0.0, 1
-    devices = math.prod(link.devices for link in links)
-    for link in links:
-        gathers = 2 if transfer.kind == "all-reduce" else 1
-        shard = transfer.bytes if transfer.kind == "all-gather" else transfer.bytes / devices
-        payload = shard * above * (link.devices - 1)
-        seconds += gathers * (_rounds(link) * link.latency + payload / link.bandwidth)
-        above *= link.devices
-    return seconds
-
-
-def _permute(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    places = transfer.distance % links[-1].devices
-    hops = min(places, links[-1].devices - places) if links[-1].torus and len(links) == 1 else 1
-    # messages that pass through others' links share them
-    seconds = hops * (links[-1].latency + transfer.bytes / links[-1].bandwidth)
-    slow = [link.latency + transfer.bytes / link.bandwidth for link in links[:-1]]
-    return max([seconds, *slow])
-
-
-def _exchange(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """All to all: each device's part for every other, over the links between them."""
-    seconds, rest = 0.0, float(transfer.bytes)
-    for link in links:
-        crossing = rest * (link.devices - 1) / link.devices
-        # around a torus a part travels a quarter of the way on average, in both directions
-        crowd = max(1.0, link.devices / 4) if link.torus else 1.0
-        seconds = max(seconds, _rounds(link) * link.latency) + crowd * crossing / link.bandwidth
-        rest -= crossing
-    return seconds
-
-
-def _rounds(link: Link) -> int:
-    return link.devices // 2 if link.torus else 1

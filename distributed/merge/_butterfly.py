@@ -91,5 +91,5 @@ def exchanges(state: int, topology: Topology, axes: tuple[int, ...]) -> Iterator
             yield Transfer("collective-permute", sent * state, (axis,), 1, have)
             have += sent
         while have < size:
-            yield Transfer("collective-permute", state, (axis,), 1, have)
+            yield Transfer("collective-permute", state, (axis,), 1, have, pairs=True)
             have *= 2

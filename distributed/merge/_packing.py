@@ -85,7 +85,8 @@ def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
 
     XLA:TPU does not join the gathers of two arrays (see `test_tpu_programs.py`). There they
     are sent as the bits of one, `lse` in rows of its own below those of `out`; unless the
-    mesh has an automatic axis, over which XLA may have split the rows.
+    mesh has an automatic axis that no surrounding `shard_map` has taken, over which XLA may have
+    split the rows.
     """
 
     def gather(x: Tree) -> Tree:
@@ -109,7 +110,9 @@ def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
         return transfer(gather, AttentionState(out, lse))
 
     mesh = jax.sharding.get_abstract_mesh()
-    if state.out.size == 0 or any(kind == AxisType.Auto for kind in mesh.axis_types):
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    automatic = any(kind == AxisType.Auto and mesh.shape[axis] > 1 for axis, kind in kinds)
+    if state.out.size == 0 or automatic:
         return plain(*state)
     return lax.platform_dependent(*vary_together(state), tpu=stacked, default=plain)
 

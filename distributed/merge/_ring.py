@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from energy_attn.kernels import AttentionState, merge_all
+from energy_attn.kernels.internal import vary_together
 
 from ..network._shape import Shape
 from ..network._topology import Topology, all_axes
@@ -30,13 +31,20 @@ class Ring(AbstractMerge):
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
         devices = lax.axis_size(axes)
         pairs = [(i, (i + 1) % devices) for i in range(devices)]
-        found = [state]
-        for _ in range(devices - 1):
-            found.append(permuted(found[-1], axes, pairs))
-        # from device i come those of i, i - 1, ...
-        stacked = AttentionState(*(jnp.stack(x[::-1]) for x in zip(*found, strict=True)))
+        state = vary_together(state, axes)
+
+        def step(here: AttentionState, _: None) -> tuple[AttentionState, AttentionState]:
+            following = permuted(here, axes, pairs)
+            return following, following
+
+        # a loop, so that the program is as long for any number of devices
+        _, arrived = lax.scan(step, state, None, length=devices - 1)
+        # from device i come those of i - 1, i - 2, ..., i + 1
+        found = (
+            jnp.concatenate([x[::-1], own[None]]) for x, own in zip(arrived, state, strict=True)
+        )
         first = lax.axis_index(axes) + 1
-        ranked = AttentionState(*(jnp.roll(x, first, axis=0) for x in stacked))
+        ranked = AttentionState(*(jnp.roll(x, first, axis=0) for x in found))
         return as_invariant(merge_all(ranked, axis=0), axes)
 
     def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:

@@ -1,1 +1,1 @@
-"""Attention and reductions over keys that are sharded: tree, ring, Ulysses."""
+"""Attention and reductions over keys that are sharded: tree, ring, Ulysses, hybrid, gather."""

@@ -25,7 +25,7 @@ from .. import cost
 from ..merge._covariance import check_covariance_merge, covariance_merge, merge_covariances
 from ..merge._packing import transfer
 from ..merge._strategies import STRATEGIES, MergeOption, check_merge
-from ..network._topology import usual_topology
+from ..network._devices import usual_topology
 from ..spec._arguments import Axes, AxisName, check_axes
 from ..spec._parallel import check_topology
 

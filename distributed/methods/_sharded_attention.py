@@ -28,6 +28,7 @@ from ..spec._plan import (
     other_explicit_axes,
     reshard_explicit,
 )
+from ._gather import gather
 from ._ring import ring, what_rotates
 from ._sink import attend_with_sink
 from ._tree import tree, tree_of_shards
@@ -79,8 +80,9 @@ def with_indices(plan: ShardingPlan, settings: Settings, operands: Operands) -> 
 
 
 def unsharded_if_empty(plan: ShardingPlan, operands: Operands) -> ShardingPlan:
-    """`plan`, or one that shards nothing where there are no queries: XLA shards no empty program."""
-    if plan.local or 0 not in operands.query.shape[:2]:
+    """`plan`, or one that shards nothing where there are no queries or keys: XLA shards no empty program."""
+    sizes = *operands.query.shape[:2], operands.key.shape[1]
+    if plan.local or 0 not in sizes:
         return plan
     return plan._replace(batch=(), sequence=(), heads=(), queries=False)
 
@@ -153,9 +155,14 @@ def _method(plan: ShardingPlan) -> Callable[..., AttentionState]:
     if not axes:
         return lambda names, settings, operands: attend(names, settings, operands)
     if plan.method == "ring":
-        return functools.partial(ring, axes=axes, rotate="auto", sharded=plan.queries)
-    if plan.method == "ulysses":
-        return functools.partial(ulysses, axes=axes)
+        return functools.partial(
+            ring, axes=axes, rotate="auto", sharded=plan.queries, travel=plan.travel
+        )
+    if plan.method in ("ulysses", "hybrid"):
+        around, exchanged = plan.levels
+        return functools.partial(ulysses, axes=exchanged, around=around, travel=plan.travel)
+    if plan.method == "gather":
+        return functools.partial(gather, axes=axes)
     if plan.queries:
         return functools.partial(tree_of_shards, axes=axes, merge=plan.merge)
     return functools.partial(tree, axes=axes, merge=plan.merge, topology=plan.topology)
@@ -226,22 +233,29 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         kept = (part if size > 1 else None for size, part in zip(x.shape, axes, strict=True))
         return PartitionSpec(*kept)
 
-    scores = batch, heads, None, keys
-    if plan.method == "ulysses":
-        scores = batch, plan.heads + plan.sequence, None, None
+    scores, rows, columns = (batch, heads, None, keys), queries, keys
+    if plan.method in ("ulysses", "hybrid"):
+        around, exchanged = plan.levels
+        rows, columns = _axes(around), None
+        scores = batch, plan.heads + exchanged, rows, None
+    elif plan.method == "gather":
+        scores, columns = (batch, heads, queries, None), None
     elif plan.method == "ring":
+        # positions and segments of what goes around are everywhere, so that they do not
         if what_rotates("auto", operands, plan.queries) == "keys":
-            scores = batch, heads, queries, None
+            scores, columns = (batch, heads, queries, None), None
+        else:
+            rows = None
     return Operands(
         query=spec(operands.query, batch, queries, heads, None),
         key=spec(operands.key, batch, keys, heads, None),
         value=spec(operands.value, batch, keys, heads, None),
         bias=spec(operands.bias, *scores),
         mask=spec(operands.mask, *scores),
-        query_positions=spec(operands.query_positions, batch, queries),
-        key_positions=spec(operands.key_positions, batch, keys),
-        query_segments=spec(operands.query_segments, batch, queries),
-        key_segments=spec(operands.key_segments, batch, keys),
+        query_positions=spec(operands.query_positions, batch, rows),
+        key_positions=spec(operands.key_positions, batch, columns),
+        query_segments=spec(operands.query_segments, batch, rows),
+        key_segments=spec(operands.key_segments, batch, columns),
         rule_arrays=tuple(spec(x, batch, *(None,) * (x.ndim - 1)) for x in operands.rule_arrays),
         score_arrays=tuple(PartitionSpec() for _ in operands.score_arrays),
         batch_indices=spec(operands.batch_indices, batch),

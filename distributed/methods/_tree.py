@@ -1,5 +1,6 @@
 """Tree attention: local kernels, then one associative reduction over the mesh."""
 
+import functools
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -16,7 +17,6 @@ from energy_attn.kernels.internal import (
     Settings,
     attend,
     check_flag,
-    check_sink,
     with_wide_out,
 )
 from energy_attn.kernels.masks import AbstractMask
@@ -29,14 +29,12 @@ from ..spec._arguments import (
     Axes,
     AxisName,
     check_axes,
-    check_local,
     rounded,
     scores_shape,
-    unbatched,
 )
 from ..spec._parallel import check_topology
 from ._merge import choose_merge, fold_across
-from ._sink import attend_with_sink
+from ._parts import attend_parts
 
 
 def tree_attention(
@@ -118,20 +116,16 @@ def tree_attention(
     check_topology(topology, len(axes))
     sharded = check_flag("queries_sharded", queries_sharded)
     devices = lax.axis_size(axes) if sharded else 1
-    names, call = check_local(
+    return attend_parts(
+        functools.partial(tree_of_shards, axes=axes, merge=merge)
+        if sharded
+        else functools.partial(tree, axes=axes, merge=merge, topology=topology),
         (query, key, value, source, bias, mask),
         options,
+        sink,
         queries=sharded,
         scores=lambda operands: scores_shape(operands, query_parts=devices),
     )
-    sink = check_sink(sink, query)
-
-    def run(settings: Settings) -> AttentionState:
-        given = names, settings, call.operands, axes, merge
-        return tree_of_shards(*given) if sharded else tree(*given, topology)
-
-    state = attend_with_sink(run, call, sink)
-    return state if call.batched else unbatched(state)
 
 
 def tree(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,23 +14,26 @@ from energy_attn.kernels.internal import (
     KernelOptions,
     Operands,
     Settings,
+    apply_widened,
     attend,
-    check_sink,
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..merge._packing import joined, moved, transfer
+from ..merge._packing import moved, transfer
+from ..network._shares import key_copies
 from ..spec._arguments import (
+    ONE_WAY,
     Axes,
     AxisName,
     Scores,
+    Travel,
     check_axes,
-    check_local,
     scores_shape,
-    unbatched,
 )
 from ..spec._plan import check_heads
-from ._sink import attend_with_sink
+from ._hops import whole
+from ._parts import attend_parts
+from ._ring import ring
 
 
 def ulysses_attention(
@@ -50,14 +53,15 @@ def ulysses_attention(
     An all-to-all gives each of the $p$ devices the whole sequence of $N/p$ query heads and $K/p$
     key heads; after attention, another brings the states back. Per device,
     $\frac{p-1}{p^2}$ of queries, keys, values and outputs cross the links: little, as long as there
-    are heads enough.
+    are heads enough. Where the devices do not divide the heads of keys, each of these is sent in as many
+    copies as make them $\mathrm{lcm}(K, p)$, which has to divide $N$.
 
     Positions are global: with `is_causal`, a window or ragged rows give `key_positions` and
-    `query_positions`, as the defaults count from the shard's first.
+    `query_positions`, as the defaults count from the shard's first. They are gathered.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`, this device's part; `T` is equal on all.
-        key: `[B, S, K, H]`, this device's part; the number of devices divides `K`.
+        key: `[B, S, K, H]`, this device's part.
         value: `[B, S, K, Hv]`, likewise.
         source: `[B, T, N, Hv]`, likewise.
         bias: for this device's `N/p` heads, all queries and all keys, in the order of the devices;
@@ -75,7 +79,7 @@ def ulysses_attention(
     Raises:
         TypeError: as `local_attention`.
         ValueError: as `local_attention`; an axis is not bound; positions are compared but not
-            given; or the devices do not divide the heads of keys.
+            given; or the devices cannot share the heads out.
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
@@ -98,27 +102,36 @@ def ulysses_attention(
     devices = lax.axis_size(axes)
 
     def scores(operands: Operands) -> Scores:
-        check_heads("key", operands.key.shape[2], devices)
-        batch, heads, query_len, key_len = scores_shape(
-            operands, query_parts=devices, key_parts=devices
-        )
-        return batch, heads // devices, query_len, key_len
+        return exchanged_scores(operands, "ulysses", devices)
 
     arrays = query, key, value, source, bias, mask
-    names, call = check_local(arrays, options, queries=True, scores=scores)
-    sink = check_sink(sink, query)
+    run = functools.partial(ulysses, axes=axes)
+    return attend_parts(run, arrays, options, sink, queries=True, scores=scores)
 
-    def run(settings: Settings) -> AttentionState:
-        return ulysses(names, settings, call.operands, axes)
 
-    state = attend_with_sink(run, call, sink)
-    return state if call.batched else unbatched(state)
+def exchanged_scores(operands: Operands, method: str, exchanged: int, around: int = 1) -> Scores:
+    """The shape of a device's bias and mask where so many devices exchange heads and pass keys around.
+
+    Raises as `check_heads`.
+    """
+    check_heads(operands.query.shape[2], operands.key.shape[2], exchanged, method)
+    batch, heads, query_len, key_len = scores_shape(operands, exchanged, exchanged * around)
+    return batch, heads // exchanged, query_len, key_len
 
 
 def ulysses(
-    names: Sequence[Candidate], settings: Settings, operands: Operands, axes: Axes
+    names: Sequence[Candidate],
+    settings: Settings,
+    operands: Operands,
+    axes: Axes,
+    around: Axes = (),
+    travel: Travel = ONE_WAY,
 ) -> AttentionState:
-    """The state of this device's queries; bias and mask are for its heads and all positions.
+    """The state of this device's queries, of which keys go around a ring over the axes `around`.
+
+    Bias and mask are for its heads, the queries of its `axes`, and all keys. Positions and segments
+    of keys are those of all devices, those of queries of all on its `axes`; or they are its own.
+    `travel` is of the ring.
 
     Raises as `attend` does.
     """
@@ -127,25 +140,31 @@ def ulysses(
         return lax.all_to_all(x, axes, 2, 1, tiled=True)
 
     to_heads = functools.partial(moved, exchange)
+    query_len, number = operands.query.shape[1:3]
+    key_len, kv_heads = operands.key.shape[1:3]
+    copies = key_copies(number, kv_heads, lax.axis_size(axes)) or 1  # None is refused before
 
-    def whole(x: Array | None) -> Any:
-        return None if x is None else joined(x, axes, 1)
+    def keys_to_heads(x: Array) -> Array:
+        # the derivative of copies is a sum
+        return to_heads(x if copies == 1 else apply_widened(lambda x: jnp.repeat(x, copies, 2), x))
 
     heads = operands.head_indices
     if settings.score is not None:
-        number = operands.query.shape[2]
         heads = jnp.arange(number, dtype=jnp.int32) if heads is None else heads
         mine = number // lax.axis_size(axes)
         heads = lax.dynamic_slice_in_dim(heads, lax.axis_index(axes) * mine, mine)
     here = operands._replace(
         head_indices=heads,
         query=to_heads(operands.query),
-        key=to_heads(operands.key),
-        value=to_heads(operands.value),
-        query_positions=whole(operands.query_positions),
-        key_positions=whole(operands.key_positions),
-        query_segments=whole(operands.query_segments),
-        key_segments=whole(operands.key_segments),
+        key=keys_to_heads(operands.key),
+        value=keys_to_heads(operands.value),
+        query_positions=whole(operands.query_positions, query_len, axes),
+        key_positions=whole(operands.key_positions, key_len, around + axes),
+        query_segments=whole(operands.query_segments, query_len, axes),
+        key_segments=whole(operands.key_segments, key_len, around + axes),
     )
-    state = attend(names, settings, here)
+    if around:
+        state = ring(tuple(names), settings, here, around, "keys", sharded=True, travel=travel)
+    else:
+        state = attend(names, settings, here)
     return transfer(lambda x: lax.all_to_all(x, axes, 1, 2, tiled=True), state)

@@ -18,12 +18,13 @@ class Transfer:
         axes: the mesh axes that it joins, as indices of `Topology.links`.
         count: how often it runs.
         distance: of a permute, how many devices along its axis a message moves.
+        pairs: of a permute, whether devices exchange with each other, two by two.
 
     Examples:
         >>> from energy_attn.distributed import cost
         >>> shape = cost.Shape(1, 1, 4096, 16, 16, 64, dtype="float32")
         >>> cost.transfers("tree", "gather", shape, cost.ethernet(8))
-        (Transfer(kind='all-gather', bytes=4160, axes=(0,), count=1, distance=1),)
+        (Transfer(kind='all-gather', bytes=4160, axes=(0,), count=1, distance=1, pairs=False),)
     """
 
     kind: Kind
@@ -31,3 +32,4 @@ class Transfer:
     axes: tuple[int, ...]
     count: int = 1
     distance: int = 1
+    pairs: bool = False

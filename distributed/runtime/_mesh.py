@@ -138,6 +138,14 @@ def _sizes(devices: Sequence[Any], part: Callable[[Any], int | None]) -> list[in
     return [parts.count(name) for name in dict.fromkeys(parts)] if several else []
 
 
+def network_part(device: Any) -> int:
+    """The part of the slow network that a device is in: its slice, if it knows one; of CPUs, its process."""
+    part = None if device.platform == "cpu" else _slice(device)
+    if part is None:
+        return 0 if device.platform == "tpu" else _process(device)
+    return part
+
+
 def _process(device: Any) -> int:
     return device.process_index
 

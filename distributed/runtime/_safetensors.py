@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp  # with ml_dtypes, by which NumPy knows bfloat16
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from . import _files
 
@@ -103,6 +102,8 @@ def _read(stored: Any, tensor: Tensor, part: Part, dtype: np.dtype) -> np.ndarra
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open  # late: most programs open no file
+
     try:
         _files.check_pulled(file)
         with safe_open(file, "numpy") as opened:

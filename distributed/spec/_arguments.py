@@ -1,7 +1,7 @@
 """Axes and arguments of the functions that are called inside `jax.shard_map`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -15,6 +15,7 @@ from energy_attn.kernels.internal import (
     Settings,
     candidates,
     check_call,
+    check_flag,
     check_scores,
     out_dtype,
     received,
@@ -22,6 +23,30 @@ from energy_attn.kernels.internal import (
 )
 
 Axes = tuple[str, ...]
+
+
+class Travel(NamedTuple):
+    """How keys go around a ring; static.
+
+    Attributes:
+        narrow: gradients in the dtypes of keys and values.
+        both_ways: half of the heads in each direction.
+    """
+
+    narrow: bool = False
+    both_ways: bool = False
+
+
+ONE_WAY = Travel()
+
+
+def check_travel(narrow_gradients: object, bidirectional: object) -> Travel:
+    """The `Travel` that arguments of these names ask for. Raises `TypeError` unless they are booleans."""
+    return Travel(
+        check_flag("narrow_gradients", narrow_gradients), check_flag("bidirectional", bidirectional)
+    )
+
+
 AxisName = str | Axes
 Scores = tuple[int, int, int, int]
 

@@ -1,5 +1,6 @@
 """Layouts: the order of a sequence over the devices that share it."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -13,7 +14,10 @@ from jaxtyping import Array, Shaped
 from energy_attn.kernels.internal import check_array, check_axis
 
 from ._parallel import SequenceParallel
-from ._plan import check_mesh, is_explicit
+from ._plan import ShardingPlan, check_mesh, is_explicit, split_along
+
+# Below this many tokens a device's work is short beside everything else.
+_LONG = 8192
 
 
 def shard_sequence(
@@ -64,7 +68,7 @@ def shard_sequence(
     if is_explicit(jax.sharding.get_abstract_mesh(), parallel.axes):
         return jax.reshard(jnp.asarray(x), spec)
     if isinstance(x, jax.core.Tracer):
-        return lax.with_sharding_constraint(x, spec)
+        return split_along(x, axis, parallel)
     return jax.device_put(x, spec)
 
 
@@ -171,6 +175,41 @@ def with_local_positions(
     elif options["query_positions"] is None:
         ordered["query_positions"] = jnp.arange(query_len, dtype=jnp.int32)[None]
     return ordered
+
+
+def warn_of_idle_devices(
+    parallel: SequenceParallel,
+    plan: ShardingPlan,
+    sides: tuple[int, int],
+    options: dict[str, Any],
+    query_len: int,
+    key_len: int,
+) -> None:
+    """Warns where a causal call over contiguous shards leaves devices idle that another layout would not.
+
+    Of $p$ devices the last sees $p - 1/2$ of the shards, all of them $p/2$ on average. Ulysses gives each
+    the whole sequence; windows, and positions of the user's own, may be balanced.
+    """
+    whole = key_len * (plan.devices if plan.local else 1)
+    if (
+        parallel.layout == "contiguous"
+        and plan.queries
+        and plan.devices > 1
+        and plan.method != "ulysses"
+        and sides[0] >= whole
+        and sides[1] == 0
+        and query_len == key_len
+        and whole >= _LONG
+        and options["query_positions"] is None
+        and options["key_positions"] is None
+    ):
+        warnings.warn(
+            f"parallel: under a causal mask the last of {plan.devices} contiguous shards has "
+            f"{2 - 1 / plan.devices:.2f} times the mean work, and the other devices wait for it; with "
+            "SequenceParallel(layout='zigzag') and shard_sequence all have the same",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def with_positions(

@@ -7,10 +7,11 @@ from typing import Any, Literal
 from energy_attn.kernels.internal import check_choice, check_flag, check_names, received
 
 from .. import cost
+from ..cost._transfers import METHODS, check_method
 from ..merge._strategies import MergeOption, check_merge
 
 _CHOICES = {
-    "method": ("tree", "ring", "ulysses", "auto"),
+    "method": (*METHODS, "auto"),
     "layout": ("contiguous", "striped", "zigzag"),
 }
 
@@ -30,8 +31,11 @@ class SequenceParallel:
             [`tree_attention`][energy_attn.distributed.tree_attention]. `"ring"`: keys or queries
             pass all devices; see [`ring_attention`][energy_attn.distributed.ring_attention].
             `"ulysses"`: heads are exchanged for sequence; see
-            [`ulysses_attention`][energy_attn.distributed.ulysses_attention]. `"auto"`: the tree for
-            queries that are on all devices, else the fastest by
+            [`ulysses_attention`][energy_attn.distributed.ulysses_attention]. `"hybrid"`: heads for
+            sequence along the last axis, and keys around a ring over the others; see
+            [`hybrid_attention`][energy_attn.distributed.hybrid_attention]. `"gather"`: keys are gathered,
+            piece by piece; see [`gather_attention`][energy_attn.distributed.gather_attention].
+            `"auto"`: the tree for queries that are on all devices, else the fastest by
             [`cost`][energy_attn.distributed.cost.choose_method].
         merge: the strategy by which a tree folds, a name of
             [`cost.MERGES`][energy_attn.distributed.cost.MERGES]; see
@@ -44,12 +48,21 @@ class SequenceParallel:
             for a chunk of a prompt that continues from a cache.
         heads: other mesh axes, over which the heads are sharded, in a cache too: for tensor
             parallelism. Heads do not meet, so that it costs nothing here.
+        batch: other mesh axes, over which the rows of the batch are sharded, in a cache too: for data
+            parallelism. Name them where they are automatic, as XLA may gather rows that are sharded
+            over axes that nobody named; of explicit axes the types of the arrays tell.
+        narrow_gradients: whether gradients of keys and values that go around a ring (`"ring"`,
+            `"hybrid"`) are sent in the dtypes of these, which for 16 bits is half of the bytes, rounded in
+            each hop; False: in that of `lse`, rounded once.
+        bidirectional: whether keys around a ring go both ways, those of half of the heads each, so that
+            both links of a torus axis carry them; see
+            [`ring_attention`][energy_attn.distributed.ring_attention].
 
     Raises:
-        TypeError: `axes` or `heads` are not names, `topology` not a topology, or `split_queries` not
-            a boolean.
-        ValueError: axes that repeat, an unknown method, merge or layout, or `"hierarchical"` over
-            one axis.
+        TypeError: `axes`, `heads` or `batch` are not names, `topology` not a topology, or `split_queries`,
+            `narrow_gradients` or `bidirectional` not a boolean.
+        ValueError: axes that repeat, an unknown method, merge or layout, or `"hierarchical"` or
+            `"hybrid"` over one axis.
 
     Source: Tree Attention (arXiv 2408.04093), section 5.
 
@@ -70,32 +83,47 @@ class SequenceParallel:
     topology: cost.Topology | None
     split_queries: bool | None
     heads: tuple[str, ...]
+    batch: tuple[str, ...]
+    narrow_gradients: bool
+    bidirectional: bool
 
     def __init__(
         self,
         axes: str | Sequence[str] = ("node", "device"),
-        method: Literal["tree", "ring", "ulysses", "auto"] = "auto",
+        method: Literal["tree", "ring", "ulysses", "hybrid", "gather", "auto"] = "auto",
         merge: MergeOption = "auto",
         layout: Literal["contiguous", "striped", "zigzag"] = "contiguous",
         *,
         topology: cost.Topology | None = None,
         split_queries: bool | None = None,
         heads: str | Sequence[str] = (),
+        batch: str | Sequence[str] = (),
+        narrow_gradients: bool = False,
+        bidirectional: bool = False,
     ) -> None:
         names = check_names("axes", axes, "mesh axes")
         given: dict[str, Any] = {"method": method, "layout": layout}
         for field, choices in _CHOICES.items():
             check_choice(field, given[field], choices)
         check_merge(merge, len(names))
+        check_method(method, len(names))
         check_topology(topology, len(names))
         if split_queries is not None:
             check_flag("split_queries", split_queries)
-        none = isinstance(heads, (tuple, list)) and not heads
-        over = () if none else check_names("heads", heads, "mesh axes")
-        check_names("axes and heads", (*names, *over), "mesh axes")
+        given["narrow_gradients"] = check_flag("narrow_gradients", narrow_gradients)
+        given["bidirectional"] = check_flag("bidirectional", bidirectional)
+        taken = set(names)
+        for name, axes_of in {"batch": batch, "heads": heads}.items():
+            none = isinstance(axes_of, (tuple, list)) and not axes_of
+            found = () if none else check_names(name, axes_of, "mesh axes")
+            if taken.intersection(found):
+                raise ValueError(
+                    f"{name}: wanted other mesh axes than {sorted(taken)}, got {found}"
+                )
+            taken.update(found)
+            given[name] = found
         given |= {"axes": names, "merge": merge, "topology": topology}
         given |= {"split_queries": split_queries}
-        given["heads"] = over
         for field, value in given.items():
             object.__setattr__(self, field, value)
 

@@ -12,8 +12,9 @@ from jaxtyping import Array
 from energy_attn.kernels.internal import received, varying_axes
 
 from .. import cost
-from ..network._topology import usual_topology
-from ._arguments import Axes
+from ..network._devices import usual_topology
+from ..network._shares import key_copies
+from ._arguments import ONE_WAY, Axes, Travel
 from ._parallel import SequenceParallel
 
 Tree = TypeVar("Tree")
@@ -33,12 +34,22 @@ class ShardingPlan(NamedTuple):
     method: str
     merge: str
     topology: cost.Topology | None
+    travel: Travel = ONE_WAY  # of keys around a ring
     local: bool = False  # of a `jax.shard_map` over the sequence's axes: arrays are a device's part
 
     @property
     def axes(self) -> Axes:
         """All mesh axes over which an axis is sharded."""
         return self.batch + self.sequence + self.heads
+
+    @property
+    def levels(self) -> tuple[Axes, Axes]:
+        """The sequence's axes along which keys go around, and those along which heads are exchanged."""
+        return (
+            (self.sequence[:-1], self.sequence[-1:])
+            if self.method == "hybrid"
+            else ((), self.sequence)
+        )
 
     @property
     def devices(self) -> int:
@@ -56,16 +67,16 @@ def sharding_plan(
 
     Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in
     force, an axis is not in it, an axis is taken by a surrounding `shard_map`, or its devices
-    cannot share the heads out for `"ulysses"`.
+    cannot share the rows or heads out.
     """
     if parallel is not None:
         check_mesh(parallel)
     first = key.ndim - 4  # -1 where there is no batch axis
     sequence = mesh_axes_of(key, first + 1) if parallel is None else parallel.axes
     batch = (mesh_axes_of(query, first) or mesh_axes_of(key, first)) if first == 0 else ()
-    heads = (
-        mesh_axes_of(key, first + 2) if parallel is None or not parallel.heads else parallel.heads
-    )
+    heads = mesh_axes_of(key, first + 2)
+    if parallel is not None:
+        batch, heads = parallel.batch or batch, parallel.heads or heads
     batch = tuple(axis for axis in batch if axis not in sequence)
     heads = tuple(axis for axis in heads if axis not in sequence + batch)
     mesh: Any = jax.sharding.get_abstract_mesh()
@@ -83,19 +94,18 @@ def sharding_plan(
         queries = parallel.split_queries
     else:
         queries = query.shape[first + 1] == key.shape[first + 1]
-    check_share("key", key.shape[-2], device_count(mesh, heads))
+    check_share("key", "heads", key.shape[-2], device_count(mesh, heads))
+    check_share("query", "rows", math.prod(query.shape[:-3]), device_count(mesh, batch))
     plan = ShardingPlan(mesh, batch, sequence, heads, queries, "tree", "auto", None)
     if parallel is not None:
         plan = plan._replace(merge=parallel.merge, topology=parallel.topology)
+        plan = plan._replace(travel=_travel(parallel))
     if not sequence:
         return plan
     method = "auto" if parallel is None else parallel.method
     if method == "auto":
         method = _choose_method(plan, query, key, value)
-    if method == "ulysses":
-        check_heads("key", key.shape[-2] // device_count(mesh, heads), plan.devices)
-    # heads can be exchanged for sequence only where there is a sequence of queries
-    return plan._replace(method=method, queries=queries or method == "ulysses")
+    return _by(method, plan, query, key)
 
 
 def in_shard_map(parallel: SequenceParallel | None) -> TypeGuard[SequenceParallel]:
@@ -123,13 +133,26 @@ def local_sharding_plan(
     elif axes <= varying:
         queries = not axes.isdisjoint(varying_axes(query))
     plan = ShardingPlan(mesh, (), parallel.axes, (), queries, "", parallel.merge, parallel.topology)
-    plan = plan._replace(local=True)
+    plan = plan._replace(local=True, travel=_travel(parallel))
     method = parallel.method
     if method == "auto":
         method = _choose_method(plan, query, key, value)
-    if method == "ulysses":
-        check_heads("key", key.shape[-2], plan.devices)
-    return plan._replace(method=method, queries=queries or method == "ulysses")
+    return _by(method, plan, query, key)
+
+
+def _travel(parallel: SequenceParallel) -> Travel:
+    return Travel(parallel.narrow_gradients, parallel.bidirectional)
+
+
+def _by(method: str, plan: ShardingPlan, query: Array, key: Array) -> ShardingPlan:
+    """The plan with a method. Raises `ValueError` as `check_heads`."""
+    plan = plan._replace(method=method)
+    if method in ("ulysses", "hybrid"):
+        shared = device_count(plan.mesh, plan.heads)
+        heads, kv_heads = (x.shape[-2] // shared for x in (query, key))
+        check_heads(heads, kv_heads, device_count(plan.mesh, plan.levels[1]), method)
+    # these move heads or keys to a device's own queries
+    return plan._replace(queries=plan.queries or method in ("ulysses", "hybrid", "gather"))
 
 
 def _choose_method(plan: ShardingPlan, query: Array, key: Array, value: Array) -> str:
@@ -160,21 +183,23 @@ def _type(x: Array) -> NamedSharding:
     return jax.typeof(x).sharding
 
 
-def check_heads(name: str, heads: int, devices: int) -> None:
-    """Raises `ValueError` unless the number of devices divides the heads of keys."""
-    if heads % devices:
+def check_heads(heads: int, kv_heads: int, devices: int, method: str) -> None:
+    """Raises `ValueError` unless the devices can share the heads out."""
+    if key_copies(heads, kv_heads, devices) is None:
+        wanted = math.lcm(kv_heads, devices)
         raise ValueError(
-            f"{name}: wanted a number of heads that is a multiple of the {devices} devices for "
-            f"'ulysses', got {heads}; 'ring' and 'tree' take any"
+            f"query: wanted a number of heads that is a multiple of {wanted}, so that {devices} devices "
+            f"share them and the {kv_heads} heads of keys for {method!r}, got {heads}; 'ring', "
+            "'gather' and 'tree' take any"
         )
 
 
-def check_share(name: str, heads: int, devices: int) -> None:
-    """Raises `ValueError` unless the number of devices divides the heads."""
-    if heads % devices:
+def check_share(name: str, what: str, number: int, devices: int) -> None:
+    """Raises `ValueError` unless the number of devices divides that of the rows or heads."""
+    if number % devices:
         raise ValueError(
-            f"{name}: wanted a number of heads that is a multiple of the {devices} devices that "
-            f"they are split over, got {heads}"
+            f"{name}: wanted a number of {what} that is a multiple of the {devices} devices that "
+            f"they are split over, got {number}"
         )
 
 
@@ -198,7 +223,7 @@ def check_mesh(parallel: object) -> int:
             f"parallel: wanted a mesh in force with the axes {parallel.axes}, got none; "
             "use jax.set_mesh(mesh)"
         )
-    for axis in parallel.axes + parallel.heads:
+    for axis in parallel.axes + parallel.batch + parallel.heads:
         if axis not in mesh.axis_names:
             raise ValueError(
                 f"parallel: wanted axes of the mesh in force, {mesh.axis_names}, got {axis!r}"

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-file", type=Path, help="a file with the text, in UTF-8")
     add("--mesh", type=_mesh, default=(), help="devices to shard the context over: 8, or 2x4")
     add("--tensor", type=int, default=1, help="devices to split the weights over (%(default)s)")
-    methods = "auto", "tree", "ring", "ulysses"
+    methods = "auto", "tree", "ring", "ulysses", "hybrid", "gather"
     add("--method", default="auto", choices=methods, help="to read the prompt by (%(default)s)")
     add("--max-new-tokens", type=int, default=128, help="tokens to generate (%(default)s)")
     add("--temperature", type=float, default=0.0, help="0: the likeliest token (%(default)s)")

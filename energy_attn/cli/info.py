@@ -14,15 +14,18 @@ from energy_attn.distributed import make_mesh
 from energy_attn.kernels import implementations
 from energy_attn.kernels.internal import (
     PLATFORMS,
+    AssumedGPU,
+    Device,
     Operands,
     Settings,
     explain,
     platform_here,
     sided,
+    tried,
 )
 
 _PACKAGES = ("energy_attn", "jax", "jaxlib", "equinox", "optax", "jaxtyping")
-_OPTIONAL = ("flash-attn-jax", "libtpu", "matplotlib")
+_OPTIONAL = ("flash-attn-jax", "fa4-jax", "libtpu", "matplotlib")
 
 
 class Example(NamedTuple):
@@ -51,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--platform", choices=PLATFORMS, default=None, help="explain for it; default: the machine's"
     )
     parser.add_argument(
+        "--capability",
+        type=_gpu,
+        metavar="MAJOR.MINOR",
+        help="explain for GPUs of this compute capability; default: the machine's, or 9.0",
+    )
+    parser.add_argument(
         "--query", type=_sizes, metavar="B,T,N,H", help="explain for a query of this shape"
     )
     parser.add_argument(
@@ -65,6 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints everything, or explains the call in the options; returns 0, or 2 for a wrong option."""
     platform = args.platform or platform_here()
+    if args.capability and platform != "cuda":
+        print(f"info: --capability is for --platform cuda, got {platform}", file=sys.stderr)
+        return 2
+    device = args.capability or (jax.devices()[0] if platform == platform_here() else None)
     calls = EXAMPLES
     if args.query or args.key:
         query, key = args.query or args.key, args.key or args.query
@@ -81,8 +94,15 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nWhich is used on {platform} where none is named:")
     for call in calls:
         print(f"\n  {call.what}: {_shapes(call)}")
-        print("\n".join(f"    {line}" for line in choice(call, platform)))
+        print("\n".join(f"    {line}" for line in choice(call, platform, device)))
     return 0
+
+
+def _gpu(text: str) -> AssumedGPU:
+    numbers = text.split(".")
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(f"wanted two numbers, as in 9.0, got {text!r}")
+    return AssumedGPU(text)
 
 
 def _sizes(text: str) -> tuple[int, int, int, int]:
@@ -101,16 +121,19 @@ def _describe() -> None:
         print(f"{name:<17}{_version(name)}")
     print(f"{'devices':<17}{_devices()}")
     print(f"{'mesh':<17}{mesh_shape} (energy_attn.distributed.make_mesh())")
-    print(f"{'implementations':<17}{', '.join(implementations())}, tried in this order")
+    print(f"{'implementations':<17}{', '.join(tried())}, tried in this order")
+    by_name = [name for name in implementations() if name not in tried()]
+    if by_name:
+        print(f"{'only by name':<17}{', '.join(by_name)}")
 
 
-def choice(call: Example, platform: str) -> list[str]:
+def choice(call: Example, platform: str, device: Device | None = None) -> list[str]:
     """The implementation for a call on a platform, and the reasons why those before it decline.
 
     Only shapes matter; nothing is computed.
     """
     with jax.enable_x64(call.dtype == "float64"):
-        chosen = explain(implementations(), *_operands(call), platform)
+        chosen = explain(tried(), *_operands(call), platform, device)
     declined = [f"  as {name} declines: {reason}" for name, reason in chosen.declined]
     return [f"{chosen.name}", *(declined or ["  as the first that is tried"])]
 

@@ -47,6 +47,18 @@ _PAPERS = {
         "Song, Shuaiwen Leon and Rajbhandari, Samyam and He, Yuxiong",
         "2309.14509",
     ),
+    "hybrid": _Paper(
+        "fang2024usp",
+        "{USP}: A Unified Sequence Parallelism Approach for Long Context Generative {AI}",
+        "Fang, Jiarui and Zhao, Shangchun",
+        "2405.07719",
+    ),
+    "gather": _Paper(
+        "grattafiori2024llama3",
+        "The {Llama} 3 Herd of Models",
+        "Grattafiori, Aaron and others",
+        "2407.21783",
+    ),
     "llama": _Paper(
         "touvron2023llama",
         "{LLaMA}: Open and Efficient Foundation Language Models",
@@ -125,7 +137,7 @@ def citation() -> None:
     """Prints BibTeX entries for this library and for the papers that this process has used.
 
     The Tree Attention paper is always printed. The others follow once a function built on them
-    has been called: ring or Ulysses attention, `Llama`, prefix trees, `retrieve`, the penalties,
+    has been called: a method of attention over a mesh, `Llama`, prefix trees, `retrieve`, the penalties,
     sinks, the flash kernels.
 
     Source: Tree Attention (arXiv 2408.04093).

@@ -17,6 +17,7 @@ from energy_attn.distributed.internal import (
     in_shard_map,
     local_sharding_plan,
     sharding_plan,
+    warn_of_idle_devices,
     with_local_positions,
     with_positions,
 )
@@ -185,6 +186,8 @@ def prepare(
     compares = given.compares or given.operands.key_positions is not None
     if parallel is not None and compares:
         size = query.shape[-3], key.shape[-3]
+        if plan is not None:
+            warn_of_idle_devices(parallel, plan, given.settings.rule.sides, traced, *size)
         if plan is not None and plan.local:
             traced = with_local_positions(parallel, plan.queries, traced, *size)
         else:

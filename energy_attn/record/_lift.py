@@ -15,6 +15,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
+from energy_attn.kernels.internal import bind
+
 from ..core._tag import tag_p
 
 
@@ -72,7 +74,7 @@ def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     inside = [name for program in _programs(params) for name in _names(program, asked)]
     if not inside or (primitive.name in _REMAT and params["differentiated"]):
         # Nothing to see; or the backward pass computes again what the forward pass has shown.
-        return _unchanged(equation, args), []
+        return bind(primitive, params, args), []
     rule = _RULES.get(primitive.name)
     if rule is None:
         raise NotImplementedError(
@@ -80,15 +82,6 @@ def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
             f"checkpoint do, got {inside[0]!r} inside {primitive.name!r}"
         )
     return rule(equation, args, asked)
-
-
-def _unchanged(equation: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    primitive = equation.primitive
-    params = primitive.get_bind_params(equation.params)
-    # JAX before 0.9 gives functions apart from the parameters
-    functions, static = params if isinstance(params, tuple) else ((), params)
-    found = primitive.bind(*functions, *args, **static)
-    return list(found) if primitive.multiple_results else [found]
 
 
 def _programs(params: Any) -> Iterator[Jaxpr]:
@@ -139,7 +132,7 @@ def _custom(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     # The results keep their rule. What is seen has the derivative of the function itself, which the
     # compiler finds to be the same computation.
     _, seen = _call(equation, args, asked._replace(others_stay=False))
-    return _unchanged(equation, args), seen
+    return bind(equation.primitive, equation.params, args), seen
 
 
 def _remat(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:

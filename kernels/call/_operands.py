@@ -73,11 +73,13 @@ class Settings(NamedTuple):
             added to it. None: all.
         learnt: whether a backward has to compute the cotangents of the score's arrays; otherwise zeros
             will do.
+        part: whether these are some of the queries of a larger array: a kernel that wants another layout
+            then copies them alone.
 
     Examples:
         >>> from energy_attn.kernels import Settings
         >>> Settings._fields
-        ('scale', 'rule', 'wide', 'score', 'scored_width', 'learnt')
+        ('scale', 'rule', 'wide', 'score', 'scored_width', 'learnt', 'part')
     """
 
     scale: float
@@ -86,6 +88,7 @@ class Settings(NamedTuple):
     score: ScoreStructure | None = None
     scored_width: int | None = None
     learnt: bool = True
+    part: bool = False
 
     @property
     def compares(self) -> bool:

@@ -172,15 +172,26 @@ def fold(
     together. If it returns only some of the rows, `kept` selects the same rows of the maxima.
     `out` keeps its dtype; the arithmetic is in the dtype of `lse`.
     """
-    lse = state.lse
-    shift = safe_shift(maximum(lax.stop_gradient(lse)))
-    weight = jnp.exp(lse - shift)
-    out = jnp.where(holds_keys(lse)[..., None], state.out.astype(lse.dtype), 0.0)
-    numerator, denominator = total((out * weight[..., None], weight))
+    shift = safe_shift(maximum(lax.stop_gradient(state.lse)))
+    numerator, denominator = total(_weighed(state, shift))
+    return _divided(numerator, denominator, kept(shift), state.out.dtype)
+
+
+def _weighed(state: AttentionState, shift: Array) -> tuple[Array, Array]:
+    """The terms of parts in the two sums of a fold."""
+    weight = jnp.exp(state.lse - shift)
+    out = jnp.where(holds_keys(state.lse)[..., None], state.out.astype(weight.dtype), 0.0)
+    return out * weight[..., None], weight
+
+
+def _divided(
+    numerator: Array, denominator: Array, shift: Array, dtype: jnp.dtype
+) -> AttentionState:
+    """The state of the two sums of a fold."""
     empty = denominator == 0
     denominator = jnp.where(empty, 1.0, denominator)
-    lse = jnp.where(empty, -jnp.inf, kept(shift) + jnp.log(denominator))
-    return AttentionState((numerator / denominator[..., None]).astype(state.out.dtype), lse)
+    lse = jnp.where(empty, -jnp.inf, shift + jnp.log(denominator))
+    return AttentionState((numerator / denominator[..., None]).astype(dtype), lse)
 
 
 def merge(a: State, b: State) -> State:
@@ -234,11 +245,19 @@ def merge(a: State, b: State) -> State:
     # have the weights 1 and 1, whose products are exact.
     larger = a.lse >= b.lse
 
-    def ordered(x: Array, y: Array) -> Array:
-        first = larger.reshape(*larger.shape, *[1] * (x.ndim - larger.ndim))
-        return jnp.stack([jnp.where(first, x, y), jnp.where(first, y, x)])
+    def either(x: Array, y: Array) -> Array:
+        return jnp.where(larger.reshape(*larger.shape, *[1] * (x.ndim - larger.ndim)), x, y)
 
-    return merge_all(jax.tree.map(ordered, a, b), axis=0)
+    # No array of both: XLA makes one loop over the elements of this, without memory but the result's.
+    first, second = jax.tree.map(either, a, b), jax.tree.map(either, b, a)
+    shift = safe_shift(lax.stop_gradient(first.lse))
+    parts = (_weighed(AttentionState(x.out, x.lse), shift) for x in (first, second))
+    numerator, denominator = map(jnp.add, *parts)
+    merged = _divided(numerator, denominator, shift, a.out.dtype)
+    if isinstance(a, AttentionState):
+        return merged
+    covariance = covariance_term(first, merged) + covariance_term(second, merged)
+    return CovarianceState(covariance.astype(a.covariance.dtype), *merged)
 
 
 def merge_all(stacked: State, axis: int = 0) -> State:

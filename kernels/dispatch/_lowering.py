@@ -18,7 +18,8 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array, PyTree
 
 from ..call._kernel import AbstractKernel
-from ..call._operands import Settings, is_static
+from ..call._operands import Operands, Settings, is_static
+from ..call._target import Device, lowered_for
 from ._probe import obstacle
 
 KernelMethod = Callable[..., Any]  # (kernel, settings, platform, *args) to arrays
@@ -61,12 +62,16 @@ class Program(NamedTuple):
         partitioned: whether XLA partitions it over devices.
         exported: whether it will be serialised, and run by other versions of JAX.
         symbolic: whether its arrays have symbolic sizes.
+        device: one of those that will run it, if that is known.
+        call: what is attended to, by shapes: kernels are asked again whether they take it on this device.
     """
 
     platform: str
     partitioned: bool = False
     exported: bool = False
     symbolic: bool = False
+    device: Device | None = None
+    call: tuple[Operands, Settings] | None = None
 
 
 def first_fitting(kernels: Sequence[AbstractKernel], program: Program) -> AbstractKernel:
@@ -108,7 +113,18 @@ def why_unfit(kernel: AbstractKernel, program: Program) -> str | None:
         return "wanted sizes that are known, got symbolic ones"
     if program.exported and not kernel.exported:
         return "JAX does not serialise programs with it (jax.export)"
-    return obstacle(kernel, program.platform)
+    return _declined(kernel, program) or obstacle(kernel, program.platform)
+
+
+def _declined(kernel: AbstractKernel, program: Program) -> str | None:
+    if program.device is None or program.call is None:
+        return None  # it has been asked when the call was traced
+    try:
+        with lowered_for(program.device):
+            kernel.check(*program.call)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
 
 
 Levels = tuple[tuple[int | None, ...], ...]  # the mapped axes of nested vmaps, innermost first
@@ -202,11 +218,14 @@ def _lower(
     **params: Any,
 ) -> Any:
     del like
+    context = ctx.module_context
     program = Program(
         on,
-        partitioned=not _is_unpartitioned(ctx.module_context.axis_context),
-        exported=is_exported(ctx.module_context),
+        partitioned=not _is_unpartitioned(context.axis_context),
+        exported=is_exported(context),
         symbolic=not all(is_static(*x.shape) for x in ctx.avals_in),
+        device=_device(context, on),
+        call=(_operands(ctx.avals_in, **params), params["settings"]),
     )
     kernel = first_fitting(kernels, program)
     run = functools.partial(_run, kernel=kernel, platform=on, **params)
@@ -215,7 +234,24 @@ def _lower(
         # and Pallas, its interpreter above all, mixes such arrays with constants.
         plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=plain)
-    return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
+    with lowered_for(program.device):
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
+
+
+def _operands(
+    flat: Sequence[jax.core.ShapedArray], *, tree: Any, levels: Levels, **params: object
+) -> Operands:
+    """The shapes of one call's operands, without mapped axes; a method's first argument."""
+
+    def unmapped(x: jax.core.ShapedArray, axes: Sequence[int | None]) -> jax.ShapeDtypeStruct:
+        shape = list(x.shape)
+        for axis in reversed(axes):  # the outermost first
+            if axis is not None:
+                del shape[axis]
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    mapped = zip(*levels, strict=True) if levels else ((),) * len(flat)
+    return tree.unflatten([unmapped(*x) for x in zip(flat, mapped, strict=True)])[0]
 
 
 for _platform in PLATFORMS:
@@ -226,10 +262,25 @@ for _platform in PLATFORMS:
 
 def platform_here() -> str:
     """The platform that programs are lowered for by default."""
-    device = jax.devices()[0]
+    return _platform_of(jax.devices()[0])
+
+
+def _platform_of(device: Any) -> str:
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "rocm" in device.client.platform_version else "cuda"
+
+
+def _device(context: mlir.ModuleContext, platform: str) -> Device | None:
+    """One of the devices of a program; None: not known.
+
+    A client, which JAX keeps one program for, has devices of one kind.
+    """
+    client = context.backend
+    if client is None or is_exported(context) or tuple(context.platforms) != (platform,):
+        return None
+    device = client.devices()[0]
+    return device if _platform_of(device) == platform else None
 
 
 def is_exported(context: mlir.ModuleContext) -> bool:

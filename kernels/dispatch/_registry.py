@@ -13,9 +13,12 @@ from .._varying import vary_together
 from ..call._kernel import AbstractKernel, Candidate, check_call_of
 from ..call._operands import Operands, Settings, is_static
 from ..call._state import AttentionState
+from ..call._target import Device
 from ..pallas.gpu._kernel import PallasGPU
+from ..pallas.mosaic._kernel import MosaicGPU
 from ..pallas.tpu._kernel import PallasTPU
 from ..vendor._cudnn import CuDNN
+from ..vendor._fa4 import FA4
 from ..vendor._flash_attn import FlashAttn
 from ..vendor._splash import Splash
 from ..xla._blockwise import Blockwise
@@ -31,8 +34,10 @@ _REGISTRY: dict[str, AbstractKernel] = {
     kernel.name: kernel
     for kernel in (
         CuDNN(),
+        MosaicGPU(),
         PallasGPU(),
         FlashAttn(),
+        FA4(),
         Splash(),
         PallasTPU(),
         Decode(),
@@ -40,6 +45,8 @@ _REGISTRY: dict[str, AbstractKernel] = {
         Reference(),
     )
 }
+# Those that have passed no test on hardware yet: they are tried only if they are named.
+_BY_NAME: frozenset[str] = frozenset({"fa4", "mosaic_gpu"})
 
 
 def implementations() -> tuple[str, ...]:
@@ -47,9 +54,11 @@ def implementations() -> tuple[str, ...]:
 
     | name | for | made of | takes |
     |---|---|---|---|
-    | `cudnn` | NVIDIA | cuDNN | 16 bits, widths to 128, from 64 queries and keys; plain, no window to the right |
+    | `cudnn` | NVIDIA | cuDNN | 16 bits, widths to 128 (9.0: 256), from 64 rows; plain, no window to the right |
+    | `mosaic_gpu` | NVIDIA Hopper | Pallas on Mosaic GPU | 16 bits, any positions and segments; only by name |
     | `pallas_gpu` | NVIDIA | Pallas on Triton | 16 and 32 bits, any positions and segments; splits keys of few rows |
     | `flash` | NVIDIA | flash-attn-jax (JAX 0.8) | 16 bits, widths to 192; plain |
+    | `fa4` | NVIDIA | fa4-jax (Python 3.12) | 16 bits, widths to 256 (10.0: 128); plain; only by name |
     | `splash` | TPU | JAX's splash attention | bfloat16, whole blocks of 128, scales that are powers of two; plain |
     | `pallas_tpu` | TPU | Pallas on Mosaic | bfloat16, float32, any positions and segments; few rows read in place |
     | `decode` | all | XLA's operations | any call with at most 64 queries times heads |
@@ -63,7 +72,8 @@ def implementations() -> tuple[str, ...]:
     made of Pallas all that compare numbers of a query with numbers of a key.
 
     `"xla"`, as in `jax.nn`, stands for those made of XLA's operations. Kernels for another platform
-    than the one a program is lowered for are skipped.
+    than the one a program is lowered for are skipped, and so are those "only by name", which no hardware
+    has run yet, unless they are named.
 
     Source: the online softmax of Milakov and Gimelshein (arXiv 1805.02867) and FlashAttention-2
     (arXiv 2307.08691) for all but the reference.
@@ -74,6 +84,11 @@ def implementations() -> tuple[str, ...]:
         True
     """
     return tuple(_REGISTRY)
+
+
+def tried() -> tuple[str, ...]:
+    """The names that are tried, in this order, where none is given."""
+    return tuple(name for name in _REGISTRY if name not in _BY_NAME)
 
 
 class Explanation(NamedTuple):
@@ -89,7 +104,7 @@ def candidates(implementation: Candidate | Sequence[Candidate] | None) -> tuple[
     Raises `ValueError` for an unknown name and `TypeError` for anything but names and kernels.
     """
     if implementation is None:
-        return implementations()
+        return tried()
     one = isinstance(implementation, (str, AbstractKernel))
     given = (implementation,) if one else implementation
     if not (
@@ -155,14 +170,19 @@ def _attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands
 
 
 def explain(
-    names: Sequence[str], settings: Settings, operands: Operands, platform: str
+    names: Sequence[str],
+    settings: Settings,
+    operands: Operands,
+    platform: str,
+    device: Device | None = None,
 ) -> Explanation:
     """Which of `names` takes a call on a platform, and why others for that platform decline.
 
-    `operands` may be `jax.ShapeDtypeStruct`s. Raises as `attend`.
+    `operands` may be `jax.ShapeDtypeStruct`s. Without a device, GPUs are of the class of H100. Raises as
+    `attend`.
     """
     kernels, declined = _accepting(names, settings, operands)
-    program = Program(platform)
+    program = Program(platform, device=device, call=(operands, settings))
     chosen = first_fitting(kernels, program)
     declined |= {
         kernel.name: reason for kernel in kernels if (reason := why_unfit(kernel, program))

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jaxtyping import Array, Bool, Int
 
+from .._program import bind, inlined
 from .._varying import vary_together
 from ._structure import Structure
 
@@ -29,7 +30,6 @@ _ELEMENTWISE = frozenset(
 _SAME = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p pcast pvary".split()
 )
-_CALLS = frozenset(("jit", "pjit"))
 _QUERY, _KEY = 1, 2  # what a value depends on; 3: on both
 
 
@@ -78,8 +78,8 @@ class Pairwise:
             self._slot(x.aval, side) for x, side in zip(program.jaxpr.invars, sides, strict=True)
         ]
         self._query, self._key, *self._arrays = given
-        consts = [self._constant(x) for x in program.consts]
-        (self._result,) = self._record(program.jaxpr, [*consts, *given])
+        constant = self._constant
+        (self._result,) = inlined(program, given, constant, lambda x: constant(x.val), self._add)
         self._of_pairs, needed = self._live([self._result], pairs=True)
         found = sorted(needed - {self._query, self._key} - self._known.keys())
         self._numbers = tuple(
@@ -133,31 +133,13 @@ class Pairwise:
         self._known[slot] = value if isinstance(value, jax.Array) else np.asarray(value)
         return slot
 
-    def _record(self, jaxpr: Jaxpr, given: Sequence[int]) -> list[int]:
-        # Inner programs are written out: one that is called twice has the same variables each time.
-        slots: dict[Any, int] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
-
-        def slot(x: Any) -> int:
-            return self._constant(x.val) if isinstance(x, Literal) else slots[x]
-
-        for equation in jaxpr.eqns:
-            inputs = tuple(map(slot, equation.invars))
-            if equation.primitive.name in _CALLS:
-                inner = equation.params["jaxpr"]
-                consts = map(self._constant, inner.consts)
-                outputs = self._record(inner.jaxpr, [*consts, *inputs])
-            else:
-                outputs = self._add(equation, inputs)
-            slots.update(zip(equation.outvars, outputs, strict=True))
-        return list(map(slot, jaxpr.outvars))
-
     def _add(self, equation: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
         side = functools.reduce(int.__or__, (self._sides[x] for x in inputs), 0)
         outputs = [self._slot(x.aval, side) for x in equation.outvars]
         if all(x in self._known for x in inputs):
             # constants, as of the remainder by a number, which tiles would read from memory
             with jax.ensure_compile_time_eval():
-                found = _bound(equation, [self._known[x] for x in inputs])
+                found = bind(equation.primitive, equation.params, [self._known[x] for x in inputs])
             self._known.update(zip(outputs, found, strict=True))
         else:
             self._steps.append(_Step(equation, inputs, tuple(outputs)))
@@ -210,7 +192,8 @@ class Pairwise:
             values = self._known | {token: position.reshape(1, 1)}
             values |= dict(zip(self._arrays, arrays, strict=True))
             for equation, inputs, outputs in steps:
-                found = _bound(equation, vary_together([values[x] for x in inputs]))
+                found = vary_together([values[x] for x in inputs])
+                found = bind(equation.primitive, equation.params, found)
                 values |= dict(zip(outputs, found, strict=True))
             return tuple(values[x].reshape(()).astype(jnp.int32) for x in numbers)
 
@@ -237,13 +220,6 @@ def pairwise(structure: Structure, arrays: Sequence[Array | jax.ShapeDtypeStruct
     return _pairwise(structure, tuple((x.shape[1:], jnp.dtype(x.dtype)) for x in arrays))
 
 
-def _bound(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    given: Any = equation.primitive.get_bind_params(equation.params)
-    functions, params = given if isinstance(given, tuple) else ((), given)  # a tuple in JAX 0.8
-    found = equation.primitive.bind(*functions, *values, **params)
-    return found if equation.primitive.multiple_results else [found]
-
-
 def _on_tiles(equation: JaxprEqn, values: Sequence[Array]) -> Array:
     name = equation.primitive.name
     if name in _SAME:
@@ -260,4 +236,4 @@ def _on_tiles(equation: JaxprEqn, values: Sequence[Array]) -> Array:
         # compilers of kernels select numbers
         which, no, yes = values
         return (which & yes) | (~which & no)
-    return _bound(equation, values)[0]
+    return bind(equation.primitive, equation.params, values)[0]

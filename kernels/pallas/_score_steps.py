@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
+from .._program import bind, inlined
 from ..scores._abstract import At
 from ..scores._structure import ScoreStructure, floating
-
-_INLINED = "jit", "pjit", "closed_call"
 
 
 class Name:
@@ -84,34 +83,27 @@ def traced(structure: ScoreStructure, types: tuple[Any, ...]) -> Traced:
     }
     arrays = [Name(x.aval) for x in variables[len(names) :]]
     found = Traced(inputs, arrays, {}, [], None)
-    (output,) = _inline(program, [*inputs.values(), *arrays], found)
+    (output,) = _recorded(program, [*inputs.values(), *arrays], found)
     return found._replace(output=output)
 
 
-def _inline(program: Any, inputs: Sequence[Any], into: Traced) -> list[Any]:
+def _recorded(program: ClosedJaxpr, inputs: Sequence[Any], into: Traced) -> list[Any]:
     """Adds the steps of a program for given inputs; returns its outputs."""
-    names: dict[Any, Any] = dict(zip(program.jaxpr.invars, inputs, strict=True))
-    for variable, x in zip(program.jaxpr.constvars, program.consts, strict=True):
-        names[variable] = Name(variable.aval)
-        into.known[names[variable]] = np.asarray(x)
 
-    def name(x: Any) -> Any:
-        return (
-            np.asarray(x.val, getattr(x.aval, "dtype", None))[()]
-            if isinstance(x, Literal)
-            else names[x]
-        )
+    def constant(x: Any) -> Name:
+        name = Name(jax.typeof(x))
+        into.known[name] = np.asarray(x)
+        return name
 
-    for eqn in program.jaxpr.eqns:
-        given = tuple(map(name, eqn.invars))
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if eqn.primitive.name in _INLINED and isinstance(inner, ClosedJaxpr):
-            names |= zip(eqn.outvars, _inline(inner, given, into), strict=True)
-            continue
-        outputs = tuple(Name(x.aval) for x in eqn.outvars)
-        into.steps.append(Step(eqn.primitive, eqn.params, given, outputs))
-        names |= zip(eqn.outvars, outputs, strict=True)
-    return list(map(name, program.jaxpr.outvars))
+    def number(x: Literal) -> Any:
+        return np.asarray(x.val, getattr(x.aval, "dtype", None))[()]
+
+    def add(equation: JaxprEqn, given: tuple[Any, ...]) -> tuple[Name, ...]:
+        outputs = tuple(Name(x.aval) for x in equation.outvars)
+        into.steps.append(Step(equation.primitive, equation.params, given, outputs))
+        return outputs
+
+    return inlined(program, inputs, constant, number, add)
 
 
 def reads(values: Sequence[Any]) -> frozenset[str]:
@@ -133,9 +125,4 @@ def run(steps: Sequence[Step], found: dict[Any, Any]) -> None:
             one = np.ones((), given[0].dtype)[()]
             found[step.outputs[0]] = lax.clamp(-one, given[0], one)
             continue
-        params = step.primitive.get_bind_params(step.params)
-        # a pair until JAX 0.9
-        functions, params = params if isinstance(params, tuple) else ((), params)
-        result = step.primitive.bind(*functions, *given, **params)
-        results = result if step.primitive.multiple_results else [result]
-        found |= zip(step.outputs, results, strict=True)
+        found |= zip(step.outputs, bind(step.primitive, step.params, given), strict=True)

@@ -15,6 +15,7 @@ from .._checks import received
 from ._abstract import AbstractScore, At
 from ._structure import ScoreStructure, floating, split_score
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 # What mixes entries of an array: by these a score would depend on which keys are beside it.
 _MIXING = (
     *("dot_general", "conv_general_dilated", "sort", "top_k", "rev", "transpose", "slice"),
@@ -71,7 +72,9 @@ def _check(
 
     types = [jax.ShapeDtypeStruct(*x) for x in arrays]
     traced = jax.make_jaxpr(run, return_shape=True)
-    program, found = traced(jax.ShapeDtypeStruct(shape, dtype), places, *types)
+    # in a shard_map, JAX 0.12 traces steps for devices' parts, which are not evaluated by themselves
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        program, found = traced(jax.ShapeDtypeStruct(shape, dtype), places, *types)
     if not hasattr(found, "dtype") or found.shape != shape:
         raise ValueError(
             f"score: wanted scores of the shape that {structure.name} was given, {shape}, "
@@ -91,7 +94,7 @@ def _check(
     known += [None] * (len(program.jaxpr.invars) - 3)
     count = 1 + len(jax.tree.leaves(places))
     mixed = [True] * count + [False] * (len(program.jaxpr.invars) - count)
-    with jax.ensure_compile_time_eval():
+    with jax.sharding.use_abstract_mesh(_NO_MESH), jax.ensure_compile_time_eval():
         _walk(structure.name, program, known, mixed)
 
 

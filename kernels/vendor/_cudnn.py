@@ -6,6 +6,7 @@ this calls the two primitives of JAX beneath it, for one device: a forward with 
 float32, and a backward from them.
 """
 
+import functools
 import inspect
 from typing import Any
 
@@ -16,17 +17,24 @@ from .._private import private_names
 from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings
 from ..call._state import AttentionState
+from ..call._target import check_capability, target_capability
 from ..masks._structure import SIDED
 from ..pallas.gpu._kernel import PallasGPU
 from ._adapter import check_plain, pull_back, push_forward, vendor_state, window_side
 
 FEWEST_ROWS = 64  # of queries and of keys; other kernels split the keys of few rows
+# The widest calls, backwards too, by the major capability; of a GPU that is not known yet, the largest. What cuDNN
+# says of itself: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html. From 10.0 on,
+# forwards take more than backwards.
+WIDEST, WIDE = {9: 256}, 128
+LEAST_OF_WIDE = 91300  # before, some of the wide backwards were wrong; as cuDNN counts its versions
+BROKEN = (91000, 91001)
 
 
 class CuDNN(AbstractKernel):
     """cuDNN's flash attention: 16 bits, plain or causal, with a window to the left.
 
-    Needs a GPU of compute capability 8.0 or above. The gradients of queries are summed in an order
+    For GPUs of compute capability 8.0 or above. The gradients of queries are summed in an order
     that changes from run to run, unless `--xla_gpu_exclude_nondeterministic_ops` is set. A cotangent
     of lse takes a second backward.
     """
@@ -39,10 +47,14 @@ class CuDNN(AbstractKernel):
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
-        biases, positions or segments; widths above 128, which not all GPUs support; fewer than 64
-        queries or keys; windows to the right; and versions of JAX without these primitives.
+        biases, positions or segments; widths above 256, or above 128 on GPUs other than those of compute
+        capability 9.0; fewer than 64 queries or keys; windows to the right; older GPUs than 8.0; versions of
+        cuDNN that compute it wrongly; and versions of JAX without these primitives.
         """
-        check_plain(operands, settings, widest=128)
+        check_capability(self.name, (8, 0))
+        found = target_capability()
+        check_plain(operands, settings, 256 if found is None else WIDEST.get(found[0], WIDE))
+        _check_version(operands.query.shape[-1])
         for name, x in (("query", operands.query), ("key", operands.key)):
             if x.shape[1] < FEWEST_ROWS:
                 raise NotImplementedError(
@@ -89,6 +101,29 @@ class CuDNN(AbstractKernel):
     ) -> AttentionState | None:
         """That of pallas_gpu: the vendor has none."""
         return push_forward(PallasGPU(), operands, settings, state, directions, platform)
+
+
+def _check_version(width: int) -> None:
+    """Declines versions of cuDNN with known faults. Where none is installed, a later one will run the program."""
+    version = _version()
+    if version is None:
+        return
+    if version in BROKEN:
+        raise NotImplementedError(
+            f"cudnn: wanted a version other than 9.10.0 and 9.10.1, got {version}"
+        )
+    if width > WIDE and version < LEAST_OF_WIDE:
+        raise NotImplementedError(
+            f"query: wanted a width up to {WIDE} before cuDNN 9.13, got {width} and cuDNN {version}"
+        )
+
+
+@functools.cache
+def _version() -> int | None:
+    try:
+        return private_names("cuda_versions").versions.cudnn_get_version()
+    except Exception:  # whatever is raised where no CUDA is, or no cuDNN
+        return None
 
 
 def _forward(query: Array, key: Array, value: Array, **options: object) -> Any:

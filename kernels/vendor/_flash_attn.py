@@ -15,6 +15,7 @@ from .._private import private_names
 from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings
 from ..call._state import AttentionState
+from ..call._target import check_capability
 from ..masks._structure import SIDED
 from ..pallas.gpu._kernel import PallasGPU
 from ._adapter import check_plain, pull_back, push_forward, vendor_state, window_side
@@ -36,9 +37,10 @@ class FlashAttn(AbstractKernel):
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
-        biases, positions or segments; widths above 192, for which few GPUs have a backward; and if
-        flash-attn-jax or a CUDA library is missing.
+        biases, positions or segments; widths above 192, for which few GPUs have a backward; GPUs of other
+        capabilities; and if flash-attn-jax or a CUDA library is missing.
         """
+        check_capability(self.name, (8, 0), below=(10, 0))
         check_plain(operands, settings, widest=192)
         _package()
 

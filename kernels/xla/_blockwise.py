@@ -31,6 +31,26 @@ from ._blocks import (
 )
 from ._tangent import tangent
 
+Gradients = tuple[Any, Any, Any]  # of queries, keys and values
+
+
+class Arriving(NamedTuple):
+    """Arrays on their way from other devices during a backward, used only after all its products.
+
+    XLA begins a transfer as late as it may: then it has to begin these before the products.
+
+    Attributes:
+        others: anything.
+        sums: cotangents of these keys and values, to which the backward's are added. Where nobody wants
+            them, as in a product with the Hessian, they are neither sent nor computed.
+    """
+
+    others: Any = None
+    sums: Any = None
+
+
+NOTHING = Arriving()
+
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise(AbstractKernel):
@@ -157,7 +177,8 @@ def backward(
     Returns cotangents in the form of the operands, None for masks and positions. Plain JAX, and so
     differentiable itself.
     """
-    return cast_like(backward_wide(operands, settings, state, cotangent, sizes), operands)
+    found, _ = backward_wide(operands, settings, state, cotangent, sizes=sizes)
+    return cast_like(found, operands)
 
 
 def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
@@ -165,6 +186,19 @@ def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
     wide = state.lse.dtype
     delta = (cotangent.out.astype(wide) * state.out.astype(wide)).sum(-1)
     return delta if cotangent.lse is None else delta - cotangent.lse
+
+
+def after_products(gradients: Gradients, arriving: Arriving) -> tuple[Gradients, Arriving]:
+    """Gradients of queries, keys and values, and what arrives meanwhile; used when all of it is there.
+
+    In a program that wants no gradients of keys and values, the sums of these are not waited for.
+    """
+    if not jax.tree.leaves(arriving):
+        return gradients, arriving
+    queries, keys, values = gradients
+    queries, others = lax.optimization_barrier((queries, arriving.others))
+    gradients, sums = lax.optimization_barrier(((queries, keys, values), arriving.sums))
+    return gradients, Arriving(others, sums)
 
 
 # The cotangents that are summed over all blocks: of the bias, by blocks, and of the score's arrays.
@@ -203,9 +237,10 @@ def backward_wide(
     settings: Settings,
     state: AttentionState,
     cotangent: AttentionState,
+    arriving: Arriving = NOTHING,
     sizes: BlockSizes = BLOCK_SIZES,
-) -> Operands:
-    """As `backward`, with cotangents in the dtype of the scores, for further sums.
+) -> tuple[Operands, Arriving]:
+    """As `backward`, with cotangents in the dtype of the scores, for further sums; and `arriving`.
 
     `state` may be that of more keys than these; weights are then relative to all of them.
     """
@@ -214,7 +249,7 @@ def backward_wide(
     none = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=wide), differentiated(operands))
     (batch, query_len), key_len = query.shape[:2], key.shape[1]
     if batch == 0 or query_len == 0 or key_len == 0:
-        return none
+        return none, arriving
     given = backward_rows(operands, state, cotangent)
     blocks = BlockedOperands(operands._replace(query=given.query), settings, sizes)
     g = blocks.grid
@@ -292,17 +327,20 @@ def backward_wide(
         return kept, (queries, *found)
 
     biases = None if blocks.bias is None else blocks.full(0.0, *blocks.bias.shape)
-    kept, (queries, keys, values) = lax.scan(one_head, (biases, no_arrays), jnp.arange(g.kv_heads))
+    found = lax.scan(one_head, (biases, no_arrays), jnp.arange(g.kv_heads))
+    kept, gradients = found
+    (queries, keys, values), arriving = after_products(gradients, arriving)
     biases, arrays = kept
     if bias is not None and biases is not None:
         biases = biases[:, :, : bias.shape[2], : bias.shape[3]]
-    return none._replace(
+    found = none._replace(
         query=join_queries(g, queries, query_len) * settings.scale,
         key=join_keys(g, keys.swapaxes(-1, -2), key_len) * settings.scale,
         value=join_keys(g, values.swapaxes(-1, -2), key_len),
         bias=biases,
         score_arrays=arrays,
     )
+    return found, arriving
 
 
 def when(

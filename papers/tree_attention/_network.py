@@ -26,7 +26,6 @@ import select
 import shutil
 import signal
 import socket
-import statistics
 import struct
 import subprocess
 import sys
@@ -45,8 +44,6 @@ _CHECKSUMS, _SEGMENTS = 0x01, 0x02
 _OFFLOAD_HEADER = struct.Struct("=BBHHHH")
 _LARGEST_FRAME = 1 << 17
 _PR_SET_PDEATHSIG = 1
-# Of the measurement by plain sockets: small messages, then a large one.
-_PORT, _PINGS, _BULK = 7000, 30, 1 << 22
 
 
 class Loopback:
@@ -105,26 +102,35 @@ class Network:
         return ["ip", "netns", "exec", self._names[host], *command]
 
     def measure(self) -> dict[str, float]:
-        """Round trip and rate between two hosts as plain sockets find them.
+        """Round trip and rate between two hosts, and the rate of each while every host sends to the next.
 
-        Nothing else should run on the hosts. Raises `RuntimeError` if there is no answer.
+        As plain sockets find them. Nothing else should run on the hosts. Raises `RuntimeError` if there is
+        no answer.
         """
-        answers, asks = (
+        two = self._sockets(["answer", "ask"], [self.addresses[:1]] * 2)[1]
+        return two | self._sockets(["around"] * len(self.addresses))[0]
+
+    def _sockets(self, roles: list[str], addresses: list[list[str]] | None = None) -> list[Any]:
+        """What `_sockets.py` finds on each of the first hosts."""
+        told = addresses or [self.addresses[i:] + self.addresses[:i] for i in range(len(roles))]
+        program = str(Path(__file__).with_name("_sockets.py"))
+        started = [
             subprocess.Popen(
-                self.command(host, [sys.executable, __file__, what, self.addresses[0]]),
+                self.command(host, [sys.executable, program, role, *told[host]]),
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for host, what in enumerate(("answer", "ask"))
-        )
+            for host, role in enumerate(roles)
+        ]
         try:
-            return json.loads(asks.communicate(timeout=2 * _SECONDS_TO_START)[0])
+            said = [process.communicate(timeout=2 * _SECONDS_TO_START)[0] for process in started]
+            return [json.loads(text) for text in said]
         except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
             raise RuntimeError(
                 "the hosts of the emulated network do not reach each other"
             ) from error
         finally:
-            for process in (answers, asks):
+            for process in started:
                 process.kill()  # nothing to one that has ended
                 process.communicate()
 
@@ -143,7 +149,7 @@ class Network:
     def __enter__(self) -> "Network":
         plan = {"names": self._names, "mbit": self.mbit, "latency_ms": self.latency_ms}
         self._switch = subprocess.Popen(
-            [sys.executable, __file__, "forward", json.dumps(plan)],
+            [sys.executable, __file__, json.dumps(plan)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -180,54 +186,6 @@ def sent_bytes(interface: str = "eth0") -> int:
         if name.strip() == interface:
             return int(counts.split()[8])
     raise ValueError(f"interface: wanted one of this host's, got {interface!r}")
-
-
-def _answer(address: str) -> None:
-    """The host that is measured from: sends pings back, and says when it has all of a bulk."""
-    with socket.create_server((address, _PORT)) as server:
-        line, _ = server.accept()
-    with line:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(_PINGS):
-            line.sendall(line.recv(1))
-        for _ in range(2):
-            missing = _BULK
-            while missing > 0:
-                missing -= len(line.recv(min(missing, 1 << 20)))
-            line.sendall(b"!")
-
-
-def _ask(address: str) -> dict[str, float]:
-    """Round trip and rate to a host that answers, by plain sockets."""
-    with _connect(address) as line:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        trips = []
-        for _ in range(_PINGS):
-            start = time.perf_counter()
-            line.sendall(b"?")
-            line.recv(1)
-            trips.append(time.perf_counter() - start)
-        seconds = 0.0
-        for _ in range(2):  # the first lets the connection find the rate
-            start = time.perf_counter()
-            line.sendall(bytes(_BULK))
-            line.recv(1)
-            seconds = time.perf_counter() - start
-    return {
-        "round_trip_ms": round(1e3 * statistics.median(trips), 3),
-        "mbit": round(8e-6 * _BULK / seconds, 1),
-    }
-
-
-def _connect(address: str) -> socket.socket:
-    until = time.monotonic() + _SECONDS_TO_START
-    while True:
-        try:
-            return socket.create_connection((address, _PORT), timeout=_SECONDS_TO_START)
-        except ConnectionRefusedError:  # the other host has not come so far
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.02)
 
 
 def _address(host: int) -> str:
@@ -279,7 +237,8 @@ def _make_host(host: int, name: str, port: int, hosts: int, mbit: float) -> None
     # Half a millisecond of the line in one piece at most, or small messages wait behind large ones.
     piece = int(min(65536, max(3000, mbit * 1e6 / 8 * 0.5e-3)))
     lines = [
-        "link set lo up",
+        # Between devices of one host: by default a window is one segment of 64 kB, acknowledged after 40 ms.
+        "link set lo mtu 1500 up",
         f"link set {name} address {_hardware_address(host).hex(':')} gso_max_size {piece}",
         f"link set {name} name eth0",
         f"addr add {_address(host)}/24 dev eth0",
@@ -386,13 +345,4 @@ def _main(plan: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    what, given = sys.argv[1:]
-    if what == "forward":
-        _main(json.loads(given))
-    else:
-        die_with_parent()
-        signal.alarm(int(2 * _SECONDS_TO_START))
-        if what == "answer":
-            _answer(given)
-        else:
-            print(json.dumps(_ask(given)), flush=True)
+    _main(json.loads(sys.argv[1]))

@@ -14,15 +14,18 @@ COLOURS = {
     "tree, allreduce": "#dd8452",
     "tree, gather": "#ccb974",
     "ring, queries": "#8172b3",
+    "scatter, sums": "#937860",
+    "scatter, exchange": "#da8bc3",
     "tree, butterfly": "#4c72b0",
+    "tree, halving": "#b0467e",
     "tree, hierarchical": "#64b5cd",
     AUTO: "#55a868",
     ALONE: "0.75",
 }
 
 
-def rows(hosts: Sequence[dict[str, Any]], model: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each method, of what every host has measured and the cost model predicts.
+def rows(hosts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each method, of what every host has measured.
 
     A step lasts until the last host has its answer, so a turn counts as long as on the slowest.
     """
@@ -46,7 +49,6 @@ def rows(hosts: Sequence[dict[str, Any]], model: dict[str, Any]) -> list[dict[st
                 "collectives": dict(kinds),
                 "sent_bytes": round(statistics.median(sent)) if sent else None,
                 "error": max(x["error"] for x in seen),
-                "model": model.get(name),
             }
         )
     return made

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from energy_attn.distributed import cost
+from energy_attn.distributed.internal import EXCHANGE, seconds
 from energy_attn.models import Llama, Llama3Rope, LlamaConfig
 
 TOKENS = 10
@@ -17,10 +18,12 @@ ASSUMPTIONS = (
     "A step reads every weight once, but for an untied embedding, and keys and values, at the full "
     "bandwidth of memory. No kernel takes time to start, and no arithmetic takes any.",
     "Tree: a device reads its own keys and values; each layer folds by the cost model's best merge.",
-    "Ring: keys and values travel, so that every device reads those of all; nothing overlaps with "
+    "Ring, as the paper's: keys and values travel, so that every device reads those of all; nothing overlaps with "
     "that (section 6.3 of the paper: not feasible in decoding).",
     "Repeated: the same ring where each key is repeated for the query heads that share it, as the "
     "paper's equations count keys. Whether its program did so the paper does not say.",
+    "Ring of queries: the query and its state travel. Scatter: one exchange of states leaves each device "
+    "its part of the heads. Of keys and values a device reads its own, as with the tree.",
     "Links, memory and arithmetic are the makers' figures; latencies are those that NCCL and RCCL "
     "reckon with. One hop between two of four MI300X has one link, 64 GB/s.",
     "Prompt: the products of all weights but embedding and output, and causal attention, shared "
@@ -145,18 +148,23 @@ def predict(system: System, prompt: int) -> dict[str, float]:
     embedding = 0 if config.tie_word_embeddings else bytes_of(model.embed_tokens)
     weights = bytes_of(model) - embedding
 
-    def step(method: str, merge: str, shape: cost.Shape, shards: int) -> float:
+    def reading(shape: cost.Shape, shards: int) -> float:
         stored = 2 * shape.keys * shape.kv_heads * shape.width * shape.bytes // topology.devices
-        read = weights + layers * shards * stored
-        return read / system.bandwidth + layers * cost.latency(method, merge, shape, topology)
+        return (weights + layers * shards * stored) / system.bandwidth
+
+    def step(method: str, merge: str, shape: cost.Shape, shards: int = 1) -> float:
+        return reading(shape, shards) + layers * cost.latency(method, merge, shape, topology)
 
     shape = attention_of(config, prompt, "bfloat16")
     repeated = dataclasses.replace(shape, kv_heads=shape.heads)
     inside = bytes_of(model.layers) // 2
     products = 2 * prompt * inside + 2 * layers * prompt**2 * shape.heads * shape.width
+    scattered = sum(seconds(x, topology) for x in EXCHANGE.transfers(shape.rows, shape, topology))
     return {
         "prompt": products / topology.devices / system.flops,
-        "tree": step("tree", cost.choose_merge(shape, topology), shape, 1),
+        "tree": step("tree", cost.choose_merge(shape, topology), shape),
+        "queries": step("ring", "queries", shape),
+        "scatter": reading(shape, 1) + layers * scattered,
         "ring": step("ring", "keys", shape, topology.devices),
         "repeated": step("ring", "keys", repeated, topology.devices),
     }

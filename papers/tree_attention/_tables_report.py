@@ -34,11 +34,11 @@ def run_table(run: dict[str, Any]) -> str:
 def paper_table(rows: list[dict[str, Any]]) -> str:
     """The paper's times beside the cost model's."""
     lines = [
-        "\nThe paper's tables 1 and 2: seconds for a prompt and ten tokens, ring and tree. Beside "
-        "them, of a step: (ring - tree) / 10 in the paper and by the model, ms; and the least time "
-        "for the prompt, s",
+        "\nThe paper's tables 1 and 2: seconds for a prompt and ten tokens, ring of keys and tree. Beside "
+        "them, of a step: (ring - tree) / 10 in the paper and by the model, ms; the model's tree, ring of "
+        "queries and scatter of states, ms; and the least time for the prompt, s",
         f"{'':12} {'prompt':>6} {'tree':>12} {'ring':>12} {'ratio':>6} | {'paper':>7} {'model':>7} "
-        f"{'repeated':>9} | {'tree a step':>12} {'prompt':>7}",
+        f"{'repeated':>9} | {'tree a step':>12} {'queries':>8} {'scatter':>8} {'prompt':>7}",
     ]
     for row in rows:
         said, paper = row["predicted"], row["paper"]
@@ -47,7 +47,8 @@ def paper_table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"{row['system']:12} {short(row['prompt']):>6} {time(paper['tree'], 2):>12} "
             f"{time(paper['ring'], 2):>12} {ratio:6.1f} | {1e3 * row['step_difference_s']:7.0f} "
-            f"{ring:7.1f} {repeated:9.1f} | {1e3 * said['tree']:12.1f} {said['prompt']:7.2f}"
+            f"{ring:7.1f} {repeated:9.1f} | {1e3 * said['tree']:12.2f} {1e3 * said['queries']:8.2f} "
+            f"{1e3 * said['scatter']:8.2f} {said['prompt']:7.2f}"
         )
     return "\n".join(lines)
 
@@ -116,8 +117,9 @@ def draw(result: dict[str, Any], path: Path) -> str:
         said = [row["predicted"] for row in rows]
         differences = {
             "paper: (ring - tree) / 10": ([row["step_difference_s"] for row in rows], "k", "-"),
-            "model: ring - tree": ([x["ring"] - x["tree"] for x in said], "#c44e52", "--"),
+            "model: ring of keys - tree": ([x["ring"] - x["tree"] for x in said], "#c44e52", "--"),
             "with repeated keys": ([x["repeated"] - x["tree"] for x in said], "#dd8452", ":"),
+            "model: ring of queries": ([x["queries"] for x in said], "#8172b3", "--"),
             "model: tree": ([x["tree"] for x in said], "#4c72b0", "--"),
         }
         for name, (seconds, colour, line) in differences.items():

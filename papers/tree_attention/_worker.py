@@ -36,13 +36,18 @@ class Plan(NamedTuple):
     folder: str  # holds answers.npz, by number of keys; and is given HOST.json
 
 
-def methods(axes: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    """Every method by name, from query, key and value of a device to `out` of the query."""
+def methods(axes: tuple[str, ...], heads: int, devices: int) -> dict[str, Callable[..., Any]]:
+    """Every method by name, from query, key and value of a device to `out` of the query.
+
+    A scatter of states leaves each device its part of the heads, which is all that it needs where the weights
+    are sharded by head over the same devices; it is left out where these do not divide the heads.
+    """
     import jax.numpy as jnp
     from jax import lax
 
     from energy_attn.distributed import ring_attention, tree_attention
-    from energy_attn.kernels import local_attention
+    from energy_attn.distributed.internal import EXCHANGE, SUM, Scatter
+    from energy_attn.kernels import AttentionState, local_attention
 
     def three_reductions(query: Any, key: Any, value: Any) -> Any:
         out, lse = local_attention(query, key, value)
@@ -61,11 +66,25 @@ def methods(axes: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
             ring_attention(*arrays, axis_name=axes, rotate=rotate, queries_sharded=False).out
         )
 
-    merges = ["allreduce", "gather", "butterfly", *["hierarchical"] * (len(axes) > 1), "auto"]
+    def scatter(way: Scatter) -> Callable[..., Any]:
+        def by_device(x: Any) -> Any:
+            parts = x.reshape(*x.shape[:2], devices, heads // devices, *x.shape[3:])
+            return jnp.moveaxis(parts, 2, 0)
+
+        def scattered(query: Any, key: Any, value: Any) -> Any:
+            state = local_attention(query, key, value)
+            return way.fold(AttentionState(*map(by_device, state)), axes).out
+
+        return scattered
+
+    scatters = {"scatter, sums": scatter(SUM), "scatter, exchange": scatter(EXCHANGE)}
+    merges = ["allreduce", "gather", "butterfly", "halving"]
+    merges += [*["hierarchical"] * (len(axes) > 1), "auto"]
     return {
         "no exchange": alone,
         "pmax + psum + psum": three_reductions,
         **{f"tree, {merge}": tree(merge) for merge in merges},
+        **(scatters if heads % devices == 0 else {}),
         "ring, queries": ring("queries"),
         "ring, keys": ring("keys"),
     }
@@ -98,9 +117,14 @@ class Side:
         if emulated:
             self.sent.append((sent_bytes() - before) / steps)
         if self.answer is not None:
-            shards = [shard.data for out in outs for shard in out.addressable_shards]
-            errors = [abs(np.asarray(x, np.float64)[0, 0, 0] - self.answer).max() for x in shards]
-            self.error = max(self.error, *errors)
+            shards = [shard for out in outs for shard in out.addressable_shards]
+            self.error = max(self.error, *(self.off(shard) for shard in shards))
+
+    def off(self, shard: Any) -> float:
+        """How far the answer of a device, of all heads or of its part of them, is from float64."""
+        found = np.asarray(shard.data, np.float64)[0, 0, 0]
+        parts = self.answer.reshape(-1, *found.shape)
+        return float(abs(found - parts[(shard.index[0].start or 0) % len(parts)]).max())
 
 
 def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
@@ -129,7 +153,7 @@ def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
     ]
     answer = np.load(Path(plan.folder, "answers.npz"))[str(keys)]
     sides, sent = {}, {}
-    for name, method in methods(axes).items():
+    for name, method in methods(axes, plan.heads, mesh.size).items():
         # an axis for the devices: each has its own answer, and each is checked
         mapped = jax.shard_map(
             lambda *arrays, method=method: method(*arrays)[None],
@@ -142,16 +166,17 @@ def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
         sides[name] = Side(compiled, arrays, None if name == "no exchange" else answer)
     for side in sides.values():
         side.turn(1, plan.emulated)  # opens connections
-    # A method that takes seconds has fewer turns; all hosts must agree how many.
-    each = [1e-3 * side.milliseconds.pop() * (plan.steps + 1) for side in sides.values()]
-    turns = np.clip(plan.seconds_per_method / np.array(each), min(5, plan.turns), plan.turns)
-    turns = multihost_utils.broadcast_one_to_all(turns.astype(np.int32))
+    # A method that takes seconds has fewer turns, of one step; all hosts must agree how many.
+    each, few = np.array([1e-3 * x.milliseconds.pop() for x in sides.values()]), min(5, plan.turns)
+    steps = np.where(each * (plan.steps + 1) * few > plan.seconds_per_method, 1, plan.steps)
+    turns = np.clip(plan.seconds_per_method / (each * (steps + 1)), few, plan.turns)
+    agreed = multihost_utils.broadcast_one_to_all(np.stack([turns, steps]).astype(np.int32))
     for side in sides.values():
         side.sent.clear()
     for turn in range(plan.turns):
-        for side, limit in zip(sides.values(), turns, strict=True):
+        for side, limit, count in zip(sides.values(), *agreed.tolist(), strict=True):
             if turn < limit:
-                side.turn(plan.steps, plan.emulated)
+                side.turn(count, plan.emulated)
     return {
         name: {
             "collectives": sent[name],

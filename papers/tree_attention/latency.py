@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from _network import Loopback, Network
+from _predicted import predict
 from _problem import Problem
 from _report import draw, rows, table
 from _worker import Plan
@@ -42,15 +43,6 @@ def main() -> int:
     if missing:
         print(f"loopback, no emulated network: {missing}", flush=True)
     runs: list[dict[str, Any]] = []
-    for hosts in args.hosts:
-        network = (
-            Loopback(hosts)
-            if missing
-            else Network(hosts, mbit=args.mbit, latency_ms=args.latency_ms)
-        )
-        for run in measure(network, hosts, args):
-            runs.append(run)
-            print(table(run), flush=True)
     result = {
         "machine": machine(),
         "heads": args.heads,
@@ -59,6 +51,16 @@ def main() -> int:
         "steps_per_turn": args.steps,
         "runs": runs,
     }
+    for hosts in args.hosts:
+        network = (
+            Loopback(hosts)
+            if missing
+            else Network(hosts, mbit=args.mbit, latency_ms=args.latency_ms)
+        )
+        for run in measure(network, hosts, args):
+            runs.append(run)
+            predict(result)
+            print(table(run), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -137,52 +139,28 @@ def measure(
     runs = []
     for i, (problem, (_, size)) in enumerate(zip(problems, answers, strict=True)):
         tolerance = ROUNDINGS * float(np.finfo(np.float32).eps) * size
-        model = predict(problem, hosts, args, network)
         runs.append(
             {
                 "network": about,
                 "hosts": hosts,
                 "devices": args.devices,
                 "keys": problem.keys,
-                "auto": model.pop("auto"),
+                "auto": automatic(problem, hosts, args.devices),
                 "tolerance": tolerance,
-                "rows": rows([host[i] for host in found], model),
+                "rows": rows([host[i] for host in found]),
             }
         )
     return runs
 
 
-def predict(
-    problem: Problem, hosts: int, args: argparse.Namespace, network: Network | Loopback
-) -> dict[str, Any]:
-    """The predictions of the cost model for each method, and the strategy of `merge="auto"`."""
+def automatic(problem: Problem, hosts: int, devices: int) -> str:
+    """The strategy of `merge="auto"`, by the network that a process of JAX stands for."""
     from energy_attn.distributed import cost
 
-    shape = cost.Shape(
-        1, 1, problem.keys, problem.heads, problem.heads, problem.width, dtype="float32"
-    )
-    sizes = (hosts, args.devices)[: 1 + (args.devices > 1)]
-    # what JAX's distributed runtime over CPUs stands for, if nobody says more
-    usual = cost.topology_of(("node", "device")[: len(sizes)], sizes, "cpu", hosts)
-    here = usual
-    if isinstance(network, Network):
-        here = cost.ethernet(
-            hosts, args.devices, bandwidth=network.mbit * 1e6 / 8, latency=network.latency_ms * 1e-3
-        )
-    choices = [("tree", merge) for merge in ("allreduce", "gather", "butterfly", "hierarchical")]
-    choices += [("ring", rotate) for rotate in ("queries", "keys")]
-    said: dict[str, Any] = {"auto": cost.choose_merge(shape, usual)}
-    for method, merge in choices:
-        if merge == "hierarchical" and len(sizes) == 1:
-            continue
-        sent = cost.transfers(method, merge, shape, here)
-        said[f"{method}, {merge}"] = {
-            "bytes": sum(x.bytes * x.count for x in sent),
-            "rounds": sum(x.count for x in sent),
-            "ms": round(1e3 * cost.latency(method, merge, shape, here), 3),
-        }
-    said["tree, auto"] = said[f"tree, {said['auto']}"]
-    return said
+    heads, sizes = problem.heads, (hosts, devices)[: 1 + (devices > 1)]
+    shape = cost.Shape(1, 1, problem.keys, heads, heads, problem.width, dtype="float32")
+    axes = ("node", "device")[: len(sizes)]
+    return cost.choose_merge(shape, cost.topology_of(axes, sizes, "cpu", hosts))
 
 
 def together(

@@ -27,13 +27,20 @@ def toolkit() -> Path:
 
 
 @functools.cache
-def nodes(number: int, devices: int) -> Mesh:
-    """A mesh of nodes and GPUs, with the axes "node" and "device"."""
+def nodes(number: int, devices: int, capability: tuple[int, int] = (9, 0)) -> Mesh:
+    """A mesh of nodes and GPUs, with the axes "node" and "device".
+
+    GPUs of another compute capability differ from an H200 in nothing else: programs for them are lowered, not compiled.
+    """
     toolkit()
+    text = Path(__file__).with_name("h200.txtpb").read_text()
+    major, minor = capability
+    said = f"cuda_compute_capability {{ major: {major} minor: {minor} }}"
+    text = text.replace("cuda_compute_capability { major: 9 }", said)
     described = topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
         topology=f"{number}x1x{devices}",
-        target_config=Path(__file__).with_name("h200.txtpb").read_text(),
+        target_config=text,
     )
     return Mesh(np.array(described.devices).reshape(number, devices), ("node", "device"))

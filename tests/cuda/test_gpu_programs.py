@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, cost, ring_attention, tree_attention
 
+from ..distributed.schedule import trained, waits
 from .target import nodes
 
 HEADS, WIDTH = 16, 128
@@ -103,3 +104,22 @@ def test_ring():
     """A ring that makes a hop too many, or sends positions that are not compared."""
     program = compiled(ring_attention, KEYS[0], rotate="keys", queries_sharded=False)
     assert payload(program) == predicted("ring", "keys", KEYS[0])
+
+
+def test_a_ring_sends_while_it_computes():
+    """A transfer beside which no attention is computed; keys and values, or their gradients, sent one by one."""
+    program = trained(nodes(1, 8))
+    assert not waits(program.as_text())
+    around = [c for c in collectives(program) if c.count > 1]
+    assert [len(c.shapes) for c in around] == [2, 4]
+
+
+def test_a_gather_sends_while_it_computes():
+    """A piece of keys, or of gradients on their way home, that is waited for before the products beside it.
+
+    Nothing is beside the first piece and the last gradients; in the backward's loop the gather waits, not the scatter.
+    """
+    text = trained(nodes(1, 8), "gather").as_text()
+    assert text.count(" all-gather-start(") == text.count(" reduce-scatter-start(") == 3
+    assert len(waits(text, "all-gather")) <= 2
+    assert len(waits(text, "reduce-scatter")) <= 1

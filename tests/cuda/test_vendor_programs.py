@@ -1,7 +1,7 @@
 """Vendors' attention in programs for an H200, compiled ahead of time, without GPU or driver.
 
 Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`); what is asked of FlashAttention, flash-attn-jax
-and so an older JAX (`make test-flash`). Programs are read, never run.
+and so an older JAX (`make test-flash`), or fa4-jax and so Python 3.12 (`make test-fa4`). Programs are read, never run.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.vendor import _cudnn, _flash_attn
+from energy_attn.kernels.vendor import _cudnn, _fa4, _flash_attn
 
 from .target import nodes
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("user_settings")
 
 @pytest.fixture(autouse=True)
 def vendors(monkeypatch):
-    kernels = (_cudnn.CuDNN(), _flash_attn.FlashAttn())
+    kernels = (_cudnn.CuDNN(), _flash_attn.FlashAttn(), _fa4.FA4())
     monkeypatch.setattr(_registry, "_REGISTRY", {kernel.name: kernel for kernel in kernels})
 
 
@@ -141,6 +141,36 @@ def test_cudnn_in_shard_map():
     assert "CustomSPMDPartitioning" not in text
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("capability", "width", "wanted"),
+    [
+        ((9, 0), 256, {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}),
+        ((10, 0), 128, {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}),
+        ((10, 0), 256, {"__gpu$xla.gpu.triton"}),
+        ((8, 9), 192, {"__gpu$xla.gpu.triton"}),
+        ((7, 5), 64, set()),  # a T4: neither cuDNN nor Triton knows it
+    ],
+)
+def test_by_capability(capability, width, wanted, monkeypatch):
+    """A kernel by the shapes alone, which XLA then fails to compile for this GPU; or by the GPU of the process."""
+    monkeypatch.undo()  # all implementations
+    sharding = SingleDeviceSharding(nodes(1, 1, capability).devices.item())
+    x = jax.ShapeDtypeStruct((2, 256, 2, width), jnp.bfloat16, sharding=sharding)
+    run = functools.partial(with_gradients, lse=False, implementation=None)
+    text = jax.jit(run).lower(x, x, x).as_text()
+    assert set(re.findall(r"custom_call @([\w$.]+)", text)) == wanted
+
+
+@pytest.mark.cuda
+def test_named_for_another_gpu():
+    """cuDNN that is asked for by name, and fails inside XLA on a GPU that it does not know."""
+    sharding = SingleDeviceSharding(nodes(1, 1, (7, 5)).devices.item())
+    x = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16, sharding=sharding)
+    with pytest.raises(NotImplementedError, match="cudnn: .* from 8.0 on, got 7.5"):
+        jax.jit(functools.partial(attend, implementation="cudnn")).lower(x, x, x)
+
+
 @pytest.mark.flash
 @heads
 @pytest.mark.parametrize("lse", [False, True])
@@ -168,3 +198,36 @@ def test_flash_in_shard_map(multiprocessors):
         arrays = operands((16, 16), NamedSharding(mesh, spec), batch=16)
         text = jax.jit(run).lower(*arrays).as_text()
     assert calls(text, "flash_mha_") == ["fwd", "bwd", "bwd"]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """fa4-jax on an H100, whose capability it asks JAX for."""
+    module = importlib.import_module("fa4_jax.kernels")
+    monkeypatch.setattr(module, "_device_arch", lambda: 90)
+
+
+# Causal and plain attention; a window; the widest.
+FA4 = [((16, 16), 128, {"is_causal": True}), ((32, 8), 128, {}), ((8, 8), 256, {"is_causal": True})]
+FA4 += [((8, 2), 64, {"is_causal": True, "local_window_size": (100, 0)})]
+
+
+@pytest.mark.fa4
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside CuTe and its users
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize(("heads", "width", "options"), FA4, ids=str)
+def test_fa4(heads, width, options, lse, hopper):
+    """A function of the package that now has other arguments, or a kernel that CuTe does not compile."""
+
+    def loss(*arrays):
+        state = local_attention(*arrays, implementation="fa4", **options)
+        return state.out.astype(jnp.float32).sum() + (state.lse.sum() if lse else 0)
+
+    query, key = (jax.ShapeDtypeStruct((2, 512, n, width), jnp.bfloat16) for n in heads)
+    run = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    lowered = run.trace(query, key, key).lower(lowering_platforms=("cuda",))
+    found = re.findall(r"custom_call @cutejax\.(\w+)\.", lowered.as_text())
+    assert found[0] == "fa4_fwd_lse"
+    names = {"fa4_bwd_pre", "fa4_bwd_post", "fa4_bwd" if heads[0] == heads[1] else "fa4_bwd_gqa"}
+    assert names <= set(found)
+    assert found.count("fa4_bwd_pre") == 1 + lse

@@ -8,6 +8,8 @@ from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.distributed.merge._strategies import STRATEGIES
+from energy_attn.kernels.dispatch import _onto
+from energy_attn.kernels.xla import _by_head
 
 from ..problems import Problem, cotangents
 from ..reference import dense, dense_vjp
@@ -23,6 +25,13 @@ def mesh_of(kind: str) -> Mesh:
     """`"8"`, `"2x4"`, and the same with ` explicit` behind."""
     shape, names = SHAPES[kind.split()[0]]
     return make_mesh(shape, names, explicit=kind.endswith("explicit"))
+
+
+def in_parts(monkeypatch) -> None:
+    """Makes rings compute a query at a time, and gradients of a head at a time, as they do where these are large."""
+    monkeypatch.setattr(_onto, "PART", 1)
+    monkeypatch.setattr(_onto, "LEAST_PART", 1)
+    monkeypatch.setattr(_by_head, "LEAST", 0)
 
 
 def parallel_of(kind: str) -> SequenceParallel:

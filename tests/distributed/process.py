@@ -115,6 +115,31 @@ def prefill() -> dict:
     return {"errors": dict(zip(names, map(worst, found, exact), strict=True))}
 
 
+def sequence(method: str) -> dict:
+    """Causal attention of a sequence that no process has whole, and its gradients, by one method."""
+    problem = Problem("sequence", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value, is_causal=True)
+    sharded = {name: place(mine(x), KEYS) for name, x in problem.arrays.items()}
+    rng = problem.rng("cotangents")
+    given = [rng.standard_normal(x.shape) for x in dense(problem)]
+    weights = place(tuple(map(mine, given)), KEYS)
+
+    @jax.jit
+    def step(sharded, weights):
+        def loss(sharded):
+            parallel = SequenceParallel(method=method)
+            state = ea.attention(**sharded, is_causal=True, parallel=parallel, return_energy=True)
+            return sum((x * w).sum() for x, w in zip(state, weights, strict=True)), state
+
+        return jax.grad(loss, has_aux=True)(sharded)
+
+    gradients, (out, energy) = step(sharded, weights)
+    exact = dense_vjp(problem, *given)
+    errors = {name: worst(gradients[name], exact[name]) for name in sharded}
+    for name, x, y in zip(("out", "energy"), (out, energy), dense(problem), strict=True):
+        errors[name] = worst(x, y)
+    return {"errors": errors}
+
+
 def train() -> dict:
     """A step of gradient descent on a layer whose weights every process has, over a sequence that none has whole."""
     problem = Problem("train", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value)
@@ -229,6 +254,7 @@ SCENARIOS = {
     **{f"decode {merge}": functools.partial(decode, merge) for merge in MERGES},
     "padded": padded,
     "prefill": prefill,
+    **{method: functools.partial(sequence, method) for method in ("hybrid", "gather")},
     "train": train,
     "cache": cache,
     "checkpoint": checkpoint,

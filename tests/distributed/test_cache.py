@@ -76,6 +76,39 @@ def test_every_step(kind):
     assert step._cache_size() == 1
 
 
+@pytest.mark.parametrize("explicit", few([False, True], False))
+def test_rows_on_another_axis(explicit, tmp_path):
+    """Rows that are gathered or appended to by other devices than theirs: a decode step is one all-gather.
+
+    On automatic axes nothing but `batch=` says that rows are sharded: XLA gathered eight arrays a step.
+    """
+    mesh = make_mesh((2, 4), ("data", "device"), explicit=explicit)
+    parallel = SequenceParallel("device", merge="gather", batch="data")
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((4, 7, *shape)) for shape in ((4, 6), (2, 6), (2, 3)))
+
+    def step(cache, query, key, value):
+        cache = cache.append(key, value)
+        return cache, cache.attend(query).out
+
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, P("data"))
+        cache = KVCache.empty(4, 16, 2, 6, 3, dtype=jnp.float64, parallel=parallel, block_size=2)
+        assert cache.key.addressable_shards[0].data.shape == (2, 4, 2, 6)
+        cache = cache.append(*jax.device_put((key[:, :6], value[:, :6]), rows))
+        new = jax.device_put([x[:, 6:] for x in (query, key, value)], rows)
+        compiled = jax.jit(step).lower(cache, *new).compile()
+        assert [(c.kind, c.group_size) for c in collectives(compiled)] == [("all-gather", 4)]
+        cache, out = compiled(cache, *new)
+        cache.save(tmp_path)
+        again = KVCache.load(tmp_path, parallel=parallel, block_size=1)
+        assert again.key.addressable_shards[0].data.shape == (2, 4, 2, 6)
+        other = again.attend(new[0]).out
+    exact, _ = dense(Problem("rows", query[:, 6:], key, value))
+    close(out, exact)
+    close(other, exact)
+
+
 @pytest.mark.parametrize("name", few(list(RULES), "prefix_rows", "documents_function"))
 def test_rules(name):
     """A rule that compares slots instead of tokens; causality by default beside a rule that shows later tokens."""

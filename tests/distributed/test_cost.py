@@ -16,9 +16,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from energy_attn import attention as attend
 from energy_attn.distributed import (
+    SequenceParallel,
     collectives,
     cost,
+    gather_attention,
+    hybrid_attention,
     logsumexp_across,
     make_mesh,
     ring_attention,
@@ -34,7 +38,13 @@ NAMES = ("slice", "node", "device")
 ROWS = [(p,) for p in range(2, 9)]
 GRIDS = [(2, 3), (2, 4), (2, 2, 2)]
 DECODE = cost.Shape(2, 1, 1680, 4, 2, 6, 10, dtype="float32")
-METHODS = {"tree": tree_attention, "ring": ring_attention, "ulysses": ulysses_attention}
+METHODS = {
+    "tree": tree_attention,
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+    "hybrid": hybrid_attention,
+    "gather": gather_attention,
+}
 # as little work for the compiler as possible: what is sent is decided all the same
 
 
@@ -45,8 +55,8 @@ def topology(sizes):
 
 def attention(method, merge, shape, implementation="reference", **options):
     """An attention of a `cost.Shape`, and its arguments: dtypes, shapes and the sharding of each."""
-    if method == "ulysses":
-        assert merge is None and shape.queries_sharded
+    if merge is None:  # each device has its own queries
+        assert shape.queries_sharded
     else:
         options["merge" if method == "tree" else "rotate"] = merge
         options["queries_sharded"] = shape.queries_sharded
@@ -130,13 +140,57 @@ def test_prefill_sends_what_is_predicted(sizes):
         hold("ring", rotate, shape, sizes)
         hold("ring", rotate, DECODE, sizes)
     hold("ulysses", None, shape, sizes)
+    hold("gather", None, shape, sizes)
+    if len(sizes) > 1:
+        hold("hybrid", None, shape, sizes)
+
+
+@pytest.mark.parametrize("sizes", few([(2, 4), (3, 2), (2, 2, 2)], (2, 4)), ids=str)
+def test_fewer_heads_than_devices(sizes):
+    """Copies of keys that the model does not count: one head of keys for all devices. Positions, too."""
+    p = math.prod(sizes)
+    shape = cost.Shape(1, 2 * p, 3 * p, 2 * p, 1, 2, 3, "float32", True, queries_sharded=True)
+    hold("ulysses", None, shape, sizes)
+    hold("hybrid", None, shape, sizes)
+
+
+def test_pieces():
+    """Keys gathered in more pieces than there are, or in other pieces than the model's."""
+    for keys, count in {1: 1, 7: 7, 9: 3, 32: 8}.items():
+        shape = cost.Shape(1, 4, 4 * keys, 2, 1, 2, dtype="float32", queries_sharded=True)
+        hold("gather", None, shape, (4,))
+        found = cost.transfers("gather", None, shape, topology((4,)))
+        assert [t.count for t in found] == [count] * 2
 
 
 def test_positions_are_counted():
-    """A ring that compares positions and sends them for nothing in the model."""
+    """A ring that compares positions and sends them for nothing in the model, or in every step."""
     shape = cost.Shape(2, 8, 12, 2, 1, 2, dtype="float32", causal=True, queries_sharded=True)
     for rotate in cost.ROTATED:
         hold("ring", rotate, shape, (4,))
+    hold("gather", None, shape, (4,))
+
+
+@pytest.mark.parametrize("layout", few(["contiguous", "striped", "zigzag"], "zigzag"))
+def test_nothing_but_keys_goes_around(layout):
+    """Positions or segments that travel with their keys, where every device could have known them."""
+    parallel = SequenceParallel("device", method="ring", layout=layout)
+    shapes = [(1, 8, heads, 2) for heads in (2, 1, 1)]
+    arrays = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
+    segments = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+
+    def both(query, key, value, segments):
+        def out(*arrays):
+            ids = {"query_segment_ids": segments, "key_segment_ids": segments}
+            return attend(*arrays, is_causal=True, parallel=parallel, **ids)
+
+        return jax.vjp(out, query, key, value)[1](query)
+
+    with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
+        program = jax.jit(both).lower(*arrays, segments).compile()
+    around = [c for c in collectives(program) if c.kind == "collective-permute"]
+    assert {dtype for c in around for dtype in c.dtypes} == {"f32"}
+    assert {shape for c in around for shape in c.shapes} == {(1, 2, 1, 2)}
 
 
 def hold_tangent(method, merge, shape, sizes, kept=None):
@@ -167,14 +221,41 @@ def test_a_tangent_is_one_reduction():
 @pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "float32"))
 def test_tangents_send_what_is_predicted(dtype):
     """Directions of keys that go around twice, or with the first round; tangents that the model leaves out."""
-    shape = cost.Shape(1, 8, 12, 8, 4, 2, 3, dtype=dtype, causal=True, queries_sharded=True)
+    shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=True, queries_sharded=True)
     ways = [("tree", "allreduce"), ("tree", "gather"), ("ring", "keys"), ("ring", "queries")]
-    for method, merge in [*ways, ("ulysses", None)]:
-        plain = dataclasses.replace(shape, causal=method == "ring")
-        found, wanted = hold_tangent(method, merge, plain, (4,))
+    for method, merge in [*ways, ("ulysses", None), ("hybrid", None), ("gather", None)]:
+        plain = dataclasses.replace(shape, causal=method != "tree")
+        found, wanted = hold_tangent(method, merge, plain, (2, 2) if method == "hybrid" else (4,))
         assert found == wanted, (method, merge)
     found, wanted = hold_tangent("ring", "queries", DECODE, (4,))
     assert found == wanted
+
+
+def hold_gradient(method, merge, shape, sizes, **options):
+    f, arrays, specs = attention(method, merge, shape, implementation="blockwise", **options)
+
+    def both(*given, axis_name):
+        def state(*some):
+            return f(*some, *given[3:], axis_name=axis_name)
+
+        found, back = jax.vjp(state, *given[:3])
+        return found, back(found)
+
+    found = sent(compiled(both, arrays, specs, sizes))
+    assert found == predicted(method, merge, shape, sizes, gradient=True, **options), method
+
+
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "bfloat16"))
+def test_gradients_send_what_is_predicted(dtype):
+    """Gradients of keys that go around in other numbers than asked for, a hop too far, or home in wide ones."""
+    shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=True, queries_sharded=True)
+    for narrow in (False, True):
+        hold_gradient("ring", "keys", shape, (4,), narrow_gradients=narrow)
+    plain = dataclasses.replace(shape, causal=False)
+    hold_gradient("ring", "keys", plain, (2,))
+    hold_gradient("ulysses", None, plain, (4,))
+    for narrow in (False, True):
+        hold_gradient("hybrid", None, plain, (2, 2), narrow_gradients=narrow)
 
 
 def test_a_query_that_moves_alone():
@@ -194,7 +275,9 @@ def test_decode_does_not_depend_on_keys(merge):
         for keys in (2**13, 2**19)
     ]
     assert found[0] == found[1]
-    assert sum(found[0].values()) <= {"gather": 1, "allreduce": 2, "ring": 7}.get(merge, 4)
+    assert sum(found[0].values()) <= {"gather": 1, "allreduce": 2, "ring": 7, "halving": 7}.get(
+        merge, 4
+    )
 
 
 @pytest.mark.parametrize("sizes", [(6,), (2, 4)], ids=str)
@@ -225,8 +308,23 @@ def test_one_list_of_merges():
     table = table.split("\n\n")[0]
     for merge in cost.MERGES:
         assert f'\n| `"{merge}"`' in table, merge
-    assert automatic_merges(1) == ("allreduce", "gather", "butterfly")
-    assert automatic_merges(2) == (*automatic_merges(1), "hierarchical")
+    assert automatic_merges(1) == ("allreduce", "gather", "butterfly", "halving")
+    assert {*automatic_merges(2)} == {*automatic_merges(1), "hierarchical"}
+
+
+def test_a_table_of_methods():
+    """The page's hops, bytes and memory on eight nodes of eight devices, which are the model's."""
+    shape = cost.Shape(1, 2**18, 2**18, 32, 8, 128, queries_sharded=True)
+    page = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
+    table = page.read_text(encoding="utf-8").split("| MB that a device holds |")[1]
+    rows = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].split("\n")[2:]]
+    assert [row[0] for row in rows] == ['`"ring"`', '`"hybrid"`', '`"gather"`']
+    for name, *figures in rows:
+        method = name.strip('`"')
+        way = method, "keys" if method == "ring" else None, shape, cost.dgx_h100(8)
+        permutes = [t.count for t in cost.transfers(*way) if t.kind == "collective-permute"]
+        found = max(permutes, default=0), cost.volume(*way) / 1e6, cost.memory(*way) / 1e6
+        assert [int(x) for x in figures] == [round(x) for x in found], method
 
 
 def test_equations():
@@ -306,7 +404,7 @@ def test_two_levels():
     assert cost.choose_merge(shape, network) in ("butterfly", "hierarchical")
     # with many rows it is bytes that count, and a host's devices share its card
     large = dataclasses.replace(shape, batch=256)
-    assert cost.choose_merge(large, network) == "hierarchical"
+    assert cost.choose_merge(large, network) in ("hierarchical", "halving")
 
 
 def test_two_trees_are_quick_to_sum():
@@ -335,7 +433,16 @@ def test_methods():
     prefill = dataclasses.replace(decode, queries=32_768, keys=32_768, queries_sharded=True)
     assert cost.choose_method(decode, mesh) == "tree"
     assert cost.choose_method(prefill, mesh) == "ulysses"
-    assert cost.choose_method(prefill, cost.ethernet(16)) == "ring"
+    # heads that 12 hosts, or 64, cannot share; eight of one host can
+    assert cost.choose_method(prefill, cost.ethernet(12)) == "ring"
+    pods = cost.dgx_h100(8)
+    assert cost.choose_method(prefill, pods) == "hybrid"
+    hybrid = cost.transfers("hybrid", None, prefill, pods)
+    ring = cost.transfers("ring", "keys", prefill, pods)
+    assert [max(t.count for t in found) for found in (hybrid, ring)] == [7, 63]
+    # and twelve that eight cannot share, either: few bytes of keys, in fewer messages than a ring's
+    twelve = dataclasses.replace(prefill, heads=12, kv_heads=1)
+    assert cost.choose_method(twelve, cost.tpu("v5p", (8, 8))) == "gather"
     # one head of keys for each of queries: a tree sends as little in fewer steps, but holds p times the states
     long = dataclasses.replace(prefill, queries=2**20, keys=2**20, kv_heads=32)
     slow = cost.ethernet(64, latency=1.0)
@@ -363,6 +470,26 @@ def test_usual_topologies(sizes, platform, processes, names):
     assert found.platform == platform
 
 
+def test_many_rows_over_many_hosts():
+    """Halving chosen where its rounds do not pay, or an all-reduce where they do."""
+    chosen = {}
+    for rows in (16, 1024, 65_536):
+        shape = cost.Shape(1, 1, 0, rows, rows, 128)
+        for network in (cost.ethernet(4), cost.ethernet(32), cost.dgx_h100(16)):
+            chosen[network.devices, rows] = cost.choose_merge(shape, network)
+    assert [chosen[32, rows] for rows in (16, 1024, 65_536)] == [
+        "butterfly",
+        "halving",
+        "allreduce",
+    ]
+    assert not {chosen[128, rows] for rows in (16, 1024, 65_536)} & {"halving"}
+    for devices in (5, 6, 8):  # what a ring all-reduce sends, and a share, on any number of devices
+        network = topology((devices,))
+        shape = cost.Shape(1, 1, 0, 120, 120, 3, dtype="float32")
+        sent = (2 * devices - 1) / devices * shape.rows * shape.state
+        assert cost.volume("tree", "halving", shape, network) == pytest.approx(sent)
+
+
 WRONG = {
     "no devices": (lambda: cost.Link(0, 0, 1), ValueError, "devices: .*at least 1, got 0"),
     "latency": (lambda: cost.Link(2, -1.0, 1), ValueError, "latency: .*0 or more, got -1.0"),
@@ -386,7 +513,7 @@ WRONG = {
     "method": (
         lambda: cost.volume("star", None, DECODE, topology((2,))),
         ValueError,
-        "method: wanted one of 'tree', 'ring', 'ulysses', got str 'star'",
+        "method: wanted one of 'tree', 'ring', 'ulysses', 'hybrid', 'gather', got str 'star'",
     ),
     "merge": (
         lambda: cost.volume("tree", "keys", DECODE, topology((2,))),
@@ -413,6 +540,21 @@ WRONG = {
         TypeError,
         "tangent: wanted",
     ),
+    "gradient": (
+        lambda: cost.latency("tree", "gather", DECODE, topology((2,)), gradient=True),
+        ValueError,
+        "gradient: wanted False for 'tree' with merge='gather', got True",
+    ),
+    "both modes": (
+        lambda: cost.volume("ring", "keys", DECODE, topology((2,)), gradient=True, tangent=True),
+        ValueError,
+        "gradient: wanted False beside tangent=True",
+    ),
+    "narrow": (
+        lambda: cost.transfers("ring", "keys", DECODE, topology((2,)), narrow_gradients=1),
+        TypeError,
+        "narrow_gradients: wanted",
+    ),
     "no shape": (
         lambda: cost.choose_method(3, topology((2,))),
         TypeError,
@@ -431,12 +573,22 @@ WRONG = {
             topology((3,)),
         ),
         ValueError,
-        "method: .*divides the 2 heads of keys for 'ulysses', got 3",
+        "method: .*share 4 heads of queries and 2 of keys for 'ulysses', got 3",
+    ),
+    "hybrid of one axis": (
+        lambda: cost.volume("hybrid", None, DECODE, topology((2,))),
+        ValueError,
+        "method: wanted two or more mesh axes for 'hybrid', slow ones first, got one",
+    ),
+    "gather decodes": (
+        lambda: cost.volume("gather", None, DECODE, topology((2,))),
+        ValueError,
+        "method: wanted sharded queries for 'gather'",
     ),
     "chip": (
         lambda: cost.tpu("v1", (2,)),
         ValueError,
-        "chip: wanted one of 'v5p', .*got str 'v1'",
+        "chip: wanted one of 'v4', .*got str 'v1'",
     ),
     "torus": (lambda: cost.tpu("v5p", ()), ValueError, "axes: .*one or more axes"),
     "nodes": (lambda: cost.dgx_h100(0), ValueError, "nodes: .*at least 1, got 0"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, logsumexp_across, merge_across
@@ -161,6 +161,27 @@ def test_any_number_of_devices(sizes):
             assert [c.kind for c in found] == ["all-gather"]
 
 
+def test_a_ring_of_any_length_is_one_loop():
+    """A permute of its own for each step: at 256 devices two megabytes of text for one fold."""
+
+    def text(devices):
+        mesh = AbstractMesh((devices,), ("device",))
+        rows = NamedSharding(mesh, P("device"))
+        given = [
+            jax.ShapeDtypeStruct((devices, *shape), jnp.float32, sharding=rows)
+            for shape in ((*ROWS, WIDTH), ROWS)
+        ]
+
+        def fold(out, lse):
+            return merge_across(AttentionState(out[0], lse[0]), "device", "ring")
+
+        spread = jax.shard_map(fold, mesh=mesh, in_specs=P("device"), out_specs=P())
+        return jax.jit(spread).trace(*given).lower(lowering_platforms=("cpu",)).as_text()
+
+    # a list of all devices is on one line
+    assert text(64).count("\n") == text(32).count("\n")
+
+
 def test_forward_mode():
     """A derivative of a fold that is another in forward mode: the rule is written for it and transposed by JAX."""
     given = parts("empty shards")
@@ -180,6 +201,22 @@ def test_forward_mode():
                 given, change
             )
             jax.tree.map(close, AttentionState(*found), exact)
+
+
+def test_halving_is_equal_on_all_devices():
+    """A share that a device keeps, rounded in another way than the one that it sends: by one bit, on some devices."""
+    rng = np.random.default_rng(0)
+    out, lse = rng.standard_normal((8, 24, 7)), 3 * rng.standard_normal((8, 24))
+    with jax.set_mesh(mesh_of("2x4")):
+        axes = parallel_of("2x4").axes
+
+        def fold(*parts):
+            state = AttentionState(*(x[0] for x in parts))
+            return [x[None] for x in merge_across(state, axes, "halving")]
+
+        run = jax.shard_map(fold, in_specs=P(axes), out_specs=P(axes), check_vma=False)
+        found = [np.asarray(x) for x in jax.jit(run)(out, lse)]
+    assert all((x == x[0]).all() for x in found)
 
 
 def test_axes_one_by_one():

@@ -1,4 +1,4 @@
-"""Tree, ring and Ulysses with queries sharded as keys are, in every layout: one attention, whatever moves.
+"""Every method with queries sharded as keys are, in every layout: one attention, whatever moves.
 
 By `parallel=` (and so through the energy and its custom rule) and inside the user's own `jax.shard_map`.
 """
@@ -18,6 +18,8 @@ from energy_attn.distributed import (
     SequenceParallel,
     collectives,
     cost,
+    gather_attention,
+    hybrid_attention,
     ring_attention,
     shard_sequence,
     tree_attention,
@@ -35,10 +37,10 @@ from ..problems import Problem, _make, cast, cotangents, everything
 from ..reference import dense
 from ..rules import RULES
 from ..selection import few, few_rows
-from .meshes import check, close, mesh_of
+from .meshes import check, close, in_parts, mesh_of
 
 AXES = ("node", "device")
-METHODS = ("tree", "ring", "ulysses")
+METHODS = ("tree", "ring", "ulysses", "hybrid", "gather")
 ROWS = ("query", "source", "query_positions", "query_segment_ids")
 COLUMNS = ("key", "value", "key_positions", "key_segment_ids")
 
@@ -149,11 +151,18 @@ PAIRS = [
 
 
 # First each method, with a problem each.
-FIRST = [("tree", SELF), ("ring", ODD), ("ulysses", FEW), ("tree", NO_KEYS)]
+FIRST = [
+    ("tree", SELF),
+    ("ring", ODD),
+    ("ulysses", FEW),
+    ("tree", NO_KEYS),
+    ("hybrid", GROUPED),
+    ("gather", ODD),
+]
 OTHERS = [pair for pair in PAIRS if all(str(pair) != str(x) for x in FIRST)]
 
 
-@pytest.mark.parametrize(("method", "problem"), few_rows([*FIRST, *OTHERS], 4), ids=str)
+@pytest.mark.parametrize(("method", "problem"), few_rows([*FIRST, *OTHERS], len(FIRST)), ids=str)
 def test_methods(method, problem):
     """A hop too few, a shard seen twice, gradients that do not come home, padding that is seen.
 
@@ -168,9 +177,15 @@ def test_methods(method, problem):
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "method"), [(1, 8, "tree"), (4096, 8, "ulysses"), (4096, 2, "ring")]
+    ("rows", "heads", "method"),
+    [
+        (1, (8, 8), "tree"),
+        (4096, (8, 8), "ulysses"),
+        (4096, (4, 4), "hybrid"),
+        (4096, (6, 2), "ring"),
+    ],
 )
-def test_auto_chooses(rows, kv_heads, method):
+def test_auto_chooses(rows, heads, method):
     """`method="auto"` that means the tree whatever is asked: right, and slow, and nothing else would show it."""
     chosen = []
 
@@ -179,7 +194,8 @@ def test_auto_chooses(rows, kv_heads, method):
         chosen.append(sharding_plan(parallel, query, key, key).method)
 
     query, key = (
-        jax.ShapeDtypeStruct((1, *size, 64), jnp.bfloat16) for size in ((rows, 8), (4096, kv_heads))
+        jax.ShapeDtypeStruct((1, length, number, 64), jnp.bfloat16)
+        for length, number in zip((rows, 4096), heads, strict=True)
     )
     with jax.set_mesh(mesh_of("2x4")):
         jax.eval_shape(place, query, key)
@@ -221,15 +237,25 @@ def test_merges(merge):
 @pytest.mark.parametrize(
     ("method", "layout"),
     few_rows(
-        [("ring", "zigzag"), ("ulysses", "striped"), ("ring", "striped"), ("tree", "zigzag")], 2
+        [
+            ("hybrid", "zigzag"),
+            ("gather", "striped"),
+            ("ring", "zigzag"),
+            ("ulysses", "striped"),
+            ("ring", "striped"),
+            ("tree", "zigzag"),
+            ("hybrid", "striped"),
+            ("gather", "zigzag"),
+        ],
+        4,
     ),
 )
 def test_layouts(method, layout):
     """Positions, lengths or windows that count places instead of tokens; a permutation not undone."""
-    parallel = SequenceParallel("device", method, layout=layout)
+    parallel = SequenceParallel(AXES, method, layout=layout)
     arrays, _ = cast(SELF, jnp.float64)
     run = jax.jit(state_and_gradients(SELF, parallel))
-    with jax.set_mesh(mesh_of("8")):
+    with jax.set_mesh(mesh_of("2x4")):
         check(run(arrays, cotangents(SELF, jnp.float64)), SELF)
 
 
@@ -240,10 +266,10 @@ def test_layouts(method, layout):
 def test_rules(rule, method, layout):
     """A rule that compares places instead of positions, or that sees the arrays of another batch entry."""
     problem = replace(_make("rule", B=2, T=16, S=16, N=8, V=3, source=True), rule=rule)
-    parallel = SequenceParallel("device", method, layout=layout)
+    parallel = SequenceParallel(AXES, method, layout=layout)
     arrays, _ = cast(problem, jnp.float64)
     run = jax.jit(state_and_gradients(problem, parallel))
-    with jax.set_mesh(mesh_of("8")):
+    with jax.set_mesh(mesh_of("2x4")):
         check(run(arrays, cotangents(problem, jnp.float64)), problem)
 
 
@@ -350,6 +376,8 @@ INSIDE = {
         tree_attention, queries_sharded=True, merge="allreduce"
     ),
     "ulysses": ulysses_attention,
+    "hybrid": hybrid_attention,
+    "gather": gather_attention,
 }
 
 
@@ -358,7 +386,9 @@ def inside(name, problem, axes):
     sequence = P(None, axes)
     scores = {
         "ring keys": P(None, None, axes),
+        "gather": P(None, None, axes),
         "ulysses": P(None, axes),
+        "hybrid": P(None, axes[-1], axes[:-1]),
     }.get(name, P(None, None, None, axes))
     options = problem.options
     given = {n: x for n, x in options.items() if isinstance(x, jax.Array) and n != "mask"}
@@ -388,15 +418,22 @@ POSITIONED = replace(
 )
 
 
-@pytest.mark.parametrize("name", few(list(INSIDE), *list(INSIDE)[:2]))
+@pytest.mark.parametrize("name", few(list(INSIDE), "ring keys", "ring queries", "hybrid", "gather"))
 def test_inside_shard_map(name):
     """The functions by themselves: what each wants of bias and positions, and the gradients of sharded arrays."""
     arrays, _ = cast(POSITIONED, jnp.float64)
-    axes = AXES if name.startswith("ring") else "device"
+    axes = "device" if name in ("tree", "ulysses") else AXES
     with jax.set_mesh(mesh_of("2x4" if axes == AXES else "8")):
         found, back = jax.vjp(jax.jit(inside(name, POSITIONED, axes)), arrays)
         gradients = back(cotangents(POSITIONED, jnp.float64))[0]
     check((found, gradients), POSITIONED)
+
+
+@pytest.mark.parametrize("name", ["ring keys", "ring queries"])
+def test_rings_in_parts(name, monkeypatch):
+    """Two queries of a device in parts of one, gradients of one head at a time: cut or written at another place."""
+    in_parts(monkeypatch)
+    test_inside_shard_map(name)
 
 
 @pytest.mark.parametrize("name", few(list(INSIDE), *list(INSIDE)[:2]))
@@ -404,8 +441,8 @@ def test_rules_inside_shard_map(name):
     """A rule of a device's own positions; one that is cut as if it were a part of the sequence."""
     problem = replace(POSITIONED, rule="prefix_rows", bias=None, is_causal=False)
     arrays, _ = cast(problem, jnp.float64)
-    with jax.set_mesh(mesh_of("8")):
-        found, back = jax.vjp(jax.jit(inside(name, problem, "device")), arrays)
+    with jax.set_mesh(mesh_of("2x4")):
+        found, back = jax.vjp(jax.jit(inside(name, problem, AXES)), arrays)
         gradients = back(cotangents(problem, jnp.float64))[0]
     check((found, gradients), problem)
 
@@ -423,8 +460,8 @@ def test_rules_want_positions(name):
         key_positions=None,
     )
     arrays, _ = cast(problem, jnp.float64)
-    with jax.set_mesh(mesh_of("8")), pytest.raises(ValueError, match="^key_positions: wanted"):
-        jax.eval_shape(inside(name, problem, "device"), arrays)
+    with jax.set_mesh(mesh_of("2x4")), pytest.raises(ValueError, match="^key_positions: wanted"):
+        jax.eval_shape(inside(name, problem, AXES), arrays)
 
 
 @pytest.mark.parametrize("rule", ["prefix_rows", "documents", "documents_function"])
@@ -479,7 +516,7 @@ class _on_host:
 def test_heads_must_divide():
     """Two heads for eight devices: an error that names them, not XLA's."""
     arrays, _ = cast(GROUPED, jnp.float64)
-    with jax.set_mesh(mesh_of("8")), pytest.raises(ValueError, match=r"key: .*multiple of the 8"):
+    with jax.set_mesh(mesh_of("8")), pytest.raises(ValueError, match="query: .*multiple of 8,"):
         ea.attention(
             arrays["query"],
             arrays["key"],

@@ -119,17 +119,19 @@ CASES = {
     },
     **{
         f"{method} {layout}": (
-            "8",
+            kind,
             SQUARE,
-            everywhere(SQUARE, SequenceParallel("device", method, layout=layout)),
+            everywhere(SQUARE, SequenceParallel(SHAPES[kind][1], method, layout=layout)),
         )
-        for method, layout in (
-            ("ring", "zigzag"),
-            ("ulysses", "zigzag"),
-            ("tree", "striped"),
+        for method, layout, kind in (
+            ("ring", "zigzag", "8"),
+            ("ulysses", "zigzag", "8"),
+            ("hybrid", "zigzag", "2x4"),
+            ("gather", "zigzag", "8"),
+            ("tree", "striped", "8"),
         )
     },
-    **{f"inside, {name}": ("8", POSITIONED, inside(name, POSITIONED, "device")) for name in INSIDE},
+    **{f"inside, {name}": ("2x4", POSITIONED, inside(name, POSITIONED, GRID)) for name in INSIDE},
     "explicit": ("2x4 explicit", LINE, typed(LINE, "2x4 explicit")),
     "cache": ("2x4", CACHED, cached),
     "prefix tree": ("2x4", drafts.problem_of("modes"), drafted),

@@ -40,7 +40,9 @@ def not_a_number(actual, wanted):
     np.testing.assert_allclose(actual[there], wanted[there], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", few(["tree", "ring", "ulysses"], "ring"))
+@pytest.mark.parametrize(
+    "method", few(["tree", "ring", "ulysses", "hybrid", "gather"], "ring", "gather")
+)
 @pytest.mark.parametrize("queries", few([16, 1], 16))
 def test_every_method(method, queries):
     """A shard whose state is NaN and is left out as if it were empty: a finite answer, and it is wrong."""

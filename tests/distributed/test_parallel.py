@@ -70,8 +70,10 @@ def test_spread(kind, name):
     ("name", "method"),
     few_rows(
         [
+            ("everything", "hybrid"),
             ("everything", "tree"),
             ("everything", "ring"),
+            ("everything", "gather"),
             ("positions_causal", "tree"),
             ("no_keys", "tree"),
         ]
@@ -84,9 +86,10 @@ def test_queries_and_heads_split(name, method):
     """
     problem = PROBLEMS[name]
     arrays, _ = cast(problem, jnp.float64)
-    parallel = SequenceParallel("device", method, split_queries=True, heads="tensor")
+    axes = "node", "device"
+    parallel = SequenceParallel(axes, method, split_queries=True, heads="tensor")
     run = jax.jit(state_and_gradients(problem, parallel=parallel))
-    with jax.set_mesh(make_mesh((4, 2), ("device", "tensor"))):
+    with jax.set_mesh(make_mesh((2, 2, 2), (*axes, "tensor"))):
         check(run(arrays, cotangents(problem, jnp.float64)), problem)
 
 
@@ -189,6 +192,26 @@ def test_batch_on_another_axis(kinds):
         else:
             arrays = typed(arrays, mesh, "device")
         check(run(arrays, given), EVEN)
+
+
+@pytest.mark.parametrize("method", few(["tree", "ring"], "tree"))
+def test_rows_of_an_automatic_axis(method):
+    """Rows that the compiler gathers, as no type says that they are sharded; bias and lengths of other rows."""
+    mesh = make_mesh((2, 4), ("data", "device"))
+    parallel = SequenceParallel("device", method, "gather", split_queries=False, batch="data")
+    arrays, _ = cast(EVEN, jnp.float64)
+    given = cotangents(EVEN, jnp.float64)
+    rows = NamedSharding(mesh, P("data"))
+    with jax.set_mesh(mesh):
+        arrays = typed(arrays, mesh, "device", batch="data")
+        for name in ("query", "source"):
+            arrays[name] = jax.device_put(arrays[name], rows)
+        attention = jax.jit(functools.partial(attend, problem=EVEN, parallel=parallel))
+        sent = collectives(attention.lower(arrays).compile())
+        run = jax.jit(state_and_gradients(EVEN, parallel=parallel))
+        check(run(arrays, jax.device_put(given, rows)), EVEN)
+    kinds = {"tree": [("all-gather", 4)], "ring": [("collective-permute", 4)]}
+    assert [(c.kind, c.group_size) for c in sent] == kinds[method]
 
 
 @pytest.mark.full
@@ -543,3 +566,37 @@ def test_nothing_is_sent_without_a_mesh():
     assert collectives(jax.jit(ea.attention).lower(query, key, key).compile()) == ()
     with jax.set_mesh(make_mesh((8,), ("device",))):
         assert collectives(jax.jit(ea.attention).lower(query, key, key).compile()) == ()
+
+
+WAITS = "the last of 8 contiguous shards has 1.88 times the mean work.*layout='zigzag'"
+
+
+def causal(length, parallel, heads=1, **options):
+    """The types of a causal call over eight devices; nothing is computed."""
+    mesh = make_mesh((8,), ("device",))
+    x = jax.ShapeDtypeStruct((1, length, heads, 8), jnp.bfloat16)
+    options = {"is_causal": True, "parallel": parallel} | options
+    with jax.set_mesh(mesh):
+        jax.eval_shape(functools.partial(ea.attention, **options), x, x, x)
+
+
+@pytest.mark.parametrize("method", ["ring", "tree"])
+def test_devices_that_wait(method):
+    """A causal ring whose last device works twice as long as the mean, and nobody says so."""
+    parallel = SequenceParallel("device", method=method)
+    with pytest.warns(UserWarning, match=WAITS):
+        causal(8192, parallel)
+    with pytest.warns(UserWarning, match=WAITS):
+        causal(8192, parallel, is_causal=False, mask=ea.masks.Causal())
+
+
+def test_devices_that_have_equal_work():
+    """A warning where there is nothing to balance; warnings are errors here."""
+    ring = functools.partial(SequenceParallel, "device", method="ring")
+    causal(8192, ring(layout="zigzag"))
+    causal(8192, ring(layout="striped"))
+    causal(8192, ring(), is_causal=False)
+    causal(8192, ring(), local_window_size=(64, 0))
+    causal(4096, ring())  # too short to matter
+    causal(8192, ring(), query_positions=jnp.zeros((1, 8192), jnp.int32))
+    causal(8192, SequenceParallel("device", method="ulysses"), heads=8)

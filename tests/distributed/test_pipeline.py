@@ -23,6 +23,7 @@ from ..selection import few_rows
 from .meshes import close, mesh_of
 
 STAGES, LENGTH, WIDTH, PARTS = 2, 16, 16, 3
+AXES = ("node", "device")
 
 
 def layer(parallel=None):
@@ -55,17 +56,25 @@ def pipeline(weights, x, parallel):
         _, found = lax.scan(tick, start, jnp.arange(PARTS + STAGES - 1))
         return lax.psum(found[STAGES - 1 :], "stage")
 
-    sequence = P(None, None, "device")
+    sequence = P(None, None, AXES)
     return jax.shard_map(stage, in_specs=(P("stage"), sequence), out_specs=sequence)(weights, x)
 
 
 @pytest.mark.parametrize(
     ("method", "layout"),
-    few_rows([("ring", "zigzag"), ("tree", "contiguous"), ("ulysses", "striped")]),
+    few_rows(
+        [
+            ("ring", "zigzag"),
+            ("tree", "contiguous"),
+            ("ulysses", "striped"),
+            ("hybrid", "zigzag"),
+            ("gather", "striped"),
+        ]
+    ),
 )
 def test_pipeline(method, layout):
     """Gradients through stages and devices at once: positions of a part, a gradient that is not summed, or twice."""
-    parallel = SequenceParallel("device", method, layout=layout)
+    parallel = SequenceParallel(AXES, method, layout=layout)
     rng = np.random.default_rng(0)
     one = jax.tree.leaves(eqx.filter(layer(), eqx.is_array))
     weights = [jnp.asarray(rng.standard_normal((STAGES, *w.shape)) / 4) for w in one]
@@ -85,7 +94,7 @@ def test_pipeline(method, layout):
         return unshard_sequence(out, parallel, axis=2)
 
     exact = slopes(alone)
-    with jax.set_mesh(make_mesh((STAGES, 4), ("stage", "device"))):
+    with jax.set_mesh(make_mesh((STAGES, 2, 2), ("stage", *AXES))):
         found = slopes(spread)
     jax.tree.map(close, found, jax.device_get(exact))
 

@@ -68,3 +68,35 @@ def test_as_exact_as_one_device(dtype):
             if way == ROTATED and name != "out":
                 limit = 2.5
             assert error(state, name) <= limit * error(alone, name), (way, name)
+
+
+def test_gradients_that_travel_in_16_bits():
+    """Gradients of keys rounded where nobody asked for it, not rounded where somebody did, or far off then."""
+    rng = np.random.default_rng(1)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((1, 32, heads, 8)), "bfloat16") for heads in (4, 2, 2)
+    )
+
+    def run(query, key, value, **options):
+        def attend(*arrays):
+            return ea.attention(*arrays, is_causal=True, implementation="blockwise", **options)
+
+        out, back = jax.vjp(attend, query, key, value)
+        return out, *back(query)
+
+    @jax.jit
+    def everything(*arrays):
+        ways = (SequenceParallel(AXES, "ring", narrow_gradients=x) for x in (False, True))
+        exact = run(*(x.astype(jnp.float64) for x in arrays))
+        return exact, run(*arrays), *(run(*arrays, parallel=way) for way in ways)
+
+    with jax.set_mesh(mesh_of("2x4")):
+        exact, *found = jax.device_get(everything(query, key, value))
+    errors = [
+        [np.abs(x.astype(np.float64) - y).mean() for x, y in zip(one, exact, strict=True)]
+        for one in found
+    ]
+    alone, wide, narrow = np.asarray(errors)
+    assert (wide <= 1.05 * alone).all()
+    assert (narrow[:2] == wide[:2]).all()  # out, and the gradient of queries
+    assert (narrow[2:] > wide[2:]).all() and (narrow[2:] <= 4 * alone[2:]).all()

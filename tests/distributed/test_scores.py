@@ -1,5 +1,7 @@
 """Scores over a mesh: every method, layout and split of heads and rows; the cache and prefix trees."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,8 @@ from energy_attn import scores
 from energy_attn.distributed import (
     KVCache,
     SequenceParallel,
+    gather_attention,
+    hybrid_attention,
     ring_attention,
     shard_sequence,
     tree_attention,
@@ -21,7 +25,7 @@ from energy_attn.distributed import (
 from energy_attn.prefix_tree import pack, tree_decode
 
 from ..scores import CASES, dense_energy
-from .meshes import close, make_mesh
+from .meshes import close, in_parts, make_mesh
 
 CASE = CASES["function"]  # reads batch, head and both positions
 RNG = np.random.default_rng(5)
@@ -58,17 +62,25 @@ def judge(found, wanted):
 MESHES = {
     "four": ((4,), ("s",), {}),
     "heads": ((2, 2, 2), ("b", "h", "s"), {"heads": "h"}),
+    "two axes": ((2, 2), ("n", "s"), {}),
 }
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("method", ["tree", "ring", "ulysses"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "method"),
+    [
+        *itertools.product(("four", "heads"), ("tree", "ring", "ulysses", "gather")),
+        ("two axes", "hybrid"),
+    ],
+)
 def test_methods(mesh, method, layout, wanted):
     """A score that takes a device's heads, rows or positions for all; a part of a parameter's gradient."""
     shape, axes, more = MESHES[mesh]
-    parallel = SequenceParallel("s", method=method, layout=layout, **more)
+    parallel = SequenceParallel(
+        ("n", "s") if mesh == "two axes" else "s", method=method, layout=layout, **more
+    )
 
     def run(x):
         arrays, parameters = x
@@ -85,6 +97,12 @@ def test_methods(mesh, method, layout, wanted):
     devices = jax.devices()[: int(np.prod(shape))]
     with jax.set_mesh(make_mesh(shape, axes, devices=devices)):
         judge(derivatives(run, wanted[0]), wanted[1])
+
+
+def test_a_ring_in_parts(wanted, monkeypatch):
+    """Heads that are computed one at a time and count from 0; the gradient of the last one's parameters alone."""
+    in_parts(monkeypatch)
+    test_methods("four", "ring", "contiguous", wanted)
 
 
 def test_explicit_axes(wanted):
@@ -109,27 +127,31 @@ def test_explicit_axes(wanted):
     judge(found, exact[0])
 
 
-@pytest.mark.parametrize("attend", [tree_attention, ring_attention, ulysses_attention])
+@pytest.mark.parametrize(
+    "attend",
+    [tree_attention, ring_attention, ulysses_attention, hybrid_attention, gather_attention],
+)
 def test_inside_shard_map(attend, wanted):
     """The functions for one's own `shard_map`: heads that Ulysses moves, gradients of replicated parameters."""
-    more = {} if attend is ulysses_attention else {"queries_sharded": True}
+    more = {"queries_sharded": True} if attend in (tree_attention, ring_attention) else {}
+    axes = ("n", "s")
 
     def run(arrays, positions, parameters):
         score = CASE.make(parameters)
         given = {"query_positions": positions, "key_positions": positions, "is_causal": True}
-        return tuple(attend(**arrays, **given, **more, score=score, axis_name="s"))
+        return tuple(attend(**arrays, **given, **more, score=score, axis_name=axes))
 
     (arrays, parameters), exact = wanted
     positions = jnp.arange(T, dtype=jnp.int32)[None]
-    split = P(None, "s")
-    with jax.set_mesh(make_mesh((4,), ("s",), devices=jax.devices()[:4])):
+    split = P(None, axes)
+    with jax.set_mesh(make_mesh((2, 2), axes, devices=jax.devices()[:4])):
         mapped = jax.shard_map(run, in_specs=(split, split, P()), out_specs=split)
         f = jax.jit(jax.value_and_grad(lambda x: number(mapped(x[0], positions, x[1]))))
         judge(f((arrays, parameters)), exact[0])
     with pytest.raises(ValueError, match=r"^key_positions: wanted .* score"):
-        with jax.set_mesh(make_mesh((4,), ("s",), devices=jax.devices()[:4])):
+        with jax.set_mesh(make_mesh((2, 2), axes, devices=jax.devices()[:4])):
             jax.shard_map(
-                lambda a, p: tuple(tree_attention(**a, score=CASE.make(p), axis_name="s")),
+                lambda a, p: tuple(attend(**a, **more, score=CASE.make(p), axis_name=axes)),
                 in_specs=(split, P()),
                 out_specs=split,
                 check_vma=False,

@@ -36,6 +36,7 @@ from .test_methods import (
     DECODE,
     EMPTY,
     GROUPED,
+    METHODS,
     ODD,
     SELF,
     is_whole,
@@ -92,20 +93,22 @@ def check(problem: Problem, parallel: SequenceParallel, mesh: str, batched=False
             ("tree", "contiguous", DECODE),
             ("ring", "zigzag", SELF),
             ("ulysses", "striped", SELF),
+            ("hybrid", "zigzag", SELF),
+            ("gather", "contiguous", ODD),
             ("tree", "zigzag", SELF),
             ("tree", "contiguous", EMPTY),
             ("ring", "contiguous", ODD),
             ("ring", "contiguous", GROUPED),
             ("ulysses", "contiguous", EMPTY),
         ],
-        3,
+        5,
     ),
     ids=str,
 )
 def test_methods(method, layout, problem):
     """A sink counted on each of eight devices, or on none; its gradient summed over devices once too often."""
-    parallel = SequenceParallel("device", method, layout=layout)
-    check(problem, parallel, "8", batched=method != "tree")
+    parallel = SequenceParallel(AXES, method, layout=layout)
+    check(problem, parallel, "2x4", batched=method != "tree")
 
 
 @pytest.mark.parametrize("merge", few(cost.MERGES, "hierarchical"))
@@ -274,8 +277,8 @@ def test_second_order():
         return jax.jit(lambda *x: jax.jvp(gradient, x, along)[1])(arrays["key"], sink)
 
     exact = product(implementation="reference")
-    for method in ("tree", "ring", "ulysses"):
-        with jax.set_mesh(mesh_of("8")):
-            found = product(parallel=SequenceParallel("device", method))
+    for method in METHODS:
+        with jax.set_mesh(mesh_of("2x4")):
+            found = product(parallel=SequenceParallel(AXES, method))
         for x, y in zip(found, exact, strict=True):
             close(x, y, method, 1e-10)

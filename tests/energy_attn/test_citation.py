@@ -65,11 +65,11 @@ def test_only_what_was_used(used):
     config = LlamaConfig(8, 8, 8, 1, 2)
     eqx.filter_eval_shape(lambda key: Llama(config, key=key), jax.random.key(0))
     with jax.set_mesh(make_mesh()):
-        for method in ("tree", "ring", "ulysses"):
+        for method in ("tree", "ring", "ulysses", "hybrid", "gather"):
             spread = SequenceParallel(method=method)
             # counts when it is traced
             jax.eval_shape(lambda *x, p=spread: ea.attention(*x, parallel=p), q, k, v)
-    spread = ["liu2023ring", "jacobs2023ulysses"]
+    spread = ["liu2023ring", "jacobs2023ulysses", "fang2024usp", "grattafiori2024llama3"]
     assert used() == [software, tree, *kernels, *spread, "touvron2023llama"]
     model = Llama(config, key=jax.random.key(0))
     drafted = functools.partial(generate, model, max_new_tokens=2, drafter=PromptLookup())

@@ -51,7 +51,16 @@ def alone(model, tokens):
 
 @pytest.mark.parametrize(
     ("method", "explicit"),
-    few_rows([("tree", False), ("ring", False), ("ulysses", False), ("auto", True)]),
+    few_rows(
+        [
+            ("tree", False),
+            ("ring", False),
+            ("ulysses", False),
+            ("hybrid", False),
+            ("gather", False),
+            ("auto", True),
+        ]
+    ),
 )
 def test_every_method_reads_the_same(method, explicit, model, tokens, alone):
     """Rows of different lengths, chunks that the devices do not divide, keys in blocks of several slots."""
@@ -249,5 +258,17 @@ def test_heads_that_an_axis_does_not_divide():
             KVCache.empty(1, 48, 3, 4, parallel=parallel)
         with pytest.raises(ValueError, match=f"key: {wanted}"):
             ea.attention(three, three, three, parallel=parallel)
-    with pytest.raises(ValueError, match="axes and heads: wanted different names"):
-        SequenceParallel("sequence", heads="sequence")
+    for name in ("heads", "batch"):
+        with pytest.raises(ValueError, match=f"{name}: wanted other mesh axes"):
+            SequenceParallel("sequence", **{name: "sequence"})
+
+
+def test_rows_that_an_axis_does_not_divide():
+    parallel = SequenceParallel("sequence", batch="data")
+    wanted = "wanted a number of rows that is a multiple of the 2 devices"
+    three = jnp.zeros((3, 8, 2, 4))
+    with jax.set_mesh(make_mesh((4, 2), ("sequence", "data"))):
+        with pytest.raises(ValueError, match=f"batch: {wanted}"):
+            KVCache.empty(3, 48, 2, 4, parallel=parallel)
+        with pytest.raises(ValueError, match=f"query: {wanted}.*, got 3"):
+            ea.attention(three, three, three, parallel=parallel)

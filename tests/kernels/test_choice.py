@@ -126,6 +126,16 @@ def test_interpreted_only_by_name(kernels):
             run(names)
 
 
+def test_only_by_name(kernels, monkeypatch):
+    """A kernel that no hardware has run, chosen for a user who did not ask for it; or refused although named."""
+    monkeypatch.setattr(_registry, "_BY_NAME", frozenset({"mine"}))
+    assert "mine" not in _registry.tried() and "mine" in _registry.implementations()
+    names = ("decode", "blockwise")
+    np.testing.assert_array_equal(attend(arrays()).out, attend(arrays(), names).out)
+    np.testing.assert_array_equal(attend(arrays(), "mine").out, MINE)
+    np.testing.assert_array_equal(attend(arrays(), ("theirs", "mine")).out, MINE)
+
+
 def test_partitioned_programs_get_xla(kernels):
     """A kernel in a program that XLA partitions, which would gather all arrays for it or fail."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))

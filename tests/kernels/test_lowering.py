@@ -76,9 +76,18 @@ def test_default(platform, dtype, wanted):
     assert calls(with_gradients, abstract(dtype), platform) == wanted
 
 
+def test_mosaic_gpu():
+    """A part of Mosaic GPU that a version of JAX renamed: the kernel would decline, and nobody would notice."""
+
+    def named(*arrays):
+        return with_gradients(*arrays, implementation="mosaic_gpu")
+
+    assert calls(named, abstract(), "cuda") == {"mosaic_gpu_v2"}
+
+
 def test_splash():
     """Splash, which is called by private names, not chosen by default."""
-    choice = _registry.explain(_registry.implementations(), *_call(), "tpu")
+    choice = _registry.explain(_registry.tried(), *_call(), "tpu")
     assert choice.name == "splash", choice
 
 
@@ -127,7 +136,7 @@ def test_unknown_parameters(afresh, monkeypatch):
     assert calls(with_gradients, abstract(), "cuda") == {TRITON}
     with pytest.raises(NotImplementedError, match=f"cudnn: .*{jax.__version__}.*unheard_of"):
         calls(lambda *x: with_gradients(*x, implementation="cudnn"), abstract(), "cuda")
-    choice = _registry.explain(_registry.implementations(), *_call(), "cuda")
+    choice = _registry.explain(_registry.tried(), *_call(), "cuda")
     assert choice.name == "pallas_gpu" and "unheard_of" in dict(choice.declined)["cudnn"]
 
 
@@ -159,8 +168,8 @@ def gone(afresh, monkeypatch):
     return take
 
 
-# flash-attn-jax is not installed for these tests
-@pytest.mark.parametrize("use", sorted({*_private._USES} - {"flash"}))
+# flash-attn-jax and fa4-jax are not installed for these tests
+@pytest.mark.parametrize("use", sorted({*_private._USES} - {"flash", "fa4"}))
 def test_private_names(use, gone):
     """A listed name that this JAX lacks, or a name that is used before it is looked up."""
     assert set(vars(_private.private_names(use))) == set(_private._USES[use].names)

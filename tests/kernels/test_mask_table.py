@@ -15,7 +15,8 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.masks._interval import Interval
-from energy_attn.kernels.pallas.gpu._plan import make_plan, tile_ranges, visibility_of
+from energy_attn.kernels.pallas._ranges import tile_ranges, visibility_of
+from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.tpu._layout import layout
 from energy_attn.kernels.pallas.tpu._visibility import block_ranges, block_visibility
 from energy_attn.kernels.xla._blocks import BlockedOperands, BlockSizes, Index

@@ -15,7 +15,7 @@ import pytest
 import energy_attn as ea
 from energy_attn import masks
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.kernels import AbstractKernel, AttentionState, implementations, local_attention
+from energy_attn.kernels import AbstractKernel, AttentionState, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
@@ -49,14 +49,18 @@ def test_who_takes_what(name):
             if kernel.name != "decode":  # too many rows
                 check_call_of(kernel, call.operands, call.settings)
             continue
-        if kernel.name not in ("cudnn", "flash"):  # what they need is not installed everywhere
+        if kernel.name not in (
+            "cudnn",
+            "flash",
+            "fa4",
+        ):  # what they need is not installed everywhere
             check_call_of(kernel, plain.operands, plain.settings)
         with pytest.raises(
             NotImplementedError, match=r"^mask: wanted All or Causal or Window, got "
         ):
             check_call_of(kernel, call.operands, call.settings)
     for platform, name in {"cuda": OURS[0], "tpu": OURS[1], "cpu": "blockwise"}.items():
-        chosen = _registry.explain(implementations(), call.settings, call.operands, platform)
+        chosen = _registry.explain(_registry.tried(), call.settings, call.operands, platform)
         assert chosen.name == name
 
 

@@ -114,7 +114,7 @@ def test_transformations():
     close(jax.lax.scan(lambda c, p: (c, jax.checkpoint(g)(p)), 0, many)[1], wanted)
 
 
-@pytest.mark.parametrize("name", ["pallas_gpu", "pallas_tpu", "cudnn", "flash", "splash"])
+@pytest.mark.parametrize("name", ["pallas_gpu", "pallas_tpu", "cudnn", "flash", "fa4", "splash"])
 def test_who_declines(name):
     """A kernel that ignores a score: a wrong answer, and fast."""
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels import AttentionState, PallasGPU, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import cotangents as directions_of
-from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.tpu._grid import Grid
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
 from energy_attn.kernels.pallas.tpu._layout import layout
 from energy_attn.kernels.vendor._cudnn import CuDNN
+from energy_attn.kernels.vendor._fa4 import FA4
 from energy_attn.kernels.vendor._flash_attn import FlashAttn
 from energy_attn.kernels.vendor._splash import Splash
 from energy_attn.kernels.xla._decode import Decode
@@ -47,6 +47,7 @@ KERNELS = {
     "decode": Decode(),
     "cudnn": CuDNN(),
     "flash": FlashAttn(),
+    "fa4": FA4(),
     "splash": Splash(),
 }
 CASES = [
@@ -81,6 +82,7 @@ NARROW = [
     *((kernel, "float16") for kernel in ("gpu", "blockwise", "decode")),
 ]
 BORROWED = [("cudnn", "bfloat16"), ("splash", "bfloat16"), ("flash", "float16")]
+BORROWED += [("fa4", "bfloat16")]
 
 
 def pushed(kernel, problem, dtype, moving):

@@ -15,15 +15,21 @@ import numpy as np
 import pytest
 
 from energy_attn.kernels import AttentionState, _private, local_attention
+from energy_attn.kernels.call import _target
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.dispatch import _probe, _registry
-from energy_attn.kernels.vendor import _adapter, _cudnn, _flash_attn, _splash
+from energy_attn.kernels.vendor import _adapter, _cudnn, _fa4, _flash_attn, _splash
 
 from ..naive import assert_all_close, select
 from ..problems import PROBLEMS, _make, cast, cotangents
 from ..selection import few
 
-KERNELS = {"cudnn": _cudnn.CuDNN, "flash": _flash_attn.FlashAttn, "splash": _splash.Splash}
+KERNELS = {
+    "cudnn": _cudnn.CuDNN,
+    "flash": _flash_attn.FlashAttn,
+    "fa4": _fa4.FA4,
+    "splash": _splash.Splash,
+}
 
 
 # As the vendors compute: statistics in float32 as [B, N, T], weights and the gradient of scores rounded to 16 bits, the
@@ -132,6 +138,29 @@ class FakeFlash(Calls):
         return backward(*arrays, seen=seen, scale=softmax_scale, sum_rounded=True)
 
 
+class FakeFA4(Calls):
+    def seen(self, query, key, config):
+        # the last query is aligned with the last key
+        behind = distances(query, key) + key.shape[1] - query.shape[1]
+        assert not (config.causal and config.local)
+        left, right = config.window if config.local else (None, 0 if config.causal else None)
+        seen = behind == behind if right is None else behind >= -right
+        return seen if left is None else seen & (behind <= left)
+
+    def fwd_lse(self, config, query, key, value, aux):
+        self.forwards += 1
+        assert aux == () and config.backend == "cute" and config.mask is None
+        seen = self.seen(query, key, config)
+        return forward(query, key, value, seen=seen, scale=config.scale, blind=-jnp.inf)
+
+    def vjp(self, config, query, key, value, out, lse, d_out, d_lse, aux):
+        self.backwards += 1
+        assert aux == () and d_lse is None  # which it does not take
+        seen = self.seen(query, key, config)
+        arrays = (query, key, value, lse, out, d_out)
+        return backward(*arrays, seen=seen, scale=config.scale, sum_rounded=False)
+
+
 class Bound:
     def __init__(self, bind):
         self.bind = bind
@@ -150,6 +179,11 @@ def vendor(monkeypatch):
             for side in ("forward", "backward"):
                 bound = Bound(getattr(calls, f"bind_{side}"))
                 monkeypatch.setattr(_private.private_names("cudnn"), side, bound)
+            return probed(kernel, calls)
+        if name == "fa4":
+            calls = FakeFA4()
+            package = SimpleNamespace(Config=SimpleNamespace, backend=lambda _: calls)
+            monkeypatch.setattr(_fa4, "_package", lambda: package)
             return probed(kernel, calls)
         calls = FakeFlash()
         package = SimpleNamespace(forward=calls.forward, backward=calls.backward)
@@ -208,8 +242,8 @@ FLASH_ALONE = {
         _make("vendor_window_right", **SIZES, local_window_size=(64, 5)),
     )
 }
-CASES = [(name, p) for name in ("cudnn", "flash") for p in TAKEN.values()]
-CASES += [("flash", p) for p in FLASH_ALONE.values()]
+CASES = [(name, p) for name in ("cudnn", "flash", "fa4") for p in TAKEN.values()]
+CASES += [(name, p) for name in ("flash", "fa4") for p in FLASH_ALONE.values()]
 
 
 @pytest.mark.product
@@ -237,7 +271,7 @@ def test_cotangent_of_lse_in_two_parts():
     assert zero.shape == out.shape and not zero.any()
 
 
-@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@pytest.mark.parametrize("name", ["cudnn", "flash", "fa4"])
 def test_no_second_backward_without_need(name, vendor):
     """A second backward for a cotangent of out alone, the common case."""
     calls = vendor(name)
@@ -299,8 +333,7 @@ def test_global_state_in_the_backward(vendor):
         np.testing.assert_allclose(found, wanted[:, :64], atol=0.02)
 
 
-ALL = ("cudnn", "flash", "splash")
-GPU = ("cudnn", "flash")
+ALL = ("cudnn", "flash", "fa4", "splash")
 BASE = _make("vendor_base", B=1, T=128, S=128, N=2, H=64)
 POSITIONS = np.arange(128, dtype=np.int32)[None]
 DECLINED = (
@@ -353,7 +386,8 @@ DECLINED = (
 )
 def test_declines(name, changes, dtype, reason, monkeypatch):
     """A call that the kernel takes and computes wrongly, or fails at."""
-    monkeypatch.setattr(_flash_attn, "_package", lambda: None)
+    for module in (_flash_attn, _fa4):
+        monkeypatch.setattr(module, "_package", lambda: None)
     problem = replace(BASE, **changes)
     call = check_call(**cast(problem, dtype)[0], **problem.options)
     with pytest.raises(NotImplementedError, match=reason):
@@ -367,6 +401,85 @@ def test_declines_the_general_case(name, problem):
     call = check_call(**cast(problem, "bfloat16")[0], **problem.options)
     with pytest.raises(NotImplementedError):
         KERNELS[name]().check(call.operands, call.settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "width", "reason"),
+    [
+        ("cudnn", (7, 5), 64, "cudnn: wanted a GPU of compute capability from 8.0 on, got 7.5"),
+        ("cudnn", (8, 0), 64, None),
+        ("cudnn", (8, 9), 192, "up to 128, got 192"),
+        ("cudnn", (9, 0), 256, None),
+        ("cudnn", (9, 0), 264, "up to 256, got 264"),
+        ("cudnn", (10, 0), 256, "up to 128, got 256"),
+        ("cudnn", None, 256, None),
+        ("flash", (10, 0), 64, "from 8.0 to below 10.0, got 10.0"),
+        ("flash", (9, 0), 64, None),
+        ("fa4", (9, 0), 64, "at hand"),
+        ("fa4", None, 256, None),
+    ],
+)
+def test_capabilities(name, found, width, reason, monkeypatch):
+    """A GPU that a vendor's library does not know, or a width that it has on others: XLA would fail at it."""
+    for module in (_flash_attn, _fa4):
+        monkeypatch.setattr(module, "_package", lambda: None)
+    shape = (1, 128, 2, width)
+    call = check_call(*(jnp.zeros(shape, jnp.bfloat16),) * 3)
+    with gpu(found):
+        declined(KERNELS[name](), call, reason)
+
+
+def gpu(capability):
+    """While a program is lowered for a GPU of a compute capability; None: for one that is not known."""
+    device = None if capability is None else _target.AssumedGPU("{}.{}".format(*capability))
+    return _target.lowered_for(device)
+
+
+def declined(kernel, call, reason):
+    if reason is None:
+        return kernel.check(call.operands, call.settings)
+    with pytest.raises(NotImplementedError, match=reason):
+        kernel.check(call.operands, call.settings)
+
+
+@pytest.mark.parametrize(
+    ("found", "width", "reason"),
+    [
+        (None, 256, None),
+        (91000, 64, "wanted a version other than 9.10.0 and 9.10.1, got 91000"),
+        (91200, 128, None),
+        (91200, 136, "up to 128 before cuDNN 9.13, got 136 and cuDNN 91200"),
+        (91300, 256, None),
+    ],
+)
+def test_versions_of_cudnn(found, width, reason, monkeypatch):
+    """A version that computes wrongly; one refused that is right; or none, where another machine compiles."""
+    monkeypatch.setattr(_cudnn, "_version", lambda: found)
+    declined(
+        KERNELS["cudnn"](), check_call(*(jnp.zeros((1, 64, 1, width), jnp.float16),) * 3), reason
+    )
+
+
+def test_fa4_for_the_gpu_at_hand(monkeypatch):
+    """Kernels for one GPU in a program for another: the package compiles for the default device."""
+    monkeypatch.setattr(_fa4, "_package", lambda: None)
+    monkeypatch.setattr(_fa4.jax, "devices", lambda: [SimpleNamespace(compute_capability="10.0")])
+    for found, width, reason in (
+        ((10, 0), 128, None),
+        ((10, 0), 192, "up to 128, got 192"),
+        ((9, 0), 64, "got a program for .9, 0. and .10, 0. at hand"),
+    ):
+        call = check_call(*(jnp.zeros((1, 64, 1, width), jnp.bfloat16),) * 3)
+        with gpu(found):
+            declined(KERNELS["fa4"](), call, reason)
+
+
+def test_no_fa4(monkeypatch):
+    """An ImportError from a call, or advice without the package's name."""
+    monkeypatch.setitem(sys.modules, "fa4_jax", None)
+    _private.private_names.cache_clear()
+    call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
+    declined(KERNELS["fa4"](), call, "pip install 'fa4-jax")
 
 
 def test_no_package(monkeypatch):

@@ -6,13 +6,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
 from energy_attn.kernels.call import _arguments
 from energy_attn.kernels.call._kernel import AbstractKernel
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.dispatch._lowering import platform_here
-from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
-from energy_attn.kernels.pallas.gpu._plan import TileSizes, make_plan
+from energy_attn.kernels.pallas.gpu._sizes import KINDS
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
 from energy_attn.kernels.pallas.tpu._layout import LayoutSizes
 from energy_attn.kernels.xla._blocks import BlockSizes
@@ -78,8 +77,11 @@ VENDOR = Traits(frozenset(), ("bfloat16",), frozenset())
 # An implementation that is new to the registry states here what it takes.
 TRAITS = {
     "cudnn": VENDOR,
+    # 16 bits, and widths that 16 divides; see `test_mosaic_gpu.py`
+    "mosaic_gpu": Traits(frozenset(HEADS), ("bfloat16", "float16"), frozenset(HEADS)),
     "pallas_gpu": GPU,
     "flash": VENDOR,
+    "fa4": VENDOR,
     "splash": VENDOR,
     "pallas_tpu": TPU,
     "reference": Traits(ALL),
@@ -170,7 +172,7 @@ def blind_rows_and_hidden_keys(problem: Problem) -> tuple[np.ndarray, np.ndarray
 
 # Blocks of 8 or 16 queries and keys: many of them, and ragged last ones, in a problem that is quick to compile.
 SMALL_BLOCKS = BlockSizes(rows=8, keys=8)
-SMALL_TILES = TileSizes(own=16, other=16, other_backward=16, float32=16, programs=16, least_steps=1)
+SMALL_TILES = GPUPlan(tuple(GPUTiles(kind, 16, 16, programs=16, least_steps=1) for kind in KINDS))
 SMALL_LAYOUT = LayoutSizes(
     rows=16, keys=8, keys_of_few_rows=8, keys_backward=8, lanes=1, sublanes=1
 )
@@ -178,7 +180,7 @@ SMALL = {
     kernel.name: kernel
     for kernel in (
         Blockwise(SMALL_BLOCKS),
-        PallasGPU(functools.partial(make_plan, sizes=SMALL_TILES)),  # some keys split, some not
+        PallasGPU(SMALL_TILES),  # some keys split, some not
         PallasTPU(SMALL_LAYOUT),
     )
 }

@@ -108,14 +108,12 @@ def test_what_is_sent(row):
     layers, heads, kv_heads, width = 2, 4, 2, 8
     here = row["slots"] // DEVICES
     state = heads * (width + 1) * 4
-    shard = here * (2 * kv_heads * width + 1) * 4  # keys, values and positions
+    shard = here * 2 * kv_heads * width * 4  # keys and values
     wanted = {
         "tree": {"all-gather": {"rounds": layers, "bytes": layers * state}},
         "ring, keys": {
-            "collective-permute": {
-                "rounds": 3 * 7 * layers,
-                "bytes": 7 * layers * shard,
-            }
+            "all-gather": {"rounds": layers, "bytes": layers * here * 4},  # positions, once
+            "collective-permute": {"rounds": 2 * 7 * layers, "bytes": 7 * layers * shard},
         },
         "ring, queries": {
             "collective-permute": {"rounds": 7 * layers, "bytes": 7 * layers * state}
@@ -162,7 +160,7 @@ def test_predictions():
     weights = 2 * (layers * (layer + 2 * hidden) + hidden + vocab * hidden)
     stored = layers * 2 * keys * kv_heads * width * 2
     sent = 2 * 7 * keys // 8 * kv_heads * width * 2 / 450e9 + 7 * keys // 8 * 4 / 450e9
-    sent += 3 * 7 * (6.6e-6 + 0.6e-6)
+    sent += 2 * 7 * (6.6e-6 + 0.6e-6) + 6.6e-6 + 7 * 0.6e-6  # positions are gathered
     found = paper.predict(paper.SYSTEMS["8x H100"], keys)
     assert found["ring"] == pytest.approx((weights + stored) / 3.35e12 + layers * sent)
     assert found["repeated"] - found["ring"] == pytest.approx(
@@ -171,6 +169,9 @@ def test_predictions():
     alone = (weights + stored / 8) / 3.35e12
     # one gather of 8 kB: a launch, seven hops, and next to no time for bytes
     assert alone + layers * (6.6e-6 + 7 * 0.6e-6) < found["tree"] < alone + layers * 12e-6
+    # seven hops, each a launch; and one exchange, in one step between any two
+    assert alone + layers * 7 * 7.2e-6 < found["queries"] < alone + layers * 7 * 8e-6
+    assert alone + layers * 7.2e-6 < found["scatter"] < alone + layers * 8e-6
     products = 2 * keys * layers * (layer + 2 * hidden) + layers * 2 * keys**2 * heads * width
     assert found["prompt"] == pytest.approx(products / 8 / 989.4e12)
 

@@ -21,6 +21,7 @@ from jaxtyping import Array
 import energy_attn
 from energy_attn.kernels.internal import platform_here
 
+from .. import first_light
 from ._cases import JAX_NN, ONE_GRADIENT, ONE_PASS, OURS, Case, Run, Sizes, numbers, program, shapes
 from ._derivatives import DERIVATIVES
 from ._energies import BACKWARD, ENERGIES
@@ -28,9 +29,12 @@ from ._generation import CONTINUATIONS, Continuation
 from ._llama import PASSES, Pass
 from ._masks import CAUSAL, MASKS, MaskCase
 from ._measure import bandwidth, machine, measure
+from ._network import named_sizes
+from ._network import run as run_network
 from ._observables import JOBS
 from ._plot import plot
 from ._speculative import DECODE, TREE_JOBS, TreeJob
+from ._tune import run as run_tune
 
 _HEADS = {"heads": 16, "kv_heads": 16, "width": 64}
 _LLAMA = {"heads": 32, "kv_heads": 8, "width": 128}
@@ -80,6 +84,11 @@ SUITES: dict[str, tuple[Case | TreeJob | Continuation | Pass | MaskCase, ...]] =
     "llama": PASSES,
     "masks": MASKS,
 }
+NETWORK = "network"  # measures the mesh at hand, and compares nothing
+FIRST_LIGHT = "first-light"  # checks and measures the kernels for GPUs, each by its name
+TUNE = "tune"  # measures the tiles of `pallas_gpu`
+# the options that only some suites have
+OPTIONS = {NETWORK: ("mesh",), FIRST_LIGHT: first_light.OPTIONS, TUNE: ("dry_run",)}
 MEMORY = Case("memory", Sizes(1, 16384, 16384, 8, 8, 64), "float32", backward=True)
 
 
@@ -87,8 +96,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
     parser.add_argument(
         "--suite",
-        choices=tuple(SUITES),
-        help="for CPUs or GPUs, observables, derivatives, energies, trees, a decoder or masks; default: the machine's",
+        choices=(*SUITES, NETWORK, FIRST_LIGHT, TUNE),
+        help="for CPUs or GPUs, observables, derivatives, energies, trees, a decoder, masks, the network of a mesh, "
+        "every kernel on a GPU that none has run on, or the tiles of pallas_gpu; default: the machine's",
+    )
+    parser.add_argument(
+        "--mesh",
+        type=named_sizes,
+        metavar="NAME=SIZE,...",
+        help="the mesh whose network is measured, slow axes first; default: node and device, by processes or slices",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("bench"), help="folder for the results (%(default)s)"
@@ -97,21 +113,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shrink", type=int, default=1, help="divisor of sequence lengths, for a trial"
     )
+    first_light.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures every case, prints a table, and writes `<suite>.json` and `<suite>.svg`.
 
-    Returns 0, or 2 for a wrong option or without matplotlib.
+    The suite `network` writes `topology.json`, `tune` `gpu_plan.json`, `first-light` no plot. Returns 0, or 2 for a
+    wrong option, or without matplotlib.
     """
+    if args.repeats < 1 or args.shrink < 1:
+        print("bench: --repeats and --shrink want numbers of at least 1", file=sys.stderr)
+        return 2
+    for name in sorted({name for names in OPTIONS.values() for name in names}):
+        suites = [suite for suite, names in OPTIONS.items() if name in names]
+        if getattr(args, name) not in (None, False) and args.suite not in suites:
+            option = f"--{name.replace('_', '-')}"
+            print(f"bench: {option} is for --suite {' or '.join(suites)}", file=sys.stderr)
+            return 2
+    if args.suite == NETWORK:
+        return run_network(args)
+    if args.suite == FIRST_LIGHT:
+        return first_light.run(args)
+    if args.suite == TUNE:
+        return run_tune(args)
     if importlib.util.find_spec("matplotlib") is None:
         print(
             "bench: matplotlib is not installed; the extra `bench` brings it: pip install '.[bench]'",
             file=sys.stderr,
         )
-        return 2
-    if args.repeats < 1 or args.shrink < 1:
-        print("bench: --repeats and --shrink want numbers of at least 1", file=sys.stderr)
         return 2
     platform = platform_here()
     suite = args.suite or ("gpu" if platform == "cuda" else "cpu")

@@ -21,10 +21,11 @@ from ...models import Llama, LlamaConfig, shard
 from .._byte_llama import byte_llama, held_out_text
 from .._devices import enough_devices
 from ._checks import errors, expected
-from ._decode import Decoded, Sent, compile_step, decode, gathered, one_device, sent
+from ._decode import Decoded, Sent, compile_loop, decode, gathered, one_device, sent
 from ._picture import draw
 from ._report import Line, readable, table
 from ._score import WINDOW, parameters, score
+from ._times import Parts, Run, medians, parts
 
 _MESH = (2, 4)
 DEVICES = 8
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `demo`."""
     parser.add_argument("--context", type=int, default=8192, help="bytes of prompt (%(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="bytes to decode (%(default)s)")
+    parser.add_argument(
+        "--parts", action="store_true", help="time merges, attention, the rest and calls, too"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("demo.png"), help="the picture (%(default)s)"
     )
@@ -65,14 +69,20 @@ def _run(args: argparse.Namespace, text: np.ndarray, devices: list[Any], model: 
         flush=True,
     )
     mesh = make_mesh(_MESH, devices=devices)
-    sharded, parallel = shard(model, mesh), SequenceParallel(method="tree", merge="allreduce")
+    sharded, parallel = shard(model, mesh), SequenceParallel(method="tree")
     with jax.set_mesh(mesh):
         tree = decode(sharded, prompt, args.tokens, parallel)
-        longer = sent(compile_step(sharded, 2 * tree.slots, parallel, attention))
-        fetched = sent(compile_step(sharded, tree.slots, parallel, gathered))
+        longer, fetched = (
+            sent(compile_loop(sharded, slots, args.tokens, parallel, attend), args.tokens)
+            for slots, attend in ((2 * tree.slots, attention), (tree.slots, gathered))
+        )
     print("decoding on one device, twice ...", flush=True)
     alone = decode(model, prompt, args.tokens)
     dense = decode(model, prompt, args.tokens, attend=one_device)
+    timed = _durations(tree, alone, dense)
+    if args.parts:
+        print("and the parts of a step ...", flush=True)
+        timed = [*timed, *_differences(parts(tree, alone, mesh, parallel))]
 
     print(f"\n{_passage(prompt, tree.tokens)}\n")
     lines = [
@@ -82,8 +92,8 @@ def _run(args: argparse.Namespace, text: np.ndarray, devices: list[Any], model: 
             f"given its last {WINDOW}: {near:.2f} nats",
         ),
         *_equalities(tree, alone, dense, args.context),
-        *_traffic(model.config, sent(tree.step), longer, fetched, tree.slots),
-        *_times(tree, alone, dense),
+        *_traffic(model.config, sent(tree.loop, args.tokens), longer, fetched, tree.slots),
+        *timed,
     ]
     print(table(lines), end="\n\n")
     energies = np.asarray(tree.traces.energy)[:, 0]
@@ -148,13 +158,13 @@ def _traffic(
         Line(
             "collectives a step",
             f"{tree.operations} {'/'.join(tree.kinds)}",
-            f"{operations} = 2 × {layers} layers",
-            (tree.kinds, tree.operations) == (("all-reduce",), operations),
+            f"{operations} = {layers} layers × 1",
+            (tree.kinds, tree.operations) == (("all-gather",), operations),
         ),
         Line(
             "bytes handed to them",
             f"{tree.bytes:,}",
-            f"{size:,} = {layers} layers × B·T·N·(H + 2) × 4",
+            f"{size:,} = {layers} layers × B·T·N·(H + 1) × 4",
             tree.bytes == size,
         ),
         Line(
@@ -164,7 +174,7 @@ def _traffic(
             longer[:3] == tree[:3],
         ),
         Line(
-            "peak memory of a step, on each device",
+            "peak memory of decoding, on each device",
             f"{tree.peak / 2**20:.2f} MiB",
             f"{fetched.peak / 2**20:.2f} MiB if keys and values were gathered,",
         ),
@@ -172,17 +182,34 @@ def _traffic(
     ]
 
 
-def _times(tree: Decoded, alone: Decoded, dense: Decoded) -> list[Line]:
-    def median(decoded: Decoded) -> str:
-        return f"{1e3 * np.median(decoded.seconds):.1f} ms"
-
-    def prefill(decoded: Decoded) -> str:
-        return f"{decoded.prefill_seconds:.1f} s"
-
-    compared = "{} on one device, {} with jax.nn's attention"
+def _durations(tree: Decoded, alone: Decoded, dense: Decoded) -> list[Line]:
+    runs = {"tree": tree, "alone": alone, "dense": dense}
+    took = medians({name: Run(decoded, decoded.loop) for name, decoded in runs.items()})
+    step = {name: f"{1e3 * seconds:.1f} ms" for name, seconds in took.items()}
+    prompt = {name: f"{decoded.prefill_seconds:.1f} s" for name, decoded in runs.items()}
+    compared = "{alone} on one device, {dense} with jax.nn's attention"
     simulated = [Line("", "", "(simulated devices share the cores: this is no speed-up)")]
     return [
-        Line("time a byte, median", median(tree), compared.format(median(alone), median(dense))),
-        Line("time for the prompt", prefill(tree), compared.format(prefill(alone), prefill(dense))),
+        Line("time a byte, in one loop, median", step["tree"], compared.format(**step)),
+        Line("time for the prompt", prompt["tree"], compared.format(**prompt)),
         *(simulated if jax.default_backend() == "cpu" else []),
+    ]
+
+
+def _differences(took: Parts) -> list[Line]:
+    def ms(seconds: float) -> str:
+        return f"{1e3 * seconds:.2f} ms"
+
+    return [
+        Line("a byte's difference from one device:", ""),
+        Line("  the merges", ms(took.merging), "a step less one in which nothing is merged"),
+        Line(
+            "  attention to eight parts",
+            ms(took.attending),
+            "each device to its own, less all by one",
+        ),
+        Line("  the rest of the model", ms(took.repeating), "by every device, less by one"),
+        Line(
+            "a call for each byte adds", ms(took.calling), f"{ms(took.calling_one)} on one device"
+        ),
     ]

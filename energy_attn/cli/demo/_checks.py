@@ -73,8 +73,8 @@ def errors(trace: Trace, held: Held, first: int) -> Errors:
 def expected(config: LlamaConfig, batch: int = 1, time: int = 1) -> tuple[int, int]:
     """The number of collectives of tree reduction in a step, and their bytes, on one device.
 
-    Each layer has one maximum of the energies, `B T N`, and one sum of numerators and denominators,
-    `B T N (H + 1)`, in float32.
+    Each layer has one gather of states, `B T N (H + 1)` numbers in float32, which `merge="auto"` chooses for
+    a few rows on the devices of one process.
     """
     layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.head_dim
-    return 2 * layers, layers * batch * time * heads * (width + 2) * 4
+    return layers, layers * batch * time * heads * (width + 1) * 4

@@ -1,4 +1,4 @@
-"""Decoding by a step that is compiled ahead of time, so that its communication can be counted."""
+"""Decoding in one program, a loop over bytes, compiled ahead of time so that its communication can be counted."""
 
 import time
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -19,7 +20,6 @@ from ...models.decoder._read import read_on
 
 _CHUNK = 512  # bytes of the prompt read at a time
 _TEMPERATURE, _SEED = 0.5, 0  # of the draws: greedy text soon repeats itself
-Step = Callable[[Llama, Array, LlamaCache], tuple[Array, LlamaCache, Trace]]
 
 
 class Held(NamedTuple):
@@ -35,25 +35,28 @@ class Decoded(NamedTuple):
 
     Attributes:
         tokens: int `[count]`, the decoded bytes.
-        seconds: `[count]`, the time of each step.
         prefill_seconds: the time for the prompt, without compilation.
         traces: query, output and energy of each layer and step, on the host.
         held: the content of the cache after the last step, on the host.
-        slots: number of slots of the cache.
-        step: the compiled step.
+        start: the model, the first byte and the cache behind the prompt, from which the loop decodes.
+        loop: the compiled loop, which consumes the cache that it is given.
     """
 
     tokens: np.ndarray
-    seconds: np.ndarray
     prefill_seconds: float
     traces: Trace
     held: Held
-    slots: int
-    step: jax.stages.Compiled
+    start: tuple[Llama, Array, LlamaCache]
+    loop: jax.stages.Compiled
+
+    @property
+    def slots(self) -> int:
+        """The number of slots of the cache."""
+        return self.start[2].capacity
 
 
 class Sent(NamedTuple):
-    """The communication of a compiled step and its peak memory, on one device."""
+    """The communication of a step of a compiled loop, and the loop's peak memory, on one device."""
 
     kinds: tuple[str, ...]
     operations: int
@@ -78,15 +81,41 @@ def gathered(query: Array, key: Array, value: Array, **options: Any) -> Any:
     return attention(query, key, value, **options)
 
 
-def step_of(attend: Callable[..., Any]) -> Step:
-    """A step: reads a token `[B, 1]` and draws the next one."""
+def unmerged(query: Array, key: Array, value: Array, **options: Any) -> Any:
+    """Attention of each device to its own keys alone, whose states nothing merges: only to be timed."""
+    parallel, options["parallel"] = options["parallel"], None
+    names = "query_positions", "key_positions"
+    queries, keys = (options.pop(name) for name in names)
 
-    def step(model: Llama, token: Array, cache: LlamaCache) -> tuple[Array, LlamaCache, Trace]:
+    def here(query: Array, key: Array, value: Array, *positions: Array) -> Any:
+        return attention(query, key, value, **options, **dict(zip(names, positions, strict=True)))
+
+    split = P(None, parallel.axes)
+    specs = P(), split, split, P(), split
+    alone = jax.shard_map(here, in_specs=specs, out_specs=P(), check_vma=False)
+    return alone(query, key, value, queries, keys)
+
+
+def absent(query: Array, key: Array, value: Array, **options: Any) -> Any:
+    """No attention: the query itself. Only to be timed."""
+    return query, query[..., 0]
+
+
+def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Decodes `count` bytes, the first of which is given; also traces, and the cache with the bytes."""
+
+    def loop(model: Llama, first: Array, cache: LlamaCache) -> tuple[Array, Trace, LlamaCache]:
         one = jnp.ones(1, jnp.int32)
-        x, after, trace = read_on(model, token, cache, one, attend)
-        return _drawn(model.logits(x), after), after, trace
 
-    return step
+        def step(carry: tuple[Array, LlamaCache], _: None) -> tuple[Any, tuple[Array, Trace]]:
+            token, cache = carry
+            x, after, trace = read_on(model, token, cache, one, attend)
+            return (_drawn(model.logits(x), after), after), (token[0, 0], trace)
+
+        (_, cache), (tokens, traces) = lax.scan(step, (first, cache), None, length=count)
+        return tokens, traces, cache
+
+    return loop
 
 
 def _drawn(logits: Array, cache: LlamaCache) -> Array:
@@ -95,13 +124,17 @@ def _drawn(logits: Array, cache: LlamaCache) -> Array:
     return jax.random.categorical(key, logits / _TEMPERATURE).astype(jnp.int32)
 
 
-def compile_step(
-    model: Llama, slots: int, parallel: SequenceParallel | None, attend: Callable[..., Any]
+def compile_loop(
+    model: Llama,
+    slots: int,
+    count: int,
+    parallel: SequenceParallel | None,
+    attend: Callable[..., Any],
 ) -> jax.stages.Compiled:
-    """The compiled step for a cache of `slots`, which is donated."""
+    """The compiled loop of `count` bytes for a cache of `slots`, which is donated."""
     cache = model.empty_cache(1, slots, parallel=parallel)
-    step = jax.jit(step_of(attend), donate_argnums=2)
-    return step.lower(model, jnp.zeros((1, 1), jnp.int32), cache).compile()
+    loop = jax.jit(_loop(attend, count), donate_argnums=2)
+    return loop.lower(model, jnp.zeros((1, 1), jnp.int32), cache).compile()
 
 
 def decode(
@@ -122,47 +155,40 @@ def decode(
         return _drawn(out.logits, out.cache), out.cache
 
     slots = len(prompt) + count
-    step = compile_step(model, slots, parallel, attend)
+    loop = compile_loop(model, slots, count, parallel, attend)
     cache = model.empty_cache(1, slots, parallel=parallel)
     tokens = jnp.asarray(prompt[None], jnp.int32)
     read = jax.jit(prefill, donate_argnums=2).lower(model, tokens, cache).compile()
 
     began = time.perf_counter()
-    token, cache = jax.block_until_ready(read(model, tokens, cache))
+    first, cache = jax.block_until_ready(read(model, tokens, cache))
     prefill_seconds = time.perf_counter() - began
-    decoded, seconds, traces = [], [], []
-    for _ in range(count):
-        decoded.append(int(token[0, 0]))
-        began = time.perf_counter()
-        token, cache, trace = jax.block_until_ready(step(model, token, cache))
-        seconds.append(time.perf_counter() - began)
-        traces.append(jax.tree.map(np.asarray, trace))
-    joined = jax.tree.map(lambda *steps: np.concatenate(steps, axis=2), *traces)
+    decoded, traces, after = loop(model, first, copied(cache))
+    steps = jax.tree.map(lambda x: np.moveaxis(np.asarray(x)[:, :, :, 0], 0, 2), traces)
     key, value = (
-        np.stack([np.asarray(getattr(layer, name)[0]) for layer in cache.layers])
+        np.stack([np.asarray(getattr(layer, name)[0]) for layer in after.layers])
         for name in ("key", "value")
     )
-    held = Held(key, value, np.asarray(cache.layers[0].positions[0]))
-    return Decoded(
-        np.array(decoded, np.uint8),
-        np.array(seconds),
-        prefill_seconds,
-        joined,
-        held,
-        cache.capacity,
-        step,
-    )
+    held = Held(key, value, np.asarray(after.layers[0].positions[0]))
+    text = np.asarray(decoded).astype(np.uint8)
+    return Decoded(text, prefill_seconds, steps, held, (model, first, cache), loop)
 
 
-def sent(step: jax.stages.Compiled) -> Sent:
-    """Counts the collectives of a compiled step, their bytes, and its peak memory."""
-    found = collectives(step)
-    memory: Any = step.memory_analysis()
+@jax.jit
+def copied(cache: LlamaCache) -> LlamaCache:
+    """A copy, for a loop to consume."""
+    return jax.tree.map(jnp.copy, cache)
+
+
+def sent(loop: jax.stages.Compiled, count: int) -> Sent:
+    """Counts the collectives of a step of a compiled loop of `count` bytes, their bytes, and the peak memory."""
+    found = collectives(loop)
+    memory: Any = loop.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
     peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
     return Sent(
         tuple(sorted({c.kind for c in found})),
-        sum(c.count or 0 for c in found),
-        sum(c.bytes * (c.count or 0) for c in found),
+        sum(c.count or 0 for c in found) // count,
+        sum(c.bytes * (c.count or 0) for c in found) // count,
         peak,
     )

@@ -18,11 +18,12 @@ from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows
 from .._common import result_like
+from .._ranges import tile_ranges, visibility_of
 from .._rows import BlockList, Visibility
 from .._score import score_cotangents, score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles
-from ._plan import Plan, tile_ranges, visibility_of
+from ._plan import Plan
 from ._score import TileScores, sums_like
 
 
@@ -49,7 +50,7 @@ def backward(
         count = plan.key_tiles if of_keys else plan.row_tiles
         sums = Numbers() if of_keys else sums_like(plan, numbers, query)
         parts, sums = pl.pallas_call(
-            functools.partial(kernel, plan),
+            functools.partial(kernel, plan, tiles.exp2_of(interpret=interpret)),
             grid=(count * plan.kv_heads * plan.batch * plan.splits,),
             out_shape=(
                 [
@@ -75,6 +76,7 @@ def backward(
 
 def _query_kernel(
     plan: Plan,
+    exp2: tiles.Exp2,
     query_ref: Ref,
     key_ref: Ref,
     value_ref: Ref,
@@ -99,12 +101,12 @@ def _query_kernel(
     def step(tile: Array, carry: tuple[Array, Numbers], masked: bool) -> tuple[Array, Numbers]:
         sums, of_score = carry
         key = tiles.load_keys(plan, key_ref, at, tile, plan.width, not masked)
-        scores, pull = score.pull(tiles.product(query, key, 1, 1), own, tile)
+        scores, unit, pull = score.pull(tiles.product(query, key, 1, 1), own, tile)
         seen = None
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
-        weights = jnp.exp2(scores - lse[:, None])
+        weights = exp2(scores, unit, lse[:, None])
         value = tiles.load_keys(plan, value_ref, at, tile, plan.value_width, not masked)
         if masked:
             key, value = tiles.zero_hidden(plan, visibility, at, tile, key, value)
@@ -122,6 +124,7 @@ def _query_kernel(
 
 def _key_kernel(
     plan: Plan,
+    exp2: tiles.Exp2,
     query_ref: Ref,
     key_ref: Ref,
     value_ref: Ref,
@@ -145,12 +148,14 @@ def _key_kernel(
         rows = tiles.rows(plan, tile, at.kv_head)
         query = tiles.load_rows(query_ref, at, rows, plan.width)
         # keys in front, so that sums over rows are plain products
-        scores, pull = score.pull(tiles.product(key, query, 1, 1), score.of_rows(rows), at.tile)
+        product = tiles.product(key, query, 1, 1)
+        scores, unit, pull = score.pull(product, score.of_rows(rows), at.tile)
         seen = None
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, at.tile, keys_first=True)
             scores = jnp.where(seen, scores, -jnp.inf)
-        weights = jnp.exp2(scores - tiles.load_numbers(lse_ref, at, rows, jnp.inf)[None, :])
+        lse = tiles.load_numbers(lse_ref, at, rows, jnp.inf)
+        weights = exp2(scores, unit, lse[None, :])
         d_out = tiles.load_rows(out_ref, at, rows, plan.value_width)
         d_value += tiles.product(weights.astype(d_out.dtype), d_out, 1, 0)
         delta = tiles.load_numbers(delta_ref, at, rows, 0.0)

@@ -15,12 +15,14 @@ from jaxtyping import Array
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, fold
 from .._common import result_like
+from .._ranges import tile_ranges, visibility_of
 from .._rows import BlockList, Visibility
 from .._score import score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles
-from ._plan import LEAST, Plan, tile_ranges, visibility_of
+from ._plan import Plan
 from ._score import TileScores
+from ._sizes import LEAST
 
 # The terms that one program of the merge adds: each of its threads loads 32 at once.
 TERMS = 4096
@@ -33,7 +35,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     wide = out_dtype(operands, plan.settings) if plan.splits == 1 else jnp.float32
     shape = (plan.splits, *query.shape[:-1])
     parts = pl.pallas_call(
-        functools.partial(_kernel, plan),
+        functools.partial(_kernel, plan, tiles.exp2_of(interpret=interpret)),
         grid=(plan.row_tiles * plan.kv_heads * plan.batch * plan.splits,),
         out_shape=[
             result_like(query, (*shape, plan.value_width), wide),
@@ -54,6 +56,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
 
 def _kernel(
     plan: Plan,
+    exp2: tiles.Exp2,
     query_ref: Ref,
     key_ref: Ref,
     value_ref: Ref,
@@ -72,14 +75,14 @@ def _kernel(
     def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         maximum, total, sums = carry
         key = tiles.load_keys(plan, key_ref, at, tile, plan.width, not masked)
-        scores = score.scores(tiles.product(query, key, 1, 1), own, tile)
+        scores, unit = score.scores(tiles.product(query, key, 1, 1), own, tile)
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
-        new = jnp.maximum(maximum, scores.max(1))
+        new = jnp.maximum(maximum, scores.max(1) * unit)
         shift = jnp.where(new > -jnp.inf, new, 0.0) if masked else new
-        weights = jnp.exp2(scores - shift[:, None])
-        decay = jnp.exp2(maximum - shift)
+        weights = exp2(scores, unit, shift[:, None])
+        decay = exp2(maximum, 1.0, shift)
         value = tiles.load_keys(plan, value_ref, at, tile, plan.value_width, not masked)
         if masked:
             (value,) = tiles.zero_hidden(plan, visibility, at, tile, value)
@@ -93,6 +96,8 @@ def _kernel(
     )
     over = tiles.tile_range(plan, found, at, of_keys=False)
     maximum, total, sums = tiles.loop_over(plan, over, at, step, start)
+    # beside a score that overflows, fused products of finite ones would be no weights, not NaN
+    total = jnp.where(maximum < jnp.inf, total, jnp.nan)
     absent = tiles.absent_rows(visibility, at, rows)
     if absent is not None:
         total = jnp.where(absent, 0.0, total)
@@ -107,7 +112,11 @@ def _kernel(
 def _merged(
     parts: AttentionState, query: Array, dtype: jnp.dtype, *, interpret: bool
 ) -> AttentionState:
-    """The merge, in one kernel, of the states of programs that split the keys."""
+    """The merge, in one kernel, of the states of programs that split the keys.
+
+    The last of these programs could do it, known by an atomic counter; but XLA has no memory that keeps its
+    value between calls, so that zeroing the counter is a launch as well.
+    """
     splits, *shape, width = parts.out.shape
     flat = [x.reshape(splits, -1, *x.shape[4:]) for x in parts]
     rows = flat[1].shape[1]

@@ -2,17 +2,18 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 
+from ..._checks import received
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import Operands, Settings
 from ...call._state import AttentionState
+from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ._plan import Plan, make_plan
-
-_DTYPES = ("float16", "bfloat16", "float32")
+from ._sizes import DTYPES, GPUPlan, Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +23,25 @@ class PallasGPU(AbstractKernel):
     Forward, backward and tangent with masks by position, segment and rule. Keys and values are read in place, never
     copied. Programs skip tiles that their rows cannot see, and mask only tiles that need it.
 
-    `plan` replaces `make_plan`, for other tiles.
+    Attributes:
+        plan: the tiles of its kernels; None: those of the file that the environment variable
+            `ENERGY_ATTN_GPU_PLAN` names, if it names one. What a plan does not say is chosen by shapes.
+
+    Raises:
+        TypeError: `plan` is no `GPUPlan`.
+
+    Source: FlashAttention-2 (arXiv 2307.08691), and Flash-Decoding for the split of keys.
+
+    Examples:
+        >>> import jax
+        >>> from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU, local_attention
+        >>> kernel = PallasGPU(GPUPlan((GPUTiles("forward", rows=16, keys=32, stages=4),)))
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 5, 2, 16))
+        >>> local_attention(q, k, v, implementation=kernel).out.shape
+        (1, 5, 2, 16)
     """
 
-    plan: Callable[[Operands, Settings, str], Plan] | None = None
+    plan: GPUPlan | None = None
 
     name = "pallas_gpu"
     platforms = ("cuda",)
@@ -34,13 +50,19 @@ class PallasGPU(AbstractKernel):
     masks = (AbstractMask,)
     scores = True
 
+    def __post_init__(self) -> None:
+        if not (self.plan is None or isinstance(self.plan, GPUPlan)):
+            raise TypeError(f"plan: wanted a GPUPlan or None, got {received(self.plan)}")
+
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float64 and empty axes; for widths
         whose tiles do not fit on the chip; for rules that look into a table by query and key, or
         compute with them what tiles do not; for scores of other functions or larger tables than
-        tiles compute, and a source beside a score; and for versions of JAX without Pallas on Triton.
+        tiles compute, and a source beside a score; for GPUs older than compute capability 8.0, which
+        XLA's Triton does not compile for; and for versions of JAX without Pallas on Triton.
         """
-        check_operands(operands, _DTYPES, ("bias", "mask"))
+        check_capability(self.name, (8, 0))
+        check_operands(operands, DTYPES, ("bias", "mask"))
         for kind in ("forward", "query", "key"):
             self._plan(operands, settings, kind)
         try:
@@ -100,8 +122,10 @@ class PallasGPU(AbstractKernel):
         with _target(platform):
             return tangent(operands, found, state, directions, interpret=platform != "cuda")
 
-    def _plan(self, operands: Operands, settings: Settings, kind: str) -> Plan:
-        return (self.plan or make_plan)(operands, settings, kind)
+    def _plan(self, operands: Operands, settings: Settings, kind: Kind) -> Plan:
+        if self.plan is None:
+            return make_plan(operands, settings, kind)
+        return make_plan(operands, settings, kind, self.plan)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from .._common import result_like
 from .._rows import Visibility
 from .._score_program import Numbers, ScoreProgram
 from . import _tile as tiles
-from ._plan import Plan, power
+from ._plan import Plan
+from ._sizes import power
 
 # Where a tile may see; None: everywhere.
 Seen = Array | None
@@ -28,7 +29,7 @@ class OfRows(NamedTuple):
 
 
 class TileScores:
-    """The scores of a program's tiles, in bits; `[keys, rows]` if `keys_first`."""
+    """The scores of a program's tiles; `[keys, rows]` if `keys_first`."""
 
     def __init__(
         self,
@@ -60,23 +61,27 @@ class TileScores:
 
         return Numbers(read(given.floats), (), read(given.fixed))
 
-    def scores(self, product: Array, own: OfRows | None, tile: Array) -> Array:
-        """The scores of a tile of keys, or those of a tile of rows."""
+    def scores(self, product: Array, own: OfRows | None, tile: Array) -> tuple[Array, float]:
+        """The scores of a tile of keys, or those of a tile of rows, and how many bits their unit is.
+
+        Bits are positive, so that the largest score has most of them.
+        """
+        scale = self._plan.settings.scale
         if own is None or self._plan.score is None:
-            return product * (self._plan.settings.scale * tiles.LOG2_E)
+            return (product, scale * tiles.LOG2_E) if scale > 0 else (product * scale, tiles.LOG2_E)
         places, numbers, _ = self._read(own, tile, product.shape)
-        found = self._plan.score.score(product * self._plan.settings.scale, places, numbers)
-        return found * tiles.LOG2_E
+        return self._plan.score.score(product * scale, places, numbers), tiles.LOG2_E
 
     def pull(
         self, product: Array, own: OfRows | None, tile: Array
-    ) -> tuple[Array, Callable[[Array, Seen], tuple[Array, Numbers]]]:
-        """The scores, and what takes their cotangents to those of scaled products and to `no_sums`.
+    ) -> tuple[Array, float, Callable[[Array, Seen], tuple[Array, Numbers]]]:
+        """`scores`, and what takes their cotangents to those of scaled products and to `no_sums`.
 
         The latter are empty if keys come first.
         """
         if own is None or self._plan.score is None:
-            return self.scores(product, own, tile), lambda cotangent, seen: (cotangent, Numbers())
+            found = self.scores(product, own, tile)
+            return *found, lambda cotangent, seen: (cotangent, Numbers())
         places, numbers, indices = self._read(own, tile, product.shape)
         raw = product * self._plan.settings.scale
         found, pullback = self._plan.score.pull(raw, places, numbers)
@@ -88,7 +93,7 @@ class TileScores:
             tables = map(_by_entry, entries, indices, self._sizes)
             return to_raw, Numbers(tuple(x.sum(1) for x in floats), tuple(tables))
 
-        return found * tiles.LOG2_E, back
+        return found, tiles.LOG2_E, back
 
     def along(
         self,

@@ -16,11 +16,12 @@ from jaxtyping import Array
 from ...call._operands import Operands
 from ...call._state import AttentionState, holds_keys
 from .._common import moving_arrays, result_like
+from .._ranges import tile_ranges, visibility_of
 from .._rows import BlockList, Visibility
 from .._score import score_directions, score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles
-from ._plan import Plan, tile_ranges, visibility_of
+from ._plan import Plan
 from ._score import TileScores
 
 
@@ -36,7 +37,7 @@ def tangent(
     query, key, value = operands[:3]
     given = visibility_of(operands, plan)
     parts = pl.pallas_call(
-        functools.partial(_kernel, plan),
+        functools.partial(_kernel, plan, tiles.exp2_of(interpret=interpret)),
         grid=(plan.row_tiles * plan.kv_heads * plan.batch * plan.splits,),
         out_shape=[
             result_like(
@@ -60,6 +61,7 @@ def tangent(
 
 def _kernel(
     plan: Plan,
+    exp2: tiles.Exp2,
     query_ref: Ref,
     key_ref: Ref,
     value_ref: Ref,
@@ -98,11 +100,11 @@ def _kernel(
 
         key = keys(key_ref, plan.width)
         product = tiles.product(query, key, 1, 1)
-        scores, seen = score.scores(product, own, tile), None
+        (scores, unit), seen = score.scores(product, own, tile), None
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
-        weights = jnp.exp2(scores - shift[:, None])
+        weights = exp2(scores, unit, shift[:, None])
         d_scores = []
         if d_query is not None:
             d_scores.append(tiles.product(d_query, key, 1, 1))

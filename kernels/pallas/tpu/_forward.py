@@ -7,6 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Ref
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
@@ -25,6 +27,8 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
     """The state of a call, by the layout of its forward pass."""
     settings = at.settings
     query, key, value = operands[:3]
+    if settings.part:  # else XLA copies the whole array in front of a loop over its parts
+        query = with_layout_constraint(query, ArrayLayout((0, 1, 2, 3)))
     batch = query.shape[0]
     visibility = block_visibility(operands, at)
     grid = Grid(at, batch)

@@ -1,0 +1,265 @@
+"""Attention over keys of all devices that come in turn, some at a time; its tangent and its backward."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import (
+    AbstractDerivative,
+    AbstractFunction,
+    Arriving,
+    Candidate,
+    Operands,
+    Settings,
+    attend_onto,
+    backward_onto,
+    beside,
+    cast_like,
+    cotangents,
+    empty_like,
+    function_call,
+    keep_moved,
+    tangent_along,
+    tangent_of,
+    tangent_sums,
+    wanting,
+    with_wide_out,
+)
+
+from ..spec._arguments import Axes, rounded
+from ._hops import whole
+
+Names = tuple[Candidate, ...]
+Tree = TypeVar("Tree")
+Found = TypeVar("Found")
+
+
+class Keys(NamedTuple):
+    """Keys and values, their directions or their gradients; None for what does not move."""
+
+    key: Array | None
+    value: Array | None
+
+
+class Gradients(NamedTuple):
+    """Gradients of the keys of a turn, and of what stays."""
+
+    keys: Keys
+    query: Array | None
+    bias: Array | None
+    score_arrays: tuple[Array | None, ...]
+
+
+# The keys of a turn, the gradients so far, the turn's number, and what arrives meanwhile; then that,
+# and the gradients of these keys, and of what stays so far.
+Visit = Callable[[Any, Gradients | None, int | Array, Arriving], tuple[Arriving, Gradients]]
+
+
+class AbstractTurns(abc.ABC):
+    """Which keys are here in which turn, and how the next ones come; a frozen dataclass, static.
+
+    Attributes:
+        axes: the mesh axes over which keys are sharded.
+        size: how many keys each device has.
+    """
+
+    axes: Axes
+    size: int
+
+    @property
+    @abc.abstractmethod
+    def count(self) -> int:
+        """How many turns there are."""
+
+    @abc.abstractmethod
+    def first(self, own: Tree) -> Tree:
+        """What is here in turn 0 of arrays `[B, S, ...]`, of which each device has its `own`."""
+
+    @abc.abstractmethod
+    def following(self, here: Tree, own: Tree, turn: int | Array) -> Tree:
+        """What comes for the turn after this one."""
+
+    @abc.abstractmethod
+    def joined(self, here: Tree) -> Tree:
+        """The arrays of a turn, from the form in which they come."""
+
+    @abc.abstractmethod
+    def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
+        """What of an array of all keys belongs to those of a turn, unless it is broadcast along them."""
+
+    @abc.abstractmethod
+    def uncut(self, found: Array, like: Array, axis: int, turn: int | Array) -> Array:
+        """An array of all keys that is zero but for those of a turn."""
+
+    @abc.abstractmethod
+    def backward(self, visit: Visit, own: Keys) -> Gradients:
+        """The sum of all turns' gradients, those of keys on the devices that have them."""
+
+
+def attend_in_turn(
+    names: Names, settings: Settings, turns: AbstractTurns, operands: Operands
+) -> AttentionState:
+    """The state of this device's queries; operands vary over the axes. Raises as `attend` does.
+
+    Positions and segments of keys are those of all devices, or of this one: then they are gathered.
+    """
+    positions, segments = operands.key_positions, operands.key_segments
+    operands = operands._replace(
+        key_positions=whole(positions, turns.size, turns.axes),
+        key_segments=whole(segments, turns.size, turns.axes),
+    )
+    if names == ("reference",):
+        return _attend(names, settings, turns, operands)
+    return function_call(_InTurn(names, settings, turns), operands)
+
+
+def added(a: Tree, b: Tree) -> Tree:
+    """The sum of two trees."""
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _own(operands: Operands) -> Keys:
+    return Keys(operands.key, operands.value)
+
+
+def _with_keys(operands: Operands, keys: Any, turns: AbstractTurns, turn: int | Array) -> Operands:
+    """The operands of one turn: the keys that are here, and their part of what is of all keys."""
+    keys = turns.joined(keys)
+    assert keys.key is not None and keys.value is not None
+    return operands._replace(
+        key=keys.key,
+        value=keys.value,
+        bias=turns.cut(operands.bias, 3, turn),
+        mask=turns.cut(operands.mask, 3, turn),
+        key_positions=turns.cut(operands.key_positions, 1, turn),
+        key_segments=turns.cut(operands.key_segments, 1, turn),
+    )
+
+
+def _fold(
+    visit: Callable[[Found, Tree, int | Array, Tree | None], tuple[Found, Any]],
+    start: Found,
+    own: Tree,
+    turns: AbstractTurns,
+) -> Found:
+    """`visit(found, here, turn, arriving)` of all turns.
+
+    It also returns what is `arriving` meanwhile: the next ones, or None in the last turn.
+    """
+
+    def step(carry: tuple[Found, Tree], turn: Array) -> Any:
+        found, here = carry
+        return visit(found, here, turn, turns.following(here, own, turn)), None
+
+    carry, last = (start, turns.first(own)), turns.count - 1
+    if last > 0:
+        carry, _ = lax.scan(step, carry, jnp.arange(last, dtype=jnp.int32))
+    return visit(*carry, last, None)[0]
+
+
+def _attend(
+    names: Names, settings: Settings, turns: AbstractTurns, operands: Operands
+) -> AttentionState:
+    wide = with_wide_out(settings)
+
+    def visit(
+        state: AttentionState, keys: Tree, turn: int | Array, arriving: Tree | None
+    ) -> tuple[AttentionState, Tree | None]:
+        here = _with_keys(operands, keys, turns, turn)
+        return attend_onto(state, names, wide, here, arriving)
+
+    found = _fold(visit, empty_like(wide, operands), _own(operands), turns)
+    return rounded(found, operands, settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class _InTurn(AbstractFunction):
+    """The state of this device's queries, with a derivative that goes through all turns again."""
+
+    names: Names
+    settings: Settings
+    turns: AbstractTurns
+
+    def apply(self, args: Operands) -> AttentionState:
+        return _attend(self.names, self.settings, self.turns, args)
+
+    def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
+        state: AttentionState = function_call(self, primals)
+        derivative = _OfTurns(self.settings, self.turns)
+        return state, tangent_along(derivative, primals, state, tangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfTurns(AbstractDerivative):
+    """The derivative, in either mode through all turns again.
+
+    Where it is differentiated a turn is computed again, so that keys are kept and no scores.
+    """
+
+    settings: Settings
+    turns: AbstractTurns
+
+    def tangent(
+        self, operands: Operands, state: AttentionState, directions: Operands
+    ) -> AttentionState:
+        turns = self.turns
+
+        @jax.checkpoint
+        def visit(
+            sums: AttentionState, here: Tree, turn: int | Array, arriving: Tree | None
+        ) -> tuple[AttentionState, Tree | None]:
+            keys, changes = cast("tuple[Keys, Keys]", turns.joined(here))
+            bias = turns.cut(directions.bias, 3, turn)
+            along = cotangents(directions.query, *changes, bias, directions.score_arrays)
+            given = _with_keys(operands, keys, turns, turn)
+            found = tangent_sums(given, self.settings, state.lse, along)
+            found, arriving = beside(found, arriving)
+            return added(sums, found), arriving
+
+        zero = jax.tree.map(lambda x: lax.full_like(x, 0.0, dtype=state.lse.dtype), state)
+        own = _own(operands), Keys(directions.key, directions.value)
+        return tangent_of(state, _fold(visit, zero, own, turns))
+
+    def backward(
+        self,
+        operands: Operands,
+        state: AttentionState,
+        cotangent: AttentionState,
+        moved: Operands,
+    ) -> Operands:
+        settings, turns = wanting(self.settings, moved), self.turns
+
+        @jax.checkpoint
+        def once(
+            keys: Any, staying: Gradients | None, turn: int | Array, arriving: Arriving
+        ) -> tuple[Arriving, Gradients]:
+            here = _with_keys(operands, keys, turns, turn)
+            d_query = None if staying is None else staying.query
+            found, arriving = backward_onto(d_query, here, settings, state, cotangent, arriving)
+            query, key, value, bias, *_ = found = keep_moved(found, moved)
+            if bias is not None and operands.bias is not None:
+                bias = turns.uncut(bias, operands.bias, 3, turn)
+            others = bias, found.score_arrays
+            if staying is not None:
+                others = added(others, (staying.bias, staying.score_arrays))
+            return arriving, Gradients(Keys(key, value), query, *others)
+
+        def visit(
+            keys: Any, so_far: Gradients | None, turn: int | Array, arriving: Arriving
+        ) -> tuple[Arriving, Gradients]:
+            staying = None if so_far is None else so_far._replace(keys=Keys(None, None))
+            return once(keys, staying, turn, arriving)
+
+        found = turns.backward(visit, _own(operands))
+        given = cotangents(found.query, *found.keys, found.bias, found.score_arrays)
+        return cast_like(given, operands)
+
+    def plain(self) -> AbstractDerivative:
+        return self

@@ -1,0 +1,222 @@
+"""The suite `network`: launch, latency and bandwidth of each axis of the mesh at hand, fitted to collectives."""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.optimize
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from energy_attn.distributed import cost, initialize, make_mesh
+from energy_attn.distributed.internal import Kind, seconds
+
+from ._measure import machine
+
+# Payloads of a device, in bytes, and how many collectives one program has, each waiting for the last.
+SIZES = {4096: 8, 1 << 18: 2, 1 << 22: 2}
+# A collective that takes long is timed fewer times.
+SECONDS, LEAST = 1.0, 3
+
+
+class Timing(NamedTuple):
+    """A collective along one axis: its payload in bytes, and the median seconds of one."""
+
+    axis: str
+    kind: Kind
+    bytes: int
+    seconds: float
+
+
+def _collectives(axis: str, devices: int) -> dict[Kind, Callable[[int, Array], Array]]:
+    """Each kind along an axis: from and to `[1, N]`, or `[devices, N]` of a gather, for the body of a loop."""
+    following = [(i, (i + 1) % devices) for i in range(devices)]
+    return {
+        "collective-permute": lambda _, x: lax.ppermute(x, axis, following),
+        "all-gather": lambda i, x: lax.all_gather(x[i % devices], axis),
+        "all-reduce": lambda _, x: lax.pmean(x, axis),
+        "all-to-all": lambda _, x: lax.all_to_all(
+            x.reshape(devices, -1), axis, 0, 0, tiled=True
+        ).reshape(1, -1),
+    }
+
+
+def measure(mesh: Mesh, repeats: int, shrink: int = 1) -> list[Timing]:
+    """Times small and large collectives along each axis of several devices."""
+    found = []
+    for axis, devices in mesh.shape.items():
+        if devices == 1:
+            continue
+        for kind, collective in _collectives(axis, devices).items():
+            for size, times in SIZES.items():
+                length = -(-size // shrink // (4 * devices)) * devices  # an equal part for each
+                shape = (devices if kind == "all-gather" else 1, length)
+                each = _seconds(mesh, collective, shape, times, repeats)
+                found.append(Timing(axis, kind, 4 * length, each))
+    return found
+
+
+def _seconds(
+    mesh: Mesh,
+    collective: Callable[[int, Array], Array],
+    shape: tuple[int, int],
+    times: int,
+    repeats: int,
+) -> float:
+    """Of one collective of float32 arrays, on the device that waits longest."""
+    everywhere = P(mesh.axis_names)
+
+    def repeated(x: Array) -> Array:
+        return lax.fori_loop(0, times, collective, x)
+
+    run = jax.jit(
+        jax.shard_map(
+            repeated, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+        )
+    )
+    x = jax.make_array_from_callback(
+        (mesh.size * shape[0], shape[1]),
+        NamedSharding(mesh, everywhere),
+        lambda _: np.ones(shape, jnp.float32),
+    )
+    jax.block_until_ready(run(x))  # compiles, and opens connections
+    first = _timed(run, x)
+    # all processes have to run it equally often
+    first = float(multihost_utils.broadcast_one_to_all(np.float32(first)))
+    number = int(np.clip(SECONDS / first, min(LEAST, repeats), repeats))
+    median = statistics.median(_timed(run, x) for _ in range(number)) / times
+    return float(np.max(multihost_utils.process_allgather(np.float32(median))))
+
+
+def _timed(run: Callable[[Array], Array], x: Array) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run(x))
+    return time.perf_counter() - start
+
+
+def fit(timings: Sequence[Timing], axes: Sequence[str], usual: cost.Topology) -> cost.Topology:
+    """The launch and overhead of a topology, and the latencies and bandwidths of its links, closest to timings.
+
+    The model's seconds are linear in them. What is least is the sum of squares of the logarithms of
+    measured over predicted, in which large ones count less, for a machine that others use, too.
+    """
+    unknowns = [_unit(usual, launch=1.0), _unit(usual, overhead=1.0)]
+    for i, link in enumerate(usual.links):
+        if link.devices > 1:
+            unknowns += [_unit(usual, i, latency=1.0), _unit(usual, i, bandwidth=1.0)]
+
+    def predicted(timing: Timing, by: cost.Topology) -> float:
+        place = axes.index(timing.axis)
+        return seconds(cost.Transfer(timing.kind, timing.bytes, (place,)), by)
+
+    matrix = np.array([[predicted(timing, by) for by in unknowns] for timing in timings])
+    taken = np.array([timing.seconds for timing in timings])
+    begin, _ = scipy.optimize.nnls(matrix / taken[:, None], np.ones_like(taken))
+    found = scipy.optimize.least_squares(
+        lambda logarithms: np.log(matrix @ np.exp(logarithms) / taken),
+        np.log(np.maximum(begin, 1e-12)),
+        loss="soft_l1",
+    )
+    launch, overhead, *pairs = (float(f"{x:.4g}") for x in np.exp(found.x))
+    left = iter(pairs)
+    links = [
+        dataclasses.replace(
+            link, latency=next(left), bandwidth=1 / max(next(left), 1e-15), name="measured"
+        )
+        if link.devices > 1
+        else link
+        for link in usual.links
+    ]
+    found_in = f"measured: {usual.name}"
+    return dataclasses.replace(
+        usual, name=found_in, links=tuple(links), launch=launch, overhead=overhead
+    )
+
+
+def _unit(
+    usual: cost.Topology,
+    place: int | None = None,
+    launch: float = 0.0,
+    overhead: float = 0.0,
+    latency: float = 0.0,
+    bandwidth: float = 1e300,
+) -> cost.Topology:
+    """A network in which only one thing takes time: collectives, messages, or the latency or bytes of a link."""
+    links = [dataclasses.replace(x, latency=0.0, bandwidth=1e300) for x in usual.links]
+    if place is not None:
+        links[place] = dataclasses.replace(links[place], latency=latency, bandwidth=bandwidth)
+    return dataclasses.replace(usual, links=tuple(links), launch=launch, overhead=overhead)
+
+
+def named_sizes(text: str) -> dict[str, int]:
+    """The sizes of `node=2,device=4` by name."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {name.strip(): int(size) for name, size in pairs}
+    except ValueError as reason:
+        raise argparse.ArgumentTypeError(f"wanted NAME=SIZE,..., got {text!r}") from reason
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures the mesh at hand, prints what was fitted, and writes `topology.json` from the first process."""
+    initialize()
+    given = args.mesh
+    mesh = make_mesh(tuple(given.values()), tuple(given)) if given else make_mesh()
+    if mesh.size == 1:
+        what = "bench: a network wants two or more devices; see `python -m energy_attn launch`"
+        print(what, file=sys.stderr)
+        return 2
+    timings = measure(mesh, args.repeats, args.shrink)
+    usual = cost.topology_of_mesh(mesh)
+    fitted = fit(timings, mesh.axis_names, usual)
+    rows = []
+    for timing in timings:
+        transfer = cost.Transfer(timing.kind, timing.bytes, (mesh.axis_names.index(timing.axis),))
+        by_fit = seconds(transfer, fitted)
+        rows.append(
+            {
+                **timing._asdict(),
+                "fitted": float(f"{by_fit:.4g}"),
+                "seconds": float(f"{timing.seconds:.4g}"),
+            }
+        )
+    worst = max(max(x["seconds"] / x["fitted"], x["fitted"] / x["seconds"]) for x in rows)
+    if jax.process_index() == 0:
+        _report(args.out, mesh, fitted, rows, worst)
+    return 0
+
+
+def _report(
+    folder: Path, mesh: Mesh, fitted: cost.Topology, rows: list[dict[str, Any]], worst: float
+) -> None:
+    for row in rows:
+        print(
+            f"{row['axis']:10} {row['kind']:18} {row['bytes']:9} B {1e3 * row['seconds']:9.3f} ms, "
+            f"fitted {1e3 * row['fitted']:9.3f}"
+        )
+    print(
+        f"launch {1e6 * fitted.launch:.0f} us, message {1e6 * fitted.overhead:.0f} us; "
+        f"every time within a factor of {worst:.2f} of the fit"
+    )
+    for axis, link in zip(mesh.axis_names, fitted.links, strict=True):
+        if link.devices > 1:
+            print(
+                f"{axis}: {link.devices} devices, latency {1e6 * link.latency:.0f} us, "
+                f"{link.bandwidth / 1e9:.3g} GB/s"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "topology.json"
+    measured = {"machine": machine(), "worst_factor": round(worst, 2), "times": rows}
+    cost.save_topology(path, fitted, mesh.axis_names, measured=measured)
+    print(f"wrote {path}; `auto` reads it where ENERGY_ATTN_TOPOLOGY={path}")

@@ -1,0 +1,107 @@
+"""The suite `tune`: which tiles of `pallas_gpu` are fastest on the GPU at hand, kernel by kernel, in a file."""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from energy_attn.kernels import GPUPlan, GPUTiles, save_gpu_plan
+from energy_attn.kernels.internal import platform_here
+
+from .._tiles import OURS, TOLERANCE, Call, calls, cores_here, difference, program, trial_calls
+from ._measure import machine, measure
+
+LEAST_GAIN = 1.03  # how much faster tiles must be to be kept: less is noise
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures each call by all tiles, prints the winners, and writes `gpu_plan.json`.
+
+    Returns 0, or 2 where there is no GPU of NVIDIA's and no dry run is asked for.
+    """
+    here = platform_here()
+    if here != "cuda" and not args.dry_run:
+        print(
+            f"bench: the suite tune measures a GPU of NVIDIA's, got {here}; --dry-run interprets short sequences",
+            file=sys.stderr,
+        )
+        return 2
+    chosen, rows = [], []
+    for call in trial_calls() if args.dry_run else calls(args.shrink):
+        best, row = tune(call, "bfloat16" if here == "cuda" else "float32", args.repeats)
+        rows.append(row)
+        print(_line(row), flush=True)
+        if best is not None:
+            chosen.append(best)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "gpu_plan.json"
+    measured = {"machine": machine(), "times": rows, "dry_run": args.dry_run}
+    save_gpu_plan(path, GPUPlan(tuple(chosen)), measured=measured)
+    print(f"wrote {path}; `pallas_gpu` has its tiles where ENERGY_ATTN_GPU_PLAN={path}")
+    return 0
+
+
+def tune(call: Call, dtype: str, repeats: int) -> tuple[GPUTiles | None, dict[str, Any]]:
+    """The tiles that are fastest for a call, None if those that it has are; and all times.
+
+    Tiles whose results differ from those of the library's own are not kept, however fast.
+    """
+    device = jax.devices()[0]
+    arrays = call.arrays(dtype)
+    found: dict[str, Callable[[], Any]] = {OURS: _side(call, arrays, None)}
+    wanted = found[OURS]()
+    tiles, absent = call.tiles(cores_here()), {}
+    for name, given in tiles.items():
+        side = _side(call, arrays, given)
+        try:
+            differs = difference(side(), wanted)
+        except Exception as reason:  # the kernel declines them, or a compiler fails: a result
+            absent[name] = f"{type(reason).__name__}: {reason}".splitlines()[0][:200]
+            continue
+        if differs <= TOLERANCE:
+            found[name] = side
+        else:
+            absent[name] = f"differs by {differs:.2g} of the largest entry"
+    seconds = {name: statistics.median(x) for name, x in measure(found, repeats).items()}
+    best = min(seconds, key=lambda name: seconds[name])
+    gain = seconds[OURS] / seconds[best]
+    row = {
+        "call": call.label,
+        "sizes": call._asdict() | {"candidates": len(call.candidates)},
+        "dtype": dtype,
+        "seconds": {name: float(f"{x:.4g}") for name, x in seconds.items()},
+        "best": best,
+        "times_faster": round(gain, 3),
+        "absent": absent,
+    }
+    if best == OURS or gain < LEAST_GAIN:
+        return None, row
+    kept = dataclasses.replace(
+        tiles[best],
+        device=device.device_kind,
+        dtype=dtype,
+        width=call.width,
+        value_width=call.width,
+        call_rows=call.call_rows,
+        score=False,
+    )
+    return kept, row
+
+
+def _side(call: Call, arrays: list[Array], tiles: GPUTiles | None) -> Callable[[], Any]:
+    run = jax.jit(program(call, tiles))
+    return lambda: run(*arrays)
+
+
+def _line(row: dict[str, Any]) -> str:
+    times, best = row["seconds"], row["best"]
+    kept = "" if row["times_faster"] >= LEAST_GAIN else ", not kept"
+    return (
+        f"{row['call']:32} {1e6 * times[OURS]:10.1f} us; {row['times_faster']:.2f}× faster with {best}{kept}; "
+        f"{len(row['absent'])} of {row['sizes']['candidates']} others did not run"
+    )

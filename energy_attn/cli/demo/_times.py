@@ -1,0 +1,97 @@
+"""The time of a decoded byte, and where it goes: programs with and without a part, which take turns."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from energy_attn.distributed import SequenceParallel
+
+from ... import attention
+from ._decode import Decoded, absent, compile_loop, copied, unmerged
+
+_ROUNDS = 5
+
+
+class Run(NamedTuple):
+    """A compiled loop over bytes, and from where it decodes: a number of times, on and on."""
+
+    decoded: Decoded
+    loop: jax.stages.Compiled
+    calls: int = 1
+
+
+class Parts(NamedTuple):
+    """Where the time of a byte over a mesh goes, in seconds.
+
+    Attributes:
+        merging: how much longer a step takes than one in which each device attends to its own keys, and
+            nothing is merged.
+        attending: how much attention without merges takes, less what one device's attention takes.
+        repeating: what a step without attention takes, which every device does, less what it takes on
+            one device. The three sum up to the difference from one device.
+        calling: how much longer a byte takes where each is a call of a program.
+        calling_one: the same on one device.
+    """
+
+    merging: float
+    attending: float
+    repeating: float
+    calling: float
+    calling_one: float
+
+
+def parts(tree: Decoded, alone: Decoded, mesh: jax.sharding.Mesh, over: SequenceParallel) -> Parts:
+    """Times the parts of a step of `tree`, which decodes over the mesh, beside those on one device."""
+    count = len(tree.tokens)
+
+    def made(attend: Callable[..., Any], calls: int = 1) -> tuple[Run, Run]:
+        with jax.set_mesh(mesh):
+            here = _made(tree, over, attend, calls)
+        return here, _made(alone, None, attend, calls)
+
+    runs = {"tree": Run(tree, tree.loop), "alone": Run(alone, alone.loop)}
+    runs["bare"], runs["bare alone"] = made(absent)
+    runs["calls"], runs["calls alone"] = made(attention, count)
+    with jax.set_mesh(mesh):
+        runs["unmerged"] = _made(tree, over, unmerged)
+    took = medians(runs)
+    alone_attending = took["alone"] - took["bare alone"]
+    return Parts(
+        took["tree"] - took["unmerged"],
+        took["unmerged"] - took["bare"] - alone_attending,
+        took["bare"] - took["bare alone"],
+        took["calls"] - took["tree"],
+        took["calls alone"] - took["alone"],
+    )
+
+
+def _made(
+    decoded: Decoded,
+    over: SequenceParallel | None,
+    attend: Callable[..., Any],
+    calls: int = 1,
+) -> Run:
+    count, model = len(decoded.tokens) // calls, decoded.start[0]
+    return Run(decoded, compile_loop(model, decoded.slots, count, over, attend), calls)
+
+
+def medians(runs: dict[str, Run]) -> dict[str, float]:
+    """Seconds for a byte of each."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(_ROUNDS):
+        first = turn % len(runs)  # none is always the first
+        for name in (*runs, *runs)[first : first + len(runs)]:
+            seconds[name].append(_seconds(runs[name]))
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def _seconds(run: Run) -> float:
+    model, first, cache = run.decoded.start
+    cache = jax.block_until_ready(copied(cache))
+    began = time.perf_counter()
+    for _ in range(run.calls):
+        *_, cache = jax.block_until_ready(run.loop(model, first, cache))
+    return (time.perf_counter() - began) / len(run.decoded.tokens)

@@ -1,0 +1,143 @@
+"""The sizes that the GPU kernels can be given: tiles, warps, stages and programs, for which calls."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from ..._checks import check_choice, check_flag, check_integer, received
+
+Kind = Literal["forward", "query", "key", "tangent"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# None of 8 bits: Pallas counts offsets in signed 32 bits up to 2^32 bytes, which are as many numbers.
+DTYPES = ("float16", "bfloat16", "float32")
+LEAST = 16  # the smallest tile that tensor cores take
+MOST_ROWS = 256  # stands for all calls of more than half as many rows
+
+
+def power(size: int) -> int:
+    """The least power of two that holds `size`."""
+    return max(LEAST, 1 << (size - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class GPUTiles:
+    r"""How one of the GPU kernels cuts a call into tiles and programs, and which calls it so cuts.
+
+    A row is a query of one head, and $T N / K$ rows share a key head. A program keeps a tile of `rows` and
+    iterates over tiles of `keys`; that of the gradients in keys and values keeps `keys` and iterates over `rows`.
+
+    Attributes:
+        kind: the kernel: `"forward"` of the state, `"query"` of the gradient in queries, `"key"` of those in
+            keys and values, `"tangent"` of the state's derivative in a direction.
+        rows: of a tile; a power of two, at least 16. Fewer where a call has fewer.
+        keys: of a tile; likewise.
+        warps: the threads of a program in units of 32: 1, 2, 4, 8 or 16.
+        stages: the steps of an iteration that overlap, 1 to 8: the tiles of as many are in shared memory.
+        programs: where a call has fewer tiles to keep, several programs share the iteration of each, up to
+            as many as this, and their parts are merged.
+        least_steps: the tiles that each of these iterates over at least.
+        device: the kind of device, as in `jax.Device.device_kind`, of programs that this is for; None: any.
+        dtype: `"float16"`, `"bfloat16"` or `"float32"`: of queries, keys and values; None: any.
+        width: of queries and keys; None: any.
+        value_width: of values; None: any.
+        call_rows: the rows of a key head, up to a power of two: 16, 32, 64, 128, or 256 for all calls
+            of more than 128; None: any.
+        score: True for calls with a score, False for calls without; None: any.
+
+    Raises:
+        TypeError: a field of another type.
+        ValueError: an unknown kind or dtype, or a size that the kernels cannot have.
+
+    Source: the tiles are those of FlashAttention-2 (arXiv 2307.08691); the split of an iteration is
+        Flash-Decoding's.
+
+    Examples:
+        >>> from energy_attn.kernels import GPUTiles
+        >>> GPUTiles("forward", rows=128, keys=64, warps=8, stages=3).programs
+        132
+    """
+
+    kind: Kind
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 2
+    programs: int = 132
+    least_steps: int = 4
+    device: str | None = None
+    dtype: str | None = None
+    width: int | None = None
+    value_width: int | None = None
+    call_rows: int | None = None
+    score: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, KINDS)
+        _check_power("rows", self.rows, LEAST, 1024)
+        _check_power("keys", self.keys, LEAST, 1024)
+        _check_power("warps", self.warps, 1, 16)
+        if check_integer("stages", self.stages, least=1) > 8:
+            raise ValueError(f"stages: wanted at most 8, got {self.stages}")
+        check_integer("programs", self.programs, least=1)
+        check_integer("least_steps", self.least_steps, least=1)
+        if not (self.device is None or isinstance(self.device, str)):
+            raise TypeError(f"device: wanted a name or None, got {received(self.device)}")
+        check_choice("dtype", self.dtype, (*DTYPES, None))
+        for name in ("width", "value_width"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), least=1)
+        if self.call_rows is not None:
+            _check_power("call_rows", self.call_rows, LEAST, MOST_ROWS)
+        if self.score is not None:
+            check_flag("score", self.score)
+
+
+@dataclasses.dataclass(frozen=True)
+class GPUPlan:
+    """The tiles of the GPU kernels, for `PallasGPU(plan)`.
+
+    A kernel of a call has the first of the tiles that are for it; if there are none, those that the library
+    chooses by shapes.
+
+    Attributes:
+        tiles: a tuple of [`GPUTiles`][energy_attn.kernels.GPUTiles].
+
+    Raises:
+        TypeError: `tiles` is no such tuple.
+
+    Source: none: [`load_gpu_plan`][energy_attn.kernels.load_gpu_plan] reads one from a file.
+
+    Examples:
+        >>> import jax
+        >>> from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU, local_attention
+        >>> plan = GPUPlan((GPUTiles("forward", rows=16, keys=16, stages=3),))
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 20, 2, 16))
+        >>> local_attention(q, k, v, implementation=PallasGPU(plan)).lse.shape  # interpreted on a CPU
+        (1, 20, 2)
+    """
+
+    tiles: tuple[GPUTiles, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tiles, tuple) or not all(
+            isinstance(x, GPUTiles) for x in self.tiles
+        ):
+            raise TypeError(f"tiles: wanted a tuple of GPUTiles, got {received(self.tiles)}")
+
+    def find(self, kind: Kind, **call: str | int | bool | None) -> GPUTiles | None:
+        """The first tiles for a kernel of a call, which says all that tiles may ask for; None: there are none.
+
+        What the call says is None, such as a device that is not known, fits only tiles that do not ask for it.
+        """
+        for tiles in self.tiles:
+            asked = {name: getattr(tiles, name) for name in call}
+            if tiles.kind == kind and all(
+                x is None or x == call[name] for name, x in asked.items()
+            ):
+                return tiles
+        return None
+
+
+def _check_power(name: str, x: object, least: int, most: int) -> None:
+    size = check_integer(name, x)
+    if not least <= size <= most or size & (size - 1):
+        raise ValueError(f"{name}: wanted a power of two from {least} to {most}, got {size}")

@@ -1,0 +1,1 @@
+"""Flash attention for NVIDIA's Hopper GPUs, in Pallas on Mosaic GPU."""

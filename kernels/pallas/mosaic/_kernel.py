@@ -1,0 +1,96 @@
+"""The mosaic_gpu implementation: our own kernels for NVIDIA's Hopper GPUs, in Pallas on Mosaic GPU."""
+
+import dataclasses
+import functools
+
+from ..._private import private_names
+from ...call._kernel import AbstractKernel, check_operands
+from ...call._operands import Operands, Settings
+from ...call._state import AttentionState
+from ...call._target import check_capability
+from ...masks._structure import SIDED
+from ...xla import _blockwise
+from ._plan import TILE_SIZES, TileSizes, make_plan
+
+_DTYPES = ("float16", "bfloat16")
+# CUDA's compiler miscompiles loops with masks in these versions of the runtime, 12.8.0 to 12.9; see
+# `jax.experimental.pallas.ops.gpu.attention_mgpu`, which refuses them.
+_MISCOMPILED = range(12080, 12091)
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGPU(AbstractKernel):
+    """Flash attention for compute capability 9.0 by its copy engine and its products of warp groups.
+
+    Forward with masks by position and segment; keys of few rows are split over the chip. The backward
+    is that of the blockwise implementation.
+
+    `sizes` replaces `TILE_SIZES`, for other tiles.
+    """
+
+    sizes: TileSizes = TILE_SIZES
+
+    name = "mosaic_gpu"
+    platforms = ("cuda",)
+    interpreted = ()
+    exported = True
+    masks = SIDED
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises `NotImplementedError` for bias and mask arrays; for dtypes other than float16 and
+        bfloat16, and a source, which makes queries and keys float32; for widths that 16 does not divide
+        or whose tiles do not fit on the chip; on GPUs of another capability than 9.0, and with CUDA
+        12.8 and 12.9, which miscompile such loops; and for versions of JAX without Mosaic GPU.
+        """
+        check_operands(operands, _DTYPES, ("bias", "mask"))
+        query, value = operands.query, operands.value
+        if query.dtype != value.dtype:
+            raise NotImplementedError(f"value: wanted query's {query.dtype}, got {value.dtype}")
+        _check_target()
+        make_plan(operands, settings, self.sizes)
+        try:
+            from . import _forward  # noqa: F401  # late: not all versions of JAX have it
+        except (ImportError, AttributeError) as reason:
+            raise NotImplementedError(
+                f"mosaic_gpu: wanted a JAX with Pallas on Mosaic GPU, got {reason}"
+            ) from reason
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """One kernel, and a merge of its parts if few rows see many keys."""
+        from ._forward import forward
+
+        found = make_plan(operands, settings, self.sizes)
+        return forward(operands, found, interpret=platform != "cuda")
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """The backward of the blockwise implementation."""
+        return _blockwise.backward(operands, settings, state, cotangent)
+
+
+def _check_target() -> None:
+    """Declines GPUs of another capability, and CUDA that miscompiles."""
+    check_capability("mosaic_gpu", (9, 0), (10, 0))
+    version = _runtime_version()
+    if version is not None and version in _MISCOMPILED:
+        raise NotImplementedError(
+            f"mosaic_gpu: wanted CUDA before 12.8 or from 13.0 on, as these compile loops with masks "
+            f"right, got {version // 1000}.{version % 1000 // 10}"
+        )
+
+
+@functools.cache
+def _runtime_version() -> int | None:
+    """The version of CUDA's runtime at hand, as 12080 for 12.8."""
+    try:
+        return private_names("cuda_versions").versions.cuda_runtime_get_version()
+    except Exception:  # whatever is raised where no CUDA is
+        return None

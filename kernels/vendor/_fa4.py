@@ -1,0 +1,117 @@
+"""The fa4 implementation: FlashAttention-4's kernels in CuTe, from fa4-jax.
+
+This calls the package's functions for one device, whose backward takes the state of any kernel. Its primitives around
+them add derivatives and a vmap rule; `dispatch/` has its own.
+"""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from .._private import private_names
+from ..call._kernel import AbstractKernel
+from ..call._operands import Operands, Settings
+from ..call._state import AttentionState
+from ..call._target import Capability, capability_of, target_capability
+from ..masks._structure import SIDED
+from ..pallas.gpu._kernel import PallasGPU
+from ._adapter import check_plain, pull_back, push_forward, vendor_state, window_side
+
+WIDEST = {8: 256, 9: 256, 10: 128, 12: 256}  # by the major compute capability
+
+
+class FA4(AbstractKernel):
+    """FlashAttention-4 and its relatives: 16 bits, plain, causal or with a window.
+
+    For GPUs of compute capability 8, 9, 10.0, 10.3 and 12. The gradients of queries, and those of keys and values of
+    grouped heads, are summed in an order that changes from run to run. A cotangent of lse takes a second backward.
+    """
+
+    name = "fa4"
+    platforms = ("cuda",)
+    interpreted = ()
+    exported = False
+    masks = SIDED
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
+        biases, positions or segments; widths above 256, or above 128 on compute capability 10; other
+        GPUs than the one at hand, for which the package compiles; and without fa4-jax.
+        """
+        found = target_capability()
+        if found is not None:
+            _check_here(found)
+        check_plain(operands, settings, WIDEST[9 if found is None else found[0]])
+        _package()
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """One call, with energies in float32."""
+        config, backend = _prepared(operands, settings)
+        out, lse = backend.fwd_lse(config, *operands[:3], ())
+        return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        """One call for each cotangent."""
+        config, backend = _prepared(operands, settings)
+        lse = state.lse.swapaxes(1, 2)
+
+        def pull(value: Array, out: Array, d_out: Array) -> Any:
+            return backend.vjp(config, *operands[:2], value, out, lse, d_out, None, ())
+
+        return pull_back(pull, operands, state, cotangent)
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState | None:
+        """That of pallas_gpu, which takes all widths; the package has one for some."""
+        return push_forward(PallasGPU(), operands, settings, state, directions, platform)
+
+
+def _check_here(found: Capability) -> None:
+    """Declines GPUs that the package has no kernels for, or does not compile for: it asks JAX for the one at hand."""
+    here = capability_of(jax.devices()[0])
+    if found != here or found[0] not in WIDEST:
+        raise NotImplementedError(
+            f"fa4: wanted a program for the GPU at hand, and one of compute capability "
+            f"{', '.join(map(str, WIDEST))}, got a program for {found} and {here} at hand"
+        )
+
+
+def _prepared(operands: Operands, settings: Settings) -> tuple[Any, Any]:
+    """What the package is told of a call, and its kernels. A right side of 0 alone is its causal attention."""
+    left, right = (window_side(x, operands.key.shape[1]) for x in settings.rule.sides)
+    causal = left is None and right == 0
+    window = (None, None) if causal else (left, right)
+    config = _package().Config(
+        causal=causal,
+        local=window != (None, None),
+        window=window,
+        scale=settings.scale,
+        mask=None,
+        backend="cute",
+    )
+    return config, _package().backend("cute")
+
+
+def _package() -> Any:
+    try:
+        return private_names("fa4")
+    except NotImplementedError as reason:
+        raise NotImplementedError(
+            f"fa4: wanted fa4-jax 0.1 (pip install 'fa4-jax[cu13]'; it needs Python 3.12), got {reason}"
+        ) from reason

@@ -1,0 +1,96 @@
+"""The gradients of some of the keys of an attention, one key head at a time: what a ring of keys does in each step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ..call._operands import Operands, Settings, differentiated, is_static
+from ..call._state import AttentionState
+from ._blockwise import NOTHING, Arriving, after_products, backward_wide
+
+# The bytes of queries in the dtype of the scores from which on heads are computed one by one: scratch,
+# blocks of rows and keys and their gradients, is several times as much.
+LEAST = 32 << 20
+
+
+def backward_onto(
+    d_query: Array | None,
+    operands: Operands,
+    settings: Settings,
+    state: AttentionState,
+    cotangent: AttentionState,
+    arriving: Arriving = NOTHING,
+) -> tuple[Operands, Arriving]:
+    """`backward_wide`, with `d_query` (None: zero) added to the cotangent of the queries.
+
+    Of large calls one key head at a time. Heads share no more than the arrays of the score, and what
+    broadcasts over heads.
+    """
+    heads, kv_heads = operands.query.shape[2], operands.key.shape[2]
+    if kv_heads == 1 or not _is_large(operands.query, state):
+        found, arriving = backward_wide(operands, settings, state, cotangent, arriving)
+        query = found.query if d_query is None else found.query + d_query
+        return found._replace(query=query), arriving
+    if settings.score is not None and operands.head_indices is None:
+        operands = operands._replace(head_indices=jnp.arange(heads, dtype=jnp.int32))
+
+    def add(head: Array, sums: Operands) -> Operands:
+        here = _of_head(operands, head)
+        mine, given = (
+            AttentionState(*(_cut(x, 2, head, kv_heads) for x in of_all))
+            for of_all in (state, cotangent)
+        )
+        found, _ = backward_wide(here, settings, mine, given)
+        return sums._replace(
+            query=_added(sums.query, found.query, 2, head),
+            key=_added(sums.key, found.key, 2, head),
+            value=_added(sums.value, found.value, 2, head),
+            bias=_added(sums.bias, found.bias, 1, head),
+            score_arrays=jax.tree.map(jnp.add, sums.score_arrays, found.score_arrays),
+        )
+
+    sums = jax.tree.map(
+        lambda x: lax.full_like(x, 0.0, dtype=state.lse.dtype), differentiated(operands)
+    )
+    if d_query is not None:
+        sums = sums._replace(query=d_query)
+    found = lax.fori_loop(0, kv_heads, add, sums)
+    (query, key, value), arriving = after_products(found[:3], arriving)
+    return found._replace(query=query, key=key, value=value), arriving
+
+
+def _is_large(query: Array, state: AttentionState) -> bool:
+    return is_static(*query.shape) and query.size * state.lse.dtype.itemsize > LEAST
+
+
+def _of_head(operands: Operands, head: Array) -> Operands:
+    """The operands of one key head."""
+    count = operands.key.shape[2]
+    return operands._replace(
+        query=_cut(operands.query, 2, head, count),
+        key=_cut(operands.key, 2, head, count),
+        value=_cut(operands.value, 2, head, count),
+        bias=_cut(operands.bias, 1, head, count),
+        mask=_cut(operands.mask, 1, head, count),
+        head_indices=_cut(operands.head_indices, 0, head, count),
+    )
+
+
+def _cut(x: Any, axis: int, number: Array, count: int) -> Any:
+    """One of `count` parts of an array along an axis; all of it where it broadcasts."""
+    if x is None or x.shape[axis] == 1:
+        return x
+    size = x.shape[axis] // count
+    return lax.dynamic_slice_in_dim(x, number * size, size, axis)
+
+
+def _added(sums: Any, part: Any, axis: int, number: Array) -> Any:
+    """Sums with a part added to those of its place along an axis."""
+    if sums is None or sums.shape == part.shape:
+        return sums if sums is None else sums + part
+    size = part.shape[axis]
+    here = lax.dynamic_slice_in_dim(sums, number * size, size, axis)
+    return lax.dynamic_update_slice_in_dim(sums, here + part, number * size, axis)

@@ -1,0 +1,129 @@
+"""Measured exchanges beside those that the cost model predicts, for the results of `latency.py`."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from energy_attn.distributed import cost
+from energy_attn.distributed.internal import EXCHANGE, SUM, seconds
+
+ALONE, KEYS = "no exchange", "ring, keys"
+# Seconds of a core for one message of gloo's; the devices that share this machine's cores wait in turn.
+OVERHEAD = 2.5e-4
+# The model is to be right within this factor.
+BAND = 1.5
+SCATTERS = {"sums": SUM, "exchange": EXCHANGE}
+
+
+class Point(NamedTuple):
+    """One exchange: the median time without attention, a 95% interval of it, and the model's time, in ms."""
+
+    hosts: int
+    devices: int
+    mbit: float
+    latency_ms: float
+    keys: int
+    method: str
+    measured: float
+    low: float
+    high: float
+    predicted: float
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the interval is narrower than the band: if not, the point says nothing of the model."""
+        return 0 < self.low and self.high <= BAND**2 * self.low
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.measured / self.predicted
+
+
+def topology(run: dict[str, Any], cores: int) -> cost.Topology:
+    """The network of a run: as plain sockets measured it (while all send, where that was measured), with
+    all its hosts on one machine's cores.
+
+    Over loopback nobody measured; there it is what a process of JAX stands for, if nobody says more.
+    """
+    hosts, devices, seen = run["hosts"], run["devices"], run["network"].get("measured")
+    if seen is None:
+        sizes = (hosts, devices)[: 1 + (devices > 1)]
+        return cost.topology_of(("node", "device")[: len(sizes)], sizes, "cpu", hosts)
+    return cost.ethernet(
+        hosts,
+        devices,
+        bandwidth=min(seen["mbit"], seen.get("mbit_together", seen["mbit"])) * 1e6 / 8,
+        latency=seen["round_trip_ms"] / 2 * 1e-3,
+        overhead=OVERHEAD * max(1.0, hosts * devices / cores),
+    )
+
+
+def predict(result: dict[str, Any]) -> None:
+    """Puts the model's figures into the rows of a result of `latency.py`, by the model as it is now."""
+    for run in result["runs"]:
+        here, shape = topology(run, result["machine"]["cores"]), _shape(result, run)
+        for row in run["rows"]:
+            row["model"] = None
+            method, _, merge = row["method"].partition(", ")
+            if not merge:
+                continue
+            if method == "scatter":
+                sent = tuple(SCATTERS[merge].transfers(shape.rows, shape, here))
+            else:
+                sent = cost.transfers(
+                    method, run["auto"] if merge == "auto" else merge, shape, here
+                )
+            row["model"] = {
+                "bytes": sum(x.bytes * x.count for x in sent),
+                "rounds": sum(x.count for x in sent),
+                "ms": round(1e3 * sum(x.count * seconds(x, here) for x in sent), 3),
+            }
+
+
+def points(result: dict[str, Any]) -> Iterator[Point]:
+    """Every exchange of a result, but that of `auto`, which is one of the others.
+
+    An exchange is a step less the attention in it, which is measured alone: a device's to its own keys,
+    and in a ring of keys one to each device's, after another.
+    """
+    for run in result["runs"]:
+        rows = {row["method"]: row for row in run["rows"]}
+        alone = rows[ALONE]["turns_ms"]
+        for method, row in rows.items():
+            if row["model"] is None or method.endswith("auto"):
+                continue
+            times = run["hosts"] * run["devices"] if method == KEYS else 1
+            (low, high), (least, most) = _interval(row["turns_ms"]), _interval(alone)
+            network = run["network"]
+            yield Point(
+                run["hosts"],
+                run["devices"],
+                network["mbit"],
+                network["latency_ms"],
+                run["keys"],
+                method,
+                statistics.median(row["turns_ms"]) - times * statistics.median(alone),
+                low - times * most,
+                high - times * least,
+                row["model"]["ms"],
+            )
+
+
+def _shape(result: dict[str, Any], run: dict[str, Any]) -> cost.Shape:
+    heads = result["heads"]
+    return cost.Shape(1, 1, run["keys"], heads, heads, result["width"], dtype=result["dtype"])
+
+
+def _interval(turns: Sequence[float]) -> tuple[float, float]:
+    """Between which the median lies in 95 of 100 such measurements: ranks of a binomial."""
+    ordered, count = sorted(turns), len(turns)
+    rank, below = 0, 0.0
+    while True:
+        below += math.comb(count, rank) * 0.5**count
+        if below > 0.025 or rank >= count // 2:
+            break
+        rank += 1
+    first = max(rank - 1, 0)
+    return ordered[first], ordered[count - 1 - first]

@@ -1,0 +1,99 @@
+"""What our Hopper kernels become on an H200, compiled ahead of time, without GPU or driver.
+
+Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs are read, never run; that their copies,
+barriers and masks compute what they should, the interpreter shows (tests/kernels/test_mosaic_gpu.py).
+"""
+
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from energy_attn.kernels import local_attention
+
+from .target import nodes, toolkit
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
+WIDTH = 128
+PREFILL = 8192
+KEYS = 64 * 1024
+
+
+class Kernel(NamedTuple):
+    """A program for one H200 with one kernel: its text and scratch memory; and the kernel's code and registers."""
+
+    text: str
+    memory: int
+    code: str
+    registers: int
+    spilled: int
+
+    def count(self, instruction):
+        return len(re.findall(instruction, self.code))
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """A function that compiles a call of shapes."""
+    toolkit()
+    for name, value in (("TO", str(tmp_path)), ("PTX", "1"), ("PTXAS", "1")):
+        monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{name}", value)
+
+    def compile(*shapes, dtype=jnp.bfloat16, **options):
+        sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
+        arrays = [jax.ShapeDtypeStruct(x, dtype, sharding=sharding) for x in shapes]
+
+        def run(*arrays):
+            return local_attention(*arrays, implementation="mosaic_gpu", **options)
+
+        program = jax.jit(run).lower(*arrays).compile()
+        (code,) = tmp_path.glob("*.ptx")
+        report = code.with_suffix(".ptxas").read_text()
+        return Kernel(
+            program.as_text(),
+            program.memory_analysis().temp_size_in_bytes,
+            code.read_text(),
+            int(re.search(r"Used (\d+) registers", report)[1]),
+            int(re.search(r"(\d+) bytes spill stores", report)[1]),
+        )
+
+    return compile
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_prefill(dtype, compiled):
+    """Copies of arrays; sums that do not fit in the registers; products or copies by other instructions."""
+    rows, keys = (1, PREFILL, 32, WIDTH), (1, PREFILL, 8, WIDTH)
+    kernel = compiled(rows, keys, keys, dtype=jnp.dtype(dtype), is_causal=True)
+    assert "mosaic_gpu_v2" in kernel.text
+    assert kernel.memory <= 1.01 * 4 * PREFILL * 32  # the energies in the kernel's order
+    # 168 registers for three groups of warps, of which the one that copies leaves some to the others
+    assert kernel.registers == 168 and kernel.spilled == 0
+    assert kernel.count("setmaxnreg.dec") == kernel.count("setmaxnreg.inc") == 1
+    # 128 queries by 128 keys: eight products for scores and for sums, in the loops with a mask and without
+    assert kernel.count("wgmma.mma_async") == 2 * (8 + 8)
+    assert kernel.count("wgmma.mma_async.sync.aligned.m64n128k16") == 2 * (8 + 8)
+    assert kernel.count(r"cp\.async\.bulk\.tensor") >= 3
+    # a tile of 64 × 128 scores has 64 in each thread
+    assert kernel.count(r"ex2\.approx\.ftz") == 2 * (64 + 2) and kernel.count("ex2") == 2 * (64 + 2)
+
+
+@pytest.mark.parametrize(
+    ("width", "value_width"), [(64, 64), (96, 80), (192, 128), (256, 256)], ids=str
+)
+def test_widths(width, value_width, compiled):
+    """Tiles that spill, or that need more shared memory than there is, which fails here too."""
+    rows, keys, values = ((1, 1000, 4, x) for x in (width, width, value_width))
+    kernel = compiled(rows, keys, values, local_window_size=(100, 10))
+    assert kernel.spilled == 0 and kernel.count("wgmma.mma_async") > 0
+
+
+def test_decode(compiled):
+    """Keys copied; rows of a group that are read apart, each with its keys; parts that are merged by many kernels."""
+    keys = (1, KEYS, 8, WIDTH)
+    kernel = compiled((1, 1, 32, WIDTH), keys, keys)
+    assert kernel.memory < 0.02 * 2 * 2 * KEYS * 8 * WIDTH
+    assert kernel.spilled == 0 and kernel.count("wgmma.mma_async") == 8 + 4

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Write into docs/kernels.md which kernel a call gets on which machine, as the registry explains it.
+
+    python tools/list_kernels.py
+
+The table between the comments is made of nothing else; a test compares it on each JAX that the tests run on. No
+machine of these is needed. The last row is of docs/benchmarks/first_light.json.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from draw_first_light import DOCS, Steps, between, kept, table
+
+from energy_attn.kernels.internal import (
+    AssumedGPU,
+    Operands,
+    Settings,
+    explain,
+    sided,
+    tried,
+)
+
+BEGIN, END = "<!-- tools/list_kernels.py -->\n", "<!-- end of kernels -->"
+# The platform, and the compute capability of a GPU.
+MACHINES: dict[str, tuple[str, str | None]] = {
+    "T4 (7.5)": ("cuda", "7.5"),
+    "A100, RTX 4090 (8.0, 8.9)": ("cuda", "8.0"),
+    "H100, H200 (9.0)": ("cuda", "9.0"),
+    "B200, RTX 5090 (10.0, 12.0)": ("cuda", "10.0"),
+    "TPU": ("tpu", None),
+    "CPU, others": ("cpu", None),
+}
+ALIKE = {"8.0": "8.9", "10.0": "12.0"}  # those that share a column
+
+
+class Call(NamedTuple):
+    """One kind of call: batch 1, and twice as many heads of queries as of keys unless there is one row."""
+
+    queries: int
+    keys: int
+    width: int = 128
+    dtype: str = "bfloat16"
+    causal: bool = False
+    segments: bool = False
+    heads: int = 16
+    kv_heads: int = 8
+
+    def operands(self) -> Operands:
+        """Its arrays, by shapes."""
+        array: Any = jax.ShapeDtypeStruct
+        query = array((1, self.queries, self.heads, self.width), jnp.dtype(self.dtype))
+        key = array((1, self.keys, self.kv_heads, self.width), jnp.dtype(self.dtype))
+        found = Operands(query, key, key, None, None, None, None)
+        if not self.segments:
+            return found
+        rows, keys = (array((1, size), jnp.int32) for size in (self.queries, self.keys))
+        return found._replace(query_segments=rows, key_segments=keys)
+
+    def kernel(self, platform: str, capability: str | None) -> str:
+        """The kernel that it gets."""
+        settings = Settings(self.width**-0.5, sided(right=0 if self.causal else None))
+        device = None if capability is None else AssumedGPU(capability)
+        with jax.enable_x64(self.dtype == "float64"):
+            return explain(tried(), settings, self.operands(), platform, device).name
+
+
+CALLS = {
+    "decode, 16 bits": Call(1, 65536),
+    "decode, 16 bits, width 256": Call(1, 65536, 256),
+    "decode, float32": Call(1, 65536, dtype="float32"),
+    "16 queries, 16 bits": Call(16, 65536),
+    "16 queries, float32": Call(16, 65536, dtype="float32"),
+    "causal, 16 bits, width 64": Call(2048, 2048, 64, causal=True),
+    "causal, 16 bits, width 128": Call(2048, 2048, causal=True),
+    "causal, 16 bits, width 256": Call(2048, 2048, 256, causal=True),
+    "causal, 16 bits, width 80": Call(2048, 2048, 80, causal=True),
+    "causal, float32": Call(2048, 2048, dtype="float32", causal=True),
+    "segments, 16 bits": Call(2048, 2048, causal=True, segments=True),
+    "more keys than queries, 16 bits": Call(2048, 4096),
+    "float64": Call(2048, 2048, dtype="float64", causal=True),
+}
+
+
+def section(steps: Steps | None) -> str:
+    """The table, in Markdown."""
+    rows = []
+    for name, call in CALLS.items():
+        kernels = [call.kernel(*machine) for machine in MACHINES.values()]
+        for (platform, capability), kernel in zip(MACHINES.values(), kernels, strict=True):
+            if capability in ALIKE and call.kernel(platform, ALIKE[capability]) != kernel:
+                raise ValueError(f"{name}: {ALIKE[capability]} wants a column of its own")
+        rows.append((name, *(f"`{kernel}`" for kernel in kernels)))
+    ran = {capability: "none" for _, capability in MACHINES.values()}
+    if steps:
+        checked = steps.get("check", {}).values()
+        wrong = {x["kernel"] for x in checked if x.get("good") is False or "error" in x}
+        found = {x["kernel"] for x in checked if x.get("good")} - wrong
+        ran[steps["about"]["versions"]["capability"]] = ", ".join(f"`{x}`" for x in sorted(found))
+    ran[None] = "none"
+    machines = list(MACHINES.values())
+    last = [ran[capability] if platform != "cpu" else "those" for platform, capability in machines]
+    return table(("call", *MACHINES), [*rows, ("right on hardware so far", *last)])
+
+
+def page(text: str, steps: Steps | None) -> str:
+    """The page with that table anew."""
+    return between(text, BEGIN, section(steps), END)
+
+
+def main() -> int:
+    """Writes the page; returns 0."""
+    path = DOCS / "kernels.md"
+    path.write_text(page(path.read_text(encoding="utf-8"), kept()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
