@@ -642,4 +642,6 @@ WITHOUT = {
     "of constants": """energy_attn.kernels.empty_state energy_attn.models.LinearRope
         energy_attn.models.Llama3Rope energy_attn.models.LinearRope.scaled
         energy_attn.models.Llama3Rope.scaled""",
+    "called by local_attention, which has the derivatives": """energy_attn.kernels.PallasGPU.forward
+        energy_attn.kernels.PallasGPU.tangent""",
 }
