@@ -247,13 +247,14 @@ PROBLEMS = {problem.name: problem for problem in _all_problems()}
 LARGE = {
     problem.name: problem
     for problem in (
-        _make("large", B=1, T=523, S=1031, N=2, K=1, H=3, is_causal=True),
+        _make("large", B=1, T=523, S=1031, N=4, K=1, H=3, is_causal=True),
         _make(
             "large_window",
             B=1,
             T=1031,
             S=1031,
-            N=1,
+            N=2,
+            K=1,
             H=3,
             is_causal=True,
             local_window_size=(100, 0),

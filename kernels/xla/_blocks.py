@@ -37,13 +37,15 @@ class BlockSizes(NamedTuple):
             batch stays in one block, so that one that is sharded over devices stays where it is.)
         least_rows: query rows of each batch entry, even if a block then has more than `rows`.
         keys: keys in a block.
+        keys_of_few_rows: keys in a block of at most half of `rows`.
         sparse: most rows and keys in a block under a rule that its sides do not tell, so that more blocks
             are skipped. As fast as larger ones (CPU), which need fewer products of statistics.
     """
 
-    rows: int = 1024
+    rows: int = 2048
     least_rows: int = 256
-    keys: int = 1024
+    keys: int = 512
+    keys_of_few_rows: int = 1024
     sparse: int = 512
 
 
@@ -79,14 +81,15 @@ def grid(operands: Operands, rule: Structure, sizes: BlockSizes) -> Grid:
     batch, query_len, heads, _ = operands.query.shape
     key_len, kv_heads = operands.key.shape[1:3]
     group = heads // kv_heads
-    if not rule.sided:
-        rows, keys = (min(x, sizes.sparse) for x in (sizes.rows, sizes.keys))
-        sizes = sizes._replace(rows=rows, keys=keys)
-    least = min(sizes.least_rows, sizes.rows)
-    most = max(sizes.rows // max(batch, 1), least) if is_static(batch) else least
+    rows = sizes.rows if rule.sided else min(sizes.rows, sizes.sparse)
+    least = min(sizes.least_rows, rows)
+    most = max(rows // max(batch, 1), least) if is_static(batch) else least
     causal = rule.sides[1] == 0
     queries, query_blocks = _cut(query_len, group, most, causal, rule.block)
-    keys, key_blocks = _cut(key_len, 1, sizes.keys, causal, rule.block)
+    few = is_static(batch) and 2 * batch * group * queries <= sizes.rows
+    most = sizes.keys_of_few_rows if few else sizes.keys
+    most = most if rule.sided else min(most, sizes.sparse)
+    keys, key_blocks = _cut(key_len, 1, most, causal, rule.block)
     return Grid(kv_heads, group, queries, query_blocks, keys, key_blocks)
 
 
@@ -232,6 +235,12 @@ class BlockedOperands:
         """
         return lax.full_like(self.query, fill, dtype=lse_dtype(self.query.dtype), shape=shape)
 
+    def index(self, n: Array) -> Index:
+        """The `n`-th block of all: those of a key head together, and of these those of a block of keys."""
+        g = self.grid
+        rest, query = lax.div(n, g.query_blocks), lax.rem(n, g.query_blocks)
+        return Index(lax.div(rest, g.key_blocks), query, lax.rem(rest, g.key_blocks))
+
     def meet(self, at: Index) -> Bool[Array, ""] | None:
         """Whether any query of the block may see any of its keys; None if all see all."""
         return None if self._meet is None else self._meet[at.query, at.key]
@@ -253,6 +262,13 @@ class BlockedOperands:
         if self.score is not None:
             raw = self.score(raw, self.place(at))
         return self.masked(raw, added, at)
+
+    def unscaled(self, query: Array, key: Array, at: Index) -> tuple[Array, float]:
+        """`scores_of` as a product and a factor that is not negative, so that its maximum needs no other array."""
+        given = self.score, self.bias, self.settings.scored_width
+        if self.settings.scale <= 0 or any(x is not None for x in given):
+            return self.scores_of(query, key, at), 1.0
+        return self.masked(self.outer(query, key), None, at), self.settings.scale
 
     def products(self, query: Array, key: Array) -> tuple[Array, Array | None]:
         """The scaled products of a block that its scores are of, and those that are added to them."""

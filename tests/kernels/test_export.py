@@ -74,7 +74,7 @@ def test_for_tpus():
 )
 def test_symbolic_sizes(symbols, options):
     """A number of blocks that is computed from a symbol; rows that pad the last block and count."""
-    kernel = Blockwise(BlockSizes(rows=64, keys=64))
+    kernel = Blockwise(BlockSizes(rows=64, keys=64, keys_of_few_rows=64))
     batch, rows, heads, kv_heads, width = 2, 12, 4, 2, 8
     names = dict(zip(symbols.split(", "), jax.export.symbolic_shape(symbols), strict=True))
     b, s = names.get("b", batch), names.get("s", rows)

@@ -72,7 +72,7 @@ def test_blocks_that_are_computed():
     """A kernel that reads blocks where the table has none: as slow as no mask; or that masks whole ones."""
     table = masks.tabulate(masks.Function(named, jnp.asarray(NAMED)), 32, block=4)
     call = call_of(table)
-    blocks = BlockedOperands(call.operands, call.settings, BlockSizes(4, 4, 4))
+    blocks = BlockedOperands(call.operands, call.settings, BlockSizes(4, 4, 4, 4))
     found = [[bool(blocks.meet(Index(0, i, j))) for j in range(8)] for i in range(8)]
     np.testing.assert_array_equal(found, SPOTS)
     at = layout(
@@ -100,7 +100,7 @@ def test_whole_blocks_of_a_table():
     """Blocks of a kernel that lie across those of the table, and so meet four times as many."""
     rule = masks.tabulate(masks.Function(spotted, jnp.asarray(SPOTS)), 70, block=4)
     call = call_of(rule, 70)
-    grid = BlockedOperands(call.operands, call.settings, BlockSizes(14, 14, 14)).grid
+    grid = BlockedOperands(call.operands, call.settings, BlockSizes(14, 14, 14, 14)).grid
     assert (grid.queries, grid.keys, grid.query_blocks, grid.key_blocks) == (12, 12, 6, 6)
 
 

@@ -159,7 +159,7 @@ def test_blocks_are_skipped(name):
     """A table that skips a block with a visible pair, or, by the predicate, one that reads a hidden block."""
     problem = dataclasses.replace(_make("skip", B=2, T=16, S=16, N=1), rule=name)
     call = check_call(**cast(problem, jnp.float32)[0], **problem.options)
-    blocks = BlockedOperands(call.operands, call.settings, BlockSizes(8, 4, 4))
+    blocks = BlockedOperands(call.operands, call.settings, BlockSizes(8, 4, 4, 4))
     assert (blocks.grid.query_blocks, blocks.grid.key_blocks) == (4, 4)
     exact = visible(problem)[:, 0].reshape(2, 4, 4, 4, 4).any((0, 2, 4))
     found = np.asarray([[blocks.meet(Index(0, i, j)) for j in range(4)] for i in range(4)])

@@ -26,7 +26,7 @@ MASK[:, :, 3] = MASK[..., 6] = False
 PROBLEM = _make(
     "scores", N=HEADS, K=2, H=3, V=2, source=True, bias=(1, HEADS, 1, 7), mask=MASK, scale=0.6
 )
-BLOCKS = Blockwise(BlockSizes(rows=4, least_rows=2, keys=3))
+BLOCKS = Blockwise(BlockSizes(rows=4, least_rows=2, keys=3, keys_of_few_rows=3))
 KERNELS = {"reference": "reference", "blocks": BLOCKS, "decode": "decode"}
 
 

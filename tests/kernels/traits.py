@@ -171,7 +171,7 @@ def blind_rows_and_hidden_keys(problem: Problem) -> tuple[np.ndarray, np.ndarray
 
 
 # Blocks of 8 or 16 queries and keys: many of them, and ragged last ones, in a problem that is quick to compile.
-SMALL_BLOCKS = BlockSizes(rows=8, keys=8)
+SMALL_BLOCKS = BlockSizes(rows=8, keys=8, keys_of_few_rows=8)
 SMALL_TILES = GPUPlan(tuple(GPUTiles(kind, 16, 16, programs=16, least_steps=1) for kind in KINDS))
 SMALL_LAYOUT = LayoutSizes(
     rows=16, keys=8, keys_of_few_rows=8, keys_backward=8, lanes=1, sublanes=1
