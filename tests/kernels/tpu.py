@@ -1,5 +1,7 @@
 """Programs compiled for TPUs that are not there."""
 
+import re
+
 import jax
 import pytest
 from jax.experimental import topologies
@@ -42,3 +44,14 @@ def operands(queries, keys, heads, kv_heads, width=128, value_width=None, dtype=
 def temporary(program):
     """Bytes of memory that a program uses beside its arguments and results."""
     return program.memory_analysis().temp_size_in_bytes
+
+
+def kernels_memory(program):
+    """Bytes of a core's memory that each kernel of a program was granted, and that it uses."""
+    granted = "scoped_memory_configs"
+    lines = [x for x in program.as_text().splitlines() if '"tpu_custom_call"' in x]
+    size = r'"{}":\[{{[^}}]*"size":"(\d+)"'
+    return [
+        tuple(int(re.search(size.format(name), line)[1]) for name in (granted, f"used_{granted}"))
+        for line in lines
+    ]

@@ -15,6 +15,7 @@ from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows
 from .._common import result_like
 from .._score_program import Numbers
+from ._grid import compiler_params
 from ._layout import Layout, fold_keys, fold_rows, unfold_keys, unfold_rows
 from ._score import (
     BlockScores,
@@ -28,10 +29,6 @@ from ._score import (
 )
 from ._step import dot, hide, key_spec, load_present, step, visibility_specs, visit, zero_past_end
 from ._visibility import BlockRanges, BlockVisibility, block_ranges, block_visibility
-
-_PARALLEL = pltpu.CompilerParams(
-    dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
-)
 
 
 def backward(
@@ -127,7 +124,7 @@ def _rows_over_keys(
             ],
         ),
         out_shape=(result_like(query, query.shape, query.dtype), like),
-        compiler_params=_PARALLEL,
+        compiler_params=compiler_params(at, 4),
         interpret=interpret,
         name="attention_backward_rows",
     )(ranges, *rows, *keys, visibility.arrays, numbers)
@@ -219,7 +216,7 @@ def _keys_over_rows(
             scratch_shapes=[pltpu.VMEM((at.key_block, x.shape[-1]), jnp.float32) for x in rows[:2]],
         ),
         out_shape=[result_like(rows[0], x.shape, x.dtype) for x in keys],
-        compiler_params=_PARALLEL,
+        compiler_params=compiler_params(at, 4),
         interpret=interpret,
         name="attention_backward_keys",
     )(ranges, *rows, *keys, visibility.arrays, numbers)

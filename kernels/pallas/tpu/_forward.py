@@ -16,7 +16,7 @@ from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
 from .._common import result_like
 from .._score_program import Numbers
-from ._grid import PARALLEL, Grid
+from ._grid import Grid, compiler_params
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
 from ._score import BlockScores, block_numbers, number_specs
 from ._step import HIDDEN, dot, hide, load_present, visit, zero_past_end
@@ -62,7 +62,7 @@ def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionStat
             result_like(query, (splits, batch, at.heads, rows, value_width), found_dtype),
             result_like(query, (splits, batch, at.heads, 1, rows), jnp.float32),
         ],
-        compiler_params=PARALLEL,
+        compiler_params=compiler_params(at, len(grid.sizes)),
         interpret=interpret,
         name="attention_forward",
     )(

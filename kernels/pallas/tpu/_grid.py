@@ -12,7 +12,14 @@ from ._visibility import BlockRanges, BlockVisibility
 
 # Few rows read their keys in two parts at once: v4 and v5p have two cores.
 SPLITS = 2
-PARALLEL = pltpu.CompilerParams(dimension_semantics=("parallel",) * 4 + ("arbitrary",))
+
+
+def compiler_params(at: Layout, axes: int) -> pltpu.CompilerParams:
+    """Those of a kernel whose steps along the last axis of its grid follow each other."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel",) * (axes - 1) + ("arbitrary",),
+        vmem_limit_bytes=at.granted,
+    )
 
 
 class Grid(NamedTuple):

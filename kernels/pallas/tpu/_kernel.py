@@ -6,7 +6,7 @@ from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import Operands, Settings
 from ...call._state import AttentionState
 from ...masks._abstract import AbstractMask
-from ._layout import LAYOUT_SIZES, LayoutSizes, layout
+from ._layout import LayoutSizes, layout
 
 _DTYPES = ("bfloat16", "float32")  # the compiler does not load float16
 
@@ -21,7 +21,7 @@ class PallasTPU(AbstractKernel):
     the key heads to the front if the width is a multiple of 128.
     """
 
-    sizes: LayoutSizes = LAYOUT_SIZES
+    sizes: LayoutSizes | None = None  # the largest blocks; by default by the chip
 
     name = "pallas_tpu"
     platforms = ("tpu",)

@@ -10,10 +10,11 @@ from ...masks._pairwise import Pairwise
 from .._rows import pack_rows, pairs_of, unpack_rows
 from .._score import score_of
 from .._score_program import ScoreProgram, Target
+from ._chip import Chip, target_chip
 
-# The compiler grants a kernel 16 MiB on every chip; the estimate leaves a part of them out. Of 1 MiB
-# for scalars the ranges of blocks may take a half, 16 bytes for each block.
-MEMORY = 12 * 2**20
+# What every chip grants a kernel. Of 1 MiB for scalars the ranges of blocks may take a half, 16 bytes for
+# each block.
+LEAST_GRANTED = 16 * 2**20
 MOST_RANGES = 2**15
 MOST_LISTED = 2**16  # of four bytes each, beside the ranges
 
@@ -42,6 +43,7 @@ class LayoutSizes(NamedTuple):
         keys_of_few_rows: keys in a block then. Reading such a block takes a microsecond or
             more, several times the overhead of a step.
         keys_backward: keys in a block of the backward.
+        memory: bytes that the arrays of a step may take, by an estimate that leaves a quarter out.
         lanes: the last axis of the chip's tiles.
         sublanes: the axis before it.
     """
@@ -51,11 +53,28 @@ class LayoutSizes(NamedTuple):
     few_rows: int = 256
     keys_of_few_rows: int = 4096
     keys_backward: int = 512
+    memory: int = LEAST_GRANTED * 3 // 4
     lanes: int = 128
     sublanes: int = 16
 
 
 LAYOUT_SIZES = LayoutSizes()
+
+
+def sizes_on(chip: Chip) -> LayoutSizes:
+    """The largest blocks on a chip, of whose memory a kernel takes a half at most.
+
+    More keys in a block mean fewer steps, and fewer instructions for each key where XLA's schedules of a
+    step showed it: in the forward only beside matrix units of 256 columns.
+    """
+    if chip.memory // 2 <= LEAST_GRANTED:
+        return LAYOUT_SIZES
+    return LayoutSizes(
+        keys=8 * chip.columns,
+        keys_of_few_rows=16384,
+        keys_backward=1024,
+        memory=chip.memory // 2 * 3 // 4,
+    )
 
 
 class Layout(NamedTuple):
@@ -83,6 +102,7 @@ class Layout(NamedTuple):
         tall_value: the same for values.
         row_block: rows in a block.
         key_block: keys in a block.
+        granted: bytes of the chip's memory that the kernels ask for.
         bounded: whether keys past the end are told only by their index in the last block.
         pairs: the rule of the call for blocks, unless its sides tell it.
         settings: those of the call.
@@ -98,6 +118,7 @@ class Layout(NamedTuple):
     tall_value: bool
     row_block: int
     key_block: int
+    granted: int
     bounded: bool
     pairs: Pairwise | None
     settings: Settings
@@ -118,13 +139,14 @@ def layout(
     operands: Operands,
     settings: Settings,
     kind: str,
-    sizes: LayoutSizes = LAYOUT_SIZES,
+    sizes: LayoutSizes | None = None,
 ) -> Layout:
     """The layout and the blocks of a call's kernels: "forward", "backward" or "tangent".
 
-    Raises `NotImplementedError` if no block fits into the memory on a chip, or too many are needed, or
-    for a rule or a score that blocks do not tell.
+    Without sizes, those for the chip that the program is lowered for. Raises `NotImplementedError` if no
+    block fits into its memory, or too many are needed, or for a rule or a score that blocks do not tell.
     """
+    sizes = sizes or sizes_on(target_chip())
     score = score_of(operands, settings, TARGET)
     pairs = pairs_of(operands, settings)
     batch, query_len, heads, width = operands.query.shape
@@ -137,19 +159,24 @@ def layout(
     front = 1 if few and as_written and not any(tall) else kv_heads
     row_fold, key_fold = heads // front, kv_heads // front
     rows, keys = query_len * row_fold, key_len * key_fold
-    most_keys = sizes.keys if kind == "forward" else sizes.keys_backward
+    name = "keys" if kind == "forward" else "keys_backward"
     if few and kind != "backward":
-        most_keys = sizes.keys_of_few_rows
+        name = "keys_of_few_rows"
+    # blocks larger than on the smallest chip only where a row sees four of them: the first is waited for,
+    # and a part of the last is hidden by a causal rule or a window
+    seen = min(keys, (sum(settings.rule.sides) + 1) * key_fold)
+    most_keys = min(getattr(sizes, name), max(getattr(LAYOUT_SIZES, name), seen // 4))
     unit = math.lcm(sizes.lanes, key_fold)  # a block holds all heads of its keys
     most_rows = sizes.rows
     while True:
         row_block = _even(rows, most_rows, sizes.sublanes if rows <= most_rows else sizes.lanes)
         key_block = _even(keys, most_keys, unit)
         needed = _memory(operands, score, row_block, key_block, sizes.lanes, kind)
-        if needed <= MEMORY:
+        if needed <= sizes.memory:
             positions = operands.query_positions is not None or settings.compares
             bounded = keys % key_block > 0 and not positions
-            numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block
+            granted = max(LEAST_GRANTED, needed * 4 // 3)
+            numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block, granted
             found = Layout(*numbers, bounded, pairs, settings, score)
             break
         if key_block > unit and key_block >= row_block:
@@ -160,7 +187,7 @@ def layout(
             most_keys = key_block // 2
         else:
             raise NotImplementedError(
-                f"query: wanted widths whose blocks fit into {MEMORY >> 20} MiB, got {width} "
+                f"query: wanted widths whose blocks fit into {sizes.memory >> 20} MiB, got {width} "
                 f"beside values of {value_width}"
             )
     ranges = batch * max(found.row_blocks, found.key_blocks if kind == "backward" else 0)

@@ -18,7 +18,7 @@ from ...call._operands import Operands
 from ...call._state import AttentionState, holds_keys
 from .._common import moving_arrays, result_like
 from .._score_program import Numbers
-from ._grid import PARALLEL, Grid
+from ._grid import Grid, compiler_params
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
 from ._score import BlockScores, block_directions, block_numbers, number_specs
 from ._step import dot, hide, load_present, visit, zero_past_end
@@ -83,7 +83,7 @@ def tangent(
             result_like(query, (*shape, rows, value_width), dtype),
             result_like(query, (*shape, 1, rows), jnp.float32),
         ],
-        compiler_params=PARALLEL,
+        compiler_params=compiler_params(at, len(grid.sizes)),
         interpret=interpret,
         name="attention_tangent",
     )(ranges, fixed, moving, fold_rows(state.out, at), lse[:, :, None], visibility.arrays, of_score)

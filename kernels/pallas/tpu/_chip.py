@@ -1,0 +1,46 @@
+"""The TPU that a program is lowered for: the memory of a core, and the size of its matrix units."""
+
+from typing import NamedTuple
+
+from ...call._target import target_device
+
+
+class Chip(NamedTuple):
+    """A TPU core; by default the smallest, for programs whose devices are not known.
+
+    Attributes:
+        memory: bytes of VMEM, its vector memory.
+        columns: those of a matrix unit.
+    """
+
+    memory: int = 16 * 2**20
+    columns: int = 128
+
+
+_V5E, _V5P = Chip(128 * 2**20), Chip(64 * 2**20)
+_V6E, _7X = Chip(128 * 2**20, 256), Chip(64 * 2**20, 256)
+# by `jax.Device.device_kind`; older ones have no more than the smallest
+_CHIPS = {
+    "TPU v5 lite": _V5E,
+    "TPU v5e": _V5E,
+    "TPU v5": _V5P,
+    "TPU v5p": _V5P,
+    "TPU v6 lite": _V6E,
+    "TPU v6e": _V6E,
+    "TPU7x": _7X,
+}
+
+
+def chip_of(kind: str | None) -> Chip:
+    """The TPU of a kind; one that is not known is taken for the smallest."""
+    return Chip() if kind is None else _CHIPS.get(kind, Chip())
+
+
+def target_chip() -> Chip:
+    """The TPU of the program being lowered, which need not be there.
+
+    A call is checked when it is traced, before any program is known, and so for the smallest; its blocks
+    are chosen when its program is lowered.
+    """
+    device = target_device()
+    return chip_of(None if device is None else device.device_kind)
