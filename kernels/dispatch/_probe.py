@@ -18,7 +18,7 @@ from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings
 from ..masks._structure import sided
 
-_ROWS, _HEADS, _WIDTH = 128, 2, 64  # sizes that all vendors' kernels take
+_ROWS, _HEADS, _WIDTH = 640, 2, 64  # sizes that all vendors' kernels take, in several blocks
 
 
 def obstacle(kernel: AbstractKernel, platform: str) -> str | None:

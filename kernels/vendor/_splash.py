@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,7 +36,9 @@ class Splash(AbstractKernel):
     scale is one for widths of 64 and 256, but not for 128.
     """
 
-    blocks: tuple[int, ...] = (512, 256, _LEAST)  # the first that divides the rows is taken
+    blocks: tuple[int, ...] = (1024, 512, 256, _LEAST)  # the first fitting that divides the rows
+    computed: int = 512  # keys that are computed with at once, of a block
+    fewest: int = 8  # larger blocks than these among the keys that a query may see
 
     name = "splash"
     platforms = ("tpu",)
@@ -67,7 +69,7 @@ class Splash(AbstractKernel):
     ) -> AttentionState:
         """One kernel, after a copy of the operands with heads in front."""
         query, key, value = _scaled(operands, settings)
-        found = _kernel(settings.rule.sides, *self._cut(query, key), platform != "tpu")
+        found = _kernel(settings.rule.sides, self._cut(query, key, settings), platform != "tpu")
         with _as_expected():
             out, (lse,) = jax.vmap(found)(query, key, value)
         return vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
@@ -80,9 +82,9 @@ class Splash(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """Two kernels: one for the gradient of queries, one for the others."""
+        """Two kernels: one for the gradient of queries, one for the others; one where keys are one block."""
         query, key, value = _scaled(operands, settings)
-        found = _kernel(settings.rule.sides, *self._cut(query, key), platform != "tpu")
+        found = _kernel(settings.rule.sides, self._cut(query, key, settings), platform != "tpu")
         d_out = cotangent.out.astype(value.dtype)
         rows = (state.lse, d_out, backward_delta(state, cotangent))
         with _as_expected():
@@ -104,11 +106,37 @@ class Splash(AbstractKernel):
         with _as_expected():  # JAX 0.8 lowers ours, too, in 32 bits alone
             return push_forward(PallasTPU(), operands, settings, state, directions, platform)
 
-    def _cut(self, query: Array, key: Array) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The lengths of queries and keys, heads in front, and of their blocks."""
-        lengths = query.shape[2], key.shape[2]
-        of_rows, of_keys = (next(b for b in self.blocks if n % b == 0) for n in lengths)
-        return lengths, (of_rows, of_keys)
+    def _cut(self, query: Array, key: Array, settings: Settings) -> "_Cut":
+        """The blocks of queries and keys, heads in front."""
+        rows, keys = query.shape[2], key.shape[2]
+        seen = min(keys, sum(settings.rule.sides) + 1)
+
+        def fits(block: int) -> bool:
+            whole = block == keys and not settings.rule.constrains
+            return block <= self.computed or self.fewest * block <= seen or whole
+
+        of_rows, of_keys = (
+            next(b for b in self.blocks if n % b == 0 and fits(b)) for n in (rows, keys)
+        )
+        return _Cut(rows, keys, of_rows, of_keys, min(of_keys, self.computed))
+
+
+class _Cut(NamedTuple):
+    """The numbers of rows and keys, in all, in a block, and of keys that are computed with at once."""
+
+    rows: int
+    keys: int
+    of_rows: int
+    of_keys: int
+    computed: int
+
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel computes all gradients.
+
+        It writes a part of that of queries for each block of keys, rounded to bfloat16. One block is exact.
+        """
+        return self.keys == self.of_keys
 
 
 def _scaled(operands: Operands, settings: Settings) -> list[Array]:
@@ -125,15 +153,17 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
         del options[name]
     options |= {x: getattr(blocks, x) for x in ("q_layout", "k_layout", "v_layout")}
     arrays = (query, key, value, None, None, lse, d_out, delta)
-    _, d_key, d_value = private_names("splash").backward_key(
+    d_query, d_key, d_value = private_names("splash").backward_key(
         *arrays,
         bq=blocks.block_q_dkv,
         bkv=blocks.block_kv_dkv,
         bkv_compute=blocks.block_kv_dkv_compute,
         mask_info=found.dkv_mask_info,
-        use_fused_bwd_kernel=False,  # it rounds each block's part of the gradient of queries
+        use_fused_bwd_kernel=blocks.use_fused_bwd_kernel,
         **options,
     )
+    if d_query is not None:
+        return d_query, d_key, d_value
     d_query = private_names("splash").backward_query(
         *arrays,
         bq=blocks.block_q_dq,
@@ -145,17 +175,24 @@ def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(
-    sides: tuple[int, int], shape: tuple[int, int], blocks: tuple[int, int], interpret: bool
-) -> Any:
-    splash, (bq, bkv) = private_names("splash"), blocks
+def _kernel(sides: tuple[int, int], cut: _Cut, interpret: bool) -> Any:
+    splash = private_names("splash")
+    of_query = None if cut.fused else cut.of_rows
     sizes = splash.BlockSizes(
-        block_q=bq, block_kv=bkv, block_q_dkv=bq, block_kv_dkv=bkv, block_q_dq=bq, block_kv_dq=bkv
+        block_q=cut.of_rows,
+        block_kv=cut.of_keys,
+        block_kv_compute=cut.computed,
+        block_q_dkv=cut.of_rows,
+        block_kv_dkv=cut.of_keys,
+        block_kv_dkv_compute=cut.computed,
+        block_q_dq=of_query,
+        block_kv_dq=of_query and cut.of_keys,
+        use_fused_bwd_kernel=cut.fused,
     )
     # One mask serves all heads. The result is cached across traces, so it must not be traced.
     with jax.ensure_compile_time_eval():
         found = splash.make(
-            mask=splash.masks.MultiHeadMask([_mask(splash.masks, sides, shape)]),
+            mask=splash.masks.MultiHeadMask([_mask(splash.masks, sides, cut[:2])]),
             block_sizes=sizes,
             save_residuals=True,
             head_shards=1,

@@ -536,6 +536,47 @@ def test_splash(problem, splash):
     check("splash", problem, "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("keys", "blocks", "kernels"),
+    [(128, (128,), 1), (256, (256,), 1), (512, (256,), 2)],
+    ids=["fused", "fused_parts", "parts"],
+)
+def test_splash_blocks(keys, blocks, kernels, monkeypatch):
+    """A part of a block of keys lost; a sum that the kernel of all gradients rounds, or leaves to the caller."""
+    kernel = _splash.Splash(blocks=blocks, computed=128, fewest=1)
+    monkeypatch.setattr(_registry, "_REGISTRY", {"splash": kernel})
+    problem = _make("splash_blocks", *(1, keys, keys, 2), K=1, H=64, is_causal=True)
+    call = check_call(**cast(problem, "bfloat16")[0], **problem.options)
+    query, key = (x.swapaxes(1, 2) for x in call.operands[:2])
+    assert kernel._cut(query, key, call.settings).fused == (kernels == 1)
+    check("splash", problem, "bfloat16", ("both",))
+
+
+BLOCKS = [  # queries, keys, options, and the blocks of each
+    (8192, 8192, {"is_causal": True}, (1024, 1024)),
+    (4096, 4096, {"is_causal": True}, (512, 512)),
+    (1024, 1024, {"is_causal": True}, (512, 512)),
+    (1024, 1024, {}, (1024, 1024)),
+    (384, 1024, {}, (128, 1024)),
+    (32768, 32768, {"local_window_size": (1000, 0)}, (512, 512)),
+]
+
+
+@pytest.mark.parametrize(("queries", "keys", "options", "blocks"), BLOCKS, ids=str)
+def test_blocks_of_splash(queries, keys, options, blocks):
+    """Blocks of which most is hidden by the diagonal, or by a window."""
+
+    def cut(query, key):
+        call = check_call(query, key, key, **options)
+        arrays = (x.swapaxes(1, 2) for x in call.operands[:2])
+        found.append(_splash.Splash()._cut(*arrays, call.settings))
+
+    found = []
+    shapes = (1, queries, 1, 64), (1, keys, 1, 64)
+    jax.eval_shape(cut, *(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes))
+    assert found[0][2:] == (*blocks, 512)
+
+
 @pytest.mark.full
 def test_splash_in_shard_map(splash):
     """Results whose types lack the mesh axes they vary over, which JAX wants there."""
