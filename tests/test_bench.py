@@ -93,7 +93,7 @@ def test_info_explains_a_call(capsys):
     call = ["info", "--query", "1,1,32,128", "--key", "1,4096,8,128"]
     assert main([*call, "--platform", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert "used on cpu" in out and "\n    decode\n" in out and "[1, 4096, 8, 128]" in out
+    assert "used on cpu" in out and "\n    decode_cpu\n" in out and "[1, 4096, 8, 128]" in out
     assert main(["info", "--query", "2,512,4,64", "--dtype", "float64", "--causal"]) == 0
     out = capsys.readouterr().out
     assert "\n    blockwise\n" in out and "as decode declines: query: wanted at most 64 rows" in out

@@ -31,7 +31,7 @@ MACHINES: dict[str, tuple[str, str | None]] = {
     "H100, H200 (9.0)": ("cuda", "9.0"),
     "B200, RTX 5090 (10.0, 12.0)": ("cuda", "10.0"),
     "TPU": ("tpu", None),
-    "CPU, others": ("cpu", None),
+    "CPU": ("cpu", None),
 }
 ALIKE = {"8.0": "8.9", "10.0": "12.0"}  # those that share a column
 

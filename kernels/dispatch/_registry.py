@@ -23,6 +23,7 @@ from ..vendor._flash_attn import FlashAttn
 from ..vendor._splash import Splash
 from ..xla._blockwise import Blockwise
 from ..xla._decode import Decode
+from ..xla._decode_cpu import DecodeCPU
 from ..xla._reference import Reference
 from ._derivative import differentiable_attention
 from ._lowering import Program, first_fitting, why_unfit
@@ -40,6 +41,7 @@ _REGISTRY: dict[str, AbstractKernel] = {
         FA4(),
         Splash(),
         PallasTPU(),
+        DecodeCPU(),
         Decode(),
         Blockwise(),
         Reference(),
@@ -61,6 +63,7 @@ def implementations() -> tuple[str, ...]:
     | `fa4` | NVIDIA | fa4-jax (Python 3.12) | 16 bits, widths to 256 (10.0: 128); plain; only by name |
     | `splash` | TPU | JAX's splash attention | bfloat16, whole blocks of 128, scales that are powers of two; plain |
     | `pallas_tpu` | TPU | Pallas on Mosaic | bfloat16, float32, any positions and segments; few rows read in place |
+    | `decode_cpu` | CPU | XLA's operations | 16 and 32 bits, at most 128 queries times heads, few for each key head |
     | `decode` | all | XLA's operations | any call with at most 64 queries times heads |
     | `blockwise` | all | XLA's operations | any call, memory O(T·block) |
     | `reference` | all | XLA's operations | any call, with the whole score matrix; derivatives in both modes |

@@ -50,14 +50,7 @@ class Decode(AbstractKernel):
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for more than 64 queries times heads, or a score with a source."""
-        query_len, heads = operands.query.shape[1:3]
-        if not is_static(query_len) or query_len * heads > MOST_ROWS:
-            raise NotImplementedError(
-                f"query: wanted at most {MOST_ROWS} rows times heads, "
-                f"got {query_len} × {heads} = {query_len * heads}"
-            )
-        if settings.scored_width is not None:
-            raise NotImplementedError("source: wanted None beside a score, got an array")
+        check_rows(operands, settings, MOST_ROWS)
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None
@@ -92,61 +85,72 @@ class Decode(AbstractKernel):
         return tangent(operands, settings, state, directions)
 
 
+def check_rows(operands: Operands, settings: Settings, most: int) -> None:
+    """Raises `NotImplementedError` for more than `most` queries times heads, or a score with a source."""
+    query_len, heads = operands.query.shape[1:3]
+    if not is_static(query_len) or query_len * heads > most:
+        raise NotImplementedError(
+            f"query: wanted at most {most} rows times heads, "
+            f"got {query_len} × {heads} = {query_len * heads}"
+        )
+    if settings.scored_width is not None:
+        raise NotImplementedError("source: wanted None beside a score, got an array")
+
+
 def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
-    # Keys keep their layout [S, K·H]. With the queries of all heads laid out block-diagonally, one
-    # product gives all scores, [T·N, S], and another all outputs. These read memory in order, where a
-    # product per head would stride through it.
-    query, key, value = operands[:3]
-    batch, query_len, heads, width = query.shape
-    key_len, kv_heads = key.shape[1:3]
-    group, rows = heads // kv_heads, query_len * heads
-    # rows are ordered (key head, head of the group, time)
-    diagonal = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
-    diagonal_query = query.reshape(batch, query_len, kv_heads, group, width).transpose(
-        0, 2, 3, 1, 4
-    )
-    diagonal_query = (diagonal_query[:, :, :, :, None, :] * diagonal).reshape(
-        batch, rows, kv_heads * width
-    )
-    # the barrier keeps XLA from rebuilding this array inside the product
-    diagonal_query = lax.optimization_barrier(diagonal_query)
-    key = key.reshape(batch, key_len, kv_heads * width)
-    value = value.reshape(batch, key_len, kv_heads * value.shape[-1])
-    if query.dtype.itemsize == 2:
-        out, total, lse = _rows_first(diagonal_query, key, value, operands, settings)
+    # Each row has products with the values of all key heads; those with the values of its own are selected.
+    query, value = operands.query, operands.value
+    batch, query_len, heads, _ = query.shape
+    key_len, kv_heads, value_width = value.shape[1:]
+    # XLA:CPU multiplies 32 bits fastest with weights as [S, rows], and 16 bits as [rows, S]: otherwise it
+    # widens all values first.
+    keys_first = query.dtype.itemsize != 2
+    scores = diagonal_scores(operands, settings, keys_first)
+    value = value.reshape(batch, key_len, kv_heads * value_width)
+    if not keys_first:
+        weights, total, lse = softmax(scores)
+        weighed = functools.partial(product, precision=None)
+        out, total = _summed(weighed, weights, value, 2, operands), total[..., 0]
     else:
-        out, total, lse = _keys_first(diagonal_query, key, value, operands, settings)
-    # each row has outputs for all key heads; select that of its own
-    value_width = operands.value.shape[-1]
-    out = out.reshape(batch, kv_heads, group, query_len, kv_heads, value_width)
-    out = jnp.einsum("bkgtkh->btkgh", out).reshape(batch, query_len, heads, value_width)
+        weights, total, lse = softmax(scores, axis=1)
+        weighed = functools.partial(inner, precision=precision(query.dtype))
+        out, total = _summed(weighed, weights, value, 1, operands), total[:, 0]
+    out = out.reshape(batch, kv_heads, heads // kv_heads, query_len, kv_heads, value_width)
+    out = jnp.einsum("bkgtkh->bkgth", out)
+    return state_of_rows(out, total, lse, operands, settings)
+
+
+def state_of_rows(
+    sums: Array, total: Array, lse: Array, operands: Operands, settings: Settings
+) -> AttentionState:
+    """The state, from outputs before division `[B, K, N/K, T, W]`, totals and energies `[B, N·T]`."""
+    batch, query_len, heads = operands.query.shape[:3]
+    out = sums.transpose(0, 3, 1, 2, 4).reshape(batch, query_len, heads, sums.shape[-1])
     total, lse = (x.reshape(batch, heads, query_len).transpose(0, 2, 1) for x in (total, lse))
     out = out.astype(total.dtype) / total[..., None]
     return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
 
-# With R rows, of all heads, and W columns, of all key heads: from [B, R, W], [B, S, W] and [B, S, W]
-# to the outputs before division, [B, R, W], and to the totals and energies, [B, R]. XLA:CPU multiplies
-# 32 bits fastest with scores as [S, R], and 16 bits as [R, S]: otherwise it widens all values first.
-def _rows_first(
-    diagonal_query: Array, key: Array, value: Array, operands: Operands, settings: Settings
-) -> tuple[Array, Array, Array]:
-    scores = _masked(outer(diagonal_query, key, None), operands, settings)
-    weights, total, lse = softmax(scores)
-    weighed = functools.partial(product, precision=None)
-    return _summed(weighed, weights, value, 2, operands), total[..., 0], lse
+def diagonal_scores(operands: Operands, settings: Settings, keys_first: bool) -> Array:
+    """The scores of all heads by one product, `[B, S, N·T]`, or `[B, N·T, S]` where keys are not first.
 
-
-def _keys_first(
-    diagonal_query: Array, key: Array, value: Array, operands: Operands, settings: Settings
-) -> tuple[Array, Array, Array]:
-    exact = precision(diagonal_query.dtype)
-    scores = outer(key, diagonal_query, exact).swapaxes(1, 2)
+    Rows are ordered by (key head, head of its group, time). Queries are laid out block-diagonally, so that keys keep
+    their layout [S, K·H] and are read in order, where a product per head would stride through them.
+    """
+    query, key = operands[:2]
+    batch, query_len, heads, width = query.shape
+    key_len, kv_heads = key.shape[1:3]
+    here = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
+    query = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
+    query = query.transpose(0, 2, 3, 1, 4)[:, :, :, :, None, :] * here
+    # the barrier keeps XLA from rebuilding this array inside the product
+    query = lax.optimization_barrier(query.reshape(batch, heads * query_len, kv_heads * width))
+    key, exact = key.reshape(batch, key_len, kv_heads * width), precision(query.dtype)
     # XLA fuses both transpositions into the loop of what is between them
-    scores = _masked(scores, operands, settings).swapaxes(1, 2)
-    weights, total, lse = softmax(scores, axis=1)
-    weighed = functools.partial(inner, precision=exact)
-    return _summed(weighed, weights, value, 1, operands), total[:, 0], lse
+    scores = outer(key, query, exact).swapaxes(1, 2) if keys_first else outer(query, key, exact)
+    by_head = scores.reshape(batch, heads, query_len, key_len)
+    scores = masked(by_head, operands, settings).reshape(scores.shape)
+    return scores.swapaxes(1, 2) if keys_first else scores
 
 
 def _summed(
@@ -197,12 +201,6 @@ def _not_finite(x: Array) -> Array:
 def _not_finite_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
     del size, batched
     return _not_finite(x), False
-
-
-def _masked(scores: Array, operands: Operands, settings: Settings) -> Array:
-    query_len, heads = operands.query.shape[1:3]
-    shape = scores.shape[0], heads, query_len, scores.shape[-1]
-    return masked(scores.reshape(shape), operands, settings).reshape(scores.shape)
 
 
 def _per_head(operands: Operands, settings: Settings) -> AttentionState:

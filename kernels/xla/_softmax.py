@@ -31,10 +31,19 @@ def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
     has $m = 0$ and a total of 1, and so is finite, derivatives included. A NaN or an overflow among
     the scores makes the whole row NaN.
     """
-    shift = safe_shift(lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf)))
+    shift = shift_of(scores, axis)
     weights = jnp.exp(scores - shift)
-    total = weights.sum(axis, keepdims=True)
+    return Softmax(weights, *normaliser(weights.sum(axis, keepdims=True), shift, axis))
+
+
+def shift_of(scores: Float[Array, "..."], axis: int) -> Array:
+    """What is taken from scores before the exponential: their maximum over an axis, kept with size 1."""
+    return safe_shift(lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf)))
+
+
+def normaliser(total: Array, shift: Array, axis: int) -> tuple[Array, Array]:
+    """`total` and `lse` of a `Softmax`, from the sum of its weights."""
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, shift + jnp.log(total))
-    return Softmax(weights, total, lse.squeeze(axis))
+    return total, lse.squeeze(axis)

@@ -45,9 +45,10 @@ def test_who_takes_what(name):
     rule = RULES[name].of(1)
     call, plain = check_call(x, x, x, mask=rule), check_call(x, x, x)
     for kernel in _registry._REGISTRY.values():
+        if kernel.name in ("decode", "decode_cpu"):  # too many rows
+            continue
         if not kernel.platforms or kernel.name in OURS:
-            if kernel.name != "decode":  # too many rows
-                check_call_of(kernel, call.operands, call.settings)
+            check_call_of(kernel, call.operands, call.settings)
             continue
         if kernel.name not in (
             "cudnn",

@@ -38,6 +38,15 @@ EMPTY = frozenset({"no_keys", "no_queries"})
 MANY_ROWS = frozenset(
     {"primes", "blocks_rule", "blocks_everything", "blocks_predicates", "heads_8_1", *LARGE}
 )
+# At most as many rows for each key head as there are key heads, and no empty axis.
+FEW_ROWS = (
+    frozenset(
+        name
+        for name, x in EVERY.items()
+        if x.query.shape[1] * x.query.shape[2] <= min(x.key.shape[2] ** 2, 128)
+    )
+    - EMPTY
+)
 
 
 class Traits(NamedTuple):
@@ -86,6 +95,8 @@ TRAITS = {
     "pallas_tpu": TPU,
     "reference": Traits(ALL),
     "blockwise": Traits(ALL),
+    # more rows for each key head, and several pieces: see `test_decode_cpu.py`
+    "decode_cpu": Traits(FEW_ROWS, ("float32", "bfloat16", "float16")),
     "decode": Traits(ALL - MANY_ROWS),
 }
 HERE = platform_here()
@@ -98,7 +109,7 @@ RUNNABLE = tuple(
 )
 # Kernels that bring a forward pass alone, differentiated by the blockwise backward: all gradients of
 # that one are checked, and of these a few, to see that they save the state it wants.
-FORWARD_ONLY = frozenset({"decode"})
+FORWARD_ONLY = frozenset({"decode", "decode_cpu"})
 SECOND = ("everything", "positions_causal", "mask_nothing", "decode_source")
 
 

@@ -1,0 +1,83 @@
+"""Sums of values with weights of each row's own, at the speed of memory on CPUs."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from ._slice import slice_of
+
+
+class Pieces(NamedTuple):
+    """How values are read; static. The defaults were chosen by measurement.
+
+    Attributes:
+        keys: keys whose products are added in registers, between two updates of the sums.
+        numbers: most numbers in a piece of the values: few, so that sums stay in a CPU's cache; enough, so that
+            starting a loop over them costs little.
+    """
+
+    keys: int = 16
+    numbers: int = 1 << 20
+
+
+def weighed_sum(
+    weights: Float[Array, "B S rows"],
+    value: Float[Array, "B S K W"],
+    shown: Bool[Array, "B S"] | None,
+    pieces: Pieces,
+) -> Float[Array, "B K R W"]:
+    r"""$\sum_s w_{skr} v_{sk}$ in float32; values that are not `shown` count as zero. For XLA:CPU, on one device.
+
+    A product of matrices would be block-diagonal in the heads, with K times the work. This is a loop over pieces of
+    the keys; of a piece's products and sums XLA:CPU makes one loop of vector instructions.
+    """
+    batch, key_len, kv_heads, width = value.shape
+    rows = weights.shape[-1] // kv_heads
+    together = min(pieces.keys, key_len)
+    most = max(pieces.numbers // (batch * kv_heads * width), together)
+    count = -(-key_len // (-(-key_len // most) * together))
+    piece = together * min(count, key_len // together)
+    count, steps = piece // together, -(-key_len // piece)
+
+    def add_piece(i: Array, sums: Array) -> Array:
+        # Tied to the step: else XLA moves the values' cast to integers before the loop, as a copy of all.
+        values, i = lax.optimization_barrier((value, i))
+        # the last piece overlaps the one before; keys in both count once
+        first = jnp.minimum(i * piece, key_len - piece)
+        parts, values = (slice_of(x, 1, first, piece) for x in (weights, values))
+        values = values.astype(jnp.float32)
+        if shown is not None:
+            here = slice_of(shown, 1, first, piece)
+            values = jnp.where(here[:, :, None, None], values, 0)
+        if steps * piece != key_len:
+            new = jnp.arange(piece) + first >= i * piece
+            parts = jnp.where(new[:, None], parts, 0)
+        # Keys that are added together are in different parts of the piece, so that each part is read in order.
+        parts = parts.reshape(batch, together, count, kv_heads, rows, 1)
+        values = values.reshape(batch, together, count, kv_heads, 1, width)
+        return sums + _reduced(lambda a, b: a - (-b), parts * values, 0.0)
+
+    start = jnp.zeros((batch, count, kv_heads, rows, width), jnp.float32)
+    sums = lax.fori_loop(0, steps, add_piece, start)
+    ones = jnp.ones((batch, 1, count), jnp.float32)
+    sums = lax.dot_general(ones, sums.reshape(batch, count, -1), (((2,), (1,)), ((0,), (0,))))
+    return sums.reshape(batch, kv_heads, rows, width)
+
+
+def maximum_of(scores: Float[Array, "B S R"], pieces: Pieces) -> Float[Array, "B 1 R"]:
+    """The largest score of each row, of scores that XLA:CPU computes meanwhile and does not write."""
+    batch, key_len, rows = scores.shape
+    together = min(pieces.keys, key_len)
+    parts = scores[:, : key_len // together * together].reshape(batch, together, -1, rows)
+    found = _reduced(lambda a, b: -lax.min(-a, -b), parts, -jnp.inf).max(1, keepdims=True)
+    # keys in both do not matter
+    return jnp.maximum(found, scores[:, -together:].max(1, keepdims=True))
+
+
+def _reduced(f: Callable[[Array, Array], Array], x: Array, start: float) -> Array:
+    # XLA:CPU gives sums and maxima to YNNPACK, and writes their operand to memory first. Of other functions it
+    # makes one loop with the operand: so a + b is written a - (-b).
+    return lax.reduce(x, jnp.asarray(start, x.dtype), f, (1,))

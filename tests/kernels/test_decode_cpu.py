@@ -1,0 +1,96 @@
+"""`decode_cpu` in many small pieces, on all problems that it can take, and in programs over several devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.distributed import collectives
+from energy_attn.kernels import local_attention
+from energy_attn.kernels.xla._decode_cpu import DecodeCPU
+from energy_attn.kernels.xla._weighed_sum import Pieces
+
+from ..naive import assert_all_close
+from ..problems import cast
+from .traits import EMPTY, EVERY, arrays_of, attend, state_and_gradients
+
+# One key, or three that are added together, in pieces that do not divide the keys; any number of rows for a key head.
+SMALL = DecodeCPU(Pieces(keys=3, numbers=64), most=64)
+TAKEN = [
+    x
+    for name, x in EVERY.items()
+    if name not in EMPTY and x.query.shape[1] * x.query.shape[2] <= 128
+]
+
+
+@pytest.mark.parametrize("problem", TAKEN, ids=repr)
+def test_state(problem):
+    state = jax.jit(functools.partial(attend, problem=problem, implementation=SMALL))(
+        arrays_of(SMALL, problem)
+    )
+    assert_all_close(state._asdict(), problem, np.dtype("float32"), "both", label="decode_cpu")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["grouped", "value_wider", "ragged_keys"])
+def test_16_bits(name, dtype):
+    arrays, rounded = cast(EVERY[name], dtype)
+    state = attend(arrays, EVERY[name], SMALL)
+    assert (state.out.dtype, state.lse.dtype) == (jnp.dtype(dtype), jnp.float32)
+    assert_all_close(state._asdict(), rounded, jnp.dtype(dtype), "both", label="decode_cpu")
+
+
+@pytest.mark.parametrize("name", ["heads_8_8", "decode_ragged"])
+def test_gradients(name):
+    problem = EVERY[name]
+    arrays = arrays_of(SMALL, problem)
+    shape = problem.query.shape[:-1] + problem.value.shape[-1:]
+    cotangent = (np.random.default_rng(0).standard_normal(s, "float32") for s in (shape, shape[:3]))
+    cotangent = tuple(cotangent)
+    found = state_and_gradients(SMALL, problem)(arrays, *cotangent)
+    wanted = state_and_gradients("reference", problem)(arrays, *cotangent)
+    for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pieces", [Pieces(), Pieces(keys=3, numbers=64)])
+def test_absent_values_are_not_read(pieces):
+    key = jax.random.normal(jax.random.key(0), (2, 17, 4, 8), jnp.float32)
+    query, length = key[:, :1], jnp.array([5, 0])
+    hidden = jnp.arange(17)[None] >= length[:, None]
+    run = functools.partial(
+        local_attention,
+        query,
+        key,
+        key_value_seq_lengths=length,
+        implementation=DecodeCPU(pieces),
+    )
+    wanted = run(jnp.where(hidden[..., None, None], 0, key))
+    for bad in (np.nan, np.inf):
+        found = run(jnp.where(hidden[..., None, None], bad, key))
+        np.testing.assert_array_equal(found.out, wanted.out)
+    assert np.isneginf(wanted.lse[1]).all() and not wanted.out[1].any()
+
+
+def test_a_partitioned_program_has_decode():
+    """The pieces of sharded values would be sent between devices."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("keys",))
+    sharded = NamedSharding(mesh, P(None, "keys"))
+    query = jax.ShapeDtypeStruct((1, 1, 4, 8), jnp.float32, sharding=NamedSharding(mesh, P()))
+    key = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32, sharding=sharded)
+    sent = collectives(jax.jit(local_attention).lower(query, key, key).compile())
+    assert {x.kind for x in sent} == {"all-reduce"}
+    with pytest.raises(NotImplementedError, match="XLA cannot split it over devices"):
+        named = functools.partial(local_attention, implementation="decode_cpu")
+        jax.jit(named).lower(query, key, key)
+
+
+def test_many_rows_of_few_key_heads_have_decode():
+    x = jnp.ones((1, 4, 2, 8), jnp.float32)
+    with pytest.raises(NotImplementedError, match="at most 2 rows a key head, got 4"):
+        local_attention(x, x, x, implementation="decode_cpu")
+    assert local_attention(x[:, :1], x, x, implementation="decode_cpu").lse.shape == (1, 1, 2)
