@@ -1,23 +1,27 @@
 #!/usr/bin/env python3
-"""Write into docs/kernels.md which kernel a call gets on which machine, as the registry explains it.
+"""Write into docs/kernels.md which kernel a call gets on which machine, and what each takes, as the registry says.
 
     python tools/list_kernels.py
 
-The table between the comments is made of nothing else; a test compares it on each JAX that the tests run on. No
-machine of these is needed. The last row is of docs/benchmarks/first_light.json.
+The tables between the comments are made of nothing else; a test compares them on each JAX that the tests run on. No
+machine of these is needed. The last row of the first is of docs/benchmarks/first_light.json.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from draw_first_light import DOCS, Steps, between, kept, table
 
+from energy_attn import masks, scores
+from energy_attn.kernels import implementations
 from energy_attn.kernels.internal import (
     AssumedGPU,
     Operands,
     Settings,
+    check_call,
     explain,
     sided,
     tried,
@@ -33,6 +37,31 @@ MACHINES: dict[str, tuple[str, str | None]] = {
     "TPU": ("tpu", None),
     "CPU": ("cpu", None),
 }
+TAKES_BEGIN, TAKES_END = (
+    "<!-- tools/list_kernels.py: what each takes -->\n",
+    "<!-- end of takes -->",
+)
+# Options of a call, beside those of a plain one.
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "causality, windows": lambda: {"is_causal": True, "local_window_size": (100, 0)},
+    "positions, lengths, segments": lambda: {
+        "key_value_seq_lengths": jnp.full(1, 100, jnp.int32),
+        "query_segment_ids": jnp.zeros((1, ROWS), jnp.int32),
+        "key_segment_ids": jnp.zeros((1, ROWS), jnp.int32),
+    },
+    "rules that compose": lambda: {"mask": masks.Causal() | masks.Prefix(100)},
+    "boolean masks, biases": lambda: {
+        "mask": jnp.ones((1, 1, ROWS, ROWS), bool),
+        "bias": jnp.zeros((1, 1, ROWS, ROWS), jnp.float32),
+    },
+    "scores": lambda: {"score": scores.SoftCap(jnp.float32(30.0))},
+    "a source": lambda: {"source": jnp.zeros((1, ROWS, HEADS, WIDTH), jnp.bfloat16)},
+}
+ROWS, HEADS, WIDTH = (
+    128,
+    8,
+    64,
+)  # of a plain call that all take, but decode, which takes any of few rows
 ALIKE = {"8.0": "8.9", "10.0": "12.0"}  # those that share a column
 
 
@@ -105,9 +134,36 @@ def section(steps: Steps | None) -> str:
     return table(("call", *MACHINES), [*rows, ("right on hardware so far", *last)])
 
 
+def reason(name: str, options: dict[str, Any]) -> str | None:
+    """Why a kernel declines a call, or is not there."""
+    found: list[str | None] = []
+
+    def ask(query: Any) -> None:
+        call = check_call(query, query, query, **options)
+        try:
+            explain((name,), call.settings, call.operands, "cuda")
+            found.append(None)
+        except NotImplementedError as declined:
+            found.append(str(declined))
+
+    jax.eval_shape(ask, jax.ShapeDtypeStruct((1, ROWS, HEADS, WIDTH), jnp.bfloat16))
+    return found[0]
+
+
+def takes() -> str:
+    """The table of options, in Markdown: those of which a kernel that declines gives another reason than without."""
+    rows = []
+    for name in implementations():
+        plain = reason(name, {})
+        cells = ("yes" if reason(name, make()) == plain else "" for make in OPTIONS.values())
+        rows.append((f"`{name}`", *cells))
+    return table(("", *OPTIONS), rows)
+
+
 def page(text: str, steps: Steps | None) -> str:
-    """The page with that table anew."""
-    return between(text, BEGIN, section(steps), END)
+    """The page with these tables anew."""
+    text = between(text, BEGIN, section(steps), END)
+    return between(text, TAKES_BEGIN, takes(), TAKES_END)
 
 
 def main() -> int:
