@@ -64,6 +64,7 @@ def test_blocks_of_chips(kind):
     found = tuple(_plan(kind, queries).key_block for queries in (65536, 1))
     assert found == BLOCKS_OF_CHIPS[kind]
     assert _plan(kind, 2048).key_block == 1024
+    assert _plan(kind, 65536, local_window_size=(1000, 0)).key_block == 1024
 
 
 @pytest.mark.parametrize("width", [64, 512])
@@ -74,14 +75,14 @@ def test_what_the_smallest_takes_all_take(name, width):
         assert _plan(kind, 65536, name, width).granted >= 16 * 2**20
 
 
-def _plan(kind, queries, name="forward", width=128):
+def _plan(kind, queries, name="forward", width=128, **options):
     """The layout of 32 heads on a chip; a single query reads a cache of 64k tokens."""
     keys = 65536 if queries == 1 else queries
     shapes = (1, queries, 32, width), (1, keys, 8, width)
     found = []
 
     def plan(query, key):
-        call = check_call(query, key, key)
+        call = check_call(query, key, key, **options)
         found.append(layout(call.operands, call.settings, name, sizes_on(chip_of(kind))))
 
     jax.eval_shape(plan, *(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes))
