@@ -23,7 +23,7 @@ KEYS = 64 * 1024
 
 
 class Kernel(NamedTuple):
-    """A program for one H200 with one kernel: its text and scratch memory; and the kernel's code and registers."""
+    """A kernel for one H200: its program's text and scratch memory; and its code and registers."""
 
     text: str
     memory: int
@@ -37,28 +37,35 @@ class Kernel(NamedTuple):
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """A function that compiles a call of shapes."""
+    """A function that compiles a call of shapes: its one kernel, or, with gradients, all by the number of products."""
     toolkit()
     for name, value in (("TO", str(tmp_path)), ("PTX", "1"), ("PTXAS", "1")):
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{name}", value)
 
-    def compile(*shapes, dtype=jnp.bfloat16, **options):
+    def compile(*shapes, dtype=jnp.bfloat16, gradients=False, **options):
         sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
         arrays = [jax.ShapeDtypeStruct(x, dtype, sharding=sharding) for x in shapes]
 
         def run(*arrays):
             return local_attention(*arrays, implementation="mosaic_gpu", **options)
 
-        program = jax.jit(run).lower(*arrays).compile()
-        (code,) = tmp_path.glob("*.ptx")
-        report = code.with_suffix(".ptxas").read_text()
-        return Kernel(
-            program.as_text(),
-            program.memory_analysis().temp_size_in_bytes,
-            code.read_text(),
-            int(re.search(r"Used (\d+) registers", report)[1]),
-            int(re.search(r"(\d+) bytes spill stores", report)[1]),
-        )
+        def with_gradients(*arrays):
+            state, back = jax.vjp(run, *arrays)
+            return back(state)
+
+        program = jax.jit(with_gradients if gradients else run).lower(*arrays).compile()
+        found = []
+        for code in tmp_path.glob("*.ptx"):
+            report = code.with_suffix(".ptxas").read_text()
+            kernel = Kernel(
+                program.as_text(),
+                program.memory_analysis().temp_size_in_bytes,
+                code.read_text(),
+                int(re.search(r"Used (\d+) registers", report)[1]),
+                int(re.search(r"(\d+) bytes spill stores", report)[1]),
+            )
+            found.append(kernel)
+        return sorted(found, key=lambda x: x.count("wgmma.mma_async")) if gradients else found[0]
 
     return compile
 
@@ -97,3 +104,42 @@ def test_decode(compiled):
     kernel = compiled((1, 1, 32, WIDTH), keys, keys)
     assert kernel.memory < 0.02 * 2 * 2 * KEYS * 8 * WIDTH
     assert kernel.spilled == 0 and kernel.count("wgmma.mma_async") == 8 + 4
+
+
+MASKS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (500, 10)},
+    "lengths": {"is_causal": True, "key_value_seq_lengths": jnp.array([7000], jnp.int32)},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients(mask, compiled):
+    """A kernel for each of queries and keys; sums that do not fit in the registers, which slow every product."""
+    rows, keys = (1, PREFILL, 32, WIDTH), (1, PREFILL, 8, WIDTH)
+    *_, of_queries, of_keys = compiled(rows, keys, keys, gradients=True, **MASKS[mask])
+    loops = 1 if mask == "full" else 2
+    # a step of 64 rows by 64 keys: scores and the weights' cotangents by eight products each, a sum by four
+    assert of_queries.count("wgmma.mma_async") == loops * (8 + 8 + 4)
+    assert of_keys.count("wgmma.mma_async") == loops * (8 + 8 + 4 + 4)
+    assert of_queries.registers <= 168 and of_keys.registers <= 255
+    # numbers of rows and keys for a mask; tiles that did not fit would be hundreds of bytes
+    assert of_queries.spilled <= 32 and of_keys.spilled <= 32
+    assert "atom" not in of_queries.code + of_keys.code
+    assert of_keys.count(r"ex2\.approx\.ftz") == of_keys.count("ex2") == loops * 32
+
+
+@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (96, 80), (64, 128)], ids=str)
+def test_gradients_of_widths(width, value_width, compiled):
+    """Tiles that spill, or that need more shared memory than there is, which fails here too."""
+    rows, keys, values = ((1, 1000, 4, x) for x in (width, width, value_width))
+    kernels = compiled(rows, keys, values, gradients=True, local_window_size=(100, 10))
+    # since JAX 0.12 a process compiles a kernel once: that of the forward pass may be another test's
+    assert len(kernels) >= 2 and max(x.spilled for x in kernels) <= 68
+
+
+def test_gradients_of_wide_heads(compiled):
+    """Sums that are kept in memory: the backward of the widest heads is XLA's."""
+    shape = 1, 1000, 4, 256
+    assert len(compiled(shape, shape, shape, gradients=True, is_causal=True)) == 1

@@ -1,4 +1,4 @@
-"""The Hopper kernel in JAX's interpreter of copies, barriers and groups of warps, which JAX has from 0.12 on.
+"""The Hopper kernels in JAX's interpreter of copies, barriers and groups of warps, which JAX has from 0.12 on.
 
 The interpreter runs the groups of warps of a program as threads, and the copy engine beside them; and it raises where
 two accesses to shared memory are not ordered by barriers. Products of tiles in registers are the one thing it does not
@@ -15,13 +15,15 @@ import pytest
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.call._operands import Operands, Settings
+from energy_attn.kernels.call._state import AttentionState
 from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.masks._structure import sided
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
-from energy_attn.kernels.pallas.mosaic._plan import TileSizes, make_plan
+from energy_attn.kernels.pallas.mosaic._plan import TileSizes, key_plan, make_plan, query_plan
 
-from ..naive import assert_all_close
-from ..problems import Problem, cast
+from ..naive import assert_all_close, select
+from ..problems import Problem, cast, cotangents
+from ..selection import few
 
 HERE = platform_here()
 runs = pytest.mark.skipif(
@@ -103,6 +105,53 @@ def test_forward(name):
     assert_all_close(state_of(given, arrays)._asdict(), given, dtype, "both", label="mosaic_gpu")
 
 
+def state_and_gradients(given, arrays, dtype, which):
+    call = check_call(**arrays, **given.options)
+    state = KERNEL.forward(call.operands, call.settings, HERE)
+    cotangent = AttentionState(*select(which, *cotangents(given, dtype)))
+    found = KERNEL.backward(call.operands, call.settings, state, cotangent, HERE)
+    return state._asdict() | {name: getattr(found, name) for name in arrays}
+
+
+@runs
+@pytest.mark.parametrize(
+    "name", few(list(PROBLEMS), "causal_grouped", "window", "decode_cache", "segments")
+)
+def test_gradients(name):
+    """Rows or heads left out or summed twice; sides of a window not reflected; a slot read before it is filled."""
+    given, dtype = PROBLEMS[name], (jnp.float16, jnp.bfloat16)[len(name) % 2]
+    arrays, _ = cast(given, dtype)
+    found = state_and_gradients(given, arrays, dtype, "both")
+    assert_all_close(found, given, dtype, "both", label="mosaic_gpu")
+
+
+@runs
+@pytest.mark.parametrize("which", few(["out", "lse"], "lse"))
+def test_gradients_of_one_result(which):
+    """A cotangent of lse that is added to delta, lost, or divided by the rows of a packed head."""
+    given = PROBLEMS["decode_many_heads"]
+    arrays, _ = cast(given, jnp.bfloat16)
+    found = state_and_gradients(given, arrays, jnp.bfloat16, which)
+    assert_all_close(found, given, jnp.bfloat16, which, label="mosaic_gpu")
+
+
+@runs
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("name", few(["decode_cache", "more_keys"], "decode_cache"))
+def test_gradients_do_not_read_what_is_absent(name):
+    """0 · NaN in gradients: keys that no query sees."""
+    given = PROBLEMS[name]
+    arrays, _ = cast(given, jnp.bfloat16)
+    hidden = np.arange(200)[None] >= 70 if given.key_positions is None else given.key_positions < 0
+    wanted = state_and_gradients(given, arrays, jnp.bfloat16, "both")
+    filled = {
+        name: jnp.where(hidden[:, :, None, None], np.nan, arrays[name]) for name in ("key", "value")
+    }
+    found = state_and_gradients(given, arrays | filled, jnp.bfloat16, "both")
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(found[name], x)
+
+
 @runs
 @pytest.mark.filterwarnings(
     "ignore:invalid value encountered"
@@ -166,4 +215,12 @@ def test_keys_fit_the_chip():
             plan = make_plan(operands, Settings(1.0, sided()))
             held = plan.consumers * 64 * (2 * width + 4 * 64)
             held += plan.stages * plan.keys * 4 * width
+            assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
+            if width > 128:
+                continue  # the sums of a gradient do not fit into the registers
+            plan = query_plan(operands, Settings(1.0, sided()))
+            held = plan.row_times * (4 * width + 4 * 64) + plan.stages * plan.keys * 4 * width
+            assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
+            plan = key_plan(operands, Settings(1.0, sided()))
+            held = plan.keys * 4 * width + plan.stages * plan.row_times * (4 * width + 8)
             assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)

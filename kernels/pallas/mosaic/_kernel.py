@@ -10,7 +10,7 @@ from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._structure import SIDED
 from ...xla import _blockwise
-from ._plan import TILE_SIZES, TileSizes, make_plan
+from ._plan import TILE_SIZES, TileSizes, key_plan, make_plan, query_plan
 
 _DTYPES = ("float16", "bfloat16")
 # CUDA's compiler miscompiles loops with masks in these versions of the runtime, 12.8.0 to 12.9; see
@@ -22,8 +22,8 @@ _MISCOMPILED = range(12080, 12091)
 class MosaicGPU(AbstractKernel):
     """Flash attention for compute capability 9.0 by its copy engine and its products of warp groups.
 
-    Forward with masks by position and segment; keys of few rows are split over the chip. The backward
-    is that of the blockwise implementation.
+    Forward and backward with masks by position and segment; keys of few rows are split over the chip. The
+    tangent, and the backward of the widest heads, are those of the blockwise implementation.
 
     `sizes` replaces `TILE_SIZES`, for other tiles.
     """
@@ -49,7 +49,7 @@ class MosaicGPU(AbstractKernel):
         _check_target()
         make_plan(operands, settings, self.sizes)
         try:
-            from . import _forward  # noqa: F401  # late: not all versions of JAX have it
+            from . import _backward, _forward  # noqa: F401  # late: not all versions of JAX have it
         except (ImportError, AttributeError) as reason:
             raise NotImplementedError(
                 f"mosaic_gpu: wanted a JAX with Pallas on Mosaic GPU, got {reason}"
@@ -72,8 +72,18 @@ class MosaicGPU(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """The backward of the blockwise implementation."""
-        return _blockwise.backward(operands, settings, state, cotangent)
+        """Two kernels: one for the gradient of queries, one for the others.
+
+        That of the blockwise implementation for the widest calls, whose sums do not fit on the chip.
+        """
+        try:
+            query = query_plan(operands, settings, self.sizes)
+            key = key_plan(operands, settings, self.sizes)
+        except NotImplementedError:
+            return _blockwise.backward(operands, settings, state, cotangent)
+        from ._backward import backward
+
+        return backward(operands, query, key, state, cotangent, interpret=platform != "cuda")
 
 
 def _check_target() -> None:

@@ -7,13 +7,25 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ...call._operands import Operands, Settings, with_default_positions
-from ...call._state import AttentionState
+from ...call._operands import (
+    Operands,
+    Settings,
+    hide_unreachable,
+    with_default_positions,
+    zero_absent,
+)
 
 ROWS = 64  # the rows that one group of warps multiplies at a time
 # Bytes of shared memory that tiles may take, of 227 KiB that a program may take of a multiprocessor:
 # the rest is for barriers, and for sums over the warps of a group.
 SHARED = 225 * 1024
+# The registers of a thread for the tiles of a gradient, where one group of warps computes and where two
+# do. The rest, of 255 and of 168, is for addresses, masks and numbers of rows. CUDA 13 ignores what
+# moves registers between the groups ("to maintain compatibility across compilation units").
+REGISTERS, REGISTERS_OF_TWO = 208, 144
+# The keys or rows of a step of a gradient: products take no fewer from rows of 128 bytes.
+STEP = 64
+NUMBERS = 8  # the bytes of a row's numbers in the backward: its energy and delta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +35,8 @@ class TileSizes:
     Attributes:
         consumers: the warp groups of a program that compute, each on 64 rows of its own.
         keys: the keys of a tile at most, in the forward pass.
-        keys_backward: the same in the backward and the tangent, which hold more.
         stages: the tiles of keys that are on their way or in use at most.
+        stages_backward: the same for keys or rows in the backward.
         stages_of_few: the same for programs of one consumer, which are bound by memory.
         programs: how many fill a chip: one for each of the 132 multiprocessors of an H100. Where tiles
             of rows are fewer, several programs share the keys of one.
@@ -33,8 +45,8 @@ class TileSizes:
 
     consumers: int = 2
     keys: int = 128
-    keys_backward: int = 64
     stages: int = 2
+    stages_backward: int = 4
     stages_of_few: int = 5
     programs: int = 132
     least_steps: int = 4
@@ -44,7 +56,7 @@ TILE_SIZES = TileSizes()
 
 
 class Plan(NamedTuple):
-    """The static properties of a call and its tiles.
+    """The static properties of a call and of the tiles of one of its kernels.
 
     Attributes:
         settings: those of the call.
@@ -53,8 +65,11 @@ class Plan(NamedTuple):
         batch, query_len, key_len: `B`, `T` and `S`, of the packed call.
         heads, kv_heads: `N` and `K`, likewise.
         width, value_width: `H` and `Hv`.
-        consumers: the warp groups that compute, each on 64 rows, which are successive queries of a head.
-        keys, stages: the tile of keys, and how many are in shared memory.
+        consumers: the warp groups that compute, each on 64 rows, which are successive queries of a head;
+            in the kernel of the gradients of keys and values, on 64 keys.
+        row_times, keys: the tiles of rows and of keys. Those of a program are shared by its consumers,
+            and those that it iterates over are copied.
+        stages: how many of the latter are in shared memory.
         splits: how many programs share the keys of a tile of rows.
     """
 
@@ -68,8 +83,9 @@ class Plan(NamedTuple):
     width: int
     value_width: int
     consumers: int
+    row_times: int
     keys: int
-    stages: int
+    stages: int = 2
     splits: int = 1
 
     # what `tile_ranges` and `visibility_of` read besides
@@ -82,11 +98,6 @@ class Plan(NamedTuple):
         return self.heads // self.kv_heads
 
     @property
-    def row_times(self) -> int:
-        """The rows of a program."""
-        return ROWS * self.consumers
-
-    @property
     def row_tiles(self) -> int:
         """Tiles of rows of a head."""
         return math.ceil(self.query_len / self.row_times)
@@ -96,12 +107,65 @@ class Plan(NamedTuple):
         """Tiles of keys."""
         return math.ceil(self.key_len / self.keys)
 
+    def hides(self, key_positions: Any) -> bool:
+        """Whether there may be keys that no row of the call sees, whose values may be anything."""
+        rule = self.settings.rule
+        return key_positions is not None or self.key_len > self.query_len + rule.sides[1]
+
 
 def make_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:
     """The plan of the forward pass of a call.
 
     Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
     """
+    found = _rows_plan(operands, settings, sizes)
+    width, value_width = found.width, found.value_width
+    # sums and scores are in registers, half a number of each column in each thread
+    if value_width > 128:
+        found = found._replace(consumers=1, row_times=ROWS)
+    few = found.consumers == 1
+    keys = min(sizes.keys, ROWS if few else 128)
+    stages = sizes.stages_of_few if few else sizes.stages
+    itemsize = operands.value.dtype.itemsize
+    own = found.row_times * (width * itemsize + chunk(value_width) * 4)  # results in float32
+    key_bytes = (width + value_width) * itemsize
+    while keys > ROWS and own + 2 * keys * key_bytes > SHARED:
+        keys //= 2
+    stages = fitting(own, keys * key_bytes, stages)
+    return _split(found._replace(keys=keys, stages=stages), sizes)
+
+
+def query_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:
+    """The plan of the kernel of the gradient of the queries.
+
+    Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
+    """
+    found = _rows_plan(operands, settings, sizes)
+    width, itemsize = found.width, operands.value.dtype.itemsize
+    both = (width + found.value_width) * itemsize
+    consumers = min(found.consumers, _consumers(sizes, width))
+    rows = consumers * ROWS
+    stages = _stages(sizes, rows * (both + chunk(width) * 4), both)
+    found = found._replace(consumers=consumers, row_times=rows, keys=STEP, stages=stages)
+    return _split(found, sizes)
+
+
+def key_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:
+    """The plan of the kernel of the gradients of keys and values.
+
+    Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
+    """
+    found = _rows_plan(operands, settings, sizes)
+    width, value_width, itemsize = found.width, found.value_width, operands.value.dtype.itemsize
+    most = 1 if found.key_len <= ROWS else sizes.consumers
+    consumers = min(most, _consumers(sizes, width + value_width))
+    both = (width + value_width) * itemsize
+    stages = _stages(sizes, consumers * ROWS * both, both + NUMBERS)
+    return found._replace(consumers=consumers, row_times=STEP, keys=consumers * ROWS, stages=stages)
+
+
+def _rows_plan(operands: Operands, settings: Settings, sizes: TileSizes) -> Plan:
+    """A plan whose programs have rows, packed where these are few."""
     query, _, value = operands[:3]
     batch, query_len, heads, width = query.shape
     _, key_len, kv_heads, value_width = value.shape
@@ -110,25 +174,37 @@ def make_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SI
     if packed:
         query_len, heads = query_len * (heads // kv_heads), kv_heads
     consumers = 1 if query_len <= ROWS else sizes.consumers
-    # sums and scores are in registers, half a number of each column in each thread
-    keys = min(sizes.keys, ROWS if consumers == 1 or value_width > 128 else 128)
-    stages = sizes.stages_of_few if consumers == 1 else sizes.stages
-    itemsize = value.dtype.itemsize
-    own = consumers * ROWS * (width * itemsize + chunk(value_width) * 4)  # results in float32
-    key_bytes = (width + value_width) * itemsize
-    while keys > ROWS and own + 2 * keys * key_bytes > SHARED:
-        keys //= 2
-    stages = fitting(own, keys * key_bytes, stages)
-    found = Plan(
+    return Plan(
         *(settings, packed, batch, query_len, key_len, heads, kv_heads, width, value_width),
-        *(consumers, keys, stages),
+        *(consumers, consumers * ROWS, sizes.keys),
     )
-    programs = batch * heads * found.row_tiles
+
+
+def _split(plan: Plan, sizes: TileSizes) -> Plan:
+    """A plan with the keys of a tile of rows split over programs, where these are fewer than fill the chip."""
+    programs = plan.batch * plan.heads * plan.row_tiles
     if programs >= sizes.programs:
-        return found
-    return found._replace(
-        splits=max(min(sizes.programs // programs, found.key_tiles // sizes.least_steps), 1)
-    )
+        return plan
+    splits = min(sizes.programs // programs, plan.key_tiles // sizes.least_steps)
+    return plan._replace(splits=max(splits, 1))
+
+
+def _consumers(sizes: TileSizes, columns: int) -> int:
+    """How many groups of warps of a gradient compute, at most, by the columns of their sums.
+
+    Raises `NotImplementedError` if not even one has the registers.
+    """
+    # beside the sums there are two tiles of products, and one of 16 bits
+    registers = columns // 2 + STEP + STEP // 4
+    if registers > REGISTERS:
+        raise NotImplementedError(
+            f"query: wanted widths whose sums fit into {REGISTERS} registers, got {registers}"
+        )
+    return 1 if registers > REGISTERS_OF_TWO else sizes.consumers
+
+
+def _stages(sizes: TileSizes, own: int, item: int) -> int:
+    return fitting(own, STEP * item, sizes.stages_backward)
 
 
 def check_widths(width: int, value_width: int) -> None:
@@ -164,31 +240,37 @@ def pack_heads(operands: Operands, settings: Settings) -> Operands:
 
     Positions and segments are repeated.
     """
-    query, key = operands[:2]
-    batch, query_len, heads, width = query.shape
-    kv_heads = key.shape[2]
-    group = heads // kv_heads
+    kv_heads = operands.key.shape[2]
+    group = operands.query.shape[2] // kv_heads
     operands = with_default_positions(operands, settings)
 
     def rows(x: Array | None) -> Any:
         return None if x is None else jnp.repeat(x, group, axis=1)
 
-    query = query.reshape(batch, query_len, kv_heads, group, width).swapaxes(2, 3)
     return operands._replace(
-        query=query.reshape(batch, query_len * group, kv_heads, width),
+        query=stack_heads(operands.query, kv_heads),
         query_positions=rows(operands.query_positions),
         query_segments=rows(operands.query_segments),
     )
 
 
-def unpack_heads(state: AttentionState, operands: Operands) -> AttentionState:
-    """The state of operands of the state of their packed form."""
-    batch, query_len, heads, _ = operands.query.shape
-    kv_heads = operands.key.shape[2]
+def stack_heads(x: Array, kv_heads: int) -> Array:
+    """`[B, T, N, ...]` to `[B, T * N / K, K, ...]`."""
+    batch, query_len, heads, *rest = x.shape
+    group = heads // kv_heads
+    x = x.reshape(batch, query_len, kv_heads, group, *rest).swapaxes(2, 3)
+    return x.reshape(batch, query_len * group, kv_heads, *rest)
 
-    def heads_apart(x: Array) -> Array:
-        rest = x.shape[3:]
-        x = x.reshape(batch, query_len, heads // kv_heads, kv_heads, *rest).swapaxes(2, 3)
-        return x.reshape(batch, query_len, heads, *rest)
 
-    return AttentionState(*map(heads_apart, state))
+def unstack_heads(x: Array, query_len: int) -> Array:
+    """The inverse of `stack_heads`."""
+    batch, rows, kv_heads, *rest = x.shape
+    x = x.reshape(batch, query_len, rows // query_len, kv_heads, *rest).swapaxes(2, 3)
+    return x.reshape(batch, query_len, rows // query_len * kv_heads, *rest)
+
+
+def zero_hidden_keys(operands: Operands, plan: Plan) -> Operands:
+    """Operands with zeros in keys and values that no row of the call sees, which may be anything."""
+    if not plan.hides(operands.key_positions):
+        return operands
+    return zero_absent(hide_unreachable(operands, plan.settings))

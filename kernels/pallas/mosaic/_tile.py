@@ -6,9 +6,11 @@ nothing there.
 """
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,7 +21,7 @@ from jaxtyping import Array, Bool
 
 from ...masks._visibility import visible
 from .._rows import Visibility
-from ._plan import ROWS, Plan
+from ._plan import Plan
 
 LOG2_E = float(np.log2(np.e))  # within a kernel scores are in bits, as the hardware only has exp2
 LN_2 = float(np.log(2))
@@ -47,7 +49,7 @@ class Ref(Protocol):
     def __setitem__(self, index: Any, value: Array, /) -> None: ...
 
 
-def interpreted(interpret: bool) -> dict[str, Any]:
+def _interpreted(interpret: bool) -> dict[str, Any]:
     """The option by which a kernel runs in JAX's interpreter of barriers and copies, from 0.12 on.
 
     It raises where accesses to memory are not ordered by barriers.
@@ -63,6 +65,96 @@ def tile_memory(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     swizzle = next(x for x in (128, 64, 32) if shape[-1] * itemsize % x == 0)
     transforms = plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+class Ring(NamedTuple):
+    """Slots in shared memory that are filled in turn, with a barrier each for "filled" and for "read".
+
+    `tiles` are those that are filled and read together.
+    """
+
+    tiles: Any
+    ready: Any
+    free: Any
+
+
+def ring(plan: Plan, rows: int, widths: Sequence[int], dtype: DTypeLike, *more: Any) -> Ring:
+    """The scratch memory of the tiles of a plan's stages, some by widths; and `more`."""
+    memory = *(tile_memory((plan.stages, rows, width), dtype) for width in widths), *more
+    free = plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
+    ready = plgpu.Barrier(num_arrivals=len(memory), num_barriers=plan.stages)
+    return Ring(memory, ready, free)
+
+
+def call(
+    kernel: Callable[..., None],
+    plan: Plan,
+    inputs: Any,
+    results: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any],
+    *,
+    programs: int,
+    interpret: bool,
+) -> Sequence[Array]:
+    """The results of a kernel, of a plan, `interpret`, and what is in memory: inputs, results and scratch."""
+    arrays, tree = jax.tree.flatten(inputs)
+
+    def run(*refs: Any) -> None:
+        given = jax.tree.unflatten(tree, refs[: len(arrays)])
+        kernel(plan, interpret, *given, *refs[len(arrays) :])
+
+    return plgpu.kernel(
+        run,
+        out_type=results,
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=plan.consumers + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **_interpreted(interpret),
+    )(*arrays)
+
+
+def share(
+    plan: Plan,
+    steps: Array,
+    sources: Callable[[Array], Sequence[tuple[Sequence[Any], Ring]]],
+    compute: Callable[[Array], None],
+) -> None:
+    """Gives each group of warps its work: the last copies what each step reads, the others compute."""
+    group = lax.axis_index("group")
+
+    @pl.when(group == plan.consumers)
+    def copy() -> None:
+        if plan.consumers > 1:
+            plgpu.set_max_registers(COPYING, action="decrease")
+
+        @pl.loop(0, steps)
+        def step(i: Array) -> None:
+            round, slot = divide(i, plan.stages)
+            for refs, (tiles, ready, free) in sources(i):
+                pl.when(round > 0)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                for ref, tile in zip(refs, tiles, strict=True):
+                    plgpu.copy_gmem_to_smem(ref, tile.at[slot], ready.at[slot])
+
+    @pl.when(group < plan.consumers)
+    def rest() -> None:
+        if plan.consumers > 1:
+            plgpu.set_max_registers(COMPUTING, action="increase")
+        compute(group)
+
+
+def store(x: Array, own: Ref, there: Ref) -> None:
+    """Writes a tile from registers into an array, some columns at a time through shared memory."""
+    columns = own.shape[-1]
+    for column in range(0, x.shape[1], columns):
+        part = lax.slice(x, (0, column), (x.shape[0], column + columns))
+        own[...] = part.astype(own.dtype)
+        plgpu.commit_smem()
+        tile: Any = own
+        plgpu.copy_smem_to_gmem(tile, there.at[:, pl.ds(column, columns)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=column + columns < x.shape[1])
 
 
 def product(a: Ref, b: Ref, meanwhile: Callable[[], None] | None = None) -> Array:
@@ -158,9 +250,17 @@ class TileRange(NamedTuple):
         around = around + jnp.where(around >= self.begin, self.run, 0)
         return jnp.where(i < self.run, self.begin + i, around)
 
+    def loop(self, step: Callable[[Array, Any, bool], Any], start: Any, times: int = 1) -> Any:
+        """`start` after `times` steps for each tile, first those without a mask."""
+        end = self.run * times
+        carry = lax.fori_loop(0, end, lambda i, carry: step(i, carry, False), start)
+        return lax.fori_loop(end, self.steps * times, lambda i, carry: step(i, carry, True), carry)
 
-def tile_range(plan: Plan, found: Ref | None, at: ProgramIndex) -> TileRange:
-    """The tiles of keys that this program iterates over, its share of those of its rows.
+
+def tile_range(
+    plan: Plan, found: Ref | None, at: ProgramIndex, *, of_keys: bool = False
+) -> TileRange:
+    """The tiles that this program iterates over: of keys, its share of those of its rows; or of rows, `of_keys`.
 
     From `tile_ranges`, or if that is None from the rule with positions that count from 0.
     """
@@ -168,7 +268,7 @@ def tile_range(plan: Plan, found: Ref | None, at: ProgramIndex) -> TileRange:
         batch = row_of(found, at, 1)
         first, stop, begin, end = (found[i, batch, at.tile] for i in range(4))
     else:
-        first, stop, begin, end = _by_sides(plan, at.tile)
+        first, stop, begin, end = _by_sides(plan, at.tile, of_keys)
     if plan.splits > 1:
         share, _ = divide(stop - first + (plan.splits - 1), plan.splits)
         first = first + at.split * share
@@ -180,19 +280,35 @@ def tile_range(plan: Plan, found: Ref | None, at: ProgramIndex) -> TileRange:
     return TileRange(first, begin, end - begin, stop - first)
 
 
-def _by_sides(plan: Plan, tile: Array) -> tuple[Array, Array, Array, Array]:
-    keys, key_len, rows = plan.keys, plan.key_len, plan.row_times
+def _by_sides(plan: Plan, tile: Array, of_keys: bool) -> tuple[Array, Array, Array, Array]:
+    own = plan.query_len, plan.row_times
+    other = plan.key_len, plan.keys
+    sides = plan.settings.rule.sides
+    if (
+        of_keys
+    ):  # a query sees the keys of a window around it, and a key is seen by those of its reflection
+        own, other, sides = other, own, sides[::-1]
+    (own_len, own_tile), (other_len, size) = own, other
     if not plan.settings.rule.constrains:
-        first, stop, end = (jnp.int32(x) for x in (0, plan.key_tiles, key_len // keys))
+        number = math.ceil(other_len / size)
+        # rows mask the keys that pad the last tile; rows that pad it have no weight
+        whole = number if of_keys else other_len // size
+        first, stop, end = (jnp.int32(x) for x in (0, number, whole))
         return first, stop, first, end
-    left, right = (min(side, plan.query_len + key_len) for side in plan.settings.rule.sides)
-    least = tile * rows
-    most = jnp.minimum(least + rows, plan.query_len) - 1
-    first, _ = divide(jnp.maximum(least - left, 0), keys)
-    stop, _ = divide(jnp.minimum(most + right + 1, key_len) + (keys - 1), keys)
-    begin, _ = divide(jnp.maximum(most - left, 0) + (keys - 1), keys)
-    end, _ = divide(jnp.minimum(least + right + 1, key_len), keys)
+    left, right = (min(side, own_len + other_len) for side in sides)
+    least = tile * own_tile
+    most = jnp.minimum(least + own_tile, own_len) - 1
+    first, _ = divide(jnp.maximum(least - left, 0), size)
+    stop, _ = divide(jnp.minimum(most + right + 1, other_len) + (size - 1), size)
+    begin, _ = divide(jnp.maximum(most - left, 0) + (size - 1), size)
+    end, _ = divide(jnp.minimum(least + right + 1, other_len), size)
     return first, stop, begin, end
+
+
+def keys_of(plan: Plan, ref: Ref, at: ProgramIndex, tile: Array) -> Ref:
+    """A tile of the keys that a program's rows see."""
+    kv_head, _ = divide(at.head, plan.group)
+    return ref.at[at.batch, pl.ds(tile * plan.keys, plan.keys), kv_head]
 
 
 def row_of(ref: Ref, at: ProgramIndex, axis: int = 0) -> Any:
@@ -207,21 +323,28 @@ def load_numbers(ref: Ref, at: ProgramIndex, start: Array, size: int, layout: An
 
 
 def seen(
-    plan: Plan, visibility: Visibility, at: ProgramIndex, row: Array, tile: Array
+    plan: Plan,
+    visibility: Visibility,
+    at: ProgramIndex,
+    row: Array,
+    key: Array,
+    shape: tuple[int, ...],
+    *,
+    keys_first: bool = False,
 ) -> Bool[Array, "rows keys"]:
-    """Which of 64 rows from `row` on see which keys of a tile."""
-    shape, start = (ROWS, plan.keys), tile * plan.keys
+    """Which rows from `row` on see which keys from `key` on, in a tile of a shape, rows by keys or `keys_first`."""
+    kinds = (OF_ROWS, of_rows), (OF_COLUMNS, of_columns)
+
+    def spread(ref: Ref | None, start: Array, axis: int) -> Array:
+        if ref is None:  # positions that are not given count from 0
+            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) + start
+        layout, spread = kinds[axis]
+        return spread(load_numbers(ref, at, start, shape[axis], layout), shape[1 - axis])
 
     def numbers(rows: Ref | None, keys: Ref | None) -> tuple[Array, Array]:
-        if rows is None or keys is None:  # positions that are not given count from 0
-            return (
-                plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + row,
-                plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE) + start,
-            )
-        return (
-            of_rows(load_numbers(rows, at, row, ROWS, OF_ROWS), plan.keys),
-            of_columns(load_numbers(keys, at, start, plan.keys, OF_COLUMNS), ROWS),
-        )
+        if rows is None or keys is None:
+            rows = keys = None
+        return spread(rows, row, int(keys_first)), spread(keys, key, int(not keys_first))
 
     found = numbers(None, None)[1] < plan.key_len
     if plan.settings.rule.constrains or visibility.row_positions is not None:
@@ -229,14 +352,6 @@ def seen(
     if visibility.row_segments is not None:
         found &= jnp.equal(*numbers(*visibility[2:4]))
     return found
-
-
-def hides(plan: Plan, visibility: Visibility) -> bool:
-    """Whether tiles may hold keys that no row of the call sees, whose values may be anything."""
-    return (
-        visibility.key_positions is not None
-        or plan.key_len > plan.query_len + plan.settings.rule.sides[1]
-    )
 
 
 def zero_hidden(

@@ -1,0 +1,249 @@
+"""The Hopper kernels of the gradients: one iterates over the keys of rows, one over the rows of keys.
+
+A program alone sums the gradient of its tile, in float32, so the order of sums is deterministic, and
+the queries that share a key head are summed where their key is. Each group of warps recomputes the
+scores of 64 rows, or of 64 keys with the keys in front, so that the weights are in registers as the
+products that follow read them.
+
+The formulas are those of FlashAttention-2 (Dao, arXiv 2307.08691).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from ...call._operands import Operands, cotangents
+from ...call._state import AttentionState
+from ...xla._blockwise import BackwardRows, backward_rows
+from .._common import result_like
+from .._ranges import tile_ranges, visibility_of
+from .._rows import Visibility, pad_to_blocks
+from . import _tile as tiles
+from ._plan import ROWS, Plan, chunk, pack_heads, stack_heads, unstack_heads, zero_hidden_keys
+from ._tile import Ref, Ring
+
+
+def backward(
+    operands: Operands,
+    query_plan: Plan,
+    key_plan: Plan,
+    state: AttentionState,
+    cotangent: AttentionState,
+    *,
+    interpret: bool,
+) -> Operands:
+    """The cotangents of query, key and value, by plans for both kernels."""
+    rows = backward_rows(operands, state, cotangent)
+    query_len, kv_heads = operands.query.shape[1], query_plan.kv_heads
+    operands = operands._replace(query=rows.query)
+    if query_plan.packed:
+        operands = pack_heads(operands, query_plan.settings)
+        rows = BackwardRows(*(stack_heads(x, kv_heads) for x in rows))
+    operands = zero_hidden_keys(operands, query_plan)
+    rows = rows._replace(d_out=rows.d_out.astype(operands.value.dtype))
+    d_query = _of_queries(operands, query_plan, rows, interpret)
+    if query_plan.packed:
+        d_query = unstack_heads(d_query, query_len)
+    d_key, d_value = _of_keys(operands, key_plan, rows, interpret)
+    return cotangents(d_query, d_key, d_value, None)
+
+
+def _of_queries(operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool) -> Array:
+    query, key, value = operands[:3]
+    parts = plan.splits * plan.batch
+    wide = query.dtype if plan.splits == 1 else jnp.float32
+    given = visibility_of(operands, plan)
+    found = tile_ranges(operands, given, plan, of_keys=False)
+    (d_query,) = tiles.call(
+        _query_kernel,
+        plan,
+        (query, key, value, rows.d_out, _numbers(rows, plan), given, found),
+        [result_like(query, (parts, *query.shape[1:]), wide)],
+        [
+            tiles.tile_memory((plan.consumers, ROWS, plan.width), query.dtype),
+            tiles.tile_memory((plan.consumers, ROWS, plan.value_width), value.dtype),
+            tiles.ring(plan, plan.keys, (plan.width, plan.value_width), key.dtype),
+            tiles.tile_memory((plan.consumers, ROWS, chunk(plan.width)), wide),
+            plgpu.Barrier(num_arrivals=2, num_barriers=plan.consumers),
+        ],
+        programs=plan.row_tiles * plan.heads * parts,
+        interpret=interpret,
+    )
+    if plan.splits == 1:
+        return d_query
+    return d_query.reshape(plan.splits, *query.shape).sum(0).astype(query.dtype)
+
+
+def _of_keys(
+    operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool
+) -> Sequence[Array]:
+    query, key, value = operands[:3]
+    given = visibility_of(operands, plan)
+    found = tile_ranges(operands, given, plan, of_keys=True)
+    numbers = plgpu.SMEM((plan.stages, 2, plan.row_times), jnp.float32)
+    return tiles.call(
+        _key_kernel,
+        plan,
+        (query, key, value, rows.d_out, _numbers(rows, plan), given, found),
+        [result_like(query, x.shape, x.dtype) for x in (key, value)],
+        [
+            tiles.tile_memory((plan.consumers, ROWS, plan.width), key.dtype),
+            tiles.tile_memory((plan.consumers, ROWS, plan.value_width), value.dtype),
+            tiles.ring(plan, plan.row_times, (plan.width, plan.value_width), key.dtype, numbers),
+            plgpu.Barrier(num_arrivals=2, num_barriers=plan.consumers),
+        ],
+        programs=plan.key_tiles * plan.kv_heads * plan.batch,
+        interpret=interpret,
+    )
+
+
+def _numbers(rows: BackwardRows, plan: Plan) -> Float[Array, "B N 2 R"]:
+    """The energy of each row, in bits, and its delta; rows that pad the last tile have no weight."""
+    lse, delta = (x.astype(jnp.float32).swapaxes(1, 2) for x in (rows.lse, rows.delta))
+    padded = (
+        pad_to_blocks(x, 2, plan.row_times, fill)
+        for x, fill in ((lse * tiles.LOG2_E, jnp.inf), (delta, 0.0))
+    )
+    return jnp.stack(list(padded), axis=2)
+
+
+def _query_kernel(
+    plan: Plan,
+    interpret: bool,
+    query_ref: Ref,
+    key_ref: Ref,
+    value_ref: Ref,
+    out_ref: Ref,
+    numbers_ref: Ref,
+    visibility: Visibility,
+    found: Ref | None,
+    d_query_ref: Ref,
+    query_tile: Ref,
+    out_tile: Ref,
+    ring: Ring,
+    result_tile: Ref,
+    ready: Any,
+) -> None:
+    at = tiles.program_index(plan, plan.row_tiles, plan.heads)
+    over = tiles.tile_range(plan, found, at)
+
+    def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
+        tile = over.tile(i)
+        return [([tiles.keys_of(plan, ref, at, tile) for ref in (key_ref, value_ref)], ring)]
+
+    def compute(group: Array) -> None:
+        row = at.tile * plan.row_times + group * ROWS
+        here = at.batch, pl.ds(row, ROWS), at.head
+        query, d_out = query_tile.at[group], out_tile.at[group]
+        plgpu.copy_gmem_to_smem(query_ref.at[here], query, ready.at[group])
+        plgpu.copy_gmem_to_smem(out_ref.at[here], d_out, ready.at[group])
+        lse, delta = (
+            tiles.load(numbers_ref.at[at.batch, at.head, i, pl.ds(row, ROWS)], tiles.OF_ROWS)
+            for i in range(2)
+        )
+        plgpu.barrier_wait(ready.at[group])
+        factor = plan.settings.scale * tiles.LOG2_E
+
+        def step(i: Array, sums: Array, masked: bool) -> Array:
+            _, slot = tiles.divide(i, plan.stages)
+            plgpu.barrier_wait(ring.ready.at[slot])
+            key, value = (tile.at[slot] for tile in ring.tiles)
+            weights = jnp.exp2(tiles.product(query, key) * factor - tiles.of_rows(lse, plan.keys))
+            if masked:
+                first = over.tile(i) * plan.keys
+                see = tiles.seen(plan, visibility, at, row, first, weights.shape)
+                weights = jnp.where(see, weights, 0.0)
+            d_scores = weights * (tiles.product(d_out, value) - tiles.of_rows(delta, plan.keys))
+            sums = tiles.add_product(sums, d_scores.astype(key.dtype), key, interpret)
+            plgpu.barrier_arrive(ring.free.at[slot])
+            return sums
+
+        sums = over.loop(step, tiles.constant((ROWS, plan.width), 0.0, tiles.TILE))
+        part = at.split * plan.batch + at.batch
+        there = d_query_ref.at[part, pl.ds(row, ROWS), at.head]
+        tiles.store(sums * plan.settings.scale, result_tile.at[group], there)
+
+    tiles.share(plan, over.steps, sources, compute)
+
+
+def _key_kernel(
+    plan: Plan,
+    interpret: bool,
+    query_ref: Ref,
+    key_ref: Ref,
+    value_ref: Ref,
+    out_ref: Ref,
+    numbers_ref: Ref,
+    visibility: Visibility,
+    found: Ref | None,
+    d_key_ref: Ref,
+    d_value_ref: Ref,
+    key_tile: Ref,
+    value_tile: Ref,
+    ring: Ring,
+    ready: Any,
+) -> None:
+    at = tiles.program_index(plan, plan.key_tiles, plan.kv_heads)
+    over = tiles.tile_range(plan, found, at, of_keys=True)
+
+    def rows_at(i: Array) -> tuple[Array, Array]:
+        """The first row of a step, and its head: all heads of the group for a tile of rows, then the next."""
+        number, head = tiles.divide(i, plan.group)
+        return over.tile(number) * plan.row_times, at.head * plan.group + head
+
+    def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
+        row, head = rows_at(i)
+        rows = pl.ds(row, plan.row_times)
+        refs = (
+            *(x.at[at.batch, rows, head] for x in (query_ref, out_ref)),
+            numbers_ref.at[at.batch, head, :, rows],
+        )
+        return [(refs, ring)]
+
+    def compute(group: Array) -> None:
+        first = at.tile * plan.keys + group * ROWS
+        here = at.batch, pl.ds(first, ROWS), at.head
+        key, value = key_tile.at[group], value_tile.at[group]
+        plgpu.copy_gmem_to_smem(key_ref.at[here], key, ready.at[group])
+        plgpu.copy_gmem_to_smem(value_ref.at[here], value, ready.at[group])
+        plgpu.barrier_wait(ready.at[group])
+        factor = plan.settings.scale * tiles.LOG2_E
+
+        def step(i: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
+            _, slot = tiles.divide(i, plan.stages)
+            plgpu.barrier_wait(ring.ready.at[slot])
+            query, d_out, numbers = (tile.at[slot] for tile in ring.tiles)
+            d_key, d_value = carry
+            # in this order: the sums, two tiles and few numbers more fit into the registers
+            scores = tiles.product(key, query)
+            lse = tiles.load(numbers.at[0], tiles.OF_COLUMNS)
+            weights = jnp.exp2(scores * factor - tiles.of_columns(lse, ROWS))
+            if masked:
+                row, _ = rows_at(i)
+                shape = weights.shape
+                see = tiles.seen(plan, visibility, at, row, first, shape, keys_first=True)
+                weights = jnp.where(see, weights, 0.0)
+            added = weights.astype(d_out.dtype), d_out
+            d_value = tiles.add_product(d_value, *added, interpret)
+            d_weights = tiles.product(value, d_out)
+            delta = tiles.load(numbers.at[1], tiles.OF_COLUMNS)
+            d_scores = weights * (d_weights - tiles.of_columns(delta, ROWS))
+            added = d_scores.astype(query.dtype), query
+            d_key = tiles.add_product(d_key, *added, interpret)
+            plgpu.barrier_arrive(ring.free.at[slot])
+            return d_key, d_value
+
+        d_key, d_value = (
+            tiles.constant((ROWS, width), 0.0, tiles.TILE)
+            for width in (plan.width, plan.value_width)
+        )
+        d_key, d_value = over.loop(step, (d_key, d_value), plan.group)
+        # nobody else reads these tiles, and the products that did are done
+        tiles.store(d_key * plan.settings.scale, key, d_key_ref.at[here])
+        tiles.store(d_value, value, d_value_ref.at[here])
+
+    tiles.share(plan, over.steps * plan.group, sources, compute)
