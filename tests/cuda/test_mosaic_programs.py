@@ -139,6 +139,13 @@ def test_gradients_of_widths(width, value_width, compiled):
     assert len(kernels) >= 2 and max(x.spilled for x in kernels) <= 68
 
 
+@pytest.mark.parametrize("tokens", [3, 301])
+def test_any_number_of_tokens(tokens, compiled):
+    """Copies that take whole groups of 8 tokens alone."""
+    rows, keys = (1, tokens, 4, 64), (1, tokens + 998, 2, 64)
+    assert len(compiled(rows, keys, keys, gradients=True, is_causal=True)) == 3
+
+
 def test_gradients_of_wide_heads(compiled):
     """Sums that are kept in memory: the backward of the widest heads is XLA's."""
     shape = 1, 1000, 4, 256

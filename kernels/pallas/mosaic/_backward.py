@@ -23,7 +23,16 @@ from .._common import result_like
 from .._ranges import tile_ranges, visibility_of
 from .._rows import Visibility, pad_to_blocks
 from . import _tile as tiles
-from ._plan import ROWS, Plan, chunk, pack_heads, stack_heads, unstack_heads, zero_hidden_keys
+from ._plan import (
+    ROWS,
+    Plan,
+    aligned,
+    chunk,
+    pack_heads,
+    stack_heads,
+    unstack_heads,
+    zero_hidden_keys,
+)
 from ._tile import Ref, Ring
 
 
@@ -53,7 +62,7 @@ def backward(
 
 
 def _of_queries(operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool) -> Array:
-    query, key, value = operands[:3]
+    query, key, value, d_out = map(aligned, (*operands[:3], rows.d_out))
     parts = plan.splits * plan.batch
     wide = query.dtype if plan.splits == 1 else jnp.float32
     given = visibility_of(operands, plan)
@@ -61,7 +70,7 @@ def _of_queries(operands: Operands, plan: Plan, rows: BackwardRows, interpret: b
     (d_query,) = tiles.call(
         _query_kernel,
         plan,
-        (query, key, value, rows.d_out, _numbers(rows, plan), given, found),
+        (query, key, value, d_out, _numbers(rows, plan), given, found),
         [result_like(query, (parts, *query.shape[1:]), wide)],
         [
             tiles.tile_memory((plan.consumers, ROWS, plan.width), query.dtype),
@@ -73,22 +82,24 @@ def _of_queries(operands: Operands, plan: Plan, rows: BackwardRows, interpret: b
         programs=plan.row_tiles * plan.heads * parts,
         interpret=interpret,
     )
+    d_query = d_query[:, : plan.query_len]
     if plan.splits == 1:
         return d_query
-    return d_query.reshape(plan.splits, *query.shape).sum(0).astype(query.dtype)
+    split = d_query.reshape(plan.splits, plan.batch, *d_query.shape[1:])
+    return split.sum(0).astype(query.dtype)
 
 
 def _of_keys(
     operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool
 ) -> Sequence[Array]:
-    query, key, value = operands[:3]
+    query, key, value, d_out = map(aligned, (*operands[:3], rows.d_out))
     given = visibility_of(operands, plan)
-    found = tile_ranges(operands, given, plan, of_keys=True)
+    over = tile_ranges(operands, given, plan, of_keys=True)
     numbers = plgpu.SMEM((plan.stages, 2, plan.row_times), jnp.float32)
-    return tiles.call(
+    found = tiles.call(
         _key_kernel,
         plan,
-        (query, key, value, rows.d_out, _numbers(rows, plan), given, found),
+        (query, key, value, d_out, _numbers(rows, plan), given, over),
         [result_like(query, x.shape, x.dtype) for x in (key, value)],
         [
             tiles.tile_memory((plan.consumers, ROWS, plan.width), key.dtype),
@@ -99,6 +110,7 @@ def _of_keys(
         programs=plan.key_tiles * plan.kv_heads * plan.batch,
         interpret=interpret,
     )
+    return [x[:, : plan.key_len] for x in found]
 
 
 def _numbers(rows: BackwardRows, plan: Plan) -> Float[Array, "B N 2 R"]:

@@ -23,7 +23,7 @@ from .._common import result_like
 from .._ranges import tile_ranges, visibility_of
 from .._rows import Visibility
 from . import _tile as tiles
-from ._plan import ROWS, Plan, chunk, pack_heads, unstack_heads
+from ._plan import ROWS, Plan, aligned, chunk, pack_heads, unstack_heads
 from ._tile import Ref, Ring
 
 
@@ -34,9 +34,9 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
         state = forward(rows, plan._replace(packed=False), interpret=interpret)
         length = operands.query.shape[1]
         return AttentionState(*(unstack_heads(x, length) for x in state))
-    query, key, value = operands[:3]
+    query, key, value = map(aligned, operands[:3])
     given = visibility_of(operands, plan)
-    batch, query_len, heads, _ = query.shape
+    batch, tokens, heads, _ = query.shape
     parts = plan.splits * batch
     dtype = out_dtype(operands, plan.settings)
     wide = dtype if plan.splits == 1 else jnp.float32
@@ -45,7 +45,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
         plan,
         (query, key, value, given, tile_ranges(operands, given, plan, of_keys=False)),
         [
-            result_like(query, (parts, query_len, heads, plan.value_width), wide),
+            result_like(query, (parts, tokens, heads, plan.value_width), wide),
             result_like(query, (parts, heads, plan.row_tiles * plan.row_times), jnp.float32),
         ],
         [
@@ -59,7 +59,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
         programs=plan.row_tiles * heads * parts,
         interpret=interpret,
     )
-    lse = lse[:, :, :query_len].swapaxes(1, 2)
+    out, lse = out[:, : plan.query_len], lse[:, :, : plan.query_len].swapaxes(1, 2)
     if plan.splits == 1:
         return AttentionState(out, lse)
     split = AttentionState(*(x.reshape(plan.splits, batch, *x.shape[1:]) for x in (out, lse)))

@@ -14,6 +14,7 @@ from ...call._operands import (
     with_default_positions,
     zero_absent,
 )
+from .._rows import pad_to_blocks
 
 ROWS = 64  # the rows that one group of warps multiplies at a time
 # Bytes of shared memory that tiles may take, of 227 KiB that a program may take of a multiprocessor:
@@ -267,6 +268,11 @@ def unstack_heads(x: Array, query_len: int) -> Array:
     batch, rows, kv_heads, *rest = x.shape
     x = x.reshape(batch, query_len, rows // query_len, kv_heads, *rest).swapaxes(2, 3)
     return x.reshape(batch, query_len, rows // query_len * kv_heads, *rest)
+
+
+def aligned(x: Array) -> Array:
+    """`[B, L, N, H]` with zeros behind, to whole groups of 8 tokens: copies take these, or fewer than 8."""
+    return x if x.shape[1] < 8 else pad_to_blocks(x, 1, 8, 0)
 
 
 def zero_hidden_keys(operands: Operands, plan: Plan) -> Operands:
