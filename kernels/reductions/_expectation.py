@@ -12,7 +12,8 @@ from ..call._kernel import Candidate
 from ..call._operands import Operands, Settings, with_wide_out
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
 from ..dispatch._registry import attend
-from ..xla._blocks import BlockedOperands, Index, outer
+from ..xla._blocks import BlockedOperands, outer
+from ..xla._index import Index
 from ..xla._reduce import Arrays, reduce_blocks
 
 

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from .._varying import vary_together
 from ..call._operands import Operands, Settings
 from ..call._state import lse_dtype, safe_shift, share
-from ..xla._blocks import BlockedOperands, Index, cut_queries, join_queries
+from ..xla._blocks import BlockedOperands, cut_queries, join_queries
+from ..xla._index import Index, numbers
 
 
 class Draw(NamedTuple):
@@ -68,12 +69,12 @@ def sample(
 
         lse = blocks.full(-jnp.inf, batch, g.rows)
         index = lax.full_like(lse, -1, dtype=jnp.int32, shape=(batch, g.rows, number))
-        return lax.scan(one_block_of_keys, Draw(index, lse), jnp.arange(g.key_blocks))[0]
+        return lax.scan(one_block_of_keys, Draw(index, lse), numbers(g.key_blocks))[0]
 
     def one_head(h: Array) -> Draw:
-        return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), jnp.arange(g.query_blocks))
+        return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), numbers(g.query_blocks))
 
-    index, lse = lax.map(one_head, jnp.arange(g.kv_heads))
+    index, lse = lax.map(one_head, numbers(g.kv_heads))
     return Draw(
         join_queries(g, index, query_len), join_queries(g, lse[..., None], query_len)[..., 0]
     )

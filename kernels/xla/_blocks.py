@@ -24,6 +24,7 @@ from ..call._state import lse_dtype, precision
 from ..masks._structure import Structure
 from ..masks._visibility import meeting, visible
 from ..scores._abstract import At
+from ._index import Index, entry
 
 
 class BlockSizes(NamedTuple):
@@ -144,7 +145,7 @@ def whole_blocks(grid: Grid, x: Array) -> Array:
     return _pad(x, 1, grid.keys * grid.key_blocks)
 
 
-def take_keys(grid: Grid, x: Array, at: "Index") -> Array:
+def take_keys(grid: Grid, x: Array, at: Index) -> Array:
     """One block `[B, keys, W]` of `whole_blocks`, with no copy of the others."""
     batch, _, _, width = x.shape
     zero = jnp.zeros_like(at.key)
@@ -169,14 +170,6 @@ def _pad(x: Array, axis: int, size: int, fill: int | float = 0) -> Array:
         return x
     widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=fill)
-
-
-class Index(NamedTuple):
-    """The indices of a block: key head, block of queries, block of keys."""
-
-    head: Array
-    query: Array
-    key: Array
 
 
 class BlockedOperands:
@@ -238,8 +231,9 @@ class BlockedOperands:
     def index(self, n: Array) -> Index:
         """The `n`-th block of all: those of a key head together, and of these those of a block of keys."""
         g = self.grid
-        rest, query = lax.div(n, g.query_blocks), lax.rem(n, g.query_blocks)
-        return Index(lax.div(rest, g.key_blocks), query, lax.rem(rest, g.key_blocks))
+        queries, keys = (jnp.asarray(x, n.dtype) for x in (g.query_blocks, g.key_blocks))
+        rest, query = lax.div(n, queries), lax.rem(n, queries)
+        return Index(lax.div(rest, keys), query, lax.rem(rest, keys))
 
     def meet(self, at: Index) -> Bool[Array, ""] | None:
         """Whether any query of the block may see any of its keys; None if all see all."""
@@ -254,7 +248,8 @@ class BlockedOperands:
 
     def scores(self, at: Index) -> Array:
         """The scores of one block, `[B, rows, keys]`, minus infinity where a key is hidden."""
-        return self.scores_of(self.query[at.head, at.query], self.key[at.head, at.key], at)
+        query, key = entry(self.query, at.head, at.query), entry(self.key, at.head, at.key)
+        return self.scores_of(query, key, at)
 
     def scores_of(self, query: Array, key: Array, at: Index) -> Array:
         """The same from the queries and keys of the block."""

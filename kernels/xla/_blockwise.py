@@ -22,13 +22,13 @@ from ._blocks import (
     BLOCK_SIZES,
     BlockedOperands,
     BlockSizes,
-    Index,
     cut_queries,
     join_keys,
     join_queries,
     take_keys,
     whole_blocks,
 )
+from ._index import Index, add_at, entry, numbers
 from ._tangent import tangent
 
 Gradients = tuple[Any, Any, Any]  # of queries, keys and values
@@ -118,7 +118,7 @@ def forward(
             here = at._replace(key=j)
 
             def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
-                query, key = blocks.query[here.head, here.query], take_keys(g, keys, here)
+                query, key = entry(blocks.query, here.head, here.query), take_keys(g, keys, here)
                 scores, scale = blocks.unscaled(query, key, here)
                 new = jnp.maximum(maximum, scores.max(-1, keepdims=True) * scale)
                 shift = safe_shift(new)
@@ -136,16 +136,16 @@ def forward(
             blocks.full(0.0, batch, g.rows, 1),
             blocks.full(0.0, batch, g.rows, value.shape[-1]),
         )
-        (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, jnp.arange(g.key_blocks))
+        (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, numbers(g.key_blocks))
         empty = total == 0
         total = jnp.where(empty, 1.0, total)
         lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(total))
         return (sums / total).astype(out_dtype(operands, settings)), lse
 
     def one_head(h: Array) -> tuple[Array, Array]:
-        return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), jnp.arange(g.query_blocks))
+        return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), numbers(g.query_blocks))
 
-    out, lse = lax.map(one_head, jnp.arange(g.kv_heads))
+    out, lse = lax.map(one_head, numbers(g.kv_heads))
     return AttentionState(join_queries(g, out, query_len), join_queries(g, lse, query_len)[..., 0])
 
 
@@ -270,18 +270,18 @@ def backward_wide(
         rows, keys = (here.head, here.query), (here.head, here.key)
 
         def pull() -> tuple[Array, Array, Array, Kept]:
-            raw, added = blocks.products(blocks.query[rows], blocks.key[keys])
+            raw, added = blocks.products(entry(blocks.query, *rows), entry(blocks.key, *keys))
             scored, back = raw, None
             if blocks.score is not None:
                 scored, back = blocks.score.pull(raw, blocks.place(here))
-            weights = jnp.exp(blocks.masked(scored, added, here) - lse[rows])
-            values = blocks.value[keys].astype(outs.dtype)  # wide where `out` is
-            d_scores = weights * (blocks.outer(outs[rows], values) - delta[rows])
+            weights = jnp.exp(blocks.masked(scored, added, here) - entry(lse, *rows))
+            values = entry(blocks.value, *keys).astype(outs.dtype)  # wide where `out` is
+            d_scores = weights * (blocks.outer(entry(outs, *rows), values) - entry(delta, *rows))
             d_raw, d_arrays = (d_scores, ()) if back is None else back(d_scores)
             return (
-                blocks.to_keys(queries_on_side[rows], d_raw, d_scores),
-                blocks.product(outs_on_side[rows], weights),
-                blocks.to_queries(blocks.key[keys].astype(wide), d_raw, d_scores),
+                blocks.to_keys(entry(queries_on_side, *rows), d_raw, d_scores),
+                blocks.product(entry(outs_on_side, *rows), weights),
+                blocks.to_queries(entry(blocks.key, *keys).astype(wide), d_raw, d_scores),
                 (None if bias is None else d_scores, d_arrays),
             )
 
@@ -316,7 +316,7 @@ def backward_wide(
         blocks.full(0.0, g.kv_heads, g.key_blocks, batch, value.shape[-1], g.keys),
     )
     biases = None if blocks.bias is None else blocks.full(0.0, *blocks.bias.shape)
-    count = jnp.arange(g.kv_heads * g.key_blocks * g.query_blocks)
+    count = numbers(g.kv_heads * g.key_blocks * g.query_blocks)
     (gradients, kept), _ = lax.scan(one_block, (start, (biases, no_arrays)), count)
     (queries, keys, values), arriving = after_products(gradients, arriving)
     biases, arrays = kept
@@ -330,14 +330,6 @@ def backward_wide(
         score_arrays=arrays,
     )
     return found, arriving
-
-
-def add_at(total: Array, block: Array, *at: Array) -> Array:
-    """`total` with `block` added to its entry of these indices."""
-    corner = *at, *(jnp.zeros_like(at[0]) for _ in block.shape)
-    sizes = (*(1 for _ in at), *block.shape)
-    old = lax.dynamic_slice(total, corner, sizes)
-    return lax.dynamic_update_slice(total, old + block.reshape(sizes), corner)
 
 
 def when(

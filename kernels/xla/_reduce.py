@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from ._blocks import BlockedOperands, Index, cut_queries, join_queries
+from ._blocks import BlockedOperands, cut_queries, join_queries
+from ._index import Index, numbers
 
 Arrays = tuple[Array, ...]
 # From the index of a block, its queries and keys, and trees of more arrays of its rows [B, rows, W]
@@ -62,10 +62,10 @@ def reduce_blocks(
                 found = one(Index(h, i, j), query, key, rows, keys)
                 return tuple(map(join, carry, found)), None
 
-            over = jnp.arange(g.key_blocks), key_blocks, keys
+            over = numbers(g.key_blocks), key_blocks, keys
             return lax.scan(one_block_of_keys, nothing(), over)[0]
 
-        return lax.map(one_block_of_queries, (jnp.arange(g.query_blocks), queries, rows))
+        return lax.map(one_block_of_queries, (numbers(g.query_blocks), queries, rows))
 
-    over = jnp.arange(g.kv_heads), blocks.query, blocks.key, cut, keys
+    over = numbers(g.kv_heads), blocks.query, blocks.key, cut, keys
     return tuple(join_queries(g, x, query_len) for x in lax.map(one_head, over))

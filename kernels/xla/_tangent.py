@@ -8,7 +8,8 @@ from jaxtyping import Array
 
 from ..call._operands import Operands, Settings, hide_unreachable, zero_absent
 from ..call._state import AttentionState, holds_keys, lse_dtype
-from ._blocks import BLOCK_SIZES, BlockedOperands, BlockSizes, Index, cut_keys
+from ._blocks import BLOCK_SIZES, BlockedOperands, BlockSizes, cut_keys
+from ._index import Index
 from ._reduce import reduce_blocks
 
 Rows = tuple[Array, Array | None]
