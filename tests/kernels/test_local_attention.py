@@ -257,6 +257,7 @@ class TestEveryImplementation:
             *(
                 (x, mode)
                 for x in RUNNABLE
+                if takes(x, "window_causal")
                 for mode in ("reverse over reverse", "forward over reverse")
             ),
         ],
