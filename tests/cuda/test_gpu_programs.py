@@ -5,6 +5,7 @@ Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs a
 
 import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,7 @@ def test_a_gather_sends_while_it_computes():
     Nothing is beside the first piece and the last gradients; in the backward's loop the gather waits, not the scatter.
     """
     text = trained(nodes(1, 8), "gather").as_text()
-    assert text.count(" all-gather-start(") == text.count(" reduce-scatter-start(") == 3
-    assert len(waits(text, "all-gather")) <= 2
-    assert len(waits(text, "reduce-scatter")) <= 1
+    for kind, waiting in (("all-gather", 2), ("reduce-scatter", 1)):
+        # JAX 0.12 leaves those that wait without a start and an end of their own
+        assert len(re.findall(rf" {kind}(-start)?\(", text)) == 3
+        assert len(waits(text, kind)) <= waiting
