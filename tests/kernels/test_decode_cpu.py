@@ -16,10 +16,8 @@ from energy_attn.kernels.xla._weighed_sum import Pieces
 
 from ..naive import assert_all_close
 from ..problems import cast
-from .traits import EMPTY, EVERY, arrays_of, attend, state_and_gradients
+from .traits import EMPTY, EVERY, SMALL_PIECES, arrays_of, attend, state_and_gradients
 
-# One key, or three that are added together, in pieces that do not divide the keys; any number of rows for a key head.
-SMALL = DecodeCPU(Pieces(keys=3, numbers=64), most=64)
 TAKEN = [
     x
     for name, x in EVERY.items()
@@ -29,8 +27,8 @@ TAKEN = [
 
 @pytest.mark.parametrize("problem", TAKEN, ids=repr)
 def test_state(problem):
-    state = jax.jit(functools.partial(attend, problem=problem, implementation=SMALL))(
-        arrays_of(SMALL, problem)
+    state = jax.jit(functools.partial(attend, problem=problem, implementation=SMALL_PIECES))(
+        arrays_of(SMALL_PIECES, problem)
     )
     assert_all_close(state._asdict(), problem, np.dtype("float32"), "both", label="decode_cpu")
 
@@ -39,7 +37,7 @@ def test_state(problem):
 @pytest.mark.parametrize("name", ["grouped", "value_wider", "ragged_keys"])
 def test_16_bits(name, dtype):
     arrays, rounded = cast(EVERY[name], dtype)
-    state = attend(arrays, EVERY[name], SMALL)
+    state = attend(arrays, EVERY[name], SMALL_PIECES)
     assert (state.out.dtype, state.lse.dtype) == (jnp.dtype(dtype), jnp.float32)
     assert_all_close(state._asdict(), rounded, jnp.dtype(dtype), "both", label="decode_cpu")
 
@@ -47,11 +45,11 @@ def test_16_bits(name, dtype):
 @pytest.mark.parametrize("name", ["heads_8_8", "decode_ragged"])
 def test_gradients(name):
     problem = EVERY[name]
-    arrays = arrays_of(SMALL, problem)
+    arrays = arrays_of(SMALL_PIECES, problem)
     shape = problem.query.shape[:-1] + problem.value.shape[-1:]
     cotangent = (np.random.default_rng(0).standard_normal(s, "float32") for s in (shape, shape[:3]))
     cotangent = tuple(cotangent)
-    found = state_and_gradients(SMALL, problem)(arrays, *cotangent)
+    found = state_and_gradients(SMALL_PIECES, problem)(arrays, *cotangent)
     wanted = state_and_gradients("reference", problem)(arrays, *cotangent)
     for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)

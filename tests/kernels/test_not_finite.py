@@ -10,12 +10,10 @@ import pytest
 from energy_attn.kernels import AttentionState, local_attention
 
 from ..selection import few
-from .traits import RUNNABLE
+from .traits import RUNNABLE, of_any_rows
 
-# that takes fewer rows: see `test_decode_cpu.py`
-TRIED = tuple(x for x in RUNNABLE if x != "decode_cpu")
-NAMES = pytest.mark.parametrize("name", TRIED)
-TWO_NAMES = pytest.mark.parametrize("name", few(TRIED, "blockwise", "pallas_gpu"))
+NAMES = pytest.mark.parametrize("name", RUNNABLE)
+TWO_NAMES = pytest.mark.parametrize("name", few(RUNNABLE, "blockwise", "pallas_gpu", "decode_cpu"))
 SHAPES = (2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6)
 LENGTHS = np.array([3, 9])
 # The slots of the first batch entry that no query sees, for each way to hide them.
@@ -52,7 +50,7 @@ def arrays():
 @functools.partial(jax.jit, static_argnames=("name", "static"))
 def state_and_gradients(query, key, value, traced, cotangent, *, name, static=()):
     def run(*arrays):
-        return local_attention(*arrays, implementation=name, **traced, **dict(static))
+        return local_attention(*arrays, implementation=of_any_rows(name), **traced, **dict(static))
 
     state, back = jax.vjp(run, query, key, value)
     return state, back(jax.tree.map(lambda x, c: c * jnp.ones_like(x), state, cotangent))
@@ -135,7 +133,7 @@ def test_masked_queries_ask_nothing(name):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", [x for x in TRIED if not x.startswith("pallas")])
+@pytest.mark.parametrize("name", [x for x in RUNNABLE if not x.startswith("pallas")])
 def test_what_a_mask_hides_from_all_is_not_read(name):
     """The padding of a batch as a mask, as in jax.nn; and with a bias of minus infinity."""
     query, key, value = arrays()
