@@ -462,3 +462,21 @@ def test_large_problems_exceed_a_block():
         ).operands
         grid = _blocks.grid(operands, sided(), BLOCK_SIZES)
         assert grid.query_blocks > 1 and grid.key_blocks > 1
+
+
+@pytest.mark.parametrize("scale", [-30.0, 0.0])
+def test_scales_that_are_not_positive(scale):
+    """A maximum of products where it is that of scores; a hidden key whose score is minus infinity times the scale."""
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 11, 2, 8), jnp.float32)
+
+    def run(implementation):
+        def state(*arrays):
+            options = {"is_causal": True, "scale": scale, "implementation": implementation}
+            return local_attention(*arrays, **options)
+
+        found, back = jax.vjp(state, query, key, value)
+        return found, back(found)
+
+    found, wanted = map(jax.tree.leaves, map(run, ("blockwise", "reference")))
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
