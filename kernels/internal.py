@@ -29,6 +29,8 @@ from .call._arguments import check_scale as check_scale
 from .call._arguments import check_scores as check_scores
 from .call._arguments import check_source as check_source
 from .call._arguments import check_window as check_window
+from .call._eight_bits import dequantize as dequantize
+from .call._eight_bits import widened as widened
 from .call._kernel import Candidate as Candidate
 from .call._operands import Operands as Operands
 from .call._operands import Settings as Settings

@@ -9,7 +9,7 @@ import pytest
 
 from energy_attn.__main__ import main
 from energy_attn.cli import bench
-from energy_attn.cli.bench import _cases, _generation, _masks, _measure, _speculative
+from energy_attn.cli.bench import _cases, _generation, _masks, _measure, _program, _speculative
 from energy_attn.models import Llama, LlamaConfig
 
 from .selection import few
@@ -35,6 +35,7 @@ def test_suites(suite, tmp_path, capsys, monkeypatch):
             cases.append(case)
     monkeypatch.setitem(bench.SUITES, suite, tuple(cases))
     monkeypatch.setattr(_generation, "read_models", small_models)
+    monkeypatch.setattr(_program, "_LAYERS", (1, 2))
     arguments = ["bench", "--suite", suite, "--shrink", "128", "--repeats", "2"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / f"{suite}.json").read_text())
@@ -52,7 +53,10 @@ def test_suites(suite, tmp_path, capsys, monkeypatch):
         tolerance = {"float32": 1e-4, "bfloat16": 0.05, "int32": 0}[row["dtype"]]
         assert max(row["largest_difference"].values(), default=0) <= tolerance, row
         assert len(row["runs_ms"][_cases.OURS]) == 2
-        assert ("of_bandwidth" in row) == (row["name"] == "decode")
+        assert ("of_bandwidth" in row) == (row["name"] == "decode") == ("GB_per_s" in row)
+    compiled = [(row["layers"], row["causal"]) for row in result.get("compilation", ())]
+    wanted = [(1, False), (1, True), (2, False), (2, True)]
+    assert compiled == (wanted if suite == "cpu" else [])
     assert result["machine"]["jax"] and result["bandwidth"]["GB_per_s"] > 0
     assert "faster than" in capsys.readouterr().out
 

@@ -18,6 +18,7 @@ from energy_attn.kernels.internal import (
     check_floating_dtype,
     check_integer,
     check_sink,
+    dequantize,
     received,
 )
 from energy_attn.kernels.masks import AbstractMask
@@ -28,7 +29,7 @@ from ..spec._plan import sharding_plan
 from ._arguments import check_counts, check_new, check_room, check_whole, layout
 from ._files import check_path, write
 from ._io import reload
-from ._quantize import dequantize, quantize
+from ._quantize import quantize
 from ._queries import EnergyLike, Measure, check_queries, check_scores, energy_of_cache
 from ._slots import Slots
 from ._write import CacheSharding, Stored, blank, cache_sharding, fitting, positions
@@ -120,7 +121,8 @@ class KVCache(eqx.Module):
             quantize: `"int8"` stores 8 bits per number and a float32 scale per head and token. What
                 is read back differs by at most 1/254 of the largest number of that head and token,
                 and the rounding of `dtype`. It cannot be differentiated. While attending, a device
-                may hold its share of keys or values in `dtype` once more.
+                may hold its share of keys and values in `dtype` once more; TPUs do not for the few
+                queries of a step without a source.
             window: how many tokens before its own a query sees, as in
                 `local_window_size=(window, 0)`. Older tokens give way to new ones. Room for
                 the window and the largest append is needed.
@@ -168,11 +170,11 @@ class KVCache(eqx.Module):
 
     def keys(self) -> Float[Array, "B S K H"]:
         """The keys of all slots, in `dtype`."""
-        return self._read(self.key, self.key_scale)
+        return dequantize(self.key, self.key_scale, self.dtype)
 
     def values(self) -> Float[Array, "B S K Hv"]:
         """The values of all slots, in `dtype`."""
-        return self._read(self.value, self.value_scale)
+        return dequantize(self.value, self.value_scale, self.dtype)
 
     def append(
         self,
@@ -299,8 +301,8 @@ class KVCache(eqx.Module):
         names, options = check_scores(options, mask, self.window)
         asked = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
         rows: RowOptions = {"query_positions": asked, "key_positions": self.positions}
-        keys, values = self.keys(), self.values()
-        call = check_call(query, keys, values, source, None, mask, **options, **rows)
+        stored, scales = (self.key, self.value), (self.key_scale, self.value_scale)
+        call = check_call(query, *stored, source, None, mask, scales=scales, **options, **rows)
         plan = sharding_plan(self.parallel, *call.operands[:3])
         return attend_sharded(plan, names, call, check_sink(sink, query))
 
@@ -393,6 +395,3 @@ class KVCache(eqx.Module):
 
     def _stored(self) -> Stored:
         return Stored(self.key, self.value, self.key_scale, self.value_scale)
-
-    def _read(self, x: Array, scale: Array | None) -> Array:
-        return x if scale is None else dequantize(x, scale, self.dtype)

@@ -1,10 +1,9 @@
-"""Eight-bit numbers with one scale per vector, for what is stored and read back."""
+"""Eight-bit numbers with one scale per vector, for what is stored."""
 
 import dataclasses
 from typing import NoReturn
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
 from energy_attn.kernels.internal import AbstractFunction, function_call
@@ -39,10 +38,3 @@ class _Quantize(AbstractFunction):
             "quantize: wanted a cache that stores floating numbers where it is differentiated, got "
             "'int8', whose rounding has no derivative; stop the gradient or use quantize=None"
         )
-
-
-def dequantize(
-    q: Int8[Array, "*batch width"], scale: Float[Array, "*batch"], dtype: DTypeLike
-) -> Float[Array, "*batch width"]:
-    """The vectors that `quantize` was given, to its error and the rounding of `dtype`."""
-    return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)

@@ -17,6 +17,7 @@ from energy_attn.kernels.internal import (
     Settings,
     attend,
     check_taylor,
+    widened,
     with_default_positions,
 )
 
@@ -62,6 +63,8 @@ def _sharded(
     plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
     plan = unsharded_if_empty(plan, operands)
+    if plan.method != "tree":  # other methods take keys apart
+        operands = widened(operands)
     operands = with_indices(plan, settings, operands)
     return run_sharded(plan, functools.partial(_method(plan), names, settings), operands)
 
@@ -200,6 +203,8 @@ def _pad_keys(operands: Operands, devices: int) -> Operands:
         query_positions=queries,
         key_positions=pad(keys, 1, -1),
         key_segments=pad(operands.key_segments, 1),
+        key_scale=pad(operands.key_scale, 1),
+        value_scale=pad(operands.value_scale, 1),
     )
 
 
@@ -260,6 +265,8 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         score_arrays=tuple(PartitionSpec() for _ in operands.score_arrays),
         batch_indices=spec(operands.batch_indices, batch),
         head_indices=spec(operands.head_indices, heads),
+        key_scale=spec(operands.key_scale, batch, keys, heads),
+        value_scale=spec(operands.value_scale, batch, keys, heads),
     )
 
 

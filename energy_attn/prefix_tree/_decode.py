@@ -136,9 +136,10 @@ def tree_decode(
     positions = cache.lengths[:, None] + tree.depth
     before = check_call(
         query,
-        cache.keys(),
-        cache.values(),
+        cache.key,
+        cache.value,
         source=source,
+        scales=(cache.key_scale, cache.value_scale),
         **scores,
         local_window_size=reach,
         query_positions=jnp.where(used, positions, -1),

@@ -22,6 +22,7 @@ from .._checks import (
     received,
 )
 from ..scores._check import check_score
+from ._eight_bits import dequantize
 from ._operands import Operands, Settings
 from ._options import KernelOptions, check_options
 from ._rules import Tokens, ruled, split_mask
@@ -52,22 +53,20 @@ def check_call(
     bias: object = None,
     mask: object = None,
     scored_width: int | None = None,
+    scales: tuple[Array | None, Array | None] = (None, None),
     **options: Unpack[KernelOptions],
 ) -> CheckedCall:
     """Checks every argument of `local_attention` but `implementation`; returns operands and settings.
 
-    `scored_width`: of the settings, where a source is in query and key already.
+    `scored_width`: of the settings, where a source is in query and key already. `scales`: of keys and
+    values that are int8, which are widened here if a source or an array for `scale` has to be joined to them.
 
     Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """
     check_options(options, KernelOptions)
-    query, key, value = (
-        jnp.asarray(check_floating(name, x))
-        for name, x in (("query", query), ("key", key), ("value", value))
-    )
-    for name, x in (("key", key), ("value", value)):
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name}: wanted the dtype of query, {query.dtype}, got {received(x)}")
+    query = jnp.asarray(check_floating("query", query))
+    key = _of_keys("key", key, scales[0], query)
+    value = _of_keys("value", value, scales[1], query)
     if query.ndim not in (3, 4):
         raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
     batched = query.ndim == 4
@@ -117,17 +116,32 @@ def check_call(
         tokens = tokens.with_positions(query_len, key_len)
     found = ruled(rule, *sides, tokens, batch, query_len, key_len)
 
+    if source is not None or isinstance(options.get("scale"), jax.Array):
+        key, value = (
+            dequantize(x, scale, query.dtype) for x, scale in zip((key, value), scales, strict=True)
+        )
+        scales = None, None
     query, key, scale = _scaled(query, key, options.get("scale"))
     if source is not None:
         scored_width = scored_width or query.shape[-1]
         query, key, scale = _with_source(query, key, value, source, scale)
     score, score_arrays = check_score(options.get("score"), scores, lse_dtype(query.dtype))
     operands = Operands(query, key, value, bias, mask, *found.tokens, found.arrays, score_arrays)
+    operands = operands._replace(key_scale=scales[0], value_scale=scales[1])
     settings = Settings(scale, found.structure)
     if score is not None:
         settings = settings._replace(score=score, scored_width=scored_width)
     compares = settings.compares or lengths is not None or rule is not None
     return CheckedCall(operands, settings, batched, compares)
+
+
+def _of_keys(name: str, x: Any, scale: Array | None, query: Array) -> Array:
+    if scale is not None:
+        return jnp.asarray(x)
+    x = jnp.asarray(check_floating(name, x))
+    if x.dtype != query.dtype:
+        raise TypeError(f"{name}: wanted the dtype of query, {query.dtype}, got {received(x)}")
+    return x
 
 
 def check_scores(

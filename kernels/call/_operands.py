@@ -34,6 +34,9 @@ class Operands(NamedTuple):
         batch_indices: None, or int32 `[B]`, for a score: which entries of the whole batch these are;
             None: from 0.
         head_indices: None, or int32 `[N]` likewise: which of all heads of queries.
+        key_scale: None; or, where key and value are int8, float32 `[B, S, K]`: the numbers of a key are
+            multiples of it. A kernel gets keys and values in the dtype of the query, and no scales.
+        value_scale: likewise.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -56,6 +59,8 @@ class Operands(NamedTuple):
     score_arrays: tuple[Any, ...] = ()
     batch_indices: Array | None = None
     head_indices: Array | None = None
+    key_scale: Array | None = None
+    value_scale: Array | None = None
 
 
 class Settings(NamedTuple):
@@ -163,6 +168,15 @@ def positioned(operands: Operands) -> Operands:
     return operands._replace(query_positions=query_positions, key_positions=key_positions)
 
 
+def all_meet(operands: Operands, settings: Settings) -> bool:
+    """Whether positions count from 0 and each query sees a key and each key a query, by the sides of the rule."""
+    query_len, key_len = operands.query.shape[1], operands.key.shape[1]
+    left, right = settings.rule.sides
+    counted = operands.query_positions is None and settings.rule.sided
+    counted = counted and is_static(query_len, key_len)
+    return counted and query_len - key_len <= left and key_len - query_len <= right
+
+
 def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
     """Positions where the rule reads them, and position -1 (absent, never read) for keys that no query sees."""
     if settings.rule.constrains:
@@ -177,18 +191,22 @@ def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
 def zero_absent(operands: Operands) -> Operands:
     """Operands with zeros in absent rows and slots, whose products are weighted by zero.
 
-    A key that a mask hides from all queries counts as absent.
+    A key that a mask hides from all queries counts as absent. Scales get zeros likewise.
     """
     keys = present_keys(operands)
 
     def kept(x: Any, some: Array | None) -> Any:
-        return x if x is None or some is None else jnp.where(some[:, :, None, None], x, 0)
+        if x is None or some is None:
+            return x
+        return jnp.where(jnp.expand_dims(some, tuple(range(2, x.ndim))), x, 0)
 
     rows = operands.query_positions
     return operands._replace(
         query=kept(operands.query, None if rows is None else rows >= 0),
         key=kept(operands.key, keys),
         value=kept(operands.value, keys),
+        key_scale=kept(operands.key_scale, keys),
+        value_scale=kept(operands.value_scale, keys),
     )
 
 
@@ -202,10 +220,11 @@ def present_keys(operands: Operands) -> Array | None:
 
 
 def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
-    """The dtype of `out`: that of `value`, or that of `lse` where the settings are wide."""
+    """The dtype of `out`: that of `value` as it is read, or that of `lse` where the settings are wide."""
+    read = operands.query if operands.value_scale is not None else operands.value
     if settings.wide:
-        return lse_dtype(operands.query.dtype, operands.value.dtype)
-    return jnp.dtype(operands.value.dtype)
+        return lse_dtype(operands.query.dtype, read.dtype)
+    return jnp.dtype(read.dtype)
 
 
 def with_wide_out(settings: Settings) -> Settings:

@@ -142,11 +142,39 @@ def _run(
     def run(*flat: Array) -> list[Any]:
         return jax.tree.leaves(method(kernel, settings, platform, *jax.tree.unflatten(tree, flat)))
 
-    if kernel.platforms:
-        return _as_one_batch(run, levels, flat) if levels else run(*flat)
+    if kernel.platforms and levels and _is_one_batch(settings, tree.unflatten(flat), flat):
+        return _as_one_batch(run, levels, flat)
     for axes in levels:
-        run = jax.vmap(run, in_axes=axes)
+        run = _one_by_one(run, axes) if kernel.platforms else jax.vmap(run, in_axes=axes)
     return run(*flat)
+
+
+def _is_one_batch(settings: Settings, args: Sequence[Any], flat: Sequence[Array]) -> bool:
+    """Whether vmapped calls with these arguments are one call with a larger batch, which is not empty.
+
+    A score counts the entries of its own call, and its arrays and the numbers of its heads have no batch axis. Each
+    call has its own cotangent of a bias with batch axis 1.
+    """
+    is_forward = len(args) == 1
+    plain = settings.score is None and (is_forward or args[0].bias is None)
+    return plain and all(x.size for x in flat)
+
+
+def _one_by_one(
+    run: Callable[..., list[Any]], axes: tuple[int | None, ...]
+) -> Callable[..., list[Any]]:
+    """`jax.vmap(run, in_axes=axes)` as a loop, for kernels that JAX does not batch."""
+
+    def mapped(*flat: Array) -> list[Any]:
+        def one(some: list[Array]) -> list[Any]:
+            given = iter(some)
+            pairs = zip(flat, axes, strict=True)
+            return run(*(x if axis is None else next(given) for x, axis in pairs))
+
+        pairs = zip(flat, axes, strict=True)
+        return jax.lax.map(one, [jnp.moveaxis(x, axis, 0) for x, axis in pairs if axis is not None])
+
+    return mapped
 
 
 def _as_one_batch(

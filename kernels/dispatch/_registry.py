@@ -26,6 +26,7 @@ from ..xla._decode import Decode
 from ..xla._decode_cpu import DecodeCPU
 from ..xla._reference import Reference
 from ._derivative import differentiable_attention
+from ._eight_bits import attend_eight_bits
 from ._lowering import Program, first_fitting, why_unfit
 from ._taylor import check_taylor
 
@@ -165,6 +166,8 @@ def attend(names: Sequence[Candidate], settings: Settings, operands: Operands) -
 # Compiled here, so that calls outside of jit are traced and compiled once for their shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands) -> AttentionState:
+    if operands.key_scale is not None:
+        return attend_eight_bits(_attend, names, settings, operands)
     kernels, _ = _accepting(names, settings, operands)
     if isinstance(kernels[0], Reference):
         # differentiated by JAX, to any order and in both modes

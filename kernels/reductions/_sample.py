@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from .._varying import vary_together
 from ..call._operands import Operands, Settings
 from ..call._state import lse_dtype, safe_shift, share
-from ..xla._blocks import BlockedOperands, cut_queries, join_queries
+from ..xla._blocks import BlockedOperands
+from ..xla._grid import join_queries, take_queries, whole_queries
 from ..xla._index import Index, numbers
 
 
@@ -49,10 +50,10 @@ def sample(
         return Draw(index, lax.full_like(operands.query, -jnp.inf, dtype=wide, shape=shape))
     blocks = BlockedOperands(operands, settings)
     g = blocks.grid
-    seeds = cut_queries(g, seeds)
+    seeds = whole_queries(g, seeds)
 
     def one_block_of_queries(at: Index) -> Draw:
-        keys = seeds[at.head, at.query]
+        keys = take_queries(g, seeds, at)
 
         def one_block_of_keys(drawn: Draw, j: Array) -> tuple[Draw, None]:
             here = at._replace(key=j)

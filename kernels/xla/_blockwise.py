@@ -6,6 +6,7 @@ arXiv 2307.08691).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,20 +16,22 @@ from jax import lax
 from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel
-from ..call._operands import Operands, Settings, differentiated, map_some, out_dtype
+from ..call._operands import Operands, Settings, all_meet, differentiated, map_some, out_dtype
 from ..call._state import AttentionState, holds_keys, lse_dtype, safe_shift
 from ..masks._abstract import AbstractMask
-from ._blocks import (
+from ._blocks import BlockedOperands
+from ._grid import (
     BLOCK_SIZES,
-    BlockedOperands,
     BlockSizes,
-    cut_queries,
-    join_keys,
+    add_to_keys,
+    add_to_queries,
     join_queries,
     take_keys,
-    whole_blocks,
+    take_queries,
+    whole_keys,
+    whole_queries,
 )
-from ._index import Index, add_at, entry, numbers
+from ._index import Index, numbers
 from ._tangent import tangent
 
 Gradients = tuple[Any, Any, Any]  # of queries, keys and values
@@ -111,15 +114,19 @@ def forward(
     blocks = BlockedOperands(operands, settings, sizes)
     g = blocks.grid
     wide = lse_dtype(operands.query.dtype)
-    keys, values = (whole_blocks(g, x) for x in (operands.key, value))
+    # Of hidden keys the scores are replaced; of hidden values a block at a time is zero.
+    keys, values = (whole_keys(g, x) for x in (operands.key, value))
 
-    def one_block_of_queries(at: Index) -> tuple[Array, Array]:
+    def one_block_of_queries(n: Array) -> tuple[Array, Array]:
+        at = blocks.index_of_queries(n)
+
         def one_block_of_keys(carry: tuple[Array, ...], j: Array) -> Any:
             here = at._replace(key=j)
 
             def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
-                query, key = entry(blocks.query, here.head, here.query), take_keys(g, keys, here)
-                scores, scale = blocks.unscaled(query, key, here)
+                scores, scale = blocks.unscaled(
+                    take_queries(g, blocks.query, here), take_keys(g, keys, here), here
+                )
                 new = jnp.maximum(maximum, scores.max(-1, keepdims=True) * scale)
                 shift = safe_shift(new)
                 weights = jnp.exp(scores * scale - shift)
@@ -142,10 +149,7 @@ def forward(
         lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(total))
         return (sums / total).astype(out_dtype(operands, settings)), lse
 
-    def one_head(h: Array) -> tuple[Array, Array]:
-        return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), numbers(g.query_blocks))
-
-    out, lse = lax.map(one_head, numbers(g.kv_heads))
+    out, lse = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
     return AttentionState(join_queries(g, out, query_len), join_queries(g, lse, query_len)[..., 0])
 
 
@@ -215,13 +219,13 @@ class BackwardRows(NamedTuple):
 
 
 def backward_rows(
-    operands: Operands, state: AttentionState, cotangent: AttentionState
+    operands: Operands, settings: Settings, state: AttentionState, cotangent: AttentionState
 ) -> BackwardRows:
     """The rows of a backward, with zeros in fully masked ones."""
     query, d_out = operands.query, cotangent.out
     seen = holds_keys(state.lse)
-    hiding = operands.query_positions, operands.query_segments, operands.mask, operands.bias
-    if any(x is not None for x in hiding):  # else each row sees a key
+    hiding = operands.query_segments, operands.mask, operands.bias
+    if any(x is not None for x in hiding) or not all_meet(operands, settings):
         query, d_out = (jnp.where(seen[..., None], x, 0) for x in (query, d_out))
     lse = jnp.where(seen, state.lse, jnp.inf)
     return BackwardRows(query, d_out, lse, jnp.where(seen, backward_delta(state, cotangent), 0.0))
@@ -250,38 +254,33 @@ def backward_wide(
     (batch, query_len), key_len = query.shape[:2], key.shape[1]
     if batch == 0 or query_len == 0 or key_len == 0:
         return none, arriving
-    given = backward_rows(operands, state, cotangent)
+    given = backward_rows(operands, settings, state, cotangent)
     blocks = BlockedOperands(operands._replace(query=given.query), settings, sizes)
     g = blocks.grid
-    lse = cut_queries(
-        g, given.lse[..., None], fill=jnp.inf
-    )  # also of rows that fill the last block
-    delta = cut_queries(g, given.delta[..., None])
-    outs = cut_queries(g, given.d_out)
-    # Sums over rows are plain matrix products, [width, rows] times [rows, keys], so the gradients of
-    # keys and values are transposed until the end.
-    queries_on_side = blocks.query.astype(wide).swapaxes(-1, -2)
-    outs_on_side = outs.astype(wide).swapaxes(-1, -2)
+    outs = whole_queries(g, given.d_out)
+    lse = whole_queries(g, given.lse[..., None], jnp.inf)  # no weight in rows that fill a block
+    delta = whole_queries(g, given.delta[..., None])
     no_arrays = jax.tree.map(lambda x: blocks.full(0.0, *x.shape), none.score_arrays)
 
     # A derivative of this derivative stores only the index of a block.
     @jax.checkpoint
     def pulled(here: Index) -> tuple[Array, Array, Array, Kept]:
-        rows, keys = (here.head, here.query), (here.head, here.key)
-
         def pull() -> tuple[Array, Array, Array, Kept]:
-            raw, added = blocks.products(entry(blocks.query, *rows), entry(blocks.key, *keys))
+            query, out, shift, change = (
+                take_queries(g, x, here) for x in (blocks.query, outs, lse, delta)
+            )
+            key, value = (take_keys(g, x, here) for x in (blocks.key, blocks.value))
+            raw, added = blocks.products(query, key)
             scored, back = raw, None
             if blocks.score is not None:
                 scored, back = blocks.score.pull(raw, blocks.place(here))
-            weights = jnp.exp(blocks.masked(scored, added, here) - entry(lse, *rows))
-            values = entry(blocks.value, *keys).astype(outs.dtype)  # wide where `out` is
-            d_scores = weights * (blocks.outer(entry(outs, *rows), values) - entry(delta, *rows))
+            weights = jnp.exp(blocks.masked(scored, added, here) - shift)
+            d_scores = weights * (blocks.outer(out, value.astype(out.dtype)) - change)
             d_raw, d_arrays = (d_scores, ()) if back is None else back(d_scores)
             return (
-                blocks.to_keys(entry(queries_on_side, *rows), d_raw, d_scores),
-                blocks.product(entry(outs_on_side, *rows), weights),
-                blocks.to_queries(entry(blocks.key, *keys).astype(wide), d_raw, d_scores),
+                blocks.to_keys(on_side(query.astype(wide)), d_raw, d_scores),
+                blocks.product(on_side(out.astype(wide)), weights),
+                blocks.to_queries(key.astype(wide), d_raw, d_scores),
                 (None if bias is None else d_scores, d_arrays),
             )
 
@@ -296,40 +295,54 @@ def backward_wide(
         meet = blocks.meet(here)
         return pull() if meet is None else lax.cond(meet, pull, nothing)
 
-    # One loop over all blocks, not three nested ones: XLA compiles fewer kernels.
-    def one_block(carry: tuple[Gradients, Kept], n: Array) -> tuple[tuple[Gradients, Kept], None]:
+    def one_block(
+        at: Index, carry: tuple[Gradients, Kept], j: Array
+    ) -> tuple[tuple[Gradients, Kept], None]:
         (queries, keys, values), (biases, arrays) = carry
-        here = blocks.index(n)
+        here = at._replace(key=j)
         to_keys, to_values, to_queries, (d_scores, d_arrays) = pulled(here)
+        # Else XLA would transpose the products, and sum over the first axis of both factors.
+        to_keys, to_values = lax.optimization_barrier((to_keys, to_values))
         if biases is not None:
             biases = blocks.add_to_bias(biases, d_scores, here)
         found = (
-            add_at(queries, to_queries, here.head, here.query),
-            add_at(keys, to_keys, here.head, here.key),
-            add_at(values, to_values, here.head, here.key),
+            add_to_queries(g, queries, to_queries * settings.scale, here),
+            add_to_keys(g, keys, to_keys.transpose(0, 2, 1) * settings.scale, here),
+            add_to_keys(g, values, to_values.transpose(0, 2, 1), here),
         )
         return (found, (biases, jax.tree.map(jnp.add, arrays, d_arrays))), None
 
     start = (
-        blocks.full(0.0, g.kv_heads, g.query_blocks, batch, g.rows, key.shape[-1]),
-        blocks.full(0.0, g.kv_heads, g.key_blocks, batch, key.shape[-1], g.keys),
-        blocks.full(0.0, g.kv_heads, g.key_blocks, batch, value.shape[-1], g.keys),
+        blocks.full(0.0, *blocks.query.shape),
+        blocks.full(0.0, *blocks.key.shape),
+        blocks.full(0.0, *blocks.value.shape),
     )
     biases = None if blocks.bias is None else blocks.full(0.0, *blocks.bias.shape)
-    count = numbers(g.kv_heads * g.key_blocks * g.query_blocks)
-    (gradients, kept), _ = lax.scan(one_block, (start, (biases, no_arrays)), count)
+
+    # The loop over keys is the inner one: what is done with queries alone is done once, where no block is skipped.
+    def one_block_of_queries(carry: tuple[Gradients, Kept], n: Array) -> Any:
+        at = blocks.index_of_queries(n)
+        return lax.scan(functools.partial(one_block, at), carry, numbers(g.key_blocks))
+
+    count = numbers(g.kv_heads * g.query_blocks)
+    (gradients, kept), _ = lax.scan(one_block_of_queries, (start, (biases, no_arrays)), count)
     (queries, keys, values), arriving = after_products(gradients, arriving)
     biases, arrays = kept
     if bias is not None and biases is not None:
         biases = biases[:, :, : bias.shape[2], : bias.shape[3]]
     found = none._replace(
-        query=join_queries(g, queries, query_len) * settings.scale,
-        key=join_keys(g, keys.swapaxes(-1, -2), key_len) * settings.scale,
-        value=join_keys(g, values.swapaxes(-1, -2), key_len),
+        query=queries[:, :query_len],
+        key=keys[:, :key_len],
+        value=values[:, :key_len],
         bias=biases,
         score_arrays=arrays,
     )
     return found, arriving
+
+
+def on_side(x: Array) -> Array:
+    """`[B, rows, W]` as `[B, W, rows]` in memory, whose sums over rows are plain matrix products."""
+    return lax.optimization_barrier(x.transpose(0, 2, 1))
 
 
 def when(

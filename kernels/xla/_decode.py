@@ -34,33 +34,13 @@ MOST_ROWS = 64
 PIECES, LEAST_PIECE, MOST_PIECE = 8, 128, 1024
 
 
-class Decode(AbstractKernel):
-    """XLA's operations, for at most 64 queries times heads; reads each key and value once.
+class AbstractDecode(AbstractKernel):
+    """Few queries and many keys, of any rule and score; what such kernels differ in is their `forward`."""
 
-    Memory O(T·N·S), small beside the keys. On CPUs all heads are in one product. Other platforms
-    batch products over heads, and would copy the values to join heads and widths.
-    """
-
-    name = "decode"
-    platforms = ()
     interpreted = ()
     exported = True
     masks = (AbstractMask,)
     scores = True
-
-    def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for more than 64 queries times heads, or a score with a source."""
-        check_rows(operands, settings, MOST_ROWS)
-
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
-        """One product for all scores and one for all outputs."""
-        return lax.platform_dependent(
-            hide_unreachable(operands, settings),
-            cpu=functools.partial(_block_diagonal, settings=settings),
-            default=functools.partial(_per_head, settings=settings),
-        )
 
     def backward(
         self,
@@ -83,6 +63,31 @@ class Decode(AbstractKernel):
     ) -> AttentionState:
         """One product for each change of the scores and of the outputs."""
         return tangent(operands, settings, state, directions)
+
+
+class Decode(AbstractDecode):
+    """XLA's operations, for at most 64 queries times heads; reads each key and value once.
+
+    Memory O(T·N·S), small beside the keys. On CPUs all heads are in one product. Other platforms
+    batch products over heads, and would copy the values to join heads and widths.
+    """
+
+    name = "decode"
+    platforms = ()
+
+    def check(self, operands: Operands, settings: Settings) -> None:
+        """Raises `NotImplementedError` for more than 64 queries times heads, or a score with a source."""
+        check_rows(operands, settings, MOST_ROWS)
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """One product for all scores and one for all outputs."""
+        return lax.platform_dependent(
+            hide_unreachable(operands, settings),
+            cpu=functools.partial(_block_diagonal, settings=settings),
+            default=functools.partial(per_head, settings=settings),
+        )
 
 
 def check_rows(operands: Operands, settings: Settings, most: int) -> None:
@@ -203,7 +208,8 @@ def _not_finite_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array,
     return _not_finite(x), False
 
 
-def _per_head(operands: Operands, settings: Settings) -> AttentionState:
+def per_head(operands: Operands, settings: Settings) -> AttentionState:
+    """The state by products batched over heads; of eight bits, too, which are widened inside the products."""
     # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, which T = 1 does not.
     query, key, value = operands[:3]
     batch, query_len, heads, width = query.shape
@@ -213,13 +219,21 @@ def _per_head(operands: Operands, settings: Settings) -> AttentionState:
     einsum = functools.partial(
         jnp.einsum, precision=precision(query.dtype), preferred_element_type=wide
     )
-    # other platforms than CPUs fuse the zeros into the product
-    value = zero_absent(operands).value
-    scores = einsum("btkgh,bskh->btkgs", grouped, key)
+    present = zero_absent(operands)
+    if operands.value_scale is None:
+        value = present.value  # other platforms than CPUs fuse the zeros into the product
+    else:
+        key, value = key.astype(query.dtype), value.astype(query.dtype)  # exact, and likewise
+    scores = _times(einsum("btkgh,bskh->btkgs", grouped, key), operands.key_scale)
     scores = scores.reshape(batch, query_len, heads, key.shape[1])
     scores = masked(scores.transpose(0, 2, 1, 3), operands, settings).transpose(0, 2, 1, 3)
     weights, total, lse = softmax(scores)
-    weights = weights.astype(value.dtype).reshape(*grouped.shape[:-1], key.shape[1])
-    out = einsum("btkgs,bskv->btkgv", weights, value)
+    weights = _times(weights.reshape(*grouped.shape[:-1], key.shape[1]), present.value_scale)
+    out = einsum("btkgs,bskv->btkgv", weights.astype(value.dtype), value)
     out = out.reshape(batch, query_len, heads, value.shape[-1]) / total
     return AttentionState(out.astype(out_dtype(operands, settings)), lse)
+
+
+def _times(x: Array, scale: Array | None) -> Array:
+    """Scores or weights `[B, T, K, N/K, S]` times the scale `[B, S, K]` of their keys or values, if any."""
+    return x if scale is None else x * scale.transpose(0, 2, 1)[:, None, :, None, :]

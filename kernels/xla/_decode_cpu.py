@@ -1,16 +1,16 @@
 """The decode implementation for CPUs: values are read at the speed of memory."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
-from ..call._kernel import AbstractKernel, check_operands
+from ..call._kernel import check_operands
 from ..call._operands import Operands, Settings, hide_unreachable, present_keys
 from ..call._state import AttentionState, safe_shift
-from ..masks._abstract import AbstractMask
-from . import _blockwise
-from ._decode import check_rows, diagonal_scores, state_of_rows
-from ._decode_tangent import tangent
+from ._decode import AbstractDecode, check_rows, diagonal_scores, state_of_rows
+from ._entries import each_entry
 from ._softmax import normaliser
 from ._weighed_sum import Pieces, maximum_of, weighed_sum
 
@@ -19,7 +19,7 @@ PIECES = Pieces()
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeCPU(AbstractKernel):
+class DecodeCPU(AbstractDecode):
     """XLA's operations as XLA:CPU runs them fastest, for few queries and many key heads.
 
     Scores are those of `decode`, and so is memory, O(T·N·S). XLA would send pieces of the values between the devices
@@ -27,19 +27,15 @@ class DecodeCPU(AbstractKernel):
 
     Attributes:
         pieces: how values are read.
-        most: rows of a key head, for each key head: with more, the product of `decode` is faster, which does the
-            work of all key heads for each row.
+        most: rows of a key head, for each key head: with many more, the products of `decode` and `blockwise` are
+            faster. Chosen by measurement on JAX 0.10 and 0.12; the former alone could do with 8.
     """
 
     pieces: Pieces = PIECES
-    most: int = 1
+    most: int = 2
 
     name = "decode_cpu"
     platforms = ("cpu",)
-    interpreted = ()
-    exported = True
-    masks = (AbstractMask,)
-    scores = True
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for 64 bits, empty axes, many rows, or a score with a source."""
@@ -63,32 +59,22 @@ class DecodeCPU(AbstractKernel):
         key_len, kv_heads = value.shape[1:3]
         if shown is not None:
             shown = jnp.broadcast_to(shown, (batch, key_len))
+        pieces = self.pieces._replace(numbers=self.pieces.numbers // batch)
         scores = diagonal_scores(operands, settings, keys_first=True)
-        shift = safe_shift(maximum_of(scores, self.pieces))
-        weights = jnp.exp(scores - shift)
-        total, lse = normaliser(weights.sum(1, keepdims=True), shift, 1)
-        sums = weighed_sum(weights, value, shown, self.pieces)
+        sums, total, lse = each_entry(functools.partial(_sums, pieces=pieces), scores, value, shown)
         sums = sums.reshape(batch, kv_heads, heads // kv_heads, query_len, -1)
-        return state_of_rows(sums, total[:, 0], lse, operands, settings)
+        return state_of_rows(sums, total, lse, operands, settings)
 
-    def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
-    ) -> Operands:
-        """The backward of the blockwise implementation."""
-        return _blockwise.backward(operands, settings, state, cotangent)
 
-    def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
-    ) -> AttentionState:
-        """That of `decode`."""
-        return tangent(operands, settings, state, directions)
+def _sums(
+    scores: Float[Array, "S rows"],
+    value: Float[Array, "S K W"],
+    shown: Bool[Array, " S"] | None,
+    pieces: Pieces,
+) -> tuple[Float[Array, "K R W"], Float[Array, " rows"], Float[Array, " rows"]]:
+    """Outputs before division, totals and energies of an entry of the batch."""
+    shift = safe_shift(maximum_of(scores, pieces))
+    # Of the shape that the product had, so that XLA:CPU writes them over it: a second array would cost page faults.
+    weights = jnp.exp(scores - shift)
+    total, lse = normaliser(weights.sum(0, keepdims=True), shift, 0)
+    return weighed_sum(weights, value, shown, pieces), total[0], lse

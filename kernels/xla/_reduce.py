@@ -10,7 +10,8 @@ import jax
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from ._blocks import BlockedOperands, cut_queries, join_queries
+from ._blocks import BlockedOperands
+from ._grid import cut_keys, cut_queries, join_queries
 from ._index import Index, numbers
 
 Arrays = tuple[Array, ...]
@@ -31,12 +32,12 @@ def reduce_blocks(
 ) -> Arrays:
     """The terms of all blocks of keys joined, `[B, T, N, width]` for each of `widths`.
 
-    `rows` is a tree of `[B, T, N, W]`, and `keys` of arrays cut into blocks by `cut_keys`. A block in which no query
-    sees a key is skipped.
+    `rows` is a tree of `[B, T, N, W]`, and `keys` of `[B, S, K, W]`. A block in which no query sees a key is skipped.
     """
-    g, batch = blocks.grid, blocks.query.shape[2]
+    g, batch = blocks.grid, blocks.query.shape[0]
     # The results of rows that fill the last block are dropped.
-    cut = jax.tree.map(lambda x: cut_queries(g, x), rows)
+    rows = jax.tree.map(lambda x: cut_queries(g, x), (blocks.query, rows))
+    keys = jax.tree.map(lambda x: cut_keys(g, x), (blocks.key, keys))
 
     def nothing() -> Arrays:
         return tuple(blocks.full(start, batch, g.rows, width) for width in widths)
@@ -52,20 +53,20 @@ def reduce_blocks(
 
     # Loops take blocks as scanned inputs, so that each step returns the cotangents of its own.
     def one_head(taken: tuple[Any, ...]) -> Arrays:
-        h, queries, key_blocks, rows, keys = taken
+        h, rows, keys = taken
 
         def one_block_of_queries(taken: tuple[Any, ...]) -> Arrays:
-            i, query, rows = taken
+            i, (query, rows) = taken
 
             def one_block_of_keys(carry: Arrays, taken: tuple[Any, ...]) -> Any:
-                j, key, keys = taken
+                j, (key, keys) = taken
                 found = one(Index(h, i, j), query, key, rows, keys)
                 return tuple(map(join, carry, found)), None
 
-            over = numbers(g.key_blocks), key_blocks, keys
+            over = numbers(g.key_blocks), keys
             return lax.scan(one_block_of_keys, nothing(), over)[0]
 
-        return lax.map(one_block_of_queries, (numbers(g.query_blocks), queries, rows))
+        return lax.map(one_block_of_queries, (numbers(g.query_blocks), rows))
 
-    over = numbers(g.kv_heads), blocks.query, blocks.key, cut, keys
+    over = numbers(g.kv_heads), rows, keys
     return tuple(join_queries(g, x, query_len) for x in lax.map(one_head, over))

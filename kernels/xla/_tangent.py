@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..call._operands import Operands, Settings, hide_unreachable, zero_absent
+from ..call._operands import Operands, Settings, zero_absent
 from ..call._state import AttentionState, holds_keys, lse_dtype
-from ._blocks import BLOCK_SIZES, BlockedOperands, BlockSizes, cut_keys
+from ._blocks import BlockedOperands
+from ._grid import BLOCK_SIZES, BlockSizes
 from ._index import Index
 from ._reduce import reduce_blocks
 
@@ -69,14 +70,11 @@ def tangent_sums(
     operands = operands._replace(query=jnp.where(seen[..., None], operands.query, 0))
     blocks = BlockedOperands(operands, settings, sizes)
     moved = zero_absent(
-        hide_unreachable(operands, settings)._replace(
-            query=directions.query, key=directions.key, value=directions.value
-        )
+        blocks.operands._replace(query=directions.query, key=directions.key, value=directions.value)
     )
     query = None if moved.query is None else jnp.where(seen[..., None], moved.query, 0)
     rows = jnp.where(seen, lse, jnp.inf)[..., None], query
-    cut = (None if x is None else cut_keys(blocks.grid, x) for x in (moved.key, moved.value))
-    keys = blocks.value, *cut
+    keys = blocks.value, moved.key, moved.value
     bias, score_arrays = blocks.pad_scores(directions.bias), directions.score_arrays
 
     def terms(at: Index, query: Array, key: Array, rows: Rows, keys: Keys) -> tuple[Array, Array]:

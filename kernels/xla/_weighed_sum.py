@@ -24,60 +24,64 @@ class Pieces(NamedTuple):
 
 
 def weighed_sum(
-    weights: Float[Array, "B S rows"],
-    value: Float[Array, "B S K W"],
-    shown: Bool[Array, "B S"] | None,
+    weights: Float[Array, "S rows"],
+    value: Float[Array, "S K W"],
+    shown: Bool[Array, " S"] | None,
     pieces: Pieces,
-) -> Float[Array, "B K R W"]:
+) -> Float[Array, "K R W"]:
     r"""$\sum_s w_{skr} v_{sk}$ in float32; values that are not `shown` count as zero. For XLA:CPU, on one device.
 
     A product of matrices would be block-diagonal in the heads, with K times the work. This is a loop over pieces of
     the keys; of a piece's products and sums XLA:CPU makes one loop of vector instructions.
     """
-    batch, key_len, kv_heads, width = value.shape
+    key_len, kv_heads, width = value.shape
     rows = weights.shape[-1] // kv_heads
     together = min(pieces.keys, key_len)
-    most = max(pieces.numbers // (batch * kv_heads * width), together)
+    most = max(pieces.numbers // (kv_heads * width), together)
     count = -(-key_len // (-(-key_len // most) * together))
     piece = together * min(count, key_len // together)
     count, steps = piece // together, -(-key_len // piece)
 
+    # one axis of heads and widths: a key head alone has an axis of size 1, for which XLA:CPU copies all values
+    joined = value.reshape(key_len, kv_heads * width)
+
     def add_piece(i: Array, sums: Array) -> Array:
         # Tied to the step: else XLA moves the values' cast to integers before the loop, as a copy of all.
-        values, i = lax.optimization_barrier((value, i))
+        values, i = lax.optimization_barrier((joined, i))
         # the last piece overlaps the one before; keys in both count once
         first = jnp.minimum(i * piece, key_len - piece)
-        parts, values = (slice_of(x, 1, first, piece) for x in (weights, values))
+        parts, values = (slice_of(x, 0, first, piece) for x in (weights, values))
         values = values.astype(jnp.float32)
         if shown is not None:
-            here = slice_of(shown, 1, first, piece)
-            values = jnp.where(here[:, :, None, None], values, 0)
+            here = slice_of(shown, 0, first, piece)
+            values = jnp.where(here[:, None], values, 0)
         if steps * piece != key_len:
             new = jnp.arange(piece) + first >= i * piece
             parts = jnp.where(new[:, None], parts, 0)
         # Keys that are added together are in different parts of the piece, so that each part is read in order.
-        parts = parts.reshape(batch, together, count, kv_heads, rows, 1)
-        values = values.reshape(batch, together, count, kv_heads, 1, width)
+        parts = parts.reshape(together, count, kv_heads, rows, 1)
+        values = values.reshape(together, count, kv_heads, 1, width)
         return sums + _reduced(lambda a, b: a - (-b), parts * values, 0.0)
 
-    start = jnp.zeros((batch, count, kv_heads, rows, width), jnp.float32)
+    start = jnp.zeros((count, kv_heads, rows, width), jnp.float32)
     sums = lax.fori_loop(0, steps, add_piece, start)
-    ones = jnp.ones((batch, 1, count), jnp.float32)
-    sums = lax.dot_general(ones, sums.reshape(batch, count, -1), (((2,), (1,)), ((0,), (0,))))
-    return sums.reshape(batch, kv_heads, rows, width)
+    sums = lax.dot_general(
+        jnp.ones(count, jnp.float32), sums.reshape(count, -1), (((0,), (0,)), ((), ()))
+    )
+    return sums.reshape(kv_heads, rows, width)
 
 
-def maximum_of(scores: Float[Array, "B S R"], pieces: Pieces) -> Float[Array, "B 1 R"]:
+def maximum_of(scores: Float[Array, "S R"], pieces: Pieces) -> Float[Array, "1 R"]:
     """The largest score of each row, of scores that XLA:CPU computes meanwhile and does not write."""
-    batch, key_len, rows = scores.shape
+    key_len, rows = scores.shape
     together = min(pieces.keys, key_len)
-    parts = scores[:, : key_len // together * together].reshape(batch, together, -1, rows)
-    found = _reduced(lambda a, b: -lax.min(-a, -b), parts, -jnp.inf).max(1, keepdims=True)
+    parts = scores[: key_len // together * together].reshape(together, -1, rows)
+    found = _reduced(lambda a, b: -lax.min(-a, -b), parts, -jnp.inf).max(0, keepdims=True)
     # keys in both do not matter
-    return jnp.maximum(found, scores[:, -together:].max(1, keepdims=True))
+    return jnp.maximum(found, scores[-together:].max(0, keepdims=True))
 
 
 def _reduced(f: Callable[[Array, Array], Array], x: Array, start: float) -> Array:
     # XLA:CPU gives sums and maxima to YNNPACK, and writes their operand to memory first. Of other functions it
     # makes one loop with the operand: so a + b is written a - (-b).
-    return lax.reduce(x, jnp.asarray(start, x.dtype), f, (1,))
+    return lax.reduce(x, jnp.asarray(start, x.dtype), f, (0,))

@@ -4,6 +4,7 @@ Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs a
 barriers and masks compute what they should, the interpreter shows (tests/kernels/test_mosaic_gpu.py).
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -35,25 +36,43 @@ class Kernel(NamedTuple):
         return len(re.findall(instruction, self.code))
 
 
+def gradients(run):
+    """A call's gradients."""
+
+    def call(*arrays):
+        state, back = jax.vjp(run, *arrays)
+        return back(state)
+
+    return call
+
+
+def along(*names):
+    """A call's derivative in directions of the arrays of these names."""
+
+    def derivative(run):
+        def call(query, key, value):
+            arrays = {"query": query, "key": key, "value": value}
+            moving = {name: arrays[name] for name in names}
+            return jax.jvp(lambda moving: run(**arrays | moving), (moving,), (moving,))[1]
+
+        return call
+
+    return derivative
+
+
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """A function that compiles a call of shapes: its one kernel, or, with gradients, all by the number of products."""
+    """A function that compiles a call of shapes: its one kernel, or of a derivative all, by the number of products."""
     toolkit()
     for name, value in (("TO", str(tmp_path)), ("PTX", "1"), ("PTXAS", "1")):
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{name}", value)
 
-    def compile(*shapes, dtype=jnp.bfloat16, gradients=False, **options):
+    def compile(*shapes, dtype=jnp.bfloat16, derivative=None, **options):
         sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
         arrays = [jax.ShapeDtypeStruct(x, dtype, sharding=sharding) for x in shapes]
 
-        def run(*arrays):
-            return local_attention(*arrays, implementation="mosaic_gpu", **options)
-
-        def with_gradients(*arrays):
-            state, back = jax.vjp(run, *arrays)
-            return back(state)
-
-        program = jax.jit(with_gradients if gradients else run).lower(*arrays).compile()
+        run = functools.partial(local_attention, implementation="mosaic_gpu", **options)
+        program = jax.jit(derivative(run) if derivative else run).lower(*arrays).compile()
         found = []
         for code in tmp_path.glob("*.ptx"):
             report = code.with_suffix(".ptxas").read_text()
@@ -65,7 +84,7 @@ def compiled(tmp_path, monkeypatch):
                 int(re.search(r"(\d+) bytes spill stores", report)[1]),
             )
             found.append(kernel)
-        return sorted(found, key=lambda x: x.count("wgmma.mma_async")) if gradients else found[0]
+        return sorted(found, key=lambda x: x.count("wgmma.mma_async")) if derivative else found[0]
 
     return compile
 
@@ -106,6 +125,14 @@ def test_decode(compiled):
     assert kernel.spilled == 0 and kernel.count("wgmma.mma_async") == 8 + 4
 
 
+# A step of 64 rows by 64 keys: scores and each of their changes by eight products, each sum over keys by four.
+PRODUCTS = {
+    ("query",): 8 + 8 + 4,
+    ("key", "value"): 8 + 8 + 4 + 4,
+    ("query", "key", "value"): 8 + 16 + 4 + 4,
+}
+EVERY = tuple(PRODUCTS)[-1]
+
 MASKS = {
     "full": {},
     "causal": {"is_causal": True},
@@ -118,7 +145,7 @@ MASKS = {
 def test_gradients(mask, compiled):
     """A kernel for each of queries and keys; sums that do not fit in the registers, which slow every product."""
     rows, keys = (1, PREFILL, 32, WIDTH), (1, PREFILL, 8, WIDTH)
-    *_, of_queries, of_keys = compiled(rows, keys, keys, gradients=True, **MASKS[mask])
+    *_, of_queries, of_keys = compiled(rows, keys, keys, derivative=gradients, **MASKS[mask])
     loops = 1 if mask == "full" else 2
     # a step of 64 rows by 64 keys: scores and the weights' cotangents by eight products each, a sum by four
     assert of_queries.count("wgmma.mma_async") == loops * (8 + 8 + 4)
@@ -134,7 +161,7 @@ def test_gradients(mask, compiled):
 def test_gradients_of_widths(width, value_width, compiled):
     """Tiles that spill, or that need more shared memory than there is, which fails here too."""
     rows, keys, values = ((1, 1000, 4, x) for x in (width, width, value_width))
-    kernels = compiled(rows, keys, values, gradients=True, local_window_size=(100, 10))
+    kernels = compiled(rows, keys, values, derivative=gradients, local_window_size=(100, 10))
     # since JAX 0.12 a process compiles a kernel once: that of the forward pass may be another test's
     assert len(kernels) >= 2 and max(x.spilled for x in kernels) <= 68
 
@@ -143,10 +170,65 @@ def test_gradients_of_widths(width, value_width, compiled):
 def test_any_number_of_tokens(tokens, compiled):
     """Copies that take whole groups of 8 tokens alone."""
     rows, keys = (1, tokens, 4, 64), (1, tokens + 998, 2, 64)
-    assert len(compiled(rows, keys, keys, gradients=True, is_causal=True)) == 3
+    assert len(compiled(rows, keys, keys, derivative=gradients, is_causal=True)) == 3
+    assert len(compiled(rows, keys, keys, derivative=along(*EVERY), is_causal=True)) > 3
 
 
 def test_gradients_of_wide_heads(compiled):
     """Sums that are kept in memory: the backward of the widest heads is XLA's."""
     shape = 1, 1000, 4, 256
-    assert len(compiled(shape, shape, shape, gradients=True, is_causal=True)) == 1
+    assert len(compiled(shape, shape, shape, derivative=gradients, is_causal=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "moving", "dtype"),
+    [
+        *((mask, EVERY, "bfloat16") for mask in MASKS),
+        *(("causal", moving, "float16") for moving in PRODUCTS),
+    ],
+    ids=str,
+)
+def test_tangents(mask, moving, dtype, compiled):
+    """A product with what does not move; sums that do not fit in the registers of two groups that compute."""
+    rows, keys = (1, PREFILL, 32, WIDTH), (1, PREFILL, 8, WIDTH)
+    options = MASKS[mask] | {"dtype": jnp.dtype(dtype)}
+    kernel = compiled(rows, keys, keys, derivative=along(*moving), **options)[-1]
+    loops = 1 if mask == "full" else 2
+    assert kernel.count("wgmma.mma_async") == loops * PRODUCTS[moving]
+    # CUDA 13 ignores what moves registers to the groups that compute
+    assert kernel.registers <= 168 and kernel.spilled <= (104 if toolkit().name == "cu13" else 0)
+    assert kernel.count(r"ex2\.approx\.ftz") == kernel.count("ex2") == loops * 32
+    assert "atom" not in kernel.code
+
+
+@pytest.mark.parametrize(
+    ("width", "value_width"), [(64, 64), (96, 80), (64, 128), (192, 128)], ids=str
+)
+def test_tangents_of_widths(width, value_width, compiled):
+    """Tiles that spill, or that need more shared memory than there is, which fails here too."""
+    rows, keys, values = ((1, 1000, 4, x) for x in (width, width, value_width))
+    options = {"local_window_size": (100, 10), "derivative": along(*EVERY)}
+    assert max(x.spilled for x in compiled(rows, keys, values, **options)) == 0
+
+
+def test_tangents_of_wide_heads(compiled):
+    """Tiles of all directions that do not fit on the chip: the tangent of the widest heads is XLA's."""
+    shape = 1, 1200, 4, 256
+    assert len(compiled(shape, shape, shape, derivative=along(*EVERY), is_causal=True)) == 1
+
+
+@pytest.mark.parametrize(("outer", "kernels"), [("reverse", 3), ("forward", 2)])
+def test_derivatives_of_a_tangent(outer, kernels):
+    """A tangent that cannot be differentiated, or whose kernels are lost."""
+    sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
+    arrays = [jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16, sharding=sharding)] * 3
+
+    def energy(*arrays):
+        return local_attention(*arrays, is_causal=True, implementation="mosaic_gpu").lse.sum()
+
+    def pushed(*arrays):
+        return jax.jvp(energy, arrays, arrays)[1]
+
+    both = {"reverse": jax.grad(pushed, (0, 1, 2)), "forward": lambda *x: jax.jvp(pushed, x, x)[1]}
+    program = jax.jit(both[outer]).lower(*arrays).compile()
+    assert program.as_text().count('custom_call_target="mosaic_gpu_v2"') == kernels

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.distributed.cache._cache import KVCache
-from energy_attn.distributed.cache._quantize import dequantize, quantize
+from energy_attn.distributed.cache._quantize import quantize
+from energy_attn.kernels.internal import dequantize
 
 from ..problems import Problem
 from ..reference import dense, dense_vjp

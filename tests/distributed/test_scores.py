@@ -198,3 +198,28 @@ def test_cache_and_trees():
     )
     for found, y in zip(drafts, exact, strict=True):
         close(found, y)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_vmap_over_queries_of_a_cache(batch):
+    """Numbers of heads that are taken for an axis of the batch, or entries counted over all mapped calls."""
+    score = scores.Function(lambda s, at: s * (1 + at.batch + 2 * at.head).astype(s.dtype))
+    rng = np.random.default_rng(2)
+    key, value = jnp.asarray(rng.standard_normal((2, batch, 6, 4, 8)), jnp.float32)
+    queries = jnp.asarray(rng.standard_normal((3, batch, 1, 8, 8)), jnp.float32)
+    with jax.set_mesh(make_mesh((4, 2), ("device", "head"))):
+        spread = SequenceParallel("device", heads="head")
+        cache = KVCache.empty(batch, 8, 4, 8, dtype=jnp.float32, parallel=spread)
+        cache = cache.append(key, value)
+
+        def out(query):
+            return cache.attend(query, score=score).out
+
+        found = jax.jit(jax.vmap(out))(queries)
+        exact = jnp.stack([out(query) for query in queries])
+        back, of_each = (
+            jax.jit(jax.grad(lambda x, f=f: jnp.sin(f(x)).sum()))(queries)
+            for f in (jax.vmap(out), lambda x: jnp.stack([out(y) for y in x]))
+        )
+    np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
+    np.testing.assert_allclose(back, of_each, 1e-5, 1e-5)

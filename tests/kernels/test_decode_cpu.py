@@ -14,6 +14,7 @@ from energy_attn.kernels import local_attention
 from energy_attn.kernels.xla._decode_cpu import DecodeCPU
 from energy_attn.kernels.xla._weighed_sum import Pieces
 
+from ..flags import EMITTERS, OLD
 from ..naive import assert_all_close
 from ..problems import cast
 from .traits import EMPTY, EVERY, SMALL_PIECES, arrays_of, attend, state_and_gradients
@@ -74,6 +75,27 @@ def test_absent_values_are_not_read(pieces):
     assert np.isneginf(wanted.lse[1]).all() and not wanted.out[1].any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_written_over_the_scores(dtype):
+    assert temporary(64, 64, 8, dtype) < 1.5 * 4 * 16384 * 64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_of_one_key_head_are_not_copied(dtype):
+    assert temporary(2, 1, 256, dtype) < 16384 * 256
+
+
+def temporary(heads, kv_heads, width, dtype):
+    """Bytes beside arguments and results of a decode step with 16384 keys."""
+    query = jax.ShapeDtypeStruct((1, 1, heads, width), dtype)
+    key = jax.ShapeDtypeStruct((1, 16384, kv_heads, width), dtype)
+    run = jax.jit(functools.partial(local_attention, implementation="decode_cpu"))
+    as_users: dict[str, bool | str] | None = {EMITTERS.strip("-"): True} if OLD else None
+    memory = run.lower(query, key, key).compile(as_users).memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
 def test_a_partitioned_program_has_decode():
     """The pieces of sharded values would be sent between devices."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("keys",))
@@ -88,7 +110,16 @@ def test_a_partitioned_program_has_decode():
 
 
 def test_many_rows_of_few_key_heads_have_decode():
-    x = jnp.ones((1, 4, 2, 8), jnp.float32)
-    with pytest.raises(NotImplementedError, match="at most 2 rows a key head, got 4"):
+    x = jnp.ones((1, 5, 2, 8), jnp.float32)
+    with pytest.raises(NotImplementedError, match="at most 4 rows a key head, got 5"):
         local_attention(x, x, x, implementation="decode_cpu")
-    assert local_attention(x[:, :1], x, x, implementation="decode_cpu").lse.shape == (1, 1, 2)
+    assert local_attention(x[:, :4], x, x, implementation="decode_cpu").lse.shape == (1, 4, 2)
+
+
+def test_vmap_over_nothing():
+    """A division by the number of calls."""
+    x = jnp.ones((0, 1, 2, 4, 8), jnp.float32)
+    found = jax.vmap(lambda x: local_attention(x, x, x, implementation="decode_cpu"))(x)
+    assert found.out.shape == x.shape and found.lse.shape == x.shape[:-1]
+    back = jax.grad(lambda x: jax.vmap(lambda x: local_attention(x, x, x).out)(x).sum())(x)
+    assert back.shape == x.shape

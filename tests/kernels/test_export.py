@@ -12,8 +12,8 @@ from energy_attn import free_energy, masks
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.dispatch._registry import attend
-from energy_attn.kernels.xla._blocks import BlockSizes
 from energy_attn.kernels.xla._blockwise import Blockwise
+from energy_attn.kernels.xla._grid import BlockSizes
 
 # Annotations say that sizes are ints, and symbols are not.
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -21,7 +21,7 @@ from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.masks._structure import sided
 from energy_attn.kernels.xla import _blocks
-from energy_attn.kernels.xla._blocks import BLOCK_SIZES
+from energy_attn.kernels.xla._grid import BLOCK_SIZES
 
 from ..naive import assert_all_close, expected
 from ..problems import (

@@ -19,7 +19,8 @@ from energy_attn.kernels.pallas._ranges import tile_ranges, visibility_of
 from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.tpu._layout import layout
 from energy_attn.kernels.pallas.tpu._visibility import block_ranges, block_visibility
-from energy_attn.kernels.xla._blocks import BlockedOperands, BlockSizes
+from energy_attn.kernels.xla._blocks import BlockedOperands
+from energy_attn.kernels.xla._grid import BlockSizes
 from energy_attn.kernels.xla._index import Index
 
 from ..complaints import complains

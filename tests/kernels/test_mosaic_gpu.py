@@ -19,11 +19,18 @@ from energy_attn.kernels.call._state import AttentionState
 from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.masks._structure import sided
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
-from energy_attn.kernels.pallas.mosaic._plan import TileSizes, key_plan, make_plan, query_plan
+from energy_attn.kernels.pallas.mosaic._plan import (
+    TileSizes,
+    key_plan,
+    make_plan,
+    query_plan,
+    tangent_plan,
+)
 
 from ..naive import assert_all_close, select
 from ..problems import Problem, cast, cotangents
-from ..selection import few
+from ..selection import few, few_rows
+from .tangents import ALL, check_tangent
 
 HERE = platform_here()
 runs = pytest.mark.skipif(
@@ -60,6 +67,8 @@ PROBLEMS = {
         problem("more_keys", T=70, S=200, is_causal=True),
         problem("blind_rows", T=200, S=70, local_window_size=(0, 3)),
         problem("window", T=200, S=200, local_window_size=(40, 20)),
+        # whose sides, if they were not reflected for keys, would tell other tiles of rows
+        problem("window_behind", T=330, S=330, local_window_size=(200, 3)),
         problem(
             "ragged",
             B=3,
@@ -135,6 +144,26 @@ def test_gradients_of_one_result(which):
     assert_all_close(found, given, jnp.bfloat16, which, label="mosaic_gpu")
 
 
+TANGENTS = [
+    ("segments", ALL),
+    ("decode_cache", ALL),
+    ("blind_rows", ALL),
+    ("window", ("value",)),
+    ("value_wider", ("key",)),
+    ("ragged", ("query", "value")),
+    *((name, ALL) for name in PROBLEMS if name not in ("segments", "decode_cache", "blind_rows")),
+]
+
+
+@runs
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize(("name", "moving"), few_rows(TANGENTS, 6), ids=str)
+def test_tangent(name, moving):
+    """A product too many or too few; a slot read before it is filled; what all parts of a split subtract; 0 · NaN."""
+    dtype = (jnp.float16, jnp.bfloat16)[len(name) % 2]
+    check_tangent(KERNEL, PROBLEMS[name], moving, dtype, "mosaic_gpu", HERE)
+
+
 @runs
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("name", few(["decode_cache", "more_keys"], "decode_cache"))
@@ -204,6 +233,18 @@ def test_declined():
     assert "mask: wanted None, got an array" in reason(mask=jnp.ones((1, 1, 8, 8), bool))
 
 
+def test_widest_tangents():
+    """A call that fails to compile, where its tiles and those of all its directions do not fit on the chip."""
+    x = jnp.ones((1, 200, 2, 256), jnp.bfloat16)
+    call = check_call(x, x, x)
+    state = AttentionState(x, jnp.ones(x.shape[:3]))
+
+    assert KERNEL.tangent(call.operands, call.settings, state, call.operands, HERE) is None
+    narrower = call.operands._replace(value=x[..., :128])
+    found = tangent_plan(narrower, call.settings, ("query",))
+    assert found.consumers == 1
+
+
 def test_keys_fit_the_chip():
     """Tiles that need more shared memory than a program may take, or a pipeline of one stage."""
     for width in (16, 64, 128, 192, 256):
@@ -218,6 +259,9 @@ def test_keys_fit_the_chip():
             assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
             if width > 128:
                 continue  # the sums of a gradient do not fit into the registers
+            plan = tangent_plan(operands, Settings(1.0, sided()), ALL)
+            held = plan.row_times * (4 * width + 4 * 64) + plan.stages * plan.keys * 8 * width
+            assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
             plan = query_plan(operands, Settings(1.0, sided()))
             held = plan.row_times * (4 * width + 4 * 64) + plan.stages * plan.keys * 4 * width
             assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels import AttentionState, local_attention, masks
 
 from ..selection import few
 from .traits import RUNNABLE, of_any_rows
@@ -117,6 +117,26 @@ def test_absent_queries_ask_nothing(name):
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert np.isneginf(found[0].lse[:, away]).all() and not found[0].out[:, away].any()
+
+
+@pytest.mark.parametrize("rule", [masks.Window(1, 0), ~masks.Causal()], ids=["window", "later"])
+def test_queries_without_keys_ask_nothing(rule):
+    """The same of a row that is fully masked by a rule alone, where no positions are given."""
+    arrays = [jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 2, 6, 2, 3))]
+    query, key, value = arrays[0], *(x[:, :3] for x in arrays[1:])
+
+    def gradients(name, fill):
+        (out, lse), back = jax.vjp(
+            lambda *x: tuple(local_attention(*x, mask=rule, implementation=name)), query, key, value
+        )
+        away = np.isneginf(lse)
+        assert away.any() and not away.all()
+        d_out = jnp.where(away[..., None], fill, jnp.full_like(out, 0.5))
+        return back((d_out, jnp.where(away, fill, 2.0)))
+
+    wanted = gradients("reference", 0.0)
+    for mine, theirs in zip(gradients("blockwise", np.nan), wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["blockwise", "decode"])

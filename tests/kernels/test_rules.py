@@ -19,7 +19,8 @@ from energy_attn.kernels import AbstractKernel, AttentionState, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.xla._blocks import BlockedOperands, BlockSizes
+from energy_attn.kernels.xla._blocks import BlockedOperands
+from energy_attn.kernels.xla._grid import BlockSizes
 from energy_attn.kernels.xla._index import Index
 
 from ..complaints import a, complains

@@ -13,12 +13,13 @@ from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.xla._blocks import BlockSizes
 from energy_attn.kernels.xla._blockwise import Blockwise
+from energy_attn.kernels.xla._grid import BlockSizes
 
 from ..complaints import complains
 from ..problems import _make, cast
 from ..scores import CASES, HEADS, _t5, dense_energy
+from ..selection import few
 
 # Grouped heads; a key that none sees; a row that sees none.
 MASK = np.random.default_rng(0).random((2, 1, 5, 7)) < 0.7
@@ -112,6 +113,77 @@ def test_transformations():
     wanted = jax.tree.map(lambda *x: np.stack(x), *wanted)
     close(jax.vmap(g)(many), wanted)
     close(jax.lax.scan(lambda c, p: (c, jax.checkpoint(g)(p)), 0, many)[1], wanted)
+
+
+def drawn_slopes():
+    """Three calls, of two rows each: slopes of their own, a bias for both rows, and queries and keys."""
+    rng = np.random.default_rng(3)
+    shapes = (3, 2), (3, 1, 2, 1, 13), (3, 2, 1, 2, 16), (3, 2, 13, 2, 16)
+    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+
+
+@pytest.mark.parametrize("axis", few([0, None], 0))
+@pytest.mark.parametrize(
+    "kernel", few(["decode_cpu", "pallas_tpu", "pallas_gpu"], "decode_cpu", "pallas_tpu")
+)
+def test_vmap(kernel, axis):
+    """Slopes of one mapped call, or of one row, for all; their gradients summed over calls, or a bias over rows."""
+    slopes, bias, query, key = drawn_slopes()
+    slopes = slopes if axis == 0 else slopes[0]
+    with_bias = kernel == "decode_cpu"
+
+    def energy(slopes, bias, query, key, kernel):
+        more = {"bias": bias} if with_bias else {}
+        score = scores.ALiBi(slopes)
+        return local_attention(
+            query, key, key, score=score, implementation=kernel, **more
+        ).lse.sum()
+
+    def run(*arrays, kernel):
+        return jax.value_and_grad(energy, argnums=(0, 1, 2))(*arrays, kernel)
+
+    axes = axis, 0, 0, 0
+    found = jax.vmap(functools.partial(run, kernel=kernel), axes)(slopes, bias, query, key)
+    exact = jax.vmap(functools.partial(run, kernel="reference"), axes)(slopes, bias, query, key)
+    close(found, exact, 64 * float(jnp.finfo(jnp.float32).eps))
+
+
+@pytest.mark.parametrize("kernel", few(["decode_cpu", "pallas_tpu"], "decode_cpu"))
+def test_vmap_of_a_score_without_arrays(kernel):
+    """Entries of a batch that a score counts over all mapped calls."""
+    _, _, query, key = drawn_slopes()
+    score = scores.Function(lambda s, at: s * (1 + at.batch).astype(s.dtype))
+
+    def energy(query, key, kernel):
+        return local_attention(query, key, key, score=score, implementation=kernel).lse.sum()
+
+    def run(*arrays, kernel):
+        return jax.value_and_grad(energy, argnums=(0, 1))(*arrays, kernel)
+
+    found = jax.vmap(functools.partial(run, kernel=kernel))(query, key)
+    exact = [run(*x, kernel="reference") for x in zip(query, key, strict=True)]
+    exact = jax.tree.map(lambda *x: jnp.stack(x), *exact)
+    close(found, exact, 64 * float(jnp.finfo(jnp.float32).eps))
+
+
+def test_vmap_of_a_bias():
+    """A gradient of a bias that is one for all rows of a call."""
+    _, bias, query, key = drawn_slopes()
+
+    def gradient(bias, query, key, kernel):
+        return jax.grad(
+            lambda bias: local_attention(
+                query, key, key, bias=bias, implementation=kernel
+            ).out.sum()
+        )(bias)
+
+    for axis in 0, None:
+        each = bias if axis == 0 else bias[0]
+        found, exact = (
+            jax.vmap(functools.partial(gradient, kernel=kernel), (axis, 0, 0))(each, query, key)
+            for kernel in ("decode_cpu", "reference")
+        )
+        close(found, exact, 64 * float(jnp.finfo(jnp.float32).eps))
 
 
 @pytest.mark.parametrize("name", ["pallas_gpu", "pallas_tpu", "cudnn", "flash", "fa4", "splash"])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, PallasGPU, local_attention
+from energy_attn.kernels import PallasGPU, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import cotangents as directions_of
 from energy_attn.kernels.pallas.gpu._plan import make_plan
@@ -26,13 +26,12 @@ from energy_attn.kernels.vendor._splash import Splash
 from energy_attn.kernels.xla._decode import Decode
 from energy_attn.kernels.xla._reference import Reference
 
-from ..naive import assert_close, naive
 from ..problems import BLOCKS, HEADS, PROBLEMS, _make, cast, tangents
-from ..reference import dense_jvp, largest, rows, visible
+from ..reference import dense_jvp
 from ..selection import few_rows
-from .traits import SMALL, SMALL_LAYOUT, SMALL_TILES, blind_rows_and_hidden_keys
+from .tangents import ALL, check_tangent
+from .traits import SMALL, SMALL_LAYOUT, SMALL_TILES
 
-ALL = ("query", "key", "value")
 # Lengths, a window and documents at once; queries and keys that no other sees.
 PREDICATES = replace(BLOCKS["blocks_predicates"], name="predicates_without_source", source=None)
 RAGGED = replace(PROBLEMS["ragged"], name="ragged_without_source", source=None)
@@ -85,89 +84,19 @@ BORROWED = [("cudnn", "bfloat16"), ("splash", "bfloat16"), ("flash", "float16")]
 BORROWED += [("fa4", "bfloat16")]
 
 
-def pushed(kernel, problem, dtype, moving):
-    """The kernel's derivative, and the problem and the directions in float64; it sees NaN where these are absent."""
-    arrays, rounded = cast(problem, dtype)
-    directions = {n: jnp.asarray(x, dtype) for n, x in tangents(problem).items() if n in moving}
-    exact = {n: np.asarray(x, np.float64) for n, x in directions.items()}
-    arrays, directions = (with_holes(x, problem) for x in (arrays, directions))
-    call = check_call(**arrays, **problem.options)
-
-    @jax.jit
-    def run(operands, directions):
-        state = Reference().forward(operands, call.settings, "cpu")
-        moved = directions_of(*(directions.get(name) for name in ALL), None)
-        return kernel.tangent(operands, call.settings, state, moved, "cpu")
-
-    return run(call.operands, directions), rounded, exact
-
-
-def with_holes(arrays, problem):
-    """The arrays with NaN in absent rows, and in slots that no query's position sees."""
-    unmarked = replace(problem, query_segment_ids=None, key_segment_ids=None)
-    blind, hidden = blind_rows_and_hidden_keys(unmarked)
-    queries, slots = (~x.all(2, keepdims=True) for x in (blind, hidden))
-    there = {"query": queries, "key": slots, "value": slots}
-    return {n: jnp.where(there[n][..., None], x, jnp.nan) for n, x in arrays.items()}
-
-
-def naive_jvp(problem, dtype, directions):
-    """JAX's derivative of naive attention in the dtype; zero in fully masked rows."""
-    arrays, mask = cast(problem, dtype)[0], jnp.asarray(visible(problem))
-    scale = problem.query.shape[-1] ** -0.5 if problem.scale is None else problem.scale
-    given = {n: jnp.asarray(directions.get(n, 0 * x), dtype) for n, x in problem.arrays.items()}
-    run = functools.partial(naive, mask=mask, scale=scale)
-    return jax.jit(lambda x, d: jax.jvp(run, (x,), (d,))[1])(arrays, given)
-
-
-def magnitudes(problem, directions):
-    """How large the terms are whose sums are the derivatives of out and of lse."""
-    r = rows(problem)
-    group = problem.query.shape[2] // problem.key.shape[2]
-    d_query = abs(directions.get("query", 0 * problem.query))
-    d_key, d_value = (
-        np.repeat(abs(directions.get(n, 0 * getattr(problem, n))), group, axis=2)
-        for n in ("key", "value")
-    )
-    d_scores = abs(r.scale) * (
-        np.einsum("btnh,bsnh->bnts", d_query, abs(r.key))
-        + np.einsum("btnh,bsnh->bnts", abs(r.query), d_key)
-    )
-    terms = r.weights * d_scores
-    d_lse = terms.sum(-1).transpose(0, 2, 1)
-    d_out = np.einsum("bnts,bsnv->btnv", terms, abs(r.value)) + d_lse[..., None] * abs(r.out)
-    d_out += np.einsum("bnts,bsnv->btnv", r.weights, d_value)
-    return largest(d_out), largest(d_lse), largest(r.scores)
-
-
-def check(kernel, problem, moving, dtype):
-    found, rounded, directions = pushed(KERNELS[kernel], problem, dtype, moving)
-    exact = dense_jvp(rounded, directions, np.longdouble)
-    rough = naive_jvp(rounded, dtype, directions)
-    *sizes, scores = magnitudes(rounded, directions)
-    for i, name in enumerate(AttentionState._fields):
-        assert_close(
-            found[i],
-            exact[i],
-            rough[i],
-            magnitude=sizes[i],
-            scores=scores,
-            what=f"{kernel}, {problem}, {jnp.dtype(dtype).name}, {name} along {moving}",
-        )
-
-
 @pytest.mark.parametrize(("kernel", "problem", "moving"), few_rows(CASES, 11), ids=str)
 def test_tangent(kernel, problem, moving):
     """A product too many or too few, a tile skipped or not masked, a head's group, the odd block of a split, or
     what absent slots hold: 0 · NaN.
     """
-    check(kernel, problem, moving, jnp.float32)
+    check_tangent(KERNELS[kernel], problem, moving, jnp.float32, kernel)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), few_rows(NARROW, 4))
 def test_narrow(kernel, dtype):
     """Sums in, or energies rounded to, a narrow dtype."""
-    check(kernel, RAGGED if kernel == "decode" else PREDICATES, ALL, jnp.dtype(dtype))
+    problem = RAGGED if kernel == "decode" else PREDICATES
+    check_tangent(KERNELS[kernel], problem, ALL, jnp.dtype(dtype), kernel)
 
 
 @pytest.mark.parametrize("kernel", ["gpu", "tpu"])
@@ -191,7 +120,7 @@ def test_products(kernel):
 @pytest.mark.parametrize(("kernel", "dtype"), few_rows(BORROWED, 2))
 def test_vendors(kernel, dtype):
     """A vendor's kernel, which has no tangent, without ours."""
-    check(kernel, PROBLEMS["causal"], ALL, jnp.dtype(dtype))
+    check_tangent(KERNELS[kernel], PROBLEMS["causal"], ALL, jnp.dtype(dtype), kernel)
 
 
 def test_declined():

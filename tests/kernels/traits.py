@@ -14,9 +14,9 @@ from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.pallas.gpu._sizes import KINDS
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
 from energy_attn.kernels.pallas.tpu._layout import LayoutSizes
-from energy_attn.kernels.xla._blocks import BlockSizes
 from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._decode_cpu import DecodeCPU
+from energy_attn.kernels.xla._grid import BlockSizes
 from energy_attn.kernels.xla._weighed_sum import Pieces
 
 from ..naive import assert_all_close, select
@@ -40,12 +40,12 @@ EMPTY = frozenset({"no_keys", "no_queries"})
 MANY_ROWS = frozenset(
     {"primes", "blocks_rule", "blocks_everything", "blocks_predicates", "heads_8_1", *LARGE}
 )
-# At most as many rows for each key head as there are key heads, and no empty axis.
+# At most twice as many rows for each key head as there are key heads, and no empty axis.
 FEW_ROWS = (
     frozenset(
         name
         for name, x in EVERY.items()
-        if x.query.shape[1] * x.query.shape[2] <= min(x.key.shape[2] ** 2, 128)
+        if x.query.shape[1] * x.query.shape[2] <= min(2 * x.key.shape[2] ** 2, 128)
     )
     - EMPTY
 )

@@ -10,29 +10,26 @@ import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jaxtyping import Array
 
-import energy_attn
 from energy_attn.kernels.internal import platform_here
 
 from .. import first_light
-from ._cases import JAX_NN, ONE_GRADIENT, ONE_PASS, OURS, Case, Run, Sizes, numbers, program, shapes
+from ._cases import JAX_NN, ONE_GRADIENT, ONE_PASS, OURS, Case, Run, Sizes, numbers
 from ._derivatives import DERIVATIVES
 from ._energies import BACKWARD, ENERGIES
 from ._generation import CONTINUATIONS, Continuation
 from ._llama import PASSES, Pass
 from ._masks import CAUSAL, MASKS, MaskCase
-from ._measure import bandwidth, machine, measure
+from ._measure import Traffic, machine, measure, traffic
 from ._network import named_sizes
 from ._network import run as run_network
 from ._observables import JOBS
 from ._plot import plot
+from ._program import compilation, memory
 from ._speculative import DECODE, TREE_JOBS, TreeJob
 from ._tune import run as run_tune
 
@@ -89,7 +86,6 @@ FIRST_LIGHT = "first-light"  # checks and measures the kernels for GPUs, each by
 TUNE = "tune"  # measures the tiles of `pallas_gpu`
 # the options that only some suites have
 OPTIONS = {NETWORK: ("mesh",), FIRST_LIGHT: first_light.OPTIONS, TUNE: ("dry_run",)}
-MEMORY = Case("memory", Sizes(1, 16384, 16384, 8, 8, 64), "float32", backward=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,28 +141,36 @@ def run(args: argparse.Namespace) -> int:
         return 2
     platform = platform_here()
     suite = args.suite or ("gpu" if platform == "cuda" else "cpu")
-    how, rate = bandwidth(platform, args.repeats, max((2**30) // args.shrink, 2**16))
-    print(f"memory: {rate / 1e9:.1f} GB/s ({how})")
+    memory_traffic = traffic(platform, max((2**30) // args.shrink, 2**16))
+    found = measure({"memory": memory_traffic.run}, args.repeats)
+    rate = memory_traffic.rate(found["memory"])
+    print(f"memory: {rate / 1e9:.1f} GB/s ({memory_traffic.name})")
     rows = []
     for case in SUITES[suite]:
         case = case.shrunk(args.shrink)
         found, absent = case.sides(platform)
-        rows.append(_row(case, found, absent, args.repeats, rate))
+        rows.append(_row(case, found, absent, args.repeats, memory_traffic))
         print(_line(rows[-1]), flush=True)
-    memory = _memory(MEMORY.shrunk(args.shrink))
-    share = memory["bytes"][OURS] / memory["bytes"][JAX_NN]
+    of_memory = memory(args.shrink)
+    share = of_memory["bytes"][OURS] / of_memory["bytes"][JAX_NN]
     print(
-        f"{'temporary memory':20} {memory['dtype']:9} {'':15}"
-        f"{memory['bytes'][OURS] / 2**20:8.0f} MiB  {100 * share:.2f}% of {JAX_NN}'s"
+        f"{'temporary memory':20} {of_memory['dtype']:9} {'':15}"
+        f"{of_memory['bytes'][OURS] / 2**20:8.0f} MiB  {100 * share:.2f}% of {JAX_NN}'s"
     )
     result = {
         "machine": machine(),
         "suite": suite,
         "repeats": args.repeats,
-        "bandwidth": {"GB_per_s": round(rate / 1e9, 2), "measured_by": how},
+        "bandwidth": {"GB_per_s": round(rate / 1e9, 2), "measured_by": memory_traffic.name},
         "times": rows,
-        "memory": memory,
+        "memory": of_memory,
     }
+    if suite == "cpu":
+        result["compilation"] = compilation(args.shrink, args.repeats)
+        for row in result["compilation"]:
+            sides = "  ".join(f"{x:.2f} s {name}" for name, x in row["median_s"].items())
+            causal = "causal" if row["causal"] else ""
+            print(f"{'compilation':20} {row['layers']:2} layers {causal:7} {sides}")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{suite}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"wrote {args.out / suite}.json")
@@ -180,10 +184,13 @@ def _row(
     found: dict[str, Run],
     absent: dict[str, str],
     repeats: int,
-    rate: float,
+    memory_traffic: Traffic,
 ) -> dict[str, Any]:
     differences = _differences(found)
-    seconds = measure(found, repeats)
+    # in turn with what is a share of it: machines change their speed
+    beside = {"memory": memory_traffic.run} if case.name == "decode" else {}
+    seconds = measure(found | beside, repeats)
+    of_memory = seconds.pop("memory", None)
     medians = {name: statistics.median(runs) for name, runs in seconds.items()}
     row = {
         "name": case.name,
@@ -197,8 +204,9 @@ def _row(
         "largest_difference": differences,
         "absent": absent,
     }
-    if isinstance(case, Case) and case.name == "decode":
-        # as a share of the memory's bandwidth: keys and values are read once
+    if isinstance(case, Case) and of_memory is not None:  # keys and values are read once
+        rate = memory_traffic.rate(of_memory)
+        row["GB_per_s"] = round(rate / 1e9, 2)
         row["of_bandwidth"] = {
             name: round(case.key_bytes / x / rate, 2) for name, x in medians.items()
         }
@@ -230,21 +238,3 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['name']:20} {row['dtype']:9} {row['sizes']:17} {row['median_ms'][OURS]:8.4g} ms  "
         f"{against}{of}"
     )
-
-
-def _memory(case: Case) -> dict[str, Any]:
-    arrays = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes(case)]
-
-    def temporary(attend: Callable[..., Array]) -> int:
-        analysis = program(case, attend).lower(*arrays).compile().memory_analysis()
-        return int(analysis.temp_size_in_bytes)
-
-    return {
-        "name": "temporary memory, forward + backward",
-        "dtype": case.dtype,
-        "shape": case.shape._asdict(),
-        "bytes": {
-            OURS: temporary(energy_attn.attention),
-            JAX_NN: temporary(jax.nn.dot_product_attention),
-        },
-    }

@@ -5,7 +5,7 @@ import platform
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,20 +43,32 @@ def _seconds(side: Run, number: int) -> float:
     return time.perf_counter() - start
 
 
-def bandwidth(platform_: str, repeats: int, size: int) -> tuple[str, float]:
-    """The method of measuring memory bandwidth, and the bytes per second, with arrays of `size` bytes.
+class Traffic(NamedTuple):
+    """What memory's bandwidth is measured by.
 
-    On CPUs, reading by sums of rows; on other platforms, copying, with bytes read and written counted.
+    Attributes:
+        name: what runs, in words.
+        run: it.
+        size: the bytes that it reads and writes.
     """
+
+    name: str
+    run: Run
+    size: int
+
+    def rate(self, seconds: list[float]) -> float:
+        """Bytes per second, by the median of its times."""
+        return self.size / statistics.median(seconds)
+
+
+def traffic(platform_: str, size: int) -> Traffic:
+    """On CPUs reading, by sums of rows of an array of `size` bytes; on other platforms copying it."""
     x = jnp.ones(size // 4, jnp.float32)
     if platform_ != "cpu":
         copy = jax.jit(lambda x: x + 1)
-        median = statistics.median(measure({"copy": lambda: copy(x)}, repeats)["copy"])
-        return "copy, bytes read and written", 2 * x.nbytes / median
-    read = {"sum": jax.jit(lambda x: x.reshape(-1, 1024).sum(1))}
-    times = measure({name: (lambda f=f: f(x)) for name, f in read.items()}, repeats)
-    best = min(statistics.median(runs) for runs in times.values())
-    return "sums of rows", x.nbytes / best
+        return Traffic("copy, bytes read and written", lambda: copy(x), 2 * x.nbytes)
+    read = jax.jit(lambda x: x.reshape(-1, 1024).sum(1))
+    return Traffic("sums of rows", lambda: read(x), x.nbytes)
 
 
 def machine() -> dict[str, Any]:

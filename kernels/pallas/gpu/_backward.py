@@ -38,7 +38,7 @@ def backward(
 ) -> Operands:
     """The cotangents of query, key, value and score, by plans for "query" and "key"."""
     query, key, value = operands[:3]
-    given_rows = backward_rows(operands, state, cotangent)
+    given_rows = backward_rows(operands, query_plan.settings, state, cotangent)
     lse = given_rows.lse * tiles.LOG2_E  # in bits
     d_out = given_rows.d_out.astype(value.dtype)
     arrays = (given_rows.query, key, value, d_out, lse, given_rows.delta)

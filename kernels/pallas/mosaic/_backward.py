@@ -21,15 +21,17 @@ from ...call._state import AttentionState
 from ...xla._blockwise import BackwardRows, backward_rows
 from .._common import result_like
 from .._ranges import tile_ranges, visibility_of
-from .._rows import Visibility, pad_to_blocks
+from .._rows import Visibility
 from . import _tile as tiles
 from ._plan import (
     ROWS,
     Plan,
     aligned,
     chunk,
+    numbers_of_rows,
     pack_heads,
     stack_heads,
+    sum_of_parts,
     unstack_heads,
     zero_hidden_keys,
 )
@@ -46,13 +48,13 @@ def backward(
     interpret: bool,
 ) -> Operands:
     """The cotangents of query, key and value, by plans for both kernels."""
-    rows = backward_rows(operands, state, cotangent)
+    rows = backward_rows(operands, query_plan.settings, state, cotangent)
     query_len, kv_heads = operands.query.shape[1], query_plan.kv_heads
     operands = operands._replace(query=rows.query)
     if query_plan.packed:
         operands = pack_heads(operands, query_plan.settings)
         rows = BackwardRows(*(stack_heads(x, kv_heads) for x in rows))
-    operands = zero_hidden_keys(operands, query_plan)
+    operands = zero_hidden_keys(operands, query_plan, operands)
     rows = rows._replace(d_out=rows.d_out.astype(operands.value.dtype))
     d_query = _of_queries(operands, query_plan, rows, interpret)
     if query_plan.packed:
@@ -82,11 +84,7 @@ def _of_queries(operands: Operands, plan: Plan, rows: BackwardRows, interpret: b
         programs=plan.row_tiles * plan.heads * parts,
         interpret=interpret,
     )
-    d_query = d_query[:, : plan.query_len]
-    if plan.splits == 1:
-        return d_query
-    split = d_query.reshape(plan.splits, plan.batch, *d_query.shape[1:])
-    return split.sum(0).astype(query.dtype)
+    return sum_of_parts(d_query[:, : plan.query_len], plan, query.dtype)
 
 
 def _of_keys(
@@ -115,12 +113,8 @@ def _of_keys(
 
 def _numbers(rows: BackwardRows, plan: Plan) -> Float[Array, "B N 2 R"]:
     """The energy of each row, in bits, and its delta; rows that pad the last tile have no weight."""
-    lse, delta = (x.astype(jnp.float32).swapaxes(1, 2) for x in (rows.lse, rows.delta))
-    padded = (
-        pad_to_blocks(x, 2, plan.row_times, fill)
-        for x, fill in ((lse * tiles.LOG2_E, jnp.inf), (delta, 0.0))
-    )
-    return jnp.stack(list(padded), axis=2)
+    lse = numbers_of_rows(rows.lse, plan, jnp.inf) * tiles.LOG2_E
+    return jnp.stack([lse, numbers_of_rows(rows.delta, plan, 0.0)], axis=2)
 
 
 def _query_kernel(
@@ -161,15 +155,15 @@ def _query_kernel(
         factor = plan.settings.scale * tiles.LOG2_E
 
         def step(i: Array, sums: Array, masked: bool) -> Array:
-            _, slot = tiles.divide(i, plan.stages)
-            plgpu.barrier_wait(ring.ready.at[slot])
-            key, value = (tile.at[slot] for tile in ring.tiles)
-            weights = jnp.exp2(tiles.product(query, key) * factor - tiles.of_rows(lse, plan.keys))
+            slot, (key, value) = tiles.filled(plan, ring, i)
+            scores = tiles.products((query, key)) * factor
+            weights = jnp.exp2(scores - tiles.of_rows(lse, plan.keys))
             if masked:
                 first = over.tile(i) * plan.keys
                 see = tiles.seen(plan, visibility, at, row, first, weights.shape)
                 weights = jnp.where(see, weights, 0.0)
-            d_scores = weights * (tiles.product(d_out, value) - tiles.of_rows(delta, plan.keys))
+            d_weights = tiles.products((d_out, value))
+            d_scores = weights * (d_weights - tiles.of_rows(delta, plan.keys))
             sums = tiles.add_product(sums, d_scores.astype(key.dtype), key, interpret)
             plgpu.barrier_arrive(ring.free.at[slot])
             return sums
@@ -226,12 +220,10 @@ def _key_kernel(
         factor = plan.settings.scale * tiles.LOG2_E
 
         def step(i: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
-            _, slot = tiles.divide(i, plan.stages)
-            plgpu.barrier_wait(ring.ready.at[slot])
-            query, d_out, numbers = (tile.at[slot] for tile in ring.tiles)
+            slot, (query, d_out, numbers) = tiles.filled(plan, ring, i)
             d_key, d_value = carry
             # in this order: the sums, two tiles and few numbers more fit into the registers
-            scores = tiles.product(key, query)
+            scores = tiles.products((key, query))
             lse = tiles.load(numbers.at[0], tiles.OF_COLUMNS)
             weights = jnp.exp2(scores * factor - tiles.of_columns(lse, ROWS))
             if masked:
@@ -241,7 +233,7 @@ def _key_kernel(
                 weights = jnp.where(see, weights, 0.0)
             added = weights.astype(d_out.dtype), d_out
             d_value = tiles.add_product(d_value, *added, interpret)
-            d_weights = tiles.product(value, d_out)
+            d_weights = tiles.products((value, d_out))
             delta = tiles.load(numbers.at[1], tiles.OF_COLUMNS)
             d_scores = weights * (d_weights - tiles.of_columns(delta, ROWS))
             added = d_scores.astype(query.dtype), query

@@ -110,7 +110,7 @@ def _kernel(
             maximum, total, sums = carry
             _, slot = tiles.divide(i, plan.stages)
             plgpu.barrier_wait(keys.ready.at[slot])
-            scores = tiles.product(own, keys.tiles[0].at[slot], change_turns)
+            scores = tiles.products((own, keys.tiles[0].at[slot]), meanwhile=change_turns)
             plgpu.barrier_arrive(keys.free.at[slot])
             after = factor
             if factor <= 0:  # the maximum is of the scores, not of the products

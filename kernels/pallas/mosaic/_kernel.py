@@ -10,7 +10,8 @@ from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._structure import SIDED
 from ...xla import _blockwise
-from ._plan import TILE_SIZES, TileSizes, key_plan, make_plan, query_plan
+from .._common import moving_arrays
+from ._plan import TILE_SIZES, TileSizes, key_plan, make_plan, query_plan, tangent_plan
 
 _DTYPES = ("float16", "bfloat16")
 # CUDA's compiler miscompiles loops with masks in these versions of the runtime, 12.8.0 to 12.9; see
@@ -22,8 +23,8 @@ _MISCOMPILED = range(12080, 12091)
 class MosaicGPU(AbstractKernel):
     """Flash attention for compute capability 9.0 by its copy engine and its products of warp groups.
 
-    Forward and backward with masks by position and segment; keys of few rows are split over the chip. The
-    tangent, and the backward of the widest heads, are those of the blockwise implementation.
+    Forward, backward and tangent with masks by position and segment; keys of few rows are split over the
+    chip. The derivatives of the widest heads are those of the blockwise implementation.
 
     `sizes` replaces `TILE_SIZES`, for other tiles.
     """
@@ -49,7 +50,8 @@ class MosaicGPU(AbstractKernel):
         _check_target()
         make_plan(operands, settings, self.sizes)
         try:
-            from . import _backward, _forward  # noqa: F401  # late: not all versions of JAX have it
+            # late: not all versions of JAX have it
+            from . import _backward, _forward, _tangent  # noqa: F401
         except (ImportError, AttributeError) as reason:
             raise NotImplementedError(
                 f"mosaic_gpu: wanted a JAX with Pallas on Mosaic GPU, got {reason}"
@@ -84,6 +86,26 @@ class MosaicGPU(AbstractKernel):
         from ._backward import backward
 
         return backward(operands, query, key, state, cotangent, interpret=platform != "cuda")
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState | None:
+        """One kernel, and a sum of its parts if few rows see many keys.
+
+        None for the widest calls, whose tiles and directions do not fit on the chip together.
+        """
+        try:
+            found = tangent_plan(operands, settings, moving_arrays(directions), self.sizes)
+        except NotImplementedError:
+            return None
+        from ._tangent import tangent
+
+        return tangent(operands, found, state, directions, interpret=platform != "cuda")
 
 
 def _check_target() -> None:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from ...call._operands import (
     Operands,
@@ -142,13 +144,33 @@ def query_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_S
     Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
     """
     found = _rows_plan(operands, settings, sizes)
-    width, itemsize = found.width, operands.value.dtype.itemsize
-    both = (width + found.value_width) * itemsize
-    consumers = min(found.consumers, _consumers(sizes, width))
-    rows = consumers * ROWS
-    stages = _stages(sizes, rows * (both + chunk(width) * 4), both)
-    found = found._replace(consumers=consumers, row_times=rows, keys=STEP, stages=stages)
-    return _split(found, sizes)
+    both = (found.width + found.value_width) * operands.value.dtype.itemsize
+    most = _consumers(sizes, found.width)
+    return _over_keys(found, sizes, most, both + chunk(found.width) * 4, both)
+
+
+def tangent_plan(
+    operands: Operands, settings: Settings, moving: Container[str], sizes: TileSizes = TILE_SIZES
+) -> Plan:
+    """The plan of the kernel of the derivative in directions of the operands of these names.
+
+    Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
+    """
+    found = _rows_plan(operands, settings, sizes)
+    width, value_width = found.width, found.value_width
+    itemsize = operands.value.dtype.itemsize
+    of_row = (1 + ("query" in moving)) * width * itemsize + chunk(value_width) * 4
+    widths = width, value_width * scores_move(moving)
+    widths += width * ("key" in moving), value_width * ("value" in moving)
+    # rows wider than 128 leave neither memory nor, for their places, registers to a second group
+    beyond = max(width - 128, 0)
+    most = min(_consumers(sizes, value_width + beyond // 4), 1 if beyond else sizes.consumers)
+    return _over_keys(found, sizes, most, of_row, sum(widths) * itemsize)
+
+
+def scores_move(moving: Container[str]) -> bool:
+    """Whether scores change in directions of the operands of these names."""
+    return "query" in moving or "key" in moving
 
 
 def key_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:
@@ -163,6 +185,15 @@ def key_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZ
     both = (width + value_width) * itemsize
     stages = _stages(sizes, consumers * ROWS * both, both + NUMBERS)
     return found._replace(consumers=consumers, row_times=STEP, keys=consumers * ROWS, stages=stages)
+
+
+def _over_keys(found: Plan, sizes: TileSizes, consumers: int, of_row: int, of_key: int) -> Plan:
+    """A plan whose programs iterate over keys, by the bytes of shared memory of a row and of a key."""
+    consumers = min(found.consumers, consumers)
+    rows = consumers * ROWS
+    stages = _stages(sizes, rows * of_row, of_key)
+    found = found._replace(consumers=consumers, row_times=rows, keys=STEP, stages=stages)
+    return _split(found, sizes)
 
 
 def _rows_plan(operands: Operands, settings: Settings, sizes: TileSizes) -> Plan:
@@ -275,8 +306,22 @@ def aligned(x: Array) -> Array:
     return x if x.shape[1] < 8 else pad_to_blocks(x, 1, 8, 0)
 
 
-def zero_hidden_keys(operands: Operands, plan: Plan) -> Operands:
-    """Operands with zeros in keys and values that no row of the call sees, which may be anything."""
+def zero_hidden_keys(operands: Operands, plan: Plan, arrays: Operands) -> Operands:
+    """Operands, or directions of theirs, with zeros for keys that no row of the call sees, which may be anything."""
     if not plan.hides(operands.key_positions):
-        return operands
-    return zero_absent(hide_unreachable(operands, plan.settings))
+        return arrays
+    hidden = hide_unreachable(operands, plan.settings)
+    return zero_absent(hidden._replace(query=arrays.query, key=arrays.key, value=arrays.value))
+
+
+def numbers_of_rows(x: Float[Array, "B T N"], plan: Plan, fill: float) -> Float[Array, "B N R"]:
+    """A number for each row, in float32 and whole tiles."""
+    x = x.astype(jnp.float32).swapaxes(1, 2)
+    return pad_to_blocks(x, 2, plan.row_times, fill)
+
+
+def sum_of_parts(x: Array, plan: Plan, dtype: DTypeLike) -> Array:
+    """The sum over the programs that share the keys of a tile, of results that each of them has."""
+    if plan.splits == 1:
+        return x
+    return x.reshape(plan.splits, plan.batch, *x.shape[1:]).sum(0).astype(dtype)

@@ -157,16 +157,25 @@ def store(x: Array, own: Ref, there: Ref) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=column + columns < x.shape[1])
 
 
-def product(a: Ref, b: Ref, meanwhile: Callable[[], None] | None = None) -> Array:
-    """`a @ b.T` of two tiles in shared memory, with sums in float32; `meanwhile` runs beside it."""
+def filled(plan: Plan, ring: Ring, i: Array) -> tuple[Array, Sequence[Ref]]:
+    """The slot of a step, and its tiles, once these are filled."""
+    _, slot = divide(i, plan.stages)
+    plgpu.barrier_wait(ring.ready.at[slot])
+    return slot, [tile.at[slot] for tile in ring.tiles]
+
+
+def products(*pairs: tuple[Ref, Ref], meanwhile: Callable[[], None] | None = None) -> Array:
+    """The sum of `a @ b.T` of pairs of tiles in shared memory, in float32; `meanwhile` runs beside it."""
+    rows, columns = (x.shape[0] for x in pairs[0])
 
     def run(sums: Any) -> Array:
-        plgpu.wgmma(sums, a, b.transpose((1, 0)))
+        for a, b in pairs:
+            plgpu.wgmma(sums, a, b.transpose((1, 0)))
         if meanwhile is not None:
             meanwhile()
         return sums[...]
 
-    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32))
 
 
 def add_product(sums: Array, a: Array, b: Ref, interpret: bool) -> Array:

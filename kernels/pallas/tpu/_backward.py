@@ -45,7 +45,7 @@ def backward(
     adds to the output of another block.
     """
     key, value = operands[1:3]
-    query, d_out, lse, delta = backward_rows(operands, state, cotangent)
+    query, d_out, lse, delta = backward_rows(operands, at.settings, state, cotangent)
     lse = fold_rows(lse, at, jnp.inf)[:, :, None]  # also for rows that pad a block: e^{s - inf} = 0
     delta = fold_rows(delta, at)[:, :, None]
     rows = (fold_rows(query, at), fold_rows(d_out.astype(value.dtype), at), lse, delta)

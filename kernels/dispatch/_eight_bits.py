@@ -1,0 +1,75 @@
+"""Attention over keys and values of eight bits, which few queries on a TPU read as they are stored."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from ..call._eight_bits import widened
+from ..call._operands import Operands, Settings, hide_unreachable, is_static
+from ..call._state import AttentionState
+from ..xla._decode import per_head
+from ._function import AbstractFunction, function_call
+
+Attend = Callable[[tuple[Any, ...], Settings, Operands], AttentionState]  # hashable
+
+
+def attend_eight_bits(
+    attend: Attend, names: tuple[Any, ...], settings: Settings, operands: Operands
+) -> AttentionState:
+    """The state of operands with scales; `attend(names, settings, operands)` gives that of widened ones.
+
+    Derivatives are those of widened operands, in both modes. Raises as `attend` does.
+    """
+    return function_call(_EightBits(attend, names, settings), operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _EightBits(AbstractFunction):
+    attend: Attend
+    names: tuple[Any, ...]
+    settings: Settings
+
+    def apply(self, args: Operands) -> AttentionState:
+        if "decode" not in self.names or not _pays(args):
+            return self._of_widened(args)
+        return lax.platform_dependent(
+            args,
+            tpu=functools.partial(_in_place, settings=self.settings),
+            default=self._of_widened,
+        )
+
+    def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
+        leaves, tree = jax.tree.flatten(primals)
+        changes = tree.flatten_up_to(tangents)
+        moved = [i for i, change in enumerate(changes) if change is not None]
+
+        def run(*moving: Any) -> AttentionState:
+            found = dict(zip(moved, moving, strict=True))
+            return self._of_widened(tree.unflatten(found.get(i, x) for i, x in enumerate(leaves)))
+
+        return jax.jvp(run, [leaves[i] for i in moved], [changes[i] for i in moved])
+
+    def _of_widened(self, operands: Operands) -> AttentionState:
+        return self.attend(self.names, self.settings, widened(operands))
+
+
+# XLA:TPU widens eight bits inside a product. Of eight bits times their scale it still writes keys or values
+# to memory (libtpu 0.0.52), and for a Pallas kernel both: so scores and weights are scaled in their place.
+def _in_place(operands: Operands, settings: Settings) -> AttentionState:
+    return per_head(hide_unreachable(operands, settings), settings)
+
+
+def _pays(operands: Operands) -> bool:
+    """Whether the scores take at most a quarter of the memory that widened keys and values would.
+
+    In float16 weights times a scale would underflow; float64 is no dtype of TPUs.
+    """
+    query, key, value = operands[:3]
+    if query.dtype.name not in ("bfloat16", "float32") or not is_static(*query.shape, *key.shape):
+        return False
+    widths = key.shape[2] * (key.shape[3] + value.shape[3])
+    return 4 * 4 * query.shape[1] * query.shape[2] <= widths * query.dtype.itemsize

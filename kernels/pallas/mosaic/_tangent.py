@@ -1,0 +1,181 @@
+"""The Hopper kernel of the state's derivative in a direction: one pass over the keys of rows.
+
+Each group of warps recomputes the weights of its 64 rows from the saved energies, so the sums of
+programs that split the keys add up. The formulas are those of `AbstractKernel.tangent`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from ...call._operands import Operands
+from ...call._state import AttentionState
+from .._common import moving_arrays, result_like
+from .._ranges import tile_ranges, visibility_of
+from .._rows import Visibility, pad_to_blocks
+from . import _tile as tiles
+from ._plan import (
+    ROWS,
+    Plan,
+    aligned,
+    chunk,
+    numbers_of_rows,
+    pack_heads,
+    scores_move,
+    stack_heads,
+    sum_of_parts,
+    unstack_heads,
+    zero_hidden_keys,
+)
+from ._tile import Ref, Ring
+
+
+class Keys(NamedTuple):
+    """What is copied of a tile of keys; None for what the directions do not need."""
+
+    key: Any
+    value: Any
+    d_key: Any
+    d_value: Any
+
+
+def tangent(
+    operands: Operands,
+    plan: Plan,
+    state: AttentionState,
+    directions: Operands,
+    *,
+    interpret: bool,
+) -> AttentionState:
+    """The derivative of the state in a direction, by a plan for it."""
+    if plan.packed:
+        kv_heads, length = plan.kv_heads, operands.query.shape[1]
+        operands = pack_heads(operands, plan.settings)
+        state = AttentionState(*(stack_heads(x, kv_heads) for x in state))
+        if directions.query is not None:
+            directions = directions._replace(query=stack_heads(directions.query, kv_heads))
+        rows = plan._replace(packed=False)
+        found = tangent(operands, rows, state, directions, interpret=interpret)
+        return AttentionState(*(unstack_heads(x, length) for x in found))
+    moving = moving_arrays(zero_hidden_keys(operands, plan, directions))
+    operands = zero_hidden_keys(operands, plan, operands)
+    query, key, value = map(aligned, operands[:3])
+    d_query, d_key, d_value = (
+        aligned(moving[name]) if name in moving else None for name in Operands._fields[:3]
+    )
+    scores = scores_move(moving)
+    rows = [x for x in (query, d_query) if x is not None]
+    keys = Keys(key, value if scores else None, d_key, d_value)
+    given = visibility_of(operands, plan)
+    batch, tokens, heads, _ = query.shape
+    parts, length = plan.splits * batch, plan.row_tiles * plan.row_times
+    wide = state.out.dtype if plan.splits == 1 else jnp.float32
+    d_out, d_lse = tiles.call(
+        _kernel,
+        plan,
+        (
+            *(rows, keys, pad_to_blocks(state.out, 1, plan.row_times, 0) if scores else None),
+            *(numbers_of_rows(state.lse, plan, -jnp.inf), given),
+            tile_ranges(operands, given, plan, of_keys=False),
+        ),
+        [
+            result_like(query, (parts, tokens, heads, plan.value_width), wide),
+            result_like(query, (parts, heads, length), jnp.float32),
+        ],
+        [
+            [tiles.tile_memory((plan.consumers, ROWS, plan.width), query.dtype) for _ in rows],
+            tiles.ring(plan, plan.keys, [x.shape[-1] for x in keys if x is not None], key.dtype),
+            tiles.tile_memory((plan.consumers, ROWS, chunk(plan.value_width)), wide),
+            plgpu.Barrier(num_arrivals=len(rows), num_barriers=plan.consumers),
+        ],
+        programs=plan.row_tiles * heads * parts,
+        interpret=interpret,
+    )
+    found = d_out[:, : plan.query_len], d_lse[:, :, : plan.query_len].swapaxes(1, 2)
+    pairs = zip(found, state, strict=True)
+    return AttentionState(*(sum_of_parts(x, plan, like.dtype) for x, like in pairs))
+
+
+def _kernel(
+    plan: Plan,
+    interpret: bool,
+    rows: Sequence[Ref],
+    keys: Keys,
+    out_ref: Ref | None,
+    lse_ref: Ref,
+    visibility: Visibility,
+    found: Ref | None,
+    d_out_ref: Ref,
+    d_lse_ref: Ref,
+    row_tiles: Sequence[Ref],
+    ring: Ring,
+    result_tile: Ref,
+    ready: Any,
+) -> None:
+    at = tiles.program_index(plan, plan.row_tiles, plan.heads)
+    over = tiles.tile_range(plan, found, at)
+
+    def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
+        tile = over.tile(i)
+        present = (ref for ref in keys if ref is not None)
+        return [([tiles.keys_of(plan, ref, at, tile) for ref in present], ring)]
+
+    def compute(group: Array) -> None:
+        row = at.tile * plan.row_times + group * ROWS
+        here = at.batch, pl.ds(row, ROWS), at.head
+        query, *d_query = own = [tile.at[group] for tile in row_tiles]
+        for ref, tile in zip(rows, own, strict=True):
+            plgpu.copy_gmem_to_smem(ref.at[here], tile, ready.at[group])
+        lse = tiles.load(lse_ref.at[at.batch, at.head, pl.ds(row, ROWS)], tiles.OF_ROWS)
+        # a row without keys has no weight
+        shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * tiles.LOG2_E)
+        plgpu.barrier_wait(ready.at[group])
+        scale = plan.settings.scale
+
+        def step(i: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
+            total, sums = carry
+            slot, filled = tiles.filled(plan, ring, i)
+            left = iter(filled)
+            tile = Keys(*(None if ref is None else next(left) for ref in keys))
+            scores = tiles.products((query, tile.key)) * (scale * tiles.LOG2_E)
+            weights = jnp.exp2(scores - tiles.of_rows(shift, plan.keys))
+            if masked:
+                first = over.tile(i) * plan.keys
+                see = tiles.seen(plan, visibility, at, row, first, weights.shape)
+                weights = jnp.where(see, weights, 0.0)
+            # in this order: the sums, two tiles and one of 16 bits fit into the registers
+            if tile.d_value is not None:
+                added = weights.astype(tile.d_value.dtype), tile.d_value
+                sums = tiles.add_product(sums, *added, interpret)
+            if tile.value is not None:
+                pairs = [(x, tile.key) for x in d_query]
+                if tile.d_key is not None:
+                    pairs.append((query, tile.d_key))
+                terms = weights * (tiles.products(*pairs) * scale)
+                total += terms.sum(1)
+                sums = tiles.add_product(
+                    sums, terms.astype(tile.value.dtype), tile.value, interpret
+                )
+            plgpu.barrier_arrive(ring.free.at[slot])
+            return total, sums
+
+        start = (
+            tiles.constant((ROWS,), 0.0, tiles.OF_ROWS),
+            tiles.constant((ROWS, plan.value_width), 0.0, tiles.TILE),
+        )
+        total, sums = over.loop(step, start)
+        part = at.split * plan.batch + at.batch
+        total = jnp.where(lse == -jnp.inf, 0.0, total)
+        d_lse_ref.at[part, at.head, pl.ds(row, ROWS)][...] = total
+        if out_ref is not None:
+            out = tiles.load(out_ref.at[here], tiles.TILE).astype(jnp.float32)
+            sums -= tiles.of_rows(total, plan.value_width) * out
+        sums = jnp.where(tiles.of_rows(lse, plan.value_width) == -jnp.inf, 0.0, sums)
+        there = d_out_ref.at[part, pl.ds(row, ROWS), at.head]
+        tiles.store(sums, result_tile.at[group], there)
+
+    tiles.share(plan, over.steps, sources, compute)

@@ -1,0 +1,180 @@
+"""How queries and keys are cut into blocks, and joined again."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ..call._operands import Operands, is_static
+from ..masks._structure import Structure
+from ._index import Index
+from ._slice import Corner, add_at, slice_at
+
+
+class BlockSizes(NamedTuple):
+    """How large blocks may be; static.
+
+    The defaults were chosen by measurement: large enough for matrix products at full speed, small
+    enough to stay in a CPU's cache.
+
+    Attributes:
+        rows: query rows in a block, of all heads that share a key head and of the whole batch. (The
+            batch stays in one block, so that one that is sharded over devices stays where it is.)
+        least_rows: query rows of each batch entry, even if a block then has more than `rows`.
+        keys: keys in a block.
+        keys_of_few_rows: keys in a block of at most half of `rows`.
+        sparse: most rows and keys in a block under a rule that its sides do not tell, so that more blocks
+            are skipped. As fast as larger ones (CPU), which need fewer products of statistics.
+    """
+
+    rows: int = 2048
+    least_rows: int = 256
+    keys: int = 512
+    keys_of_few_rows: int = 1024
+    sparse: int = 512
+
+
+BLOCK_SIZES = BlockSizes()
+
+
+class Grid(NamedTuple):
+    """How `[T, N]` queries and `[S, K]` keys are cut into blocks; static.
+
+    A block of queries holds `queries` consecutive queries of the `group` heads that share a key head,
+    so that no key is repeated and a block covers an interval of positions.
+    """
+
+    kv_heads: int
+    group: int
+    queries: int
+    query_blocks: int
+    keys: int
+    key_blocks: int
+
+    @property
+    def rows(self) -> int:
+        """The number of query rows in a block."""
+        return self.group * self.queries
+
+
+def grid(operands: Operands, rule: Structure, sizes: BlockSizes) -> Grid:
+    """The grid with the fewest blocks within `sizes`, evenly filled, or of whole blocks of a table.
+
+    Under a rule that hides what comes later the numbers of blocks are even, so that no block holds parts of both of the
+    two distant pieces of a sequence that the zigzag layout puts on a device.
+    """
+    batch, query_len, heads, _ = operands.query.shape
+    key_len, kv_heads = operands.key.shape[1:3]
+    group = heads // kv_heads
+    rows = sizes.rows if rule.sided else min(sizes.rows, sizes.sparse)
+    least = min(sizes.least_rows, rows)
+    most = max(rows // max(batch, 1), least) if is_static(batch) else least
+    causal = rule.sides[1] == 0
+    queries, query_blocks = _cut(query_len, group, most, causal, rule.block)
+    few = is_static(batch) and 2 * batch * group * queries <= sizes.rows
+    most = sizes.keys_of_few_rows if few else sizes.keys
+    most = most if rule.sided else min(most, sizes.sparse)
+    keys, key_blocks = _cut(key_len, 1, most, causal, rule.block)
+    return Grid(kv_heads, group, queries, query_blocks, keys, key_blocks)
+
+
+def _cut(size: int, group: int, most: int, even: bool, unit: int | None) -> tuple[int, int]:
+    """The length of a block of at most `most // group`, and the number of blocks.
+
+    If it is in whole units, of which one may have twice as many, blocks of a table are not cut.
+    """
+    if unit is not None and is_static(size) and unit * group <= 2 * most and unit < size:
+        length = max(most // group // unit, 1) * unit
+        return min(length, size), math.ceil(size / length)
+    if not is_static(size):
+        length = max(most // group, 1)
+        return length, -(-size // length)
+    blocks = min(size, _number(size * group, most, even))
+    return math.ceil(size / max(blocks, 1)), blocks
+
+
+def _number(size: int, most: int, even: bool) -> int:
+    blocks = math.ceil(size / most)
+    return blocks + blocks % 2 if even and 2 * size > most else blocks
+
+
+def cut_queries(grid: Grid, x: Array) -> Array:
+    """`[B, T, N, W]` to `[K, blocks, B, rows, W]`, rows ordered by (head of the group, time)."""
+    batch, _, _, width = x.shape
+    x = whole_queries(grid, x)
+    x = x.reshape(batch, grid.query_blocks, grid.queries, grid.kv_heads, grid.group, width)
+    x = x.transpose(3, 1, 0, 4, 2, 5)
+    return x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.rows, width)
+
+
+def join_queries(grid: Grid, x: Array, query_len: int) -> Array:
+    """The inverse of `cut_queries`: `[K, blocks, B, rows, W]`, or with the first two as one, to `[B, T, N, W]`."""
+    batch, width = x.shape[-3], x.shape[-1]
+    x = x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.group, grid.queries, width)
+    x = x.transpose(2, 1, 4, 0, 3, 5)
+    x = x.reshape(batch, grid.query_blocks * grid.queries, grid.kv_heads * grid.group, width)
+    return x[:, :query_len]
+
+
+def cut_keys(grid: Grid, x: Array) -> Array:
+    """`[B, S, K, W]` to `[K, blocks, B, keys, W]`."""
+    batch, _, kv_heads, width = x.shape
+    x = whole_keys(grid, x)
+    x = x.reshape(batch, grid.key_blocks, grid.keys, kv_heads, width)
+    return x.transpose(3, 1, 0, 2, 4)
+
+
+def whole_queries(grid: Grid, x: Array, fill: float = 0) -> Array:
+    """`[B, T, N, W]` padded to whole blocks of queries."""
+    return pad(x, 1, grid.queries * grid.query_blocks, fill)
+
+
+def whole_keys(grid: Grid, x: Array) -> Array:
+    """`[B, S, K, W]` padded to whole blocks of keys."""
+    return pad(x, 1, grid.keys * grid.key_blocks)
+
+
+def take_queries(grid: Grid, x: Array, at: Index) -> Array:
+    """One block `[B, rows, W]` of whole blocks of queries, with no copy of the others."""
+    batch, _, _, width = x.shape
+    block = slice_at(x, _queries(grid, at), (batch, grid.queries, grid.group, width))
+    return block.transpose(0, 2, 1, 3).reshape(batch, grid.rows, width)
+
+
+def take_keys(grid: Grid, x: Array, at: Index) -> Array:
+    """One block `[B, keys, W]` of whole blocks of keys likewise."""
+    batch, _, _, width = x.shape
+    return slice_at(x, _keys(grid, at), (batch, grid.keys, 1, width))[:, :, 0]
+
+
+def add_to_queries(grid: Grid, total: Array, block: Array, at: Index) -> Array:
+    """Whole blocks of queries with one added in place."""
+    batch, _, width = block.shape
+    block = block.reshape(batch, grid.group, grid.queries, width)
+    return add_at(total, block.transpose(0, 2, 1, 3), _queries(grid, at))
+
+
+def add_to_keys(grid: Grid, total: Array, block: Array, at: Index) -> Array:
+    """Whole blocks of keys with one added in place."""
+    return add_at(total, block[:, :, None], _keys(grid, at))
+
+
+def _queries(grid: Grid, at: Index) -> Corner:
+    zero = np.zeros((), at.query.dtype)
+    return zero, at.query * grid.queries, at.head * grid.group, zero
+
+
+def _keys(grid: Grid, at: Index) -> Corner:
+    zero = np.zeros((), at.key.dtype)
+    return zero, at.key * grid.keys, at.head, zero
+
+
+def pad(x: Array, axis: int, size: int, fill: float = 0) -> Array:
+    """An axis of an array filled up to a size."""
+    missing = size - x.shape[axis]
+    if missing == 0:
+        return x
+    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=fill)

@@ -1,0 +1,109 @@
+"""Where the tokens of a block are, and which of its keys each of its queries sees."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from ..call._operands import Operands, Settings, all_meet, bound, hide_unreachable, positioned
+from ..masks._interval import Interval
+from ..masks._visibility import may_meet, meeting, visible
+from ._grid import Grid, pad
+from ._index import Index
+
+
+def with_places(operands: Operands, settings: Settings, grid: Grid) -> Operands:
+    """Operands with the positions that blocks of them are read by: None if these are computed from a block's index."""
+    if all_meet(operands, settings):
+        return operands
+    operands = hide_unreachable(operands, settings)
+    # keys that pad the last block are absent
+    return positioned(operands) if settings.compares or _pads(grid, operands) else operands
+
+
+def _pads(grid: Grid, operands: Operands) -> bool:
+    return grid.keys * grid.key_blocks != operands.key.shape[1]
+
+
+class Places:
+    """The positions and segments of operands that have been given their places, cut by a grid."""
+
+    def __init__(self, operands: Operands, settings: Settings, grid: Grid):
+        self._grid = grid
+        self._rule = bound(settings, operands)
+        self._lengths = operands.query.shape[1], operands.key.shape[1]
+        self._pads = _pads(grid, operands)
+        self._constrains = settings.rule.constrains
+        given = operands.query_positions, operands.key_positions
+        self._positions = self._cut(*given, fill=-1)
+        self._segments = self._cut(operands.query_segments, operands.key_segments, fill=0)
+        meet = meeting(self._rule, self._positions, self._segments)
+        self._meet = None if meet is None else meet.any(0)
+
+    def _cut(
+        self, queries: Array | None, keys: Array | None, fill: int
+    ) -> tuple[Array, Array] | None:
+        if queries is None or keys is None:
+            return None
+        g = self._grid
+        queries = pad(queries, 1, g.queries * g.query_blocks, fill)
+        keys = pad(keys, 1, g.keys * g.key_blocks, fill)
+        queries = queries.reshape(-1, g.query_blocks, g.queries)
+        return queries, keys.reshape(-1, g.key_blocks, g.keys)
+
+    def meet(self, at: Index) -> Bool[Array, ""] | None:
+        """Whether any query of the block may see any of its keys; None if all see all."""
+        found = None if self._meet is None else self._meet[at.query, at.key]
+        g = self._grid
+        if (
+            self._positions is not None
+            or not self._constrains
+            or g.query_blocks * g.key_blocks == 1
+        ):
+            return found
+        first = self._first(at)
+        ends = zip(first, (g.queries, g.keys), self._lengths, strict=True)
+        last = (jnp.minimum(x + size, length) - 1 for x, size, length in ends)
+        here = may_meet(self._rule, *map(Interval, first, last))
+        return here if found is None else found & here
+
+    def _first(self, at: Index) -> tuple[Array, Array]:
+        """The first position of a block's queries, and of its keys."""
+        queries, keys = (jnp.asarray(x, jnp.int32) for x in at[1:])
+        return queries * self._grid.queries, keys * self._grid.keys
+
+    def positions(self, at: Index) -> tuple[Array, Array]:
+        """The positions of a block's rows and keys, `[B or 1, rows, 1]` and `[B or 1, 1, keys]`."""
+        if self._positions is not None:
+            return self._facing(self._positions, at)
+        g = self._grid
+        sizes = zip((g.queries, g.keys), (g.query_blocks, g.key_blocks), strict=True)
+        queries, keys = (
+            _counted(first, *size, length)
+            for first, size, length in zip(self._first(at), sizes, self._lengths, strict=True)
+        )
+        return jnp.tile(queries, g.group)[None, :, None], keys[None, None, :]
+
+    def hide(self, scores: Array, at: Index) -> Array:
+        """The scores of a block, minus infinity where its rule or segments hide a key."""
+        if self._positions is not None:
+            seen = visible(self._rule, *self.positions(at))
+            scores = jnp.where(seen, scores, -jnp.inf)
+        elif self._constrains or self._pads:
+            queries, keys = self.positions(at)
+            if self._constrains:
+                scores = jnp.where(self._rule.visible(queries, keys), scores, -jnp.inf)
+            if self._pads:
+                scores = jnp.where(keys >= 0, scores, -jnp.inf)
+        if self._segments is not None:
+            queries, keys = self._facing(self._segments, at)
+            scores = jnp.where(queries == keys, scores, -jnp.inf)
+        return scores
+
+    def _facing(self, numbers: tuple[Array, Array], at: Index) -> tuple[Array, Array]:
+        queries, keys = (x[:, i] for x, i in zip(numbers, at[1:], strict=True))
+        return jnp.tile(queries, (1, self._grid.group))[:, :, None], keys[:, None, :]
+
+
+def _counted(first: Array, size: int, blocks: int, length: int) -> Array:
+    """The positions of a block from its first one; -1 for what fills the last block."""
+    found = first + jnp.arange(size, dtype=jnp.int32)
+    return found if size * blocks == length else jnp.where(found < length, found, -1)
