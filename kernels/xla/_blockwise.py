@@ -262,9 +262,9 @@ def backward_wide(
     delta = whole_queries(g, given.delta[..., None])
     no_arrays = jax.tree.map(lambda x: blocks.full(0.0, *x.shape), none.score_arrays)
 
-    # A derivative of this derivative stores only the index of a block.
+    # A derivative of this derivative stores only the index of a block, and what `on_side` makes of its queries.
     @jax.checkpoint
-    def pulled(here: Index) -> tuple[Array, Array, Array, Kept]:
+    def pulled(here: Index, query_side: Array, out_side: Array) -> tuple[Array, Array, Array, Kept]:
         def pull() -> tuple[Array, Array, Array, Kept]:
             query, out, shift, change = (
                 take_queries(g, x, here) for x in (blocks.query, outs, lse, delta)
@@ -278,8 +278,8 @@ def backward_wide(
             d_scores = weights * (blocks.outer(out, value.astype(out.dtype)) - change)
             d_raw, d_arrays = (d_scores, ()) if back is None else back(d_scores)
             return (
-                blocks.to_keys(on_side(query.astype(wide)), d_raw, d_scores),
-                blocks.product(on_side(out.astype(wide)), weights),
+                blocks.to_keys(query_side, d_raw, d_scores),
+                blocks.product(out_side, weights),
                 blocks.to_queries(key.astype(wide), d_raw, d_scores),
                 (None if bias is None else d_scores, d_arrays),
             )
@@ -296,11 +296,11 @@ def backward_wide(
         return pull() if meet is None else lax.cond(meet, pull, nothing)
 
     def one_block(
-        at: Index, carry: tuple[Gradients, Kept], j: Array
+        at: Index, sides: list[Array], carry: tuple[Gradients, Kept], j: Array
     ) -> tuple[tuple[Gradients, Kept], None]:
         (queries, keys, values), (biases, arrays) = carry
         here = at._replace(key=j)
-        to_keys, to_values, to_queries, (d_scores, d_arrays) = pulled(here)
+        to_keys, to_values, to_queries, (d_scores, d_arrays) = pulled(here, *sides)
         # Else XLA would transpose the products, and sum over the first axis of both factors.
         to_keys, to_values = lax.optimization_barrier((to_keys, to_values))
         if biases is not None:
@@ -322,7 +322,8 @@ def backward_wide(
     # The loop over keys is the inner one: what is done with queries alone is done once, where no block is skipped.
     def one_block_of_queries(carry: tuple[Gradients, Kept], n: Array) -> Any:
         at = blocks.index_of_queries(n)
-        return lax.scan(functools.partial(one_block, at), carry, numbers(g.key_blocks))
+        sides = [on_side(take_queries(g, x, at).astype(wide)) for x in (blocks.query, outs)]
+        return lax.scan(functools.partial(one_block, at, sides), carry, numbers(g.key_blocks))
 
     count = numbers(g.kv_heads * g.query_blocks)
     (gradients, kept), _ = lax.scan(one_block_of_queries, (start, (biases, no_arrays)), count)
