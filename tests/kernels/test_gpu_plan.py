@@ -52,6 +52,7 @@ def test_what_is_given():
         {"width": 128, "value_width": 128},
         {"call_rows": 256},
         {"score": False},
+        {"most_keys": 8192},
     ):
         plan = GPUPlan((dataclasses.replace(TILES, **condition),))
         found = plan_of("forward", *many, plan=plan)
@@ -66,6 +67,7 @@ def test_what_is_given():
         {"value_width": 64},
         {"call_rows": 128},
         {"score": True},
+        {"most_keys": 8191},
         {"device": "another GPU"},
     ):
         plan = GPUPlan((dataclasses.replace(TILES, **condition),))
@@ -138,6 +140,21 @@ def test_short_caches():
     assert splits[1024] == 8
 
 
+def test_who_merges():
+    """A merge by the last program that nobody asked for, of one part, or of more than its registers hold."""
+    tiles = GPUTiles("forward", 16, 32, programs=64 * 8)
+    for programs, fused, wanted in (
+        (64 * 8, True, True),
+        (64 * 8, False, False),
+        (65 * 8, True, False),
+        (8, True, False),
+    ):
+        given = dataclasses.replace(tiles, programs=programs, fused_merge=fused)
+        found = plan_of("forward", *shapes(1, 16384, 32, 8), plan=GPUPlan((given,)))
+        assert found.splits == programs // 8 and found.fused_merge is wanted
+    assert not plan_of("forward", *shapes(1, 8192, 32, 8)).fused_merge
+
+
 class GPU(NamedTuple):
     """What is read of a device that is not there."""
 
@@ -202,6 +219,13 @@ def test_wrong_plans(tmp_path, unchecked):
         ({"dtype": "int8"}, ValueError, "dtype: wanted one of 'float16'"),
         ({"call_rows": 512}, ValueError, "call_rows: wanted a power of two from 16 to 256"),
         ({"score": 1}, TypeError, "score: wanted True or False"),
+        ({"most_keys": 0}, ValueError, "most_keys: wanted at least 1, got 0"),
+        ({"fused_merge": 1}, TypeError, "fused_merge: wanted True or False"),
+        (
+            {"kind": "key", "fused_merge": True},
+            ValueError,
+            "fused_merge: wanted False for kind 'key'",
+        ),
     ):
         with pytest.raises(error, match=said):
             dataclasses.replace(TILES, **change)

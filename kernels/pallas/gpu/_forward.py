@@ -6,6 +6,7 @@ arXiv 2307.08691); Flash-Decoding for the split of keys over programs.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import Ref
 from jax.experimental import pallas as pl
@@ -13,59 +14,71 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array
 
 from ...call._operands import Operands, out_dtype
-from ...call._state import AttentionState, fold
+from ...call._state import AttentionState
 from .._common import result_like
 from .._ranges import tile_ranges, visibility_of
 from .._rows import BlockList, Visibility
 from .._score import score_numbers
 from .._score_program import Numbers
+from . import _merge as merge
 from . import _tile as tiles
 from ._plan import Plan
 from ._score import TileScores
-from ._sizes import LEAST
-
-# The terms that one program of the merge adds: each of its threads loads 32 at once.
-TERMS = 4096
 
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
     """The state of a call, by a plan for "forward"."""
     query, key, value = operands[:3]
-    given = visibility_of(operands, plan)
-    wide = out_dtype(operands, plan.settings) if plan.splits == 1 else jnp.float32
+    visibility = visibility_of(operands, plan)
     shape = (plan.splits, *query.shape[:-1])
-    parts = pl.pallas_call(
-        functools.partial(_kernel, plan, tiles.exp2_of(interpret=interpret)),
+    dtype = out_dtype(operands, plan.settings)
+    given = (
+        *(query, key, value, visibility),
+        tile_ranges(operands, visibility, plan, of_keys=False),
+        score_numbers(operands, plan.score),
+        merge.counters(plan) if plan.fused_merge else None,
+    )
+    counters = len(jax.tree.leaves(given)) - 1  # the last argument, and the last result
+    out, lse, merged = pl.pallas_call(
+        functools.partial(_kernel, plan, interpret),
         grid=(plan.row_tiles * plan.kv_heads * plan.batch * plan.splits,),
-        out_shape=[
-            result_like(query, (*shape, plan.value_width), wide),
+        out_shape=(
+            result_like(
+                query,
+                (*shape, plan.value_width),
+                dtype if plan.splits == 1 else jnp.float32,
+            ),
             result_like(query, shape, jnp.float32),
-        ],
+            merge.last_like(plan, query, dtype) if plan.fused_merge else None,
+        ),
+        input_output_aliases={counters: 4} if plan.fused_merge else {},
         compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
         interpret=interpret,
         name="attention_forward",
-    )(
-        *(query, key, value, given, tile_ranges(operands, given, plan, of_keys=False)),
-        score_numbers(operands, plan.score),
-    )
-    if plan.splits == 1:
-        return AttentionState(*(part[0] for part in parts))
-    dtype = out_dtype(operands, plan.settings)
-    return _merged(AttentionState(*parts), query, dtype, interpret=interpret)
+    )(*given)
+    if merged is not None:
+        out, lse = merged.out, merged.lse
+    elif plan.splits > 1:
+        return merge.by_kernel(AttentionState(out, lse), query, dtype, interpret=interpret)
+    return AttentionState(out[0], lse[0])
 
 
 def _kernel(
     plan: Plan,
-    exp2: tiles.Exp2,
+    interpret: bool,
     query_ref: Ref,
     key_ref: Ref,
     value_ref: Ref,
     visibility: Visibility,
     found: Ref | BlockList | None,
     numbers: Numbers,
+    counters: Ref | None,
     out_ref: Ref,
     lse_ref: Ref,
+    last: merge.Last | None,
 ) -> None:
+    del counters  # the same memory as last.done
+    exp2 = tiles.exp2_of(interpret=interpret)
     at = tiles.program_index(plan, of_keys=False)
     rows = tiles.rows(plan, at.tile, at.kv_head)
     score = TileScores(plan, numbers, visibility, at)
@@ -105,55 +118,6 @@ def _kernel(
     out = jnp.where(empty[:, None], 0.0, sums / jnp.where(empty, 1.0, total)[:, None])
     tiles.store_rows(out_ref, at, rows, out, plan.value_width)
     lse = jnp.where(empty, -jnp.inf, (maximum + jnp.log2(total)) / tiles.LOG2_E)
-    index = (at.split, at.batch, rows.time, rows.head)
-    triton.store(lse_ref.at[index], lse, mask=rows.there)
-
-
-def _merged(
-    parts: AttentionState, query: Array, dtype: jnp.dtype, *, interpret: bool
-) -> AttentionState:
-    """The merge, in one kernel, of the states of programs that split the keys.
-
-    The last of these programs could do it, known by an atomic counter; but XLA has no memory that keeps its
-    value between calls, so that zeroing the counter is a launch as well.
-    """
-    splits, *shape, width = parts.out.shape
-    flat = [x.reshape(splits, -1, *x.shape[4:]) for x in parts]
-    rows = flat[1].shape[1]
-    block = min(max(LEAST, TERMS // tiles.power(splits)), tiles.power(width))
-    out, lse = pl.pallas_call(
-        functools.partial(_merge, block),
-        grid=(rows, -(-width // block)),
-        out_shape=[
-            result_like(query, (rows, width), dtype),
-            result_like(query, (rows,), jnp.float32),
-        ],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="attention_merge",
-    )(*flat)
-    return AttentionState(out.reshape(*shape, width), lse.reshape(shape))
-
-
-def _merge(block: int, parts_ref: Ref, lses_ref: Ref, out_ref: Ref, lse_ref: Ref) -> None:
-    row, at = pl.program_id(0), pl.program_id(1)
-    splits, _, width = parts_ref.shape
-    split = tiles.numbers(tiles.power(splits))
-    column = at * block + tiles.numbers(block)
-    there, inside = split < splits, column < width
-    state = fold(
-        AttentionState(
-            tiles.load(
-                parts_ref,
-                (split[:, None], row, column[None, :]),
-                there[:, None] & inside[None, :],
-            ),
-            tiles.load(lses_ref, (split, row), there, -jnp.inf),
-        ),
-        lambda x: x.max(0, keepdims=True),
-        lambda pair: (pair[0].sum(0, keepdims=True), pair[1].sum(0, keepdims=True)),
-    )
-    # sums of one element: in kernels for Triton, JAX 0.8 has no slices
-    out, lse = (x.sum(0) for x in state)
-    triton.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=inside)
-    triton.store(lse_ref.at[row], lse, mask=at == 0)
+    tiles.store_numbers(lse_ref, at, rows, lse)
+    if last is not None:
+        merge.by_last(plan, at, out_ref, lse_ref, last, interpret=interpret)

@@ -10,6 +10,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 # None of 8 bits: Pallas counts offsets in signed 32 bits up to 2^32 bytes, which are as many numbers.
 DTYPES = ("float16", "bfloat16", "float32")
 LEAST = 16  # the smallest tile that tensor cores take
+MOST_PARTS = 64  # that the last program of a tile merges: more are a kernel's, of many programs
 MOST_ROWS = 256  # stands for all calls of more than half as many rows
 
 
@@ -35,6 +36,10 @@ class GPUTiles:
         programs: where a call has fewer tiles to keep, several programs share the iteration of each, up to
             as many as this, and their parts are merged.
         least_steps: the tiles that each of these iterates over at least.
+        fused_merge: whether the parts, up to 64 for each tile, are merged in the same kernel by the program that
+            stores the last of them, known by an atomic counter, instead of a second kernel; for `"forward"` alone.
+            No GPU has run it, and an interpreter, where programs run one after another, cannot show that the
+            last one sees what the others stored: only the instructions that ask for it have been read.
         device: the kind of device, as in `jax.Device.device_kind`, of programs that this is for; None: any.
         dtype: `"float16"`, `"bfloat16"` or `"float32"`: of queries, keys and values; None: any.
         width: of queries and keys; None: any.
@@ -42,6 +47,7 @@ class GPUTiles:
         call_rows: the rows of a key head, up to a power of two: 16, 32, 64, 128, or 256 for all calls
             of more than 128; None: any.
         score: True for calls with a score, False for calls without; None: any.
+        most_keys: the keys of a sequence, at most: for short caches alone; None: any.
 
     Raises:
         TypeError: a field of another type.
@@ -63,12 +69,14 @@ class GPUTiles:
     stages: int = 2
     programs: int = 132
     least_steps: int = 4
+    fused_merge: bool = False
     device: str | None = None
     dtype: str | None = None
     width: int | None = None
     value_width: int | None = None
     call_rows: int | None = None
     score: bool | None = None
+    most_keys: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
@@ -79,10 +87,14 @@ class GPUTiles:
             raise ValueError(f"stages: wanted at most 8, got {self.stages}")
         check_integer("programs", self.programs, least=1)
         check_integer("least_steps", self.least_steps, least=1)
+        if check_flag("fused_merge", self.fused_merge) and self.kind != "forward":
+            raise ValueError(
+                f"fused_merge: wanted False for kind {self.kind!r}, whose parts are added up, got True"
+            )
         if not (self.device is None or isinstance(self.device, str)):
             raise TypeError(f"device: wanted a name or None, got {received(self.device)}")
         check_choice("dtype", self.dtype, (*DTYPES, None))
-        for name in ("width", "value_width"):
+        for name in ("width", "value_width", "most_keys"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), least=1)
         if self.call_rows is not None:
@@ -123,15 +135,18 @@ class GPUPlan:
         ):
             raise TypeError(f"tiles: wanted a tuple of GPUTiles, got {received(self.tiles)}")
 
-    def find(self, kind: Kind, **call: str | int | bool | None) -> GPUTiles | None:
-        """The first tiles for a kernel of a call, which says all that tiles may ask for; None: there are none.
+    def find(self, kind: Kind, keys: int, **call: str | int | bool | None) -> GPUTiles | None:
+        """The first tiles for a kernel of a call of so many keys, which says all else that tiles may ask for.
 
         What the call says is None, such as a device that is not known, fits only tiles that do not ask for it.
         """
         for tiles in self.tiles:
             asked = {name: getattr(tiles, name) for name in call}
-            if tiles.kind == kind and all(
-                x is None or x == call[name] for name, x in asked.items()
+            short = tiles.most_keys is None or keys <= tiles.most_keys
+            if (
+                tiles.kind == kind
+                and short
+                and all(x is None or x == call[name] for name, x in asked.items())
             ):
                 return tiles
         return None

@@ -134,5 +134,4 @@ def _kernel(
         out = tiles.load_rows(out_ref, at, rows, plan.value_width)
         sums -= total[:, None] * out.astype(jnp.float32)
     tiles.store_rows(d_out_ref, at, rows, jnp.where(some[:, None], sums, 0.0), plan.value_width)
-    index = (at.split, at.batch, rows.time, rows.head)
-    triton.store(d_lse_ref.at[index], jnp.where(some, total, 0.0), mask=rows.there)
+    tiles.store_numbers(d_lse_ref, at, rows, jnp.where(some, total, 0.0))

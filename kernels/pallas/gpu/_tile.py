@@ -91,9 +91,9 @@ class Rows(NamedTuple):
     there: Bool[Array, " rows"] | None
 
 
-def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
-    """The rows of a tile."""
-    row = numbers(plan.rows)
+def rows(plan: Plan, tile: Array, kv_head: Array, first: Any = 0, count: int = 0) -> Rows:
+    """The rows of a tile; or `count` of them, those from `first` on."""
+    row = first + numbers(count or plan.rows)
     time, head = divide(row, plan.row_heads)
     if plan.full_rows:
         there = None
@@ -117,6 +117,11 @@ def store_rows(ref: Ref, at: ProgramIndex, rows: Rows, x: Array, width: int) -> 
     """Stores `[rows, width]` to this program's share of `[splits, B, T, N, width]`."""
     index, there = _row_index(rows, columns(width))
     triton.store(ref.at[(at.split, at.batch, *index)], x.astype(ref.dtype), mask=there)
+
+
+def store_numbers(ref: Ref, at: ProgramIndex, rows: Rows, x: Array) -> None:
+    """Stores one number for each row to this program's share of `[splits, B, T, N]`."""
+    triton.store(ref.at[(at.split, at.batch, rows.time, rows.head)], x, mask=rows.there)
 
 
 def _row_index(rows: Rows, columns: Columns) -> tuple[tuple[Array, Array, Array], Any]:
