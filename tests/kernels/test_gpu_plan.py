@@ -52,7 +52,7 @@ def test_what_is_given():
         {"width": 128, "value_width": 128},
         {"call_rows": 256},
         {"score": False},
-        {"most_keys": 8192},
+        {"few_keys": True},
     ):
         plan = GPUPlan((dataclasses.replace(TILES, **condition),))
         found = plan_of("forward", *many, plan=plan)
@@ -67,7 +67,7 @@ def test_what_is_given():
         {"value_width": 64},
         {"call_rows": 128},
         {"score": True},
-        {"most_keys": 8191},
+        {"few_keys": False},
         {"device": "another GPU"},
     ):
         plan = GPUPlan((dataclasses.replace(TILES, **condition),))
@@ -219,7 +219,7 @@ def test_wrong_plans(tmp_path, unchecked):
         ({"dtype": "int8"}, ValueError, "dtype: wanted one of 'float16'"),
         ({"call_rows": 512}, ValueError, "call_rows: wanted a power of two from 16 to 256"),
         ({"score": 1}, TypeError, "score: wanted True or False"),
-        ({"most_keys": 0}, ValueError, "most_keys: wanted at least 1, got 0"),
+        ({"few_keys": 1}, TypeError, "few_keys: wanted True or False"),
         ({"fused_merge": 1}, TypeError, "fused_merge: wanted True or False"),
         (
             {"kind": "key", "fused_merge": True},

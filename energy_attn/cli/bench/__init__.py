@@ -31,6 +31,7 @@ from ._observables import JOBS
 from ._plot import plot
 from ._program import compilation, memory
 from ._speculative import DECODE, TREE_JOBS, TreeJob
+from ._tune import add_arguments as add_tune_arguments
 from ._tune import run as run_tune
 
 _HEADS = {"heads": 16, "kv_heads": 16, "width": 64}
@@ -85,7 +86,11 @@ NETWORK = "network"  # measures the mesh at hand, and compares nothing
 FIRST_LIGHT = "first-light"  # checks and measures the kernels for GPUs, each by its name
 TUNE = "tune"  # measures the tiles of `pallas_gpu`
 # the options that only some suites have
-OPTIONS = {NETWORK: ("mesh",), FIRST_LIGHT: first_light.OPTIONS, TUNE: ("dry_run",)}
+OPTIONS = {
+    NETWORK: ("mesh",),
+    FIRST_LIGHT: first_light.OPTIONS,
+    TUNE: ("dry_run", "dtype", "width"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shrink", type=int, default=1, help="divisor of sequence lengths, for a trial"
     )
     first_light.add_arguments(parser)
+    add_tune_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,7 +22,8 @@ LEAST_GAIN = 1.03  # how much faster tiles must be to be kept: less is noise
 def run(args: argparse.Namespace) -> int:
     """Measures each call by all tiles, prints the winners, and writes `gpu_plan.json`.
 
-    Returns 0, or 2 where there is no GPU of NVIDIA's and no dry run is asked for.
+    Returns 0, or 2 where there is no GPU of NVIDIA's and no dry run is asked for, or for a dtype or a width that
+    the kernel declines.
     """
     here = platform_here()
     if here != "cuda" and not args.dry_run:
@@ -31,28 +32,74 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
+    trial, widths = args.dry_run, tuple(dict.fromkeys(args.width or ())) or None
+    dtypes = args.dtype or ["bfloat16" if here == "cuda" else "float32"]
+    found = [
+        call
+        for dtype in dict.fromkeys(dtypes)
+        for call in (trial_calls(dtype, widths) if trial else calls(args.shrink, dtype, widths))
+    ]
+    for call in found:
+        reason = declined(call)
+        if reason is not None:
+            asked = f"--dtype {call.dtype} --width {call.width}"
+            print(f"bench: {asked}: pallas_gpu declines {call.label}: {reason}", file=sys.stderr)
+            return 2
     chosen, rows = [], []
-    for call in trial_calls() if args.dry_run else calls(args.shrink):
-        best, row = tune(call, "bfloat16" if here == "cuda" else "float32", args.repeats)
+    for call in found:
+        best, row = tune(call, args.repeats)
         rows.append(row)
         print(_line(row), flush=True)
         if best is not None:
             chosen.append(best)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "gpu_plan.json"
-    measured = {"machine": machine(), "times": rows, "dry_run": args.dry_run}
+    measured = {"machine": machine(), "times": rows, "dry_run": trial}
     save_gpu_plan(path, GPUPlan(tuple(chosen)), measured=measured)
     print(f"wrote {path}; `pallas_gpu` has its tiles where ENERGY_ATTN_GPU_PLAN={path}")
     return 0
 
 
-def tune(call: Call, dtype: str, repeats: int) -> tuple[GPUTiles | None, dict[str, Any]]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the suite, which other suites do not have."""
+    group = parser.add_argument_group("tune")
+    group.add_argument(
+        "--dtype",
+        action="append",
+        choices=("float16", "bfloat16", "float32", "float64"),
+        help="of the calls that are tuned; may be repeated (default: bfloat16)",
+    )
+    group.add_argument(
+        "--width",
+        action="append",
+        type=_width,
+        help="of heads, likewise, for many rows and for few (default: 128 for both, and 64 for many)",
+    )
+
+
+def _width(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"wanted a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def declined(call: Call) -> str | None:
+    """Why `pallas_gpu` does not take a call, by its shapes; None: it does."""
+    try:
+        with jax.enable_x64(call.dtype == "float64"):
+            jax.eval_shape(program(call, None), *call.shapes)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def tune(call: Call, repeats: int) -> tuple[GPUTiles | None, dict[str, Any]]:
     """The tiles that are fastest for a call, None if those that it has are; and all times.
 
     Tiles whose results differ from those of the library's own are not kept, however fast.
     """
     device = jax.devices()[0]
-    arrays = call.arrays(dtype)
+    arrays = call.arrays()
     found: dict[str, Callable[[], Any]] = {OURS: _side(call, arrays, None)}
     wanted = found[OURS]()
     tiles, absent = call.tiles(cores_here()), {}
@@ -67,13 +114,15 @@ def tune(call: Call, dtype: str, repeats: int) -> tuple[GPUTiles | None, dict[st
             found[name] = side
         else:
             absent[name] = f"differs by {differs:.2g} of the largest entry"
-    seconds = {name: statistics.median(x) for name, x in measure(found, repeats).items()}
+    seconds = {
+        name: statistics.median(x) / call.steps for name, x in measure(found, repeats).items()
+    }
     best = min(seconds, key=lambda name: seconds[name])
     gain = seconds[OURS] / seconds[best]
     row = {
         "call": call.label,
         "sizes": call._asdict() | {"candidates": len(call.candidates)},
-        "dtype": dtype,
+        "dtype": call.dtype,
         "seconds": {name: float(f"{x:.4g}") for name, x in seconds.items()},
         "best": best,
         "times_faster": round(gain, 3),
@@ -84,11 +133,12 @@ def tune(call: Call, dtype: str, repeats: int) -> tuple[GPUTiles | None, dict[st
     kept = dataclasses.replace(
         tiles[best],
         device=device.device_kind,
-        dtype=dtype,
+        dtype=call.dtype,
         width=call.width,
         value_width=call.width,
         call_rows=call.call_rows,
         score=False,
+        few_keys=call.few_keys,
     )
     return kept, row
 
@@ -102,6 +152,6 @@ def _line(row: dict[str, Any]) -> str:
     times, best = row["seconds"], row["best"]
     kept = "" if row["times_faster"] >= LEAST_GAIN else ", not kept"
     return (
-        f"{row['call']:32} {1e6 * times[OURS]:10.1f} us; {row['times_faster']:.2f}× faster with {best}{kept}; "
+        f"{row['call']:53} {1e6 * times[OURS]:10.1f} us; {row['times_faster']:.2f}× faster with {best}{kept}; "
         f"{len(row['absent'])} of {row['sizes']['candidates']} others did not run"
     )

@@ -2,9 +2,8 @@
 
 import functools
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Ref, lax
 from jax.experimental import pallas as pl
@@ -73,16 +72,16 @@ def _folded(parts: Array, lses: Array) -> AttentionState:
 
 
 class Last(NamedTuple):
-    """What the last program of each tile writes to, or the types of it.
+    """What the last program of each tile writes to: the types of it, or, in a kernel, the refs.
 
     Attributes:
         out, lse: the merged state, `[1, B, T, N, ...]`.
         done: how many programs of a tile have stored their parts.
     """
 
-    out: Ref | jax.ShapeDtypeStruct
-    lse: Ref | jax.ShapeDtypeStruct
-    done: Ref | jax.ShapeDtypeStruct
+    out: Any
+    lse: Any
+    done: Any
 
 
 def counters(plan: Plan) -> Int[Array, " tiles"]:

@@ -14,7 +14,7 @@ from .._score_program import ScoreProgram, Target
 from ._chip import Chip, target_chip
 from ._default import Need, default_tiles
 from ._saved import plan_from_environment
-from ._sizes import MOST_PARTS, MOST_ROWS, GPUPlan, GPUTiles, Kind, power
+from ._sizes import FEW_KEYS, MOST_PARTS, MOST_ROWS, GPUPlan, GPUTiles, Kind, power
 
 # What Triton has, in all versions of JAX, for a score and its derivatives (1 - x² in them since JAX 0.12).
 TARGET = Target(
@@ -192,13 +192,13 @@ def _given(operands: Operands, need: Need, given: GPUPlan, chip: Chip) -> GPUTil
     query, _, value = operands[:3]
     found = given.find(
         need.kind,
-        value.shape[1],
         device=chip.kind,
         dtype=query.dtype.name if query.dtype == value.dtype else None,
         width=query.shape[3],
         value_width=value.shape[3],
         call_rows=min(need.rows, MOST_ROWS),
         score=need.scored,
+        few_keys=value.shape[1] <= FEW_KEYS,
     )
     if found is None:
         return None

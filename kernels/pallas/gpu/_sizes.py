@@ -11,6 +11,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 DTYPES = ("float16", "bfloat16", "float32")
 LEAST = 16  # the smallest tile that tensor cores take
 MOST_PARTS = 64  # that the last program of a tile merges: more are a kernel's, of many programs
+FEW_KEYS = 16384  # of a short cache
 MOST_ROWS = 256  # stands for all calls of more than half as many rows
 
 
@@ -47,7 +48,7 @@ class GPUTiles:
         call_rows: the rows of a key head, up to a power of two: 16, 32, 64, 128, or 256 for all calls
             of more than 128; None: any.
         score: True for calls with a score, False for calls without; None: any.
-        most_keys: the keys of a sequence, at most: for short caches alone; None: any.
+        few_keys: True for calls of at most 16384 keys, False for calls of more; None: any.
 
     Raises:
         TypeError: a field of another type.
@@ -76,7 +77,7 @@ class GPUTiles:
     value_width: int | None = None
     call_rows: int | None = None
     score: bool | None = None
-    most_keys: int | None = None
+    few_keys: bool | None = None
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
@@ -94,13 +95,14 @@ class GPUTiles:
         if not (self.device is None or isinstance(self.device, str)):
             raise TypeError(f"device: wanted a name or None, got {received(self.device)}")
         check_choice("dtype", self.dtype, (*DTYPES, None))
-        for name in ("width", "value_width", "most_keys"):
+        for name in ("width", "value_width"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), least=1)
         if self.call_rows is not None:
             _check_power("call_rows", self.call_rows, LEAST, MOST_ROWS)
-        if self.score is not None:
-            check_flag("score", self.score)
+        for name in ("score", "few_keys"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,18 +137,15 @@ class GPUPlan:
         ):
             raise TypeError(f"tiles: wanted a tuple of GPUTiles, got {received(self.tiles)}")
 
-    def find(self, kind: Kind, keys: int, **call: str | int | bool | None) -> GPUTiles | None:
-        """The first tiles for a kernel of a call of so many keys, which says all else that tiles may ask for.
+    def find(self, kind: Kind, **call: str | int | bool | None) -> GPUTiles | None:
+        """The first tiles for a kernel of a call, which says all that tiles may ask for; None: there are none.
 
         What the call says is None, such as a device that is not known, fits only tiles that do not ask for it.
         """
         for tiles in self.tiles:
             asked = {name: getattr(tiles, name) for name in call}
-            short = tiles.most_keys is None or keys <= tiles.most_keys
-            if (
-                tiles.kind == kind
-                and short
-                and all(x is None or x == call[name] for name, x in asked.items())
+            if tiles.kind == kind and all(
+                x is None or x == call[name] for name, x in asked.items()
             ):
                 return tiles
         return None
