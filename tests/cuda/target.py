@@ -1,4 +1,4 @@
-"""Clusters of H200 to compile for, ahead of time, without GPU or driver."""
+"""Clusters of H200, or of GPUs of another capability, to compile for, ahead of time, without GPU or driver."""
 
 import functools
 import importlib.util
@@ -30,7 +30,8 @@ def toolkit() -> Path:
 def nodes(number: int, devices: int, capability: tuple[int, int] = (9, 0)) -> Mesh:
     """A mesh of nodes and GPUs, with the axes "node" and "device".
 
-    GPUs of another compute capability differ from an H200 in nothing else: programs for them are lowered, not compiled.
+    GPUs of another compute capability differ from an H200 in nothing else: only what a capability decides is seen in
+    programs for them.
     """
     toolkit()
     text = Path(__file__).with_name("h200.txtpb").read_text()
