@@ -193,6 +193,15 @@ def test_blackwell_decode(compiled_for):
     assert kernel.spilled == 0 and kernel.count(r"tcgen05\.mma") == 8 + 2 * (8 + 4)
 
 
+@pytest.mark.parametrize("derivative", [gradients, along("query", "value")], ids=["vjp", "jvp"])
+def test_blackwell_derivatives(derivative):
+    """Hopper's kernels of derivatives in a program for Blackwell, whose forward pass alone is a kernel."""
+    sharding = SingleDeviceSharding(nodes(1, 1, (10, 0)).devices.item())
+    arrays = [jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16, sharding=sharding)] * 3
+    run = functools.partial(local_attention, implementation="mosaic_gpu", is_causal=True)
+    assert jax.jit(derivative(run)).lower(*arrays).as_text().count("@mosaic_gpu_v2") == 1
+
+
 # A step of 64 rows by 64 keys: scores and each of their changes by eight products, each sum over keys by four.
 PRODUCTS = {
     ("query",): 8 + 8 + 4,

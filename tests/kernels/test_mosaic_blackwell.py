@@ -128,8 +128,10 @@ def test_tiles_fit_the_chip():
     for width, rows in ((16, 1), (64, 300), (96, 4096), (128, 64), (192, 300), (256, 4096)):
         value_width = min(width, 256)
         shapes = (1, rows, 8, width), (1, 8192, 8, width), (1, 8192, 8, value_width)
-        arrays = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes)
-        plan = tensor_memory_plan(Operands(*arrays, None, None, None, None), Settings(1.0, sided()))
+        query, key, value = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes)
+        plan = tensor_memory_plan(
+            Operands(query, key, value, None, None, None, None), Settings(1.0, sided())
+        )
         held = plan.row_times * (2 * width + 4 * chunk(value_width))
         held += plan.stages * plan.keys * 2 * (width + value_width)
         assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)

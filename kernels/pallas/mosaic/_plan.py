@@ -150,16 +150,15 @@ def tensor_memory_plan(
     """
     found = _rows_plan(operands, settings, sizes, LANES)
     keys = min(sizes.keys, LANES)
-    most = min(found.consumers, COLUMNS // (keys + keys // 2 + found.value_width))
-    for consumers in range(most, 0, -1):
-        found = found._replace(consumers=consumers, row_times=consumers * LANES, keys=keys)
-        own, of_key = _forward_bytes(found, operands)
-        if own + 2 * keys * of_key <= SHARED:
-            break
-    own, of_key = _forward_bytes(found, operands)
-    few = found.consumers == 1
-    stages = fitting(own, keys * of_key, sizes.stages_of_few if few else sizes.stages)
-    return _split(found._replace(stages=stages), sizes)
+    of_group, of_key = _forward_bytes(found._replace(row_times=LANES), operands)
+    # two tiles of keys beside the rows, and in tensor memory scores, weights and sums
+    fit = (SHARED - 2 * keys * of_key) // of_group
+    fit = min(fit, COLUMNS // (keys + keys // 2 + found.value_width))
+    consumers = max(min(found.consumers, fit), 1)
+    most = sizes.stages_of_few if consumers == 1 else sizes.stages
+    stages = fitting(consumers * of_group, keys * of_key, most)
+    found = found._replace(consumers=consumers, row_times=consumers * LANES)
+    return _split(found._replace(keys=keys, stages=stages), sizes)
 
 
 def _forward_bytes(plan: Plan, operands: Operands) -> tuple[int, int]:

@@ -100,7 +100,7 @@ def _kernel(
         here = at.batch, pl.ds(row, LANES), at.head
         plgpu.copy_gmem_to_smem(query_ref.at[here], query, query_ready.at[group])
 
-        def own(ref: Ref, width: int, first: int = 0, size: int | None = None) -> Ref:
+        def own(ref: Ref, width: int, first: int = 0, size: int | None = None) -> Any:
             """The group's columns of a tile in tensor memory, of a width, or some of them."""
             return ref.at[:, pl.ds(group * width + first, size or width)]
 
@@ -127,7 +127,7 @@ def _kernel(
             plgpu.tcgen05_mma(own_scores, query, key.transpose((1, 0)), free, accumulate=False)
             plgpu.tcgen05_commit_arrive(scored.at[group])
 
-        def values_of(i: Array, masked: bool) -> tuple[Array, Ref]:
+        def values_of(i: Array, masked: bool) -> tuple[Array, Any]:
             """The slot of a step's values, and these, once they are there and no hidden ones are among them."""
             if not hides:
                 slot, (value,) = tiles.filled(plan, values, i)

@@ -1,8 +1,7 @@
 """The kernels' operations on tiles: their memory, Hopper's products, masks, and the order of iteration.
 
-Tiles of 16 bits lie in shared memory as the tensor cores read
-them, and are filled and emptied by the copy engine, which reads zeros beyond an array and writes
-nothing there.
+Tiles of 16 bits lie in shared memory as the tensor cores read them, and are filled and emptied by the
+copy engine, which reads zeros beyond an array and writes nothing there.
 """
 
 import inspect
