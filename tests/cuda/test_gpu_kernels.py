@@ -307,6 +307,25 @@ def test_merged_by_the_last_program(name, tmp_path):
     assert parts and (all(parts) or name != "odd_width")
 
 
+def test_calls_count_apart():
+    """Two calls of a program that count in the same memory; a fill for each of them."""
+    (queries, heads, kv_heads, keys, width), tiles = MERGED["few_rows"]
+    shapes = (1, queries, heads, width), *[(1, keys, kv_heads, width)] * 2
+
+    def run(query, key, value):
+        kernel = PallasGPU(GPUPlan((tiles,)))
+        for _ in range(2):
+            query = local_attention(query, key, value, implementation=kernel).out
+        return query
+
+    text = Compiled(run, *shapes).text
+    counters = re.findall(
+        r"custom-call\([^)]*, (%[\w.-]+)\), .*output_to_operand_aliasing=\{\{4\}", text
+    )
+    assert len(counters) == len(set(counters)) == 2
+    assert len(re.findall(r" fusion\(", text)) == 1
+
+
 @pytest.mark.parametrize(
     ("dtype", "width", "value_width"),
     [("float16", 64, 64), ("bfloat16", 80, 80), ("bfloat16", 256, 128), ("float32", 192, 64)],
