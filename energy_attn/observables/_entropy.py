@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
+    CheckedCall,
     ScoreBlock,
     dot_rows,
     holds_keys,
@@ -140,9 +141,15 @@ def _with_keys(call: Prepared, arrays: Arrays, value: Array) -> tuple[Array, Arr
     """Attention over values that end in the keys, the energies, and the mean of linear scores."""
     given = check_at(call, None, arrays._replace(value=value))
     out, lse = attend_checked(call, given)
-    query = given.operands.query if given.batched else given.operands.query[0]
+    query = _asked(given, lse)
     mean = dot_rows(query, out[..., -query.shape[-1] :])
     return out, lse, given.settings.scale * mean
+
+
+def _asked(given: CheckedCall, lse: Array) -> Array:
+    """The queries as they were given, with zeros in fully masked rows, which may hold anything."""
+    query = given.operands.query if given.batched else given.operands.query[0]
+    return jnp.where(holds_keys(lse)[..., None], query, 0.0)
 
 
 def _is_linear(call: Prepared, arrays: Arrays) -> bool:
@@ -182,6 +189,7 @@ def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) ->
     joined = arrays._replace(value=jnp.concatenate([arrays.key, arrays.value], -1))
     tangent = jnp.pad(along, [(0, 0)] * (along.ndim - 1) + [(0, arrays.value.shape[-1])])
     state, found = covariance_product(calls, None, (joined,), tangent)
+    along = _asked(given, state.lse) * given.settings.scale
     mean = (along * state.out[..., :size]).sum(-1)
     variance = jnp.maximum((along * found[..., :size]).sum(-1), 0.0)
     scores = ScoreMoments(mean, variance)

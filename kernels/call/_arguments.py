@@ -121,7 +121,7 @@ def check_call(
             dequantize(x, scale, query.dtype) for x, scale in zip((key, value), scales, strict=True)
         )
         scales = None, None
-    query, key, scale = _scaled(query, key, options.get("scale"))
+    query, key, scale = _scaled(query, key, options.get("scale"), found.tokens.query_positions)
     if source is not None:
         scored_width = scored_width or query.shape[-1]
         query, key, scale = _with_source(query, key, value, source, scale)
@@ -184,7 +184,9 @@ def check_scale(scale: object) -> Any:
     return scale
 
 
-def _scaled(query: Array, key: Array, scale: float | Array | None) -> tuple[Array, Array, float]:
+def _scaled(
+    query: Array, key: Array, scale: float | Array | None, positions: Array | None
+) -> tuple[Array, Array, float]:
     scale, wide = check_scale(scale), lse_dtype(query.dtype)
     if scale is None:
         return query, key, query.shape[-1] ** -0.5
@@ -193,7 +195,10 @@ def _scaled(query: Array, key: Array, scale: float | Array | None) -> tuple[Arra
             raise ValueError(f"scale: wanted a number within {wide}, got {scale}")
         return query, key, scale
     # An array may be traced and differentiated (an inverse temperature). It multiplies the query,
-    # in the dtype of the scores, so that it rounds no more than a number would.
+    # in the dtype of the scores, so that it rounds no more than a number would. Its derivative sums over all
+    # queries, so that what an absent one holds is left out here already.
+    if positions is not None:
+        query = jnp.where(positions[:, :, None, None] >= 0, query, 0)
     return query.astype(wide) * scale.astype(wide), key.astype(wide), 1.0
 
 

@@ -185,6 +185,21 @@ def test_sixteen_bits():
     close(F.score_max(), largest(rounded), "largest", 1e-6)
 
 
+def test_absent_queries_have_no_scores():
+    """0 · NaN in the mean or variance of the scores of a query that is not there, whose slot may hold anything."""
+    query, *arrays = map(jnp.asarray, np.random.default_rng(0).standard_normal((3, 1, 4, 2, 3)))
+    positions = jnp.array([[0, -1, 2, 3]])
+
+    @jax.jit
+    def found(query):
+        F = ea.FreeEnergy().at(query, *arrays, query_positions=positions)
+        return F.statistics(), F.score_moments()
+
+    wanted, broken = (found(query.at[:, 1].set(x)) for x in (0, np.nan))
+    for x, y in zip(jax.tree.leaves(broken), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_one_pass():
     """A second pass over the keys for a statistic; a gradient with more than one backward."""
     shapes = [jax.ShapeDtypeStruct((1, 70, 2, 8), jnp.float32)] * 3

@@ -119,6 +119,20 @@ def test_absent_queries_ask_nothing(name):
     assert np.isneginf(found[0].lse[:, away]).all() and not found[0].out[:, away].any()
 
 
+def test_absent_queries_have_no_scale():
+    """0 · NaN in the derivative of a scale that is an array, which sums over all queries."""
+    query, key, value = arrays()
+    away, positions = np.array([2, 4]), np.array([[0, 1, -1, 3, -1]])
+
+    def energies(query, scale):
+        state = local_attention(query, key, value, scale=scale, query_positions=positions)
+        return jnp.where(jnp.isneginf(state.lse), 0, state.lse).sum() + (state.out**2).sum()
+
+    slope = jax.jit(jax.grad(energies, argnums=1))
+    wanted, found = (slope(query.at[:, away].set(x), jnp.float32(0.3)) for x in (0, np.nan))
+    assert wanted != 0 and found == wanted
+
+
 @pytest.mark.parametrize("rule", [masks.Window(1, 0), ~masks.Causal()], ids=["window", "later"])
 def test_queries_without_keys_ask_nothing(rule):
     """The same of a row that is fully masked by a rule alone, where no positions are given."""
