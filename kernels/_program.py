@@ -1,12 +1,23 @@
 """The operations of a traced function, one by one."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
 
 _Value = TypeVar("_Value")
 _CALLS = frozenset(("jit", "pjit", "closed_call"))
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def without_mesh() -> AbstractContextManager[Any]:
+    """Where functions are traced whose operations are looked at, or evaluated, one by one.
+
+    In a `jax.shard_map` JAX traces steps for devices' parts, which are not evaluated by themselves.
+    """
+    return jax.sharding.use_abstract_mesh(_NO_MESH)
 
 
 def inlined(

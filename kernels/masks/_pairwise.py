@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array, Bool, Int
 
-from .._program import bind, inlined
+from .._program import bind, inlined, without_mesh
 from .._varying import vary_together
 from ._structure import Structure
 
@@ -212,7 +212,8 @@ class Pairwise:
 
 @functools.lru_cache(maxsize=256)
 def _pairwise(structure: Structure, types: tuple[tuple[Any, Any], ...]) -> Pairwise:
-    return Pairwise(structure, [jax.ShapeDtypeStruct(*x) for x in types])
+    with without_mesh():
+        return Pairwise(structure, [jax.ShapeDtypeStruct(*x) for x in types])
 
 
 def pairwise(structure: Structure, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> Pairwise:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
+from .._program import without_mesh
 from ..scores._structure import ScoreStructure, floating
 from ._score_steps import Name, Step, reads, run, traced, value
 
@@ -327,6 +328,7 @@ def score_program(
     Raises `NotImplementedError` if kernels for the target cannot run it.
     """
     del wide
-    found = ScoreProgram(structure, types)
-    found.check(target)
+    with without_mesh():
+        found = ScoreProgram(structure, types)
+        found.check(target)
     return found

@@ -12,10 +12,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Array
 
 from .._checks import received
+from .._program import without_mesh
 from ._abstract import AbstractScore, At
 from ._structure import ScoreStructure, floating, split_score
 
-_NO_MESH = jax.sharding.AbstractMesh((), ())
 # What mixes entries of an array: by these a score would depend on which keys are beside it.
 _MIXING = (
     *("dot_general", "conv_general_dilated", "sort", "top_k", "rev", "transpose", "slice"),
@@ -72,8 +72,7 @@ def _check(
 
     types = [jax.ShapeDtypeStruct(*x) for x in arrays]
     traced = jax.make_jaxpr(run, return_shape=True)
-    # in a shard_map, JAX 0.12 traces steps for devices' parts, which are not evaluated by themselves
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
+    with without_mesh():
         program, found = traced(jax.ShapeDtypeStruct(shape, dtype), places, *types)
     if not hasattr(found, "dtype") or found.shape != shape:
         raise ValueError(
@@ -94,7 +93,7 @@ def _check(
     known += [None] * (len(program.jaxpr.invars) - 3)
     count = 1 + len(jax.tree.leaves(places))
     mixed = [True] * count + [False] * (len(program.jaxpr.invars) - count)
-    with jax.sharding.use_abstract_mesh(_NO_MESH), jax.ensure_compile_time_eval():
+    with without_mesh(), jax.ensure_compile_time_eval():
         _walk(structure.name, program, known, mixed)
 
 

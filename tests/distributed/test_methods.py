@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
+from energy_attn import masks
 from energy_attn.distributed import (
     SequenceParallel,
     collectives,
@@ -476,6 +477,22 @@ def test_rules_of_a_sharded_batch(rule):
             out = jax.jit(lambda rule, *x: ea.attention(*x, mask=rule))(moved, *placed)
             close(out, dense(problem)[0])
         close(ea.attention(*placed, mask=given), dense(problem)[0])
+
+
+@pytest.mark.usefixtures("user_settings")
+def test_a_rule_that_divides():
+    """The constants in a rule's program, which JAX traces for devices' parts inside of `jax.shard_map`."""
+    query, key, value = jnp.asarray(
+        np.random.default_rng(0).standard_normal((3, 1, 16, 2, 4)), jnp.float32
+    )
+    # of no other test, which would have found its program
+    rule = masks.Function(lambda query, key: (query // 5 == key // 5) | (key % 7 == 0))
+    with jax.set_mesh(mesh_of("8")):
+        found = ea.attention(query, key, value, mask=rule, parallel=SequenceParallel("device"))
+    places = np.arange(16)
+    seen = (places[:, None] // 5 == places // 5) | (places % 7 == 0)
+    exact = ea.attention(query, key, value, mask=jnp.asarray(seen)[None, None])
+    np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
 
 
 def test_a_rule_in_ones_own_shard_map():
