@@ -7,6 +7,7 @@ from typing import ClassVar
 import jax
 
 from ..masks._abstract import AbstractMask
+from ._eight_bits import widened, widened_shapes
 from ._operands import Operands, Settings
 from ._state import AttentionState
 
@@ -105,6 +106,15 @@ class AbstractKernel(abc.ABC):
         del operands, settings, state, directions, platform
         return None
 
+    def reads_eight_bits(self, operands: Operands, settings: Settings) -> bool:
+        """Whether `forward` reads keys and values of eight bits as they are stored, in a call with scales.
+
+        If not, as by default, it gets them widened to the dtype of the query, and no scales; so do the other
+        methods always. Looks at shapes and dtypes.
+        """
+        del operands, settings
+        return False
+
 
 Candidate = str | AbstractKernel  # what may compute a call: a name of the registry, or a kernel
 
@@ -124,7 +134,18 @@ def check_call_of(kernel: AbstractKernel, operands: Operands, settings: Settings
         raise NotImplementedError(
             f"score: wanted None, got {settings.score.name} (blockwise takes it)"
         )
+    if _widens(kernel, operands, settings):
+        operands = widened_shapes(operands)
     kernel.check(operands, settings)
+
+
+def as_read(kernel: AbstractKernel, operands: Operands, settings: Settings) -> Operands:
+    """What the forward of a kernel gets: keys and values that are widened, unless it reads eight bits."""
+    return widened(operands) if _widens(kernel, operands, settings) else operands
+
+
+def _widens(kernel: AbstractKernel, operands: Operands, settings: Settings) -> bool:
+    return operands.key_scale is not None and not kernel.reads_eight_bits(operands, settings)
 
 
 def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..call._kernel import AbstractKernel
+from ..call._kernel import AbstractKernel, as_read
 from ..call._operands import Operands, Settings, cotangents, differentiated
 from ..call._state import AttentionState
 from ..xla._blockwise import Blockwise, empty_like
@@ -138,6 +138,11 @@ def differentiable_attention(
     return function_call(_Attention(kernels, settings), operands)
 
 
+def state_of(kernels: Kernels, settings: Settings, operands: Operands) -> AttentionState:
+    """The state by the first of `kernels` that fits, without derivatives."""
+    return run_when_lowered(_forward, empty_like, kernels, settings, operands)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Attention(AbstractFunction):
     """The state by the first of `kernels` that fits."""
@@ -146,7 +151,7 @@ class _Attention(AbstractFunction):
     settings: Settings
 
     def apply(self, args: Operands) -> AttentionState:
-        return run_when_lowered(_forward, empty_like, self.kernels, self.settings, args)
+        return state_of(self.kernels, self.settings, args)
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
         state: AttentionState = function_call(self, primals)
@@ -187,7 +192,7 @@ class _OfKernels(AbstractDerivative):
 def _forward(
     kernel: AbstractKernel, settings: Settings, platform: str | None, operands: Operands
 ) -> AttentionState:
-    return kernel.forward(operands, settings, platform)
+    return kernel.forward(as_read(kernel, operands, settings), settings, platform)
 
 
 def _tangent(

@@ -1,4 +1,4 @@
-"""Attention over keys and values of eight bits, which few queries on a TPU read as they are stored."""
+"""Attention over keys and values of eight bits, which few queries on a TPU or a GPU read as they are stored."""
 
 import dataclasses
 import functools
@@ -9,37 +9,45 @@ import jax
 from jax import lax
 
 from ..call._eight_bits import widened
+from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings, hide_unreachable, is_static
 from ..call._state import AttentionState
 from ..xla._decode import per_head
+from ._derivative import state_of
 from ._function import AbstractFunction, function_call
 
 Attend = Callable[[tuple[Any, ...], Settings, Operands], AttentionState]  # hashable
 
 
 def attend_eight_bits(
-    attend: Attend, names: tuple[Any, ...], settings: Settings, operands: Operands
+    attend: Attend,
+    names: tuple[Any, ...],
+    kernels: tuple[AbstractKernel, ...],
+    settings: Settings,
+    operands: Operands,
 ) -> AttentionState:
-    """The state of operands with scales; `attend(names, settings, operands)` gives that of widened ones.
+    """The state of operands with scales, by the first of `kernels` that fits.
 
-    Derivatives are those of widened operands, in both modes. Raises as `attend` does.
+    Derivatives are those of widened operands, of which `attend(names, settings, operands)` gives the state, in both
+    modes. Raises as `run_when_lowered` does, and there as `attend`.
     """
-    return function_call(_EightBits(attend, names, settings), operands)
+    return function_call(_EightBits(attend, names, kernels, settings), operands)
 
 
 @dataclasses.dataclass(frozen=True)
 class _EightBits(AbstractFunction):
     attend: Attend
     names: tuple[Any, ...]
+    kernels: tuple[AbstractKernel, ...]
     settings: Settings
 
     def apply(self, args: Operands) -> AttentionState:
         if "decode" not in self.names or not _pays(args):
-            return self._of_widened(args)
+            return self._by_kernel(args)
         return lax.platform_dependent(
             args,
             tpu=functools.partial(_in_place, settings=self.settings),
-            default=self._of_widened,
+            default=self._by_kernel,
         )
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
@@ -52,6 +60,9 @@ class _EightBits(AbstractFunction):
             return self._of_widened(tree.unflatten(found.get(i, x) for i, x in enumerate(leaves)))
 
         return jax.jvp(run, [leaves[i] for i in moved], [changes[i] for i in moved])
+
+    def _by_kernel(self, operands: Operands) -> AttentionState:
+        return state_of(self.kernels, self.settings, operands)
 
     def _of_widened(self, operands: Operands) -> AttentionState:
         return self.attend(self.names, self.settings, widened(operands))

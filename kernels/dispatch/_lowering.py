@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, PyTree
 
-from ..call._kernel import AbstractKernel
+from ..call._kernel import AbstractKernel, check_call_of
 from ..call._operands import Operands, Settings, is_static
 from ..call._target import Device, lowered_for
 from ._probe import obstacle
@@ -121,7 +121,7 @@ def _declined(kernel: AbstractKernel, program: Program) -> str | None:
         return None  # it has been asked when the call was traced
     try:
         with lowered_for(program.device):
-            kernel.check(*program.call)
+            check_call_of(kernel, *program.call)
     except NotImplementedError as reason:
         return str(reason)
     return None

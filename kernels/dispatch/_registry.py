@@ -166,9 +166,9 @@ def attend(names: Sequence[Candidate], settings: Settings, operands: Operands) -
 # Compiled here, so that calls outside of jit are traced and compiled once for their shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands) -> AttentionState:
-    if operands.key_scale is not None:
-        return attend_eight_bits(_attend, names, settings, operands)
     kernels, _ = _accepting(names, settings, operands)
+    if operands.key_scale is not None:
+        return attend_eight_bits(_attend, names, kernels, settings, operands)
     if isinstance(kernels[0], Reference):
         # differentiated by JAX, to any order and in both modes
         return kernels[0].forward(operands, settings, None)

@@ -54,9 +54,7 @@ class Compiled:
     def __init__(self, run, *shapes, dtype=jnp.bfloat16, folder=None):
         sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
         arguments = [
-            x
-            if isinstance(x, jax.ShapeDtypeStruct)
-            else jax.ShapeDtypeStruct(x, dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(x, dtype, sharding=sharding) if isinstance(x, tuple) else x
             for x in shapes
         ]
         # newer versions of XLA write instructions only with a flag

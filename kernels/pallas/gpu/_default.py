@@ -39,6 +39,7 @@ class Need(NamedTuple):
         float32: whether products are of float32.
         scored: whether there is a score.
         listed: whether the tiles that a tile meets are in a list, whose next entry is loaded first.
+        eight_bits: whether keys and values are of eight bits, and widened in registers.
     """
 
     kind: Kind
@@ -52,6 +53,7 @@ class Need(NamedTuple):
     float32: bool
     scored: bool
     listed: bool
+    eight_bits: bool
 
     @property
     def own(self) -> int:
@@ -67,11 +69,14 @@ class Need(NamedTuple):
         """The bytes of shared memory of a program.
 
         Triton holds a tile for each stage where the products of warp groups read them from shared
-        memory, and one less, of three stages or more, where few rows go through products of single warps.
+        memory, and one less, of three stages or more, where few rows go through products of single warps. These
+        exchange 16-bit weights there. Of eight bits it holds one less, and a widened tile, which is as large.
         """
         by_groups = own >= WARP_GROUP and not self.float32
         held = stages if by_groups or stages < 3 else stages - 1
-        return own * self.own_bytes + held * other * (self.other_bytes + own * self.pair_bytes)
+        weights = 0 if by_groups or self.float32 else 2 * own * other
+        tiles = held * other * (self.other_bytes + own * self.pair_bytes)
+        return own * self.own_bytes + tiles + weights
 
     def fitting(self, own: int, other: int, stages: int, chip: Chip) -> int:
         """How many programs' shared memory a multiprocessor holds; 0: that of one is too much."""
@@ -82,8 +87,8 @@ class Need(NamedTuple):
 
     def warps(self, own: int, other: int) -> int:
         """Those of a program: so many that its sums, and its scores, are in registers."""
-        # three products over the width at once, each a long run of instructions in float32
-        long = self.float32 and self.kind == "tangent"
+        # three products over the width at once, each a long run of instructions in float32; or conversions to it
+        long = self.float32 and (self.kind == "tangent" or self.eight_bits)
         scores = 2 * other if self.kind == "query" else other  # and their cotangents
         many = own * max(self.sums, scores) > SUMS or long
         return 8 if many else 4
@@ -103,7 +108,9 @@ def default_tiles(need: Need, chip: Chip) -> GPUTiles | None:
 def _of_few_rows(need: Need, own: int, chip: Chip) -> GPUTiles | None:
     """Those with most bytes on their way to a multiprocessor, by few programs with many or many with few."""
     by_groups = own >= WARP_GROUP
-    other = min(need.others, KEYS_OF_WARP_GROUPS if by_groups else KEYS_OF_WARPS)
+    # keys of eight bits are half as large, and registers suffice for twice as many beside the fewest rows
+    twice = by_groups or (need.eight_bits and own == LEAST)
+    other = min(need.others, KEYS_OF_WARP_GROUPS if twice else KEYS_OF_WARPS)
     if need.float32:
         other = FLOAT32
     warps = need.warps(own, other)
@@ -116,7 +123,8 @@ def _of_few_rows(need: Need, own: int, chip: Chip) -> GPUTiles | None:
     ]
     if not choices:
         return None
-    _, programs, stages = max(choices)
+    # widening keeps warps busy, so that more of them come before more bytes
+    _, programs, stages = max(choices, key=lambda x: x[1:] if need.eight_bits else x)
     # more than one to a multiprocessor only where each fills its stages twice
     tiles, steps = need.tiled * -(-need.own // own), -(-need.others // other)
     wanted = min(programs * chip.multiprocessors, tiles * steps // (2 * stages))

@@ -24,6 +24,7 @@ from . import _merge as merge
 from . import _tile as tiles
 from ._plan import Plan
 from ._score import TileScores
+from ._stored import Stored, load, times, zero_hidden
 
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
@@ -33,7 +34,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     shape = (plan.splits, *query.shape[:-1])
     dtype = out_dtype(operands, plan.settings)
     given = (
-        *(query, key, value, visibility),
+        *(query, Stored(key, operands.key_scale), Stored(value, operands.value_scale), visibility),
         tile_ranges(operands, visibility, plan, of_keys=False),
         score_numbers(operands, plan.score),
         merge.counters(plan) if plan.fused_merge else None,
@@ -67,8 +68,8 @@ def _kernel(
     plan: Plan,
     interpret: bool,
     query_ref: Ref,
-    key_ref: Ref,
-    value_ref: Ref,
+    keys: Stored,
+    values: Stored,
     visibility: Visibility,
     found: Ref | BlockList | None,
     numbers: Numbers,
@@ -87,8 +88,9 @@ def _kernel(
 
     def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         maximum, total, sums = carry
-        key = tiles.load_keys(plan, key_ref, at, tile, plan.width, not masked)
-        scores, unit = score.scores(tiles.product(query, key, 1, 1), own, tile)
+        key = load(plan, keys, at, tile, plan.width, query.dtype, not masked)
+        product = times(tiles.product(query, key.numbers, 1, 1), key.scale)
+        scores, unit = score.scores(product, own, tile)
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
@@ -96,10 +98,11 @@ def _kernel(
         shift = jnp.where(new > -jnp.inf, new, 0.0) if masked else new
         weights = exp2(scores, unit, shift[:, None])
         decay = exp2(maximum, 1.0, shift)
-        value = tiles.load_keys(plan, value_ref, at, tile, plan.value_width, not masked)
+        value = load(plan, values, at, tile, plan.value_width, query.dtype, not masked)
         if masked:
-            (value,) = tiles.zero_hidden(plan, visibility, at, tile, value)
-        added = tiles.product(weights.astype(value.dtype), value, 1, 0)
+            value = zero_hidden(plan, visibility, at, tile, value)
+        scaled = times(weights, value.scale).astype(value.numbers.dtype)
+        added = tiles.product(scaled, value.numbers, 1, 0)
         return new, total * decay + weights.sum(1), sums * decay[:, None] + added
 
     start = (

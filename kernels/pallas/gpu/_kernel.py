@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import jax
 
 from ..._checks import received
+from ...call._eight_bits import widened_shapes
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import Operands, Settings
 from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
+from ._default import OWN
 from ._plan import Plan, make_plan
 from ._sizes import DTYPES, GPUPlan, Kind
 
@@ -21,7 +23,7 @@ class PallasGPU(AbstractKernel):
     """Flash attention, and decoding with the keys of a query split over the chip.
 
     Forward, backward and tangent with masks by position, segment and rule. Keys and values are read in place, never
-    copied. Programs skip tiles that their rows cannot see, and mask only tiles that need it.
+    copied; those of eight bits with scales, where rows are few, as they are stored. Programs skip tiles that their rows cannot see, and mask only tiles that need it.
 
     Attributes:
         plan: the tiles of its kernels; None: those of the file that the environment variable
@@ -62,9 +64,11 @@ class PallasGPU(AbstractKernel):
         XLA's Triton does not compile for; and for versions of JAX without Pallas on Triton.
         """
         check_capability(self.name, (8, 0))
-        check_operands(operands, DTYPES, ("bias", "mask"))
-        for kind in ("forward", "query", "key"):
-            self._plan(operands, settings, kind)
+        wide = operands if operands.key_scale is None else widened_shapes(operands)
+        check_operands(wide, DTYPES, ("bias", "mask"))
+        self._plan(operands, settings, "forward")
+        for kind in ("query", "key"):
+            self._plan(wide, settings, kind)
         try:
             # late: JAX 0.11 deprecates its Triton backend, and a later one may lack it
             from . import _backward, _forward  # noqa: F401
@@ -72,6 +76,18 @@ class PallasGPU(AbstractKernel):
             raise NotImplementedError(
                 f"pallas_gpu: wanted a JAX with Pallas on Triton, got {reason}"
             ) from reason
+
+    def reads_eight_bits(self, operands: Operands, settings: Settings) -> bool:
+        """Those of bfloat16 and float32 queries that fit into one tile of rows, which reads each key once.
+
+        In float16, weights times a scale would underflow. Pallas counts offsets in signed 32 bits up to 2^32
+        bytes, so that arrays of more than 2^31 numbers and at most as many bytes are widened, too.
+        """
+        del settings
+        query, *stored = operands[:3]
+        few_rows = query.shape[1] * query.shape[2] <= OWN * stored[0].shape[2]
+        counted = not any(2**31 < x.size <= 2**32 for x in stored)
+        return query.dtype.name in ("bfloat16", "float32") and few_rows and counted
 
     def forward(
         self, operands: Operands, settings: Settings, platform: str | None

@@ -154,7 +154,7 @@ def need_of(
     query, key, value = operands[:3]
     wide, value_wide = power(query.shape[3]), power(value.shape[3])
     query_bytes = wide * query.dtype.itemsize
-    row_bytes = query_bytes + value_wide * value.dtype.itemsize
+    row_bytes = wide * key.dtype.itemsize + value_wide * value.dtype.itemsize
     moving = 2 if kind == "tangent" else 1
     both = (
         wide + value_wide
@@ -171,6 +171,7 @@ def need_of(
         max(query.dtype.itemsize, value.dtype.itemsize) > 2,
         score is not None,
         pairs is not None,
+        operands.key_scale is not None,
     )
 
 
@@ -184,7 +185,8 @@ def _numbers(operands: Operands, settings: Settings, kind: Kind, pairs: Pairwise
     if settings.rule.constrains and (segments or pairs is not None):
         placed = True  # by `hide_unreachable`
     energies = 2 if kind == "key" else 0  # of rows, lse and delta
-    return compared + segments + int(placed) + energies
+    scales = sum(x is not None for x in (operands.key_scale, operands.value_scale))
+    return compared + segments + int(placed) + energies + scales
 
 
 def _given(operands: Operands, need: Need, given: GPUPlan, chip: Chip) -> GPUTiles | None:

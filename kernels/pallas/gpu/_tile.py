@@ -250,7 +250,7 @@ def seen(
 def zero_hidden(
     plan: Plan, visibility: Visibility, at: ProgramIndex, tile: Array, *arrays: Array
 ) -> tuple[Array, ...]:
-    """Tiles of keys or values with zeros for keys that no row of the call sees."""
+    """Tiles of keys or values, or numbers of each key, with zeros for keys that no row of the call sees."""
     key, right = tile * plan.keys + numbers(plan.keys), plan.settings.rule.sides[1]
     if visibility.key_positions is not None:
         there = (
@@ -260,7 +260,10 @@ def zero_hidden(
         there = key < plan.query_len + right
     else:
         return arrays
-    return tuple(jnp.where(there[:, None], x, jnp.zeros_like(x)) for x in arrays)
+    return tuple(
+        jnp.where(jnp.expand_dims(there, tuple(range(1, x.ndim))), x, jnp.zeros_like(x))
+        for x in arrays
+    )
 
 
 def absent_rows(

@@ -1,0 +1,64 @@
+"""Keys and values as the GPU kernel of the state reads them: of eight bits with a scale, or as they are.
+
+Eight bits are whole numbers, exact in any dtype of a query. So they are widened in registers without rounding,
+and the scale of a key multiplies its scores, that of a value the weights, in float32.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Ref
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from .._rows import Visibility
+from . import _tile as tiles
+from ._plan import Plan
+
+
+class Stored(NamedTuple):
+    """An array `[B, S, K, H]` of keys or values and, if it is of eight bits, its scales `[B, S, K]`."""
+
+    numbers: Ref
+    scale: Ref | None
+
+
+class Loaded(NamedTuple):
+    """A tile of keys or values in the dtype of products, and the scales of its keys; None: 1."""
+
+    numbers: Float[Array, "keys width"]
+    scale: Float[Array, " keys"] | None
+
+
+def load(
+    plan: Plan,
+    stored: Stored,
+    at: tiles.ProgramIndex,
+    tile: Array,
+    width: int,
+    dtype: DTypeLike,
+    full: bool,
+) -> Loaded:
+    """A tile, zero outside of the array unless it is `full`; eight bits are widened to `dtype`."""
+    numbers = tiles.load_keys(plan, stored.numbers, at, tile, width, full)
+    if stored.scale is None:
+        return Loaded(numbers, None)
+    key = tile * plan.keys + tiles.numbers(plan.keys)
+    there = None if full or plan.full_keys else key < plan.key_len
+    scale = tiles.load(stored.scale, (at.batch, key, at.kv_head), there)
+    return Loaded(numbers.astype(dtype), scale)
+
+
+def zero_hidden(
+    plan: Plan, visibility: Visibility, at: tiles.ProgramIndex, tile: Array, loaded: Loaded
+) -> Loaded:
+    """A tile with zeros for keys that no row of the call sees: in the scale, where eight bits are finite."""
+    numbers, scale = loaded
+    if scale is None:
+        return Loaded(*tiles.zero_hidden(plan, visibility, at, tile, numbers), None)
+    return Loaded(numbers, *tiles.zero_hidden(plan, visibility, at, tile, scale))
+
+
+def times(x: Float[Array, "rows keys"], scale: Array | None) -> Float[Array, "rows keys"]:
+    """Products with keys, or weights, times the scale of each key."""
+    return x if scale is None else x * jnp.expand_dims(scale, 0)
