@@ -1,8 +1,11 @@
-"""The branch that TPUs take for keys and values of eight bits, on any platform."""
+"""How keys and values of eight bits are read, on any platform: by the branch that TPUs take, or not widened."""
 
 import types
 from collections.abc import Iterator
 
+import jax
+
+from energy_attn.kernels.call import _kernel
 from energy_attn.kernels.dispatch import _eight_bits, _registry
 
 
@@ -19,3 +22,15 @@ def read_as_stored(monkeypatch) -> Iterator[list]:
         _registry._attend.clear_cache()  # calls traced with the other branch, and then with this one
         yield given
     _registry._attend.clear_cache()
+
+
+def read_by_kernels(monkeypatch) -> Iterator[None]:
+    """Fails where a kernel gets keys and values widened, for a fixture."""
+
+    def widen(operands):
+        raise AssertionError(f"widened keys of {operands.key.shape}")
+
+    jax.clear_caches()  # of programs that widen
+    with monkeypatch.context() as patch:
+        patch.setattr(_kernel, "widened", widen)
+        yield

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn import masks, scores
-from energy_attn.distributed import tree_attention
 from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
+from energy_attn.distributed import KVCache, SequenceParallel, collectives, tree_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.pallas.gpu._plan import make_plan, need_of
 
@@ -63,6 +63,7 @@ class Compiled:
         program = jax.jit(run).lower(*arguments).compile(options)
         self.text = program.as_text()
         self.memory = program.memory_analysis()
+        self.sent = [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]
         self.folder = folder
 
     @property
@@ -322,6 +323,65 @@ def test_calls_count_apart():
     )
     assert len(counters) == len(set(counters)) == 2
     assert len(re.findall(r" fusion\(", text)) == 1
+CACHED = 128 * 1024
+# the same of a step over a cache of eight bits, and the most instructions of a loop over its tiles of 64 or 32 keys
+EIGHT_BITS = {
+    (1, "bfloat16"): (128, 4, 770),
+    (8, "bfloat16"): (128, 8, 660),
+    (9, "bfloat16"): (255, 8, 740),
+    (32, "bfloat16"): (255, 8, 590),
+    (1, "float32"): (255, 8, None),
+}
+
+
+def step_over_a_cache(devices, queries, dtype, quantize="int8", folder=None):
+    """A step of so many queries, of 32 heads, over a cache of eight, of `CACHED` tokens a device."""
+    mesh = Mesh(nodes(1, devices).devices[0], ("device",))
+    parallel = SequenceParallel("device", "tree", "allreduce") if devices > 1 else None
+
+    def empty():
+        return KVCache.empty(
+            1, devices * CACHED, 8, WIDTH, dtype=dtype, quantize=quantize, parallel=parallel
+        )
+
+    def placed(x):
+        spec = P(None, "device") if devices > 1 and x.ndim > 2 else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        cache = jax.tree.map(placed, jax.eval_shape(empty))
+        query = jax.ShapeDtypeStruct(
+            (1, queries, 32, WIDTH), jnp.dtype(dtype), sharding=NamedSharding(mesh, P())
+        )
+        return Compiled(KVCache.attend, cache, query, folder=folder)
+
+
+@pytest.mark.parametrize(("queries", "dtype"), EIGHT_BITS)
+def test_decode_of_eight_bits(queries, dtype, tmp_path):
+    """Keys or values that are widened in memory, of 256 MiB in bfloat16 each; registers that are spilled or too many
+    for four programs on a multiprocessor; tiles of which too few are on their way."""
+    program = step_over_a_cache(1, queries, dtype, folder=tmp_path)
+    assert program.kernels == DECODE
+    # parts of 132 programs or four times as many
+    assert program.memory.temp_size_in_bytes < 10 * 2**20
+    (call,) = (x for x in program.text.splitlines() if 'name = "attention_forward"' in x)
+    found = program.assembled()
+    kernel = found["attention_forward"]
+    registers, under_way, most = EIGHT_BITS[queries, dtype]
+    assert kernel.registers <= registers
+    assert all(x.spilled == 0 for x in found.values())
+    assert kernel.waits[0] == under_way
+    assert most is None or min(kernel.steps) <= most
+    sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", kernel.ptx)
+    assert set(sizes) <= {"0x4", "0x8", "0x10", "4", "8", "16"}
+
+
+def test_eight_bits_over_a_node():
+    """Keys that a device widens or sends; other collectives than over a cache that is not quantised."""
+    program, plain = (step_over_a_cache(8, 1, "bfloat16", x) for x in ("int8", None))
+    assert program.kernels == DECODE
+    assert program.memory.temp_size_in_bytes < 10 * 2**20
+    assert program.sent == plain.sent != []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`KVCache(quantize="int8")` where a step reads what is stored, as on TPUs, on one device and over meshes.
+"""`KVCache(quantize="int8")` where a step reads what is stored, as on TPUs and GPUs, on one device and over meshes.
 
 The judge is dense attention in float64 over the slots: their eight bits times their scales.
 """
@@ -12,7 +12,7 @@ from energy_attn import scores
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
 from energy_attn.prefix_tree import pack, tree_decode
 
-from ..eight_bits import read_as_stored
+from ..eight_bits import read_as_stored, read_by_kernels
 from ..naive import assert_all_close
 from ..problems import Problem
 from ..rules import RULES
@@ -29,6 +29,11 @@ def as_stored(monkeypatch):
     jax.clear_caches()  # of the programs of other tests, which widen
     yield from read_as_stored(monkeypatch)
     jax.clear_caches()
+
+
+@pytest.fixture
+def not_widened(monkeypatch):
+    yield from read_by_kernels(monkeypatch)
 
 
 def filled(parallel: SequenceParallel | None, **options) -> KVCache:
@@ -71,6 +76,10 @@ def problem_of(cache: KVCache, query, **options) -> Problem:
     )
 
 
+def sent(program) -> list[tuple]:
+    return [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]
+
+
 KINDS = [None, "8", "2x4", "8 explicit", "2x4 explicit"]
 NAME, SHOWN = "documents_function", np.arange(32)[None, None, None] % 3 > 0
 # what is asked of the cache, and of the judge
@@ -95,6 +104,29 @@ def test_attend(kind, as_stored):
         found = jax.jit(run)(cache, query)
         assert len(as_stored) == len(CALLS)
         for name, (_, said) in CALLS.items():
+            problem = problem_of(cache, query, is_causal=True, **said)
+            assert_all_close(found[name], problem, jnp.float32, "both", label=name)
+
+
+@pytest.mark.parametrize("kind", few(KINDS, None, "2x4"))
+def test_attend_on_gpus(kind, not_widened):
+    """The same in the kernel for GPUs, which takes no array for a mask; scales that are sent."""
+    asked = {name: call for name, call in CALLS.items() if name != "mask"}
+
+    def run(cache, query):
+        return {
+            name: cache.attend(query, implementation="pallas_gpu", **call)._asdict()
+            for name, (call, _) in asked.items()
+        }
+
+    with jax.set_mesh(mesh_of(kind or "8")):
+        parallel = None if kind is None else parallel_of(kind)
+        cache, plain = (filled(parallel, quantize=x) for x in ("int8", None))
+        query = queries(cache)
+        program = jax.jit(run).lower(cache, query).compile()
+        assert sent(program) == sent(jax.jit(run).lower(plain, query).compile())
+        found = program(cache, query)
+        for name, (_, said) in asked.items():
             problem = problem_of(cache, query, is_causal=True, **said)
             assert_all_close(found[name], problem, jnp.float32, "both", label=name)
 
@@ -134,7 +166,7 @@ def test_collectives(kind, as_stored):
         for quantize in "int8", None:
             cache = filled(parallel_of(kind), quantize=quantize)
             step = jax.jit(lambda cache: cache.attend(queries(cache))).lower(cache).compile()
-            found.append([(c.kind, c.bytes, c.count, c.groups) for c in collectives(step)])
+            found.append(sent(step))
     assert len(as_stored) == 1
     assert found[0] == found[1] != []
 

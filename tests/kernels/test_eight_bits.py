@@ -1,6 +1,7 @@
-"""Keys and values of eight bits with scales: read as they are stored, as on a TPU, or widened.
+"""Keys and values of eight bits with scales: read as they are stored, as on a TPU or a GPU, or widened.
 
-Scales are powers of two, so that what is stored is the same number in every dtype, and the judge takes it as it is.
+Scales are zero or powers of two, so that what is stored is the same number in every dtype, and the judge takes it as
+it is.
 """
 
 from dataclasses import replace
@@ -10,22 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.dispatch._eight_bits import attend_eight_bits
 from energy_attn.kernels.internal import attend, candidates, check_call, widened
 
-from ..eight_bits import read_as_stored
+from ..eight_bits import read_as_stored, read_by_kernels
 from ..naive import assert_all_close
 from ..problems import HEADS, PROBLEMS, Problem, cast, tangents
 from ..selection import few
 
 WIDTH = 128  # wide heads, so that scores are small beside them
 JUDGED = [x for x in (PROBLEMS | HEADS).values() if x.key.size and x.query.size]
+# the least tiles, so that several programs share the keys of a few tiles, and others are full
+GPU = PallasGPU(GPUPlan((GPUTiles("forward", 16, 16, stages=3, least_steps=1),)))
 
 
 @pytest.fixture
 def as_stored(monkeypatch):
     yield from read_as_stored(monkeypatch)
+
+
+@pytest.fixture
+def not_widened(monkeypatch):
+    yield from read_by_kernels(monkeypatch)
 
 
 def stored(problem: Problem, dtype):
@@ -34,6 +43,7 @@ def stored(problem: Problem, dtype):
     S, K = problem.key.shape[1:3]
     numbers = rng.integers(-127, 128, (2, B, S, K, WIDTH)).astype(np.int8)
     scales = 2.0 ** rng.integers(-9, -5, (2, B, S, K))
+    scales[rng.random(scales.shape) < 0.1] = 0.0
     key, value = numbers * scales[..., None]
     query = rng.standard_normal((B, T, N, WIDTH))
     arrays, problem = cast(replace(problem, query=query, key=key, value=value, source=None), dtype)
@@ -69,6 +79,29 @@ def test_as_stored(problem, dtype, as_stored):
     assert len(as_stored) == few_rows, (
         "scores that are large beside the keys, or small and not so read"
     )
+
+
+FEW_ROWS = [
+    x
+    for x in JUDGED
+    if x.bias is None
+    and x.mask is None
+    and x.query.shape[1] * x.query.shape[2] <= 128 * x.key.shape[2]
+    and "table" not in (x.rule or "")
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    "problem",
+    few(FEW_ROWS, "grouped", "primes", "decode_cache", "predicates", "heads_16_2", "heads_8_8"),
+    ids=str,
+)
+def test_on_a_gpu(problem, dtype, not_widened):
+    """The same in the kernel for GPUs; a scale beyond the keys, one that only a part of the programs has."""
+    problem, arrays = stored(problem, dtype)
+    found = jax.jit(lambda arrays: call(arrays, problem, names=GPU))(arrays)
+    assert_all_close(found._asdict(), problem, dtype, "both", label="eight bits")
 
 
 @pytest.mark.parametrize("problem", few(["everything", "decode_ragged"], "decode_ragged"))
@@ -113,18 +146,49 @@ def test_what_is_widened(as_stored):
     assert not as_stored
 
 
-def test_values_that_are_not_finite(as_stored):
-    """The NaN of a stale slot, which a scale of NaN stands for; or one of a present slot that is lost."""
+def check_not_finite(names=None):
     problem, arrays = stored(PROBLEMS["decode_cache"], jnp.float32)
-    exact = call(arrays, problem)
+    exact = call(arrays, problem, names=names)
     for name in ("key_scale", "value_scale"):
-        stale = arrays | {name: arrays[name].at[0, 2].set(jnp.nan)}
-        jax.tree.map(np.testing.assert_array_equal, call(stale, problem), exact)
+        for broken in (jnp.nan, jnp.inf):
+            stale = arrays | {name: arrays[name].at[0, 2].set(broken)}
+            jax.tree.map(np.testing.assert_array_equal, call(stale, problem, names=names), exact)
+        # stored for a vector that is not finite
         present = arrays | {name: arrays[name].at[0, 3, 0].set(jnp.nan)}
         group = problem.query.shape[2] // problem.key.shape[2]
-        out = call(present, problem).out
+        out = call(present, problem, names=names).out
         assert jnp.isnan(out[0, :, :group]).all() and jnp.isfinite(out[0, :, group:]).all()
+
+
+def test_values_that_are_not_finite(as_stored):
+    """The NaN of a stale slot, which a scale of NaN stands for; or one of a present slot that is lost."""
+    check_not_finite()
     assert as_stored
+
+
+def test_values_that_are_not_finite_on_a_gpu(not_widened):
+    """The same, in a tile that other slots share."""
+    check_not_finite(GPU)
+
+
+@pytest.mark.parametrize(("queries", "dtype"), [(1, "bfloat16"), (32, "bfloat16"), (8, "float32")])
+def test_default_on_a_gpu(queries, dtype):
+    """A program for GPUs whose kernel gets other than eight bits, by the choice among all kernels."""
+    problem = PROBLEMS["decode_cache"]
+    sizes = {"query": (2, queries, 8, WIDTH), "key": (2, 256, 2, WIDTH)}
+    sizes |= {"value": sizes["key"], "key_scale": (2, 256, 2), "value_scale": (2, 256, 2)}
+    types = dict(zip(sizes, (dtype, "int8", "int8", "float32", "float32"), strict=True))
+    given = {name: jax.ShapeDtypeStruct(x, types[name]) for name, x in sizes.items()}
+    positions = {"query_positions": jnp.zeros((2, queries), jnp.int32)}
+    positions |= {"key_positions": jnp.zeros((2, 256), jnp.int32)}
+
+    def run(arrays):
+        return call(arrays, replace(problem, **{x: None for x in positions}), **positions)
+
+    text = jax.jit(run).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    (attention,) = (x for x in text.splitlines() if "attention_forward" in x)
+    assert attention.count("tensor<2x256x2x128xi8>") == 2
+    assert "xi8>) -> tensor" not in text  # no conversion
 
 
 def test_vmap(as_stored):

@@ -114,6 +114,32 @@ def test_eight_bits_are_declined(dtype):
             PallasGPU().check(operands, call.settings)
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "reads"),
+    [
+        (1, 2048, True),
+        (32, 2048, True),
+        (33, 2048, False),
+        (1, 2**21, True),
+        (1, 2**21 + 1, False),
+        (1, 2**22, False),
+        (1, 2**22 + 1, True),
+    ],
+)
+def test_eight_bits_that_are_read(queries, keys, reads):
+    """Offsets that overflow: up to 2^32 bytes, which are as many numbers, they have 32 bits with a sign; keys that
+    each of several tiles of rows would widen; float16 weights that underflow."""
+    query, key = jax.ShapeDtypeStruct((1, queries, 32, 128), jnp.bfloat16), (1, keys, 8, 128)
+    stored, scale = jax.ShapeDtypeStruct(key, jnp.int8), jax.ShapeDtypeStruct(key[:3], jnp.float32)
+    call = check_call(*(jnp.zeros(x.shape, x.dtype) for x in shapes(4, 64)))
+    operands = call.operands._replace(
+        query=query, key=stored, value=stored, key_scale=scale, value_scale=scale
+    )
+    assert PallasGPU().reads_eight_bits(operands, call.settings) == reads
+    narrow = operands._replace(query=jax.ShapeDtypeStruct(query.shape, jnp.float16))
+    assert not PallasGPU().reads_eight_bits(narrow, call.settings)
+
+
 def test_rows_of_one_tile():
     """A cliff between 32 rows of a key head and 33: a fourth of the bytes on their way, on a quarter of the chip."""
     on_their_way = {}

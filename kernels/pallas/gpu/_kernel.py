@@ -22,8 +22,9 @@ from ._sizes import DTYPES, GPUPlan, Kind
 class PallasGPU(AbstractKernel):
     """Flash attention, and decoding with the keys of a query split over the chip.
 
-    Forward, backward and tangent with masks by position, segment and rule. Keys and values are read in place, never
-    copied; those of eight bits with scales, where rows are few, as they are stored. Programs skip tiles that their rows cannot see, and mask only tiles that need it.
+    Forward, backward and tangent with masks by position, segment and rule. Keys and values are read in place,
+    never copied; those of eight bits with scales as they are stored, where rows are few. Programs skip tiles
+    that their rows cannot see, and mask only tiles that need it.
 
     Attributes:
         plan: the tiles of its kernels; None: those of the file that the environment variable

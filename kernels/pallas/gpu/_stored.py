@@ -19,8 +19,8 @@ from ._plan import Plan
 class Stored(NamedTuple):
     """An array `[B, S, K, H]` of keys or values and, if it is of eight bits, its scales `[B, S, K]`."""
 
-    numbers: Ref
-    scale: Ref | None
+    numbers: Array | Ref
+    scale: Array | Ref | None
 
 
 class Loaded(NamedTuple):
@@ -55,8 +55,10 @@ def zero_hidden(
     """A tile with zeros for keys that no row of the call sees: in the scale, where eight bits are finite."""
     numbers, scale = loaded
     if scale is None:
-        return Loaded(*tiles.zero_hidden(plan, visibility, at, tile, numbers), None)
-    return Loaded(numbers, *tiles.zero_hidden(plan, visibility, at, tile, scale))
+        (numbers,) = tiles.zero_hidden(plan, visibility, at, tile, numbers)
+    else:
+        (scale,) = tiles.zero_hidden(plan, visibility, at, tile, scale)
+    return Loaded(numbers, scale)
 
 
 def times(x: Float[Array, "rows keys"], scale: Array | None) -> Float[Array, "rows keys"]:

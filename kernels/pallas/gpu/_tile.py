@@ -141,7 +141,9 @@ def load_numbers(ref: Ref, at: ProgramIndex, rows: Rows, other: float) -> Float[
     return load(ref, (at.batch, rows.time, rows.head), rows.there, other)
 
 
-def load_keys(plan: Plan, ref: Ref, at: ProgramIndex, tile: Array, width: int, full: bool) -> Array:
+def load_keys(
+    plan: Plan, ref: Array | Ref, at: ProgramIndex, tile: Array, width: int, full: bool
+) -> Array:
     """`[keys, width]` of an array `[B, S, K, width]`, zero outside of it unless the tile is `full`."""
     index, there = _key_index(plan, at, tile, width, full)
     return load(ref, (at.batch, *index), there)
