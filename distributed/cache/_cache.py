@@ -121,8 +121,8 @@ class KVCache(eqx.Module):
             quantize: `"int8"` stores 8 bits per number and a float32 scale per head and token. What
                 is read back differs by at most 1/254 of the largest number of that head and token,
                 and the rounding of `dtype`. It cannot be differentiated. While attending, a device
-                may hold its share of keys and values in `dtype` once more; TPUs do not for the few
-                queries of a step without a source.
+                may hold its share of keys and values in `dtype` once more; TPUs and NVIDIA's GPUs do
+                not for the few queries of a step without a source, in bfloat16 or float32.
             window: how many tokens before its own a query sees, as in
                 `local_window_size=(window, 0)`. Older tokens give way to new ones. Room for
                 the window and the largest append is needed.

@@ -35,7 +35,8 @@ class Operands(NamedTuple):
             None: from 0.
         head_indices: None, or int32 `[N]` likewise: which of all heads of queries.
         key_scale: None; or, where key and value are int8, float32 `[B, S, K]`: the numbers of a key are
-            multiples of it. A kernel gets keys and values in the dtype of the query, and no scales.
+            multiples of it. A kernel gets keys and values in the dtype of the query, and no scales, unless its
+            `reads_eight_bits` says so; then only its forward gets them.
         value_scale: likewise.
 
     Examples:

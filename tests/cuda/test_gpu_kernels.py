@@ -324,10 +324,14 @@ def test_calls_count_apart():
     assert len(counters) == len(set(counters)) == 2
     assert len(re.findall(r" fusion\(", text)) == 1
 CACHED = 128 * 1024
-# the same of a step over a cache of eight bits, and the most instructions of a loop over its tiles of 64 or 32 keys
+MERGED = (
+    10 * 2**20
+)  # bytes of parts, of up to 528 programs, where widened keys and values take 512 MiB
+# The same of a step over a cache of eight bits, with the copies of scales and positions, and the most instructions of
+# a tile. Of eight queries CUDA 13 makes two programs to a multiprocessor, in two turns: 231 registers for 128.
 EIGHT_BITS = {
-    (1, "bfloat16"): (128, 4, 770),
-    (8, "bfloat16"): (128, 8, 660),
+    (1, "bfloat16"): (128, 8, 460),
+    (8, "bfloat16"): (255, 8, 650),
     (9, "bfloat16"): (255, 8, 740),
     (32, "bfloat16"): (255, 8, 590),
     (1, "float32"): (255, 8, None),
@@ -358,13 +362,13 @@ def step_over_a_cache(devices, queries, dtype, quantize="int8", folder=None):
 
 @pytest.mark.parametrize(("queries", "dtype"), EIGHT_BITS)
 def test_decode_of_eight_bits(queries, dtype, tmp_path):
-    """Keys or values that are widened in memory, of 256 MiB in bfloat16 each; registers that are spilled or too many
-    for four programs on a multiprocessor; tiles of which too few are on their way."""
+    """Keys or values that are widened in memory, of 256 MiB in bfloat16 each; registers that are spilled or, of one
+    query, too many for four programs on a multiprocessor; tiles of which too few are on their way."""
     program = step_over_a_cache(1, queries, dtype, folder=tmp_path)
     assert program.kernels == DECODE
-    # parts of 132 programs or four times as many
-    assert program.memory.temp_size_in_bytes < 10 * 2**20
+    assert program.memory.temp_size_in_bytes < MERGED
     (call,) = (x for x in program.text.splitlines() if 'name = "attention_forward"' in x)
+    assert f"s8[1,{CACHED},8,{WIDTH}]" in call
     found = program.assembled()
     kernel = found["attention_forward"]
     registers, under_way, most = EIGHT_BITS[queries, dtype]
@@ -372,15 +376,13 @@ def test_decode_of_eight_bits(queries, dtype, tmp_path):
     assert all(x.spilled == 0 for x in found.values())
     assert kernel.waits[0] == under_way
     assert most is None or min(kernel.steps) <= most
-    sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", kernel.ptx)
-    assert set(sizes) <= {"0x4", "0x8", "0x10", "4", "8", "16"}
 
 
 def test_eight_bits_over_a_node():
     """Keys that a device widens or sends; other collectives than over a cache that is not quantised."""
     program, plain = (step_over_a_cache(8, 1, "bfloat16", x) for x in ("int8", None))
     assert program.kernels == DECODE
-    assert program.memory.temp_size_in_bytes < 10 * 2**20
+    assert program.memory.temp_size_in_bytes < MERGED
     assert program.sent == plain.sent != []
 
 

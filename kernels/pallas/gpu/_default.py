@@ -108,9 +108,7 @@ def default_tiles(need: Need, chip: Chip) -> GPUTiles | None:
 def _of_few_rows(need: Need, own: int, chip: Chip) -> GPUTiles | None:
     """Those with most bytes on their way to a multiprocessor, by few programs with many or many with few."""
     by_groups = own >= WARP_GROUP
-    # keys of eight bits are half as large, and registers suffice for twice as many beside the fewest rows
-    twice = by_groups or (need.eight_bits and own == LEAST)
-    other = min(need.others, KEYS_OF_WARP_GROUPS if twice else KEYS_OF_WARPS)
+    other = min(need.others, KEYS_OF_WARP_GROUPS if by_groups else KEYS_OF_WARPS)
     if need.float32:
         other = FLOAT32
     warps = need.warps(own, other)
@@ -123,8 +121,7 @@ def _of_few_rows(need: Need, own: int, chip: Chip) -> GPUTiles | None:
     ]
     if not choices:
         return None
-    # widening keeps warps busy, so that more of them come before more bytes
-    _, programs, stages = max(choices, key=lambda x: x[1:] if need.eight_bits else x)
+    _, programs, stages = max(choices)
     # more than one to a multiprocessor only where each fills its stages twice
     tiles, steps = need.tiled * -(-need.own // own), -(-need.others // other)
     wanted = min(programs * chip.multiprocessors, tiles * steps // (2 * stages))
