@@ -622,7 +622,7 @@ CASES = {
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
     "of types, which differentiate nothing": """energy_attn.kernels.Operands energy_attn.kernels.Settings
-        energy_attn.kernels.AbstractKernel.reads_eight_bits energy_attn.kernels.PallasGPU.reads_eight_bits
+        energy_attn.kernels.PallasGPU.reads_eight_bits
         energy_attn.kernels.GPUPlan energy_attn.kernels.GPUTiles energy_attn.kernels.PallasGPU
         energy_attn.Result energy_attn.prefix_tree.PrefixTree energy_attn.prefix_tree.Accepted
         energy_attn.models.Generation energy_attn.models.LlamaConfig energy_attn.models.ModelDrafter

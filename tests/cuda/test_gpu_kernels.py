@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn import masks, scores
-from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, tree_attention
+from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.pallas.gpu._plan import make_plan, need_of
 
@@ -323,10 +323,10 @@ def test_calls_count_apart():
     )
     assert len(counters) == len(set(counters)) == 2
     assert len(re.findall(r" fusion\(", text)) == 1
+
+
 CACHED = 128 * 1024
-MERGED = (
-    10 * 2**20
-)  # bytes of parts, of up to 528 programs, where widened keys and values take 512 MiB
+PARTS = 10 * 2**20  # bytes of those of up to 528 programs; widened keys and values take 512 MiB
 # The same of a step over a cache of eight bits, with the copies of scales and positions, and the most instructions of
 # a tile. Of eight queries CUDA 13 makes two programs to a multiprocessor, in two turns: 231 registers for 128.
 EIGHT_BITS = {
@@ -366,7 +366,7 @@ def test_decode_of_eight_bits(queries, dtype, tmp_path):
     query, too many for four programs on a multiprocessor; tiles of which too few are on their way."""
     program = step_over_a_cache(1, queries, dtype, folder=tmp_path)
     assert program.kernels == DECODE
-    assert program.memory.temp_size_in_bytes < MERGED
+    assert program.memory.temp_size_in_bytes < PARTS
     (call,) = (x for x in program.text.splitlines() if 'name = "attention_forward"' in x)
     assert f"s8[1,{CACHED},8,{WIDTH}]" in call
     found = program.assembled()
@@ -382,7 +382,7 @@ def test_eight_bits_over_a_node():
     """Keys that a device widens or sends; other collectives than over a cache that is not quantised."""
     program, plain = (step_over_a_cache(8, 1, "bfloat16", x) for x in ("int8", None))
     assert program.kernels == DECODE
-    assert program.memory.temp_size_in_bytes < MERGED
+    assert program.memory.temp_size_in_bytes < PARTS
     assert program.sent == plain.sent != []
 
 
