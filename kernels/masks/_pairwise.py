@@ -140,7 +140,11 @@ class Pairwise:
             # constants, as of the remainder by a number, which tiles would read from memory
             with jax.ensure_compile_time_eval():
                 found = bind(equation.primitive, equation.params, [self._known[x] for x in inputs])
-            self._known.update(zip(outputs, found, strict=True))
+            # as NumPy's: JAX's lie on the mesh in force, and the rule may be met on another
+            plain = (
+                x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in found
+            )
+            self._known.update(zip(outputs, plain, strict=True))
         else:
             self._steps.append(_Step(equation, inputs, tuple(outputs)))
         return outputs

@@ -29,6 +29,7 @@ from energy_attn.distributed import (
 )
 from energy_attn.distributed.spec._layout import sequence_order
 from energy_attn.distributed.spec._plan import sharding_plan
+from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.masks._structure import sided
 from energy_attn.kernels.xla._blocks import BlockedOperands
@@ -493,6 +494,22 @@ def test_a_rule_that_divides():
     seen = (places[:, None] // 5 == places // 5) | (places % 7 == 0)
     exact = ea.attention(query, key, value, mask=jnp.asarray(seen)[None, None])
     np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
+
+
+@pytest.mark.usefixtures("user_settings")
+def test_a_rule_on_another_mesh():
+    """Constants in a rule's program that lie on the mesh where it was met first."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 16, 2, 4)), jnp.float32)
+    rule = masks.Function(lambda query, key: query % 11 >= key % 11)
+    exact = local_attention(x, x, x, mask=rule, implementation="reference").out
+
+    def run(x):
+        return local_attention(x, x, x, mask=rule, implementation="pallas_gpu").out
+
+    with jax.set_mesh(mesh_of("8 explicit")):
+        jax.eval_shape(run, x)
+    with jax.set_mesh(mesh_of("8")):
+        np.testing.assert_allclose(jax.jit(run)(x), exact, 1e-5, 1e-5)
 
 
 def test_a_rule_in_ones_own_shard_map():
