@@ -13,7 +13,7 @@ TEST_EXTRAS ?= test
 CUDA ?= 12
 # What to test, as files or folders of tests/; empty means all.
 PART ?=
-# How far LLVM optimises, 0 to 3; empty: as little as tests/flags.py says, in a quarter of the time.
+# How far LLVM optimises, 0 to 3; empty: as little as tests/support/flags.py says, in a quarter of the time.
 OPTIMISE ?=
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 

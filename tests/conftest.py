@@ -7,8 +7,8 @@ beartype: `--jaxtyping-packages` in pyproject.toml installs that before the pack
 import gc
 import os
 
-from .flags import flags
-from .selection import mark_products
+from tests.support.flags import flags
+from tests.support.selection import mark_products
 
 # Before JAX starts a backend. Flags that the user has set are kept; on a machine with an accelerator the suite still
 # runs on the CPU unless JAX_PLATFORMS says otherwise.

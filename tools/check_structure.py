@@ -13,7 +13,7 @@ The rules:
 - Every name that a package exports stands in the documentation's API pages.
 - Names and phrases that were replaced do not come back, nor do docstrings that end in "Raises" and "nothing".
 
-`tests/test_structure.py` runs the same functions.
+`tests/repository/test_structure.py` runs the same functions.
 """
 
 import ast
@@ -50,7 +50,7 @@ OLD_PHRASES = {
     "roll call": "rendezvous",
     "what walks over": "what iterates over",
 }
-PROSE_EXEMPT = ("CHANGELOG.md", "tools/check_structure.py", "tests/test_structure.py")
+PROSE_EXEMPT = ("CHANGELOG.md", "tools/check_structure.py", "tests/repository/test_structure.py")
 DOOR = "internal"
 
 

@@ -13,7 +13,7 @@ from ._packing import as_invariant, gathered
 from ._scatter import EXCHANGE
 
 # From this many chips of one slice on, XLA:TPU makes of a small gather a sum of what each puts
-# among zeros, as in `tests/distributed/test_tpu_programs.py`.
+# among zeros, as in `tests/tpu/test_programs.py`.
 _MANY_CHIPS = 64
 
 

@@ -1,7 +1,7 @@
 """What our GPU kernels become on an H200, compiled ahead of time, without GPU or driver.
 
 Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs are read, never run: that what they
-compute is right, the interpreter shows on any machine (tests/kernels/test_local_attention.py).
+compute is right, the interpreter shows on any machine (tests/kernels/dispatch/test_local_attention.py).
 """
 
 import functools
@@ -19,9 +19,8 @@ from energy_attn.distributed import KVCache, SequenceParallel, collectives, tree
 from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.pallas.gpu._plan import make_plan, need_of
-
-from .machine_code import assembled
-from .target import nodes
+from tests.support.machine_code import assembled
+from tests.support.target import nodes
 
 WIDTH = 128
 KEYS = 640 * 1024

@@ -14,9 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, cost, ring_attention, tree_attention
-
-from ..distributed.schedule import trained, waits
-from .target import nodes
+from tests.support.schedule import trained, waits
+from tests.support.target import nodes
 
 HEADS, WIDTH = 16, 128
 AXES = ("node", "device")

@@ -1,7 +1,7 @@
 """What our kernels become on an H200, and on Blackwell's GPUs, compiled ahead of time, without GPU or driver.
 
 Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs are read, never run; that their copies,
-barriers and masks compute what they should, the interpreter shows (tests/kernels/test_mosaic_gpu.py).
+barriers and masks compute what they should, the interpreter shows (tests/kernels/pallas/test_mosaic_gpu.py).
 """
 
 import functools
@@ -17,8 +17,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from energy_attn.kernels import local_attention
-
-from .target import nodes, toolkit
+from tests.support.target import nodes, toolkit
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 WIDTH = 128

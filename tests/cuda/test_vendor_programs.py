@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.vendor import _cudnn, _fa4, _flash_attn
-
-from .target import nodes
+from tests.support.target import nodes
 
 BATCH, ROWS, WIDTH = 2, 8192, 128
 heads = pytest.mark.parametrize("heads", [(16, 16), (32, 8)], ids=str)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import energy_attn as ea
-
-from ..problems import PROBLEMS, cast
-from ..reference import rows
+from tests.support.problems import PROBLEMS, cast
+from tests.support.reference import rows
 
 
 def test_weights_sum_to_one():

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ..problems import Problem
-from ..reference import dense
+from tests.support.problems import Problem
+from tests.support.reference import dense
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "papers" / "tree_attention"

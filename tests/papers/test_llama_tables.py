@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from energy_attn.distributed import make_mesh
-
-from ..energy_attn.llama import CONFIG, build, numpy_llama
-from ..flags import environment
+from tests.support.flags import environment
+from tests.support.llama import CONFIG, build, numpy_llama
 
 FOLDER = Path(__file__).resolve().parents[2] / "papers" / "tree_attention"
 PROMPT, TOKENS, REPETITIONS, DEVICES = 32, 4, 3, 8

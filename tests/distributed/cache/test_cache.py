@@ -1,0 +1,457 @@
+"""`KVCache`: every token in its slot, on every mesh, at every length; written in place; saved and read back.
+
+The judge is a Python list of tokens per row, and dense attention over them in float64.
+"""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.distributed.cache._cache import KVCache
+from energy_attn.distributed.cache._quantize import quantize
+from energy_attn.kernels.internal import dequantize
+from tests.support.cache_model import (
+    B,
+    H,
+    K,
+    Model,
+    N,
+    V,
+    append,
+    check_balanced,
+    check_held,
+    empty,
+    held,
+    tokens,
+)
+from tests.support.meshes import close, mesh_of, parallel_of
+from tests.support.problems import Problem
+from tests.support.reference import dense, dense_vjp
+from tests.support.rules import RULES
+from tests.support.selection import few
+
+
+@pytest.mark.parametrize("kind", few(["8", "2x4 explicit"], "2x4 explicit"))
+def test_every_step(kind):
+    """A token in the wrong slot or on the wrong device, at any of 3·p·block steps; and a step compiled twice.
+
+    Rows start at different lengths, one empty, and one of them gets a token only at every other step.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache, query, key, value, lengths):
+        cache = cache.append(key, value, lengths=lengths)
+        return cache, cache.attend(query, lengths=lengths)
+
+    model, rng = Model(), np.random.default_rng(0)
+    with jax.set_mesh(mesh_of(kind)):
+        cache = empty(kind, capacity=57)
+        assert cache.capacity == 64
+        new, counts = tokens(0, 5), (5, 0, 2)
+        cache = cache.append(*new, lengths=jnp.asarray(counts))
+        model.append(*new, counts)
+        for i in range(48):
+            query, new = rng.standard_normal((B, 1, N, H)), tokens(i + 1, 1)
+            counts = (1, 1, i % 2)
+            cache, state = step(cache, query, *new, jnp.asarray(counts, jnp.int32))
+            model.append(*new, counts)
+            last = [
+                [n - 1 if count else -1] for n, count in zip(model.lengths, counts, strict=True)
+            ]
+            out, energy = dense(model.problem(query, last))
+            close(state.out, out, f"attention at step {i}")
+            close(state.lse, energy, f"energy at step {i}")
+            if i % 12 == 0:
+                check_balanced(cache)
+        check_held(cache, model)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("explicit", few([False, True], False))
+def test_rows_on_another_axis(explicit, tmp_path):
+    """Rows that are gathered or appended to by other devices than theirs: a decode step is one all-gather.
+
+    On automatic axes nothing but `batch=` says that rows are sharded: XLA gathered eight arrays a step.
+    """
+    mesh = make_mesh((2, 4), ("data", "device"), explicit=explicit)
+    parallel = SequenceParallel("device", merge="gather", batch="data")
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((4, 7, *shape)) for shape in ((4, 6), (2, 6), (2, 3)))
+
+    def step(cache, query, key, value):
+        cache = cache.append(key, value)
+        return cache, cache.attend(query).out
+
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, P("data"))
+        cache = KVCache.empty(4, 16, 2, 6, 3, dtype=jnp.float64, parallel=parallel, block_size=2)
+        assert cache.key.addressable_shards[0].data.shape == (2, 4, 2, 6)
+        cache = cache.append(*jax.device_put((key[:, :6], value[:, :6]), rows))
+        new = jax.device_put([x[:, 6:] for x in (query, key, value)], rows)
+        compiled = jax.jit(step).lower(cache, *new).compile()
+        assert [(c.kind, c.group_size) for c in collectives(compiled)] == [("all-gather", 4)]
+        cache, out = compiled(cache, *new)
+        cache.save(tmp_path)
+        again = KVCache.load(tmp_path, parallel=parallel, block_size=1)
+        assert again.key.addressable_shards[0].data.shape == (2, 4, 2, 6)
+        other = again.attend(new[0]).out
+    exact, _ = dense(Problem("rows", query[:, 6:], key, value))
+    close(out, exact)
+    close(other, exact)
+
+
+@pytest.mark.parametrize("name", few(list(RULES), "prefix_rows", "documents_function"))
+def test_rules(name):
+    """A rule that compares slots instead of tokens; causality by default beside a rule that shows later tokens."""
+    rule = RULES[name].of(B)
+
+    @jax.jit
+    def run(cache, query, rule):
+        return cache.attend(query, mask=rule), cache.attend(query, mask=rule, is_causal=True)
+
+    model, rng, counts = Model(), np.random.default_rng(0), (9, 2, 12)
+    with jax.set_mesh(mesh_of("8")):
+        new = tokens(0, 12)
+        cache = append(empty(block_size=1), *new, lengths=jnp.asarray(counts, jnp.int32))
+        model.append(*new, counts)
+        query = rng.standard_normal((B, 3, N, H))
+        states = run(cache, query, rule)
+    positions = [[n - 3 + i for i in range(3)] for n in counts]
+    for state, is_causal in zip(states, (False, True), strict=True):
+        problem = model.problem(query, positions, rule=name, is_causal=is_causal)
+        out, energy = dense(problem)
+        close(state.out, out, name)
+        close(state.lse, energy, name)
+
+
+@pytest.mark.parametrize(
+    "dtype, quantized", [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
+)
+@pytest.mark.parametrize("T", [1, 40])
+def test_append_in_place(dtype, quantized, T):
+    """A copy of the cache, or a collective, in what `append` compiles to."""
+    B, S, K, H = 2, 32 * 1024, 2, 64
+    with jax.set_mesh(mesh_of("8")):
+        spread = parallel_of("8")
+        cache = KVCache.empty(
+            B, S, K, H, dtype=dtype, quantize=quantized, parallel=spread, block_size=16
+        )
+        new = jnp.ones((B, T, K, H), dtype)
+        step = jax.jit(lambda cache, new: cache.append(new, new), donate_argnums=0)
+        compiled = step.lower(cache, new).compile()
+    memory = compiled.memory_analysis()
+    shard = B * S * K * H * cache.key.dtype.itemsize // 8
+    assert collectives(compiled) == ()
+    assert memory.alias_size_in_bytes >= 2 * shard
+    assert memory.temp_size_in_bytes < shard / 8
+
+
+def test_decode_step_in_place():
+    """Appending and attending as one program: the cache stays where it is, and only states are sent."""
+    with jax.set_mesh(mesh_of("8")):
+        cache = KVCache.empty(2, 8192, 2, 64, dtype=jnp.float32, parallel=parallel_of("8"))
+        new, query = jnp.ones((2, 1, 2, 64), jnp.float32), jnp.ones((2, 1, 4, 64), jnp.float32)
+
+        def step(cache, query, new):
+            cache = cache.append(new, new)
+            return cache, cache.attend(query)
+
+        compiled = jax.jit(step, donate_argnums=0).lower(cache, query, new).compile()
+    shard = cache.key.nbytes // 8
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * shard
+    assert compiled.memory_analysis().temp_size_in_bytes < shard / 4
+    assert sum(c.bytes for c in collectives(compiled)) <= 2 * 4 * (64 + 2) * 4
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_window(T):
+    """A ring that lets go of a token that is still in the window, or lets an old one be seen; over three laps."""
+    window, model, rng = 12, Model(16), np.random.default_rng(T)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache, query, key, value):
+        cache = cache.append(key, value)
+        return cache, cache.attend(query)
+
+    with jax.set_mesh(mesh_of("2x4")):
+        cache = empty("2x4", capacity=16, block_size=1, window=window)
+        for i in range(48 // T):
+            query, new = rng.standard_normal((B, T, N, H)), tokens(i, T)
+            cache, state = step(cache, query, *new)
+            model.append(*new, [T] * B)
+            mine = np.arange(i * T, i * T + T)[None].repeat(B, 0)
+            judge = model.problem(query, mine, is_causal=True, local_window_size=(window, 0))
+            close(state.out, dense(judge)[0], f"step {i}")
+        check_held(cache, model)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_no_room(jitted, raises_late):
+    """Tokens written over others, or lost in silence. After an eviction there is room again."""
+    write = append if jitted else KVCache.append
+    with jax.set_mesh(mesh_of("8")):
+        cache = append(empty(capacity=16), *tokens(0, 14))
+        with pytest.raises(RuntimeError, match="no room for its new tokens"):
+            jax.block_until_ready(write(cache, *tokens(1, 3)))
+        cache = write(cache.evict(1), *tokens(1, 3))
+        assert cache.lengths.tolist() == [17] * B
+        assert [sorted(row) for row in held(cache)] == [list(range(1, 17))] * B
+
+
+def test_no_room_unchecked(monkeypatch):
+    """With Equinox's checks off, a row without room keeps what it has, and the others get theirs."""
+    monkeypatch.setattr(
+        "energy_attn.distributed.cache._write.eqx.branched_error_if", lambda x, *_: x
+    )
+    model = Model()
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty(capacity=16)
+        # a number of tokens that no other test compiles for
+        for i, (counts, written) in enumerate(
+            [((12, 5, 0), (12, 5, 0)), ((0, 12, 12), (0, 0, 12))]
+        ):
+            new = tokens(i, 12)
+            cache = cache.append(*new, lengths=jnp.asarray(counts))
+            model.append(*new, written)
+        check_held(cache, model)
+
+
+def test_same_as_attention():
+    """`positions`, `keys` and `parallel` mean to `ea.attention` what they mean to `attend`; one device as well."""
+    query = jnp.asarray(np.random.default_rng(0).standard_normal((B, 2, N, H)))
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty().append(*tokens(0, 11), lengths=jnp.asarray([11, 4, 0]))
+        state = cache.attend(query, lengths=jnp.asarray([2, 1, 0]))
+        out, energy = ea.attention(
+            query,
+            cache.keys(),
+            cache.values(),
+            is_causal=True,
+            query_positions=jnp.asarray([[9, 10], [3, -1], [-1, -1]]),
+            key_positions=cache.positions,
+            parallel=cache.parallel,
+            return_energy=True,
+        )
+    alone = empty(parallel=None).append(*tokens(0, 11), lengths=jnp.asarray([11, 4, 0]))
+    alone = alone.attend(query, lengths=jnp.asarray([2, 1, 0]))
+    for other in (out, energy), alone:
+        close(other[0], np.asarray(state.out))
+        close(other[1], np.asarray(state.lse))
+    assert np.isneginf(np.asarray(state.lse)[2]).all() and not np.asarray(state.out)[2].any()
+
+
+def test_rows_and_heads_split():
+    """Rows and heads that types split over other mesh axes stay there; nothing is gathered to write."""
+    mesh, rows = make_mesh((2, 2, 2), ("data", "sequence", "model"), explicit=True), 4
+    spread = SequenceParallel("sequence")
+    rng = np.random.default_rng(0)
+    key = jnp.asarray(rng.standard_normal((rows, 7, K, H)))
+    query = jnp.asarray(rng.standard_normal((rows, 1, N, H)))
+    counts = np.array([7, 0, 3, 5])
+    with jax.set_mesh(mesh):
+        cache = KVCache.empty(rows, 8, K, H, dtype=jnp.float64, parallel=spread, block_size=2)
+
+        def put(x):
+            spec = ("data", "sequence", "model")[: x.ndim] if x.ndim > 1 else ("data",)
+            return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+        cache = jax.tree.map(put, cache)
+        compiled = append.lower(cache, key, key, lengths=jnp.asarray(counts)).compile()
+        assert collectives(compiled) == ()
+        cache = append(cache, key, key, lengths=jnp.asarray(counts))
+        assert tuple(cache.key.sharding.spec)[:3] == ("data", "sequence", "model")
+        out = cache.attend(query, query_positions=jnp.full((rows, 1), 9)).out
+    exact = dense(Problem("split", query, key, key, key_value_seq_lengths=counts))
+    close(out, exact[0])
+
+
+def test_derivatives():
+    """A gradient lost between what is appended and what is read."""
+    model, query = Model(), np.random.default_rng(0).standard_normal((B, 2, N, H))
+    first, second = tokens(0, 5), tokens(1, 2)
+    model.append(*first, [5] * B)
+    model.append(*second, [2] * B)
+    positions = np.array([[5, 6]] * B)
+    judge = model.problem(query, positions, is_causal=True)
+    rng = np.random.default_rng(1)
+    dout, dlse = rng.standard_normal((B, 2, N, V)), rng.standard_normal((B, 2, N))
+
+    with jax.set_mesh(mesh_of("8")):
+
+        @jax.jit
+        def gradient(first, second):
+            def loss(first, second):
+                state = empty(capacity=16).append(*first).append(*second).attend(jnp.asarray(query))
+                return (state.out * dout).sum() + (state.lse * dlse).sum()
+
+            return jax.grad(loss, argnums=(0, 1))(first, second)
+
+        found = gradient(first, second)
+    exact = dense_vjp(judge, dout, dlse)
+    for i, name in enumerate(("key", "value")):
+        close(jnp.concatenate([found[0][i], found[1][i]], 1), exact[name], name)
+
+
+def test_quantize():
+    """An error above max|x| / 254 per head and token; zeros, and NaNs that come back as numbers."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 3, 16)) * 10.0 ** rng.integers(-9, 9, (64, 3, 1))
+    x[0, 0], x[1, 1, 3] = 0, np.nan
+    read = np.asarray(dequantize(*quantize(jnp.asarray(x, jnp.float32)), jnp.float32), np.float64)
+    bound = np.abs(np.nan_to_num(x)).max(-1, keepdims=True) / 254 * (1 + 1e-5)
+    assert np.isnan(read[1, 1]).all() and not read[0, 0].any()
+    read[1, 1] = x[1, 1] = 0
+    assert (np.abs(read - x) <= bound).all()
+    assert np.abs(read - x).max() > 0
+
+    with jax.set_mesh(mesh_of("8")):
+        key, value = tokens(3, 5, jnp.float32)
+        cache = empty(dtype=jnp.float32, quantize="int8").append(key, value)
+        assert cache.key.dtype == jnp.int8 and cache.key_scale.shape == (B, 48, K)
+        for b, row in enumerate(held(cache)):
+            for n, pair in row.items():
+                for x, exact in zip(pair, (key[b, n], value[b, n]), strict=True):
+                    assert (np.abs(x - exact).max(-1) <= np.abs(exact).max(-1) / 253.9).all()
+        with pytest.raises(TypeError, match="rounding has no derivative"):
+            jax.grad(
+                lambda key: (
+                    cache.append(key, value).attend(jnp.ones((B, 1, N, H), jnp.float32)).lse.sum()
+                )
+            )(key)
+
+
+@pytest.mark.parametrize(
+    "options",
+    few([{}, {"window": 9}, {"dtype": jnp.bfloat16}, {"quantize": "int8"}], {"quantize": "int8"}),
+    ids=str,
+)
+def test_saved_and_loaded(options, tmp_path):
+    """A bit or a token lost on the way to another mesh, number of devices, block or capacity."""
+    dtype = options.get("dtype", jnp.float64)
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty(capacity=32, **options)
+        for i in range(2 if options.get("window") is None else 5):
+            cache = append(cache, *tokens(i, 13, dtype), lengths=jnp.asarray([13, 5, 0], jnp.int32))
+        cache = cache.evict(jnp.asarray([3, 0, 0]))
+        cache.save(tmp_path / "cache")
+        before = held(cache)
+    ways = [
+        ("2x4 explicit", {"parallel": parallel_of("2x4"), "block_size": 3}),
+        ("2x4", {"parallel": SequenceParallel("node"), "capacity": 40, "block_size": 1}),
+        (None, {}),
+    ]
+    for kind, way in ways:
+        with jax.set_mesh(mesh_of(kind)) if kind else contextlib.nullcontext():
+            again = KVCache.load(tmp_path / "cache", **way)
+            after = held(again)
+            assert again.dtype == dtype and again.key.dtype == cache.key.dtype
+            assert [sorted(row) for row in after] == [sorted(row) for row in before]
+            for row, exact in zip(after, before, strict=True):
+                for n in row:
+                    for x, y in zip(row[n], exact[n], strict=True):
+                        assert x.tobytes() == y.tobytes()
+            if again.parallel is not None:
+                check_balanced(again)
+            more = again.append(*tokens(9, 2, dtype))
+            assert more.lengths.tolist() == [n + 2 for n in cache.lengths.tolist()]
+    with jax.set_mesh(mesh_of("8")):
+        if options.get("window") is None:
+            with pytest.raises(ValueError, match="capacity: wanted at least the 23 tokens"):
+                KVCache.load(tmp_path / "cache", capacity=22)
+        else:
+            small = KVCache.load(
+                tmp_path / "cache", capacity=16, block_size=1, parallel=cache.parallel
+            )
+            assert sorted(held(small)[0]) == sorted(before[0])[-16:]
+
+
+def test_not_saved(tmp_path):
+    """A cache read from a folder without one; one written from inside `jax.jit`."""
+    with pytest.raises(ValueError, match="path: wanted a folder with all files .* 0 of 1"):
+        KVCache.load(tmp_path / "nowhere")
+    with pytest.raises(TypeError, match="key: wanted an array that has been computed"):
+        jax.jit(lambda cache: cache.save(tmp_path / "traced"))(empty(parallel=None))
+
+
+NEW = np.zeros((B, 2, K, H)), np.zeros((B, 2, K, V))
+QUERY = np.zeros((B, 1, N, H))
+BAD = {
+    "capacity: wanted at least 1, got 0": lambda c: empty(capacity=0),
+    "width: wanted an integer, got float 1.5": lambda c: KVCache.empty(1, 8, 1, 1.5),
+    "dtype: wanted float16": lambda c: empty(dtype=jnp.int32),
+    "quantize: wanted None or 'int8', got str 'int4'": lambda c: empty(quantize="int4"),
+    "window: wanted less than the capacity, 48": lambda c: empty(window=48),
+    "window: wanted at least 0, got -1": lambda c: empty(window=-1),
+    "parallel: wanted a SequenceParallel or None": lambda c: empty(parallel="device"),
+    "block_size: wanted at least 1": lambda c: empty(block_size=0),
+    "key: wanted a JAX or NumPy array, got list": lambda c: c.append([1.0], NEW[1]),
+    "key: wanted the dtype of the cache, float64, got float32": lambda c: c.append(
+        NEW[0].astype(np.float32), NEW[1]
+    ),
+    "key: wanted shape (3, T, 2, 3), got float64[3,2,2,5]": lambda c: c.append(NEW[1], NEW[1]),
+    "value: wanted shape (3, 2, 2, 5), got float64[3,1,2,5]": lambda c: c.append(
+        NEW[0], NEW[1][:, :1]
+    ),
+    "key: wanted 1 to 38 new tokens": lambda c: c.append(
+        np.zeros((B, 39, K, H)), np.zeros((B, 39, K, V))
+    ),
+    "lengths: wanted 0 to 2, got [0, 3, 1]": lambda c: c.append(
+        *NEW, lengths=jnp.asarray([0, 3, 1])
+    ),
+    "lengths: wanted no negative": lambda c: c.append(*NEW, lengths=jnp.asarray([0, -1, 1])),
+    "lengths: wanted shape (3)": lambda c: c.append(*NEW, lengths=jnp.asarray([1, 1])),
+    "lengths: wanted an integer array": lambda c: c.append(*NEW, lengths=jnp.ones(B)),
+    "count: wanted either count or before": lambda c: c.evict(),
+    "count: wanted at least 0": lambda c: c.evict(-1),
+    "before: wanted an integer array": lambda c: c.evict(before=jnp.ones(B)),
+    "query: wanted the dtype of the cache": lambda c: c.attend(QUERY.astype(np.float32)),
+    "query: wanted shape (3, T, N, 3)": lambda c: c.attend(QUERY[:2]),
+    "lengths: wanted None beside query_positions": lambda c: c.attend(
+        QUERY, lengths=jnp.ones(B, int), query_positions=jnp.zeros((1, 1), int)
+    ),
+    "local_window_size: wanted at most the cache's window, 10": lambda c: c.attend(
+        QUERY, local_window_size=11
+    ),
+    "key_value_seq_lengths: wanted one of the options scale, is_causal": lambda c: c.attend(
+        QUERY, key_value_seq_lengths=jnp.ones(B, int)
+    ),
+    "path: wanted the path of a folder": lambda c: c.save(3),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message, unchecked):
+    """An error that does not name the argument, what came and what was wanted."""
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty(window=10)
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            BAD[message](cache)
+
+
+def test_another_mesh():
+    """Slots read as if they were laid out for another number of devices."""
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty(parallel=SequenceParallel("device"))
+    with jax.set_mesh(mesh_of("2x4")):
+        with pytest.raises(ValueError, match="the 8 devices along the sequence .* got one with 4"):
+            cache.append(*tokens(0, 1))
+    with pytest.raises(ValueError, match="parallel: wanted a mesh in force"):
+        cache.positions  # noqa: B018
+
+
+def test_counts_known_late(raises_late):
+    """Numbers of tokens that are traced, and out of range: no token may be taken that was not given."""
+    with jax.set_mesh(mesh_of("8")):
+        with pytest.raises(RuntimeError, match="lengths: wanted from 0 to as many new tokens"):
+            jax.block_until_ready(append(empty(), *tokens(0, 2), lengths=jnp.asarray([1, 3, 0])))
+        cache = append(empty(), *tokens(0, 2), lengths=jnp.asarray([1, 2, 0]))
+    assert cache.lengths.tolist() == [1, 2, 0]

@@ -1,0 +1,613 @@
+"""The cost model: it predicts what compiled programs send, it computes the paper's equations, and it chooses by them.
+
+Programs are compiled and never run, so sizes of keys may be real ones. On a TPU's and a GPU's compiler:
+test_tpu_programs.py and tests/cuda.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from energy_attn import attention as attend
+from energy_attn.distributed import (
+    SequenceParallel,
+    collectives,
+    cost,
+    gather_attention,
+    hybrid_attention,
+    logsumexp_across,
+    make_mesh,
+    ring_attention,
+    tree_attention,
+    ulysses_attention,
+)
+from energy_attn.distributed.merge._strategies import STRATEGIES, MergeName, automatic_merges
+from tests.support.meshes import merges_for
+from tests.support.selection import few
+
+NAMES = ("slice", "node", "device")
+ROWS = [(p,) for p in range(2, 9)]
+GRIDS = [(2, 3), (2, 4), (2, 2, 2)]
+DECODE = cost.Shape(2, 1, 1680, 4, 2, 6, 10, dtype="float32")
+METHODS = {
+    "tree": tree_attention,
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+    "hybrid": hybrid_attention,
+    "gather": gather_attention,
+}
+# as little work for the compiler as possible: what is sent is decided all the same
+
+
+def topology(sizes):
+    links = tuple(cost.Link(size, 0, 1) for size in sizes)
+    return cost.Topology("test", links, platform="cpu")
+
+
+def attention(method, merge, shape, implementation="reference", **options):
+    """An attention of a `cost.Shape`, and its arguments: dtypes, shapes and the sharding of each."""
+    if merge is None:  # each device has its own queries
+        assert shape.queries_sharded
+    else:
+        options["merge" if method == "tree" else "rotate"] = merge
+        options["queries_sharded"] = shape.queries_sharded
+    widths = (
+        (shape.queries, shape.heads, shape.width),
+        (shape.keys, shape.kv_heads, shape.width),
+        (shape.keys, shape.kv_heads, shape.out_width),
+    )
+    arrays = [jax.ShapeDtypeStruct((shape.batch, *x), shape.dtype) for x in widths]
+    specs = [shape.queries_sharded, True, True]
+    f = functools.partial(METHODS[method], implementation=implementation, **options)
+    if not shape.causal:
+        return f, arrays, specs
+
+    def causal(query, key, value, query_positions, key_positions, axis_name):
+        return f(
+            *(query, key, value),
+            axis_name=axis_name,
+            is_causal=True,
+            query_positions=query_positions,
+            key_positions=key_positions,
+        )
+
+    positions = [
+        jax.ShapeDtypeStruct((1, count), jnp.int32) for count in (shape.queries, shape.keys)
+    ]
+    return causal, arrays + positions, [*specs, *specs[:2]]
+
+
+def compiled(f, arrays, specs, sizes):
+    """A function of arrays whose second axis is sharded over all devices, or not at all."""
+    axes = NAMES[-len(sizes) :]
+    mesh = make_mesh(sizes, axes, devices=jax.devices()[: math.prod(sizes)])
+    sharded = [P(None, axes) if x else P() for x in specs]
+    run = jax.shard_map(
+        functools.partial(f, axis_name=axes),
+        mesh=mesh,
+        in_specs=tuple(sharded),
+        out_specs=sharded[0],
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        return jax.jit(run).lower(*arrays).compile()
+
+
+def sent(program):
+    """How often a program runs collectives: by kind and bytes."""
+    found = collections.Counter()
+    for c in collectives(program):
+        found[c.kind, c.bytes] += c.count
+    return found
+
+
+def predicted(method, merge, shape, sizes, **options):
+    found = collections.Counter()
+    for t in cost.transfers(method, merge, shape, topology(sizes), **options):
+        found[t.kind, t.bytes] += t.count
+    return found
+
+
+def hold(method, merge, shape, sizes):
+    program = compiled(*attention(method, merge, shape), sizes)
+    assert sent(program) == predicted(method, merge, shape, sizes), (method, merge, sizes)
+
+
+@pytest.mark.parametrize("sizes", few([*ROWS, *GRIDS], (6,), (2, 4)), ids=str)
+def test_decode_sends_what_is_predicted(sizes):
+    """A merge that sends more, less or more often than the model says, whatever the number of devices."""
+    for merge in merges_for(len(sizes)):
+        hold("tree", merge, DECODE, sizes)
+
+
+@pytest.mark.parametrize("sizes", few([*ROWS, (2, 4)], (2, 4)), ids=str)
+def test_prefill_sends_what_is_predicted(sizes):
+    """As for decode, of every method that shards queries, and of rings whose queries are on all devices."""
+    p = math.prod(sizes)
+    shape = cost.Shape(1, 2 * p, 3 * p, 2 * p, p, 2, 3, dtype="float32", queries_sharded=True)
+    for merge in ("allreduce", "gather"):  # every other one sends what a gather does
+        hold("tree", merge, shape, sizes)
+    for rotate in cost.ROTATED:
+        hold("ring", rotate, shape, sizes)
+        hold("ring", rotate, DECODE, sizes)
+    hold("ulysses", None, shape, sizes)
+    hold("gather", None, shape, sizes)
+    if len(sizes) > 1:
+        hold("hybrid", None, shape, sizes)
+
+
+@pytest.mark.parametrize("sizes", few([(2, 4), (3, 2), (2, 2, 2)], (2, 4)), ids=str)
+def test_fewer_heads_than_devices(sizes):
+    """Copies of keys that the model does not count: one head of keys for all devices. Positions, too."""
+    p = math.prod(sizes)
+    shape = cost.Shape(1, 2 * p, 3 * p, 2 * p, 1, 2, 3, "float32", True, queries_sharded=True)
+    hold("ulysses", None, shape, sizes)
+    hold("hybrid", None, shape, sizes)
+
+
+def test_pieces():
+    """Keys gathered in more pieces than there are, or in other pieces than the model's."""
+    for keys, count in {1: 1, 7: 7, 9: 3, 32: 8}.items():
+        shape = cost.Shape(1, 4, 4 * keys, 2, 1, 2, dtype="float32", queries_sharded=True)
+        hold("gather", None, shape, (4,))
+        found = cost.transfers("gather", None, shape, topology((4,)))
+        assert [t.count for t in found] == [count] * 2
+
+
+def test_positions_are_counted():
+    """A ring that compares positions and sends them for nothing in the model, or in every step."""
+    shape = cost.Shape(2, 8, 12, 2, 1, 2, dtype="float32", causal=True, queries_sharded=True)
+    for rotate in cost.ROTATED:
+        hold("ring", rotate, shape, (4,))
+    hold("gather", None, shape, (4,))
+
+
+@pytest.mark.parametrize("layout", few(["contiguous", "striped", "zigzag"], "zigzag"))
+def test_nothing_but_keys_goes_around(layout):
+    """Positions or segments that travel with their keys, where every device could have known them."""
+    parallel = SequenceParallel("device", method="ring", layout=layout)
+    shapes = [(1, 8, heads, 2) for heads in (2, 1, 1)]
+    arrays = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
+    segments = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+
+    def both(query, key, value, segments):
+        def out(*arrays):
+            ids = {"query_segment_ids": segments, "key_segment_ids": segments}
+            return attend(*arrays, is_causal=True, parallel=parallel, **ids)
+
+        return jax.vjp(out, query, key, value)[1](query)
+
+    with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
+        program = jax.jit(both).lower(*arrays, segments).compile()
+    around = [c for c in collectives(program) if c.kind == "collective-permute"]
+    assert {dtype for c in around for dtype in c.dtypes} == {"f32"}
+    assert {shape for c in around for shape in c.shapes} == {(1, 2, 1, 2)}
+
+
+def hold_tangent(method, merge, shape, sizes, kept=None):
+    """That of query, key and value, or of the first `kept` of them."""
+    f, arrays, specs = attention(method, merge, shape, implementation="blockwise")
+
+    def along(*given, axis_name):
+        primals, directions = given[: len(arrays)], given[len(arrays) :]
+
+        def moving(*some):
+            return f(*some, *primals[len(some) :], axis_name=axis_name)
+
+        return jax.jvp(moving, primals[: len(directions)], directions)
+
+    program = compiled(along, [*arrays, *arrays[:3][:kept]], [*specs, *specs[:3][:kept]], sizes)
+    return sent(program), predicted(method, merge, shape, sizes, tangent=True)
+
+
+def test_a_tangent_is_one_reduction():
+    """Forward mode of a tree that sends more than R (H + 1) numbers beside the attention's, by any merge."""
+    for merge in cost.MERGES:
+        found, wanted = hold_tangent("tree", merge, DECODE, (2, 4))
+        assert found == wanted, merge
+        more = wanted - predicted("tree", merge, DECODE, (2, 4))
+        assert more == {("all-reduce", DECODE.rows * (DECODE.out_width + 1) * 4): 1}
+
+
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "float32"))
+def test_tangents_send_what_is_predicted(dtype):
+    """Directions of keys that go around twice, or with the first round; tangents that the model leaves out."""
+    shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=True, queries_sharded=True)
+    ways = [("tree", "allreduce"), ("tree", "gather"), ("ring", "keys"), ("ring", "queries")]
+    for method, merge in [*ways, ("ulysses", None), ("hybrid", None), ("gather", None)]:
+        plain = dataclasses.replace(shape, causal=method != "tree")
+        found, wanted = hold_tangent(method, merge, plain, (2, 2) if method == "hybrid" else (4,))
+        assert found == wanted, (method, merge)
+    found, wanted = hold_tangent("ring", "queries", DECODE, (4,))
+    assert found == wanted
+
+
+def hold_gradient(method, merge, shape, sizes, **options):
+    f, arrays, specs = attention(method, merge, shape, implementation="blockwise", **options)
+
+    def both(*given, axis_name):
+        def state(*some):
+            return f(*some, *given[3:], axis_name=axis_name)
+
+        found, back = jax.vjp(state, *given[:3])
+        return found, back(found)
+
+    found = sent(compiled(both, arrays, specs, sizes))
+    assert found == predicted(method, merge, shape, sizes, gradient=True, **options), method
+
+
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "bfloat16"))
+def test_gradients_send_what_is_predicted(dtype):
+    """Gradients of keys that go around in other numbers than asked for, a hop too far, or home in wide ones."""
+    shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=True, queries_sharded=True)
+    for narrow in (False, True):
+        hold_gradient("ring", "keys", shape, (4,), narrow_gradients=narrow)
+    plain = dataclasses.replace(shape, causal=False)
+    hold_gradient("ring", "keys", plain, (2,))
+    hold_gradient("ulysses", None, plain, (4,))
+    for narrow in (False, True):
+        hold_gradient("hybrid", None, plain, (2, 2), narrow_gradients=narrow)
+
+
+def test_a_query_that_moves_alone():
+    """Directions of keys that are zero, sent around a ring."""
+    shape = cost.Shape(1, 8, 12, 8, 4, 2, dtype="float32", queries_sharded=True)
+    found, wanted = hold_tangent("ring", "keys", shape, (4,), kept=1)
+    for size in {size for _, size in wanted}:  # keys and values, of one size
+        wanted["collective-permute", size] -= 2 * 3
+    assert found == wanted
+
+
+@pytest.mark.parametrize("merge", few(cost.MERGES, "allreduce"))
+def test_decode_does_not_depend_on_keys(merge):
+    """A tree that sends something that grows with the context: 8k against 512k keys."""
+    found = [
+        sent(compiled(*attention("tree", merge, dataclasses.replace(DECODE, keys=keys)), (2, 4)))
+        for keys in (2**13, 2**19)
+    ]
+    assert found[0] == found[1]
+    assert sum(found[0].values()) <= {"gather": 1, "allreduce": 2, "ring": 7, "halving": 7}.get(
+        merge, 4
+    )
+
+
+@pytest.mark.parametrize("sizes", [(6,), (2, 4)], ids=str)
+def test_energies_send_what_is_predicted(sizes):
+    """`logsumexp_across` is the fold of states without values: no more than one number a row."""
+    shape = cost.Shape(1, 5, 0, 3, 1, 0, dtype="float32")
+    for merge in merges_for(len(sizes)):
+        f = functools.partial(logsumexp_across, merge=merge)
+        lse = jax.ShapeDtypeStruct((5, 3), jnp.float32)
+        program = compiled(f, [lse], [False], sizes)
+        assert sent(program) == predicted("tree", merge, shape, sizes), merge
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_states_are_sent_in_their_dtype(dtype):
+    """States of another dtype than float32: `lse` counts as float32 or float64, and so do sums."""
+    shape = dataclasses.replace(DECODE, dtype=dtype)
+    for merge in cost.MERGES:
+        hold("tree", merge, shape, (2, 2))
+
+
+def test_one_list_of_merges():
+    """A strategy that type checkers or the page about choosing do not know, or that `"auto"` should not choose."""
+    assert cost.MERGES == tuple(STRATEGIES) == get_args(MergeName)
+    page = Path(__file__).resolve().parents[3] / "docs" / "choosing.md"
+    table = page.read_text(encoding="utf-8").split("| tree, queries on all devices |")[1]
+    table = table.split("\n\n")[0]
+    for merge in cost.MERGES:
+        assert f'\n| `"{merge}"`' in table, merge
+    assert automatic_merges(1) == ("allreduce", "gather", "butterfly", "halving")
+    assert {*automatic_merges(2)} == {*automatic_merges(1), "hierarchical"}
+
+
+def test_a_table_of_methods():
+    """The page's hops, bytes and memory on eight nodes of eight devices, which are the model's."""
+    shape = cost.Shape(1, 2**18, 2**18, 32, 8, 128, queries_sharded=True)
+    page = Path(__file__).resolve().parents[3] / "docs" / "choosing.md"
+    table = page.read_text(encoding="utf-8").split("| MB that a device holds |")[1]
+    rows = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].split("\n")[2:]]
+    assert [row[0] for row in rows] == ['`"ring"`', '`"hybrid"`', '`"gather"`']
+    for name, *figures in rows:
+        method = name.strip('`"')
+        way = method, "keys" if method == "ring" else None, shape, cost.dgx_h100(8)
+        permutes = [t.count for t in cost.transfers(*way) if t.kind == "collective-permute"]
+        found = max(permutes, default=0), cost.volume(*way) / 1e6, cost.memory(*way) / 1e6
+        assert [int(x) for x in figures] == [round(x) for x in found], method
+
+
+def test_equations():
+    """The paper's volumes and memory (eqs. 29 to 35), in its setting: as many heads for keys, one dtype."""
+    b, t, heads, width, p = 3, 640, 16, 128, 8
+    d, word = heads * width, 4
+    shape = cost.Shape(b, 1, t * p, heads, heads, width, dtype="float32")
+    mesh = topology((p,))
+    # eq. 32 counts a hop more than are needed
+    assert cost.volume("ring", "keys", shape, mesh) == 2 * b * t * d * (p - 1) * word
+    tree = 2 * (p - 1) / p * (b * d + 2 * b * heads) * word
+    assert cost.volume("tree", "allreduce", shape, mesh) == pytest.approx(tree)
+    busiest = dataclasses.replace(mesh, all_reduce="tree")
+    assert cost.volume("tree", "allreduce", shape, busiest) == pytest.approx(tree * p / (p - 1))
+    ends = 2 * b * d + 2 * b * heads
+    assert cost.memory("tree", "allreduce", shape, mesh) == (2 * b * t * d + ends) * word
+    # eq. 29, the maxima and sums that it leaves out, and the shard that is under way meanwhile
+    assert cost.memory("ring", "keys", shape, mesh) == (4 * b * t * d + ends + 2 * b * t * d) * word
+
+
+def test_grouped_heads():
+    """The ring's volume counted with as many heads for keys as for queries: 4 times too much for Llama 3.1 8B."""
+    mesh = topology((8,))
+    many, grouped = (cost.Shape(1, 1, 2**17, 32, heads, 128) for heads in (32, 8))
+    ring = [cost.volume("ring", "keys", shape, mesh) for shape in (many, grouped)]
+    tree = [cost.volume("tree", "allreduce", shape, mesh) for shape in (many, grouped)]
+    assert ring[0] == 4 * ring[1] and tree[0] == tree[1]
+
+
+def test_all_collectives_have_a_volume():
+    """Ways that gather, scatter, exchange and permute: what crosses links, by the definitions of MPI's collectives."""
+    p, mesh = 4, topology((2, 2))
+    rows, state = DECODE.rows, DECODE.state
+    assert cost.volume("tree", "gather", DECODE, mesh) == (p - 1) * rows * state
+    assert cost.volume("tree", "butterfly", DECODE, mesh) == 2 * rows * state
+    half = rows * state / 2
+    assert cost.volume("tree", "hierarchical", DECODE, mesh) == half + half + half
+    shape = cost.Shape(1, 8, 8, 4, 4, 2, dtype="float32", queries_sharded=True)
+    rows = shape.rows
+    gathered = (p - 1) * rows // p * 2 * 4
+    folded = 2 * (p - 1) / p * rows * 4 + (p - 1) / p * rows * 3 * 4
+    assert cost.volume("tree", "allreduce", shape, mesh) == gathered + folded
+    exchanged = rows // p * (3 * 2 + 3) * 4
+    assert cost.volume("ulysses", None, shape, mesh) == (p - 1) / p * exchanged
+
+
+def test_nothing_is_sent_over_one_device():
+    """A model that prices collectives which no program has."""
+    for method, merge in (("tree", "allreduce"), ("tree", "butterfly"), ("ring", "keys")):
+        for sizes in ((1,), (1, 1)):
+            assert cost.transfers(method, merge, DECODE, topology(sizes)) == ()
+    assert cost.choose_merge(DECODE, topology((1,))) in cost.MERGES
+
+
+def test_the_order_that_was_measured():
+    """Eight hosts, gloo, 2 ms: packed all-reduces took 125 ms, a gather 32, a butterfly 13.6. Order and scale."""
+    shape = cost.Shape(1, 1, 32_768, 16, 16, 64, dtype="float32")
+    for one_way in (2e-4, 2e-3):
+        network = cost.ethernet(8, bandwidth=1.25e8, latency=one_way)
+        seconds = {
+            m: cost.latency("tree", m, shape, network) for m in ("allreduce", "gather", "butterfly")
+        }
+        assert seconds["butterfly"] < seconds["gather"] < seconds["allreduce"]
+        assert cost.choose_merge(shape, network) == "butterfly"
+        assert cost.latency("ring", "keys", shape, network) > 60 * seconds["butterfly"]
+        assert cost.latency("ring", "queries", shape, network) > seconds["butterfly"]
+    measured = {"allreduce": 0.125, "gather": 0.032, "butterfly": 0.0136}
+    assert seconds == pytest.approx(measured, rel=0.15)
+
+
+def test_two_levels():
+    """Hosts of several devices: a flat all-reduce chosen where every step of it waits for the network."""
+    network = cost.ethernet(4, 2, latency=2e-3)
+    shape = cost.Shape(1, 1, 32_768, 16, 16, 64, dtype="float32")
+    seconds = {m: cost.latency("tree", m, shape, network) for m in cost.MERGES}
+    assert seconds["allreduce"] > 1.7 * seconds["hierarchical"]
+    assert cost.choose_merge(shape, network) in ("butterfly", "hierarchical")
+    # with many rows it is bytes that count, and a host's devices share its card
+    large = dataclasses.replace(shape, batch=256)
+    assert cost.choose_merge(large, network) in ("hierarchical", "halving")
+
+
+def test_two_trees_are_quick_to_sum():
+    """Theorem 1's log p steps taken for those of a ring: 2 (p - 1) of them."""
+    network = cost.Topology("test", (cost.Link(128, 1.0, 1e30),))
+    trees = dataclasses.replace(network, all_reduce="tree")
+    assert cost.latency("tree", "allreduce", DECODE, network) == pytest.approx(2 * 2 * 127)
+    assert cost.latency("tree", "allreduce", DECODE, trees) == pytest.approx(2 * 2 * 7)
+
+
+def test_neighbours_on_a_torus():
+    """A message to a distant chip priced as one to the next: the butterfly chosen where every hop is a wire."""
+    slice_, nodes = cost.tpu("v5p", (4, 4, 8)), cost.dgx_h100()
+    shape = cost.Shape(1, 1, 640_000, 16, 16, 128)
+    found = cost.transfers("tree", "butterfly", shape, slice_)
+    assert [t.distance for t in found] == [1, 2, 4, 1, 2, 1, 2]
+    assert cost.choose_merge(shape, slice_) == "hierarchical"
+    few = cost.tpu("v5p", (4, 4))
+    assert cost.choose_merge(shape, few) == cost.choose_merge(shape, nodes) == "gather"
+
+
+def test_methods():
+    """Decode by anything but the tree; Ulysses where heads cannot be shared out; a ring where the network is bytes."""
+    mesh = cost.dgx_h100()
+    decode = cost.Shape(1, 1, 640_000, 32, 8, 128)
+    prefill = dataclasses.replace(decode, queries=32_768, keys=32_768, queries_sharded=True)
+    assert cost.choose_method(decode, mesh) == "tree"
+    assert cost.choose_method(prefill, mesh) == "ulysses"
+    # heads that 12 hosts, or 64, cannot share; eight of one host can
+    assert cost.choose_method(prefill, cost.ethernet(12)) == "ring"
+    pods = cost.dgx_h100(8)
+    assert cost.choose_method(prefill, pods) == "hybrid"
+    hybrid = cost.transfers("hybrid", None, prefill, pods)
+    ring = cost.transfers("ring", "keys", prefill, pods)
+    assert [max(t.count for t in found) for found in (hybrid, ring)] == [7, 63]
+    # and twelve that eight cannot share, either: few bytes of keys, in fewer messages than a ring's
+    twelve = dataclasses.replace(prefill, heads=12, kv_heads=1)
+    assert cost.choose_method(twelve, cost.tpu("v5p", (8, 8))) == "gather"
+    # one head of keys for each of queries: a tree sends as little in fewer steps, but holds p times the states
+    long = dataclasses.replace(prefill, queries=2**20, keys=2**20, kv_heads=32)
+    slow = cost.ethernet(64, latency=1.0)
+    assert cost.latency("tree", "gather", long, slow) < cost.latency("ring", "keys", long, slow)
+    assert cost.choose_method(long, slow) == "ring"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "platform", "processes", "names"),
+    [
+        ((8,), "cpu", 1, ("memory",)),
+        ((2, 4), "cpu", 2, ("Ethernet", "loopback")),
+        ((4,), "cpu", 4, ("Ethernet",)),
+        ((16, 8), "gpu", 16, ("400 Gbit/s", "NVLink 4")),
+        ((2, 4), "gpu", 1, ("NVLink 4", "NVLink 4")),
+        ((4, 4, 8), "tpu", 32, ("ICI", "ICI", "ICI")),
+    ],
+)
+def test_usual_topologies(sizes, platform, processes, names):
+    """A mesh in force that is taken for another machine."""
+    axes = NAMES[-len(sizes) :]
+    found = cost.topology_of(axes, sizes, platform, processes)
+    assert tuple(link.devices for link in found.links) == sizes
+    assert tuple(link.name for link in found.links) == names
+    assert found.platform == platform
+
+
+def test_many_rows_over_many_hosts():
+    """Halving chosen where its rounds do not pay, or an all-reduce where they do."""
+    chosen = {}
+    for rows in (16, 1024, 65_536):
+        shape = cost.Shape(1, 1, 0, rows, rows, 128)
+        for network in (cost.ethernet(4), cost.ethernet(32), cost.dgx_h100(16)):
+            chosen[network.devices, rows] = cost.choose_merge(shape, network)
+    assert [chosen[32, rows] for rows in (16, 1024, 65_536)] == [
+        "butterfly",
+        "halving",
+        "allreduce",
+    ]
+    assert not {chosen[128, rows] for rows in (16, 1024, 65_536)} & {"halving"}
+    for devices in (5, 6, 8):  # what a ring all-reduce sends, and a share, on any number of devices
+        network = topology((devices,))
+        shape = cost.Shape(1, 1, 0, 120, 120, 3, dtype="float32")
+        sent = (2 * devices - 1) / devices * shape.rows * shape.state
+        assert cost.volume("tree", "halving", shape, network) == pytest.approx(sent)
+
+
+WRONG = {
+    "no devices": (lambda: cost.Link(0, 0, 1), ValueError, "devices: .*at least 1, got 0"),
+    "latency": (lambda: cost.Link(2, -1.0, 1), ValueError, "latency: .*0 or more, got -1.0"),
+    "bandwidth": (lambda: cost.Link(2, 0, 0), ValueError, "bandwidth: .*above 0, got 0"),
+    "link name": (lambda: cost.Link(2, 0, 1, 3), TypeError, "name: wanted a string, got int 3"),
+    "links": (lambda: cost.Topology("x", [1]), TypeError, "links: .*tuple of Link, got list"),
+    "no links": (lambda: cost.Topology("x", ()), ValueError, "links: .*got none"),
+    "all_reduce": (
+        lambda: cost.Topology("x", (cost.Link(2, 0, 1),), "star"),
+        ValueError,
+        "all_reduce: wanted one of 'ring', 'tree', 'levels', got str 'star'",
+    ),
+    "launch": (
+        lambda: cost.Topology("x", (cost.Link(2, 0, 1),), launch=-1),
+        ValueError,
+        "launch: .*0 or more, got -1",
+    ),
+    "kv_heads": (lambda: cost.Shape(1, 1, 8, 4, 3, 2), ValueError, "kv_heads: .*4 heads, got 3"),
+    "negative": (lambda: cost.Shape(1, 1, -8, 4, 4, 2), ValueError, "keys: .*at least 0, got -8"),
+    "dtype": (lambda: cost.Shape(1, 1, 8, 4, 4, 2, dtype="int8"), TypeError, "dtype: .*float16"),
+    "method": (
+        lambda: cost.volume("star", None, DECODE, topology((2,))),
+        ValueError,
+        "method: wanted one of 'tree', 'ring', 'ulysses', 'hybrid', 'gather', got str 'star'",
+    ),
+    "merge": (
+        lambda: cost.volume("tree", "keys", DECODE, topology((2,))),
+        ValueError,
+        "merge: wanted one of 'allreduce', .*got str 'keys'",
+    ),
+    "one axis": (
+        lambda: cost.volume("tree", "hierarchical", DECODE, topology((2,))),
+        ValueError,
+        "merge: wanted two or more mesh axes for 'hierarchical', slow ones first, got one",
+    ),
+    "shape": (
+        lambda: cost.latency("tree", "gather", 3, topology((2,))),
+        TypeError,
+        "shape: wanted a Shape, got int 3",
+    ),
+    "topology": (
+        lambda: cost.latency("tree", "gather", DECODE, "dgx"),
+        TypeError,
+        "topology: wanted a Topology, got str 'dgx'",
+    ),
+    "tangent": (
+        lambda: cost.transfers("tree", "gather", DECODE, topology((2,)), tangent=1),
+        TypeError,
+        "tangent: wanted",
+    ),
+    "gradient": (
+        lambda: cost.latency("tree", "gather", DECODE, topology((2,)), gradient=True),
+        ValueError,
+        "gradient: wanted False for 'tree' with merge='gather', got True",
+    ),
+    "both modes": (
+        lambda: cost.volume("ring", "keys", DECODE, topology((2,)), gradient=True, tangent=True),
+        ValueError,
+        "gradient: wanted False beside tangent=True",
+    ),
+    "narrow": (
+        lambda: cost.transfers("ring", "keys", DECODE, topology((2,)), narrow_gradients=1),
+        TypeError,
+        "narrow_gradients: wanted",
+    ),
+    "no shape": (
+        lambda: cost.choose_method(3, topology((2,))),
+        TypeError,
+        "shape: wanted a Shape",
+    ),
+    "ulysses decodes": (
+        lambda: cost.volume("ulysses", None, DECODE, topology((2,))),
+        ValueError,
+        "method: wanted sharded queries for 'ulysses'",
+    ),
+    "ulysses' heads": (
+        lambda: cost.volume(
+            "ulysses",
+            None,
+            dataclasses.replace(DECODE, queries_sharded=True),
+            topology((3,)),
+        ),
+        ValueError,
+        "method: .*share 4 heads of queries and 2 of keys for 'ulysses', got 3",
+    ),
+    "hybrid of one axis": (
+        lambda: cost.volume("hybrid", None, DECODE, topology((2,))),
+        ValueError,
+        "method: wanted two or more mesh axes for 'hybrid', slow ones first, got one",
+    ),
+    "gather decodes": (
+        lambda: cost.volume("gather", None, DECODE, topology((2,))),
+        ValueError,
+        "method: wanted sharded queries for 'gather'",
+    ),
+    "chip": (
+        lambda: cost.tpu("v1", (2,)),
+        ValueError,
+        "chip: wanted one of 'v4', .*got str 'v1'",
+    ),
+    "torus": (lambda: cost.tpu("v5p", ()), ValueError, "axes: .*one or more axes"),
+    "nodes": (lambda: cost.dgx_h100(0), ValueError, "nodes: .*at least 1, got 0"),
+    "sizes": (
+        lambda: cost.topology_of(("a", "b"), (2,), "cpu"),
+        ValueError,
+        r"sizes: wanted one for each of \('a', 'b'\), got \(2,\)",
+    ),
+    "platform": (
+        lambda: cost.topology_of(("a",), (2,), 3),
+        TypeError,
+        "platform: wanted a string, got int 3",
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case):
+    """A wrong argument that is taken for a right one, or refused without saying which it was."""
+    f, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        f()

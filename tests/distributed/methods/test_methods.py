@@ -1,0 +1,593 @@
+"""Every method with queries sharded as keys are, in every layout: one attention, whatever moves.
+
+By `parallel=` (and so through the energy and its custom rule) and inside the user's own `jax.shard_map`.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn import masks
+from energy_attn.distributed import (
+    SequenceParallel,
+    collectives,
+    cost,
+    gather_attention,
+    hybrid_attention,
+    ring_attention,
+    shard_sequence,
+    tree_attention,
+    ulysses_attention,
+    unshard_sequence,
+)
+from energy_attn.distributed.spec._layout import sequence_order
+from energy_attn.distributed.spec._plan import sharding_plan
+from energy_attn.kernels import local_attention
+from energy_attn.kernels.call._operands import Operands, Settings
+from energy_attn.kernels.masks._structure import sided
+from energy_attn.kernels.xla._blocks import BlockedOperands
+from tests.support.meshes import check, close, in_parts, mesh_of
+from tests.support.naive import assert_all_close
+from tests.support.problems import Problem, _make, cast, cotangents, everything
+from tests.support.reference import dense
+from tests.support.rules import RULES
+from tests.support.selection import few, few_rows
+
+AXES = ("node", "device")
+METHODS = ("tree", "ring", "ulysses", "hybrid", "gather")
+ROWS = ("query", "source", "query_positions", "query_segment_ids")
+COLUMNS = ("key", "value", "key_positions", "key_segment_ids")
+
+
+def square(name, length, heads=8, kv_heads=8) -> Problem:
+    """Self-attention with every option; as many heads of keys as devices, for Ulysses."""
+    problem = everything(name, B=2, T=length, S=length)
+    rng = problem.rng("heads")
+
+    def normal(*shape):
+        return rng.standard_normal(shape)
+
+    return replace(
+        problem,
+        query=normal(2, length, heads, 5),
+        key=normal(2, length, kv_heads, 5),
+        value=normal(2, length, kv_heads, 3),
+        source=normal(2, length, heads, 3),
+        bias=normal(1, heads, length, length),
+    )
+
+
+SELF = square("self", 16)
+GROUPED = square("self grouped", 16, heads=4, kv_heads=2)
+ODD = square("self odd", 13)
+FEW = square("self few", 3)
+DECODE = replace(square("self decode", 16), name="decode")
+DECODE = replace(
+    DECODE,
+    query=DECODE.query[:, :1],
+    source=DECODE.source[:, :1],
+    bias=DECODE.bias[:, :, :1],
+    mask=DECODE.mask[:, :, :1],
+    query_seq_lengths=None,
+    query_positions=np.asarray([[12], [9]], np.int32),
+    query_segment_ids=np.asarray([[1], [0]], np.int32),
+)
+EMPTY = replace(SELF, name="empty", mask=np.zeros((1, 1, 1, 1), bool))
+
+
+def is_whole(problem):
+    """Whether queries are sharded as keys are."""
+    return problem.query.shape[1] == problem.key.shape[1]
+
+
+def static_options(problem):
+    return {n: x for n, x in problem.options.items() if not isinstance(x, jax.Array)}
+
+
+def laid_out(problem, parallel, arrays):
+    """The arrays, and those among the problem's options, in the layout of `parallel`."""
+    whole = is_whole(problem)
+    given = {n: x for n, x in problem.options.items() if isinstance(x, jax.Array)} | arrays
+    if parallel.layout == "contiguous":
+        return given
+    moved = {}
+    for name, x in given.items():
+        if name in COLUMNS or (whole and name in ROWS):
+            x = shard_sequence(x, parallel)
+        if name in ("bias", "mask"):
+            for axis in (2, 3) if whole else (3,):
+                x = shard_sequence(x, parallel, axis=axis) if x.shape[axis] > 1 else x
+        moved[name] = x
+    return moved
+
+
+def state_and_gradients(problem, parallel):
+    """`(out, energy)` at the problem's source and the gradients of both; in the layout's order, and back."""
+    whole, static = is_whole(problem), static_options(problem)
+
+    def pair(arrays):
+        arrays = laid_out(problem, parallel, arrays)
+        source = arrays.pop("source")
+
+        def total(source):
+            energy = ea.free_energy(**arrays, source=source, **static, parallel=parallel)
+            return energy.sum(), energy
+
+        out, energy = jax.grad(total, has_aux=True)(source)
+        if not whole or parallel.layout == "contiguous":
+            return out, energy
+        return tuple(unshard_sequence(x, parallel) for x in (out, energy))
+
+    def run(arrays, cotangent):
+        found, back = jax.vjp(pair, arrays)
+        return found, back(cotangent)[0]
+
+    return run
+
+
+NO_KEYS = replace(
+    DECODE,
+    name="no keys",
+    key=DECODE.key[:, :0],
+    value=DECODE.value[:, :0],
+    bias=DECODE.bias[..., :0],
+    mask=DECODE.mask[..., :0],
+    key_value_seq_lengths=None,
+    key_segment_ids=DECODE.key_segment_ids[:, :0],
+)
+BLIND = replace(DECODE, name="blind decode", mask=np.zeros((1, 1, 1, 1), bool))
+PAIRS = [
+    (method, problem)
+    for method in METHODS
+    for problem in (SELF, GROUPED, ODD, FEW, DECODE, EMPTY, NO_KEYS)
+    if (method, problem) != ("ulysses", GROUPED)  # see `test_heads_must_divide`
+]
+
+
+# First each method, with a problem each.
+FIRST = [
+    ("tree", SELF),
+    ("ring", ODD),
+    ("ulysses", FEW),
+    ("tree", NO_KEYS),
+    ("hybrid", GROUPED),
+    ("gather", ODD),
+]
+OTHERS = [pair for pair in PAIRS if all(str(pair) != str(x) for x in FIRST)]
+
+
+@pytest.mark.parametrize(("method", "problem"), few_rows([*FIRST, *OTHERS], len(FIRST)), ids=str)
+def test_methods(method, problem):
+    """A hop too few, a shard seen twice, gradients that do not come home, padding that is seen.
+
+    Every option at once: grouped heads, causal, windows, segments, ragged rows, bias, mask, source; lengths that 8 does
+    not divide or that leave devices without a key; one query; rows that see nothing.
+    """
+    parallel = SequenceParallel(AXES, method)
+    run = jax.jit(state_and_gradients(problem, parallel))
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("2x4")):
+        check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "method"),
+    [
+        (1, (8, 8), "tree"),
+        (4096, (8, 8), "ulysses"),
+        (4096, (4, 4), "hybrid"),
+        (4096, (6, 2), "ring"),
+    ],
+)
+def test_auto_chooses(rows, heads, method):
+    """`method="auto"` that means the tree whatever is asked: right, and slow, and nothing else would show it."""
+    chosen = []
+
+    def place(query, key):
+        parallel = SequenceParallel(AXES, method="auto")
+        chosen.append(sharding_plan(parallel, query, key, key).method)
+
+    query, key = (
+        jax.ShapeDtypeStruct((1, length, number, 64), jnp.bfloat16)
+        for length, number in zip((rows, 4096), heads, strict=True)
+    )
+    with jax.set_mesh(mesh_of("2x4")):
+        jax.eval_shape(place, query, key)
+    assert chosen == [method]
+
+
+@pytest.mark.parametrize("method", few(METHODS, "tree"))
+def test_sixteen_bits(method):
+    """States or gradients rounded to 16 bits on their way: the error of naive attention on one device bounds it."""
+    run = jax.jit(state_and_gradients(SELF, SequenceParallel(AXES, method)))
+    arrays, _ = cast(SELF, jnp.bfloat16)
+    with jax.set_mesh(mesh_of("2x4")):
+        (out, energy), gradients = run(arrays, cotangents(SELF, jnp.bfloat16))
+    found = {"out": out, "lse": energy} | gradients
+    found = {name: np.asarray(x) for name, x in found.items()}
+    assert_all_close(found, SELF, jnp.dtype("bfloat16"), "both", label=method)
+
+
+@pytest.mark.parametrize("merge", few(cost.MERGES, "hierarchical"))
+def test_merges(merge):
+    """A merge strategy that is right only in the middle of its range: few keys, none, and fully masked rows.
+
+    Zero, minus infinity and finite gradients, as everywhere.
+    """
+    parallel = SequenceParallel(AXES, "tree", merge)
+    few = replace(
+        NO_KEYS,
+        name="few keys",
+        **{name: getattr(DECODE, name)[:, :3] for name in ("key", "value", "key_segment_ids")},
+        **{name: getattr(DECODE, name)[..., :3] for name in ("bias", "mask")},
+    )
+    with jax.set_mesh(mesh_of("2x4")):
+        for problem in (DECODE, few, NO_KEYS, BLIND):
+            run = jax.jit(state_and_gradients(problem, parallel))
+            arrays, _ = cast(problem, jnp.float64)
+            check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    few_rows(
+        [
+            ("hybrid", "zigzag"),
+            ("gather", "striped"),
+            ("ring", "zigzag"),
+            ("ulysses", "striped"),
+            ("ring", "striped"),
+            ("tree", "zigzag"),
+            ("hybrid", "striped"),
+            ("gather", "zigzag"),
+        ],
+        4,
+    ),
+)
+def test_layouts(method, layout):
+    """Positions, lengths or windows that count places instead of tokens; a permutation not undone."""
+    parallel = SequenceParallel(AXES, method, layout=layout)
+    arrays, _ = cast(SELF, jnp.float64)
+    run = jax.jit(state_and_gradients(SELF, parallel))
+    with jax.set_mesh(mesh_of("2x4")):
+        check(run(arrays, cotangents(SELF, jnp.float64)), SELF)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", list(RULES))
+def test_rules(rule, method, layout):
+    """A rule that compares places instead of positions, or that sees the arrays of another batch entry."""
+    problem = replace(_make("rule", B=2, T=16, S=16, N=8, V=3, source=True), rule=rule)
+    parallel = SequenceParallel(AXES, method, layout=layout)
+    arrays, _ = cast(problem, jnp.float64)
+    run = jax.jit(state_and_gradients(problem, parallel))
+    with jax.set_mesh(mesh_of("2x4")):
+        check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layout_of_a_plain_causal_call(method):
+    """Positions that count from 0 on every device, or in the order of the layout, where the call names none itself."""
+    plain = replace(_make("layout", B=1, T=16, S=16, N=8, H=5), source=None)
+    problem = replace(plain, is_causal=True, local_window_size=(9, 0))
+    parallel = SequenceParallel(AXES, method, layout="zigzag")
+    with jax.set_mesh(mesh_of("2x4")):
+        moved = (shard_sequence(x, parallel) for x in cast(problem, jnp.float64)[0].values())
+        out = ea.attention(*moved, **problem.options, parallel=parallel)
+        out = unshard_sequence(out, parallel)
+    close(out, dense(problem)[0], method)
+
+
+def test_decode_in_a_layout():
+    """One query is not laid out: its place is its position, while the keys' are the layout's."""
+    parallel = SequenceParallel("device", layout="zigzag")
+    arrays, _ = cast(DECODE, jnp.float64)
+    run = jax.jit(state_and_gradients(DECODE, parallel))
+    with jax.set_mesh(mesh_of("8")):
+        check(run(arrays, cotangents(DECODE, jnp.float64)), DECODE)
+
+
+def test_orders():
+    """What a layout is: which tokens the first and the last of four devices hold, and that all have one place."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("device",))
+    held = {
+        "contiguous": [[0, 1, 2, 3], [12, 13, 14, 15]],
+        "striped": [[0, 4, 8, 12], [3, 7, 11, 15]],
+        "zigzag": [[0, 1, 14, 15], [6, 7, 8, 9]],
+    }
+    with jax.set_mesh(mesh):
+        for layout, (first, last) in held.items():
+            parallel = SequenceParallel("device", layout=layout)
+            tokens = shard_sequence(jnp.arange(16), parallel, axis=0)
+            shards = {s.device.id: s.data.tolist() for s in tokens.addressable_shards}
+            assert shards[0] == first and shards[3] == last, layout
+            assert unshard_sequence(tokens, parallel, axis=0).tolist() == list(range(16))
+            inside = jax.jit(lambda x, p=parallel: shard_sequence(x, p, axis=0))(jnp.arange(16))
+            assert inside.sharding.is_equivalent_to(tokens.sharding, 1)
+            np.testing.assert_array_equal(inside, tokens)
+
+
+def blocks_computed(order, i, j):
+    """Scores that device i computes when it holds the keys of device j."""
+    queries, keys = (jnp.asarray(order[x])[None] for x in (i, j))
+    query, key = (jnp.zeros((1, len(order[0]), heads, 1)) for heads in (8, 2))
+    operands = Operands(query, key, key, None, None, queries, keys)
+    blocks = BlockedOperands(operands, Settings(1.0, sided(right=0)))
+    return int(blocks.places._meet.sum()) * blocks.grid.rows * blocks.grid.keys
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("length", [8192, 32768])
+def test_causal_work_is_balanced(length):
+    """Devices that wait for the one with the last tokens: within 5 % of each other, counted in blocks at real sizes.
+
+    Contiguous shards are the control: the last device has eight times the work of the first.
+    """
+    spread = {}
+    with jax.set_mesh(mesh_of("8")):
+        for layout in ("contiguous", "striped", "zigzag"):
+            parallel = SequenceParallel("device", layout=layout)
+            order = sequence_order(length, parallel, "x").reshape(8, -1)
+            work = [sum(blocks_computed(order, i, j) for j in range(8)) for i in range(8)]
+            spread[layout] = max(work) / min(work)
+            if layout == "zigzag":  # and little of it in vain
+                assert sum(work) < 1.1 * 4 * length**2
+    assert spread["zigzag"] < 1.05 and spread["striped"] < 1.05
+    assert spread["contiguous"] > 5
+
+
+@pytest.mark.full
+def test_types_say_it_for_queries():
+    """Queries whose type says that they are sharded along the sequence, gathered; a result of another type."""
+    mesh = mesh_of("2x4 explicit")
+    problem = replace(SELF, query_seq_lengths=None, key_value_seq_lengths=None)
+    arrays, _ = cast(problem, jnp.float64)
+    del arrays["source"]
+    problem = replace(problem, source=None)
+    out, lse = dense(problem)
+    with jax.set_mesh(mesh):
+        for names in (ROWS + COLUMNS, COLUMNS):
+            placed = {
+                n: jax.device_put(x, NamedSharding(mesh, P(None, AXES) if n in names else P()))
+                for n, x in arrays.items()
+            }
+            for parallel in (None, *(SequenceParallel(AXES, method) for method in METHODS)):
+                found, energy = ea.attention(
+                    **placed, **problem.options, parallel=parallel, return_energy=True
+                )
+                close(found, out)
+                close(energy, lse)
+                assert jax.typeof(found).sharding.spec == jax.typeof(placed["query"]).sharding.spec
+
+
+INSIDE = {
+    "ring keys": functools.partial(ring_attention, rotate="keys"),
+    "ring queries": functools.partial(ring_attention, rotate="queries"),
+    "tree": functools.partial(tree_attention, queries_sharded=True),
+    "tree reduce-scatter": functools.partial(
+        tree_attention, queries_sharded=True, merge="allreduce"
+    ),
+    "ulysses": ulysses_attention,
+    "hybrid": hybrid_attention,
+    "gather": gather_attention,
+}
+
+
+def inside(name, problem, axes):
+    """A function of whole arrays and their options that cuts them for a public function inside `shard_map`."""
+    sequence = P(None, axes)
+    scores = {
+        "ring keys": P(None, None, axes),
+        "gather": P(None, None, axes),
+        "ulysses": P(None, axes),
+        "hybrid": P(None, axes[-1], axes[:-1]),
+    }.get(name, P(None, None, None, axes))
+    options = problem.options
+    given = {n: x for n, x in options.items() if isinstance(x, jax.Array) and n != "mask"}
+    static = {n: x for n, x in options.items() if not isinstance(x, jax.Array)}
+
+    def run(arrays):
+        arrays = arrays | given
+        specs = {n: scores if n == "bias" else sequence for n in arrays}
+        return jax.shard_map(
+            lambda arrays: tuple(INSIDE[name](**arrays, **static, axis_name=axes)),
+            in_specs=(specs,),
+            out_specs=sequence,
+        )(arrays)
+
+    return run
+
+
+POSITIONED = replace(
+    SELF,
+    name="positioned",
+    mask=None,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    query_positions=np.arange(16, dtype=np.int32)[None] + np.asarray([[0], [2]], np.int32),
+    key_positions=np.where(np.arange(16) % 5 == 3, -1, np.arange(16))[None].astype(np.int32)
+    + np.zeros((2, 1), np.int32),
+)
+
+
+@pytest.mark.parametrize("name", few(list(INSIDE), "ring keys", "ring queries", "hybrid", "gather"))
+def test_inside_shard_map(name):
+    """The functions by themselves: what each wants of bias and positions, and the gradients of sharded arrays."""
+    arrays, _ = cast(POSITIONED, jnp.float64)
+    axes = "device" if name in ("tree", "ulysses") else AXES
+    with jax.set_mesh(mesh_of("2x4" if axes == AXES else "8")):
+        found, back = jax.vjp(jax.jit(inside(name, POSITIONED, axes)), arrays)
+        gradients = back(cotangents(POSITIONED, jnp.float64))[0]
+    check((found, gradients), POSITIONED)
+
+
+@pytest.mark.parametrize("name", ["ring keys", "ring queries"])
+def test_rings_in_parts(name, monkeypatch):
+    """Two queries of a device in parts of one, gradients of one head at a time: cut or written at another place."""
+    in_parts(monkeypatch)
+    test_inside_shard_map(name)
+
+
+@pytest.mark.parametrize("name", few(list(INSIDE), *list(INSIDE)[:2]))
+def test_rules_inside_shard_map(name):
+    """A rule of a device's own positions; one that is cut as if it were a part of the sequence."""
+    problem = replace(POSITIONED, rule="prefix_rows", bias=None, is_causal=False)
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("2x4")):
+        found, back = jax.vjp(jax.jit(inside(name, problem, AXES)), arrays)
+        gradients = back(cotangents(problem, jnp.float64))[0]
+    check((found, gradients), problem)
+
+
+@pytest.mark.parametrize("name", few(list(INSIDE), *list(INSIDE)[:1]))
+@pytest.mark.usefixtures("unchecked")
+def test_rules_want_positions(name):
+    """Positions that count from the first of a shard, where a rule compares them."""
+    problem = replace(
+        POSITIONED,
+        rule="prefix",
+        bias=None,
+        is_causal=False,
+        local_window_size=None,
+        key_positions=None,
+    )
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("2x4")), pytest.raises(ValueError, match="^key_positions: wanted"):
+        jax.eval_shape(inside(name, problem, AXES), arrays)
+
+
+@pytest.mark.parametrize("rule", ["prefix_rows", "documents", "documents_function"])
+def test_rules_of_a_sharded_batch(rule):
+    """Lengths and tables of all rows beside a part of the rows, where types tell what is sharded."""
+    problem = replace(_make("rule", B=2, T=16, S=16, N=4), rule=rule)
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("2x4 explicit")):
+        placed = [jax.device_put(x, P("node", "device")) for x in arrays.values()]
+        given = RULES[rule].of(2)
+        for moved in (given, jax.device_put(given, P("node"))):
+            out = jax.jit(lambda rule, *x: ea.attention(*x, mask=rule))(moved, *placed)
+            close(out, dense(problem)[0])
+        close(ea.attention(*placed, mask=given), dense(problem)[0])
+
+
+@pytest.mark.usefixtures("user_settings")
+def test_a_rule_that_divides():
+    """The constants in a rule's program, which JAX traces for devices' parts inside of `jax.shard_map`."""
+    arrays = np.random.default_rng(0).standard_normal((3, 2, 16, 2, 4))
+    arrays = jnp.asarray(arrays, jnp.float32)
+    # of no other test, which would have found its program
+    rule = masks.Function(lambda query, key: (query // 5 == key // 5) | (key % 7 == 0))
+    places = np.arange(16)
+    seen = (places[:, None] // 5 == places // 5) | (places % 7 == 0)
+
+    def found(mask, **options):
+        def run(arrays):
+            out = ea.attention(*arrays, mask=mask, **options)
+            return jnp.sin(out).sum(), out
+
+        return jax.value_and_grad(run, has_aux=True)(arrays)
+
+    with jax.set_mesh(mesh_of("8")):
+        spread = found(rule, parallel=SequenceParallel("device"))
+    exact = found(jnp.asarray(seen)[None, None])
+    for x, y in zip(jax.tree.leaves(spread), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(x, y, 1e-4, 1e-4)
+
+
+@pytest.mark.usefixtures("user_settings")
+def test_a_rule_on_another_mesh():
+    """Constants in a rule's program that lie on the mesh where it was met first."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 16, 2, 4)), jnp.float32)
+    rule = masks.Function(lambda query, key: query % 11 >= key % 11)
+    exact = local_attention(x, x, x, mask=rule, implementation="reference").out
+
+    def run(x):
+        return local_attention(x, x, x, mask=rule, implementation="pallas_gpu").out
+
+    with jax.set_mesh(mesh_of("8 explicit")):
+        jax.eval_shape(run, x)
+    with jax.set_mesh(mesh_of("8")):
+        np.testing.assert_allclose(jax.jit(run)(x), exact, 1e-5, 1e-5)
+
+
+def test_a_rule_in_ones_own_shard_map():
+    """`parallel=` inside `jax.shard_map`, whose layout tells the positions; a rule that is an argument there."""
+    problem = replace(_make("rule", B=2, T=16, S=16, N=8), rule="prefix_rows")
+    parallel = SequenceParallel("device", "ring", layout="zigzag")
+    rows = P(None, "device")
+    with jax.set_mesh(mesh_of("8")):
+        arrays = cast(problem, jnp.float64)[0]
+        moved = [shard_sequence(x, parallel) for x in arrays.values()]
+        run = jax.shard_map(
+            lambda rule, *arrays: ea.attention(*arrays, mask=rule, parallel=parallel),
+            in_specs=(P(), rows, rows, rows),
+            out_specs=rows,
+        )
+        out = unshard_sequence(jax.jit(run)(RULES["prefix_rows"].of(2), *moved), parallel)
+    close(out, dense(problem)[0])
+
+
+def test_replicas_agree_to_the_bit():
+    """A ring that folds in another order on each device: arrays that JAX takes for equal would differ."""
+    arrays, _ = cast(DECODE, jnp.float64)
+    with jax.set_mesh(mesh_of("8")):
+        for method in ("tree", "ring"):
+            out = jax.jit(
+                functools.partial(
+                    ea.attention, **DECODE.options, parallel=SequenceParallel("device", method)
+                )
+            )(arrays["query"], arrays["key"], arrays["value"])
+            assert len({s.data.tobytes() for s in map(_on_host, out.addressable_shards)}) == 1
+
+
+class _on_host:
+    def __init__(self, shard):
+        self.data = np.asarray(shard.data)
+
+
+def test_heads_must_divide():
+    """Two heads for eight devices: an error that names them, not XLA's."""
+    arrays, _ = cast(GROUPED, jnp.float64)
+    with jax.set_mesh(mesh_of("8")), pytest.raises(ValueError, match="query: .*multiple of 8,"):
+        ea.attention(
+            arrays["query"],
+            arrays["key"],
+            arrays["value"],
+            parallel=SequenceParallel("device", "ulysses"),
+        )
+
+
+@pytest.mark.full
+def test_training_memory():
+    """Scores of the whole sequence, or all keys, held by each device: less than a sixth of the dense step's."""
+    mesh, length, heads, width = mesh_of("8"), 8192, 2, 32
+    parallel = SequenceParallel("device", "ring", layout="zigzag")
+    spread = NamedSharding(mesh, P(None, "device"))
+
+    def step(attend, *arrays):
+        return jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))(*arrays)
+
+    ring = functools.partial(ea.attention, is_causal=True, parallel=parallel)
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    shape = (1, length, heads, width)
+    sharded = [jax.ShapeDtypeStruct(shape, "float32", sharding=spread)] * 3
+    alone = [jax.ShapeDtypeStruct(shape, "float32")] * 3
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(functools.partial(step, ring)).lower(*sharded).compile()
+    dense_step = jax.jit(functools.partial(step, plain)).lower(*alone).compile()
+    mine, theirs = (c.memory_analysis().temp_size_in_bytes for c in (compiled, dense_step))
+    assert mine < theirs / 6
+    found = collectives(compiled)
+    assert {c.kind for c in found} == {"collective-permute"}
+    shard = 4 * length * heads * width // 8
+    # keys and values 7 hops, there and on the way back; their gradients 8
+    assert sum(c.count for c in found if c.bytes == shard) == 2 * (7 + 7 + 8)

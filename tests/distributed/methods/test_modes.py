@@ -1,0 +1,196 @@
+"""Both modes and all second orders of attention over a mesh, against those of dense attention in float64."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn.distributed import KVCache, SequenceParallel, cost, unshard_sequence
+from energy_attn.distributed.merge._packing import moved
+from tests.distributed.methods.test_methods import (
+    COLUMNS,
+    DECODE,
+    INSIDE,
+    POSITIONED,
+    SELF,
+    inside,
+    is_whole,
+    laid_out,
+    static_options,
+)
+from tests.energy_attn.prefix_tree import test_tree_decode as drafts
+from tests.support.meshes import SHAPES, close, mesh_of, parallel_of
+from tests.support.naive import naive
+from tests.support.problems import _make, cast, tangents
+from tests.support.reference import visible
+
+
+def total(f):
+    return lambda x: f(x).sum()
+
+
+# Of a function of a tree of arrays, at `x` in the direction `u`.
+MODES = {
+    "forward": lambda f, x, u: jax.jvp(f, (x,), (u,)),
+    "linearized": lambda f, x, u: jax.linearize(f, x)[1](u),
+    "reverse": lambda f, x, u: jax.grad(total(f))(x),
+    "forward over reverse": lambda f, x, u: jax.jvp(jax.grad(total(f)), (x,), (u,))[1],
+    "reverse over reverse": lambda f, x, u: jax.vjp(jax.grad(total(f)), x)[1](u),
+    "reverse over forward": lambda f, x, u: jax.grad(total(lambda x: jax.jvp(f, (x,), (u,))[1]))(x),
+    "forward over forward": lambda f, x, u: jax.jvp(
+        lambda x: jax.jvp(f, (x,), (u,))[1], (x,), (u,)
+    ),
+}
+
+
+def number(state):
+    """One number for each row and head, in which `out` and `lse` are not linear."""
+    out, lse = state
+    return jnp.sin(out).sum(-1) + jnp.where(lse == -jnp.inf, 0.0, jnp.cos(lse))
+
+
+def plain(problem, name):
+    return replace(problem, name=name, source=None)
+
+
+def everywhere(problem, parallel):
+    """`ea.attention` by `parallel=`, in its layout and back."""
+
+    def run(arrays):
+        scale = arrays.get("scale", problem.scale)
+        given = {n: x for n, x in arrays.items() if n != "scale"}
+        given = laid_out(problem, parallel, given) | static_options(problem) | {"scale": scale}
+        state = ea.attention(**given, parallel=parallel, return_energy=True)
+        if not is_whole(problem) or parallel.layout == "contiguous":
+            return state
+        return tuple(unshard_sequence(x, parallel) for x in state)
+
+    return run
+
+
+def typed(problem, kind):
+    """`ea.attention` of keys whose types say that they are sharded."""
+    mesh, axes = mesh_of(kind), SHAPES[kind.split()[0]][1]
+
+    def run(arrays):
+        arrays = dict(arrays)
+        given = problem.options | {"scale": arrays.pop("scale", problem.scale)}
+        for name in COLUMNS:
+            for tree in (arrays, given):
+                if name in tree:
+                    tree[name] = jax.sharding.reshard(
+                        tree[name], NamedSharding(mesh, P(None, axes))
+                    )
+        return ea.attention(**arrays, **given, return_energy=True)
+
+    return run
+
+
+def cached(arrays):
+    """`KVCache.attend`, of keys and values that were appended before."""
+    cache = KVCache.empty(
+        *(3, 16, 2, 3, 5), dtype=jnp.float64, block_size=2, parallel=parallel_of("2x4")
+    )
+    cache = cache.append(arrays["key"], arrays["value"])
+    return cache.attend(arrays["query"], is_causal=False)
+
+
+def drafted(arrays):
+    """`tree_decode`, of a context that was appended before."""
+    counts = jnp.asarray(drafts.COUNTS, jnp.int32)
+    return drafts.decoded(drafts.empty("2x4"), arrays, counts)
+
+
+LINE, SQUARE = plain(DECODE, "decode modes"), plain(SELF, "self modes")
+CACHED = _make("cached modes", B=3, T=2, S=11, N=4, K=2, H=3, V=5)
+GRID = ("node", "device")
+CASES = {
+    **{
+        f"tree {merge}": ("2x4", LINE, everywhere(LINE, SequenceParallel(GRID, "tree", merge)))
+        for merge in cost.MERGES
+    },
+    **{
+        f"{method} {layout}": (
+            kind,
+            SQUARE,
+            everywhere(SQUARE, SequenceParallel(SHAPES[kind][1], method, layout=layout)),
+        )
+        for method, layout, kind in (
+            ("ring", "zigzag", "8"),
+            ("ulysses", "zigzag", "8"),
+            ("hybrid", "zigzag", "2x4"),
+            ("gather", "zigzag", "8"),
+            ("tree", "striped", "8"),
+        )
+    },
+    **{f"inside, {name}": ("2x4", POSITIONED, inside(name, POSITIONED, GRID)) for name in INSIDE},
+    "explicit": ("2x4 explicit", LINE, typed(LINE, "2x4 explicit")),
+    "cache": ("2x4", CACHED, cached),
+    "prefix tree": ("2x4", drafts.problem_of("modes"), drafted),
+}
+TRACED_SCALE = "explicit", "tree gather", "ring zigzag"
+
+
+@functools.cache
+def arguments(case):
+    """The arrays, a direction, and the dense function of them."""
+    _, problem, _ = CASES[case]
+    arrays, mask = cast(problem, jnp.float64)[0], jnp.asarray(visible(problem))
+    change = {n: 3 * jnp.asarray(x) for n, x in tangents(problem).items()}
+    scale = problem.query.shape[-1] ** -0.5 if problem.scale is None else problem.scale
+    if case in TRACED_SCALE:
+        arrays, change = (
+            arrays | {"scale": jnp.asarray(scale)},
+            change | {"scale": jnp.asarray(0.3)},
+        )
+
+    def dense(arrays):
+        return naive(arrays, mask, scale=arrays.get("scale", scale))
+
+    return arrays, change, dense
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode, case):
+    """A derivative that is wrong in one mode or order, by one method, merge or layout, or that raises.
+
+    With biases, masks, windows, segments, lengths, grouped heads, sources, and a scale that is differentiated.
+    """
+    kind, _, run = CASES[case]
+    arrays, change, dense = arguments(case)
+    exact = jax.jit(lambda x, u: MODES[mode](lambda x: number(dense(x)), x, u))(arrays, change)
+    with jax.set_mesh(mesh_of(kind)):
+        found = jax.jit(lambda x, u: MODES[mode](lambda x: number(run(x)), x, u))(arrays, change)
+    assert jax.tree.structure(found) == jax.tree.structure(exact)
+    named = jax.tree.leaves_with_path(exact)
+    for (path, wanted), mine in zip(named, jax.tree.leaves(found), strict=True):
+        close(mine, np.asarray(wanted), f"{case}, {mode}{jax.tree_util.keystr(path)}")
+
+
+def test_sixteen_bits_in_a_loop():
+    """Derivatives of numbers that are sent as integers: those of second order were zero in a loop, by JAX 0.10."""
+    pairs = [(i, (i + 1) % 8) for i in range(8)]
+
+    def hop(x):
+        return lax.ppermute(x, "device", pairs)
+
+    def looped(x):
+        return lax.scan(lambda x, _: (moved(hop, jnp.sin(x)), None), x, None, length=3)[0]
+
+    x, rows = jnp.arange(8) / 8, P("device")
+    slope = jax.grad(total(lambda x: jnp.sin(jnp.sin(jnp.sin(x)))))
+    exact = slope(x), jax.grad(total(slope))(x)
+    with jax.set_mesh(mesh_of("8")):
+        slope = jax.grad(total(jax.shard_map(looped, in_specs=rows, out_specs=rows)))
+        found = jax.jit(lambda x: (slope(x), jax.grad(total(slope))(x)))(x.astype(jnp.bfloat16))
+    for mine, wanted in zip(found, exact, strict=True):
+        np.testing.assert_allclose(np.asarray(mine, np.float64), wanted, atol=0.03)

@@ -1,0 +1,601 @@
+"""`free_energy` and `attention` with keys sharded over a mesh: equal to the dense reference, and as cheap as promised.
+
+By `parallel=` and by what `jax.typeof(key)` says; energies, outputs and all gradients. Then what the compiled programs
+send between devices, which is what the method is for.
+"""
+
+import functools
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.kernels import local_attention
+from tests.support.meshes import SHAPES, batches_psum, check, close, mesh_of, parallel_of
+from tests.support.problems import PROBLEMS, Problem, cast, cotangents, everything
+from tests.support.reference import dense, dense_covariance, dense_vjp
+from tests.support.selection import few, few_rows
+
+EVEN = everything("even", B=2, T=5, S=16)  # S divides by 8, as arrays sharded by their types must
+
+
+def attend(arrays, problem: Problem, **options):
+    """`(∇F, F)` at the problem's source, or at zero."""
+    rest = dict(arrays)
+    zeros = np.zeros((*problem.query.shape[:-1], problem.value.shape[-1]))
+
+    def total(source):
+        energy = ea.free_energy(**rest, source=source, **problem.options, **options)
+        return energy.sum(), energy
+
+    return jax.grad(total, has_aux=True)(rest.pop("source", zeros))
+
+
+def state_and_gradients(problem, **options):
+    def run(arrays, cotangent):
+        pair, back = jax.vjp(lambda arrays: attend(arrays, problem, **options), arrays)
+        return pair, back(cotangent)[0]
+
+    return run
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("kind", ["8", "2x4"])
+@pytest.mark.parametrize(
+    "name", ["everything", "decode_source", "positions_causal", "primes", "no_keys"]
+)
+def test_spread(kind, name):
+    """Keys in the wrong order or place, padding that is seen, positions that count from the shard, a gradient lost.
+
+    Numbers of keys that 8 does not divide (13, 13, 41), that are below 8 (7), and none; batches, several queries,
+    grouped heads, causal, windows, ragged rows, bias, mask and source are all among them.
+    """
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    run = jax.jit(state_and_gradients(problem, parallel=parallel_of(kind)))
+    with jax.set_mesh(mesh_of(kind)):
+        check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    few_rows(
+        [
+            ("everything", "hybrid"),
+            ("everything", "tree"),
+            ("everything", "ring"),
+            ("everything", "gather"),
+            ("positions_causal", "tree"),
+            ("no_keys", "tree"),
+        ]
+    ),
+)
+def test_queries_and_heads_split(name, method):
+    """Fewer queries than keys, and heads on an axis of their own: a part in the wrong place, a gradient lost.
+
+    Numbers of queries that 4 does not divide (11, 5), biases and masks for each head, and a source.
+    """
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    axes = "node", "device"
+    parallel = SequenceParallel(axes, method, split_queries=True, heads="tensor")
+    run = jax.jit(state_and_gradients(problem, parallel=parallel))
+    with jax.set_mesh(make_mesh((2, 2, 2), (*axes, "tensor"))):
+        check(run(arrays, cotangents(problem, jnp.float64)), problem)
+
+
+@pytest.mark.full
+def test_not_jitted():
+    """Eager calls, whose arrays live on one device until they are spread, and the unsharded call beside them."""
+    problem = PROBLEMS["decode_ragged"]
+    arrays, _ = cast(problem, jnp.float64)
+    given = cotangents(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("2x4")):
+        spread = state_and_gradients(problem, parallel=SequenceParallel())(arrays, given)
+        check(spread, problem)
+        again = state_and_gradients(problem)(arrays, given)
+    jax.tree.map(lambda a, b: close(a, jax.device_get(b)), spread, again)
+
+
+def typed(arrays, mesh, axes, batch=None):
+    """The arrays placed on a mesh; keys, values and their biases sharded along their sequence."""
+    specs = {"key": P(batch, axes), "value": P(batch, axes), "bias": P(None, None, None, axes)}
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P())))
+        for name, x in arrays.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["8 explicit", "2x4 explicit"])
+def test_types_say_how(kind):
+    """Keys whose type says that they are sharded, gathered nevertheless; or gradients that come in another sharding."""
+    axes = SHAPES[kind.split()[0]][1]
+    arrays, _ = cast(EVEN, jnp.float64)
+    run = jax.jit(state_and_gradients(EVEN))
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        arrays = typed(arrays, mesh, axes)
+        given = jax.device_put(cotangents(EVEN, jnp.float64), NamedSharding(mesh, P()))
+        compiled = run.lower(arrays, given).compile()
+        found = compiled(arrays, given)
+    check(found, EVEN)
+    (out, energy), gradients = found
+    gathered = [c.shapes for c in collectives(compiled) if c.kind == "all-gather"]
+    state = (*EVEN.query.shape[:-1], EVEN.value.shape[-1] + 1)
+    assert all(shape[-4:] == state for shapes in gathered for shape in shapes), gathered
+    for name, gradient in gradients.items():
+        assert gradient.sharding.is_equivalent_to(arrays[name].sharding, gradient.ndim), name
+    assert out.sharding.is_fully_replicated and energy.sharding.is_fully_replicated
+
+
+def test_types_not_jitted():
+    """The same eagerly and unbatched, where the sequence is the first axis; and by `parallel=` on explicit axes."""
+    mesh = mesh_of("2x4 explicit")
+    problem = replace(PROBLEMS["plain"], key=EVEN.key, value=EVEN.value)
+    out, _ = dense(problem)
+    with jax.set_mesh(mesh):
+        arrays = typed(cast(problem, jnp.float64)[0], mesh, ("node", "device"))
+        close(ea.attention(**arrays), out)
+        close(ea.attention(**arrays, parallel=SequenceParallel(("node", "device"))), out)
+        first = {name: jax.reshard(x[0], P(*x.sharding.spec[1:])) for name, x in arrays.items()}
+        close(ea.attention(**first), out[0])
+        whole = cast(
+            replace(problem, key=problem.key[:, :13], value=problem.value[:, :13]), jnp.float64
+        )
+        close(ea.attention(**whole[0], parallel=SequenceParallel()), dense(whole[1])[0])
+
+
+def test_types_that_differ():
+    """Arrays whose types are split otherwise than the keys' refused by JAX deep inside: they are brought together."""
+    problem = replace(PROBLEMS["plain"], query=EVEN.query[..., :2, :], key=EVEN.key, value=EVEN.key)
+    mesh, whole = mesh_of("2x4 explicit"), cast(problem, jnp.float64)[0]
+    placed = [
+        {"query": P(None, None), "key": P(None, "device"), "value": P()},
+        {"query": P(None, None, "node"), "key": P(None, "device"), "value": P(None, "node")},
+        {"query": P(), "key": P(None, None, "node"), "value": P(None, "device")},
+    ]
+    with jax.set_mesh(mesh):
+        for specs in placed:
+            arrays = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in whole.items()}
+            close(attend(arrays, problem)[0], dense(problem)[0], str(specs))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    few([("auto", "auto"), ("auto", "explicit"), ("explicit", "explicit")], ("auto", "explicit")),
+    ids="-".join,
+)
+def test_batch_on_another_axis(kinds):
+    """A mesh axis that is not ours (a batch over it) summed over as well, or refused."""
+    types = tuple(AxisType.Auto if kind == "auto" else AxisType.Explicit for kind in kinds)
+    mesh = jax.make_mesh((2, 4), ("data", "device"), axis_types=types)
+    parallel = SequenceParallel("device") if kinds[1] == "auto" else None
+    arrays, _ = cast(EVEN, jnp.float64)
+    given = cotangents(EVEN, jnp.float64)
+    run = jax.jit(state_and_gradients(EVEN, parallel=parallel))
+    with jax.set_mesh(mesh):
+        if kinds[0] == kinds[1]:
+            arrays = typed(arrays, mesh, "device", batch="data")
+            rows = NamedSharding(mesh, P("data"))
+            for name in ("query", "source"):
+                arrays[name] = jax.device_put(arrays[name], rows)
+            given = jax.device_put(given, rows)
+        else:
+            arrays = typed(arrays, mesh, "device")
+        check(run(arrays, given), EVEN)
+
+
+@pytest.mark.parametrize("method", few(["tree", "ring"], "tree"))
+def test_rows_of_an_automatic_axis(method):
+    """Rows that the compiler gathers, as no type says that they are sharded; bias and lengths of other rows."""
+    mesh = make_mesh((2, 4), ("data", "device"))
+    parallel = SequenceParallel("device", method, "gather", split_queries=False, batch="data")
+    arrays, _ = cast(EVEN, jnp.float64)
+    given = cotangents(EVEN, jnp.float64)
+    rows = NamedSharding(mesh, P("data"))
+    with jax.set_mesh(mesh):
+        arrays = typed(arrays, mesh, "device", batch="data")
+        for name in ("query", "source"):
+            arrays[name] = jax.device_put(arrays[name], rows)
+        attention = jax.jit(functools.partial(attend, problem=EVEN, parallel=parallel))
+        sent = collectives(attention.lower(arrays).compile())
+        run = jax.jit(state_and_gradients(EVEN, parallel=parallel))
+        check(run(arrays, jax.device_put(given, rows)), EVEN)
+    kinds = {"tree": [("all-gather", 4)], "ring": [("collective-permute", 4)]}
+    assert [(c.kind, c.group_size) for c in sent] == kinds[method]
+
+
+@pytest.mark.full
+@batches_psum
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_mapped_over_an_explicit_axis(implementation):
+    """Grouped heads under a `vmap` over a batch that types split: reshapes that JAX refuses, as a model's block meets.
+
+    The state and its gradients, their own derivative, and an observable.
+    """
+    problem = replace(PROBLEMS["grouped"], key=EVEN.key, value=EVEN.value)
+    arrays, _ = cast(problem, jnp.float64)
+    given = cotangents(problem, jnp.float64)
+
+    def attend(query, key, value):
+        return ea.attention(query, key, value, implementation=implementation, return_energy=True)
+
+    def state(arrays):
+        return jax.vmap(attend)(**arrays)
+
+    def ask(query, key, value):
+        return ea.FreeEnergy().at(query, key, value).entropy()
+
+    def run(arrays, cotangent):
+        found, back = jax.vjp(state, arrays)
+        (slope,) = back(cotangent)
+        twice = jax.grad(lambda x: (jax.vjp(state, x)[1](cotangent)[0]["query"] ** 2).sum())
+        return found, slope, twice(arrays), jax.vmap(ask)(**arrays)
+
+    run = jax.jit(run)
+    *_, twice, entropy = run(arrays, given)
+    mesh = make_mesh((2, 4), ("batch", "device"), explicit=True)
+    with jax.set_mesh(mesh):
+        arrays = typed(arrays, mesh, "device", batch="batch")
+        rows = NamedSharding(mesh, P("batch"))
+        arrays["query"] = jax.device_put(arrays["query"], rows)
+        *found, twice_spread, entropy_spread = run(arrays, jax.device_put(given, rows))
+    check(found, problem)
+    close(entropy_spread, entropy)
+    for name in twice:
+        close(twice_spread[name], twice[name], name)
+
+
+def test_heads_on_another_axis():
+    """Heads that types split, gathered, or folded with each other; nothing but the keys' states is sent."""
+    mesh = make_mesh((2, 4), ("model", "device"), explicit=True)
+    arrays, _ = cast(EVEN, jnp.float64)
+    given = cotangents(EVEN, jnp.float64)
+    heads = P(None, None, "model")
+    specs = {name: P(None, "device", "model") for name in ("key", "value")}
+    specs |= {"query": heads, "source": heads, "bias": P(None, "model", None, "device")}
+    run = jax.jit(state_and_gradients(EVEN))
+    with jax.set_mesh(mesh):
+        arrays = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
+        given = jax.device_put(given, NamedSharding(mesh, heads))
+        compiled = run.lower(arrays, given).compile()
+        check(compiled(arrays, given), EVEN)
+    found = collectives(compiled)
+    assert {c.group_size for c in found} == {4}
+    half = 8 * EVEN.key.size // 8  # of one device, in bytes
+    assert all(c.bytes != half for c in found), found
+
+
+BFLOAT16 = """
+import os
+import jax, jax.numpy as jnp, numpy as np
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, make_mesh
+
+arrays = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8), jnp.bfloat16)
+
+def loss(query, key, value, **options):
+    out, energy = ea.attention(query, key, value, return_energy=True, **options)
+    return (out.astype(energy.dtype) ** 2).sum() + energy.sum(), out
+
+for rows, method, merge in CASES:
+    parallel = SequenceParallel(("node", "device"), method, merge)
+    query, key, value = arrays[0, :, :rows], *arrays[1:]
+    def slope(query, key, value, **options):
+        return jax.grad(lambda *x: loss(*x, **options), (0, 1, 2), has_aux=True)(query, key, value)
+    def run(*arrays, **options):
+        program = jax.jit(lambda *x: slope(*x, **options))
+        return jax.device_get(program(*arrays))
+    with jax.set_mesh(make_mesh((2, 2, 2), ("data", "node", "device"))):
+        found = run(query, key, value, parallel=parallel)
+    with jax.enable_x64():
+        exact = run(*(np.asarray(x, np.float64) for x in (query, key, value)))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, atol=0.02 * np.abs(y).max())
+print("done")
+"""
+
+
+@pytest.mark.full
+def test_bfloat16_beside_another_axis():
+    """Sums of bfloat16 over some axes of a mesh, on which XLA:CPU aborts the process: a process of their own."""
+    cases = [
+        (16, "tree", "auto"),
+        (1, "tree", "gather"),
+        (1, "tree", "hierarchical"),
+        (1, "ring", "auto"),
+    ]
+    code = BFLOAT16.replace("CASES", repr(cases))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_inside_shard_map(implementation):
+    """A zero source that is equal on all devices: its gradient, attention, would be summed over them, in silence.
+
+    Batches split by a `jax.shard_map` of the user's own: attention and its gradients are those of each device, and
+    those of weights that all share (here the query) are summed. The gradient of F in a shared source is a sum, too.
+    """
+    problem = PROBLEMS["plain"]
+    out, _ = dense(problem)
+    whole, _ = cast(problem, jnp.float64)
+    arrays = {n: jnp.concatenate([x, 2 * x, 3 * x, -x]) for n, x in whole.items()}  # a batch of 8
+    query = arrays.pop("query")[:1]
+    weight = jnp.asarray(problem.rng("weight").standard_normal((8, *out.shape[1:])))
+
+    def attention(query, key, value):
+        return ea.attention(query, key, value, implementation=implementation)
+
+    def summed(source, query, key, value):
+        return ea.free_energy(query, key, value, source=source, implementation=implementation).sum()
+
+    def of_source(query, key, value):  # equal on all devices, as the source is
+        return jax.grad(summed)(np.zeros((1, *out.shape[1:])), query, key, value)
+
+    @jax.jit
+    def run(query, arrays):
+        rows = P("device")
+        spread = jax.shard_map(attention, in_specs=(P(), rows, rows), out_specs=rows)
+
+        def loss(query, arrays):
+            return (weight * spread(query, arrays["key"], arrays["value"])).sum()
+
+        shared = jax.shard_map(of_source, in_specs=(P(), rows, rows), out_specs=P())
+        found = spread(query, arrays["key"], arrays["value"]), jax.grad(loss, (0, 1))(query, arrays)
+        return *found, shared(query, arrays["key"], arrays["value"])
+
+    with jax.set_mesh(mesh_of("8")):
+        found, (dquery, darrays), shared = run(query, arrays)
+    everyone = replace(
+        problem, query=np.repeat(query, 8, axis=0), **{n: np.asarray(x) for n, x in arrays.items()}
+    )
+    exact = dense_vjp(everyone, np.asarray(weight), np.zeros(weight.shape[:-1]))
+    close(found, dense(everyone)[0])
+    close(dquery, exact["query"].sum(0, keepdims=True))
+    for name in darrays:
+        close(darrays[name], exact[name], name)
+    close(shared, dense(everyone)[0].sum(0, keepdims=True))
+
+
+def test_inside_shard_map_costs_the_kernel():
+    """A source of zeros concatenated to the query where the zero has to differ between devices: half as much again."""
+    query, key = (jax.ShapeDtypeStruct((8, n, h, H), "float32") for n, h in ((1, N), (512, K)))
+    with jax.set_mesh(mesh_of("8")):
+        by_hand, attention = (
+            jax.jit(jax.shard_map(f, in_specs=P("device"), out_specs=P("device")))
+            .lower(query, key, key)
+            .compile()
+            .cost_analysis()
+            for f in (lambda *x: local_attention(*x).out, ea.attention)
+        )
+    for what in ("flops", "bytes accessed"):
+        np.testing.assert_allclose(attention[what], by_hand[what], rtol=0.02)
+
+
+def test_not_jitted_inside_shard_map():
+    """The energy by a rule that JAX cannot run in a `shard_map` that is not jitted."""
+    problem = PROBLEMS["plain"]
+    query, key, value = (jnp.concatenate([x] * 4) for x in cast(problem, jnp.float64)[0].values())
+    with jax.set_mesh(mesh_of("8")):
+        energy = jax.shard_map(ea.free_energy, in_specs=P("device"), out_specs=P("device"))
+        close(energy(query, key, value), np.concatenate([dense(problem)[1]] * 4))
+
+
+@pytest.mark.full
+@batches_psum
+def test_inside_transformations():
+    """Under `vmap`, `lax.scan` and `jax.checkpoint`, as a model uses it, keys are spread as they are alone."""
+    problem = PROBLEMS["plain"]
+    arrays, _ = cast(problem, jnp.float64)
+    parallel = SequenceParallel("device")
+    direction = problem.rng("direction").standard_normal(dense(problem)[0].shape)
+
+    def attention(query, key, value):
+        return ea.attention(query, key, value, parallel=parallel)
+
+    def scanned(query, key, value):
+        def step(query, _):
+            return query, attention(query, key, value)
+
+        return jax.lax.scan(step, query, None, length=2)[1].mean(0)
+
+    ways = {"vmap": jax.vmap(attention), "scan": scanned, "remat": jax.checkpoint(attention)}
+
+    def slope(arrays, how):
+        given = (arrays[name] for name in ("query", "key", "value"))
+        return (direction * how(*given)).sum()
+
+    @jax.jit
+    def run(arrays):
+        return {way: jax.grad(slope)(arrays, how) for way, how in ways.items()}
+
+    with jax.set_mesh(mesh_of("8")):
+        found = run(arrays)
+    exact = dense_vjp(problem, direction, np.zeros(direction.shape[:-1]))
+    for way, gradients in found.items():
+        for name in exact:
+            close(gradients[name], exact[name], f"{way}, {name}")
+
+
+@pytest.mark.full
+def test_second_derivatives():
+    """∇²F across devices that is zero or wrong: by each order of the two modes, and by the reference."""
+    problem = PROBLEMS["decode_cache"]
+    arrays, _ = cast(problem, jnp.float64)
+    zeros, parallel = np.zeros(problem.query.shape), SequenceParallel()
+
+    def total(source, implementation=None):
+        options = problem.options | {"parallel": parallel, "implementation": implementation}
+        return ea.free_energy(**arrays, source=source, **options).sum()
+
+    with jax.set_mesh(mesh_of("2x4")):
+        plain = jax.hessian(functools.partial(total, implementation="reference"))
+        for hessian in (jax.jacrev(jax.grad(total)), jax.hessian(total), plain):
+            found = jax.device_get(jax.jit(hessian)(zeros))
+            close(np.einsum("btnvbtnw->btnvw", found), dense_covariance(problem))
+
+
+@pytest.mark.full
+def test_modules():
+    """A module whose `parallel` field is forgotten on the way to the kernel would be right, and slow."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((13, 8)))
+    options = {"num_heads": 4, "query_size": 8, "num_kv_heads": 2, "key": jax.random.key(0)}
+    alone = ea.MultiheadAttention(**options, energy=ea.FreeEnergy(is_causal=True))
+    energy = ea.FreeEnergy(is_causal=True, parallel=SequenceParallel("device"))
+    spread = ea.MultiheadAttention(**options, energy=energy)
+    with jax.set_mesh(mesh_of("8")):
+        compiled = jax.jit(lambda x: spread(x, x, x, return_energy=True)).lower(x).compile()
+        jax.tree.map(
+            lambda a, b: close(a, jax.device_get(b)),
+            compiled(x),
+            alone(x, x, x, return_energy=True),
+        )
+    assert collectives(compiled)
+
+
+# --- what is sent
+
+B, T, N, K, H = 2, 3, 4, 2, 8
+STATE = [("all-reduce", 4 * B * T * N), ("all-reduce", 4 * B * T * N * (H + 1))]
+DQ = [("all-reduce", 4 * B * T * N * H)]
+
+
+def sent(kind, keys, function, implementation=None, dtype="float32"):
+    """`(kind, bytes)` of the collectives of `function(attend, query, key, value)` with keys on all devices."""
+    mesh, axes = mesh_of(kind), SHAPES[kind.split()[0]][1]
+    parallel = SequenceParallel(axes, method="tree", merge="allreduce")
+
+    def argument(length, heads, spec):
+        return jax.ShapeDtypeStruct(
+            (B, length, heads, H), dtype, sharding=NamedSharding(mesh, spec)
+        )
+
+    query, key = argument(T, N, P()), argument(keys, K, P(None, axes))
+    attend = functools.partial(ea.attention, parallel=parallel, implementation=implementation)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(functools.partial(function, attend)).lower(query, key, key).compile()
+    found = collectives(compiled)
+    assert all(c.group_size == 8 and c.count == 1 for c in found), found
+    return [(c.kind, c.bytes) for c in found]
+
+
+def decode(attend, query, key, value):
+    return attend(query, key, value, return_energy=True)
+
+
+def train(attend, *arrays, arguments=(0, 1, 2)):
+    return jax.value_and_grad(lambda *x: (attend(*x) ** 2).sum(), arguments)(*arrays)
+
+
+@pytest.mark.parametrize("kind", ["8", "2x4", "2x4 explicit"])
+def test_decode_sends_two_all_reduces(kind):
+    """A collective more, or bytes that grow with the keys: the whole point of the method (MATH, sections 3 and 4).
+
+    `b n_h` and `b d + b n_h` numbers for each query, whether there are 64 keys or 512, and one row of devices or two.
+    """
+    for keys in (64, 512):
+        assert sent(kind, keys, decode) == STATE
+    assert sum(size for _, size in STATE) == 4 * T * (B * H * N + 2 * B * N)  # MATH: b d + 2 b n_h
+
+
+def test_energies_are_sent_wide():
+    """Sums narrowed to bfloat16 on their way: the energies of 8 shards would err by 0.16."""
+    assert sent("8", 64, decode, dtype="bfloat16") == STATE
+
+
+def test_training_sends_one_more():
+    """Gradients of keys and values sent around, which are local; that of the query is one sum, if it is wanted."""
+    assert sent("2x4", 64, train) == STATE + DQ
+    assert sent("2x4", 64, functools.partial(train, arguments=(1, 2))) == STATE
+    assert sent("2x4", 64, functools.partial(train, arguments=(0,))) == STATE + DQ
+
+
+def gradient_in_source(attend, query, key, value):
+    """Of F itself, in a source that is not known to be zero."""
+
+    def total(source):
+        options = {name: attend.keywords[name] for name in ("parallel", "implementation")}
+        return ea.free_energy(query, key, value, source=source, **options).sum()
+
+    return jax.grad(total)(query)
+
+
+def test_algorithms_2_and_3():
+    """The custom rule (two all-reduces) and what autodiff makes of the sharded F (three) must be one gradient.
+
+    Plain autodiff: the fold, and the sum of the devices' gradients.
+    """
+    third = sent("8", 64, gradient_in_source)
+    second = sent("8", 64, gradient_in_source, implementation="reference")
+    assert third == STATE
+    assert len(second) == 3 and second[:2] == STATE
+    assert second[2][0] == "all-reduce" and second[2][1] >= DQ[0][1]
+    problem = PROBLEMS["decode_source"]
+    arrays, _ = cast(problem, jnp.float64)
+    run = {
+        name: jax.jit(
+            functools.partial(
+                attend, problem=problem, parallel=SequenceParallel(), implementation=name
+            )
+        )
+        for name in (None, "reference")
+    }
+    with jax.set_mesh(mesh_of("2x4")):
+        (mine, energy), (plain, same) = run[None](arrays), run["reference"](arrays)
+    out, lse = dense(problem)
+    for found in (mine, plain):
+        close(found, out)
+    for found in (energy, same):
+        close(found, lse)
+    close(mine, jax.device_get(plain), tolerance=1e-14)
+
+
+def test_nothing_is_sent_without_a_mesh():
+    """Collectives, or copies of the keys, in the program of someone who has one device."""
+    query, key = (jax.ShapeDtypeStruct((B, n, h, H), "float32") for n, h in ((T, N), (64, K)))
+    assert collectives(jax.jit(ea.attention).lower(query, key, key).compile()) == ()
+    with jax.set_mesh(make_mesh((8,), ("device",))):
+        assert collectives(jax.jit(ea.attention).lower(query, key, key).compile()) == ()
+
+
+WAITS = "the last of 8 contiguous shards has 1.88 times the mean work.*layout='zigzag'"
+
+
+def causal(length, parallel, heads=1, **options):
+    """The types of a causal call over eight devices; nothing is computed."""
+    mesh = make_mesh((8,), ("device",))
+    x = jax.ShapeDtypeStruct((1, length, heads, 8), jnp.bfloat16)
+    options = {"is_causal": True, "parallel": parallel} | options
+    with jax.set_mesh(mesh):
+        jax.eval_shape(functools.partial(ea.attention, **options), x, x, x)
+
+
+@pytest.mark.parametrize("method", ["ring", "tree"])
+def test_devices_that_wait(method):
+    """A causal ring whose last device works twice as long as the mean, and nobody says so."""
+    parallel = SequenceParallel("device", method=method)
+    with pytest.warns(UserWarning, match=WAITS):
+        causal(8192, parallel)
+    with pytest.warns(UserWarning, match=WAITS):
+        causal(8192, parallel, is_causal=False, mask=ea.masks.Causal())
+
+
+def test_devices_that_have_equal_work():
+    """A warning where there is nothing to balance; warnings are errors here."""
+    ring = functools.partial(SequenceParallel, "device", method="ring")
+    causal(8192, ring(layout="zigzag"))
+    causal(8192, ring(layout="striped"))
+    causal(8192, ring(), is_causal=False)
+    causal(8192, ring(), local_window_size=(64, 0))
+    causal(4096, ring())  # too short to matter
+    causal(8192, ring(), query_positions=jnp.zeros((1, 8192), jnp.int32))
+    causal(8192, SequenceParallel("device", method="ulysses"), heads=8)

@@ -1,0 +1,196 @@
+"""Several processes, as on several machines: collectives cross process borders and no process holds all keys.
+
+And what becomes of the rest when one of them fails: a message that names it, soon.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.flags import environment
+from tests.support.ports import free_port
+from tests.support.process import SCENARIOS
+from tests.support.selection import few_rows
+
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 240  # for a machine that is busy; alone it takes a tenth of that
+# A process of a job that meets in collectives until the end, and what happens to process 1.
+JOB = """
+import os, signal, sys
+import jax
+import numpy as np
+from energy_attn.distributed import fetch, initialize, make_mesh, place
+
+what, index = sys.argv[1], int(os.environ["JAX_PROCESS_ID"])
+if what == "missing" and index == 1:
+    sys.exit()
+initialize(initialization_timeout=3 if what == "missing" else 30)
+x = place(np.arange(4.0), jax.NamedSharding(make_mesh(), jax.P(("node", "device"))))
+print("sum", fetch(x).sum(), flush=True)
+if index == 1 and what == "raise":
+    raise ValueError("the reason of it all")
+if index == 1:
+    os.kill(os.getpid(), getattr(signal, what))
+try:
+    while True:
+        fetch(x)
+except Exception as error:
+    print("caught", type(error).__name__, flush=True)
+    raise
+"""
+
+
+def launch(*arguments: object) -> subprocess.CompletedProcess:
+    """`python -m energy_attn launch …`, as a user runs it."""
+    return subprocess.run(
+        [sys.executable, "-m", "energy_attn", "launch", *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS + 30,
+    )
+
+
+Found = list[dict[str, dict]]
+
+
+def run_scenarios(processes: int, devices: int, logs: Path) -> tuple[Found, str]:
+    """What each process found in each scenario (the mesh under the name `""`), and what the launcher said.
+
+    A scenario that fails ends the run, so those after it are missing.
+    """
+    counts = ["-n", processes, "--devices", devices, "--timeout", SECONDS, "--log-dir", logs]
+    done = launch(*counts, "--", "-m", "tests.support.process", *SCENARIOS)
+    found = []
+    for index in range(processes):
+        text = (logs / f"process-{index}.log").read_text()
+        lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        found.append({line.get("scenario", ""): line for line in lines})
+    return found, done.stderr
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> tuple[Found, str]:
+    return run_scenarios(2, 4, tmp_path_factory.mktemp("logs"))
+
+
+def check(ran: tuple[Found, str], name: str) -> None:
+    """Right in every process, and the same in all to the last bit where that is said."""
+    found, said = ran
+    for process in found:
+        assert name in process, said
+        errors = process[name]["errors"]
+        assert errors and max(errors.values()) < 1e-11, errors
+    assert len({process[name].get("bits") for process in found}) == 1
+
+
+def test_mesh_has_hosts_on_its_slow_axis(ran):
+    for process in ran[0]:
+        assert process[""]["mesh"] == {"node": 2, "device": 4}
+        assert process[""]["processes of its rows"] == [[0] * 4, [1] * 4]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_processes_of_four_devices(ran, name):
+    """Collectives that end at a process's border, parts laid end to end in a wrong order, results that differ."""
+    check(ran, name)
+
+
+@pytest.mark.parametrize("merge", ["allreduce", "gather"])
+def test_collectives_span_all_processes(ran, merge):
+    for process in ran[0]:
+        assert process[f"decode {merge}"]["largest group"] == 8
+
+
+@pytest.mark.full
+def test_four_processes_of_two_devices(tmp_path):
+    ran = run_scenarios(4, 2, tmp_path)
+    for name in SCENARIOS:
+        check(ran, name)
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "said"),
+    few_rows(
+        [
+            ("SIGKILL", 137, "process 1 of 2 was killed by SIGKILL"),
+            ("SIGSTOP", 147, "process 1 of 2 is stopped"),
+            ("raise", 1, "process 1 of 2 ended with status 1"),
+            ("missing", 1, "process 0 of 2 ended with status 1"),
+        ]
+    ),
+)
+def test_a_lost_process_ends_the_run_and_is_named(what, status, said):
+    """Survivors that wait for minutes, or a cause that drowns in what it leads to.
+
+    By themselves they would wait for 10 s or more; the launcher's own limit, 124, is not what ends them.
+    """
+    done = launch("-n", 2, "--timeout", 60, "--", "-c", JOB, what)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert said in done.stderr
+    if what == "raise":
+        assert "ValueError: the reason of it all" in done.stderr.split("last lines")[1]
+    if what == "missing":
+        assert "process 1 of 2 did not come to the coordinator" in done.stderr
+    else:
+        assert "[0] sum 12.0" in done.stdout
+
+
+# A program that knows nothing of this library, in an allocation whose own launcher has left its marks.
+PLAIN = """
+import jax, jax.numpy as jnp, numpy as np
+jax.distributed.initialize()
+mesh = jax.make_mesh((jax.device_count(),), ("x",))
+x = jax.make_array_from_callback(
+    (jax.device_count(),), jax.NamedSharding(mesh, jax.P("x")), lambda i: np.arange(4.0)[i]
+)
+print(jax.process_index(), "of", jax.process_count(), jax.local_device_count(), float(jnp.sum(x)))
+jax.distributed.shutdown()
+"""
+MARKS = {
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-9]", "SLURM_NTASKS": "9"},
+    **{"SLURM_PROCID": "5", "SLURM_LOCALID": "5", "OMPI_VERSION": "5.0.7"},
+}
+
+
+@pytest.mark.full
+def test_plain_jax_finds_the_others(monkeypatch):
+    """`jax.distributed.initialize()` under the launcher: processes that JAX does not number, or those of a cluster."""
+    for name, text in MARKS.items():
+        monkeypatch.setenv(name, text)
+    done = launch("-n", 2, "--devices", 2, "--timeout", SECONDS, "--", "-c", PLAIN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = set(done.stdout.splitlines())
+    assert {"[0] 0 of 2 2 6.0", "[1] 1 of 2 2 6.0"} <= lines, done.stdout
+
+
+def test_without_a_supervisor_survivors_get_an_exception():
+    """A lost peer that nobody watches over. JAX alone would wait in the collective, then abort without an exception."""
+    coordinator = f"localhost:{free_port()}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-u", "-c", JOB, "SIGKILL"],
+            cwd=ROOT,
+            env=environment()
+            | {
+                "JAX_COORDINATOR_ADDRESS": coordinator,
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": str(index),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [1, -9], said
+    assert "caught" in said[0] and "Gloo" in said[0]

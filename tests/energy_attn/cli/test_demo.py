@@ -1,0 +1,391 @@
+"""The demo: small, in a process of its own, as users run it; and its verdict on wrong results."""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn.cli.demo as demo
+from energy_attn import __main__ as command
+from energy_attn.cli import _byte_llama, _devices
+from energy_attn.cli.demo import _checks, _picture, _report, _score, _times
+from energy_attn.cli.info import EXAMPLES, choice
+from energy_attn.models import Llama, LlamaConfig
+from tests.support.flags import environment
+
+ROOT = Path(__file__).resolve().parents[3]
+SETTINGS = {
+    "context": 2 * _score.WINDOW + 7,
+    "tokens": 6,
+    "parts": False,
+}
+TINY = LlamaConfig(
+    *(256, 16, 24, 1, 2, 1),
+    tie_word_embeddings=True,
+    max_position_embeddings=512,
+)
+BOUND = 1.0  # nats per held-out byte
+
+
+def run_module(*arguments, **variables):
+    inherited = {name: x for name, x in environment().items() if name != "JAX_ENABLE_X64"}
+    return subprocess.run(
+        [sys.executable, "-m", "energy_attn", *arguments],
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+@pytest.mark.full
+def test_demo(tmp_path):
+    """The command as users run it: its output, and its checks."""
+    picture = tmp_path / "demo.png"
+    done = run_module("demo", "--context", "1200", "--tokens", "20", "--out", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert "918,656 weights" in done.stdout and "8 simulated devices" in done.stdout
+    assert re.search(r"bytes equal to dense decoding +20 of 20 +✓", done.stdout)
+    assert re.search(r"energies, .* float64 .* nats +✓", done.stdout)
+    assert re.search(r"collectives a step +4 all-gather +✓", done.stdout)
+    assert re.search(r"bytes handed to them +2,112 +✓", done.stdout)
+    assert "✗" not in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # no terminal: no control characters
+    assert "\r" not in done.stderr and "\x1b" not in done.stderr
+
+
+def test_devices_that_the_user_asked_for_are_kept():
+    done = run_module("demo", XLA_FLAGS="--xla_force_host_platform_device_count=3")
+    assert done.returncode == 2
+    assert "wanted 8 devices, real or simulated, got 3" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """The computations of a run of the demo, made once."""
+    with jax.enable_x64(False):
+        model = Llama(TINY, key=jax.random.key(0))
+    text, decode, compile_loop = _byte_llama.held_out_text(), demo.decode, demo.compile_loop
+    made: dict = {}
+
+    def remember(name, function):
+        def remembered(*args, **options):
+            key = (name, *map(repr, args[1:]), *map(repr, options.values()))
+            if key not in made:
+                made[key] = function(*args, **options)
+            return made[key]
+
+        return remembered
+
+    functions = {
+        "byte_llama": lambda: model,
+        "score": lambda *args: (2.0, 1.0),
+        "decode": remember("decode", decode),
+        "compile_loop": remember("loop", compile_loop),
+        "held_out_text": lambda: text,
+    }
+    return functions
+
+
+@pytest.fixture
+def run(pieces, monkeypatch, tmp_path, capsys):
+    for name, function in pieces.items():
+        monkeypatch.setattr(demo, name, function)
+    monkeypatch.setattr(_times, "_ROUNDS", 1)
+
+    def run(**changes):
+        args = argparse.Namespace(**{**SETTINGS, "out": tmp_path / "a.png", **changes})
+        status = demo.run(args)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.full
+def test_all_holds(run):
+    status, out, err = run()
+    assert (status, err) == (0, "")
+    assert out.count("✓") == 7
+
+
+def wrong_tokens(monkeypatch, which):
+    decode = demo.decode
+
+    def wrong(model, prompt, count, parallel=None, **options):
+        right = decode(model, prompt, count, parallel, **options)
+        if bool(options) != (which == "dense") or parallel is not None:
+            return right
+        tokens = right.tokens.copy()
+        tokens[-1] ^= 1
+        return right._replace(tokens=tokens)
+
+    monkeypatch.setattr(demo, "decode", wrong)
+
+
+def wrong_float64(monkeypatch, energy=0.0, out=0.0):
+    right = _checks.float64_attention
+
+    def wrong(*args):
+        outs, energies, scores = right(*args)
+        outs[-1, 0, 0] += out
+        energies[-1, -1] += energy
+        return outs, energies, scores
+
+    monkeypatch.setattr(_checks, "float64_attention", wrong)
+
+
+def wrong_cost(monkeypatch, operations=0, size=0):
+    a, b = _checks.expected(TINY)
+    monkeypatch.setattr(demo, "expected", lambda config: (a + operations, b + size))
+
+
+def longer_sends_more(monkeypatch):
+    compile_loop = demo.compile_loop
+
+    def wrong(model, slots, count, parallel, attend):
+        longer = slots > SETTINGS["context"] * 1.5
+        return compile_loop(model, slots, count, parallel, demo.gathered if longer else attend)
+
+    monkeypatch.setattr(demo, "compile_loop", wrong)
+
+
+BREAKS = {
+    "bytes equal to dense decoding": lambda m: wrong_tokens(m, "dense"),
+    "bytes equal to one device's": lambda m: wrong_tokens(m, "alone"),
+    "energies, largest error against float64": lambda m: wrong_float64(m, energy=1e-3),
+    "outputs, largest error against float64": lambda m: wrong_float64(m, out=1e-3),
+    "collectives a step": lambda m: wrong_cost(m, operations=1),
+    "bytes handed to them": lambda m: wrong_cost(m, size=4),
+    "both for a cache of": longer_sends_more,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("what", "break_it"), BREAKS.items(), ids=BREAKS)
+def test_what_does_not_hold_is_named(run, monkeypatch, what, break_it):
+    break_it(monkeypatch)
+    status, out, err = run()
+    assert status == 1
+    assert out.count("✗") == 1
+    (line,) = err.splitlines()
+    assert line.startswith(f"energy_attn demo: does not hold: {what}")
+
+
+@pytest.mark.full
+def test_parts(run, monkeypatch):
+    """Parts that do not sum up to the difference, and a step without merges that sends something."""
+    seconds, sent = {}, {}
+
+    def medians(runs):
+        seconds.update((name, 2.0**-i) for i, name in enumerate(runs))
+        sent.update(
+            (name, demo.sent(run.loop, 6 // run.calls).operations) for name, run in runs.items()
+        )
+        return seconds
+
+    monkeypatch.setattr(_times, "medians", medians)
+    found, made = [], demo.parts
+    monkeypatch.setattr(demo, "parts", lambda *args: found.append(made(*args)) or found[0])
+    assert run(parts=True)[0] == 0
+    total = found[0].merging + found[0].attending + found[0].repeating
+    assert total == seconds["tree"] - seconds["alone"]
+    assert found[0].calling == seconds["calls"] - seconds["tree"]
+    one = TINY.num_hidden_layers
+    assert sent == {
+        **{"tree": one, "calls": one, "unmerged": 0, "bare": 0},
+        **{name: 0 for name in ("alone", "bare alone", "calls alone")},
+    }
+
+
+@pytest.mark.full
+def test_nan_does_not_hold(run, monkeypatch):
+    wrong_float64(monkeypatch, energy=np.nan)
+    assert run()[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 10}, "--context: wanted from"),
+        ({"context": 10**9}, "--context: wanted from"),
+        ({"tokens": 0}, "--tokens: wanted at least 1"),
+        ({"out": Path("/nowhere/at/all.png")}, "--out: wanted a path in a folder that exists"),
+    ],
+    ids=str,
+)
+def test_bad_options(run, changes, message):
+    status, out, err = run(**changes)
+    assert status == 2 and out == "" and message in err
+
+
+def test_without_matplotlib(run, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, _ = run()
+    assert status == 0
+    assert "no picture: matplotlib is not installed (pip install matplotlib)" in out
+
+
+def test_broken_weights(run, monkeypatch, tmp_path):
+    """A traceback instead of the name of the file."""
+    monkeypatch.setattr(_byte_llama, "FOLDER", tmp_path)
+    monkeypatch.setattr(demo, "byte_llama", _byte_llama.byte_llama)
+    status, out, err = run()
+    assert status == 2 and out == "" and "config.json" in err
+
+
+@pytest.fixture(scope="module")
+def peer():
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaForCausalLM.from_pretrained(_byte_llama.FOLDER)
+
+
+@pytest.mark.full
+def test_weights(peer, user_settings):
+    """Committed weights other than the trained ones, or weights that this library reads wrongly."""
+    torch = pytest.importorskip("torch")
+    held = _byte_llama.held_out_text()
+    starts = np.linspace(0, len(held) - 513, 16).astype(int)
+    pieces = held[starts[:, None] + np.arange(513)].astype(np.int64)
+    with torch.inference_mode():
+        wanted = peer(torch.from_numpy(pieces[:, :-1])).logits.numpy().astype(np.float64)
+    scores = wanted - np.log(np.exp(wanted).sum(-1, keepdims=True))
+    loss = -np.take_along_axis(scores, pieces[:, 1:, None], 2).mean()
+    assert loss < BOUND
+    model = _byte_llama.byte_llama()
+    tokens = jnp.asarray(pieces, jnp.int32)
+    np.testing.assert_allclose(jax.jit(_score.surprise)(model, tokens).mean(), loss, atol=1e-5)
+    ours = jax.jit(lambda model, x: model(x).logits)(model, tokens[:2, :-1])
+    np.testing.assert_allclose(ours, wanted[:2], atol=2e-6 * np.abs(wanted).max())
+    assert _score.parameters(model) == 918_656
+    files = {path.name: path.stat().st_size for path in _byte_llama.FOLDER.iterdir()}
+    assert set(files) == {"config.json", "model.safetensors"} and sum(files.values()) <= 4e6
+
+
+@pytest.mark.full
+def test_score_sees_the_same_bytes():
+    """With one window of text, the whole context is no better than all but its first half."""
+    model = Llama(TINY, key=jax.random.key(0))
+    text = np.random.default_rng(0).integers(0, 256, 2 * _score.WINDOW).astype(np.uint8)
+    near, far = _score.score(model, text)
+    read = jax.jit(lambda model, tokens: model(tokens).logits)
+    logits = read(model, jnp.asarray(text[None, :-1], jnp.int32))
+    wanted = -jax.nn.log_softmax(logits)[0, np.arange(len(text) - 1), text[1:]]
+    np.testing.assert_allclose(far, wanted[-_score.WINDOW :].mean(), rtol=1e-5)
+    assert near != far and abs(near - far) < 0.1
+
+
+def test_float64_attention():
+    """The check itself: one query and two keys by hand, and a masked key."""
+    query = np.array([[[1.0, 0.0], [0.0, 2.0]]])
+    key = np.array([[[1.0, 1.0]], [[3.0, 0.0]], [[9.0, 9.0]]])
+    value = np.array([[[1.0, 0.0]], [[0.0, 1.0]], [[5.0, 5.0]]])
+    out, energy, _ = _checks.float64_attention(query, key, value, np.array([[True, True, False]]))
+    for head, scores in enumerate([(1.0, 3.0), (2.0, 0.0)]):
+        weights = np.exp(np.array(scores) / np.sqrt(2))
+        np.testing.assert_allclose(energy[0, head], np.log(weights.sum()), rtol=1e-15)
+        np.testing.assert_allclose(out[0, head], weights / weights.sum(), rtol=1e-15)
+
+
+def test_held_out_text(tmp_path, monkeypatch):
+    """A broken link, somebody else's file or a pipe that ends the demo, or blocks it for ever."""
+    (tmp_path / "argparse.py").symlink_to(tmp_path / "nowhere.py")
+    (tmp_path / "dataclasses.py").write_text("secret")
+    os.mkfifo(tmp_path / "tarfile.py")
+    (tmp_path / "typing.py").write_text("kept")
+    read = Path.read_bytes
+
+    def forbidden(path):  # root may read everything
+        if path.name == "dataclasses.py":
+            raise PermissionError(path)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    assert _byte_llama.held_out_text(tmp_path).tobytes() == b"kept"
+    (tmp_path / "typing.py").unlink()
+    with pytest.raises(FileNotFoundError, match="no sources of the standard library"):
+        _byte_llama.held_out_text(tmp_path)
+
+
+def test_table():
+    lines = [_report.Line("one", "1", "of 1", True), _report.Line("a longer one", "22", "x", False)]
+    assert _report.table(lines).splitlines()[2:] == [
+        "one                  1  ✓  of 1",
+        "a longer one        22  ✗  x",
+    ]
+
+
+def test_unreadable_bytes_are_shown():
+    assert _report.readable(np.array([65, 255, 10], np.uint8)) == "A\\xff\n"
+    assert [_picture.character(byte) for byte in b"a \n\x00\xff"] == ["a", "·", "↵", "�", "�"]
+
+
+def test_info():
+    done = run_module("info")
+    assert done.returncode == 0, done.stderr
+    assert "1 × cpu" in done.stdout and "decode, blockwise, reference" in done.stdout
+    assert done.stdout.count("declines") >= 1
+
+
+@pytest.mark.full
+def test_reader_that_goes():
+    """`info | head`, and an encoding that lacks letters: a traceback at the end."""
+    command = [sys.executable, "-m", "energy_attn", "info"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "ascii"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as info:
+        info.stdout.close()
+        assert info.stderr.read() == ""
+    assert info.returncode == 128 + signal.SIGPIPE
+    assert "1 \\xd7 cpu" in run_module("info", PYTHONIOENCODING="ascii").stdout
+
+
+@pytest.mark.parametrize("call", EXAMPLES, ids=lambda call: call.what)
+def test_info_says_what_would_be_used(call):
+    chosen, *reasons = choice(call, "cpu")
+    few_rows = "decode" if call.dtype == "float64" else "decode_cpu"
+    assert chosen == (few_rows if call.query[1] == 1 else "blockwise")
+    assert reasons
+    for platform, few, many in (("cuda", "pallas_gpu", "cudnn"), ("tpu", "pallas_tpu", "splash")):
+        chosen, *_ = choice(call, platform)
+        if call.dtype == "float64":
+            wanted = {"blockwise"}
+        else:
+            wanted = {few} if call.query[1] < 64 or call.dtype == "float32" else {few, many}
+        assert chosen in wanted
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--tokens", "x"]], ids=str)
+def test_bad_commands(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    with pytest.raises(SystemExit) as stop:
+        command.main(arguments)
+    assert stop.value.code == 2
+    assert "usage: python -m energy_attn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "--xla_force_host_platform_device_count=8"),
+        ("--a=1", "--a=1 --xla_force_host_platform_device_count=8"),
+        ("--xla_force_host_platform_device_count=2", "--xla_force_host_platform_device_count=2"),
+    ],
+)
+def test_flags(before, after, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if before:
+        monkeypatch.setenv("XLA_FLAGS", before)
+    _devices.simulate_devices()
+    assert os.environ["XLA_FLAGS"] == after
+    monkeypatch.undo()

@@ -1,0 +1,160 @@
+"""`python -m energy_attn generate`: text in, text out, the same as by `generate`."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from energy_attn.__main__ import main
+from energy_attn.cli._tokenizer import tokenizer_of
+from energy_attn.models import Llama, LlamaConfig, generate
+from tests.support.selection import few
+
+PROMPT = "ab" * 9 + "é"
+CONFIG = LlamaConfig(256, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint for bytes; its weights are large, so that no two tokens are nearly as likely."""
+    made = tmp_path_factory.mktemp("bytes")
+    model = jax.tree.map(lambda x: 20 * x, Llama(CONFIG, key=jax.random.key(0)))
+    model.save(made)
+    (made / "prompt.txt").write_text(PROMPT, "utf-8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def written(folder):
+    """What the model writes."""
+    found = generate(Llama.load(folder), [list(PROMPT.encode())], 12)
+    return np.asarray(found.tokens[0])
+
+
+def command(folder, *more, prompt=True):
+    given = ["--prompt-file", str(folder / "prompt.txt")] if prompt else []
+    return main(["generate", "--model", str(folder), *given, "--max-new-tokens", "12", *more])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "more",
+    few([[], ["--mesh", "2x2", "--tensor", "2", "--chunk-size", "8", "--speculative"]], []),
+    ids=["alone", "mesh"],
+)
+def test_writes_what_the_model_writes(more, folder, written, capsys):
+    """The text of the model, invalid UTF-8 included; mesh, split weights and drafts change nothing."""
+    assert command(folder, *more) == 0
+    said = capsys.readouterr()
+    assert said.out == bytes(written.tolist()).decode("utf-8", "replace") + "\n"
+    assert re.search(r"^20 tokens read and the first written in [\d.]+ s", said.err, re.M)
+    assert ("of the drafted tokens accepted" in said.err) == ("--speculative" in more)
+
+
+@pytest.mark.full
+def test_ends_where_the_checkpoint_says(folder, written, tmp_path, capsys):
+    """generation_config.json overrides config.json, in the command and in `generate`; options override both."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    first = int(written[3])
+    said = tmp_path / "generation_config.json"
+    said.write_text(json.dumps({"eos_token_id": [300, first]}))
+    assert command(tmp_path) == 0
+    end = written.tolist().index(first) + 1
+    want = bytes(written[:end].tolist()).decode("utf-8", "replace")
+    assert capsys.readouterr().out == want + "\n"
+    # the function stops there too, unless it is told otherwise
+    model = Llama.load(tmp_path)
+    found = [generate(model, [list(PROMPT.encode())], 12, **x) for x in ({}, {"eos_token_id": ()})]
+    assert found[0].lengths.tolist() == [end] and found[1].tokens[0].tolist() == written.tolist()
+    assert command(tmp_path, "--stop", "300,301") == 0
+    assert capsys.readouterr().out == bytes(written.tolist()).decode("utf-8", "replace") + "\n"
+    model.save(tmp_path / "again")
+    assert Llama.load(tmp_path / "again").config.eos_token_id == (300, first)
+    for text in "[2]", '{"eos_token_id": "</s>"}', "{":
+        said.write_text(text)
+        with pytest.raises((TypeError, ValueError), match="generation_config.json"):
+            Llama.load(tmp_path)
+
+
+@pytest.mark.full
+def test_tokens_of_a_tokenizer(tmp_path, capsys):
+    """Text of tokens depends on their neighbours, and a character may take several of them."""
+    # every byte is a token, in the order of the library's alphabet for bytes: é takes two
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    model = jax.tree.map(lambda x: 20 * x, Llama(CONFIG, key=jax.random.key(1)))
+    model.save(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = tokenizer.encode(PROMPT).ids
+    assert len(tokens) == len(PROMPT.encode())
+    assert main(["generate", "--model", str(tmp_path), "--prompt", PROMPT]) == 0
+    found = generate(model, [tokens], 128).tokens[0].tolist()
+    said = capsys.readouterr().out.removesuffix("\n")
+    # part of a character at the end is not written
+    assert tokenizer.decode(found).startswith(said) and len(said) >= 100
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--speculative", "--draft-model", "x"], "--speculative: wanted it or --draft-model"),
+        (["--tensor", "0"], "--tensor: wanted at least 1, got 0"),
+        (["--mesh", "3x5"], "wanted 15 devices, real or simulated, got 8"),
+        (["--max-new-tokens", "0"], "max_new_tokens: wanted at least 1, got 0"),
+        (["--dtype", "int8"], "dtype: wanted"),
+    ],
+)
+def test_what_cannot_be_done_is_said(more, message, folder, capsys):
+    assert command(folder, *more) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_files_are_named(folder, tmp_path, capsys):
+    assert main(["generate", "--model", str(tmp_path / "none"), "--prompt", "a"]) == 2
+    assert "none" in capsys.readouterr().err
+    assert main(["generate", "--model", str(folder), "--prompt-file", str(tmp_path / "no")]) == 2
+    assert "no" in capsys.readouterr().err
+    odd = LlamaConfig(300, 16, 24, num_hidden_layers=1, num_attention_heads=4)
+    Llama(odd, key=jax.random.key(0)).save(tmp_path)
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "a"]) == 2
+    assert "tokenizer.json, for a vocabulary of 300 tokens" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "a"]) == 2
+    assert "wanted a file of the library tokenizers" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_panics(tmp_path):
+    """A panic in Rust, for a file or a text, which is no Exception and would end the caller; and a pointer."""
+    path = tmp_path / "tokenizer.json"
+    said = json.loads(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
+    broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    path.write_text(json.dumps(said | {"normalizer": broken}))
+    with pytest.raises(ValueError, match=f"tokenizer: wanted a file .* got {path}: Precompiled"):
+        tokenizer_of(tmp_path, 1)
+    special = [{"SpecialToken": {"id": "X", "type_id": 0}}]
+    broken = {"type": "TemplateProcessing", "single": special, "pair": [], "special_tokens": {}}
+    path.write_text(json.dumps(said | {"post_processor": broken}))
+    with pytest.raises(ValueError, match=f"tokenizer: wanted a file .* got {path}: no entry"):
+        tokenizer_of(tmp_path, 1).encode("a")
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="Git LFS pointer: git lfs pull"):
+        tokenizer_of(tmp_path, 1)
+
+
+@pytest.mark.parametrize("mesh", ["2y4", "0x4", "1x2x3", ""])
+def test_a_mesh_that_is_none(mesh, folder, capsys):
+    with pytest.raises(SystemExit):
+        command(folder, "--mesh", mesh)
+    assert "invalid mesh value" in capsys.readouterr().err
+
+
+def test_a_method_that_is_none(folder, capsys):
+    with pytest.raises(SystemExit):
+        command(folder, "--method", "star")
+    assert "invalid choice: 'star'" in capsys.readouterr().err

@@ -1,0 +1,358 @@
+"""`attention` in place of `jax.nn.dot_product_attention`: every argument means the same, results are as exact.
+
+Both are compared with the float64 judge: `attention` may err by a small multiple of what `jax.nn` errs, and `jax.nn`
+must agree with the judge, so that the arguments are known to mean the same to all three. Run as users run JAX: float32
+on, float64 off, NumPy's promotion (`jax.nn` accepts no other).
+"""
+
+import functools
+import inspect
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from tests.support.naive import assert_close
+from tests.support.problems import PROBLEMS, Problem, cast
+from tests.support.reference import dense, dense_vjp, magnitudes, rows
+
+pytestmark = pytest.mark.usefixtures("user_settings")
+
+BASE = PROBLEMS["grouped"]  # B=2, T=5, S=7, N=6, K=2, H=4
+DTYPES = ("float32", "bfloat16")
+
+
+def normal(*shape):
+    return np.random.default_rng(shape).standard_normal(shape)
+
+
+def keep(*shape):
+    """A mask in which every query sees the first key (jax.nn gives a fully masked row the mean of the values)."""
+    mask = np.random.default_rng(shape).random(shape) < 0.6
+    mask[..., 0] = True
+    return mask
+
+
+def ints(*values):
+    return np.asarray(values, np.int32)
+
+
+CASES = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "scale_negative": {"scale": -1.7},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": 3},
+    "window_pair": {"local_window_size": (4, 1)},
+    "window_causal": {"local_window_size": (2, 2), "is_causal": True},
+    "keys_ragged": {"key_value_seq_lengths": ints(7, 3)},
+    "queries_ragged": {"query_seq_lengths": ints(2, 5)},
+    "ragged": {
+        "query_seq_lengths": ints(4, 1),
+        "key_value_seq_lengths": ints(2, 6),
+        "is_causal": True,
+    },
+    "bias": {"bias": normal(2, 6, 5, 7)},
+    "bias_of_heads": {"bias": normal(1, 6, 1, 1)},
+    "bias_of_keys": {"bias": normal(2, 1, 1, 7)},
+    "bias_of_three_axes": {"bias": normal(6, 5, 7)},
+    "bias_of_two_axes": {"bias": normal(5, 7)},
+    "mask": {"mask": keep(2, 6, 5, 7)},
+    "mask_of_keys": {"mask": keep(2, 1, 1, 7)},
+    "mask_of_three_axes": {"mask": keep(1, 5, 7)},
+    "mask_of_two_axes": {"mask": keep(5, 7)},
+    "everything": {
+        "bias": normal(1, 6, 5, 7),
+        "mask": keep(2, 1, 5, 7),
+        "scale": 0.6,
+        "is_causal": True,
+        "query_seq_lengths": ints(5, 3),
+        "key_value_seq_lengths": ints(6, 4),
+        "local_window_size": (5, 0),
+    },
+}
+
+
+def problem_of(case: str) -> Problem:
+    return replace(BASE, name=case, **CASES[case])
+
+
+@functools.cache
+def results(dtype: str) -> dict:
+    """`{case: (ours, energy, jax.nn's)}`, by one program each, since compilation dominates the time."""
+    problems = {case: problem_of(case) for case in CASES}
+    given = {
+        case: (cast(p, jnp.dtype(dtype))[0], arrays_of(p.options)) for case, p in problems.items()
+    }
+
+    def run(attend, case, arrays, traced):
+        arguments = [arrays[name] for name in ("query", "key", "value")]
+        options = {k: v for k, v in problems[case].options.items() if k not in traced} | traced
+        return attend(*arguments, arrays.get("bias"), options.pop("mask", None), **options)
+
+    @jax.jit
+    def everything(given):
+        ours = functools.partial(ea.attention, return_energy=True)
+        return {
+            case: (*run(ours, case, *x), run(jax.nn.dot_product_attention, case, *x))
+            for case, x in given.items()
+        }
+
+    return jax.device_get(everything(given))
+
+
+def arrays_of(options):
+    return {name: x for name, x in options.items() if isinstance(x, jax.Array)}
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_like_jax_nn(case, dtype):
+    """An argument that means something else than in jax.nn, or a result that is less exact than its."""
+    problem = problem_of(case)
+    _, rounded = cast(problem, jnp.dtype(dtype))
+    ours, energy, theirs = results(dtype)[case]
+    out, lse = dense(rounded)
+    np.testing.assert_allclose(
+        theirs.astype(np.float64), out, atol=1e-5 if dtype == "float32" else 0.04
+    )
+    full = rounded
+    if problem.bias is not None:  # the judge's gradients want four axes
+        full = replace(
+            rounded, bias=rounded.bias.reshape((1,) * (4 - problem.bias.ndim) + problem.bias.shape)
+        )
+    sizes = magnitudes(full, np.ones_like(out), np.ones_like(lse))
+    assert_close(ours, out, theirs, magnitude=sizes["out"], scores=sizes["scores"], what=case)
+    assert energy.dtype == np.float32
+    np.testing.assert_allclose(energy, lse, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_like_jax_nn():
+    """Gradients that differ from those of jax.nn: a model moved over would train differently."""
+    problem = problem_of("everything")
+    arrays, _ = cast(problem, jnp.float32)
+    options = dict(problem.options)
+    mask = options.pop("mask")
+    weight = jnp.asarray(problem.rng("weight").standard_normal(problem.query.shape), jnp.float32)
+
+    def loss(arrays, attend):
+        found = attend(
+            arrays["query"], arrays["key"], arrays["value"], arrays["bias"], mask, **options
+        )
+        return (weight * found).sum()
+
+    @jax.jit
+    def both(arrays):
+        return [jax.grad(loss)(arrays, f) for f in (ea.attention, jax.nn.dot_product_attention)]
+
+    ours, theirs = both(arrays)
+    for name in arrays:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "case", ["causal", "bias_of_three_axes", "mask_of_two_axes", "keys_ragged"]
+)
+def test_unbatched(case):
+    """`[T, N, H]` taken for a batch of T, or lengths of one element refused where jax.nn takes them."""
+    problem = problem_of(case)
+    arrays, _ = cast(problem, jnp.float32)
+    query, key, value = (arrays[name][0] for name in ("query", "key", "value"))
+    options = dict(problem.options)
+    arguments = query, key, value, arrays.get("bias"), options.pop("mask", None)
+    if "key_value_seq_lengths" in options:
+        options["key_value_seq_lengths"] = options["key_value_seq_lengths"][1:]
+    ours = ea.attention(*arguments, **options)
+    assert ours.shape == query.shape
+    theirs = jax.nn.dot_product_attention(*arguments, **options)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_value_of_another_width():
+    """A value width taken from the key: jax.nn wants them equal, and padding with zeros makes them so."""
+    query, key, value = (
+        jnp.asarray(normal(*shape), jnp.float32)
+        for shape in ((2, 5, 6, 4), (2, 7, 2, 4), (2, 7, 2, 9))
+    )
+    out = ea.attention(query, key, value, is_causal=True)
+    assert out.shape == (2, 5, 6, 9)
+    wide = [jnp.pad(x, [(0, 0)] * 3 + [(0, 5)]) for x in (query, key)]
+    padded = jax.nn.dot_product_attention(*wide, value, is_causal=True, scale=4**-0.5)
+    np.testing.assert_allclose(out, padded, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_return_energy(dtype):
+    """The energy in a narrow dtype, of a wrong shape, or not the one that normalises `out`."""
+    problem = PROBLEMS["decode_ragged"]  # the second row of the batch sees no key
+    arrays, rounded = cast(problem, jnp.dtype(dtype))
+    out, energy = ea.attention(**arrays, **problem.options, return_energy=True)
+    alone = ea.attention(**arrays, **problem.options)
+    assert out.dtype == dtype and energy.dtype == jnp.float32
+    assert out.shape == (*problem.query.shape[:-1], problem.value.shape[-1])
+    np.testing.assert_array_equal(out, alone)
+    np.testing.assert_allclose(energy, rows(rounded).lse, rtol=1e-5)
+    assert np.isneginf(energy[1]).all() and not np.asarray(out[1]).any()
+
+
+def test_row_that_sees_nothing():
+    """The documented difference to jax.nn, which gives such a row the mean of the values: here it is zero."""
+    arrays, _ = cast(BASE, jnp.float32)
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    mask = jnp.ones((1, 1, 5, 7), bool).at[:, :, 2].set(False)
+    ours = ea.attention(query, key, value, mask=mask)
+    theirs = jax.nn.dot_product_attention(query, key, value, mask=mask)
+    assert not np.asarray(ours[:, 2]).any()
+    mean = np.repeat(np.asarray(value).mean(1), 3, axis=1)
+    np.testing.assert_allclose(theirs[:, 2], mean, rtol=0, atol=1e-6)
+    others = np.asarray([0, 1, 3, 4])
+    np.testing.assert_allclose(ours[:, others], theirs[:, others], rtol=0, atol=1e-5)
+
+
+def residuals_of_jax_nn() -> bool:
+    """Whether this JAX has `return_residual`; 0.8 does not."""
+    return "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_residual_like_jax_nn(dtype):
+    """A residual of another shape or dtype than jax.nn's, or with its gradient, which is silently zero."""
+    problem = problem_of("everything")
+    arrays, rounded = cast(problem, jnp.dtype(dtype))
+    options = dict(problem.options)
+    arguments = arrays["key"], arrays["value"], arrays["bias"], options.pop("mask")
+
+    def residual(query, attend):
+        out, residual = attend(query, *arguments, **options, return_residual=True)
+        return residual.sum(where=jnp.abs(residual) < 1e4), (out, residual)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(attend):
+        return jax.grad(residual, has_aux=True)(arrays["query"], attend)
+
+    slope, (out, found) = both(ea.attention)
+    _, lse = dense(rounded)
+    assert found.shape == problem.query.shape[:-1] and found.dtype == out.dtype == dtype
+    np.testing.assert_allclose(
+        found.astype(np.float32), lse, rtol=1e-5 if dtype == "float32" else 4e-3
+    )
+    exact = dense_vjp(rounded, np.zeros(out.shape), np.isfinite(lse).astype(float))["query"]
+    np.testing.assert_allclose(
+        slope.astype(np.float32), exact, atol=1e-5 if dtype == "float32" else 0.03
+    )
+    assert abs(exact).max() > 0.1
+    if residuals_of_jax_nn():
+        slope, theirs = both(jax.nn.dot_product_attention)
+        assert [(x.shape, x.dtype) for x in theirs] == [(x.shape, x.dtype) for x in (out, found)]
+        seen = np.isfinite(lse)
+        np.testing.assert_allclose(
+            *(x.astype(np.float32)[seen] for x in (found, theirs[1])), atol=0.02
+        )
+        assert not np.asarray(slope).any()  # what the documentation says of it
+
+
+# Calls of jax.nn, positional arguments included, in the dtypes and the forms in which programs make them.
+TOKENS, HEADS = 8, 4
+CALLS = {
+    "vmap": {"groups": 2, "vmap": True},
+    "one key head": {"groups": 4, "implementation": "xla", "dtype": "float32"},
+    "bias": {"bias": (1, HEADS, TOKENS, TOKENS)},
+    "bias, vmap": {"bias": (2, HEADS, TOKENS, TOKENS), "vmap": True, "mask": (1, 1, TOKENS)},
+    "wide bias": {"bias": (2, 1, 1, TOKENS), "wide": True},
+    "bias, causal": {"bias": (1, HEADS, TOKENS, TOKENS), "is_causal": True},
+    "padding": {"lengths": True},
+    "padding, causal": {"lengths": True, "is_causal": True, "implementation": "xla"},
+    "mask": {"mask": (1, 1, TOKENS, TOKENS), "groups": 2},
+    "mask, padding": {"mask": (1, 1, TOKENS, TOKENS), "lengths": True},
+    "window": {"is_causal": True, "local_window_size": (3, 2)},
+    "left": {"local_window_size": (3, 0), "implementation": "xla"},
+}
+
+
+def called(attend, arrays, cotangent, implementation=None, vmap=False, **options):
+    """`out` and what comes back through it, lengths and masks among the arguments that are differentiated."""
+
+    def run(query, key, value, bias, mask, rows, keys):
+        lengths = {"query_seq_lengths": rows, "key_value_seq_lengths": keys}
+        return attend(
+            query, key, value, bias, mask, **lengths, implementation=implementation, **options
+        )
+
+    if vmap:
+        run = jax.vmap(
+            run, in_axes=(0, 0, 0, 0 if arrays[3] is not None else None, None, None, None)
+        )
+    out, back = jax.vjp(run, *arrays)
+    return out, [x for x in back(cotangent) if x is not None and x.dtype != jax.dtypes.float0]
+
+
+@pytest.mark.full
+def test_called_as_jax_nn():
+    """A call that jax.nn takes and we refuse, or one that we take for another."""
+    rng = np.random.default_rng(7)
+    given, forms = {}, {}
+    for name, form in CALLS.items():
+        form = dict(form)
+        dtype, groups = jnp.dtype(form.pop("dtype", "bfloat16")), form.pop("groups", 1)
+        sizes = {k: form.pop(k, None) for k in ("bias", "mask")}
+        wide = jnp.float32 if form.pop("wide", False) else dtype
+        shape = (2, TOKENS, HEADS // groups, 8)
+        arrays = [
+            jnp.asarray(rng.standard_normal(s), dtype)
+            for s in ((2, TOKENS, HEADS, 8), shape, shape)
+        ]
+        bias, mask = (s and rng.standard_normal(s) for s in sizes.values())
+        arrays.append(None if bias is None else jnp.asarray(bias, wide))
+        arrays.append(None if mask is None else jnp.asarray(mask > -1).at[..., 0].set(True))
+        ragged = form.pop("lengths", False)
+        arrays += [ints(4, 2), ints(3, 6)] if ragged else [None, None]
+        cotangent = jnp.asarray(rng.standard_normal((2, TOKENS, HEADS, 8)), dtype)
+        given[name], forms[name] = (arrays, cotangent), form
+
+    @jax.jit
+    def everything(given):
+        return {
+            name: [
+                called(f, *given[name], **form)
+                for f in (ea.attention, jax.nn.dot_product_attention)
+            ]
+            for name, form in forms.items()
+        }
+
+    for name, (ours, theirs) in everything(given).items():
+        for mine, wanted in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+            assert (mine.shape, mine.dtype) == (wanted.shape, wanted.dtype), name
+            near = (x.astype(np.float32) for x in (mine, wanted))
+            np.testing.assert_allclose(*near, atol=0.05, rtol=0.02, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key": normal(2, 7, 2, 4)},
+        {"value": normal(2, 6, 2, 5)},
+        {"query": normal(2, 5, 3, 5)},
+        {"query": normal(1, 2, 5, 6, 5)},
+        {"mask": normal(2, 6, 5, 7)},
+        {"mask": keep(1, 2, 6, 5, 7)},
+        {"bias": normal(1, 2, 6, 5, 7)},
+        {"key_value_seq_lengths": ints(7)},
+        {"query_seq_lengths": normal(2)},
+        {"implementation": "mine"},
+    ],
+    ids=lambda changes: f"{next(iter(changes))}-{np.ndim(next(iter(changes.values())))}",
+)
+def test_refused_as_jax_nn(changes, unchecked):
+    """Calls that jax.nn refuses and `attention` would accept."""
+    arrays = {name: getattr(BASE, name) for name in ("query", "key", "value")}
+    given = {
+        name: x if isinstance(x, str) or x.dtype != np.float64 else x.astype(np.float32)
+        for name, x in {**arrays, **changes}.items()
+    }
+    for attend in (jax.nn.dot_product_attention, ea.attention):
+        with pytest.raises((ValueError, TypeError)):
+            attend(**given)

@@ -1,0 +1,561 @@
+"""The free energy and its derivatives, by the public calls, against the dense float64 judge of `support/reference.py`.
+
+`F(ζ) = log Σ_a exp(s_a + ζ·v_a)`, so `∇F` is attention (tilted, away from ζ = 0), `∇²F` the covariance of the values,
+and with cotangents `(dout, dlse)` of the pair `(∇F, F)` all first and second derivatives follow from `dense_vjp`. The
+kernels have tests of their own; here the energy's own rule is at stake, and the zero source that is never materialised.
+"""
+
+import functools
+import re
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from energy_attn.kernels import local_attention
+from tests.support.naive import assert_all_close
+from tests.support.problems import PROBLEMS, Problem, cast, cotangents, tangents
+from tests.support.reference import (
+    dense,
+    dense_covariance,
+    dense_hvp,
+    dense_jvp,
+    dense_vjp,
+    rows,
+    visible,
+)
+from tests.support.selection import few, few_rows
+
+CUSTOM = ("decode", "blockwise")  # those with a derivative of their own
+EVERY = (*CUSTOM, "reference")
+
+# A handful for each: causal, windows, ragged rows, grouped heads, bias, mask, positions, blind rows.
+CHOSEN = [
+    (implementation, name)
+    for implementation, names in {
+        "blockwise": (
+            "window_causal_pair",
+            "ragged",
+            "mask",
+            "positions_causal",
+            "value_narrower",
+            "mask_nothing",
+            "everything",
+        ),
+        "decode": ("decode_cache", "decode_source", "decode_ragged"),
+        "reference": ("everything", "value_narrower"),
+        None: ("primes", "mask", "no_keys"),
+    }.items()
+    for name in names
+]
+chosen = pytest.mark.parametrize(("implementation", "name"), CHOSEN)
+
+
+def energies(arrays, problem: Problem, implementation, **options):
+    options = {**problem.options, **options}
+    return ea.free_energy(**arrays, **options, implementation=implementation)
+
+
+def attend(arrays, problem: Problem, implementation):
+    """`(∇F, F)` by `jax.grad` in the source: at the problem's, or at a NumPy zero."""
+    rest = dict(arrays)
+    source = rest.pop("source", zero(problem))
+
+    def total(source):
+        energy = energies(rest | {"source": source}, problem, implementation)
+        return energy.sum(), energy
+
+    return jax.grad(total, has_aux=True)(source)
+
+
+def zero(problem: Problem, dtype=np.float64) -> np.ndarray:
+    return np.zeros((*problem.query.shape[:-1], problem.value.shape[-1]), dtype)
+
+
+def with_source(problem: Problem) -> Problem:
+    return problem if problem.source is not None else replace(problem, source=zero(problem))
+
+
+def blind_rows(problem: Problem) -> np.ndarray:
+    """`[B, T, N]`: which rows are fully masked."""
+    return ~visible(problem).any(axis=-1).transpose(0, 2, 1)
+
+
+def close(actual, exact, what=""):
+    """Float64 against float64, relative to the largest entry; infinities at the same indices."""
+    actual, exact = np.asarray(actual), np.asarray(exact, np.float64)
+    assert actual.dtype == np.float64 and actual.shape == exact.shape, what
+    scale = np.max(np.abs(exact), initial=1.0, where=np.isfinite(exact))
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-11 * scale, err_msg=what)
+
+
+def check_gradients(found, exact, problem: Problem, scale_gradient=None):
+    """Gradients by name against the judge's, finite, and exactly zero in fully masked rows."""
+    for name, gradient in found.items():
+        close(gradient, exact[name] if name != "scale" else scale_gradient, name)
+    for name in {"query", "source"} & set(found):
+        assert not np.asarray(found[name])[blind_rows(problem)].any(), name
+
+
+@pytest.mark.product
+@chosen
+def test_energy_and_its_gradients(implementation, name):
+    """A wrong energy, or a wrong gradient of it in any argument: query, key, value, bias, scale or source.
+
+    The source is the problem's or a NumPy zero, whose gradient is attention; then also a zero that is traced.
+    """
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    scale = problem.query.shape[-1] ** -0.5 if problem.scale is None else problem.scale
+    _, dlse = cotangents(problem, jnp.float64)
+
+    @jax.jit
+    def run(arrays, scale, traced, dlse):
+        def energy(arrays, scale):
+            return energies(arrays, problem, implementation, scale=scale)
+
+        known = {"source": zero(problem)} | arrays
+        energy_, back = jax.vjp(energy, known, scale)
+        gradients, slope = back(dlse)
+        alone = jax.grad(
+            lambda source: (
+                dlse * energies(arrays | {"source": source}, problem, implementation)
+            ).sum()
+        )(traced)
+        return energy_, gradients | {"scale": slope}, alone
+
+    traced = arrays.get("source", jnp.asarray(zero(problem)))
+    energy, gradients, alone = run(arrays, jnp.asarray(scale), traced, dlse)
+    close(energy, dense(problem)[1], "energy")
+    exact = dense_vjp(with_source(problem), 0 * dense(problem)[0], dlse)
+    # scores are homogeneous in the query: scale ∂F/∂scale = q·∂F/∂q
+    slope = np.sum(exact["query"] * problem.query) / scale
+    check_gradients(gradients, exact, problem, slope)
+    close(alone, exact["source"], "source, alone and traced")
+
+
+@pytest.mark.product
+@chosen
+def test_attention_and_its_gradients(implementation, name):
+    """Attention that is not ∇F, or second derivatives of F that are zero or wrong: what training needs.
+
+    Differentiating `<dout, ∇F> + <dlse, F>` takes the derivative of the energy's own rule. Where the problem has a
+    source, its gradient is the Hessian's product with dout.
+    """
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    out, energy = dense(problem)
+
+    @jax.jit
+    def run(arrays, cotangent):
+        pair, back = jax.vjp(lambda arrays: attend(arrays, problem, implementation), arrays)
+        return pair, back(cotangent)[0]
+
+    dout, dlse = cotangents(problem, jnp.float64)
+    for given in ((dout, dlse), (dout, 0 * dlse)):
+        found, gradients = run(arrays, given)
+        close(found[0], out, "attention")
+        close(found[1], energy, "energy beside attention")
+        check_gradients(gradients, dense_vjp(problem, *map(np.asarray, given)), problem)
+    assert not np.asarray(found[0])[blind_rows(problem)].any()
+
+
+def test_low_precision():
+    """A rule of the energy that loses the kernel's precision, for example by rounding `out` before its use."""
+    problem, dtype = PROBLEMS["everything"], jnp.dtype("bfloat16")
+    arrays, _ = cast(problem, dtype)
+
+    @jax.jit
+    def run(arrays, cotangent):
+        pair, back = jax.vjp(lambda arrays: attend(arrays, problem, "blockwise"), arrays)
+        return dict(zip(("out", "lse"), pair, strict=True)) | back(cotangent)[0]
+
+    found = run(arrays, cotangents(problem, dtype))
+    assert_all_close(found, problem, dtype, "both", label="energy")
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("implementation", [None, *EVERY])
+@pytest.mark.parametrize("name", ["decode_cache", "decode_source"])
+def test_hessian_is_covariance(implementation, name):
+    """∇²F that is zero, or anything but the covariance of the values; from a NumPy zero, where one would be silent."""
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    source = arrays.pop("source", zero(problem))
+
+    def total(source):
+        return energies(arrays | {"source": source}, problem, implementation).sum()
+
+    hessian = jax.hessian if implementation == "reference" else lambda f: jax.jacrev(jax.grad(f))
+    found = np.asarray(jax.jit(hessian(total))(source))
+    diagonal = np.einsum("btnvbtnw->btnvw", found)
+    close(diagonal, dense_covariance(problem))
+    np.testing.assert_allclose(np.abs(found).sum(), np.abs(diagonal).sum(), err_msg="rows mix")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("implementation", EVERY)
+def test_second_derivatives_in_everything(implementation):
+    """Mixed second derivatives that are lost where the source and the arrays are differentiated together."""
+    problem = PROBLEMS["decode_source"]
+    arrays, _ = cast(problem, jnp.float64)
+    out, _ = dense(problem)
+    _, dlse = cotangents(problem, jnp.float64)
+    direction = tangents(problem)
+
+    @jax.jit
+    def run(arrays, direction):
+        def total(arrays):
+            return (dlse * energies(arrays, problem, implementation)).sum()
+
+        return jax.vjp(jax.grad(total), arrays)[1](direction)[0]
+
+    found = run(arrays, {name: jnp.asarray(d) for name, d in direction.items()})
+    for name, exact in dense_hvp(problem, 0 * out, np.asarray(dlse), direction).items():
+        np.testing.assert_allclose(found[name], exact, rtol=0, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_third_cumulant(implementation):
+    """A derivative of third order that is zero or wrong where reverse mode of any order is promised."""
+    problem = PROBLEMS["one_query"]
+    arrays, _ = cast(problem, jnp.float64)
+    direction = problem.rng("direction").standard_normal(zero(problem).shape)
+
+    def along(step):
+        return energies(arrays | {"source": step * direction}, problem, implementation).sum()
+
+    third = jax.jit(jax.grad(jax.grad(jax.grad(along))))
+    r = rows(problem)
+    # of u·v in each row: Σ_a P_a (u·(v_a − out))³
+    centred = np.einsum("btnv,bsnv->bnts", direction, r.value)
+    centred -= np.einsum("btnv,btnv->bnt", direction, r.out)[..., None]
+    close(third(jnp.zeros(())), np.sum(r.weights * centred**3), implementation)
+
+
+FORWARD = {
+    "jvp": lambda f, x, d: jax.jvp(f, (x,), (d,))[1],
+    "linearize": lambda f, x, d: jax.linearize(f, x)[1](d),
+    "jacfwd": lambda f, x, d: jax.tree.map(
+        lambda j, d: jnp.tensordot(j, d, d.ndim), jax.jacfwd(f)(x), d
+    ),
+}
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("implementation", EVERY)
+@pytest.mark.parametrize("name", ["value_narrower", "decode_source"])
+def test_forward_mode(name, implementation):
+    """Tangents of the energy and of attention that are zero or wrong, by any of JAX's forward modes."""
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    direction = tangents(problem)
+
+    @jax.jit
+    def run(arrays, direction):
+        along = functools.partial(attend, problem=problem, implementation=implementation)
+        pair = [FORWARD[mode](along, arrays, direction) for mode in ("jvp", "linearize")]
+        query, dquery = ({"query": tree["query"]} for tree in (arrays, direction))
+        by_jacobian = FORWARD["jacfwd"](lambda x: along(arrays | x)[1].sum(), query, dquery)
+        return pair, by_jacobian["query"]
+
+    pair, by_jacobian = run(arrays, {n: jnp.asarray(d) for n, d in direction.items()})
+    dout, dlse = dense_jvp(problem, direction)
+    for out, energy in pair:
+        close(out, dout, "tangent of attention")
+        close(energy, dlse, "tangent of the energy")
+    _, alone = dense_jvp(problem, {"query": direction["query"]})
+    close(by_jacobian, alone.sum(), "jacfwd")
+
+
+@pytest.mark.parametrize("implementation", few(EVERY, "blockwise"))
+def test_forward_mode_in_the_source(implementation):
+    """A tangent in a source of NumPy's zeros that is not attention, or a Hessian product that is not Σ."""
+    problem = PROBLEMS["one_query"]
+    arrays, _ = cast(problem, jnp.float64)
+    step = problem.rng("step").standard_normal(zero(problem).shape)
+
+    def energy(source):
+        return energies(arrays | {"source": source}, problem, implementation)
+
+    rate = jax.jvp(energy, (np.zeros(step.shape),), (step,))[1]
+    close(rate, (dense(problem)[0] * step).sum(-1), "out · dζ")
+    # eager, over a gradient
+    product = jax.jvp(jax.grad(lambda x: energy(x).sum()), (jnp.zeros(step.shape),), (step,))[1]
+    covariance = np.einsum("btnvw,btnw->btnv", dense_covariance(problem), step)
+    close(product, covariance, "Σ dζ")
+
+
+@pytest.mark.full
+@pytest.mark.product
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+def test_numpy_zero_is_no_constant(implementation):
+    """A source that was zero when traced, taken for a constant: its second derivatives would be silent zeros.
+
+    Every way that a NumPy zero can come into a nested derivative: traced, batched, rematerialised, carried by a loop.
+    """
+    problem = PROBLEMS["value_narrower"]
+    arrays, _ = cast(problem, jnp.float64)
+    direction = problem.rng("direction").standard_normal(zero(problem).shape)
+    source = zero(problem)
+
+    def total(source):
+        return energies(arrays | {"source": source}, problem, implementation).sum()
+
+    def slope(source, total=total):
+        return (direction * jax.grad(total)(source)).sum()
+
+    def one_row(source, query, key, value):
+        return ea.free_energy(query, key, value, source=source, implementation=implementation).sum()
+
+    def slope_of_a_row(source, direction, *row):
+        return (direction * jax.grad(one_row)(source, *row)).sum()
+
+    def scan(f, source):  # the source is the carry, and the slope is summed on the way
+        return jax.lax.scan(lambda s, _: (s, f(s)), source, None, length=2)[1].mean()
+
+    def mixed(query):  # a NumPy zero inside, and the derivative is taken in something else
+        def total(source):
+            rest = arrays | {"query": query, "source": source}
+            return energies(rest, problem, implementation).sum()
+
+        return (direction * jax.grad(total)(zero(problem))).sum()
+
+    ways = {
+        "grad": lambda: jax.grad(slope)(source),
+        "jit": lambda: jax.grad(jax.jit(slope))(source),
+        "jit inside": lambda: jax.grad(functools.partial(slope, total=jax.jit(total)))(source),
+        "jit of grad": lambda: jax.jit(jax.grad(slope))(source),
+        "vjp": lambda: jax.vjp(slope, source)[1](jnp.ones(()))[0],
+        "pulled back": lambda: jax.vjp(jax.grad(total), source)[1](direction)[0],
+        "remat": lambda: jax.grad(jax.checkpoint(slope))(source),
+        "remat inside": lambda: jax.grad(functools.partial(slope, total=jax.checkpoint(total)))(
+            source
+        ),
+        "vmap": lambda: jax.vmap(jax.grad(slope_of_a_row))(
+            source, direction, *(arrays[n] for n in ("query", "key", "value"))
+        ),
+        "vmap, one source": lambda: jax.vmap(jax.grad(slope_of_a_row), in_axes=(None, 0, 0, 0, 0))(
+            source[0], direction, *(arrays[n] for n in ("query", "key", "value"))
+        ),
+        "scan": lambda: jax.grad(functools.partial(scan, slope))(source),
+        "scan inside": lambda: jax.grad(
+            functools.partial(slope, total=functools.partial(scan, total))
+        )(source),
+        "scan around": lambda: jax.lax.scan(
+            lambda carry, _: (carry, jax.grad(slope)(source)), 0.0, None, length=2
+        )[1][-1],
+        "cond": lambda: jax.grad(
+            lambda s: jax.lax.cond(s.sum() == 0, slope, lambda s: 0 * s.sum(), s)
+        )(source),
+    }
+    product = np.einsum("btnvw,btnw->btnv", dense_covariance(problem), direction)
+    # One program, whose equal parts XLA joins; each way is traced by itself.
+    together = jax.jit(lambda: {way: f() for way, f in ways.items()})()
+    for way, found in together.items():
+        close(found, product, way)
+    for way in ("grad", "vjp"):
+        close(ways[way](), product, f"{way}, not jitted")
+    exact = dense_vjp(problem, direction, np.zeros(direction.shape[:-1]))
+    close(jax.jit(jax.grad(mixed))(arrays["query"]), exact["query"])
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(
+    ("dtype", "source_dtype"), [("bfloat16", "float32"), ("float32", "float64")]
+)
+@pytest.mark.parametrize("implementation", ["decode", "blockwise", "reference"])
+def test_source_of_another_dtype(implementation, dtype, source_dtype):
+    """A gradient in the dtype of the values, which cannot be added to others of a wider source."""
+    problem = PROBLEMS["decode_source"]
+    arrays, rounded = cast(problem, jnp.dtype(dtype))
+    source = jnp.asarray(problem.source, source_dtype)
+
+    def total(source, weight):
+        energy = energies(arrays | {"source": source}, problem, implementation)
+        return energy.sum().astype(source_dtype) + weight * (source**2).sum()
+
+    exact, _ = dense(replace(rounded, source=np.asarray(source, np.float64)))
+    for given, at in (
+        (source, exact),
+        (np.zeros_like(source), dense(replace(rounded, source=None))[0]),
+    ):
+        found = jax.grad(total)(given, jnp.ones((), source_dtype))
+        assert found.dtype == source_dtype
+        np.testing.assert_allclose(found, at + 2 * np.asarray(given), rtol=0, atol=0.02)
+
+
+def test_vmap():
+    """A batching rule that pairs up the wrong axes: unbatched calls under `vmap` are a batched call."""
+    problem = PROBLEMS["ragged"]
+    arrays, _ = cast(problem, jnp.float64)
+    given = cotangents(problem, jnp.float64)
+    lengths = problem.options
+
+    @jax.jit
+    @jax.vmap
+    def run(arrays, lengths, cotangent):
+        def pair(arrays):
+            rest = dict(arrays)
+
+            def total(source):
+                energy = ea.free_energy(
+                    **rest, source=source, **lengths, implementation="blockwise"
+                )
+                return energy.sum(), energy
+
+            return jax.grad(total, has_aux=True)(rest.pop("source"))
+
+        found, back = jax.vjp(pair, arrays)
+        return found, back(cotangent)[0]
+
+    (out, energy), gradients = run(arrays, lengths, given)
+    close(out, dense(problem)[0], "attention")
+    close(energy, dense(problem)[1], "energy")
+    check_gradients(gradients, dense_vjp(problem, *map(np.asarray, given)), problem)
+
+
+@pytest.mark.parametrize("implementation", [None, "blockwise"])
+def test_jit_and_eager_agree(implementation):
+    """A decision by values at trace time, or one that is kept for the next call: zero and nonzero sources in turn."""
+    problem = PROBLEMS["decode_source"]
+    arrays, _ = cast(problem, jnp.float64)
+    source = np.asarray(arrays.pop("source"))
+    gradient = jax.value_and_grad(
+        lambda source: energies(arrays | {"source": source}, problem, implementation).sum()
+    )
+    compiled = jax.jit(gradient)
+    tilted, plain = dense(problem), dense(replace(problem, source=None))
+    for given, (out, energy) in ((0 * source, plain), (source, tilted), (0 * source, plain)):
+        for call in (gradient, compiled):
+            for kind in (np.asarray, jnp.asarray):
+                value, found = call(kind(given))
+                close(found, out)
+                close(value, energy.sum())
+
+
+def temperature(arrays, scale, problem):
+    """F, its derivatives in the scale, and Jacobians of attention: one program."""
+
+    def energy(arrays, scale):
+        return energies(arrays, problem, "blockwise", scale=scale)
+
+    def attention(query, scale):
+        def total(source):
+            return energy(arrays | {"query": query, "source": source}, scale).sum()
+
+        return jax.grad(total)(zero(problem))
+
+    def slopes(arrays, scale):
+        return jax.grad(lambda *x: energy(*x).sum(), argnums=(0, 1))(arrays, scale)
+
+    jacobian, sensitivity = jax.jacrev(attention, argnums=(0, 1))(arrays["query"], scale)
+    return {
+        "energy": energy(arrays, scale),
+        "slope": jax.jacrev(energy, argnums=1)(arrays, scale),
+        "gradients": slopes(arrays, scale)[0],
+        "curvature": jax.grad(lambda scale: slopes(arrays, scale)[1])(scale),
+        "sensitivity": sensitivity,
+        "jacobian": jacobian,
+    }
+
+
+@pytest.mark.full
+def test_temperature_identities():
+    """A derivative in the inverse temperature that disagrees with thermodynamics (MATH, section 1).
+
+    `H = F − β ∂F/∂β` is the entropy, `∂²F/∂β²` the variance of the scores, `∂_β ∇F = Cov(s, v)`, `∂_q ∇F = scale
+    Cov(v, k)`, and the gradients of F in query, key and value are `scale Σ P k`, `scale P q` and `P ζ = 0`.
+    """
+    problem = replace(PROBLEMS["value_narrower"], is_causal=True, scale=0.8)
+    arrays, _ = cast(problem, jnp.float64)
+    run = jax.jit(functools.partial(temperature, problem=problem))
+    found = run(arrays, jnp.asarray(problem.scale))
+    r, scale = rows(problem), problem.scale
+    P = r.weights  # [B, N, T, S]
+    seen = P > 0
+    entropy = -np.sum(P * np.log(np.where(seen, P, 1)), axis=-1).transpose(0, 2, 1)
+    close(found["energy"] - scale * found["slope"], entropy, "entropy")
+    scores = np.where(seen, r.scores, 0) / scale  # β times these are the scores
+    mean = np.sum(P * scores, axis=-1, keepdims=True)
+    centred = scores - mean
+    close(found["curvature"], np.sum(P * centred**2), "variance of the scores")
+    sensitivity = np.einsum("bnts,bsnv->btnv", P * centred, r.value)
+    close(found["sensitivity"], sensitivity, "Cov(s, v)")
+    keys = np.einsum("bnts,bsnh->btnh", P, r.key)
+    covariance = np.einsum("bnts,bsnv,bsnh->btnvh", P, r.value, r.key)
+    covariance -= np.einsum("btnv,btnh->btnvh", r.out, keys)
+    jacobian = np.einsum("btnvbtnh->btnvh", np.asarray(found["jacobian"]))
+    close(jacobian, scale * covariance, "scale Cov(v, k)")
+    close(found["gradients"]["query"], scale * keys, "gradient in the query")
+    each = scale * np.einsum("bnts,btnh->bsnh", P, r.query)  # of each query head
+    B, S, K, H = problem.key.shape
+    close(found["gradients"]["key"], each.reshape(B, S, K, -1, H).sum(3), "gradient in the key")
+    assert not np.asarray(found["gradients"]["value"]).any()
+
+
+def instructions(compiled) -> Counter:
+    """How often each operation makes an array of each shape, in the optimised HLO."""
+    pattern = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(", re.MULTILINE)
+    found = pattern.findall(compiled.as_text())
+    return Counter((re.sub(r"\{[^}]*\}", "", shape), opcode) for shape, opcode in found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    few_rows(
+        [
+            ((1, 1, 4096, 8, 2, 64), "float32"),
+            ((1, 1, 4096, 8, 8, 32), "bfloat16"),
+            ((1, 600, 1100, 4, 2, 32), "float32"),
+        ]
+    ),
+    ids=["decode", "decode-bfloat16", "prefill"],
+)
+def test_gradient_is_the_kernel(shape, dtype):
+    """`jax.grad` of F costing more than the kernel: a second pass, or a source of zeros in memory.
+
+    The compiled programs are compared: operations, bytes, buffers, and every array that one makes and the other does
+    not. A traced source, which must cost more, shows that the comparison sees it.
+    """
+    B, T, S, N, K, H = shape
+    query, key = (jax.ShapeDtypeStruct(x, dtype) for x in ((B, T, N, H), (B, S, K, H)))
+
+    def gradient(query, key, value, source=None, energy=False):
+        def total(source):
+            energy = ea.free_energy(query, key, value, source=source)
+            return energy.sum(), energy
+
+        zeros = np.zeros((B, T, N, H), dtype) if source is None else source
+        found = jax.grad(total, has_aux=True)(zeros)
+        return found if energy else found[0]
+
+    def compile_(f, *more):
+        return jax.jit(f).lower(query, key, key, *more).compile()
+
+    def cost(compiled):
+        analysis, memory = compiled.cost_analysis(), compiled.memory_analysis()
+        sizes = (
+            memory.temp_size_in_bytes,
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+        )
+        return np.array([analysis["flops"], analysis["bytes accessed"], *sizes])
+
+    both = functools.partial(gradient, energy=True)
+    with_energy = functools.partial(ea.attention, return_energy=True)
+    by_hand = compile_(lambda *x: local_attention(*x).out)
+    state = compile_(lambda *x: tuple(local_attention(*x)))
+    same = [(gradient, by_hand), (ea.attention, by_hand), (both, state), (with_energy, state)]
+    for function, kernel in same:
+        compiled = compile_(function)
+        np.testing.assert_allclose(cost(compiled), cost(kernel), rtol=0.02)
+        extra = instructions(compiled) - instructions(kernel)
+        assert not extra, f"makes arrays that the kernel does not: {extra}"
+    traced = compile_(gradient, query)
+    assert cost(traced)[0] > 1.2 * cost(by_hand)[0]
+    assert instructions(traced) - instructions(by_hand)

@@ -1,0 +1,137 @@
+"""The published energies of docs/energies.md: its own code against dense formulas and PyTorch's flex_attention."""
+
+import json
+
+import compare_energies
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare_energies import exact
+from dense_energies import FORMULAS, LENGTH, TABLES
+
+from tests.support.selection import few
+
+
+@pytest.fixture(scope="module")
+def energies():
+    with exact():
+        return compare_energies.energies()
+
+
+def close(pair, tolerance=1e-11):
+    for found, right in zip(*map(jax.tree.leaves, pair), strict=True):
+        found, right = np.asarray(found), np.asarray(right)
+        assert found.dtype == np.float64
+        np.testing.assert_allclose(found, right, rtol=0, atol=tolerance * np.abs(right).max())
+
+
+@pytest.mark.parametrize("name", few(list(FORMULAS), "swin_v2", "gpt_oss"))
+def test_derivatives(name, energies):
+    """A score, a mask or a sink of the page that is another one than published, or without a derivative."""
+    with exact():
+        for pair in compare_energies.on_one_device(energies[name], FORMULAS[name]).values():
+            close(pair)
+
+
+@pytest.mark.parametrize("name", few(list(FORMULAS), "forgetting", "longformer"))
+def test_mesh(name, energies):
+    """Positions, tables or sinks of one device that are taken for those of all."""
+    with exact():
+        close(compare_energies.on_a_mesh(energies[name], FORMULAS[name]))
+
+
+@pytest.mark.parametrize("name", few(list(FORMULAS), "graphormer", "documents"))
+def test_cache(name, energies):
+    """Slots of a cache that are taken for positions."""
+    with exact():
+        close(compare_energies.in_a_cache(energies[name], FORMULAS[name]))
+
+
+def test_page():
+    """A variant that is not compared, that takes more lines than are said, or has no paper."""
+    found = [x for x in compare_energies.sections() if x[0]]
+    codes = [code for _, _, blocks in found for code in blocks]
+    assert [compare_energies.assigned(code) for code in codes] == list(FORMULAS)
+    assert len(codes) >= 20
+    for code in codes:
+        lines = [line for line in code.splitlines() if line.strip()]
+        assert len(lines) <= 5 and max(map(len, lines)) <= 100, code
+    assert all(link.startswith("https://") for _, link, _ in found)
+
+
+def test_table():
+    """A table of what works that is not what the script found."""
+    found = json.loads(compare_energies.FILE.read_text())
+    page = compare_energies.PAGE.read_text()
+    shown = page.partition("<!-- tools/compare_energies.py -->\n")[2].partition("<!-- end -->")[0]
+    assert shown.strip() == compare_energies.table(found)
+    assert list(found) == list(FORMULAS)
+
+
+@pytest.mark.full
+def test_kernels(energies):
+    """A kernel that takes an energy, or declines it, unlike the table says."""
+    found = json.loads(compare_energies.FILE.read_text())
+    with exact():
+        for name, energy in energies.items():
+            kernels = compare_energies.kernels_of(energy)
+            assert [x for x in kernels if x not in ("flash", "fa4")] == found[name]["kernels"], name
+
+
+def test_an_error_is_seen(energies):
+    """A comparison that would pass whatever is compared."""
+    with exact():
+        formula = FORMULAS["alibi"]
+        other = formula._replace(score=lambda *x: formula.score(*x) * (1 + 1e-8))
+        pair = compare_energies.in_a_cache(energies["alibi"], other)
+        assert compare_energies.judged(lambda: pair) == "wrong"
+        with pytest.raises(AssertionError):
+            close(pair)
+
+
+@pytest.mark.parametrize("name", few(list(FORMULAS), "t5", "prefix_lm"))
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_flex_attention(name, energies, request):
+    """Another function than PyTorch's of the same score and mask; by its gradients, too."""
+    torch = pytest.importorskip("torch")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    # on CPU `flex_attention` refuses to differentiate; this is what it runs when it is not compiled
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    formula = FORMULAS[name]
+    with exact():
+        x, ours, _ = compare_energies.both(energies[name], formula)
+        found = jax.jit(jax.value_and_grad(lambda x: jnp.sin(ours(x)[0]).sum()))(x)
+        out = jax.jit(ours)(x)[0]
+
+    for constants in TABLES:
+        constants.use(torch.from_numpy)
+        request.addfinalizer(lambda constants=constants: constants.use(None))
+    leaves, tree = jax.tree.flatten(x)
+    tensors = [torch.tensor(np.asarray(a)).requires_grad_() for a in leaves]
+    given = jax.tree.unflatten(tree, tensors)
+    rows = [given[part].transpose(1, 2) for part in compare_energies.ROWS]
+    parameters = jax.tree.leaves(given["energy"])
+    *parameters, sink = parameters if formula.sink else (*parameters, None)
+
+    def score(s, b, h, i, j):
+        return formula.score(torch, s, b, h, i, j, parameters)
+
+    def seen(b, h, i, j):
+        return formula.seen(b, i, j) if formula.seen else i == i
+
+    blocks = flex.create_block_mask(seen, 2, None, LENGTH, LENGTH, device="cpu")
+    theirs, lse, _ = math_attention(*rows, score, blocks.as_tuple(), formula.scale, {})
+    if sink is None:
+        with torch.no_grad():
+            still = [a.detach() for a in rows]
+            public = flex.flex_attention(*still, score, blocks, formula.scale)
+        assert torch.equal(public, theirs)
+    else:  # a power of two, before `flex_attention` returns it
+        theirs = theirs * torch.sigmoid(lse * np.log(2) - sink[:, None])[..., None]
+    theirs = theirs.transpose(1, 2)
+    total = theirs.sin().sum()
+    total.backward()
+    gradients = jax.tree.unflatten(tree, [a.grad.numpy() for a in tensors])
+    close(((out, *found), (theirs.detach().numpy(), total.item(), gradients)))

@@ -1,0 +1,540 @@
+"""`Gibbs`: the function of a source whose gradient is attention, the pytree, and the monoid of disjoint key sets.
+
+Observables of one key set are tested by `test_observables.py`; here, that those of a union or of a tilted measure are
+those of all keys at once, by the definitions in float64.
+"""
+
+import functools
+from dataclasses import replace
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import energy_attn as ea
+from energy_attn.kernels import local_attention
+from tests.energy_attn.core.test_free_energy import instructions
+from tests.energy_attn.observables.test_observables import directions, exactly
+from tests.energy_attn.observables.test_sample import statistic
+from tests.support.complaints import a, complains
+from tests.support.measures import answers, measure
+from tests.support.meshes import mesh_of, parallel_of
+from tests.support.problems import PROBLEMS, Problem, cast
+from tests.support.reference import dense, rows
+from tests.support.selection import few
+
+# Bias, mask, source, causality, a window, ragged rows, segments, grouped heads, fully masked rows.
+PROBLEM = PROBLEMS["everything"]
+CUTS = (5, 8)
+
+
+def placed(problem: Problem) -> Problem:
+    """The same with positions in place of lengths, which would count the keys of each part from its first one."""
+
+    def positions(lengths, size):
+        return np.where(np.arange(size) < lengths[:, None], np.arange(size), -1).astype(np.int32)
+
+    return replace(
+        problem,
+        query_positions=positions(problem.query_seq_lengths, problem.query.shape[1]),
+        key_positions=positions(problem.key_value_seq_lengths, problem.key.shape[1]),
+        query_seq_lengths=None,
+        key_value_seq_lengths=None,
+    )
+
+
+def parts(arrays, mask, problem: Problem, cuts=CUTS, **energy) -> list[ea.Gibbs]:
+    """A measure for the keys between each two cuts, without a source."""
+    options = placed(problem).options
+    options |= {"mask": mask, "bias": arrays["bias"]} | energy
+    found = []
+    for keys in map(slice, (0, *cuts), (*cuts, None)):
+        own = {name: options[name][..., keys] for name in ("mask", "bias")}
+        own |= {name: options[name][:, keys] for name in ("key_positions", "key_segment_ids")}
+        key, value = arrays["key"][:, keys], arrays["value"][:, keys]
+        found.append(measure(arrays["query"], key, value, **options | own))
+    return found
+
+
+def everything(F: ea.Gibbs, along) -> dict:
+    return {"energy": F(), "attention": F.attention(), **answers(F, along)}
+
+
+def exact(problem: Problem) -> dict[str, np.ndarray]:
+    out, energy = dense(problem)
+    return {"energy": energy, "attention": out, **exactly(problem)}
+
+
+def agree(found, wanted, what, tolerance=1e-10):
+    assert set(found) == set(wanted)
+    for name, x in wanted.items():
+        scale = np.max(np.abs(x), initial=1.0, where=np.isfinite(x))
+        actual = np.asarray(found[name])
+        assert actual.shape == x.shape, (what, name)
+        np.testing.assert_allclose(
+            actual, x, rtol=0, atol=tolerance * scale, err_msg=f"{what}: {name}"
+        )
+
+
+ARRAYS, _ = cast(PROBLEM, jnp.float64)
+ALONG = [jnp.asarray(u) for u in directions(PROBLEM)]
+MASK = jnp.asarray(PROBLEM.mask)
+
+
+# What the gradient in the source and the methods cost.
+def compiled(f, query_length, key_length):
+    shapes = (1, query_length, 4, 16), (1, key_length, 2, 16)
+    query, key = (jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)
+    return jax.jit(f).lower(query, key, key).compile()
+
+
+def cost(program) -> tuple[float, int]:
+    """Floating-point operations, and products of matrices: two in a pass, of scores and of values."""
+    products = sum(n for (_, name), n in instructions(program).items() if name == "dot")
+    return program.cost_analysis()["flops"], products
+
+
+def ask(question):
+    """A question to the measure, of its arrays."""
+    return lambda *arrays: question(ea.FreeEnergy(is_causal=True).at(*arrays))
+
+
+def kernel(*arrays):
+    return tuple(local_attention(*arrays, is_causal=True))
+
+
+def gradient(F):
+    query, value = F.parts[0].query, F.parts[0].value
+    zeros = np.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
+    return jax.grad(lambda source: F(source).sum())(zeros)
+
+
+@pytest.mark.parametrize("length", [1, 70])
+def test_gradient_in_the_source_is_one_pass(length):
+    """A gradient that is not attention to the last bit, or costs a second pass, or a source of zeros in memory."""
+    queries = jax.random.normal(jax.random.key(0), (1, length, 4, 16), jnp.float32)
+    key, value = jax.random.normal(jax.random.key(1), (2, 1, 130, 2, 16), jnp.float32)
+    both = jax.jit(ask(lambda F: (gradient(F), F.attention())))(queries, key, value)
+    np.testing.assert_array_equal(*both)
+    wanted = compiled(lambda *x: kernel(*x)[0], length, 130)
+    found = compiled(ask(gradient), length, 130)
+    assert not instructions(found) - instructions(wanted)
+    np.testing.assert_allclose(cost(found), cost(wanted), rtol=0.02)
+
+
+@pytest.mark.parametrize("length", [1, 70])
+def test_methods_share_passes(length):
+    """A second pass for the energies beside attention, or for a question that is asked twice."""
+
+    for one, two in (
+        (kernel, ask(lambda F: (F(), F.attention(), F.attention(return_energy=True)))),
+        (ask(lambda F: F.entropy()), ask(lambda F: (F.entropy(), F.entropy()))),
+    ):
+        alone, both = (compiled(f, length, 130) for f in (one, two))
+        np.testing.assert_allclose(cost(both), cost(alone), rtol=0.03)
+
+
+# The monoid.
+@jax.jit
+def union_of_two(arrays, mask):
+    A, B = parts(arrays, mask, PROBLEM, cuts=(5,))
+    F = (A | B).tilt(arrays["source"])
+    merged = jnp.logaddexp(A(arrays["source"]), B(arrays["source"]))
+    return everything(F, ALONG), merged
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.sampled_from([1.0, 1e-3, 30.0]),
+    hidden=st.sampled_from(["some", "first", "second", "all"]),
+)
+def test_union_is_the_whole(seed, size, hidden):
+    """Means or central moments that are added where they must be merged; a part that a row does not see, as NaN.
+
+    Against the definitions over all keys, with a bias, masks, positions, segments, a tilt and grouped heads. The energy
+    is log(exp F + exp G).
+    """
+    rng = np.random.default_rng(seed)
+    given = {n: size**0.5 * rng.standard_normal(x.shape) for n, x in ARRAYS.items()}
+    mask = rng.random(MASK.shape) < 0.8
+    mask[
+        ...,
+        {"some": slice(0), "first": slice(5), "second": slice(5, None), "all": slice(None)}[hidden],
+    ] = False
+    found, merged = union_of_two({n: jnp.asarray(x) for n, x in given.items()}, jnp.asarray(mask))
+    agree(found, exact(replace(PROBLEM, **given, mask=mask)), (size, hidden))
+    np.testing.assert_allclose(merged, found["energy"], rtol=1e-12)
+
+
+@pytest.mark.full
+def test_laws():
+    """A union that depends on the order of its parts or merges; tilts that do not add, or that one part misses."""
+
+    @jax.jit
+    def run(arrays, split):
+        source = arrays["source"]
+        A, B, C = parts(arrays, MASK, PROBLEM)
+        measures = {
+            "(A | B) | C": ((A | B) | C).tilt(source),
+            "A | (B | C), each tilted": A.tilt(source) | (B | C).tilt(source),
+            "C | A | B, tilted twice": (C | A | B).tilt(split).tilt(source - split),
+        }
+        return {name: everything(F, ALONG) for name, F in measures.items()}
+
+    for law, found in run(ARRAYS, 0.3 * ARRAYS["source"]).items():
+        agree(found, exact(PROBLEM), law)
+
+
+@pytest.mark.full
+def test_tilt_of_one_part():
+    """A tilt that reaches the keys of the other part: it is a bias of those that it was of."""
+    cut, tilt = 5, ARRAYS["source"]
+
+    @jax.jit
+    def run(arrays, tilt):
+        A, B = parts(arrays, MASK, PROBLEM, cuts=(cut,))
+        return everything(A.tilt(tilt) | B, ALONG), everything(B | A.tilt(tilt), ALONG)
+
+    value = np.repeat(PROBLEM.value[:, :cut], 2, axis=2)  # grouped heads
+    own = np.einsum("btnv,bsnv->bnts", tilt, value)
+    rest = np.zeros((*own.shape[:-1], PROBLEM.key.shape[1] - cut))
+    bias = PROBLEM.bias + np.concatenate([own, rest], -1)
+    for found in run(ARRAYS, tilt):
+        agree(found, exact(replace(PROBLEM, source=None, bias=bias)), "tilt of one part")
+
+
+def test_each_part_has_its_own_energy():
+    """The scale or the masks of the first part for all: a prompt that all see, and a suffix that is causal."""
+    problem = PROBLEMS["grouped"]
+    arrays, _ = cast(problem, jnp.float64)
+    along, cut = jnp.asarray(directions(problem)[0]), 3
+
+    @jax.jit
+    def run(query, key, value):
+        prompt = ea.FreeEnergy(scale=0.5).at(query, key[:, :cut], value[:, :cut])
+        suffix = ea.FreeEnergy(scale=2.0, is_causal=True, implementation="reference")
+        return few_answers(prompt | suffix.at(query, key[:, cut:], value[:, cut:]), along)
+
+    scores = np.einsum("btnh,bsnh->bnts", problem.query, np.repeat(problem.key, 3, axis=2))
+    keys = np.arange(scores.shape[-1])
+    causal = keys - cut <= np.arange(scores.shape[-2])[:, None]
+    whole = replace(
+        problem,
+        scale=0.0,
+        bias=scores * np.where(keys < cut, 0.5, 2.0),
+        mask=(causal | (keys < cut))[None, None],
+    )
+    found = run(**arrays)
+    wanted = exact(whole)
+    agree(found, {name: wanted[name] for name in found}, "own energies")
+
+
+@pytest.mark.full
+def test_gradients():
+    """A gradient of a union in the arrays of one part, or in the tilt, that is not that of the whole.
+
+    That of the whole is tested by differences of the definitions in `test_observables.py`.
+    """
+    blind = np.isneginf(dense(PROBLEM)[1])
+
+    def total(arrays, cuts):
+        F = functools.reduce(ea.Gibbs.merge, parts(arrays, MASK, PROBLEM, cuts))
+        F, (u, v, w, _) = F.tilt(arrays["source"]), ALONG
+        found = [F.entropy(), F.cumulant([u, v, w]), *F.score_moments()]
+        found.append(jnp.where(blind, 0.0, F()))
+        vectors = (
+            F.attention(),
+            F.covariance(v),
+            F.temperature_sensitivity(),
+            F.covariance()[..., 0],
+        )
+        found += [(u * x).sum(-1) for x in vectors]
+        return sum((w[..., i % 3] * x).sum() for i, x in enumerate(found))
+
+    whole, two = (
+        jax.jit(jax.grad(functools.partial(total, cuts=cuts)))(ARRAYS) for cuts in ((), (5,))
+    )
+    agree(two, jax.device_get(whole), "gradients", 1e-9)
+    assert blind.any() and not np.asarray(two["query"])[blind].any()
+
+
+def few_answers(F, along):
+    return {
+        "energy": F(),
+        "attention": F.attention(),
+        "product": F.covariance(along),
+        "entropy": F.entropy(),
+        "heat capacity": F.score_moments().variance,
+    }
+
+
+@pytest.mark.parametrize("hidden", few([False, True], True))
+def test_nothing_in_one_part(hidden):
+    """NaN, or a gradient, from keys that are not there or that no row sees."""
+    q, k, v, u, w = jax.random.normal(jax.random.key(0), (5, 6, 2, 3))
+    mask = jnp.zeros((1, 1, 1), bool) if hidden else None
+
+    @jax.jit
+    def run(q, unseen, seen):
+        def total(unseen, seen):
+            nothing, alone = measure(q, *unseen, mask=mask), measure(q, *seen)
+            found = [few_answers(F, u) for F in (nothing | alone, alone | nothing, alone)]
+            each = [(w[..., 0] * x["energy"] + w[..., 1] * x["entropy"]).sum() for x in found]
+            return sum(each) + sum((w * x["product"]).sum() for x in found), found
+
+        return jax.grad(total, (0, 1), has_aux=True)(unseen, seen)
+
+    unseen = (k + 1, v - 1) if hidden else (k[:0], v[:0])
+    (of_unseen, of_seen), (first, second, alone) = run(q, unseen, (k, v))
+    for found in (first, second):
+        agree(found, jax.device_get(alone), "beside nothing")
+    assert not any(np.any(x) for x in of_unseen)
+    assert all(np.isfinite(x).all() and x.all() for x in of_seen)
+
+
+@pytest.mark.parametrize("dtype", few(["bfloat16", "float16"], "bfloat16"))
+def test_union_in_sixteen_bits(dtype, user_settings, unchecked):
+    """States of 16 bits that are merged, or a tilt that is rounded to 16 bits: an error that one measure has not."""
+    problem = PROBLEMS["positions_causal"]
+    arrays, rounded = cast(problem, dtype)
+    along = jnp.asarray(directions(problem)[0], jnp.float32)
+    tilt = jnp.asarray(problem.source, jnp.float32)
+
+    @jax.jit
+    def run(arrays):
+        whole, *halves = (
+            measure(
+                arrays["query"],
+                arrays["key"][:, keys],
+                arrays["value"][:, keys],
+                is_causal=True,
+                query_positions=jnp.asarray(problem.query_positions),
+                key_positions=jnp.asarray(problem.key_positions[:, keys]),
+            )
+            for keys in (slice(None), slice(3), slice(3, None))
+        )
+        A, B = halves
+        measures = whole.tilt(tilt), (A | B).tilt(tilt), A.tilt(tilt) | B.tilt(tilt)
+        return [few_answers(F, along) for F in measures]
+
+    one, *joined = run(arrays)
+    source = np.asarray(tilt, np.float64)
+    out, energy = dense(replace(rounded, source=source))
+    wanted = exactly(replace(rounded, source=source))
+    wanted = {"energy": energy, "attention": out} | {n: wanted[n] for n in list(one)[2:]}
+    for found in joined:
+        assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in one.items()}
+        for name, x in wanted.items():
+            own, rough = (np.asarray(y[name], np.float64) for y in (found, one))
+            seen = np.isfinite(x)
+            np.testing.assert_array_equal(own[~seen], x[~seen])
+            error, allowed = (np.abs(y[seen] - x[seen]).max() for y in (own, rough))
+            assert error <= 2 * allowed + 1e-5, (name, error, allowed)
+
+
+def test_samples_of_a_union():
+    """A part that is drawn from with a wrong chance, or indices that count from each part's first key."""
+
+    @jax.jit
+    def draw(arrays, key):
+        A, B, C = parts(arrays, MASK, PROBLEM)
+        source = arrays["source"]
+        return (A.tilt(source) | (B | C).tilt(source)).sample(key=key, count=2000)
+
+    drawn = np.asarray(draw(ARRAYS, jax.random.key(0)))
+    assert abs(statistic(drawn, rows(PROBLEM).weights)) < 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["8", "8 explicit", "2x4"])
+def test_parts_on_different_meshes(kind):
+    """Keys that are counted once a device, or queries whose gradient is: one part is sharded, the other is not."""
+    problem = replace(PROBLEMS["grouped"], is_causal=False)
+    rng = np.random.default_rng(0)
+    query, tilt, along = (rng.standard_normal((2, 5, 6, 5)) for _ in range(3))
+    key, value = rng.standard_normal((2, 2, 19, 2, 5))
+    problem = replace(problem, query=query, key=key, value=value, source=tilt)
+    given = [
+        jnp.asarray(x) for x in (query, key[:, :16], value[:, :16], key[:, 16:], value[:, 16:])
+    ]
+    weights = jnp.asarray(rng.standard_normal(query.shape))
+
+    def run(parallel, tilt, along, query, *arrays):
+        def total(query, *arrays):
+            A, B = measure(query, *arrays[:2], parallel=parallel), measure(query, *arrays[2:])
+            found = few_answers((A | B).tilt(tilt), along), few_answers((B | A).tilt(tilt), along)
+            return sum((weights * (x["product"] + x["attention"])).sum() for x in found), found
+
+        return jax.grad(total, range(len(arrays) + 1), has_aux=True)(query, *arrays)
+
+    fixed = jnp.asarray(tilt), jnp.asarray(along)
+    wanted, (alone, _) = jax.jit(functools.partial(run, None))(*fixed, *given)
+    exact = exactly(problem)
+    np.testing.assert_allclose(alone["entropy"], exact["entropy"], atol=1e-11)
+    with jax.set_mesh(mesh_of(kind)):
+        parallel, axes = parallel_of(kind), tuple(mesh_of(kind).axis_names)
+        sharding = jax.NamedSharding(mesh_of(kind), jax.P(None, axes))
+        given[1:3] = jax.device_put(given[1:3], sharding)
+        found, each = jax.device_get(jax.jit(functools.partial(run, parallel))(*fixed, *given))
+    for answers_ in each:
+        agree(answers_, jax.device_get(alone), kind)
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-10)
+
+
+# The pytree.
+def small(batch=3, **rows):
+    """A tilted measure of a batch, with arrays for all that has a batch axis."""
+    rng = np.random.default_rng(1)
+    q, k, v, source = (jnp.asarray(rng.standard_normal((batch, 4, 2, 3))) for _ in range(4))
+    mask = jnp.asarray(rng.random((batch, 2, 4, 4)) < 0.8)
+    lengths = jnp.asarray(rng.integers(1, 5, batch), jnp.int32)
+    energy = ea.FreeEnergy(scale=jnp.asarray(0.6), is_causal=True)
+    return energy.at(q, k, v, mask=mask, key_value_seq_lengths=lengths, **rows).tilt(source)
+
+
+def three(F):
+    return F(), F.attention(), F.entropy()
+
+
+def same(found, wanted):
+    for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-12)
+
+
+IN_AXES = functools.partial(jax.tree.map, lambda x: 0 if jnp.ndim(x) else None)
+TRANSFORMED = {
+    "jit": lambda F: jax.jit(three)(F),
+    "filter_jit": lambda F: eqx.filter_jit(three)(F),
+    "vmap": lambda F: jax.jit(jax.vmap(three, in_axes=(IN_AXES(F),)))(F),
+    "filter_vmap": lambda F: eqx.filter_vmap(three, in_axes=(IN_AXES(F),))(F),
+    "carry": lambda F: jax.lax.scan(lambda F, _: (F.tilt(0 * F.source), three(F)), F, length=2)[1],
+    "xs": lambda F: jax.lax.scan(
+        lambda _, F: (None, three(F)), None, jax.tree.map(lambda x: jnp.stack([x, x]), F)
+    )[1],
+    "donated": lambda F: jax.jit(three, donate_argnums=0)(jax.tree.map(jnp.copy, F)),
+    "flattened": lambda F: three(jax.tree.unflatten(*reversed(jax.tree.flatten(F)))),
+}
+
+
+@pytest.mark.parametrize("way", few(list(TRANSFORMED), "vmap", "carry"))
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_passes_transformations(way):
+    """A leaf that is an option, or an option that is a leaf: a measure that cannot be traced, mapped or carried."""
+    F = small()
+    wanted = three(F)
+    found = TRANSFORMED[way](F)
+    if way in ("carry", "xs"):
+        wanted = jax.tree.map(lambda x: jnp.stack([x, x]), wanted)
+    same(found, wanted)
+
+
+@pytest.mark.full
+def test_gradients_are_of_all_arrays():
+    """An array whose gradient is cut off: through the measure they are those through the arguments."""
+    F = small()
+    (keys,) = F.parts
+
+    def total(F):
+        found = [*three(F), F.covariance(F.source), *F.score_moments()]
+        found += [F.temperature_sensitivity(), F.cumulant([F.source] * 3), F.moment([F.source] * 2)]
+        return sum((x**2).sum() for x in found)
+
+    def by_arguments(query, key, value, source, scale):
+        energy = ea.FreeEnergy(scale=scale, is_causal=True)
+        return total(energy.at(query, key, value, mask=keys.mask, **keys.rows).tilt(source))
+
+    found = eqx.filter_jit(eqx.filter_grad(total))(F)
+    arguments = keys.query, keys.key, keys.value, F.source, keys.scale
+    wanted = jax.jit(jax.grad(by_arguments, range(5)))(*arguments)
+    (of_keys,) = found.parts
+    same((of_keys.query, of_keys.key, of_keys.value, found.source, of_keys.scale), wanted)
+    assert all(x.any() for x in wanted) and of_keys.mask is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["8", "8 explicit"])
+def test_sharded_leaves(kind):
+    """A measure put on devices as other pytrees are, and asked there."""
+    F = measure(*jax.random.normal(jax.random.key(0), (3, 8, 5, 2, 3)))
+    F, wanted = F | F.tilt(F.parts[0].query), three(F | F.tilt(F.parts[0].query))
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(F, jax.NamedSharding(mesh, jax.P("device")))
+        same(jax.device_get(jax.jit(three)(spread)), wanted)
+
+
+def test_saved_and_loaded(tmp_path):
+    """A leaf that is not written, or is read into another's place."""
+    F, path = small(), tmp_path / "measure.eqx"
+    eqx.tree_serialise_leaves(path, F)
+    found = eqx.tree_deserialise_leaves(path, jax.tree.map(jnp.zeros_like, F))
+    assert jax.tree.structure(found) == jax.tree.structure(F)
+    jax.tree.map(np.testing.assert_array_equal, found, F)
+
+
+# Mistakes.
+def at(query=(2, 3, 4, 5), value_width=6, heads=2, dtype="float32", **rows):
+    query = a(*query, dtype=dtype)
+    key = a(*query.shape[:-3], 7, heads, query.shape[-1], dtype=dtype)
+    value = a(*query.shape[:-3], 7, heads, value_width, dtype=dtype)
+    return ea.FreeEnergy().at(query, key, value, **rows)
+
+
+BAD = {
+    "no measure": (lambda: at().merge(3), TypeError, "other", "int 3", "a Gibbs"),
+    "rows": (
+        lambda: at().merge(at((2, 2, 4, 5))),
+        ValueError,
+        "other",
+        "[2,2,4,5]",
+        "(2, 3, 4, 5)",
+    ),
+    "batch": (lambda: at() | at((3, 4, 5)), ValueError, "other", "[3,4,5]", "(2, 3, 4, 5)"),
+    "width": (lambda: at() | at(value_width=5), ValueError, "other", "[2,7,2,5]", "(2, 7, 2, 6)"),
+    "heads": (lambda: at() | at(heads=4), ValueError, "other", "[2,7,4,6]", "(2, 7, 2, 6)"),
+    "dtype": (lambda: at() | at(dtype="bfloat16"), TypeError, "other", "bfloat16", "float32"),
+    "source": (lambda: at()(a(2, 3, 4, 5)), ValueError, "source", "[2,3,4,5]", "(2, 3, 4, 6)"),
+    "tilt": (lambda: at().tilt(a(3, 4, 6)), ValueError, "source", "[3,4,6]", "(2, 3, 4, 6)"),
+    "integers": (
+        lambda: at().tilt(a(2, 3, 4, 6, dtype="int32")),
+        TypeError,
+        "source",
+        "int32",
+        "float32",
+    ),
+    "a number": (lambda: at().tilt(0.0), TypeError, "source", "float 0.0", "array"),
+    "row option": (
+        lambda: at(lengths=a(2, dtype="int32")),
+        TypeError,
+        "lengths",
+        "",
+        "key_value_seq_lengths",
+    ),
+    "energy's option": (lambda: at(is_causal=True), TypeError, "is_causal", "", "query_positions"),
+    "flag": (
+        lambda: at().attention(return_energy=1),
+        TypeError,
+        "return_energy",
+        "int 1",
+        "True or False",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what, unchecked, user_settings):
+    """A mistake that surfaces as an error of XLA's, or as the measure of something else."""
+    call, error, name, received, wanted = BAD[what]
+    complains(call, error, name, received, wanted)
+
+
+def test_or_with_something_else(unchecked):
+    """An AttributeError, where Python says that the operands do not go together."""
+    with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for \|: 'Gibbs' and 'int'"):
+        at() | 3

@@ -1,0 +1,379 @@
+"""Retrieval: Ramsauer's update, energy and bounds; the kinds of fixed points; derivatives; rows without a result."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn import masks
+from energy_attn.core._solution import Result
+from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.hopfield import retrieve
+from energy_attn.kernels._checks import received
+from energy_attn.solvers import FixedPoint
+from tests.support.complaints import a, complains
+from tests.support.selection import few
+
+B, T, N, K, S, H = 2, 3, 4, 2, 17, 5
+
+
+def patterns(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def states(memories, seed=1):
+    """Probes near memories of each head and far from all of them, `[B, T, N, H]`."""
+    near = np.repeat(memories[:, :T], N // K, 2)
+    return near + np.asarray([0.2, 0.7, 2.0])[:, None, None] * patterns(B, T, N, H, seed=seed)
+
+
+MEMORIES = patterns(B, S, K, H)
+STATE = states(MEMORIES)
+
+
+# Ramsauer et al. as they write it, for one state and the patterns as columns of X, in float64.
+def softmax(scores):
+    terms = np.exp(scores - scores.max())
+    return terms / terms.sum()
+
+
+def update(X, xi, beta):
+    return X @ softmax(beta * X.T @ xi)
+
+
+def energy(X, xi, beta):
+    largest = (beta * X.T @ xi).max()
+    lse = (largest + np.log(np.exp(beta * X.T @ xi - largest).sum())) / beta
+    M = np.linalg.norm(X, axis=0).max()
+    return -lse + xi @ xi / 2 + np.log(X.shape[1]) / beta + M**2 / 2
+
+
+def settle(X, xi, beta, steps=20_000):
+    for _ in range(steps):
+        new = update(X, xi, beta)
+        if np.linalg.norm(new - xi) < 1e-15:
+            break
+        xi = new
+    return xi
+
+
+def each_row(memories, state, seen=None):
+    """`((b, t, n), X, xi)`: every row as a separate problem, by the definitions of heads and masks."""
+    for b, t, n in np.ndindex(*state.shape[:3]):
+        X = memories[b, :, n // (N // K)].T
+        yield (b, t, n), X if seen is None else X[:, seen[b]], state[b, t, n]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Retrieval at a temperature where some states average and others single out a memory; stopped early, so that a
+    row that goes on after it has come to rest shows.
+    """
+    short = FixedPoint(tolerance=1e-2)
+    return retrieve(jnp.asarray(STATE), jnp.asarray(MEMORIES), scale=1.5, solver=short)
+
+
+def test_steps_are_the_update(found):
+    """A step that is not softmax(βxXᵀ)X, an energy without its constants, a path of other states' energies."""
+    for row, X, xi in each_row(MEMORIES, STATE):
+        steps = int(found.stats["steps"][row])
+        path = [energy(X, xi, 1.5)]
+        for _ in range(steps):
+            xi = update(X, xi, 1.5)
+            path.append(energy(X, xi, 1.5))
+        path += [path[-1]] * (101 - len(path))
+        np.testing.assert_allclose(found.stats["path"][(slice(None), *row)], path, rtol=1e-12)
+        np.testing.assert_allclose(found.point[row], xi, atol=1e-12)
+        np.testing.assert_allclose(found.value[row], path[-1], rtol=1e-12)
+
+
+def test_energy_falls_and_is_bounded(found):
+    """Energies that rise on the way; or outside 0 ≤ E ≤ 2M² although the state is within the memories' radius."""
+    path = np.asarray(found.stats["path"])
+    M2 = np.repeat((MEMORIES**2).sum(-1).max(1), N // K, 1)[:, None]
+    assert np.diff(path, axis=0).max() < 1e-13
+    assert path[0].max() > path[-1].max()
+    assert (path[1:] >= 0).all() and (path[1:] <= 2 * M2).all()
+    assert bool(found.converged.all())
+    assert (np.asarray(found.stats["residual"]) <= 1e-2).all()
+
+
+def test_kinds_of_fixed_points():
+    """Statistics that cannot tell a single memory, a metastable state and the global average apart."""
+    # three clusters of four memories: hot averages all, cool a cluster, cold finds one
+    centres = 4 * np.eye(3, 6)
+    memories = (centres[:, None] + 0.2 * patterns(3, 4, 6, seed=3)).reshape(12, 1, 6)
+    probe = jnp.asarray(memories[5:6] + 0.01)
+    find = jax.jit(lambda beta: retrieve(probe, jnp.asarray(memories), scale=beta))
+    hot, cool, cold = (find(jnp.asarray(beta)) for beta in (0.01, 0.5, 40.0))
+    for solution, beta, many in ((hot, 0.01, 12), (cool, 0.5, 4), (cold, 40.0, 1)):
+        weights = softmax(beta * memories[:, 0] @ np.asarray(solution.point[0, 0]))
+        wanted = np.exp(-(weights * np.log(weights + 1e-300)).sum())
+        stats = {name: x[0, 0] for name, x in solution.stats.items() if name != "path"}
+        np.testing.assert_allclose(stats["effective"], wanted, rtol=1e-9)
+        np.testing.assert_allclose(wanted, many, rtol=0.1)
+        np.testing.assert_allclose(stats["weight"], weights.max(), rtol=1e-9)
+        assert int(stats["nearest"]) == weights.argmax()
+        best = memories[weights.argmax(), 0]
+        cosine = best @ np.asarray(solution.point[0, 0])
+        cosine /= np.linalg.norm(best) * np.linalg.norm(solution.point[0, 0])
+        np.testing.assert_allclose(stats["overlap"], cosine, rtol=1e-9)
+
+
+def test_nearest_of_many_and_of_equals():
+    """Positions that float32 cannot hold or that blocks and digits get wrong; a tie that is given as a memory."""
+    memories = patterns(2500, 1, 4, seed=4).astype(np.float32)
+    memories /= np.linalg.norm(memories, axis=-1, keepdims=True)
+    memories[7] = memories[1311]  # the same memory twice
+    wanted = [0, 7, 1023, 1024, 2047, 2499]
+    state = jnp.asarray(memories[wanted])
+    found = retrieve(state, jnp.asarray(memories), scale=1e4)
+    assert found.stats["nearest"][:, 0].tolist() == [0, -1, 1023, 1024, 2047, 2499]
+    assert found.point.dtype == found.value.dtype == jnp.float32
+    np.testing.assert_allclose(found.stats["weight"][:, 0], [1, 0.5, 1, 1, 1, 1], rtol=5e-3)
+
+
+def loss(memories, beta, state, weights):
+    found = retrieve(state, memories, scale=beta, solver=FixedPoint(max_steps=1000))
+    return (weights * found.point).sum() + found.value.sum() + found.stats["overlap"].sum()
+
+
+def numpy_loss(memories, beta, state, weights):
+    total = 0.0
+    for row, X, xi in each_row(memories, state):
+        xi = settle(X, xi, beta)
+        best = X[:, (X.T @ xi).argmax()]
+        overlap = best @ xi / np.linalg.norm(best) / np.linalg.norm(xi)
+        total += weights[row] @ xi + energy(X, xi, beta) + overlap
+    return total
+
+
+def test_derivatives():
+    """Gradients of zero, or as if the steps had been a constant: by differences of settled states, first and second
+    order, in the memories and β. States do not matter in the small.
+    """
+    weights, direction = patterns(B, T, N, H, seed=5), patterns(B, S, K, H, seed=6)
+    point = (jnp.asarray(MEMORIES), jnp.asarray(1.5))
+    rest = (jnp.asarray(STATE), jnp.asarray(weights))
+
+    def along(memories, beta, state):
+        d_memories, d_beta, d_state = jax.grad(loss, argnums=(0, 1, 2))(
+            memories, beta, state, rest[1]
+        )
+        return (d_memories * direction).sum() + 0.3 * d_beta, (d_state,)
+
+    @jax.jit
+    def both(memories, beta, state):
+        (first, aux), second = jax.value_and_grad(along, argnums=(0, 1), has_aux=True)(
+            memories, beta, state
+        )
+        return first, (second[0] * direction).sum() + 0.3 * second[1], aux
+
+    first, second, (d_state,) = both(*point, rest[0])
+    assert not d_state.any()
+    values = {
+        step: numpy_loss(MEMORIES + step * direction, 1.5 + 0.3 * step, STATE, weights)
+        for step in np.arange(-2, 3) * 1e-3
+    }
+    behind2, behind, here, ahead, ahead2 = values.values()
+    np.testing.assert_allclose(
+        first, (8 * (ahead - behind) - (ahead2 - behind2)) / 12e-3, rtol=1e-7
+    )
+    wanted = (16 * (ahead + behind) - (ahead2 + behind2) - 30 * here) / 12e-6
+    np.testing.assert_allclose(second, wanted, rtol=1e-4)
+
+
+def test_what_has_no_derivative_raises():
+    """A derivative of zero of the energy's path, in either mode; one that is lost since another's is unknown."""
+
+    def both(memories):
+        found = retrieve(jnp.asarray(STATE), memories, scale=1.5)
+        return found.stats["path"].sum(), found.value.sum(), found.stats["steps"]
+
+    memories = jnp.asarray(MEMORIES)
+    missing = "stats: wanted no derivative, as those of retrieve have none, got one of path"
+    with pytest.raises(RuntimeError, match=missing):
+        jax.grad(lambda memories: both(memories)[0])(memories)
+    *_, (path, value, steps) = jax.jvp(both, (memories,), (memories,))
+    assert jnp.isnan(path) and steps.dtype == jax.dtypes.float0
+    slope = jax.grad(lambda memories: both(memories)[1])(memories)
+    np.testing.assert_allclose(value, (slope * memories).sum(), rtol=1e-9)
+
+
+# Memories that none may see: beyond the lengths, which leave the second batch row without any, and
+# one that a mask hides. They are the longest by far.
+LENGTHS, SEEN = np.asarray([S, 0], np.int32), np.arange(24) != 3
+PADDED = np.full((B, 24, K, H), 50.0)
+PADDED[0, :S] = MEMORIES[0]
+PADDED[0, 3] = -50.0
+
+
+def partly_hidden(memories, beta, parallel=None):
+    found = retrieve(
+        jnp.asarray(STATE),
+        memories,
+        mask=jnp.asarray(SEEN).reshape(1, 1, 1, -1),
+        energy=ea.FreeEnergy(scale=beta, parallel=parallel),
+        key_value_seq_lengths=jnp.asarray(LENGTHS),
+        throw=False,
+    )
+    value = jnp.where(jnp.isfinite(found.value), found.value, 0.0)
+    return (found.point * STATE).sum() + value.sum(), found
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    find = jax.jit(jax.grad(partly_hidden, argnums=(0, 1), has_aux=True))
+    return find(jnp.asarray(PADDED), jnp.asarray(1.5))
+
+
+@pytest.mark.full
+def test_hidden_memories(on_one_device):
+    """Memories beyond the lengths, or masked, that take part: in the update, the number S or the radius M."""
+    gradient, found = on_one_device
+    visible = [SEEN & (np.arange(24) < LENGTHS[0])]
+    for row, X, xi in each_row(PADDED[:1], STATE[:1], visible):
+        wanted = settle(X, xi, 1.5)
+        np.testing.assert_allclose(found.point[row], wanted, atol=1e-8)
+        np.testing.assert_allclose(found.value[row], energy(X, wanted, 1.5), rtol=1e-9)
+    # the second batch row sees nothing
+    assert (found.result[1] == Result.no_keys).all() and (found.result[0] == 0).all()
+    assert jnp.isposinf(found.value[1]).all() and not found.point[1].any()
+    for name in ("steps", "residual", "effective", "weight", "overlap"):
+        assert not found.stats[name][1].any(), name
+    assert (found.stats["nearest"][1] == -1).all()
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(gradient))
+    assert not gradient[0][1].any() and not gradient[0][0, ~visible[0]].any()
+
+
+def test_rule():
+    """A rule that the steps know and the number of memories, or the nearest one, does not."""
+    rule = masks.Prefix(jnp.asarray([2, 9])) & ~masks.Window(0, 0)
+    solver = FixedPoint(max_steps=1000)
+    found = retrieve(jnp.asarray(STATE), jnp.asarray(MEMORIES), mask=rule, scale=1.5, solver=solver)
+    for b, t, n in ((0, 0, 1), (0, 2, 3), (1, 1, 0)):
+        seen = (np.arange(S) < (2, 9)[b]) & (np.arange(S) != t)
+        X = MEMORIES[b, seen, n // (N // K)].T
+        wanted = settle(X, STATE[b, t, n], 1.5)
+        np.testing.assert_allclose(found.point[b, t, n], wanted, atol=1e-8)
+        np.testing.assert_allclose(found.value[b, t, n], energy(X, wanted, 1.5), atol=1e-9)
+        nearest = np.flatnonzero(seen)[(X.T @ wanted).argmax()]
+        assert int(found.stats["nearest"][b, t, n]) == nearest
+
+
+def test_no_memories():
+    """No memories at all: a NaN, or a state that is kept. Unbatched, in bfloat16."""
+    state = jnp.ones((T, N, H), jnp.bfloat16)
+    found = retrieve(state, jnp.zeros((0, K, H), jnp.bfloat16))
+    assert found.point.shape == (T, N, H) and found.point.dtype == jnp.float32
+    assert not found.point.any() and (found.result == Result.no_keys).all()
+    assert not any(jnp.isnan(x).any() for x in jax.tree.leaves(found))
+
+
+def test_steps_run_out_and_numbers_end():
+    """A state that has not converged reported as converged, and an infinite one; `throw=False` tells them apart."""
+    memories = jnp.asarray(MEMORIES)
+    state = jnp.asarray(STATE).at[0, 0, 0, 0].set(jnp.inf)
+    options = {"scale": 0.5, "solver": FixedPoint(max_steps=2)}
+    with pytest.raises(RuntimeError, match="max_steps"):
+        retrieve(jnp.asarray(STATE), memories, **options)
+    found = retrieve(state, memories, throw=False, **options)
+    assert found.result[0, 0, 0] == Result.not_finite
+    assert (found.result.ravel()[1:] == Result.max_steps_reached).all()
+    assert (found.stats["steps"].ravel()[1:] == 2).all()
+
+
+def test_energy_that_rises_is_told(monkeypatch):
+    """A rising energy that goes unnoticed: with the sign of the energies reversed they rise."""
+    from energy_attn.hopfield import _fixed_point, _retrieve
+
+    right = _fixed_point.point_energy
+    monkeypatch.setattr(_fixed_point, "point_energy", lambda *args: -right(*args))
+    _retrieve._solve.clear_cache()
+    state, memories = jnp.asarray(STATE[0]), jnp.asarray(MEMORIES[0])
+    found = retrieve(state, memories, solver=FixedPoint(max_steps=51), throw=False)
+    _retrieve._solve.clear_cache()
+    assert (found.result == Result.energy_rose).all()
+
+
+@pytest.mark.parametrize("explicit", few([False, True], True))
+def test_spread_over_devices(on_one_device, explicit):
+    """Memories that a device does not see, in the update, the constants or the nearest; and their gradients."""
+    mesh = make_mesh((2, 4), explicit=explicit)
+    parallel = None if explicit else SequenceParallel(("node", "device"))
+    find = jax.jit(
+        jax.grad(functools.partial(partly_hidden, parallel=parallel), argnums=(0, 1), has_aux=True)
+    )
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(PADDED, NamedSharding(mesh, P(None, ("node", "device"))))
+        gradient, found = find(spread, jnp.asarray(1.5))
+    whole, alone = on_one_device
+    np.testing.assert_allclose(found.point, alone.point, atol=1e-9)
+    np.testing.assert_allclose(found.value, alone.value, rtol=1e-12)
+    np.testing.assert_array_equal(found.stats["nearest"], alone.stats["nearest"])
+    for mine, wanted in zip(gradient, whole, strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=1e-8)
+
+
+def test_energy_says_what_the_scale_is():
+    """A β that an energy has and retrieval does not use, or one for each; and a mask of the energy that is lost."""
+    causal = functools.partial(ea.FreeEnergy, is_causal=True)
+
+    def find(**options):
+        solver = FixedPoint(max_steps=3)
+        found = retrieve(
+            jnp.asarray(STATE), jnp.asarray(MEMORIES), solver=solver, throw=False, **options
+        )
+        np.testing.assert_allclose(
+            found.point[:, 0], np.repeat(MEMORIES[:, 0], N // K, 1), rtol=1e-12
+        )
+        return found.value
+
+    wanted, default = find(energy=causal(scale=1.5)), find(energy=causal())
+    np.testing.assert_array_equal(find(energy=causal(), scale=1.5), wanted)
+    np.testing.assert_array_equal(find(energy=causal(scale=H**-0.5)), default)
+    assert (wanted[:, 1:] != default[:, 1:]).any()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_scale_of_the_energy_is_positive():
+    """A β below zero in the energy, for which no step descends."""
+    energy = ea.FreeEnergy(scale=-1.0)
+    complains(lambda: retrieve(**VALID, energy=energy), ValueError, "energy.scale", "-1.0", "above")
+
+
+VALID = {"state": a(B, T, N, H), "memories": a(B, S, K, H)}
+
+
+@pytest.mark.usefixtures("unchecked", "user_settings")
+@pytest.mark.parametrize(
+    ("changes", "error", "got", "wanted"),
+    [
+        ({"state": None}, TypeError, "None", "array"),
+        ({"state": a(5)}, ValueError, "float32[5]", "(B, T, N, H) or (T, N, H)"),
+        ({"state": a(B, T, 3, H)}, ValueError, "float32[2,3,3,5]", "multiple of the 2"),
+        ({"memories": [1.0]}, TypeError, "list", "array"),
+        ({"memories": a(B, S, K, H, dtype="bfloat16")}, TypeError, "bfloat16", "dtype of state"),
+        ({"memories": a(B, S, K, H + 1)}, ValueError, "float32[2,17,2,6]", "(2, S, K, 5)"),
+        ({"mask": a(B, S)}, TypeError, "float32[2,17]", "boolean"),
+        ({"scale": 0.0}, ValueError, "0.0", "above zero"),
+        ({"scale": jnp.asarray(-1.0)}, ValueError, "-1.0", "above zero"),
+        ({"scale": a(3)}, ValueError, "float32[3]", "scalar"),
+        ({"scale": "hot"}, TypeError, "str 'hot'", "number"),
+        ({"throw": 1}, TypeError, "int 1", "True or False"),
+        ({"inverse_temperature": 1.0}, TypeError, "'inverse_temperature'", "one of the options"),
+        ({"beta": 1.0}, TypeError, "'beta'", "one of the options"),
+        ({"scale": 1.0, "energy": ea.FreeEnergy(scale=2.0)}, ValueError, "1.0", "scale float 2.0"),
+        ({"energy": 1.0}, TypeError, "float 1.0", "FreeEnergy"),
+    ],
+    ids=lambda x: received(x) if isinstance(x, (str, dict)) else "",
+)
+def test_bad_input(changes, error, got, wanted):
+    """A mistake that surfaces as another function's, or names an argument that `retrieve` does not have."""
+    name, *_ = changes
+    complains(lambda: retrieve(**{**VALID, **changes}), error, name, got, wanted)

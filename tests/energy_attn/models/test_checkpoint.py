@@ -1,0 +1,807 @@
+"""Checkpoints: those of other libraries are read, whole or not at all, and onto a mesh."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, shard
+from tests.support.disk import Killed, contents, failing
+from tests.support.flags import environment
+
+save_file = pytest.importorskip("safetensors.numpy").save_file
+load_file = pytest.importorskip("safetensors.numpy").load_file
+safe_open = pytest.importorskip("safetensors").safe_open
+
+CONFIG = LlamaConfig(
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    attention_bias=True,
+    rope_scaling=Llama3Rope(8.0, original_max_position_embeddings=16),
+    eos_token_id=(3, 5),
+)
+SAID = {
+    "model_type": "llama",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "attention_bias": True,
+    "eos_token_id": [3, 5],
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def shapes():
+    """The tensors of that configuration, by their names in a checkpoint."""
+    found = {"model.embed_tokens.weight": (24, 16), "lm_head.weight": (24, 16)}
+    for i in range(2):
+        layer = {
+            "input_layernorm.weight": (16,),
+            "post_attention_layernorm.weight": (16,),
+            "self_attn.q_proj.weight": (24, 16),
+            "self_attn.k_proj.weight": (12, 16),
+            "self_attn.v_proj.weight": (12, 16),
+            "self_attn.o_proj.weight": (16, 24),
+            "self_attn.q_proj.bias": (24,),
+            "self_attn.k_proj.bias": (12,),
+            "self_attn.v_proj.bias": (12,),
+            "self_attn.o_proj.bias": (16,),
+            "mlp.gate_proj.weight": (12, 16),
+            "mlp.up_proj.weight": (12, 16),
+            "mlp.down_proj.weight": (16, 12),
+        }
+        found |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return found | {"model.norm.weight": (16,)}
+
+
+def arrays(dtype="float32"):
+    draw = np.random.default_rng(0)
+    return {name: draw.normal(0, 0.5, shape).astype(dtype) for name, shape in shapes().items()}
+
+
+def write(folder, tensors, said=None):
+    """A checkpoint as others write it: safetensors by its own library."""
+    save_file(tensors, folder / WHOLE)
+    rope = {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}
+    (folder / "config.json").write_text(json.dumps(SAID | rope if said is None else said))
+    return folder
+
+
+def leaves_of(model):
+    """Weights under the names of a checkpoint."""
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, _ in jax.tree_util.tree_leaves_with_path(model)
+    ]
+    names = [name if name == "lm_head.weight" else f"model.{name}" for name in names]
+    return dict(zip(names, jax.tree.leaves(model), strict=True))
+
+
+def assert_same(model, tensors):
+    leaves = leaves_of(model)
+    assert leaves.keys() == tensors.keys()
+    for name, leaf in leaves.items():
+        assert leaf.dtype == tensors[name].dtype, name
+        np.testing.assert_array_equal(leaf, tensors[name], err_msg=name)
+
+
+ROPES = {
+    "none": ({}, 1e4, None),
+    "transformers 4": (
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        5e5,
+        CONFIG.rope_scaling,
+    ),
+    "transformers 5": (
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
+        5e5,
+        CONFIG.rope_scaling,
+    ),
+    "both": (
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {"type": "linear", "factor": 2},
+            "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2},
+        },
+        5e5,
+        LinearRope(2),
+    ),
+    "old and linear": (
+        {"rope_theta": 100, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        100,
+        LinearRope(4.0),
+    ),
+    "default by name": ({"rope_scaling": {"rope_type": "default"}, "rope_theta": 9.0}, 9.0, None),
+    "null": ({"rope_scaling": None, "rope_theta": 9.0}, 9.0, None),
+    "context of the model": (
+        {
+            "max_position_embeddings": 64,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 2.0,
+            },
+        },
+        1e4,
+        Llama3Rope(2.0, 1.0, 2.0, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize(("said", "theta", "scaling"), ROPES.values(), ids=ROPES)
+def test_config_from_json(said, theta, scaling, tmp_path):
+    """Both spellings of the rotary embedding; a wrong one is a model that is wrong only far away."""
+    path = tmp_path / "config.json"
+    ignored = {
+        "bos_token_id": 1,
+        "initializer_range": 0.02,
+        "pretraining_tp": 1,
+        "dtype": "float32",
+    }
+    path.write_text(json.dumps(SAID | ignored | said))
+    config = LlamaConfig.from_json(path)
+    context = said.get("max_position_embeddings", 2048)
+    assert config == dataclasses.replace(
+        CONFIG, rope_theta=theta, rope_scaling=scaling, max_position_embeddings=context
+    )
+    assert hash(config) == hash(LlamaConfig.from_json(str(path)))
+    path.write_text(json.dumps(config.to_json()))
+    assert LlamaConfig.from_json(path) == config
+
+
+BAD_CONFIGS = {
+    "another model": ({"model_type": "mistral"}, ValueError, "model_type: wanted 'llama', got"),
+    "no model": ({"model_type": None}, ValueError, "model_type: wanted 'llama', got None"),
+    "another activation": ({"hidden_act": "gelu"}, ValueError, "hidden_act: wanted 'silu', got"),
+    "quantized": ({"quantization_config": {"bits": 4}}, ValueError, "quantization_config: wanted"),
+    "dynamic": (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        ValueError,
+        "rope_type: wanted 'default', 'linear' or 'llama3', got str 'dynamic'",
+    ),
+    "yarn": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        ValueError,
+        "rope_type: wanted .*'yarn'",
+    ),
+    "part of a head": ({"partial_rotary_factor": 0.5}, ValueError, "partial_rotary_factor: want"),
+    "part of a head, inside": (
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ValueError,
+        "partial_rotary_factor: wanted 1, got float 0.5",
+    ),
+    "no factor": (
+        {"rope_scaling": {"rope_type": "linear"}},
+        ValueError,
+        "rope_scaling: wanted its factor, got",
+    ),
+    "factor of nought": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+        ValueError,
+        "factor: wanted more than 0, got 0",
+    ),
+    "factors in the wrong order": (
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 0.5}},
+        ValueError,
+        "high_freq_factor: wanted more than low_freq_factor 1.0, got 0.5",
+    ),
+    "rope as a list": ({"rope_scaling": [1]}, TypeError, "rope_scaling: wanted a JSON object"),
+    "size as text": ({"hidden_size": "16"}, TypeError, "hidden_size: wanted an integer"),
+    "end as text": ({"eos_token_id": "</s>"}, TypeError, "eos_token_id: wanted an integer"),
+}
+
+
+@pytest.mark.parametrize(("said", "kind", "message"), BAD_CONFIGS.values(), ids=BAD_CONFIGS)
+def test_bad_config(said, kind, message, tmp_path, unchecked):
+    """Configurations that would be computed differently are refused, by name."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SAID | said))
+    with pytest.raises(kind, match=message) as caught:
+        LlamaConfig.from_json(path)
+    assert str(path) in str(caught.value)
+
+
+def test_bad_rope_scaling(unchecked):
+    """A dictionary as `rope_scaling`: the field of a static configuration must be hashable."""
+    with pytest.raises(TypeError, match="rope_scaling: wanted a LinearRope, a Llama3Rope or None"):
+        LlamaConfig(rope_scaling={"factor": 2.0})
+    with pytest.raises(TypeError, match="eos_token_id: wanted a tuple, got list"):
+        LlamaConfig(eos_token_id=[2])
+
+
+def test_frequencies():
+    """Llama 3's scaling as a function of each pair's wavelength, one pair at a time."""
+    from energy_attn.models.llama._rope import frequencies
+
+    scaling = Llama3Rope(8.0, 1.0, 4.0, 8192)
+    got = frequencies(128, 5e5, scaling, np.dtype("float64"))
+    kinds = set()
+    for i, frequency in enumerate(got):
+        plain = 5e5 ** (-2 * i / 128)
+        wavelength = 2 * np.pi / plain
+        if wavelength < 8192 / 4:
+            want, kind = plain, "kept"
+        elif wavelength > 8192:
+            want, kind = plain / 8, "divided"
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            want, kind = (1 - smooth) * plain / 8 + smooth * plain, "between"
+        kinds.add(kind)
+        np.testing.assert_allclose(frequency, want, rtol=1e-14)
+    assert kinds == {"kept", "divided", "between"}
+    half = frequencies(8, 100.0, LinearRope(2.0), np.dtype("float64"))
+    np.testing.assert_allclose(half, 100.0 ** (-np.arange(4) / 4) / 2, rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_reads_what_others_wrote(dtype, tmp_path):
+    """Every weight in its place and its dtype; `dtype` converts."""
+    tensors = arrays(getattr(ml_dtypes, dtype, dtype))
+    model = Llama.load(write(tmp_path, tensors))
+    assert model.config == CONFIG
+    assert_same(model, tensors)
+    wide = Llama.load(str(tmp_path), dtype="float64")
+    assert_same(wide, {name: x.astype("float64") for name, x in tensors.items()})
+    assert not any(
+        leaf.committed for leaf in jax.tree.leaves(model)
+    )  # moves to the device of other arrays
+
+
+def test_float64_without_64_bits(tmp_path, user_settings):
+    folder = write(tmp_path, arrays("float64"))
+    assert {leaf.dtype for leaf in jax.tree.leaves(Llama.load(folder))} == {jnp.dtype("float32")}
+
+
+def test_several_files(tmp_path):
+    """Files by an index; old frequencies and a tied head are ignored, as by Hugging Face."""
+    tensors = arrays()
+    write(tmp_path, tensors)
+    (tmp_path / WHOLE).unlink()
+    head = tensors.pop("lm_head.weight")
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3) for i in range(2)}
+    where = {}
+    for i, name in enumerate({**tensors, **old, "lm_head.weight": head}):
+        where[name] = f"part-{i % 3}.safetensors"
+    everything = tensors | old | {"lm_head.weight": head}
+    for file in set(where.values()):
+        mine = {name: everything[name] for name in where if where[name] == file}
+        save_file(mine, tmp_path / file)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": where}))
+    (tmp_path / "config.json").write_text(json.dumps(SAID | {"tie_word_embeddings": True}))
+    model = Llama.load(tmp_path)
+    assert model.lm_head is None
+    assert_same(model, tensors)
+
+
+def test_links_of_a_cache(tmp_path):
+    """Hugging Face's cache: a snapshot of links to blobs beside it."""
+    tensors, blobs = arrays(), tmp_path / "hub" / "blobs"
+    snapshot = tmp_path / "hub" / "snapshots" / "1a2b"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    write(blobs, tensors)
+    for file in (WHOLE, "config.json"):
+        (snapshot / file).symlink_to(blobs / file)
+    assert_same(Llama.load(snapshot), tensors)
+
+
+def header_of(file):
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def rewritten(file, header, data):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+
+
+def without(folder):
+    tensors = arrays()
+    del tensors[QUERY], tensors[NORM]
+    write(folder, tensors)
+
+
+def with_another(folder):
+    write(folder, arrays() | {"model.layers.2.mlp.up_proj.weight": np.ones((12, 16), np.float32)})
+
+
+def of_another_shape(folder):
+    write(folder, arrays() | {QUERY: np.ones((16, 24), np.float32)})
+
+
+def of_integers(folder):
+    write(folder, arrays() | {NORM: np.ones(16, np.int8)})
+
+
+def of_another_dtype(folder):
+    write(folder, arrays() | {NORM: np.ones(16, np.float16)})
+
+
+def truncated(folder):
+    write(folder, arrays())
+    data = (folder / WHOLE).read_bytes()
+    (folder / WHOLE).write_bytes(data[:-5])
+
+
+def of_three_bytes(folder):
+    write(folder, arrays())
+    (folder / WHOLE).write_bytes(b"abc")
+
+
+def with_a_long_header(folder):
+    write(folder, arrays())
+    data = (folder / WHOLE).read_bytes()
+    (folder / WHOLE).write_bytes((1 << 40).to_bytes(8, "little") + data[8:])
+
+
+def with_a_header_of_junk(folder):
+    write(folder, arrays())
+    rewritten(folder / WHOLE, b'{"model.norm.weight": \xff', b"")
+
+
+def with_a_deep_header(folder):
+    write(folder, arrays())
+    rewritten(folder / WHOLE, b"[" * 100_000, b"")
+
+
+def with_wrong_offsets(folder):
+    write(folder, arrays())
+    header, data = header_of(folder / WHOLE)
+    header[NORM]["data_offsets"][1] -= 4
+    rewritten(folder / WHOLE, header, data)
+
+
+def with_an_entry_of_text(folder):
+    write(folder, arrays())
+    header, data = header_of(folder / WHOLE)
+    header[NORM] = "weights"
+    rewritten(folder / WHOLE, header, data)
+
+
+def with_negative_sizes(folder):
+    write(folder, arrays())
+    header, data = header_of(folder / WHOLE)
+    header[NORM]["shape"] = [-4, -4]
+    rewritten(folder / WHOLE, header, data)
+
+
+def by_index(file, name=NORM):
+    def make(folder):
+        write(folder, arrays())
+        (folder / WHOLE).rename(folder / "all.safetensors")
+        where = dict.fromkeys(arrays(), "all.safetensors")
+        where[name] = file
+        (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+
+    return make
+
+
+def with_an_index_of_junk(folder):
+    by_index("all.safetensors")(folder)
+    (folder / INDEX).write_text("[]")
+
+
+def linked_away(folder):
+    write(folder, arrays())
+    away = folder.parent / f"{folder.name}-away.safetensors"
+    (folder / WHOLE).rename(away)
+    (folder / WHOLE).symlink_to(away)
+
+
+def pickled(folder):
+    write(folder, arrays())
+    (folder / WHOLE).rename(folder / "pytorch_model.bin")
+
+
+def empty(folder):
+    write(folder, arrays())
+    (folder / WHOLE).unlink()
+
+
+def without_config(folder):
+    write(folder, arrays())
+    (folder / "config.json").unlink()
+
+
+def with_layers_by_the_billion(folder):
+    write(folder, arrays(), SAID | {"num_hidden_layers": 10**9})
+
+
+def pointed_at(name):
+    def make(folder):
+        write(folder, arrays())
+        pointer = (
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 16060522496\n"
+        )
+        (folder / name).write_text(pointer)
+
+    return make
+
+
+def with_bytes_of_another(folder):
+    write(folder, arrays())
+    header, data = header_of(folder / WHOLE)
+    header["lm_head.weight"]["data_offsets"] = header["model.embed_tokens.weight"]["data_offsets"]
+    rewritten(folder / WHOLE, header, data)
+
+
+def saved_by_us(folder):
+    write(folder, arrays())
+    Llama.load(folder).save(folder, max_shard_size=4000)
+
+
+def with_a_file_of_another_save(folder):
+    saved_by_us(folder)
+    first = sorted(folder.glob("model-*"))[0]
+    text = first.read_bytes()
+    saved_by_us(folder)
+    sorted(folder.glob("model-*"))[0].write_bytes(text)
+
+
+def with_the_config_of_another_save(folder):
+    saved_by_us(folder)
+    text = (folder / "config.json").read_bytes()
+    saved_by_us(folder)
+    (folder / "config.json").write_bytes(text)
+
+
+BAD_FOLDERS = {
+    without: rf"directory: wanted all tensors of the model, got it without {QUERY}, {NORM}",
+    with_another: "directory: wanted no other tensors, got it with model.layers.2.mlp.up_proj",
+    of_another_shape: rf"{QUERY}: wanted shape \(24, 16\) by config.json, got \(16, 24\) in .*{WHOLE}",
+    of_integers: f"{NORM}: wanted float16, bfloat16, float32 or float64 in .*{WHOLE}, got I8",
+    of_another_dtype: f"{NORM}: wanted float32 as in .*, or dtype=..., got float16",
+    truncated: f"{WHOLE}: wanted a safetensors file, got .*not fully covered",
+    of_three_bytes: f"{WHOLE}: wanted a safetensors file, got",
+    with_a_long_header: f"{WHOLE}: wanted a safetensors file, got .*header too large",
+    with_a_header_of_junk: f"{WHOLE}: wanted a safetensors file, got",
+    with_a_deep_header: f"{WHOLE}: wanted a safetensors file, got",
+    with_wrong_offsets: f"{WHOLE}: wanted a safetensors file, got .*invalid .*offset",
+    with_an_entry_of_text: f"{WHOLE}: wanted a safetensors file, got .*invalid type: string",
+    with_negative_sizes: f"{WHOLE}: wanted a safetensors file, got .*invalid value: integer `-",
+    by_index("../all.safetensors"): "directory: wanted files inside .*, got '../all.safetensors'",
+    by_index("/etc/passwd"): "directory: wanted files inside .*, got '/etc/passwd'",
+    by_index("gone.safetensors"): "gone.safetensors: wanted a safetensors file, got .*No such file",
+    by_index("all.safetensors", "model.other"): "model.other: wanted it in .*all.safetensors, as",
+    by_index(7): f"{INDEX}: wanted the weight_map of a checkpoint, got",
+    with_an_index_of_junk: f"{INDEX}: wanted the weight_map of a checkpoint, got",
+    linked_away: f"directory: wanted files inside .*, got '{WHOLE}'",
+    pickled: "got pytorch_model.bin: only safetensors is read, as nothing is unpickled",
+    empty: f"directory: wanted {WHOLE} or {INDEX} in it, got",
+    without_config: "path: wanted a config.json, got .*config.json",
+    with_layers_by_the_billion: "num_hidden_layers: wanted at most the 2 layers .* got 1000000000",
+    pointed_at(WHOLE): rf"{WHOLE}: wanted the file itself, got a Git LFS pointer: git lfs pull",
+    pointed_at("config.json"): "config.json: wanted the file itself, got a Git LFS pointer",
+    with_bytes_of_another: f"{WHOLE}: wanted a safetensors file, got .*invalid offset for tensor",
+    with_a_file_of_another_save: r"model-\w+-00001-of-\d+.safetensors: wanted a file of the save \w+",
+    with_the_config_of_another_save: "config.json: wanted the one of the weights, whose energy_attn_save",
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), BAD_FOLDERS.items(), ids=lambda x: getattr(x, "__name__", "")
+)
+def test_bad_folder(make, message, tmp_path, monkeypatch):
+    """Each error names the tensor or the file, and comes before the first weight is read."""
+    make(tmp_path)
+
+    def never(*_):
+        raise AssertionError("a weight is read")
+
+    monkeypatch.setattr("energy_attn.distributed.runtime._safetensors.read", never)
+    with pytest.raises(ValueError, match=message):
+        Llama.load(tmp_path)
+
+
+def test_bad_arguments(tmp_path, unchecked):
+    """Mistakes with arguments, named before any file is read or written."""
+    model = Llama.load(write(tmp_path, arrays()))
+    mesh = make_mesh((4, 2), ("sequence", "tensor"))
+    wide = make_mesh((1, 8), ("sequence", "tensor"))
+    explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    for kind, message, call in [
+        (
+            ValueError,
+            "directory: wanted a folder, got .*gone",
+            lambda: Llama.load(tmp_path / "gone"),
+        ),
+        (TypeError, "directory: wanted the path", lambda: Llama.load(7)),
+        (TypeError, "path: wanted the path", lambda: LlamaConfig.from_json(7)),
+        (TypeError, "directory: wanted the path", lambda: model.save(None)),
+        (ValueError, "max_shard_size: wanted at least 1", lambda: model.save("", max_shard_size=0)),
+        (TypeError, "dtype: wanted", lambda: Llama.load(tmp_path, dtype="int8")),
+        (TypeError, "mesh: wanted a jax.sharding.Mesh", lambda: Llama.load(tmp_path, mesh=8)),
+        (TypeError, "mesh: wanted a jax.sharding.Mesh", lambda: shard(model, (4, 2))),
+        (TypeError, "model: wanted an AbstractDecoder", lambda: shard(model.norm, mesh)),
+        (TypeError, "tensor: wanted the name", lambda: shard(model, mesh, tensor=1)),
+        (TypeError, "progress: wanted", lambda: Llama.load(tmp_path, progress="bar")),
+        (
+            ValueError,
+            "mesh: wanted an axis 'tensor' that divides num_attention_heads 4, got 8 devices",
+            lambda: Llama.load(tmp_path, mesh=wide),
+        ),
+        (
+            ValueError,
+            "mesh: wanted an axis 'sequence' that divides num_key_value_heads 2, got 4 devices",
+            lambda: shard(model, mesh, tensor="sequence"),
+        ),
+        (ValueError, "mesh: wanted an automatic axis 'tensor'", lambda: shard(model, explicit)),
+        (
+            TypeError,
+            r"model.embed_tokens.weight: wanted an array that has been computed, got",
+            lambda: eqx.filter_eval_shape(Llama, CONFIG, key=jax.random.key(0)).save(tmp_path),
+        ),
+    ]:
+        with pytest.raises(kind, match=message):
+            call()
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", WHOLE}
+
+
+def test_what_is_written(tmp_path):
+    """By safetensors' own reader; other files stay, and those of an older checkpoint are removed."""
+    mesh = make_mesh((4, 2), ("sequence", "tensor"))
+    tensors = arrays(ml_dtypes.bfloat16)
+    model = Llama.load(write(tmp_path, tensors), mesh=mesh)
+    out = tmp_path / "new" / "folder"
+    model.save(out, max_shard_size=1500)
+    files = sorted(out.glob("*.safetensors"))
+    index = json.loads((out / INDEX).read_text())
+    assert len(files) > 3 and {file.name for file in files} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+    found = {}
+    for file in files:
+        here = load_file(file)
+        assert all(index["weight_map"][name] == file.name for name in here)
+        assert sum(x.nbytes for x in here.values()) <= 1500
+        found |= here
+    assert found.keys() == tensors.keys()
+    for name, x in found.items():
+        np.testing.assert_array_equal(x, tensors[name], err_msg=name)
+    (out / "tokenizer.json").write_text("{}")
+    model.save(out)
+    assert {file.name for file in out.iterdir()} == {"config.json", WHOLE, "tokenizer.json"}
+    with safe_open(out / WHOLE, "np") as file:
+        about = file.metadata()
+    said = json.loads((out / "config.json").read_text())
+    assert about == {"format": "pt", "energy_attn_save": said["energy_attn_save"]}
+    assert said["torch_dtype"] == "bfloat16" and said["eos_token_id"] == [3, 5]
+    assert_same(Llama.load(out), tensors)
+
+
+TINY = LlamaConfig(6, 2, 2, num_hidden_layers=1, num_attention_heads=1, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def saves():
+    """A model that is there, and the one that is saved in its place."""
+    other = dataclasses.replace(TINY, rope_theta=9.0)
+    return Llama(TINY, key=jax.random.key(1)), Llama(other, key=jax.random.key(2))
+
+
+def same(model, other):
+    leaves = zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True)
+    return model.config == other.config and all(bool((a == b).all()) for a, b in leaves)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ((99, 99), Killed),
+        ((99, 9999), Killed),
+        ((9999, 99), Killed),
+        ((9999, 99), OSError),
+    ],
+)
+def test_a_save_that_ends_anywhere(sizes, error, saves, tmp_path):
+    """Weights of one save beside weights or constants of another; files that no reader wants, for ever."""
+    old, new = saves
+    first, folder = tmp_path / "first", tmp_path / "folder"
+    old.save(first, max_shard_size=sizes[0])
+    made, seen = len(contents(first)), []
+    assert made == (2 if sizes[0] > 99 else 4)
+    for step in range(1, 200):
+        shutil.copytree(first, folder)
+        with failing(step, error) as disk:
+            try:
+                new.save(folder, max_shard_size=sizes[1])
+                ended = True
+            except (Killed, OSError):
+                ended = False
+        if not disk.failed:
+            break
+        found = Llama.load(folder)
+        is_new = same(found, new)
+        assert is_new or (same(found, old) and not ended)
+        seen.append(is_new)
+        if error is OSError and not is_new:
+            assert contents(folder) == contents(first)
+        with contextlib.suppress(Killed), failing(step):
+            old.save(folder, max_shard_size=sizes[0])
+        assert len(contents(folder)) <= 9
+        with failing():
+            new.save(folder, max_shard_size=sizes[1])
+        assert len(contents(folder)) == (2 if sizes[1] > 99 else 4)
+        shutil.rmtree(folder)
+    assert ended and same(Llama.load(folder), new) and {*seen} == {False, True}
+    assert error is OSError or seen == sorted(seen)  # one step decides
+    disk.check_synced()
+
+
+def test_progress(tmp_path, capsys):
+    """Silent without a terminal; a function is called for each weight, at last with a share of 1."""
+    write(tmp_path, arrays())
+    Llama.load(tmp_path)
+    assert capsys.readouterr() == ("", "")
+    told = []
+    Llama.load(tmp_path, progress=lambda done, name: told.append((done, name)))
+    assert {name for _, name in told} == set(arrays())
+    shares = [done for done, _ in told]
+    assert shares == sorted(set(shares)) and shares[-1] == 1
+    Llama.load(tmp_path, progress=True)
+    assert "100%" in capsys.readouterr().err
+
+
+SPLIT = {
+    "model.embed_tokens.weight": P("tensor"),
+    "lm_head.weight": P("tensor"),
+    "self_attn.q_proj.weight": P("tensor"),
+    "self_attn.k_proj.bias": P("tensor"),
+    "self_attn.o_proj.weight": P(None, "tensor"),
+    "self_attn.o_proj.bias": P(),
+    "mlp.gate_proj.weight": P("tensor"),
+    "mlp.down_proj.weight": P(None, "tensor"),
+    "input_layernorm.weight": P(),
+    "model.norm.weight": P(),
+}
+
+
+def test_where_weights_lie(tmp_path, monkeypatch):
+    """Each device has only its part; abstract weights, arrays and files agree."""
+    monkeypatch.setattr(
+        "energy_attn.distributed.runtime._safetensors._PIECE", 200
+    )  # bytes: 3 rows of 16
+    tensors = arrays()
+    write(tmp_path, tensors)
+    mesh = make_mesh((4, 2), ("sequence", "tensor"))
+    read = leaves_of(Llama.load(tmp_path, mesh=mesh))
+    moved = leaves_of(shard(Llama.load(tmp_path), mesh))
+    model = eqx.filter_eval_shape(Llama, CONFIG, key=jax.random.key(0))
+    abstract = leaves_of(shard(model, mesh))
+    for name, want in tensors.items():
+        spec = next((spec for end, spec in SPLIT.items() if name.endswith(end)), None)
+        assert read[name].sharding == moved[name].sharding == abstract[name].sharding
+        assert spec is None or read[name].sharding == NamedSharding(mesh, spec), name
+        for leaf in (read[name], moved[name]):
+            assert len(leaf.addressable_shards) == 8
+            for part in leaf.addressable_shards:
+                np.testing.assert_array_equal(part.data, want[part.index], err_msg=name)
+    with jax.set_mesh(make_mesh((2, 4))):  # a mesh without an axis `tensor`
+        here = leaves_of(Llama.load(tmp_path))
+    assert all(leaf.sharding.is_fully_replicated for leaf in here.values())
+    assert all(len(leaf.sharding.device_set) == 8 for leaf in here.values())
+    odd = dataclasses.replace(CONFIG, vocab_size=25)
+    odd = shard(eqx.filter_eval_shape(Llama, odd, key=jax.random.key(0)), mesh)
+    assert odd.embed_tokens.weight.sharding.spec == odd.lm_head.weight.sharding.spec == P(None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tensor", ["tensor", "none"], ids=["split", "replicated"])
+def test_logits_on_a_mesh(tensor, tmp_path):
+    """Weights replicated, or split beside a sharded cache, against one device."""
+    tensors = {name: x for name, x in arrays().items() if "layers.1" not in name}
+    write(tmp_path, tensors, SAID | {"num_hidden_layers": 1})
+    draw = np.random.default_rng(3)
+    tokens = jnp.asarray(draw.integers(0, 24, (2, 15)), jnp.int32)
+    want = Llama.load(tmp_path, dtype="float64")(tokens).logits
+    mesh = make_mesh((4, 2), ("sequence", "tensor"))
+    model = Llama.load(tmp_path, mesh=mesh, dtype="float64", tensor=tensor)
+    heads = (tensor,) if tensor in mesh.axis_names else ()
+    parallel = SequenceParallel("sequence", merge="allreduce", heads=heads)
+
+    @jax.jit
+    def read(model, tokens, cache):
+        whole = model(tokens, parallel=parallel).logits
+        return whole, model.prefill(tokens[:, :14], cache)
+
+    with jax.set_mesh(mesh):
+        whole, out = read(model, tokens, model.empty_cache(2, 16, parallel=parallel))
+        step = jax.jit(lambda model, tokens, cache: model(tokens, cache=cache))
+        step = step.lower(model, tokens[:, 14:], out.cache).compile()
+        last = step(model, tokens[:, 14:], out.cache)
+    np.testing.assert_allclose(whole, want, rtol=1e-11, atol=1e-11)
+    for got, position in ((out, 13), (last, 14)):
+        np.testing.assert_allclose(got.logits[:, 0], want[:, position], rtol=1e-11, atol=1e-11)
+    # sums over heads, over the MLP and over the cache's devices: no weight and no slot is moved
+    assert {one.kind for one in collectives(step)} == {"all-reduce"}
+
+
+# The high-water mark of a process that reads 208 MiB onto a mesh, each weight on two devices of four.
+PEAK = """
+import sys
+import threading
+from pathlib import Path
+import jax
+from energy_attn.distributed import make_mesh
+from energy_attn.models import Llama
+
+mesh = make_mesh((2, 2), ("sequence", "tensor"))
+Llama.load(sys.argv[1] + "/small", mesh=mesh)  # what JAX needs, whatever it reads
+
+def own():  # without the pages of files, which the system takes back when it needs them
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+
+found, ended = [own()], threading.Event()
+
+def watch():
+    while not ended.wait(1e-4):
+        found.append(own())
+
+watching = threading.Thread(target=watch)
+watching.start()
+model = Llama.load(sys.argv[1], mesh=mesh)
+ended.set()
+watching.join()
+held = sum(s.data.nbytes for x in jax.tree.leaves(model) for s in x.addressable_shards) / 1024
+print(max(found) - found[0] - held, max(x.nbytes for x in jax.tree.leaves(model)) / 1024)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
+def test_host_memory(tmp_path):
+    """Beside the weights, at most 1.2 of the largest: never the file, and never two weights at once."""
+    (tmp_path / "small").mkdir()
+    write(tmp_path / "small", arrays())
+    config = LlamaConfig(64, 1024, 16384, num_hidden_layers=1, num_attention_heads=4)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    model = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
+    header, end = {}, 0
+    for name, leaf in leaves_of(model).items():
+        begin, end = end, end + 4 * leaf.size
+        header[name] = {"dtype": "F32", "shape": leaf.shape, "data_offsets": [begin, end]}
+    rewritten(tmp_path / WHOLE, header, b"")
+    os.truncate(tmp_path / WHOLE, (tmp_path / WHOLE).stat().st_size + end)  # zeros, not written
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, tmp_path],
+        env=environment(4),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    beside, largest = map(float, done.stdout.split())
+    assert largest == 64 * 1024
+    assert 0 < beside < 1.2 * largest

@@ -1,0 +1,457 @@
+"""The Llama decoder against its definition in NumPy, and its readings (alone, cached, in chunks) against each other."""
+
+import dataclasses
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.models import LinearRope, Llama, LlamaCache
+from tests.support.llama import CONFIG, build, numpy_llama
+from tests.support.selection import few
+
+VARIANTS = {
+    "grouped": CONFIG,
+    "multi-head": dataclasses.replace(CONFIG, num_key_value_heads=4),
+    "multi-query": dataclasses.replace(CONFIG, num_key_value_heads=1),
+    "tied": dataclasses.replace(CONFIG, tie_word_embeddings=True),
+    "wide heads, biases, scaled rope": dataclasses.replace(
+        CONFIG, head_dim=10, attention_bias=True, mlp_bias=True, rope_scaling=LinearRope(3.0)
+    ),
+    "one layer": dataclasses.replace(CONFIG, num_hidden_layers=1),
+    "large eps": dataclasses.replace(CONFIG, rms_norm_eps=0.3),
+}
+
+
+def random_tokens(batch, time, seed=2):
+    return jax.random.randint(jax.random.key(seed), (batch, time), 0, CONFIG.vocab_size, jnp.int32)
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_equals_the_definition(config):
+    model, tokens = build(config), random_tokens(2, 7)
+    got = eqx.filter_jit(model)(tokens, return_energies=True)
+    logits, energies = numpy_llama(model, tokens, np.arange(7)[None].repeat(2, 0))
+    np.testing.assert_allclose(got.logits, logits, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(got.energies, energies, rtol=1e-11, atol=1e-11)
+    assert got.cache is None
+
+
+def test_positions_are_explicit():
+    """Gaps, left padding (negative: not there), and another row with positions of its own."""
+    model, tokens = build(), random_tokens(2, 6)
+    positions = np.array([[-1, -1, 0, 1, 9, 10], [3, 4, 5, 40, 41, 42]], np.int32)
+    got = model(tokens, jnp.asarray(positions), return_energies=True)
+    logits, energies = numpy_llama(model, tokens, positions)
+    there = positions >= 0
+    np.testing.assert_allclose(got.logits[there], logits[there], rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(got.energies, energies, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.full
+def test_padding_changes_nothing():
+    model, tokens = build(), random_tokens(1, 5)
+    padded = jnp.concatenate([jnp.zeros((1, 3), jnp.int32), tokens], 1)
+    positions = jnp.array([[-1, -1, -1, 0, 1, 2, 3, 4]], jnp.int32)
+    np.testing.assert_allclose(
+        model(padded, positions).logits[:, 3:], model(tokens).logits, rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64])
+def test_dtypes(dtype):
+    """Logits and energies are float32 at least; weights of 16 bits cost accuracy only."""
+    model, tokens = build(VARIANTS["one layer"], dtype), random_tokens(2, 9)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), model)
+    got = model(tokens, return_energies=True)
+    cache = model.empty_cache(2, 9)
+    assert cache.layers[0].key.dtype == dtype
+    cached = model.prefill(tokens, cache)
+    expected = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    assert got.logits.dtype == got.energies.dtype == cached.logits.dtype == expected
+    want = wide(tokens).logits
+    error = np.abs(np.asarray(got.logits, np.float64) - want).max() / np.abs(want).max()
+    assert error < 100 * float(jnp.finfo(dtype).eps)
+
+
+def test_attention_is_ours_to_choose():
+    model, tokens = build(), random_tokens(1, 12)
+    plain = model(tokens).logits
+    reference = model(tokens, attend=partial(ea.attention, implementation="reference")).logits
+    np.testing.assert_allclose(reference, plain, rtol=1e-12, atol=1e-12)
+    window = model(tokens, attend=partial(ea.attention, local_window_size=(3, 0))).logits
+    np.testing.assert_allclose(window[:, :4], plain[:, :4], rtol=1e-12, atol=1e-12)
+    assert np.abs(window - plain)[:, 4:].min(-1).max() > 1e-3
+
+
+def loop_over_layers(model, tokens):
+    """The same layers, with the plainest attention."""
+    x = model.embed_tokens(tokens)
+    rope = model.rope(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+    for layer in model.layers:
+        q, k, v = layer.self_attn.project(layer.input_layernorm(x), rope)
+        out = ea.attention(q, k, v, is_causal=True, implementation="reference")
+        x = x + layer.self_attn.o_proj(out.reshape(*tokens.shape, -1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.norm(x) @ model.lm_head.weight.T
+
+
+def test_equals_the_plain_loop_with_gradients():
+    model, tokens = build(), random_tokens(2, 10)
+    weight = jax.random.normal(jax.random.key(5), (2, 10, CONFIG.vocab_size), jnp.float64)
+    called = jax.jit(jax.value_and_grad(lambda m: (m(tokens).logits * weight).sum()))(model)
+    looped = jax.jit(jax.value_and_grad(lambda m: (loop_over_layers(m, tokens) * weight).sum()))(
+        model
+    )
+    for got, want in zip(jax.tree.leaves(called), jax.tree.leaves(looped), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9 * np.abs(want).max())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["grouped", "tied"])
+def test_gradient_reaches_every_weight(name):
+    model, tokens = build(VARIANTS[name]), random_tokens(2, 40)
+
+    def loss(model):
+        out = model(tokens, return_energies=True)
+        logits = jax.nn.log_softmax(out.logits[:, :-1])
+        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)
+        return out.energies.mean() - picked.mean()
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(model)
+    read = np.unique(tokens)
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        grad = np.asarray(grad)
+        assert np.isfinite(grad).all()
+        if "embed_tokens" in jax.tree_util.keystr(path) and name != "tied":
+            grad = grad[read]  # only rows that are not read have no gradient
+        assert np.all(grad != 0), jax.tree_util.keystr(path)
+    # along a random direction, the derivative equals a difference quotient
+    leaves, tree = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    way = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    slope = sum(float((g * w).sum()) for g, w in zip(jax.tree.leaves(grads), way, strict=True))
+    moved = [
+        loss(jax.tree.unflatten(tree, [x + h * w for x, w in zip(leaves, way, strict=True)]))
+        for h in (1e-5, -1e-5)
+    ]
+    assert abs(float(moved[0] - moved[1]) / 2e-5 - slope) < 1e-6 * max(1.0, abs(slope))
+
+
+PARALLEL = {
+    "one device, chunks": (None, 5, 1),
+    "2×4, chunks": (SequenceParallel(("node", "device")), 5, 2),
+    "2×4, byte by byte": (SequenceParallel(("node", "device")), 1, None),
+    "over device only": (SequenceParallel("device"), 8, 3),
+}
+
+
+@pytest.mark.parametrize("name", few(list(PARALLEL), "2×4, chunks"))
+def test_cache_equals_whole_reading(name):
+    """Prefill in chunks that straddle blocks, then decoding, equal reading at once."""
+    parallel, chunk_size, block = PARALLEL[name]
+    model, tokens = build(), random_tokens(2, 19)
+    whole = model(tokens, return_energies=True)
+    with jax.set_mesh(make_mesh((2, 4))):
+        cache = model.empty_cache(2, 21, parallel=parallel, block_size=block)
+        devices = 1 if parallel is None else 4 if parallel.axes == ("device",) else 8
+        assert cache.capacity == -(-21 // (devices * (block or 3))) * devices * (block or 3)
+        prefill = eqx.filter_jit(partial(model.prefill, chunk_size=chunk_size))
+        out = prefill(tokens[:, :13], cache)
+        np.testing.assert_allclose(out.logits[:, 0], whole.logits[:, 12], rtol=1e-10, atol=1e-10)
+        step = eqx.filter_jit(partial(model, return_energies=True))
+        for t, time in [(13, 1), (14, 1), (15, 1), (16, 3)]:  # one at a time, then several
+            out = step(tokens[:, t : t + time], cache=out.cache)
+            here = slice(t, t + time)
+            np.testing.assert_allclose(out.logits, whole.logits[:, here], rtol=1e-10, atol=1e-10)
+            np.testing.assert_allclose(
+                out.energies, whole.energies[:, :, here], rtol=1e-10, atol=1e-10
+            )
+        positions = np.sort(np.asarray(out.cache.layers[0].positions), 1)
+    assert out.cache.lengths.tolist() == [19, 19]
+    assert (positions[:, -19:] == np.arange(19)).all() and (positions[:, :-19] == -1).all()
+
+
+@pytest.mark.full
+def test_rows_of_different_lengths():
+    """Each row is read as if it were alone: prompts, steps of several tokens, and of none."""
+    model, tokens = build(VARIANTS["one layer"]), random_tokens(3, 12)
+    counts, more = np.array([7, 1, 4], np.int32), np.array([3, 0, 2], np.int32)
+    out = eqx.filter_jit(partial(model.prefill, chunk_size=3))(
+        tokens[:, :7], model.empty_cache(3, 12), lengths=jnp.asarray(counts)
+    )
+    step = eqx.filter_jit(partial(model))(
+        tokens[:, 7:10], cache=out.cache, lengths=jnp.asarray(more)
+    )
+    assert step.cache.lengths.tolist() == (counts + more).tolist()
+    for row, (count, added) in enumerate(zip(counts, more, strict=True)):
+        alone = np.concatenate([tokens[row, :count], tokens[row, 7 : 7 + added]])[None]
+        want = model(jnp.asarray(alone)).logits[0]
+        np.testing.assert_allclose(out.logits[row, 0], want[count - 1], rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(step.logits[row, :added], want[count:], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.full
+def test_cache_of_few_bits_and_with_a_window():
+    """`quantize` rounds the cache, and little; a window hides distant tokens for ever."""
+    model, tokens = build(VARIANTS["one layer"], jnp.float32), random_tokens(1, 14)
+    whole = model(tokens).logits
+    read = eqx.filter_jit(partial(model.prefill, chunk_size=2))
+    few = read(tokens, model.empty_cache(1, 16, quantize="int8")).logits
+    error = np.abs(few[:, 0] - whole[:, -1]).max() / np.abs(whole).max()
+    assert 1e-5 < error < 0.05
+    ring = model.empty_cache(1, 6, window=3)
+    window = model(tokens, attend=partial(ea.attention, local_window_size=(3, 0))).logits
+    got = read(tokens, ring).logits
+    np.testing.assert_allclose(got[:, 0], window[:, -1], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.full
+def test_cache_stays_where_it_lies():
+    """No step moves the cache: communication does not depend on its size, and its layout is kept."""
+    model, parallel = build(dtype=jnp.float32), SequenceParallel(merge="allreduce")
+    with jax.set_mesh(make_mesh((2, 4))):
+        sent = {}
+        for slots in (64, 640):
+            cache = model.empty_cache(1, slots, parallel=parallel)
+            first = cache.layers[0].key
+            assert [x.data.shape[1] for x in first.addressable_shards] == [slots // 8] * 8
+            step = jax.jit(lambda m, t, c: m(t, cache=c), donate_argnums=2)
+            compiled = step.lower(model, random_tokens(1, 1), cache).compile()
+            sent[slots] = [(c.kind, c.bytes, c.count) for c in collectives(compiled)]
+            after = step(model, random_tokens(1, 1), cache).cache
+            assert after.layers[0].key.sharding.spec == first.sharding.spec
+            assert first.is_deleted()
+    assert sent[64] == sent[640]
+    heads, width, layers = 4, 8, CONFIG.num_hidden_layers
+    assert {kind for kind, _, _ in sent[64]} == {"all-reduce"}
+    assert sum(size * count for _, size, count in sent[64]) == layers * heads * (width + 2) * 4
+
+
+@pytest.mark.full
+def test_training_with_keys_spread():
+    """Without a cache, `parallel` shards the tokens' own keys; the gradients are the same."""
+    model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 13)
+
+    def loss(model, parallel=None):
+        return (model(tokens, parallel=parallel).logits ** 2).mean()
+
+    want = jax.jit(jax.grad(loss))(model)
+    with jax.set_mesh(make_mesh((2, 4))):
+        got = jax.jit(jax.grad(partial(loss, parallel=SequenceParallel())))(model)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.full
+def test_prompts_split_by_their_type():
+    """Tokens that an explicit mesh splits over rows and time: JAX wants the sharding of a table's rows."""
+    model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 8)
+    positions = np.arange(8)[None].repeat(2, 0)
+
+    def loss(model, tokens):
+        logits = model(tokens).logits
+        return (logits**2).mean(), logits
+
+    # JAX 0.8 and 0.9 do not infer the sharding of a weight's gradient
+    gradient = jax.grad(loss, has_aux=True) if jax.__version_info__ >= (0, 10) else loss
+    run = jax.jit(gradient)
+    want, _ = run(model, tokens)
+    mesh = make_mesh((2, 4), ("batch", "sequence"), explicit=True)
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("batch", "sequence")))
+        got, logits = run(model, spread)
+    exact = numpy_llama(model, tokens, positions)[0]
+    np.testing.assert_allclose(logits, exact, rtol=1e-11, atol=1e-11)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.full
+def test_running_over_the_cache_is_loud(monkeypatch, raises_late):
+    """More tokens than fit: an error when it runs, NaN where errors are off; never other numbers."""
+    model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 4)
+    out = model(tokens, cache=model.empty_cache(2, 6))
+    with pytest.raises(RuntimeError, match="no room for its new tokens"):
+        jax.block_until_ready(model(tokens, cache=out.cache))
+    with pytest.raises(ValueError, match=r"cache: wanted room for 7 tokens at once, .*, got 6"):
+        eqx.filter_jit(model)(random_tokens(2, 7), cache=out.cache)
+
+    def silent(place, capacity, starts, lengths, counts, tokens):
+        return jnp.where(lengths + counts <= capacity, counts, 0)
+
+    monkeypatch.setattr("energy_attn.distributed.cache._cache.fitting", silent)
+    loud = model(tokens, cache=out.cache, lengths=jnp.array([2, 3], jnp.int32))
+    assert np.isfinite(loud.logits[0]).all() and np.isnan(loud.logits[1]).all()
+    assert loud.cache.lengths.tolist() == [6, 4]
+    prompt = model.prefill(tokens, out.cache, lengths=jnp.array([2, 3], jnp.int32))
+    assert np.isfinite(prompt.logits[0]).all() and np.isnan(prompt.logits[1]).all()
+
+
+def test_a_token_outside_the_vocabulary_is_loud():
+    model = build()
+    tokens = jnp.array([[1, 2, CONFIG.vocab_size, 3], [1, 2, 3, 4], [-1, 1, 2, 3]], jnp.int32)
+    logits = model(tokens).logits
+    assert np.isnan(logits[0, 2:]).all() and np.isfinite(logits[1]).all()
+    assert np.isnan(logits[2]).all()
+
+
+def test_no_batch_and_no_time():
+    model = build()
+    assert model(jnp.zeros((0, 3), jnp.int32)).logits.shape == (0, 3, 40)
+    assert model(jnp.zeros((2, 0), jnp.int32)).logits.shape == (2, 0, 40)
+
+
+def test_names_are_those_of_hugging_face():
+    """`model.layers.0.self_attn.q_proj.weight` is `layers[0].self_attn.q_proj.weight`, and so on."""
+    layer = {
+        "input_layernorm.weight": (24,),
+        "self_attn.q_proj.weight": (32, 24),
+        "self_attn.k_proj.weight": (16, 24),
+        "self_attn.v_proj.weight": (16, 24),
+        "self_attn.o_proj.weight": (24, 32),
+        "post_attention_layernorm.weight": (24,),
+        "mlp.gate_proj.weight": (36, 24),
+        "mlp.up_proj.weight": (36, 24),
+        "mlp.down_proj.weight": (24, 36),
+    }
+    names = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(build())
+    }
+    assert names == {
+        "embed_tokens.weight": (40, 24),
+        **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()},
+        "norm.weight": (24,),
+        "lm_head.weight": (40, 24),
+    }
+
+
+BAD_CONFIGS = [
+    ({"hidden_size": 24.0}, TypeError, "hidden_size: wanted an integer, got float 24.0"),
+    ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers: wanted at least 1, got 0"),
+    ({"vocab_size": True}, TypeError, "vocab_size"),
+    (
+        {"num_key_value_heads": 3},
+        ValueError,
+        "num_key_value_heads: wanted a divisor of the 4 heads",
+    ),
+    ({"head_dim": 7}, ValueError, "head_dim: wanted an even number"),
+    ({"head_dim": None, "hidden_size": 30}, ValueError, "hidden_size: wanted a multiple of the 4"),
+    ({"head_dim": 0}, ValueError, "head_dim: wanted at least 2"),
+    ({"num_attention_heads": "4"}, TypeError, "num_attention_heads: wanted an integer"),
+    ({"rope_theta": 0.0}, ValueError, "rope_theta: wanted at least 1"),
+    ({"tie_word_embeddings": "no"}, TypeError, "tie_word_embeddings"),
+    ({"rms_norm_eps": float("nan")}, ValueError, "rms_norm_eps"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), BAD_CONFIGS, ids=lambda x: str(x)[:40])
+def test_bad_config(change, kind, message, unchecked):
+    with pytest.raises(kind, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def small_cache(model):
+    return model.empty_cache(1, 8)
+
+
+BAD_CALLS = {
+    "tokens as a list": (TypeError, "tokens: wanted a JAX", lambda m, t: m([[1, 2]])),
+    "tokens as floats": (TypeError, "tokens: wanted an integer", lambda m, t: m(jnp.zeros((1, 2)))),
+    "tokens unbatched": (ValueError, "tokens: wanted shape", lambda m, t: m(t[0])),
+    "positions as floats": (
+        TypeError,
+        "positions: wanted an integer",
+        lambda m, t: m(t, jnp.zeros((1, 4))),
+    ),
+    "positions too few": (ValueError, "positions: wanted", lambda m, t: m(t, t[:, :3])),
+    "cache of another type": (
+        TypeError,
+        "cache: wanted a LlamaCache",
+        lambda m, t: m(t, cache=(t,)),
+    ),
+    "cache of another batch": (
+        ValueError,
+        r"cache.layers\[0\].key: wanted shape \(1, slots, 2, 8\)",
+        lambda m, t: m(t, cache=m.empty_cache(2, 8)),
+    ),
+    "cache of another model": (
+        ValueError,
+        "cache: wanted the 2 layers of the model, got 1",
+        lambda m, t: m(t, cache=build(VARIANTS["one layer"]).empty_cache(1, 8)),
+    ),
+    "positions beside a cache": (
+        ValueError,
+        "positions: wanted None beside a cache",
+        lambda m, t: m(t, t, small_cache(m)),
+    ),
+    "lengths without a cache": (
+        ValueError,
+        "lengths: wanted None without a cache",
+        lambda m, t: m(t, lengths=t[0, :1]),
+    ),
+    "parallel beside a cache of one device": (
+        ValueError,
+        "parallel: wanted None or the cache's, None",
+        lambda m, t: m(t, cache=small_cache(m), parallel=SequenceParallel()),
+    ),
+    "no prompt": (
+        ValueError,
+        "at least one token",
+        lambda m, t: m.prefill(t[:, :0], small_cache(m)),
+    ),
+    "chunk size 0": (
+        ValueError,
+        "chunk_size",
+        lambda m, t: m.prefill(t, small_cache(m), chunk_size=0),
+    ),
+    "chunk size 2.0": (
+        TypeError,
+        "chunk_size: wanted an integer",
+        lambda m, t: m.prefill(t, small_cache(m), chunk_size=2.0),
+    ),
+    "prompt without cache": (TypeError, "cache: wanted", lambda m, t: m.prefill(t, None)),
+    "negative slots": (
+        ValueError,
+        "slots: wanted at least 1, got -1",
+        lambda m, t: m.empty_cache(1, -1),
+    ),
+    "outside a mesh": (
+        ValueError,
+        "parallel",
+        lambda m, t: m.empty_cache(1, 8, parallel=SequenceParallel()),
+    ),
+    "axis names as parallel": (
+        TypeError,
+        "parallel: wanted a SequenceParallel",
+        lambda m, t: m.empty_cache(1, 8, parallel=("node",)),
+    ),
+    "config as a dictionary": (
+        TypeError,
+        "config: wanted a LlamaConfig",
+        lambda m, t: Llama({}, key=jax.random.key(0)),
+    ),
+    "no key": (TypeError, "key", lambda m, t: Llama(CONFIG, key=0.5)),
+    "integer weights": (
+        TypeError,
+        "dtype: wanted",
+        lambda m, t: Llama(CONFIG, jnp.int32, key=jax.random.key(0)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "message", "call"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_call(kind, message, call, unchecked):
+    with pytest.raises(kind, match=message):
+        call(build(), random_tokens(1, 4))
+
+
+def test_cache_is_exported():
+    assert isinstance(build().empty_cache(1, 1), LlamaCache)

@@ -1,0 +1,420 @@
+"""`FreeEnergy` as an Equinox module, and `MultiheadAttention` in place of `eqx.nn.MultiheadAttention`.
+
+Here Equinox's own layer is the judge: with the same weights, outputs and gradients must be the same.
+"""
+
+import functools
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import energy_attn as ea
+from tests.support.problems import PROBLEMS, cast
+from tests.support.reference import dense, dense_vjp
+
+T, S, HEADS = 5, 7, 3
+# All different, so that no size can stand for another.
+SIZES = {
+    "query_size": 8,
+    "key_size": 9,
+    "value_size": 10,
+    "output_size": 11,
+    "qk_size": 4,
+    "vo_size": 6,
+}
+BIASES = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
+PROJECTIONS = ("query_proj", "key_proj", "value_proj", "output_proj")
+
+
+def close(actual, exact, what=""):
+    actual, exact = np.asarray(actual), np.asarray(exact)
+    assert actual.dtype == exact.dtype == np.float64 and actual.shape == exact.shape, what
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-12, err_msg=what)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+
+
+def inputs():
+    return normal(1, T, 8), normal(2, S, 9), normal(3, S, 10)
+
+
+def masks():
+    rng = np.random.default_rng(4)
+    two, three = rng.random((T, S)) < 0.6, rng.random((HEADS, T, S)) < 0.6
+    two[:, 0] = three[:, :, 0] = True  # Equinox gives a fully masked row the mean of the values
+    return {"none": None, "two axes": jnp.asarray(two), "three axes": jnp.asarray(three)}
+
+
+@functools.cache
+def layers(**options):
+    """Equinox's layer and ours with its weights."""
+    options = {"num_heads": HEADS, **SIZES, **BIASES, **options}
+    theirs = eqx.nn.MultiheadAttention(**options, key=jax.random.key(0))
+    # whose parameters do not matter, and take no time
+    ours = eqx.filter_eval_shape(ea.MultiheadAttention, **options, key=jax.random.key(1))
+    return theirs, copied(ours, theirs)
+
+
+def copied(ours, theirs):
+    def where(layer):
+        return [getattr(layer, name) for name in PROJECTIONS]
+
+    return eqx.tree_at(where, ours, where(theirs))
+
+
+def weights(layer):
+    return {name: getattr(layer, name) for name in PROJECTIONS}
+
+
+# --- FreeEnergy
+
+
+def test_fields_and_leaves():
+    """A field that is traced and should not be, or a scale that cannot be trained because it is not a leaf."""
+    energy = ea.FreeEnergy(
+        scale=jnp.asarray(0.5), is_causal=True, local_window_size=(4, 0), implementation="blockwise"
+    )
+    assert jax.tree.leaves(energy) == [energy.scale]
+    assert jax.tree.leaves(ea.FreeEnergy()) == []
+    rebuilt = jax.tree.unflatten(jax.tree.structure(energy), [jnp.asarray(0.7)])
+    assert (rebuilt.is_causal, rebuilt.local_window_size) == (True, (4, 0))
+    assert hash(jax.tree.structure(energy)) == hash(jax.tree.structure(rebuilt))
+
+
+@pytest.mark.parametrize("name", ["decode_ragged", "everything"])
+def test_attention_is_gradient(name):
+    """Options that one of the two methods forgets: `.attention` is `jax.grad` of the call, to the bit."""
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    arrays.pop("source", None)
+    options = dict(problem.options)
+    fields = {
+        n: options.pop(n) for n in ("scale", "is_causal", "local_window_size") if n in options
+    }
+    energy = ea.FreeEnergy(**fields)
+    query, key, value = (arrays[n] for n in ("query", "key", "value"))
+    bias, mask = arrays.get("bias"), options.pop("mask", None)
+
+    @eqx.filter_jit
+    def run(energy):
+        def total(source):
+            found = energy(query, key, value, source=source, bias=bias, mask=mask, **options)
+            return found.sum(), found
+
+        zeros = np.zeros((*query.shape[:-1], value.shape[-1]))
+        by_call = jax.grad(total, has_aux=True)(zeros)
+        return by_call, energy.attention(
+            query, key, value, bias=bias, mask=mask, return_energy=True, **options
+        )
+
+    by_call, by_method = run(energy)
+    jax.tree.map(np.testing.assert_array_equal, by_call, by_method)
+    exact = dense(problem if problem.source is None else _without_source(problem))
+    jax.tree.map(close, by_method, exact)
+
+
+def _without_source(problem):
+    return type(problem)(**{**vars(problem), "source": None})
+
+
+def test_learnable_scale():
+    """A wrong gradient of the inverse temperature, by `filter_grad` under `filter_jit`, alone and in an ensemble."""
+    problem = PROBLEMS["value_narrower"]
+    arrays, _ = cast(problem, jnp.float64)
+    scales = jnp.asarray([0.2, 0.5, 1.3])
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(energy):
+        return energy(**arrays).sum() + energy.attention(**arrays).sum()
+
+    def exact(scale):
+        at = type(problem)(**{**vars(problem), "scale": scale})
+        out, lse = dense(at)
+        dq = dense_vjp(at, np.ones_like(out), np.ones_like(lse))["query"]
+        return np.sum(dq * problem.query) / scale  # scores are homogeneous in the query
+
+    each = np.asarray([exact(float(scale)) for scale in scales])
+    alone = gradient(ea.FreeEnergy(scale=scales[1])).scale
+    np.testing.assert_allclose(alone, each[1], rtol=1e-12)
+    ensemble = eqx.filter_vmap(lambda scale: ea.FreeEnergy(scale=scale, is_causal=False))(scales)
+    np.testing.assert_allclose(eqx.filter_vmap(gradient)(ensemble).scale, each, rtol=1e-12)
+    # a Python number is an option, not a parameter
+    assert gradient(ea.FreeEnergy(scale=0.5)).scale is None
+
+
+# --- MultiheadAttention beside Equinox's
+
+
+@pytest.mark.parametrize("options", [{}, {**SIZES, **BIASES}, {"dtype": jnp.float32}])
+def test_equal_keys_give_equal_parameters(options):
+    """A model rebuilt from its seed with other weights: keys split in another order, or another initialiser."""
+    options = {"num_heads": 4, "query_size": 12, **options}
+    both = eqx.nn.MultiheadAttention, ea.MultiheadAttention
+    theirs, ours = eqx.filter_jit(lambda key: [f(**options, key=key) for f in both])(
+        jax.random.key(3)
+    )
+    found, wanted = weights(ours), weights(theirs)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    for name in ("num_heads", "query_size", "key_size", "value_size", "output_size", "qk_size"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize("options", [{"num_heads": 4, "query_size": 12}, {}], ids=["short", "all"])
+def test_equal_weights_give_equal_outputs(options):
+    """Outputs or gradients that differ from Equinox's: other heads, a size or bias mixed up, a mask lost."""
+    if options:
+        theirs, ours = layers(
+            **options, **dict.fromkeys([*SIZES][1:]), **dict.fromkeys(BIASES, False)
+        )
+        given, given_masks = (normal(1, T, 12), normal(2, S, 12), normal(3, S, 12)), {"none": None}
+    else:
+        theirs, ours = layers()
+        given, given_masks = inputs(), masks()
+    weight = normal(5, T, ours.output_size)
+
+    @eqx.filter_jit
+    def run(layer, given, given_masks):
+        def loss(pair, mask):
+            layer, given = pair
+            out = layer(*given, mask)
+            return (weight * out).sum(), out
+
+        gradient = eqx.filter_grad(loss, has_aux=True)
+        return {name: gradient((layer, given), mask) for name, mask in given_masks.items()}
+
+    found, wanted = run(ours, given, given_masks), run(theirs, given, given_masks)
+    for name in given_masks:
+        (mine, dmine), out = found[name]
+        (its, dits), exact = wanted[name]
+        close(out, exact, f"out, mask {name}")
+        jax.tree.map(lambda a, b: close(a, b, f"inputs, mask {name}"), dmine, dits)  # noqa: B023
+        jax.tree.map(lambda a, b: close(a, b, f"weights, mask {name}"), weights(mine), weights(its))  # noqa: B023
+
+
+def test_batches():
+    """`jax.vmap` over a batch and its masks that mixes rows."""
+    theirs, ours = layers()
+    batch = [jnp.stack([x, -x, 2 * x]) for x in inputs()]
+    three = masks()["three axes"]
+    given = (*batch, jnp.stack([three, three[::-1], jnp.ones_like(three)]))
+    found, wanted = (eqx.filter_jit(jax.vmap(layer))(*given) for layer in (ours, theirs))
+    close(found, wanted)
+
+
+def test_process_heads():
+    """Heads handed to `process_heads` in another layout than Equinox's: rotary embeddings would rotate heads."""
+    theirs, ours = layers()
+    rotary = eqx.nn.RotaryPositionalEmbedding(embedding_size=SIZES["qk_size"], dtype=jnp.float64)
+
+    def process_heads(query, key, value):
+        rotate = jax.vmap(rotary, in_axes=1, out_axes=1)
+        return rotate(query), rotate(key), value * 2
+
+    call = eqx.filter_jit(lambda layer: layer(*inputs(), process_heads=process_heads))
+    close(call(ours), call(theirs))
+    assert not np.allclose(call(ours), ours(*inputs()))
+
+
+@pytest.mark.full
+def test_dropout():
+    """A dropout that drops other weights than Equinox's for the same key, or scales them differently.
+
+    With its gradients; and `inference` in each of the places that turn it off.
+    """
+    theirs, ours = layers(dropout_p=0.4)
+    given_masks = masks()
+
+    @eqx.filter_jit
+    def run(layer, key):
+        def loss(pair, mask):
+            layer, given = pair
+            return (layer(*given, mask, key=key) ** 2).sum()
+
+        gradient = eqx.filter_value_and_grad(loss)
+        dropped = {name: gradient((layer, inputs()), mask) for name, mask in given_masks.items()}
+        return dropped, layer(*inputs(), key=key, inference=True)
+
+    key = jax.random.key(7)
+    (found, off), (wanted, its_off) = run(ours, key), run(theirs, key)
+    for name in given_masks:
+        (loss, (mine, dmine)), (its_loss, (its, dits)) = found[name], wanted[name]
+        np.testing.assert_allclose(loss, its_loss, rtol=1e-12)
+        pairs = (dmine, weights(mine)), (dits, weights(its))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-10), *pairs)
+    close(off, its_off)
+    plain = layers()[1](*inputs())
+    close(off, plain)
+    assert not np.allclose(found["none"][0], (plain**2).sum())
+    still = eqx.nn.inference_mode(ours)
+    close(still(*inputs()), plain)
+    assert eqx.nn.inference_mode(still, value=False) == ours
+    for layer in (ours, theirs):
+        with pytest.raises(RuntimeError, match="key"):
+            layer(*inputs())
+        with pytest.raises(RuntimeError, match="key"):
+            eqx.nn.inference_mode(layer)(*inputs(), inference=False)
+        with pytest.warns(match="deterministic"):
+            close(layer(*inputs(), deterministic=True), plain)
+
+
+def test_dropout_of_everything():
+    """A head whose every weight is dropped: 0/0, where Equinox's output is zero; gradients too."""
+    theirs, ours = layers(dropout_p=0.9)
+    mask = jnp.zeros((T, S), bool).at[:, 0].set(True)
+
+    def loss(given, layer):
+        out = layer(*given, mask, key=jax.random.key(0))
+        return (out**2).sum(), out
+
+    gradient = eqx.filter_jit(jax.grad(loss, has_aux=True))
+    (dmine, mine), (dits, its) = (gradient(inputs(), layer) for layer in (ours, theirs))
+    close(mine, its)
+    for a, b in zip(dmine, dits, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
+
+
+# --- MultiheadAttention, what Equinox's has not
+
+
+def test_grouped_heads():
+    """Heads that read the wrong key/value head: repeating the projections for Equinox must give the same."""
+    ours = ea.MultiheadAttention(
+        6, 12, num_kv_heads=2, use_key_bias=True, use_value_bias=True, key=jax.random.key(0)
+    )
+    assert ours.key_proj.weight.shape == (2 * 2, 12)
+    theirs = eqx.nn.MultiheadAttention(
+        6, 12, use_key_bias=True, use_value_bias=True, key=jax.random.key(1)
+    )
+
+    def repeated(x):  # [2 · width, ...] to [6 · width, ...]
+        return jnp.repeat(x.reshape(2, 2, *x.shape[1:]), 3, axis=0).reshape(12, *x.shape[1:])
+
+    theirs = eqx.tree_at(
+        lambda layer: [getattr(layer, name) for name in PROJECTIONS],
+        theirs,
+        [
+            ours.query_proj,
+            *(jax.tree.map(repeated, x) for x in (ours.key_proj, ours.value_proj)),
+            ours.output_proj,
+        ],
+    )
+    given = normal(1, T, 12), normal(2, S, 12), normal(3, S, 12)
+    close(ours(*given), theirs(*given))
+
+
+@pytest.mark.full
+def test_causal_positions_and_energies():
+    """Causality, positions or energies that do not reach the kernel, or reach it for the wrong head."""
+    causal = ea.MultiheadAttention(
+        3, 12, energy=ea.FreeEnergy(is_causal=True), key=jax.random.key(0)
+    )
+    theirs = copied_to_equinox(causal)
+    x = normal(1, 6, 12)
+    out, energy = causal(x, x, x, return_energy=True)
+    close(out, theirs(x, x, x, jnp.tril(jnp.ones((6, 6), bool))))
+    close(causal(x, x, x), out)
+    # the same rows and keys in another order, which their positions give back
+    order = np.random.default_rng(0).permutation(6)
+    shuffled = jnp.asarray(order, jnp.int32)
+    again = causal(x[order], x, x, query_positions=shuffled, return_energy=True)
+    jax.tree.map(close, again, (out[order], energy[order]))
+    again = causal(x, x[order], x[order], key_positions=shuffled, return_energy=True)
+    jax.tree.map(close, again, (out, energy))
+    # an absent key is one that is masked
+    positions = jnp.arange(6, dtype=jnp.int32).at[2].set(-1)
+    mask = jnp.tril(jnp.ones((6, 6), bool)).at[:, 2].set(False)
+    close(causal(x, x, x, key_positions=positions), theirs(x, x, x, mask))
+    # energies are log-sums of the scores of each head
+    query, key = (jax.vmap(f)(x).reshape(6, 3, 4) for f in (causal.query_proj, causal.key_proj))
+    scores = jnp.einsum("tnh,snh->nts", query, key) / 2
+    scores = jnp.where(jnp.tril(jnp.ones((6, 6), bool))[None], scores, -jnp.inf)
+    close(energy, jax.nn.logsumexp(scores, axis=-1).T)
+
+
+def copied_to_equinox(ours):
+    theirs = eqx.nn.MultiheadAttention(ours.num_heads, ours.query_size, key=jax.random.key(9))
+    return copied(theirs, ours)
+
+
+def test_energies_are_those_before_dropout():
+    """Energies that depend on what was dropped: they would jump from step to step."""
+    _, ours = layers(dropout_p=0.4)
+    _, energy = ours(*inputs(), key=jax.random.key(0), return_energy=True)
+    _, still = ours(*inputs(), inference=True, return_energy=True)
+    close(energy, still)
+
+
+def test_warns_once_and_of_nothing_else():
+    """A layer that warns at every call: users switch warnings off and miss those that matter."""
+    _, ours = layers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours(*inputs())
+    with pytest.warns(DeprecationWarning, match="inference") as found:
+        ours(*inputs(), deterministic=False)
+    assert len(found) == 1
+
+
+@pytest.mark.full
+def test_options_make_the_energy():
+    """An option that the layer takes and does not hand on, or one that an `energy` beside it overrides."""
+    options = {"scale": 0.3, "is_causal": True, "local_window_size": (3, 0)}
+    layer = ea.MultiheadAttention(2, 8, **options, key=jax.random.key(0))
+    given = ea.MultiheadAttention(2, 8, energy=ea.FreeEnergy(**options), key=jax.random.key(0))
+    assert eqx.tree_equal(layer, given)
+    with pytest.raises(ValueError, match=r"energy: wanted either .* got both, is_causal="):
+        ea.MultiheadAttention(2, 8, energy=ea.FreeEnergy(), is_causal=True, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"causal: wanted one of the options scale, is_causal"):
+        ea.MultiheadAttention(2, 8, causal=True, key=jax.random.key(0))
+
+
+def test_a_call_has_no_options_of_the_energy():
+    """An option given to the module and to its call: one of them silently left out, or Python's own error."""
+    energy, x = ea.FreeEnergy(scale=0.3), jnp.ones((3, 2, 4))
+    for call in (energy, energy.at, energy.attention):
+        with pytest.raises(TypeError, match=r"scale: wanted one of the options query_seq_lengths"):
+            call(x, x, x, scale=0.5)
+
+
+def test_layer_trains():
+    """Gradients that do not reach some parameter: the loss falls, and everything that can be learnt moves.
+
+    The task is to give the token before, for which attention must become sharp and causal.
+    """
+    energy = ea.FreeEnergy(scale=jnp.asarray(0.2), is_causal=True)
+    layer = ea.MultiheadAttention(
+        2, 8, num_kv_heads=1, use_output_bias=True, energy=energy, key=jax.random.key(0)
+    )
+    x = normal(0, 4, 10, 8)
+    wanted = jnp.concatenate([x[:, :1], x[:, :-1]], axis=1)  # the token before
+    optimiser = optax.adam(0.03)
+    parameters, static = eqx.partition(layer, eqx.is_inexact_array)
+    state = optimiser.init(parameters)
+
+    @jax.jit
+    def step(parameters, state):
+        def loss(parameters):
+            out = jax.vmap(lambda x: eqx.combine(parameters, static)(x, x, x))(x)
+            return ((out - wanted) ** 2).mean()
+
+        value, gradient = jax.value_and_grad(loss)(parameters)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
+            updates, state = optimiser.update(gradient, state)
+        return optax.apply_updates(parameters, updates), state, value
+
+    first, losses = parameters, []
+    for _ in range(40):
+        parameters, state, value = step(parameters, state)
+        losses.append(float(value))
+    assert losses[-1] < 0.6 * losses[0]
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), first, parameters)
+    assert min(jax.tree.leaves(moved)) > 1e-3

@@ -1,0 +1,383 @@
+"""Covariances, cumulants, moments, entropies: against their definitions, written out over the whole distribution.
+
+The judge is `support/reference.py`: every row's weights and scores in NumPy, here in long floats for the gradients, which
+are differences of the definitions along random tangents (two Richardson extrapolations).
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from tests.support.complaints import complains
+from tests.support.measures import answers, measure
+from tests.support.meshes import mesh_of, parallel_of
+from tests.support.problems import BLOCKS, PROBLEMS, Problem, cast, lse_dtype, tangents
+from tests.support.reference import rows, shifted
+from tests.support.selection import few, few_rows
+
+NAMES = ("covariance", "product", "cumulant 1", "cumulant 2", "cumulant 3", "cumulant 4")
+NAMES += ("moment 2", "moment 3", "entropy", "mean score", "heat capacity", "sensitivity")
+
+
+def directions(problem: Problem) -> list[np.ndarray]:
+    shape = (*problem.query.shape[:-1], problem.value.shape[-1])
+    rng = problem.rng("directions")
+    return [rng.standard_normal(shape) for _ in range(4)]
+
+
+def exactly(problem: Problem, precision=np.float64) -> dict[str, np.ndarray]:
+    """All observables by their definitions; zero in fully masked rows."""
+    along = [np.asarray(u, precision) for u in directions(problem)]
+    r = rows(problem, precision)
+    P, v = r.weights, r.value
+
+    def mean(x):
+        return np.einsum("bnts,bnts->btn", P, x)
+
+    def centred(x):
+        return x - mean(x).transpose(0, 2, 1)[..., None]
+
+    x = [np.einsum("btnv,bsnv->bnts", u, v) for u in along]
+    a, b, c, d = (centred(y) for y in x)
+    apart = v[:, None] - r.out[:, :, None]
+    covariance = np.einsum("bnts,btsnv,btsnw->btnvw", P, apart, apart)
+    seen = np.isfinite(r.scores)
+    scores = np.where(seen, r.scores, 0)
+    score = np.einsum("bnts,bnts->bnt", P, scores)
+    off = np.where(seen, scores - score[..., None], 0)
+    logs = np.where(P > 0, np.log(np.where(P > 0, P, 1)), 0)
+    return {
+        "covariance": covariance,
+        "product": np.einsum("btnvw,btnw->btnv", covariance, along[0]),
+        "cumulant 1": mean(x[0]),
+        "cumulant 2": mean(a * b),
+        "cumulant 3": mean(a * b * c),
+        "cumulant 4": mean(a * b * c * d)
+        - mean(a * b) * mean(c * d)
+        - mean(a * c) * mean(b * d)
+        - mean(a * d) * mean(b * c),
+        "moment 2": mean(x[0] * x[1]),
+        "moment 3": mean(x[0] * x[1] * x[2]),
+        "entropy": -mean(logs),
+        "mean score": score.transpose(0, 2, 1),
+        "heat capacity": mean(off**2),
+        "sensitivity": np.einsum("bnts,bsnv->btnv", P * off, v),
+    }
+
+
+def observed(arrays, problem: Problem, implementation=None, parallel=None) -> dict[str, jax.Array]:
+    query = arrays["query"]
+    along = [jnp.asarray(u, lse_dtype(query.dtype)) for u in directions(problem)]
+    sharding = jax.typeof(query).sharding
+    if any(sharding.spec):
+        along = [jax.reshard(u, sharding) for u in along]
+    F = measure(**arrays, **problem.options, implementation=implementation, parallel=parallel)
+    return answers(F, along)
+
+
+def close(actual, exact, what, tolerance=1e-11):
+    actual = np.asarray(actual)
+    assert actual.shape == exact.shape and np.isfinite(actual).all(), what
+    scale = np.max(np.abs(exact), initial=1.0)
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=tolerance * scale, err_msg=what)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    few_rows(
+        [
+            ("blockwise", "positions_causal"),
+            # a bias, a source, masks, windows, ragged rows, fully masked rows
+            (None, "everything"),
+            ("decode", "decode_cache"),
+            ("reference", "bias_keys"),
+        ]
+    ),
+)
+def test_values_and_gradients(implementation, name):
+    """A wrong observable, or a wrong gradient of one in any argument; a NaN in a fully masked row."""
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    exact = exactly(problem)
+    rng = problem.rng("weights")
+    weights = {what: rng.standard_normal(exact[what].shape) for what in NAMES}
+
+    @jax.jit
+    def run(arrays, weights):
+        found, back = jax.vjp(lambda a: observed(a, problem, implementation), arrays)
+        return found, back(weights)[0]
+
+    def difference(what, h):
+        ahead, behind = (
+            exactly(shifted(problem, along, sign * np.longdouble(h)), np.longdouble)[what]
+            for sign in (1, -1)
+        )
+        return (weights[what] * (ahead - behind)).sum() / (2 * np.longdouble(h))
+
+    along = tangents(problem)
+    for what in NAMES:
+        only = {x: weights[x] * (x == what) for x in NAMES}
+        found, gradients = run(arrays, only)
+        close(found[what], exact[what], what)
+        moved = sum(float((gradients[x] * along[x]).sum()) for x in gradients)
+        coarse, middle, fine = (difference(what, 2.0**-n) for n in (7, 8, 9))
+        fourth = [(4 * b - a) / 3 for a, b in ((coarse, middle), (middle, fine))]
+        slope = float((16 * fourth[1] - fourth[0]) / 15)
+        assert abs(moved - slope) <= 1e-9 * max(1.0, abs(slope)), (what, moved, slope)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("implementation", few(["pallas_gpu", "pallas_tpu"], "pallas_gpu"))
+def test_hand_written_kernels(implementation, user_settings, unchecked):
+    """A kernel whose widths or backward pass do not support the calls of observables; in float32."""
+    problem = PROBLEMS["window_causal_pair"]
+    arrays, rounded = cast(problem, jnp.float32)
+    found = jax.jit(lambda a: observed(a, problem, implementation))(arrays)
+    for what, exact in exactly(rounded).items():
+        close(found[what], exact, what, 2e-5)
+
+
+@pytest.mark.full
+def test_sixteen_bits(user_settings, unchecked):
+    """Observables rounded to 16 bits, or computed from rounded means: they are in float32."""
+    problem = PROBLEMS["positions_causal"]
+    arrays, rounded = cast(problem, jnp.bfloat16)
+    found = jax.jit(lambda a: observed(a, problem))(arrays)
+    for what, exact in exactly(rounded).items():
+        assert found[what].dtype == jnp.float32
+        close(found[what], exact, what, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    few_rows(
+        [("2x4", "everything"), ("8", "blocks_causal"), ("8 explicit", "grouped"), ("8", "no_keys")]
+    ),
+)
+def test_over_a_mesh(kind, name):
+    """An observable of one device's keys, or one that counts keys twice; queries sharded (32 of each) and not."""
+    problem = {**PROBLEMS, **BLOCKS}[name]
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of(kind)):
+        run = jax.jit(lambda a: observed(a, problem, parallel=parallel_of(kind)))
+        found = jax.device_get(run(arrays))
+    for what, exact in exactly(problem).items():
+        close(found[what], exact, what)
+
+
+@pytest.mark.full
+def test_split_rows_and_heads():
+    """Arrays sharded by type along other axes than the keys, and constants beside them that are not sharded."""
+    problem = PROBLEMS["grouped"]
+    arrays, _ = cast(problem, jnp.float64)
+    mesh = make_mesh((2, 2), ("row", "head"), explicit=True, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        split = jax.device_put(arrays, jax.NamedSharding(mesh, jax.P("row", None, "head")))
+        run = jax.jit(lambda a: observed(a, problem))
+        found = jax.device_get(run(split))
+    for what, exact in exactly(problem).items():
+        close(found[what], exact, what)
+
+
+def test_covariance_is_one_reduction():
+    """A mean that is sent before the covariance: three exchanges between eight devices must suffice."""
+    problem = PROBLEMS["plain"]
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("8")):
+        f = jax.jit(lambda a: measure(**a, parallel=SequenceParallel("device")).covariance())
+        found = collectives(f.lower(arrays).compile())
+    assert [x.kind for x in found] == ["collective-permute"] * 3
+
+
+def test_sixth_cumulant():
+    """The weights of partitions into three parts and more, which lower orders do not have."""
+    problem = PROBLEMS["grouped"]
+    arrays, _ = cast(problem, jnp.float64)
+    u = directions(problem)[0]
+    r = rows(problem)
+    x = np.einsum("btnv,bsnv->bnts", u, r.value)
+    x = x - np.einsum("bnts,bnts->bnt", r.weights, x)[..., None]
+    m = {n: np.einsum("bnts,bnts->btn", r.weights, x**n) for n in (2, 3, 4, 6)}
+    exact = m[6] - 15 * m[4] * m[2] - 10 * m[3] ** 2 + 30 * m[2] ** 3
+    close(measure(**arrays).cumulant([jnp.asarray(u)] * 6), exact, "order 6")
+
+
+@pytest.mark.full
+def test_offset_values():
+    """Covariances of values far from the origin, as differences of large squares: they do not depend on it."""
+    q, k, v, u = jax.random.normal(jax.random.key(0), (4, 1, 5, 2, 4), jnp.float32)
+    v = v + jnp.float32(1000)
+
+    def run(dtype):
+        F = measure(*(x.astype(dtype) for x in (q, k, v)))
+        tangent = u.astype(dtype)
+        return F.covariance(), F.covariance(tangent), F.cumulant([tangent] * 3)
+
+    for found, exact in zip(run(jnp.float32), run(jnp.float64), strict=True):
+        close(found, np.asarray(exact), "", 5e-6)
+
+
+@pytest.mark.full
+def test_no_matrix_of_scores():
+    """Memory that grows with queries times keys, in a derivative of an observable: what a scan stores of its blocks."""
+    length = 8192
+    given = [jax.ShapeDtypeStruct((1, length, 1, 32), jnp.float32)] * 4
+
+    def penalty(q, k, v, u):
+        F = measure(q, k, v, is_causal=True)
+        return F.score_moments().variance.sum() + F.cumulant([u, u, u]).sum()
+
+    compiled = jax.jit(jax.grad(penalty, (0, 1, 2))).lower(*given).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.7 * 4 * length**2
+
+
+@pytest.mark.full
+def test_penalties():
+    """A penalty that a fully masked row makes infinite or NaN, or whose gradient is not that of its formula."""
+    problem = PROBLEMS["mask"]
+    arrays, _ = cast(problem, jnp.float64)
+    r = rows(problem)
+    seen = np.isfinite(r.lse)
+    for implementation in ("decode", "blockwise", "reference"):
+        options = {**problem.options, "implementation": implementation}
+
+        @jax.jit
+        @jax.value_and_grad
+        def penalty(query, options=options):
+            F = measure(**arrays | {"query": query}, **options)
+            energy, z = F(), ea.lse_penalty(F())
+            seen = jnp.isfinite(energy)
+            return z + ea.entropy_penalty(F.entropy(), where=seen, low=1.0, high=1.2)
+
+        def exact(query):
+            r = rows(replace(problem, query=query))
+            energy = np.where(seen, r.lse, 0)
+            entropy = exactly(replace(problem, query=query))["entropy"]
+            outside = np.maximum(1.0 - entropy, 0) + np.maximum(entropy - 1.2, 0)
+            return ((energy**2).sum() + (outside[seen] ** 2).sum()) / seen.sum()
+
+        value, gradient = penalty(arrays["query"])
+        np.testing.assert_allclose(value, exact(problem.query), rtol=1e-12)
+        along = problem.rng("penalty").standard_normal(problem.query.shape)
+        step = 1e-5
+        slope = (exact(problem.query + step * along) - exact(problem.query - step * along)) / 2
+        np.testing.assert_allclose((gradient * along).sum(), slope / step, rtol=1e-6)
+    assert float(ea.lse_penalty(jnp.full(3, -jnp.inf))) == 0.0
+
+
+Q, K, V = (np.ones(shape, np.float32) for shape in ((2, 3, 4, 5), (2, 7, 2, 5), (2, 7, 2, 6)))
+U = np.ones((2, 3, 4, 6), np.float32)
+E = np.ones((2, 3), np.float32)
+BAD = {
+    "tangent's shape": (
+        lambda: measure(Q, K, V).covariance(Q),
+        ValueError,
+        "tangent",
+        "5]",
+        "6)",
+    ),
+    "tangent's dtype": (
+        lambda: measure(Q, K, V).covariance(U > 0),
+        TypeError,
+        "tangent",
+        "bool",
+        "fl",
+    ),
+    "no tangent": (
+        lambda: measure(Q, K, V).cumulant([]),
+        ValueError,
+        "tangents",
+        "0",
+        "one to 8",
+    ),
+    "nine": (lambda: measure(Q, K, V).moment([U] * 9), ValueError, "tangents", "9", "one to 8"),
+    "one array": (
+        lambda: measure(Q, K, V).cumulant(U),
+        TypeError,
+        "tangents",
+        "float32",
+        "sequence",
+    ),
+    "second": (
+        lambda: measure(Q, K, V).cumulant([U, Q]),
+        ValueError,
+        "tangents[1]",
+        "5]",
+        "6)",
+    ),
+    "source": (lambda: measure(Q, K, V).tilt(Q), ValueError, "source", "5]", "6)"),
+    "option": (
+        lambda: measure(Q, K, V, causal=True),
+        TypeError,
+        "causal",
+        "'",
+        "one of",
+    ),
+    "keys": (lambda: measure(Q, V, V), ValueError, "key", "6]", "5)"),
+    "energy": (lambda: ea.lse_penalty(3.0), TypeError, "energy", "float", "array"),
+    "where": (lambda: ea.lse_penalty(E, where=E), TypeError, "where", "float32", "boolean"),
+    "where's shape": (
+        lambda: ea.lse_penalty(E, where=np.ones(2, bool)),
+        *(ValueError, "where", "bool[2]", "(2, 3)"),
+    ),
+    "bounds": (lambda: ea.entropy_penalty(E), ValueError, "low", "None", "bound"),
+    "crossed": (lambda: ea.entropy_penalty(E, low=2, high=1), ValueError, "low", "2", "high = 1"),
+    "key": (
+        lambda: measure(Q, K, V).sample(key=3),
+        TypeError,
+        "key",
+        "int 3",
+        "jax.random.key",
+    ),
+    "count": (
+        lambda: measure(Q, K, V).sample(key=jax.random.key(0), count=0),
+        *(ValueError, "count", "0", "at least 1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what, unchecked, user_settings):
+    """A mistake that surfaces as an error of XLA, of Python's unpacking, or not at all."""
+    call, error, name, received, wanted = BAD[what]
+    complains(call, error, name, received, wanted)
+
+
+EMPTY = {
+    "attention": lambda F, u: F.attention(),
+    "entropy": lambda F, u: F.entropy(),
+    "covariance": lambda F, u: F.covariance(),
+    "score_moments": lambda F, u: F.score_moments(),
+    "temperature_sensitivity": lambda F, u: F.temperature_sensitivity(),
+    "product": lambda F, u: F.covariance(u),
+    "cumulant": lambda F, u: F.cumulant([u] * 3),
+}
+
+
+@pytest.mark.full
+def test_nothing_asked():
+    """No rows in a batch, or no queries: an empty result wherever attention has one, on a mesh as well."""
+    key = jnp.zeros((2, 8, 1, 3))
+    for shape in ((0, 2, 2, 3), (2, 0, 2, 3)):
+        given = jnp.zeros(shape), key[: shape[0]], key[: shape[0]]
+        with jax.set_mesh(make_mesh((2, 4))):
+            for method, merge, split in (
+                ("tree", "hierarchical", None),
+                ("tree", "auto", True),
+                ("ring", "auto", None),
+            ):
+                parallel = SequenceParallel(method=method, merge=merge, split_queries=split)
+                F = measure(*given, parallel=parallel)
+                for name in ("attention", "covariance", "product"):
+                    for x in jax.tree.leaves(EMPTY[name](F, given[0])):
+                        assert x.shape[:3] == shape[:3], (name, method)
+        for name, ask in EMPTY.items():
+            for x in jax.tree.leaves(ask(measure(*given), given[0])):
+                assert x.shape[:3] == shape[:3], name
+    layer = ea.MultiheadAttention(2, 4, dtype=key.dtype, key=jax.random.key(0))
+    assert layer(*[jnp.zeros((0, 4))] * 3).shape == (0, 4)

@@ -1,0 +1,95 @@
+"""Drawn keys: the frequency of each against its weight."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.kernels.reductions._sample import _draw
+from tests.support.measures import measure
+from tests.support.meshes import mesh_of, parallel_of
+from tests.support.problems import BLOCKS, LARGE, PROBLEMS, cast
+from tests.support.reference import rows
+
+
+def statistic(drawn: np.ndarray, weights: np.ndarray) -> float:
+    """Pearson's, standardised: of about unit size if `drawn` `[B, T, N, n]` follows `weights` `[B, N, T, S]`.
+
+    Keys that are expected less than five times are counted together.
+    """
+    weights = weights.transpose(0, 2, 1, 3)
+    number, total, freedom, spread = drawn.shape[-1], 0.0, 0.0, 0.0
+    for index in np.ndindex(drawn.shape[:-1]):
+        P = weights[index]
+        if not P.any():
+            assert (drawn[index] == -1).all()
+            continue
+        counts = np.bincount(drawn[index], minlength=P.size)
+        assert not counts[P == 0].any(), "a key that is not seen"
+        often = P * number >= 5
+        groups = [(counts[a], P[a] * number) for a in np.flatnonzero(often)]
+        groups.append((counts[~often].sum(), P[~often].sum() * number))
+        groups = [(c, e) for c, e in groups if e > 0]
+        total += sum((c - e) ** 2 / e for c, e in groups if e >= 1)
+        freedom += sum(e >= 1 for _, e in groups) - 1
+        spread += 2 * max(sum(e >= 1 for _, e in groups) - 1, 0)
+    return (total - freedom) / np.sqrt(spread)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "number", "kind"))
+def draw(arrays, rng, name, number, kind=None):
+    problem = {**PROBLEMS, **LARGE, **BLOCKS}[name]
+    parallel = None if kind is None else parallel_of(kind)
+    return measure(**arrays, **problem.options, parallel=parallel).sample(key=rng, count=number)
+
+
+def test_distribution():
+    """Keys drawn with wrong chances: with a bias and a source, hidden keys, fully masked rows."""
+    problem = PROBLEMS["everything"]
+    arrays, _ = cast(problem, jnp.float64)
+    drawn = np.asarray(draw(arrays, jax.random.key(1), "everything", 2000))
+    assert abs(statistic(drawn, rows(problem).weights)) < 4
+
+
+def test_many_blocks():
+    """Blocks that are chosen with wrong chances, and keys that are counted from their block's beginning."""
+    problem = LARGE["large"]
+    arrays, _ = cast(problem, jnp.float64)
+    drawn = np.asarray(draw(arrays, jax.random.key(2), "large", 50))
+    assert abs(statistic(drawn, rows(problem).weights)) < 4
+
+
+@pytest.mark.full
+def test_over_a_mesh():
+    """Devices that draw with the same numbers, are chosen with wrong chances, or count from their own first key."""
+    for kind, name in (("2x4", "everything"), ("8", "blocks_causal"), ("8 explicit", "decode")):
+        problem = {**PROBLEMS, **BLOCKS}[name]
+        arrays, _ = cast(problem, jnp.float64)
+        with jax.set_mesh(mesh_of(kind)):
+            drawn = np.asarray(draw(arrays, jax.random.key(3), name, 2000, kind))
+        assert abs(statistic(drawn, rows(problem).weights)) < 4
+
+
+def test_draws_are_independent():
+    """Rows, heads, blocks or draws that share their random numbers: agreement beyond that of chance."""
+    q = jnp.zeros((1, 40, 4, 2))
+    k = jnp.zeros((1, 3000, 4, 2))
+    F = measure(q, k, k)
+    drawn = np.asarray(F.sample(key=jax.random.key(4), count=5))
+    flat = drawn.reshape(-1)
+    assert len(np.unique(flat)) > 0.85 * flat.size  # 800 of 3000: about 700 different ones
+    assert abs(flat.mean() - 1499.5) < 5 * 3000 / np.sqrt(12 * flat.size)
+    again = F.sample(key=jax.random.key(4), count=5)
+    other = F.sample(key=jax.random.key(5), count=5)
+    assert (again == drawn).all() and (other != drawn).mean() > 0.99
+
+
+def test_ends_of_a_block():
+    """A key that is not seen, where a number falls on the bound of a share: the least and the largest there are."""
+    scores = jnp.asarray([[[-jnp.inf, 0.0, -jnp.inf, 1.0, -jnp.inf]]], jnp.float32)
+    ends = jnp.asarray([[[0.0, 1 - 2.0**-24]]], jnp.float32)
+    places, lse = _draw(scores, ends)
+    assert places.tolist() == [[[1, 3]]]
+    np.testing.assert_allclose(lse, np.logaddexp(0, 1), rtol=1e-6)

@@ -1,0 +1,229 @@
+"""What training reads of the forward pass: attention with its statistics in one pass, and the largest scores."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel
+from tests.energy_attn.core.test_free_energy import instructions
+from tests.energy_attn.observables.test_observables import exactly
+from tests.support.measures import measure
+from tests.support.meshes import mesh_of
+from tests.support.problems import PROBLEMS, Problem, cast
+from tests.support.reference import dense, rows
+from tests.support.selection import few, few_rows
+from tests.support.sinks import sink_of, with_key
+
+
+def close(actual, exact, what="", tolerance=1e-12):
+    actual, exact = np.asarray(actual), np.asarray(exact)
+    assert actual.shape == exact.shape, what
+    scale = np.max(np.abs(exact), initial=1.0, where=np.isfinite(exact))
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=tolerance * scale, err_msg=what)
+
+
+def exact_statistics(problem: Problem) -> dict[str, np.ndarray]:
+    found, (out, energy) = exactly(problem), dense(problem)
+    return {
+        "out": out,
+        "energy": energy,
+        "entropy": found["entropy"],
+        "mean_score": found["mean score"],
+    }
+
+
+def largest(problem: Problem) -> np.ndarray:
+    return rows(problem).scores.max(-1, initial=-np.inf).transpose(0, 2, 1)
+
+
+KINDS = "dot", "while"
+NAMES = (
+    "everything",
+    "grouped",
+    "value_narrower",
+    "mask_nothing",
+    "no_keys",
+    "scale_negative_source",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "sunk"),
+    few_rows(
+        [("everything", True), ("value_narrower", False), *((n, s) for n in NAMES for s in (0, 1))],
+        2,
+    ),
+)
+def test_values(name, sunk):
+    """Statistics of the keys alone beside a sink, of the values' other half, or a NaN in a fully masked row."""
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+    sink = sink_of(problem) if sunk else None
+    given = None if sink is None else jnp.asarray(sink)
+
+    @jax.jit
+    def run(arrays):
+        F = measure(**arrays, **problem.options, sink=given)
+        return F.statistics()._asdict() | {"largest": F.score_max()}
+
+    found = run(arrays)
+    whole = problem if sink is None else with_key(problem, sink)
+    for what, x in exact_statistics(whole).items():
+        close(found[what], x, what, 1e-11)
+    close(found["largest"], largest(problem), "largest")  # a sink is no score
+
+
+@pytest.mark.parametrize("parallel", few([("8", "tree"), ("2x4", "ring")], ("8", "tree")))
+def test_over_devices(parallel):
+    """A maximum or a mean of one device's keys; a subgradient that every device adds."""
+    mesh, method = parallel
+    axes = ("device",) if mesh == "8" else ("node", "device")
+    problem = replace(PROBLEMS["everything"], source=None)
+    arrays, _ = cast(problem, jnp.float64)
+
+    def run(arrays, **options):
+        F = measure(**arrays, **problem.options, **options)
+        top = F.score_max()
+        loss = (jnp.where(jnp.isfinite(top), top, 0.0) ** 2).sum() + F.statistics().entropy.sum()
+        return loss, (F.statistics()._asdict(), top)
+
+    exact = jax.jit(jax.grad(run, has_aux=True))(arrays)
+    with jax.set_mesh(mesh_of(mesh)):
+        of_mesh = SequenceParallel(axes, method)
+        found = jax.jit(jax.grad(lambda x: run(x, parallel=of_mesh), has_aux=True))(arrays)
+    for what, x in exact_statistics(problem).items():
+        close(found[1][0][what], x, what, 1e-11)
+    close(found[1][1], largest(problem), "largest")
+    for what, x in exact[0].items():
+        close(found[0][what], x, what, 1e-10)
+
+
+def test_union():
+    """A maximum, or an entropy, of one part of a union."""
+    problem = PROBLEMS["grouped"]
+    arrays, _ = cast(problem, jnp.float64)
+    query, key, value = (arrays[n] for n in ("query", "key", "value"))
+    energy = ea.FreeEnergy()
+    F = energy.at(query, key[:, :3], value[:, :3]) | energy.at(query, key[:, 3:], value[:, 3:])
+    for what, x in exact_statistics(problem).items():
+        close(getattr(F.statistics(), what), x, what)
+    close(F.score_max(), largest(problem))
+    tilt = jnp.ones((*query.shape[:-1], value.shape[-1]))
+    tilted = replace(problem, source=np.asarray(tilt))
+    close(F.tilt(tilt).score_max(), largest(tilted))
+    close(F.tilt(tilt).statistics().mean_score, exact_statistics(tilted)["mean_score"])
+
+
+def test_scores_of_ones_own():
+    """The mean or the maximum of the products in the place of that of the scores."""
+    problem = PROBLEMS["grouped"]
+    arrays, _ = cast(problem, jnp.float64)
+    query, key, value = (arrays[n] for n in ("query", "key", "value"))
+    F = ea.FreeEnergy(score=ea.scores.SoftCap(0.5)).at(query, key, value)
+    products = (
+        np.einsum("btnh,bsnh->bnts", query, np.repeat(key, 3, 2)) / problem.query.shape[-1] ** 0.5
+    )
+    capped = replace(problem, scale=0.0, bias=0.5 * np.tanh(products / 0.5))
+    for what, x in exact_statistics(capped).items():
+        close(getattr(F.statistics(), what), x, what)
+    close(F.score_max(), largest(capped))
+
+
+def test_subgradient():
+    """A gradient of the largest score that is zero, NaN, or another key's; one that ties double."""
+    problem = PROBLEMS["window_diagonal"]  # rows 5 to 8 see nothing
+    arrays, _ = cast(problem, jnp.float64)
+
+    def top(query, key):
+        value = arrays["value"]
+        return measure(query, key, value, **problem.options).score_max()
+
+    query, key = arrays["query"], arrays["key"]
+    scores = rows(problem).scores
+    seen = np.isfinite(scores).any(-1)
+    chosen = np.where(seen, np.nan_to_num(scores, neginf=-1e9).argmax(-1), 0)  # [B, N, T]
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal(query.shape[:-1])
+
+    def loss(query, key):
+        found = top(query, key)
+        return (jnp.where(found == -jnp.inf, 0.0, found) * weight).sum()
+
+    of_query, of_key = jax.jit(jax.grad(loss, (0, 1)))(query, key)
+    scale, weights = query.shape[-1] ** -0.5, np.where(seen, weight.transpose(0, 2, 1), 0)
+    exact_query, exact_key = np.zeros(query.shape), np.zeros(key.shape)
+    for b, n, t in np.ndindex(chosen.shape):
+        s = chosen[b, n, t]
+        exact_query[b, t, n] = scale * weights[b, n, t] * key[b, s, n]
+        exact_key[b, s, n] += scale * weights[b, n, t] * query[b, t, n]
+    close(of_query, exact_query)
+    close(of_key, exact_key)
+    along = jnp.asarray(rng.standard_normal(query.shape))
+    change = jax.jvp(lambda q: loss(q, key), (query,), (along,))[1]
+    np.testing.assert_allclose(change, np.vdot(exact_query, along), rtol=1e-12)
+    # equal scores share it
+    ones = jnp.ones((1, 4, 1, 3), jnp.float64)
+    tied = jax.grad(lambda k: ea.FreeEnergy(1.0).at(ones[:, :1], k, ones).score_max().sum())(ones)
+    np.testing.assert_allclose(tied.sum(1), ones[:, 0], rtol=1e-12)
+    assert (tied >= 0).all()
+
+
+def test_sixteen_bits():
+    """Statistics in 16 bits: they are those of float32, whatever the arrays."""
+    problem = PROBLEMS["grouped"]
+    arrays, rounded = cast(problem, jnp.bfloat16)
+    F = measure(**arrays)
+    found = F.statistics()
+    assert {x.dtype for x in found} == {jnp.dtype("float32")}
+    for what, x in exact_statistics(replace(rounded, name=problem.name)).items():
+        close(getattr(found, what), x, what, 1e-5)
+    close(F.score_max(), largest(rounded), "largest", 1e-6)
+
+
+def test_absent_queries_have_no_scores():
+    """0 · NaN in the mean or variance of the scores of a query that is not there, whose slot may hold anything."""
+    query, *arrays = map(jnp.asarray, np.random.default_rng(0).standard_normal((3, 1, 4, 2, 3)))
+    positions = jnp.array([[0, -1, 2, 3]])
+
+    @jax.jit
+    def found(query):
+        F = ea.FreeEnergy().at(query, *arrays, query_positions=positions)
+        return F.statistics(), F.score_moments()
+
+    wanted, broken = (found(query.at[:, 1].set(x)) for x in (0, np.nan))
+    for x, y in zip(jax.tree.leaves(broken), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_one_pass():
+    """A second pass over the keys for a statistic; a gradient with more than one backward."""
+    shapes = [jax.ShapeDtypeStruct((1, 70, 2, 8), jnp.float32)] * 3
+
+    def cost(f):
+        """Products of matrices and loops, and floating-point operations."""
+        program = jax.jit(f).lower(*shapes).compile()
+        found = instructions(program)
+        counts = {x: sum(n for (_, name), n in found.items() if name == x) for x in KINDS}
+        return counts, program.cost_analysis()["flops"]
+
+    def kernel(q, k, v):
+        return ea.attention(q, k, jnp.concatenate([v, k], -1), return_energy=True)
+
+    def ours(q, k, v):
+        return ea.FreeEnergy().at(q, k, v).statistics()
+
+    def gradient(f):
+        return jax.grad(lambda *x: sum(y.sum() for y in f(*x)), (0, 1, 2))
+
+    def twice(*arrays):
+        return ours(*arrays).entropy, ours(*arrays).out
+
+    assert cost(kernel)[0] == {"dot": 2, "while": 1}
+    for f, g in ((kernel, ours), (kernel, twice), (gradient(kernel), gradient(ours))):
+        (wanted, least), (found, flops) = cost(f), cost(g)
+        assert found == wanted
+        assert flops < 1.05 * least

@@ -1,0 +1,534 @@
+"""Prefix trees: beams packed and unpacked, and trees of other shapes, against sets of prefixes and walks in Python."""
+
+import functools
+import heapq
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.prefix_tree import (
+    PrefixTree,
+    accept_greedy,
+    grow,
+    pack,
+    pack_reference,
+    token_tree,
+    tree_from_parents,
+    unpack,
+    verify,
+)
+from tests.support.complaints import ANYTHING, complains, outcome
+from tests.support.meshes import mesh_of
+
+B, M, C = 2, 4, 3
+FULL, CUT, ROOMY = M * C, 5, M * C + 3
+
+
+def line(parent, slot):
+    """The slots from the root to `slot`."""
+    path = []
+    while slot >= 0:
+        path.insert(0, slot)
+        slot = int(parent[slot])
+    return path
+
+
+def prefixes(rows, lengths):
+    """The distinct prefixes of one beam, in order of first occurrence."""
+    found = []
+    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+        for c in range(length):
+            if tuple(row[: c + 1]) not in found:
+                found.append(tuple(row[: c + 1]))
+    return found
+
+
+def check_tree_of(tree, b):
+    """The invariants of row `b` of any tree."""
+    tokens, mask, depth, parent, unpacker = (np.asarray(x[b]) for x in tree[:5])
+    size, slots = int(tree.size[b]), len(tokens)
+    assert (parent < np.arange(slots)).all() and (parent >= -1).all()
+    seen = np.eye(slots, dtype=bool)
+    for slot in range(size):
+        seen[slot, line(parent, slot)] = True
+        assert depth[slot] == len(line(parent, slot)) - 1
+    np.testing.assert_array_equal(mask, seen)
+    assert (parent[size:] == -1).all() and (depth[size:] == 0).all()
+    assert unpacker.max(initial=-1) < size and unpacker.min(initial=0) >= -1
+    for path in unpacker:
+        path = path[path >= 0].tolist()
+        if path:
+            assert path == line(parent, path[-1])
+
+
+@jax.jit
+def packed(beam, lengths):
+    trees = [pack(beam, capacity=n, lengths=lengths, pad_token=7) for n in (None, CUT, ROOMY)]
+    return *trees, [unpack(tree.tokens, tree) for tree in trees]
+
+
+BEAMS = hnp.arrays(np.int32, (B, M, C), elements=st.integers(0, 2))
+LENGTHS = hnp.arrays(np.int32, (B, M), elements=st.integers(0, C)) | st.just(
+    np.full((B, M), C, np.int32)
+)
+many = settings(max_examples=100)  # all of one compiled program
+
+
+@many
+@given(BEAMS, LENGTHS)
+def test_laws(beam, lengths):
+    """A token under another's prefix, a prefix held twice or not at all, a slot that no descendant sees."""
+    full, cut, roomy, unpacked = jax.device_get(packed(beam, lengths))
+    for tree, back in zip((full, cut, roomy), unpacked, strict=True):
+        for b in range(B):
+            check_tree_of(tree, b)
+            distinct = prefixes(beam[b], lengths[b])
+            size, tokens = int(tree.size[b]), np.asarray(tree.tokens[b])
+            kept = distinct[: len(tokens)]
+            assert size == len(kept)
+            spelled = [tuple(tokens[line(tree.parent[b], n)]) for n in range(size)]
+            assert spelled == kept
+            assert (tokens[size:] == 7).all()
+            for m, c in np.ndindex(M, C):
+                prefix = tuple(beam[b, m, : c + 1])
+                there = c < lengths[b, m] and prefix in kept
+                assert tree.unpacker[b, m, c] == (kept.index(prefix) if there else -1)
+                assert back[b, m, c] == (beam[b, m, c] if there else 0)
+
+
+@many
+@given(BEAMS, LENGTHS)
+def test_reference(beam, lengths):
+    """The plain trie, which must agree in every slot."""
+    full = packed(beam, lengths)[0]
+    reference = pack_reference(jnp.asarray(beam), jnp.asarray(lengths))
+    used = np.arange(FULL) < np.asarray(full.size)[:, None]
+    for name, x, want in zip(PrefixTree._fields, full, reference, strict=True):
+        x = jnp.where(used, x, 0) if name == "tokens" else x
+        assert x.dtype == want.dtype, name
+        np.testing.assert_array_equal(x, want, name)
+
+
+@many
+@given(BEAMS, LENGTHS, st.permutations(range(M)))
+def test_order_of_candidates(beam, lengths, order):
+    """Prefixes that are found only in the row above, so that the tree depends on the order of candidates."""
+
+    def named(tree, b):
+        """The tree without slot numbers: each prefix, and the prefixes that it sees."""
+        size, mask = int(tree.size[b]), np.asarray(tree.mask[b])
+        tokens, parent = np.asarray(tree.tokens[b]), np.asarray(tree.parent[b])
+        spelled = [tuple(tokens[line(parent, n)].tolist()) for n in range(size)]
+        return {
+            spelled[n]: {spelled[a] for a in np.flatnonzero(mask[n, :size])} for n in range(size)
+        }
+
+    given = (beam, lengths), (beam[:, order], lengths[:, order])
+    one, other = (jax.device_get(packed(*arguments)[0]) for arguments in given)
+    for b in range(B):
+        assert named(one, b) == named(other, b)
+    np.testing.assert_array_equal(one.size, other.size)
+
+
+WORDS = "Mars is a red reddish when dark".split()
+EXAMPLE = ["Mars is a red", "Mars is reddish when", "Mars is dark red"]
+
+
+def test_worked_example():
+    """The example of the text that describes the algorithm: tokens, indices, unpacker and mask as printed there."""
+    beam = np.array([[[WORDS.index(word) for word in row.split()] for row in EXAMPLE]])
+    tree = pack(jnp.asarray(beam))
+    size = int(tree.size[0])
+    words = [WORDS[token] for token in np.asarray(tree.tokens[0, :size])]
+    assert words == "Mars is a red reddish when dark red".split()
+    _, indices = np.unique(np.asarray(tree.unpacker[0]), return_index=True)
+    assert indices.tolist() == [0, 1, 2, 3, 6, 7, 10, 11]
+    assert tree.unpacker.tolist() == [[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 7]]]
+    printed = [
+        "Y.......",
+        "YY......",
+        "YYY.....",
+        "YYYY....",
+        "YY..Y...",
+        "YY..YY..",
+        "YY....Y.",
+        "YY....YY",
+    ]
+    mask = np.asarray(tree.mask[0, :size, :size])
+    assert ["".join("Y" if x else "." for x in row) for row in mask] == printed
+    assert (np.asarray(tree.mask[0, size:]) == np.eye(12, dtype=bool)[size:]).all()
+    assert not tree.mask[0, :size, size:].any()
+
+
+def test_segments_roots_and_equal_rows():
+    """A prefix from a row that is not the one above; rows of three segments; several roots; rows that share all."""
+    rows = [[5, 1, 1, 1], [6, 1, 1, 1], [5, 1, 2, 2], [5, 1, 2, 3], [5, 1, 1, 4], [6, 1, 1, 1]]
+    tree = pack(jnp.asarray([rows]), capacity=12)
+    assert tree.unpacker[0].tolist() == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [0, 1, 8, 9],
+        [0, 1, 8, 10],
+        [0, 1, 2, 11],
+        [4, 5, 6, 7],
+    ]
+    assert tree.parent[0].tolist() == [-1, 0, 1, 2, -1, 4, 5, 6, 1, 8, 8, 2]
+    assert tree.size.tolist() == [12]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32", "int64"])
+def test_dtypes(dtype):
+    """Tokens that leave in another dtype than they came in, or that wrap around in a narrower one."""
+    top = int(jnp.iinfo(dtype).max)
+    beam = jnp.asarray([[[top, 0], [top, 1]]], dtype)
+    tree = pack(beam, pad_token=top)
+    assert tree.tokens.dtype == dtype and tree.tokens.tolist() == [[top, 0, 1, top]]
+    assert {x.dtype.name for x in (*tree[2:],)} == {"int32"} and tree.mask.dtype == bool
+    lengths = jnp.asarray([[2, 1]], dtype)
+    assert pack(beam, lengths=lengths).size.tolist() == [2]
+
+
+def test_unpack_anything():
+    """Logits, states and flags of nodes; zeros, not another node's, where a candidate has no node."""
+    beam = np.array([[[1, 2, 3], [1, 2, 4]], [[5, 5, 5], [6, 6, 6]]])
+    tree = pack(jnp.asarray(beam), capacity=4, lengths=jnp.asarray([[3, 3], [2, 3]]))
+    slots = [[[0, 1, 2], [0, 1, 3]], [[0, 1, -1], [2, 3, -1]]]
+    assert tree.unpacker.tolist() == slots
+    rng = np.random.default_rng(0)
+    for x in (rng.standard_normal((2, 4, 2, 3)), rng.random((2, 4)) < 0.5):
+        padded = np.concatenate([x, np.zeros_like(x[:, :1])], 1)  # -1 finds the zeros
+        want = np.stack([padded[b][np.array(slots[b])] for b in range(2)])
+        np.testing.assert_array_equal(jax.jit(unpack)(jnp.asarray(x), tree), want)
+
+
+def test_one_program():
+    """Values read while tracing, or shapes that depend on them: a host sync, or a compilation per beam."""
+    function = jax.jit(partial(pack, capacity=6))
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        beam, lengths = rng.integers(0, 3, (B, M, C)), rng.integers(0, C, (B, M))
+        tree = function(jnp.asarray(beam), lengths=jnp.asarray(lengths))
+    assert function._cache_size() == 1
+    assert [x.shape for x in tree] == [(B, 6), (B, 6, 6), (B, 6), (B, 6), (B, M, C), (B,)]
+    program = function.lower(jnp.asarray(beam), lengths=jnp.asarray(lengths)).as_text()
+    assert "callback" not in program and "custom_call" not in program
+
+
+@pytest.mark.parametrize("kind", ["8", "8 explicit"])
+def test_on_a_mesh(kind):
+    """Gathers whose sharding explicit axes cannot infer; beams whose batch is sharded."""
+    rng = np.random.default_rng(2)
+    beam = rng.integers(0, 2, (8, M, C))
+    want = pack_reference(jnp.asarray(beam))
+    mesh = mesh_of(kind)
+    spec = P("device") if kind == "8" else P()
+    with jax.set_mesh(mesh):
+        given = jax.device_put(jnp.asarray(beam), NamedSharding(mesh, spec))
+        tree = jax.jit(pack)(given)
+        back = jax.jit(unpack)(tree.tokens, tree)
+    for x, y in zip(tree, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(back, beam)
+
+
+def test_no_rows_of_a_batch():
+    """An empty batch, which has no largest and no smallest."""
+    tree = pack(jnp.zeros((0, M, C), int))
+    assert [x.shape for x in tree] == [x.shape for x in pack_reference(jnp.zeros((0, M, C), int))]
+    assert unpack(tree.tokens, tree).shape == (0, M, C)
+    nodes = tree_from_parents(tree.tokens, tree.parent, C)
+    grown = grow(nodes, jnp.zeros((0, FULL, 2)), 3)
+    assert [x.shape for x in grown] == [x.shape for x in nodes]
+    assert accept_greedy(grown, jnp.zeros((0, FULL, 2))).path.shape == (0, C)
+
+
+def test_work_grows_no_faster_than_the_product():
+    """Work or memory that grows faster than B M² C at a fixed capacity: a comparison of all pairs of entries."""
+
+    def costs(rows, levels):
+        beam = jax.ShapeDtypeStruct((4, rows, levels), jnp.int32)
+        program = jax.jit(partial(pack, capacity=32)).lower(beam).compile()
+        return program.cost_analysis()["flops"], program.memory_analysis().temp_size_in_bytes
+
+    small, wide, long = costs(32, 8), costs(64, 8), costs(32, 16)
+    assert wide[0] < 4.4 * small[0] and long[0] < 2.2 * small[0]
+    assert max(wide[1], long[1]) < 8 * (4 * 64 * 64 * 8)  # of bytes
+
+
+# Trees of other shapes.
+
+
+@functools.partial(jax.jit, static_argnames="depth")
+def from_parents(tokens, parent, size, depth):
+    return tree_from_parents(tokens, parent, depth, size)
+
+
+SLOTS = 7
+
+
+@many
+@given(st.data())
+def test_from_parents(data):
+    """Lost ancestors, and nodes in unused slots."""
+    parent = np.array([[data.draw(st.integers(-1, n - 1)) for n in range(SLOTS)] for _ in range(B)])
+    size = np.array([data.draw(st.integers(0, SLOTS)) for _ in range(B)])
+    tokens = np.arange(1, 1 + B * SLOTS).reshape(B, SLOTS)
+    tree = jax.device_get(from_parents(tokens, parent, size, SLOTS))
+    for b in range(B):
+        check_tree_of(tree, b)
+        for n in range(SLOTS):
+            used = n < size[b]
+            path = line(parent[b], n) if used else []
+            assert tree.tokens[b, n] == (tokens[b, n] if used else 0)
+            assert tree.parent[b, n] == (parent[b, n] if used else -1)
+            assert tree.unpacker[b, n].tolist() == path + [-1] * (SLOTS - len(path))
+
+
+def test_from_parents_is_pack():
+    """A tree of a beam that differs from the tree of the beam's parents."""
+    beam = np.random.default_rng(3).integers(0, 2, (B, M, C))
+    tree = pack(jnp.asarray(beam))
+    again = tree_from_parents(tree.tokens, tree.parent, C, tree.size)
+    for name in ("tokens", "mask", "depth", "parent", "size"):
+        np.testing.assert_array_equal(getattr(tree, name), getattr(again, name))
+
+
+def test_token_tree():
+    """A rank of another position, parents looked up among later choices, and roots of another row."""
+    choices = [(1, 0), (0,), (2,), (0, 1, 1), (1,), (0, 1), (0, 0)]
+    root = np.array([90, 91])
+    candidates = np.arange(2 * 3 * 3).reshape(2, 3, 3)
+    tree = jax.jit(partial(token_tree, choices))(jnp.asarray(root), jnp.asarray(candidates))
+    order = [(), (0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 1)]
+    assert tree.size.tolist() == [8, 8] and tree.unpacker.shape == (2, 8, 4)
+    for b in range(2):
+        check_tree_of(tree, b)
+        for n, path in enumerate(order):
+            token = candidates[b, len(path) - 1, path[-1]] if path else root[b]
+            assert tree.tokens[b, n] == token
+            assert tree.parent[b, n] == (order.index(path[:-1]) if path else -1)
+    alone = token_tree([], jnp.asarray(root), jnp.zeros((2, 0, 0), int))
+    assert alone.tokens.tolist() == [[90], [91]] and alone.unpacker.shape == (2, 1, 1)
+
+
+GROWN, VOCABULARY, DEEP = 12, 5, 3
+growing = jax.jit(grow, static_argnames="count")
+
+
+def log_softmax(x):
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def best_first(nodes, log_p, count, slots, deep):
+    """`nodes` `[(token, parent, score, depth)]` of one row with the best `count` added, by a heap of all candidates."""
+    there = {(parent, token) for token, parent, _, _ in nodes}
+    heap = [
+        (-(score + log_p[n, token]), n, token)
+        for n, (_, _, score, depth) in enumerate(nodes)
+        for token in range(log_p.shape[-1])
+        if depth < deep - 1 and (n, token) not in there and log_p[n, token] > -np.inf
+    ]
+    heapq.heapify(heap)
+    nodes = list(nodes)
+    for _ in range(min(count, slots - len(nodes), len(heap))):
+        score, n, token = heapq.heappop(heap)
+        nodes.append((token, n, -score, nodes[n][3] + 1))
+    return nodes
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
+def test_grow(ties):
+    """Nodes added twice, at the wrong score, too deep or beyond the slots; ties in another order than slot, token."""
+    rng = np.random.default_rng(4)
+    slots = jnp.zeros((B, GROWN), int)
+    tree = tree_from_parents(slots + 2, slots - 1, DEEP, jnp.array([1, 1]))
+    nodes = [[(2, -1, 0.0, 0)] for _ in range(B)]
+    for _ in range(6):
+        logits = rng.standard_normal((B, GROWN, VOCABULARY)) * 2
+        if ties:  # all scores of a depth are equal, but for what cannot be
+            logits = np.zeros_like(logits)
+            logits[:, ::2, 1] = -np.inf
+        log_p = log_softmax(logits)
+        if not ties:  # scores are of the logits given now
+            nodes = [rescored(row, p) for row, p in zip(nodes, log_p, strict=True)]
+        tree = growing(tree, jnp.asarray(logits), count=3)
+        nodes = [best_first(row, p, 3, GROWN, DEEP) for row, p in zip(nodes, log_p, strict=True)]
+        for b in range(B):
+            check_tree_of(tree, b)
+            size = int(tree.size[b])
+            found = zip(tree.tokens[b, :size].tolist(), tree.parent[b, :size].tolist(), strict=True)
+            assert list(found) == [node[:2] for node in nodes[b]]
+    assert tree.size.tolist() == [GROWN, GROWN]
+    assert int(tree.depth.max()) == DEEP - 1
+
+
+def rescored(nodes, log_p):
+    """Nodes with the scores that these log-probabilities give them."""
+    found = []
+    for token, parent, _, depth in nodes:
+        score = 0.0 if parent < 0 else found[parent][2] + log_p[parent, token]
+        found.append((token, parent, score, depth))
+    return found
+
+
+def test_grow_to_the_end():
+    """More nodes than possible: two tokens and two levels have three."""
+    slots = jnp.zeros((1, 6), int)
+    tree = tree_from_parents(slots, slots - 1, 2, jnp.array([1]))
+    tree = growing(tree, jnp.zeros((1, 6, 2), jnp.bfloat16), count=5)
+    assert tree.size.tolist() == [3] and tree.tokens[0].tolist() == [0, 0, 1, 0, 0, 0]
+    again = growing(tree, jnp.zeros((1, 6, 2), jnp.bfloat16), count=5)
+    for x, y in zip(tree, again, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+BEAM = jnp.zeros((2, 3, 4), jnp.int32)
+NODES = jnp.zeros((2, 5), jnp.int32)
+HUGE = jax.ShapeDtypeStruct((1, 2**16, 2**15), jnp.int32)
+PACK = (
+    ({"beam": [[[1]]]}, TypeError, "beam", "list", "array"),
+    ({"beam": BEAM.astype("float32")}, TypeError, "beam", "float32[2,3,4]", "integer"),
+    ({"beam": BEAM > 0}, TypeError, "beam", "bool[2,3,4]", "integer"),
+    ({"beam": BEAM[0]}, ValueError, "beam", "int32[3,4]", "(B, M, C)"),
+    ({"beam": BEAM[:, :0]}, ValueError, "beam", "int32[2,0,4]", "candidates"),
+    ({"beam": BEAM[..., :0]}, ValueError, "beam", "int32[2,3,0]", "tokens"),
+    ({"lengths": [1]}, TypeError, "lengths", "list [1]", "array"),
+    ({"lengths": jnp.ones((2, 3), "float32")}, TypeError, "lengths", "float32[2,3]", "integer"),
+    ({"lengths": BEAM[..., 0, 0]}, ValueError, "lengths", "int32[2]", "(2, 3)"),
+    ({"lengths": BEAM[..., 0] + 5}, ValueError, "lengths", "5 at [0, 0]", "from 0 to 4"),
+    ({"lengths": BEAM[..., 0] - 1}, ValueError, "lengths", "-1 at [0, 0]", "from 0 to 4"),
+    ({"capacity": 0}, ValueError, "capacity", "0", "at least 1"),
+    ({"capacity": 2.0}, TypeError, "capacity", "float 2.0", "integer"),
+    ({"capacity": jnp.int32(3)}, TypeError, "capacity", "int32[]", "integer"),
+    ({"pad_token": 0.5}, TypeError, "pad_token", "float 0.5", "integer"),
+    ({"pad_token": 2**31}, ValueError, "pad_token", str(2**31), "int32"),
+)
+PARENTS = (
+    ({"tokens": NODES[0]}, ValueError, "tokens", "int32[5]", "(B, L)"),
+    ({"tokens": NODES > 0}, TypeError, "tokens", "bool[2,5]", "integer"),
+    ({"tokens": NODES[:, :0]}, ValueError, "tokens", "int32[2,0]", "at least 1 slot"),
+    ({"parent": NODES[:, :4]}, ValueError, "parent", "int32[2,4]", "(2, 5)"),
+    ({"parent": NODES - 2}, ValueError, "parent", "-2 for slot 0 of row 0", "before the child"),
+    ({"parent": NODES}, ValueError, "parent", "0 for slot 0 of row 0", "before the child"),
+    ({"depth": 0}, ValueError, "depth", "0", "at least 1"),
+    ({"depth": 2}, ValueError, "parent", "3 to slot 2 of row 0", "depth = 2"),
+    ({"size": NODES[:, 0] + 6}, ValueError, "size", "6 at [0]", "from 0 to 5"),
+    ({"size": NODES}, ValueError, "size", "int32[2,5]", "(2)"),
+    ({"size": 5}, TypeError, "size", "int 5", "array"),
+)
+CHOICES = (
+    ({"choices": 3}, TypeError, "choices", "int 3", "sequence"),
+    ({"choices": "01"}, TypeError, "choices", "str '01'", "sequence"),
+    ({"choices": [0, 1]}, TypeError, "choices", "int 0", "tuples of ranks"),
+    ({"choices": [(0.5,)]}, TypeError, "choices", "float 0.5", "integer"),
+    ({"choices": [()]}, ValueError, "choices", "()", "1 to 2 ranks"),
+    ({"choices": [(3,)]}, ValueError, "choices", "(3,)", "ranks below 3"),
+    ({"choices": [(-1,)]}, ValueError, "choices", "(-1,)", "ranks below 3"),
+    ({"choices": [(0,), (0, 0), (0, 0, 0)]}, ValueError, "choices", "(0, 0, 0)", "1 to 2 ranks"),
+    ({"choices": [(0,), (1, 0)]}, ValueError, "choices", "(1, 0)", "(1,), the parent"),
+    ({"choices": [(0,), (1,), (0,)]}, ValueError, "choices", "(0,) twice", "once"),
+    ({"root": NODES}, ValueError, "root", "int32[2,5]", "(B)"),
+    ({"root": NODES[:, 0] > 0}, TypeError, "root", "bool[2]", "integer"),
+    ({"candidates": BEAM[:1]}, ValueError, "candidates", "int32[1,3,4]", "(2, D, R)"),
+    ({"candidates": BEAM.astype("int16")}, TypeError, "candidates", "int16", "root, int32"),
+)
+LOGITS = jnp.zeros((2, 5, 3), jnp.float32)
+CHAIN = jnp.broadcast_to(jnp.arange(-1, 4)[None], (2, 5))
+GROW = (
+    ({"tree": None}, TypeError, "tree", "None", "PrefixTree"),
+    ({"tree": pack(BEAM, capacity=5)}, ValueError, "tree.unpacker", "int32[2,3,4]", "(2, 5, C)"),
+    ({"logits": LOGITS[:, 1:]}, ValueError, "logits", "float32[2,4,3]", "(2, 5, V)"),
+    ({"logits": LOGITS[..., 0]}, ValueError, "logits", "float32[2,5]", "(2, 5, V)"),
+    ({"logits": LOGITS[..., :0]}, ValueError, "logits", "float32[2,5,0]", "at least 1"),
+    ({"logits": LOGITS > 0}, TypeError, "logits", "bool", "float32"),
+    ({"count": 0}, ValueError, "count", "0", "at least 1"),
+    ({"count": None}, TypeError, "count", "None", "integer"),
+)
+
+
+@pytest.mark.usefixtures("unchecked", "user_settings")
+@pytest.mark.parametrize(
+    ("function", "valid", "wrong"),
+    [
+        (pack, {"beam": BEAM}, PACK),
+        (pack_reference, {"beam": BEAM}, [row for row in PACK if "beam" in row[0]]),
+        (tree_from_parents, {"tokens": NODES, "parent": CHAIN, "depth": 5}, PARENTS),
+        (
+            token_tree,
+            {"choices": [(0,)], "root": NODES[:, 0], "candidates": BEAM[:, :2, :3]},
+            CHOICES,
+        ),
+        (grow, {"tree": tree_from_parents(NODES, CHAIN, 5), "logits": LOGITS, "count": 1}, GROW),
+    ],
+    ids=["pack", "reference", "parents", "choices", "grow"],
+)
+def test_bad_input(function, valid, wrong):
+    """Wrong dtypes, ranks, lengths, capacities and parents: errors by the argument's name, before compilation."""
+    for change, *told in wrong:
+        complains(partial(function, **{**valid, **change}), *told)
+
+
+@pytest.mark.usefixtures("unchecked", "user_settings")
+def test_more_bad_input():
+    """More entries than int32 counts, which would wrap around; fields of a tree that do not match."""
+    with pytest.raises(
+        ValueError, match=r"^beam: wanted M \* C that int32 .* got int32\[1,65536,32768\]"
+    ):
+        jax.eval_shape(pack, HUGE)
+    tree = tree_from_parents(NODES, CHAIN, 5)
+    for change, error, name, got, wanted in (
+        ({"parent": NODES + 4}, ValueError, "tree.parent", "4 for slot 0 of row 0", "before the"),
+        ({"parent": NODES[:1]}, ValueError, "tree.parent", "int32[1,5]", "(2, 5)"),
+        ({"mask": NODES}, TypeError, "tree.mask", "int32[2,5]", "boolean"),
+        ({"mask": tree.mask[0]}, ValueError, "tree.mask", "bool[5,5]", "(2, 5, 5)"),
+        ({"tokens": NODES > 0}, TypeError, "tree.tokens", "bool[2,5]", "integer"),
+        ({"depth": None}, TypeError, "tree.depth", "None", "array"),
+        ({"size": NODES}, ValueError, "tree.size", "int32[2,5]", "(2)"),
+        ({"unpacker": NODES}, ValueError, "tree.unpacker", "int32[2,5]", "(2, M, C)"),
+        ({"unpacker": BEAM + 5}, ValueError, "tree.unpacker", "5 at [0, 0, 0]", "from -1 to 4"),
+        ({"size": NODES[:, 0] + 6}, ValueError, "tree.size", "6 at [0]", "from 0 to 5"),
+    ):
+        complains(partial(unpack, tree.tokens, tree._replace(**change)), error, name, got, wanted)
+    complains(partial(unpack, NODES[:, 1:], tree), ValueError, "x", "int32[2,4]", "(2, 5)")
+    complains(partial(unpack, [1], tree), TypeError, "x", "list", "array")
+    complains(partial(unpack, NODES[0], tree), ValueError, "x", "int32[", "(2, 5)")
+    # what is traced cannot be judged, but it can be packed
+    sizes = jax.jit(lambda lengths: pack(BEAM, lengths=lengths).size)(BEAM[..., 0] + 9)
+    assert sizes.tolist() == [4, 4]
+
+
+FUZZED = {
+    pack: {"beam": BEAM},
+    unpack: {"x": NODES, "tree": tree_from_parents(NODES, CHAIN, 5)},
+    tree_from_parents: {"tokens": NODES, "parent": CHAIN, "depth": 5},
+    token_tree: {"choices": [(0,)], "root": NODES[:, 0], "candidates": BEAM[:, :2, :3]},
+    grow: {"tree": tree_from_parents(NODES, CHAIN, 5), "logits": LOGITS, "count": 1},
+    accept_greedy: {"tree": tree_from_parents(NODES, CHAIN, 5), "logits": LOGITS},
+    verify: {
+        "tree": tree_from_parents(NODES, CHAIN, 5),
+        "logits": LOGITS,
+        "temperature": 0.5,
+        "key": jax.random.key(0),
+    },
+}
+
+
+@pytest.mark.usefixtures("unchecked", "user_settings")
+@pytest.mark.parametrize("function", FUZZED, ids=lambda f: f.__name__)
+@given(data=st.data())
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+def test_anything_else(function, data):
+    """Every other failure: an AttributeError, an IndexError, or XLA's own message."""
+    names = set(inspect.signature(function).parameters)
+    name = data.draw(st.sampled_from(sorted(names)))
+    outcome(function, names, {**FUZZED[function], name: data.draw(ANYTHING)})

@@ -1,0 +1,133 @@
+"""The sampling distribution of tokens: temperature, top-k and top-p against a sort in NumPy."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.prefix_tree._sampling import check_sampling, process_logits, sample_tokens
+from tests.support.complaints import complains
+from tests.support.distributions import distribution
+
+
+def rows_of_logits():
+    """Ordinary rows; ties of many tokens; rows with impossible tokens, and one with a single possible one."""
+    rng = np.random.default_rng(0)
+    logits = np.concatenate([rng.standard_normal((6, 11)) * 2, rng.integers(0, 3, (6, 11))])
+    logits[2, ::2] = logits[9, ::3] = logits[11, 1:] = -np.inf
+    logits[3] += 1e4
+    return logits
+
+
+@partial(jax.jit, static_argnums=2)
+def processed(logits, temperature, top_k, top_p):
+    return process_logits(logits, temperature, top_k, top_p)
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 4, 50])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_distribution(top_k, dtype):
+    """One token too many or too few, ties kept in whole, cuts made in another order or of another distribution."""
+    logits = jnp.asarray(rows_of_logits(), dtype)
+    exact = np.asarray(logits, np.float64)
+    for temperature in (0.5, 1.0, 3.0):
+        for top_p in (None, 0.05, 0.33, 0.61, 0.97):
+            found = processed(logits, temperature, top_k, top_p)
+            assert found.dtype == (jnp.float64 if dtype == "float64" else jnp.float32)
+            want = np.stack([distribution(row, temperature, top_k, top_p) for row in exact])
+            np.testing.assert_array_equal(np.isfinite(found), want > 0)
+            tolerance = 1e-14 if dtype == "float64" else 1e-6
+            np.testing.assert_allclose(jax.nn.softmax(found, -1), want, rtol=0, atol=tolerance)
+
+
+def test_exactly_so_many():
+    """Equal logits: a threshold keeps all of them or none; the lower tokens must stay."""
+    even = jnp.zeros((1, 8), jnp.float32)
+    signed = jnp.asarray([[-0.0, 0.0, -0.0, 0.0, -1, -1, -1, -1]], jnp.float32)
+    for logits in (even, signed, -1e-30 * even):
+        for k in range(1, 5):
+            assert np.isfinite(processed(logits, 1.0, k, None)).tolist() == [
+                [n < k for n in range(8)]
+            ]
+    kept = np.isfinite(processed(even, 1.0, None, 0.3)).tolist()  # two have 0.25, three 0.375
+    assert kept == [[n < 3 for n in range(8)]]
+    assert np.isfinite(processed(even, 1.0, 4, 0.5)).sum() == 2  # of the four that are left
+
+
+def test_all_of_it():
+    """A sum in float32 that reaches 1 before its end, and so excludes a possible token."""
+    logits = jnp.asarray(np.random.default_rng(1).standard_normal((1, 20000)) * 5, jnp.float32)
+    assert np.isfinite(processed(logits, 1.0, None, jnp.float32(1))).all()
+    assert np.isfinite(processed(logits, 1.0, 900, 1.0)).sum() == 900
+    assert check_sampling(1, None, 1) == check_sampling(1, None, 1.0) == (1.0, None, None)
+
+
+def test_extremes():
+    """Infinity over infinity, and rows with nothing left: NaN that is drawn as some token."""
+    logits = jnp.asarray([[3.0, 5.0, 5.0, -1e30], [1e38, -1e38, 0, 0]], jnp.float32)
+    for temperature in (1e-45, 1e-40, 1e-30, jnp.float32(1e-38)):
+        found = np.asarray(processed(logits, temperature, None, 0.9))
+        assert not np.isnan(found).any()
+        np.testing.assert_allclose(
+            jax.nn.softmax(found, -1), [[0, 0.5, 0.5, 0], [1, 0, 0, 0]], atol=1e-7
+        )
+    hot = np.asarray(processed(logits[:1], 1e38, None, None))
+    np.testing.assert_allclose(jax.nn.softmax(hot, -1), [[0.25] * 4], atol=1e-6)
+    none = jnp.full((2, 3), -jnp.inf)
+    for top_k, top_p in ((None, None), (2, None), (None, 0.5)):
+        assert np.isneginf(processed(none, 1.0, top_k, top_p)).all()
+        assert sample_tokens(jax.random.key(0), none, 1.0, top_k, top_p).tolist() == [0, 0]
+        # what is no number is never drawn around: it is the largest, as for argmax
+        spoilt = jnp.asarray([[0.0, 9.0, jnp.nan]])
+        assert sample_tokens(jax.random.key(0), spoilt, 1.0, top_k, top_p).tolist() == [2]
+
+
+def test_draws():
+    """Draws of a wrong distribution, or that depend on each other: counts of neighbouring pairs against the product."""
+    logits, number = jnp.asarray(rows_of_logits()[0]), 40000
+    tokens = sample_tokens(
+        jax.random.key(2), jnp.broadcast_to(logits[None], (number, 11)), 1.5, 6, 0.9
+    )
+    assert tokens.dtype == jnp.int32
+    P = distribution(logits, 1.5, 6, 0.9)
+    pairs = np.zeros((11, 11))
+    np.add.at(pairs, (np.asarray(tokens[::2]), np.asarray(tokens[1::2])), 1)
+    want = np.outer(P, P) * number / 2
+    assert (pairs[want == 0] == 0).all()
+    seen = want > 0
+    statistic = ((pairs - want)[seen] ** 2 / want[seen]).sum()
+    freedom = seen.sum() - 1
+    assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.usefixtures("unchecked", "user_settings")
+def test_bad_input():
+    """Settings that give NaN, an empty row, or an error of XLA's; and that arrays pass where numbers do."""
+    vector = jnp.ones(2)
+    for name in ("temperature", "top_p"):
+        wrong = [
+            (0.0, ValueError, "0.0", "above 0"),
+            (-1, ValueError, "-1", "above 0"),
+            (jnp.float32(-1), ValueError, "-1.0", "above 0"),
+            (float("nan"), ValueError, "nan", "finite"),
+            (float("inf"), ValueError, "inf", "finite"),
+            (vector, ValueError, "float32[2]", "scalar"),
+            (jnp.int32(1), TypeError, "int32[]", "float32"),
+            ("hot", TypeError, "str 'hot'", "real number"),
+            (True, TypeError, "bool True", "real number"),
+        ]
+        if name == "top_p":
+            wrong.append((1.01, ValueError, "1.01", "at most 1"))
+        else:
+            wrong.append((None, TypeError, "None", "real number"))
+        for value, error, got, wanted in wrong:
+            settings = {"temperature": 1.0, "top_k": None, "top_p": None, name: value}
+            complains(partial(check_sampling, **settings), error, name, got, wanted)
+    complains(partial(check_sampling, 1.0, 0, None), ValueError, "top_k", "0", "at least 1")
+    complains(partial(check_sampling, 1.0, 2.0, None), TypeError, "top_k", "float 2.0", "integer")
+    complains(partial(check_sampling, 1.0, True, None), TypeError, "top_k", "bool", "integer")
+    assert check_sampling(np.float32(0.5), np.int64(3), 1) == (0.5, 3, None)
+    passed = jax.jit(lambda t: check_sampling(t, None, t)[0])(jnp.float32(-1))
+    assert passed == -1  # what is traced cannot be judged

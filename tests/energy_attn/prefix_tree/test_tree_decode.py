@@ -1,0 +1,466 @@
+"""`tree_decode` and `commit`: a drafted tree over a sharded cache, on every mesh.
+
+The judge is dense attention in float64 over the context and all nodes, with a mask that plain Python builds by walking
+from each node to its root.
+"""
+
+import functools
+import os
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
+from energy_attn.prefix_tree import Accepted, PrefixTree, commit, pack, tree_decode
+from tests.support.complaints import complains
+from tests.support.meshes import close, mesh_of, parallel_of
+from tests.support.naive import assert_all_close
+from tests.support.problems import Problem, cast
+from tests.support.reference import dense, dense_vjp
+from tests.support.selection import few
+
+B, L, S, K, N, H, V = 3, 7, 11, 2, 4, 3, 5
+# A tree with two roots and slots to spare, a path that fills its row, and none at all.
+PARENTS = [-1, 0, 0, 1, 1, -1], [-1, 0, 1, 2, 3, 4, 5], []
+append, write = jax.jit(KVCache.append), jax.jit(commit)
+COUNTS = 11, 0, 4  # of the context: no row reaches all of eight devices, and one none of them
+
+
+def line(parents, n):
+    """A node and its ancestors, nearest first."""
+    return [] if n < 0 else [n, *line(parents, parents[n])]
+
+
+def lines(parents):
+    """The same for all slots; those that are not in use see themselves alone."""
+    return [line(parents, n) if n < len(parents) else [n] for n in range(L)]
+
+
+def tree_of(rows=PARENTS) -> PrefixTree:
+    """Made by hand, entry by entry; candidates are of no account here."""
+    mask = np.zeros((len(rows), L, L), bool)
+    depth, parent = np.zeros((2, len(rows), L), np.int32)
+    for b, parents in enumerate(rows):
+        parent[b] = [*parents, *[-1] * (L - len(parents))]
+        for n, seen in enumerate(lines(parents)):
+            mask[b, n, seen], depth[b, n] = True, len(seen) - 1
+    none = np.full((len(rows), 1, 1), -1, np.int32)
+    size = np.asarray([len(parents) for parents in rows], np.int32)
+    return PrefixTree(*map(jnp.asarray, (0 * depth, mask, depth, parent, none, size)))
+
+
+def problem_of(name="tree", counts=COUNTS, rows=PARENTS, window=None, S=S, **options) -> Problem:
+    """Context and nodes behind one another; what a node sees is an array."""
+    rng = np.random.default_rng(len(name))
+    B = len(rows)
+    mask = np.zeros((B, 1, L, S + L), bool)
+    for b, parents in enumerate(rows):
+        for n, seen in enumerate(lines(parents)):
+            position = counts[b] + len(seen) - 1
+            near = [a for i, a in enumerate(seen) if window is None or i <= window]
+            mask[b, 0, n, [S + a for a in near]] = True
+            first = 0 if window is None else max(0, position - window)
+            if n < len(parents):
+                mask[b, 0, n, first : counts[b]] = True
+    shapes = {"query": (L, N, H), "key": (S + L, K, H), "value": (S + L, K, V), "source": (L, N, V)}
+    arrays = {name: rng.standard_normal((B, *shape)) for name, shape in shapes.items()}
+    return Problem(name, **arrays, mask=mask, scale=0.7, **options)
+
+
+def by_place(query, key, value, tree, cache, source=None, **options):
+    """`tree_decode`, for programs that are compiled for arguments in a row."""
+    return tree_decode(query, key, value, tree=tree, cache=cache, source=source, **options)
+
+
+def decoded(cache, arrays, counts, **options):
+    """The context appended to `cache`, in two parts, and the state of the nodes over it."""
+    split = {name: (x[:, :-L], x[:, -L:]) for name, x in arrays.items() if name in ("key", "value")}
+    (old_key, key), (old_value, value) = split["key"], split["value"]
+    half = old_key.shape[1] // 2
+    first = jnp.minimum(counts, half)
+    cache = cache.append(old_key[:, :half], old_value[:, :half], lengths=first)
+    # what each row gets second follows what it got first
+    at = first[:, None] + jnp.arange(old_key.shape[1] - half, dtype=jnp.int32)[None]
+    later = (
+        jnp.take_along_axis(x, at[:, :, None, None], axis=1, mode="clip")
+        for x in (old_key, old_value)
+    )
+    cache = cache.append(*later, lengths=counts - first)
+    source = arrays.get("source")
+    options = {"scale": 0.7, "source": source, **options}
+    return tree_decode(arrays["query"], key, value, tree=tree_of(), cache=cache, **options)
+
+
+def empty(kind, dtype=jnp.float64, capacity=48, **options):
+    parallel = None if kind == "1" else parallel_of(kind)
+    return KVCache.empty(
+        B, capacity, K, H, V, dtype=dtype, block_size=2, parallel=parallel, **options
+    )
+
+
+@functools.cache
+def cotangents():
+    rng = np.random.default_rng(3)
+    return rng.standard_normal((B, L, N, V)), rng.standard_normal((B, L, N))
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def with_gradients(arrays, counts, kind):
+    """The state, and its gradients in everything, for the cotangents above."""
+    state, back = jax.vjp(lambda arrays: decoded(empty(kind), arrays, counts), arrays)
+    return state, back(type(state)(*map(jnp.asarray, cotangents())))[0]
+
+
+@pytest.mark.parametrize("kind", few(["1", "2x4", "2x4 explicit"], "2x4"))
+def test_dense(kind):
+    """A key that a node should not see, or one it should and does not; grouped heads, rows of all lengths, a row
+    without context, devices without keys, a source; and the gradients, those in what was appended before included."""
+    problem = problem_of()
+    arrays, _ = cast(problem, jnp.float64)
+    mesh = mesh_of("8" if kind == "1" else kind)
+    with jax.set_mesh(mesh):
+        state, gradients = with_gradients(arrays, jnp.asarray(COUNTS, jnp.int32), kind)
+    for mine, exact in zip(state, dense(problem), strict=True):
+        close(mine, exact)
+    for name, exact in dense_vjp(problem, *cotangents()).items():
+        close(gradients[name], exact, name)
+
+
+@pytest.mark.parametrize("window, reach", [(None, 1), (3, None), (5, (2, 9))])
+def test_window(window, reach):
+    """A window that hides old tokens but not old ancestors, or the other way about; a cache that is a ring."""
+    counts = COUNTS if window is None else (20, 0, 9)
+    left = min(x if isinstance(x, int) else x[0] for x in (window, reach) if x is not None)
+    problem = problem_of("window", counts, window=left, S=max(counts))
+    arrays, _ = cast(problem, jnp.float64)
+    with jax.set_mesh(mesh_of("8")):
+        run = jax.jit(functools.partial(decoded, local_window_size=reach))
+        cache = empty("8", window=window, capacity=48 if window is None else 16)
+        state = run(cache, arrays, jnp.asarray(counts, jnp.int32))
+    for mine, exact in zip(state, dense(problem), strict=True):
+        close(mine, exact)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_precision(dtype):
+    """An error above a small multiple of what attention written out makes on the same numbers."""
+    problem = problem_of("precise")
+    arrays, _ = cast(problem, dtype)
+    with jax.set_mesh(mesh_of("2x4")):
+        state = jax.jit(decoded)(empty("2x4", dtype), arrays, jnp.asarray(COUNTS, jnp.int32))
+    assert_all_close(state._asdict(), problem, dtype, "both", label="tree_decode")
+
+
+@pytest.mark.full
+def test_names():
+    """An implementation that is named and takes no mask; the choice lost on the way to the context."""
+    problem = problem_of("names")
+    arrays, rounded = cast(replace(problem, source=None), jnp.float32)
+    key, value, query = arrays["key"][:, S:], arrays["value"][:, S:], arrays["query"]
+    counts = jnp.asarray(COUNTS, jnp.int32)
+    cache = empty("1", jnp.float32).append(
+        arrays["key"][:, :S], arrays["value"][:, :S], lengths=counts
+    )
+    run = jax.jit(functools.partial(by_place, scale=0.7, implementation="pallas_tpu"))
+    state = run(query, key, value, tree_of(), cache)
+    close(state.out.astype(jnp.float64), dense(rounded)[0], tolerance=1e-6)
+    with pytest.raises(NotImplementedError, match="query: wanted at most 64 rows"):
+        many = jnp.concatenate([query] * 4, 2)
+        tree_decode(many, key, value, tree=tree_of(), cache=cache, implementation="decode")
+
+
+@pytest.mark.full
+def test_rows_and_heads_split():
+    """Rows and heads that types split over other mesh axes stay there, whether those of the draft are split or not."""
+    mesh, counts = make_mesh((2, 2, 2), ("data", "sequence", "model"), explicit=True), (11, 0, 4, 7)
+    rows = (*PARENTS, [-1, 0, 1, 1])
+    problem = problem_of("split", counts, rows)
+    key, value = (jnp.asarray(x) for x in (problem.key, problem.value))
+    nodes = [jnp.asarray(problem.query), key[:, S:], value[:, S:], jnp.asarray(problem.source)]
+    with jax.set_mesh(mesh):
+        spread = SequenceParallel("sequence")
+        cache = KVCache.empty(4, 16, K, H, V, dtype=key.dtype, parallel=spread, block_size=2)
+
+        def put(x, *spec):
+            return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+        split = "data", "sequence", "model"
+        cache = jax.tree.map(lambda x: put(x, *split[: x.ndim if x.ndim > 1 else 1]), cache)
+        cache = cache.append(key[:, :S], value[:, :S], lengths=jnp.asarray(counts, jnp.int32))
+        together = [put(x, "data", None, "model") for x in nodes]
+        for given in nodes, together:
+            args = *given[:3], tree_of(rows), cache, given[3]
+            step = jax.jit(functools.partial(by_place, scale=0.7)).lower(*args).compile()
+            plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
+            assert sent(step) == sent(plain.lower(cache, given[0]).compile()) != []
+            state = step(*args)
+            assert tuple(state.out.sharding.spec)[:3] == ("data", None, "model")
+            for mine, exact in zip(state, dense(problem), strict=True):
+                close(mine, exact)
+            accepted = accept([[0, 1, 4], [0, 1, 2], [], [0, 2]])
+            assert collectives(write.lower(cache, accepted, *given[1:3]).compile()) == ()
+            done = write(cache, accepted, *given[1:3])
+            check_written(done, cache, accepted, *given[1:3])
+            assert tuple(done.key.sharding.spec)[:3] == split
+        query, *pair, source = [put(x, None, None, "sequence") for x in nodes]
+        tree = jax.tree.map(lambda x: put(x, "data"), tree_of(rows))
+        state = jax.jit(by_place)(query, *pair, tree, cache, source, scale=jnp.float64(0.7))
+        close(state.out, dense(problem)[0])
+
+
+def sent(program):
+    return [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]
+
+
+@pytest.mark.parametrize("merge", few(["allreduce", "gather", "butterfly"], "allreduce"))
+def test_collectives(merge):
+    """A tree that costs a collective, or a byte, more than plain decoding of as many queries, at any capacity."""
+    problem, found = problem_of("sent"), []
+    arrays, _ = cast(problem, jnp.float64)
+    query, source = arrays["query"], arrays["source"]
+    nodes = [arrays[x][:, S:] for x in ("key", "value")]
+    with jax.set_mesh(mesh_of("2x4")):
+        for capacity in 16, 4096:
+            spread = SequenceParallel(("node", "device"), merge=merge)
+            cache = KVCache.empty(
+                B, capacity, K, H, V, dtype=jnp.float64, block_size=1, parallel=spread
+            )
+            args = query, *nodes, tree_of(), cache, source
+            step = jax.jit(functools.partial(by_place, scale=0.7)).lower(*args).compile()
+            found.append(sent(step))
+            if capacity == 16:
+                plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
+                found.append(sent(plain.lower(cache, query).compile()))
+                counts = jnp.asarray(COUNTS, jnp.int32)
+                cache = cache.append(arrays["key"][:, :S], arrays["value"][:, :S], lengths=counts)
+                state = step(*args[:4], cache, source)
+    assert found[0] and all(each == found[0] for each in found), found
+    close(state.out, dense(problem)[0])
+
+
+@pytest.mark.full
+def test_quantized():
+    """A draft rounded to 8 bits before it is accepted; or afterwards another way than by appending it."""
+    problem, counts = problem_of("int8"), jnp.asarray(COUNTS, jnp.int32)
+    arrays, rounded = cast(problem, jnp.float32)
+    key, value = arrays["key"], arrays["value"]
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty("8", jnp.float32, quantize="int8")
+        cache = append(cache, key[:, :S], value[:, :S], lengths=counts)
+        step = jax.jit(functools.partial(by_place, scale=0.7))
+        args = arrays["query"], key[:, S:], value[:, S:], tree_of(), cache, arrays["source"]
+        state = step(*args)
+        for name, read in ("key", cache.keys()), ("value", cache.values()):
+            context, read = getattr(rounded, name), np.asarray(read)
+            for b, slots in enumerate(np.asarray(cache.positions)):
+                for slot, n in enumerate(slots):
+                    if n >= 0:
+                        context[b, n] = read[b, slot]
+        done = write(cache, ACCEPTED, key[:, S:], value[:, S:])
+        check_written(done, cache, ACCEPTED, key[:, S:], value[:, S:])
+    close(state.out.astype(jnp.float64), dense(rounded)[0], tolerance=1e-6)
+
+
+def accept(paths, C=3) -> Accepted:
+    """What verification would return: slots filled up with -1, and some token."""
+    filled = np.asarray([[*path, *[-1] * (C - len(path))] for path in paths], np.int32)
+    lengths = np.asarray([len(path) for path in paths], np.int32)
+    return Accepted(jnp.asarray(filled), jnp.asarray(lengths), jnp.zeros_like(jnp.asarray(lengths)))
+
+
+ACCEPTED = accept([[0, 1, 4], [0], []])
+
+
+def check_written(done, before, accepted, key, value):
+    """What `done` holds is what `before` does and, by plain Python, the accepted nodes; all appended one by one."""
+    paths = [
+        row[:n] for row, n in zip(accepted.path.tolist(), accepted.length.tolist(), strict=True)
+    ]
+    for i in range(max(map(len, paths))):
+        each = [
+            jnp.stack([x[b, path[i] if i < len(path) else 0] for b, path in enumerate(paths)])
+            for x in map(np.asarray, (key, value))
+        ]
+        there = jnp.asarray([i < len(path) for path in paths], jnp.int32)
+        before = append(before, *(x[:, None] for x in each), lengths=there)
+    for mine, exact in zip(jax.tree.leaves(done), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(exact))
+
+
+@pytest.mark.full
+def test_commit():
+    """A node that was not accepted written, or one that was not; in another row's place, or at another position; more
+    than is accepted laid out, sent or copied; and attention afterwards that differs from that over plain appends."""
+    M, C, nodes = 5, 3, 16
+    rng = np.random.default_rng(0)
+    key, value, query = (
+        jnp.asarray(rng.standard_normal((B, nodes, heads, width)))
+        for heads, width in ((K, H), (K, V), (N, H))
+    )
+    old = [jnp.asarray(rng.standard_normal((B, S, K, width))) for width in (H, V)]
+    accepted = accept([[2, 9, 15], [0], []])
+    with jax.set_mesh(mesh_of("2x4")):
+        cache = empty("2x4", capacity=8192).append(*old, lengths=jnp.asarray(COUNTS, jnp.int32))
+        step = jax.jit(commit, donate_argnums=0)
+        program = step.lower(cache, accepted, key, value).compile()
+        text = program.as_text()
+        # each device has a copy of its own of what it may write on
+        done = step(jax.tree.map(jnp.copy, cache), accepted, key, value)
+        held, positions = np.asarray(done.keys()), np.asarray(done.positions)
+        check_written(done, cache, accepted, key, value)
+        plain = cache
+        for i in range(3):
+            chosen = [[2, 9, 15][i], 0, 0]
+            pair = (
+                jnp.stack([x[b, n] for b, n in enumerate(chosen)])[:, None] for x in (key, value)
+            )
+            plain = plain.append(*pair, lengths=jnp.asarray([1, i == 0, 0], jnp.int32))
+        attend = jax.jit(lambda cache: cache.attend(query[:, :1]))
+        for mine, exact in zip(attend(done), attend(plain), strict=True):
+            np.testing.assert_array_equal(mine, exact)
+    assert done.lengths.tolist() == [14, 1, 4]
+    for b, path in enumerate([[2, 9, 15], [0], []]):
+        wanted = [*np.asarray(old[0])[b, : COUNTS[b]], *np.asarray(key)[b, path]]
+        assert sorted(positions[b][positions[b] >= 0]) == list(range(len(wanted)))
+        for n, exact in enumerate(wanted):
+            np.testing.assert_array_equal(held[b, np.flatnonzero(positions[b] == n)[0]], exact)
+    assert collectives(program) == ()
+    assert f"[{B},{C},{K},{H}]" in text and f"[{B},{nodes},{K},{H}]" in text
+    assert not re.search(rf"\[{B},({M},{C}|{M * C}),", text)
+    shard = cache.key.nbytes // 8
+    assert program.memory_analysis().alias_size_in_bytes >= 2 * shard
+    assert program.memory_analysis().temp_size_in_bytes < shard / 8
+
+
+def arguments(**changes) -> dict[str, Any]:
+    f = jnp.float64
+    given = {"query": jnp.zeros((B, L, N, H), f), "key": jnp.zeros((B, L, K, H), f)}
+    given |= {"value": jnp.zeros((B, L, K, V), f), "tree": tree_of(), "cache": empty("1")}
+    return given | changes
+
+
+def committed(**changes):
+    given = arguments(**{"accepted": ACCEPTED} | changes)
+    return commit(*(given[name] for name in ("cache", "accepted", "key", "value")))
+
+
+def zeros(*shape, dtype=jnp.float64):
+    return jnp.zeros(shape, dtype)
+
+
+BAD = {
+    "query": (lambda: {"query": zeros(B, L - 1, N, H)}, ValueError, "query", "[3,6", "(3, 7, N"),
+    "query's dtype": (
+        lambda: {"query": zeros(B, L, N, H, dtype=jnp.float32)},
+        *(TypeError, "query", "float32", "the dtype of the cache, float64"),
+    ),
+    "heads": (lambda: {"query": zeros(B, L, 3, H)}, ValueError, "query", "3,7,3,3", "multiple"),
+    "key": (lambda: {"key": zeros(B, L, K, V)}, ValueError, "key", "[3,7,2,5]", "(3, 7, 2, 3)"),
+    "key's dtype": (
+        lambda: {"key": zeros(B, L, K, H, dtype=jnp.bfloat16)},
+        *(TypeError, "key", "bfloat16", "the dtype of the cache"),
+    ),
+    "value": (lambda: {"value": zeros(B, 1, K, V)}, ValueError, "value", "3,1,2,5", "(3, 7, 2, 5)"),
+    "no array": (lambda: {"value": [1.0]}, TypeError, "value", "list", "array"),
+    "source": (
+        lambda: {"source": zeros(B, L, N, H)},
+        ValueError,
+        "source",
+        "7,4,3",
+        "(3, 7, 4, 5)",
+    ),
+    "tree": (lambda: {"tree": None}, TypeError, "tree", "None", "PrefixTree"),
+    "its rows": (
+        lambda: {"tree": tree_of(PARENTS[:2])},
+        *(ValueError, "tree.tokens", "int32[2,7]", "(3, L)"),
+    ),
+    "cache": (lambda: {"cache": zeros(B, 4)}, TypeError, "cache", "float64[3,4]", "a KVCache"),
+    "window": (
+        lambda: {"cache": empty("1", window=3), "local_window_size": 4},
+        *(ValueError, "local_window_size", "4", "the cache's window, 3"),
+    ),
+    "name": (lambda: {"implementation": "fast"}, ValueError, "implementation", "'fast'", "one of"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what, unchecked):
+    """An error that does not name the argument, what came and what was wanted."""
+    changes, error, name, received, wanted = BAD[what]
+    complains(lambda: tree_decode(**arguments(**changes())), error, name, received, wanted)
+
+
+BAD_COMMIT = {
+    "cache": (lambda: {"cache": None}, TypeError, "cache", "None", "a KVCache"),
+    "accepted": (lambda: {"accepted": ()}, TypeError, "accepted", "()", "an Accepted"),
+    "rows": (
+        lambda: {"accepted": accept([[0], [1]])},
+        *(ValueError, "accepted.path", "int32[2,3]", "(3, C)"),
+    ),
+    "lengths": (
+        lambda: {"accepted": ACCEPTED._replace(length=zeros(2, dtype=jnp.int32))},
+        *(ValueError, "accepted.length", "int32[2]", "(3)"),
+    ),
+    "path": (
+        lambda: {"accepted": ACCEPTED._replace(path=zeros(B, 3))},
+        *(TypeError, "accepted.path", "float64", "integer"),
+    ),
+    "key": (lambda: {"key": zeros(2, L, K, H)}, ValueError, "key", "2,7,2,3", "(3, L, 2, 3)"),
+    "value": (lambda: {"value": zeros(B, 4, K, V)}, ValueError, "value", "3,4,2,5", "(3, 7, 2, 5)"),
+    "value's dtype": (
+        lambda: {"value": zeros(B, L, K, V, dtype=jnp.float16)},
+        *(TypeError, "value", "float16", "the dtype of the cache"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_COMMIT)
+def test_bad_commit(what, unchecked):
+    """The same, of what is to be written."""
+    changes, error, name, received, wanted = BAD_COMMIT[what]
+    complains(lambda: committed(**changes()), error, name, received, wanted)
+
+
+@pytest.mark.tpu
+@pytest.mark.usefixtures("user_settings")
+def test_tpu(monkeypatch):
+    """A tree that costs eight TPUs a collective more than plain decoding of its queries; compiled ahead of time."""
+    from jax.experimental import topologies
+
+    # no TPU and no metadata server are looked for
+    for name, value in {
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_LOG_DIR": "disabled",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }.items():
+        monkeypatch.setitem(os.environ, name, value)
+    pod = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
+    mesh = Mesh(np.asarray(pod.devices), ("device",))
+    rows, nodes, kv, heads, width, capacity = 2, 64, 2, 8, 128, 65536
+    with jax.set_mesh(mesh):
+        spread = SequenceParallel("device")
+        like = jax.eval_shape(
+            lambda: KVCache.empty(rows, capacity, kv, width, dtype=jnp.bfloat16, parallel=spread)
+        )
+
+        def on(x):
+            spec = P(None, "device") if x.shape[1:2] == (capacity,) else P()
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+        tree = jax.eval_shape(pack, jax.ShapeDtypeStruct((rows, 8, nodes // 8), jnp.int32))
+        query, key = (
+            jax.ShapeDtypeStruct((rows, nodes, heads, width), jnp.bfloat16) for heads in (heads, kv)
+        )
+        args = jax.tree.map(on, (query, key, key, tree, like))
+        found = jax.jit(by_place).lower(*args).compile()
+        plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
+        plain = plain.lower(args[-1], args[0]).compile()
+    assert sent(found) and sent(found) == sent(plain)

@@ -1,0 +1,392 @@
+"""The energy report of arrays, modules and models, for each layer and head; and its picture."""
+
+import dataclasses
+import functools
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, collectives
+from energy_attn.models import Llama, LlamaConfig
+from tests.support.measures import measure
+from tests.support.meshes import mesh_of
+from tests.support.problems import PROBLEMS, cast
+from tests.support.reference import rows
+
+FIELDS = ("energy", "entropy", "heat_capacity", "variance", "effective_keys")
+CONFIG = LlamaConfig(11, 16, 8, 2, 4, 2, rope_theta=100.0)
+
+
+def exact(problem):
+    """The five numbers of each row, `[B, T, N]`, from the dense weights."""
+    r = rows(problem)
+    scores = np.where(np.isfinite(r.scores), r.scores, 0)
+    mean = (r.weights * scores).sum(-1)
+    heat = (r.weights * (scores - mean[..., None]) ** 2).sum(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.where(r.weights > 0, r.weights * np.log(r.weights), 0).sum(-1)
+    apart = r.value[:, None] - r.out[:, :, None]  # [B, T, S, N, V]
+    variance = np.einsum("bnts,btsnv->btn", r.weights, apart**2)
+    entropy, heat = entropy.transpose(0, 2, 1), heat.transpose(0, 2, 1)
+    effective = np.where(np.isfinite(r.lse), np.exp(entropy), 0)
+    return dict(zip(FIELDS, (r.lse, entropy, heat, variance, effective), strict=True))
+
+
+def means(found):
+    """Over the queries that see a key, `[1, N]`."""
+    seen = np.isfinite(found["energy"])
+    with np.errstate(invalid="ignore"):
+        total = {name: np.where(seen, x, 0).sum((0, 1)) for name, x in found.items()}
+    return {name: (x / seen.sum((0, 1)))[None] for name, x in total.items()}
+
+
+def close(report, wanted, tolerance=1e-10):
+    for name, x in wanted.items():
+        np.testing.assert_allclose(
+            getattr(report, name), x, rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small decoder whose heads differ: initial weights are too small for that."""
+    make = functools.partial(Llama, CONFIG, dtype=jnp.float64)
+    shapes = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray((0.4 if x.ndim == 2 else 1) * rng.standard_normal(x.shape)), shapes
+    )
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jax.random.randint(jax.random.key(1), (2, 7), 0, 11, jnp.int32)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias_rows"])
+def test_rows_and_means(name):
+    """A number of another row, layer or unit; a mean that counts fully masked rows, or e^H of a mean H."""
+    problem = PROBLEMS[name]
+    arrays, _ = cast(problem, jnp.float64)
+
+    @jax.jit
+    def run(query, key, value, bias=None):
+        F = measure(query, key, value, bias=bias, **problem.options)
+        return ea.energy_report(F, per_query=True), ea.energy_report(F)
+
+    each, mean = run(**arrays)
+    wanted = exact(problem)
+    close(each, {n: x[None] for n, x in wanted.items()})
+    close(mean, means(wanted))
+    assert (np.exp(means(wanted)["entropy"]) < means(wanted)["effective_keys"] - 1e-3).any()
+
+
+@pytest.mark.full
+def test_no_query_sees_a_key():
+    """NaN where no row sees a key, or in the gradient there."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 3, 2, 4))
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(q):
+        found = ea.energy_report(measure(q, k, v, mask=jnp.zeros((3, 3), bool)))
+        return sum(x.sum() for x in jax.tree.leaves(found) if x is not found.energy), found
+
+    slope, found = gradient(q)
+    assert np.isneginf(found.energy).all() and not slope.any()
+    assert not any(x.any() for x in jax.tree.leaves(found)[1:])
+
+
+def test_layer():
+    """Options of the layer that do not reach its report, a batch axis too many, or other heads than it attends with."""
+    energy = ea.FreeEnergy(scale=0.7, is_causal=True, local_window_size=(3, 0))
+    layer = ea.MultiheadAttention(
+        4, 12, num_kv_heads=2, energy=energy, dropout_p=0.5, key=jax.random.key(0)
+    )
+    x = jax.random.normal(jax.random.key(1), (2, 6, 12))
+    y = x + 1
+    mask = jnp.ones((4, 6, 6), bool).at[1, :, 0].set(False)
+    halve = {"process_heads": lambda q, k, v: (q / 2, k, v)}
+
+    def project(linear, x, heads):
+        return jax.vmap(jax.vmap(linear))(x).reshape(2, 6, heads, 3)
+
+    @eqx.filter_jit
+    def run(layer, x, y):
+        query = project(layer.query_proj, x, 4) / 2
+        key, value = project(layer.key_proj, y, 2), project(layer.value_proj, x, 2)
+        options = {"scale": 0.7, "is_causal": True, "local_window_size": (3, 0)}
+        one = x[1], y[1], x[1], mask
+        return (
+            ea.energy_report(measure(query, key, value, mask=mask, **options)),
+            ea.energy_report(layer, x, y, x, mask, **halve),
+            ea.energy_report(layer, *one, per_query=True, **halve),
+            layer(*one, inference=True, return_energy=True, **halve)[1],
+        )
+
+    wanted, found, one, energies = run(layer, x, y)
+    jax.tree.map(np.testing.assert_allclose, found, wanted)
+    assert one.energy.shape == (1, 6, 4)
+    np.testing.assert_allclose(one.energy[0], energies, rtol=1e-9)
+
+
+def test_rule_of_a_call():
+    """A report of a layer that leaves out the rule of a call, beside that of its energy."""
+    layer = ea.MultiheadAttention(2, 8, is_causal=True, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    hidden = jnp.arange(5) >= 2
+
+    @eqx.filter_jit
+    def run(layer, x):
+        rule, array = ~ea.masks.Prefix(2), jnp.broadcast_to(hidden, (5, 5))
+        return [ea.energy_report(layer, x, x, x, mask, per_query=True) for mask in (rule, array)]
+
+    found, wanted = run(layer, x)
+    jax.tree.map(np.testing.assert_allclose, found, wanted)
+    assert (wanted.energy[:, :, :2] == -jnp.inf).all()
+
+
+def test_llama(model, tokens):
+    """Layers out of order, or attention in the report that differs from the model's, and changes all that follows."""
+
+    def attend(query, key, value, **options):  # also returns the arguments of attention
+        out, energy = ea.attention(query, key, value, **options)
+        return out, (energy, (query, key, value))
+
+    @jax.jit
+    def run(model, tokens):
+        energies, arrays = model(tokens, return_energies=True, attend=attend).energies
+
+        def alone(query, key, value):
+            F = ea.FreeEnergy(is_causal=True).at(query, key, value)
+            return ea.energy_report(F, per_query=True)
+
+        return (
+            ea.energy_report(model, tokens, per_query=True),
+            ea.energy_report(model, tokens, local_window_size=(1, 0)),
+            energies,
+            jax.vmap(alone)(*arrays),
+        )
+
+    report, window, energies, alone = run(model, tokens)
+    assert report.energy.shape == (2, 2, 7, 4)
+    np.testing.assert_allclose(report.energy, energies, rtol=1e-9)
+    close(report, {name: getattr(alone, name)[:, 0] for name in FIELDS})
+    # the first token sees itself alone, the last one at most all
+    assert (report.entropy[:, :, 0] < 1e-12).all()
+    assert (report.effective_keys <= np.arange(1, 8)[None, None, :, None] * (1 + 1e-9)).all()
+    assert (window.effective_keys < 2).all()
+
+
+@pytest.mark.full
+def test_llama_with_a_cache(model, tokens):
+    """A decode step: its queries, and all keys of the cache."""
+
+    @jax.jit
+    def run(model, tokens):
+        cache = model(tokens[:, :4], cache=model.empty_cache(2, 9)).cache
+        whole = ea.energy_report(model, tokens, per_query=True)
+        return whole, ea.energy_report(model, tokens[:, 4:], None, cache, per_query=True)
+
+    whole, rest = run(model, tokens)
+    close(rest, {name: getattr(whole, name)[:, :, 4:] for name in FIELDS})
+
+
+@pytest.mark.full
+def test_in_a_training_step(model, tokens):
+    """A report that fails in a compiled step, changes the training, or has no gradient where the loss has one."""
+
+    @eqx.filter_jit
+    def step(model, weight):
+        def loss(model):
+            logits = model(tokens[:, :-1]).logits
+            data = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+            report = ea.energy_report(model, tokens[:, :-1])
+            return data + weight * (report.effective_keys**2).sum(), (data, report)
+
+        return eqx.filter_value_and_grad(loss, has_aux=True)(model)
+
+    def query_weights(model):
+        return model.layers[0].self_attn.q_proj.weight
+
+    (_, (data, report)), gradient = step(model, jnp.zeros(()))
+    alone = jax.jit(jax.grad(lambda m: _data(m, tokens)))(model)
+    np.testing.assert_allclose(query_weights(gradient), query_weights(alone), atol=1e-12)
+    # along its gradient, the penalty rises by the norm of the gradient
+    _, steep = step(model, jnp.ones(()))
+    slope = jax.tree.map(jnp.subtract, steep, gradient)
+    length = jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(slope)))
+
+    def penalty(size):
+        there = jax.tree.map(lambda x, d: x + size / length * d, model, slope)
+        (total, (data, _)), _ = step(there, jnp.ones(()))
+        return total - data
+
+    np.testing.assert_allclose((penalty(1e-5) - penalty(-1e-5)) / 2e-5, length, rtol=1e-5)
+    assert length > 1 and report.entropy.shape == (2, 4) and np.isfinite(data)
+
+
+def _data(model, tokens):
+    logits = model(tokens[:, :-1]).logits
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+@pytest.mark.full
+def test_keys_on_eight_devices(model):
+    """Reports of single shards, or keys that every device holds."""
+    tokens = jax.random.randint(jax.random.key(2), (1, 16), 0, 11, jnp.int32)
+    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, 16, 2, 4), jnp.float64)
+    parallel = SequenceParallel("device")
+
+    def of_model(parallel, model, tokens):
+        return ea.energy_report(model, tokens, parallel=parallel)
+
+    def of_arrays(parallel, *arrays):
+        return ea.energy_report(measure(*arrays, parallel=parallel, is_causal=True))
+
+    for report, given in ((of_model, (model, tokens)), (of_arrays, (q, k, v))):
+        alone = jax.jit(functools.partial(report, None))(*given)
+        with jax.set_mesh(mesh_of("8")):
+            spread = jax.jit(functools.partial(report, parallel)).lower(*given).compile()
+            found = jax.device_get(spread(*given))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, alone)
+        assert collectives(spread)
+
+
+class Own(eqx.Module):
+    """A model of one's own: a layer of three heads, two in a loop, and one of two heads behind another."""
+
+    first: ea.MultiheadAttention
+    loop: ea.MultiheadAttention
+    last: dict
+
+    def __init__(self):
+        def layer(key, heads=3):
+            return ea.MultiheadAttention(heads, 6, dtype=jnp.float64, is_causal=True, key=key)
+
+        a, b, c, d = jax.random.split(jax.random.key(4), 4)
+        self.first = layer(a)
+        self.loop = eqx.filter_vmap(layer)(jnp.stack([b, c]))
+        self.last = {"a": layer(d, 2)}
+
+    def __call__(self, x, report=None, *, times=1):
+        """`report`: called with each layer and its input."""
+
+        def attend(layer, x):
+            found = None if report is None else report(layer, x)
+            return x + layer(x, x, x), found
+
+        x, first = attend(self.first, times * x)
+        arrays, static = eqx.partition(self.loop, eqx.is_array)
+        x, loop = jax.lax.scan(lambda x, y: attend(eqx.combine(y, static), x), x, arrays)
+        x, last = attend(self.last["a"], x)
+        return x if report is None else (first, loop, last)
+
+
+def test_any_model():
+    """Layers in another order or of another batch, numbers where there are no heads, or a mean over layers."""
+    model, x = Own(), jax.random.normal(jax.random.key(5), (4, 5, 6), jnp.float64)
+
+    @eqx.filter_jit
+    def run(model, x):
+        return ea.energy_report(eqx.filter_vmap(functools.partial(model, times=2)), x)
+
+    found = run(model, x)
+    each = jax.vmap(lambda x: model(x, lambda layer, x: ea.energy_report(layer, x, x, x), times=2))
+    first, loop, last = jax.tree.map(lambda y: y.mean(0), each(x))
+    for name in FIELDS:
+        pieces = getattr(first, name), getattr(loop, name)[:, 0], getattr(last, name)
+        wanted = np.full((4, 3), np.nan)
+        wanted[:3] = np.concatenate(pieces[:2])
+        wanted[3, :2] = pieces[2][0]
+        np.testing.assert_allclose(getattr(found, name), wanted, rtol=1e-10, err_msg=name)
+    report = ea.energy_report(model, x[0], times=2)
+    names = ("first.energy", "loop.energy[0]", "loop.energy[1]", "last['a'].energy")
+    assert report.names == names and found.names is not None
+    rows = ea.energy_report(model, x[0], per_query=True)
+    assert rows.entropy.shape == (4, 5, 3) and bool((rows.entropy[:, 0, :2] < 1e-12).all())
+    with pytest.raises(ValueError, match=r"per_query: wanted rows of one shape .*\(5,\), \(1, 5\)"):
+        one = model.first
+        ea.energy_report(lambda x: jax.vmap(one)(*[one(x, x, x)[None]] * 3), x[0], per_query=True)
+    with pytest.raises(ValueError, match="wanted one that calls a FreeEnergy"):
+        ea.energy_report(jnp.sin, x)
+
+
+def test_sixteen_bits():
+    """Figures rounded to bfloat16, or arrays rounded before they are reduced."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 4), jnp.bfloat16)
+    wide = ea.energy_report(measure(*(x.astype(jnp.float32) for x in (q, k, v))))
+    for found, wanted in zip(
+        *map(jax.tree.leaves, (ea.energy_report(measure(q, k, v)), wide)), strict=True
+    ):
+        assert found.dtype == jnp.float32
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_bad_input(unchecked, model, tokens):
+    """A message that does not name the wrong argument."""
+    layer = ea.MultiheadAttention(2, 4, key=jax.random.key(0))
+    x = jnp.zeros((2, 3, 4))
+    for call, error, words in (
+        (lambda: ea.energy_report("model", x), TypeError, "model: wanted .* got str"),
+        (
+            lambda: ea.energy_report(measure(x, x, x), per_query=1),
+            TypeError,
+            "per_query: wanted True",
+        ),
+        (lambda: ea.energy_report(x, x, x), TypeError, "model: wanted a Gibbs"),
+        (lambda: ea.energy_report(layer, x, x[:1], x), ValueError, r"key_: wanted shape \(2"),
+        (lambda: ea.energy_report(layer, x[0], x[0], [1.0]), TypeError, "value: wanted"),
+        (lambda: ea.energy_report(model, x), TypeError, "tokens: wanted an integer"),
+        (lambda: ea.energy_report(model, tokens, causal=True), TypeError, "causal"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_picture(tmp_path):
+    """A map upside down or of another quantity, numbers that cannot be told from their cell, a file not written."""
+    pytest.importorskip("matplotlib")
+    values = np.arange(15.0).reshape(5, 3, 1) * np.asarray([1.0, -1.0])
+    values[0, 1, 1] = -np.inf
+    report = ea.EnergyReport(*map(jnp.asarray, values))
+    shown = values[[0, 1, 4, 2, 3]]
+    figure = ea.plot.energy_report(report, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    maps = [panel for panel in figure.axes if panel.images]
+    for panel, wanted in zip(maps, shown, strict=True):
+        (image,) = panel.images
+        np.testing.assert_array_equal(
+            image.get_array().filled(-np.inf), np.where(np.isfinite(wanted), wanted, -np.inf)
+        )
+        assert image.origin == "upper"
+        assert (panel.get_xlabel(), panel.get_ylabel()) == ("head", "layer")
+        said = {(t.get_position()[1], t.get_position()[0]): t.get_text() for t in panel.texts}
+        assert said == {i: f"{x:.3g}" for i, x in np.ndenumerate(wanted) if np.isfinite(x)}
+        assert {t.get_color() for t in panel.texts} == {"black", "white"}
+    assert maps[0].get_yticklabels()[1].get_text() == "1"
+    named = dataclasses.replace(report, names=("a", "b.energy", "c"))
+    panels = [panel for panel in ea.plot.energy_report(named).axes if panel.images]
+    ticks = [[t.get_text() for t in panel.get_yticklabels()] for panel in panels]
+    assert ticks[0] == ticks[3] == ["a", "b.energy", "c"] and ticks[1] == ["0", "1", "2"]
+    # beyond a hundred heads there are no numbers
+    wide = ea.EnergyReport(*jnp.zeros((5, 10, 20)))
+    assert not any(panel.texts for panel in ea.plot.energy_report(wide).axes)
+
+
+def test_picture_refuses(monkeypatch, unchecked):
+    """A picture of something else, or a traceback out of matplotlib where it is not installed."""
+    q = jnp.ones((3, 2, 4))
+    with pytest.raises(TypeError, match="report: wanted an EnergyReport"):
+        ea.plot.energy_report(q)
+    with pytest.raises(ValueError, match="per_query"):
+        ea.plot.energy_report(ea.energy_report(measure(q, q, q), per_query=True))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        ea.plot.energy_report(ea.energy_report(measure(q, q, q)))

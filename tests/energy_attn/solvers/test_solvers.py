@@ -1,0 +1,145 @@
+"""Solvers as values: equal, hashable, without leaves, compiled once; and which of them a function declines."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import energy_attn as ea
+from energy_attn.kernels.dispatch._operation import _apply
+from energy_attn.solvers import (
+    AbstractSolver,
+    Extragradient,
+    FixedPoint,
+    Mirror,
+    Newton,
+    Optax,
+    Optimistic,
+)
+from tests.support.complaints import a, complains
+
+SGD = optax.sgd(0.1)
+KINDS: list[Any] = [Newton, Mirror, Extragradient, Optimistic, FixedPoint]
+ALL = [*(kind() for kind in KINDS), Optax(SGD)]
+ARRAYS = tuple(jnp.asarray(np.random.default_rng(0).standard_normal((3, 5, 1, 2)), "float32"))
+F = ea.FreeEnergy().at(*ARRAYS)
+ITERATIVE = {
+    "conjugate": functools.partial(F.conjugate, a(5, 1, 2)),
+    "rate": functools.partial(F.rate, a(5, 1, 2)),
+    "map": F.map,
+    "saddle_attention": functools.partial(ea.bayes.saddle_attention, F),
+    "retrieve": functools.partial(ea.hopfield.retrieve, *ARRAYS[:2]),
+}
+KNOWN = {
+    "conjugate": {Newton, Optax},
+    "rate": {Newton, Optax},
+    "map": {Newton, Mirror, Optax},
+    "saddle_attention": {Extragradient, Optimistic, Newton},
+    "retrieve": {FixedPoint},
+}
+
+
+def test_values():
+    """Solvers that differ where their fields do not, or are equal where a field or the class differs."""
+    again = [*(kind() for kind in KINDS), Optax(SGD)]
+    for i, solver in enumerate(ALL):
+        assert isinstance(solver, AbstractSolver)
+        assert hash(solver) == hash(again[i])
+        assert [solver == x for x in again] == [i == j for j in range(len(again))]
+    for kind in KINDS:
+        assert kind(max_steps=3) == kind(max_steps=3) != kind(max_steps=4)
+        assert kind(tolerance=1e-3) == kind(tolerance=1e-3) != kind()
+    assert Extragradient(0.1) != Extragradient(0.2) and Optax(SGD) != Optax(optax.sgd(0.1))
+    with pytest.raises(AttributeError):
+        ALL[0].max_steps = 3
+
+
+@pytest.mark.parametrize("solver", ALL, ids=lambda solver: type(solver).__name__)
+def test_under_jit(solver):
+    """A solver with leaves, that an argument of jit loses, or for which a program is traced twice."""
+    traced = []
+
+    def f(solver, x):
+        traced.append(solver)
+        return x + solver.max_steps
+
+    leaves, tree = jax.tree.flatten(solver)
+    assert leaves == [] and jax.tree.unflatten(tree, leaves) == solver
+    again = Optax(SGD) if isinstance(solver, Optax) else type(solver)()
+    for program in (jax.jit(f), jax.jit(f, static_argnums=0)):
+        traced.clear()
+        for one in (solver, again):
+            assert program(one, jnp.float32(1)) == 1 + solver.max_steps
+        assert traced == [solver]
+
+
+def test_equal_solvers_share_a_program():
+    """A compilation for each call that writes its solver anew, or one program for two numbers of steps."""
+    options = {"regulariser": 1.0, "throw": False}
+    paths, programs = [], []
+    for steps in (3, 3, 7):
+        solution = ITERATIVE["rate"](solver=Newton(max_steps=steps), **options)
+        paths.append(solution.stats["path"].shape[0])
+        programs.append(_apply._cache_size())
+    assert paths == [4, 4, 8]
+    assert programs[0] == programs[1] < programs[2]
+
+
+def test_tolerance_is_that_of_the_solver():
+    """A tolerance that does not reach the iteration: of the source, the point, the saddle or the state."""
+    for name, solver in (
+        ("conjugate", Newton),
+        ("map", Mirror),
+        ("saddle_attention", Extragradient),
+        ("retrieve", FixedPoint),
+    ):
+        options = {"regulariser": 1.0} if name == "conjugate" else {}
+        loose, tight = (
+            ITERATIVE[name](solver=solver(tolerance=tolerance), **options)
+            for tolerance in (0.1, 1e-5)
+        )
+        assert loose.converged.all() and tight.converged.all(), name
+        assert (loose.stats["steps"] < tight.stats["steps"]).any(), name
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_unknown_solvers_are_declined(name):
+    """A solver that is ignored, or fails inside; names and optimisers without a word about what to write instead."""
+    others = [x for x in ALL if type(x) not in KNOWN[name]]
+    for other in (*others, None, "newton", SGD, Newton):
+        for kind in KNOWN[name]:
+            wanted = f"energy_attn.solvers.{kind.__name__}(...)"
+            got = "str 'newton'" if other == "newton" else type(other).__name__
+            complains(
+                lambda other=other: ITERATIVE[name](solver=other), TypeError, "solver", got, wanted
+            )
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kind", [*KINDS, lambda **fields: Optax(SGD, **fields)])
+def test_bad_fields(kind):
+    """A solver that is made of nonsense and fails when it is used, or does not."""
+    for field, x, error, got, wanted in (
+        ("max_steps", 0, ValueError, "0", "at least 1"),
+        ("max_steps", None, TypeError, "None", "integer"),
+        ("max_steps", 2.0, TypeError, "float 2.0", "integer"),
+        ("tolerance", -1.0, ValueError, "-1.0", "at least 0"),
+        ("tolerance", "small", TypeError, "'small'", "real number"),
+        ("tolerance", float("nan"), ValueError, "nan", "finite"),
+    ):
+        complains(lambda field=field, x=x: kind(**{field: x}), error, field, got, wanted)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_step_sizes_and_optimisers():
+    """A step size of zero, or of the wrong type; something that is no optimiser."""
+    for kind in (Extragradient, Optimistic):
+        complains(lambda kind=kind: kind(0.0), ValueError, "step_size", "0.0", "above 0")
+        complains(lambda kind=kind: kind("a"), TypeError, "step_size", "'a'", "real number")
+    complains(lambda: Optimistic(None), TypeError, "step_size", "None", "real number")
+    complains(lambda: Optax("adam"), TypeError, "optimiser", "'adam'", "GradientTransformation")

@@ -1,0 +1,224 @@
+"""The choice of a kernel when a program is lowered: by platform and partitioning, under vmap; and its explanation."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn import attention, masks
+from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._kernel import AbstractKernel
+from energy_attn.kernels.call._operands import cotangents
+from energy_attn.kernels.dispatch import _lowering, _registry
+from tests.support.problems import PROBLEMS, cast
+
+
+class Marked(AbstractKernel):
+    """A kernel whose state tells that it ran: `out` is its own number, `lse` the size of the batch it got."""
+
+    exported = True
+    masks = (masks.AbstractMask,)
+
+    def __init__(self, name, platforms, number, interpreted=()):
+        self.name, self.platforms, self.interpreted = name, platforms, interpreted
+        self.number = number
+
+    def check(self, operands, settings):
+        if operands.query.dtype == jnp.float64:
+            raise NotImplementedError("query: wanted at most 32 bits, got float64")
+
+    def forward(self, operands, settings, platform):
+        shape = (*operands.query.shape[:-1], operands.value.shape[-1])
+        out = jnp.full(shape, self.number, operands.value.dtype) * jnp.ones_like(
+            operands.value[0, 0, 0, 0]
+        )
+        return AttentionState(out, jnp.full(shape[:-1], float(shape[0]), jnp.float32))
+
+    def backward(self, operands, settings, state, cotangent, platform):
+        number = self.number + (cotangent.lse is None) / 2
+        found = [jnp.full_like(x, number) for x in operands[:3]]
+        return cotangents(*found, None)
+
+
+MINE, THEIRS, SLOW = 3.0, 5.0, 7.0
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels for CPUs, for TPUs and for interpretation, before the library's own."""
+    made = (
+        Marked("mine", ("cpu",), MINE),
+        Marked("theirs", ("tpu",), THEIRS),
+        Marked("slow", ("cuda",), SLOW, interpreted=("cpu",)),
+    )
+    registry = {kernel.name: kernel for kernel in made} | _registry._REGISTRY
+    monkeypatch.setattr(_registry, "_REGISTRY", registry)
+    jax.clear_caches()
+    yield registry
+    jax.clear_caches()
+
+
+def arrays(dtype=jnp.float32):
+    return cast(PROBLEMS["grouped"], dtype)[0]
+
+
+def attend(arrays, implementation=None):
+    return local_attention(**arrays, implementation=implementation)
+
+
+def constants(lowered):
+    """The marked kernels that a program contains."""
+    text = lowered.as_text()
+    return {
+        number
+        for number in (MINE, THEIRS, SLOW)
+        if f"dense<{number:e}>" in text.lower() or f"{number:.6e}" in text.lower()
+    }
+
+
+def test_platform_lowered_for(kernels):
+    """A choice by the machine that traces, where a laptop compiles for a pod."""
+    traced = jax.jit(attend).trace(arrays())
+    assert constants(traced.lower(lowering_platforms=("cpu",))) == {MINE}
+    assert constants(traced.lower(lowering_platforms=("tpu",))) == {THEIRS}
+    assert constants(traced.lower(lowering_platforms=("cuda",))) == {SLOW}
+    assert constants(traced.lower(lowering_platforms=("rocm",))) == set()
+
+
+def test_export_for_several_platforms(kernels):
+    """A program exported for two platforms with one kernel for both."""
+    exported = jax.export.export(jax.jit(attend), platforms=("cpu", "tpu"))(arrays())
+    text = exported.mlir_module()
+    assert "3.000000e+00" in text and "5.000000e+00" in text
+    np.testing.assert_array_equal(exported.call(arrays()).out, MINE)
+
+
+def test_values_and_gradients(kernels):
+    """A backward by another kernel than the forward, outside of jit too; a symbolic zero that is lost."""
+    given = arrays()
+    assert float(attend(given).out.ravel()[0]) == MINE
+    for field, number in (("lse", MINE), ("out", MINE + 0.5)):
+        gradient = jax.grad(lambda a, field=field: getattr(attend(a), field).sum())(given)
+        for name, found in gradient.items():
+            np.testing.assert_array_equal(found, number, err_msg=f"{field} in {name}")
+
+
+def test_declined(kernels):
+    """A kernel that is used although it declines."""
+    out = attend(arrays(jnp.float64)).out
+    np.testing.assert_array_equal(out, attend(arrays(jnp.float64), ("decode", "blockwise")).out)
+
+
+def test_interpreted_only_by_name(kernels):
+    """A slow interpreted kernel chosen where another fits, or refused although named."""
+    run = functools.partial(attend, arrays())
+    assert float(run(("theirs", "slow")).out.ravel()[0]) == SLOW
+    assert float(run(("slow", "mine")).out.ravel()[0]) == MINE
+    for names, message in (("theirs", "theirs: it is made for tpu, got a program for cpu"),):
+        with pytest.raises(NotImplementedError, match=message):
+            run(names)
+
+
+def test_only_by_name(kernels, monkeypatch):
+    """A kernel that no hardware has run, chosen for a user who did not ask for it; or refused although named."""
+    monkeypatch.setattr(_registry, "_BY_NAME", frozenset({"mine"}))
+    assert "mine" not in _registry.tried() and "mine" in _registry.implementations()
+    names = ("decode", "blockwise")
+    np.testing.assert_array_equal(attend(arrays()).out, attend(arrays(), names).out)
+    np.testing.assert_array_equal(attend(arrays(), "mine").out, MINE)
+    np.testing.assert_array_equal(attend(arrays(), ("theirs", "mine")).out, MINE)
+
+
+def test_partitioned_programs_get_xla(kernels):
+    """A kernel in a program that XLA partitions, which would gather all arrays for it or fail."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    given = {name: jax.device_put(x, NamedSharding(mesh, P("x"))) for name, x in arrays().items()}
+    split = jax.jit(attend)(given)
+    np.testing.assert_allclose(split.out, attend(arrays(), "reference").out, rtol=1e-5, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="mine: XLA cannot split it over devices"):
+        jax.jit(lambda a: attend(a, "mine"))(given)
+    manual = jax.shard_map(attend, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_array_equal(jax.jit(manual)(given).out, MINE)
+    # manual over one axis alone: XLA still partitions the program over the other
+    both = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    partly = jax.shard_map(attend, mesh=both, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})
+    given = {name: jax.device_put(x, NamedSharding(both, P("x"))) for name, x in arrays().items()}
+    np.testing.assert_allclose(jax.jit(partly)(given).out, split.out, rtol=1e-5, atol=1e-6)
+    explicit = jax.make_mesh(
+        (2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2]
+    )
+    with jax.set_mesh(explicit):
+        given = {name: jax.device_put(x, P("x")) for name, x in arrays().items()}
+        # in a jax.shard_map over the axes of the types
+        np.testing.assert_array_equal(attention(**given), MINE)
+        with pytest.raises(
+            NotImplementedError, match="query: wanted an array that its type does not split"
+        ):
+            attend(given, "mine")
+
+
+def test_vmap_folds_the_batch(kernels):
+    """A reshape that mixes up the batch and the mapped axis."""
+    given = arrays()
+    queries = jnp.stack([given["query"]] * 3, axis=1)
+    batch = given["query"].shape[0]
+    mapped = jax.vmap(lambda q: attend(given | {"query": q}), in_axes=1)
+    state = mapped(queries)
+    np.testing.assert_array_equal(state.out, MINE)
+    np.testing.assert_array_equal(state.lse, 3 * batch)  # one call of a larger batch
+    # the outer axis is in the middle
+    twice = jax.vmap(mapped, in_axes=2)(jnp.stack([queries] * 2, axis=2))
+    assert twice.out.shape == (2, *state.out.shape)
+    np.testing.assert_array_equal(twice.lse, 6 * batch)
+
+
+def test_vmap_of_a_real_kernel(kernels, monkeypatch):
+    """Rows of the larger batch that return in another order."""
+    monkeypatch.setattr(
+        Marked, "forward", lambda self, o, s, p: kernels["reference"].forward(o, s, p)
+    )
+    given = arrays()
+    queries = jnp.stack([given["query"], -2 * given["query"], 0 * given["query"]])
+    lengths = jnp.asarray([[7, 3], [1, 0], [5, 5]])
+
+    def run(query, lengths, implementation):
+        return local_attention(
+            **given | {"query": query}, key_value_seq_lengths=lengths, implementation=implementation
+        )
+
+    mapped = jax.vmap(functools.partial(run, implementation="mine"))(queries, lengths)
+    for i in range(3):
+        alone = run(queries[i], lengths[i], "reference")
+        np.testing.assert_allclose(mapped.out[i], alone.out, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(mapped.lse[i], alone.lse, rtol=1e-5, atol=1e-6)
+
+
+def test_explain(kernels):
+    """`info` that reports another kernel than the one used, or no reason."""
+    names = tuple(kernels)
+    call = _registry_call(jnp.float32)
+    assert _registry.explain(names, *call, "cpu") == ("mine", ())
+    assert _registry.explain(names, *call, "tpu") == ("theirs", ())  # the others are not for it
+    name, declined = _registry.explain(names, *_registry_call(jnp.float64), "cpu")
+    assert (
+        name == "decode" and dict(declined)["mine"] == "query: wanted at most 32 bits, got float64"
+    )
+
+
+def _registry_call(dtype):
+    call = check_call(**arrays(dtype))
+    return call.settings, call.operands
+
+
+def test_one_cached_program_for_each_shape(kernels):
+    """Calls outside of jit that compile every time."""
+    attend(arrays())
+    sizes = _lowering._bind._cache_size()
+    attend(arrays())
+    assert _lowering._bind._cache_size() == sizes

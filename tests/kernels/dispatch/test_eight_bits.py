@@ -1,0 +1,236 @@
+"""Keys and values of eight bits with scales: read as they are stored, as on a TPU or a GPU, or widened.
+
+Scales are zero or powers of two, so that what is stored is the same number in every dtype, and the judge takes it as
+it is.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU
+from energy_attn.kernels.dispatch import _registry
+from energy_attn.kernels.dispatch._eight_bits import attend_eight_bits
+from energy_attn.kernels.internal import attend, candidates, check_call, widened
+from tests.support.eight_bits import read_as_stored, read_by_kernels
+from tests.support.naive import assert_all_close
+from tests.support.problems import HEADS, PROBLEMS, Problem, cast, tangents
+from tests.support.selection import few
+
+WIDTH = 128  # wide heads, so that scores are small beside them
+JUDGED = [x for x in (PROBLEMS | HEADS).values() if x.key.size and x.query.size]
+# the least tiles, so that several programs share the keys of a few tiles, and others are full
+GPU = PallasGPU(GPUPlan((GPUTiles("forward", 16, 16, stages=3, least_steps=1),)))
+
+
+@pytest.fixture
+def as_stored(monkeypatch):
+    yield from read_as_stored(monkeypatch)
+
+
+@pytest.fixture
+def not_widened(monkeypatch):
+    yield from read_by_kernels(monkeypatch)
+
+
+def stored(problem: Problem, dtype):
+    """A problem of wide heads in a dtype, and its arrays: of keys and values numbers and scales."""
+    rng, (B, T, N, _) = problem.rng("eight bits"), problem.query.shape
+    S, K = problem.key.shape[1:3]
+    numbers = rng.integers(-127, 128, (2, B, S, K, WIDTH)).astype(np.int8)
+    scales = 2.0 ** rng.integers(-9, -5, (2, B, S, K))
+    scales[rng.random(scales.shape) < 0.1] = 0.0
+    key, value = numbers * scales[..., None]
+    query = rng.standard_normal((B, T, N, WIDTH))
+    arrays, problem = cast(replace(problem, query=query, key=key, value=value, source=None), dtype)
+    scales = dict(zip(("key_scale", "value_scale"), jnp.asarray(scales, jnp.float32), strict=True))
+    return problem, arrays | dict(zip(("key", "value"), numbers, strict=True)) | scales
+
+
+def call(arrays, problem, attend=attend, names=None, **options):
+    """The state of stored arrays."""
+    scales = arrays["key_scale"], arrays["value_scale"]
+    given = (arrays.get(name) for name in ("query", "key", "value", "source", "bias"))
+    checked = check_call(*given, scales=scales, **problem.options | options)
+    return attend(candidates(names), checked.settings, checked.operands)
+
+
+def of_widened(names, settings, operands):
+    return attend(names, settings, widened(operands))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    "problem",
+    few(JUDGED, "grouped", "decode_ragged", "decode_cache", "everything", "heads_16_2", "mask"),
+    ids=str,
+)
+def test_as_stored(problem, dtype, as_stored):
+    """A scale of another key or head, an absent slot that counts, or more rounding than in plain attention."""
+    problem, arrays = stored(problem, dtype)
+    found = jax.jit(lambda arrays: call(arrays, problem))(arrays)
+    assert_all_close(found._asdict(), problem, dtype, "both", label="eight bits")
+    rows, heads = problem.query.shape[1] * problem.query.shape[2], problem.key.shape[2]
+    few_rows = 16 * rows <= heads * 2 * WIDTH * jnp.dtype(dtype).itemsize
+    assert len(as_stored) == few_rows, (
+        "scores that are large beside the keys, or small and not so read"
+    )
+
+
+FEW_ROWS = [
+    x
+    for x in JUDGED
+    if x.bias is None
+    and x.mask is None
+    and x.query.shape[1] * x.query.shape[2] <= 128 * x.key.shape[2]
+    and "table" not in (x.rule or "")
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    "problem",
+    few(FEW_ROWS, "grouped", "primes", "decode_cache", "predicates", "heads_16_2", "heads_8_8"),
+    ids=str,
+)
+def test_on_a_gpu(problem, dtype, not_widened):
+    """The same in the kernel for GPUs; a scale beyond the keys, one that only a part of the programs has."""
+    problem, arrays = stored(problem, dtype)
+    found = jax.jit(lambda arrays: call(arrays, problem, names=GPU))(arrays)
+    assert_all_close(found._asdict(), problem, dtype, "both", label="eight bits")
+
+
+@pytest.mark.parametrize("problem", few(["everything", "decode_ragged"], "decode_ragged"))
+def test_derivatives(problem, as_stored):
+    """A derivative that differs from that of widened keys, to the last bit, in either mode; the scales' included."""
+    problem, arrays = stored(PROBLEMS[problem], jnp.float32)
+    fixed = {name: arrays.pop(name) for name in ("key", "value")}
+    directions = {name: jnp.asarray(x, jnp.float32) for name, x in tangents(problem).items()}
+    directions = {
+        name: directions.get(name, jnp.full(x.shape, 0.5, jnp.float32))
+        for name, x in arrays.items()
+    }
+
+    def derivatives(arrays, attend):
+        def state(arrays):
+            return call(fixed | arrays, problem, attend)
+
+        found, back = jax.vjp(state, arrays)
+        query = {"query": arrays["query"]}
+        along = jax.jvp(lambda x: state(arrays | x), [query], [{"query": directions["query"]}])
+        return back(found), jax.jvp(state, [arrays], [directions])[1], along[1]
+
+    found, exact = (jax.jit(derivatives, static_argnums=1)(arrays, x) for x in (attend, of_widened))
+    jax.tree.map(np.testing.assert_array_equal, found, exact)
+    assert all(np.abs(x).max() > 0 for x in found[0][0].values())
+
+
+def test_what_is_widened(as_stored):
+    """A source, an array for the scale, float16, float64 or another kernel's name that is lost on eight bits."""
+    problem, arrays = stored(PROBLEMS["grouped"], jnp.float32)
+    source = jnp.ones((*problem.query.shape[:3], WIDTH), jnp.float32)
+    for more, options in (
+        ({"source": source}, {}),
+        ({}, {"scale": jnp.float32(0.3)}),
+        ({}, {"names": "blockwise"}),
+        ({"query": arrays["query"].astype(jnp.float16)}, {}),
+        ({"query": arrays["query"].astype(jnp.float64)}, {}),
+    ):
+        found, exact = (call(arrays | more, problem, x, **options) for x in (attend, of_widened))
+        jax.tree.map(np.testing.assert_array_equal, found, exact)
+        assert found.out.dtype == (arrays | more)["query"].dtype
+    assert not as_stored
+
+
+def check_not_finite(names=None):
+    problem, arrays = stored(PROBLEMS["decode_cache"], jnp.float32)
+    exact = call(arrays, problem, names=names)
+    for name in ("key_scale", "value_scale"):
+        for broken in (jnp.nan, jnp.inf):
+            stale = arrays | {name: arrays[name].at[0, 2].set(broken)}
+            jax.tree.map(np.testing.assert_array_equal, call(stale, problem, names=names), exact)
+        # stored for a vector that is not finite
+        present = arrays | {name: arrays[name].at[0, 3, 0].set(jnp.nan)}
+        group = problem.query.shape[2] // problem.key.shape[2]
+        out = call(present, problem, names=names).out
+        assert jnp.isnan(out[0, :, :group]).all() and jnp.isfinite(out[0, :, group:]).all()
+
+
+def test_values_that_are_not_finite(as_stored):
+    """The NaN of a stale slot, which a scale of NaN stands for; or one of a present slot that is lost."""
+    check_not_finite()
+    assert as_stored
+
+
+def test_values_that_are_not_finite_on_a_gpu(not_widened):
+    """The same, in a tile that other slots share."""
+    check_not_finite(GPU)
+
+
+@pytest.mark.parametrize(("queries", "dtype"), [(1, "bfloat16"), (32, "bfloat16"), (8, "float32")])
+def test_default_on_a_gpu(queries, dtype):
+    """A program for GPUs whose kernel gets other than eight bits, by the choice among all kernels."""
+    problem = PROBLEMS["decode_cache"]
+    sizes = {"query": (2, queries, 8, WIDTH), "key": (2, 256, 2, WIDTH)}
+    sizes |= {"value": sizes["key"], "key_scale": (2, 256, 2), "value_scale": (2, 256, 2)}
+    types = dict(zip(sizes, (dtype, "int8", "int8", "float32", "float32"), strict=True))
+    given = {name: jax.ShapeDtypeStruct(x, types[name]) for name, x in sizes.items()}
+    positions = {"query_positions": jnp.zeros((2, queries), jnp.int32)}
+    positions |= {"key_positions": jnp.zeros((2, 256), jnp.int32)}
+
+    def run(arrays):
+        return call(arrays, replace(problem, **{x: None for x in positions}), **positions)
+
+    text = jax.jit(run).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    (attention,) = (x for x in text.splitlines() if "attention_forward" in x)
+    assert attention.count("tensor<2x256x2x128xi8>") == 2
+    assert "xi8>) -> tensor" not in text  # no conversion
+
+
+def test_vmap(as_stored):
+    """Scales that are mapped with other keys than theirs, and derivatives of such calls."""
+    problem, arrays = stored(PROBLEMS["decode_cache"], jnp.float32)
+    arrays = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(x, 2)]), arrays)
+
+    def derivatives(arrays, attend):
+        def out(query):
+            return call(arrays | {"query": query}, problem, attend).out
+
+        return out(arrays["query"]), jax.vjp(out, arrays["query"])[1](arrays["query"])
+
+    found, exact = (
+        jax.vmap(lambda x, f=f: derivatives(x, f))(arrays) for f in (attend, of_widened)
+    )
+    near = 32 * float(jnp.finfo(jnp.float32).eps)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, near, near), found, exact)
+    assert as_stored
+
+
+def test_default_is_widened():
+    """Another program for CPUs than that of widened keys and values."""
+    problem, arrays = stored(HEADS["heads_8_8"], jnp.bfloat16)
+    found, exact = (
+        jax.jit(lambda arrays, x=x: call(arrays, problem, x)).lower(arrays).compile()
+        for x in (attend, of_widened)
+    )
+    one, other = (x.cost_analysis() for x in (found, exact))
+    assert one == other
+
+
+def test_traced_once(monkeypatch):
+    """A step outside of jit that traces its program each time."""
+    problem, arrays = stored(PROBLEMS["decode_cache"], jnp.float32)
+    traced = []
+
+    def counting(*given):
+        traced.append(given)
+        return attend_eight_bits(*given)
+
+    monkeypatch.setattr(_registry, "attend_eight_bits", counting)
+    _registry._attend.clear_cache()
+    for _ in range(3):
+        call(arrays, problem, attend)
+    assert len(traced) == 1

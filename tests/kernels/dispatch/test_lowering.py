@@ -1,0 +1,198 @@
+"""Programs lowered for GPUs and TPUs on a machine without them: in any context, on this JAX and later ones."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.kernels import _private, local_attention
+from energy_attn.kernels.call._operands import Operands, Settings
+from energy_attn.kernels.dispatch import _probe, _registry
+from energy_attn.kernels.masks._structure import sided
+from tests.support.selection import few
+
+pytestmark = pytest.mark.usefixtures("user_settings")
+
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+TRITON, MOSAIC = "__gpu$xla.gpu.triton", "tpu_custom_call"
+
+
+def abstract(dtype=jnp.bfloat16, sharding=None):
+    return (jax.ShapeDtypeStruct((2, 256, 4, 64), dtype, sharding=sharding),) * 3
+
+
+def with_gradients(*arrays, implementation=None):
+    def run(*arrays):
+        return local_attention(*arrays, is_causal=True, implementation=implementation)
+
+    state, back = jax.vjp(run, *arrays)
+    return state, back(state._replace(lse=0 * state.lse))
+
+
+def calls(run, arrays, platform):
+    """The custom calls of a program."""
+    # a new function, so that no trace with other kernels is found in the cache
+    lowered = jax.jit(lambda *x: run(*x)).trace(*arrays).lower(lowering_platforms=(platform,))
+    return set(re.findall(r"custom_call @([\w$.]+)", lowered.as_text())) - {"Sharding"}
+
+
+@pytest.fixture
+def afresh(monkeypatch):
+    """New kernels, and empty caches in the library and in JAX."""
+
+    def forget():
+        fresh = {name: type(kernel)() for name, kernel in _registry._REGISTRY.items()}
+        monkeypatch.setattr(_registry, "_REGISTRY", fresh)
+        _private.private_names.cache_clear()
+        _probe._tried.cache_clear()
+        jax.clear_caches()
+
+    forget()
+    yield forget
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "wanted"),
+    [
+        ("cuda", jnp.bfloat16, {FORWARD, BACKWARD}),
+        ("cuda", jnp.float32, {TRITON}),
+        ("tpu", jnp.bfloat16, {MOSAIC}),
+        ("tpu", jnp.float32, {MOSAIC}),
+        ("rocm", jnp.bfloat16, set()),
+        ("cpu", jnp.bfloat16, set()),
+    ],
+    ids=["cuda-bfloat16", "cuda-float32", "tpu-bfloat16", "tpu-float32", "rocm", "cpu"],
+)
+def test_default(platform, dtype, wanted):
+    """A kernel whose lowering needs other parameters than this JAX passes, or a GPU; XLA where a kernel fits."""
+    assert calls(with_gradients, abstract(dtype), platform) == wanted
+
+
+def test_mosaic_gpu():
+    """A part of Mosaic GPU that a version of JAX renamed: the kernel would decline, and nobody would notice."""
+
+    def named(*arrays):
+        return with_gradients(*arrays, implementation="mosaic_gpu")
+
+    assert calls(named, abstract(), "cuda") == {"mosaic_gpu_v2"}
+
+
+def test_splash():
+    """Splash, which is called by private names, not chosen by default."""
+    choice = _registry.explain(_registry.tried(), *_call(), "tpu")
+    assert choice.name == "splash", choice
+
+
+def _call():
+    return Settings(64**-0.5, sided(right=0)), Operands(*abstract(), *[None] * 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", few(["bfloat16", "float32"], "bfloat16"))
+def test_in_any_context(dtype, afresh):
+    """A probe that is traced into the program around it, or under its mesh, precision or configuration."""
+    dtype = jnp.dtype(dtype)
+    wanted = {FORWARD, BACKWARD} if dtype == jnp.bfloat16 else {TRITON}
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    spec, arrays = P("x"), abstract(dtype, NamedSharding(mesh, P("x")))
+    split = jax.shard_map(with_gradients, mesh=mesh, in_specs=spec, out_specs=spec)
+    with jax.set_mesh(mesh):
+        assert calls(split, arrays, "cuda") == wanted
+    afresh()
+    with jax.enable_x64(True), jax.disable_jit(), jax.numpy_rank_promotion("raise"):
+        assert calls(with_gradients, abstract(dtype), "cuda") == wanted
+    afresh()
+    with jax.default_matmul_precision("highest"), jax.checking_leaks():
+        assert (
+            calls(jax.vmap(with_gradients), [_more(x) for x in abstract(dtype)], "cuda") == wanted
+        )
+
+
+def _more(x):
+    return jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+
+
+def test_unknown_parameters(afresh, monkeypatch):
+    """A future lowering with unknown parameters: an error from jit where the next kernel fits."""
+
+    def lowering(ctx, *arrays, unheard_of, **options):
+        raise AssertionError("called without it")
+
+    found = _private.private_names("cudnn")
+    known = found.forward
+    primitive = Primitive("another_cudnn")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *x, **options: known.abstract_eval(*x, **options)[0])
+    mlir.register_lowering(primitive, lowering, platform="cuda")
+    monkeypatch.setattr(found, "forward", primitive)
+    assert calls(with_gradients, abstract(), "cuda") == {TRITON}
+    with pytest.raises(NotImplementedError, match=f"cudnn: .*{jax.__version__}.*unheard_of"):
+        calls(lambda *x: with_gradients(*x, implementation="cudnn"), abstract(), "cuda")
+    choice = _registry.explain(_registry.tried(), *_call(), "cuda")
+    assert choice.name == "pallas_gpu" and "unheard_of" in dict(choice.declined)["cudnn"]
+
+
+def test_other_results(afresh, monkeypatch):
+    """Statistics in another layout, which shapes tell before results are wrong."""
+    kernel = _registry._REGISTRY["cudnn"]
+    forward = type(kernel).forward
+
+    def turned(*x):
+        state = forward(*x)
+        return state._replace(lse=state.lse.swapaxes(1, 2))
+
+    monkeypatch.setattr(type(kernel), "forward", turned)
+    assert "float32[1, 2, 640]" in _probe.obstacle(kernel, "cuda")
+    assert calls(with_gradients, abstract(), "cuda") == {TRITON}
+
+
+@pytest.fixture
+def gone(afresh, monkeypatch):
+    """Removes one of the private names from JAX, as a new version may."""
+    uses = dict(_private._USES)
+
+    def take(use, name):
+        names = uses[use].names
+        changed = uses[use]._replace(names=names | {name: f"{names[name]}_as_it_was"})
+        monkeypatch.setitem(_private._USES, use, changed)
+        _private.private_names.cache_clear()
+
+    return take
+
+
+# flash-attn-jax and fa4-jax are not installed for these tests
+@pytest.mark.parametrize("use", sorted({*_private._USES} - {"flash", "fa4"}))
+def test_private_names(use, gone):
+    """A listed name that this JAX lacks, or a name that is used before it is looked up."""
+    assert set(vars(_private.private_names(use))) == set(_private._USES[use].names)
+    for name, place in list(_private._USES[use].names.items()):
+        gone(use, name)
+        with pytest.raises(
+            NotImplementedError, match=f"{use}: wanted .*{place}.*{jax.__version__}"
+        ):
+            _private.private_names(use)
+
+
+@pytest.mark.parametrize(
+    ("use", "name", "platform", "next_one"),
+    [("cudnn", "Mask", "cuda", TRITON), ("splash", "backward_query", "tpu", MOSAIC)],
+)
+def test_names_that_are_gone(use, name, platform, next_one, gone):
+    """An AttributeError from a call after JAX drops a private name."""
+    gone(use, name)
+    assert calls(with_gradients, abstract(), platform) == {next_one}
+    with pytest.raises(NotImplementedError, match=f"{use}: wanted .*_as_it_was.*{jax.__version__}"):
+        with_gradients(*(jnp.zeros(x.shape, x.dtype) for x in abstract()), implementation=use)
+
+
+def test_rocm():
+    """Kernels for NVIDIA's GPUs interpreted silently on AMD's, a thousand times slower."""
+    with pytest.raises(NotImplementedError, match="pallas_gpu: it is made for cuda, got .* rocm"):
+        calls(lambda *x: local_attention(*x, implementation="pallas_gpu"), abstract(), "rocm")

@@ -1,0 +1,152 @@
+"""The tangents of kernels, the state's derivative in a direction, against the dense derivative.
+
+Each may err by a small multiple of what JAX's derivative of naive attention in the same dtype errs. The rule that calls
+these kernels, and all others, is tested in `test_local_attention.py`.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.kernels import PallasGPU, local_attention
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._operands import cotangents as directions_of
+from energy_attn.kernels.pallas.gpu._plan import make_plan
+from energy_attn.kernels.pallas.tpu._grid import Grid
+from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
+from energy_attn.kernels.pallas.tpu._layout import layout
+from energy_attn.kernels.vendor._cudnn import CuDNN
+from energy_attn.kernels.vendor._fa4 import FA4
+from energy_attn.kernels.vendor._flash_attn import FlashAttn
+from energy_attn.kernels.vendor._splash import Splash
+from energy_attn.kernels.xla._decode import Decode
+from energy_attn.kernels.xla._reference import Reference
+from tests.support.problems import BLOCKS, HEADS, PROBLEMS, _make, cast, tangents
+from tests.support.reference import dense_jvp
+from tests.support.selection import few_rows
+from tests.support.tangents import ALL, check_tangent
+from tests.support.traits import SMALL, SMALL_LAYOUT, SMALL_TILES
+
+# Lengths, a window and documents at once; queries and keys that no other sees.
+PREDICATES = replace(BLOCKS["blocks_predicates"], name="predicates_without_source", source=None)
+RAGGED = replace(PROBLEMS["ragged"], name="ragged_without_source", source=None)
+# Its tiles fit on a GPU, but not beside those of its directions.
+WIDEST = _make("widest", B=1, T=2, S=3, N=1, H=512)
+KERNELS = {
+    "gpu": SMALL["pallas_gpu"],
+    "tpu": SMALL["pallas_tpu"],
+    "tpu, keys last": PallasTPU(SMALL_LAYOUT._replace(lanes=8, sublanes=8)),
+    "tpu, keys split": PallasTPU(SMALL_LAYOUT._replace(rows=512)),
+    "blockwise": SMALL["blockwise"],
+    "decode": Decode(),
+    "cudnn": CuDNN(),
+    "flash": FlashAttn(),
+    "fa4": FA4(),
+    "splash": Splash(),
+}
+CASES = [
+    ("gpu", PREDICATES, ALL),
+    ("tpu", PREDICATES, ALL),
+    ("blockwise", PREDICATES, ALL),
+    ("gpu", BLOCKS["blocks_rule"], ALL),
+    ("tpu", BLOCKS["blocks_rule"], ALL),
+    ("decode", RAGGED, ALL),
+    ("gpu", HEADS["heads_16_2"], ("query", "key")),  # keys split over programs
+    ("tpu, keys split", HEADS["heads_8_8"], ("query", "value")),
+    ("gpu", PROBLEMS["value_narrower"], ("key", "value")),
+    ("tpu", PROBLEMS["value_narrower"], ("query",)),  # the last block of keys is not full
+    ("tpu, keys last", BLOCKS["blocks_causal"], ("key",)),
+    ("gpu", PROBLEMS["positions"], ("value",)),
+    ("gpu", BLOCKS["blocks_causal"], ("query", "value")),
+    ("tpu", PROBLEMS["positions"], ("value",)),
+    ("gpu", BLOCKS["blocks_segments"], ("key",)),
+    ("tpu", BLOCKS["blocks_window"], ("key", "value")),
+    ("gpu", RAGGED, ("query",)),
+    ("tpu, keys last", RAGGED, ALL),
+    ("tpu", HEADS["heads_8_1"], ("query", "key")),
+    ("blockwise", PROBLEMS["positions"], ("key", "value")),
+    ("blockwise", RAGGED, ("query",)),
+    ("blockwise", PROBLEMS["mask"], ALL),
+    ("decode", PROBLEMS["positions"], ("key", "value")),
+    ("decode", PROBLEMS["mask"], ALL),
+    ("decode", PROBLEMS["value_narrower"], ("query",)),
+]
+NARROW = [
+    *((kernel, "bfloat16") for kernel in ("gpu", "tpu", "blockwise", "decode")),
+    *((kernel, "float16") for kernel in ("gpu", "blockwise", "decode")),
+]
+BORROWED = [("cudnn", "bfloat16"), ("splash", "bfloat16"), ("flash", "float16")]
+BORROWED += [("fa4", "bfloat16")]
+
+
+@pytest.mark.parametrize(("kernel", "problem", "moving"), few_rows(CASES, 11), ids=str)
+def test_tangent(kernel, problem, moving):
+    """A product too many or too few, a tile skipped or not masked, a head's group, the odd block of a split, or
+    what absent slots hold: 0 · NaN.
+    """
+    check_tangent(KERNELS[kernel], problem, moving, jnp.float32, kernel)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), few_rows(NARROW, 4))
+def test_narrow(kernel, dtype):
+    """Sums in, or energies rounded to, a narrow dtype."""
+    problem = RAGGED if kernel == "decode" else PREDICATES
+    check_tangent(KERNELS[kernel], problem, ALL, jnp.dtype(dtype), kernel)
+
+
+@pytest.mark.parametrize("kernel", ["gpu", "tpu"])
+def test_products(kernel):
+    """A product with a direction that is zero."""
+    operands, settings = call_of(PROBLEMS["plain"])
+    state = Reference().forward(operands, settings, None)
+
+    def products(*moving):
+        directions = directions_of(
+            *(x if n in moving else None for n, x in zip(ALL, operands[:3], strict=True)), None
+        )
+        run = functools.partial(KERNELS[kernel].tangent, operands, settings, state)
+        return str(jax.make_jaxpr(lambda x: run(x, "cpu"))(directions)).count("dot_general")
+
+    loops = products(*ALL) // 5  # over tiles with a mask and over others
+    wanted = {("query",): 3, ("key",): 3, ("value",): 2, ("query", "key"): 4, ("query", "value"): 4}
+    assert {moving: products(*moving) / loops for moving in wanted} == wanted
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), few_rows(BORROWED, 2))
+def test_vendors(kernel, dtype):
+    """A vendor's kernel, which has no tangent, without ours."""
+    check_tangent(KERNELS[kernel], PROBLEMS["causal"], ALL, jnp.dtype(dtype), kernel)
+
+
+def test_declined():
+    """An error, or another kernel's answer, where ours declines a call that a vendor's takes, or its directions."""
+    masked = call_of(PROBLEMS["mask"])
+    state = Reference().forward(*masked, None)
+    assert Splash().tangent(*masked, state, masked[0], "tpu") is None
+    wide = call_of(WIDEST)
+    PallasGPU().check(*wide)
+    assert PallasGPU().tangent(*wide, state, wide[0], "cuda") is None
+    run = functools.partial(local_attention, implementation="pallas_gpu")
+    direction = {n: x.astype(np.float32) for n, x in tangents(WIDEST).items()}
+    arrays, rounded = cast(WIDEST, jnp.float32)
+    found = jax.jit(lambda x, d: jax.jvp(lambda x: run(**x), (x,), (d,))[1])(arrays, direction)
+    for x, exact in zip(found, dense_jvp(rounded, direction), strict=True):
+        np.testing.assert_allclose(x, exact, rtol=0, atol=1e-5)
+
+
+def test_keys_are_split():
+    """Cases whose keys are all of one program, and say nothing of the sum over several."""
+    plan = make_plan(*call_of(HEADS["heads_16_2"]), "tangent", SMALL_TILES)
+    operands, settings = call_of(HEADS["heads_8_8"])
+    at = layout(operands, settings, "tangent", KERNELS["tpu, keys split"].sizes)
+    assert plan.splits > 1
+    assert Grid(at, len(operands.query)).splits > 1 and at.key_blocks % 2 == 1
+
+
+def call_of(problem):
+    call = check_call(**cast(problem, jnp.float32)[0], **problem.options)
+    return call.operands, call.settings

@@ -1,0 +1,380 @@
+"""Rules in a call: which kernels take them, how they pass through JAX's transformations, and wrong ones.
+
+States and gradients by every implementation are in `test_local_attention.py`, through the problems named `rule_...`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from energy_attn import masks
+from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.kernels import AbstractKernel, AttentionState, local_attention
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._kernel import check_call_of
+from energy_attn.kernels.dispatch import _registry
+from energy_attn.kernels.xla._blocks import BlockedOperands
+from energy_attn.kernels.xla._grid import BlockSizes
+from energy_attn.kernels.xla._index import Index
+from tests.support.complaints import a, complains
+from tests.support.problems import PROBLEMS, _make, cast, cotangents
+from tests.support.reference import dense, dense_vjp, visible
+from tests.support.rules import IDS, LENGTHS, RULES, UNKNOWN, same_document
+
+IDS, LENGTHS = IDS[:2], LENGTHS[:2]
+PROBLEM = _make("rules", B=2, T=9, S=9, N=2, K=1, H=4)
+OURS = ("pallas_gpu", "pallas_tpu")
+XLA = ("reference", "blockwise", "decode")
+
+
+def close(state: AttentionState, problem):
+    out, lse = dense(problem)
+    np.testing.assert_allclose(state.out, out, atol=1e-12)
+    np.testing.assert_allclose(state.lse, lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(UNKNOWN))
+def test_who_takes_what(name):
+    """A vendor's kernel that ignores a rule which it does not know: a wrong answer, and fast; ours that declines it."""
+    x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    rule = RULES[name].of(1)
+    call, plain = check_call(x, x, x, mask=rule), check_call(x, x, x)
+    for kernel in _registry._REGISTRY.values():
+        if kernel.name in ("decode", "decode_cpu"):  # too many rows
+            continue
+        if not kernel.platforms or kernel.name in OURS:
+            check_call_of(kernel, call.operands, call.settings)
+            continue
+        if kernel.name not in (
+            "cudnn",
+            "flash",
+            "fa4",
+        ):  # what they need is not installed everywhere
+            check_call_of(kernel, plain.operands, plain.settings)
+        with pytest.raises(
+            NotImplementedError, match=r"^mask: wanted All or Causal or Window, got "
+        ):
+            check_call_of(kernel, call.operands, call.settings)
+    for platform, name in {"cuda": OURS[0], "tpu": OURS[1], "cpu": "blockwise"}.items():
+        chosen = _registry.explain(_registry.tried(), call.settings, call.operands, platform)
+        assert chosen.name == name
+
+
+def test_simple_rules_are_options():
+    """A rule that most kernels know in another form, and so is declined by them, or compiled again."""
+    ids = jnp.asarray(IDS)[:, :9]
+    rule = masks.Causal() & masks.Window(4, 7) & masks.Segments(ids) & masks.Lengths(LENGTHS)
+    arrays, _ = cast(PROBLEM, jnp.float32)
+    found = check_call(**arrays, mask=rule & masks.All())
+    wanted = check_call(
+        **arrays,
+        is_causal=True,
+        local_window_size=(4, 7),
+        query_segment_ids=ids,
+        key_segment_ids=ids,
+        key_value_seq_lengths=jnp.asarray(LENGTHS),
+    )
+    assert found.settings == wanted.settings and found.settings.rule.sides == (4, 0)
+    jax.tree.map(np.testing.assert_array_equal, found.operands, wanted.operands)
+
+
+@pytest.mark.parametrize("implementation", XLA)
+def test_transformations(implementation):
+    """A length that is a constant of a compiled program, lost in a vmap, or given a gradient."""
+    arrays, _ = cast(PROBLEM, jnp.float64)
+
+    @jax.jit
+    def run(rule, arrays):
+        return local_attention(**arrays, mask=rule, implementation=implementation)
+
+    wanted = dataclasses.replace(PROBLEM, rule="prefix_rows")
+    for rule in (masks.Prefix(LENGTHS), masks.Prefix(jnp.asarray(LENGTHS))):
+        close(run(masks.Causal() | rule, arrays), wanted)
+    close(
+        run(masks.Causal() | masks.Prefix(3), arrays), dataclasses.replace(PROBLEM, rule="prefix")
+    )
+
+    def one(arrays, length):
+        rule = masks.Causal() | masks.Prefix(length)
+        return local_attention(**arrays, mask=rule, implementation=implementation)
+
+    close(jax.vmap(one)(arrays, jnp.asarray(LENGTHS)), wanted)
+    twice = jax.vmap(jax.vmap(one), in_axes=(None, 0))(arrays, jnp.stack([LENGTHS, LENGTHS + 1]))
+    close(jax.tree.map(lambda x: x[0], twice), wanted)
+    dout, dlse = cotangents(wanted, jnp.float64)
+
+    def total(arrays, length):
+        state = jax.vmap(one)(arrays, length)
+        return (dout * state.out).sum() + (dlse * state.lse).sum()
+
+    gradients = jax.grad(total)(arrays, jnp.asarray(LENGTHS))
+    for name, exact in dense_vjp(wanted, *map(np.asarray, (dout, dlse))).items():
+        np.testing.assert_allclose(gradients[name], exact, atol=1e-12)
+
+
+def test_one_program_for_all_lengths():
+    """A prompt's length that compiles a decoder again."""
+    x = jnp.ones((1, 4, 2, 8))
+    traced = []
+
+    @jax.jit
+    def run(rule):
+        traced.append(rule)
+        return ea.attention(x, x, x, mask=rule)
+
+    for n in range(4):
+        run(masks.Causal() | masks.Prefix(n))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("implementation", XLA)
+@pytest.mark.parametrize("name", ["documents_function", "parity"])
+def test_hidden_keys_are_not_read(implementation, name):
+    """NaN times a weight of zero, of a key that a rule hides from all queries, where intervals do not tell."""
+    problem = PROBLEMS[f"rule_{name}"]
+    problem = dataclasses.replace(problem, query=problem.query[:, :1])
+    hidden = ~visible(problem).any((1, 2))
+    assert hidden.any()
+    arrays, _ = cast(problem, jnp.float64)
+    broken = {
+        n: jnp.where(hidden[..., None, None], jnp.nan, x) if n in ("key", "value") else x
+        for n, x in arrays.items()
+    }
+
+    def total(arrays):
+        state = local_attention(**arrays, **problem.options, implementation=implementation)
+        return state.out.sum() + state.lse.sum(), state
+
+    (_, state), gradients = jax.value_and_grad(total, has_aux=True)(broken)
+    close(state, problem)
+    assert all(jnp.isfinite(x).all() for x in gradients.values())
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_blocks_are_skipped(name):
+    """A table that skips a block with a visible pair, or, by the predicate, one that reads a hidden block."""
+    problem = dataclasses.replace(_make("skip", B=2, T=16, S=16, N=1), rule=name)
+    call = check_call(**cast(problem, jnp.float32)[0], **problem.options)
+    blocks = BlockedOperands(call.operands, call.settings, BlockSizes(8, 4, 4, 4))
+    assert (blocks.grid.query_blocks, blocks.grid.key_blocks) == (4, 4)
+    exact = visible(problem)[:, 0].reshape(2, 4, 4, 4, 4).any((0, 2, 4))
+    found = np.asarray([[blocks.meet(Index(0, i, j)) for j in range(4)] for i in range(4)])
+    assert not (exact & ~found).any()
+    # by intervals of both entries, or past the end of a table, more are read
+    if name not in ("prefix_rows", "documents", "table"):
+        np.testing.assert_array_equal(found, exact)
+
+
+class Mine(AbstractKernel):
+    """A user's kernel: the softmax as one writes it, and JAX's derivative; for one query head a key head."""
+
+    name = "mine"
+    platforms = ()
+    interpreted = ()
+    exported = True
+    masks = (masks.All, masks.Causal)
+
+    def check(self, operands, settings):
+        for name in ("bias", "mask", "query_segments"):
+            if getattr(operands, name) is not None:
+                raise NotImplementedError(f"{name}: wanted None, got an array")
+
+    def forward(self, operands, settings, platform):
+        query, key, value = operands[:3]
+        scores = jnp.einsum("btnh,bsnh->btns", query, key) * settings.scale
+        q, k = operands.query_positions, operands.key_positions
+        if q is None:
+            q, k = (jnp.arange(x.shape[1])[None] for x in (query, key))
+        seen = (q[:, :, None] >= 0) & (k[:, None] >= 0)
+        if settings.rule.constrains:
+            seen &= k[:, None] <= q[:, :, None]
+        scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])
+        return AttentionState(jnp.einsum("btns,bsnv->btnv", weights, value), lse)
+
+    def backward(self, operands, settings, state, cotangent, platform):
+        def run(query, key, value):
+            here = operands._replace(query=query, key=key, value=value)
+            return self.forward(here, settings, platform)
+
+        found = jax.vjp(run, *operands[:3])[1](
+            cotangent._replace(
+                lse=jnp.zeros_like(state.lse) if cotangent.lse is None else cotangent.lse
+            )
+        )
+        none = jax.tree.map(lambda x: None, operands)
+        return none._replace(query=found[0], key=found[1], value=found[2], rule_arrays=None)
+
+
+def gradient_and_out(problem, implementation, **options):
+    arrays, _ = cast(problem, jnp.float64)
+    dout, dlse = cotangents(problem, jnp.float64)
+
+    def run(arrays):
+        return ea.attention(
+            **arrays,
+            **problem.options,
+            implementation=implementation,
+            return_energy=True,
+            **options,
+        )
+
+    state, back = jax.vjp(jax.jit(run), arrays)
+    return state, back((dout, dlse))[0], (dout, dlse)
+
+
+@pytest.mark.parametrize("mesh", [False, True])
+def test_a_kernel_of_ones_own(mesh):
+    """A kernel handed over that is not the one that runs, or that has no derivative, on one device or on a mesh."""
+    problem = dataclasses.replace(_make("mine", B=1, T=16, S=16, N=2), is_causal=True)
+    options = {"parallel": SequenceParallel("device", "tree")} if mesh else {}
+    with jax.set_mesh(make_mesh((8,), ("device",))) if mesh else contextlib.nullcontext():
+        (out, lse), gradients, given = gradient_and_out(problem, Mine(), **options)
+    close(AttentionState(out, lse), problem)
+    for name, exact in dense_vjp(problem, *map(np.asarray, given)).items():
+        np.testing.assert_allclose(gradients[name], exact, atol=1e-12)
+
+
+def test_kernels_and_names_are_tried_in_turn():
+    """A kernel that declines and ends the search, or one whose rule is not asked."""
+    rule = masks.Causal() | masks.Prefix(2)
+    arrays, _ = cast(PROBLEM, jnp.float64)
+    with pytest.raises(NotImplementedError, match="^mask: wanted All or Causal, got Or, Prefix"):
+        local_attention(**arrays, mask=rule, implementation=Mine())
+    state = local_attention(**arrays, mask=rule, implementation=(Mine(), "reference"))
+    wanted = local_attention(**arrays, mask=rule, implementation="reference")
+    jax.tree.map(np.testing.assert_array_equal, state, wanted)
+    # the reference itself is differentiated by JAX, by whatever name
+    reference = _registry.Reference()
+    query = arrays.pop("query")
+    run = functools.partial(local_attention, **arrays, implementation=reference)
+    assert jnp.isfinite(jax.jvp(lambda query: run(query).lse, (query,), (query,))[1]).all()
+
+
+@dataclasses.dataclass
+class Unhashable(Mine):
+    size: int = 3
+
+
+class Nameless(AbstractKernel):
+    name = "nameless"
+    check = forward = backward = Mine.forward
+
+
+X = jnp.ones((2, 4, 1, 8))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "name", "received", "wanted"),
+    [
+        (Unhashable(), TypeError, "implementation", "Unhashable", "can be hashed"),
+        (
+            Nameless(),
+            TypeError,
+            "implementation",
+            "Nameless",
+            "platforms, interpreted, exported, masks",
+        ),
+        (Mine, TypeError, "implementation", "Mine", "a kernel"),
+        ([Mine(), 3], TypeError, "implementation", "list", "a kernel"),
+        (("mine",), ValueError, "implementation", "'mine'", "'blockwise'"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_kernels(wrong, error, name, received, wanted):
+    """A traceback from inside JAX for a kernel that it cannot hash, or that does not say what it is."""
+    complains(lambda: local_attention(X, X, X, implementation=wrong), error, name, received, wanted)
+
+
+def closing(length):
+    return ea.attention(X, X, X, mask=masks.Function(lambda query, key: key < length))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "name", "received", "wanted"),
+    [
+        (lambda: masks.Prefix(-1), ValueError, "length", "-1", "at least 0"),
+        (lambda: masks.Prefix(a(2, dtype="int32") - 3), ValueError, "length", "-2", "at least 0"),
+        (lambda: masks.Prefix(1.5), TypeError, "length", "float 1.5", "array"),
+        (lambda: masks.Prefix(a(2)), TypeError, "length", "float32[2]", "integer"),
+        (lambda: masks.Prefix(IDS), ValueError, "length", "int32[2,16]", "(B)"),
+        (lambda: masks.Window(-1, 0), ValueError, "left and right", "-1", "at least 0"),
+        (lambda: masks.Window(2, "x"), TypeError, "left and right", "str", "integer"),
+        (lambda: masks.Segments(LENGTHS[0]), TypeError, "query_ids", "int32", "array"),
+        (lambda: masks.Segments(a(4)), TypeError, "query_ids", "float32[4]", "integer"),
+        (lambda: masks.Function(3), TypeError, "function", "int 3", "function"),
+        (lambda: masks.Function(len, a(2)), TypeError, "parameters", "float32[2]", "no derivative"),
+        (lambda: masks.Function(len, 1, batched=True), ValueError, "parameters", "scalar", "batch"),
+        (lambda: masks.Causal() & a(2, dtype="bool"), TypeError, "&", "bool[2]", "rule"),
+        (lambda: np.ones(2, bool) | masks.Causal(), TypeError, "|", "bool[2]", "rule"),
+        (lambda: masks.Causal | masks.Prefix(3), TypeError, "|", "Causal", "rule"),
+        (
+            lambda: local_attention(X, X, X, mask=masks.Causal),
+            TypeError,
+            "mask",
+            "class",
+            "Causal(...)",
+        ),
+        (
+            lambda: ea.attention(X, X, X, mask=masks.Causal() | masks.Prefix(a(3, dtype="int32"))),
+            *(ValueError, "mask.second.length", "int32[3]", "batch, 2"),
+        ),
+        (
+            lambda: ea.attention(X, X, X, mask=masks.Segments(a(3, 4, dtype="int32"))),
+            *(ValueError, "mask.query_ids", "int32[3,4]", "batch, 2"),
+        ),
+        (
+            lambda: ea.attention(
+                X, X, X, mask=masks.Causal() & masks.Segments(a(3, dtype="int32"))
+            ),
+            *(ValueError, "mask.query_ids", "int32[1,3]", "position from 0 to 3"),
+        ),
+        (
+            lambda: ea.attention(X[0], X[0], X[0], mask=masks.Prefix(LENGTHS)),
+            *(ValueError, "mask.length", "int32[2]", "batch, 1"),
+        ),
+        (
+            lambda: ea.attention(X, X, X, mask=masks.Function(lambda q, k: k - q)),
+            *(TypeError, "function's result", "int32", "boolean"),
+        ),
+        (
+            lambda: ea.attention(X, X, X, mask=masks.Function(lambda q, k: (k < q)[0, 0])),
+            *(ValueError, "function", "bool[2]", "(1, 3, 2)"),
+        ),
+        (lambda: jax.jit(closing)(3), ValueError, "function", "closes over", "parameters"),
+        (lambda: jax.vmap(closing)(LENGTHS), ValueError, "function", "closes over", "parameters"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_rules(call, error, name, received, wanted):
+    """A rule that broadcasts over what it was not meant for, or fails where a program is lowered, far from the user."""
+    complains(call, error, name, received, wanted)
+
+
+def test_segments_given_twice():
+    """A table of documents that replaces the ids of the tokens, or is replaced by them."""
+    problem = dataclasses.replace(
+        PROBLEM,
+        query_segment_ids=np.arange(9)[None] // 4 + [[0], [0]],
+        key_segment_ids=np.arange(9)[None] // 4 + [[0], [0]],
+        rule="documents",
+    )
+    arrays, _ = cast(problem, jnp.float64)
+    close(local_attention(**arrays, **problem.options, implementation="blockwise"), problem)
+
+
+def test_documents_by_function_are_documents():
+    """The same mask said in two ways."""
+    arrays, _ = cast(PROBLEM, jnp.float64)
+    found, wanted = (
+        local_attention(**arrays, mask=masks.Causal() & rule, implementation="blockwise")
+        for rule in (masks.Function(same_document, IDS, batched=True), masks.Segments(IDS))
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-12), found, wanted)

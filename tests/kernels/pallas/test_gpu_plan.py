@@ -1,0 +1,297 @@
+"""The plan that a user passes to the GPU kernels, or saves: which calls it is for, what it is held to, how it is read.
+
+Also the tiles that are chosen by shapes. What becomes of them on a GPU is compiled in tests/cuda.
+"""
+
+import dataclasses
+import json
+from typing import NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.kernels import (
+    GPUPlan,
+    GPUTiles,
+    PallasGPU,
+    load_gpu_plan,
+    local_attention,
+    save_gpu_plan,
+)
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._target import lowered_for, target_device
+from energy_attn.kernels.pallas.gpu._plan import make_plan
+from energy_attn.kernels.xla._blockwise import Blockwise
+from tests.support.traits import HERE
+
+TILES = GPUTiles("forward", rows=64, keys=32, warps=8, stages=3, programs=264)
+
+
+def shapes(queries, keys, heads=8, kv_heads=1, width=128, dtype="bfloat16", batch=1):
+    sizes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    return [jax.ShapeDtypeStruct((batch, *x, width), jnp.dtype(dtype)) for x in sizes]
+
+
+def plan_of(kind, *given, plan=None, **options):
+    zeros = [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in given]
+    checked = check_call(*zeros, **options)
+    return make_plan(checked.operands, checked.settings, kind, plan)
+
+
+def test_what_is_given():
+    """Tiles that are passed and not used, or used for another kernel or call."""
+    few, many = shapes(4, 256), shapes(64, 8192)
+    default = plan_of("forward", *many)
+    for condition in (
+        {},
+        {"dtype": "bfloat16"},
+        {"width": 128, "value_width": 128},
+        {"call_rows": 256},
+        {"score": False},
+        {"few_keys": True},
+    ):
+        plan = GPUPlan((dataclasses.replace(TILES, **condition),))
+        found = plan_of("forward", *many, plan=plan)
+        assert (found.rows, found.keys, found.warps, found.stages) == (64, 32, 8, 3)
+        assert found.row_times * found.row_heads == 64
+        assert found.splits == 264 // 8
+        assert plan_of("query", *many, plan=plan) == plan_of("query", *many)
+    for condition in (
+        {"kind": "tangent"},
+        {"dtype": "float16"},
+        {"width": 64},
+        {"value_width": 64},
+        {"call_rows": 128},
+        {"score": True},
+        {"few_keys": False},
+        {"device": "another GPU"},
+    ):
+        plan = GPUPlan((dataclasses.replace(TILES, **condition),))
+        assert plan_of("forward", *many, plan=plan) == default
+    # no larger than the call, and the first of several that are for it
+    found = plan_of("forward", *few, plan=GPUPlan((TILES, GPUTiles("forward", 16, 16))))
+    assert (found.rows, found.keys, found.splits) == (32, 32, 2)
+
+
+@pytest.mark.parametrize("kind", ["forward", "query", "key", "tangent"])
+def test_by_other_tiles(kind):
+    """A plan whose sizes change what a kernel computes: rows that are missing, keys that are counted twice."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
+        for x in shapes(5, 70, 6, 2, 8, batch=2)
+    )
+    tiles = GPUTiles(kind, rows=32, keys=16, warps=2, stages=3, programs=8, least_steps=1)
+
+    def run(implementation):
+        def attend(*x):
+            return local_attention(*x, is_causal=True, implementation=implementation)
+
+        if kind == "tangent":
+            return jax.jvp(attend, (q, k, v), (k[:, :5].repeat(3, 2), v, k))[1]
+        state, back = jax.vjp(attend, q, k, v)
+        return state, back(state)
+
+    found, wanted = (
+        jax.jit(run, static_argnums=0)(x) for x in (PallasGPU(GPUPlan((tiles,))), "blockwise")
+    )
+    for x, exact in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_eight_bits_are_declined(dtype):
+    """8 bits a number: up to 2^32 bytes Pallas counts offsets in 32 bits with a sign, wrong from 2^31 numbers on."""
+    call = check_call(*(jnp.zeros(x.shape, x.dtype) for x in shapes(4, 64)))
+    stored = jnp.zeros(call.operands.key.shape, dtype)
+    for name in ("key", "value"):
+        operands = call.operands._replace(**{name: stored})
+        with pytest.raises(NotImplementedError, match=f"{name}: wanted float16 .* got {dtype}"):
+            PallasGPU().check(operands, call.settings)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "reads"),
+    [
+        (1, 2048, True),
+        (32, 2048, True),
+        (33, 2048, False),
+        (1, 2**21, True),
+        (1, 2**21 + 1, False),
+        (1, 2**22, False),
+        (1, 2**22 + 1, True),
+    ],
+)
+def test_eight_bits_that_are_read(queries, keys, reads):
+    """Offsets that overflow: up to 2^32 bytes, which are as many numbers, they have 32 bits with a sign; keys that
+    each of several tiles of rows would widen; float16 weights that underflow."""
+    query, key = jax.ShapeDtypeStruct((1, queries, 32, 128), jnp.bfloat16), (1, keys, 8, 128)
+    stored, scale = jax.ShapeDtypeStruct(key, jnp.int8), jax.ShapeDtypeStruct(key[:3], jnp.float32)
+    call = check_call(*(jnp.zeros(x.shape, x.dtype) for x in shapes(4, 64)))
+    operands = call.operands._replace(
+        query=query, key=stored, value=stored, key_scale=scale, value_scale=scale
+    )
+    assert PallasGPU().reads_eight_bits(operands, call.settings) == reads
+    narrow = operands._replace(query=jax.ShapeDtypeStruct(query.shape, jnp.float16))
+    assert not PallasGPU().reads_eight_bits(narrow, call.settings)
+
+
+def test_rows_of_one_tile():
+    """A cliff between 32 rows of a key head and 33: a fourth of the bytes on their way, on a quarter of the chip."""
+    on_their_way = {}
+    for rows in (4, 32, 33, 64, 65, 128):
+        plan = plan_of("forward", *shapes(1, 65536, 8 * rows, 8))
+        assert plan.stages >= 3
+        programs = 8 * plan.splits / 132
+        on_their_way[rows] = programs * (plan.stages - 1) * plan.keys * 512
+    assert (
+        min(on_their_way.values()) > 64 * 1024
+    )  # more than 5 TB/s times 1 µs of 132 multiprocessors
+    assert on_their_way[33] > on_their_way[32] / 2 and on_their_way[65] > on_their_way[64] / 2
+
+
+def test_short_caches():
+    """As many parts to merge as steps to read, or a chip that is mostly idle."""
+    splits = {}
+    for keys in (1024, 8192, 65536):
+        plan = plan_of("forward", *shapes(1, keys, 32, 8))
+        splits[keys] = plan.splits
+        steps = keys // plan.keys / plan.splits
+        assert steps >= 2 * plan.stages or (steps >= 4 and 8 * plan.splits <= 132)
+    assert splits[8192] < splits[65536] == 4 * 132 // 8
+    assert splits[1024] == 8
+
+
+def test_who_merges():
+    """A merge by the last program that nobody asked for, of one part, or of more than its registers hold."""
+    tiles = GPUTiles("forward", 16, 32, programs=64 * 8)
+    for programs, fused, wanted in (
+        (64 * 8, True, True),
+        (64 * 8, False, False),
+        (65 * 8, True, False),
+        (8, True, False),
+    ):
+        given = dataclasses.replace(tiles, programs=programs, fused_merge=fused)
+        found = plan_of("forward", *shapes(1, 16384, 32, 8), plan=GPUPlan((given,)))
+        assert found.splits == programs // 8 and found.fused_merge is wanted
+    assert not plan_of("forward", *shapes(1, 8192, 32, 8)).fused_merge
+
+
+class GPU(NamedTuple):
+    """What is read of a device that is not there."""
+
+    compute_capability: str
+    core_count: int
+    device_kind: str
+
+
+class Watched(Blockwise):
+    """Keeps what devices it is lowered for."""
+
+    name, platforms, found = "watched", (HERE,), []
+
+    def forward(self, operands, settings, platform):
+        self.found.append(target_device())
+        return super().forward(operands, settings, platform)
+
+
+def test_target_of_a_program():
+    """A kernel that is not told of the devices of its program, or is told of the last one's."""
+    x = jnp.ones((1, 4, 2, 8))
+    device = jax.devices()[3 % jax.device_count()]
+    jax.jit(lambda x: local_attention(x, x, x, implementation=Watched())).lower(
+        jax.device_put(x, device)
+    )
+    assert Watched.found[-1].device_kind == device.device_kind
+    assert target_device() is None
+    Watched.found.clear()
+    run = jax.jit(lambda x: local_attention(x, x, x, implementation=Watched()).out)
+    jax.export.export(run)(x)
+    assert Watched.found and set(Watched.found) == {None}
+
+
+def test_of_the_target(unchecked):
+    """Tiles for the machine that traces: too large for the GPU of the program, or another's plan."""
+    given = GPUPlan((dataclasses.replace(TILES, device="NVIDIA A100-SXM4-80GB"),))
+    widest = shapes(512, 8192, 8, 8)
+    assert plan_of("forward", *widest).stages == 3
+    with lowered_for(GPU("8.0", 108, "NVIDIA A100-SXM4-80GB")):
+        assert plan_of("forward", *widest).stages == 2
+        assert plan_of("forward", *shapes(1, 65536, 32, 8)).splits == 3 * 108 // 8
+        assert plan_of("forward", *widest, plan=given).rows == 64
+    with lowered_for(GPU("8.9", 128, "NVIDIA GeForce RTX 4090")):
+        found = plan_of("forward", *widest)
+        assert found.rows * found.width * 2 + 2 * found.keys * found.width * 4 <= 99 * 1024
+        assert plan_of("forward", *widest, plan=given) == found
+        with pytest.raises(NotImplementedError, match="that fit into 99 KiB"):
+            plan_of("forward", *widest, plan=GPUPlan((GPUTiles("forward", 128, 128),)))
+
+
+def test_wrong_plans(tmp_path, unchecked):
+    """A mistake that shows when a kernel is compiled, or never."""
+    for change, error, said in (
+        ({"kind": "backward"}, ValueError, "kind: wanted one of 'forward', .* got"),
+        ({"rows": 48}, ValueError, "rows: wanted a power of two from 16 to 1024, got 48"),
+        ({"keys": 8}, ValueError, "keys: wanted a power of two from 16 to 1024, got 8"),
+        ({"warps": 3}, ValueError, "warps: wanted a power of two from 1 to 16, got 3"),
+        ({"warps": 4.0}, TypeError, "warps: wanted an integer"),
+        ({"stages": 9}, ValueError, "stages: wanted at most 8, got 9"),
+        ({"programs": 0}, ValueError, "programs: wanted at least 1, got 0"),
+        ({"device": 1}, TypeError, "device: wanted a name or None"),
+        ({"dtype": "int8"}, ValueError, "dtype: wanted one of 'float16'"),
+        ({"call_rows": 512}, ValueError, "call_rows: wanted a power of two from 16 to 256"),
+        ({"score": 1}, TypeError, "score: wanted True or False"),
+        ({"few_keys": 1}, TypeError, "few_keys: wanted True or False"),
+        ({"fused_merge": 1}, TypeError, "fused_merge: wanted True or False"),
+        (
+            {"kind": "key", "fused_merge": True},
+            ValueError,
+            "fused_merge: wanted False for kind 'key'",
+        ),
+    ):
+        with pytest.raises(error, match=said):
+            dataclasses.replace(TILES, **change)
+    with pytest.raises(TypeError, match="tiles: wanted a tuple of GPUTiles"):
+        GPUPlan([TILES])
+    large = GPUPlan((GPUTiles("key", rows=256, keys=128, stages=4),))
+    with pytest.raises(NotImplementedError, match=r"plan: .* of 'key' .* 227 KiB .* take 584"):
+        local_attention(
+            *(jnp.zeros(x.shape, x.dtype) for x in shapes(64, 128)), implementation=PallasGPU(large)
+        )
+    with pytest.raises(TypeError, match="plan: wanted a GPUPlan or None, got"):
+        PallasGPU(TILES)
+    with pytest.raises(TypeError, match="plan: wanted a GPUPlan, got"):
+        save_gpu_plan(tmp_path / "x.json", TILES)
+
+
+def test_files(tmp_path, monkeypatch):
+    """A plan that comes back otherwise; a file that is read wrongly without a word, or not at all."""
+    path = tmp_path / "plan.json"
+    plan = GPUPlan((TILES, dataclasses.replace(TILES, keys=64, dtype="float16", score=False)))
+    save_gpu_plan(path, plan, measured={"device": "none"})
+    assert load_gpu_plan(path) == plan
+    call = check_call(*(jnp.zeros(x.shape, x.dtype) for x in shapes(64, 256)))
+    kernel = PallasGPU()
+    default = kernel._plan(call.operands, call.settings, "forward")
+    monkeypatch.setenv("ENERGY_ATTN_GPU_PLAN", str(path))
+    found = kernel._plan(call.operands, call.settings, "forward")
+    assert (found.keys, found.warps) == (32, 8) != (default.keys, default.warps)
+    assert PallasGPU(GPUPlan())._plan(call.operands, call.settings, "forward") == default
+    kept = json.loads(path.read_text())
+    for change, said in (
+        ({"tiles": None}, r"tiles: wanted a list, got NoneType None, in .*plan\.json"),
+        ({"sizes": []}, "sizes: wanted one of the keys"),
+        ({"tiles": [{"kind": "forward"}]}, r"tiles\[0\]\.rows: wanted in .*, got none"),
+        ({"tiles": [kept["tiles"][0] | {"rows": 3}]}, r"tiles\[0\]\.rows: wanted a power of two"),
+    ):
+        path.write_text(json.dumps(kept | change))
+        with pytest.raises(ValueError, match=said):
+            load_gpu_plan(path)
+    with pytest.raises(ValueError, match="ENERGY_ATTN_GPU_PLAN: tiles"):
+        kernel._plan(call.operands, call.settings, "forward")
+    monkeypatch.setenv("ENERGY_ATTN_GPU_PLAN", str(tmp_path / "none.json"))
+    with pytest.raises(ValueError, match=r"ENERGY_ATTN_GPU_PLAN: .*none\.json"):
+        kernel._plan(call.operands, call.settings, "forward")

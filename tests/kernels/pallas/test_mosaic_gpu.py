@@ -1,0 +1,269 @@
+"""The Hopper kernels in JAX's interpreter of copies, barriers and groups of warps, which JAX has from 0.12 on.
+
+The interpreter runs the groups of warps of a program as threads, and the copy engine beside them; and it raises where
+two accesses to shared memory are not ordered by barriers. Products of tiles in registers are the one thing it does not
+run, and plain ones there: those are only compiled (tests/cuda).
+"""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._kernel import check_call_of
+from energy_attn.kernels.call._operands import Operands, Settings
+from energy_attn.kernels.call._state import AttentionState
+from energy_attn.kernels.dispatch._lowering import platform_here
+from energy_attn.kernels.masks._structure import sided
+from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
+from energy_attn.kernels.pallas.mosaic._plan import (
+    TileSizes,
+    key_plan,
+    make_plan,
+    query_plan,
+    tangent_plan,
+)
+from tests.support.naive import assert_all_close, select
+from tests.support.problems import Problem, cast, cotangents
+from tests.support.selection import few, few_rows
+from tests.support.tangents import ALL, check_tangent
+
+HERE = platform_here()
+runs = pytest.mark.skipif(
+    HERE != "cuda" and jax.__version_info__ < (0, 12),
+    reason="wanted a GPU, or the interpreter, which JAX has from 0.12 on",
+)
+# Tiles of 64 keys, so that there are several; keys are split over programs where rows are few.
+KERNEL = MosaicGPU(TileSizes(keys=64, stages_of_few=3, programs=4, least_steps=1))
+
+
+def problem(name, B=1, T=150, S=150, N=1, K=1, H=16, V=16, **options):
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, V)
+    return Problem(name, *(rng.standard_normal(shape) for shape in shapes), **options)
+
+
+def ints(*rows):
+    return np.asarray(rows, np.int32)
+
+
+def cache(size):
+    """Positions of a cache: in any order, some slots empty."""
+    order = np.random.default_rng(0).permutation(size).astype(np.int32)
+    return np.where(order % 7 == 3, -1, order)
+
+
+PROBLEMS = {
+    x.name: x
+    for x in (
+        problem("full", S=330, N=2),
+        problem("causal_grouped", N=2, is_causal=True),
+        problem("causal", T=270, S=270, N=2, K=2, is_causal=True),
+        problem("value_wider", T=70, S=70, H=32, V=48, is_causal=True, scale=-0.7),
+        problem("more_keys", T=70, S=200, is_causal=True),
+        problem("blind_rows", T=200, S=70, local_window_size=(0, 3)),
+        problem("window", T=200, S=200, local_window_size=(40, 20)),
+        # whose sides, if they were not reflected for keys, would tell other tiles of rows
+        problem("window_behind", T=330, S=330, local_window_size=(200, 3)),
+        problem(
+            "ragged",
+            B=3,
+            T=70,
+            S=130,
+            query_seq_lengths=ints(70, 3, 0),
+            key_value_seq_lengths=ints(100, 0, 130),
+        ),
+        problem(
+            "segments",
+            B=2,
+            T=140,
+            S=140,
+            is_causal=True,
+            query_segment_ids=ints(np.arange(140) // 50, np.arange(140) // 139),
+            key_segment_ids=ints(np.arange(140) // 50, np.arange(140) // 70),
+        ),
+        problem("decode", T=1, S=500, N=8, K=2),
+        problem(
+            "decode_cache",
+            *(2, 2, 300, 6, 2),
+            is_causal=True,
+            query_positions=ints([200, 201], [5, -1]),
+            key_positions=ints(cache(300), -1 - 0 * np.arange(300)),
+        ),
+        problem("decode_many_heads", T=10, S=200, N=8, K=1, key_value_seq_lengths=ints(170)),
+    )
+}
+
+
+def state_of(given, arrays, kernel=KERNEL):
+    call = check_call(**arrays, **given.options)
+    check_call_of(kernel, call.operands, call.settings)
+    return kernel.forward(call.operands, call.settings, HERE)
+
+
+@runs
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_forward(name):
+    """A barrier waited for too often; a slot overwritten while it is read; a tile left out, or masked wrongly."""
+    given, dtype = PROBLEMS[name], (jnp.float16, jnp.bfloat16)[len(name) % 2]
+    arrays, _ = cast(given, dtype)
+    assert_all_close(state_of(given, arrays)._asdict(), given, dtype, "both", label="mosaic_gpu")
+
+
+def state_and_gradients(given, arrays, dtype, which):
+    call = check_call(**arrays, **given.options)
+    state = KERNEL.forward(call.operands, call.settings, HERE)
+    cotangent = AttentionState(*select(which, *cotangents(given, dtype)))
+    found = KERNEL.backward(call.operands, call.settings, state, cotangent, HERE)
+    return state._asdict() | {name: getattr(found, name) for name in arrays}
+
+
+@runs
+@pytest.mark.parametrize(
+    "name", few(list(PROBLEMS), "causal_grouped", "window", "decode_cache", "segments")
+)
+def test_gradients(name):
+    """Rows or heads left out or summed twice; sides of a window not reflected; a slot read before it is filled."""
+    given, dtype = PROBLEMS[name], (jnp.float16, jnp.bfloat16)[len(name) % 2]
+    arrays, _ = cast(given, dtype)
+    found = state_and_gradients(given, arrays, dtype, "both")
+    assert_all_close(found, given, dtype, "both", label="mosaic_gpu")
+
+
+@runs
+@pytest.mark.parametrize("which", few(["out", "lse"], "lse"))
+def test_gradients_of_one_result(which):
+    """A cotangent of lse that is added to delta, lost, or divided by the rows of a packed head."""
+    given = PROBLEMS["decode_many_heads"]
+    arrays, _ = cast(given, jnp.bfloat16)
+    found = state_and_gradients(given, arrays, jnp.bfloat16, which)
+    assert_all_close(found, given, jnp.bfloat16, which, label="mosaic_gpu")
+
+
+TANGENTS = [
+    ("segments", ALL),
+    ("decode_cache", ALL),
+    ("blind_rows", ALL),
+    ("window", ("value",)),
+    ("value_wider", ("key",)),
+    ("ragged", ("query", "value")),
+    *((name, ALL) for name in PROBLEMS if name not in ("segments", "decode_cache", "blind_rows")),
+]
+
+
+@runs
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize(("name", "moving"), few_rows(TANGENTS, 6), ids=str)
+def test_tangent(name, moving):
+    """A product too many or too few; a slot read before it is filled; what all parts of a split subtract; 0 · NaN."""
+    dtype = (jnp.float16, jnp.bfloat16)[len(name) % 2]
+    check_tangent(KERNEL, PROBLEMS[name], moving, dtype, "mosaic_gpu", HERE)
+
+
+@runs
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("name", few(["decode_cache", "more_keys"], "decode_cache"))
+def test_gradients_do_not_read_what_is_absent(name):
+    """0 · NaN in gradients: keys that no query sees."""
+    given = PROBLEMS[name]
+    arrays, _ = cast(given, jnp.bfloat16)
+    hidden = np.arange(200)[None] >= 70 if given.key_positions is None else given.key_positions < 0
+    wanted = state_and_gradients(given, arrays, jnp.bfloat16, "both")
+    filled = {
+        name: jnp.where(hidden[:, :, None, None], np.nan, arrays[name]) for name in ("key", "value")
+    }
+    found = state_and_gradients(given, arrays | filled, jnp.bfloat16, "both")
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(found[name], x)
+
+
+@runs
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered"
+)  # NumPy says so of products with inf
+@pytest.mark.parametrize("name", ["decode_cache", "more_keys"])
+def test_what_is_absent_is_not_read(name):
+    """0 · NaN: values in slots that no query sees, of which shared memory holds whole tiles."""
+    given = PROBLEMS[name]
+    arrays, _ = cast(given, jnp.bfloat16)
+    hidden = np.arange(200)[None] >= 70 if given.key_positions is None else given.key_positions < 0
+    wanted = state_of(given, arrays)
+    for bad in (np.nan, np.inf):
+        filled = {
+            name: jnp.where(hidden[:, :, None, None], bad, arrays[name])
+            for name in ("key", "value")
+        }
+        found = state_of(given, arrays | filled)
+        for mine, theirs in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@runs
+def test_nan_is_not_hidden():
+    """A NaN taken for an empty row, or lost in a maximum."""
+    given = PROBLEMS["causal"]
+    arrays, _ = cast(given, jnp.bfloat16)
+    for name in ("key", "value"):
+        state = state_of(given, arrays | {name: arrays[name].at[0, 200].set(np.nan)})
+        seen = np.arange(270) >= 200
+        assert np.isnan(state.out[0, seen]).all()
+        assert np.isnan(state.lse[0, seen]).all() == (name == "key")
+        assert not np.isnan(state.out[0, :128]).any()  # whose tiles of keys are others
+
+
+def test_declined():
+    """A call that the kernel would compute wrongly, or fail to compile where another kernel takes it."""
+
+    def reason(dtype=jnp.bfloat16, width=64, value_width=64, **options):
+        rows, values = (1, 8, 2, width), (1, 8, 2, value_width)
+        arrays = (jnp.ones(shape, dtype) for shape in (rows, rows, values))
+        call = check_call(*arrays, **options)
+        with pytest.raises(NotImplementedError) as found:
+            check_call_of(MosaicGPU(), call.operands, call.settings)
+        return str(found.value)
+
+    assert "query: wanted float16 or bfloat16, got float32" in reason(jnp.float32)
+    assert "query: wanted float16 or bfloat16" in reason(source=jnp.ones((1, 8, 2, 64)))
+    assert "query: wanted a width that 16 divides" in reason(width=72)
+    assert "value: wanted a width that 16 divides" in reason(value_width=288)
+    assert "mask: wanted None, got an array" in reason(mask=jnp.ones((1, 1, 8, 8), bool))
+
+
+def test_widest_tangents():
+    """A call that fails to compile, where its tiles and those of all its directions do not fit on the chip."""
+    x = jnp.ones((1, 200, 2, 256), jnp.bfloat16)
+    call = check_call(x, x, x)
+    state = AttentionState(x, jnp.ones(x.shape[:3]))
+
+    assert KERNEL.tangent(call.operands, call.settings, state, call.operands, HERE) is None
+    narrower = call.operands._replace(value=x[..., :128])
+    found = tangent_plan(narrower, call.settings, ("query",))
+    assert found.consumers == 1
+
+
+def test_keys_fit_the_chip():
+    """Tiles that need more shared memory than a program may take, or a pipeline of one stage."""
+    for width in (16, 64, 128, 192, 256):
+        for rows in (1, 64, 4096):
+            x, y = (
+                jax.ShapeDtypeStruct((1, length, 8, width), jnp.bfloat16) for length in (rows, 8192)
+            )
+            operands = Operands(x, y, y, None, None, None, None)
+            plan = make_plan(operands, Settings(1.0, sided()))
+            held = plan.consumers * 64 * (2 * width + 4 * 64)
+            held += plan.stages * plan.keys * 4 * width
+            assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
+            if width > 128:
+                continue  # the sums of a gradient do not fit into the registers
+            plan = tangent_plan(operands, Settings(1.0, sided()), ALL)
+            held = plan.row_times * (4 * width + 4 * 64) + plan.stages * plan.keys * 8 * width
+            assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
+            plan = query_plan(operands, Settings(1.0, sided()))
+            held = plan.row_times * (4 * width + 4 * 64) + plan.stages * plan.keys * 4 * width
+            assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
+            plan = key_plan(operands, Settings(1.0, sided()))
+            held = plan.keys * 4 * width + plan.stages * plan.row_times * (4 * width + 8)
+            assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)

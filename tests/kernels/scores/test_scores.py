@@ -1,0 +1,297 @@
+"""Scores in kernels: states and every derivative against dense arrays, who declines, memory, and wrong ones."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from energy_attn import scores
+from energy_attn.kernels import local_attention
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._kernel import check_call_of
+from energy_attn.kernels.dispatch import _registry
+from energy_attn.kernels.xla._blockwise import Blockwise
+from energy_attn.kernels.xla._grid import BlockSizes
+from tests.support.complaints import complains
+from tests.support.problems import _make, cast
+from tests.support.scores import CASES, HEADS, _t5, dense_energy
+from tests.support.selection import few
+
+# Grouped heads; a key that none sees; a row that sees none.
+MASK = np.random.default_rng(0).random((2, 1, 5, 7)) < 0.7
+MASK[:, :, 3] = MASK[..., 6] = False
+PROBLEM = _make(
+    "scores", N=HEADS, K=2, H=3, V=2, source=True, bias=(1, HEADS, 1, 7), mask=MASK, scale=0.6
+)
+BLOCKS = Blockwise(BlockSizes(rows=4, least_rows=2, keys=3, keys_of_few_rows=3))
+KERNELS = {"reference": "reference", "blocks": BLOCKS, "decode": "decode"}
+
+
+def arrays_of(kernel, dtype=jnp.float64):
+    arrays, _ = cast(PROBLEM, dtype)
+    if kernel == "decode":  # declines a source beside a score
+        del arrays["source"]
+    return arrays
+
+
+def both(case, kernel, **options):
+    """The state by a kernel and by dense arrays, as functions of `(arrays, parameters)`."""
+
+    def ours(arrays, parameters):
+        given = options | {"score": case.make(parameters), "implementation": kernel}
+        return tuple(local_attention(**arrays, scale=0.6, mask=jnp.asarray(MASK), **given))
+
+    def theirs(arrays, parameters):
+        return dense_energy(case, arrays, parameters, scale=0.6, seen=MASK)
+
+    return ours, theirs
+
+
+def number(f, x):
+    out, energy = f(*x)
+    out = out.astype(jnp.float64)
+    energy = energy.astype(jnp.float64)
+    return jnp.sin(out).sum() + jnp.where(energy == -jnp.inf, 0.0, jnp.cos(energy)).sum()
+
+
+def close(found, wanted, scale=1e-12):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=scale, atol=scale)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_derivatives(kernel, name):
+    """A score that is skipped, applied to the source or bias too, or without a derivative in some argument or mode."""
+    case = CASES[name]
+    x = arrays_of(kernel), jax.tree.map(jnp.asarray, case.parameters)
+    u = jax.tree.map(lambda a: jnp.asarray(np.cos(np.arange(a.size) + 1.0)).reshape(a.shape), x)
+    ours, theirs = both(case, KERNELS[kernel])
+    close(ours(*x), theirs(*x))
+
+    def derivatives(f):
+        g = functools.partial(number, f)
+        second = jax.jvp(jax.grad(g), (x,), (u,)) if name in ("function", "t5") else None
+        return jax.jvp(g, (x,), (u,)), jax.grad(g)(x), second
+
+    found, wanted = (jax.jit(lambda f=f: derivatives(f))() for f in (ours, theirs))
+    close(found, wanted, 1e-11)
+    assert all(np.abs(y).max() > 1e-3 for y in jax.tree.leaves(wanted[1]))  # none is zero by chance
+
+
+@pytest.mark.parametrize("kernel", ["blocks", "decode"])
+def test_sixteen_bits(kernel):
+    """Parameters rounded to 16 bits in each block, or scores computed in them."""
+    case = CASES["composed"]
+    exact = arrays_of(kernel), jax.tree.map(jnp.asarray, case.parameters)
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), exact)
+    same = jax.tree.map(lambda a: a.astype(jnp.float64), low)
+    ours, theirs = both(case, KERNELS[kernel])
+    found = jax.grad(functools.partial(number, ours))(low)
+    wanted = jax.grad(functools.partial(number, theirs))(same)
+    naive = jax.grad(functools.partial(number, theirs))(low)
+    for x, y, z in zip(*map(jax.tree.leaves, (found, wanted, naive)), strict=True):
+        assert x.dtype == jnp.bfloat16
+        least = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(y).max()
+        error, usual = (np.abs(np.asarray(a, np.float64) - y).max() for a in (x, z))
+        assert error <= 2 * usual + least
+
+
+def test_transformations():
+    """A score that `vmap`, `scan` or `checkpoint` loses, or whose parameters they do not batch."""
+    case = CASES["function"]
+    arrays, parameters = arrays_of("blocks"), jax.tree.map(jnp.asarray, case.parameters)
+    ours, theirs = both(case, "blockwise")
+    many = jax.tree.map(lambda a: jnp.stack([a, 2 * a, -a]), parameters)
+    g, h = (jax.grad(lambda p, f=f: number(f, (arrays, p))) for f in (ours, theirs))
+    wanted = [h(jax.tree.map(lambda a, i=i: a[i], many)) for i in range(3)]
+    wanted = jax.tree.map(lambda *x: np.stack(x), *wanted)
+    close(jax.vmap(g)(many), wanted)
+    close(jax.lax.scan(lambda c, p: (c, jax.checkpoint(g)(p)), 0, many)[1], wanted)
+
+
+def drawn_slopes():
+    """Three calls, of two rows each: slopes of their own, a bias for both rows, and queries and keys."""
+    rng = np.random.default_rng(3)
+    shapes = (3, 2), (3, 1, 2, 1, 13), (3, 2, 1, 2, 16), (3, 2, 13, 2, 16)
+    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+
+
+@pytest.mark.parametrize("axis", few([0, None], 0))
+@pytest.mark.parametrize(
+    "kernel", few(["decode_cpu", "pallas_tpu", "pallas_gpu"], "decode_cpu", "pallas_tpu")
+)
+def test_vmap(kernel, axis):
+    """Slopes of one mapped call, or of one row, for all; their gradients summed over calls, or a bias over rows."""
+    slopes, bias, query, key = drawn_slopes()
+    slopes = slopes if axis == 0 else slopes[0]
+    with_bias = kernel == "decode_cpu"
+
+    def energy(slopes, bias, query, key, kernel):
+        more = {"bias": bias} if with_bias else {}
+        score = scores.ALiBi(slopes)
+        return local_attention(
+            query, key, key, score=score, implementation=kernel, **more
+        ).lse.sum()
+
+    def run(*arrays, kernel):
+        return jax.value_and_grad(energy, argnums=(0, 1, 2))(*arrays, kernel)
+
+    axes = axis, 0, 0, 0
+    found = jax.vmap(functools.partial(run, kernel=kernel), axes)(slopes, bias, query, key)
+    exact = jax.vmap(functools.partial(run, kernel="reference"), axes)(slopes, bias, query, key)
+    close(found, exact, 64 * float(jnp.finfo(jnp.float32).eps))
+
+
+@pytest.mark.parametrize("kernel", few(["decode_cpu", "pallas_tpu"], "decode_cpu"))
+def test_vmap_of_a_score_without_arrays(kernel):
+    """Entries of a batch that a score counts over all mapped calls."""
+    _, _, query, key = drawn_slopes()
+    score = scores.Function(lambda s, at: s * (1 + at.batch).astype(s.dtype))
+
+    def energy(query, key, kernel):
+        return local_attention(query, key, key, score=score, implementation=kernel).lse.sum()
+
+    def run(*arrays, kernel):
+        return jax.value_and_grad(energy, argnums=(0, 1))(*arrays, kernel)
+
+    found = jax.vmap(functools.partial(run, kernel=kernel))(query, key)
+    exact = [run(*x, kernel="reference") for x in zip(query, key, strict=True)]
+    exact = jax.tree.map(lambda *x: jnp.stack(x), *exact)
+    close(found, exact, 64 * float(jnp.finfo(jnp.float32).eps))
+
+
+def test_vmap_of_a_bias():
+    """A gradient of a bias that is one for all rows of a call."""
+    _, bias, query, key = drawn_slopes()
+
+    def gradient(bias, query, key, kernel):
+        return jax.grad(
+            lambda bias: local_attention(
+                query, key, key, bias=bias, implementation=kernel
+            ).out.sum()
+        )(bias)
+
+    for axis in 0, None:
+        each = bias if axis == 0 else bias[0]
+        found, exact = (
+            jax.vmap(functools.partial(gradient, kernel=kernel), (axis, 0, 0))(each, query, key)
+            for kernel in ("decode_cpu", "reference")
+        )
+        close(found, exact, 64 * float(jnp.finfo(jnp.float32).eps))
+
+
+@pytest.mark.parametrize("name", ["pallas_gpu", "pallas_tpu", "cudnn", "flash", "fa4", "splash"])
+def test_who_declines(name):
+    """A kernel that ignores a score: a wrong answer, and fast."""
+    x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    call = check_call(
+        x, x, x, score=scores.Function(lambda s, at, table: s + table[at.key], jnp.ones(128))
+    )
+    with pytest.raises(NotImplementedError, match=r"^score: wanted "):
+        check_call_of(_registry._REGISTRY[name], call.operands, call.settings)
+
+
+def test_what_is_not_learnt():
+    """The gradient of slopes that none asks for, summed in every block: half as much time again for a backward."""
+    x = jnp.ones((1, 80, HEADS, 8), jnp.float32)
+
+    def scatters(score, moved):
+        def loss(x, slopes):
+            given = None if score is None else score(slopes)
+            return ea.attention(x, x, x, score=given, implementation="blockwise").sum()
+
+        program = jax.jit(jax.grad(loss, moved)).lower(x, jnp.ones(HEADS, jnp.float32))
+        return program.as_text().count("stablehlo.scatter")
+
+    assert scatters(scores.ALiBi, 0) == scatters(None, 0) < scatters(scores.ALiBi, (0, 1))
+
+
+def test_memory():
+    """A learned relative bias that is written out: 32k x 32k scores are 4 GiB."""
+    rows = jax.ShapeDtypeStruct((1, 2**15, 1, 8), jnp.float32)
+    table = jax.ShapeDtypeStruct((1, 257), jnp.float32)
+
+    def loss(q, k, v, table):
+        return ea.attention(q, k, v, score=scores.RelativeBias(table), is_causal=True).sum()
+
+    program = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(rows, rows, rows, table).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 100 * 2**20
+
+
+def test_buckets():
+    """Buckets other than those of T5, whose tables people load."""
+    i, j = np.meshgrid(np.arange(300), np.arange(300), indexing="ij")
+    found = scores.t5_buckets()(jnp.asarray(j - i, jnp.int32))
+    np.testing.assert_array_equal(found, _t5(i, j, 32, 128))
+    before = scores.t5_buckets(16, 128, bidirectional=False)(jnp.asarray(j - i, jnp.int32))
+    np.testing.assert_array_equal(before, np.where(j > i, 0, _t5(np.maximum(i, j), j, 32, 128)))
+
+
+def test_slopes():
+    """Other slopes than the paper's, for a number of heads that is no power of two."""
+    close(scores.ALiBi(num_heads=8).slopes, 2.0 ** -np.arange(1, 9), 1e-7)
+    twelve = np.concatenate([2.0 ** -np.arange(1, 9), 2.0 ** -(np.arange(4) + 0.5)])
+    close(scores.ALiBi(num_heads=12).slopes, twelve, 1e-7)
+
+
+X = jnp.ones((1, 3, 2, 4), jnp.float32)
+
+
+def asked(score):
+    return lambda: ea.attention(X, X, X, score=score)
+
+
+def _read(s, at, w):
+    return s * w[at.head]
+
+
+def function(f, *parameters):
+    return asked(scores.Function(f, *parameters))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "name", "received", "wanted"),
+    [
+        (asked(jnp.tanh), TypeError, "score", "scores.Function", "a score"),
+        (asked(scores.SoftCap), TypeError, "score", "SoftCap(...) makes one", "a score"),
+        (function(lambda s, at: s.sum()), ValueError, "score", "()", "shape"),
+        (function(lambda s, at: s - s.max()), ValueError, "score", "reduce_max", "elementwise"),
+        (function(lambda s, at: jnp.roll(s, 1, -1)), ValueError, "score", "slice", "elementwise"),
+        (function(lambda s, at: s.astype(jnp.float64)), TypeError, "score", "float64", "float32"),
+        (function(lambda s, at: s > 0), TypeError, "score", "bool", "float32"),
+        (function(_read, jnp.ones(1)), ValueError, "score", "0 to 1", "0 to 0"),
+        (asked(scores.ALiBi(jnp.ones(3))), ValueError, "score", "[3]", "2 heads"),
+        (lambda: scores.SoftCap(0.0), ValueError, "cap", "0.0", "above zero"),
+        (lambda: scores.SoftCap("50"), TypeError, "cap", "50", "number"),
+        (lambda: scores.ALiBi(), TypeError, "slopes", "None", "num_heads"),
+        (lambda: scores.RelativeBias(jnp.ones((2, 4))), ValueError, "table", "4", "odd"),
+        (lambda: scores.Compose(jnp.tanh), TypeError, "scores", "", "scores"),
+        (lambda: scores.Function(3), TypeError, "function", "3", "function"),
+        (
+            lambda: scores.Function(jnp.tanh, jnp.ones(2, complex)),
+            TypeError,
+            "parameters",
+            "complex",
+            "",
+        ),
+        (lambda: ea.FreeEnergy(score=jnp.tanh), TypeError, "score", "", "a score"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_wrong(call, error, name, received, wanted):
+    """A wrong score that is taken, or an error that does not name it."""
+    complains(call, error, name, received, wanted)
+
+
+def test_closed_over():
+    """A parameter that is traced, closed over, and so without a gradient."""
+
+    def loss(w):
+        return function(lambda s, at: s * w)().sum()
+
+    complains(lambda: jax.grad(loss)(1.0), ValueError, "score", "closes over", "parameters")

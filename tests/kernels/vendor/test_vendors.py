@@ -1,0 +1,592 @@
+"""The adapters of vendors' kernels, on a CPU: cuDNN and FlashAttention emulated with their quirks, splash interpreted.
+
+What an adapter does (layouts, options, the cotangent of lse, what it declines) is ours and tested here; what the
+vendors' kernels do on a chip is not.
+"""
+
+import functools
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.kernels import AttentionState, _private, local_attention
+from energy_attn.kernels.call import _target
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.dispatch import _probe, _registry
+from energy_attn.kernels.vendor import _adapter, _cudnn, _fa4, _flash_attn, _splash
+from tests.support.naive import assert_all_close, select
+from tests.support.problems import PROBLEMS, _make, cast, cotangents
+from tests.support.selection import few
+
+KERNELS = {
+    "cudnn": _cudnn.CuDNN,
+    "flash": _flash_attn.FlashAttn,
+    "fa4": _fa4.FA4,
+    "splash": _splash.Splash,
+}
+
+
+# As the vendors compute: statistics in float32 as [B, N, T], weights and the gradient of scores rounded to 16 bits, the
+# maximum taken before the scale is applied, delta from out and its cotangent alone.
+def raw_scores(query, key, seen):
+    assert query.dtype == key.dtype and query.dtype.itemsize == 2
+    key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
+    return jnp.where(seen, scores, -jnp.inf)
+
+
+def forward(query, key, value, *, seen, scale, blind):
+    assert value.shape == key.shape and value.dtype == key.dtype
+    scores = raw_scores(query, key, seen)
+    largest = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores * scale - largest * scale)
+    total = weights.sum(-1, keepdims=True)
+    value = jnp.repeat(value, query.shape[2] // key.shape[2], axis=2)
+    weights = (weights / total).astype(value.dtype)
+    out = jnp.einsum("bnts,bsnh->btnh", weights, value, preferred_element_type=jnp.float32)
+    lse = jnp.where(jnp.isfinite(largest), largest * scale + jnp.log(total), blind)
+    return out.astype(value.dtype), lse[..., 0]
+
+
+def backward(query, key, value, lse, out, d_out, *, seen, scale, sum_rounded):
+    assert out.shape == d_out.shape == query.shape and value.shape == key.shape
+    assert {x.dtype for x in (query, key, value, out, d_out)} == {query.dtype}
+    assert lse.dtype == jnp.float32
+    assert lse.shape == (query.shape[0], query.shape[2], query.shape[1])
+    group, dtype = query.shape[2] // key.shape[2], query.dtype
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    weights = jnp.exp(raw_scores(query, key, seen) * scale - lse[..., None])
+    wide_key, wide_value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).transpose(0, 2, 1)
+    d_weights = product("btnh,bsnh->bnts", d_out, wide_value)
+    d_scores = (weights * (d_weights - delta[..., None])).astype(dtype)
+    d_query = product("bnts,bsnh->btnh", d_scores, wide_key) * scale
+    d_key = product("bnts,btnh->bsnh", d_scores, query) * scale
+    d_value = product("bnts,btnh->bsnh", weights.astype(dtype), d_out)
+
+    def over_groups(x):
+        if sum_rounded:
+            x = x.astype(dtype).astype(jnp.float32)
+        return x.reshape(*key.shape[:3], group, -1).sum(3).astype(dtype)
+
+    return d_query.astype(dtype), over_groups(d_key), over_groups(d_value)
+
+
+def distances(query, key):
+    """How far each key is behind each query, both counted from the first."""
+    return jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
+
+
+class Calls:
+    """The emulated kernels of a vendor, and how often each was called."""
+
+    def __init__(self):
+        self.forwards = self.backwards = 0
+
+
+class FakeCuDNN(Calls):
+    def seen(self, query, key, mask_type, sliding_window_length):
+        behind = distances(query, key)  # the first query is aligned with the first key
+        seen = behind >= 0 if mask_type.name == "CAUSAL" else behind == behind
+        if sliding_window_length is not None:
+            assert mask_type.name == "CAUSAL" and sliding_window_length > 0
+            seen &= behind < sliding_window_length
+        return seen
+
+    def call(self, run, query, key, *arrays, layout, seed, dropout_rate, variadic_args, **options):
+        assert layout == 0 and dropout_rate == 0 and variadic_args == (False, False)
+        # parameters of newer versions of JAX: functions of the scores
+        assert options.pop("score_mod_name", None) is options.pop("score_mod_jaxpr", None) is None
+        scale = options.pop("scale")
+        values, unused, others = arrays[:1], arrays[1:8], arrays[8:]
+        assert all(x.shape == (0,) for x in unused)
+        return run(query, key, *values, *others, seen=self.seen(query, key, **options), scale=scale)
+
+    def bind_forward(self, *args, is_training, **options):
+        assert is_training  # or there are no statistics
+        self.forwards += 1
+        return self.call(functools.partial(forward, blind=-jnp.inf), *args, **options)
+
+    def bind_backward(self, *args, **options):
+        self.backwards += 1
+        return self.call(functools.partial(backward, sum_rounded=False), *args, **options)
+
+
+class FakeFlash(Calls):
+    def seen(self, query, key, is_causal, window_size_left, window_size_right):
+        # the last query is aligned with the last key
+        behind = distances(query, key) + key.shape[1] - query.shape[1]
+        right = 0 if is_causal else window_size_right
+        seen = behind == behind if right < 0 else behind >= -right
+        return seen if window_size_left < 0 else seen & (behind <= window_size_left)
+
+    def forward(self, query, key, value, *, softmax_scale, **options):
+        self.forwards += 1
+        seen = self.seen(query, key, **options)
+        return forward(query, key, value, seen=seen, scale=softmax_scale, blind=jnp.inf)
+
+    def backward(self, d_out, query, key, value, out, lse, *, softmax_scale, **options):
+        self.backwards += 1
+        seen = self.seen(query, key, **options)
+        arrays = (query, key, value, lse, out, d_out)
+        return backward(*arrays, seen=seen, scale=softmax_scale, sum_rounded=True)
+
+
+class FakeFA4(Calls):
+    def seen(self, query, key, config):
+        # the last query is aligned with the last key
+        behind = distances(query, key) + key.shape[1] - query.shape[1]
+        assert not (config.causal and config.local)
+        left, right = config.window if config.local else (None, 0 if config.causal else None)
+        seen = behind == behind if right is None else behind >= -right
+        return seen if left is None else seen & (behind <= left)
+
+    def fwd_lse(self, config, query, key, value, aux):
+        self.forwards += 1
+        assert aux == () and config.backend == "cute" and config.mask is None
+        seen = self.seen(query, key, config)
+        return forward(query, key, value, seen=seen, scale=config.scale, blind=-jnp.inf)
+
+    def vjp(self, config, query, key, value, out, lse, d_out, d_lse, aux):
+        self.backwards += 1
+        assert aux == () and d_lse is None  # which it does not take
+        seen = self.seen(query, key, config)
+        arrays = (query, key, value, lse, out, d_out)
+        return backward(*arrays, seen=seen, scale=config.scale, sum_rounded=False)
+
+
+class Bound:
+    def __init__(self, bind):
+        self.bind = bind
+
+
+@pytest.fixture
+def vendor(monkeypatch):
+    """Puts a vendor's kernel into the registry, for CPUs, with its emulation beneath."""
+
+    def put(name):
+        kernel = KERNELS[name]()
+        monkeypatch.setattr(KERNELS[name], "platforms", ("cpu",))
+        monkeypatch.setattr(_registry, "_REGISTRY", {name: kernel})
+        if name == "cudnn":
+            calls = FakeCuDNN()
+            for side in ("forward", "backward"):
+                bound = Bound(getattr(calls, f"bind_{side}"))
+                monkeypatch.setattr(_private.private_names("cudnn"), side, bound)
+            return probed(kernel, calls)
+        if name == "fa4":
+            calls = FakeFA4()
+            package = SimpleNamespace(Config=SimpleNamespace, backend=lambda _: calls)
+            monkeypatch.setattr(_fa4, "_package", lambda: package)
+            return probed(kernel, calls)
+        calls = FakeFlash()
+        package = SimpleNamespace(forward=calls.forward, backward=calls.backward)
+        monkeypatch.setattr(_flash_attn, "_package", lambda: package)
+        return probed(kernel, calls)
+
+    def probed(kernel, calls):
+        assert _probe.obstacle(kernel, "cpu") is None
+        calls.forwards = calls.backwards = 0
+        return calls
+
+    return put
+
+
+@pytest.fixture
+def splash(monkeypatch):
+    """Splash in the registry, interpreted, in blocks of 128."""
+    monkeypatch.setattr(_registry, "_REGISTRY", {"splash": _splash.Splash(blocks=(128,))})
+
+
+def attend(arrays, problem, name):
+    return local_attention(**arrays, **problem.options, implementation=name)
+
+
+def check(name, problem, dtype, cases=("both", "out", "lse")):
+    arrays, _ = cast(problem, dtype)
+
+    @jax.jit
+    def run(arrays, dout, dlse):
+        state, back = jax.vjp(lambda arrays: attend(arrays, problem, name), arrays)
+        return state._asdict() | back(AttentionState(dout, dlse))[0]
+
+    for which in cases:
+        found = run(arrays, *select(which, *cotangents(problem, dtype)))
+        assert_all_close(found, problem, jnp.dtype(dtype), which, label=name)
+
+
+SIZES = {"B": 2, "T": 64, "S": 64, "N": 4, "K": 2, "H": 16}
+TAKEN = {
+    problem.name: problem
+    for problem in (
+        _make("vendor_plain", **SIZES | {"S": 96}),
+        _make("vendor_more_queries", **SIZES | {"T": 96, "K": 4}, scale=0.7),
+        _make("vendor_causal", **SIZES, is_causal=True),
+        _make("vendor_window_causal", **SIZES, is_causal=True, local_window_size=(5, 3)),
+        _make("vendor_window_left", **SIZES | {"K": 1}, local_window_size=(9, 0)),
+        _make("vendor_window_diagonal", **SIZES, is_causal=True, local_window_size=0),
+        _make("vendor_window_all", **SIZES, is_causal=True, local_window_size=63),
+    )
+}
+FLASH_ALONE = {
+    problem.name: problem
+    for problem in (
+        _make("vendor_few", **SIZES | {"T": 1, "S": 7}),
+        _make("vendor_window", **SIZES | {"T": 23, "S": 23}, local_window_size=(3, 5)),
+        _make("vendor_window_right", **SIZES, local_window_size=(64, 5)),
+    )
+}
+CASES = [(name, p) for name in ("cudnn", "flash", "fa4") for p in TAKEN.values()]
+CASES += [(name, p) for name in ("flash", "fa4") for p in FLASH_ALONE.values()]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(("name", "problem"), CASES, ids=lambda x: str(x))
+def test_state_and_gradients(name, problem, vendor):
+    """Layouts, heads' groups, a window off by one, the cotangent of lse dropped or doubled."""
+    vendor(name)
+    check(name, problem, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_float16(name, vendor):
+    """A fixed dtype instead of that of the operands."""
+    vendor(name)
+    check(name, TAKEN["vendor_causal"], "float16", cases=("both",))
+
+
+def test_cotangent_of_lse_in_two_parts():
+    """dlse rounded to 16 bits, so that delta loses its lower bits."""
+    lse = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 2)), jnp.float32)
+    value, out = (jnp.zeros((1, n, 2, 8), jnp.bfloat16) for n in (5, 3))
+    ones, zero, parts = _adapter._lse_operands(value, out, lse)
+    found = (parts.astype(jnp.float32) * ones[:, :1].astype(jnp.float32)).sum(-1)
+    np.testing.assert_allclose(found, lse, rtol=2.0**-16)
+    assert zero.shape == out.shape and not zero.any()
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash", "fa4"])
+def test_no_second_backward_without_need(name, vendor):
+    """A second backward for a cotangent of out alone, the common case."""
+    calls = vendor(name)
+    arrays, _ = cast(TAKEN["vendor_causal"], "bfloat16")
+
+    def loss(arrays, part):
+        state = attend(arrays, TAKEN["vendor_causal"], name)
+        return sum(x.astype(jnp.float32).sum() for x in part(state))
+
+    jax.jit(lambda a: jax.grad(loss)(a, lambda state: (state.out,)))(arrays)
+    assert (calls.forwards, calls.backwards) == (1, 1)
+    jax.jit(lambda a: jax.grad(loss)(a, lambda state: state))(arrays)
+    assert (calls.forwards, calls.backwards) == (2, 3)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@pytest.mark.parametrize("batched", [("query", "key", "value"), ("query",), ("value",)])
+def test_vmap(name, batched, vendor):
+    """Gradients of vmapped calls in another order (the vendor's own rule), or an operand of too small a batch."""
+    vendor(name)
+    problem = TAKEN["vendor_window_causal"]
+    arrays, _ = cast(problem, "bfloat16")
+    arrays = {n: x if n in batched else x[0] for n, x in arrays.items()}
+    axes = {n: 0 if n in batched else None for n in arrays}
+
+    def gradients(arrays):
+        state, back = jax.vjp(lambda arrays: attend(arrays, problem, name), arrays)
+        return state, back(AttentionState(jnp.ones_like(state.out), jnp.cos(state.lse)))[0]
+
+    compiled = functools.partial(jax.jit)
+    found = compiled(jax.vmap(gradients, in_axes=(axes,)))(arrays)
+    rows = [{n: x[i] if n in batched else x for n, x in arrays.items()} for i in range(2)]
+    wanted = [compiled(gradients)(row) for row in rows]
+    for found_one, *wanted_one in zip(*map(jax.tree.leaves, (found, *wanted)), strict=True):
+        # compiled differently, intermediate bfloat16 numbers are rounded differently
+        np.testing.assert_allclose(
+            found_one.astype(jnp.float32), jnp.stack(wanted_one).astype(jnp.float32), atol=0.1
+        )
+
+
+def test_global_state_in_the_backward(vendor):
+    """Weights relative to a shard of the keys, where a ring passes the state of all of them."""
+    vendor("cudnn")
+    problem = TAKEN["vendor_plain"]
+    arrays, _ = cast(problem, "bfloat16")
+    kernel = _registry._REGISTRY["cudnn"]
+    operands, settings, *_ = check_call(**arrays)
+    whole = jax.jit(lambda operands: kernel.forward(operands, settings, "cuda"))(operands)
+    half = operands._replace(key=operands.key[:, :64], value=operands.value[:, :64])
+    cotangent = AttentionState(*cotangents(problem, "bfloat16"))
+
+    @jax.jit
+    def pull(operands):
+        found = kernel.backward(operands, settings, whole, cotangent, "cuda")
+        return found.key.astype(jnp.float32), found.value.astype(jnp.float32)
+
+    for found, wanted in zip(pull(half), pull(operands), strict=True):
+        np.testing.assert_allclose(found, wanted[:, :64], atol=0.02)
+
+
+ALL = ("cudnn", "flash", "fa4", "splash")
+BASE = _make("vendor_base", B=1, T=128, S=128, N=2, H=64)
+POSITIONS = np.arange(128, dtype=np.int32)[None]
+DECLINED = (
+    (ALL, {}, "float32", "query: wanted .*, got float32"),
+    (ALL, {"source": 0 * BASE.query}, "bfloat16", "query: wanted .*, got float32"),
+    (ALL, {"bias": np.zeros((1, 1, 1, 1))}, "bfloat16", "bias: wanted None"),
+    (ALL, {"mask": np.ones((1, 1, 1, 1), bool)}, "bfloat16", "mask: wanted None"),
+    (ALL, {"query_positions": POSITIONS}, "bfloat16", "query_positions: wanted None"),
+    (ALL, {"key_value_seq_lengths": POSITIONS[0, 5:6]}, "bfloat16", "positions: wanted None"),
+    (
+        ALL,
+        {"query_segment_ids": POSITIONS, "key_segment_ids": POSITIONS},
+        "bfloat16",
+        "query_segments: wanted None",
+    ),
+    (ALL, {"scale": 0.0}, "bfloat16", "scale: wanted a number above 0, got 0.0"),
+    (ALL, {"scale": -0.5}, "bfloat16", "scale: wanted a number above 0, got -0.5"),
+    (ALL, {"value": BASE.value[..., :8]}, "bfloat16", "value: wanted query's width, 64, got 8"),
+    (ALL, {"query": BASE.query[:, :0]}, "bfloat16", "query: wanted no empty axis"),
+    (
+        ALL,
+        {"key": BASE.key[:, :64], "value": BASE.value[:, :64], "is_causal": True},
+        "bfloat16",
+        "query: wanted as many queries as keys .*, got 128 and 64",
+    ),
+    (
+        ALL,
+        {n: getattr(BASE, n)[..., :5] for n in ("query", "key", "value")},
+        "bfloat16",
+        "query: wanted a width that is a multiple of 8 up to .*, got 5",
+    ),
+    (
+        ALL,
+        {n: np.concatenate([getattr(BASE, n)] * 5, -1) for n in ("query", "key", "value")},
+        "bfloat16",
+        "query: wanted a width that is a multiple of 8 up to .*, got 320",
+    ),
+    (("cudnn",), {"query": BASE.query[:, :63]}, "bfloat16", "query: wanted at least 64 rows"),
+    (("cudnn",), {"local_window_size": 5}, "bfloat16", "window_size: wanted no keys after"),
+    (("splash",), {}, "float16", "query: wanted bfloat16, got float16"),
+    (("splash",), {"query": BASE.query[:, :63]}, "bfloat16", "query: wanted a multiple of 128"),
+    (("splash",), {"scale": 0.3}, "bfloat16", "scale: wanted a power of two, got 0.3"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dtype", "reason"),
+    [(name, *case) for names, *case in DECLINED for name in names],
+    ids=lambda x: x if isinstance(x, str) and ":" not in x else "",
+)
+def test_declines(name, changes, dtype, reason, monkeypatch):
+    """A call that the kernel takes and computes wrongly, or fails at."""
+    for module in (_flash_attn, _fa4):
+        monkeypatch.setattr(module, "_package", lambda: None)
+    problem = replace(BASE, **changes)
+    call = check_call(**cast(problem, dtype)[0], **problem.options)
+    with pytest.raises(NotImplementedError, match=reason):
+        KERNELS[name]().check(call.operands, call.settings)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("problem", [PROBLEMS[n] for n in ("everything", "decode_cache")], ids=str)
+def test_declines_the_general_case(name, problem):
+    """An option that the checks omit."""
+    call = check_call(**cast(problem, "bfloat16")[0], **problem.options)
+    with pytest.raises(NotImplementedError):
+        KERNELS[name]().check(call.operands, call.settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "width", "reason"),
+    [
+        ("cudnn", (7, 5), 64, "cudnn: wanted a GPU of compute capability from 8.0 on, got 7.5"),
+        ("cudnn", (8, 0), 64, None),
+        ("cudnn", (8, 9), 192, "up to 128, got 192"),
+        ("cudnn", (9, 0), 256, None),
+        ("cudnn", (9, 0), 264, "up to 256, got 264"),
+        ("cudnn", (10, 0), 256, "up to 128, got 256"),
+        ("cudnn", None, 256, None),
+        ("flash", (10, 0), 64, "from 8.0 to below 10.0, got 10.0"),
+        ("flash", (9, 0), 64, None),
+        ("fa4", (9, 0), 64, "at hand"),
+        ("fa4", None, 256, None),
+    ],
+)
+def test_capabilities(name, found, width, reason, monkeypatch):
+    """A GPU that a vendor's library does not know, or a width that it has on others: XLA would fail at it."""
+    for module in (_flash_attn, _fa4):
+        monkeypatch.setattr(module, "_package", lambda: None)
+    shape = (1, 128, 2, width)
+    call = check_call(*(jnp.zeros(shape, jnp.bfloat16),) * 3)
+    with gpu(found):
+        declined(KERNELS[name](), call, reason)
+
+
+def gpu(capability):
+    """While a program is lowered for a GPU of a compute capability; None: for one that is not known."""
+    device = None if capability is None else _target.AssumedGPU("{}.{}".format(*capability))
+    return _target.lowered_for(device)
+
+
+def declined(kernel, call, reason):
+    if reason is None:
+        return kernel.check(call.operands, call.settings)
+    with pytest.raises(NotImplementedError, match=reason):
+        kernel.check(call.operands, call.settings)
+
+
+@pytest.mark.parametrize(
+    ("found", "width", "reason"),
+    [
+        (None, 256, None),
+        (91000, 64, "wanted a version other than 9.10.0 and 9.10.1, got 91000"),
+        (91200, 128, None),
+        (91200, 136, "up to 128 before cuDNN 9.13, got 136 and cuDNN 91200"),
+        (91300, 256, None),
+    ],
+)
+def test_versions_of_cudnn(found, width, reason, monkeypatch):
+    """A version that computes wrongly; one refused that is right; or none, where another machine compiles."""
+    monkeypatch.setattr(_cudnn, "_version", lambda: found)
+    declined(
+        KERNELS["cudnn"](), check_call(*(jnp.zeros((1, 64, 1, width), jnp.float16),) * 3), reason
+    )
+
+
+def test_fa4_for_the_gpu_at_hand(monkeypatch):
+    """Kernels for one GPU in a program for another: the package compiles for the default device."""
+    monkeypatch.setattr(_fa4, "_package", lambda: None)
+    monkeypatch.setattr(_fa4.jax, "devices", lambda: [SimpleNamespace(compute_capability="10.0")])
+    for found, width, reason in (
+        ((10, 0), 128, None),
+        ((10, 0), 192, "up to 128, got 192"),
+        ((9, 0), 64, "got a program for .9, 0. and .10, 0. at hand"),
+    ):
+        call = check_call(*(jnp.zeros((1, 64, 1, width), jnp.bfloat16),) * 3)
+        with gpu(found):
+            declined(KERNELS["fa4"](), call, reason)
+
+
+def test_no_fa4(monkeypatch):
+    """An ImportError from a call, or advice without the package's name."""
+    monkeypatch.setitem(sys.modules, "fa4_jax", None)
+    _private.private_names.cache_clear()
+    call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
+    declined(KERNELS["fa4"](), call, "pip install 'fa4-jax")
+
+
+def test_no_package(monkeypatch):
+    """An ImportError from a call, or advice that omits the missing package."""
+    monkeypatch.setitem(sys.modules, "flash_attn_jax", None)
+    monkeypatch.setattr(_flash_attn, "_package", _flash_attn._package.__wrapped__)
+    call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
+    with pytest.raises(NotImplementedError) as reason:
+        _flash_attn.FlashAttn().check(call.operands, call.settings)
+    assert "pip install flash-attn-jax" in str(reason.value) and "libcudart.so.12" in str(
+        reason.value
+    )
+
+
+@pytest.mark.parametrize("broken", [np.inf, np.nan])
+def test_a_broken_energy_is_none_of_no_keys(broken):
+    """FlashAttention-2 writes plus infinity for a NaN among the scores, as it does for a row without keys."""
+    call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
+    shape = call.operands.query.shape
+    lse = jnp.zeros(shape[:-1], jnp.float32).at[0, 1, 0].set(broken)
+    for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
+        settings = call.settings._replace(wide=wide)
+        out, energy = _adapter.vendor_state(
+            jnp.zeros(shape, jnp.bfloat16), lse, call.operands, settings
+        )
+        assert out.dtype == dtype and energy.dtype == jnp.float32
+        assert np.isnan(out[0, 1, 0]).all() and np.isnan(energy[0, 1, 0])
+        assert np.isnan(out).sum() == shape[-1] and np.isnan(energy).sum() == 1
+
+
+SPLASH = {
+    problem.name: problem
+    for problem in (
+        _make("splash_plain", B=2, T=128, S=256, N=2, K=1, H=64),
+        _make("splash_causal", B=1, T=256, S=256, N=4, K=2, H=64, is_causal=True),
+        _make("splash_window", B=1, T=256, S=256, N=1, H=64, local_window_size=(100, 20)),
+        _make(
+            "splash_window_causal",
+            *(1, 256, 256, 1),
+            H=8,
+            scale=0.5,
+            is_causal=True,
+            local_window_size=130,
+        ),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    "problem", few(list(SPLASH.values()), next(iter(SPLASH.values()))), ids=str
+)
+def test_splash(problem, splash):
+    """The kernels themselves: masks, heads' groups, scaled queries, and delta with the cotangent of lse in it."""
+    check("splash", problem, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("keys", "blocks", "kernels"),
+    [(128, (128,), 1), (256, (256,), 1), (512, (256,), 2)],
+    ids=["fused", "fused_parts", "parts"],
+)
+def test_splash_blocks(keys, blocks, kernels, monkeypatch):
+    """A part of a block of keys lost; a sum that the kernel of all gradients rounds, or leaves to the caller."""
+    kernel = _splash.Splash(blocks=blocks, computed=128, fewest=1)
+    monkeypatch.setattr(_registry, "_REGISTRY", {"splash": kernel})
+    problem = _make("splash_blocks", *(1, keys, keys, 2), K=1, H=64, is_causal=True)
+    call = check_call(**cast(problem, "bfloat16")[0], **problem.options)
+    query, key = (x.swapaxes(1, 2) for x in call.operands[:2])
+    assert kernel._cut(query, key, call.settings).fused == (kernels == 1)
+    check("splash", problem, "bfloat16", ("both",))
+
+
+BLOCKS = [  # queries, keys, options, and the blocks of each
+    (8192, 8192, {"is_causal": True}, (1024, 1024)),
+    (4096, 4096, {"is_causal": True}, (512, 512)),
+    (1024, 1024, {"is_causal": True}, (512, 512)),
+    (1024, 1024, {}, (1024, 1024)),
+    (384, 1024, {}, (128, 1024)),
+    (32768, 32768, {"local_window_size": (1000, 0)}, (512, 512)),
+]
+
+
+@pytest.mark.parametrize(("queries", "keys", "options", "blocks"), BLOCKS, ids=str)
+def test_blocks_of_splash(queries, keys, options, blocks):
+    """Blocks of which most is hidden by the diagonal, or by a window."""
+
+    def cut(query, key):
+        call = check_call(query, key, key, **options)
+        arrays = (x.swapaxes(1, 2) for x in call.operands[:2])
+        found.append(_splash.Splash()._cut(*arrays, call.settings))
+
+    found = []
+    shapes = (1, queries, 1, 64), (1, keys, 1, 64)
+    jax.eval_shape(cut, *(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes))
+    assert found[0][2:] == (*blocks, 512)
+
+
+@pytest.mark.full
+def test_splash_in_shard_map(splash):
+    """Results whose types lack the mesh axes they vary over, which JAX wants there."""
+    problem = SPLASH["splash_plain"]
+    arrays, _ = cast(problem, "bfloat16")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradients(arrays):
+        state, back = jax.vjp(lambda arrays: attend(arrays, problem, "splash"), arrays)
+        return state, back(AttentionState(jnp.ones_like(state.out), jnp.cos(state.lse)))[0]
+
+    spec = jax.sharding.PartitionSpec("x")
+    split = jax.shard_map(gradients, mesh=mesh, in_specs=spec, out_specs=spec)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(split)(arrays), jax.jit(gradients)(arrays))

@@ -1,0 +1,120 @@
+"""What the documentation refers to is there, and what it quotes is what was measured."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import check_structure
+import compare_modes
+import draw_first_light
+import list_kernels
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
+CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link into a page may name: its headings, as Python-Markdown and GitHub write them."""
+    text = re.sub("^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall("^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title).lower()) for title in headings}
+
+
+def dangling(page: Path) -> list[str]:
+    """The links of a page to files or to sections that are not there."""
+    prose = CODE.sub("", page.read_text(encoding="utf-8"))
+    wrong = []
+    for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", prose):
+        path, _, section = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (section and section not in anchors(target)):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links(page):
+    """A file that is gone, or a section lost, as one was that other pages sent their readers to."""
+    assert dangling(page) == []
+
+
+def test_a_dangling_link_is_found(tmp_path):
+    """A search for links that would pass whatever stands there."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Two words: `code`\n[a](page.md#two-words-code) [b](#lost) [c](none.md) `[d](none.md)`\n"
+    )
+    assert dangling(page) == ["#lost", "none.md"]
+
+
+def test_modes_of_libraries():
+    """A table of what libraries differentiate that is not what the script found."""
+    found = json.loads((ROOT / "docs/benchmarks/modes.json").read_text())
+    page = (ROOT / "docs/derivatives.md").read_text()
+    shown = page.partition("<!-- tools/compare_modes.py -->\n")[2].partition("<!-- end -->")[0]
+    assert shown.strip() == compare_modes.table(found)
+    assert set(found) == set(compare_modes.LIBRARIES)
+
+
+@pytest.mark.usefixtures("user_settings")
+def test_who_runs_where():
+    """A table of kernels and machines that the registry has left behind: python tools/list_kernels.py."""
+    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    assert list_kernels.page(page, draw_first_light.kept()) == page
+
+
+def test_hardware_in_that_table():
+    """A kernel called right on hardware that was wrong there, or on other hardware."""
+    steps = {
+        "about": {"versions": {"capability": "9.0"}},
+        "check": {
+            "a cudnn": {"kernel": "cudnn", "good": True},
+            "a pallas_gpu": {"kernel": "pallas_gpu", "good": False},
+            "b pallas_gpu": {"kernel": "pallas_gpu", "good": True},
+            "b cudnn": {"kernel": "cudnn", "declined": "query: wanted less"},
+        },
+    }
+    last = list_kernels.section(steps).splitlines()[-1]
+    assert last == "| right on hardware so far | none | none | `cudnn` | none | none | those |"
+
+
+def test_nobody_is_sent_to_an_index():
+    """Advice to install a name that no index has, in a page or in an error's text."""
+    folders = ("docs", "examples", "papers", *check_structure.ROOMS)
+    sources = [path for name in folders for path in check_structure.sources(ROOT, name)]
+    for path in [*PAGES, *sources]:
+        found = re.findall(r"pip install ['\"]?energy_attn\b.*", path.read_text(encoding="utf-8"))
+        assert not found, path
+
+
+def test_every_extra_is_explained():
+    """An extra that a reader of Install does not find, or one that is gone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").split("## Extras")[1]
+    named = [
+        re.findall("`([a-z0-9-]+)`", line.split("|")[1])
+        for line in re.findall(r"^\| `.*", page, re.M)
+    ]
+    assert {name for row in named for name in row} == set(project["optional-dependencies"])
+
+
+def test_the_changelog_is_complete():
+    """A public name that no entry mentions: a third of them were missing once."""
+    log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    named = {word for code in re.findall("`([^`]+)`", log) for word in re.findall(r"\w+", code)}
+    assert {name for _, name in check_structure.exports(ROOT)} - named == set()
+
+
+def test_losses_of_the_trainings_with_penalties():
+    """Losses of short pieces quoted alone, where those of long ones say something else; or other ones than measured."""
+    page = (ROOT / "docs" / "byte_llama.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([\w -]+) \| ([\d.]+ \| [\d.]+) \|$", page, re.MULTILINE))
+    labels = {"without a penalty": "none", "bound on entropies": "entropy", "z-loss": "z-loss"}
+    assert set(labels) == set(rows)
+    for label, name in labels.items():
+        file = ROOT / "examples" / "byte_llama" / "curves" / f"{name}.json"
+        held_out = json.loads(file.read_text())["held_out"]
+        assert rows[label] == f"{held_out['512']:.3f} | {held_out['8192']:.3f}"

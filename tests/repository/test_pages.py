@@ -1,0 +1,121 @@
+"""What the documentation shows runs, and says what it says: examples in docstrings, READMEs and pages.
+
+They run as a reader would run them, with JAX's own settings (float32, NumPy's promotion), on the eight CPU devices of
+this suite.
+"""
+
+import ast
+import codeop
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from check_structure import ROOMS, module_name, sources
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
+FIRST = ("README.md", "docs/guide.md", "docs/tutorial.md")
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+
+
+def examples() -> list:
+    """Every docstring that has an example. Read from the sources: decorators hide functions from doctest's finder."""
+    parser = doctest.DocTestParser()
+    found = []
+    for path in [path for room in ROOMS for path in sources(ROOT, room)]:
+        module = module_name(ROOT, path).removesuffix(".__init__")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            doc = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+            if doc and ">>> " in doc:
+                name = f"{module}.{getattr(node, 'name', '')}".rstrip(".")
+                line = node.body[0].lineno - 1
+                test = parser.get_doctest(doc, {}, name, str(path), line)
+                found.append(pytest.param(test, id=name))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("example", examples())
+def test_docstring(example, user_settings):
+    """An example imports what it uses: nothing else is in sight of it."""
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert runner.run(example, out=report.append).failed == 0, "".join(report)
+
+
+def page_tests() -> list:
+    """What a newcomer reads first runs in `make test`, the other pages in `make test-full`."""
+    names = [(page, page.relative_to(ROOT).as_posix()) for page in PAGES]
+    return [
+        pytest.param(page, id=name, marks=[] if name in FIRST else pytest.mark.full)
+        for page, name in names
+    ]
+
+
+@pytest.mark.parametrize("page", page_tests())
+def test_page(page, user_settings, unchecked):
+    """The blocks marked `python` of a page are one program, run from top to bottom.
+
+    Those marked `python exec=...` are not among them: the documentation's build runs them, and fails where one does.
+    """
+    text = page.read_text(encoding="utf-8")
+    blocks = list(BLOCK.finditer(text))
+    assert len(blocks) == len(re.findall(r"```python(?! exec=)", text)), (
+        "a block is indented or left open"
+    )
+    # README's tour is pasted by itself: nothing of what stands before it is there.
+    tour = text.find("## A quick tour") if page.name == "README.md" else 0
+    for part in ([b for b in blocks if b.start() < tour], [b for b in blocks if b.start() > tour]):
+        program = ""
+        for block in part:
+            # Blank lines instead of prose, so that an error names the line of the page.
+            line = text[: block.start(1)].count("\n")
+            program += "\n" * (line - program.count("\n")) + block[1]
+        exec(compile(program, page, "exec"), {"__name__": "page"})
+
+
+def test_the_tour_can_be_pasted_into_a_prompt():
+    """Python's prompt until 3.12 takes a line at a time: what is indented wants a blank line behind it, none inside."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## A quick tour")[1]
+    for block in BLOCK.findall(text):
+        pending: list[str] = []
+        for line in [*block.splitlines(), ""]:
+            pending.append(line)
+            if codeop.compile_command("\n".join(pending)) is not None:
+                pending = []
+        assert not pending, pending
+
+
+FIGURES = """
+import re
+from figures import INK, svg
+from matplotlib import pyplot as plt
+page = ""
+for label in ("first", 'a "second" < third'):
+    figure, axes = plt.subplots()
+    axes.plot([0, 1], [1, 0], marker="o", label="$\\zeta$")
+    axes.legend()
+    page += svg(figure, label)
+    assert not plt.get_fignums()
+names = re.findall(r'\\bid="([^"]+)"', page)
+assert len(names) == len(set(names)) > 20
+used = re.findall(r'href="#([^"]+)"', page) + re.findall(r"url[(]#([^)]+)[)]", page)
+assert used and set(used) <= set(names)
+assert INK not in page and "currentColor" in page
+assert page.count("<svg ") == page.count("</svg>") == page.count('role="img"') == 2
+assert "<?xml" not in page and "max-width: 100%" in page and "&quot;second&quot; &lt;" in page
+"""
+
+
+def test_figures_of_a_page():
+    """Two figures of a page that share identifiers, and so each other's shapes; or black words on a black page."""
+    pytest.importorskip("matplotlib")
+    # in a process of its own: how figures look is a setting of the whole process
+    done = subprocess.run(
+        [sys.executable, "-c", FIGURES], cwd=ROOT / "tools", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,273 @@
+"""The judge is judged: `reference.py` against finite differences, SciPy, and identities of the free energy."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+
+from tests.support.naive import assert_close, expected
+from tests.support.problems import PROBLEMS, Problem, tangents
+from tests.support.reference import (
+    dense,
+    dense_covariance,
+    dense_hvp,
+    dense_jvp,
+    dense_vjp,
+    rows,
+    shifted,
+    visible,
+)
+from tests.support.rules import RULES
+
+problems = pytest.mark.parametrize("problem", list(PROBLEMS.values()), ids=str)
+
+
+def _cotangents(problem: Problem):
+    rng, (out, lse) = problem.rng("judge"), dense(problem)
+    return rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
+
+
+def _objective(problem: Problem, dout, dlse):
+    """`<dout, out> + <dlse, lse>` over the rows that see a key."""
+    out, lse = dense(problem, np.longdouble)
+    return np.sum(dout * out) + np.sum(dlse * np.where(np.isneginf(lse), 0, lse))
+
+
+def _difference(function):
+    """The derivative of `function` at 0 by central differences, extrapolated once: its error is O(step⁴)."""
+    step = np.longdouble(2.0**-10)
+    coarse, fine = ((function(h) - function(-h)) / (2 * h) for h in (step, step / 2))
+    return (4 * fine - coarse) / 3
+
+
+def _directional(problem, direction, dout, dlse):
+    """The derivative of the objective along `direction`."""
+    return _difference(lambda h: _objective(shifted(problem, direction, h), dout, dlse))
+
+
+def _finite(lse):
+    return np.where(np.isneginf(lse), 0, lse)
+
+
+@problems
+def test_gradient_against_finite_differences(problem):
+    """A slip in the hand-derived gradient would make every kernel's gradient test check the wrong thing."""
+    dout, dlse = _cotangents(problem)
+    gradient = dense_vjp(problem, dout, dlse)
+    assert set(gradient) == set(problem.arrays)
+    directions = {
+        name: problem.rng(name).standard_normal(array.shape)
+        for name, array in problem.arrays.items()
+    }
+    for name, direction in directions.items():
+        numeric = _directional(problem, {name: direction}, dout, dlse)
+        assert gradient[name].shape == direction.shape
+        np.testing.assert_allclose(
+            float(np.sum(gradient[name] * direction)), float(numeric), rtol=1e-8, atol=1e-8
+        )
+
+
+@pytest.mark.parametrize("name", ["grouped", "bias_2x1x5x7", "one_key"])
+def test_every_gradient_entry(name):
+    """A random direction could miss permuted or wrongly grouped entries: here each entry is differenced by itself."""
+    problem = PROBLEMS[name]
+    dout, dlse = _cotangents(problem)
+    gradient = dense_vjp(problem, dout, dlse)
+    for argument, array in problem.arrays.items():
+        for index in np.ndindex(array.shape):
+            unit = np.zeros_like(array)
+            unit[index] = 1
+            numeric = _directional(problem, {argument: unit}, dout, dlse)
+            np.testing.assert_allclose(
+                float(gradient[argument][index]), float(numeric), rtol=1e-8, atol=1e-8
+            )
+
+
+@problems
+def test_jvp_against_finite_differences(problem):
+    """A slip in the forward rule would hide a wrong `jax.jvp` of the reference implementation."""
+    direction = tangents(problem)
+    dout, dlse = dense_jvp(problem, direction)
+    numeric = _difference(lambda h: dense(shifted(problem, direction, h), np.longdouble)[0])
+    np.testing.assert_allclose(dout, numeric.astype(np.float64), atol=1e-8)
+    numeric = _difference(
+        lambda h: _finite(dense(shifted(problem, direction, h), np.longdouble)[1])
+    )
+    np.testing.assert_allclose(dlse, numeric.astype(np.float64), atol=1e-8)
+
+
+@problems
+def test_jvp_is_the_transpose_of_vjp(problem):
+    """Two rules derived by hand, apart from each other: `<vjp(c), t> = <c, jvp(t)>` fails if either is wrong."""
+    dout, dlse = _cotangents(problem)
+    direction = tangents(problem)
+    out, lse = dense_jvp(problem, direction)
+    back = dense_vjp(problem, dout, dlse)
+    forward = np.sum(out * dout) + np.sum(lse * dlse)
+    np.testing.assert_allclose(
+        forward, sum(np.sum(back[n] * direction[n]) for n in back), rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "everything", "positions_causal", "mask_nothing"])
+def test_hessian_product_is_symmetric_and_converged(name):
+    """A step too large, or a gradient that is not one, shows as `<a, H b> ≠ <b, H a>` or as a change with the step."""
+    problem = PROBLEMS[name]
+    dout, dlse = _cotangents(problem)
+    a, b = tangents(problem), tangents(replace(problem, name=problem.name + "'"))
+    hessian_a, hessian_b = (dense_hvp(problem, dout, dlse, direction) for direction in (a, b))
+    left = sum(np.sum(hessian_a[n] * b[n]) for n in a)
+    right = sum(np.sum(hessian_b[n] * a[n]) for n in a)
+    np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-10)
+    finer = dense_hvp(problem, dout, dlse, a, step=2.0**-8)
+    for argument, product in hessian_a.items():
+        np.testing.assert_allclose(product, finer[argument], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["everything", "grouped", "window_causal", "one_key"])
+def test_closed_second_derivatives(name):
+    """The differenced Hessian against closed forms: `∇²_ζ F = Cov_P(v)`, `∂_q ∇_ζ F = scale Cov_P(v, k)`."""
+    problem = PROBLEMS[name]
+    if problem.source is None:
+        problem = replace(
+            problem, source=np.zeros((*problem.query.shape[:3], problem.value.shape[-1]))
+        )
+    r = rows(problem)
+    along = problem.rng("along").standard_normal(problem.source.shape)
+    product = dense_hvp(
+        problem, np.zeros_like(r.out), np.ones_like(_finite(r.lse)), {"source": along}
+    )
+    covariance = dense_covariance(problem)
+    np.testing.assert_allclose(
+        product["source"], np.einsum("btnvw,btnw->btnv", covariance, along), atol=1e-10
+    )
+    mean_key = np.einsum("bnts,bsnh->btnh", r.weights, r.key)
+    value_along = (
+        np.einsum("bsnv,btnv->btsn", r.value, along)
+        - np.einsum("btnv,btnv->btn", r.out, along)[:, :, None]
+    )
+    mixed = np.einsum(
+        "bnts,btsn,btsnh->btnh", r.weights, value_along, r.key[:, None] - mean_key[:, :, None]
+    )
+    np.testing.assert_allclose(product["query"], r.scale * mixed, atol=1e-10)
+
+
+@problems
+def test_against_scipy(problem):
+    """The state by another hand: SciPy's softmax and logsumexp, row by row over the visible keys alone."""
+    out, lse = dense(problem)
+    r, mask = rows(problem), visible(problem)
+    for b, n, t in np.ndindex(mask.shape[:3]):
+        keys = mask[b, n, t] & np.isfinite(r.scores[b, n, t])
+        if not keys.any():
+            assert lse[b, t, n] == -np.inf and not out[b, t, n].any()
+            continue
+        group = n // (problem.query.shape[2] // problem.key.shape[2])
+        scores = r.scores[b, n, t, keys]
+        np.testing.assert_allclose(
+            lse[b, t, n], scipy.special.logsumexp(scores), rtol=1e-13, atol=1e-13
+        )
+        exact = scipy.special.softmax(scores) @ problem.value[b, keys, group]
+        np.testing.assert_allclose(out[b, t, n], exact, rtol=1e-10, atol=1e-12)
+
+
+def test_visibility_by_loops():
+    """An off-by-one in a window or a swapped left and right: the predicate evaluated pair by pair, as in the words."""
+    for problem in PROBLEMS.values():
+        seen = visible(problem)
+        window = problem.local_window_size
+        left, right = (window, window) if isinstance(window, int) else (window or (np.inf, np.inf))
+        for b, n, t, s in np.ndindex(seen.shape):
+            i = t if problem.query_positions is None else int(problem.query_positions[b, t])
+            j = s if problem.key_positions is None else int(problem.key_positions[b, s])
+            lengths = problem.query_seq_lengths, problem.key_value_seq_lengths
+            there = all(
+                length is None or index < length[b]
+                for length, index in zip(lengths, (t, s), strict=True)
+            )
+            wanted = (
+                there
+                and i >= 0
+                and j >= 0
+                and (j <= i or not problem.is_causal)
+                and i - left <= j <= i + right
+            )
+            if problem.query_segment_ids is not None:
+                wanted = wanted and problem.query_segment_ids[b, t] == problem.key_segment_ids[b, s]
+            if problem.rule is not None:
+                wanted = wanted and RULES[problem.rule].sees(b, i, j)
+            if problem.mask is not None:
+                wanted = wanted and np.broadcast_to(problem.mask, seen.shape)[b, n, t, s]
+            assert seen[b, n, t, s] == wanted, (problem, b, n, t, s)
+
+
+def test_problems_cover_the_corners():
+    """A list that loses its corners passes everything: rows that see nothing, some and all keys all occur."""
+    states = {name: dense(problem)[1] for name, problem in PROBLEMS.items()}
+    empty = {name for name, lse in states.items() if np.isneginf(lse).any()}
+    assert {
+        "window_diagonal",
+        "ragged",
+        "positions_causal",
+        "mask",
+        "bias_infinite",
+        "everything",
+        "no_keys",
+    } <= empty
+    assert {name for name, lse in states.items() if lse.size and np.isneginf(lse).all()} == {
+        "no_keys",
+        "mask_nothing",
+    }
+    assert len(PROBLEMS) >= 50
+
+
+def test_split_by_logaddexp():
+    """`lse` in another base or unshifted would break `F_{A∪B} = logaddexp(F_A, F_B)`, on which the library stands."""
+    problem = PROBLEMS["plain"]
+    halves = [
+        replace(problem, key=problem.key[:, s], value=problem.value[:, s])
+        for s in (slice(0, 3), slice(3, None))
+    ]
+    (out_a, a), (out_b, b) = map(dense, halves)
+    out, lse = dense(problem)
+    np.testing.assert_allclose(lse, np.logaddexp(a, b), rtol=1e-13)
+    merged = out_a * np.exp(a - lse)[..., None] + out_b * np.exp(b - lse)[..., None]
+    np.testing.assert_allclose(out, merged, rtol=1e-12)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["plain", "everything", "mask_nothing", "scale_negative_source"])
+def test_naive_agrees(name, dtype):
+    """A yardstick that is itself wrong forgives a wrong kernel `multiple` times its own mistake."""
+    problem = PROBLEMS[name]
+    exact, rough, magnitude = expected(problem, jnp.dtype(dtype), "both")
+    for quantity, array in exact.items():
+        rounded = np.asarray(rough[quantity]).astype(np.float64)
+        eps = float(jnp.finfo(jnp.dtype(dtype)).eps)
+        bound = 8 * eps * magnitude[quantity] * (1 + magnitude["scores"])
+        blind = np.isneginf(array)
+        np.testing.assert_array_equal(np.isneginf(rounded), blind)
+        error = np.abs(np.where(blind, 0, rounded) - np.where(blind, 0, array).astype(np.float64))
+        assert np.all(error <= bound), (quantity, np.max(error), bound)
+
+
+def test_assert_close_fails():
+    """A comparison that cannot fail: NaN, a wrong shape, dtype or infinity, and an error beyond the bound must."""
+    exact = np.asarray([1.0, -np.inf, 3.0])
+    rough = exact + np.asarray([1e-15, 0, 0])
+    options = {"magnitude": 1.0, "what": "a test"}
+    assert_close(rough, exact, rough, **options)
+    for actual, complaint in (
+        (np.asarray([1.0, -np.inf, np.nan]), "NaN"),
+        (exact[:2], "shape"),
+        (exact.astype(np.float32), "dtype"),
+        (np.asarray([1.0, -1e300, 3.0]), "infinite"),
+        (np.asarray([1.0, -np.inf, np.inf]), "infinite"),
+        (np.asarray([1.0, np.inf, 3.0]), "infinite"),
+        (exact + np.asarray([0, 0, 1e-12]), "exceeds"),
+    ):
+        with pytest.raises(AssertionError, match=complaint):
+            assert_close(actual, exact, rough, **options)

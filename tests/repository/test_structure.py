@@ -1,0 +1,281 @@
+"""The rules of tools/check_structure.py hold here, and the checker sees each of them broken."""
+
+import importlib
+import inspect
+import re
+import tomllib
+import types
+import typing
+from functools import partial
+from pathlib import Path
+
+import check_structure
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+import energy_attn.distributed
+import energy_attn.kernels
+
+pytestmark = pytest.mark.structure
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPORTS = check_structure.exports(ROOT)
+
+
+@pytest.mark.parametrize("rule", check_structure.RULES, ids=lambda rule: rule.__name__)
+def test_repository(rule):
+    assert list(rule(ROOT)) == []
+
+
+@pytest.fixture
+def sound(tmp_path):
+    """A small repository in which every rule holds."""
+    for folder in (*check_structure.ROOMS, "docs/api"):
+        (tmp_path / folder).mkdir(parents=True)
+    for room in check_structure.LINKED:
+        (tmp_path / "energy_attn" / room).symlink_to(Path("..", room))
+    files = {
+        "kernels/__init__.py": "from ._a import a as a\n",
+        "kernels/_a.py": "import jax\nfrom . import _b\nfrom energy_attn.kernels._b import b\n",
+        "kernels/_b.py": "b = 1\n",
+        "distributed/__init__.py": "from energy_attn import kernels\n",
+        "energy_attn/__init__.py": "from .kernels import a\nfrom . import distributed\n",
+        "docs/api/kernels.md": "::: energy_attn.kernels.a\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_sound_repository(sound):
+    assert [finding for rule in check_structure.RULES for finding in rule(sound)] == []
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        ("kernels/_b.py", "import energy_attn"),
+        ("kernels/_b.py", "from energy_attn import free_energy"),
+        ("kernels/_b.py", "from energy_attn import distributed"),
+        ("kernels/_b.py", "def f():\n    import energy_attn.distributed.runtime._mesh"),
+        ("kernels/_b.py", "from ..distributed import merge_across"),
+        ("kernels/_b.py", "from .. import distributed"),
+        ("kernels/__init__.py", "from .._energy import free_energy"),
+        ("distributed/_b.py", "from energy_attn._energy import free_energy"),
+        ("distributed/_b.py", "from ..models import llama"),
+        ("distributed/_b.py", "from kernels import merge"),
+        ("energy_attn/_b.py", "import distributed"),
+        ("tests/test_b.py", "import kernels._b"),
+    ],
+)
+def test_wrong_import_is_found(sound, where, line):
+    (sound / where).parent.mkdir(exist_ok=True)
+    (sound / where).write_text(line + "\n")
+    (finding,) = check_structure.wrong_imports(sound)
+    assert finding.startswith(f"{where}:")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from jax._src import core",
+        "import jax._src.core as core",
+        "def f():\n    from jax.nn import _private",
+        "import jax\nx = jax.lax._convert(1)",
+        "from jax.interpreters import mlir\nx = mlir._rules['cuda']",
+        "import importlib\nx = importlib.import_module('jax._src.core')",
+    ],
+)
+def test_private_name_is_found(sound, line):
+    """An update of JAX that breaks what nobody knows to depend on it."""
+    (sound / "distributed" / "_b.py").write_text(line + "\n")
+    (finding,) = check_structure.private_names(sound)
+    assert finding.startswith("distributed/_b.py:")
+    (sound / "distributed" / "_b.py").unlink()
+    (sound / check_structure.PRIVATE_NAMES).write_text(line + "\nimport jax\nv = jax.__version__\n")
+    assert list(check_structure.private_names(sound)) == []
+
+
+def test_broken_link_is_found(sound):
+    link = sound / "energy_attn" / "kernels"
+    link.unlink()
+    link.symlink_to(sound / "kernels")  # reaches the right folder, on this machine only
+    assert [f.split(":")[0] for f in check_structure.broken_links(sound)] == ["energy_attn/kernels"]
+    link.unlink()
+    link.mkdir()
+    assert [f.split(":")[0] for f in check_structure.broken_links(sound)] == ["energy_attn/kernels"]
+
+
+def test_long_module_is_found(sound):
+    (sound / "kernels" / "_b.py").write_text("b = 1\n" * check_structure.MAX_LINES)
+    assert list(check_structure.long_modules(sound)) == []
+    (sound / "kernels" / "_b.py").write_text("b = 1\n" * (check_structure.MAX_LINES + 1))
+    (finding,) = check_structure.long_modules(sound)
+    assert finding.startswith("kernels/_b.py:")
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("kernels/_walk.py", "b = 1\n"),
+        ("distributed/_spread_rows.py", "b = 1\n"),
+        ("kernels/_b.py", "def warp(logits):\n    return logits\n"),
+        ("kernels/_b.py", "def _spread_rows(rows):\n    return rows\n"),
+        ("energy_attn/_b.py", "class ways:\n    pass\n"),
+        ("energy_attn/_b.py", "def retrieve(state, inverse_temperature=1.0):\n    return state\n"),
+        ("energy_attn/_b.py", "find = lambda travels: travels\n"),
+    ],
+)
+def test_old_name_is_found(sound, where, text):
+    (sound / where).write_text(text)
+    (finding,) = check_structure.old_names(sound)
+    assert finding.startswith(where)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("kernels/_b.py", '"""One. Raises nothing."""\n'),
+        ("kernels/_b.py", "# the points\n# of rest\n"),
+        ("energy_attn/_b.py", '"""Draws with\n    returning."""\n'),
+        ("docs/page.md", "Rows that see no key.\n"),
+        ("docs/page.md", "keys spread over\nthe mesh\n"),
+        ("README.md", "keys spread over eight devices on the mesh\n"),
+        ("tests/test_b.py", "# the roll call\n"),
+    ],
+)
+def test_old_phrase_is_found(sound, where, text):
+    (sound / where).parent.mkdir(exist_ok=True)
+    (sound / where).write_text(text)
+    (finding,) = check_structure.old_phrases(sound)
+    assert finding.startswith(f"{where}:1: ")
+    (sound / where).write_text("b = 1\n")
+    (sound / "CHANGELOG.md").write_text(text)  # what was, may be told
+    assert list(check_structure.old_phrases(sound)) == []
+
+
+def test_undocumented_export_is_found(sound):
+    (sound / "docs" / "api" / "kernels.md").write_text("::: energy_attn.kernels.ab\n")
+    (finding,) = check_structure.undocumented_exports(sound)
+    assert "energy_attn.kernels.a`" in finding
+
+
+def test_page_of_a_whole_package(sound):
+    """A page that shows all that a package exports, and so names nothing; not one that shows its docstring alone."""
+    page = sound / "docs" / "api" / "kernels.md"
+    page.write_text("::: energy_attn.kernels\n    options:\n      show_root_heading: false\n")
+    assert not list(check_structure.undocumented_exports(sound))
+    page.write_text("::: energy_attn.kernels\n    options:\n      members: false\n")
+    assert list(check_structure.undocumented_exports(sound))
+
+
+def test_all_is_what_is_exported():
+    """Two lists of a package's names that differ: the documentation shows one, users import by the other."""
+    for package in {package for package, _ in EXPORTS}:
+        listed = getattr(importlib.import_module(package), "__all__", None)
+        assert listed is None or set(listed) == {x for other, x in EXPORTS if other == package}
+
+
+def test_every_room_exports_something():
+    rooms = {"energy_attn", "energy_attn.kernels", "energy_attn.distributed"}
+    assert rooms <= {package for package, _ in EXPORTS}
+
+
+def functions_of(public) -> list[types.FunctionType]:
+    """A public function, or the methods of a public class that are public too."""
+    if inspect.isclass(public):
+        own = [n for n in vars(public) if n == "__call__" or not n.startswith("_")]
+        return [f for f in (getattr(public, n) for n in own) if inspect.isfunction(f)]
+    return [f for f in [inspect.unwrap(public)] if inspect.isfunction(f)]
+
+
+def test_no_stray_public_names():
+    """A module that is imported to be used, or a helper, among the names that a package shows."""
+    packages = {package for package, _ in EXPORTS}
+    public = {*packages, "energy_attn.distributed.cost"}
+    for package in public:
+        module = importlib.import_module(package)
+        shown = {name for name in dir(module) if not name.startswith("_")}
+        shown -= {"jaxtyping"}  # which the type checks of this suite put there
+        modules = {name for name in shown if inspect.ismodule(getattr(module, name))}
+        folders = {name for name in modules if hasattr(getattr(module, name), "__path__")}
+        modules_alone = modules - folders - {check_structure.DOOR}
+        assert {getattr(module, name).__name__ for name in modules_alone} <= public, package
+        if package in packages:
+            assert shown - modules <= {name for p, name in EXPORTS if p == package}, package
+
+
+def by_place(function) -> list[str]:
+    """The arguments that may be given by place behind the value, or that hide something."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if {"query", "value"} & set(names):
+        last = max(i for i, n in enumerate(names) if n in ("query", "key", "key_", "value"))
+        return names[last + 1 :]
+    return [name for name in names if name in ("bias", "mask", "where")]
+
+
+def test_arguments_after_value_are_given_by_name():
+    """A source where a bias was meant, or a tangent: where shapes agree, another function without a word."""
+    found = {
+        f"{package}.{function.__qualname__}": names
+        for package, name in EXPORTS
+        for function in functions_of(getattr(importlib.import_module(package), name))
+        if (names := by_place(function))
+    }
+    # as jax.nn and Equinox have it, whose places these take
+    assert found == {
+        "energy_attn.attention": ["bias", "mask"],
+        "energy_attn.MultiheadAttention.__call__": ["mask"],
+    }
+
+
+# A constant has no docstring of its own.
+DOCUMENTED = [
+    (package, name)
+    for package, name in EXPORTS
+    if not isinstance(getattr(importlib.import_module(package), name), tuple)
+]
+
+
+@pytest.mark.parametrize(("package", "name"), DOCUMENTED)
+def test_public_names_are_documented_and_typed(package, name):
+    public = getattr(importlib.import_module(package), name)
+    doc = inspect.cleandoc(public.__doc__ or "")
+    assert re.search("^Examples:\n    >>> ", doc, re.MULTILINE), "wants a section `Examples:`"
+    for function in functions_of(public):
+        assert function.__doc__, f"{function.__qualname__} wants a docstring"
+        # Annotations that cannot be resolved would be passed over by the type checks.
+        hints = typing.get_type_hints(function, include_extras=True)
+        bare = set(inspect.signature(function).parameters) - set(hints) - {"self"}
+        assert not bare, f"{function.__qualname__}: annotate {sorted(bare)}"
+        assert "return" in hints, f"{function.__qualname__}: annotate what it returns"
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        energy_attn.attention,
+        energy_attn.kernels.local_attention,
+        partial(energy_attn.distributed.tree_attention, axis_name="device"),
+    ],
+)
+def test_shapes_are_checked_in_every_room(attend):
+    """Arrays that do not fit together are stopped at the signature, through the links too."""
+    query = jnp.zeros((2, 3, 4, 5))
+    with pytest.raises(jaxtyping.TypeCheckError, match="attention"):
+        attend(query, query, query[:, :2])
+
+
+def test_type_checks_can_be_switched_off(unchecked):
+    """Then the library's own error is met, which names the argument."""
+    query = jnp.zeros((2, 3, 4, 5))
+    with pytest.raises(ValueError, match="value"):
+        energy_attn.attention(query, query, query[:, :2])
+
+
+def test_version_is_written_once():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert energy_attn.__version__ == version
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)

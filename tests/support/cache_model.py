@@ -1,0 +1,92 @@
+"""A cache of lists that a KVCache is compared with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from energy_attn.distributed.cache._cache import KVCache
+from tests.support.meshes import parallel_of
+from tests.support.problems import Problem
+
+B, K, N, H, V = 3, 2, 4, 3, 5
+
+
+append = jax.jit(KVCache.append)
+
+
+def empty(kind="8", capacity=48, block_size=2, **options):
+    options = {"dtype": jnp.float64, "parallel": parallel_of(kind)} | options
+    return KVCache.empty(B, capacity, K, H, V, block_size=block_size, **options)
+
+
+def tokens(seed, T, dtype=jnp.float64):
+    """Keys `[B, T, K, H]` and values of `T` new tokens."""
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.standard_normal((B, T, K, width)), dtype) for width in (H, V))
+
+
+class Model:
+    """What the cache is to hold: for each row, a dictionary from position to key and value."""
+
+    def __init__(self, window_capacity=None):
+        self.rows, self.lengths = [{} for _ in range(B)], [0] * B
+        self.ring = window_capacity
+
+    def append(self, key, value, counts):
+        for b, count in enumerate(counts):
+            for t in range(count):
+                n = self.lengths[b]
+                self.rows[b][n] = np.asarray(key[b, t]), np.asarray(value[b, t])
+                if self.ring:
+                    self.rows[b].pop(n - self.ring, None)
+                self.lengths[b] += 1
+
+    def evict(self, before):
+        for row, first in zip(self.rows, before, strict=True):
+            for n in [n for n in row if n < first]:
+                del row[n]
+
+    def problem(self, query, query_positions, **options):
+        """Attention over these tokens as the judge takes it, in the order of positions."""
+        S = max(1, *map(len, self.rows))
+        key, value = np.zeros((B, S, K, H)), np.zeros((B, S, K, V))
+        positions = np.full((B, S), -1)
+        for b, row in enumerate(self.rows):
+            for s, n in enumerate(sorted(row)):
+                positions[b, s] = n
+                key[b, s], value[b, s] = row[n]
+        return Problem(
+            "cache",
+            np.asarray(query),
+            key,
+            value,
+            query_positions=np.asarray(query_positions),
+            key_positions=positions,
+            **options,
+        )
+
+
+def held(cache):
+    """The same dictionaries, read from the slots."""
+    positions, keys, values = map(np.asarray, (cache.positions, cache.keys(), cache.values()))
+    slots = [[s for s in range(cache.capacity) if positions[b, s] >= 0] for b in range(B)]
+    found = [{int(positions[b, s]): (keys[b, s], values[b, s]) for s in slots[b]} for b in range(B)]
+    assert [len(row) for row in found] == [len(s) for s in slots], "a token in two slots"
+    return found
+
+
+def check_held(cache, model):
+    found = held(cache)
+    assert [sorted(row) for row in found] == [sorted(row) for row in model.rows]
+    for mine, theirs in zip(found, model.rows, strict=True):
+        for n, pair in mine.items():
+            for x, exact in zip(pair, theirs[n], strict=True):
+                np.testing.assert_array_equal(x, exact)
+    assert cache.lengths.tolist() == model.lengths
+
+
+def check_balanced(cache):
+    """Within one block, of each row on each device; read from where the slots really lie."""
+    positions = cache.positions
+    loads = [(np.asarray(shard.data) >= 0).sum(1) for shard in positions.addressable_shards]
+    assert (np.ptp(loads, axis=0) <= cache.slots.block).all(), loads

@@ -1,0 +1,275 @@
+"""One of several processes: runs scenarios over a mesh of all their devices, and says what it found, a line each.
+
+Started by `test_processes.py` as `python -m energy_attn launch -n … -- -m tests.support.process NAME…`.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+import energy_attn as ea
+from energy_attn.distributed import (
+    KVCache,
+    SequenceParallel,
+    collectives,
+    fetch,
+    initialize,
+    make_mesh,
+    place,
+    ring_attention,
+)
+from energy_attn.distributed.merge._strategies import MERGES
+from energy_attn.distributed.runtime import _files
+from energy_attn.models import Llama, LlamaConfig
+from tests.support.problems import PROBLEMS, Problem, everything, tangents
+from tests.support.reference import dense, dense_jvp, dense_vjp
+
+AXES = ("node", "device")
+KEYS = jax.P(None, AXES)  # [B, S, …], S over all devices of all processes
+DECODE = everything("processes decode", B=2, T=3, S=32)  # the arrays alone, without the options
+SEQUENCE = everything("processes sequence", B=2, T=16, S=16)
+
+
+def mine(x: np.ndarray) -> np.ndarray:
+    """The part of a sequence that this process would have read from its own disk."""
+    size = x.shape[1] // jax.process_count()
+    return x[:, jax.process_index() * size :][:, :size]
+
+
+def decode(merge: str) -> dict:
+    """A step of decoding: each process brings its own keys, every one gets the whole answer."""
+    problem = Problem("decode", DECODE.query, DECODE.key, DECODE.value, DECODE.source)
+    replicated = place({"query": problem.query, "source": problem.source}, jax.P())
+    keys = place({"key": mine(problem.key), "value": mine(problem.value)}, KEYS)
+
+    @jax.jit
+    def step(source, arrays):
+        def total(source):
+            energy = ea.free_energy(**arrays, source=source, parallel=SequenceParallel(merge=merge))
+            return energy.sum(), energy
+
+        return jax.grad(total, has_aux=True)(source)
+
+    compiled = step.lower(replicated.pop("source"), replicated | keys).compile()
+    out, energy = compiled(place(problem.source, jax.P()), replicated | keys)
+    exact_out, exact_energy = dense(problem)
+    return {
+        "errors": {"out": worst(out, exact_out), "energy": worst(energy, exact_energy)},
+        "bits": zlib.crc32(fetch(out).tobytes()),
+        "largest group": max(c.group_size for c in collectives(compiled)),
+    }
+
+
+def padded() -> dict:
+    """Replicated arrays whose keys are fewer than fill the devices: 13, with positions and a window."""
+    problem = PROBLEMS["decode_source"]
+    arrays, given = place((problem.arrays, array_options(problem)), jax.P())
+    options = problem.options | given
+
+    @jax.jit
+    def step(arrays):
+        return ea.free_energy(**arrays, **options, parallel=SequenceParallel())
+
+    return {"errors": {"energy": worst(step(arrays), dense(problem)[1])}}
+
+
+def prefill() -> dict:
+    """Queries and keys sharded, causal, in forward mode: each process holds its part of the sequence alone, and of the
+    results and their tangents."""
+    problem = Problem("prefill", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value, is_causal=True)
+    moving = tangents(problem)
+    sharded, changes = (
+        [place(mine(tree[name]), KEYS) for name in ("query", "key", "value")]
+        for tree in (problem.arrays, moving)
+    )
+    positions = place(np.arange(16, dtype=np.int32)[None], KEYS, replicated=True)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, in_specs=(KEYS,) * 4, out_specs=KEYS)
+    def attend(q, k, v, at):
+        options = {"is_causal": True, "query_positions": at, "key_positions": at}
+        return ring_attention(q, k, v, axis_name=AXES, rotate="keys", **options)
+
+    @jax.jit
+    def both(sharded, changes, positions):
+        return jax.jvp(lambda *x: attend(*x, positions), sharded, changes)
+
+    found = jax.tree.leaves(both(sharded, changes, positions))
+    exact = *dense(problem), *dense_jvp(problem, moving)
+    names = "out", "lse", "tangent of out", "tangent of lse"
+    return {"errors": dict(zip(names, map(worst, found, exact), strict=True))}
+
+
+def sequence(method: str) -> dict:
+    """Causal attention of a sequence that no process has whole, and its gradients, by one method."""
+    problem = Problem("sequence", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value, is_causal=True)
+    sharded = {name: place(mine(x), KEYS) for name, x in problem.arrays.items()}
+    rng = problem.rng("cotangents")
+    given = [rng.standard_normal(x.shape) for x in dense(problem)]
+    weights = place(tuple(map(mine, given)), KEYS)
+
+    @jax.jit
+    def step(sharded, weights):
+        def loss(sharded):
+            parallel = SequenceParallel(method=method)
+            state = ea.attention(**sharded, is_causal=True, parallel=parallel, return_energy=True)
+            return sum((x * w).sum() for x, w in zip(state, weights, strict=True)), state
+
+        return jax.grad(loss, has_aux=True)(sharded)
+
+    gradients, (out, energy) = step(sharded, weights)
+    exact = dense_vjp(problem, *given)
+    errors = {name: worst(gradients[name], exact[name]) for name in sharded}
+    for name, x, y in zip(("out", "energy"), (out, energy), dense(problem), strict=True):
+        errors[name] = worst(x, y)
+    return {"errors": errors}
+
+
+def train() -> dict:
+    """A step of gradient descent on a layer whose weights every process has, over a sequence that none has whole."""
+    problem = Problem("train", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value)
+    rate = 0.1
+    _, _, N, H = problem.query.shape
+    weight = np.random.default_rng(0).standard_normal((H, H))
+    given = place(weight, jax.P())
+    sharded = [place(mine(x), KEYS) for x in (problem.query, problem.key, problem.value)]
+
+    @jax.jit
+    def step(weight, query, key, value):
+        def loss(weight):
+            out = jax.shard_map(
+                lambda q, k, v: ring_attention(q, k, v, axis_name=AXES, rotate="keys").out,
+                in_specs=(KEYS,) * 3,
+                out_specs=KEYS,
+            )(query @ weight, key, value)
+            return (out**2).sum()
+
+        return weight - rate * jax.grad(loss)(weight)
+
+    after = step(given, *sharded)
+    moved = replace(problem, query=problem.query @ weight)
+    out = dense(moved)[0]
+    dquery = dense_vjp(moved, 2 * out, np.zeros(out.shape[:3]))["query"]
+    exact = weight - rate * np.einsum("btnh,btng->hg", problem.query, dquery)
+    return {"errors": {"weight": worst(after, exact)}, "bits": zlib.crc32(fetch(after).tobytes())}
+
+
+def cache() -> dict:
+    """Tokens appended to a cache that lies over all processes, attended to, saved, and read in other blocks."""
+    whole = everything("cache", B=2, T=6, S=6)
+    (_, _, K, H), V = whole.key.shape, whole.value.shape[-1]
+    held = KVCache.empty(
+        2, 32, K, H, V, dtype=np.float64, parallel=SequenceParallel(), block_size=1
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(held, query, key, value):
+        held = held.append(key, value)
+        return held, held.attend(query).out
+
+    errors = {}
+    for n in range(0, 6, 2):
+        new = [x[:, n : n + 2] for x in (whole.query, whole.key, whole.value)]
+        held, out = step(held, *place(new, jax.P()))
+        exact = dense(
+            Problem(
+                "so far", new[0], whole.key[:, : n + 2], whole.value[:, : n + 2],
+                is_causal=True, query_positions=np.tile(np.arange(n, n + 2), (2, 1)),
+                key_positions=np.tile(np.arange(n + 2), (2, 1)),
+            )
+        )[0]  # fmt: skip
+        errors[f"out at {n}"] = worst(out, exact)
+    assert fetch(held.lengths).tolist() == [6, 6]
+    with shared_folder("cache") as folder:
+        for _ in range(2):
+            held.save(folder)  # when it returns, all have written
+            assert len(list(folder.iterdir())) >= jax.process_count() + 1
+        again = KVCache.load(folder, parallel=SequenceParallel(), block_size=2)
+        out = jax.jit(lambda cache, query: cache.attend(query).out)(again, place(new[0], jax.P()))
+        errors["out of the cache read"] = worst(out, exact)
+        multihost_utils.sync_global_devices("read")
+        assert len(list(folder.iterdir())) == jax.process_count() + 1
+    return {"errors": errors}
+
+
+def checkpoint() -> dict:
+    """Each process reads its part of the weights; all gather them, the first writes, and all learn if it fails."""
+    config = LlamaConfig(8, 8, 4, num_hidden_layers=1, num_attention_heads=2)
+    model = Llama(config, dtype=np.float64, key=jax.random.key(0))
+    wanted = [np.asarray(x) for x in jax.tree.leaves(model)]
+    mesh = make_mesh((2, jax.device_count() // 2), ("tensor", "sequence"))
+    with shared_folder("model") as folder, jax.set_mesh(mesh):
+        model.save(folder / "given")
+        read = Llama.load(folder / "given", mesh=mesh)
+        assert not read.lm_head.weight.is_fully_addressable
+        full = OSError("no space left")
+        with mock.patch.object(_files, "write", side_effect=full), pytest.raises(OSError):
+            read.save(folder / "saved")
+        read.save(folder / "saved")
+        again = Llama.load(folder / "saved")  # at once: the others wait until the first has written
+        errors = {
+            f"{name} {i}": worst(x, exact)
+            for name, found in (("read", read), ("again", again))
+            for i, (x, exact) in enumerate(zip(jax.tree.leaves(found), wanted, strict=True))
+        }
+    return {"errors": errors}
+
+
+@contextlib.contextmanager
+def shared_folder(name: str) -> Iterator[Path]:
+    """A folder that all processes of this run have in common, until all are done with it."""
+    run = os.environ["JAX_COORDINATOR_ADDRESS"].replace(":", "-")
+    folder = Path(tempfile.gettempdir()) / f"energy_attn-{name}-{run}"
+    yield folder
+    multihost_utils.sync_global_devices(name)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def array_options(problem: Problem) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in problem.options.items() if isinstance(x, jax.Array)}
+
+
+def worst(x: jax.Array, exact: np.ndarray) -> float:
+    got = fetch(x)
+    assert got.shape == exact.shape and got.dtype == np.float64
+    return float(np.abs(got - exact).max())
+
+
+SCENARIOS = {
+    **{f"decode {merge}": functools.partial(decode, merge) for merge in MERGES},
+    "padded": padded,
+    "prefill": prefill,
+    **{method: functools.partial(sequence, method) for method in ("hybrid", "gather")},
+    "train": train,
+    "cache": cache,
+    "checkpoint": checkpoint,
+}
+
+
+def main(names: list[str]) -> None:
+    jax.config.update("jax_enable_x64", True)
+    initialize()
+    mesh = make_mesh()
+    rows = [[d.process_index for d in row] for row in mesh.devices]
+    print(json.dumps({"mesh": dict(mesh.shape), "processes of its rows": rows}), flush=True)
+    with jax.set_mesh(mesh):
+        for name in names:
+            print(json.dumps({"scenario": name, **SCENARIOS[name]()}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,783 @@
+"""Errors for wrong arguments: a ValueError or TypeError that names the argument, what was wanted and what it got.
+
+The type checks of this suite are off here, so that mistakes get as far as they would for a user.
+"""
+
+import inspect
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import energy_attn as ea
+from energy_attn.core import shifted_energy
+from energy_attn.distributed import (
+    SequenceParallel,
+    collectives,
+    cost,
+    gather_attention,
+    hybrid_attention,
+    logsumexp_across,
+    make_mesh,
+    merge_across,
+    ring_attention,
+    shard_sequence,
+    tree_attention,
+    ulysses_attention,
+    unshard_sequence,
+)
+from energy_attn.kernels import AttentionState, empty_state, local_attention, merge, merge_all
+from tests.support.complaints import (
+    ANYTHING,
+    INF,
+    NAN,
+    STATE,
+    B,
+    H,
+    K,
+    N,
+    S,
+    T,
+    V,
+    a,
+    complains,
+    outcome,
+)
+
+pytestmark = pytest.mark.usefixtures("unchecked", "user_settings")
+
+
+VALID = {"query": a(B, T, N, H), "key": a(B, S, K, H), "value": a(B, S, K, V)}
+ONE = {name: x[0] for name, x in VALID.items()}  # unbatched
+X = a(5, 8)
+FLAT = Mesh(np.array(jax.devices()), ("device",))
+EXPLICIT = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Explicit,))
+
+
+SEGMENTS = {"key_segment_ids": a(B, S, dtype="int32")}
+ROW_SEGMENTS = {"query_segment_ids": a(B, T, dtype="int32")}
+
+
+# Arguments that all forms of attention share. The first argument changed is the one to be blamed.
+SHARED = [
+    # no arrays, or of a dtype that is none of ours
+    ({"query": None}, TypeError, "None", "array"),
+    ({"query": [[1.0]]}, TypeError, "list", "array"),
+    ({"query": "abc"}, TypeError, "str 'abc'", "array"),
+    ({"query": 1.0}, TypeError, "float 1.0", "array"),
+    ({"key": None}, TypeError, "None", "array"),
+    ({"key": (1, 2)}, TypeError, "tuple (1, 2)", "array"),
+    ({"value": None}, TypeError, "None", "array"),
+    ({"value": jax.ShapeDtypeStruct((B, S, K, V), "float32")}, TypeError, "Shape", "array"),
+    ({"query": a(B, T, N, H, dtype="int32")}, TypeError, "int32[2,3,4,5]", "float32"),
+    ({"query": a(B, T, N, H, dtype="complex64")}, TypeError, "complex64", "float32"),
+    ({"key": a(B, S, K, H, dtype="int32")}, TypeError, "int32[2,7,2,5]", "float32"),
+    ({"key": a(B, S, K, H, dtype="bool")}, TypeError, "bool[2,7,2,5]", "float32"),
+    ({"value": a(B, S, K, V, dtype="complex64")}, TypeError, "complex64[2,7,2,6]", "float32"),
+    ({"value": a(B, S, K, V, dtype="float8_e4m3fn")}, TypeError, "float8_e4m3fn", "float32"),
+    ({"key": a(B, S, K, H, dtype="bfloat16")}, TypeError, "bfloat16", "dtype of query, float32"),
+    ({"value": a(B, S, K, V, dtype="float16")}, TypeError, "float16", "dtype of query, float32"),
+    # shapes
+    ({"query": a()}, ValueError, "float32[]", "(B, T, N, H) or (T, N, H)"),
+    ({"query": a(5)}, ValueError, "float32[5]", "(B, T, N, H) or (T, N, H)"),
+    ({"query": a(1, 1, B, N, H)}, ValueError, "float32[1,1,2,4,5]", "(B, T, N, H) or (T, N, H)"),
+    ({"key": a()}, ValueError, "float32[]", "(2, S, K, 5)"),
+    ({"key": a(S, K, H)}, ValueError, "float32[7,2,5]", "(2, S, K, 5)"),
+    ({"key": a(1, S, K, H)}, ValueError, "float32[1,7,2,5]", "(2, S, K, 5)"),
+    ({"key": a(B, S, K, H + 1)}, ValueError, "float32[2,7,2,6]", "(2, S, K, 5)"),
+    ({"value": a(B, S - 1, K, V)}, ValueError, "float32[2,6,2,6]", "(2, 7, 2, Hv)"),
+    ({"value": a(B, S, N, V)}, ValueError, "float32[2,7,4,6]", "(2, 7, 2, Hv)"),
+    ({"value": a(S, K, V)}, ValueError, "float32[7,2,6]", "(2, 7, 2, Hv)"),
+    ({"value": a(B, S, K, 0)}, ValueError, "float32[2,7,2,0]", "width above zero"),
+    (
+        {"query": a(B, T, N, 0), "key": a(B, S, K, 0)},
+        ValueError,
+        "float32[2,3,4,0]",
+        "width above zero",
+    ),
+    (
+        {"query": a(B, T, 3, H)},
+        ValueError,
+        "float32[2,3,3,5]",
+        "multiple of the 2 key/value heads",
+    ),
+    (
+        {"query": a(B, T, 4, H), "key": a(B, S, 0, H), "value": a(B, S, 0, V)},
+        ValueError,
+        "float32[2,3,4,5]",
+        "multiple of the 0 key/value heads",
+    ),
+    ({**ONE, "key": a(S, K, H + 1)}, ValueError, "float32[7,2,6]", "(S, K, 5)"),
+    # bias and mask
+    ({"bias": [[0.0]]}, TypeError, "list", "array"),
+    ({"bias": 0.0}, TypeError, "float 0.0", "array"),
+    ({"bias": a(1, 1, T, S, dtype="int32")}, TypeError, "int32[1,1,3,7]", "float32"),
+    ({"bias": a(B, N, T, S, dtype="bool")}, TypeError, "bool[2,4,3,7]", "float32"),
+    ({"bias": a(T, S - 1)}, ValueError, "float32[3,6]", "broadcastable to (2, 4, 3, 7)"),
+    ({"bias": a(1, B, N, T, S)}, ValueError, "[1,2,4,3,7]", "broadcastable to (2, 4, 3, 7)"),
+    ({"bias": a(B + 1, 1, T, S)}, ValueError, "[3,1,3,7]", "broadcastable to (2, 4, 3, 7)"),
+    ({"mask": True}, TypeError, "bool True", "array"),
+    ({"mask": a(B, N, T, S)}, TypeError, "float32[2,4,3,7]", "boolean"),
+    ({"mask": a(B, N, T, S, dtype="int32")}, TypeError, "int32[2,4,3,7]", "boolean"),
+    ({"mask": a(T + 1, S, dtype="bool")}, ValueError, "bool[4,7]", "broadcastable to (2, 4, 3, 7)"),
+    (
+        {"mask": a(K, T, S, dtype="bool")},
+        ValueError,
+        "bool[2,3,7]",
+        "broadcastable to (2, 4, 3, 7)",
+    ),
+    # what other libraries' masks look like
+    ({"mask": a(B, S, dtype="bool")}, ValueError, "mask[:, None, None, :]", "to (2, 4, 3, 7)"),
+    ({"mask": a(B, T, S, dtype="bool")}, ValueError, "mask[:, None]", "to (2, 4, 3, 7)"),
+    ({"bias": a(B, S)}, ValueError, "bias[:, None, None, :]", "to (2, 4, 3, 7)"),
+    # scale
+    ({"scale": NAN}, ValueError, "nan", "finite"),
+    ({"scale": INF}, ValueError, "inf", "finite"),
+    ({"scale": np.float32(NAN)}, ValueError, "nan", "finite"),
+    ({"scale": jnp.asarray(NAN)}, ValueError, "nan", "finite"),
+    ({"scale": 10**400}, ValueError, "int 1000", "finite"),
+    ({"scale": 1e300}, ValueError, "1e+300", "float32"),
+    ({"scale": "1.0"}, TypeError, "str '1.0'", "real number"),
+    ({"scale": True}, TypeError, "bool True", "real number"),
+    ({"scale": 1j}, TypeError, "complex 1j", "real number"),
+    ({"scale": a(3)}, ValueError, "float32[3]", "scalar"),
+    ({"scale": a(dtype="int32")}, TypeError, "int32[]", "float32"),
+    # masks by position
+    ({"is_causal": 1}, TypeError, "int 1", "True or False"),
+    ({"is_causal": None}, TypeError, "None", "True or False"),
+    ({"is_causal": "no"}, TypeError, "str 'no'", "True or False"),
+    ({"is_causal": a(dtype="bool")}, TypeError, "bool[]", "True or False"),
+    ({"local_window_size": -1}, ValueError, "-1", "at least 0"),
+    ({"local_window_size": (1, -2)}, ValueError, "(1, -2)", "at least 0"),
+    ({"local_window_size": (1, 2, 3)}, TypeError, "(1, 2, 3)", "pair"),
+    ({"local_window_size": [1, 2]}, TypeError, "list [1, 2]", "pair"),
+    ({"local_window_size": 1.5}, TypeError, "float 1.5", "an int"),
+    ({"local_window_size": True}, TypeError, "bool True", "an int"),
+    ({"local_window_size": a(2, dtype="int32")}, TypeError, "int32[2]", "an int"),
+    ({"query_seq_lengths": [1, 2]}, TypeError, "list [1, 2]", "array"),
+    ({"query_seq_lengths": a(B)}, TypeError, "float32[2]", "integer"),
+    ({"query_seq_lengths": a(3, dtype="int32")}, ValueError, "int32[3]", "(2)"),
+    ({"query_seq_lengths": np.array([T + 1, 0])}, ValueError, "[4, 0]", "from 0 to 3"),
+    ({"key_value_seq_lengths": 3}, TypeError, "int 3", "array"),
+    ({"key_value_seq_lengths": a(dtype="int32")}, ValueError, "int32[]", "(2)"),
+    ({"key_value_seq_lengths": a(B, 1, dtype="int32")}, ValueError, "int32[2,1]", "(2)"),
+    ({"key_value_seq_lengths": np.array([1, -1])}, ValueError, "[1, -1]", "from 0 to 7"),
+    ({"key_value_seq_lengths": a(B, dtype="bool")}, TypeError, "bool[2]", "integer"),
+    ({"query_positions": [[0, 1, 2]]}, TypeError, "list", "array"),
+    ({"query_positions": a(B, T)}, TypeError, "float32[2,3]", "integer"),
+    ({"query_positions": a(B, T + 1, dtype="int32")}, ValueError, "int32[2,4]", "(2, 3)"),
+    ({"query_positions": a(T, dtype="int32")}, ValueError, "int32[3]", "(2, 3)"),
+    ({"key_positions": a(B, 1, dtype="int32")}, ValueError, "int32[2,1]", "(2, 7)"),
+    ({"key_positions": a(B + 1, S, dtype="int32")}, ValueError, "int32[3,7]", "(2, 7)"),
+    ({"key_positions": a(B, S, dtype="bool")}, TypeError, "bool[2,7]", "integer"),
+    ({"key_positions": np.full((B, S), 2**31)}, ValueError, "2147483648", "32 bits"),
+    ({"key_positions": a(S + 1, dtype="int32"), **ONE}, ValueError, "int32[8]", "(7,)"),
+    ({"key_segment_ids": None, **ROW_SEGMENTS}, ValueError, "None", "beside the other's"),
+    ({"query_segment_ids": None, **SEGMENTS}, ValueError, "None", "beside the other's"),
+    ({"query_segment_ids": a(B, T), **SEGMENTS}, TypeError, "float32[2,3]", "integer"),
+    ({"query_segment_ids": a(T, dtype="int32"), **SEGMENTS}, ValueError, "int32[3]", "(2, 3)"),
+    # implementation
+    ({"implementation": "fast"}, ValueError, "'fast'", "'reference'"),
+    ({"implementation": ("reference", "")}, ValueError, "''", "'reference'"),
+    ({"implementation": 3}, TypeError, "int 3", "a name"),
+    ({"implementation": ()}, TypeError, "tuple ()", "a name"),
+    ({"implementation": ("reference", 3)}, TypeError, "('reference', 3)", "a name"),
+    # no option at all
+    ({"is_casual": True}, TypeError, "'is_casual'", "is_causal"),
+]
+OTHER_ATTENTION = {
+    ea.free_energy: [
+        ({"source": 0.0}, TypeError, "float 0.0", "array"),
+        ({"source": a(B, T, N, V, dtype="int32")}, TypeError, "int32[2,3,4,6]", "float32"),
+        ({"source": a(B, T, N, V, dtype="complex64")}, TypeError, "complex64", "float32"),
+        ({"source": a(B, T, N, H)}, ValueError, "float32[2,3,4,5]", "(2, 3, 4, 6)"),
+        ({"source": np.zeros((T, N, V))}, ValueError, "[3,4,6]", "(2, 3, 4, 6)"),
+        ({"parallel": "device"}, TypeError, "str 'device'", "SequenceParallel"),
+        ({"parallel": SequenceParallel("x")}, ValueError, "none", "a mesh in force"),
+    ],
+    ea.attention: [
+        ({"return_energy": "yes"}, TypeError, "str 'yes'", "True or False"),
+        ({"return_energy": None}, TypeError, "None", "True or False"),
+        ({"parallel": ("device",)}, TypeError, "tuple ('device',)", "SequenceParallel"),
+        ({"parallel": SequenceParallel()}, ValueError, "none", "('node', 'device')"),
+    ],
+    local_attention: [
+        ({"source": a()}, ValueError, "float32[]", "(2, 3, 4, 6)"),
+        ({"source": a(T, N, V)}, ValueError, "float32[3,4,6]", "(2, 3, 4, 6)"),
+    ],
+}
+
+
+def cases():
+    for function, own in OTHER_ATTENTION.items():
+        for changes, *expected in SHARED + own:
+            name = blamed(changes)
+            got = expected[1].replace(" ", "")
+            yield pytest.param(
+                function, changes, name, *expected, id=f"{function.__name__}-{name}-{got}"
+            )
+
+
+def blamed(changes):
+    """The first argument that is changed to something wrong."""
+    return next(name for name, x in changes.items() if x is not ONE.get(name, ...))
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "name", "error", "received", "wanted"), list(cases())
+)
+def test_attention(function, changes, name, error, received, wanted):
+    """A mistake that surfaces as XLA's error about a dot_general, or not at all."""
+    complains(lambda: function(**{**VALID, **changes}), error, name, received, wanted)
+
+
+def inside(call):
+    """`call` as it is traced inside a shard_map over the axis "device"."""
+
+    def traced():
+        jax.shard_map(lambda x: call(), mesh=FLAT, in_specs=P(), out_specs=P())(a(1))
+
+    return traced
+
+
+def on_mesh(call):
+    def called():
+        with jax.set_mesh(FLAT):
+            call()
+
+    return called
+
+
+def layer(**changes):
+    return ea.MultiheadAttention(
+        **{"num_heads": 2, "query_size": 8, "key": jax.random.key(0), **changes}
+    )
+
+
+def call_layer(*args, dropout_p=0.0, **options):
+    args = args or (X, X, X)
+    return layer(dropout_p=dropout_p)(*args, **options)
+
+
+def spread(parallel, **options):
+    parallel = SequenceParallel(parallel) if isinstance(parallel, str) else parallel
+    return ea.attention(**VALID, parallel=parallel, **options)
+
+
+def tree(axis_name="device", **changes):
+    return inside(lambda: tree_attention(**{**VALID, **changes}, axis_name=axis_name))
+
+
+def ring(axis_name="device", **changes):
+    return inside(lambda: ring_attention(**{**VALID, **changes}, axis_name=axis_name).out)
+
+
+def ulysses(**changes):
+    return inside(lambda: ulysses_attention(**{**VALID, **changes}, axis_name="device").out)
+
+
+def hybrid(**changes):
+    return inside(lambda: hybrid_attention(**{**VALID, **changes}, axis_name=("device",)).out)
+
+
+def gather(**changes):
+    return inside(lambda: gather_attention(**{**VALID, **changes}, axis_name="device").out)
+
+
+def state(out=None, lse=None):
+    return AttentionState(STATE.out if out is None else out, STATE.lse if lse is None else lse)
+
+
+ZIGZAG = SequenceParallel("device", layout="zigzag")
+
+
+def split_key_without_mesh():
+    place = jax.NamedSharding(EXPLICIT, P(None, "device"))
+    return ea.attention(a(1, 1, 2, 4), *[jax.device_put(a(1, 8, 2, 4), place)] * 2)
+
+
+PARALLEL = (
+    (on_mesh(partial(spread, "node")), ValueError, "parallel", "'node'", "('device',)"),
+    (
+        inside(lambda: shard_sequence(a(8), SequenceParallel("device"), axis=0)),
+        *(ValueError, "parallel", "'device'", "no surrounding"),
+    ),
+    (inside(partial(spread, "device", bias=a(1, 1, 1, 1))), ValueError, "bias", "float32", "None"),
+    (split_key_without_mesh, ValueError, "key", "none", "mesh in force"),
+    (partial(SequenceParallel, ()), TypeError, "axes", "tuple ()", "names"),
+    (partial(SequenceParallel, 3), TypeError, "axes", "int 3", "names"),
+    (partial(SequenceParallel, None), TypeError, "axes", "None", "names"),
+    (partial(SequenceParallel, ("x", 3)), TypeError, "axes", "('x', 3)", "names"),
+    (partial(SequenceParallel, ("x", "x")), ValueError, "axes", "('x', 'x')", "different"),
+    (partial(SequenceParallel, method="star"), ValueError, "method", "'star'", "'tree'"),
+    (partial(SequenceParallel, method=["tree"]), ValueError, "method", "list ['tree']", "'tree'"),
+    (partial(SequenceParallel, merge=None), ValueError, "merge", "None", "'allreduce'"),
+    (partial(SequenceParallel, "x", merge="hierarchical"), ValueError, "merge", "one", "two or"),
+    (
+        partial(SequenceParallel, "x", "hybrid"),
+        ValueError,
+        "method",
+        "one",
+        "two or more mesh axes",
+    ),
+    (partial(SequenceParallel, topology="tpu"), TypeError, "topology", "'tpu'", "cost.Topology"),
+    (
+        partial(SequenceParallel, "x", topology=cost.ethernet(2, devices=2)),
+        ValueError,
+        "topology",
+        "2",
+        "each of the 1 mesh axes",
+    ),
+    (
+        on_mesh(partial(spread, SequenceParallel("device", "ulysses"))),
+        ValueError,
+        "query",
+        "4",
+        "multiple of 8, so that 8 devices",
+    ),
+    (
+        on_mesh(partial(spread, SequenceParallel("device", layout="striped"), is_causal=True)),
+        ValueError,
+        "key.shape[1]",
+        "7",
+        "multiple of 8",
+    ),
+    (partial(shard_sequence, a(1, 8), ZIGZAG), ValueError, "parallel", "none", "mesh in force"),
+    (partial(shard_sequence, a(1, 8), 3), TypeError, "parallel", "int 3", "SequenceParallel"),
+    (partial(shard_sequence, a(1, 8), "spiral"), ValueError, "layout", "'spiral'", "'zigzag'"),
+    (
+        on_mesh(partial(shard_sequence, a(1, 8), ZIGZAG)),
+        ValueError,
+        "x.shape[1]",
+        "8",
+        "multiple of 16",
+    ),
+    (on_mesh(partial(shard_sequence, [1.0], ZIGZAG)), TypeError, "x", "list", "array"),
+    (on_mesh(partial(shard_sequence, a(8), ZIGZAG)), ValueError, "axis", "1", "1 axes of x"),
+    (
+        on_mesh(partial(unshard_sequence, a(8), ZIGZAG, axis=0)),
+        ValueError,
+        "x.shape[0]",
+        "8",
+        "multiple of 16",
+    ),
+    (partial(SequenceParallel, batch=3), TypeError, "batch", "int 3", "names"),
+    (partial(SequenceParallel, layout="spiral"), ValueError, "layout", "'spiral'", "'contiguous'"),
+    (partial(make_mesh, 8), TypeError, "shape", "int 8", "sequence of integers"),
+    (partial(make_mesh, "24"), TypeError, "shape", "str '24'", "sequence of integers"),
+    (partial(make_mesh, (2.0, 4)), TypeError, "shape", "float 2.0", "integer"),
+    (partial(make_mesh, (True, 8)), TypeError, "shape", "bool True", "integer"),
+    (partial(make_mesh, (-2, -4)), ValueError, "shape", "-2", "at least 1"),
+    (partial(make_mesh, (8,)), ValueError, "shape", "(8,)", "('node', 'device')"),
+    (partial(make_mesh, (3, 3)), ValueError, "shape", "(3, 3)", "8 devices"),
+    (partial(make_mesh, None, ("x", "y", "z")), ValueError, "shape", "None", "('x', 'y', 'z')"),
+    (partial(make_mesh, None, ("x",), devices=[]), ValueError, "devices", "none", "at least one"),
+    (partial(make_mesh, (2, 4), None), TypeError, "axis_names", "None", "names"),
+    (partial(make_mesh, (2, 4), (1, 2)), TypeError, "axis_names", "(1, 2)", "names"),
+    (partial(make_mesh, (2, 4), ("x", "x")), ValueError, "axis_names", "('x', 'x')", "different"),
+    (partial(make_mesh, (2, 4), devices=8), TypeError, "devices", "int 8", "devices"),
+    (partial(make_mesh, (2, 1), devices=["a", "b"]), TypeError, "devices", "['a', 'b']", "devices"),
+    (partial(make_mesh, (2, 4), explicit="yes"), TypeError, "explicit", "'yes'", "True or False"),
+    (partial(merge_across, STATE, "device"), ValueError, "axis_name", "'device'", "shard_map"),
+    (inside(partial(merge_across, STATE, "device", "star")), ValueError, "merge", "star", "gather"),
+    (inside(partial(merge_across, STATE, "device", None)), ValueError, "merge", "None", "'gather'"),
+    (
+        inside(partial(merge_across, STATE, "device", "hierarchical")),
+        ValueError,
+        "merge",
+        "one",
+        "two or more",
+    ),
+    (
+        inside(partial(merge_across, STATE, "device", topology=3)),
+        TypeError,
+        "topology",
+        "int 3",
+        "cost.Topology",
+    ),
+    (inside(partial(merge_across, STATE, "x")), ValueError, "axis_name", "'x'", "shard_map"),
+    (inside(partial(merge_across, STATE, 0)), TypeError, "axis_name", "int 0", "name"),
+    (inside(partial(merge_across, STATE, ())), TypeError, "axis_name", "tuple ()", "name"),
+    (inside(partial(merge_across, tuple(STATE), "device")), TypeError, "state", "tuple", "State"),
+    (inside(partial(merge_across, state(lse=a(3)), "device")), ValueError, "state.lse", "[3]", "2"),
+    (
+        inside(partial(logsumexp_across, a(3), ("device", "device"))),
+        ValueError,
+        "axis_name",
+        "('device', 'device')",
+        "different",
+    ),
+    (inside(partial(logsumexp_across, [0.0], "device")), TypeError, "lse", "list", "array"),
+    (
+        inside(partial(logsumexp_across, a(3, dtype="int32"), "device")),
+        TypeError,
+        "lse",
+        "int32[3]",
+        "float32",
+    ),
+    (
+        inside(partial(logsumexp_across, a(3, dtype="bfloat16"), "device")),
+        TypeError,
+        "lse",
+        "bfloat16[3]",
+        "float32 or float64",
+    ),
+    (partial(logsumexp_across, a(3), "device"), ValueError, "axis_name", "'device'", "shard_map"),
+    (tree("x"), ValueError, "axis_name", "'x'", "shard_map"),
+    (tree(["device"]), TypeError, "axis_name", "list ['device']", "name"),
+    (tree(query=None), TypeError, "query", "None", "array"),
+    (tree(key=a(S, K, H)), ValueError, "key", "float32[7,2,5]", "(2, S, K, 5)"),
+    (tree(is_casual=True), TypeError, "is_casual", "'is_casual'", "is_causal"),
+    (tree(is_causal=True), ValueError, "key_positions", "None", "global positions"),
+    (tree(local_window_size=3), ValueError, "key_positions", "None", "global positions"),
+    (tree(merge="star"), ValueError, "merge", "'star'", "'butterfly'"),
+    (tree(queries_sharded=1), TypeError, "queries_sharded", "int 1", "True or False"),
+    (
+        tree(is_causal=True, queries_sharded=True, key_positions=a(B, S, dtype="int32")),
+        ValueError,
+        "query_positions",
+        "None",
+        "global positions",
+    ),
+    (tree(bias=a(B, N, T, S + 1)), ValueError, "bias", "[2,4,3,8]", "(2, 4, 3, 7)"),
+    (ring(rotate="values"), ValueError, "rotate", "'values'", "'queries'"),
+    (ring(narrow_gradients=1), TypeError, "narrow_gradients", "int 1", "True or False"),
+    (ring(bidirectional=1), TypeError, "bidirectional", "int 1", "True or False"),
+    (ring(bias=a(B, N, T, S), rotate="keys"), ValueError, "bias", "[2,4,3,7]", "(2, 4, 3, 56)"),
+    (ring(is_causal=True), ValueError, "key_positions", "None", "global positions"),
+    (ring("x"), ValueError, "axis_name", "'x'", "shard_map"),
+    (ulysses(), ValueError, "query", "4", "multiple of 8, so that 8 devices"),
+    (hybrid(), ValueError, "axis_name", "'device'", "two or more mesh axes"),
+    (gather(bias=a(B, N, T, S)), ValueError, "bias", "[2,4,3,7]", "(2, 4, 3, 56)"),
+    (ulysses(query=None), TypeError, "query", "None", "array"),
+    (tree(is_causal="yes"), TypeError, "is_causal", "str 'yes'", "True or False"),
+    (tree(is_causal=a(2, dtype="bool")), TypeError, "is_causal", "bool[2]", "True or False"),
+    (tree(scale=NAN), ValueError, "scale", "nan", "finite"),
+    (tree(implementation="x"), ValueError, "implementation", "'x'", "'reference'"),
+    (partial(collectives, None), TypeError, "compiled", "None", "jax.stages.Compiled"),
+    (partial(collectives, "HloModule f"), TypeError, "compiled", "str", "jax.stages.Compiled"),
+    (
+        lambda: collectives(jax.jit(jnp.sin).lower(1.0)),
+        TypeError,
+        "compiled",
+        "Lowered",
+        "jax.stages.Compiled",
+    ),
+)
+STATES = (
+    (partial(merge, STATE, None), TypeError, "b", "None", "AttentionState"),
+    (
+        partial(merge, tuple(STATE), STATE),
+        TypeError,
+        "a",
+        "tuple of float32[2,3], float32[2]",
+        "State",
+    ),
+    (partial(merge, STATE, state(out=[1.0])), TypeError, "b.out", "list", "array"),
+    (partial(merge, state(lse=0.0), STATE), TypeError, "a.lse", "float 0.0", "array"),
+    (partial(merge, state(a(2, 3, dtype="int32")), STATE), TypeError, "a.out", "int32", "float32"),
+    (
+        partial(merge, STATE, state(lse=a(2, dtype="bfloat16"))),
+        TypeError,
+        "b.lse",
+        "bfloat16[2]",
+        "wider",
+    ),
+    (
+        partial(merge, STATE, state(a(2, 3, dtype="float16"))),
+        TypeError,
+        "b.out",
+        "float16",
+        "dtype of a's",
+    ),
+    (partial(merge, state(lse=a(2, 3)), STATE), ValueError, "a.lse", "float32[2,3]", "(2)"),
+    (partial(merge, STATE, state(a(2, 4))), ValueError, "b.out", "float32[2,4]", "shape of a's"),
+    (
+        partial(merge, AttentionState(a(), a()), STATE),
+        ValueError,
+        "a.out",
+        "float32[]",
+        "width axis",
+    ),
+    (partial(merge_all, [STATE, STATE]), TypeError, "stacked", "list", "AttentionState"),
+    (partial(merge_all, STATE, 1), ValueError, "axis", "1", "one of the 1 axes of stacked.lse"),
+    (partial(merge_all, STATE, -2), ValueError, "axis", "-2", "one of the 1 axes"),
+    (partial(merge_all, STATE, 0.0), TypeError, "axis", "float 0.0", "integer"),
+    (partial(merge_all, STATE, None), TypeError, "axis", "None", "integer"),
+    (partial(merge_all, STATE, True), TypeError, "axis", "bool True", "integer"),
+    (
+        partial(merge_all, AttentionState(a(3), a())),
+        ValueError,
+        "axis",
+        "0",
+        "one of the 0 axes of stacked.lse",
+    ),
+    (partial(empty_state, ()), ValueError, "shape", "()", "width axis"),
+    (partial(empty_state, 3), TypeError, "shape", "int 3", "tuple of integers"),
+    (partial(empty_state, None), TypeError, "shape", "None", "tuple of integers"),
+    (partial(empty_state, (2, 3.0)), TypeError, "shape", "float 3.0", "integer"),
+    (partial(empty_state, (2, -1)), ValueError, "shape", "-1", "at least 0"),
+    (partial(empty_state, (2,), "int32"), TypeError, "dtype", "'int32'", "float16, bfloat16"),
+    (partial(empty_state, (2,), complex), TypeError, "dtype", "complex", "float16, bfloat16"),
+    (partial(empty_state, (2,), "real"), TypeError, "dtype", "'real'", "float16, bfloat16"),
+    (partial(empty_state, (2,), a(3)), TypeError, "dtype", "float32[3]", "float16, bfloat16"),
+    (partial(empty_state, (2,), None), TypeError, "dtype", "None", "float16, bfloat16"),
+)
+EITHER_SOFTMAX = (
+    ((None,), {}, TypeError, "scores", "None", "array"),
+    (([0.0, 1.0],), {}, TypeError, "scores", "list", "array"),
+    ((a(3, dtype="int32"),), {}, TypeError, "scores", "int32[3]", "float32"),
+    ((a(3, dtype="complex64"),), {}, TypeError, "scores", "complex64[3]", "float32"),
+    ((a(),), {}, ValueError, "axis", "-1", "one of the 0 axes of scores"),
+    ((a(2, 3),), {"axis": 2}, ValueError, "axis", "2", "one of the 2 axes of scores"),
+    ((a(2, 3),), {"axis": None}, TypeError, "axis", "None", "integer"),
+    ((a(2, 3),), {"axis": (0, 1)}, TypeError, "axis", "tuple (0, 1)", "integer"),
+    ((a(2, 3),), {"where": True}, TypeError, "where", "bool True", "array"),
+    ((a(2, 3),), {"where": a(2, 3)}, TypeError, "where", "float32[2,3]", "boolean"),
+    ((a(2, 3),), {"where": a(2, dtype="bool")}, ValueError, "where", "bool[2]", "(2, 3)"),
+)
+SHIFT = (
+    (0.0, TypeError, "shift", "float 0.0", "array"),
+    (a(2, dtype="int32"), TypeError, "shift", "int32[2]", "float32"),
+    (a(3), ValueError, "shift", "float32[3]", "(2,)"),
+    (a(2, 1), ValueError, "shift", "float32[2,1]", "(2,)"),
+)
+SOFTMAX = (
+    *((partial(ea.safe_softmax, *args, **kw), *rest) for args, kw, *rest in EITHER_SOFTMAX),
+    *((partial(shifted_energy, *args, **kw), *rest) for args, kw, *rest in EITHER_SOFTMAX),
+    *((partial(shifted_energy, a(2, 3), shift), *rest) for shift, *rest in SHIFT),
+)
+MODULES = (
+    (partial(ea.FreeEnergy, scale=NAN), ValueError, "scale", "nan", "finite"),
+    (partial(ea.FreeEnergy, scale="1"), TypeError, "scale", "str '1'", "real number"),
+    (partial(ea.FreeEnergy, is_causal=0), TypeError, "is_causal", "int 0", "True or False"),
+    (
+        partial(ea.FreeEnergy, local_window_size=-3),
+        ValueError,
+        "local_window_size",
+        "-3",
+        "at least 0",
+    ),
+    (
+        partial(ea.FreeEnergy, implementation="fast"),
+        ValueError,
+        "implementation",
+        "'fast'",
+        "'reference'",
+    ),
+    (
+        partial(ea.FreeEnergy, parallel="device"),
+        TypeError,
+        "parallel",
+        "str 'device'",
+        "SequenceParallel",
+    ),
+    (partial(layer, num_heads=0), ValueError, "num_heads", "0", "at least 1"),
+    (partial(layer, num_heads=2.0), TypeError, "num_heads", "float 2.0", "integer"),
+    (partial(layer, num_heads=True), TypeError, "num_heads", "bool True", "integer"),
+    (partial(layer, query_size=None), TypeError, "query_size", "None", "integer"),
+    (partial(layer, query_size=1), ValueError, "query_size", "1", "at least 2"),
+    (partial(layer, key_size=0), ValueError, "key_size", "0", "at least 1"),
+    (partial(layer, value_size=2.5), TypeError, "value_size", "float 2.5", "integer"),
+    (partial(layer, output_size=-3), ValueError, "output_size", "-3", "at least 1"),
+    (partial(layer, qk_size=0), ValueError, "qk_size", "0", "at least 1"),
+    (partial(layer, vo_size="3"), TypeError, "vo_size", "str '3'", "integer"),
+    (partial(layer, num_kv_heads=3), ValueError, "num_kv_heads", "3", "divisor of num_heads = 2"),
+    (
+        partial(layer, use_key_bias=a(2)),
+        TypeError,
+        "use_key_bias",
+        "float32[2]",
+        "True or False",
+    ),
+    (partial(layer, dropout_p=1.5), ValueError, "dropout_p", "1.5", "probability"),
+    (partial(layer, dropout_p=None), TypeError, "dropout_p", "None", "real number"),
+    (partial(layer, inference="no"), TypeError, "inference", "str 'no'", "True or False"),
+    (partial(layer, dtype=int), TypeError, "dtype", "int", "float16, bfloat16"),
+    (partial(layer, dtype="complex64"), TypeError, "dtype", "complex64", "float16, bfloat16"),
+    (partial(layer, energy="x"), TypeError, "energy", "str 'x'", "FreeEnergy"),
+    (partial(layer, key=0), TypeError, "key", "int 0", "jax.random.key"),
+    (partial(layer, key=None), TypeError, "key", "None", "jax.random.key"),
+    (partial(call_layer, None, X, X), TypeError, "query", "None", "array"),
+    (partial(call_layer, X, [[0.0] * 8], X), TypeError, "key_", "list", "array"),
+    (partial(call_layer, a(5, 8, dtype="int32"), X, X), TypeError, "query", "int32", "float32"),
+    (partial(call_layer, a(1, 5, 8), X, X), ValueError, "query", "[1,5,8]", "(length, 8)"),
+    (partial(call_layer, X, a(5, 7), X), ValueError, "key_", "float32[5,7]", "(length, 8)"),
+    (partial(call_layer, X, X, a(4, 8)), ValueError, "value", "float32[4,8]", "(5, 8)"),
+    (partial(call_layer, mask=a(5, 5)), TypeError, "mask", "float32[5,5]", "boolean"),
+    (
+        partial(call_layer, mask=a(3, 5, 5, dtype="bool")),
+        ValueError,
+        "mask",
+        "bool[3,5,5]",
+        "broadcastable to (2, 5, 5)",
+    ),
+    (
+        partial(call_layer, mask=a(4, 5, dtype="bool"), dropout_p=0.5, key=jax.random.key(0)),
+        ValueError,
+        "mask",
+        "bool[4,5]",
+        "broadcastable to (2, 5, 5)",
+    ),
+    (partial(call_layer, dropout_p=0.5, key=3), TypeError, "key", "int 3", "jax.random.key"),
+    (
+        partial(call_layer, dropout_p=0.5, key=jax.random.split(jax.random.key(0), 3)),
+        TypeError,
+        "key",
+        "key<fry>[3]",
+        "jax.random.key",
+    ),
+    (partial(call_layer, inference="yes"), TypeError, "inference", "str 'yes'", "True or False"),
+    (
+        partial(call_layer, return_energy=1),
+        TypeError,
+        "return_energy",
+        "int 1",
+        "True or False",
+    ),
+    (
+        partial(call_layer, query_positions=a(4, dtype="int32")),
+        ValueError,
+        "query_positions",
+        "int32[4]",
+        "(5,)",
+    ),
+    (partial(call_layer, key_positions=[0]), TypeError, "key_positions", "list [0]", "array"),
+    (partial(call_layer, process_heads=3), TypeError, "process_heads", "int 3", "function"),
+    (
+        partial(call_layer, process_heads=lambda *heads: None),
+        TypeError,
+        "process_heads",
+        "None",
+        "three arrays",
+    ),
+    (
+        partial(call_layer, process_heads=lambda *heads: heads[:2]),
+        ValueError,
+        "process_heads",
+        "[(5, 2, 4), (5, 2, 4)]",
+        "shapes",
+    ),
+    (
+        partial(call_layer, process_heads=lambda *heads: "qkv"),
+        TypeError,
+        "process_heads",
+        "str 'q'",
+        "array",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "name", "received", "wanted"), PARALLEL + STATES + SOFTMAX + MODULES
+)
+def test_everything_else(call, error, name, received, wanted):
+    """Axis names that XLA does not know, states that do not match, sizes that no array can have."""
+    complains(call, error, name, received, wanted)
+
+
+def test_documented_exceptions():
+    """Errors of other kinds: an implementation that declines, dropout without a key, options that are fields."""
+    many = {**VALID, "query": a(B, 50, N, H)}
+    for function in (ea.attention, ea.free_energy, local_attention):
+        with pytest.raises(NotImplementedError, match="query: wanted at most .* got 50 × 4"):
+            function(**many, implementation="decode")
+        with pytest.raises(ExceptionGroup) as caught:
+            function(**many, implementation=("decode", "decode"))
+        assert caught.group_contains(NotImplementedError, match="query: wanted")
+    with pytest.raises(RuntimeError, match="key: wanted .* got None"):  # as Equinox does
+        call_layer(dropout_p=0.5)
+    energy = ea.FreeEnergy()
+    for call in (energy, energy.attention):
+        with pytest.raises(TypeError, match="is_causal"):  # not overridden in silence
+            call(**VALID, is_causal=True)
+        with pytest.raises(TypeError, match="windows"):
+            call(**VALID, windows=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "received"),
+    [
+        ({"key": a(B, S, K, H + 1)}, "float32[2,7,2,6]"),
+        ({"value": a(B, S, K, V, dtype="int32")}, "int32[2,7,2,6]"),
+        ({"mask": a(B, N, T, S)}, "float32[2,4,3,7]"),
+        ({"scale": a(3)}, "float32[3]"),
+        ({"query_positions": a(B, S, dtype="int32")}, "int32[2,7]"),
+        ({"key_value_seq_lengths": a(B)}, "float32[2]"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
+)
+def test_when_traced(changes, received):
+    """A check that reads the values of a tracer and fails on it, or prints the tracer."""
+    for transform in (jax.jit, lambda f: jax.jit(jax.value_and_grad(f, allow_int=True))):
+        call = transform(lambda arrays: ea.attention(**arrays).sum())
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call({**VALID, **changes})
+        message = str(caught.value)
+        assert message.startswith(f"{next(iter(changes))}: wanted ") and received in message
+
+
+def test_what_only_values_tell_is_not_checked_when_traced():
+    """Traced lengths and scales cannot be checked; reading their values would raise an error of JAX."""
+    lengths = jnp.asarray([1, S + 3])
+    out = jax.jit(lambda n, scale: ea.attention(**VALID, key_value_seq_lengths=n, scale=scale))(
+        lengths, jnp.asarray(0.5)
+    )
+    assert np.isfinite(out).all()
+
+
+def test_a_module_that_is_accepted_can_be_compiled():
+    """Fields that are static must be hashable: a list of names would fail much later, inside jit."""
+    energy = ea.FreeEnergy(implementation=["reference"], local_window_size=(2, 2))
+    assert np.isfinite(eqx.filter_jit(energy)(*VALID.values())).all()
+
+
+FUZZED = {
+    ea.attention: {**VALID, "implementation": "reference"},
+    ea.free_energy: {**VALID, "implementation": "reference"},
+    local_attention: {**VALID, "implementation": "reference"},
+    merge: {"a": STATE, "b": STATE},
+    merge_all: {"stacked": STATE},
+    empty_state: {"shape": (2, 3)},
+    ea.safe_softmax: {"scores": a(2, 3)},
+    shifted_energy: {"scores": a(2, 3)},
+    SequenceParallel: {},
+    make_mesh: {"shape": (2, 4)},
+    ea.FreeEnergy: {},
+    layer: {},
+}
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings(
+    "ignore:A JAX array is being set as static"
+)  # Equinox, before our error
+@pytest.mark.parametrize("function", FUZZED, ids=lambda f: f.__name__)
+@given(data=st.data())
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+def test_anything_else(function, data):
+    """Every other failure: an AttributeError, an IndexError, XLA's own message, or a NaN as the result."""
+    signature = inspect.signature(ea.MultiheadAttention if function is layer else function)
+    names = set(signature.parameters)
+    name = data.draw(st.sampled_from(sorted(names)))
+    arguments = {**FUZZED[function], name: data.draw(ANYTHING)}
+    found = outcome(function, names, arguments)
+    if found is None or "query" not in FUZZED[function]:
+        return
+    value = arguments["value"]
+    rows = arguments["query"].shape[:-1]
+    if function is ea.free_energy:
+        found = AttentionState(jnp.zeros((*rows, value.shape[-1])), found)
+    elif function is ea.attention:
+        found = found if isinstance(found, tuple) else (found, jnp.zeros(rows))
+    out, energy = found
+    assert out.shape == (*rows, value.shape[-1]) and energy.shape == rows
+    assert np.isfinite(np.asarray(out, float)).all()
+    assert (np.asarray(energy) < INF).all()  # no NaN; −∞ where a query sees no key

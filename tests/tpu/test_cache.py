@@ -1,0 +1,83 @@
+"""What XLA:TPU makes of a step over a cache of eight bits, compiled ahead of time: no TPU is needed, only libtpu.
+
+A cache of Llama 3's heads (32 of queries share 8 of 128) and 131072 tokens a chip. Programs are read, never run.
+"""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from energy_attn import masks
+from energy_attn.distributed import KVCache, SequenceParallel, collectives
+from tests.support.tpu import devices, every_chip, temporary
+
+# So that libtpu looks for no TPU and no metadata server, keeps no logs, and loads into several processes.
+os.environ.update(
+    TPU_WORKER_HOSTNAMES="localhost",
+    TPU_ACCELERATOR_TYPE="v5litepod-4",
+    TPU_LOG_DIR="disabled",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+)
+TOKENS, HEADS, KV_HEADS, WIDTH = 131072, 32, 8, 128
+WIDENED = 2 * TOKENS * KV_HEADS * WIDTH * 2  # bytes, in bfloat16
+pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
+
+
+def compiled(chip, number, quantize="int8", rows=1, queries=1, **options):
+    """One step over a cache on so many chips of a kind."""
+    mesh = Mesh(np.array(devices(chip)[:number]), ("device",))
+    parallel = SequenceParallel("device", "tree", "allreduce") if number > 1 else None
+
+    def empty():
+        sizes = rows, number * TOKENS // rows, KV_HEADS, WIDTH
+        return KVCache.empty(*sizes, quantize=quantize, parallel=parallel)
+
+    def placed(x):
+        spec = P(None, "device") if number > 1 and x.ndim > 2 else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        cache = jax.tree.map(placed, jax.eval_shape(empty))
+        query = jax.ShapeDtypeStruct(
+            (rows, queries, HEADS, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P())
+        )
+        step = jax.jit(functools.partial(KVCache.attend, **options))
+        return step.lower(cache, query).compile()
+
+
+def sent(program):
+    return [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]
+
+
+@every_chip
+@pytest.mark.parametrize("rows", [1, 8])
+def test_nothing_is_widened(chip, rows):
+    """Keys or values in the query's dtype; float32 scores, and once more as weights, are 1/32 of these."""
+    assert temporary(compiled(chip, 1, rows=rows)) < WIDENED / 30
+
+
+@pytest.mark.parametrize("queries", [2, 8])
+def test_more_queries(queries):
+    """Scores in float32, of which there are two arrays at most, for each query."""
+    scores = HEADS * queries * TOKENS * 4
+    assert temporary(compiled("v5p", 1, queries=queries)) < 2.1 * scores
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+def test_over_a_mesh(chip):
+    """Keys or values that a chip widens or sends; other collectives than over a cache that is not quantised."""
+    program, plain = (compiled(chip, 4, quantize=x) for x in ("int8", None))
+    assert temporary(program) < WIDENED / 30
+    assert sent(program) == sent(plain) != []
+
+
+def test_masks_and_windows():
+    """A mask of slots and a window, which are computed inside the products, too."""
+    mask = masks.Window(4096, 0)
+    assert temporary(compiled("v5p", 1, mask=mask)) < WIDENED / 30
