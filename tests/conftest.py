@@ -8,7 +8,22 @@ import gc
 import os
 
 from tests.support.flags import flags
+from tests.support.seconds import (
+    pytest_collection_finish,
+    pytest_configure,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 from tests.support.selection import mark_products
+
+__all__ = [
+    "pytest_collection_finish",
+    "pytest_configure",
+    "pytest_runtest_makereport",
+    "pytest_terminal_summary",
+    "pytest_testnodedown",
+]
 
 # Before JAX starts a backend. Flags that the user has set are kept; on a machine with an accelerator the suite still
 # runs on the CPU unless JAX_PLATFORMS says otherwise.
@@ -17,7 +32,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import jax
@@ -58,29 +72,6 @@ hypothesis.settings.load_profile("energy_attn_ci" if os.environ.get("CI") else "
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before tests are chosen by their marks."""
     mark_products(items)
-
-
-# Seconds of all cores, in each worker process and what it started: time on the clock tells more of the machine.
-SECONDS = pytest.StashKey[list[float]]()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist has ended."""
-    found = node.config.stash.setdefault(SECONDS, [])
-    found.append(getattr(node, "workeroutput", {}).get("seconds", 0.0))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tells the process that waits for this worker what it took."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["seconds"] = sum(os.times()[:4])
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Prints the CPU time of the whole run."""
-    total = sum(config.stash.get(SECONDS, [])) + sum(os.times()[:2])
-    terminalreporter.write_line(f"CPU time: {total:.0f} s")
 
 
 @pytest.fixture

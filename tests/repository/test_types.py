@@ -8,14 +8,14 @@ import types
 import typing
 from pathlib import Path
 
+import check_structure
 import check_types
 import pytest
-
-from tests.repository.test_structure import EXPORTS
 
 pytestmark = pytest.mark.structure
 
 ROOT = Path(__file__).resolve().parents[2]
+EXPORTS = check_structure.exports(ROOT)
 
 # Public parameters that may be anything at all, and why.
 ANYTHING = {"energy_attn.energy_report(options)": "the overloads of its three forms say which"}

@@ -51,3 +51,14 @@ def random_keys(dtype, seeds=50, keys=64, width=8):
         for n in (1, keys, keys)
     )
     return (*(jnp.asarray(x, dtype) for x in (query, key, value)), generators)
+
+
+# Those rows of POINT that a whole neighbourhood of the hull surrounds: three keys or more, in two dimensions.
+SOLID = (visible(PROBLEM).sum(-1) > 2).transpose(0, 2, 1)
+
+
+def kl(p, q):
+    """Relative entropy along the last axis; `q` is positive where `p` is."""
+    some = p > 0
+    ratio = np.where(some, p, 1) / np.where(some, q, 1)
+    return (p * np.log(ratio)).sum(-1)

@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 import energy_attn as ea
 from energy_attn.distributed import KVCache, SequenceParallel, cost, unshard_sequence
 from energy_attn.distributed.merge._packing import moved
-from tests.distributed.methods.test_methods import (
+from tests.support import drafts
+from tests.support.meshes import SHAPES, close, mesh_of, parallel_of
+from tests.support.methods import (
     COLUMNS,
     DECODE,
     INSIDE,
@@ -25,8 +27,6 @@ from tests.distributed.methods.test_methods import (
     laid_out,
     static_options,
 )
-from tests.energy_attn.prefix_tree import test_tree_decode as drafts
-from tests.support.meshes import SHAPES, close, mesh_of, parallel_of
 from tests.support.naive import naive
 from tests.support.problems import _make, cast, tangents
 from tests.support.reference import visible

@@ -23,7 +23,9 @@ from energy_attn.distributed import (
     unshard_sequence,
 )
 from energy_attn.prefix_tree import pack, tree_decode
-from tests.distributed.methods.test_methods import (
+from tests.support.measures import answers, measure
+from tests.support.meshes import close, mesh_of
+from tests.support.methods import (
     AXES,
     DECODE,
     EMPTY,
@@ -35,9 +37,7 @@ from tests.distributed.methods.test_methods import (
     laid_out,
     static_options,
 )
-from tests.energy_attn.observables.test_observables import directions, exactly
-from tests.support.measures import answers, measure
-from tests.support.meshes import close, mesh_of
+from tests.support.observables import directions, exactly
 from tests.support.problems import Problem, cast, cotangents
 from tests.support.reference import dense, dense_vjp, rows
 from tests.support.selection import few, few_rows

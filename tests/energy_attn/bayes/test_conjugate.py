@@ -31,20 +31,13 @@ from tests.support.solvers import (
     POINT,
     PROBLEM,
     SEEN,
+    SOLID,
+    kl,
     points_inside,
     random_keys,
 )
 
-# Those rows of POINT that a whole neighbourhood of the hull surrounds: three keys or more, in two dimensions.
-SOLID = (visible(PROBLEM).sum(-1) > 2).transpose(0, 2, 1)
 ONE_STEP = Newton(max_steps=1)
-
-
-def kl(p, q):
-    """Relative entropy along the last axis; `q` is positive where `p` is."""
-    some = p > 0
-    ratio = np.where(some, p, 1) / np.where(some, q, 1)
-    return (p * np.log(ratio)).sum(-1)
 
 
 def gibbs(problem: Problem, **options):

@@ -21,10 +21,9 @@ from energy_attn import masks
 from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.distributed import SequenceParallel
 from energy_attn.solvers import Newton, Optax
-from tests.energy_attn.bayes.test_conjugate import SOLID, kl
 from tests.support.measures import measure
 from tests.support.reference import dense, dense_vjp, rows
-from tests.support.solvers import CONVERGED, NO_KEYS, POINT, PROBLEM, SEEN
+from tests.support.solvers import CONVERGED, NO_KEYS, POINT, PROBLEM, SEEN, SOLID, kl
 
 random = np.random.default_rng(0)
 A, B, WEIGHTS = (0.7 * random.standard_normal(POINT.shape) for _ in range(3))

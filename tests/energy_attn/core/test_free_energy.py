@@ -6,8 +6,6 @@ kernels have tests of their own; here the energy's own rule is at stake, and the
 """
 
 import functools
-import re
-from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -19,6 +17,7 @@ import energy_attn as ea
 from energy_attn.kernels import local_attention
 from tests.support.naive import assert_all_close
 from tests.support.problems import PROBLEMS, Problem, cast, cotangents, tangents
+from tests.support.programs import instructions
 from tests.support.reference import (
     dense,
     dense_covariance,
@@ -496,13 +495,6 @@ def test_temperature_identities():
     B, S, K, H = problem.key.shape
     close(found["gradients"]["key"], each.reshape(B, S, K, -1, H).sum(3), "gradient in the key")
     assert not np.asarray(found["gradients"]["value"]).any()
-
-
-def instructions(compiled) -> Counter:
-    """How often each operation makes an array of each shape, in the optimised HLO."""
-    pattern = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(", re.MULTILINE)
-    found = pattern.findall(compiled.as_text())
-    return Counter((re.sub(r"\{[^}]*\}", "", shape), opcode) for shape, opcode in found)
 
 
 @pytest.mark.parametrize(

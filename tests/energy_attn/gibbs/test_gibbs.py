@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 import energy_attn as ea
 from energy_attn.kernels import local_attention
-from tests.energy_attn.core.test_free_energy import instructions
-from tests.energy_attn.observables.test_observables import directions, exactly
-from tests.energy_attn.observables.test_sample import statistic
+from tests.support.compare import close
 from tests.support.complaints import a, complains
+from tests.support.distributions import statistic
 from tests.support.measures import answers, measure
 from tests.support.meshes import mesh_of, parallel_of
+from tests.support.observables import directions, exactly
 from tests.support.problems import PROBLEMS, Problem, cast
+from tests.support.programs import instructions
 from tests.support.reference import dense, rows
 from tests.support.selection import few
 
@@ -67,17 +68,6 @@ def everything(F: ea.Gibbs, along) -> dict:
 def exact(problem: Problem) -> dict[str, np.ndarray]:
     out, energy = dense(problem)
     return {"energy": energy, "attention": out, **exactly(problem)}
-
-
-def agree(found, wanted, what, tolerance=1e-10):
-    assert set(found) == set(wanted)
-    for name, x in wanted.items():
-        scale = np.max(np.abs(x), initial=1.0, where=np.isfinite(x))
-        actual = np.asarray(found[name])
-        assert actual.shape == x.shape, (what, name)
-        np.testing.assert_allclose(
-            actual, x, rtol=0, atol=tolerance * scale, err_msg=f"{what}: {name}"
-        )
 
 
 ARRAYS, _ = cast(PROBLEM, jnp.float64)
@@ -167,7 +157,7 @@ def test_union_is_the_whole(seed, size, hidden):
         {"some": slice(0), "first": slice(5), "second": slice(5, None), "all": slice(None)}[hidden],
     ] = False
     found, merged = union_of_two({n: jnp.asarray(x) for n, x in given.items()}, jnp.asarray(mask))
-    agree(found, exact(replace(PROBLEM, **given, mask=mask)), (size, hidden))
+    close(found, exact(replace(PROBLEM, **given, mask=mask)), (size, hidden), tolerance=1e-10)
     np.testing.assert_allclose(merged, found["energy"], rtol=1e-12)
 
 
@@ -187,7 +177,7 @@ def test_laws():
         return {name: everything(F, ALONG) for name, F in measures.items()}
 
     for law, found in run(ARRAYS, 0.3 * ARRAYS["source"]).items():
-        agree(found, exact(PROBLEM), law)
+        close(found, exact(PROBLEM), law, tolerance=1e-10)
 
 
 @pytest.mark.full
@@ -205,7 +195,12 @@ def test_tilt_of_one_part():
     rest = np.zeros((*own.shape[:-1], PROBLEM.key.shape[1] - cut))
     bias = PROBLEM.bias + np.concatenate([own, rest], -1)
     for found in run(ARRAYS, tilt):
-        agree(found, exact(replace(PROBLEM, source=None, bias=bias)), "tilt of one part")
+        close(
+            found,
+            exact(replace(PROBLEM, source=None, bias=bias)),
+            "tilt of one part",
+            tolerance=1e-10,
+        )
 
 
 def test_each_part_has_its_own_energy():
@@ -231,7 +226,7 @@ def test_each_part_has_its_own_energy():
     )
     found = run(**arrays)
     wanted = exact(whole)
-    agree(found, {name: wanted[name] for name in found}, "own energies")
+    close(found, {name: wanted[name] for name in found}, "own energies", tolerance=1e-10)
 
 
 @pytest.mark.full
@@ -259,7 +254,7 @@ def test_gradients():
     whole, two = (
         jax.jit(jax.grad(functools.partial(total, cuts=cuts)))(ARRAYS) for cuts in ((), (5,))
     )
-    agree(two, jax.device_get(whole), "gradients", 1e-9)
+    close(two, jax.device_get(whole), "gradients", 1e-9)
     assert blind.any() and not np.asarray(two["query"])[blind].any()
 
 
@@ -292,7 +287,7 @@ def test_nothing_in_one_part(hidden):
     unseen = (k + 1, v - 1) if hidden else (k[:0], v[:0])
     (of_unseen, of_seen), (first, second, alone) = run(q, unseen, (k, v))
     for found in (first, second):
-        agree(found, jax.device_get(alone), "beside nothing")
+        close(found, jax.device_get(alone), "beside nothing", tolerance=1e-10)
     assert not any(np.any(x) for x in of_unseen)
     assert all(np.isfinite(x).all() and x.all() for x in of_seen)
 
@@ -382,7 +377,7 @@ def test_parts_on_different_meshes(kind):
         given[1:3] = jax.device_put(given[1:3], sharding)
         found, each = jax.device_get(jax.jit(functools.partial(run, parallel))(*fixed, *given))
     for answers_ in each:
-        agree(answers_, jax.device_get(alone), kind)
+        close(answers_, jax.device_get(alone), kind, tolerance=1e-10)
     for mine, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-10)
 

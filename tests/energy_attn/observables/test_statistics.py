@@ -9,11 +9,11 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
-from tests.energy_attn.core.test_free_energy import instructions
-from tests.energy_attn.observables.test_observables import exactly
 from tests.support.measures import measure
 from tests.support.meshes import mesh_of
+from tests.support.observables import exactly
 from tests.support.problems import PROBLEMS, Problem, cast
+from tests.support.programs import instructions
 from tests.support.reference import dense, rows
 from tests.support.selection import few, few_rows
 from tests.support.sinks import sink_of, with_key

@@ -21,9 +21,9 @@ from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.masks._pairwise import pairwise
 from energy_attn.kernels.masks._structure import structure_of
 from energy_attn.kernels.pallas._rows import block_list
-from tests.kernels.masks.test_mask import blocks, rules, seen, with_batch
 from tests.support.naive import assert_all_close
 from tests.support.problems import _make, cast, cotangents, tangents
+from tests.support.random_rules import blocks, rules, seen, with_batch
 from tests.support.reference import dense_jvp
 from tests.support.traits import SMALL
 

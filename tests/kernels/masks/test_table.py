@@ -22,8 +22,8 @@ from energy_attn.kernels.pallas.tpu._visibility import block_ranges, block_visib
 from energy_attn.kernels.xla._blocks import BlockedOperands
 from energy_attn.kernels.xla._grid import BlockSizes
 from energy_attn.kernels.xla._index import Index
-from tests.kernels.masks.test_mask import rules, sees
 from tests.support.complaints import complains
+from tests.support.random_rules import rules, sees
 from tests.support.traits import SMALL_LAYOUT, SMALL_TILES
 
 pairs = st.lists(st.integers(0, 13), min_size=2, max_size=2).map(sorted)

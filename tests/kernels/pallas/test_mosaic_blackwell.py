@@ -21,7 +21,7 @@ from energy_attn.kernels.call._state import AttentionState
 from energy_attn.kernels.masks._structure import sided
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
 from energy_attn.kernels.pallas.mosaic._plan import TileSizes, chunk, tensor_memory_plan
-from tests.kernels.pallas.test_mosaic_gpu import HERE, PROBLEMS, problem, runs, state_of
+from tests.support.mosaic import HERE, PROBLEMS, problem, runs, state_of
 from tests.support.naive import assert_all_close
 from tests.support.problems import cast, cotangents
 from tests.support.selection import few

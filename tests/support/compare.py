@@ -1,0 +1,43 @@
+"""Trees of arrays beside other arrays: one comparison for the whole suite."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def close(found: Any, wanted: Any, what: str = "", tolerance: float = 1e-11) -> None:
+    """Each leaf of `found` is that of `wanted`: its shape, and each entry, within `tolerance` of the largest (or of 1).
+
+    Infinities stand at the same entries, and nothing is NaN. What a peer computes in JAX has the dtype of ours, too.
+    """
+    for label, x, y in _pairs(found, wanted, what):
+        if isinstance(y, jax.Array):
+            assert np.result_type(x) == y.dtype, f"{label}: {np.result_type(x)}, wanted {y.dtype}"
+        x, y = (np.asarray(jax.device_get(z)) for z in (x, y))
+        assert x.shape == y.shape, f"{label}: shape {x.shape}, wanted {y.shape}"
+        x, y = (z if z.dtype.kind in "biu" else z.astype(np.float64) for z in (x, y))
+        assert not np.isnan(y).any(), f"{label}: NaN is what was wanted"
+        largest = np.max(np.abs(y), initial=1.0, where=np.isfinite(y))
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * largest, err_msg=label)
+
+
+def same(found: Any, wanted: Any, what: str = "") -> None:
+    """Each leaf of `found` has the bits of that of `wanted`, and its dtype; none is NaN."""
+    for label, x, y in _pairs(found, wanted, what):
+        assert x.dtype == y.dtype, f"{label}: {x.dtype}, wanted {y.dtype}"
+        x, y = (np.asarray(jax.device_get(z)) for z in (x, y))
+        assert not np.isnan(x.astype(np.float64)).any(), f"{label}: NaN"
+        np.testing.assert_array_equal(x, y, err_msg=label)
+
+
+def _pairs(found: Any, wanted: Any, what: str) -> list[tuple[str, Any, Any]]:
+    """Leaves of both in order, with what to call them; dictionaries have the same keys."""
+    if isinstance(wanted, dict):
+        assert set(found) == set(wanted), f"{what}: {sorted(found)}, wanted {sorted(wanted)}"
+    ours, theirs = jax.tree.leaves(found), jax.tree.leaves_with_path(wanted)
+    assert len(ours) == len(theirs), f"{what}: {len(ours)} arrays, wanted {len(theirs)}"
+    return [
+        (f"{what} {jax.tree_util.keystr(path)}".strip(), x, y)
+        for x, (path, y) in zip(ours, theirs, strict=True)
+    ]

@@ -1,0 +1,150 @@
+"""Problems whose queries are sharded as keys are, in every layout, and calls inside `shard_map`."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from energy_attn.distributed import (
+    gather_attention,
+    hybrid_attention,
+    ring_attention,
+    shard_sequence,
+    tree_attention,
+    ulysses_attention,
+)
+from tests.support.problems import Problem, everything
+
+AXES = ("node", "device")
+
+
+METHODS = ("tree", "ring", "ulysses", "hybrid", "gather")
+
+
+ROWS = ("query", "source", "query_positions", "query_segment_ids")
+
+
+COLUMNS = ("key", "value", "key_positions", "key_segment_ids")
+
+
+def square(name, length, heads=8, kv_heads=8) -> Problem:
+    """Self-attention with every option; as many heads of keys as devices, for Ulysses."""
+    problem = everything(name, B=2, T=length, S=length)
+    rng = problem.rng("heads")
+
+    def normal(*shape):
+        return rng.standard_normal(shape)
+
+    return replace(
+        problem,
+        query=normal(2, length, heads, 5),
+        key=normal(2, length, kv_heads, 5),
+        value=normal(2, length, kv_heads, 3),
+        source=normal(2, length, heads, 3),
+        bias=normal(1, heads, length, length),
+    )
+
+
+SELF = square("self", 16)
+
+
+GROUPED = square("self grouped", 16, heads=4, kv_heads=2)
+
+
+ODD = square("self odd", 13)
+
+
+DECODE = replace(square("self decode", 16), name="decode")
+
+
+DECODE = replace(
+    DECODE,
+    query=DECODE.query[:, :1],
+    source=DECODE.source[:, :1],
+    bias=DECODE.bias[:, :, :1],
+    mask=DECODE.mask[:, :, :1],
+    query_seq_lengths=None,
+    query_positions=np.asarray([[12], [9]], np.int32),
+    query_segment_ids=np.asarray([[1], [0]], np.int32),
+)
+
+
+EMPTY = replace(SELF, name="empty", mask=np.zeros((1, 1, 1, 1), bool))
+
+
+def is_whole(problem):
+    """Whether queries are sharded as keys are."""
+    return problem.query.shape[1] == problem.key.shape[1]
+
+
+def static_options(problem):
+    return {n: x for n, x in problem.options.items() if not isinstance(x, jax.Array)}
+
+
+def laid_out(problem, parallel, arrays):
+    """The arrays, and those among the problem's options, in the layout of `parallel`."""
+    whole = is_whole(problem)
+    given = {n: x for n, x in problem.options.items() if isinstance(x, jax.Array)} | arrays
+    if parallel.layout == "contiguous":
+        return given
+    moved = {}
+    for name, x in given.items():
+        if name in COLUMNS or (whole and name in ROWS):
+            x = shard_sequence(x, parallel)
+        if name in ("bias", "mask"):
+            for axis in (2, 3) if whole else (3,):
+                x = shard_sequence(x, parallel, axis=axis) if x.shape[axis] > 1 else x
+        moved[name] = x
+    return moved
+
+
+INSIDE = {
+    "ring keys": functools.partial(ring_attention, rotate="keys"),
+    "ring queries": functools.partial(ring_attention, rotate="queries"),
+    "tree": functools.partial(tree_attention, queries_sharded=True),
+    "tree reduce-scatter": functools.partial(
+        tree_attention, queries_sharded=True, merge="allreduce"
+    ),
+    "ulysses": ulysses_attention,
+    "hybrid": hybrid_attention,
+    "gather": gather_attention,
+}
+
+
+def inside(name, problem, axes):
+    """A function of whole arrays and their options that cuts them for a public function inside `shard_map`."""
+    sequence = P(None, axes)
+    scores = {
+        "ring keys": P(None, None, axes),
+        "gather": P(None, None, axes),
+        "ulysses": P(None, axes),
+        "hybrid": P(None, axes[-1], axes[:-1]),
+    }.get(name, P(None, None, None, axes))
+    options = problem.options
+    given = {n: x for n, x in options.items() if isinstance(x, jax.Array) and n != "mask"}
+    static = {n: x for n, x in options.items() if not isinstance(x, jax.Array)}
+
+    def run(arrays):
+        arrays = arrays | given
+        specs = {n: scores if n == "bias" else sequence for n in arrays}
+        return jax.shard_map(
+            lambda arrays: tuple(INSIDE[name](**arrays, **static, axis_name=axes)),
+            in_specs=(specs,),
+            out_specs=sequence,
+        )(arrays)
+
+    return run
+
+
+POSITIONED = replace(
+    SELF,
+    name="positioned",
+    mask=None,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    query_positions=np.arange(16, dtype=np.int32)[None] + np.asarray([[0], [2]], np.int32),
+    key_positions=np.where(np.arange(16) % 5 == 3, -1, np.arange(16))[None].astype(np.int32)
+    + np.zeros((2, 1), np.int32),
+)
