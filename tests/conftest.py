@@ -15,7 +15,7 @@ from tests.support.seconds import (
     pytest_terminal_summary,
     pytest_testnodedown,
 )
-from tests.support.selection import mark_products
+from tests.support.selection import mark_products, rotate
 
 __all__ = [
     "pytest_collection_finish",
@@ -68,10 +68,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("energy_attn_ci" if os.environ.get("CI") else "energy_attn")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which of the cases marked `full` run."""
+    parser.addoption("--shard", help="2/6: of the cases marked `full`, the second of each six")
+    parser.addoption("--touched", action="append", default=[], help="a folder of which more run")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before tests are chosen by their marks."""
     mark_products(items)
+    if config.getoption("--shard"):
+        items[:] = rotate(items, config.getoption("--shard"), config.getoption("--touched"))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The Makefile, with interpreters that only note what they are asked to do; and what finds a newer Python."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,13 +12,16 @@ ROOT = Path(__file__).resolve().parents[2]
 # Makes an environment by putting itself there.
 INTERPRETER = """#!/bin/sh
 case "$*" in
-*pytest*) echo "$0 $* # $XLA_FLAGS" ;;
+*pytest*) echo "$0 $* # $XLA_FLAGS # $PYTHONDONTWRITEBYTECODE" ;;
 *) echo "$0 $*" ;;
 esac >>"{log}"
 case "$*" in
 *sys.executable*) [ {minor} -ge 12 ] && echo "$0" ;;
 *"print(sys.version)"*) echo 3.{minor} ;;
-*"-m venv"*) rm -rf "$4" && mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+*purelib*) printf '%s/packages' "$(dirname "$0")" ;;
+*"-m venv"*)
+    for folder; do :; done
+    rm -rf "$folder" && mkdir -p "$folder/bin/packages" && cp "$0" "$folder/bin/python" ;;
 esac
 """
 
@@ -43,7 +47,10 @@ def make(tree, *arguments):
     done = subprocess.run(
         ["make", "--no-print-directory", *arguments],
         cwd=tree,
-        env={"PATH": path},  # variables of the `make` that runs this test are none of this one's
+        env={
+            "PATH": path,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },  # variables of the `make` that runs this test are none of this one's
         capture_output=True,
         text=True,
     )
@@ -68,50 +75,67 @@ def test_installs_when_something_has_changed(tree):
     assert len(make(tree, "test", f"PYTHON={tree}/bin/python3")) == 1
     newer = make(tree, "test", f"PYTHON={tree}/bin/python3.13")
     assert len(newer) == 3 and newer[0].startswith("bin/python3.13 ")
+    # what lies on it is made anew, too
+    assert len(make(tree, "test-tpu", f"PYTHON={tree}/bin/python3.13")) == 3
+    assert len(make(tree, "test-tpu", f"PYTHON={tree}/bin/python3.13")) == 1
+    older = make(tree, "test-tpu", f"PYTHON={tree}/bin/python3")
+    assert [line.split(" -m ")[1].split()[0] for line in older] == ["venv", "pip"] * 2 + ["pytest"]
+
+
+MADE = {
+    "": "bin/python3 -m venv --clear .venv",
+    "-newest": "bin/python3.13 -m venv --clear .venv-newest",
+    "-tpu": ".venv/bin/python -m venv --clear --without-pip .venv-tpu",
+    "-cuda12": ".venv/bin/python -m venv --clear --without-pip .venv-cuda12",
+    "-cuda13": ".venv-newest/bin/python -m venv --clear --without-pip .venv-cuda13",
+    "-fa4": "bin/python3.13 -m venv --clear .venv-fa4",
+}
+INSTALLED = {
+    "": ".[test] jax",
+    "-newest": ".[test] jax",
+    "-tpu": ".[tpu] jax",
+    "-cuda12": ".[cuda12-compiler] jax==0.10.2 jax-cuda12-plugin==0.10.2",
+    "-cuda13": ".[cuda13-compiler] jax jax-cuda13-plugin",
+    "-fa4": ".[test,fa4] jax",
+}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "folder", "python", "installed", "tested"),
+    ("arguments", "environments", "tested"),
     [
-        (["test-newest", "PART=tests/papers"], "newest", "python3.13", ".[test] jax", "papers"),
+        (["test-newest", "PART=tests/papers"], ["-newest"], "-m smoke tests/papers"),
+        (["test-tpu"], ["", "-tpu"], "-m tpu tests/tpu"),
+        (["test-cuda"], ["", "-cuda12"], "-m cuda tests/cuda"),
+        (["test-cuda", "CUDA=13"], ["-newest", "-cuda13"], "-m cuda tests/cuda"),
+        (["test-fa4"], ["-fa4"], "-m fa4 tests/cuda"),
+        (["test-full"], [""], "-m not (tpu or cuda or flash or fa4)"),
+        (["test-rest"], [""], "-m full and not (tpu or cuda or flash or fa4)"),
+        (["test-rest", "SHARD=2/6"], [""], "(tpu or cuda or flash or fa4) --shard=2/6"),
         (
-            ["test-cuda"],
-            "cuda12",
-            "python3",
-            ".[test,cuda12-compiler] jax==0.10.2 jax-cuda12-plugin==0.10.2",
-            "-m cuda",
+            ["test-rest", "SHARD=1/6", "TOUCHED=tests/a tests/b"],
+            [""],
+            "--shard=1/6 --touched=tests/a --touched=tests/b",
         ),
-        (
-            ["test-cuda", "CUDA=13"],
-            "cuda13",
-            "python3.13",
-            ".[test,cuda13-compiler] jax jax-cuda13-plugin",
-            "-m cuda",
-        ),
-        (["test-fa4"], "fa4", "python3.13", ".[test,fa4] jax", "-m fa4 tests"),
-        (["test-full"], None, "python3", ".[test] jax", "-m not (tpu or cuda or flash or fa4)"),
-        (["test-rest"], None, "python3", ".[test] jax", "-m full"),
-        (
-            ["test-full", "OPTIMISE=3"],
-            None,
-            "python3",
-            ".[test] jax",
-            "(tpu or cuda or flash or fa4)",
-        ),
+        (["test-full", "OPTIMISE=3"], [""], "(tpu or cuda or flash or fa4)"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_targets(tree, arguments, folder, python, installed, tested):
-    """Tests that run on an older Python or JAX than they are for, in others' environment, or not as users compile."""
-    made, asked, ran = make(tree, *arguments)
-    environment = f".venv-{folder}" if folder else ".venv"
-    assert made == f"bin/{python} -m venv --clear {environment}"
-    assert asked.startswith(f"{environment}/bin/python -m pip install")
-    assert asked.endswith(installed)
-    ran, flags = ran.split(" # ")
-    assert ran.startswith(f"{environment}/bin/python -m pytest") and ran.endswith(tested)
-    optimised = "OPTIMISE=3" in arguments or arguments[0] == "test-cuda"
+def test_targets(tree, arguments, environments, tested):
+    """Tests on an older Python or JAX than they are for, in others' environment, or not as users compile."""
+    *made, ran = make(tree, *arguments)
+    for name, venv, pip in zip(environments, made[::2], made[1::2], strict=True):
+        assert venv == MADE[name]
+        assert pip.startswith(f".venv{name}/bin/python -m pip install -qq --no-compile")
+        assert pip.endswith(INSTALLED[name])
+    command, flags, no_bytecode = ran.split(" #")
+    assert command.startswith(f".venv{environments[-1]}/bin/python -m pytest")
+    assert re.sub(" +", " ", command).strip().endswith(tested)
+    optimised = "OPTIMISE=3" in arguments or arguments[0] in ("test-cuda", "test-tpu")
     assert flags.split() == ["--xla_backend_optimization_level=3"] * optimised
+    assert no_bytecode.strip() == ""
+    if environments[0] != environments[-1]:  # which sees the packages of the first
+        text = (tree / f".venv{environments[-1]}/bin/packages/base.pth").read_text()
+        assert text == f"import site; site.addsitedir('.venv{environments[0]}/bin/packages')\n"
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from check_structure import ROOMS, module_name, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
-FIRST = ("README.md", "docs/guide.md", "docs/tutorial.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SITE = re.compile(r"^```python exec=.*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
@@ -47,21 +47,28 @@ def test_docstring(example, user_settings):
     assert runner.run(example, out=report.append).failed == 0, "".join(report)
 
 
-def page_tests() -> list:
-    """What a newcomer reads first runs in `make test`, the other pages in `make test-full`."""
-    names = [(page, page.relative_to(ROOT).as_posix()) for page in PAGES]
-    return [
-        pytest.param(page, id=name, marks=[] if name in FIRST else pytest.mark.full)
-        for page, name in names
-    ]
+def program(text: str, blocks: list[re.Match[str]]) -> str:
+    """Blocks in order, with blank lines in place of the prose, so that an error names the line of the page."""
+    code = ""
+    for block in blocks:
+        line = text[: block.start(1)].count("\n")
+        code += "\n" * (line - code.count("\n")) + block[1]
+    return code
 
 
-@pytest.mark.parametrize("page", page_tests())
+# A newcomer's first page runs on the newest JAX in every landing (`smoke` there), all pages in the rotating part.
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name, marks=[pytest.mark.smoke] if name == "README.md" else [])
+        for page in PAGES
+        if "```python\n" in page.read_text(encoding="utf-8")
+        for name in [page.relative_to(ROOT).as_posix()]
+    ],
+)
 def test_page(page, user_settings, unchecked):
-    """The blocks marked `python` of a page are one program, run from top to bottom.
-
-    Those marked `python exec=...` are not among them: the documentation's build runs them, and fails where one does.
-    """
+    """The blocks marked `python` of a page are one program, run from top to bottom."""
     text = page.read_text(encoding="utf-8")
     blocks = list(BLOCK.finditer(text))
     assert len(blocks) == len(re.findall(r"```python(?! exec=)", text)), (
@@ -70,12 +77,26 @@ def test_page(page, user_settings, unchecked):
     # README's tour is pasted by itself: nothing of what stands before it is there.
     tour = text.find("## A quick tour") if page.name == "README.md" else 0
     for part in ([b for b in blocks if b.start() < tour], [b for b in blocks if b.start() > tour]):
-        program = ""
-        for block in part:
-            # Blank lines instead of prose, so that an error names the line of the page.
-            line = text[: block.start(1)].count("\n")
-            program += "\n" * (line - program.count("\n")) + block[1]
-        exec(compile(program, page, "exec"), {"__name__": "page"})
+        exec(compile(program(text, part), page, "exec"), {"__name__": "page"})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name)
+        for page in PAGES
+        if SITE.search(page.read_text(encoding="utf-8"))
+    ],
+)
+def test_what_the_site_executes(page, user_settings, unchecked):
+    """A block that stops the documentation when it is published: `make check` builds the pages without running them."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    text = page.read_text(encoding="utf-8")
+    blocks = list(SITE.finditer(text))
+    assert len(blocks) == text.count("```python exec="), "a block is indented or left open"
+    with pyplot.rc_context():
+        exec(compile(program(text, blocks), page, "exec"), {"__name__": "page"})
 
 
 def test_the_tour_can_be_pasted_into_a_prompt():

@@ -1,6 +1,11 @@
-"""Which tests of a product `make test` runs: enough that each value of each parameter is met once."""
+"""Which cases run: of a product, enough that each value of each parameter is met once; of the long ones, a part.
+
+`make test` leaves out what is marked `full`. The gate runs a part of that, another one each time, and more of those
+folders whose code has changed lately: `--shard` and `--touched`.
+"""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -91,3 +96,21 @@ def _parameters(item: Any) -> list[str]:
 
 def _text(value: Any) -> str:
     return value.__name__ if callable(value) and hasattr(value, "__name__") else str(value)
+
+
+# So many long cases of lately touched folders run beside a shard: where more is touched, a part of them.
+TOUCHED = 150
+
+
+def rotate(items: Sequence[Any], shard: str, touched: Sequence[str]) -> list[Any]:
+    """The items without those that are marked `full` and have no turn: in `"2/6"`, the second, eighth ... have one.
+
+    Of those in folders that were `touched`, up to about `TOUCHED` run as well.
+    """
+    number, count = (int(x) for x in shard.split("/"))
+    long = [item for item in items if item.get_closest_marker("full")]
+    turn = long[number - 1 :: count]
+    rest = [item for item in long if item.nodeid.startswith(tuple(f"{x}/" for x in touched))]
+    every = math.ceil(len(rest) / TOUCHED) or 1
+    chosen = {id(item) for item in [*turn, *rest[number % every :: every]]}
+    return [x for x in items if id(x) in chosen or not x.get_closest_marker("full")]
