@@ -85,9 +85,9 @@ test-rest:
 test-newest: environment-newest
 	@$(IN) $(ON_NEWEST) PYTEST_ARGS='$(PYTEST_ARGS) -m smoke' test
 
-# libtpu allows one process; CUDA's compiler takes most of the time, so the files go to several.
+# Compilers take most of the time, so the files go to several processes, of which libtpu is told.
 test-tpu: environment-tpu
-	@$(IN) $(ON_TPU) OPTIMISE=3 PYTEST_ARGS='-m tpu $(ROTATION)' PART='$(or $(PART),tests/tpu)' test
+	@ALLOW_MULTIPLE_LIBTPU_LOAD=1 $(IN) $(ON_TPU) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m tpu $(ROTATION)' PART='$(or $(PART),tests/tpu)' test
 
 test-cuda: test-cuda$(CUDA)
 

@@ -18,7 +18,7 @@ from check_structure import ROOMS, module_name, sources
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SITE = re.compile(r"^```python exec=.*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SITE = re.compile(r"^```python exec=[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 

@@ -54,9 +54,8 @@ class Case:
     """A function of arrays by name, trees of them among these, integers too.
 
     `covers`: the public names that it calls. `zero`: arguments whose derivative is zero, each with the reason.
-    `refused`: arguments whose derivative raises a `TypeError`, each with what the error says. `quick`: whether its
-    first derivatives are judged by default. `spread`: whether it needs devices. `tolerance`: of second derivatives,
-    for solvers that stop before rounding.
+    `refused`: arguments whose derivative raises a `TypeError`, each with what the error says. `spread`: whether
+    it needs devices. `tolerance`: of second derivatives, for solvers that stop before rounding.
     """
 
     covers: str
@@ -64,7 +63,6 @@ class Case:
     make: Callable[[], dict[str, Any]]
     zero: dict[str, str] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
-    quick: bool = False
     spread: bool = False
     tolerance: float = 1e-6
 
@@ -355,13 +353,11 @@ CASES = {
         "energy_attn.free_energy",
         functools.partial(ea.free_energy, is_causal=True),
         lambda: rows() | BIAS | SOURCE | MASK | POSITIONS | SINK,
-        quick=True,
     ),
     "attention": Case(
         "energy_attn.attention",
         functools.partial(ea.attention, return_energy=True, mask=masks.Window(9, 2)),
         lambda: rows() | BIAS | SEGMENTS | SINK,
-        quick=True,
     ),
     "scores": Case(
         " ".join(
@@ -382,7 +378,6 @@ CASES = {
         "energy_attn.kernels.local_attention",
         functools.partial(local_attention, implementation="decode"),
         lambda: rows() | BIAS | SOURCE,
-        quick=True,
     ),
     "reference": Case(
         "energy_attn.kernels.local_attention",
@@ -407,7 +402,6 @@ CASES = {
             measure(query, key, value, scale, bias).merge(F)(source),
         ),
         lambda: rows() | BIAS | SOURCE | drawn(13, tilt=VECTORS),
-        quick=True,
     ),
     "observables": Case(
         """energy_attn.Gibbs.covariance energy_attn.Gibbs.cumulant energy_attn.Gibbs.moment
@@ -431,13 +425,11 @@ CASES = {
             F.entropy(),
         ),
         lambda: rows() | SINK,
-        quick=True,
     ),
     "conjugate": Case(
         "energy_attn.Gibbs.conjugate energy_attn.Solution",
         conjugate,
         lambda: HULL | LAMBDA | {"point": POINT},
-        quick=True,
     ),
     "conjugate by Optax": Case(
         "energy_attn.Gibbs.conjugate",
@@ -456,13 +448,11 @@ CASES = {
         saddle,
         lambda: HULL | {"start": POINT},
         zero={"start": CONSTANT},
-        quick=True,
     ),
     "gamma": Case(
         "energy_attn.bayes.gamma",
         lambda source, point, **x: gamma(measure(**x), source, point),
         lambda: rows() | SOURCE | {"point": POINT},
-        quick=True,
     ),
     "safe_softmax": Case(
         "energy_attn.safe_softmax",
@@ -473,7 +463,6 @@ CASES = {
         "energy_attn.core.shifted_energy",
         lambda scores, shift: (shifted_energy(scores, shift), sum(shifted_energy(scores))),
         lambda: drawn(16, scores=(3, 5), shift=(3,)),
-        quick=True,
     ),
     "penalties": Case(
         "energy_attn.lse_penalty energy_attn.entropy_penalty",
@@ -482,7 +471,6 @@ CASES = {
             ea.entropy_penalty(entropy, low=0.3, high=0.4),
         ),
         lambda: {"energy": PENALTY, "entropy": PENALTY},
-        quick=True,
     ),
     "energy_report": Case(
         "energy_attn.energy_report energy_attn.EnergyReport",
@@ -510,14 +498,12 @@ CASES = {
             | SCALE
             | SINK
         ),
-        quick=True,
     ),
     "retrieve": Case(
         "energy_attn.hopfield.retrieve",
         retrieved,
         lambda: drawn(19, state=(2, 2, 3), memories=(5, 1, 3)) | SCALE,
         zero={"state": "a fixed point does not change with the state that leads to it"},
-        quick=True,
     ),
     "EnergyAttentionBlock": Case(
         """energy_attn.hopfield.EnergyAttentionBlock energy_attn.hopfield.EnergyAttentionBlock.energy
@@ -530,7 +516,6 @@ CASES = {
         energy_attn.models.LlamaOutput""",
         logits,
         lambda: {"model": build(SMALL), "tokens": TOKENS} | drawn(21, x=(1, 2, 6)),
-        quick=True,
     ),
     "score_continuations": Case(
         """energy_attn.models.score_continuations
@@ -545,7 +530,6 @@ CASES = {
         energy_attn.distributed.KVCache.keys energy_attn.distributed.KVCache.values""",
         decode,
         lambda: CACHE | SCALE | SINK,
-        quick=True,
     ),
     "KVCache of eight bits": Case(
         "energy_attn.distributed.KVCache.append",
@@ -563,14 +547,12 @@ CASES = {
         energy_attn.kernels.as_state energy_attn.kernels.merge energy_attn.kernels.merge_all""",
         merged,
         lambda: STATES,
-        quick=True,
     ),
     "folds": Case(
         "energy_attn.distributed.merge_across energy_attn.distributed.logsumexp_across",
         over_two(folded, out=HERE, lse=HERE, covariance=HERE),
         lambda: {name: x[:2] for name, x in STATES.items()},
         spread=True,
-        quick=True,
     ),
     "tree_attention": Case(
         "energy_attn.distributed.tree_attention",

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn import masks
 from energy_attn.distributed import KVCache, SequenceParallel, collectives
+from tests.support.selection import few
 from tests.support.tpu import devices, every_chip, temporary
 
 # So that libtpu looks for no TPU and no metadata server, keeps no logs, and loads into several processes.
@@ -62,14 +63,14 @@ def test_nothing_is_widened(chip, rows):
     assert temporary(compiled(chip, 1, rows=rows)) < WIDENED / 30
 
 
-@pytest.mark.parametrize("queries", [2, 8])
+@pytest.mark.parametrize("queries", few([2, 8], 8))
 def test_more_queries(queries):
     """Scores in float32, of which there are two arrays at most, for each query."""
     scores = HEADS * queries * TOKENS * 4
     assert temporary(compiled("v5p", 1, queries=queries)) < 2.1 * scores
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize("chip", few(["v5e", "v5p", "v6e"], "v5e"))
 def test_over_a_mesh(chip):
     """Keys or values that a chip widens or sends; other collectives than over a cache that is not quantised."""
     program, plain = (compiled(chip, 4, quantize=x) for x in ("int8", None))

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn import masks, scores
 from energy_attn.kernels import AttentionState, local_attention
+from tests.support.selection import few, few_rows
 from tests.support.tpu import compiled, devices, every_chip, kernels_memory, operands, temporary
 
 # So that libtpu looks for no TPU and no metadata server, keeps no logs, and loads into several processes.
@@ -58,7 +59,7 @@ def check_memory(program, chip):
         assert used <= granted <= half
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize(("heads", "kv_heads"), few_rows(HEADS))
 @every_chip
 def test_decode_copies_nothing(chip, heads, kv_heads):
     """A copy of 640k keys or values, in another layout or padded to whole blocks."""
@@ -68,7 +69,7 @@ def test_decode_copies_nothing(chip, heads, kv_heads):
     check_memory(program, chip)
 
 
-@pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
+@pytest.mark.parametrize("chip", few(["v5p", "tpu7x"], "v5p"))
 def test_ragged_decode_copies_nothing(chip):
     """Positions of a cache that take a row of a tile each."""
     shapes = operands(1, 640_001, 32, 8)
@@ -91,11 +92,14 @@ def test_ragged_decode_copies_nothing(chip):
 
 @pytest.mark.parametrize(
     ("width", "kv_heads"),
-    [
-        *((width, 8) for width in (64, 80, 96, 192, 256)),
-        *((128, kv_heads) for kv_heads in (1, 2, 3, 4, 12)),
-        *((64, kv_heads) for kv_heads in (1, 3)),
-    ],
+    few_rows(
+        [
+            *((64, kv_heads) for kv_heads in (3, 1)),
+            *((width, 8) for width in (80, 64, 96, 192, 256)),
+            *((128, kv_heads) for kv_heads in (1, 2, 3, 4, 12)),
+        ],
+        3,
+    ),
 )
 def test_no_width_or_number_of_heads_is_copied(width, kv_heads):
     """A padded copy of keys whose width is not a multiple of 128, or whose heads do not fill a tile."""
@@ -127,8 +131,8 @@ def test_prefill_and_its_tangent(chip):
     check_memory(program, chip)
 
 
-@pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("chip", few(["v5p", "tpu7x"], "tpu7x"))
+@pytest.mark.parametrize(("heads", "kv_heads"), few_rows(HEADS))
 def test_tangent_of_decode_copies_nothing(chip, heads, kv_heads):
     """A copy of 640k keys or values, or of their directions."""
     shapes = operands(1, 640_000, heads, kv_heads)
@@ -145,13 +149,16 @@ def test_prefill_of_the_paper():
 
 @pytest.mark.parametrize(
     ("queries", "keys", "width", "value_width", "dtype"),
-    [
-        (1, 7, 64, 32, "bfloat16"),
-        (3, 1001, 5, 7, "float32"),
-        (700, 1001, 96, 128, "float32"),
-        (70, 1001, 1024, 512, "float32"),
-        (8, 5001, 256, 80, "bfloat16"),
-    ],
+    few_rows(
+        [
+            (3, 1001, 5, 7, "float32"),
+            (8, 5001, 256, 80, "bfloat16"),
+            (1, 7, 64, 32, "bfloat16"),
+            (700, 1001, 96, 128, "float32"),
+            (70, 1001, 1024, 512, "float32"),
+        ],
+        2,
+    ),
 )
 def test_odd_shapes_compile(queries, keys, width, value_width, dtype):
     """Blocks that do not fit into a chip's memory, or that its compiler cannot cut."""
@@ -216,10 +223,13 @@ def spaced(query, key, step):
 @pytest.mark.parametrize(
     "rule",
     [
-        masks.Causal() | masks.Prefix(100),
+        pytest.param(masks.Causal() | masks.Prefix(100), marks=pytest.mark.full),
         masks.tabulate(masks.Causal() & (masks.Window(64, None) | masks.Function(spaced, 4)), 1024),
         masks.Function(lambda q, k: (jnp.sign(q - k) == 1) | ((q ^ k) & (k << 2) == 0)),
-        masks.Function(lambda q, k: jnp.where(q > k, q % 2 == 0, abs(q // 64 - k // 64) < 2)),
+        pytest.param(
+            masks.Function(lambda q, k: jnp.where(q > k, q % 2 == 0, abs(q // 64 - k // 64) < 2)),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["prefix", "table", "bits", "select"],
 )
@@ -267,8 +277,8 @@ SCORES = {  # a score, and the parameters that it is of
 }
 
 
-@pytest.mark.parametrize("chip", ["v4", "tpu7x"])
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("chip", few(["v4", "tpu7x"], "v4"))
+@pytest.mark.parametrize("name", few(list(SCORES), "alibi"))
 def test_scores(name, chip):
     """A matrix of scores in memory, or blocks that do not fit beside those of a score's derivative."""
     make, parameters = SCORES[name]
@@ -284,7 +294,7 @@ def test_scores(name, chip):
     assert temporary(program) < 1.05 * copies + 8 * entries * size(("float32", 8192, 32))
 
 
-@pytest.mark.parametrize("name", ["alibi", "t5"])
+@pytest.mark.parametrize("name", few(["alibi", "t5"], "t5"))
 def test_decode_with_scores_copies_nothing(name):
     """A copy of keys or values; positions that take a row of a tile each."""
     make, parameters = SCORES[name]
@@ -313,7 +323,7 @@ def _every_function(s, at, x, table):
     return s + table[at.head, jnp.clip(abs(whole) // 2, 0, 8)]
 
 
-@pytest.mark.parametrize("chip", ["v4", "tpu7x"])
+@pytest.mark.parametrize("chip", few(["v4", "tpu7x"], "tpu7x"))
 def test_functions_of_scores(chip):
     """A function that the kernel promises, and Mosaic or a chip lacks."""
 

@@ -29,6 +29,7 @@ from energy_attn.distributed import (
 from energy_attn.kernels import AttentionState, local_attention, merge
 from energy_attn.kernels.dispatch._onto import PART
 from tests.support.schedule import trained, waits
+from tests.support.selection import few
 
 # So that libtpu looks for no TPU and no metadata server, keeps no logs, and loads into several processes.
 os.environ.update(
@@ -102,7 +103,7 @@ def predicted(method, merge, pod, **options):
     return found
 
 
-@pytest.mark.parametrize("pod", ["v5p", "v5e", "v6e"])
+@pytest.mark.parametrize("pod", few(["v5p", "v5e", "v6e"], "v5p"))
 def test_allreduce(pod):
     """More than two collectives, sums narrowed to bfloat16 on their way, bytes that grow with keys, scratch memory."""
     program = compiled(pod, tree_attention, KEYS[pod], merge="allreduce")
@@ -113,7 +114,7 @@ def test_allreduce(pod):
     assert shards(program, pod) <= 1.01
 
 
-@pytest.mark.parametrize("merge", ["allreduce", "gather"])
+@pytest.mark.parametrize("merge", few(["allreduce", "gather"], "allreduce"))
 def test_a_tangent_is_one_reduction(merge):
     """Forward mode that sends more than R (H + 1) numbers beside the attention's, or sums them in bfloat16."""
 
@@ -144,7 +145,7 @@ def test_the_tangent_of_a_ring():
     assert payload(program) == predicted("ring", "keys", "v6e", tangent=True)
 
 
-@pytest.mark.parametrize("chips", ["v5p:2x2x2", "v6e:2x4"])
+@pytest.mark.parametrize("chips", few(["v5p:2x2x2", "v6e:2x4"], "v5p:2x2x2"))
 def test_a_ring_sends_while_it_computes(chips):
     """A transfer beside which no attention is computed, on its way through the ring or through that of the gradient."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=chips).devices
@@ -154,6 +155,7 @@ def test_a_ring_sends_while_it_computes(chips):
     assert not waits(text)
 
 
+@pytest.mark.full
 def test_a_ring_sends_both_ways_while_it_computes():
     """More transfers at a time than XLA:TPU has on their way, of which some are waited for first."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
@@ -172,7 +174,7 @@ def test_payload_does_not_grow_with_keys():
     assert short == long
 
 
-@pytest.mark.parametrize("pod", ["v5p", "v5e", "v6e"])
+@pytest.mark.parametrize("pod", few(["v5p", "v5e", "v6e"], "v6e"))
 def test_gather(pod):
     """A gather that sends more than the states, or in more than one collective."""
     program = compiled(pod, tree_attention, KEYS[pod], merge="gather")
@@ -207,6 +209,7 @@ def test_auto_knows_the_platform():
     assert payload(program) == predicted("tree", chosen, "v6e")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("pod", ["v6e", "slices"])
 @pytest.mark.parametrize("merge", ["butterfly", "hierarchical"])
 def test_exchanges(merge, pod):
@@ -253,6 +256,7 @@ def test_the_sum_that_is_narrowed():
     assert sent == {"bf16"}
 
 
+@pytest.mark.full
 def test_memory_of_rings():
     """Equation 29 is a ring that waits for each transfer; one that does not holds a shard more, as the model says."""
 

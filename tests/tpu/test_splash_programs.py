@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.vendor import _splash
+from tests.support.selection import few_rows
 from tests.support.tpu import compiled, devices, every_chip, operands, temporary
 
 ROWS = 8192
@@ -28,7 +29,7 @@ def both_gradients(query, key, value, **options):
     return state, back(AttentionState(state.out, state.lse))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 8, 64), (8, 2, 256)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), few_rows([(32, 8, 64), (8, 2, 256)]))
 @every_chip
 def test_gradients(chip, heads, kv_heads, width):
     """Blocks that do not fit a chip, or more memory than copies with the heads in front."""
