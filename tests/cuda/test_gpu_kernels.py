@@ -20,12 +20,13 @@ from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, lo
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.pallas.gpu._plan import make_plan, need_of
 from tests.support.machine_code import assembled
+from tests.support.selection import few, few_rows
 from tests.support.target import nodes
 
 WIDTH = 128
 KEYS = 640 * 1024
 PREFILL = 8192
-heads = pytest.mark.parametrize("heads", [(16, 16), (32, 8)], ids=str)
+heads = pytest.mark.parametrize("heads", few([(16, 16), (32, 8)], (32, 8)), ids=str)
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 
 DECODE = {"attention_forward", "attention_merge"}
@@ -243,7 +244,7 @@ def test_tangent_of_decode(heads):
 DECODED = {4: (128, 4, "mma.sync"), 33: (255, 2, "wgmma"), 128: (255, 4, "wgmma")}
 
 
-@pytest.mark.parametrize("rows", DECODED)
+@pytest.mark.parametrize("rows", few(list(DECODED), 33))
 def test_decode_is_assembled_well(rows, tmp_path):
     """Keys read in pieces of less than 16 bytes, or one after the other; above all a cliff between 32 rows and 33."""
     shape = (1, KEYS, 1, WIDTH)
@@ -275,7 +276,7 @@ MERGED = {
 }
 
 
-@pytest.mark.parametrize("name", MERGED)
+@pytest.mark.parametrize("name", few(list(MERGED), "few_rows"))
 def test_merged_by_the_last_program(name, tmp_path):
     """A second kernel all the same; parts loaded before all others' are stored, or beyond their columns, which no
     interpreter shows; registers of the merge that the loop over keys is short of.
@@ -359,7 +360,7 @@ def step_over_a_cache(devices, queries, dtype, quantize="int8", folder=None):
         return Compiled(KVCache.attend, cache, query, folder=folder)
 
 
-@pytest.mark.parametrize(("queries", "dtype"), EIGHT_BITS)
+@pytest.mark.parametrize(("queries", "dtype"), few_rows(list(EIGHT_BITS)))
 def test_decode_of_eight_bits(queries, dtype, tmp_path):
     """Keys or values that are widened in memory, of 256 MiB in bfloat16 each; registers that are spilled or, of one
     query, too many for four programs on a multiprocessor; tiles of which too few are on their way."""
@@ -387,7 +388,9 @@ def test_eight_bits_over_a_node():
 
 @pytest.mark.parametrize(
     ("dtype", "width", "value_width"),
-    [("float16", 64, 64), ("bfloat16", 80, 80), ("bfloat16", 256, 128), ("float32", 192, 64)],
+    few_rows(
+        [("bfloat16", 80, 80), ("float16", 64, 64), ("bfloat16", 256, 128), ("float32", 192, 64)]
+    ),
 )
 def test_widths(dtype, width, value_width):
     """Shapes that Triton's compiler refuses, or never finishes: odd widths, a source, long programs for float32."""
@@ -450,7 +453,7 @@ def float32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", few(list(SCORES), "alibi"))
 def test_scores(name, tmp_path):
     """A score that costs registers, copies or memory; and its derivatives, which hold more of a tile."""
     make, shape = SCORES[name]
@@ -499,7 +502,7 @@ def test_functions_of_scores():
     assert Compiled(tangent_of_score(make), *given, *given).kernels >= TANGENT
 
 
-@pytest.mark.parametrize("name", ["prefix", "table"])
+@pytest.mark.parametrize("name", few(["prefix", "table"], "table"))
 def test_rules(name):
     """Operations on pairs, or a list of tiles, that Triton refuses; another kernel in their place."""
     rule = masks.Causal() | masks.Prefix(100)

@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from energy_attn.kernels import local_attention
+from tests.support.selection import few, few_rows
 from tests.support.target import nodes, toolkit
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
@@ -121,7 +122,7 @@ def compiled_for(written):
     return compile
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", few(["bfloat16", "float16"], "bfloat16"))
 def test_prefill(dtype, compiled):
     """Copies of arrays; sums that do not fit in the registers; products or copies by other instructions."""
     rows, keys = (1, PREFILL, 32, WIDTH), (1, PREFILL, 8, WIDTH)
@@ -140,7 +141,7 @@ def test_prefill(dtype, compiled):
 
 
 @pytest.mark.parametrize(
-    ("width", "value_width"), [(64, 64), (96, 80), (192, 128), (256, 256)], ids=str
+    ("width", "value_width"), few_rows([(96, 80), (64, 64), (192, 128), (256, 256)]), ids=str
 )
 def test_widths(width, value_width, compiled):
     """Tiles that spill, or that need more shared memory than there is, which fails here too."""
@@ -173,7 +174,7 @@ def test_blackwell(compiled_for):
     assert kernel.count(r"tcgen05\.fence::before_thread_sync") >= 2 * 2
 
 
-@pytest.mark.parametrize(("width", "value_width"), [(96, 80), (256, 256)], ids=str)
+@pytest.mark.parametrize(("width", "value_width"), few_rows([(96, 80), (256, 256)]), ids=str)
 def test_blackwell_widths(width, value_width, compiled_for):
     """Tiles that spill, or that need more shared or tensor memory than there is, which fails here too."""
     shapes = ((1, 1000, 4, x) for x in (width, width, value_width))
@@ -210,14 +211,14 @@ PRODUCTS = {
 EVERY = tuple(PRODUCTS)[-1]
 
 MASKS = {
-    "full": {},
     "causal": {"is_causal": True},
+    "full": {},
     "window": {"local_window_size": (500, 10)},
     "lengths": {"is_causal": True, "key_value_seq_lengths": jnp.array([7000], jnp.int32)},
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", few(list(MASKS), "causal"))
 def test_gradients(mask, compiled):
     """A kernel for each of queries and keys; sums that do not fit in the registers, which slow every product."""
     rows, keys = (1, TRAINED, 32, WIDTH), (1, TRAINED, 8, WIDTH)
@@ -233,7 +234,9 @@ def test_gradients(mask, compiled):
     assert of_keys.count(r"ex2\.approx\.ftz") == of_keys.count("ex2") == loops * 32
 
 
-@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (96, 80), (64, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("width", "value_width"), few_rows([(96, 80), (64, 64), (64, 128)]), ids=str
+)
 def test_gradients_of_widths(width, value_width, compiled):
     """Tiles that spill, or that need more shared memory than there is, which fails here too."""
     rows, keys, values = ((1, SHORT_TRAINED, 4, x) for x in (width, width, value_width))
@@ -242,7 +245,7 @@ def test_gradients_of_widths(width, value_width, compiled):
     assert len(kernels) >= 2 and max(x.spilled for x in kernels) <= 68
 
 
-@pytest.mark.parametrize("tokens", [3, 301])
+@pytest.mark.parametrize("tokens", few([3, 301], 3))
 def test_any_number_of_tokens(tokens, compiled):
     """Copies that take whole groups of 8 tokens alone."""
     rows, keys = (1, tokens, 4, 64), (1, tokens + 998, 2, 64)
@@ -258,10 +261,12 @@ def test_gradients_of_wide_heads(compiled):
 
 @pytest.mark.parametrize(
     ("mask", "moving", "dtype"),
-    [
-        *((mask, EVERY, "bfloat16") for mask in MASKS),
-        *(("causal", moving, "float16") for moving in PRODUCTS),
-    ],
+    few_rows(
+        [
+            *((mask, EVERY, "bfloat16") for mask in MASKS),
+            *(("causal", moving, "float16") for moving in PRODUCTS),
+        ]
+    ),
     ids=str,
 )
 def test_tangents(mask, moving, dtype, compiled):
@@ -278,7 +283,7 @@ def test_tangents(mask, moving, dtype, compiled):
 
 
 @pytest.mark.parametrize(
-    ("width", "value_width"), [(64, 64), (96, 80), (64, 128), (192, 128)], ids=str
+    ("width", "value_width"), few_rows([(96, 80), (64, 64), (64, 128), (192, 128)]), ids=str
 )
 def test_tangents_of_widths(width, value_width, compiled):
     """Tiles that spill, or that need more shared memory than there is, which fails here too."""
