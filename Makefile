@@ -13,6 +13,8 @@ TEST_EXTRAS ?= test
 BASE ?=
 # The CUDA toolkit that `make test-cuda` compiles with.
 CUDA ?= 12
+# Of its tests, `cuda` (all) or `toolkits` (a handful).
+CUDA_TESTS ?= cuda
 # What to test, as files or folders of tests/; empty means all.
 PART ?=
 # Of `make test-rest`: the second of six parts is 2/6, and TOUCHED are folders of which more is run; empty means all.
@@ -92,10 +94,10 @@ test-tpu: environment-tpu
 test-cuda: test-cuda$(CUDA)
 
 test-cuda12: environment-cuda12
-	@$(IN) $(ON_CUDA12) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m cuda $(ROTATION)' PART='$(or $(PART),tests/cuda)' test
+	@$(IN) $(ON_CUDA12) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m $(CUDA_TESTS) $(ROTATION)' PART='$(or $(PART),tests/cuda)' test
 
 test-cuda13: environment-cuda13
-	@$(IN) $(ON_CUDA13) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m cuda $(ROTATION)' PART='$(or $(PART),tests/cuda)' test
+	@$(IN) $(ON_CUDA13) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m $(CUDA_TESTS) $(ROTATION)' PART='$(or $(PART),tests/cuda)' test
 
 # The plugin looks for libraries that only programs which run need.
 test-flash:

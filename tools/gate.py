@@ -152,7 +152,7 @@ def main() -> int:
         Stage("newest JAX", ("test-newest",)),
         Stage("long tests in turn", ("test-rest", *turn)),
         Stage("TPU programs", ("test-tpu", turn[0])),
-        Stage("CUDA 12 programs", ("test-cuda", "CUDA=12", turn[0])),
+        Stage("CUDA 12 programs", ("test-cuda", "CUDA=12", "CUDA_TESTS=toolkits", turn[0])),
         Stage("CUDA 13 programs", ("test-cuda", "CUDA=13", turn[0])),
     ]
     stages = [first, others, check, *rest]

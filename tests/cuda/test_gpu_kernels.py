@@ -90,6 +90,7 @@ def kernels(text):
     return {re.search(r'name = "(\w+)"', line)[1] for line in calls}
 
 
+@pytest.mark.toolkits
 @heads
 def test_decode(heads):
     """Keys copied, padded or transposed for the kernel; XLA's products instead of ours; parts merged by many small
@@ -186,6 +187,7 @@ def check_stages(name, kernel):
     assert kernel.ptx.count("ex2.approx.ftz.f32") == kernel.ptx.count("ex2.approx"), name
 
 
+@pytest.mark.toolkits
 @heads
 def test_prefill_and_backward(heads, tmp_path):
     """Copies of arrays in another layout; tiles too large for the registers, which are read back from memory in
@@ -216,6 +218,7 @@ def test_prefill_of_width_256(tmp_path):
         check_memory(name, kernel, rows, rows)
 
 
+@pytest.mark.toolkits
 @heads
 def test_prefill_and_tangent(heads, tmp_path):
     """The same of the derivative in a direction, which needs no memory beside its results."""
@@ -360,6 +363,7 @@ def step_over_a_cache(devices, queries, dtype, quantize="int8", folder=None):
         return Compiled(KVCache.attend, cache, query, folder=folder)
 
 
+@pytest.mark.toolkits
 @pytest.mark.parametrize(("queries", "dtype"), few_rows(list(EIGHT_BITS)))
 def test_decode_of_eight_bits(queries, dtype, tmp_path):
     """Keys or values that are widened in memory, of 256 MiB in bfloat16 each; registers that are spilled or, of one

@@ -76,6 +76,7 @@ def predicted(method, merge, keys):
     return found
 
 
+@pytest.mark.toolkits
 @pytest.mark.parametrize(("merge", "most"), [("allreduce", 2), ("gather", 1), ("butterfly", 7)])
 def test_decode(merge, most):
     """More collectives than the merge has steps, bytes that the cost model lacks or that grow with keys, memory."""

@@ -122,6 +122,7 @@ def compiled_for(written):
     return compile
 
 
+@pytest.mark.toolkits
 @pytest.mark.parametrize("dtype", few(["bfloat16", "float16"], "bfloat16"))
 def test_prefill(dtype, compiled):
     """Copies of arrays; sums that do not fit in the registers; products or copies by other instructions."""
@@ -158,6 +159,7 @@ def test_decode(compiled):
     assert kernel.spilled == 0 and kernel.count("wgmma.mma_async") == 8 + 4
 
 
+@pytest.mark.toolkits
 def test_blackwell(compiled_for):
     """Hopper's products; tiles of scores, or sums on their way through the registers, that do not fit in them."""
     rows, keys = (1, PREFILL, 32, WIDTH), (1, PREFILL, 8, WIDTH)
@@ -218,6 +220,7 @@ MASKS = {
 }
 
 
+@pytest.mark.toolkits
 @pytest.mark.parametrize("mask", few(list(MASKS), "causal"))
 def test_gradients(mask, compiled):
     """A kernel for each of queries and keys; sums that do not fit in the registers, which slow every product."""
@@ -259,6 +262,7 @@ def test_gradients_of_wide_heads(compiled):
     assert len(compiled(shape, shape, shape, derivative=gradients, is_causal=True)) == 1
 
 
+@pytest.mark.toolkits
 @pytest.mark.parametrize(
     ("mask", "moving", "dtype"),
     few_rows(

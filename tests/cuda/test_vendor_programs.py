@@ -96,6 +96,7 @@ def test_cudnn_forward(heads, window):
     assert program.memory_analysis().temp_size_in_bytes <= 1.01 * energies
 
 
+@pytest.mark.toolkits
 @pytest.mark.cuda
 @heads
 @pytest.mark.parametrize("lse", [False, True])

@@ -81,7 +81,7 @@ def test_all_stages(stages):
         "test-newest",
         "test-rest SHARD=2/6 TOUCHED=tests/a",
         "test-tpu SHARD=2/6",
-        "test-cuda CUDA=12 SHARD=2/6",
+        "test-cuda CUDA=12 CUDA_TESTS=toolkits SHARD=2/6",
         "test-cuda CUDA=13 SHARD=2/6",
     ]
     assert "make test-rest SHARD=2/6 TOUCHED=tests/a\n" in said
