@@ -79,7 +79,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Before tests are chosen by their marks."""
     mark_products(items)
     if config.getoption("--shard"):
-        items[:] = rotate(items, config.getoption("--shard"), config.getoption("--touched"))
+        kept = rotate(items, config.getoption("--shard"), config.getoption("--touched"))
+        config.hook.pytest_deselected(items=[x for x in items if x not in kept])
+        items[:] = kept
 
 
 @pytest.fixture
