@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_products(items)
     if config.getoption("--shard"):
         kept = rotate(items, config.getoption("--shard"), config.getoption("--touched"))
-        config.hook.pytest_deselected(items=[x for x in items if x not in kept])
+        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
         items[:] = kept
 
 
