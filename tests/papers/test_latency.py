@@ -1,7 +1,6 @@
 """The measurements over an emulated network: that they are complete, right and of what they say. Never how fast."""
 
 import copy
-import importlib.util
 import json
 import os
 import re
@@ -14,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.papers import TREE_ATTENTION, module, refused
 from tests.support.problems import Problem
 from tests.support.reference import dense
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "papers" / "tree_attention"
 HOSTS, DEVICES, KEYS, HEADS, WIDTH = 2, 2, 16, 4, 8
 METHODS = {
     "no exchange",
@@ -35,24 +34,22 @@ METHODS = {
 SCATTERS = {"scatter, sums", "scatter, exchange"}
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-network = load("_network")
-problem = load("_problem")
-report = load("_report")
-predicted = load("_predicted")
+network = module("_network")
+problem = module("_problem")
+report = module("_report")
+predicted = module("_predicted")
 needs_network = pytest.mark.skipif(
     network.Network.missing() is not None, reason=f"needs {network.Network.missing()}"
 )
 
 
 def measure(*arguments):
-    command = [sys.executable, str(FOLDER / "latency.py"), "--loopback", *map(str, arguments)]
+    command = [
+        sys.executable,
+        str(TREE_ATTENTION / "latency.py"),
+        "--loopback",
+        *map(str, arguments),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -298,11 +295,11 @@ def test_points():
 
 
 @pytest.mark.parametrize("wrong", [("--keys", 10, "--hosts", 4), ("--turns", 0), ("--mbit", 0)])
-def test_wrong_arguments(wrong):
+def test_wrong_arguments(wrong, capsys):
     """Arguments that are found out only after hosts have started."""
-    ended = measure(*wrong)
-    assert ended.returncode == 2
-    assert f"{wrong[0] if len(wrong) == 2 else '--hosts'}" in ended.stderr.splitlines()[-1]
+    refused("latency", "--loopback", *wrong)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"{wrong[0] if len(wrong) == 2 else '--hosts'}" in said
 
 
 def test_cables():
@@ -359,7 +356,8 @@ def test_network_joins_hosts_and_goes():
             "from socket import *; print(gethostbyname(gethostname()))",
         )
         assert name.strip() == net.addresses[1]
-        asked = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import _network; print(_network.sent_bytes())"
+        path = f"import sys; sys.path.insert(0, {str(TREE_ATTENTION)!r})"
+        asked = f"{path}; import _network; print(_network.sent_bytes())"
         assert int(on_host(net, 1, sys.executable, "-c", asked)) > 6 << 22  # by `measure`
     assert not made & namespaces()
     assert net.report()["frames"] > 60  # pings alone
@@ -369,7 +367,7 @@ def test_network_joins_hosts_and_goes():
 def test_network_goes_with_a_program_that_is_killed():
     """Namespaces that nobody removes when the program that wanted them is killed."""
     program = (
-        f"import sys, time; sys.path.insert(0, {str(FOLDER)!r})\n"
+        f"import sys, time; sys.path.insert(0, {str(TREE_ATTENTION)!r})\n"
         "from _network import Network\n"
         "with Network(1, mbit=1000, latency_ms=0) as net:\n"
         "    print(*net._names, flush=True); time.sleep(60)\n"

@@ -1,12 +1,11 @@
 """Tables 1 and 2 of the later text: the protocol, what is predicted, what was committed. Never how fast."""
 
 import dataclasses
-import importlib
+import functools
 import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -17,17 +16,11 @@ import pytest
 from energy_attn.distributed import make_mesh
 from tests.support.flags import environment
 from tests.support.llama import CONFIG, build, numpy_llama
+from tests.support.papers import TREE_ATTENTION, module, refused
 
-FOLDER = Path(__file__).resolve().parents[2] / "papers" / "tree_attention"
 PROMPT, TOKENS, REPETITIONS, DEVICES = 32, 4, 3, 8
 # as little work for the compiler as possible: it takes all the time
 BYTES = dataclasses.replace(CONFIG, vocab_size=256)
-
-
-def module(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-        return importlib.import_module(name)
 
 
 paper = module("_tables_paper")
@@ -187,7 +180,7 @@ def test_models_are_the_published_ones():
 
 
 def tables(*arguments):
-    command = [sys.executable, str(FOLDER / "tables.py"), *map(str, arguments)]
+    command = [sys.executable, str(TREE_ATTENTION / "tables.py"), *map(str, arguments)]
     env = environment()
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
 
@@ -215,15 +208,19 @@ def test_two_processes_and_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [("--prompts", "0"), ("--repetitions", 1), ("--processes", "0,2"), ("--aot", "h100")]
 )
-def test_wrong_arguments(wrong):
+def test_wrong_arguments(wrong, capsys):
     """Arguments that are found out only after minutes, or one repetition, which has no standard error."""
-    ended = tables(*wrong)
-    assert ended.returncode == 2
-    assert f"{wrong[0]}: wanted" in ended.stderr.splitlines()[-1]
+    refused("tables", *wrong)
+    assert f"{wrong[0]}: wanted" in capsys.readouterr().err.splitlines()[-1]
 
 
 def committed(name):
-    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((TREE_ATTENTION / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def beside_measured():
+    return json.loads(json.dumps(paper.beside_measured()))
 
 
 @pytest.mark.parametrize("name", ["tables", "tables-processes"])
@@ -236,8 +233,7 @@ def test_committed_times(name):
         for x in row["methods"].values():
             assert x["same_tokens"]
             assert x["sent_per_step"] == x["predicted_per_step"]
-    predicted = json.loads(json.dumps(paper.beside_measured()))
-    leaves, shape = jax.tree.flatten(predicted)
+    leaves, shape = jax.tree.flatten(beside_measured())
     stored, same = jax.tree.flatten(found["paper"])
     assert shape == same
     for x, y in zip(leaves, stored, strict=True):  # Python 3.12 sums floats with less rounding

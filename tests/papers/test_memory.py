@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.papers.test_llama_tables import module
+from tests.support.papers import module
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20

@@ -1,10 +1,13 @@
 """A cache of lists that a KVCache is compared with."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from energy_attn.distributed.cache._cache import KVCache
+from tests.support.arrays import array
 from tests.support.meshes import parallel_of
 from tests.support.problems import Problem
 
@@ -19,10 +22,25 @@ def empty(kind="8", capacity=48, block_size=2, **options):
     return KVCache.empty(B, capacity, K, H, V, block_size=block_size, **options)
 
 
+def started(key, value, lengths=None, **options):
+    """An empty cache with its first tokens, made in one program."""
+    lengths = None if lengths is None else array(lengths, jnp.int32)
+    return _start(tuple(options.items()))(key, value, lengths)
+
+
+@functools.cache
+def _start(options):
+    @jax.jit
+    def start(key, value, lengths):
+        return empty(**dict(options)).append(key, value, lengths=lengths)
+
+    return start
+
+
 def tokens(seed, T, dtype=jnp.float64):
     """Keys `[B, T, K, H]` and values of `T` new tokens."""
     rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.standard_normal((B, T, K, width)), dtype) for width in (H, V))
+    return tuple(array(rng.standard_normal((B, T, K, width)), dtype) for width in (H, V))
 
 
 class Model:
@@ -66,13 +84,23 @@ class Model:
         )
 
 
-def held(cache):
-    """The same dictionaries, read from the slots."""
-    positions, keys, values = map(np.asarray, (cache.positions, cache.keys(), cache.values()))
-    slots = [[s for s in range(cache.capacity) if positions[b, s] >= 0] for b in range(B)]
-    found = [{int(positions[b, s]): (keys[b, s], values[b, s]) for s in slots[b]} for b in range(B)]
+def held(cache, *arrays):
+    """The same dictionaries, read from the slots; or of other arrays `[B, S, ...]` than keys and values."""
+    positions = np.asarray(cache.positions)
+    arrays = [np.asarray(x) for x in arrays or (cache.keys(), cache.values())]
+    slots = [np.flatnonzero(row >= 0) for row in positions]
+    found = [
+        {int(positions[b, s]): tuple(x[b, s] for x in arrays) for s in row}
+        for b, row in enumerate(slots)
+    ]
     assert [len(row) for row in found] == [len(s) for s in slots], "a token in two slots"
     return found
+
+
+def stored(cache):
+    """The bytes of each token as they are stored."""
+    rows = held(cache, *(x for x in cache._stored() if x is not None))
+    return [{n: [x.tobytes() for x in arrays] for n, arrays in row.items()} for row in rows]
 
 
 def check_held(cache, model):

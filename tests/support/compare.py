@@ -12,9 +12,9 @@ def close(found: Any, wanted: Any, what: str = "", tolerance: float = 1e-11) -> 
     Infinities stand at the same entries, and nothing is NaN. What a peer computes in JAX has the dtype of ours, too.
     """
     for label, x, y in _pairs(found, wanted, what):
-        if isinstance(y, jax.Array):
-            assert np.result_type(x) == y.dtype, f"{label}: {np.result_type(x)}, wanted {y.dtype}"
+        of_peer = isinstance(y, jax.Array)
         x, y = (np.asarray(jax.device_get(z)) for z in (x, y))
+        assert not of_peer or x.dtype == y.dtype, f"{label}: {x.dtype}, wanted {y.dtype}"
         assert x.shape == y.shape, f"{label}: shape {x.shape}, wanted {y.shape}"
         x, y = (z if z.dtype.kind in "biu" else z.astype(np.float64) for z in (x, y))
         assert not np.isnan(y).any(), f"{label}: NaN is what was wanted"

@@ -1,15 +1,15 @@
 """Wrong input, and what a good complaint about it is."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from energy_attn.kernels import AttentionState
+from tests.support.arrays import array
 
 
 def a(*shape, dtype="float32"):
-    return jnp.asarray(np.ones(shape, jnp.dtype(dtype)))  # compiles nothing, unlike a cast
+    return array(np.ones(shape), dtype)
 
 
 NAN, INF = float("nan"), float("inf")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from energy_attn.models import Llama, LlamaConfig
+from tests.support.weights import drawn
 
 CONFIG = LlamaConfig(
     vocab_size=40,
@@ -22,15 +23,8 @@ CONFIG = LlamaConfig(
 
 @functools.cache
 def build(config=CONFIG, dtype=jnp.float64, seed=0, scale=0.4):
-    """A model whose weights are all of order one, including norms, so that each of them matters.
-
-    They are NumPy's random numbers: JAX would compile a program for each shape.
-    """
-    shapes = jax.eval_shape(lambda key: Llama(config, dtype, key=key), jax.random.key(seed))
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: jnp.asarray((scale * rng.standard_normal(x.shape)).astype(x.dtype)), shapes
-    )
+    """A model whose weights are all of order one, including norms, so that each of them matters."""
+    return drawn(functools.partial(Llama, config, dtype), scale, seed)
 
 
 def numpy_llama(model, tokens, positions):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 import energy_attn as ea
@@ -19,9 +20,9 @@ def measure(query: Any, key: Any, value: Any, *, source: Any = None, **options: 
     return found if source is None else found.tilt(source)
 
 
-def answers(F: ea.Gibbs, along: Sequence[Array]) -> dict[str, Array]:
-    """All observables, along four tangents."""
-    scores = F.score_moments()
+def answers(F: ea.Gibbs, along: Sequence[Any]) -> dict[str, Array]:
+    """All observables, along four tangents; see `few_answers`."""
+    along, scores = list(map(jnp.asarray, along)), F.score_moments()
     return {
         "covariance": F.covariance(),
         "product": F.covariance(along[0]),
@@ -31,4 +32,15 @@ def answers(F: ea.Gibbs, along: Sequence[Array]) -> dict[str, Array]:
         "mean score": scores.mean,
         "heat capacity": scores.variance,
         "sensitivity": F.temperature_sensitivity(),
+    }
+
+
+def few_answers(F: ea.Gibbs, along: Sequence[Any]) -> dict[str, Array]:
+    """One question for each way through a measure: its state, a pullback of it, and a mean over the scores."""
+    out, energy = F.attention(return_energy=True)
+    return {
+        "energy": energy,
+        "attention": out,
+        "product": F.covariance(jnp.asarray(along[0])),
+        "entropy": F.entropy(),
     }

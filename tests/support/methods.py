@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+import energy_attn as ea
 from energy_attn.distributed import (
     gather_attention,
     hybrid_attention,
@@ -14,6 +15,7 @@ from energy_attn.distributed import (
     shard_sequence,
     tree_attention,
     ulysses_attention,
+    unshard_sequence,
 )
 from tests.support.problems import Problem, everything
 
@@ -98,6 +100,33 @@ def laid_out(problem, parallel, arrays):
                 x = shard_sequence(x, parallel, axis=axis) if x.shape[axis] > 1 else x
         moved[name] = x
     return moved
+
+
+def state_and_gradients(problem, parallel):
+    """`(out, energy)` at the problem's source and the gradients of both; in the layout's order, and back.
+
+    A function of the arrays, of cotangents, and of what replaces arrays among the problem's options.
+    """
+    whole, static = is_whole(problem), static_options(problem)
+
+    def pair(arrays, others):
+        arrays = laid_out(problem, parallel, arrays | others)
+        source = arrays.pop("source")
+
+        def total(source):
+            energy = ea.free_energy(**arrays, source=source, **static, parallel=parallel)
+            return energy.sum(), energy
+
+        out, energy = jax.grad(total, has_aux=True)(source)
+        if not whole or parallel.layout == "contiguous":
+            return out, energy
+        return tuple(unshard_sequence(x, parallel) for x in (out, energy))
+
+    def run(arrays, cotangent, others=None):
+        found, back = jax.vjp(lambda arrays: pair(arrays, others or {}), arrays)
+        return found, back(cotangent)[0]
+
+    return run
 
 
 INSIDE = {

@@ -3,6 +3,7 @@
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,10 +11,10 @@ from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
-from energy_attn.kernels.pallas.mosaic._plan import (
-    TileSizes,
-)
-from tests.support.problems import Problem
+from energy_attn.kernels.pallas.mosaic._plan import TileSizes
+from tests.support.compare import close
+from tests.support.problems import Problem, cast
+from tests.support.reference import dense
 
 HERE = platform_here()
 
@@ -86,7 +87,36 @@ PROBLEMS = {
 }
 
 
-def state_of(given, arrays, kernel=KERNEL):
-    call = check_call(**arrays, **given.options)
-    check_call_of(kernel, call.operands, call.settings)
-    return kernel.forward(call.operands, call.settings, HERE)
+def state_of(given, kernel=KERNEL):
+    """The state as a function of arrays: one program for several."""
+
+    @jax.jit
+    def run(arrays):
+        call = check_call(**arrays, **given.options)
+        check_call_of(kernel, call.operands, call.settings)
+        return kernel.forward(call.operands, call.settings, HERE)
+
+    return run
+
+
+def check_state(given, dtype, kernel=KERNEL):
+    """The state beside the definition, as near as rounding weights to 16 bits allows."""
+    arrays, rounded = cast(given, dtype)
+    judge_state(state_of(given, kernel)(arrays), rounded, dtype)
+
+
+def judge_state(state, rounded, dtype):
+    """The same of a state that is there."""
+    out, lse = dense(rounded)
+    close(state.out, out, f"{rounded}, out", tolerance=2 * float(jnp.finfo(dtype).eps))
+    close(state.lse, lse, f"{rounded}, lse", tolerance=1e-5)
+
+
+def dtype_of(name):
+    """One of the two for each problem."""
+    return (jnp.float16, jnp.bfloat16)[len(name) % 2]
+
+
+def smoke(names, *some):
+    """Values of a parameter, of which the newest JAX runs some."""
+    return [pytest.param(x, marks=[pytest.mark.smoke] * (x in some)) for x in names]

@@ -1,15 +1,43 @@
 """All observables by their definitions, over every row's whole distribution."""
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
 import numpy as np
 
 from tests.support.problems import Problem
-from tests.support.reference import rows
+from tests.support.reference import dense, rows, shifted
 
 
 def directions(problem: Problem) -> list[np.ndarray]:
     shape = (*problem.query.shape[:-1], problem.value.shape[-1])
     rng = problem.rng("directions")
     return [rng.standard_normal(shape) for _ in range(4)]
+
+
+def exact(problem: Problem, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+    """Those of the observables, energies and attention that are named, or all."""
+    out, energy = dense(problem)
+    found = {"energy": energy, "attention": out, **exactly(problem)}
+    return found if names is None else {name: found[name] for name in names}
+
+
+def slopes(f: Callable[[Problem], Any], problem: Problem, along: dict) -> Any:
+    """The derivatives of a tree of numbers along tangents of the arrays: differences, extrapolated twice.
+
+    `f` is given problems in `np.longdouble`.
+    """
+
+    def difference(h):
+        ahead, behind = (f(shifted(problem, along, sign * np.longdouble(h))) for sign in (1, -1))
+        return jax.tree.map(lambda x, y: (x - y) / (2 * np.longdouble(h)), ahead, behind)
+
+    def combined(coarse, middle, fine):
+        first, second = (4 * middle - coarse) / 3, (4 * fine - middle) / 3
+        return np.float64((16 * second - first) / 15)
+
+    return jax.tree.map(combined, *(difference(2.0**-n) for n in (7, 8, 9)))
 
 
 def exactly(problem: Problem, precision=np.float64) -> dict[str, np.ndarray]:

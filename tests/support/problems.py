@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from tests.support.arrays import array
 from tests.support.rules import RULES
 
 ARRAYS = ("query", "key", "value", "source", "bias")
@@ -56,7 +57,7 @@ class Problem:
         if self.rule is not None:
             given["mask"] = RULES[self.rule].of(len(self.query))
         return {
-            name: jnp.asarray(option) if isinstance(option, np.ndarray) else option
+            name: array(option) if isinstance(option, np.ndarray) else option
             for name, option in given.items()
             if option is not None and option is not False
         }
@@ -71,9 +72,9 @@ def cast(problem: Problem, dtype) -> tuple[dict[str, Array], Problem]:
 
     So a comparison sees the errors of arithmetic alone, not those of rounding the inputs.
     """
-    arrays = {name: jnp.asarray(array, dtype) for name, array in problem.arrays.items()}
+    arrays = {name: array(x, dtype) for name, x in problem.arrays.items()}
     return arrays, replace(
-        problem, **{name: np.asarray(array, np.float64) for name, array in arrays.items()}
+        problem, **{name: np.asarray(x, np.float64) for name, x in arrays.items()}
     )
 
 
@@ -82,7 +83,7 @@ def cotangents(problem: Problem, dtype) -> tuple[Array, Array]:
     rng, (B, T, N, _) = problem.rng("cotangents"), problem.query.shape
     dout = rng.standard_normal((B, T, N, problem.value.shape[-1]))
     dlse = rng.standard_normal((B, T, N))
-    return jnp.asarray(dout, dtype), jnp.asarray(dlse, lse_dtype(dtype))
+    return array(dout, dtype), array(dlse, lse_dtype(dtype))
 
 
 def tangents(problem: Problem) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -229,6 +230,16 @@ def checkpoint() -> dict:
     return {"errors": errors}
 
 
+def lost() -> dict:
+    """The second process is killed while the others wait for it: the last scenario of any run."""
+    x = place(np.arange(4.0), jax.NamedSharding(make_mesh(), jax.P(AXES)))
+    fetch(x)
+    if jax.process_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        fetch(x)
+
+
 @contextlib.contextmanager
 def shared_folder(name: str) -> Iterator[Path]:
     """A folder that all processes of this run have in common, until all are done with it."""
@@ -258,6 +269,7 @@ SCENARIOS = {
     "cache": cache,
     "checkpoint": checkpoint,
 }
+LAST = {"lost": lost}
 
 
 def main(names: list[str]) -> None:
@@ -268,7 +280,7 @@ def main(names: list[str]) -> None:
     print(json.dumps({"mesh": dict(mesh.shape), "processes of its rows": rows}), flush=True)
     with jax.set_mesh(mesh):
         for name in names:
-            print(json.dumps({"scenario": name, **SCENARIOS[name]()}), flush=True)
+            print(json.dumps({"scenario": name, **(SCENARIOS | LAST)[name]()}), flush=True)
 
 
 if __name__ == "__main__":

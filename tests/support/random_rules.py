@@ -1,13 +1,13 @@
-"""Random rules, and their definition in Python's integers."""
+"""Random rules and a few that are chosen, and their definition in Python's integers."""
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
 from energy_attn import masks
+from tests.support.arrays import array
 
 LAST = 2**31 - 1
 
@@ -21,7 +21,7 @@ sides = st.none() | st.one_of(st.integers(0, 4), *NEAR, st.integers(0, 2**40))
 lengths = st.integers(0, 9) | st.integers(0, LAST)
 
 
-tables = st.lists(st.integers(0, 2), max_size=6).map(lambda x: jnp.asarray(x, jnp.int32))
+tables = st.lists(st.integers(0, 2), max_size=6).map(lambda x: array(x, np.int32))
 
 
 def near(query, key, step):
@@ -49,6 +49,27 @@ rules = st.recursive(
     ),
     max_leaves=4,
 )
+
+
+# Each class, and each way to join: what is asked of many rules of the full suite is asked of these in each run.
+TABLE = np.repeat(np.arange(3, dtype=np.int32), (4, 2, 4))
+SINGLE = {
+    "all": masks.All(),
+    "causal": masks.Causal(),
+    "window": masks.Window(2, 1),
+    "window after": masks.Window(None, 3),
+    "window before": masks.Window(0, LAST),
+    "prefix": masks.Prefix(3),
+    "lengths of keys": masks.Lengths(4),
+    "lengths": masks.Lengths(5, 2),
+}
+JOINED = {
+    "outside or prefix": ~masks.Window(1, None) | masks.Prefix(2),
+    "near or same": (
+        (masks.Causal() & masks.Window(6, None)) | (masks.Segments(TABLE) & ~masks.Prefix(2))
+    ),
+    "not both": ~(masks.Lengths(7, 5) & masks.Function(near, 2)),
+}
 
 
 blocks = st.lists(positions, min_size=3, max_size=3)
@@ -93,4 +114,4 @@ def seen(rule, queries, keys) -> np.ndarray:
 
 def with_batch(rule):
     """Arrays with an axis of the batch, as kernels take them."""
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], rule)
+    return jax.tree.map(lambda x: array(np.asarray(x)[None]), rule)

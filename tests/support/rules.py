@@ -1,5 +1,6 @@
 """Rules as users join them, each with its definition in NumPy: a prefix-LM, documents, and what no kernel knows."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -92,8 +93,8 @@ class Case(NamedTuple):
 
     def of(self, batch: int) -> masks.AbstractMask:
         """The rule for so many entries."""
-        if self.tabulated:  # only here, as it computes: processes are connected before
-            return masks.tabulate(self.rule, 12, block=4)
+        if self.tabulated:
+            return _table()
         return jax.tree.map(lambda x: x[:batch] if x.ndim and len(x) == ROWS else x, self.rule)
 
 
@@ -133,5 +134,15 @@ RULES = {
     "tree": Case(masks.Function(ancestor, ENTER, LEAVE), lambda b, q, k: _above(q, k)),
     "parity": Case(Parity(np.asarray([2, 3, 4], np.int32)), lambda b, q, k: (q + k) % (2 + b) == 0),
 }
+
+
+@functools.cache
+def _table() -> masks.BlockTable:
+    """When it is asked for, as it computes: processes are connected before."""
+    with jax.ensure_compile_time_eval():
+        table = jax.jit(lambda rule: masks.tabulate(rule, 12, block=4))(RULES["table"].rule)
+        return jax.tree.map(np.asarray, table)
+
+
 # Those that no vendor's kernel takes.
 UNKNOWN = frozenset(RULES) - {"documents"}

@@ -26,26 +26,24 @@ class Case:
     parameters: dict[str, np.ndarray]
 
 
-class Bumps(scores.AbstractScore):
-    """A score of one's own: a module with a layer inside, and an activation that is a leaf."""
+class Layer(eqx.Module):
+    """Two numbers, an activation that is a leaf, and an array that is not read."""
 
-    layer: eqx.nn.MLP
+    weight: Any
+    bias: Any
+    activation: Callable[..., Any] = jnp.exp
+    spare: Any = dataclasses.field(default_factory=lambda: np.ones(3))
+
+
+class Bumps(scores.AbstractScore):
+    """A score of one's own: a module with a layer inside."""
+
+    layer: Layer
 
     def __call__(self, score, at):
         distance = (at.query - at.key).astype(score.dtype) / 5
-        hidden = jnp.tanh(distance * self.layer.layers[0].weight[0, 0])
-        return score * self.layer.activation(hidden + self.layer.layers[0].bias[0])
-
-
-BUMPS = Bumps(eqx.nn.MLP(1, 1, 1, 1, jnp.exp, key=jax.random.key(0)))
-
-
-def _bumps(p):
-    return eqx.tree_at(
-        lambda x: (x.layer.layers[0].weight, x.layer.layers[0].bias),
-        BUMPS,
-        (p["weight"][None, None], p["bias"][None]),
-    )
+        hidden = jnp.tanh(distance * self.layer.weight)
+        return score * self.layer.activation(hidden + self.layer.bias)
 
 
 def _mixed(score, at, gain, level):
@@ -108,7 +106,7 @@ CASES = {
         {"gain": _draw(HEADS), "level": _draw(BATCH)},
     ),
     "module": Case(
-        _bumps,
+        lambda p: Bumps(Layer(p["weight"], p["bias"])),
         lambda s, b, h, i, j, p: s * jnp.exp(jnp.tanh((i - j) / 5 * p["weight"]) + p["bias"]),
         {"weight": np.asarray(0.7), "bias": np.asarray(-0.2)},
     ),

@@ -10,10 +10,10 @@ import numpy as np
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import cotangents as directions_of
-from energy_attn.kernels.xla._reference import Reference
-from tests.support.naive import assert_close, naive
-from tests.support.problems import cast, tangents
-from tests.support.reference import dense_jvp, largest, rows, visible
+from tests.support.arrays import array
+from tests.support.naive import assert_close, has_judge, longer, naive
+from tests.support.problems import cast, lse_dtype, tangents
+from tests.support.reference import dense, dense_jvp, largest, rows, visible
 from tests.support.traits import blind_rows_and_hidden_keys
 
 ALL = ("query", "key", "value")
@@ -22,18 +22,19 @@ ALL = ("query", "key", "value")
 def pushed(kernel, problem, dtype, moving, platform):
     """The kernel's derivative, and the problem and the directions in float64; it sees NaN where these are absent."""
     arrays, rounded = cast(problem, dtype)
-    directions = {n: jnp.asarray(x, dtype) for n, x in tangents(problem).items() if n in moving}
+    directions = {n: array(x, dtype) for n, x in tangents(problem).items() if n in moving}
     exact = {n: np.asarray(x, np.float64) for n, x in directions.items()}
-    arrays, directions = (with_holes(x, problem) for x in (arrays, directions))
-    call = check_call(**arrays, **problem.options)
+    out, lse = dense(rounded)
+    state = AttentionState(array(out, dtype), array(lse, lse_dtype(dtype)))
 
     @jax.jit
-    def run(operands, directions):
-        state = Reference().forward(operands, call.settings, platform)
+    def run(arrays, state, directions):
+        call = check_call(**arrays, **problem.options)
         moved = directions_of(*(directions.get(name) for name in ALL), None)
-        return kernel.tangent(operands, call.settings, state, moved, platform)
+        return kernel.tangent(call.operands, call.settings, state, moved, platform)
 
-    return run(call.operands, directions), rounded, exact
+    arrays, directions = (with_holes(x, problem) for x in (arrays, directions))
+    return run(arrays, state, directions), rounded, exact
 
 
 def with_holes(arrays, problem):
@@ -42,14 +43,19 @@ def with_holes(arrays, problem):
     blind, hidden = blind_rows_and_hidden_keys(unmarked)
     queries, slots = (~x.all(2, keepdims=True) for x in (blind, hidden))
     there = {"query": queries, "key": slots, "value": slots}
-    return {n: jnp.where(there[n][..., None], x, jnp.nan) for n, x in arrays.items()}
+    return {
+        n: array(np.where(there[n][..., None], np.asarray(x), np.asarray(np.nan, x.dtype)))
+        for n, x in arrays.items()
+    }
 
 
 def naive_jvp(problem, dtype, directions):
-    """JAX's derivative of naive attention in the dtype; zero in fully masked rows."""
-    arrays, mask = cast(problem, dtype)[0], jnp.asarray(visible(problem))
+    """The derivative of naive attention in the dtype, by the judge or by JAX; zero in fully masked rows."""
+    if has_judge(dtype):
+        return dense_jvp(problem, directions, jnp.dtype(dtype).type)
+    arrays, mask = cast(problem, dtype)[0], array(visible(problem))
     scale = problem.query.shape[-1] ** -0.5 if problem.scale is None else problem.scale
-    given = {n: jnp.asarray(directions.get(n, 0 * x), dtype) for n, x in problem.arrays.items()}
+    given = {n: array(directions.get(n, 0 * x), dtype) for n, x in problem.arrays.items()}
     run = functools.partial(naive, mask=mask, scale=scale)
     return jax.jit(lambda x, d: jax.jvp(run, (x,), (d,))[1])(arrays, given)
 
@@ -77,7 +83,7 @@ def magnitudes(problem, directions):
 def check_tangent(kernel, problem, moving, dtype, label, platform="cpu"):
     """Holds a kernel's derivative along random directions of `moving` to what JAX's of naive attention errs."""
     found, rounded, directions = pushed(kernel, problem, dtype, moving, platform)
-    exact = dense_jvp(rounded, directions, np.longdouble)
+    exact = dense_jvp(rounded, directions, longer(dtype))
     rough = naive_jvp(rounded, dtype, directions)
     *sizes, scores = magnitudes(rounded, directions)
     for i, name in enumerate(AttentionState._fields):

@@ -1,6 +1,7 @@
 """What each implementation takes, and how its states and gradients are judged."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._decode_cpu import DecodeCPU
 from energy_attn.kernels.xla._grid import BlockSizes
 from energy_attn.kernels.xla._weighed_sum import Pieces
+from tests.support.compare import same
 from tests.support.naive import assert_all_close, select
 from tests.support.problems import (
     BLOCKS,
@@ -151,8 +153,13 @@ def state_and_gradients(implementation: str | AbstractKernel | None, problem: Pr
     return run
 
 
-def check(implementation: str | AbstractKernel, problem: Problem, dtype) -> None:
-    """State and all gradients, for cotangents of out alone, of lse alone and of both."""
+def check(
+    implementation: str | AbstractKernel,
+    problem: Problem,
+    dtype,
+    cotangents_of: Sequence[str] = ("both", "out", "lse"),
+) -> None:
+    """State and all gradients, for cotangents of out alone, of lse alone and of both; each call gives the same bits."""
     arrays = arrays_of(implementation, problem, dtype)
     if implementation in FORWARD_ONLY and problem.name not in SECOND:
         forward = functools.partial(attend, problem=problem, implementation=implementation)
@@ -161,9 +168,10 @@ def check(implementation: str | AbstractKernel, problem: Problem, dtype) -> None
         return
     run = state_and_gradients(implementation, problem)
     blind, hidden = blind_rows_and_hidden_keys(problem)
-    for which in ("both", "out", "lse"):
-        found = run(arrays, *select(which, *cotangents(problem, dtype)))
-        found = {name: np.asarray(array) for name, array in found.items()}
+    for which in cotangents_of:
+        given = arrays, *select(which, *cotangents(problem, dtype))
+        found, again = ({name: np.asarray(x) for name, x in run(*given).items()} for _ in range(2))
+        same(found, again, f"{implementation}, {problem}: the second time")
         assert_all_close(found, problem, dtype, which, label=implementation)
         for name in {"out", "query", "source"} & set(found):
             assert not found[name][blind].any(), f"{name} is not zero in fully masked rows"

@@ -34,7 +34,16 @@ from energy_attn.distributed import KVCache
 from energy_attn.distributed.cache._files import write
 from energy_attn.distributed.runtime import _files
 from energy_attn.prefix_tree import Accepted, commit
-from tests.support.cache_model import B, Model, append, check_balanced, check_held, empty, tokens
+from tests.support.cache_model import (
+    B,
+    Model,
+    append,
+    check_balanced,
+    check_held,
+    empty,
+    started,
+    tokens,
+)
 from tests.support.disk import Killed, contents, failing
 from tests.support.meshes import mesh_of, parallel_of
 
@@ -49,7 +58,7 @@ def bits(cache):
 @functools.cache
 def filled(seed):
     """A cache on one device that shares no number with one of another seed."""
-    return empty(parallel=None, capacity=4).append(*tokens(seed, 1 + seed))
+    return started(*tokens(seed, 3), [1 + seed] * B, parallel=None, capacity=4)
 
 
 class Processes:
@@ -104,12 +113,13 @@ def part(x, index, count):
     return SimpleNamespace(shape=x.shape, addressable_shards=mine)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("error", [Killed, OSError])
 def test_a_save_that_ends_anywhere(count, error, tmp_path, monkeypatch, unchecked):
     """Half of a save loaded, or beside halves of another; files that a full disk or a killed save left for ever."""
     with jax.set_mesh(mesh_of("8")):
-        pair = [empty(capacity=16).append(*tokens(i, i)) for i in (1, 2)]
+        pair = [started(*tokens(i, 2), [i, 1, 2], capacity=16) for i in (1, 2)]
     processes = Processes(count, monkeypatch)
 
     def save(cache, folder):

@@ -31,7 +31,7 @@ from energy_attn.distributed import (
 )
 from energy_attn.distributed.merge._strategies import STRATEGIES, MergeName, automatic_merges
 from tests.support.meshes import merges_for
-from tests.support.selection import few
+from tests.support.selection import few, few_rows
 
 NAMES = ("slice", "node", "device")
 ROWS = [(p,) for p in range(2, 9)]
@@ -121,47 +121,69 @@ def hold(method, merge, shape, sizes):
     assert sent(program) == predicted(method, merge, shape, sizes), (method, merge, sizes)
 
 
-@pytest.mark.parametrize("sizes", few([*ROWS, *GRIDS], (6,), (2, 4)), ids=str)
+@pytest.mark.parametrize("sizes", few([*ROWS, *GRIDS], (2, 4)), ids=str)
 def test_decode_sends_what_is_predicted(sizes):
     """A merge that sends more, less or more often than the model says, whatever the number of devices."""
     for merge in merges_for(len(sizes)):
         hold("tree", merge, DECODE, sizes)
 
 
-@pytest.mark.parametrize("sizes", few([*ROWS, (2, 4)], (2, 4)), ids=str)
-def test_prefill_sends_what_is_predicted(sizes):
-    """As for decode, of every method that shards queries, and of rings whose queries are on all devices."""
+@pytest.mark.smoke
+@pytest.mark.parametrize("merge", ["butterfly", "halving"])
+def test_odd_factors_send_what_is_predicted(merge):
+    """Merges in pairs where devices come in threes, too: several states in some rounds, or one that is left over."""
+    hold("tree", merge, DECODE, (6,))
+
+
+# Of a tree every other merge sends what a gather does. What the others send is in their tangents and gradients, too.
+PREFILL = ("tree", "gather"), ("ring", "keys"), ("ulysses", None), ("gather", None)
+OTHER_PREFILL = ("tree", "allreduce"), ("ring", "queries"), ("hybrid", None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ways"),
+    few_rows([((2, 4), PREFILL), *((sizes, PREFILL + OTHER_PREFILL) for sizes in [*ROWS, (2, 4)])]),
+    ids=str,
+)
+def test_prefill_sends_what_is_predicted(sizes, ways):
+    """As for decode, of every method that shards queries."""
     p = math.prod(sizes)
     shape = cost.Shape(1, 2 * p, 3 * p, 2 * p, p, 2, 3, dtype="float32", queries_sharded=True)
-    for merge in ("allreduce", "gather"):  # every other one sends what a gather does
-        hold("tree", merge, shape, sizes)
+    for method, merge in ways:
+        if method != "hybrid" or len(sizes) > 1:
+            hold(method, merge, shape, sizes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [*ROWS, (2, 4)], ids=str)
+def test_rings_of_one_query_send_what_is_predicted(sizes):
+    """Rings whose queries are on all devices."""
     for rotate in cost.ROTATED:
-        hold("ring", rotate, shape, sizes)
         hold("ring", rotate, DECODE, sizes)
-    hold("ulysses", None, shape, sizes)
-    hold("gather", None, shape, sizes)
-    if len(sizes) > 1:
-        hold("hybrid", None, shape, sizes)
 
 
 @pytest.mark.parametrize("sizes", few([(2, 4), (3, 2), (2, 2, 2)], (2, 4)), ids=str)
-def test_fewer_heads_than_devices(sizes):
+@pytest.mark.parametrize("method", few(["ulysses", "hybrid"], "hybrid"))
+def test_fewer_heads_than_devices(method, sizes):
     """Copies of keys that the model does not count: one head of keys for all devices. Positions, too."""
     p = math.prod(sizes)
     shape = cost.Shape(1, 2 * p, 3 * p, 2 * p, 1, 2, 3, "float32", True, queries_sharded=True)
-    hold("ulysses", None, shape, sizes)
-    hold("hybrid", None, shape, sizes)
+    hold(method, None, shape, sizes)
 
 
-def test_pieces():
+PIECES = {1: 1, 7: 7, 9: 3, 32: 8}
+
+
+@pytest.mark.parametrize("keys", few(list(PIECES), 9))
+def test_pieces(keys):
     """Keys gathered in more pieces than there are, or in other pieces than the model's."""
-    for keys, count in {1: 1, 7: 7, 9: 3, 32: 8}.items():
-        shape = cost.Shape(1, 4, 4 * keys, 2, 1, 2, dtype="float32", queries_sharded=True)
-        hold("gather", None, shape, (4,))
-        found = cost.transfers("gather", None, shape, topology((4,)))
-        assert [t.count for t in found] == [count] * 2
+    shape = cost.Shape(1, 4, 4 * keys, 2, 1, 2, dtype="float32", queries_sharded=True)
+    hold("gather", None, shape, (4,))
+    found = cost.transfers("gather", None, shape, topology((4,)))
+    assert [t.count for t in found] == [PIECES[keys]] * 2
 
 
+@pytest.mark.full
 def test_positions_are_counted():
     """A ring that compares positions and sends them for nothing in the model, or in every step."""
     shape = cost.Shape(2, 8, 12, 2, 1, 2, dtype="float32", causal=True, queries_sharded=True)
@@ -170,8 +192,11 @@ def test_positions_are_counted():
     hold("gather", None, shape, (4,))
 
 
-@pytest.mark.parametrize("layout", few(["contiguous", "striped", "zigzag"], "zigzag"))
-def test_nothing_but_keys_goes_around(layout):
+@pytest.mark.parametrize(
+    ("layout", "derived"),
+    few_rows([("zigzag", False), ("zigzag", True), ("contiguous", True), ("striped", True)]),
+)
+def test_nothing_but_keys_goes_around(layout, derived):
     """Positions or segments that travel with their keys, where every device could have known them."""
     parallel = SequenceParallel("device", method="ring", layout=layout)
     shapes = [(1, 8, heads, 2) for heads in (2, 1, 1)]
@@ -183,6 +208,8 @@ def test_nothing_but_keys_goes_around(layout):
             ids = {"query_segment_ids": segments, "key_segment_ids": segments}
             return attend(*arrays, is_causal=True, parallel=parallel, **ids)
 
+        if not derived:
+            return out(query, key, value)
         return jax.vjp(out, query, key, value)[1](query)
 
     with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
@@ -208,24 +235,36 @@ def hold_tangent(method, merge, shape, sizes, kept=None):
     return sent(program), predicted(method, merge, shape, sizes, tangent=True)
 
 
-def test_a_tangent_is_one_reduction():
+@pytest.mark.parametrize("merge", few(cost.MERGES, "gather"))
+def test_a_tangent_is_one_reduction(merge):
     """Forward mode of a tree that sends more than R (H + 1) numbers beside the attention's, by any merge."""
-    for merge in cost.MERGES:
-        found, wanted = hold_tangent("tree", merge, DECODE, (2, 4))
-        assert found == wanted, merge
-        more = wanted - predicted("tree", merge, DECODE, (2, 4))
-        assert more == {("all-reduce", DECODE.rows * (DECODE.out_width + 1) * 4): 1}
+    found, wanted = hold_tangent("tree", merge, DECODE, (2, 4))
+    assert found == wanted, merge
+    more = wanted - predicted("tree", merge, DECODE, (2, 4))
+    assert more == {("all-reduce", DECODE.rows * (DECODE.out_width + 1) * 4): 1}
 
 
-@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "float32"))
-def test_tangents_send_what_is_predicted(dtype):
+TANGENTS = ("tree", "allreduce"), ("ring", "queries")
+MORE = ("tree", "gather"), ("ring", "keys"), ("ulysses", None), ("hybrid", None), ("gather", None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ways"),
+    few_rows([("float32", TANGENTS), ("float32", MORE), ("bfloat16", TANGENTS + MORE)]),
+    ids=["float32", "float32 more", "bfloat16"],
+)
+def test_tangents_send_what_is_predicted(dtype, ways):
     """Directions of keys that go around twice, or with the first round; tangents that the model leaves out."""
     shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=True, queries_sharded=True)
-    ways = [("tree", "allreduce"), ("tree", "gather"), ("ring", "keys"), ("ring", "queries")]
-    for method, merge in [*ways, ("ulysses", None), ("hybrid", None), ("gather", None)]:
+    for method, merge in ways:
         plain = dataclasses.replace(shape, causal=method != "tree")
         found, wanted = hold_tangent(method, merge, plain, (2, 2) if method == "hybrid" else (4,))
         assert found == wanted, (method, merge)
+
+
+@pytest.mark.full
+def test_tangents_of_one_query():
+    """Those of a ring of queries that all devices have, which is a tree's."""
     found, wanted = hold_tangent("ring", "queries", DECODE, (4,))
     assert found == wanted
 
@@ -244,17 +283,27 @@ def hold_gradient(method, merge, shape, sizes, **options):
     assert found == predicted(method, merge, shape, sizes, gradient=True, **options), method
 
 
-@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "bfloat16"))
-def test_gradients_send_what_is_predicted(dtype):
+# method, merge, whether causal, devices, whether narrow. In the hybrid heads are exchanged and keys go around.
+HYBRID = ("hybrid", None, False, (4, 2), False)
+OTHERS = (
+    *(("ring", "keys", True, (4,), narrow) for narrow in (False, True)),
+    ("ring", "keys", False, (2,), False),
+    ("ulysses", None, False, (4,), False),
+    *(("hybrid", None, False, (2, 2), narrow) for narrow in (False, True)),
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ways"),
+    few_rows([("bfloat16", (HYBRID,)), ("bfloat16", OTHERS), ("float32", (HYBRID, *OTHERS))]),
+    ids=["bfloat16", "bfloat16 others", "float32"],
+)
+def test_gradients_send_what_is_predicted(dtype, ways):
     """Gradients of keys that go around in other numbers than asked for, a hop too far, or home in wide ones."""
-    shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=True, queries_sharded=True)
-    for narrow in (False, True):
-        hold_gradient("ring", "keys", shape, (4,), narrow_gradients=narrow)
-    plain = dataclasses.replace(shape, causal=False)
-    hold_gradient("ring", "keys", plain, (2,))
-    hold_gradient("ulysses", None, plain, (4,))
-    for narrow in (False, True):
-        hold_gradient("hybrid", None, plain, (2, 2), narrow_gradients=narrow)
+    for method, merge, causal, sizes, narrow in ways:
+        shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=causal, queries_sharded=True)
+        options = {"narrow_gradients": True} if narrow else {}  # Ulysses has no such option
+        hold_gradient(method, merge, shape, sizes, **options)
 
 
 def test_a_query_that_moves_alone():
@@ -266,24 +315,26 @@ def test_a_query_that_moves_alone():
     assert found == wanted
 
 
-@pytest.mark.parametrize("merge", few(cost.MERGES, "allreduce"))
+@pytest.mark.full
+@pytest.mark.parametrize("merge", cost.MERGES)
 def test_decode_does_not_depend_on_keys(merge):
-    """A tree that sends something that grows with the context: 8k against 512k keys."""
-    found = [
-        sent(compiled(*attention("tree", merge, dataclasses.replace(DECODE, keys=keys)), (2, 4)))
-        for keys in (2**13, 2**19)
-    ]
-    assert found[0] == found[1]
-    assert sum(found[0].values()) <= {"gather": 1, "allreduce": 2, "ring": 7, "halving": 7}.get(
-        merge, 4
-    )
+    """A tree that sends something that grows with the context: 512k keys beside what is predicted for 8."""
+    many, few_keys = (dataclasses.replace(DECODE, keys=keys) for keys in (2**19, 8))
+    found = sent(compiled(*attention("tree", merge, many), (2, 4)))
+    assert found == predicted("tree", merge, few_keys, (2, 4))
+    most = {"gather": 1, "allreduce": 2, "ring": 7, "halving": 7}
+    assert sum(found.values()) <= most.get(merge, 4)
 
 
-@pytest.mark.parametrize("sizes", [(6,), (2, 4)], ids=str)
-def test_energies_send_what_is_predicted(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "merges"),
+    few_rows([((2, 4), ["allreduce", "halving"]), ((2, 4), merges_for(2)), ((6,), merges_for(1))]),
+    ids=["2x4", "2x4 all", "6"],
+)
+def test_energies_send_what_is_predicted(sizes, merges):
     """`logsumexp_across` is the fold of states without values: no more than one number a row."""
     shape = cost.Shape(1, 5, 0, 3, 1, 0, dtype="float32")
-    for merge in merges_for(len(sizes)):
+    for merge in merges:
         f = functools.partial(logsumexp_across, merge=merge)
         lse = jax.ShapeDtypeStruct((5, 3), jnp.float32)
         program = compiled(f, [lse], [False], sizes)

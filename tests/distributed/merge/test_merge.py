@@ -13,11 +13,26 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, logsumexp_across, merge_across
 from energy_attn.kernels import AttentionState, merge_all
-from tests.support.meshes import batches_psum, close, merges_for, mesh_of, parallel_of
-from tests.support.selection import few
+from tests.support.compare import close
+from tests.support.meshes import batches_psum, merges_for, mesh_of, parallel_of
+from tests.support.selection import few, few_rows
 
 ROWS, WIDTH = (2, 3), 4
 CASES = ("full", "empty shards", "empty rows", "up", "down", "junk")
+
+
+# First each merge.
+FIRST = [
+    ("8", "allreduce"),
+    ("8", "gather"),
+    ("2x4", "butterfly"),
+    ("2x4", "hierarchical"),
+    ("2x4", "halving"),
+    ("2x4", "ring"),
+    ("8", "remote"),
+    ("2x4 explicit", "auto"),
+]
+OTHERS = [("8", "butterfly"), ("8", "halving"), ("8", "ring"), ("2x4", "allreduce")]
 
 
 def parts(case, dtype=np.float64) -> AttentionState:
@@ -35,87 +50,86 @@ def parts(case, dtype=np.float64) -> AttentionState:
         out[:, 1, 1:] = 0
     if case == "junk":  # beside an energy of no keys
         out[1], lse[2, 1], out[2, 1] = np.nan, -np.inf, np.inf
-    return AttentionState(jnp.asarray(out, dtype), jnp.asarray(lse))
+    return AttentionState(np.asarray(out, dtype), lse)
 
 
-def folds(kind, merge):
-    """A compiled program for both folds over all axes of the mesh, and their pullbacks."""
+def folds(kind, fold):
+    """A compiled program for a fold over all axes of the mesh, and its pullback."""
     axes = parallel_of(kind).axes
-
-    def spread(f):
-        return jax.shard_map(
-            lambda parts: f(jax.tree.map(lambda x: x[0], parts)),
-            in_specs=P(axes),
-            out_specs=P(),
-        )
-
-    state = spread(functools.partial(merge_across, axis_name=axes, merge=merge))
-    energy = spread(functools.partial(logsumexp_across, axis_name=axes, merge=merge))
+    spread = jax.shard_map(
+        lambda parts: fold(jax.tree.map(lambda x: x[0], parts), axes),
+        in_specs=P(axes),
+        out_specs=P(),
+    )
 
     @jax.jit
     def run(parts, cotangent):
-        merged, pull_state = jax.vjp(state, parts)
-        total, pull_energy = jax.vjp(energy, parts.lse)
-        return merged, total, pull_state(cotangent)[0], pull_energy(cotangent.lse)[0]
+        merged, pull = jax.vjp(spread, parts)
+        return merged, pull(cotangent)[0]
 
     return run
+
+
+def found_by(kind, fold, cases, cotangent):
+    """What `fold` and its pullback make of the cases, with one program."""
+    with jax.set_mesh(mesh_of(kind)):
+        run, sharding = folds(kind, fold), P(parallel_of(kind).axes)
+        found = {case: run(jax.device_put(x, sharding), cotangent) for case, x in cases.items()}
+        return jax.device_get(found)
+
+
+def weights_of(lse):
+    """Each part's share of its row, and the energy of all; no share where all are empty."""
+    exact = scipy.special.logsumexp(lse, axis=0)
+    return np.exp(lse - np.where(np.isfinite(exact), exact, 0)), exact
 
 
 @pytest.mark.parametrize(
     ("kind", "merge"),
     [
-        ("8", "allreduce"),
-        ("8", "gather"),
-        ("8", "butterfly"),
-        ("2x4", "allreduce"),
-        ("2x4", "butterfly"),
-        ("2x4", "hierarchical"),
-        ("2x4", "ring"),
-        ("8", "remote"),
-        ("2x4 explicit", "auto"),
+        *(pytest.param(*row, marks=pytest.mark.smoke) for row in FIRST),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in OTHERS),
     ],
 )
 def test_folds_and_gradients(kind, merge):
     """A fold across devices that differs from the fold in one place: a weight, a maximum, an empty shard, a gradient.
 
-    Values against float64 logsumexp, gradients against the softmax weights and `merge_all`'s; all finite.
+    Values against float64 logsumexp, gradients against those of its formula; all finite.
     """
     rng = np.random.default_rng(1)
-    cotangent = AttentionState(
-        *(jnp.asarray(rng.standard_normal(s)) for s in ((*ROWS, WIDTH), ROWS))
-    )
-    alone = jax.jit(lambda parts, cotangent: jax.vjp(merge_all, parts)[1](cotangent)[0])
-    mesh = mesh_of(kind)
-    with jax.set_mesh(mesh):
-        run, sharding = folds(kind, merge), NamedSharding(mesh, P(parallel_of(kind).axes))
-        given = {case: jax.device_put(parts(case), sharding) for case in CASES}
-        found = {case: run(given[case], cotangent) for case in CASES}
-        found = jax.device_get(found)
-    cotangent = jax.device_get(cotangent)
-    for case, (merged, total, pulled, pulled_lse) in found.items():
-        given = parts(case)
+    cotangent = AttentionState(*(rng.standard_normal(s) for s in ((*ROWS, WIDTH), ROWS)))
+    cases = {case: parts(case) for case in CASES}
+    fold = functools.partial(merge_across, merge=merge)
+    found = found_by(kind, fold, cases, cotangent)
+    for case, (merged, pulled) in found.items():
+        given = cases[case]
         lse = np.where(np.isfinite(given.lse), given.lse, -np.inf)
         out = np.where(np.isfinite(lse)[..., None], given.out, 0)
-        exact = scipy.special.logsumexp(lse, axis=0)
-        weight = np.exp(lse - np.where(np.isfinite(exact), exact, 0))
-        close(merged.lse, exact, case)
-        close(total, exact, case)
-        close(merged.out, np.einsum("i...,i...h->...h", weight, out), case)
-        close(pulled_lse, weight * cotangent.lse, case)
-        close(pulled.out, weight[..., None] * cotangent.out, case)
-        expected = jax.device_get(alone(given, cotangent))
-        close(pulled.out, expected.out, case)
-        close(pulled.lse, expected.lse, case)
-        for gradient in (pulled.out, pulled.lse, pulled_lse):
-            assert np.isfinite(gradient).all(), case
-    assert np.isneginf(found["empty rows"][1]).sum() == 2
+        weight, energy = weights_of(lse)
+        whole = np.einsum("i...,i...h->...h", weight, out)
+        along = ((out - whole) * cotangent.out).sum(-1) + cotangent.lse
+        close(merged, AttentionState(whole, energy), case)
+        close(pulled, (weight[..., None] * cotangent.out, weight * along), case)
+    assert np.isneginf(found["empty rows"][0].lse).sum() == 2
+
+
+@pytest.mark.parametrize(("kind", "merge"), few_rows([("2x4", "hierarchical"), *FIRST, *OTHERS]))
+def test_energies(kind, merge):
+    """States whose output has no width: an exchange of empty arrays, or the gradient of another fold."""
+    cotangent = np.random.default_rng(1).standard_normal(ROWS)
+    cases = {case: parts(case).lse for case in ("empty rows", "up")}
+    fold = functools.partial(logsumexp_across, merge=merge)
+    for case, found in found_by(kind, fold, cases, cotangent).items():
+        weight, energy = weights_of(cases[case])
+        close(found, (energy, weight * cotangent), case)
 
 
 ROUNDS = {1: 0, 2: 1, 3: 2, 4: 2, 5: 3, 6: 3, 7: 3, 8: 3}
 
 
-# The others run the same code as these.
 SIZES = [(1,), (3,), (5,), (6,), (7,), (2, 3), (3, 2), (2, 2, 2)]
+# What the other merges do does not depend on the number.
+COUNTING = ("butterfly", "halving", "hierarchical")
 
 
 @pytest.mark.parametrize("sizes", few(SIZES, (2, 3)), ids=str)
@@ -126,38 +140,35 @@ def test_any_number_of_devices(sizes):
     """
     devices, axes = math.prod(sizes), ("a", "b", "c")[: len(sizes)]
     given = jax.tree.map(lambda x: x[:devices], parts("empty shards"))
-    exact = merge_all(given)
+    weight, energy = weights_of(given.lse)
+    exact = np.einsum("i...,i...h->...h", weight, given.out), energy
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]).reshape(sizes), axes)
-    for merge in merges_for(len(sizes)):
 
-        def fold(out, lse, merge=merge):
-            return merge_across(AttentionState(out[0], lse[0]), axes, merge)
+    def fold(merge, out, lse):
+        return merge_across(AttentionState(out[0], lse[0]), axes, merge)
 
-        def slope(given, fold=fold):
-            merged = jax.shard_map(fold, in_specs=P(axes), out_specs=P())(*given)
-            return (merged.out**2).sum() + jnp.where(jnp.isfinite(merged.lse), merged.lse, 0).sum()
+    def slope(given):
+        spread = functools.partial(fold, "butterfly")
+        merged = jax.shard_map(spread, in_specs=P(axes), out_specs=P())(*given)
+        return (merged.out**2).sum() + jnp.where(jnp.isfinite(merged.lse), merged.lse, 0).sum()
 
-        with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
+        for merge in (x for x in merges_for(len(sizes)) if x in COUNTING):
             each = jax.shard_map(
-                lambda *x, fold=fold: jax.tree.map(lambda y: y[None], fold(*x)),
+                lambda *x, merge=merge: jax.tree.map(lambda y: y[None], fold(merge, *x)),
                 in_specs=P(axes),
                 out_specs=P(axes),
             )
             compiled = jax.jit(each).lower(*given).compile()
             out, lse = jax.device_get(compiled(*given))
-            back = jax.jit(jax.grad(slope)).lower(given).compile()
-        assert (out == out[:1]).all() and (lse == lse[:1]).all(), merge
-        close(out[0], exact.out, merge)
-        close(lse[0], exact.lse, merge)
-        found = collectives(compiled)
-        assert [(c.kind, c.bytes) for c in collectives(back)] == [
-            (c.kind, c.bytes) for c in found
-        ], merge
-        if merge in ("butterfly", "remote"):  # the kernel is for TPUs
-            assert {c.kind for c in found} <= {"collective-permute"}
-            assert len(found) == sum(ROUNDS[size] for size in sizes)
-        if merge == "gather" and devices > 1:
-            assert [c.kind for c in found] == ["all-gather"]
+            assert (out == out[:1]).all() and (lse == lse[:1]).all(), merge
+            close((out[0], lse[0]), exact, merge)
+            if merge == "butterfly":
+                found = [(c.kind, c.bytes) for c in collectives(compiled)]
+        back = jax.jit(jax.grad(slope)).lower(given).compile()
+    assert {kind for kind, _ in found} <= {"collective-permute"}
+    assert len(found) == sum(ROUNDS[size] for size in sizes)
+    assert [(c.kind, c.bytes) for c in collectives(back)] == found
 
 
 def test_a_ring_of_any_length_is_one_loop():
@@ -185,21 +196,21 @@ def test_forward_mode():
     """A derivative of a fold that is another in forward mode: the rule is written for it and transposed by JAX."""
     given = parts("empty shards")
     rng = np.random.default_rng(3)
-    change = AttentionState(*(jnp.asarray(rng.standard_normal(x.shape)) for x in given))
-    _, exact = jax.jvp(merge_all, (given,), (change,))
+    change = AttentionState(*(rng.standard_normal(x.shape) for x in given))
     with jax.set_mesh(mesh_of("2x4")):
-        for merge in ("gather", "hierarchical"):
-            fold = jax.shard_map(
-                lambda out, lse, merge=merge: merge_across(
-                    AttentionState(out[0], lse[0]), ("node", "device"), merge
-                ),
-                in_specs=P(("node", "device")),
-                out_specs=P(),
-            )
-            _, found = jax.jit(lambda x, dx, fold=fold: jax.jvp(fold, tuple(x), tuple(dx)))(
-                given, change
-            )
-            jax.tree.map(close, AttentionState(*found), exact)
+        axes = parallel_of("2x4").axes
+        fold = jax.shard_map(
+            lambda out, lse: merge_across(AttentionState(out[0], lse[0]), axes, "gather"),
+            in_specs=P(axes),
+            out_specs=P(),
+        )
+        found = jax.jit(lambda x, dx: jax.jvp(fold, tuple(x), tuple(dx)))(given, change)
+    weight, energy = weights_of(given.lse)
+    out = given.out
+    whole = np.einsum("i...,i...h->...h", weight, out)
+    moved = change.out + (out - whole) * change.lse[..., None]
+    of_out = np.einsum("i...,i...h->...h", weight, moved)
+    close(found, ((whole, energy), (of_out, (weight * change.lse).sum(0))))
 
 
 def test_halving_is_equal_on_all_devices():
@@ -233,22 +244,19 @@ def test_axes_one_by_one():
         within, *both = jax.jit(
             jax.shard_map(f, in_specs=P(("node", "device")), out_specs=(P("node"), P(), P()))
         )(state)
-    for node in range(2):
-        half = jax.tree.map(lambda x: x[4 * node : 4 * node + 4], state)  # noqa: B023
-        close(within.out[node], merge_all(half).out)
-        close(within.lse[node], merge_all(half).lse)
-    for found in both:
-        jax.tree.map(close, found, merge_all(state))
+    halves = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), state)
+    close(within, jax.jit(jax.vmap(merge_all))(halves))
+    close(both, [jax.jit(merge_all)(state)] * 2)
 
 
 @pytest.mark.parametrize(
     ("dtype", "merge"),
-    [("bfloat16", "allreduce"), ("bfloat16", "butterfly"), ("float16", "gather")],
+    few_rows([("bfloat16", "allreduce"), ("bfloat16", "butterfly"), ("float16", "gather")], 2),
 )
 def test_narrow_outputs(dtype, merge):
     """Sums in the dtype of `out`: eight bfloat16 shards would err by 0.16 where float32 errs by a rounding."""
     given = parts("full", dtype)
-    given = given._replace(lse=given.lse.astype(jnp.float32))
+    given = given._replace(lse=given.lse.astype(np.float32))
     with jax.set_mesh(mesh_of("8")):
         spread = jax.shard_map(
             lambda out, lse: merge_across(AttentionState(out[0], lse[0]), "device", merge),
@@ -257,11 +265,13 @@ def test_narrow_outputs(dtype, merge):
         )
         merged = jax.device_get(jax.jit(spread)(*given))
     assert merged.out.dtype == dtype and merged.lse.dtype == np.float32
-    exact = merge_all(jax.tree.map(lambda x: x.astype(jnp.float64), given))
-    np.testing.assert_allclose(merged.lse, exact.lse, rtol=1e-6)
+    out, lse = (np.asarray(x, np.float64) for x in given)
+    weight, energy = weights_of(lse)
+    close(merged.lse, energy, tolerance=1e-6)
+    exact = np.einsum("i...,i...h->...h", weight, out)
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(
-        merged.out.astype(np.float64), exact.out, rtol=0, atol=eps * np.abs(exact.out).max()
+        merged.out.astype(np.float64), exact, rtol=0, atol=eps * np.abs(exact).max()
     )
 
 
@@ -271,7 +281,8 @@ def test_second_derivative():
 
     `∂²F/∂F_i∂F_j = w_i (δ_ij − w_j)`, in forward over reverse mode.
     """
-    lse = jnp.asarray(np.random.default_rng(2).standard_normal(8)).at[3].set(-jnp.inf)
+    lse = np.random.default_rng(2).standard_normal(8)
+    lse[3] = -np.inf
     with jax.set_mesh(mesh_of("8")):
         energy = jax.shard_map(
             lambda x: logsumexp_across(x[0], "device", "butterfly"),
@@ -279,5 +290,5 @@ def test_second_derivative():
             out_specs=P(),
         )
         hessian = jax.jit(jax.hessian(energy))(lse)
-    weight = scipy.special.softmax(np.asarray(lse))
+    weight = scipy.special.softmax(lse)
     close(hessian, np.diag(weight) - np.outer(weight, weight))

@@ -22,8 +22,9 @@ from energy_attn.distributed import collectives, merge_across, tree_attention
 from energy_attn.distributed.merge._remote import butterfly_p
 from energy_attn.distributed.merge._remote_kernel import fits
 from energy_attn.kernels import AttentionState, merge_all
+from tests.support.compare import close
 from tests.support.flags import environment
-from tests.support.meshes import batches_psum, close, mesh_of
+from tests.support.meshes import batches_psum, mesh_of
 from tests.support.remote import MESHES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -93,13 +94,13 @@ def test_elsewhere_it_is_the_butterfly():
         assert butterfly_p.name in str(jax.make_jaxpr(slope)(given))
         (_, found), slopes = jax.jit(jax.value_and_grad(slope, has_aux=True))(given)
     exact = merge_all(given)
-    jax.tree.map(close, found, exact)
+    close(found, exact)
 
     def alone(given):
         merged = merge_all(given)
         return (merged.out**2).sum() + merged.lse.sum()
 
-    jax.tree.map(close, slopes, jax.grad(alone)(given))
+    close(slopes, jax.grad(alone)(given))
 
 
 def test_what_fits():

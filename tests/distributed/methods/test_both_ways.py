@@ -1,73 +1,66 @@
-"""Keys that go around a ring both ways, half of the heads each, against plain attention on one device in float64."""
-
-from typing import Any
+"""Keys that go around a ring both ways, half of the heads each, against dense attention in float64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn import attention, masks, scores
+from energy_attn import attention, scores
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh, shard_sequence
+from tests.support.compare import close
+from tests.support.meshes import on_host
+from tests.support.problems import Problem, _make, cast, tangents
+from tests.support.reference import dense, dense_jvp, dense_vjp
+from tests.support.selection import few
 
 B, T, N, K, H, V = 2, 16, 4, 2, 8, 6
 
 
-def arrays(bias) -> Any:
-    shapes = (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, N, V)
-    rng = np.random.default_rng(0)
-    found = [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
-    return *found, None if bias is None else jnp.asarray(rng.normal(size=bias))
+def problem_of(bias=None, **options) -> Problem:
+    return _make("both ways", B, T, T, N, K, H, V, bias=bias, **options)
 
 
-def segments():
-    return masks.Segments(jnp.array([[0] * 7 + [1] * 9, [0] * 3 + [1] * 13]))
-
-
+SEGMENTS = np.array([[0] * 7 + [1] * 9, [0] * 3 + [1] * 13], np.int32)
 CASES = {
-    "causal": (None, lambda: {"is_causal": True}),
-    "a bias of every head": ((B, N, T, T), dict),
-    "a bias of all heads": ((1, 1, T, T), lambda: {"local_window_size": (5, 2)}),
-    "a bias of keys": ((1, N, 1, T), lambda: {"key_value_seq_lengths": jnp.array([9, 16])}),
-    "a bias of queries": ((B, 1, T, 1), lambda: {"mask": segments()}),
+    "a bias of every head": problem_of(
+        (1, N, T, T), is_causal=True, query_segment_ids=SEGMENTS, key_segment_ids=SEGMENTS
+    ),
+    "a bias of every row": problem_of((B, N, T, T), is_causal=True),
+    "a bias of all heads": problem_of((1, 1, T, T), local_window_size=(5, 2)),
+    "a bias of keys": problem_of((1, N, 1, T), key_value_seq_lengths=np.array([9, 16], np.int32)),
+    "a bias of queries": problem_of((B, 1, T, 1)),
 }
 
 
-def both_modes(parallel, options):
-    """Attention, its gradients, and its change in a direction."""
-
-    def run(query, key, value, cotangent, bias):
-        def out(*x):
-            return attention(*x, parallel=parallel, **options)
-
-        given = query, key, value, bias
-        found, backward = jax.vjp(out, *given)
-        return found, backward(cotangent), jax.jvp(out, given, jax.tree.map(jnp.cos, given))[1]
-
-    return jax.jit(run)
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(list(CASES), "a bias of every head"))
 def test_values_and_derivatives(name):
     """Half of the heads with the other half's keys, positions, bias or gradients; sums over too few rows."""
-    shape, options = CASES[name]
-    given, options = arrays(shape), options()
-    wanted = both_modes(None, options)(*given)
+    problem = CASES[name]
+    parallel = SequenceParallel("device", "ring", bidirectional=True)
+
+    def attend(arrays):
+        return attention(**arrays, **problem.options, parallel=parallel, return_energy=True)
+
+    @jax.jit
+    def run(arrays, cotangent, change):
+        found, back = jax.vjp(attend, arrays)
+        return found, back(cotangent)[0], jax.jvp(attend, (arrays,), (change,))[1]
+
+    (arrays, given), change = on_host(problem), tangents(problem)
     with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
-        parallel = SequenceParallel("device", "ring", bidirectional=True)
-        found = both_modes(parallel, options)(*given)
-    for got, exact in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-13)
+        found, gradients, moved = run(arrays, given, change)
+    close(found, dense(problem), "state", 1e-13)
+    close(gradients, dense_vjp(problem, *given), "gradient", 1e-13)
+    close(moved, dense_jvp(problem, change), "change", 1e-13)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["ring", "hybrid"])
 def test_layouts_and_second_order(method):
     """Positions of another order; a product with the Hessian; a ring over the slow axis alone."""
-    *given, cotangent, _ = arrays(None)
-    given[1:] = (
-        jnp.repeat(x, 2, 2) for x in given[1:]
-    )  # two heads of keys on each device of a node
+    # two heads of keys on each device of a node
+    problem = _make("both ways twice", B, T, T, N, 2 * K, H, V, source=True)
+    *given, cotangent = cast(problem, jnp.float64)[0].values()
 
     def curved(parallel):
         def loss(x):
@@ -86,13 +79,12 @@ def test_layouts_and_second_order(method):
         ordered = [shard_sequence(x, parallel) for x in given]
         found = curved(parallel)(ordered)
         wanted = jax.tree.map(lambda x: shard_sequence(x, parallel), wanted)
-    for got, exact in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-12)
+    close(found, wanted, tolerance=1e-12)
 
 
 def test_what_is_sent():
     """All keys in both directions, or keys and values one by one: each hop is half of both, each way."""
-    query, key, value = (x.astype(jnp.float32) for x in arrays(None)[:3])
+    query, key, value = cast(problem_of(), jnp.float32)[0].values()
     with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
         parallel = SequenceParallel("device", "ring", bidirectional=True)
         run = jax.jit(lambda *x: attention(*x, parallel=parallel))
@@ -109,7 +101,7 @@ def test_what_is_sent():
     ],
 )
 def test_heads_that_cannot(heads, options, words, unchecked):
-    query, key, value, *_ = arrays(None)
+    query, key, value = cast(problem_of(), jnp.float64)[0].values()
     with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
         parallel = SequenceParallel("device", "ring", bidirectional=True)
         with pytest.raises(ValueError, match=f"^bidirectional: wanted .*{words}"):

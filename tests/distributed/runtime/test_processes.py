@@ -13,7 +13,6 @@ import pytest
 from tests.support.flags import environment
 from tests.support.ports import free_port
 from tests.support.process import SCENARIOS
-from tests.support.selection import few_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 240  # for a machine that is busy; alone it takes a tenth of that
@@ -58,24 +57,19 @@ def launch(*arguments: object) -> subprocess.CompletedProcess:
 Found = list[dict[str, dict]]
 
 
-def run_scenarios(processes: int, devices: int, logs: Path) -> tuple[Found, str]:
+def run_scenarios(processes: int, devices: int, logs: Path, *names: str) -> tuple[Found, str]:
     """What each process found in each scenario (the mesh under the name `""`), and what the launcher said.
 
     A scenario that fails ends the run, so those after it are missing.
     """
     counts = ["-n", processes, "--devices", devices, "--timeout", SECONDS, "--log-dir", logs]
-    done = launch(*counts, "--", "-m", "tests.support.process", *SCENARIOS)
+    done = launch(*counts, "--", "-m", "tests.support.process", *names)
     found = []
     for index in range(processes):
         text = (logs / f"process-{index}.log").read_text()
         lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
         found.append({line.get("scenario", ""): line for line in lines})
-    return found, done.stderr
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> tuple[Found, str]:
-    return run_scenarios(2, 4, tmp_path_factory.mktemp("logs"))
+    return found, f"status {done.returncode}\n{done.stderr}"
 
 
 def check(ran: tuple[Found, str], name: str) -> None:
@@ -88,41 +82,60 @@ def check(ran: tuple[Found, str], name: str) -> None:
     assert len({process[name].get("bits") for process in found}) == 1
 
 
-def test_mesh_has_hosts_on_its_slow_axis(ran):
+def check_mesh(ran: tuple[Found, str], processes: int, devices: int) -> None:
+    """Hosts on the slow axis, and a fold over all of them."""
     for process in ran[0]:
-        assert process[""]["mesh"] == {"node": 2, "device": 4}
-        assert process[""]["processes of its rows"] == [[0] * 4, [1] * 4]
+        assert process[""]["mesh"] == {"node": processes, "device": devices}, ran[1]
+        rows = [[index] * devices for index in range(processes)]
+        assert process[""]["processes of its rows"] == rows
 
 
+@pytest.mark.smoke
+def test_two_processes(tmp_path):
+    """Collectives that end at a process's border, results that differ, a cache of which a process saves all or none.
+
+    And, at the end, a process that is killed, without whom the other would wait for minutes.
+    """
+    ran = run_scenarios(2, 2, tmp_path, "decode gather", "cache", "lost")
+    check_mesh(ran, 2, 2)
+    for name in ("decode gather", "cache"):
+        check(ran, name)
+    assert all(process["decode gather"]["largest group"] == 4 for process in ran[0])
+    assert ran[1].startswith("status 137\nlaunch: process 1 of 2 was killed by SIGKILL"), ran[1]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> tuple[Found, str]:
+    return run_scenarios(2, 4, tmp_path_factory.mktemp("logs"), *SCENARIOS)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_processes_of_four_devices(ran, name):
     """Collectives that end at a process's border, parts laid end to end in a wrong order, results that differ."""
+    check_mesh(ran, 2, 4)
     check(ran, name)
-
-
-@pytest.mark.parametrize("merge", ["allreduce", "gather"])
-def test_collectives_span_all_processes(ran, merge):
-    for process in ran[0]:
-        assert process[f"decode {merge}"]["largest group"] == 8
+    assert ran[0][0][name].get("largest group", 8) == 8
+    assert ran[1].startswith("status 0\n")
 
 
 @pytest.mark.full
 def test_four_processes_of_two_devices(tmp_path):
-    ran = run_scenarios(4, 2, tmp_path)
+    """The same where a process has two neighbours."""
+    ran = run_scenarios(4, 2, tmp_path, *SCENARIOS)
     for name in SCENARIOS:
         check(ran, name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "status", "said"),
-    few_rows(
-        [
-            ("SIGKILL", 137, "process 1 of 2 was killed by SIGKILL"),
-            ("SIGSTOP", 147, "process 1 of 2 is stopped"),
-            ("raise", 1, "process 1 of 2 ended with status 1"),
-            ("missing", 1, "process 0 of 2 ended with status 1"),
-        ]
-    ),
+    [
+        ("SIGKILL", 137, "process 1 of 2 was killed by SIGKILL"),
+        ("SIGSTOP", 147, "process 1 of 2 is stopped"),
+        ("raise", 1, "process 1 of 2 ended with status 1"),
+        ("missing", 1, "process 0 of 2 ended with status 1"),
+    ],
 )
 def test_a_lost_process_ends_the_run_and_is_named(what, status, said):
     """Survivors that wait for minutes, or a cause that drowns in what it leads to.
@@ -168,6 +181,7 @@ def test_plain_jax_finds_the_others(monkeypatch):
     assert {"[0] 0 of 2 2 6.0", "[1] 1 of 2 2 6.0"} <= lines, done.stdout
 
 
+@pytest.mark.full
 def test_without_a_supervisor_survivors_get_an_exception():
     """A lost peer that nobody watches over. JAX alone would wait in the collective, then abort without an exception."""
     coordinator = f"localhost:{free_port()}"

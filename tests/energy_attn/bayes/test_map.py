@@ -153,7 +153,9 @@ def test_gamma_is_what_it_says():
 
 
 @pytest.mark.parametrize(
-    "solver", [Extragradient, Optimistic, Newton], ids=lambda solver: solver.__name__
+    "solver",
+    few([Extragradient, Optimistic, Newton], Extragradient, Newton),
+    ids=lambda solver: solver.__name__,
 )
 def test_saddle_is_attention(solver):
     """Each solver ends at (0, ∇F(0)) from elsewhere, where Γ = -F(0); Newton's takes two steps."""
@@ -167,6 +169,7 @@ def test_saddle_is_attention(solver):
         assert solution.stats["steps"].max() == 2
 
 
+@pytest.mark.full
 def test_extragradient_finds_its_step():
     """From hot to cold, 50 of 50 rows converge with adaptive steps."""
     query, key, value, _ = random_keys("float64")
@@ -183,6 +186,7 @@ def test_extragradient_finds_its_step():
         np.testing.assert_allclose(solution.point, exact, atol=1e-6)
 
 
+@pytest.mark.full
 def test_joint_descent_on_gamma_diverges():
     """Why none of the above is gradient descent: the saddle repels it, at the rate that its own Hessian says.
 

@@ -63,6 +63,8 @@ def test_what_is_fitted(kept):
 
 def test_simulated_devices(tmp_path, capsys, monkeypatch):
     """A file that `auto` does not read, that leaves out a collective, or that says nothing of what was measured."""
+    sizes = {size: 1 for size in (min(_network.SIZES), max(_network.SIZES))}
+    monkeypatch.setattr(_network, "SIZES", sizes)
     arguments = ["--suite", "network", "--mesh", "node=2,device=4", "--repeats", "2"]
     assert main(["bench", *arguments, "--shrink", "256", "--out", str(tmp_path)]) == 0
     path = tmp_path / "topology.json"
@@ -78,6 +80,7 @@ def test_simulated_devices(tmp_path, capsys, monkeypatch):
     assert usual_topology(make_mesh((2, 4)).abstract_mesh, AXES) == found
 
 
+@pytest.mark.full
 def test_processes(tmp_path):
     """Processes that time another number of collectives, and so wait for each other forever; two that write."""
     arguments = ["-m", "energy_attn", "bench", "--suite", "network", "--repeats", "2"]

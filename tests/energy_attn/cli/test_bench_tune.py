@@ -16,6 +16,7 @@ SMALL = Sizes(32, 16, 4, 2), Sizes(16, 16, 4, 2), Sizes(64, 1024, 4, 8)
 CALL = _tune.Call("forward", 40, 600, 4, 2, 16, "float32", SMALL, False)
 
 
+@pytest.mark.full
 def test_dry_run(tmp_path, capsys):
     """A kernel that is not tuned, or a file that `pallas_gpu` does not read."""
     arguments = ["bench", "--suite", "tune", "--repeats", "1", "--out", str(tmp_path)]
@@ -47,7 +48,13 @@ def test_what_is_kept(monkeypatch):
     def measure(sides, repeats):
         return {name: [by_name.get(name.split(",")[0], 3.0)] * repeats for name in sides}
 
+    side, sides = _tune._side, {}
+
+    def compiled_once(call, arrays, tiles):
+        return sides.setdefault(tiles, side(call, arrays, tiles))
+
     monkeypatch.setattr(_tune, "measure", measure)
+    monkeypatch.setattr(_tune, "_side", compiled_once)
     best, row = _tune.tune(CALL, 2)
     assert best == GPUTiles(
         *("forward", 16, 16, 4, 2, 132),
@@ -103,7 +110,12 @@ def test_dtypes_and_widths(tmp_path, capsys, monkeypatch):
         "40",
     ]
     run = ["bench", "--suite", "tune", "--dry-run", "--out", str(tmp_path)]
-    assert main([*run, *asked]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(_tune, "declined", lambda call: None)  # traces each of twenty
+        assert main([*run, *asked]) == 0
+    path = tmp_path / "gpu_plan.json"
+    assert f"ENERGY_ATTN_GPU_PLAN={path}" in capsys.readouterr().out
+    assert len(load_gpu_plan(path).tiles) == len(tried)
     sides = [(call.dtype, call.width) for call in tried[:: len(tried) // 4]]
     assert sides == [("float16", 40), ("float16", 16), ("float32", 40), ("float32", 16)]
     assert {x.dtype.name for call in tried for x in call.shapes} == {"float16", "float32"}

@@ -17,6 +17,7 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.xla._blockwise import Blockwise
 from tests.support.flags import environment
+from tests.support.selection import few
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = [
@@ -71,7 +72,6 @@ def kernels(monkeypatch):
     for name, kernel in found.items():
         monkeypatch.setitem(_registry._REGISTRY, name, kernel)
     monkeypatch.setattr(_bench, "GPU_KERNELS", tuple(found))
-    monkeypatch.setattr(_check, "_small", lambda bench: iter(CASES))
 
 
 def options(folder, *steps):
@@ -83,8 +83,13 @@ def read(folder):
 
 
 @pytest.mark.usefixtures("user_settings")
-def test_check(tmp_path, kernels, monkeypatch):
-    """A wrong kernel called right, a failing one that ends the suite, one that declines among the failures."""
+@pytest.mark.parametrize("case", few(CASES, CASES[1]), ids=lambda case: case.label)
+def test_check(case, tmp_path, kernels, monkeypatch):
+    """A wrong kernel called right, a failing one that ends the suite, one that declines among the failures.
+
+    And a later call that repeats what is known, or never repeats what failed.
+    """
+    monkeypatch.setattr(_check, "_small", lambda bench: iter([case]))
     put, sizes = _record.Record.put, []
 
     def put_and_read(*args):
@@ -95,21 +100,22 @@ def test_check(tmp_path, kernels, monkeypatch):
     assert _steps.measure(options(tmp_path, "check")) == 0
     found = read(tmp_path)["check"]
     assert sizes == [*range(1, len(found) + 1)]  # on disk after each
-    assert set(found) == {f"{case.label} {name}" for case in CASES for name in _bench.GPU_KERNELS}
-    for case in CASES:
-        right = found[f"{case.label} right"]
-        wanted = {
-            "out",
-            "lse",
-            *(("dout", "dlse") if case.mode == "tangent" else ("dq", "dk", "dv")),
-        }
-        assert wanted <= set(right)
-        assert right["good"] and right["of_tolerance"] <= 1 and right["moved"] == [], right
-        wrong = found[f"{case.label} wrong"]
-        assert not wrong["good"] and float(wrong["of_tolerance"]) > 1, wrong
-        assert found[f"{case.label} declines"]["declined"] == "query: wanted a better day"
-        raises = found[f"{case.label} raises"]
-        assert "not lowered" in raises["error"] and raises["kernel"] == "raises"
+    assert set(found) == {f"{case.label} {name}" for name in _bench.GPU_KERNELS}
+    right = found[f"{case.label} right"]
+    derived = ("dout", "dlse") if case.mode == "tangent" else ("dq", "dk", "dv")
+    assert {"out", "lse", *derived} <= set(right)
+    assert right["good"] and right["of_tolerance"] <= 1 and right["moved"] == [], right
+    wrong = found[f"{case.label} wrong"]
+    assert not wrong["good"] and float(wrong["of_tolerance"]) > 1, wrong
+    assert found[f"{case.label} declines"]["declined"] == "query: wanted a better day"
+    raises = found[f"{case.label} raises"]
+    assert "not lowered" in raises["error"] and raises["kernel"] == "raises"
+
+    made, compiled = [], _bench._compiled
+    monkeypatch.setattr(_bench, "_compiled", lambda jobs, n: made.extend(jobs) or compiled(jobs, n))
+    _steps.measure(options(tmp_path, "check"))
+    assert [job.label for job in made] == [f"{case.label} raises"]
+    assert read(tmp_path)["check"] == found
 
 
 @pytest.mark.usefixtures("user_settings")
@@ -148,22 +154,9 @@ def test_an_energy_where_there_are_no_keys():
 
 
 @pytest.mark.usefixtures("user_settings")
-def test_a_later_call_goes_on(tmp_path, kernels, monkeypatch):
-    """A call that repeats what is known, or never repeats what failed."""
-    monkeypatch.setattr(_check, "_small", lambda bench: iter(CASES[:1]))
-    _steps.measure(options(tmp_path, "check"))
-    first = read(tmp_path)["check"]
-    made = []
-    compiled = _bench._compiled
-    monkeypatch.setattr(_bench, "_compiled", lambda jobs, n: made.extend(jobs) or compiled(jobs, n))
-    _steps.measure(options(tmp_path, "check"))
-    assert [job.label for job in made] == ["causal raises"]
-    assert read(tmp_path)["check"] == first
-
-
-@pytest.mark.usefixtures("user_settings")
-def test_time_is_spent(tmp_path, kernels):
+def test_time_is_spent(tmp_path, kernels, monkeypatch):
     """A measurement that is begun too late; and one that is lost because of it."""
+    monkeypatch.setattr(_check, "_small", lambda bench: iter(CASES))
     late = options(tmp_path, "check")._replace(deadline=time.time() - 1)
     assert _steps.measure(late) == 0
     assert not (tmp_path / "first_light.json").exists()
@@ -207,34 +200,6 @@ def test_a_process_that_does_not_start(tmp_path, capsys):
     """One that is started again and again."""
     assert _process.supervise(options(tmp_path), (sys.executable, "-c", "raise SystemExit(7)")) == 1
     assert "ended with status 7" in capsys.readouterr().out
-
-
-def test_a_bare_checkout():
-    """A package that only an installation brings."""
-    code = """
-import importlib.abc, importlib.metadata, sys
-
-class Missing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name in ("safetensors", "tokenizers", "matplotlib", "torch", "transformers", "beartype"):
-            raise ModuleNotFoundError(name)
-
-installed = importlib.metadata.distribution
-def distribution(name):
-    if name == "energy_attn":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return installed(name)
-
-importlib.metadata.distribution = distribution
-sys.meta_path.insert(0, Missing())
-import energy_attn.__main__
-energy_attn.__main__.main(["bench", "--suite", "first-light", "--help"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--dry-run" in done.stdout
 
 
 @pytest.mark.full

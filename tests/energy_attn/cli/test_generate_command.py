@@ -21,8 +21,8 @@ CONFIG = LlamaConfig(256, 16, 24, num_hidden_layers=1, num_attention_heads=4, nu
 def folder(tmp_path_factory):
     """A checkpoint for bytes; its weights are large, so that no two tokens are nearly as likely."""
     made = tmp_path_factory.mktemp("bytes")
-    model = jax.tree.map(lambda x: 20 * x, Llama(CONFIG, key=jax.random.key(0)))
-    model.save(made)
+    draw = jax.jit(lambda: jax.tree.map(lambda x: 20 * x, Llama(CONFIG, key=jax.random.key(0))))
+    draw().save(made)
     (made / "prompt.txt").write_text(PROMPT, "utf-8")
     return made
 

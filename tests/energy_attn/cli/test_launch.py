@@ -15,6 +15,14 @@ from energy_attn.cli import _worker, launch
 
 ROOT = Path(__file__).resolve().parents[3]
 SLEEP = "import time; time.sleep(60)"
+# The package as a folder alone: the launcher needs none of what its start imports, which takes a second.
+LIGHT = f"""
+import sys, types
+package = types.ModuleType("energy_attn")
+package.__path__ = [{str(ROOT / "energy_attn")!r}]
+sys.modules["energy_attn"] = package
+from energy_attn.cli import launch
+"""
 
 
 def run(*arguments: object) -> int:
@@ -51,6 +59,7 @@ def wait_for(path: Path) -> str:
     raise AssertionError(f"{path} was not written")
 
 
+@pytest.mark.smoke
 def test_environment_of_each_process(monkeypatch, capfd):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_mine=1")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
@@ -121,9 +130,10 @@ def test_reader_that_goes(tmp_path):
         "import sys\nsys.stdout.buffer.write('ü\\n'.encode())\n"
         f"for i in range(9999): print(i)\nopen({str(done)!r}, 'w')"
     )
-    command = [sys.executable, "-m", "energy_attn", "launch", "-n", "1", "--", "-c", code]
+    start = f"{LIGHT}\nsys.exit(launch.supervise([sys.executable, '-c', {code!r}], [{{}}]))"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", start]
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None
         assert launcher.stdout.readline() == "[0] \\xfc\n"
@@ -175,7 +185,10 @@ LOST = "print('Gloo: Connection closed by peer', flush=True); os._exit(1)"
 @pytest.mark.parametrize(
     ("death", "effect", "status", "said"),
     [
-        (SIGSEGV, "os._exit(1)", 139, "process 1 of 2 was killed by SIGSEGV"),
+        pytest.param(
+            *(SIGSEGV, "os._exit(1)", 139, "process 1 of 2 was killed by SIGSEGV"),
+            marks=pytest.mark.full,
+        ),
         (SIGSEGV, "os.abort()", 139, "process 1 of 2 was killed by SIGSEGV"),
         (SLOW_EXIT, "time.sleep(0.2); os._exit(1)", 7, "process 1 of 2 ended with status 7"),
         (SLOWER, LOST, 7, "process 1 of 2 ended with status 7"),
@@ -254,8 +267,7 @@ def test_workers_die_with_the_launcher(tmp_path, number, status):
         ".write(f'{os.getpid()} {child.pid}\\n'); time.sleep(60)"
     )
     start = (
-        "import sys; from energy_attn.cli import launch; "
-        f"workers = [{{'JAX_PROCESS_ID': x}} for x in '01']; "
+        f"{LIGHT}\nworkers = [{{'JAX_PROCESS_ID': x}} for x in '01']\n"
         f"sys.exit(launch.supervise([sys.executable, '-c', {code!r}], workers))"
     )
     launcher = subprocess.Popen(

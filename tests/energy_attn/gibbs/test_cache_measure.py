@@ -7,55 +7,56 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import KVCache
+from tests.support.compare import close
+from tests.support.measures import answers, few_answers
 from tests.support.meshes import mesh_of, parallel_of
+from tests.support.observables import directions, exact
+from tests.support.problems import Problem, cast, cotangents
+from tests.support.reference import dense_vjp
 from tests.support.selection import few_rows
 
+LENGTHS = np.array([9, 4], np.int32)
+# rows end at their lengths, and the queries are their last two tokens
+ASKED = (LENGTHS[:, None] - 2 + np.arange(2)).astype(np.int32)
 
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
 
-
-def answers(F, along):
-    """All that is asked of a measure here."""
-    moments = F.score_moments()
-    return {
-        "energy": F(),
-        "out": F.attention(),
-        "source": F(along),
-        "covariance": F.covariance(along),
-        "entropy": F.entropy(),
-        "mean": moments.mean,
-        "variance": moments.variance,
-        "tilted": F.tilt(along).attention(),
-    }
+def whole(window, joined) -> Problem:
+    """The same keys at once, and which query sees which; those beside the cache are five more, which all see."""
+    keys, key_len = np.arange(9), 14 if joined else 9
+    seen = (keys < LENGTHS[:, None, None]) & (keys <= ASKED[..., None])
+    if window is not None:
+        seen &= keys >= ASKED[..., None] - window
+    more = np.ones((2, 2, key_len - 9), bool)
+    rng = np.random.default_rng(0)
+    arrays = (
+        rng.standard_normal(s) for s in ((2, 2, 4, 4), (2, key_len, 2, 4), (2, key_len, 2, 3))
+    )
+    source = rng.standard_normal((2, 2, 4, 3))
+    mask = np.concatenate([seen, more], -1)[:, None]
+    return Problem("cached", *arrays, source=source, mask=mask, scale=0.7)
 
 
 @pytest.mark.parametrize(
-    ("window", "joined"), few_rows([(6, False), (6, True), (None, True), (None, False)])
+    ("window", "joined", "ask"),
+    few_rows(
+        [
+            (6, False, few_answers),
+            (6, True, answers),
+            (None, True, few_answers),
+            (None, False, few_answers),
+        ]
+    ),
 )
-def test_measure_of_a_cache(window, joined):
+def test_measure_of_a_cache(window, joined, ask):
     """Slots that are empty or evicted, ragged rows, the window, or the mesh of the cache, left out."""
-    lengths = np.array([9, 4], np.int32)
-    key, value = normal(0, 2, 9, 2, 4), normal(1, 2, 9, 2, 3)
-    query, along = normal(2, 2, 2, 4, 4), normal(3, 2, 2, 4, 3)
-    more_key, more_value = normal(4, 2, 5, 2, 4), normal(5, 2, 5, 2, 3)
+    problem = whole(window, joined)
+    along = directions(problem)
     energy = ea.FreeEnergy(scale=0.7, is_causal=True)
-    # rows end at their lengths, and the queries are their last two tokens
-    asked = jnp.asarray(lengths[:, None] - 2 + np.arange(2)[None], jnp.int32)
-    reach = None if window is None else (window, 0)
-
-    def all_answers(F, query):
-        """By itself, or joined with keys that are not in the cache."""
-        more = ea.FreeEnergy(scale=0.7).at(query, more_key, more_value)
-        return answers(F | more if joined else F, along)
+    given = cotangents(problem, jnp.float64)
 
     with jax.set_mesh(mesh_of("8")):
         cache = KVCache.empty(
-            2,
-            16,
-            2,
-            4,
-            3,
+            *(2, 16, 2, 4, 3),
             dtype=jnp.float64,
             window=window,
             parallel=parallel_of("8"),
@@ -63,28 +64,23 @@ def test_measure_of_a_cache(window, joined):
         )
 
         @jax.jit
-        def run(cache, key, value, query):
-            def total(query, value):
-                filled = cache.append(key, value, lengths=jnp.asarray(lengths))
-                found = all_answers(filled.at(query, energy=energy), query)
-                return sum(x.sum() for x in jax.tree.leaves(found)), found
+        def run(cache, arrays):
+            def total(arrays):
+                query, key, value = (arrays[name] for name in ("query", "key", "value"))
+                filled = cache.append(key[:, :9], value[:, :9], lengths=jnp.asarray(LENGTHS))
+                F = filled.at(query, energy=energy)
+                if joined:
+                    F |= ea.FreeEnergy(scale=0.7).at(query, key[:, 9:], value[:, 9:])
+                F = F.tilt(arrays["source"])
+                state = F.attention(return_energy=True)
+                return sum(map(jnp.vdot, given, state)), ask(F, along)
 
-            return jax.grad(total, (0, 1), has_aux=True)(query, value)
+            return jax.grad(total, has_aux=True)(arrays)
 
-        grads, found = run(cache, key, value, query)
+        gradients, found = jax.device_get(run(cache, cast(problem, jnp.float64)[0]))
 
-    def exact(query, value):
-        F = ea.FreeEnergy(scale=0.7, is_causal=True, local_window_size=reach).at(
-            query, key, value, query_positions=asked, key_value_seq_lengths=jnp.asarray(lengths)
-        )
-        wanted = all_answers(F, query)
-        return sum(x.sum() for x in jax.tree.leaves(wanted)), wanted
-
-    wanted_grads, wanted = jax.jit(jax.grad(exact, (0, 1), has_aux=True))(query, value)
-    for mine, theirs in zip(
-        *map(jax.tree.leaves, ((found, grads), (wanted, wanted_grads))), strict=True
-    ):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-10)
+    close(found, exact(problem, found), tolerance=1e-10)
+    close(gradients, dense_vjp(problem, *map(np.asarray, given)), tolerance=1e-10)
 
 
 def test_wrong_queries(unchecked):

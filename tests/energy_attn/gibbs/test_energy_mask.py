@@ -1,5 +1,7 @@
 """`FreeEnergy(mask=)`: the energy's own rule holds wherever the energy goes, beside the mask of a call."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,15 @@ import pytest
 import energy_attn as ea
 from energy_attn import masks
 from energy_attn.distributed import KVCache
+from tests.support.compare import close
+from tests.support.observables import exact
+from tests.support.problems import Problem, cotangents
+from tests.support.reference import dense, dense_vjp
 
 LENGTH = 9
 I = np.arange(LENGTH)
 PREFIX = np.array([2, 5], np.int32)
-RULE = masks.Causal() | masks.Prefix(jnp.asarray(PREFIX))
+RULE = masks.Causal() | masks.Prefix(PREFIX)
 DENSE = (I[None, :, None] >= I[None, None, :]) | (I[None, None, :] < PREFIX[:, None, None])
 
 
@@ -20,69 +26,85 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
 
 
-def close(mine, theirs):
-    for x, y in zip(*map(jax.tree.leaves, (mine, theirs)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
-
-
-def answers(F, along):
-    return F(), F(along), F.attention(), F.entropy(), F.covariance(along), F.tilt(along).entropy()
-
-
 @pytest.mark.parametrize("array", [pytest.param(False, marks=pytest.mark.full), True])
 def test_rule_of_an_energy(array):
     """A method, a gradient or a transformation that forgets the rule, or the array beside it."""
-    q, k, v, along = (normal(i, 2, LENGTH, 2, 3) for i in range(4))
-    given = jnp.asarray(np.random.default_rng(5).random((2, 1, LENGTH, LENGTH)) < 0.7)
-    call = {"mask": given} if array else {}
-    whole = jnp.asarray(DENSE[:, None]) & (given if array else True)
-    energy = ea.FreeEnergy(mask=RULE)
+    rng = np.random.default_rng(5)
+    given = rng.random((2, 1, LENGTH, LENGTH)) < 0.7
+    call = {"mask": jnp.asarray(given)} if array else {}
+    arrays = (rng.standard_normal((2, LENGTH, 2, 3)) for _ in range(4))
+    problem = Problem("rule", *arrays, mask=DENSE[:, None] & (given if array else True))
+    plain = replace(problem, source=None)
+    dout, dlse = cotangents(problem, jnp.float64)
 
-    def total(q, F, others):
-        found = answers(F(q), along), others(q)
-        return sum(x.sum() for x in jax.tree.leaves(found)), found
+    @jax.jit
+    def run(query, key, value, source):
+        energy = ea.FreeEnergy(mask=RULE)
 
-    def mine(q):
-        def others(q):
-            return energy.attention(q, k, v, **call), energy(q, k, v, source=along, **call)
+        def total(query):
+            F = energy.at(query, key, value, **call)
+            direct = energy(query, key, value, source=source, **call)
+            out = energy.attention(query, key, value, **call)
+            tilted, entropy = F.tilt(source), F.tilt(source).entropy()
+            found = {"attention": tilted.attention(), "entropy": entropy}, (out, F(), direct)
+            return (dlse * (direct + tilted())).sum() + (dout * out).sum(), found
 
-        return total(q, lambda q: energy.at(q, k, v, **call), others)
+        mapped = jax.vmap(lambda F: F.attention())(energy.at(query, key, value))
+        return *jax.grad(total, has_aux=True)(query), mapped
 
-    def theirs(q):
-        def others(q):
-            plain = ea.FreeEnergy()
-            options = {"mask": whole}
-            return plain.attention(q, k, v, **options), plain(q, k, v, source=along, **options)
-
-        return total(q, lambda q: ea.FreeEnergy().at(q, k, v, mask=whole), others)
-
-    close(*(jax.jit(jax.grad(f, has_aux=True))(q) for f in (mine, theirs)))
-    out = jax.vmap(lambda F: F.attention())(energy.at(q, k, v))
-    close(out, ea.attention(q, k, v, mask=jnp.asarray(DENSE[:, None])))
+    found = run(*(problem.arrays[name] for name in ("query", "key", "value", "source")))
+    gradient, (answers, calls), mapped = jax.device_get(found)
+    close(answers, exact(problem, answers))
+    close(calls, (*dense(plain), dense(problem)[1]))
+    close(mapped, dense(replace(plain, mask=DENSE[:, None]))[0])
+    zero, dout, dlse = (np.asarray(x) for x in (0 * dout, dout, dlse))
+    wanted = 2 * dense_vjp(problem, zero, dlse)["query"] + dense_vjp(plain, dout, 0 * dlse)["query"]
+    close(gradient, wanted)
 
 
 def test_modules_and_caches():
-    """Dropout, which has a mask of its own, a block that changes positions, or a cache without the rule."""
+    """Dropout, which has a mask of its own, or a cache without the rule."""
     x, rule = normal(0, LENGTH, 4), masks.Causal() | masks.Prefix(2)
-    dense = jnp.asarray((I[:, None] >= I) | (I < 2)[None])
+    dense_ = jnp.asarray((I[:, None] >= I) | (I < 2)[None])
     near = jnp.asarray(I[None] - I[:, None] >= -3)
-    key = jax.random.key(0)
-    layer = ea.MultiheadAttention(2, 4, mask=rule, dropout_p=0.3, key=key)
-    plain = ea.MultiheadAttention(2, 4, dropout_p=0.3, key=key)
-    close(layer(x, x, x, key=key), plain(x, x, x, dense, key=key))
-    window = layer(x, x, x, masks.Window(3, None), key=key)
-    close(window, plain(x, x, x, dense & near, key=key))
-
-    block = ea.hopfield.EnergyAttentionBlock(4, 2, free_energy=ea.FreeEnergy(mask=rule), key=key)
-    other = ea.hopfield.EnergyAttentionBlock(4, 2, key=key)
-    close(block(x), other(x, mask=dense[None, None]))
-
     k, v, q = normal(1, 1, LENGTH, 2, 3), normal(2, 1, LENGTH, 2, 3), normal(3, 1, 4, 2, 3)
-    cache = KVCache.empty(1, 16, 2, 3, dtype=jnp.float64).append(k, v)
-    hole = ~(masks.Prefix(4) & ~masks.Prefix(2))  # all but positions 2 and 3
-    found = cache.at(q, energy=ea.FreeEnergy(is_causal=True, mask=hole)).attention()
     rows = jnp.asarray((I[-4:, None] >= I) & ~((I >= 2) & (I < 4)))
-    close(found, ea.attention(q, k, v, mask=rows[None, None]))
+
+    @jax.jit
+    def run(key):
+        layer = ea.MultiheadAttention(2, 4, mask=rule, dropout_p=0.3, key=key)
+        plain = ea.MultiheadAttention(2, 4, dropout_p=0.3, key=key)
+        cache = KVCache.empty(1, 16, 2, 3, dtype=jnp.float64).append(k, v)
+        hole = ~(masks.Prefix(4) & ~masks.Prefix(2))  # all but positions 2 and 3
+        energy = ea.FreeEnergy(is_causal=True, mask=hole)
+        return {
+            "layer": (
+                layer(x, x, x, masks.Window(3, None), key=key),
+                plain(x, x, x, dense_ & near, key=key),
+            ),
+            "cache": (
+                cache.at(q, energy=energy).attention(),
+                ea.attention(q, k, v, mask=rows[None, None]),
+            ),
+        }
+
+    for name, pair in run(jax.random.key(0)).items():
+        close(*pair, name, 1e-12)
+
+
+@pytest.mark.full
+def test_block():
+    """A block that changes positions."""
+    x, rule = normal(0, LENGTH, 4), masks.Causal() | masks.Prefix(2)
+    whole = jnp.asarray((I[:, None] >= I) | (I < 2)[None])
+
+    @jax.jit
+    def run(key):
+        Block = ea.hopfield.EnergyAttentionBlock
+        block = Block(4, 2, free_energy=ea.FreeEnergy(mask=rule), key=key)
+        return block(x), Block(4, 2, key=key)(x, mask=whole[None, None])
+
+    close(*run(jax.random.key(0)), tolerance=1e-12)
 
 
 def test_wrong_masks(unchecked):

@@ -1,5 +1,7 @@
 """Scores in measures: all that follows from F follows from that of a score; energies that are learnt."""
 
+from dataclasses import replace
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,10 @@ import pytest
 
 import energy_attn as ea
 from energy_attn import scores
+from tests.support.compare import close
 from tests.support.measures import answers
+from tests.support.problems import Problem
+from tests.support.reference import dense, rows
 from tests.support.scores import CASES
 
 CASE = CASES["function"]
@@ -17,7 +22,7 @@ B, T, N, H, V = 2, 6, 4, 3, 2
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+    return np.random.default_rng(seed).standard_normal(shape)
 
 
 ARRAYS = {
@@ -25,80 +30,113 @@ ARRAYS = {
     "key": normal(1, B, T, 2, H),
     "value": normal(2, B, T, 2, V),
 }
-PARAMETERS = jax.tree.map(jnp.asarray, CASE.parameters)
-
-
-def close(found, wanted, tolerance=1e-10):
-    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+PARAMETERS = CASE.parameters
 
 
 def energy_of(arrays, parameters):
     energy = ea.FreeEnergy(score=CASE.make(parameters), is_causal=True, scale=H**-0.5)
-    return energy.at(**arrays)
+    return energy.at(**jax.tree.map(jnp.asarray, arrays))
 
 
-def as_bias(arrays, parameters):
-    """The same measure of a plain energy: the scores written out, as its bias."""
+def scores_of(arrays, parameters):
+    """The scores written out."""
     query, key = arrays["query"], jnp.repeat(arrays["key"], 2, 2)
     raw = H**-0.5 * jnp.einsum("btnh,bsnh->bnts", query, key)
     b, h, i, j = np.ogrid[:B, :N, :T, :T]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        bias = CASE.dense(raw, b, h, i, j, parameters)
-    given = arrays | {"query": 0 * query}
-    return ea.FreeEnergy(is_causal=True).at(**given, bias=bias)
+        return CASE.dense(raw, b, h, i, j, parameters)
+
+
+def as_bias(arrays, parameters):
+    """The same measure of a plain energy, with the scores as its bias."""
+    given = jax.tree.map(jnp.asarray, arrays | {"query": 0 * arrays["query"]})
+    return ea.FreeEnergy(is_causal=True).at(**given, bias=scores_of(arrays, parameters))
 
 
 ALONG = [normal(10 + i, B, T, N, V) for i in range(4)]
+
+
+def some(F):
+    return F(ALONG[2]), F.entropy(), F.score_moments(), F.covariance(jnp.asarray(ALONG[0]))
+
+
+def tilted(F):
+    return F.tilt(jnp.asarray(ALONG[0])).tilt(jnp.asarray(ALONG[1] / 3))
+
+
 QUESTIONS = {
     "observables": lambda F: answers(F, ALONG),
-    "tilted": lambda F: few(F.tilt(ALONG[0]).tilt(ALONG[1] / 3)),
-    "joined": lambda F: few(F.tilt(ALONG[0]) | F),
+    "tilted": lambda F: some(tilted(F)),
+    "joined": lambda F: some(F.tilt(jnp.asarray(ALONG[0])) | F),
     # at a point inside the hull of the values that a row sees
-    "bayes": lambda F: F.conjugate(0.9 * F.attention() + 0.1 * F.tilt(ALONG[0]).attention()).value,
+    "bayes": lambda F: F.conjugate(0.9 * F.attention() + 0.1 * tilted(F).attention()).value,
 }
-FULL = pytest.mark.full
 
 
-def few(F):
-    return F(ALONG[2]), F.entropy(), F.score_moments(), F.covariance(ALONG[0])
+def test_tilted_measure():
+    """Scores that a source goes through, or a parameter that has no gradient through an observable."""
+
+    def ours(arrays, parameters):
+        F = tilted(energy_of(arrays, parameters))
+        return *F.attention(return_energy=True), F.entropy()
+
+    def theirs(arrays, parameters):
+        value = jnp.repeat(arrays["value"], 2, 2)
+        s = scores_of(arrays, parameters)
+        s += jnp.einsum("btnv,bsnv->bnts", ALONG[0] + ALONG[1] / 3, value)
+        s = jnp.where(np.tril(np.ones((T, T), bool))[None, None], s, -1e30)
+        logs = jax.nn.log_softmax(s, axis=-1)
+        out = jnp.einsum("bnts,bsnv->btnv", jnp.exp(logs), value)
+        rows = jax.nn.logsumexp(s, axis=-1), -(jnp.exp(logs) * logs).sum(-1)
+        return out, *(x.transpose(0, 2, 1) for x in rows)
+
+    @jax.jit
+    def run(arrays, parameters):
+        return [gradient_of(f)(arrays, parameters) for f in (ours, theirs)]
+
+    close(*run(ARRAYS, PARAMETERS), tolerance=1e-10)
 
 
-@pytest.mark.parametrize(
-    "question",
-    [
-        "tilted",
-        "bayes",
-        pytest.param("observables", marks=FULL),
-        pytest.param("joined", marks=FULL),
-    ],
-)
+def gradient_of(ask):
+    """Of a number that depends on all that is asked, and what is found."""
+
+    def total(arrays, parameters):
+        found = ask(arrays, parameters)
+        return sum(jnp.sin(x).sum() for x in jax.tree.leaves(found)), found
+
+    return jax.grad(total, (0, 1), has_aux=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("question", QUESTIONS)
 def test_measures(question):
     """A question that is asked of the products, or of a score that a source has gone through."""
-    ask = QUESTIONS[question]
 
     def run(measure):
-        def total(arrays, parameters):
-            found = ask(measure(arrays, parameters))
-            return sum(jnp.sin(x).sum() for x in jax.tree.leaves(found)), found
-
-        return jax.jit(jax.grad(total, (0, 1), has_aux=True))
+        of_all = gradient_of(lambda *x: QUESTIONS[question](measure(*x)))
+        return jax.jit(of_all)(ARRAYS, PARAMETERS)
 
     tolerance = 1e-5 if question == "bayes" else 1e-9
-    close(*(run(f)(ARRAYS, PARAMETERS) for f in (energy_of, as_bias)), tolerance)
+    close(run(energy_of), run(as_bias), tolerance=tolerance)
 
 
+@pytest.mark.full
 def test_samples():
     """Draws from the products' own softmax."""
-    F, G = (f(ARRAYS, PARAMETERS) for f in (energy_of, as_bias))
-    key = jax.random.key(0)
-    np.testing.assert_array_equal(F.sample(key=key, count=50), G.sample(key=key, count=50))
+
+    @jax.jit
+    def draw(key):
+        return [f(ARRAYS, PARAMETERS).sample(key=key, count=50) for f in (energy_of, as_bias)]
+
+    np.testing.assert_array_equal(*draw(jax.random.key(0)))
 
 
+@pytest.mark.full
 def test_learnt():
     """Parameters that an optimiser does not find in a module, or that do not learn: a slope is found again."""
     truth = ea.FreeEnergy(score=scores.ALiBi(jnp.asarray([0.5, 0.1, 0.2, 1.0])), is_causal=True)
-    target = truth.attention(**ARRAYS)
+    arrays = jax.tree.map(jnp.asarray, ARRAYS)
+    target = jax.jit(lambda: truth.attention(**arrays))()
     module = ea.FreeEnergy(score=scores.ALiBi(jnp.zeros(N)), is_causal=True)
     optimiser = optax.adam(0.05)
     given = optimiser.init(eqx.filter(module, eqx.is_inexact_array))
@@ -106,7 +144,7 @@ def test_learnt():
     @eqx.filter_jit
     def step(module, given):
         loss = eqx.filter_value_and_grad(
-            lambda m: jnp.square(m.attention(**ARRAYS) - target).mean()
+            lambda m: jnp.square(m.attention(**arrays) - target).mean()
         )
         value, gradient = loss(module)
         with jax.numpy_dtype_promotion("standard"):
@@ -120,18 +158,31 @@ def test_learnt():
     assert losses[-1] < 1e-4 * losses[0]
 
 
-def test_layers():
-    """A layer whose energy has a score that it forgets; numbers in it that are taken for parameters."""
+def layers():
+    """One with a score, the same without it, and rows for both."""
     energy = ea.FreeEnergy(score=scores.SoftCap(0.5))
     layer = ea.MultiheadAttention(num_heads=2, query_size=4, key=jax.random.key(0), energy=energy)
-    plain = eqx.tree_at(lambda x: x.energy, layer, ea.FreeEnergy())
-    x = normal(3, 5, 4)
-    x = x.astype(layer.query_proj.weight.dtype)
-    assert not np.allclose(layer(x, x, x), plain(x, x, x))
+    x = jnp.asarray(normal(3, 5, 4), layer.query_proj.weight.dtype)
+    return layer, eqx.tree_at(lambda x: x.energy, layer, ea.FreeEnergy()), x
+
+
+def test_layers():
+    """A layer whose energy has a score that it forgets; numbers in it that are taken for parameters."""
+    layer, plain, x = layers()
     assert jax.tree.leaves(eqx.filter(layer.energy, eqx.is_array)) == []
-    traced = jax.jit(lambda layer: layer.energy.attention(*[x[:, None]] * 3))
-    np.testing.assert_allclose(
-        eqx.filter_jit(traced)(layer), layer.energy.attention(*[x[:, None]] * 3), rtol=1e-6
-    )
+    run = jax.jit(lambda layer: layer.energy.attention(*layer.project(x, x, x)))
+    found, other = (eqx.filter_jit(run)(model) for model in (layer, plain))
+    products = jax.jit(lambda layer: layer.project(x, x, x))
+    query, key, value = (np.asarray(x)[None] for x in eqx.filter_jit(products)(layer))
+    problem = Problem("layer", query, key, value)
+    capped = replace(problem, scale=0.0, bias=0.5 * np.tanh(rows(problem).scores / 0.5))
+    close(np.asarray(found)[None], dense(capped)[0])
+    assert not np.allclose(found, other)
+
+
+@pytest.mark.full
+def test_reports():
+    """A report that forgets the score."""
+    layer, plain, x = layers()
     report = ea.energy_report(layer, x, x, x)
     assert not np.allclose(report.entropy, ea.energy_report(plain, x, x, x).entropy)

@@ -11,17 +11,22 @@ from jax.sharding import PartitionSpec as P
 import energy_attn as ea
 from energy_attn import masks
 from energy_attn.distributed import SequenceParallel, make_mesh, shard_sequence, unshard_sequence
+from tests.support.compare import close
 from tests.support.complaints import a, complains
 from tests.support.selection import few, few_rows
+from tests.support.weights import drawn
 
 B, T, D, HEADS, Y = 2, 16, 6, 2, 3
 X = np.random.default_rng(0).standard_normal((B, T, D))
-KEY = jax.random.key(0)
 
 
-def make(**options):
-    options = {"dtype": "float64", "key": KEY, **options}
-    return ea.hopfield.EnergyAttentionBlock(D, HEADS, Y, **options)
+def make(free_energy=None, **options):
+    options = {"width": D, "num_heads": HEADS, "head_width": Y, "dtype": "float64", **options}
+    block = drawn(ea.hopfield.EnergyAttentionBlock, **options)
+    if free_energy is None:
+        return block
+    own = {"is_leaf": lambda x: isinstance(x, ea.FreeEnergy)}
+    return eqx.tree_at(lambda block: block.free_energy, block, free_energy, **own)
 
 
 def others(length=T):
@@ -55,8 +60,7 @@ def both(block, x, mask=None, lengths=None):
 def agrees(found, block, x, seen, beta=Y**-0.5):
     for energy, update, one, visible in zip(*found, x, seen, strict=True):
         wanted = printed(block, one, visible, beta)
-        np.testing.assert_allclose(energy, wanted[0], rtol=1e-12)
-        np.testing.assert_allclose(update, wanted[1], atol=1e-12)
+        close((energy, update), wanted, tolerance=1e-12)
 
 
 @pytest.mark.full
@@ -68,23 +72,28 @@ def test_printed_formulas():
     agrees([x[None] for x in unbatched], block, X[:1], [others()])
 
 
-@pytest.mark.full
+POSITION = np.arange(T)
+AHEAD = POSITION[:, None] - POSITION  # C - B
+
+
+@pytest.mark.smoke
 def test_what_a_token_sees():
-    """Lengths, masks, windows and causality that let a token see itself or an absent one, or count a key twice."""
-    position = np.arange(T)
-    ahead = position[:, None] - position  # C - B
-    causal = make(free_energy=ea.FreeEnergy(is_causal=True, scale=0.7), exclude_self=False)
-    agrees(both(causal, jnp.asarray(X)), causal, X, [ahead >= 0] * B, 0.7)
+    """Lengths, masks and windows that let a token see itself or an absent one, or count a key twice."""
     windowed = make(free_energy=ea.FreeEnergy(local_window_size=(3, 1)))
     mask = np.random.default_rng(1).random((B, 1, T, T)) < 0.7
     mask[0, 0, 5] = False  # a token that sees none
-    lengths = np.asarray([T, 7])
-    window = (ahead <= 3) & (ahead >= -1) & others()
-    present = [(position < length) for length in lengths]
+    lengths = np.asarray([T, 7], np.int32)
+    window = (AHEAD <= 3) & (AHEAD >= -1) & others()
+    present = [(POSITION < length) for length in lengths]
     seen = [window & m & p[:, None] & p for m, p in zip(mask[:, 0], present, strict=True)]
-    found = both(windowed, jnp.asarray(X), jnp.asarray(mask), jnp.asarray(lengths, jnp.int32))
-    agrees(found, windowed, X, seen)
-    # nobody to see at all: no energy, and no NaN in the update
+    agrees(both(windowed, X, mask, lengths), windowed, X, seen)
+
+
+@pytest.mark.full
+def test_causality_and_nobody():
+    """Causality that shows what follows; NaN in the update where there is nobody to see at all, or an energy."""
+    causal = make(free_energy=ea.FreeEnergy(is_causal=True, scale=0.7), exclude_self=False)
+    agrees(both(causal, jnp.asarray(X)), causal, X, [AHEAD >= 0] * B, 0.7)
     alone = make(free_energy=ea.FreeEnergy(local_window_size=0))
     for block, x in ((make(), X[:, :1]), (alone, X[:, :4])):
         energy, update = both(block, jnp.asarray(x))
@@ -101,13 +110,12 @@ def test_rules(exclude_self):
     rule = masks.Prefix(jnp.asarray([3, 5])) | masks.Window(2, 0)
     lengths = np.asarray([T, 9], np.int32)
     found = both(block, jnp.asarray(X), rule, jnp.asarray(lengths))
-    position = np.arange(T)
-    ahead = position[:, None] - position
-    shown = [(position > 0) & ((position < n) | ((ahead >= 0) & (ahead <= 2))) for n in (3, 5)]
-    seen = [x & np.outer(p, p) for x, p in zip(shown, position < lengths[:, None], strict=True)]
+    shown = [(POSITION > 0) & ((POSITION < n) | ((AHEAD >= 0) & (AHEAD <= 2))) for n in (3, 5)]
+    seen = [x & np.outer(p, p) for x, p in zip(shown, POSITION < lengths[:, None], strict=True)]
     agrees(found, block, X, [x & others() if exclude_self else x for x in seen])
 
 
+@pytest.mark.full
 def test_descent():
     """An update that climbs: small steps along it lower the energy, and parameters have gradients on the way."""
     block = make(free_energy=ea.FreeEnergy(scale=jnp.asarray(0.5)))
@@ -147,12 +155,19 @@ def test_spread_over_devices(layout, explicit):
     agrees((energy, update), block, X, seen)
 
 
+def test_sixteen_bits_widen():
+    """Energies or updates that are computed in 16 bits."""
+    block = make(dtype="bfloat16")
+    energy, update = jax.eval_shape(both, block, jnp.asarray(X, jnp.bfloat16))
+    assert energy.dtype == update.dtype == jnp.float32
+
+
+@pytest.mark.full
 def test_sixteen_bits():
     """Energies rounded to 16 bits."""
     block = make(dtype="bfloat16")
     x = jnp.asarray(X, jnp.bfloat16)
     energy, update = both(block, x)
-    assert energy.dtype == update.dtype == jnp.float32
     x = np.asarray(x, np.float64)
     wide = jax.tree.map(lambda w: w.astype("float64"), block)
     wanted = printed(wide, x[0], others())
@@ -177,7 +192,7 @@ def test_sixteen_bits():
 def test_bad_fields(changes, error, got, wanted):
     """A block of impossible sizes that fails when it is called, or later."""
     (name,) = changes
-    valid = {"width": 8, "num_heads": 2, "key": KEY}
+    valid = {"width": 8, "num_heads": 2, "key": jax.random.key(0)}
     complains(
         lambda: ea.hopfield.EnergyAttentionBlock(**{**valid, **changes}), error, name, got, wanted
     )
@@ -186,15 +201,18 @@ def test_bad_fields(changes, error, got, wanted):
 @pytest.mark.usefixtures("unchecked", "user_settings")
 def test_bad_calls():
     """Tokens of another width, and temperatures below zero."""
-    block = ea.hopfield.EnergyAttentionBlock(8, 2, key=KEY)
+    block = drawn(ea.hopfield.EnergyAttentionBlock, width=8, num_heads=2)
     complains(lambda: block(a(3, 7)), ValueError, "x", "float32[3,7]", "(B, T, 8) or (T, 8)")
     complains(lambda: block(a(3, 8, dtype="int32")), TypeError, "x", "int32[3,8]", "float32")
     lengths = {"lengths": a(3, dtype="int32")}
     complains(lambda: block(a(2, 3, 8), **lengths), ValueError, "lengths", "int32[3]", "(2)")
+    key = jax.random.key(0)
     for scale, got in ((-1.0, "-1.0"), (jnp.asarray(0.0), "0.0")):
         energy = ea.FreeEnergy(scale=scale)
         complains(
-            lambda energy=energy: make(free_energy=energy),
+            lambda energy=energy: ea.hopfield.EnergyAttentionBlock(
+                8, 2, free_energy=energy, key=key
+            ),
             ValueError,
             "free_energy.scale",
             got,

@@ -20,6 +20,7 @@ from energy_attn.models import (
     shard,
 )
 from energy_attn.models._families import load_decoder
+from tests.support.llama import build
 
 CONFIG = LlamaConfig(16, 16, 24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 TOKENS = [[1, 2, 3, 4], [5, 6]]
@@ -50,7 +51,7 @@ class Other(AbstractDecoder):
 @pytest.fixture(scope="module")
 def llama():
     """Of large weights: no two tokens are nearly as likely."""
-    return jax.tree.map(lambda x: 20 * x, Llama(CONFIG, key=jax.random.key(0)))
+    return build(CONFIG, jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,7 @@ def test_an_incomplete_family():
             partial(None)
 
 
+@pytest.mark.smoke
 def test_family_of_a_checkpoint(llama, tmp_path):
     """A checkpoint that is read as another family's."""
     llama.save(tmp_path)

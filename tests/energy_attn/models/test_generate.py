@@ -13,7 +13,6 @@ from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import (
     AbstractDrafter,
     LinearRope,
-    Llama,
     LlamaConfig,
     ModelDrafter,
     PromptLookup,
@@ -89,8 +88,9 @@ def drafters(model):
     }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
-    "name", few(["none", "lookup", "itself", "another model", "nonsense"], "none", "another model")
+    "name", few(["none", "lookup", "itself", "another model", "nonsense"], "another model")
 )
 def test_greedy_text_is_that_of_greedy_decoding(name, model, greedy):
     """Token for token, for rows of different lengths; and the counts add up."""
@@ -186,7 +186,7 @@ def test_warnings():
     """Options without effect, or positions beyond the model's context, without a warning."""
 
     def traced(count, model=SMALL, **options):
-        model = Llama(replace(model, max_position_embeddings=6), key=jax.random.key(0))
+        model = build(replace(model, max_position_embeddings=6))
         jax.eval_shape(
             lambda model: generate(model, [[1, 2, 3], [4]], count, **options).tokens, model
         )
@@ -243,7 +243,9 @@ def test_wrong_prompts_give_no_text(model, greedy):
         want = greedy.copy()
         want[row] = -1
         np.testing.assert_array_equal(found.tokens, want)
-        assert found.lengths[row] == 0 and found.passes[row] == 0
+        passes = np.asarray(found.passes)
+        assert found.lengths[row] == 0 and passes[row] == 0
+        assert (np.delete(passes, row) == COUNT - 1).all() and not np.asarray(found.drafted).any()
 
 
 @pytest.mark.full
@@ -257,7 +259,8 @@ def test_one_token_and_arrays_with_lengths(model, greedy):
     assert found.tokens.tolist() == greedy[:, :1].tolist() and not found.passes.any()
 
 
-@pytest.mark.parametrize("name", few(["none", "lookup", "another model"], "lookup"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["none", "lookup", "another model"])
 def test_over_a_mesh(name, model, greedy):
     """The same text, and a loop with the communication of plain decoding: no keys, nothing to the host."""
     drafter = drafters(model)[name]
@@ -268,7 +271,7 @@ def test_over_a_mesh(name, model, greedy):
     def spy(*args):
         compiled["loop"] = run.lower(*args).compile()
         compiled["state"] = args[-1].state
-        return run(*args)
+        return compiled["loop"](*args)
 
     with jax.set_mesh(make_mesh((2, 4))), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_generate, "run", spy)
@@ -405,7 +408,7 @@ class Treeless(Wrong):
         return text, state
 
 
-TOKENS = jnp.ones((1, 3), jnp.int32)
+TOKENS = np.ones((1, 3), np.int32)
 BAD = {
     "no model": (
         TypeError,
@@ -420,7 +423,7 @@ BAD = {
     "tokens as floats": (
         TypeError,
         "tokens: wanted an integer array",
-        lambda m: generate(m, jnp.ones((1, 3)), 3),
+        lambda m: generate(m, TOKENS / 1, 3),
     ),
     "an empty prompt": (
         ValueError,
@@ -503,7 +506,7 @@ BAD = {
     "a drafter without a tree": (
         TypeError,
         "drafter: wanted a PrefixTree",
-        lambda m: generate(m, TOKENS, 3, drafter=Treeless()),
+        lambda m: jax.eval_shape(lambda: generate(m, TOKENS, 3, drafter=Treeless()).tokens),
     ),
     "traced rows": (
         TypeError,

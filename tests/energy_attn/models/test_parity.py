@@ -1,5 +1,7 @@
 """Llama beside Hugging Face's in PyTorch: the same checkpoint gives the same logits and the same text."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,7 @@ from energy_attn.models import Llama, generate
 from energy_attn.models.llama._config import _scaling
 from energy_attn.models.llama._rope import frequencies
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+pytestmark = pytest.mark.full
 
 # Logits here are of order 3; PyTorch's own float32 is up to 1e-5 from its float64, and so is ours.
 TOLERANCE = 2e-5
@@ -59,15 +57,25 @@ CHECKPOINTS = {
 }
 
 
-def theirs(config, dtype=torch.float32):
+@functools.cache
+def libraries():
+    """PyTorch and transformers, imported by tests: that takes seconds."""
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return torch, transformers
+
+
+def theirs(config, dtype="float32"):
     """Weights that all matter: initial biases and norms are 0 and 1."""
+    torch, transformers = libraries()
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES, **config)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
                 weight.add_(0.2 * torch.randn_like(weight))
-    return model.to(dtype)
+    return model.to(getattr(torch, dtype))
 
 
 class Pair:
@@ -85,12 +93,13 @@ class Pair:
         self.tokens = draw.integers(0, SHAPES["vocab_size"], (2, LONG))
 
     def their_logits(self, model=None):
+        torch, _ = libraries()
         with torch.no_grad():
             return (model or self.theirs)(torch.tensor(self.tokens)).logits.double().numpy()
 
     def their_text(self):
         """Each prompt alone: nothing is padded."""
-        found = []
+        torch, found = libraries()[0], []
         for prompt in self.prompts:
             row = torch.tensor([prompt])
             out = self.theirs.generate(
@@ -118,13 +127,12 @@ def test_logits(pair):
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
     assert np.abs(want).max() > 2
     # the tolerance is a few times what PyTorch's float32 costs
-    exact = pair.their_logits(theirs(pair.config, torch.float64))
+    exact = pair.their_logits(theirs(pair.config, "float64"))
     own = np.abs(want - exact).max()
     assert TOLERANCE / 10 < own < TOLERANCE
     assert np.abs(np.asarray(got) - exact).max() < 4 * own
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("pair", ["llama3"], indirect=True)
 def test_greedy_text(pair):
     """Prompts of different lengths: one wrong position in the cache changes the text."""
@@ -139,6 +147,7 @@ def test_greedy_text(pair):
 
 def test_the_way_back(pair, tmp_path):
     """They read what we write bit for bit: weights, and a configuration that gives the same logits."""
+    torch, transformers = libraries()
     for size in (60_000, 10**9, 60_000):  # several files, then one, and several again
         pair.ours.save(tmp_path, max_shard_size=size)
         assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == 60_000)
@@ -158,8 +167,8 @@ def test_the_way_back(pair, tmp_path):
 @pytest.mark.parametrize("pair", ["llama3"], indirect=True)
 def test_weights_of_16_bits(pair):
     """bfloat16 weights, norms and softmax in float32: no further from the exact logits than theirs."""
-    rounded = theirs(pair.config, torch.bfloat16)
-    exact = theirs(pair.config, torch.bfloat16).double()
+    rounded = theirs(pair.config, "bfloat16")
+    exact = theirs(pair.config, "bfloat16").double()
     model = Llama.load(pair.folder, dtype="bfloat16")
     got = np.asarray(our_logits(model, jnp.asarray(pair.tokens, jnp.int32)), np.float64)
     want = pair.their_logits(exact)
@@ -188,6 +197,7 @@ ROPES = {
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_frequencies_of_real_models(rope):
     """At position 130,000 a frequency that is one bit off turns a pair by a hundredth too much."""
+    _, transformers = libraries()
     for width in (64, 128):
         config = transformers.LlamaConfig(**SHAPES, head_dim=width, rope_parameters=dict(rope))
         want = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)

@@ -7,9 +7,9 @@ import pytest
 
 import energy_attn as ea
 from energy_attn import scores
+from tests.support.compare import close
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.full
 
 LENGTH, WINDOW = 24, 5
 SHAPES = {
@@ -23,14 +23,25 @@ SHAPES = {
 }
 
 
-def gemma2(layer):
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Here, as it takes seconds to import."""
+    return pytest.importorskip("transformers")
+
+
+def gemma2(transformers, layer):
     config = transformers.Gemma2Config(
         **SHAPES, query_pre_attn_scalar=11, attn_logit_softcapping=3.0
     )
     return transformers.models.gemma2.modeling_gemma2.Gemma2Attention(config, layer)
 
 
-def gpt_oss(layer):
+def gpt_oss(transformers, layer):
     config = transformers.GptOssConfig(**SHAPES)
     return transformers.models.gpt_oss.modeling_gpt_oss.GptOssAttention(config, layer)
 
@@ -70,10 +81,10 @@ def ours(name, layer, weights, x, cos, sin):
 
 @pytest.mark.parametrize("layer", [0, 1], ids=["window", "full"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_layer(name, layer):
+def test_layer(name, layer, torch, transformers):
     """A cap, a window that is one token wider, or a sink, that is not theirs; weights without a gradient."""
     torch.manual_seed(0)
-    theirs = LAYERS[name](layer).double()
+    theirs = LAYERS[name](transformers, layer).double()
     with torch.no_grad():
         for weight in theirs.parameters():
             weight.normal_(std=0.4)
@@ -105,4 +116,4 @@ def test_layer(name, layer):
     # Gemma 2's softmax is in float32 whatever the rest is in
     tolerance = 2e-6 if name == "gemma2" else 1e-11
     for got, wanted in pairs:
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
+        close(got, wanted, tolerance=tolerance)

@@ -14,8 +14,11 @@ import optax
 import pytest
 
 import energy_attn as ea
+from tests.support.compare import close
 from tests.support.problems import PROBLEMS, cast
 from tests.support.reference import dense, dense_vjp
+from tests.support.selection import few, few_rows
+from tests.support.weights import drawn
 
 T, S, HEADS = 5, 7, 3
 # All different, so that no size can stand for another.
@@ -29,12 +32,6 @@ SIZES = {
 }
 BIASES = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
 PROJECTIONS = ("query_proj", "key_proj", "value_proj", "output_proj")
-
-
-def close(actual, exact, what=""):
-    actual, exact = np.asarray(actual), np.asarray(exact)
-    assert actual.dtype == exact.dtype == np.float64 and actual.shape == exact.shape, what
-    np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-12, err_msg=what)
 
 
 def normal(seed, *shape):
@@ -56,10 +53,8 @@ def masks():
 def layers(**options):
     """Equinox's layer and ours with its weights."""
     options = {"num_heads": HEADS, **SIZES, **BIASES, **options}
-    theirs = eqx.nn.MultiheadAttention(**options, key=jax.random.key(0))
-    # whose parameters do not matter, and take no time
-    ours = eqx.filter_eval_shape(ea.MultiheadAttention, **options, key=jax.random.key(1))
-    return theirs, copied(ours, theirs)
+    theirs = drawn(eqx.nn.MultiheadAttention, **options)
+    return theirs, copied(drawn(ea.MultiheadAttention, **options), theirs)
 
 
 def copied(ours, theirs):
@@ -88,6 +83,7 @@ def test_fields_and_leaves():
     assert hash(jax.tree.structure(energy)) == hash(jax.tree.structure(rebuilt))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["decode_ragged", "everything"])
 def test_attention_is_gradient(name):
     """Options that one of the two methods forgets: `.attention` is `jax.grad` of the call, to the bit."""
@@ -117,7 +113,7 @@ def test_attention_is_gradient(name):
     by_call, by_method = run(energy)
     jax.tree.map(np.testing.assert_array_equal, by_call, by_method)
     exact = dense(problem if problem.source is None else _without_source(problem))
-    jax.tree.map(close, by_method, exact)
+    close(by_method, exact, tolerance=1e-12)
 
 
 def _without_source(problem):
@@ -125,7 +121,7 @@ def _without_source(problem):
 
 
 def test_learnable_scale():
-    """A wrong gradient of the inverse temperature, by `filter_grad` under `filter_jit`, alone and in an ensemble."""
+    """A wrong gradient of the inverse temperature, by `filter_grad` under `filter_jit`, in an ensemble."""
     problem = PROBLEMS["value_narrower"]
     arrays, _ = cast(problem, jnp.float64)
     scales = jnp.asarray([0.2, 0.5, 1.3])
@@ -142,18 +138,18 @@ def test_learnable_scale():
         return np.sum(dq * problem.query) / scale  # scores are homogeneous in the query
 
     each = np.asarray([exact(float(scale)) for scale in scales])
-    alone = gradient(ea.FreeEnergy(scale=scales[1])).scale
-    np.testing.assert_allclose(alone, each[1], rtol=1e-12)
+    # each of an ensemble; a Python number is an option, not a parameter
     ensemble = eqx.filter_vmap(lambda scale: ea.FreeEnergy(scale=scale, is_causal=False))(scales)
     np.testing.assert_allclose(eqx.filter_vmap(gradient)(ensemble).scale, each, rtol=1e-12)
-    # a Python number is an option, not a parameter
-    assert gradient(ea.FreeEnergy(scale=0.5)).scale is None
+    assert eqx.filter_eval_shape(gradient, ea.FreeEnergy(scale=0.5)).scale is None
 
 
 # --- MultiheadAttention beside Equinox's
 
 
-@pytest.mark.parametrize("options", [{}, {**SIZES, **BIASES}, {"dtype": jnp.float32}])
+@pytest.mark.parametrize(
+    "options", few([{**SIZES, **BIASES}, {}, {"dtype": jnp.float32}], {**SIZES, **BIASES})
+)
 def test_equal_keys_give_equal_parameters(options):
     """A model rebuilt from its seed with other weights: keys split in another order, or another initialiser."""
     options = {"num_heads": 4, "query_size": 12, **options}
@@ -168,17 +164,29 @@ def test_equal_keys_give_equal_parameters(options):
         assert getattr(ours, name) == getattr(theirs, name)
 
 
-@pytest.mark.parametrize("options", [{"num_heads": 4, "query_size": 12}, {}], ids=["short", "all"])
-def test_equal_weights_give_equal_outputs(options):
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    few_rows(
+        [
+            ({}, ["two axes"]),  # of three axes: `test_batches`
+            ({}, ["none", "two axes", "three axes"]),
+            ({"num_heads": 4, "query_size": 12}, ["none"]),
+        ]
+    ),
+    ids=["all", "masks", "short"],
+)
+def test_equal_weights_give_equal_outputs(options, kinds):
     """Outputs or gradients that differ from Equinox's: other heads, a size or bias mixed up, a mask lost."""
     if options:
         theirs, ours = layers(
             **options, **dict.fromkeys([*SIZES][1:]), **dict.fromkeys(BIASES, False)
         )
-        given, given_masks = (normal(1, T, 12), normal(2, S, 12), normal(3, S, 12)), {"none": None}
+        given = normal(1, T, 12), normal(2, S, 12), normal(3, S, 12)
     else:
         theirs, ours = layers()
-        given, given_masks = inputs(), masks()
+        given = inputs()
+    given_masks = {kind: masks()[kind] for kind in kinds}
     weight = normal(5, T, ours.output_size)
 
     @eqx.filter_jit
@@ -195,19 +203,20 @@ def test_equal_weights_give_equal_outputs(options):
     for name in given_masks:
         (mine, dmine), out = found[name]
         (its, dits), exact = wanted[name]
-        close(out, exact, f"out, mask {name}")
-        jax.tree.map(lambda a, b: close(a, b, f"inputs, mask {name}"), dmine, dits)  # noqa: B023
-        jax.tree.map(lambda a, b: close(a, b, f"weights, mask {name}"), weights(mine), weights(its))  # noqa: B023
+        close((out, dmine), (exact, dits), f"out and inputs, mask {name}", 1e-12)
+        close(weights(mine), weights(its), f"weights, mask {name}", 1e-12)
 
 
 def test_batches():
     """`jax.vmap` over a batch and its masks that mixes rows."""
     theirs, ours = layers()
-    batch = [jnp.stack([x, -x, 2 * x]) for x in inputs()]
-    three = masks()["three axes"]
-    given = (*batch, jnp.stack([three, three[::-1], jnp.ones_like(three)]))
-    found, wanted = (eqx.filter_jit(jax.vmap(layer))(*given) for layer in (ours, theirs))
-    close(found, wanted)
+    batch = [np.stack([x, -x, 2 * x]) for x in inputs()]
+    three = np.asarray(masks()["three axes"])
+    given = (*batch, np.stack([three, three[::-1], np.ones_like(three)]))
+    found, wanted = eqx.filter_jit(lambda *x: [jax.vmap(layer)(*x) for layer in (ours, theirs)])(
+        *given
+    )
+    close(found, wanted, tolerance=1e-12)
 
 
 def test_process_heads():
@@ -219,9 +228,14 @@ def test_process_heads():
         rotate = jax.vmap(rotary, in_axes=1, out_axes=1)
         return rotate(query), rotate(key), value * 2
 
-    call = eqx.filter_jit(lambda layer: layer(*inputs(), process_heads=process_heads))
-    close(call(ours), call(theirs))
-    assert not np.allclose(call(ours), ours(*inputs()))
+    @eqx.filter_jit
+    def run(ours, theirs, given):
+        both = [layer(*given, process_heads=process_heads) for layer in (ours, theirs)]
+        return *both, theirs(*given)
+
+    found, wanted, plain = run(ours, theirs, inputs())
+    close(found, wanted, tolerance=1e-12)
+    assert not np.allclose(wanted, plain)
 
 
 @pytest.mark.full
@@ -248,14 +262,12 @@ def test_dropout():
     for name in given_masks:
         (loss, (mine, dmine)), (its_loss, (its, dits)) = found[name], wanted[name]
         np.testing.assert_allclose(loss, its_loss, rtol=1e-12)
-        pairs = (dmine, weights(mine)), (dits, weights(its))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-10), *pairs)
-    close(off, its_off)
+        close((dmine, weights(mine)), (dits, weights(its)))
     plain = layers()[1](*inputs())
-    close(off, plain)
+    close((off, off), (its_off, plain), tolerance=1e-12)
     assert not np.allclose(found["none"][0], (plain**2).sum())
     still = eqx.nn.inference_mode(ours)
-    close(still(*inputs()), plain)
+    close(still(*inputs()), plain, tolerance=1e-12)
     assert eqx.nn.inference_mode(still, value=False) == ours
     for layer in (ours, theirs):
         with pytest.raises(RuntimeError, match="key"):
@@ -263,52 +275,61 @@ def test_dropout():
         with pytest.raises(RuntimeError, match="key"):
             eqx.nn.inference_mode(layer)(*inputs(), inference=False)
         with pytest.warns(match="deterministic"):
-            close(layer(*inputs(), deterministic=True), plain)
+            close(layer(*inputs(), deterministic=True), plain, tolerance=1e-12)
 
 
 def test_dropout_of_everything():
     """A head whose every weight is dropped: 0/0, where Equinox's output is zero; gradients too."""
     theirs, ours = layers(dropout_p=0.9)
-    mask = jnp.zeros((T, S), bool).at[:, 0].set(True)
+    mask = jnp.asarray(np.arange(S) == 0)[None].repeat(T, 0)
 
     def loss(given, layer):
         out = layer(*given, mask, key=jax.random.key(0))
         return (out**2).sum(), out
 
-    gradient = eqx.filter_jit(jax.grad(loss, has_aux=True))
-    (dmine, mine), (dits, its) = (gradient(inputs(), layer) for layer in (ours, theirs))
-    close(mine, its)
-    for a, b in zip(dmine, dits, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
+    @eqx.filter_jit
+    def run(given, ours, theirs):
+        return [jax.grad(loss, has_aux=True)(given, layer) for layer in (ours, theirs)]
+
+    (dmine, mine), (dits, its) = run(inputs(), ours, theirs)
+    close(mine, its, tolerance=1e-12)
+    close(dmine, dits)
 
 
 # --- MultiheadAttention, what Equinox's has not
 
 
 def test_grouped_heads():
-    """Heads that read the wrong key/value head: repeating the projections for Equinox must give the same."""
-    ours = ea.MultiheadAttention(
-        6, 12, num_kv_heads=2, use_key_bias=True, use_value_bias=True, key=jax.random.key(0)
-    )
+    """Heads that read the wrong key/value head, or lose its gradients: repeating the projections for Equinox must give
+    the same."""
+    options = {"num_heads": 6, "query_size": 12, "use_key_bias": True, "use_value_bias": True}
+    ours = drawn(ea.MultiheadAttention, **options, num_kv_heads=2)
     assert ours.key_proj.weight.shape == (2 * 2, 12)
-    theirs = eqx.nn.MultiheadAttention(
-        6, 12, use_key_bias=True, use_value_bias=True, key=jax.random.key(1)
-    )
+    theirs = drawn(eqx.nn.MultiheadAttention, **options)
 
     def repeated(x):  # [2 · width, ...] to [6 · width, ...]
         return jnp.repeat(x.reshape(2, 2, *x.shape[1:]), 3, axis=0).reshape(12, *x.shape[1:])
 
-    theirs = eqx.tree_at(
-        lambda layer: [getattr(layer, name) for name in PROJECTIONS],
-        theirs,
-        [
+    def as_theirs(ours):
+        alike = [
             ours.query_proj,
             *(jax.tree.map(repeated, x) for x in (ours.key_proj, ours.value_proj)),
             ours.output_proj,
-        ],
-    )
-    given = normal(1, T, 12), normal(2, S, 12), normal(3, S, 12)
-    close(ours(*given), theirs(*given))
+        ]
+        names = PROJECTIONS
+        return eqx.tree_at(lambda layer: [getattr(layer, name) for name in names], theirs, alike)
+
+    @eqx.filter_jit
+    def run(ours, given):
+        def loss(ours, turn):
+            out = turn(ours)(*given)
+            return jnp.sin(out).sum(), out
+
+        gradient = eqx.filter_grad(loss, has_aux=True)
+        return gradient(ours, lambda layer: layer), gradient(ours, as_theirs)
+
+    found, wanted = run(ours, (normal(1, T, 12), normal(2, S, 12), normal(3, S, 12)))
+    close(found, wanted)
 
 
 @pytest.mark.full
@@ -326,9 +347,9 @@ def test_causal_positions_and_energies():
     order = np.random.default_rng(0).permutation(6)
     shuffled = jnp.asarray(order, jnp.int32)
     again = causal(x[order], x, x, query_positions=shuffled, return_energy=True)
-    jax.tree.map(close, again, (out[order], energy[order]))
+    close(again, (out[order], energy[order]))
     again = causal(x, x[order], x[order], key_positions=shuffled, return_energy=True)
-    jax.tree.map(close, again, (out, energy))
+    close(again, (out, energy))
     # an absent key is one that is masked
     positions = jnp.arange(6, dtype=jnp.int32).at[2].set(-1)
     mask = jnp.tril(jnp.ones((6, 6), bool)).at[:, 2].set(False)
@@ -348,9 +369,13 @@ def copied_to_equinox(ours):
 def test_energies_are_those_before_dropout():
     """Energies that depend on what was dropped: they would jump from step to step."""
     _, ours = layers(dropout_p=0.4)
-    _, energy = ours(*inputs(), key=jax.random.key(0), return_energy=True)
-    _, still = ours(*inputs(), inference=True, return_energy=True)
-    close(energy, still)
+
+    @eqx.filter_jit
+    def run(ours, given, key):
+        options = {"key": key}, {"inference": True}
+        return [ours(*given, **option, return_energy=True)[1] for option in options]
+
+    close(*run(ours, inputs(), jax.random.key(0)), tolerance=1e-12)
 
 
 def test_warns_once_and_of_nothing_else():
@@ -358,9 +383,9 @@ def test_warns_once_and_of_nothing_else():
     _, ours = layers()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ours(*inputs())
+        eqx.filter_eval_shape(ours, *inputs())
     with pytest.warns(DeprecationWarning, match="inference") as found:
-        ours(*inputs(), deterministic=False)
+        eqx.filter_eval_shape(ours, *inputs(), deterministic=False)
     assert len(found) == 1
 
 
@@ -385,6 +410,7 @@ def test_a_call_has_no_options_of_the_energy():
             call(x, x, x, scale=0.5)
 
 
+@pytest.mark.full
 def test_layer_trains():
     """Gradients that do not reach some parameter: the loss falls, and everything that can be learnt moves.
 

@@ -22,48 +22,69 @@ def arrays():
 
 
 def observed(query, key, value, parallel):
-    """The results of every row, `[1, T, N, ...]`."""
+    """The observables of every row, `[1, T, N, ...]`, and draws."""
     tangent = jnp.ones_like(query)
     F = measure(query, key, value, parallel=parallel)
     with_bias = measure(query, key, value, parallel=parallel, bias=jnp.zeros((1, 1, 1, 16)))
+    found = {
+        "entropy": F.entropy(),
+        "entropy, bias": with_bias.entropy(),
+        "sensitivity": F.temperature_sensitivity(),
+        "covariance": F.covariance(),
+        "cumulant": F.cumulant([tangent] * 3),
+    }
+    return found, F.sample(key=jax.random.key(0))
+
+
+def solved(query, key, value, parallel):
+    """The values and results of solvers."""
+    F = measure(query, key, value, parallel=parallel)
     point, options = jnp.zeros_like(query), {"solver": Newton(max_steps=4), "throw": False}
     solutions = {
         "rate": F.rate(point, **options),
         "conjugate": F.conjugate(point, regulariser=0.1, **options),
         "map": F.map(solver=Newton(max_steps=2), throw=False),
     }
-    found = {
-        "entropy": F.entropy(),
-        "entropy, bias": with_bias.entropy(),
-        "heat capacity": F.score_moments().variance,
-        "sensitivity": F.temperature_sensitivity(),
-        "covariance": F.covariance(),
-        "product": F.covariance(tangent),
-        "cumulant": F.cumulant([tangent] * 3),
-        **{name: solution.value for name, solution in solutions.items()},
-    }
-    results = {name: solution.result for name, solution in solutions.items()}
-    return found, results, F.sample(key=jax.random.key(0))
+    values = {name: solution.value for name, solution in solutions.items()}
+    return values, {name: solution.result for name, solution in solutions.items()}
 
 
-@pytest.mark.parametrize("spread", few([False, True], True), ids=["alone", "spread"])
-def test_observables_and_solvers(spread):
-    """An entropy of 0, a rate of `no_keys`: the result of a fully masked row for a broken one."""
+def run(ask, spread):
+    """What is asked of the rows, each of which is seen to be broken or not; and what else is found."""
     parallel = SequenceParallel("device") if spread else None
-    run = jax.jit(lambda *call: observed(*call, parallel))
     with jax.set_mesh(make_mesh((8,), ("device",))):
-        found, results, drawn = jax.device_get(run(*arrays()))
+        found, rest = jax.device_get(jax.jit(lambda *call: ask(*call, parallel))(*arrays()))
     others = np.ones((1, 4, 2), bool)
     others[0, BROKEN, 1] = False
     for name, x in found.items():
         assert np.isnan(x[~others]).all(), name
         assert np.isfinite(x[others]).all(), name
-    for name, result in results.items():
-        assert (result[~others] == ea.Result.not_finite).all(), name
-        assert (result[others] != ea.Result.not_finite).all(), name
+    return others, rest
+
+
+every_way = pytest.mark.parametrize(
+    "spread", few([False, True], False), ids=lambda spread: "spread" if spread else "alone"
+)
+
+
+@every_way
+def test_observables(spread):
+    """An entropy of 0, or a key that is drawn: the result of a fully masked row, or of any, for a broken one."""
+    others, drawn = run(observed, spread)
     assert (drawn[~others] == -1).all() and (drawn[others] >= 0).all()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("spread", [False, True], ids=["alone", "spread"])
+def test_solvers(spread):
+    """A rate of `no_keys`: the result of a fully masked row for a broken one."""
+    others, results = run(solved, spread)
+    for name, result in results.items():
+        assert (result[~others] == ea.Result.not_finite).all(), name
+        assert (result[others] != ea.Result.not_finite).all(), name
+
+
+@pytest.mark.full
 def test_retrieval():
     """A state of NaN that converges at once, with an energy of zero."""
     state, memories, _ = arrays()

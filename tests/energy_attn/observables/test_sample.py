@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import energy_attn as ea
 from energy_attn.kernels.reductions._sample import _draw
 from tests.support.distributions import statistic
 from tests.support.measures import measure
@@ -30,6 +31,22 @@ def test_distribution():
     assert abs(statistic(drawn, rows(problem).weights)) < 4
 
 
+def test_union():
+    """Of three parts: one that is drawn from with a wrong chance, or indices that count from a part's first key."""
+    problem = PROBLEMS["grouped"]
+    arrays, _ = cast(problem, jnp.float64)
+
+    @jax.jit
+    def draw_each(query, key, value):
+        cuts = map(slice, (0, 2, 5), (2, 5, None))
+        parts = (measure(query, key[:, keys], value[:, keys]) for keys in cuts)
+        return functools.reduce(ea.Gibbs.merge, parts).sample(key=jax.random.key(0), count=2000)
+
+    drawn = np.asarray(draw_each(**arrays))
+    assert abs(statistic(drawn, rows(problem).weights)) < 4
+
+
+@pytest.mark.full
 def test_many_blocks():
     """Blocks that are chosen with wrong chances, and keys that are counted from their block's beginning."""
     problem = LARGE["large"]
@@ -53,13 +70,12 @@ def test_draws_are_independent():
     """Rows, heads, blocks or draws that share their random numbers: agreement beyond that of chance."""
     q = jnp.zeros((1, 40, 4, 2))
     k = jnp.zeros((1, 3000, 4, 2))
-    F = measure(q, k, k)
-    drawn = np.asarray(F.sample(key=jax.random.key(4), count=5))
+    sample = jax.jit(lambda key: measure(q, k, k).sample(key=key, count=5))
+    drawn = np.asarray(sample(jax.random.key(4)))
     flat = drawn.reshape(-1)
     assert len(np.unique(flat)) > 0.85 * flat.size  # 800 of 3000: about 700 different ones
     assert abs(flat.mean() - 1499.5) < 5 * 3000 / np.sqrt(12 * flat.size)
-    again = F.sample(key=jax.random.key(4), count=5)
-    other = F.sample(key=jax.random.key(5), count=5)
+    again, other = sample(jax.random.key(4)), sample(jax.random.key(5))
     assert (again == drawn).all() and (other != drawn).mean() > 0.99
 
 
@@ -67,6 +83,6 @@ def test_ends_of_a_block():
     """A key that is not seen, where a number falls on the bound of a share: the least and the largest there are."""
     scores = jnp.asarray([[[-jnp.inf, 0.0, -jnp.inf, 1.0, -jnp.inf]]], jnp.float32)
     ends = jnp.asarray([[[0.0, 1 - 2.0**-24]]], jnp.float32)
-    places, lse = _draw(scores, ends)
+    places, lse = jax.jit(_draw)(scores, ends)
     assert places.tolist() == [[[1, 3]]]
     np.testing.assert_allclose(lse, np.logaddexp(0, 1), rtol=1e-6)

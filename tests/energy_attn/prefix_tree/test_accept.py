@@ -21,11 +21,13 @@ from energy_attn.prefix_tree import (
     verify,
 )
 from energy_attn.prefix_tree._accept import longest_chosen_path
+from tests.support.compare import same
 from tests.support.complaints import complains
 from tests.support.distributions import distribution
+from tests.support.selection import few
 
 B, M, C, V = 2, 4, 3, 3
-many = settings(max_examples=100)  # all of one compiled program
+many = settings(max_examples=50)  # all of one compiled program
 
 
 @jax.jit
@@ -74,6 +76,7 @@ def longest(tree, beam, lengths, after, context):
     return path, agreed, -1 if nothing else int(after[numbered(beam[m, :agreed].tolist())])
 
 
+@pytest.mark.smoke
 @many
 @given(
     hnp.arrays(np.int32, (B, M, C), elements=st.integers(0, V - 1)),
@@ -94,14 +97,13 @@ def test_greedy(beam, lengths, after):
 
 def test_ties():
     """Of paths of equal length that of the smallest row; of equal logits the smallest token; NaN as `jnp.argmax`."""
-    tree = pack(jnp.asarray([[[1, 1], [2, 1], [0, 1]]]))
-    accepted = accept_greedy(tree, jnp.ones((1, 6, 2)))  # after each node, 0 and 1 are as likely
-    assert accepted.path.tolist() == [[0, -1]] and accepted.token.tolist() == [0]
-    later = pack(jnp.asarray([[[1, 2], [2, 1], [0, 1]]]))
-    accepted = accept_greedy(later, jnp.asarray([[[0.0, 1.0, 0.0]] * 6]))
-    assert accepted.path.tolist() == [[2, 3]] and accepted.token.tolist() == [1]
-    spoilt = accept_greedy(later, jnp.asarray([[[0.0, 1.0, jnp.nan]] * 6]))
-    assert spoilt.path.tolist() == [[0, 1]] and spoilt.token.tolist() == [2]
+    ties = np.asarray([[[1, 1], [2, 1], [0, 1]]]), np.ones(3)  # after each node, all are as likely
+    later = np.asarray([[[1, 2], [2, 1], [0, 1]]])
+    cases = [ties, (later, np.asarray([0.0, 1.0, 0.0])), (later, np.asarray([0.0, 1.0, np.nan]))]
+    accept = jax.jit(lambda beam, logits: accept_greedy(pack(beam), logits))
+    found = [accept(beam, np.broadcast_to(logits, (1, 6, 3))) for beam, logits in cases]
+    assert [x.path.tolist() for x in found] == [[[0, -1]], [[2, 3]], [[0, 1]]]
+    assert [x.token.tolist() for x in found] == [[0], [1], [2]]
 
 
 # The distribution of sampling. Words are tuples of tokens; `chances(word)` is the target's distribution of the next.
@@ -135,20 +137,42 @@ def words_of(tree):
     return found
 
 
+ROWS, SLOTS, LEVELS = (
+    V**8,
+    9,
+    5,
+)  # of the trees below, all choices at up to eight nodes: one program
+
+
+def chosen(tree, choice, first):
+    """The paths of many choices in one tree, whose arrays are made as large as those of any other."""
+
+    def padded(x, shape, fill=0):
+        larger = np.full(shape, fill, x.dtype)
+        larger[tuple(map(slice, x.shape))] = x
+        return larger
+
+    def repeated(x, shape, fill):
+        return np.broadcast_to(padded(np.asarray(x[0]), shape, fill), (ROWS, *shape))
+
+    shapes = (SLOTS,), (SLOTS, SLOTS), (SLOTS,), (SLOTS,), (SLOTS, LEVELS), ()
+    fills = 0, False, 0, -1, -1, 0
+    trees = PrefixTree(*map(repeated, tree, shapes, fills))
+    choice, first = padded(choice, (ROWS, SLOTS)), padded(first, (ROWS,))
+    return jax.device_get(longest_chosen_path(trees, choice, first))
+
+
 def emitted(tree, chances, context):
     """The exact distribution of what is emitted: every choice at every node, weighed by its probability."""
-    words, slots = words_of(tree), tree.tokens.shape[1]
+    words = words_of(tree)
     distributions = [chances(word) for word in words] + ([chances(())] if context else [])
     draws = np.array(list(itertools.product(range(V), repeat=len(distributions))), np.int32)
     weights = np.prod([P[draws[:, i]] for i, P in enumerate(distributions)], axis=0)
-    choice = np.zeros((len(draws), slots), np.int32)
+    choice = np.zeros((len(draws), SLOTS), np.int32)
     choice[:, : len(words)] = draws[:, : len(words)]
     # without a context, as accept_sampling has it: slot 0 is what was drawn
     first = draws[:, -1] if context else np.full(len(draws), int(tree.tokens[0, 0]), np.int32)
-    trees = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(draws), *x.shape[1:])), tree)
-    path, length, token = map(
-        np.asarray, longest_chosen_path(trees, jnp.asarray(choice), jnp.asarray(first))
-    )
+    path, length, token = chosen(tree, choice, first)
     found = {}
     for i, weight in enumerate(weights):
         word = (*(words[path[i, length[i] - 1]] if length[i] else ()), int(token[i]))
@@ -188,11 +212,12 @@ TREES = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("zeros", [False, True], ids=["all", "top2"])
 def test_lossless(name, zeros):
     """A wrong distribution: the longest of several paths, a rejected draw made again, equal siblings twice."""
-    tree, chances = TREES[name](), target(5, zeros)
+    tree, chances = jax.device_get(TREES[name]()), target(5, zeros)
     begin = (int(tree.tokens[0, 0]),)
     extent = int(tree.depth.max()) + 3
     for context in (False, True):
@@ -205,14 +230,14 @@ def test_lossless(name, zeros):
 
 def test_choosing_the_longest_root_is_not_lossless():
     """That the enumeration can tell: roots taken as sampled, and the one with the longest path chosen."""
-    tree, chances = TREES["roots"](), target(5)
+    tree, chances = jax.device_get(TREES["roots"]()), target(5)
     words = words_of(tree)
     draws = np.array(list(itertools.product(range(V), repeat=len(words))), np.int32)
     weights = np.prod([chances(word)[draws[:, i]] for i, word in enumerate(words)], axis=0)
     choice = np.zeros((len(draws), tree.tokens.shape[1]), np.int32)
     choice[:, : len(words)] = draws
-    trees_ = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(draws), *x.shape[1:])), tree)
-    path = np.asarray(longest_chosen_path(trees_, jnp.asarray(choice), None).path)
+    trees_ = jax.tree.map(lambda x: np.broadcast_to(x, (len(draws), *x.shape[1:])), tree)
+    path = np.asarray(longest_chosen_path(trees_, choice, None).path)
     first = np.array([words[slot][0] for slot in path[:, 0]])
     assert abs(weights[first == 2].sum() - chances(())[2]) > 0.1
 
@@ -234,7 +259,7 @@ def test_coins_for_each_row_are_not_lossless():
     rows = np.argsort(-Q)[:2]  # a beam of two: the drafter's likeliest
     np.testing.assert_allclose(coins(P, Q, rows), [5 / 6, 1 / 6, 0], atol=1e-15)
     np.testing.assert_allclose(coins(P, Q, rows), [0.834, 0.166, 0], atol=1e-3)
-    tree = pack(jnp.asarray(rows)[None, :, None])
+    tree = jax.device_get(pack(jnp.asarray(rows[None, :, None])))
     ours = emitted(tree, lambda word: P, context=True)
     law_of_first = [sum(w for word, w in ours.items() if word[0] == n) for n in range(3)]
     np.testing.assert_allclose(law_of_first, P, atol=1e-15)
@@ -248,10 +273,11 @@ def sampled(tree, logits, key, temperature, top_k, top_p, context):
     )
 
 
-@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize("context", few([False, True], True))
 def test_draws(context):
     """Draws that nodes or rows share, a distribution without the cuts, or a context's key used for the nodes again."""
-    number, tree = 30000, pack(jnp.asarray([[[1, 0, 0], [1, 0, 2], [2, 1, 1]]]))
+    number, beam = 30000, jnp.asarray([[[1, 0, 0], [1, 0, 2], [2, 1, 1]]])
+    tree = jax.device_get(pack(beam))
     rng = np.random.default_rng(418)
     logits = rng.standard_normal((tree.tokens.shape[1], V))
     names = {word: n for n, word in enumerate(words_of(tree))}
@@ -261,8 +287,8 @@ def test_draws(context):
         return distribution(logits[names.get(word, -1)], *options)
 
     want = emitted(tree, chances, context)
-    trees_ = jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape[1:])), tree)
-    given = jnp.broadcast_to(jnp.asarray(logits), (number, *logits.shape))
+    trees_ = jax.tree.map(lambda x: np.broadcast_to(x, (number, *x.shape[1:])), tree)
+    given = np.broadcast_to(logits, (number, *logits.shape))
     accepted = jax.device_get(sampled(trees_, given, jax.random.key(7), *options, context))
     words, ends = words_of(tree), list(want)
     found = np.array(
@@ -287,49 +313,56 @@ def test_verify():
     tree = pack(jnp.asarray(ROOTS))
     rng = np.random.default_rng(8)
     logits, context_logits = (jnp.asarray(rng.standard_normal(s)) for s in ((1, 6, V), (1, V)))
-    key = jax.random.key(9)
-    for context in (None, context_logits):
-        best = accept_greedy(tree, logits, context_logits=context)
-        cold = verify(tree, logits, key, temperature=1e-30, context_logits=context_logits)
-        for x, y in zip(verify(tree, logits, context_logits=context), best, strict=True):
-            assert (x == y).all()
-    for x, y in zip(cold, best, strict=True):  # a tiny temperature is greedy
-        assert (x == y).all()
-    options = 0.9, 2, 0.7
-    drawn = accept_sampling(tree, logits, key, *options, context_logits=context_logits)
-    again = verify(
-        tree,
-        logits,
-        key,
-        context_logits=context_logits,
-        **dict(zip(("temperature", "top_k", "top_p"), options, strict=True)),
-    )
-    for x, y in zip(drawn, again, strict=True):
-        assert (x == y).all()
+    key, options = jax.random.key(9), {"temperature": 0.9, "top_k": 2, "top_p": 0.7}
+
+    @jax.jit
+    def run(tree, logits, context_logits):
+        context = {"context_logits": context_logits}
+        return (
+            [accept_greedy(tree, logits), accept_greedy(tree, logits, **context)],
+            [verify(tree, logits), verify(tree, logits, **context)],
+            verify(tree, logits, key, temperature=1e-30, **context),
+            accept_sampling(tree, logits, key, **options, **context),
+            verify(tree, logits, key, **options, **context),
+        )
+
+    best, found, cold, drawn, again = run(tree, logits, context_logits)
+    same(found, best)
+    same(cold, best[1])  # a tiny temperature is greedy
+    same(again, drawn)
 
 
 def test_several_roots():
     """A root that is chosen for its longer path: right if roots count as sampled, but not a sample itself."""
-    tree = pack(jnp.asarray([[[1, 0], [2, 1]]]))
-    logits = jax.nn.one_hot(jnp.asarray([[2, 0, 1, 0]]), V, dtype=jnp.float64)
-    assert accept_greedy(tree, logits).path.tolist() == [[2, 3]]
-    accepted = accept_sampling(tree, logits, jax.random.key(0), top_k=1)
-    assert accepted.path.tolist() == [[0, -1]] and accepted.token.tolist() == [2]
+
+    @jax.jit
+    def run(beam, logits):
+        tree, key = pack(beam), jax.random.key(0)
+        return accept_greedy(tree, logits), accept_sampling(tree, logits, key, top_k=1)
+
+    likeliest, sampled = run(np.asarray([[[1, 0], [2, 1]]]), np.eye(V)[[[2, 0, 1, 0]]])
+    assert likeliest.path.tolist() == [[2, 3]]
+    assert sampled.path.tolist() == [[0, -1]] and sampled.token.tolist() == [2]
 
 
 def test_empty_trees():
     """A row without candidates: the model's token after the context, or none; not the token of slot 0."""
     tree = pack(jnp.asarray([[[1, 2]], [[1, 2]]]), lengths=jnp.asarray([[0], [2]]), pad_token=1)
-    logits, context = jnp.zeros((2, 2, V)).at[..., 2].set(50), jnp.asarray([[0, 9, 0.0]] * 2)
-    for accept in (accept_greedy, partial(accept_sampling, key=jax.random.key(0))):
-        known = accept(tree, logits, context_logits=context * 9)
+    logits, context = np.zeros((2, 2, V)), np.asarray([[0, 81, 0.0]] * 2)
+    logits[..., 2] = 50
+
+    @jax.jit
+    def run(tree, logits, context):
+        ways = accept_greedy, partial(accept_sampling, key=jax.random.key(0))
+        return [(f(tree, logits, context_logits=context), f(tree, logits)) for f in ways]
+
+    for known, unknown in run(tree, logits, context):
         assert known.path.tolist() == [[-1, -1], [0, 1]]
         assert known.length.tolist() == [0, 2] and known.token.tolist() == [1, 2]
-        unknown = accept(tree, logits)
         assert unknown.length.tolist() == [0, 2] and unknown.token.tolist() == [-1, 2]
 
 
-LOGITS = jnp.zeros((1, 6, V), jnp.float32)
+LOGITS = np.zeros((1, 6, V), np.float32)
 
 
 def wrong_calls():
@@ -338,7 +371,7 @@ def wrong_calls():
     for change, error, name, got, wanted in (
         ({"tree": "tree"}, TypeError, "tree", text, "PrefixTree"),
         ({"logits": None}, TypeError, "logits", "None", "array"),
-        ({"logits": LOGITS.astype(int)}, TypeError, "logits", "int32[1,6,3]", "float32"),
+        ({"logits": LOGITS.astype(np.int32)}, TypeError, "logits", "int32[1,6,3]", "float32"),
         ({"logits": LOGITS[:, :5]}, ValueError, "logits", "float32[1,5,3]", "(1, 6, V)"),
         ({"logits": LOGITS[0]}, ValueError, "logits", "float32[6,3]", "(1, 6, V)"),
         ({"logits": LOGITS[:, :, :0]}, ValueError, "logits", "float32[1,6,0]", "at least 1"),
@@ -366,6 +399,10 @@ def test_bad_input():
     tree = pack(jnp.asarray(ROOTS))
     for function, change, *told in wrong_calls():
         arguments = {"tree": tree, "logits": LOGITS, **change}
+        arguments = {
+            name: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+            for name, x in arguments.items()
+        }
         if function is not accept_greedy:
             arguments = {"key": jax.random.key(0), **arguments}
         complains(partial(function, **arguments), *told)

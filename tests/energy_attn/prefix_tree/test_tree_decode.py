@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
 from energy_attn.prefix_tree import Accepted, commit, pack, tree_decode
+from tests.support.compare import close, same
 from tests.support.complaints import complains
 from tests.support.drafts import (
     COUNTS,
@@ -35,11 +36,11 @@ from tests.support.drafts import (
     problem_of,
     tree_of,
 )
-from tests.support.meshes import close, mesh_of
+from tests.support.meshes import mesh_of
 from tests.support.naive import assert_all_close
 from tests.support.problems import cast
 from tests.support.reference import dense, dense_vjp
-from tests.support.selection import few
+from tests.support.selection import few, few_rows
 
 append, write = jax.jit(KVCache.append), jax.jit(commit)
 
@@ -62,6 +63,7 @@ def with_gradients(arrays, counts, kind):
     return state, back(type(state)(*map(jnp.asarray, cotangents())))[0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", few(["1", "2x4", "2x4 explicit"], "2x4"))
 def test_dense(kind):
     """A key that a node should not see, or one it should and does not; grouped heads, rows of all lengths, a row
@@ -71,13 +73,11 @@ def test_dense(kind):
     mesh = mesh_of("8" if kind == "1" else kind)
     with jax.set_mesh(mesh):
         state, gradients = with_gradients(arrays, jnp.asarray(COUNTS, jnp.int32), kind)
-    for mine, exact in zip(state, dense(problem), strict=True):
-        close(mine, exact)
-    for name, exact in dense_vjp(problem, *cotangents()).items():
-        close(gradients[name], exact, name)
+    close(tuple(state), dense(problem))
+    close(gradients, dense_vjp(problem, *cotangents()))
 
 
-@pytest.mark.parametrize("window, reach", [(None, 1), (3, None), (5, (2, 9))])
+@pytest.mark.parametrize("window, reach", few_rows([(5, (2, 9)), (3, None), (None, 1)]))
 def test_window(window, reach):
     """A window that hides old tokens but not old ancestors, or the other way about; a cache that is a ring."""
     counts = COUNTS if window is None else (20, 0, 9)
@@ -88,10 +88,10 @@ def test_window(window, reach):
         run = jax.jit(functools.partial(decoded, local_window_size=reach))
         cache = empty("8", window=window, capacity=48 if window is None else 16)
         state = run(cache, arrays, jnp.asarray(counts, jnp.int32))
-    for mine, exact in zip(state, dense(problem), strict=True):
-        close(mine, exact)
+    close(tuple(state), dense(problem))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_precision(dtype):
     """An error above a small multiple of what attention written out makes on the same numbers."""
@@ -146,8 +146,7 @@ def test_rows_and_heads_split():
             assert sent(step) == sent(plain.lower(cache, given[0]).compile()) != []
             state = step(*args)
             assert tuple(state.out.sharding.spec)[:3] == ("data", None, "model")
-            for mine, exact in zip(state, dense(problem), strict=True):
-                close(mine, exact)
+            close(tuple(state), dense(problem))
             accepted = accept([[0, 1, 4], [0, 1, 2], [], [0, 2]])
             assert collectives(write.lower(cache, accepted, *given[1:3]).compile()) == ()
             done = write(cache, accepted, *given[1:3])
@@ -166,27 +165,18 @@ def sent(program):
 @pytest.mark.parametrize("merge", few(["allreduce", "gather", "butterfly"], "allreduce"))
 def test_collectives(merge):
     """A tree that costs a collective, or a byte, more than plain decoding of as many queries, at any capacity."""
-    problem, found = problem_of("sent"), []
-    arrays, _ = cast(problem, jnp.float64)
+    arrays, _ = cast(problem_of("sent"), jnp.float64)
     query, source = arrays["query"], arrays["source"]
     nodes = [arrays[x][:, S:] for x in ("key", "value")]
     with jax.set_mesh(mesh_of("2x4")):
-        for capacity in 16, 4096:
-            spread = SequenceParallel(("node", "device"), merge=merge)
-            cache = KVCache.empty(
-                B, capacity, K, H, V, dtype=jnp.float64, block_size=1, parallel=spread
-            )
-            args = query, *nodes, tree_of(), cache, source
-            step = jax.jit(functools.partial(by_place, scale=0.7)).lower(*args).compile()
-            found.append(sent(step))
-            if capacity == 16:
-                plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
-                found.append(sent(plain.lower(cache, query).compile()))
-                counts = jnp.asarray(COUNTS, jnp.int32)
-                cache = cache.append(arrays["key"][:, :S], arrays["value"][:, :S], lengths=counts)
-                state = step(*args[:4], cache, source)
-    assert found[0] and all(each == found[0] for each in found), found
-    close(state.out, dense(problem)[0])
+        spread = SequenceParallel(("node", "device"), merge=merge)
+        options = {"dtype": jnp.float64, "block_size": 1, "parallel": spread}
+        small, large = (KVCache.empty(B, n, K, H, V, **options) for n in (16, 4096))
+        args = query, *nodes, tree_of(), large, source
+        step = jax.jit(functools.partial(by_place, scale=0.7)).lower(*args).compile()
+        plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
+        found = sent(plain.lower(small, query).compile())
+    assert found and sent(step) == found
 
 
 @pytest.mark.full
@@ -207,8 +197,8 @@ def test_quantized():
                 for slot, n in enumerate(slots):
                     if n >= 0:
                         context[b, n] = read[b, slot]
-        done = write(cache, ACCEPTED, key[:, S:], value[:, S:])
-        check_written(done, cache, ACCEPTED, key[:, S:], value[:, S:])
+        done = write(cache, accept(PATHS), key[:, S:], value[:, S:])
+        check_written(done, cache, accept(PATHS), key[:, S:], value[:, S:])
     close(state.out.astype(jnp.float64), dense(rounded)[0], tolerance=1e-6)
 
 
@@ -219,7 +209,7 @@ def accept(paths, C=3) -> Accepted:
     return Accepted(jnp.asarray(filled), jnp.asarray(lengths), jnp.zeros_like(jnp.asarray(lengths)))
 
 
-ACCEPTED = accept([[0, 1, 4], [0], []])
+PATHS = [0, 1, 4], [0], []
 
 
 def check_written(done, before, accepted, key, value):
@@ -234,8 +224,7 @@ def check_written(done, before, accepted, key, value):
         ]
         there = jnp.asarray([i < len(path) for path in paths], jnp.int32)
         before = append(before, *(x[:, None] for x in each), lengths=there)
-    for mine, exact in zip(jax.tree.leaves(done), jax.tree.leaves(before), strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(exact))
+    same(done, before)
 
 
 @pytest.mark.full
@@ -283,20 +272,20 @@ def test_commit():
     assert program.memory_analysis().temp_size_in_bytes < shard / 8
 
 
-def arguments(**changes) -> dict[str, Any]:
-    f = jnp.float64
-    given = {"query": jnp.zeros((B, L, N, H), f), "key": jnp.zeros((B, L, K, H), f)}
-    given |= {"value": jnp.zeros((B, L, K, V), f), "tree": tree_of(), "cache": empty("1")}
-    return given | changes
+@functools.cache
+def valid() -> dict[str, Any]:
+    given = {"query": zeros(B, L, N, H), "key": zeros(B, L, K, H), "value": zeros(B, L, K, V)}
+    given |= {"tree": tree_of(), "cache": empty("1")}
+    return given
 
 
 def committed(**changes):
-    given = arguments(**{"accepted": ACCEPTED} | changes)
+    given = valid() | {"accepted": accept(PATHS)} | changes
     return commit(*(given[name] for name in ("cache", "accepted", "key", "value")))
 
 
 def zeros(*shape, dtype=jnp.float64):
-    return jnp.zeros(shape, dtype)
+    return jnp.asarray(np.zeros(shape, dtype))
 
 
 BAD = {
@@ -338,7 +327,7 @@ BAD = {
 def test_bad_input(what, unchecked):
     """An error that does not name the argument, what came and what was wanted."""
     changes, error, name, received, wanted = BAD[what]
-    complains(lambda: tree_decode(**arguments(**changes())), error, name, received, wanted)
+    complains(lambda: tree_decode(**valid() | changes()), error, name, received, wanted)
 
 
 BAD_COMMIT = {
@@ -349,11 +338,11 @@ BAD_COMMIT = {
         *(ValueError, "accepted.path", "int32[2,3]", "(3, C)"),
     ),
     "lengths": (
-        lambda: {"accepted": ACCEPTED._replace(length=zeros(2, dtype=jnp.int32))},
+        lambda: {"accepted": accept(PATHS)._replace(length=zeros(2, dtype=jnp.int32))},
         *(ValueError, "accepted.length", "int32[2]", "(3)"),
     ),
     "path": (
-        lambda: {"accepted": ACCEPTED._replace(path=zeros(B, 3))},
+        lambda: {"accepted": accept(PATHS)._replace(path=zeros(B, 3))},
         *(TypeError, "accepted.path", "float64", "integer"),
     ),
     "key": (lambda: {"key": zeros(2, L, K, H)}, ValueError, "key", "2,7,2,3", "(3, L, 2, 3)"),

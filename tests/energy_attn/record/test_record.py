@@ -11,10 +11,15 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
+from tests.support.compare import close
 from tests.support.meshes import mesh_of
+from tests.support.selection import few
 
-T, N, H, LAYERS = 6, 2, 4, 3
+T, N, H, LAYERS = 8, 2, 4, 2
 WIDTH = N * H
+WEIGHTS = 0.5 * np.random.default_rng(0).standard_normal((LAYERS, 3, WIDTH, N, H))
+X = np.random.default_rng(1).standard_normal((T, WIDTH))
+QUANTITIES = ("energy", "entropy", "heat_capacity")
 
 
 class Layer(eqx.Module):
@@ -23,46 +28,68 @@ class Layer(eqx.Module):
     weights: jax.Array
     energy: ea.FreeEnergy
 
-    def __init__(self, key, **options):
-        self.weights = 0.5 * jax.random.normal(key, (3, WIDTH, N, H), jnp.float64)
+    def __init__(self, weights, **options):
+        self.weights = jnp.asarray(weights)
         self.energy = ea.FreeEnergy(**options)
 
+    def heads(self, x):
+        return jnp.einsum("td,pdnh->ptnh", x, self.weights)
+
     def __call__(self, x):
-        query, key, value = jnp.einsum("td,pdnh->ptnh", x, self.weights)
-        return x + self.energy.attention(query, key, value).reshape(x.shape)
+        return x + self.energy.attention(*self.heads(x)).reshape(x.shape)
 
 
-def dense(weights, x):
-    """A layer, and its energies, entropies and heat capacities, with a matrix of weights."""
-    query, key, value = jnp.einsum("td,pdnh->ptnh", x, weights)
-    scores = jnp.einsum("tnh,snh->tns", query, key) / H**0.5
-    energy = jax.nn.logsumexp(scores, -1)
-    p = jnp.exp(scores - energy[..., None])
+def dense(weights, x, seen=True, np=np):
+    """A layer, and its figures, with a matrix of weights; `np` is NumPy, or JAX's for derivatives."""
+    query, key, value = np.einsum("td,pdnh->ptnh", x, weights)
+    scores = np.einsum("tnh,snh->tns", query, key) / H**0.5
+    terms = np.where(seen, np.exp(scores), 0.0)
+    energy = np.log(terms.sum(-1))
+    p = terms / terms.sum(-1, keepdims=True)
     mean = (p * scores).sum(-1)
     heat = (p * (scores - mean[..., None]) ** 2).sum(-1)
-    entropy = -(p * jnp.log(p)).sum(-1)
-    out = jnp.einsum("tns,snh->tnh", p, value)
-    return x + out.reshape(x.shape), {"energy": energy, "entropy": entropy, "heat_capacity": heat}
+    out = np.einsum("tns,snh->tnh", p, value)
+    apart = ((value[None] - out[:, None]) ** 2).sum(-1)  # [T, S, N]
+    variance = (p * apart.swapaxes(1, 2)).sum(-1)
+    figures = {"energy": energy, "entropy": energy - mean, "heat_capacity": heat}
+    figures |= {"variance": variance, "effective_keys": np.exp(figures["entropy"])}
+    return x + out.reshape(x.shape), figures | {"attention": out, "mean": mean}
 
 
-def dense_model(weights, x):
+def dense_model(weights, x, np=np):
     """All layers; values `[LAYERS, ...]`."""
     seen = []
     for each in weights:
-        x, found = dense(each, x)
+        x, found = dense(each, x, np=np)
         seen.append(found)
-    return x, jax.tree.map(lambda *x: jnp.stack(x), *seen)
+    return x, {name: np.stack([found[name] for found in seen]) for name in QUANTITIES}
 
 
-def layers(**options):
-    return [Layer(key, **options) for key in jax.random.split(jax.random.key(0), LAYERS)]
+@functools.cache
+def exact():
+    """Of all layers: what they return and say, its `score`'s gradient in the weights, the tangents along cos X, and
+    the sum of the output and its gradient in X: all by differentiating dense matrices."""
+
+    @jax.jit
+    def run(weights, x):
+        def total(weights):
+            found = dense_model(weights, x, np=jnp)
+            return score(found), found
+
+        gradient, found = jax.grad(total, has_aux=True)(weights)
+        along = jax.jvp(lambda x: dense_model(weights, x, np=jnp)[1], (x,), (jnp.cos(x),))[1]
+        within = jax.value_and_grad(lambda x: dense_model(weights, x, np=jnp)[0].sum())(x)
+        return found, gradient, along, within
+
+    return jax.device_get(run(WEIGHTS, X))
 
 
-def stacked():
-    return eqx.filter_vmap(Layer)(jax.random.split(jax.random.key(0), LAYERS))
+def layers():
+    return [Layer(x) for x in WEIGHTS]
 
 
-X = jax.random.normal(jax.random.key(1), (T, WIDTH), jnp.float64)
+def stacked(**options):
+    return Layer(WEIGHTS, **options)
 
 
 class Chain(eqx.Module):
@@ -129,19 +156,6 @@ MODELS = {
 }
 
 
-def close(actual, exact, tolerance=1e-11):
-    actual, exact = np.asarray(actual), np.asarray(exact)
-    assert actual.dtype == exact.dtype and actual.shape == exact.shape
-    np.testing.assert_allclose(actual, exact, rtol=tolerance, atol=tolerance)
-
-
-def weights_of(model):
-    """The weights `[LAYERS, ...]` of either kind of model."""
-    if isinstance(model.layers, list):
-        return jnp.stack([x.weights for x in model.layers])
-    return model.layers.weights
-
-
 def by_layers(seen):
     """Values `[LAYERS, ...]` of either kind of model."""
     if len(seen) == 1:
@@ -154,41 +168,60 @@ def score(found):
     return sum((jnp.sin(x + i) * (1 + x)).sum() for i, x in enumerate(jax.tree.leaves(found)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@eqx.filter_jit
+def with_gradient(model):
+    """What a model returns and says, and the gradient of its score in the weights."""
+
+    def penalty(model):
+        out, seen = ea.record(model, *QUANTITIES)(X)
+        return score((out, by_layers(seen))), (out, seen)
+
+    gradient, found = eqx.filter_grad(penalty, has_aux=True)(model)
+    if isinstance(model.layers, Layer):
+        return found, gradient.layers.weights
+    return found, jnp.stack([x.weights for x in gradient.layers])
+
+
+# What runs in several of these is met in those that are kept.
+@pytest.mark.parametrize(
+    "name",
+    few(list(MODELS), "scan of checkpoint", "custom_vjp"),
+)
 def test_values_names_and_gradients(name):
     """A value of another layer, one that a transformation loses or repeats, a name that is none, a penalty whose
     gradient is silently zero, or a changed output."""
     model = MODELS[name]()
-    quantities = "energy", "entropy", "heat_capacity"
-    out, seen = ea.record(model, *quantities)(X)
-    exact_out, exact = dense_model(weights_of(model), X)
-    close(out, exact_out)
-    jax.tree.map(close, by_layers(seen), exact)
+    (out, seen), gradient = with_gradient(model)
+    found, wanted, *_ = exact()
+    close((out, by_layers(seen)), found)
     one = isinstance(model.layers, Layer)
     names = ["layers.energy"] if one else [f"layers[{i}].energy" for i in range(LAYERS)]
     assert list(seen) == names
-
-    def penalty(model):
-        out, seen = ea.record(model, *quantities)(X)
-        return score((out, by_layers(seen)))
-
-    gradient = weights_of(eqx.filter_jit(eqx.filter_grad(penalty))(model))
-    close(gradient, jax.grad(lambda w: score(dense_model(w, X)))(weights_of(model)), 1e-9)
+    close(gradient, wanted, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("name", ["plain", "scan of checkpoint"])
+@pytest.mark.smoke
+def test_eager():
+    """Values that only a compiled function has."""
+    out, seen = ea.record(Chain(layers()[:1]), "energy")(X)
+    wanted, figures = dense(WEIGHTS[0], X)
+    close(out, wanted)
+    close(seen, {"layers[0].energy": {"energy": figures["energy"]}})
+
+
+@pytest.mark.parametrize("name", few(["plain", "scan of checkpoint"], "scan of checkpoint"))
 def test_forward_mode(name):
     """Tangents that stop where values leave a loop."""
     model = MODELS[name]()
 
-    def run(x):
-        return by_layers(ea.record(model, "energy", "entropy", "heat_capacity")(x)[1])
+    @jax.jit
+    def tangents(x):
+        def run(x):
+            return by_layers(ea.record(model, *QUANTITIES)(x)[1])
 
-    def reference(x):
-        return dense_model(weights_of(model), x)[1]
+        return jax.jvp(run, (x,), (jnp.cos(x),))[1]
 
-    close_all = functools.partial(jax.tree.map, functools.partial(close, tolerance=1e-9))
-    close_all(*(jax.jvp(f, (X,), (jnp.cos(X),))[1] for f in (run, reference)))
+    close(tangents(X), exact()[2], tolerance=1e-9)
 
 
 # --- axes
@@ -197,23 +230,28 @@ def test_forward_mode(name):
 def test_vmap_within_and_around():
     """An axis that ends up behind the rows, or a batch of which one is seen."""
     model = Scan(stacked())
-    batch = jnp.stack([X, jnp.cos(X)])
-    exact = jnp.stack([dense_model(model.layers.weights, x)[1]["energy"] for x in batch])
-    _, around = jax.vmap(ea.record(model, "energy"))(batch)
-    close(around["layers.energy"]["energy"], exact)
-    _, within = ea.record(eqx.filter_vmap(model), "energy")(batch)  # the steps are outside
-    close(within["layers.energy"]["energy"], jnp.moveaxis(exact, 0, 1))
+    batch = np.stack([X, np.cos(X)])
+    wanted = np.stack([dense_model(WEIGHTS, x)[1]["energy"] for x in batch])
+
+    @jax.jit
+    def run(batch):
+        _, around = jax.vmap(ea.record(model, "energy"))(batch)
+        _, within = ea.record(eqx.filter_vmap(model), "energy")(batch)
+        return around, within
+
+    around, within = run(batch)
+    close(around["layers.energy"]["energy"], wanted)
+    close(within["layers.energy"]["energy"], wanted.swapaxes(0, 1))  # the steps are outside
     # a part that is not mapped has the axis, too
     one = layers()[0]
 
     def keys_only(x, memory):
-        query, key, value = jnp.einsum("td,pdnh->ptnh", x, one.weights)
+        query, key, value = one.heads(x)
         return one.energy.attention(query, key + memory, value)
 
-    memories = jax.random.normal(jax.random.key(5), (3, T, N, H), jnp.float64)
-    run = jax.vmap(keys_only, (None, 0))
-    _, seen = ea.record(run, "energy", query=lambda F: F.parts[0].query)(X, memories)
-    assert seen["FreeEnergy"]["energy"].shape == seen["FreeEnergy"]["query"].shape[:3] == (3, T, N)
+    mapped = ea.record(jax.vmap(keys_only, (None, 0)), "energy", query=lambda F: F.parts[0].query)
+    seen = eqx.filter_eval_shape(mapped, X, np.zeros((3, T, N, H)))[1]["FreeEnergy"]
+    assert seen["energy"].shape == seen["query"].shape[:3] == (3, T, N)
 
 
 def test_reversed_scan_keeps_its_order():
@@ -229,14 +267,15 @@ def test_reversed_scan_keeps_its_order():
         return jax.lax.scan(step, x, arrays, reverse=True, unroll=2)[0]
 
     out, seen = ea.record(run, "energy")(X)
-    exact_out, exact = dense_model(model.weights[::-1], X)
+    exact_out, figures = dense_model(WEIGHTS[::-1], X)
     close(out, exact_out)
-    close(seen["FreeEnergy"]["energy"], exact["energy"][::-1])
+    close(seen["FreeEnergy"]["energy"], figures["energy"][::-1])
 
 
 def test_nested_loops():
     """Axes of loops in loops in the wrong order; two calls in one step that become one."""
-    first, second = layers()[:2]
+    first, second = layers()
+    factors = np.arange(1.0, 7.0) / 6
 
     def run(x):
         def inner(x, factor):
@@ -245,39 +284,38 @@ def test_nested_loops():
         def outer(x, factors):
             return jax.lax.scan(inner, x, factors)[0], None
 
-        return jax.lax.scan(outer, x, jnp.arange(1.0, 7.0).reshape(2, 3) / 6)[0]
+        return jax.lax.scan(outer, x, factors.reshape(2, 3))[0]
 
     _, seen = ea.record(run, "energy")(X)
     assert list(seen) == ["FreeEnergy", "FreeEnergy#2"]
-    x, exact = X, []
-    for factor in jnp.arange(1.0, 7.0) / 6:
-        x, a = dense(first.weights, x * factor)
-        x, b = dense(second.weights, x)
-        exact.append((a["energy"], b["energy"]))
-    for found, wanted in zip(seen.values(), zip(*exact, strict=True), strict=True):
-        close(found["energy"], jnp.stack(wanted).reshape(2, 3, T, N))
+    x, wanted = X, []
+    for factor in factors:
+        x, figures = dense_model(WEIGHTS, x * factor)
+        wanted.append(figures["energy"])
+    for i, found in enumerate(seen.values()):
+        close(found["energy"], np.stack(wanted)[:, i].reshape(2, 3, T, N))
 
 
 def test_branches():
     """The value of a branch that was not taken, as if it had run; or a number that hides that it did not."""
-    first, second, _ = layers()
     model = eqx.Partial(
         lambda both, which, x: jax.lax.switch(
             which, [lambda x: both[0](x), lambda x: both[1](x), lambda x: x], x
         ),
-        [first, second],
+        layers(),
     )
     run = eqx.filter_jit(ea.record(model, "energy"))
-    for which in range(3):
+    names = ["args[0][0].energy", "args[0][1].energy"]
+    each = [*(dense(weights, X) for weights in WEIGHTS), (X, None)]
+    for which, (wanted, figures) in enumerate(each):
         out, seen = run(jnp.asarray(which), X)
-        names = ["args[0][0].energy", "args[0][1].energy"]
         assert list(seen) == names
-        close(out, (first, second, lambda x: x)[which](X))
+        close(out, wanted)
         for i, name in enumerate(names):
             if i == which:
-                close(seen[name]["energy"], dense((first, second)[i].weights, X)[1]["energy"])
+                close(seen[name]["energy"], figures["energy"])
             else:
-                assert bool(jnp.isnan(seen[name]["energy"]).all())
+                assert np.isnan(seen[name]["energy"]).all()
     with pytest.raises(NotImplementedError, match="NaN says that it did not run; got int"):
         ea.record(model, number=lambda F: jnp.ones(3, jnp.int32))(jnp.asarray(1), X)
 
@@ -291,46 +329,45 @@ def test_unknown_lengths_are_refused():
 
     with pytest.raises(NotImplementedError, match=r"record: .* got 'FreeEnergy' inside 'while'"):
         ea.record(run)(X)
-    known = ea.record(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: layer(x), x), "energy")(X)[1]
-    assert known["FreeEnergy"]["energy"].shape == (2, T, N)
+    known = ea.record(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: layer(x), x), "energy")
+    seen = eqx.filter_eval_shape(known, X)[1]
+    assert seen["FreeEnergy"]["energy"].shape == (2, T, N)
 
 
 # --- meshes
 
 
-@pytest.mark.parametrize("kind", ["8", "2x4 explicit"])
-def test_sharded_keys(kind):
+def sharded(mesh):
+    return Scan(stacked(parallel=SequenceParallel(tuple(mesh.axis_names))))
+
+
+def test_sharded_keys():
     """Values of one shard instead of all keys, or a mesh that recording leaves."""
-    mesh = mesh_of(kind)
-    parallel = SequenceParallel(tuple(mesh.axis_names))
-    x = jnp.concatenate([X, X[:2]])
-    plain = Scan(stacked())
-    sharded = eqx.tree_at(
-        lambda m: m.layers.energy,
-        plain,
-        ea.FreeEnergy(parallel=parallel),
-        is_leaf=lambda x: isinstance(x, ea.FreeEnergy),
-    )
-
-    def run(model):
-        def penalty(model):
-            out, seen = ea.record(model, "energy", "entropy")(x)
-            return score((out, seen)), seen
-
-        (_, seen), gradient = eqx.filter_value_and_grad(penalty, has_aux=True)(model)
-        return seen, gradient.layers.weights
-
-    exact = eqx.filter_jit(run)(plain)
+    mesh = mesh_of("2x4 explicit")
     with jax.set_mesh(mesh):
-        found = eqx.filter_jit(run)(sharded)
-    jax.tree.map(functools.partial(close, tolerance=1e-9), found, exact)
+        out, seen = ea.record(sharded(mesh), "energy")(X)
+    (wanted, figures), *_ = exact()
+    close(out, wanted)
+    close(seen, {"layers.energy": {"energy": figures["energy"]}})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["8", "2x4 explicit"])
+def test_gradients_of_sharded_keys(kind):
+    """A penalty on figures of all keys whose gradient is that of one shard."""
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        (out, seen), gradient = with_gradient(sharded(mesh))
+    found, wanted, *_ = exact()
+    close((out, seen["layers.energy"]), found)
+    close(gradient, wanted, tolerance=1e-9)
 
 
 def test_inside_shard_map():
     """One device's values as those of all, or an axis that is named by no device."""
     mesh = mesh_of("2x4")
     layer = layers()[0]
-    batch = jnp.stack([X * i for i in range(1, 5)])
+    batch = np.stack([X * i for i in range(1, 5)])
 
     def local(batch):  # four examples over one of the axes
         return jax.lax.map(layer, batch)
@@ -338,15 +375,19 @@ def test_inside_shard_map():
     spec = P("device")
     run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
     out, seen = ea.record(run, "energy")(batch)
-    exact_out, exact = jax.vmap(functools.partial(dense, layer.weights))(batch)
-    close(out, exact_out)
-    found = seen["FreeEnergy"]["energy"]  # [devices, examples of each, T, N]
-    assert found.shape == (8, 1, T, N)
-    close(found[:4, 0], exact["energy"])
-    close(found[4:, 0], exact["energy"])
+    each = [dense(WEIGHTS[0], x) for x in batch]
+    close(out, np.stack([x for x, _ in each]))
+    energies = np.stack([figures["energy"] for _, figures in each])
+    # [devices, examples of each, T, N]
+    close(seen["FreeEnergy"]["energy"], np.concatenate([energies, energies])[:, None])
 
 
 # --- what is recorded, and when
+
+
+def traced(function, *args):
+    """The shapes of what is seen: what is traced, and not run."""
+    return eqx.filter_eval_shape(function, *args)[1]
 
 
 def test_nothing_changes_where_nothing_is_recorded():
@@ -358,132 +399,151 @@ def test_nothing_changes_where_nothing_is_recorded():
     before = str(jax.make_jaxpr(compiled)(X))
     compiled(X)
     for _ in range(2):
-        assert list(ea.record(compiled, "energy")(X)[1]) == ["FreeEnergy"]
+        assert list(traced(ea.record(compiled, "energy"), X)) == ["FreeEnergy"]
         assert str(jax.make_jaxpr(compiled)(X)) == before
-    assert list(ea.record(compiled, "entropy")(X)[1]["FreeEnergy"]) == ["entropy"]
-    ea.record(model)(X)
-    assert str(jax.make_jaxpr(model)(X)) == program
-    assert "record" not in program
+    assert list(traced(ea.record(compiled, "entropy"), X)["FreeEnergy"]) == ["entropy"]
     # and no tag is left in one that is recorded
     assert "level=" not in str(jax.make_jaxpr(lambda x: ea.record(model)(x))(X))
+    assert str(jax.make_jaxpr(model)(X)) == program
+    assert "record" not in program
 
 
 def test_energies_take_no_pass():
     """A second pass over the keys for energies that attention has computed, or for values that nobody uses."""
-    q, k, v = jax.random.normal(jax.random.key(6), (3, 1, 256, N, H))
-    energy = ea.FreeEnergy(implementation="blockwise")
+    q, k, v = map(jnp.asarray, np.ones((3, 1, 256, N, H)))
+    attend = ea.FreeEnergy(implementation="blockwise").attention
 
     def loops(function):
         return jax.jit(function).lower(q).compile().as_text().count(" while(")
 
-    for attend in (energy.attention, ea.attention):
-        options = {} if attend is not ea.attention else {"implementation": "blockwise"}
+    def energies(function, **options):
+        run = ea.record(lambda q: function(q, k, v, **options), "energy")
+        return lambda q: jax.tree.leaves(run(q))
 
-        def run(q, attend=attend, options=options):
-            return attend(q, k, v, **options)
-
-        def energies(q, run=run):
-            out, seen = ea.record(run, "energy")(q)
-            return out, list(seen.values())
-
-        assert loops(run) == loops(energies) == 1
-        assert loops(lambda q, run=run: ea.record(run)(q)[0]) == 1
+    assert loops(energies(attend)) == 1
+    assert loops(energies(ea.attention, implementation="blockwise")) == 1
+    assert loops(lambda q: ea.record(lambda q: attend(q, k, v))(q)[0]) == 1
 
 
-def test_gradients_within():
+@pytest.mark.parametrize(
+    "name",
+    few(["plain", "jit", "scan", "checkpoint", "scan of checkpoint"], "scan of checkpoint"),
+)
+def test_gradients_within(name):
     """The backward pass recorded as if it were another call, or the forward one not at all."""
-    for name in ("plain", "jit", "scan", "checkpoint", "scan of checkpoint"):
-        model = MODELS[name]()
+    model = MODELS[name]()
 
-        def step(x, model=model):
-            return jax.value_and_grad(lambda x: model(x).sum())(x)
+    def total(x):
+        return model(x).sum()
 
+    @jax.jit
+    def run(x):
         # also where nobody uses the value, of which JAX drops what it can
-        _, alone = ea.record(jax.grad(lambda x, model=model: model(x).sum()), "energy")(X)
-        close(by_layers(alone)["energy"], dense_model(weights_of(model), X)[1]["energy"])
-        (value, gradient), seen = ea.record(step, "energy", "entropy", "heat_capacity")(X)
-        exact = step(X)
-        close(value, exact[0])
-        close(gradient, exact[1])
-        jax.tree.map(close, by_layers(seen), dense_model(weights_of(model), X)[1])
+        _, alone = ea.record(jax.grad(total), "energy")(x)
+        return ea.record(jax.value_and_grad(total), "energy")(x), alone
+
+    (found, seen), alone = run(X)
+    (_, figures), _, _, wanted = exact()
+    close(found, wanted)
+    for each in (seen, alone):
+        close(by_layers(each), {"energy": figures["energy"]})
 
 
 def test_every_way_to_ask():
     """A way of calling that is not seen, or at another source, bias, mask or position than its own."""
-    q, k, v, z = jax.random.normal(jax.random.key(3), (4, T, N, H), jnp.float64)
-    bias = jax.random.normal(jax.random.key(4), (1, N, T, T), jnp.float64)
-    positions = jnp.arange(T)[::-1]
-    energy = ea.FreeEnergy(scale=0.7, mask=ea.masks.Window(3, 3), name="mine")
+    rng = np.random.default_rng(3)
+    q, k, v, z = rng.standard_normal((4, T, N, H))
+    bias = rng.standard_normal((1, N, T, T))
+    positions = jnp.asarray(np.arange(T)[::-1])
+    rows = {"query_positions": positions, "key_positions": positions}
+    window, causal = ea.masks.Window(3, 3), ea.masks.Causal()
 
-    def run(q):
-        rows = {"query_positions": positions, "key_positions": positions}
+    def run(q, k, v, z, bias):
+        energy = ea.FreeEnergy(scale=0.7, mask=window, name="mine")
         F = energy.at(q, k, v, bias=bias, **rows)
-        energy(q, k, v, source=z, mask=ea.masks.Causal(), **rows)
+        energy(q, k, v, source=z, mask=causal, **rows)
         energy.attention(q, k, v)
         ea.attention(q, k, v, bias, scale=0.3)
         ea.free_energy(q, k, v, source=z)
         return F.attention()
 
-    out, seen = ea.record(run, "energy", "entropy")(q)
-    rows = {"query_positions": positions, "key_positions": positions}
-    causal = ea.FreeEnergy(scale=0.7, mask=ea.masks.Window(3, 3) & ea.masks.Causal())
-    exact = {
-        "mine": energy.at(q, k, v, bias=bias, **rows),
-        "mine#2": causal.at(q, k, v, **rows).tilt(z),
-        "mine#3": energy.at(q, k, v),
-        "attention": ea.FreeEnergy(scale=0.3).at(q, k, v, bias=bias),
-        "free_energy": ea.FreeEnergy().at(q, k, v).tilt(z),
-    }
-    assert list(seen) == list(exact)
-    close(out, exact["mine"].attention())
-    for name, F in exact.items():
-        close(seen[name]["energy"], F())
-        close(seen[name]["entropy"], F.entropy())
+    @jax.jit
+    def both(q, k, v, z, bias):
+        energy = ea.FreeEnergy(scale=0.7, mask=window)
+        narrow = ea.FreeEnergy(scale=0.7, mask=window & causal)
+        F = energy.at(q, k, v, bias=bias, **rows)
+        measures = {
+            "mine": F,
+            "mine#2": narrow.at(q, k, v, **rows).tilt(z),
+            "mine#3": energy.at(q, k, v),
+            "attention": ea.FreeEnergy(scale=0.3).at(q, k, v, bias=bias),
+            "free_energy": ea.FreeEnergy().at(q, k, v).tilt(z),
+        }
+        wanted = {name: {"energy": each()} for name, each in measures.items()}
+        return ea.record(run, "energy")(q, k, v, z, bias), (F.attention(), wanted)
+
+    (out, seen), (exact_out, wanted) = both(q, k, v, z, bias)
+    assert list(seen) == ["mine", "mine#2", "mine#3", "attention", "free_energy"]
+    close(out, exact_out)
+    close(dict(seen), wanted)
 
 
 def test_quantities():
     """A figure under the name of another, or computed from a part of the rows that are hidden."""
-    layer = Layer(jax.random.key(0), mask=ea.masks.Function(lambda query, key: query + key < 8))
-    query, key, value = jnp.einsum("td,pdnh->ptnh", X, layer.weights)
-    F = layer.energy.at(query, key, value)
-    report = ea.energy_report(F, per_query=True)
-    _, seen = ea.record(layer)(X)
+    layer = Layer(WEIGHTS[0], mask=ea.masks.Function(lambda query, key: query + key < 8))
     names = ("energy", "entropy", "heat_capacity", "variance", "effective_keys")
-    assert set(seen["energy"]) == set(names)
-    for name in names:
-        close(seen["energy"][name], getattr(report, name)[0])
-        alone = ea.record(layer, name)(X)[1]["energy"]
-        assert list(alone) == [name]
-        close(alone[name], getattr(report, name)[0])
-    _, seen = ea.record(layer, "attention", "score_moments", top=lambda F: F.covariance())(X)
-    close(seen["energy"]["attention"], F.attention())
-    close(seen["energy"]["score_moments"].mean, F.score_moments().mean)
-    close(seen["energy"]["top"], F.covariance())
+    single = ("energy", "variance", "effective_keys")  # each by other passes
+
+    @jax.jit
+    def run(x):
+        others = ea.record(layer, "attention", mean=lambda F: F.score_moments().mean)
+        return (
+            ea.record(layer)(x)[1]["energy"],
+            [ea.record(layer, name)(x)[1]["energy"] for name in single],
+            others(x)[1]["energy"],
+        )
+
+    together, alone, others = run(X)
+    seen = (np.arange(T)[:, None, None] + np.arange(T)) < 8
+    figures = dense(WEIGHTS[0], X, seen)[1]
+    close(together, {name: figures[name] for name in names})
+    for name, found in zip(single, alone, strict=True):
+        close(found, {name: figures[name]})
+    close(others, {name: figures[name] for name in ("attention", "mean")})
 
 
 def test_scores_and_sinks():
     """The measure of an energy without its score or its sink."""
-    sink = jnp.asarray([0.3, -0.4])
-    layer = Layer(jax.random.key(0), score=ea.scores.SoftCap(0.5), sink=sink)
-    query, key, value = jnp.einsum("td,pdnh->ptnh", X, layer.weights)
-    _, seen = ea.record(layer, "energy", "entropy", "score_max")(X)
-    F = layer.energy.at(query, key, value)
-    for name, wanted in {"energy": F(), "entropy": F.entropy(), "score_max": F.score_max()}.items():
-        close(seen["energy"][name], wanted)
-    scores = 0.5 * jnp.tanh(jnp.einsum("tnh,snh->tns", query, key) / H**0.5 / 0.5)
-    terms = jnp.concatenate([scores, jnp.broadcast_to(sink[None, :, None], (T, N, 1))], -1)
-    close(seen["energy"]["energy"], jax.nn.logsumexp(terms, -1))
+    sink = np.asarray([0.3, -0.4])
+    layer = Layer(WEIGHTS[0], score=ea.scores.SoftCap(0.5), sink=jnp.asarray(sink))
+
+    @jax.jit
+    def run(x):
+        F = layer.energy.at(*layer.heads(x))
+        wanted = {"energy": F(), "entropy": F.entropy(), "score_max": F.score_max()}
+        return ea.record(layer, *wanted)(x)[1]["energy"], wanted
+
+    found, wanted = run(X)
+    close(found, wanted)
+    query, key, _ = np.einsum("td,pdnh->ptnh", X, WEIGHTS[0])
+    scores = 0.5 * np.tanh(np.einsum("tnh,snh->tns", query, key) / H**0.5 / 0.5)
+    close(found["energy"], np.log(np.exp(scores).sum(-1) + np.exp(sink)))
 
 
 def test_dropout_is_not_recorded():
     """The kept keys of a call with dropout as another energy, or instead of it."""
-    layer = ea.MultiheadAttention(N, WIDTH, dropout_p=0.5, dtype=jnp.float64, key=jax.random.key(0))
-    (out, energy), seen = ea.record(layer, "energy")(
-        X, X, X, key=jax.random.key(1), return_energy=True
-    )
+    make = functools.partial(ea.MultiheadAttention, N, WIDTH, dropout_p=0.5, dtype=jnp.float64)
+
+    @jax.jit
+    def run(x, keys):
+        layer = make(key=keys[0])
+        recorded = ea.record(layer, "energy")(x, x, x, key=keys[1], return_energy=True)
+        return recorded, layer(x, x, x, key=keys[1])
+
+    ((out, energy), seen), plain = run(X, jax.random.split(jax.random.key(0)))
     assert list(seen) == ["energy"]
     close(seen["energy"]["energy"], energy)
-    close(out, layer(X, X, X, key=jax.random.key(1)))
+    close(out, plain)
 
 
 def test_names():
@@ -502,39 +562,39 @@ def test_names():
     model = Tied({"a": layer})
     _, seen = ea.record(model, "energy")(X)
     assert list(seen) == ["inner['a'].energy", "inner['a'].energy#2"]
-    middle, exact = dense(layer.weights, X)
-    close(seen["inner['a'].energy"]["energy"], exact["energy"])
-    close(seen["inner['a'].energy#2"]["energy"], dense(layer.weights, middle)[1]["energy"])
-    _, seen = ea.record(model.method, "energy")(X, also=layer)
-    assert list(seen) == ["inner['a'].energy", "FreeEnergy"]
-    _, seen = jax.jit(jax.vmap(ea.record(eqx.filter_vmap(model), "energy")))(X[None, None])
-    assert list(seen) == ["inner['a'].energy", "inner['a'].energy#2"]
-    _, seen = ea.record(ea.FreeEnergy(), "energy")(*jnp.ones((3, T, N, H)))
-    assert list(seen) == ["FreeEnergy"]
+    middle, figures = dense(WEIGHTS[0], X)
+    close(seen["inner['a'].energy"]["energy"], figures["energy"])
+    close(seen["inner['a'].energy#2"]["energy"], dense(WEIGHTS[0], middle)[1]["energy"])
+    method = functools.partial(ea.record(model.method, "energy"), also=layer)
+    assert list(traced(method, X)) == ["inner['a'].energy", "FreeEnergy"]
+    mapped = jax.vmap(ea.record(eqx.filter_vmap(model), "energy"))
+    assert list(traced(mapped, X[None, None])) == ["inner['a'].energy", "inner['a'].energy#2"]
+    assert list(traced(ea.record(ea.FreeEnergy(), "energy"), *np.ones((3, T, N, H)))) == [
+        "FreeEnergy"
+    ]
     many = Chain([layer] * 11)
-    found = jax.jit(lambda x: ea.record(many, "energy")(x)[1])(X)
+    found = traced(jax.jit(lambda x: ea.record(many, "energy")(x)), X)
     assert list(found) == [f"layers[{i}].energy" for i in range(11)]  # not in alphabetical order
 
 
 def test_records_within_records():
     """An inner recording that hides its calls from the outer one, or that sees the outer one's."""
-    first, second, _ = layers()
+    first, second = layers()
 
     def inner(x):
         out, seen = ea.record(first, "entropy")(x)
         return second(out), seen
 
     (out, found), seen = ea.record(eqx.filter_jit(inner), "energy")(X)
-    exact_out, exact = dense_model(jnp.stack([first.weights, second.weights]), X)
+    exact_out, figures = dense_model(WEIGHTS, X)
     close(out, exact_out)
     assert len(found) == 1 and len(seen) == 2
-    close(next(iter(found.values()))["entropy"], exact["entropy"][0])
-    close(by_layers(seen)["energy"], exact["energy"])
-    _, seen = ea.record(with_jvp(lambda x: inner(x)[0]), "energy")(X)
-    assert len(seen) == 2
+    close(next(iter(found.values()))["entropy"], figures["entropy"][0])
+    close(by_layers(seen)["energy"], figures["energy"])
+    assert len(traced(ea.record(with_jvp(lambda x: inner(x)[0]), "energy"), X)) == 2
     within = with_jvp(lambda x: second(first(x)))
-    _, seen = ea.record(lambda x: ea.record(within, "entropy")(x)[0], "energy")(X)
-    assert len(seen) == 2
+    outer = ea.record(lambda x: ea.record(within, "entropy")(x)[0], "energy")
+    assert len(traced(outer, X)) == 2
 
 
 def test_bad_input(unchecked):

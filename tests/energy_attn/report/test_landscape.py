@@ -1,5 +1,6 @@
 """Landscapes: F by its definition, I as a divergence where weights are unique, and the plot."""
 
+import functools
 import sys
 
 import jax
@@ -24,13 +25,16 @@ SCORES = SCALE * KEY[:3] @ QUERY + BIAS[:3]
 WEIGHTS = np.exp(SCORES) / np.exp(SCORES).sum()
 
 
-def plane(dtype=np.float64, **options):
-    *arrays, directions, bias = (
-        jnp.asarray(x, dtype) for x in (QUERY, KEY, VALUE, DIRECTIONS, BIAS)
-    )
-    options = {"directions": directions, "bias": bias, "mask": jnp.asarray(MASK), **options}
-    options = {"extent": EXTENT, "points": POINTS, **options}
-    return ea.landscape(*arrays, **options, energy=ea.FreeEnergy(scale=SCALE))
+@jax.jit
+def of_arrays(query, key, value, directions, bias):
+    options = {"directions": directions, "bias": bias, "mask": jnp.asarray(MASK)}
+    options |= {"extent": EXTENT, "points": POINTS, "energy": ea.FreeEnergy(scale=SCALE)}
+    return ea.landscape(query, key, value, **options)
+
+
+def plane(dtype=np.float64):
+    arrays = (QUERY, KEY, VALUE, DIRECTIONS, BIAS)
+    return of_arrays(*(jnp.asarray(x, dtype) for x in arrays))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,6 @@ def agrees(found, atol=1e-9):
         np.testing.assert_allclose(line, [np.linspace(-wide, wide, POINTS)] * 2, rtol=1e-6)
 
 
-@pytest.mark.full
 def test_planes(found):
     """Axes swapped, a plane beside attention, hidden values that widen the hull, a finite rate outside it."""
     agrees(found)
@@ -136,8 +139,9 @@ def test_picture(found):
     assert ea.plot.landscape(found, other) is other[0].figure
 
 
-def test_no_matplotlib(found, monkeypatch, unchecked):
+def test_no_matplotlib(monkeypatch, unchecked):
     """A traceback from inside, instead of an error that says what to install."""
+    found = ea.Landscape(*map(jnp.asarray, np.zeros((7, 2, 2))), None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         ea.plot.landscape(found)
@@ -169,4 +173,5 @@ VALID = {"query": a(3), "key": a(8, 3), "value": a(8, 2)}
 def test_bad_input(changes, error, got, wanted):
     """An error about an argument of `free_energy`, with shapes that the caller did not pass."""
     (name,) = changes
-    complains(lambda: ea.landscape(**{**VALID, **changes}), error, name, got, wanted)
+    call = functools.partial(ea.landscape, **{**VALID, **changes})
+    complains(lambda: jax.eval_shape(call), error, name, got, wanted)

@@ -13,11 +13,15 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives
-from energy_attn.models import Llama, LlamaConfig
+from energy_attn.models import LlamaConfig
+from tests.support.compare import close, same
+from tests.support.llama import build
 from tests.support.measures import measure
 from tests.support.meshes import mesh_of
-from tests.support.problems import PROBLEMS, cast
-from tests.support.reference import rows
+from tests.support.problems import PROBLEMS, Problem, cast
+from tests.support.reference import dense, rows
+from tests.support.selection import few
+from tests.support.weights import drawn
 
 FIELDS = ("energy", "entropy", "heat_capacity", "variance", "effective_keys")
 CONFIG = LlamaConfig(11, 16, 8, 2, 4, 2, rope_theta=100.0)
@@ -46,30 +50,24 @@ def means(found):
     return {name: (x / seen.sum((0, 1)))[None] for name, x in total.items()}
 
 
-def close(report, wanted, tolerance=1e-10):
-    for name, x in wanted.items():
-        np.testing.assert_allclose(
-            getattr(report, name), x, rtol=tolerance, atol=tolerance, err_msg=name
-        )
+def figures(report):
+    """By their names."""
+    return {name: getattr(report, name) for name in FIELDS}
 
 
 @pytest.fixture(scope="module")
 def model():
     """A small decoder whose heads differ: initial weights are too small for that."""
-    make = functools.partial(Llama, CONFIG, dtype=jnp.float64)
-    shapes = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda x: jnp.asarray((0.4 if x.ndim == 2 else 1) * rng.standard_normal(x.shape)), shapes
-    )
+    return build(CONFIG)
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    return jax.random.randint(jax.random.key(1), (2, 7), 0, 11, jnp.int32)
+    return jnp.asarray(np.random.default_rng(1).integers(0, 11, (2, 7)), jnp.int32)
 
 
-@pytest.mark.parametrize("name", ["mask", "bias_rows"])
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", few(["mask", "bias_rows"], "mask"))
 def test_rows_and_means(name):
     """A number of another row, layer or unit; a mean that counts fully masked rows, or e^H of a mean H."""
     problem = PROBLEMS[name]
@@ -82,8 +80,8 @@ def test_rows_and_means(name):
 
     each, mean = run(**arrays)
     wanted = exact(problem)
-    close(each, {n: x[None] for n, x in wanted.items()})
-    close(mean, means(wanted))
+    close(figures(each), {n: x[None] for n, x in wanted.items()}, tolerance=1e-10)
+    close(figures(mean), means(wanted), tolerance=1e-10)
     assert (np.exp(means(wanted)["entropy"]) < means(wanted)["effective_keys"] - 1e-3).any()
 
 
@@ -105,79 +103,73 @@ def test_no_query_sees_a_key():
 
 def test_layer():
     """Options of the layer that do not reach its report, a batch axis too many, or other heads than it attends with."""
-    energy = ea.FreeEnergy(scale=0.7, is_causal=True, local_window_size=(3, 0))
-    layer = ea.MultiheadAttention(
-        4, 12, num_kv_heads=2, energy=energy, dropout_p=0.5, key=jax.random.key(0)
+    options = {"scale": 0.7, "is_causal": True, "local_window_size": (3, 0)}
+    layer = drawn(
+        ea.MultiheadAttention,
+        **{"num_heads": 4, "query_size": 12, "num_kv_heads": 2, "dropout_p": 0.5},
+        energy=ea.FreeEnergy(**options),
     )
-    x = jax.random.normal(jax.random.key(1), (2, 6, 12))
-    y = x + 1
-    mask = jnp.ones((4, 6, 6), bool).at[1, :, 0].set(False)
-    halve = {"process_heads": lambda q, k, v: (q / 2, k, v)}
-
-    def project(linear, x, heads):
-        return jax.vmap(jax.vmap(linear))(x).reshape(2, 6, heads, 3)
+    x = np.random.default_rng(1).standard_normal((2, 6, 12))
+    mask = np.ones((4, 6, 6), bool)
+    mask[1, :, 0] = False
 
     @eqx.filter_jit
-    def run(layer, x, y):
-        query = project(layer.query_proj, x, 4) / 2
-        key, value = project(layer.key_proj, y, 2), project(layer.value_proj, x, 2)
-        options = {"scale": 0.7, "is_causal": True, "local_window_size": (3, 0)}
+    def run(layer, x, y, mask):
+        halve = {"process_heads": lambda q, k, v: (q / 2, k, v)}
         one = x[1], y[1], x[1], mask
         return (
-            ea.energy_report(measure(query, key, value, mask=mask, **options)),
             ea.energy_report(layer, x, y, x, mask, **halve),
             ea.energy_report(layer, *one, per_query=True, **halve),
-            layer(*one, inference=True, return_energy=True, **halve)[1],
         )
 
-    wanted, found, one, energies = run(layer, x, y)
-    jax.tree.map(np.testing.assert_allclose, found, wanted)
-    assert one.energy.shape == (1, 6, 4)
-    np.testing.assert_allclose(one.energy[0], energies, rtol=1e-9)
+    found, one = run(layer, x, x + 1, mask)
+    query, key, value = heads(layer, x, x + 1, x)
+    wanted = exact(Problem("layer", query / 2, key, value, mask=mask[None], **options))
+    close(figures(found), means(wanted))
+    close(figures(one), {name: x[1:] for name, x in wanted.items()})
+
+
+def heads(layer, *inputs, at=()):
+    """Projections, split, of inputs with a batch axis, by hand; `at`: which of stacked layers."""
+    parts = ("query", layer.num_heads), ("key", layer.num_kv_heads), ("value", layer.num_kv_heads)
+    weights = ((np.asarray(getattr(layer, f"{name}_proj").weight)[at], n) for name, n in parts)
+    return [
+        (x @ weight.T).reshape(*x.shape[:2], n, -1)
+        for x, (weight, n) in zip(inputs, weights, strict=True)
+    ]
 
 
 def test_rule_of_a_call():
     """A report of a layer that leaves out the rule of a call, beside that of its energy."""
-    layer = ea.MultiheadAttention(2, 8, is_causal=True, key=jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
-    hidden = jnp.arange(5) >= 2
-
-    @eqx.filter_jit
-    def run(layer, x):
-        rule, array = ~ea.masks.Prefix(2), jnp.broadcast_to(hidden, (5, 5))
-        return [ea.energy_report(layer, x, x, x, mask, per_query=True) for mask in (rule, array)]
-
-    found, wanted = run(layer, x)
-    jax.tree.map(np.testing.assert_allclose, found, wanted)
-    assert (wanted.energy[:, :, :2] == -jnp.inf).all()
+    layer = drawn(ea.MultiheadAttention, num_heads=2, query_size=8, is_causal=True)
+    x = np.random.default_rng(1).standard_normal((2, 5, 8))
+    rule = ~ea.masks.Prefix(2)
+    run = eqx.filter_jit(
+        lambda layer, x: ea.energy_report(layer, x, x, x, rule, per_query=True).energy
+    )
+    mask = np.arange(5) >= 2
+    problem = Problem("rule", *heads(layer, x, x, x), mask=mask[None, None, None], is_causal=True)
+    close(run(layer, x), exact(problem)["energy"][None])
+    assert (exact(problem)["energy"][:, :2] == -np.inf).all()
 
 
 def test_llama(model, tokens):
     """Layers out of order, or attention in the report that differs from the model's, and changes all that follows."""
 
     def attend(query, key, value, **options):  # also returns the arguments of attention
-        out, energy = ea.attention(query, key, value, **options)
-        return out, (energy, (query, key, value))
+        return ea.attention(query, key, value, **options)[0], (query, key, value)
 
     @jax.jit
     def run(model, tokens):
-        energies, arrays = model(tokens, return_energies=True, attend=attend).energies
-
-        def alone(query, key, value):
-            F = ea.FreeEnergy(is_causal=True).at(query, key, value)
-            return ea.energy_report(F, per_query=True)
-
         return (
             ea.energy_report(model, tokens, per_query=True),
             ea.energy_report(model, tokens, local_window_size=(1, 0)),
-            energies,
-            jax.vmap(alone)(*arrays),
+            model(tokens, return_energies=True, attend=attend).energies,
         )
 
-    report, window, energies, alone = run(model, tokens)
-    assert report.energy.shape == (2, 2, 7, 4)
-    np.testing.assert_allclose(report.energy, energies, rtol=1e-9)
-    close(report, {name: getattr(alone, name)[:, 0] for name in FIELDS})
+    report, window, arrays = run(model, tokens)
+    wanted = [exact(Problem("layer", *x, is_causal=True)) for x in zip(*arrays, strict=True)]
+    close(figures(report), {name: np.stack([x[name] for x in wanted]) for name in FIELDS})
     # the first token sees itself alone, the last one at most all
     assert (report.entropy[:, :, 0] < 1e-12).all()
     assert (report.effective_keys <= np.arange(1, 8)[None, None, :, None] * (1 + 1e-9)).all()
@@ -195,7 +187,7 @@ def test_llama_with_a_cache(model, tokens):
         return whole, ea.energy_report(model, tokens[:, 4:], None, cache, per_query=True)
 
     whole, rest = run(model, tokens)
-    close(rest, {name: getattr(whole, name)[:, :, 4:] for name in FIELDS})
+    close(figures(rest), {name: x[:, :, 4:] for name, x in figures(whole).items()}, tolerance=1e-10)
 
 
 @pytest.mark.full
@@ -255,84 +247,91 @@ def test_keys_on_eight_devices(model):
         with jax.set_mesh(mesh_of("8")):
             spread = jax.jit(functools.partial(report, parallel)).lower(*given).compile()
             found = jax.device_get(spread(*given))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, alone)
+        close(figures(found), figures(alone), tolerance=1e-9)
         assert collectives(spread)
 
 
 class Own(eqx.Module):
-    """A model of one's own: a layer of three heads, two in a loop, and one of two heads behind another."""
+    """A model of one's own: two layers of three heads in a loop, and one of two heads behind another."""
 
-    first: ea.MultiheadAttention
     loop: ea.MultiheadAttention
     last: dict
 
-    def __init__(self):
+    def __init__(self, *, key):
         def layer(key, heads=3):
             return ea.MultiheadAttention(heads, 6, dtype=jnp.float64, is_causal=True, key=key)
 
-        a, b, c, d = jax.random.split(jax.random.key(4), 4)
-        self.first = layer(a)
-        self.loop = eqx.filter_vmap(layer)(jnp.stack([b, c]))
-        self.last = {"a": layer(d, 2)}
+        self.loop = eqx.filter_vmap(layer)(jax.random.split(key))
+        self.last = {"a": layer(key, 2)}
 
-    def __call__(self, x, report=None, *, times=1):
-        """`report`: called with each layer and its input."""
-
+    def __call__(self, x):
         def attend(layer, x):
-            found = None if report is None else report(layer, x)
-            return x + layer(x, x, x), found
+            return x + layer(x, x, x)
 
-        x, first = attend(self.first, times * x)
         arrays, static = eqx.partition(self.loop, eqx.is_array)
-        x, loop = jax.lax.scan(lambda x, y: attend(eqx.combine(y, static), x), x, arrays)
-        x, last = attend(self.last["a"], x)
-        return x if report is None else (first, loop, last)
+
+        def step(x, y):
+            return attend(eqx.combine(y, static), x), None
+
+        return attend(self.last["a"], jax.lax.scan(step, x, arrays)[0])
 
 
 def test_any_model():
     """Layers in another order or of another batch, numbers where there are no heads, or a mean over layers."""
-    model, x = Own(), jax.random.normal(jax.random.key(5), (4, 5, 6), jnp.float64)
+    model, x = drawn(Own), np.random.default_rng(5).standard_normal((4, 5, 6))
 
-    @eqx.filter_jit
-    def run(model, x):
-        return ea.energy_report(eqx.filter_vmap(functools.partial(model, times=2)), x)
-
+    run = eqx.filter_jit(lambda model, x: ea.energy_report(eqx.filter_vmap(model), x))
     found = run(model, x)
-    each = jax.vmap(lambda x: model(x, lambda layer, x: ea.energy_report(layer, x, x, x), times=2))
-    first, loop, last = jax.tree.map(lambda y: y.mean(0), each(x))
-    for name in FIELDS:
-        pieces = getattr(first, name), getattr(loop, name)[:, 0], getattr(last, name)
-        wanted = np.full((4, 3), np.nan)
-        wanted[:3] = np.concatenate(pieces[:2])
-        wanted[3, :2] = pieces[2][0]
-        np.testing.assert_allclose(getattr(found, name), wanted, rtol=1e-10, err_msg=name)
-    report = ea.energy_report(model, x[0], times=2)
-    names = ("first.energy", "loop.energy[0]", "loop.energy[1]", "last['a'].energy")
-    assert report.names == names and found.names is not None
-    rows = ea.energy_report(model, x[0], per_query=True)
-    assert rows.entropy.shape == (4, 5, 3) and bool((rows.entropy[:, 0, :2] < 1e-12).all())
+    wanted = {name: np.full((3, 3), np.nan) for name in FIELDS}
+    layers = (model.loop, 0), (model.loop, 1), (model.last["a"], ())
+    for i, (layer, at) in enumerate(layers):
+        problem = Problem("layer", *heads(layer, x, x, x, at=at), is_causal=True)
+        for name, numbers in means(exact(problem)).items():
+            wanted[name][i, : layer.num_heads] = numbers
+        x = x + dense(problem)[0].reshape(4, 5, 6) @ np.asarray(layer.output_proj.weight)[at].T
+    for name, table in wanted.items():
+        np.testing.assert_allclose(getattr(found, name), table, rtol=1e-10, err_msg=name)
+    assert found.names == ("loop.energy[0]", "loop.energy[1]", "last['a'].energy")
+
+
+def test_rows_of_any_model():
+    """Rows of layers whose shapes differ put together, an option that does not reach the function, an empty report."""
+    one, x = drawn(ea.MultiheadAttention, num_heads=2, query_size=6), np.ones((5, 6))
+
+    def traced(function, **options):
+        run = functools.partial(ea.energy_report, function, per_query=True, **options)
+        return eqx.filter_eval_shape(run, x)
+
+    def twice(x, times):
+        assert times == 2
+        return one(x, x, one(x, x, x))
+
+    rows = traced(twice, times=2)
+    assert rows.entropy.shape == (2, 5, 2) and rows.names == ("FreeEnergy", "FreeEnergy#2")
     with pytest.raises(ValueError, match=r"per_query: wanted rows of one shape .*\(5,\), \(1, 5\)"):
-        one = model.first
-        ea.energy_report(lambda x: jax.vmap(one)(*[one(x, x, x)[None]] * 3), x[0], per_query=True)
+        traced(lambda x: jax.vmap(one)(*[one(x, x, x)[None]] * 3))
     with pytest.raises(ValueError, match="wanted one that calls a FreeEnergy"):
-        ea.energy_report(jnp.sin, x)
+        traced(jnp.sin)
 
 
 def test_sixteen_bits():
     """Figures rounded to bfloat16, or arrays rounded before they are reduced."""
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 4), jnp.bfloat16)
-    wide = ea.energy_report(measure(*(x.astype(jnp.float32) for x in (q, k, v))))
-    for found, wanted in zip(
-        *map(jax.tree.leaves, (ea.energy_report(measure(q, k, v)), wide)), strict=True
-    ):
-        assert found.dtype == jnp.float32
-        np.testing.assert_array_equal(found, wanted)
+    arrays = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, 9, 2, 4)), jnp.bfloat16)
+
+    @jax.jit
+    def run(arrays):
+        return [ea.energy_report(measure(*x)) for x in (arrays, arrays.astype(jnp.float32))]
+
+    found, wide = run(arrays)
+    assert found.energy.dtype == jnp.float32
+    same(figures(found), figures(wide))
 
 
 def test_bad_input(unchecked, model, tokens):
     """A message that does not name the wrong argument."""
-    layer = ea.MultiheadAttention(2, 4, key=jax.random.key(0))
-    x = jnp.zeros((2, 3, 4))
+    layer = drawn(ea.MultiheadAttention, num_heads=2, query_size=4, dtype=jnp.float32)
+    x = jnp.asarray(np.zeros((2, 3, 4), np.float32))
+    one, fewer = (jnp.asarray(np.zeros(shape, np.float32)) for shape in ((3, 4), (1, 3, 4)))
     for call, error, words in (
         (lambda: ea.energy_report("model", x), TypeError, "model: wanted .* got str"),
         (
@@ -341,8 +340,8 @@ def test_bad_input(unchecked, model, tokens):
             "per_query: wanted True",
         ),
         (lambda: ea.energy_report(x, x, x), TypeError, "model: wanted a Gibbs"),
-        (lambda: ea.energy_report(layer, x, x[:1], x), ValueError, r"key_: wanted shape \(2"),
-        (lambda: ea.energy_report(layer, x[0], x[0], [1.0]), TypeError, "value: wanted"),
+        (lambda: ea.energy_report(layer, x, fewer, x), ValueError, r"key_: wanted shape \(2"),
+        (lambda: ea.energy_report(layer, one, one, [1.0]), TypeError, "value: wanted"),
         (lambda: ea.energy_report(model, x), TypeError, "tokens: wanted an integer"),
         (lambda: ea.energy_report(model, tokens, causal=True), TypeError, "causal"),
     ):
@@ -350,6 +349,7 @@ def test_bad_input(unchecked, model, tokens):
             call()
 
 
+@pytest.mark.full
 def test_picture(tmp_path):
     """A map upside down or of another quantity, numbers that cannot be told from their cell, a file not written."""
     pytest.importorskip("matplotlib")
@@ -376,17 +376,17 @@ def test_picture(tmp_path):
     ticks = [[t.get_text() for t in panel.get_yticklabels()] for panel in panels]
     assert ticks[0] == ticks[3] == ["a", "b.energy", "c"] and ticks[1] == ["0", "1", "2"]
     # beyond a hundred heads there are no numbers
-    wide = ea.EnergyReport(*jnp.zeros((5, 10, 20)))
+    wide = ea.EnergyReport(*map(jnp.asarray, np.zeros((5, 10, 20))))
     assert not any(panel.texts for panel in ea.plot.energy_report(wide).axes)
 
 
 def test_picture_refuses(monkeypatch, unchecked):
     """A picture of something else, or a traceback out of matplotlib where it is not installed."""
-    q = jnp.ones((3, 2, 4))
+    rows = ea.EnergyReport(*map(jnp.asarray, np.ones((5, 1, 3, 2))))
     with pytest.raises(TypeError, match="report: wanted an EnergyReport"):
-        ea.plot.energy_report(q)
+        ea.plot.energy_report(rows.energy)
     with pytest.raises(ValueError, match="per_query"):
-        ea.plot.energy_report(ea.energy_report(measure(q, q, q), per_query=True))
+        ea.plot.energy_report(rows)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        ea.plot.energy_report(ea.energy_report(measure(q, q, q)))
+        ea.plot.energy_report(ea.EnergyReport(*map(jnp.asarray, np.ones((5, 1, 2)))))

@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, shard_sequence
+from tests.support.compare import close
 from tests.support.complaints import complains
 from tests.support.meshes import make_mesh
-from tests.support.selection import few
+from tests.support.selection import few, few_rows
 
 
 @pytest.fixture(autouse=True)
@@ -48,27 +50,27 @@ def scores_of(query, key, value, source, bias, sink=None):
     return s, value
 
 
-def sorted_weights(alpha, s):
+def sorted_weights(alpha, s, xp=jnp):
     """The weights by sorting: for each size of the support, its threshold; the right size is the largest that fits.
 
     Of 1.5 and 2 the threshold is in closed form; derivatives are JAX's, of the sorting and the root.
     """
-    x = jnp.sort((alpha - 1) * s, -1)[..., ::-1]
-    safe = jnp.where(jnp.isneginf(x), 0.0, x)
-    size = jnp.arange(1.0, s.shape[-1] + 1, dtype=s.dtype)
-    mean, square = (jnp.cumsum(safe**n, -1) / size for n in (1, 2))
+    x = xp.sort((alpha - 1) * s, -1)[..., ::-1]
+    safe = xp.where(xp.isneginf(x), 0.0, x)
+    size = xp.arange(1.0, s.shape[-1] + 1, dtype=s.dtype)
+    mean, square = (xp.cumsum(safe**n, -1) / size for n in (1, 2))
     if alpha == 2:
         threshold = mean - 1 / size
     else:
         inside = mean**2 - square + 1 / size
-        threshold = mean - jnp.sqrt(jnp.where(inside > 0, inside, 1.0))
-        threshold = jnp.where(inside > 0, threshold, jnp.inf)
-    fits = (threshold <= x) & ~jnp.isneginf(x)
-    index = jnp.maximum(fits.sum(-1, keepdims=True) - 1, 0)
-    threshold = jnp.take_along_axis(threshold, index, -1)
-    above = (alpha - 1) * jnp.where(jnp.isneginf(s), -1e9, s) - threshold
-    inside = (above > 0) & ~jnp.isneginf(s)
-    return jnp.where(inside, jnp.where(inside, above, 1.0) ** round(1 / (alpha - 1)), 0.0)
+        threshold = mean - xp.sqrt(xp.where(inside > 0, inside, 1.0))
+        threshold = xp.where(inside > 0, threshold, xp.inf)
+    fits = (threshold <= x) & ~xp.isneginf(x)
+    index = xp.maximum(fits.sum(-1, keepdims=True) - 1, 0)
+    threshold = xp.take_along_axis(threshold, index, -1)
+    above = (alpha - 1) * xp.where(xp.isneginf(s), -1e9, s) - threshold
+    inside = (above > 0) & ~xp.isneginf(s)
+    return xp.where(inside, xp.where(inside, above, 1.0) ** round(1 / (alpha - 1)), 0.0)
 
 
 def entropy(alpha, p):
@@ -86,14 +88,15 @@ def dense(alpha, arrays, sink=None):
 
 
 def ours(alpha, arrays, sink=None, **more):
+    """Attention, by `jax.grad`, and the energies."""
     energy = ea.FreeEnergy(regulariser=ea.Tsallis(alpha), sink=sink, **more)
-    source = arrays["source"]
-    given = {name: x for name, x in arrays.items() if name != "source"}
-    given |= {"mask": jnp.asarray(SEEN)}
-    gradient = jax.grad(
-        lambda z: jnp.where(jnp.isneginf(f := energy(**given, source=z)), 0.0, f).sum()
-    )
-    return gradient(source), energy(**given, source=source)
+    given = {name: jnp.asarray(x) for name, x in arrays.items() if name != "source"}
+
+    def total(source):
+        found = energy(**given, mask=jnp.asarray(SEEN), source=source)
+        return jnp.where(jnp.isneginf(found), 0.0, found).sum(), found
+
+    return jax.grad(total, has_aux=True)(arrays["source"])
 
 
 def number(state):
@@ -101,126 +104,155 @@ def number(state):
 
 
 def derivatives(f, x):
-    u = jax.tree.map(lambda a: jnp.asarray(np.cos(np.arange(a.size) + 1.0)).reshape(a.shape), x)
+    """A state and the gradients of its number: one program."""
 
-    def g(x):
-        return number(f(x))
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def run(x):
+        state = f(x)
+        return number(state), state
 
-    return jax.jit(lambda: (f(x), jax.grad(g)(x), jax.jvp(g, (x,), (u,))[1]))()
-
-
-def close(found, wanted, tolerance=1e-9):
-    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+    return run(x)
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("alpha", [1.5, 2.0])
-@pytest.mark.parametrize("sink", [False, True])
+def cosines(x):
+    return jax.tree.map(lambda a: np.cos(np.arange(a.size) + 1.0).reshape(a.shape), x)
+
+
+@functools.cache
+def by_sorting(alpha, sink):
+    """The arrays, and what is right of them."""
+    x = {"arrays": ARRAYS, "sink": SINK} if sink else {"arrays": ARRAYS}
+    return x, jax.device_get(derivatives(lambda x: dense(alpha, **x), x))
+
+
+@pytest.mark.parametrize(
+    ("alpha", "sink"), few_rows([(2.0, False), (2.0, True), (1.5, False), (1.5, True)])
+)
 def test_by_sorting(alpha, sink):
     """Another threshold, a support of its own in the derivative, a source that the weights do not see."""
-    x = {"arrays": ARRAYS, "sink": SINK} if sink else {"arrays": ARRAYS}
-    x = jax.tree.map(jnp.asarray, x)
-    found = derivatives(lambda x: ours(alpha, **x), x)
-    wanted = derivatives(lambda x: dense(alpha, **x), x)
-    close(found, wanted)
-    weights = sorted_weights(alpha, scores_of(**ARRAYS)[0])
+    x, wanted = by_sorting(alpha, sink)
+    close(derivatives(lambda x: ours(alpha, **x), x), wanted, tolerance=1e-9)
+    weights = sorted_weights(alpha, np.asarray(scores_of(**ARRAYS)[0]), np)
     assert 0.1 < float((weights > 0).mean()) < 0.7  # it is sparse, and no argmax
 
 
-def test_second_order():
-    """A derivative that is right but once: the threshold held constant, or one step of Newton."""
-    names = "query", "source", "value"
-    arrays = jax.tree.map(jnp.asarray, ARRAYS)
-    x = {name: arrays[name] for name in names}
-    u = jax.tree.map(lambda a: jnp.asarray(np.cos(np.arange(a.size) + 1.0)).reshape(a.shape), x)
+@pytest.mark.parametrize(
+    "order", [pytest.param(2, marks=pytest.mark.smoke), pytest.param(3, marks=pytest.mark.full)]
+)
+def test_higher_order(order):
+    """A derivative that is right but once, by either mode: the threshold held constant, or one step of Newton."""
+    x = {name: ARRAYS[name] for name in ("query", "value")} | {"sink": SINK}
+    fixed = {name: jnp.asarray(ARRAYS[name]) for name in ("key", "bias")}
 
-    def third(f):
+    def attend(sink, **given):
+        energy = ea.FreeEnergy(regulariser=ea.Tsallis(1.5), sink=sink)
+        return energy.attention(**fixed, **given, mask=jnp.asarray(SEEN), return_energy=True)
+
+    def sort(sink, **given):
+        return dense(1.5, {**fixed, **given, "source": 0 * ARRAYS["source"]}, sink)
+
+    def along(f):
+        """The derivatives along a direction, of the gradient and of it again."""
+
         def g(x):
-            return number(f(1.5, arrays | x))
+            return number(f(**x))
 
-        def along(x):
-            return jax.jvp(jax.grad(g), (x,), (u,))[1]
+        def once(x):
+            return jax.jvp(jax.grad(g), (x,), (cosines(x),))
 
-        return jax.jit(lambda: jax.jvp(along, (x,), (u,)))()
+        return once if order == 2 else lambda x: jax.jvp(once, (x,), (cosines(x),))
 
-    close(third(ours), third(dense), 1e-7)
+    close(*(jax.jit(along(f))(x) for f in (attend, sort)), tolerance=1e-7)
+
+
+@functools.cache
+def with_weights(alpha):
+    """A program for `(out, energy)` and the weights, which are the gradient of the energy in the scores."""
+
+    def total(bias, arrays):
+        out, energy = ours(alpha, arrays | {"bias": bias})
+        return jnp.where(jnp.isneginf(energy), 0.0, energy).sum(), (out, energy)
+
+    def run(arrays):
+        bias = jnp.broadcast_to(arrays["bias"], (B, N, T, S))
+        return jax.grad(total, has_aux=True)(bias, arrays)
+
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize("alpha", few([1.05, 1.3, 1.8], 1.3))
 def test_fenchel_young(alpha):
     """Weights that maximise something else: F is the maximum, reached by them, and softmax's limit at 1."""
-    arrays = jax.tree.map(jnp.asarray, ARRAYS)
-    out, energy = ours(alpha, arrays)
-    s, value = scores_of(**arrays)
+    p, (out, energy) = jax.device_get(with_weights(alpha)(ARRAYS))
     rows = np.isfinite(energy.transpose(0, 2, 1))
-    safe = jnp.where(jnp.isneginf(s), 0.0, s)
+    found = energy.transpose(0, 2, 1)[rows]
+    draws = np.random.default_rng(0).dirichlet(np.ones(S), (30, B, N, T)) ** 2
 
-    def objective(p):
-        return (p * safe).sum(-1) + entropy(alpha, p)
+    @jax.jit
+    def objectives(p):
+        """Those of the weights and of others, and the mean of the values under the weights."""
+        s, value = scores_of(**ARRAYS)
+        safe, others = (jnp.where(jnp.isneginf(s), 0.0, x) for x in (s, draws + 1e-30))
+        others = others / jnp.maximum(others.sum(-1, keepdims=True), 1e-300)
+        values = ((x * safe).sum(-1) + entropy(alpha, x) for x in (p, others))
+        return *values, jnp.einsum("bnts,bsnv->btnv", p, value)
 
-    hidden = jnp.isneginf(s)
-    draws = np.random.default_rng(0).dirichlet(np.ones(S), (30, *s.shape[:3]))
-    draws = jnp.where(hidden, 0.0, draws**2 + 1e-30)
-    draws = draws / jnp.maximum(draws.sum(-1, keepdims=True), 1e-300)
-    found = energy.transpose(0, 2, 1)
-    assert (objective(draws)[:, rows] <= found[rows] + 1e-9).all()
-    # the gradient of F in the scores is the weights, at which the maximum is reached
-    bias = jnp.broadcast_to(arrays["bias"], s.shape)
-
-    def total(bias):
-        f = ours(alpha, arrays | {"bias": bias})[1]
-        return jnp.where(jnp.isneginf(f), 0.0, f).sum()
-
-    p = jax.grad(total)(bias)
-    close(objective(p)[rows], found[rows])
-    close(p.sum(-1)[rows], jnp.ones(rows.sum()))
-    close(out, jnp.einsum("bnts,bsnv->btnv", p, value))
-
-
-def _by_sorting(q, k, v):
-    s = jnp.einsum("btnh,bsnh->bnts", q, k)
-    return jnp.einsum("bnts,bsnv->btnv", sorted_weights(1.5, s).astype(v.dtype), v)
-
-
-def test_float32():
-    """A threshold that stops short in float32, or goes round for ever; scores that are large, equal, or one."""
-    key = jax.random.key(0)
-    q, k, v = (x.astype(jnp.float32) for x in jax.random.normal(key, (3, 1, 600, 1, 8)))
-    energy = ea.FreeEnergy(regulariser=ea.Tsallis(1.5), scale=1.0)
-    for factor in (0.0, 1.0, 30.0):
-        scaled = jnp.float32(factor) * q
-        out = energy.attention(scaled, k, v)
-        wide = (x.astype(jnp.float64) for x in (scaled, k, v))
-        exact, naive = _by_sorting(*wide), _by_sorting(scaled, k, v)
-        error, usual = (np.abs(np.asarray(x, np.float64) - exact).max() for x in (out, naive))
-        assert error <= 4 * usual + 1e-6
-    one = energy.attention(q, k[:, :1], v[:, :1])
-    np.testing.assert_allclose(one, jnp.broadcast_to(v[:, :1], one.shape), rtol=1e-6)
+    reached, below, mean = jax.device_get(objectives(p))
+    assert (below[:, rows] <= found + 1e-9).all()
+    close(reached[rows], found, tolerance=1e-9)
+    close(p.sum(-1)[rows], np.ones(rows.sum()), tolerance=1e-9)
+    close(out, mean, tolerance=1e-9)
 
 
 def test_not_finite():
     """A NaN that the support leaves out: the row is NaN, and its neighbours are not."""
-    arrays = jax.tree.map(jnp.asarray, ARRAYS)
-    arrays["query"] = arrays["query"].at[0, 0, 0, 0].set(jnp.nan)
-    out, energy = ours(1.5, arrays)
+    query = ARRAYS["query"].copy()
+    query[0, 0, 0, 0] = np.nan
+    _, (out, energy) = jax.device_get(with_weights(1.3)(ARRAYS | {"query": query}))
     assert np.isnan(energy[0, 0, 0]) and np.isnan(out[0, 0, 0]).all()
     assert np.isfinite(np.delete(energy[0, 0], 0)).all()
+
+
+def _by_sorting(q, k, v):
+    s = np.einsum("btnh,bsnh->bnts", q, k)
+    return np.einsum("bnts,bsnv->btnv", sorted_weights(1.5, s, np).astype(v.dtype), v)
+
+
+def test_float32():
+    """A threshold that stops short in float32, or goes round for ever; scores that are large, equal, or one."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 600, 1, 8)).astype(np.float32)
+    energy = ea.FreeEnergy(regulariser=ea.Tsallis(1.5), scale=1.0)
+
+    @jax.jit
+    def run(q, number):
+        return energy.attention(q, jnp.asarray(k), jnp.asarray(v), key_value_seq_lengths=number)
+
+    for factor in (0.0, 1.0, 30.0):
+        scaled = np.float32(factor) * q
+        out = run(scaled, np.array([600], np.int32))
+        wide = (x.astype(np.float64) for x in (scaled, k, v))
+        exact, naive = _by_sorting(*wide), _by_sorting(scaled, k, v)
+        error, usual = (np.abs(np.asarray(x, np.float64) - exact).max() for x in (out, naive))
+        assert error <= 4 * usual + 1e-6
+    one = run(q, np.array([1], np.int32))
+    np.testing.assert_allclose(one, np.broadcast_to(v[:, :1], one.shape), rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", few(["tree", "ring"], "ring"))
 def test_mesh(method):
     """Thresholds of each device's own keys; gradients of part of them; keys that are moved."""
     parallel = SequenceParallel("s", method=method)
-    x = jax.tree.map(jnp.asarray, ARRAYS)
-    bias = x.pop("bias")
+    x, wanted = by_sorting(2.0, False)
 
-    def spread(x):
-        return ours(1.5, x | {"bias": bias}, parallel=parallel)
+    def spread(path, a):
+        a = jnp.asarray(a)
+        return a if path[-1].key == "bias" else shard_sequence(a, parallel)
 
     with jax.set_mesh(make_mesh((4,), ("s",), devices=jax.devices()[:4])):
-        found = derivatives(spread, jax.tree.map(lambda a: shard_sequence(a, parallel), x))
-    close(found, derivatives(lambda x: dense(1.5, x | {"bias": bias}), x))
+        given = jax.tree.map_with_path(spread, x)
+        found = derivatives(lambda x: ours(2.0, **x, parallel=parallel), given)
+    close(jax.device_get(found), wanted, tolerance=1e-9)
 
 
 def test_cache_sends_two_numbers_a_row():
@@ -228,13 +260,13 @@ def test_cache_sends_two_numbers_a_row():
     energy = ea.FreeEnergy(regulariser=ea.Tsallis(1.5), parallel=SequenceParallel("s"))
 
     def sent(length):
-        q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((1, length, 2, 4))
+        q, k = (jax.ShapeDtypeStruct((1, n, 2, 4), jnp.float64) for n in (1, length))
         with jax.set_mesh(make_mesh((4,), ("s",), devices=jax.devices()[:4])):
             program = jax.jit(energy.attention).lower(q, k, k).compile()
         return [(x.kind, x.bytes) for x in collectives(program)]
 
-    assert sent(64) == sent(512)
-    assert {op for op, _ in sent(64)} == {"all-reduce"}
+    short, long = sent(64), sent(512)
+    assert short == long and {op for op, _ in short} == {"all-reduce"}
 
 
 def test_layers_and_wrong_ones():
@@ -243,9 +275,10 @@ def test_layers_and_wrong_ones():
     layer = ea.MultiheadAttention(num_heads=2, query_size=4, key=jax.random.key(0), energy=energy)
     x = jnp.asarray(RNG.standard_normal((5, 4)), layer.query_proj.weight.dtype)
     plain = ea.MultiheadAttention(num_heads=2, query_size=4, key=jax.random.key(0))
-    assert not np.allclose(layer(x, x, x), plain(x, x, x))
+    found, other = eqx.filter_jit(lambda *layers: [f(x, x, x) for f in layers])(layer, plain)
+    assert not np.allclose(found, other)
     q = jnp.ones((1, 3, 2, 4))
-    cache = KVCache.empty(1, 8, 2, 4, dtype=q.dtype).append(q, q)
+    cache = KVCache.empty(1, 8, 2, 4, dtype=q.dtype)
     asked = [
         lambda: energy.at(q, q, q),
         lambda: cache.at(q[:, :1], energy=energy),

@@ -16,6 +16,8 @@ from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import AbstractKernel
 from energy_attn.kernels.call._operands import cotangents
 from energy_attn.kernels.dispatch import _lowering, _registry
+from tests.support.arrays import array
+from tests.support.compare import close
 from tests.support.problems import PROBLEMS, cast
 
 
@@ -197,6 +199,30 @@ def test_vmap_of_a_real_kernel(kernels, monkeypatch):
         alone = run(queries[i], lengths[i], "reference")
         np.testing.assert_allclose(mapped.out[i], alone.out, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(mapped.lse[i], alone.lse, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_with_a_bias():
+    """The cotangent of a bias for the whole batch that is the sum over what is mapped, or that of its first."""
+    query, key, value, d_lse = (
+        array(x, jnp.float32)
+        for x in np.random.default_rng(0).normal(
+            size=(4, 3, 2, 1, 2, 4)
+        )  # [mapped, B, T or S, N, H]
+    )
+    bias = array(np.zeros((1, 2, 1, 1)), jnp.float32)
+
+    def gradient(query, key, value, d_lse):
+        def energy(bias):
+            names = {"bias": bias, "implementation": "decode_cpu"}
+            return local_attention(query, key, value, **names).lse
+
+        return jax.vjp(energy, bias)[1](d_lse[..., 0])[0]
+
+    found = jax.jit(jax.vmap(gradient))(query, key, value, d_lse)
+    wanted = np.asarray(d_lse)[..., 0].sum(1)[
+        :, None, :, :, None
+    ]  # of one key, whose weight is one
+    close(found, wanted.swapaxes(2, 3), tolerance=1e-6)
 
 
 def test_explain(kernels):

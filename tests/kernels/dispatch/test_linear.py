@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from energy_attn.kernels.internal import AbstractLinearMap, linear_call
+from tests.support.compare import close
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ def exact(x, u, w):
     return jnp.sin(x) * u + x**2 * w
 
 
-X, U, W = jnp.asarray(np.random.default_rng(0).standard_normal((3, 3)))
+X, U, W = np.random.default_rng(0).standard_normal((3, 3))
 ALL = (0, 1, 2)
 
 
@@ -89,17 +90,17 @@ COMPOSITIONS = {
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions(name):
     """What changes of the map or of its argument, left out; a rule of another order; a rule that a loop loses."""
-    found, wanted = (jax.jit(COMPOSITIONS[name](f))(X, U, W) for f in (mine, exact))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), found, wanted)
+    both = jax.jit(lambda *args: [COMPOSITIONS[name](f)(*args) for f in (mine, exact)])
+    close(*both(X, U, W), name, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("axes", [(0, None, 1), (None, 1, None), (0, 0, 0)])
 def test_of_many(axes):
     """A cotangent of what all indices share that is one index's; axes of results or of arguments exchanged."""
     pairs = zip((X, U, W), axes, strict=True)
-    args = [x if i is None else jnp.stack([x, 2 * x, x - 1], i) for x, i in pairs]
+    args = [x if i is None else np.stack([x, 2 * x, x - 1], i) for x, i in pairs]
 
-    def both(f):
+    def both(f, *args):
         mapped = jax.vmap(f, in_axes=axes)
         twice = jax.vmap(mapped, in_axes=(None, None, 0))
         return (
@@ -111,5 +112,4 @@ def test_of_many(axes):
             jax.jvp(jax.grad(total(mapped), ALL), tuple(args), tuple(args))[1],
         )
 
-    found, wanted = (jax.jit(lambda f=f: both(f))() for f in (mine, exact))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), found, wanted)
+    close(*jax.jit(lambda *args: [both(f, *args) for f in (mine, exact)])(*args), tolerance=1e-12)

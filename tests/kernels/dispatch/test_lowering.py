@@ -14,7 +14,7 @@ from energy_attn.kernels import _private, local_attention
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.dispatch import _probe, _registry
 from energy_attn.kernels.masks._structure import sided
-from tests.support.selection import few
+from tests.support.selection import few, few_rows
 
 pytestmark = pytest.mark.usefixtures("user_settings")
 
@@ -182,7 +182,9 @@ def test_private_names(use, gone):
 
 @pytest.mark.parametrize(
     ("use", "name", "platform", "next_one"),
-    [("cudnn", "Mask", "cuda", TRITON), ("splash", "backward_query", "tpu", MOSAIC)],
+    few_rows(
+        [("cudnn", "Mask", "cuda", TRITON), ("splash", "backward_query", "tpu", MOSAIC)],
+    ),
 )
 def test_names_that_are_gone(use, name, platform, next_one, gone):
     """An AttributeError from a call after JAX drops a private name."""

@@ -1,6 +1,5 @@
 """Attention onto the state of other keys, in parts of the queries: one attention over all keys, in both modes."""
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, empty_state, local_attention, merge
+from energy_attn.kernels import AttentionState, empty_state, merge
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import positioned, with_wide_out
 from energy_attn.kernels.dispatch import _onto
@@ -16,22 +15,29 @@ from energy_attn.kernels.dispatch._onto import attend_onto
 from energy_attn.kernels.dispatch._registry import attend
 from energy_attn.kernels.xla import _by_head
 from energy_attn.kernels.xla._by_head import backward_onto
-from tests.support.naive import assert_all_close, assert_close, naive
-from tests.support.problems import BLOCKS, cast, cotangents, everything, tangents
-from tests.support.reference import dense_jvp, dense_vjp, visible
+from tests.support.arrays import array
+from tests.support.compare import close
+from tests.support.naive import assert_all_close, assert_close, longer
+from tests.support.problems import BLOCKS, PROBLEMS, cast, cotangents, everything, tangents
+from tests.support.reference import dense, dense_jvp, dense_vjp
+from tests.support.selection import few_rows
 from tests.support.traits import SMALL
 
 # Every option at once; queries that parts of two do not divide.
 EVERYTHING = everything("everything in parts", B=2, T=7, S=11)
-CASES = [
-    ("reference", EVERYTHING, "float64"),
-    ("blockwise", EVERYTHING, "float64"),
-    (SMALL["pallas_tpu"], BLOCKS["blocks_predicates"], "float32"),
-    (SMALL["pallas_gpu"], BLOCKS["blocks_rule"], "float32"),
-]
-cases = pytest.mark.parametrize(
-    ("kernel", "problem", "dtype"), CASES, ids=lambda x: getattr(x, "name", x)
-)
+BLOCKWISE = pytest.param("blockwise", EVERYTHING, "float64", marks=pytest.mark.smoke)
+# Our own kernels in parts of two, with nothing left.
+TPU = (SMALL["pallas_tpu"], BLOCKS["blocks_segments"], "float32")
+GPU = (SMALL["pallas_gpu"], BLOCKS["blocks_rule"], "float32")
+REFERENCE = ("reference", EVERYTHING, "float64")
+
+
+def cases(*usual):
+    """Runs a test for these, and for the others in their turn."""
+    rest = [row for row in (BLOCKWISE, GPU, TPU, REFERENCE) if row not in usual]
+    rows = few_rows([*usual, *rest], len(usual))
+    names = "kernel", "problem", "dtype"
+    return pytest.mark.parametrize(names, rows, ids=lambda x: getattr(x, "name", x))
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +59,15 @@ def some_keys(operands, where):
 
 
 def union(arrays, problem, kernel):
-    """The state of all keys: that of the first, and the others onto it."""
+    """The state of all keys: that of the first, which JAX differentiates, and the others by the kernel onto it."""
     call = check_call(**arrays, **problem.options)
     operands, settings = positioned(call.operands), with_wide_out(call.settings)
     half = operands.key.shape[1] // 2
-    state = attend([kernel], settings, some_keys(operands, slice(half)))
+    state = attend(["reference"], settings, some_keys(operands, slice(half)))
     return attend_onto(state, [kernel], settings, some_keys(operands, slice(half, None)), None)[0]
 
 
-@cases
+@cases(BLOCKWISE)
 def test_a_union_in_parts(kernel, problem, dtype):
     """A part that is cut at another place than its positions, or written to another; a state that is forgotten."""
     problem = problem if dtype == "float64" else cast(problem, dtype)[1]
@@ -76,15 +82,21 @@ def test_a_union_in_parts(kernel, problem, dtype):
     assert_all_close(run(arrays, given), problem, jnp.dtype(dtype), "both", label="in parts")
 
 
-@cases
+def test_a_union_in_parts_on_a_tpu():
+    """Queries of a part that the kernel lays out as if they were a whole array."""
+    kernel, problem, dtype = TPU
+    arrays, problem = cast(problem, dtype)
+    found = jax.jit(lambda arrays: union(arrays, problem, kernel))(arrays)
+    assert_all_close(found._asdict(), problem, jnp.dtype(dtype), "both", label="in parts")
+
+
+@cases(BLOCKWISE)
 def test_forward_mode(kernel, problem, dtype):
     """A direction that reaches the keys of one of the two states alone."""
     arrays, rounded = cast(problem, dtype)
-    along = {name: jnp.asarray(x, dtype) for name, x in tangents(problem).items()}
-    exact = dense_jvp(rounded, {name: np.asarray(x, np.float64) for name, x in along.items()})
-    scale = problem.query.shape[-1] ** -0.5 if problem.scale is None else problem.scale
-    plain = functools.partial(naive, mask=jnp.asarray(visible(problem)), scale=scale)
-    rough = jax.jit(functools.partial(jax.jvp, plain))((arrays,), (along,))[1]
+    along = {name: array(x, dtype) for name, x in tangents(problem).items()}
+    moved = {name: np.asarray(x, np.float64) for name, x in along.items()}
+    exact, rough = (dense_jvp(rounded, moved, x) for x in (longer(dtype), np.dtype(dtype).type))
     found = jax.jit(
         lambda arrays, along: jax.jvp(
             lambda arrays: union(arrays, problem, kernel), (arrays,), (along,)
@@ -109,29 +121,35 @@ def test_gradients_by_head(monkeypatch):
         given = call.operands, call.settings, state, cotangent
         return [backward_onto(x, *given)[0] for x in (so_far, None)]
 
-    so_far = jnp.cos(arrays["query"])
+    so_far = np.cos(problem.query)
     exact = dense_vjp(problem, *map(np.asarray, cotangent))
-    for found, start in zip(run(arrays, so_far), (so_far, 0.0), strict=True):
-        for name, right in exact.items():
-            mine = getattr(found, name) - (start if name == "query" else 0.0)
-            np.testing.assert_allclose(mine, right, rtol=0, atol=1e-12, err_msg=name)
+    for found, start in zip(run(arrays, array(so_far)), (so_far, 0.0), strict=True):
+        mine = {name: getattr(found, name) for name in exact}
+        wanted = exact | {"query": exact["query"] + start}
+        close(jax.device_get(mine), wanted, "sums", tolerance=1e-12)
 
 
 def test_what_is_not_finite_in_a_state():
-    """A state without keys whose out is read, or a broken one that counts as empty: only minus infinity does."""
-    rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.standard_normal((1, 5, 2, 3))) for _ in range(3))
-    call = check_call(query, key, value)
-    start = AttentionState(*map(np.array, empty_state(query.shape, query.dtype)))
-    start.out[0, 0], start.out[0, 1] = np.nan, np.inf  # of no keys: anything
+    """A state without keys whose out is read, or a broken one that counts as empty: only minus infinity does.
+
+    And a part of the queries that counts its positions from 0.
+    """
+    problem = PROBLEMS["causal"]
+    arrays, _ = cast(problem, "float64")
+    start = AttentionState(np.zeros(problem.query.shape), np.full(problem.query.shape[:3], -np.inf))
+    start.out[:, 0], start.out[:, 1] = np.nan, np.inf  # of no keys: anything
     for row, broken in ((2, np.nan), (3, np.inf)):
-        start.out[0, row], start.lse[0, row] = 1.0, broken
-    run = functools.partial(attend_onto, names=["blockwise"], settings=call.settings, arriving=None)
-    found, _ = jax.jit(run)(jax.tree.map(jnp.asarray, start), operands=call.operands)
-    alone = local_attention(query, key, value, implementation="blockwise")
-    for mine, theirs in zip(found, alone, strict=True):
-        np.testing.assert_allclose(mine[:, [0, 1, 4]], theirs[:, [0, 1, 4]], rtol=0, atol=1e-14)
-        assert np.isnan(mine[:, 2:4]).all()
+        start.out[:, row], start.lse[:, row] = 1.0, broken
+
+    @jax.jit
+    def run(state, arrays):
+        call = check_call(**arrays, is_causal=True)
+        return attend_onto(state, ["blockwise"], call.settings, call.operands, None)[0]
+
+    found = jax.device_get(run(AttentionState(*map(array, start)), arrays))
+    rows = [0, 1, 4, 5, 6]
+    close([x[:, rows] for x in found], [x[:, rows] for x in dense(problem)], tolerance=1e-14)
+    assert all(np.isnan(x[:, 2:4]).all() for x in found)
 
 
 def test_memory():

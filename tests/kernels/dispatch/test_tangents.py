@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import PallasGPU, local_attention
+from energy_attn.kernels import AttentionState, PallasGPU, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import cotangents as directions_of
 from energy_attn.kernels.pallas.gpu._plan import make_plan
@@ -24,9 +24,10 @@ from energy_attn.kernels.vendor._fa4 import FA4
 from energy_attn.kernels.vendor._flash_attn import FlashAttn
 from energy_attn.kernels.vendor._splash import Splash
 from energy_attn.kernels.xla._decode import Decode
-from energy_attn.kernels.xla._reference import Reference
+from tests.support.arrays import array
+from tests.support.compare import close
 from tests.support.problems import BLOCKS, HEADS, PROBLEMS, _make, cast, tangents
-from tests.support.reference import dense_jvp
+from tests.support.reference import dense, dense_jvp
 from tests.support.selection import few_rows
 from tests.support.tangents import ALL, check_tangent
 from tests.support.traits import SMALL, SMALL_LAYOUT, SMALL_TILES
@@ -49,17 +50,18 @@ KERNELS = {
     "splash": Splash(),
 }
 CASES = [
-    ("gpu", PREDICATES, ALL),
-    ("tpu", PREDICATES, ALL),
+    *(
+        pytest.param(kernel, problem, ALL, marks=pytest.mark.smoke)
+        for kernel, problem in (("gpu", PREDICATES), ("tpu", PREDICATES), ("decode", RAGGED))
+    ),
     ("blockwise", PREDICATES, ALL),
-    ("gpu", BLOCKS["blocks_rule"], ALL),
-    ("tpu", BLOCKS["blocks_rule"], ALL),
-    ("decode", RAGGED, ALL),
     ("gpu", HEADS["heads_16_2"], ("query", "key")),  # keys split over programs
     ("tpu, keys split", HEADS["heads_8_8"], ("query", "value")),
+    ("tpu, keys last", BLOCKS["blocks_causal"], ("key",)),
+    ("gpu", BLOCKS["blocks_rule"], ALL),
+    ("tpu", BLOCKS["blocks_rule"], ALL),
     ("gpu", PROBLEMS["value_narrower"], ("key", "value")),
     ("tpu", PROBLEMS["value_narrower"], ("query",)),  # the last block of keys is not full
-    ("tpu, keys last", BLOCKS["blocks_causal"], ("key",)),
     ("gpu", PROBLEMS["positions"], ("value",)),
     ("gpu", BLOCKS["blocks_causal"], ("query", "value")),
     ("tpu", PROBLEMS["positions"], ("value",)),
@@ -75,15 +77,16 @@ CASES = [
     ("decode", PROBLEMS["mask"], ALL),
     ("decode", PROBLEMS["value_narrower"], ("query",)),
 ]
+# `test_vendors` runs our own for GPUs in 16 bits
 NARROW = [
-    *((kernel, "bfloat16") for kernel in ("gpu", "tpu", "blockwise", "decode")),
+    *((kernel, "bfloat16") for kernel in ("blockwise", "decode", "gpu", "tpu")),
     *((kernel, "float16") for kernel in ("gpu", "blockwise", "decode")),
 ]
 BORROWED = [("cudnn", "bfloat16"), ("splash", "bfloat16"), ("flash", "float16")]
 BORROWED += [("fa4", "bfloat16")]
 
 
-@pytest.mark.parametrize(("kernel", "problem", "moving"), few_rows(CASES, 11), ids=str)
+@pytest.mark.parametrize(("kernel", "problem", "moving"), few_rows(CASES, 7), ids=str)
 def test_tangent(kernel, problem, moving):
     """A product too many or too few, a tile skipped or not masked, a head's group, the odd block of a split, or
     what absent slots hold: 0 · NaN.
@@ -91,7 +94,7 @@ def test_tangent(kernel, problem, moving):
     check_tangent(KERNELS[kernel], problem, moving, jnp.float32, kernel)
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), few_rows(NARROW, 4))
+@pytest.mark.parametrize(("kernel", "dtype"), few_rows(NARROW, 2))
 def test_narrow(kernel, dtype):
     """Sums in, or energies rounded to, a narrow dtype."""
     problem = RAGGED if kernel == "decode" else PREDICATES
@@ -102,7 +105,7 @@ def test_narrow(kernel, dtype):
 def test_products(kernel):
     """A product with a direction that is zero."""
     operands, settings = call_of(PROBLEMS["plain"])
-    state = Reference().forward(operands, settings, None)
+    state = state_of(PROBLEMS["plain"])
 
     def products(*moving):
         directions = directions_of(
@@ -112,11 +115,11 @@ def test_products(kernel):
         return str(jax.make_jaxpr(lambda x: run(x, "cpu"))(directions)).count("dot_general")
 
     loops = products(*ALL) // 5  # over tiles with a mask and over others
-    wanted = {("query",): 3, ("key",): 3, ("value",): 2, ("query", "key"): 4, ("query", "value"): 4}
+    wanted = {("key",): 3, ("value",): 2, ("query", "key"): 4}
     assert {moving: products(*moving) / loops for moving in wanted} == wanted
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), few_rows(BORROWED, 2))
+@pytest.mark.parametrize(("kernel", "dtype"), few_rows(BORROWED))
 def test_vendors(kernel, dtype):
     """A vendor's kernel, which has no tangent, without ours."""
     check_tangent(KERNELS[kernel], PROBLEMS["causal"], ALL, jnp.dtype(dtype), kernel)
@@ -125,7 +128,7 @@ def test_vendors(kernel, dtype):
 def test_declined():
     """An error, or another kernel's answer, where ours declines a call that a vendor's takes, or its directions."""
     masked = call_of(PROBLEMS["mask"])
-    state = Reference().forward(*masked, None)
+    state = state_of(PROBLEMS["mask"])
     assert Splash().tangent(*masked, state, masked[0], "tpu") is None
     wide = call_of(WIDEST)
     PallasGPU().check(*wide)
@@ -134,8 +137,7 @@ def test_declined():
     direction = {n: x.astype(np.float32) for n, x in tangents(WIDEST).items()}
     arrays, rounded = cast(WIDEST, jnp.float32)
     found = jax.jit(lambda x, d: jax.jvp(lambda x: run(**x), (x,), (d,))[1])(arrays, direction)
-    for x, exact in zip(found, dense_jvp(rounded, direction), strict=True):
-        np.testing.assert_allclose(x, exact, rtol=0, atol=1e-5)
+    close(found, dense_jvp(rounded, direction), "the widest", tolerance=1e-5)
 
 
 def test_keys_are_split():
@@ -145,6 +147,10 @@ def test_keys_are_split():
     at = layout(operands, settings, "tangent", KERNELS["tpu, keys split"].sizes)
     assert plan.splits > 1
     assert Grid(at, len(operands.query)).splits > 1 and at.key_blocks % 2 == 1
+
+
+def state_of(problem):
+    return AttentionState(*(array(x, jnp.float32) for x in dense(problem)))
 
 
 def call_of(problem):

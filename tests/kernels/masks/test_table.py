@@ -1,12 +1,13 @@
 """Tables of the blocks of rules: what they say of any intervals, and how many blocks a kernel then computes."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import energy_attn as ea
@@ -22,23 +23,51 @@ from energy_attn.kernels.pallas.tpu._visibility import block_ranges, block_visib
 from energy_attn.kernels.xla._blocks import BlockedOperands
 from energy_attn.kernels.xla._grid import BlockSizes
 from energy_attn.kernels.xla._index import Index
+from tests.support.arrays import array
+from tests.support.compare import close
 from tests.support.complaints import complains
-from tests.support.random_rules import rules, sees
+from tests.support.problems import _make, cast
+from tests.support.random_rules import JOINED, rules, sees
+from tests.support.reference import dense
+from tests.support.selection import few
 from tests.support.traits import SMALL_LAYOUT, SMALL_TILES
 
-pairs = st.lists(st.integers(0, 13), min_size=2, max_size=2).map(sorted)
 
-
-@given(rules, st.integers(1, 5), st.lists(st.tuples(pairs, pairs), min_size=6, max_size=6))
-@settings(max_examples=8)
-def test_intervals(rule, block, intervals):
+@pytest.mark.parametrize(("name", "block"), [("near or same", 4), ("not both", 3)])
+def test_intervals(name, block):
     """A rectangle of the table that is one block short or one too far, or a table that is asked past its end."""
-    table = masks.tabulate(rule, 9, 11, block=block)
-    for q, k in intervals:
-        queries, keys = (Interval(*map(jnp.int32, x)) for x in (q, k))
-        seen = [sees(rule, i, j) for i in range(q[0], q[1] + 1) for j in range(k[0], k[1] + 1)]
-        assert any(seen) <= bool(table.any_visible(queries, keys))
-        assert bool(table.all_visible(queries, keys)) <= all(seen)
+    check_intervals(JOINED[name], block)
+
+
+@pytest.mark.full
+@given(rules, st.integers(1, 5))
+def test_intervals_of_many_rules(rule, block):
+    """The same."""
+    check_intervals(rule, block)
+
+
+def check_intervals(rule, block):
+    pairs = np.asarray([[sees(rule, i, j) for j in range(14)] for i in range(14)])
+    low, high = np.triu_indices(14)
+    queries, keys = (
+        Interval(*(np.expand_dims(x.astype(np.int32), axis) for x in (low, high)))
+        for axis in (1, 0)
+    )
+
+    @jax.jit
+    def told(rule, queries, keys):
+        table = masks.tabulate(rule, 9, 11, block=block)
+        shape = len(low), len(low)
+        found = table.any_visible(queries, keys), table.all_visible(queries, keys)
+        return tuple(jnp.broadcast_to(x, shape) for x in found)
+
+    sums = np.pad(pairs.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+    rows, columns = np.ix_(low, low), np.ix_(high + 1, high + 1)
+    seen = sums[columns] - sums[np.ix_(low, high + 1)] - sums[np.ix_(high + 1, low)] + sums[rows]
+    length = high + 1 - low
+    any_visible, all_visible = map(np.asarray, told(rule, queries, keys))
+    assert not ((seen > 0) & ~any_visible).any()
+    assert not (all_visible & (seen < length[:, None] * length)).any()
 
 
 def spotted(query, key, spots):
@@ -46,7 +75,7 @@ def spotted(query, key, spots):
 
 
 SPOTS = np.eye(8, dtype=bool) | (np.random.default_rng(1).random((8, 8)) < 0.1)
-RULE = masks.Function(spotted, jnp.asarray(SPOTS))
+RULE = masks.Function(spotted, SPOTS)
 # what kernels compare: a query's block with each of those that its row of the spots names
 NAMED = np.stack([np.resize(np.flatnonzero(x), 4) for x in SPOTS]).astype(np.int32)
 
@@ -56,6 +85,11 @@ def named(query, key, blocks):
     return functools.reduce(jnp.logical_or, (row[..., i] == key // 4 for i in range(4)))
 
 
+def traced(function, *rules):
+    """A function of a rule as part of a program: nothing is compiled but what is returned."""
+    return jax.tree.map(np.asarray, jax.jit(function)(*rules))
+
+
 def call_of(rule, length=32):
     x = jnp.ones((1, length, 1, 4), jnp.float32)
     return check_call(x, x, x, mask=rule)
@@ -63,32 +97,46 @@ def call_of(rule, length=32):
 
 def test_table_is_exact():
     """Corners of another block, or a block with something to see that is told to have nothing."""
-    for rule in (RULE, masks.Function(named, jnp.asarray(NAMED))):
-        table = masks.tabulate(rule, 32, block=4)
-        for found in (table.some, table.whole):
-            np.testing.assert_array_equal(np.diff(np.diff(found, axis=0), axis=1), SPOTS)
+    table = traced(lambda rule: masks.tabulate(rule, 32, block=4), RULE)
+    for found in (table.some, table.whole):
+        np.testing.assert_array_equal(np.diff(np.diff(found, axis=0), axis=1), SPOTS)
 
 
 def test_blocks_that_are_computed():
     """A kernel that reads blocks where the table has none: as slow as no mask; or that masks whole ones."""
-    table = masks.tabulate(masks.Function(named, jnp.asarray(NAMED)), 32, block=4)
-    call = call_of(table)
-    blocks = BlockedOperands(call.operands, call.settings, BlockSizes(4, 4, 4, 4))
-    found = [[bool(blocks.meet(Index(0, i, j))) for j in range(8)] for i in range(8)]
-    np.testing.assert_array_equal(found, SPOTS)
-    at = layout(
-        call.operands, call.settings, "forward", SMALL_LAYOUT._replace(rows=4, keys_of_few_rows=4)
-    )
-    assert (at.row_block, at.key_block) == (4, 4)
-    ranges = block_ranges(block_visibility(call.operands, at), at, 1)
+
+    def read(rule):
+        call = call_of(masks.tabulate(rule, 32, block=4))
+        blocks = BlockedOperands(call.operands, call.settings, BlockSizes(4, 4, 4, 4))
+        of_tpu = SMALL_LAYOUT._replace(rows=4, keys_of_few_rows=4)
+        at = layout(call.operands, call.settings, "forward", of_tpu)
+        assert (at.row_block, at.key_block) == (4, 4)
+        numbers = jnp.arange(8)
+        over_keys = jax.vmap(lambda i, j: blocks.meet(Index(0, i, j)), (None, 0))
+        return (
+            jax.vmap(over_keys, (0, None))(numbers, numbers),
+            block_ranges(block_visibility(call.operands, at), at, 1),
+        )
+
+    meets, ranges = traced(read, masks.Function(named, NAMED))
+    np.testing.assert_array_equal(meets, SPOTS)
     np.testing.assert_array_equal(ranges.stop - ranges.first, SPOTS.sum(1))
     np.testing.assert_array_equal(ranges.open_stop - ranges.open_first, SPOTS.sum(1))
-    call = call_of(masks.tabulate(masks.Function(wide, jnp.asarray(NAMED)), 128, block=16), 128)
-    for kind, axis in (("forward", 1), ("key", 0)):
-        plan = make_plan(call.operands, call.settings, kind, SMALL_TILES)
-        assert (plan.row_times, plan.keys) == (16, 16)
-        given = visibility_of(call.operands, plan)
-        found = tile_ranges(call.operands, given, plan, of_keys=kind == "key")
+
+
+def test_tiles_that_are_computed():
+    """The same of the tiles of GPUs, whose sizes are not those of blocks."""
+
+    def read(rule):
+        call, found = call_of(masks.tabulate(rule, 128, block=16), 128), []
+        for kind in ("forward", "key"):
+            plan = make_plan(call.operands, call.settings, kind, SMALL_TILES)
+            assert (plan.row_times, plan.keys) == (16, 16)
+            given = visibility_of(call.operands, plan)
+            found.append(tile_ranges(call.operands, given, plan, of_keys=kind == "key"))
+        return found
+
+    for axis, found in zip((1, 0), traced(read, masks.Function(wide, NAMED)), strict=True):
         np.testing.assert_array_equal(found.stop[0], SPOTS.sum(axis))
         np.testing.assert_array_equal(found.whole[0], SPOTS.sum(axis))
 
@@ -99,41 +147,43 @@ def wide(query, key, blocks):
 
 def test_whole_blocks_of_a_table():
     """Blocks of a kernel that lie across those of the table, and so meet four times as many."""
-    rule = masks.tabulate(masks.Function(spotted, jnp.asarray(SPOTS)), 70, block=4)
-    call = call_of(rule, 70)
-    grid = BlockedOperands(call.operands, call.settings, BlockSizes(14, 14, 14, 14)).grid
-    assert (grid.queries, grid.keys, grid.query_blocks, grid.key_blocks) == (12, 12, 6, 6)
+
+    def sizes(rule):
+        call = call_of(masks.tabulate(rule, 70, block=4), 70)
+        grid = BlockedOperands(call.operands, call.settings, BlockSizes(14, 14, 14, 14)).grid
+        assert (grid.queries, grid.keys, grid.query_blocks, grid.key_blocks) == (12, 12, 6, 6)
+
+    jax.eval_shape(sizes, RULE)
 
 
-@pytest.mark.parametrize("implementation", ["blockwise", "reference", "decode"])
+@pytest.mark.parametrize("implementation", few(["blockwise", "reference", "decode"], "blockwise"))
 def test_one_table_for_all_calls(implementation):
     """A table that is evaluated again, or is wrong for other positions: of a step, or past its end."""
-    traced = []
+    seen = []
 
     def counted(query, key, spots):
-        traced.append(query.shape)
+        seen.append(query.shape)
         return spotted(query, key, spots)
 
-    rule = masks.Causal() & masks.Function(counted, jnp.asarray(SPOTS))
-    table = masks.tabulate(rule, 24, block=8)
-    x = jax.random.normal(jax.random.key(0), (2, 32, 1, 4))
+    rule = masks.Causal() & masks.Function(counted, SPOTS)
+    table = traced(lambda rule: masks.tabulate(rule, 24, block=8), rule)
+    places = np.arange(32)
+    blocks = SPOTS[places // 4][:, places // 4] & (places <= places[:, None])
+    problem = _make("table", B=2, T=32, S=32, N=1, H=4, mask=blocks[None, None])
+    arrays, _ = cast(problem, jnp.float64)
     run = jax.jit(functools.partial(local_attention, implementation=implementation))
-    wanted = run(x, x, x, mask=rule)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, atol=1e-12), run(x, x, x, mask=table), wanted
-    )
+    out, lse = dense(problem)
+    close(run(**arrays, mask=table), (out, lse), tolerance=1e-12)
     step = run(
-        x[:, 30:31],
-        x,
-        x,
+        **arrays | {"query": array(problem.query[:, 30:31])},
         mask=table,
-        query_positions=jnp.full((2, 1), 30),
-        key_positions=jnp.tile(jnp.arange(32), (2, 1)),
+        query_positions=array(np.full((2, 1), 30)),
+        key_positions=array(np.tile(places, (2, 1))),
     )
-    np.testing.assert_allclose(step.out[:, 0], wanted.out[:, 30], atol=1e-12)
-    before = len(traced)
-    run(x, x, x, mask=masks.tabulate(rule, 24, block=8))
-    assert all(shape == (1, 8, 1) for shape in traced[before:])  # the table, not the program
+    close(step, (out[:, 30:31], lse[:, 30:31]), tolerance=1e-12)
+    before = len(seen)
+    run(**arrays, mask=masks.tabulate(rule, 24, block=8))
+    assert all(shape == (1, 8, 1) for shape in seen[before:])  # the table, not the program
 
 
 @pytest.mark.full
@@ -153,18 +203,19 @@ def test_rows_of_a_batch():
     np.testing.assert_allclose(one, wanted, atol=1e-12)
 
 
-def test_on_a_mesh():
+@pytest.mark.parametrize("method", few(["ring", "tree"], "ring"))
+def test_on_a_mesh(method):
     """A table that is taken for that of a shard's own positions."""
-    table = masks.tabulate(masks.Causal() & RULE, 32, block=4)
-    x = jax.random.normal(jax.random.key(0), (1, 32, 1, 4))
-    wanted = ea.attention(x, x, x, mask=table.rule)
-    with jax.set_mesh(make_mesh((8,), ("device",))):
-        for parallel in (
-            SequenceParallel("device", "ring"),
-            SequenceParallel("device", "tree"),
-        ):
-            found = ea.attention(x, x, x, mask=table, parallel=parallel)
-            np.testing.assert_allclose(found, wanted, atol=1e-12)
+    problem = _make("table on a mesh", B=1, T=32, S=32, N=1, H=4)
+    places = np.arange(32)
+    blocks = SPOTS[places // 4][:, places // 4] & (places <= places[:, None])
+    problem = dataclasses.replace(problem, mask=blocks[None, None])
+    arrays, _ = cast(problem, jnp.float64)
+    table = traced(lambda rule: masks.tabulate(rule, 32, block=4), masks.Causal() & RULE)
+    with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
+        run = functools.partial(ea.attention, parallel=SequenceParallel("device", method))
+        found = jax.jit(run)(**arrays, mask=table)
+    close(found, dense(problem)[0], tolerance=1e-12)
 
 
 @pytest.mark.parametrize(

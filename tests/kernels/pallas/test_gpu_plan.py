@@ -24,7 +24,12 @@ from energy_attn.kernels import (
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._target import lowered_for, target_device
 from energy_attn.kernels.pallas.gpu._plan import make_plan
+from energy_attn.kernels.pallas.gpu._sizes import KINDS
 from energy_attn.kernels.xla._blockwise import Blockwise
+from tests.support.arrays import array
+from tests.support.compare import close
+from tests.support.problems import _make, cast, cotangents, tangents
+from tests.support.reference import dense, dense_jvp, dense_vjp
 from tests.support.traits import HERE
 
 TILES = GPUTiles("forward", rows=64, keys=32, warps=8, stages=3, programs=264)
@@ -35,10 +40,19 @@ def shapes(queries, keys, heads=8, kv_heads=1, width=128, dtype="bfloat16", batc
     return [jax.ShapeDtypeStruct((batch, *x, width), jnp.dtype(dtype)) for x in sizes]
 
 
+def zeros(*sizes):
+    return [array(np.zeros(x.shape), x.dtype) for x in shapes(*sizes)]
+
+
 def plan_of(kind, *given, plan=None, **options):
-    zeros = [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in given]
-    checked = check_call(*zeros, **options)
-    return make_plan(checked.operands, checked.settings, kind, plan)
+    found = []
+
+    def make(*arrays):
+        checked = check_call(*arrays, **options)
+        found.append(make_plan(checked.operands, checked.settings, kind, plan))
+
+    jax.eval_shape(make, *given)
+    return found[0]
 
 
 def test_what_is_given():
@@ -71,42 +85,54 @@ def test_what_is_given():
     ):
         plan = GPUPlan((dataclasses.replace(TILES, **condition),))
         assert plan_of("forward", *many, plan=plan) == default
+    # of values that have a width of their own
+    *others, value = many
+    narrow = [*others, jax.ShapeDtypeStruct((*value.shape[:3], 64), value.dtype)]
+    for width, used in ((64, True), (128, False)):
+        plan = GPUPlan((dataclasses.replace(TILES, value_width=width),))
+        assert (plan_of("forward", *narrow, plan=plan).keys == 32) == used
     # no larger than the call, and the first of several that are for it
     found = plan_of("forward", *few, plan=GPUPlan((TILES, GPUTiles("forward", 16, 16))))
     assert (found.rows, found.keys, found.splits) == (32, 32, 2)
 
 
-@pytest.mark.parametrize("kind", ["forward", "query", "key", "tangent"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(x, marks=[pytest.mark.smoke] * (x == "key")) for x in KINDS],
+)
 def test_by_other_tiles(kind):
     """A plan whose sizes change what a kernel computes: rows that are missing, keys that are counted twice."""
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
-        for x in shapes(5, 70, 6, 2, 8, batch=2)
-    )
+    problem = _make("other tiles", B=2, T=5, S=70, N=6, K=2, H=8, is_causal=True)
     tiles = GPUTiles(kind, rows=32, keys=16, warps=2, stages=3, programs=8, least_steps=1)
+    arrays, rounded = cast(problem, jnp.float32)
+    given, moved = cotangents(problem, jnp.float32), tangents(problem)
 
-    def run(implementation):
-        def attend(*x):
-            return local_attention(*x, is_causal=True, implementation=implementation)
+    @jax.jit
+    def run(arrays, given, moved):
+        def attend(arrays):
+            kernel = PallasGPU(GPUPlan((tiles,)))
+            return tuple(local_attention(**arrays, is_causal=True, implementation=kernel))
 
         if kind == "tangent":
-            return jax.jvp(attend, (q, k, v), (k[:, :5].repeat(3, 2), v, k))[1]
-        state, back = jax.vjp(attend, q, k, v)
-        return state, back(state)
+            return jax.jvp(attend, (arrays,), (moved,))[1]
+        state, back = jax.vjp(attend, arrays)
+        return state if kind == "forward" else (state, back(given)[0])
 
-    found, wanted = (
-        jax.jit(run, static_argnums=0)(x) for x in (PallasGPU(GPUPlan((tiles,))), "blockwise")
-    )
-    for x, exact in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, exact, rtol=0, atol=1e-5)
+    found = run(arrays, given, {name: x.astype(np.float32) for name, x in moved.items()})
+    if kind == "tangent":
+        wanted = dense_jvp(rounded, moved)
+    elif kind == "forward":
+        wanted = dense(rounded)
+    else:
+        wanted = dense(rounded), dense_vjp(rounded, *given)
+    close(found, wanted, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_eight_bits_are_declined(dtype):
     """8 bits a number: up to 2^32 bytes Pallas counts offsets in 32 bits with a sign, wrong from 2^31 numbers on."""
-    call = check_call(*(jnp.zeros(x.shape, x.dtype) for x in shapes(4, 64)))
-    stored = jnp.zeros(call.operands.key.shape, dtype)
+    call = check_call(*zeros(4, 64))
+    stored = array(np.zeros(call.operands.key.shape), dtype)
     for name in ("key", "value"):
         operands = call.operands._replace(**{name: stored})
         with pytest.raises(NotImplementedError, match=f"{name}: wanted float16 .* got {dtype}"):
@@ -130,7 +156,7 @@ def test_eight_bits_that_are_read(queries, keys, reads):
     each of several tiles of rows would widen; float16 weights that underflow."""
     query, key = jax.ShapeDtypeStruct((1, queries, 32, 128), jnp.bfloat16), (1, keys, 8, 128)
     stored, scale = jax.ShapeDtypeStruct(key, jnp.int8), jax.ShapeDtypeStruct(key[:3], jnp.float32)
-    call = check_call(*(jnp.zeros(x.shape, x.dtype) for x in shapes(4, 64)))
+    call = check_call(*zeros(4, 64))
     operands = call.operands._replace(
         query=query, key=stored, value=stored, key_scale=scale, value_scale=scale
     )
@@ -200,7 +226,7 @@ class Watched(Blockwise):
 
 def test_target_of_a_program():
     """A kernel that is not told of the devices of its program, or is told of the last one's."""
-    x = jnp.ones((1, 4, 2, 8))
+    x = array(np.ones((1, 4, 2, 8)))
     device = jax.devices()[3 % jax.device_count()]
     jax.jit(lambda x: local_attention(x, x, x, implementation=Watched())).lower(
         jax.device_put(x, device)
@@ -258,9 +284,7 @@ def test_wrong_plans(tmp_path, unchecked):
         GPUPlan([TILES])
     large = GPUPlan((GPUTiles("key", rows=256, keys=128, stages=4),))
     with pytest.raises(NotImplementedError, match=r"plan: .* of 'key' .* 227 KiB .* take 584"):
-        local_attention(
-            *(jnp.zeros(x.shape, x.dtype) for x in shapes(64, 128)), implementation=PallasGPU(large)
-        )
+        local_attention(*zeros(64, 128), implementation=PallasGPU(large))
     with pytest.raises(TypeError, match="plan: wanted a GPUPlan or None, got"):
         PallasGPU(TILES)
     with pytest.raises(TypeError, match="plan: wanted a GPUPlan, got"):
@@ -273,7 +297,7 @@ def test_files(tmp_path, monkeypatch):
     plan = GPUPlan((TILES, dataclasses.replace(TILES, keys=64, dtype="float16", score=False)))
     save_gpu_plan(path, plan, measured={"device": "none"})
     assert load_gpu_plan(path) == plan
-    call = check_call(*(jnp.zeros(x.shape, x.dtype) for x in shapes(64, 256)))
+    call = check_call(*zeros(64, 256))
     kernel = PallasGPU()
     default = kernel._plan(call.operands, call.settings, "forward")
     monkeypatch.setenv("ENERGY_ATTN_GPU_PLAN", str(path))

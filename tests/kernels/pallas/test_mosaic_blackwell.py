@@ -21,7 +21,17 @@ from energy_attn.kernels.call._state import AttentionState
 from energy_attn.kernels.masks._structure import sided
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
 from energy_attn.kernels.pallas.mosaic._plan import TileSizes, chunk, tensor_memory_plan
-from tests.support.mosaic import HERE, PROBLEMS, problem, runs, state_of
+from tests.support.arrays import array
+from tests.support.mosaic import (
+    HERE,
+    PROBLEMS,
+    check_state,
+    dtype_of,
+    problem,
+    runs,
+    smoke,
+    state_of,
+)
 from tests.support.naive import assert_all_close
 from tests.support.problems import cast, cotangents
 from tests.support.selection import few
@@ -36,46 +46,48 @@ BOTH_GROUPS = problem("both_groups", T=150, S=270, H=32, is_causal=True)
 ALL = PROBLEMS | {"both_groups": BOTH_GROUPS}
 
 
+KEPT = ("causal", "causal_grouped", "window", "segments", "decode_cache")
+
+
 @runs
 @pytest.mark.parametrize(
-    "name", few(list(ALL), "causal", "causal_grouped", "window", "segments", "decode_cache")
+    "name",
+    [*smoke(KEPT, "causal_grouped", "decode_cache"), *few([x for x in ALL if x not in KEPT])],
 )
 def test_forward(name):
     """A tile read before its product is done, or overwritten before it is read; rows of one group in another's sums."""
-    given, dtype = ALL[name], (jnp.float16, jnp.bfloat16)[len(name) % 2]
-    arrays, _ = cast(given, dtype)
-    state = state_of(given, arrays, KERNEL)
-    assert_all_close(state._asdict(), given, dtype, "both", label="mosaic_gpu")
+    check_state(ALL[name], dtype_of(name), KERNEL)
 
 
 @runs
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("name", ["both_groups", "decode_cache"])
+@pytest.mark.parametrize("name", smoke(["both_groups", "decode_cache"], "decode_cache"))
 def test_what_is_absent_is_not_read(name):
     """0 · NaN: values that no query sees, which one group zeros for both; tensor memory that nobody has written."""
-    given = ALL[name]
+    given, run = ALL[name], state_of(ALL[name], KERNEL)
     arrays, _ = cast(given, jnp.bfloat16)
     hidden = np.arange(270)[None] >= 150 if given.key_positions is None else given.key_positions < 0
-    filled = {
-        name: jnp.where(hidden[:, :, None, None], np.nan, arrays[name]) for name in ("key", "value")
+    filled = arrays | {
+        name: array(np.where(hidden[:, :, None, None], np.nan, arrays[name]), jnp.bfloat16)
+        for name in ("key", "value")
     }
-    wanted, found = (state_of(given, arrays | x, KERNEL) for x in ({}, filled))
-    for mine, theirs in zip(found, wanted, strict=True):
+    for mine, theirs in zip(run(filled), run(arrays), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
 @runs
 def test_nan_is_not_hidden():
     """A NaN taken for an empty row, or lost in a maximum."""
-    given = PROBLEMS["causal"]
-    arrays, _ = cast(given, jnp.bfloat16)
+    run = state_of(PROBLEMS["causal"], KERNEL)
+    arrays, _ = cast(PROBLEMS["causal"], jnp.bfloat16)
     for name in ("key", "value"):
-        filled = arrays | {name: arrays[name].at[0, 257].set(np.nan)}
-        state = state_of(given, filled, KERNEL)
+        broken = np.array(arrays[name])
+        broken[0, 257] = np.nan
+        out, lse = map(np.asarray, run(arrays | {name: array(broken)}))
         seen = np.arange(270) >= 257
-        assert np.isnan(state.out[0, seen]).all()
-        assert np.isnan(state.lse[0, seen]).all() == (name == "key")
-        assert not np.isnan(state.out[0, :256]).any()  # whose tiles of keys are others
+        assert np.isnan(out[0, seen]).all()
+        assert np.isnan(lse[0, seen]).all() == (name == "key")
+        assert not np.isnan(out[0, :256]).any()  # whose tiles of keys are others
 
 
 @runs
@@ -84,14 +96,18 @@ def test_derivatives():
     given = PROBLEMS["more_keys"]
     arrays, _ = cast(given, jnp.bfloat16)
     call = check_call(**arrays, **given.options)
-    state = KERNEL.forward(call.operands, call.settings, HERE)
-    back = functools.partial(KERNEL.backward, call.operands, call.settings, state)
     cotangent = AttentionState(*cotangents(given, jnp.bfloat16))
 
+    def run(operands, cotangent, platform):
+        state = KERNEL.forward(operands, call.settings, HERE)
+        found = KERNEL.backward(operands, call.settings, state, cotangent, platform)
+        return state._asdict() | {name: getattr(found, name) for name in arrays}
+
+    state = state_of(given, KERNEL)(arrays)
     assert KERNEL.tangent(call.operands, call.settings, state, call.operands, HERE) is None
+    back = functools.partial(KERNEL.backward, call.operands, call.settings, state)
     assert "pallas" not in str(jax.make_jaxpr(lambda x: back(x, "cuda"))(cotangent))
-    found = back(cotangent, HERE)
-    found = state._asdict() | {name: getattr(found, name) for name in arrays}
+    found = jax.jit(functools.partial(run, platform=HERE))(call.operands, cotangent)
     assert_all_close(found, given, jnp.bfloat16, "both", label="mosaic_gpu")
 
 

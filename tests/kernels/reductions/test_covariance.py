@@ -1,5 +1,6 @@
-"""The monoid of covariance states: its laws, and agreement with covariances of unions of keys."""
+"""The monoid of covariance states: its laws, and agreement with covariances of unions of keys; and those of a call."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,9 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from energy_attn.kernels import AttentionState, CovarianceState, merge, merge_all
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.reductions._covariance import covariance
+from energy_attn.kernels.reductions._sample import Draw, merge_draws
+from tests.support.compare import close, same
+from tests.support.problems import _make, cast
+from tests.support.reference import dense, dense_covariance
 
-EMPTY = CovarianceState(jnp.zeros((3, 3)), jnp.zeros(3), jnp.asarray(-jnp.inf))
+EMPTY = CovarianceState(np.zeros((3, 3)), np.zeros(3), np.asarray(-np.inf))
 _merge = jax.jit(merge)
+_merge_all = jax.jit(merge_all, static_argnames="axis")
+
+
+def stacked(*parts: CovarianceState, axis: int = 0) -> CovarianceState:
+    return jax.tree.map(lambda *x: np.stack(x, axis), *parts)
 
 
 def state_of(scores: np.ndarray, values: np.ndarray) -> CovarianceState:
@@ -23,17 +35,12 @@ def state_of(scores: np.ndarray, values: np.ndarray) -> CovarianceState:
     weights = np.exp(scores - lse)
     out = weights @ values
     apart = values - out
-    return CovarianceState(*map(jnp.asarray, ((weights[:, None] * apart).T @ apart, out, lse)))
+    return CovarianceState((weights[:, None] * apart).T @ apart, out, lse)
 
 
 def drawn(seed: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     return rng.normal(0, 10, keys), rng.normal(5, 2, (keys, 3))
-
-
-def close(a: CovarianceState, b: CovarianceState, tolerance=1e-12):
-    for x, y in zip(a, b, strict=True):
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
 @given(st.integers(0, 2**32), st.tuples(*[st.integers(0, 5)] * 3))
@@ -42,35 +49,35 @@ def test_laws(seed, sizes):
     parts = [drawn(seed + i, size) for i, size in enumerate(sizes)]
     a, b, c = (state_of(*part) for part in parts)
     whole = state_of(*map(np.concatenate, zip(*parts, strict=True)))
-    close(_merge(_merge(a, b), c), whole)
-    close(_merge(a, _merge(b, c)), whole)
-    close(merge_all(jax.tree.map(lambda *x: jnp.stack(x), a, b, c)), whole)
-    for x, y in zip(_merge(a, b), _merge(b, a), strict=True):
-        assert np.array_equal(x, y)  # bitwise: devices that exchange states must agree
+    close(_merge(_merge(a, b), c), whole, tolerance=1e-12)
+    close(_merge(a, _merge(b, c)), whole, tolerance=1e-12)
+    close(_merge_all(stacked(a, b, c)), whole, tolerance=1e-12)
+    same(_merge(a, b), _merge(b, a))  # devices that exchange states must agree
     for some in (a, EMPTY):
         for merged in (_merge(some, EMPTY), _merge(EMPTY, some)):
-            close(merged, some, 0)
+            same(merged, some)
 
 
 def test_gradient_of_empty_parts():
     """A NaN in the derivative of a merge with empty parts, whatever their arrays hold."""
     some = state_of(*drawn(0, 4))
-    hollow = CovarianceState(jnp.full((3, 3), jnp.nan), jnp.full(3, jnp.nan), EMPTY.lse)
+    hollow = CovarianceState(np.full((3, 3), np.nan), np.full(3, np.nan), EMPTY.lse)
+
+    @jax.jit
+    @jax.grad
+    def gradient(parts):
+        merged = merge_all(parts)
+        return sum(jnp.where(jnp.isfinite(x), x, 0.0).sum() for x in merged)
+
     for parts in ((some, EMPTY), (EMPTY, EMPTY), (hollow, some)):
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-
-        def total(stacked):
-            merged = merge_all(stacked)
-            return sum(jnp.where(jnp.isfinite(x), x, 0.0).sum() for x in merged)
-
-        gradient = jax.grad(total)(stacked)
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+        found = gradient(stacked(*parts))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_bad_states():
     """Two kinds of state merged with each other, or covariances of two widths."""
-    some = state_of(*drawn(0, 4))
+    some = CovarianceState(*map(jnp.asarray, state_of(*drawn(0, 4))))
     with pytest.raises(TypeError, match="b: wanted the kind of state of a, CovarianceState, got "):
         merge(some, AttentionState(*some[1:]))
     with pytest.raises(ValueError, match=r"a.covariance: wanted shape \(3, 3\), got "):
@@ -82,8 +89,38 @@ def test_bad_states():
 def test_batched():
     """Axes of the covariance mistaken for batch axes."""
     parts = [[state_of(*drawn(10 * i + j, 3)) for j in range(2)] for i in range(4)]
-    rows = [jax.tree.map(lambda *x: jnp.stack(x), *row) for row in parts]
-    together = merge_all(jax.tree.map(lambda *x: jnp.stack(x, 1), *rows), axis=-1)
+    together = _merge_all(stacked(*(stacked(*row) for row in parts), axis=1), axis=-1)
     for j in range(2):
-        alone = functools.reduce(merge, [row[j] for row in parts])
-        close(jax.tree.map(lambda x, j=j: x[j], together), alone)
+        alone = functools.reduce(_merge, [row[j] for row in parts])
+        close(jax.tree.map(lambda x, j=j: x[j], together), alone, tolerance=1e-12)
+
+
+@pytest.mark.smoke
+def test_covariance_of_a_call():
+    """The middle of another key head's values, or that middle for a row that sees none."""
+    problem = _make("covariance", T=4, N=4, K=2, V=3, local_window_size=(0, 1))
+    away = np.arange(2 * 2 * 3).reshape(2, 1, 2, 3)
+    mask = np.arange(4)[:, None] != 2
+    problem = dataclasses.replace(problem, value=problem.value + away, mask=mask[None, None])
+    arrays, _ = cast(problem, jnp.float64)
+
+    @jax.jit
+    def run(arrays):
+        call = check_call(**arrays, **problem.options)
+        return covariance(("reference",), call.settings, call.operands)
+
+    close(run(arrays), (dense_covariance(problem), *dense(problem)))
+
+
+def test_draws_of_two_parts():
+    """The share of one part for the other's; a draw from a part without keys."""
+    energies = np.asarray([[0.3, -1.0], [0.0, -np.inf], [-np.inf, 0.0], [-np.inf, -np.inf]])
+    indices = (np.full((4, 1000), i, np.int32) for i in (5, 7))
+    first, second = (
+        Draw(jnp.asarray(x), jnp.asarray(lse)) for x, lse in zip(indices, energies.T, strict=True)
+    )
+    chance = jnp.asarray(np.broadcast_to((np.arange(1000) + 0.5) / 1000, (4, 1000)))
+    found = jax.jit(merge_draws)(first, second, chance)
+    close(found.lse, np.logaddexp(*energies.T))
+    shares = (np.asarray(found.indices) == 7).mean(-1)
+    close(shares[:3], np.asarray([1 / (1 + np.exp(1.3)), 0, 1]), tolerance=1e-3)

@@ -15,10 +15,13 @@ from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._grid import BlockSizes
+from tests.support.arrays import array
+from tests.support.compare import close
 from tests.support.complaints import complains
-from tests.support.problems import _make, cast
-from tests.support.scores import CASES, HEADS, _t5, dense_energy
-from tests.support.selection import few
+from tests.support.problems import Problem, _make, cast
+from tests.support.reference import dense, dense_vjp
+from tests.support.scores import BATCH, CASES, HEADS, _t5, dense_energy
+from tests.support.selection import few, few_rows
 
 # Grouped heads; a key that none sees; a row that sees none.
 MASK = np.random.default_rng(0).random((2, 1, 5, 7)) < 0.7
@@ -57,43 +60,88 @@ def number(f, x):
     return jnp.sin(out).sum() + jnp.where(energy == -jnp.inf, 0.0, jnp.cos(energy)).sum()
 
 
-def close(found, wanted, scale=1e-12):
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, rtol=scale, atol=scale)
+def directions(x):
+    return jax.tree.map(lambda a: array(np.cos(np.arange(a.size) + 1.0).reshape(a.shape)), x)
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_derivatives(kernel, name):
-    """A score that is skipped, applied to the source or bias too, or without a derivative in some argument or mode."""
-    case = CASES[name]
-    x = arrays_of(kernel), jax.tree.map(jnp.asarray, case.parameters)
-    u = jax.tree.map(lambda a: jnp.asarray(np.cos(np.arange(a.size) + 1.0)).reshape(a.shape), x)
-    ours, theirs = both(case, KERNELS[kernel])
-    close(ours(*x), theirs(*x))
+def tilted(x):
+    return jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
 
-    def derivatives(f):
-        g = functools.partial(number, f)
-        second = jax.jvp(jax.grad(g), (x,), (u,)) if name in ("function", "t5") else None
-        return jax.jvp(g, (x,), (u,)), jax.grad(g)(x), second
 
-    found, wanted = (jax.jit(lambda f=f: derivatives(f))() for f in (ours, theirs))
-    close(found, wanted, 1e-11)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.smoke] * (x == "t5")) for x in CASES]
+)
+def test_definitions(name):
+    """A score that is another function of the product, of a head, an entry of the batch or a distance; or a derivative
+    of it in the product or a parameter."""
+    case, rng = CASES[name], np.random.default_rng(0)
+    x = array(rng.standard_normal((BATCH, HEADS, 5, 7))), jax.tree.map(array, case.parameters)
+    places = [np.arange(n).reshape(np.roll([n, 1, 1, 1], i)) for i, n in enumerate(x[0].shape)]
+    at = scores.At(*(array(n, np.int32) for n in places))
+
+    def ours(raw, parameters):
+        return case.make(parameters)(raw, at)
+
+    def theirs(raw, parameters):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return case.dense(raw, *places, parameters)
+
+    @jax.jit
+    def derivatives(x, u):
+        def of(f):
+            found, back = jax.vjp(f, *x)
+            return found, back(tilted(found)), jax.jvp(f, x, u)[1]
+
+        return of(ours), of(theirs)
+
+    found, wanted = derivatives(x, directions(x))
+    close(found, wanted, name, tolerance=1e-12)
     assert all(np.abs(y).max() > 1e-3 for y in jax.tree.leaves(wanted[1]))  # none is zero by chance
 
 
-@pytest.mark.parametrize("kernel", ["blocks", "decode"])
+PAIRS = [
+    ("blocks", "function"),
+    ("reference", "t5"),
+    ("decode", "composed"),
+    *((kernel, name) for kernel in ("blocks", "decode") for name in CASES),
+]
+
+
+@pytest.mark.parametrize(("kernel", "name"), few_rows(list(dict.fromkeys(PAIRS)), 3))
+def test_derivatives(kernel, name):
+    """A score that is skipped, applied to the source or bias too, or without a derivative in some argument or mode."""
+    case = CASES[name]
+    x = arrays_of(kernel), jax.tree.map(array, case.parameters)
+    second = name in ("function", "t5")
+
+    def derivatives(f):
+        g = functools.partial(number, f)
+
+        @jax.jit
+        def run(x, u):
+            gradient = jax.grad(g)
+            if second:
+                return f(*x), jax.jvp(g, (x,), (u,)), jax.jvp(gradient, (x,), (u,))
+            return f(*x), jax.jvp(g, (x,), (u,)), gradient(x)
+
+        return run(x, directions(x))
+
+    found, wanted = map(derivatives, both(case, KERNELS[kernel]))
+    close(found, wanted, name)
+
+
+@pytest.mark.parametrize("kernel", few(["blocks", "decode"], "blocks"))
 def test_sixteen_bits(kernel):
     """Parameters rounded to 16 bits in each block, or scores computed in them."""
     case = CASES["composed"]
-    exact = arrays_of(kernel), jax.tree.map(jnp.asarray, case.parameters)
-    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), exact)
-    same = jax.tree.map(lambda a: a.astype(jnp.float64), low)
+    low = (
+        arrays_of(kernel, jnp.bfloat16),
+        jax.tree.map(lambda a: array(a, jnp.bfloat16), case.parameters),
+    )
     ours, theirs = both(case, KERNELS[kernel])
-    found = jax.grad(functools.partial(number, ours))(low)
-    wanted = jax.grad(functools.partial(number, theirs))(same)
-    naive = jax.grad(functools.partial(number, theirs))(low)
+    gradients = [jax.jit(jax.grad(functools.partial(number, f))) for f in (ours, theirs)]
+    found, naive = (f(low) for f in gradients)
+    wanted = gradients[1](jax.tree.map(lambda a: array(a, np.float64), low))
     for x, y, z in zip(*map(jax.tree.leaves, (found, wanted, naive)), strict=True):
         assert x.dtype == jnp.bfloat16
         least = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(y).max()
@@ -104,21 +152,39 @@ def test_sixteen_bits(kernel):
 def test_transformations():
     """A score that `vmap`, `scan` or `checkpoint` loses, or whose parameters they do not batch."""
     case = CASES["function"]
-    arrays, parameters = arrays_of("blocks"), jax.tree.map(jnp.asarray, case.parameters)
+    arrays = arrays_of("blocks")
     ours, theirs = both(case, "blockwise")
-    many = jax.tree.map(lambda a: jnp.stack([a, 2 * a, -a]), parameters)
-    g, h = (jax.grad(lambda p, f=f: number(f, (arrays, p))) for f in (ours, theirs))
-    wanted = [h(jax.tree.map(lambda a, i=i: a[i], many)) for i in range(3)]
+    many = jax.tree.map(lambda a: array(np.stack([a, 2 * a, -a])), case.parameters)
+    g, h = (jax.grad(lambda p, x, f=f: number(f, (x, p))) for f in (ours, theirs))
+
+    @jax.jit
+    def run(many, arrays):
+        mapped = jax.vmap(lambda p: g(p, arrays))(many)
+        return mapped, jax.lax.scan(lambda c, p: (c, jax.checkpoint(g)(p, arrays)), 0, many)[1]
+
+    alone = jax.jit(h)
+    wanted = [alone(jax.tree.map(lambda a, i=i: a[i], many), arrays) for i in range(3)]
     wanted = jax.tree.map(lambda *x: np.stack(x), *wanted)
-    close(jax.vmap(g)(many), wanted)
-    close(jax.lax.scan(lambda c, p: (c, jax.checkpoint(g)(p)), 0, many)[1], wanted)
+    close(run(many, arrays), (wanted, wanted), tolerance=1e-12)
 
 
 def drawn_slopes():
     """Three calls, of two rows each: slopes of their own, a bias for both rows, and queries and keys."""
     rng = np.random.default_rng(3)
     shapes = (3, 2), (3, 1, 2, 1, 13), (3, 2, 1, 2, 16), (3, 2, 13, 2, 16)
-    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    return tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+
+
+ROUNDED = 64 * float(jnp.finfo(jnp.float32).eps)
+
+
+def judged(bias, query, key, dout=0.0, dlse=1.0):
+    """Energies summed, and gradients in the bias, queries and keys, where the keys are the values."""
+    arrays = (np.asarray(x, np.float64) for x in (query, key, key, bias))
+    problem = Problem("mapped", **dict(zip(("query", "key", "value", "bias"), arrays, strict=True)))
+    _, lse = dense(problem)
+    found = dense_vjp(problem, np.full(query.shape, dout), np.full(lse.shape, dlse))
+    return lse.sum(), found["bias"], found["query"], found["key"] + found["value"]
 
 
 @pytest.mark.parametrize("axis", few([0, None], 0))
@@ -131,20 +197,22 @@ def test_vmap(kernel, axis):
     slopes = slopes if axis == 0 else slopes[0]
     with_bias = kernel == "decode_cpu"
 
-    def energy(slopes, bias, query, key, kernel):
+    def energy(slopes, bias, query, key):
         more = {"bias": bias} if with_bias else {}
-        score = scores.ALiBi(slopes)
-        return local_attention(
-            query, key, key, score=score, implementation=kernel, **more
-        ).lse.sum()
+        options = {"score": scores.ALiBi(slopes), "implementation": kernel}
+        return local_attention(query, key, key, **options, **more).lse.sum()
 
-    def run(*arrays, kernel):
-        return jax.value_and_grad(energy, argnums=(0, 1, 2))(*arrays, kernel)
-
-    axes = axis, 0, 0, 0
-    found = jax.vmap(functools.partial(run, kernel=kernel), axes)(slopes, bias, query, key)
-    exact = jax.vmap(functools.partial(run, kernel="reference"), axes)(slopes, bias, query, key)
-    close(found, exact, 64 * float(jnp.finfo(jnp.float32).eps))
+    run = jax.value_and_grad(energy, argnums=(0, 1, 2, 3))
+    found = jax.jit(jax.vmap(run, (axis, 0, 0, 0)))(slopes, bias, query, key)
+    wanted = []
+    for i in range(3):
+        slope = slopes[i] if axis == 0 else slopes
+        far = np.arange(13.0)
+        total = with_bias * bias[i] - slope[None, :, None, None] * far
+        value, of_bias, *others = judged(total, query[i], key[i])
+        of_slopes = -(of_bias * far).sum((0, 2, 3))
+        wanted.append((value, (of_slopes, with_bias * of_bias, *others)))
+    close(found, jax.tree.map(lambda *x: np.stack(x), *wanted), tolerance=ROUNDED)
 
 
 @pytest.mark.parametrize("kernel", few(["decode_cpu", "pallas_tpu"], "decode_cpu"))
@@ -153,36 +221,43 @@ def test_vmap_of_a_score_without_arrays(kernel):
     _, _, query, key = drawn_slopes()
     score = scores.Function(lambda s, at: s * (1 + at.batch).astype(s.dtype))
 
-    def energy(query, key, kernel):
+    def energy(query, key):
         return local_attention(query, key, key, score=score, implementation=kernel).lse.sum()
 
-    def run(*arrays, kernel):
-        return jax.value_and_grad(energy, argnums=(0, 1))(*arrays, kernel)
-
-    found = jax.vmap(functools.partial(run, kernel=kernel))(query, key)
-    exact = [run(*x, kernel="reference") for x in zip(query, key, strict=True)]
-    exact = jax.tree.map(lambda *x: jnp.stack(x), *exact)
-    close(found, exact, 64 * float(jnp.finfo(jnp.float32).eps))
+    found = jax.jit(jax.vmap(jax.value_and_grad(energy, argnums=(0, 1))))(query, key)
+    times = np.arange(1.0, 3.0).reshape(2, 1, 1, 1)
+    wanted = []
+    for x, y in zip(query, key, strict=True):
+        value, _, of_query, of_key = judged(np.zeros((1, 1, 1, 1)), x * times, y)
+        wanted.append((value, (of_query * times, of_key)))
+    close(found, jax.tree.map(lambda *x: np.stack(x), *wanted), tolerance=ROUNDED)
 
 
 def test_vmap_of_a_bias():
     """A gradient of a bias that is one for all rows of a call."""
     _, bias, query, key = drawn_slopes()
 
-    def gradient(bias, query, key, kernel):
-        return jax.grad(
-            lambda bias: local_attention(
-                query, key, key, bias=bias, implementation=kernel
-            ).out.sum()
-        )(bias)
+    def gradient(bias, query, key):
+        def total(bias):
+            options = {"bias": bias, "implementation": "decode_cpu"}
+            return local_attention(query, key, key, **options).out.sum()
 
-    for axis in 0, None:
-        each = bias if axis == 0 else bias[0]
-        found, exact = (
-            jax.vmap(functools.partial(gradient, kernel=kernel), (axis, 0, 0))(each, query, key)
-            for kernel in ("decode_cpu", "reference")
+        return jax.grad(total)(bias)
+
+    @jax.jit
+    def run(bias, query, key):
+        return [
+            jax.vmap(gradient, (axis, 0, 0))(bias if axis == 0 else bias[0], query, key)
+            for axis in (0, None)
+        ]
+
+    wanted = [
+        np.stack(
+            [judged(b, *x, dout=1.0, dlse=0.0)[1] for b, *x in zip(y, query, key, strict=True)]
         )
-        close(found, exact, 64 * float(jnp.finfo(jnp.float32).eps))
+        for y in (bias, bias[[0, 0, 0]])
+    ]
+    close(run(bias, query, key), wanted, tolerance=ROUNDED)
 
 
 @pytest.mark.parametrize("name", ["pallas_gpu", "pallas_tpu", "cudnn", "flash", "fa4", "splash"])
@@ -234,16 +309,16 @@ def test_buckets():
 
 def test_slopes():
     """Other slopes than the paper's, for a number of heads that is no power of two."""
-    close(scores.ALiBi(num_heads=8).slopes, 2.0 ** -np.arange(1, 9), 1e-7)
+    close(scores.ALiBi(num_heads=8).slopes, 2.0 ** -np.arange(1, 9), tolerance=1e-7)
     twelve = np.concatenate([2.0 ** -np.arange(1, 9), 2.0 ** -(np.arange(4) + 0.5)])
-    close(scores.ALiBi(num_heads=12).slopes, twelve, 1e-7)
+    close(scores.ALiBi(num_heads=12).slopes, twelve, tolerance=1e-7)
 
 
-X = jnp.ones((1, 3, 2, 4), jnp.float32)
+X = np.ones((1, 3, 2, 4), np.float32)
 
 
 def asked(score):
-    return lambda: ea.attention(X, X, X, score=score)
+    return lambda: ea.attention(array(X), array(X), array(X), score=score)
 
 
 def _read(s, at, w):
@@ -264,8 +339,8 @@ def function(f, *parameters):
         (function(lambda s, at: jnp.roll(s, 1, -1)), ValueError, "score", "slice", "elementwise"),
         (function(lambda s, at: s.astype(jnp.float64)), TypeError, "score", "float64", "float32"),
         (function(lambda s, at: s > 0), TypeError, "score", "bool", "float32"),
-        (function(_read, jnp.ones(1)), ValueError, "score", "0 to 1", "0 to 0"),
-        (asked(scores.ALiBi(jnp.ones(3))), ValueError, "score", "[3]", "2 heads"),
+        (lambda: function(_read, jnp.ones(1))(), ValueError, "score", "0 to 1", "0 to 0"),
+        (lambda: asked(scores.ALiBi(jnp.ones(3)))(), ValueError, "score", "[3]", "2 heads"),
         (lambda: scores.SoftCap(0.0), ValueError, "cap", "0.0", "above zero"),
         (lambda: scores.SoftCap("50"), TypeError, "cap", "50", "number"),
         (lambda: scores.ALiBi(), TypeError, "slopes", "None", "num_heads"),

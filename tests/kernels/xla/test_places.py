@@ -1,48 +1,54 @@
 """The positions of a block's tokens, counted from its index or read from arrays."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import local_attention, masks, scores
+from energy_attn.kernels import local_attention, scores
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._grid import BlockSizes, grid
 from energy_attn.kernels.xla._places import with_places
+from tests.support.compare import close
+from tests.support.problems import _make, cast, cotangents, tangents
+from tests.support.reference import dense, dense_jvp, dense_vjp
+from tests.support.selection import few_rows
 
 SIZES = BlockSizes(rows=8, least_rows=4, keys=4, keys_of_few_rows=4)
-RULES = {"all": masks.All(), "causal": masks.Causal(), "window": masks.Window(5, 3)}
+RULES = {"all": {}, "causal": {"is_causal": True}, "window": {"local_window_size": (5, 3)}}
 
 
-def arrays_of(T, S):
-    rng = np.random.default_rng(0)
-    shapes = (2, T, 4, 3), (2, S, 2, 3), (2, S, 2, 3)
-    return [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
+def problem_of(rule, T, S):
+    return _make(f"places of {rule}", T=T, S=S, N=4, K=2, H=3, **RULES[rule])
 
 
-@pytest.mark.parametrize("rule", sorted(RULES))
-@pytest.mark.parametrize(("T", "S"), [(12, 12), (11, 11), (14, 13), (10, 13), (9, 17)])
-def test_counted_and_given_positions_agree(rule, T, S):
+SIZED = [("causal", 11, 11), ("window", 14, 13), ("all", 10, 13), ("causal", 9, 17)]
+SIZED += [(rule, T, S) for rule in RULES for T, S in ((12, 12), (11, 11), (14, 13), (9, 17))]
+
+
+@pytest.mark.parametrize(("rule", "T", "S"), few_rows(list(dict.fromkeys(SIZED)), 4))
+def test_counted_positions(rule, T, S):
     """Positions, absent keys or skipped blocks that are wrong where no array tells; in values and both derivatives."""
-    rule = RULES[rule]
-    arrays = arrays_of(T, S)
-    moved = [jnp.sin(x) for x in arrays]
-    given = {"query_positions": jnp.arange(T)[None], "key_positions": jnp.arange(S)[None]}
+    problem = problem_of(rule, T, S)
+    arrays, _ = cast(problem, jnp.float64)
+    given, moved = cotangents(problem, jnp.float64), tangents(problem)
 
-    def results(kernel, **positions):
-        def state(*arrays):
-            return tuple(local_attention(*arrays, mask=rule, implementation=kernel, **positions))
+    @jax.jit
+    def results(arrays, moved, given):
+        def state(arrays):
+            found = local_attention(**arrays, **problem.options, implementation=Blockwise(SIZES))
+            return tuple(found)
 
-        (out, lse), back = jax.vjp(state, *arrays)
-        changes = jax.jvp(state, arrays, moved)[1]
-        return out, lse, *back((jnp.cos(out), jnp.ones_like(lse))), *changes
+        found, back = jax.vjp(state, arrays)
+        return found, back(given)[0], jax.jvp(state, (arrays,), (moved,))[1]
 
-    counted = results(Blockwise(SIZES))
-    for found, wanted in zip(counted, results("reference", **given), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-11)
-    for found, wanted in zip(counted, results(Blockwise(SIZES), **given), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-13, atol=1e-13)
+    found = results(arrays, jax.tree.map(jnp.asarray, moved), given)
+    close(found[0], dense(problem), "state")
+    close(found[1], dense_vjp(problem, *given), "gradients")
+    close(found[2], dense_jvp(problem, moved), "tangent")
 
 
 @pytest.mark.parametrize(
@@ -60,10 +66,15 @@ def test_counted_and_given_positions_agree(rule, T, S):
 )
 def test_who_counts(rule, T, S, counted):
     """Arrays of positions in a program that needs none, or none where a key or a query is alone."""
-    call = check_call(*arrays_of(T, S), mask=RULES[rule])
-    blocks = grid(call.operands, call.settings.rule, SIZES)
-    placed = with_places(call.operands, call.settings, blocks)
-    assert (placed.key_positions is None) == counted
+    found = []
+
+    def places(arrays):
+        call = check_call(**arrays, **RULES[rule])
+        blocks = grid(call.operands, call.settings.rule, SIZES)
+        found.append(with_places(call.operands, call.settings, blocks).key_positions is None)
+
+    jax.eval_shape(places, problem_of(rule, T, S).arrays)
+    assert found == [counted]
 
 
 def test_no_array_of_positions():
@@ -78,22 +89,29 @@ def test_no_array_of_positions():
     assert "4096xi1" not in text
 
 
-@pytest.mark.parametrize("rule", ["all", "causal"])
+@pytest.mark.parametrize("rule", ["all", pytest.param("causal", marks=pytest.mark.smoke)])
 def test_scores_of_what_fills_a_block(rule):
     """A position past the last one, for which a score is NaN, and so the gradient of a query."""
-    T = 11
-    query, key, value = arrays_of(T, T)
-    table = jnp.sin(jnp.arange(1.0, T + 1))
-    score = scores.Function(lambda s, at, table: s * jnp.take(table, at.key), table)
+    problem = problem_of(rule, 11, 11)
+    arrays, _ = cast(problem, jnp.float64)
+    dout, dlse = cotangents(problem, jnp.float64)
+    table = np.sin(np.arange(1.0, 12))
 
-    def results(kernel):
-        def state(*arrays):
-            return tuple(
-                local_attention(*arrays, score=score, mask=RULES[rule], implementation=kernel)
-            )
+    @jax.jit
+    def results(arrays, table):
+        def state(arrays, table):
+            score = scores.Function(lambda s, at, table: s * jnp.take(table, at.key), table)
+            options = RULES[rule] | {"score": score, "implementation": Blockwise(SIZES)}
+            return tuple(local_attention(**arrays, **options))
 
-        found, back = jax.vjp(state, query, key, value)
-        return *found, *back((jnp.cos(found[0]), jnp.ones_like(found[1])))
+        found, back = jax.vjp(state, arrays, table)
+        return found, *back((dout, dlse))
 
-    for found, wanted in zip(results(Blockwise(SIZES)), results("reference"), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-11)
+    found, gradients, of_table = results(arrays, jnp.asarray(table))
+    # a product with a key, times a number of that key
+    wide = table[None, :, None, None]
+    scaled = dataclasses.replace(problem, key=problem.key * wide)
+    wanted = dense_vjp(scaled, dout, dlse)
+    close(found, dense(scaled), "state")
+    close(gradients, wanted | {"key": wanted["key"] * wide}, "gradients")
+    close(of_table, (wanted["key"] * problem.key).sum((0, 2, 3)), "table")
