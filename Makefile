@@ -85,7 +85,7 @@ test-rest:
 	@$(IN) PYTEST_ARGS="$(PYTEST_ARGS) -m 'full and not ($(ELSEWHERE))' $(ROTATION)" test
 
 test-newest: environment-newest
-	@$(IN) $(ON_NEWEST) PYTEST_ARGS='$(PYTEST_ARGS) -m smoke' test
+	@$(IN) $(ON_NEWEST) PYTEST_ARGS="$(PYTEST_ARGS) -m 'smoke and not full or readme'" test
 
 # Compilers take most of the time, so the files go to several processes, of which libtpu is told.
 test-tpu: environment-tpu

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import energy_attn as ea
 from tests.support.problems import PROBLEMS, cast
@@ -21,6 +22,7 @@ def test_weights_sum_to_one():
     np.testing.assert_allclose(out, 1, rtol=1e-14)
 
 
+@pytest.mark.smoke
 def test_taylor_series():
     """Equation 12: moments in another order or with another factor than Z's own expansion has."""
     problem = PROBLEMS["one_query"]

@@ -103,7 +103,11 @@ INSTALLED = {
 @pytest.mark.parametrize(
     ("arguments", "environments", "tested"),
     [
-        (["test-newest", "PART=tests/papers"], ["-newest"], "-m smoke tests/papers"),
+        (
+            ["test-newest", "PART=tests/papers"],
+            ["-newest"],
+            "-m smoke and not full or readme tests/papers",
+        ),
         (["test-tpu"], ["", "-tpu"], "-m tpu tests/tpu"),
         (["test-cuda"], ["", "-cuda12"], "-m cuda tests/cuda"),
         (["test-cuda", "CUDA=13"], ["-newest", "-cuda13"], "-m cuda tests/cuda"),

@@ -56,12 +56,12 @@ def program(text: str, blocks: list[re.Match[str]]) -> str:
     return code
 
 
-# A newcomer's first page runs on the newest JAX in every landing (`smoke` there), all pages in the rotating part.
+# A newcomer's first page runs on the newest JAX in every landing, all pages in the rotating part.
 @pytest.mark.full
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=name, marks=[pytest.mark.smoke] if name == "README.md" else [])
+        pytest.param(page, id=name, marks=[pytest.mark.readme] if name == "README.md" else [])
         for page in PAGES
         if "```python\n" in page.read_text(encoding="utf-8")
         for name in [page.relative_to(ROOT).as_posix()]

@@ -238,35 +238,48 @@ def test_no_room_unchecked(monkeypatch):
         check_held(cache, model)
 
 
-def test_same_as_attention():
-    """`positions`, `keys` and `parallel` mean to `ea.attention` what they mean to `attend`; one device as well."""
-    query = array(np.random.default_rng(0).standard_normal((B, 2, N, H)))
-    counts, new = np.array([11, 4, 0], np.int32), tokens(0, 11)
-    given = {"lengths": jnp.asarray([2, 1, 0], jnp.int32)}
+def ragged(parallel):
+    """A cache of 11, 4 and no tokens, and the state of the last of them, 2, 1 and none."""
+    cache = empty(parallel=parallel).append(*tokens(0, 11), lengths=jnp.asarray(RAGGED))
+    query = np.random.default_rng(0).standard_normal((B, 2, N, H))
+    return cache, cache.attend(jnp.asarray(query), lengths=jnp.asarray([2, 1, 0])), query
 
-    def run(query):
-        cache = empty().append(*new, lengths=jnp.asarray(counts))
-        return cache.attend(query, **given), ea.attention(
-            query,
+
+RAGGED, LAST = [11, 4, 0], [[9, 10], [3, -1], [-1, -1]]
+
+
+def test_one_device():
+    """A cache without a mesh; queries and rows that are not there."""
+    _, state, query = jax.jit(ragged, static_argnums=0)(None)
+    model = Model()
+    model.append(*tokens(0, 11), RAGGED)
+    out, energy = dense(model.problem(query, LAST, is_causal=True))
+    close(state.out, out, "attention")
+    close(state.lse, energy, "energy")
+    assert np.isneginf(np.asarray(state.lse)[2]).all() and not np.asarray(state.out)[2].any()
+
+
+@pytest.mark.full
+def test_same_as_attention():
+    """`positions`, `keys` and `parallel` mean to `ea.attention` what they mean to `attend`."""
+
+    @jax.jit
+    def run():
+        cache, state, query = ragged(parallel_of("8"))
+        return state, ea.attention(
+            jnp.asarray(query),
             cache.keys(),
             cache.values(),
             is_causal=True,
-            query_positions=jnp.asarray([[9, 10], [3, -1], [-1, -1]]),
+            query_positions=jnp.asarray(LAST),
             key_positions=cache.positions,
             parallel=cache.parallel,
             return_energy=True,
         )
 
-    def run_alone(query):
-        return empty(parallel=None).append(*new, lengths=jnp.asarray(counts)).attend(query, **given)
-
     with jax.set_mesh(mesh_of("8")):
-        state, (out, energy) = jax.jit(run)(query)
-    alone = jax.jit(run_alone)(query)
-    for other in (out, energy), alone:
-        close(other[0], np.asarray(state.out))
-        close(other[1], np.asarray(state.lse))
-    assert np.isneginf(np.asarray(state.lse)[2]).all() and not np.asarray(state.out)[2].any()
+        (out, lse), found = jax.device_get(run())
+    close(found, (out, lse))
 
 
 def test_rows_and_heads_split():
@@ -296,6 +309,7 @@ def test_rows_and_heads_split():
     close(out, exact[0])
 
 
+@pytest.mark.smoke
 def test_derivatives():
     """A gradient lost between what is appended and what is read; one of a token that has taken another's slot."""
     model, query = Model(), np.random.default_rng(0).standard_normal((B, 2, N, H))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from energy_attn import scores
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
@@ -65,26 +66,28 @@ def queries(tokens=T, dtype=jnp.float32) -> jax.Array:
     return array(np.random.default_rng(1).standard_normal((B, tokens, N, WIDTHS[0])), dtype)
 
 
-def ran(parallel: SequenceParallel | None, ask, query) -> tuple[Problem, Any]:
-    """What is asked of a cache and a query, in one program; and the causal problem that the cache's slots are."""
+def ran(parallel: SequenceParallel | None, ask, query) -> tuple[Problem, Any, Any]:
+    """The causal problem that a cache's slots are, what is asked of it and a query, and the one program of it all."""
 
     @jax.jit
     def run(key, value, query):
         cache = filled(parallel, key, value)
         return cache, cache.positions, ask(cache, query)
 
-    cache, positions, found = run(*new_tokens(), query)
+    program = run.lower(*new_tokens(), query).compile()
+    cache, positions, found = program(*new_tokens(), query)
     numbers = (cache.key, cache.key_scale), (cache.value, cache.value_scale)
     stored = (np.asarray(x, np.float64) * np.asarray(s, np.float64)[..., None] for x, s in numbers)
     tokens = query.shape[1]
-    return Problem(
+    problem = Problem(
         "stored",
         np.asarray(query, np.float64),
         *stored,
         query_positions=np.asarray(COUNTS)[:, None] - tokens + np.arange(tokens),
         key_positions=np.asarray(positions),
         is_causal=True,
-    ), found
+    )
+    return problem, found, program
 
 
 def capped(problem: Problem) -> Problem:
@@ -103,6 +106,7 @@ def sent(program) -> list[tuple]:
 
 
 KINDS = [None, "8", "2x4", "8 explicit", "2x4 explicit"]
+HEADS = "2x2x2, heads on an axis"
 NAME, SHOWN = "documents_function", np.arange(32)[None, None, None] % 3 > 0
 SINK = np.array([0.4, -0.9, 2.0, 0.0])
 # what is asked of the cache, and of the judge
@@ -118,23 +122,35 @@ def calls(cache, query, **options):
 
 
 def spread_of(kind: str | None) -> SequenceParallel | None:
+    if kind == HEADS:
+        return SequenceParallel("device", heads="head")
     return None if kind is None else parallel_of(kind)
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "2x4"))
+def mesh_for(kind: str | None) -> Mesh:
+    if kind == HEADS:
+        return make_mesh((2, 2, 2), ("data", "head", "device"))
+    return mesh_of(kind or "8")
+
+
+@pytest.mark.parametrize("kind", few([*KINDS, HEADS], HEADS))
 def test_attend(kind, as_stored):
     """The scale of another slot, on a device that has a part of them; a rule, a window or a mask that slots shift.
 
-    A sink merged on every device, a score of products without their scale.
+    A sink merged on every device, a score of products without their scale; scales that are not sharded as their keys
+    are, or sent: more than a state for each call.
     """
 
     def ask(cache, query):
         sink = cache.attend(query, sink=jnp.asarray(SINK, jnp.float32))
         return calls(cache, query), sink, cache.attend(query, score=scores.SoftCap(2.0))
 
-    with jax.set_mesh(mesh_of(kind or "8")):
-        problem, (found, sink, score) = ran(spread_of(kind), ask, queries())
+    with jax.set_mesh(mesh_for(kind)):
+        problem, (found, sink, score), program = ran(spread_of(kind), ask, queries())
     assert len(as_stored) == len(CALLS) + 2
+    state = B * T * N * (WIDTHS[1] + 1) * 4
+    sizes = [size * count for _, size, count, _ in sent(program)]
+    assert sum(sizes) <= 2 * state * (len(CALLS) + 2)
     for name, (_, said) in CALLS.items():
         check(found[name], replace(problem, **said), name)
     check(sink, with_key(problem, SINK), "sink")
@@ -160,7 +176,7 @@ def test_attend_on_gpus(kind, not_widened):
 
     with jax.set_mesh(mesh_of(kind or "8")):
         assert sent(program("int8")) == sent(program(None))
-        problem, found = ran(spread, ask, queries())
+        problem, found, _ = ran(spread, ask, queries())
     for name, (_, said) in asked.items():
         check(found[name], replace(problem, **said), name)
 
@@ -194,7 +210,8 @@ def in_place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
 
 
-@pytest.mark.parametrize("kind", few(["8", "2x4 explicit"], "8"))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["8", "2x4 explicit"])
 def test_collectives(kind, as_stored):
     """Scales or keys that are sent: a step sends what it does over a cache that is not quantised."""
     found, spread = [], parallel_of(kind)
@@ -207,20 +224,10 @@ def test_collectives(kind, as_stored):
     assert found[0] == found[1] != []
 
 
-def test_heads_and_rows_on_other_axes(as_stored):
-    """Scales that are not sharded as their keys are."""
-    mesh = make_mesh((2, 2, 2), ("data", "head", "device"))
-    with jax.set_mesh(mesh):
-        spread = SequenceParallel("device", heads="head")
-        problem, found = ran(spread, KVCache.attend, queries())
-    assert as_stored
-    check(found, problem, "heads on another axis")
-
-
 @pytest.mark.parametrize("method", few(["ring", "gather"], "ring"))
 def test_other_methods_widen(method, as_stored):
     """Eight bits that a ring takes for keys."""
     with jax.set_mesh(mesh_of("8")):
         spread = SequenceParallel("device", method=method, split_queries=True)
-        problem, found = ran(spread, KVCache.attend, queries(8))
+        problem, found, _ = ran(spread, KVCache.attend, queries(8))
     check(found, problem, method)

@@ -143,7 +143,7 @@ OTHER_PREFILL = ("tree", "allreduce"), ("ring", "queries"), ("hybrid", None)
 @pytest.mark.parametrize(
     ("sizes", "ways"),
     few_rows([((2, 4), PREFILL), *((sizes, PREFILL + OTHER_PREFILL) for sizes in [*ROWS, (2, 4)])]),
-    ids=str,
+    ids=lambda x: str(x) if isinstance(x[0], int) else f"{len(x)} ways",
 )
 def test_prefill_sends_what_is_predicted(sizes, ways):
     """As for decode, of every method that shards queries."""
@@ -235,7 +235,8 @@ def hold_tangent(method, merge, shape, sizes, kept=None):
     return sent(program), predicted(method, merge, shape, sizes, tangent=True)
 
 
-@pytest.mark.parametrize("merge", few(cost.MERGES, "gather"))
+@pytest.mark.full
+@pytest.mark.parametrize("merge", cost.MERGES)
 def test_a_tangent_is_one_reduction(merge):
     """Forward mode of a tree that sends more than R (H + 1) numbers beside the attention's, by any merge."""
     found, wanted = hold_tangent("tree", merge, DECODE, (2, 4))

@@ -127,7 +127,19 @@ def test_auto_chooses(rows, heads, method):
     assert chosen == [method]
 
 
-@pytest.mark.parametrize("method", few(METHODS, "tree"))
+def test_states_are_rounded_once():
+    """Each device's state in 16 bits before they are folded: two numbers in five are other ones then."""
+    problem = _make("rounded once", B=4, T=1, S=16, N=8, H=16)
+    arrays, rounded = cast(problem, jnp.bfloat16)
+    attend = functools.partial(ea.attention, parallel=SequenceParallel(AXES, "tree"))
+    with jax.set_mesh(mesh_of("2x4")):
+        out = jax.jit(attend)(**{name: np.asarray(x) for name, x in arrays.items()})
+    once = dense(rounded)[0].astype(jnp.bfloat16)
+    assert (np.asarray(out) == once).mean() > 0.98
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", METHODS)
 def test_sixteen_bits(method):
     """States or gradients rounded to 16 bits on their way: the error of naive attention on one device bounds it."""
     run = jax.jit(state_and_gradients(SELF, SequenceParallel(AXES, method)))
@@ -297,7 +309,14 @@ def test_inside_shard_map(name, problem):
     judged_inside(name, problem, "device" if name in ("tree", "ulysses") else AXES)
 
 
-@pytest.mark.parametrize("name", few(["hybrid", "ring keys", "ring queries"], "hybrid"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("hybrid", marks=pytest.mark.smoke),
+        pytest.param("ring keys", marks=pytest.mark.full),
+        pytest.param("ring queries", marks=pytest.mark.full),
+    ],
+)
 def test_rings_in_parts(name, monkeypatch):
     """Queries of a device in parts of one, gradients of one head at a time: cut or written at another place."""
     in_parts(monkeypatch)

@@ -82,6 +82,7 @@ def test_environment_of_the_launcher(started, monkeypatch):
     assert call["local_device_ids"] == [2, 3]
 
 
+@pytest.mark.smoke
 def test_slurm_is_recognised(started, monkeypatch):
     """JAX's own detection, asked through a function that is not public: one of our first things to break."""
     for name, text in SLURM.items():

@@ -11,6 +11,7 @@ from energy_attn.distributed import fetch, make_mesh, place
 AXES = ("node", "device")
 
 
+@pytest.mark.smoke
 def test_place_and_fetch():
     x = np.arange(32.0).reshape(2, 16)
     sharding = NamedSharding(make_mesh((2, 4)), jax.P(None, AXES))

@@ -115,7 +115,8 @@ def test_two_processes_of_four_devices(ran, name):
     """Collectives that end at a process's border, parts laid end to end in a wrong order, results that differ."""
     check_mesh(ran, 2, 4)
     check(ran, name)
-    assert ran[0][0][name].get("largest group", 8) == 8
+    if name in ("decode allreduce", "decode gather"):
+        assert all(process[name]["largest group"] == 8 for process in ran[0])
     assert ran[1].startswith("status 0\n")
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,37 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """
     assert run("-n", 2, "--timeout", 50, "--", "-c", by_index(zero, one)) == status
     assert said in capfd.readouterr().err
+
+
+class Ended(launch.Worker):
+    """A process that has ended, as the supervisor sees it."""
+
+    def __init__(self, index, status, closed, *last):
+        self.index, self.closed, self.last = index, closed, last
+        self.process = types.SimpleNamespace(poll=lambda: status, wait=lambda _: status)
+        self.found = launch.Failure(index, f"status {status}", abs(status))
+
+    def failure(self):
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("cause", "effect"),
+    [
+        ((-9, 2.0), (1, 1.0)),  # both outputs end between two looks, in either order
+        ((-11, 2.0), (-6, 1.0)),  # JAX aborts what has lost a peer
+        ((7, 2.0), (1, 1.0, "recv: Connection reset by peer", "at exit")),
+        ((3, 1.0), (3, 2.0)),
+        ((-9, 1.0), (-9, 2.0)),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_comes_first_where_both_have_ended(cause, effect, first, monkeypatch):
+    """An effect that is named as the cause, by how each of two processes ended and when its output did."""
+    monkeypatch.setattr(launch, "_SETTLE", 0.0)
+    pair = [Ended(first, *cause), Ended(1 - first, *effect)]
+    workers = sorted(pair, key=lambda worker: worker.index)
+    assert launch._first(workers) == pair[0].found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")

@@ -25,7 +25,7 @@ from energy_attn.prefix_tree import accept_greedy, pack
 from tests.support.llama import build
 from tests.support.selection import few
 
-CONFIG = LlamaConfig(13, 16, 24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+CONFIG = LlamaConfig(13, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
 SMALL = LlamaConfig(13, 8, 12, num_hidden_layers=1, num_attention_heads=2)
 PROMPTS = [[1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 9, 5, 6, 7], [12]]
 COUNT = 11
@@ -36,29 +36,34 @@ def model():
     return build(CONFIG, scale=0.5)
 
 
-@pytest.fixture(scope="module")
-def whole(model):
+def whole_of(model):
     """Logits after each token of a text, without a cache; padded to one length, so compiled once."""
     read = jax.jit(lambda tokens: model(tokens).logits)
 
-    def logits(row):
-        padded = np.zeros((1, 20), np.int32)
-        padded[0, : len(row)] = row
-        return np.asarray(read(jnp.asarray(padded))[0, : len(row)])
+    def logits(*rows):
+        padded = np.zeros((3, 20), np.int32)
+        for i, row in enumerate(rows):
+            padded[i, : len(row)] = row
+        found = np.asarray(read(jnp.asarray(padded)))
+        each = [x[: len(row)] for x, row in zip(found, rows, strict=False)]
+        return each[0] if len(rows) == 1 else each
 
     return logits
 
 
 @pytest.fixture(scope="module")
+def whole(model):
+    return whole_of(model)
+
+
+@pytest.fixture(scope="module")
 def greedy(whole):
     """Greedy decoding, token by token, each from the whole text."""
-    texts = []
-    for prompt in PROMPTS:
-        row = list(prompt)
-        for _ in range(COUNT):
-            row.append(int(whole(row)[-1].argmax()))
-        texts.append(row[len(prompt) :])
-    return np.array(texts)
+    texts = [list(prompt) for prompt in PROMPTS]
+    for _ in range(COUNT):
+        for text, logits in zip(texts, whole(*texts), strict=True):
+            text.append(int(logits[-1].argmax()))
+    return np.array([text[-COUNT:] for text in texts])
 
 
 class Nonsense(AbstractDrafter):
@@ -199,7 +204,7 @@ def test_warnings():
     for name, value in ("top_k", 3), ("top_p", 0.5):
         with pytest.warns(UserWarning, match=f"{name}: wanted a temperature above 0"):
             traced(2, **{name: value})
-        traced(2, **{name: value}, temperature=1.0, key=jax.random.key(0))
+    traced(2, top_k=3, top_p=0.5, temperature=1.0, key=jax.random.key(0))
 
 
 class Wrong(AbstractDrafter):
@@ -306,8 +311,10 @@ def test_inside_jit_on_explicit_axes(model, greedy):
 
 
 @pytest.mark.full
-def test_reading_and_writing_a_tree(model, whole):
-    """`read_tree` gives each node the logits of its own text; `commit` writes the accepted path."""
+def test_reading_and_writing_a_tree():
+    """`read_tree` gives each node the logits of its own text; `commit` writes the accepted path, in each layer."""
+    model = build(replace(CONFIG, num_hidden_layers=2), scale=0.5)
+    whole = whole_of(model)
     beam = np.array(
         [[[2, 3, 4], [2, 3, 5], [2, 6, 3]], [[7, 8, 9], [7, 1, 9], [7, 8, 9]]], np.int32
     )
@@ -515,9 +522,9 @@ BAD = {
     ),
     "what another model read": (
         ValueError,
-        "read: wanted the 2 layers of the cache, got 1",
+        "read: wanted the 1 layers of the cache, got 2",
         lambda m: m.empty_cache(1, 4).commit(
-            None, TreeOutput(TOKENS[None] / 1, (TOKENS,), (TOKENS,))
+            None, TreeOutput(TOKENS[None] / 1, (TOKENS,) * 2, (TOKENS,) * 2)
         ),
     ),
     "outside a mesh": (

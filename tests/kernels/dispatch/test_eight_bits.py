@@ -103,7 +103,7 @@ FEW_ROWS = [
 ]
 
 
-@judged(FEW_ROWS, ("heads_16_2",), ("grouped", "predicates"))
+@judged(FEW_ROWS, ("grouped",), ("heads_16_2", "predicates"))
 def test_on_a_gpu(name, dtype, not_widened):
     """The same in the kernel for GPUs; a scale beyond the keys, one that only a part of the programs has."""
     dtype = jnp.dtype(dtype)

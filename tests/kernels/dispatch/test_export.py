@@ -57,6 +57,7 @@ def test_for_cuda(dtype):
         export(x, x, x)
 
 
+@pytest.mark.smoke
 def test_for_tpus():
     """A fall-back to XLA although JAX guarantees that the kernel runs later."""
     x = abstract((1, 256, 4, 64), jnp.bfloat16)

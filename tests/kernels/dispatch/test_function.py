@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from energy_attn.kernels.internal import AbstractFunction, function_call
@@ -27,6 +28,7 @@ def sine(x):
     return function_call(Sine(), {"x": jnp.asarray(x), "by": jnp.asarray(2.0)})
 
 
+@pytest.mark.smoke
 def test_in_a_loop():
     """A second derivative of a loop that is zero, or that of something else, and no error: that of JAX 0.10."""
 

@@ -87,6 +87,7 @@ COMPOSITIONS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions(name):
     """What changes of the map or of its argument, left out; a rule of another order; a rule that a loop loses."""

@@ -58,6 +58,7 @@ def afresh(monkeypatch):
     forget()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("platform", "dtype", "wanted"),
     [
@@ -75,6 +76,7 @@ def test_default(platform, dtype, wanted):
     assert calls(with_gradients, abstract(dtype), platform) == wanted
 
 
+@pytest.mark.smoke
 def test_mosaic_gpu():
     """A part of Mosaic GPU that a version of JAX renamed: the kernel would decline, and nobody would notice."""
 
@@ -168,6 +170,7 @@ def gone(afresh, monkeypatch):
 
 
 # flash-attn-jax and fa4-jax are not installed for these tests
+@pytest.mark.smoke
 @pytest.mark.parametrize("use", sorted({*_private._USES} - {"flash", "fa4"}))
 def test_private_names(use, gone):
     """A listed name that this JAX lacks, or a name that is used before it is looked up."""

@@ -53,7 +53,7 @@ FIRST = [
     ("decode", "window"),
     ("reference", "queries"),
 ]
-SMOKE = [("decode_cpu", "queries")]
+SMOKE = [("pallas_gpu", "positions"), ("pallas_tpu", "causal"), ("decode_cpu", "queries")]
 ROWS = [
     pytest.param(name, kind, marks=pytest.mark.smoke if (name, kind) in SMOKE else ())
     if (name, kind) in FIRST

@@ -94,7 +94,7 @@ def test_tangent(kernel, problem, moving):
     check_tangent(KERNELS[kernel], problem, moving, jnp.float32, kernel)
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), few_rows(NARROW, 2))
+@pytest.mark.parametrize(("kernel", "dtype"), few_rows(NARROW))
 def test_narrow(kernel, dtype):
     """Sums in, or energies rounded to, a narrow dtype."""
     problem = RAGGED if kernel == "decode" else PREDICATES

@@ -65,6 +65,22 @@ def test_only_comparisons_are_of_pairs():
     assert (remainder.of_queries, remainder.of_keys) == (0, 0)  # 5 is a constant of the kernel
 
 
+def test_a_choice_of_booleans():
+    """The other of two booleans, of which compilers of kernels select none."""
+    rule = masks.Function(lambda q, k: jnp.where(q > k, (q - k) % 2 == 0, k < 5))
+    pairs, tokens = pairwise(*_split(rule)), array(np.arange(8)[None], np.int32)
+    assert pairs.problem is None
+    of_queries, of_keys = pairs.features((), tokens, tokens)
+    found = pairs.visible(
+        tokens[:, :, None],
+        tokens[:, None],
+        [x[:, :, None] for x in of_queries],
+        [x[:, None] for x in of_keys],
+    )
+    q, k = np.ogrid[:8, :8]
+    np.testing.assert_array_equal(found[0], np.where(q > k, (q - k) % 2 == 0, k < 5))
+
+
 def _split(rule):
     rule = with_batch(rule)
     return structure_of(rule), tuple(jax.tree.leaves(rule))
