@@ -1,25 +1,13 @@
 """Figure 4 from programs compiled ahead of time: what was committed, and that compilers still say it."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.support.papers import module
+from tests.support.papers import held as committed
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
-
-
-def committed(sharded):
-    """The rows of the file with queries on all devices or sharded, by case and then by method."""
-    kept = json.loads((ROOT / "docs" / "benchmarks" / "memory.json").read_text(encoding="utf-8"))
-    cases: dict = {}
-    for row in kept["rows"]:
-        if row["sharded"] == sharded:
-            case = row["device"], row["devices"], row["keys"], row["heads"]
-            cases.setdefault(case, {})[row["method"]] = row
-    return cases
 
 
 def test_one_query():
@@ -73,15 +61,3 @@ def test_page():
     assert not rows
     ratios = [row["held"] / row["model"] for row in found.values()]
     assert f"hold from {min(ratios):.1f} to {max(ratios):.1f} times what it says" in text
-
-
-@pytest.mark.tpu
-@pytest.mark.usefixtures("user_settings")
-def test_compiled_ahead():
-    """Programs that have come to hold more than those committed."""
-    aot = module("_memory_aot")
-    for case in aot.CASES:
-        if case.target == "v5p" and case.devices == 8 and case.keys == 2**17:
-            before = committed(case.sharded)["TPU v5p:2x2x2", 8, case.keys, case.heads]
-            held = before[case.method]["held"]
-            assert aot.row(case)["held"] <= 1.02 * held, case

@@ -83,3 +83,7 @@ def empty(kind, dtype=jnp.float64, capacity=48, **options):
     return KVCache.empty(
         B, capacity, K, H, V, dtype=dtype, block_size=2, parallel=parallel, **options
     )
+
+
+def sent(program):
+    return [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]

@@ -4,7 +4,6 @@ A cache of Llama 3's heads (32 of queries share 8 of 128) and 131072 tokens a ch
 """
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,6 @@ from energy_attn.distributed import KVCache, SequenceParallel, collectives
 from tests.support.selection import few
 from tests.support.tpu import devices, every_chip, temporary
 
-# So that libtpu looks for no TPU and no metadata server, keeps no logs, and loads into several processes.
-os.environ.update(
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-    TPU_LOG_DIR="disabled",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
 TOKENS, HEADS, KV_HEADS, WIDTH = 131072, 32, 8, 128
 WIDENED = 2 * TOKENS * KV_HEADS * WIDTH * 2  # bytes, in bfloat16
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]

@@ -6,7 +6,6 @@ others, and their memory is read; they are never run.
 
 import functools
 import math
-import os
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,6 @@ from energy_attn.kernels import AttentionState, local_attention
 from tests.support.selection import few, few_rows
 from tests.support.tpu import compiled, devices, every_chip, kernels_memory, operands, temporary
 
-# So that libtpu looks for no TPU and no metadata server, keeps no logs, and loads into several processes.
-os.environ.update(
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-    TPU_LOG_DIR="disabled",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
 HEADS = [(16, 16), (32, 8)]  # of queries, of keys
 VMEM = {"v4": 16, "v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64}  # MiB of a core
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]

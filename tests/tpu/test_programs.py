@@ -6,7 +6,6 @@ Programs are compiled for the paper's sizes (16 heads of 128, bfloat16, 640k and
 import collections
 import functools
 import math
-import os
 import re
 
 import jax
@@ -31,13 +30,6 @@ from energy_attn.kernels.dispatch._onto import PART
 from tests.support.schedule import trained, waits
 from tests.support.selection import few
 
-# So that libtpu looks for no TPU and no metadata server, keeps no logs, and loads into several processes.
-os.environ.update(
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-    TPU_LOG_DIR="disabled",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
 AXES = ("node", "device")
 SHARDED = P(None, AXES)
 PODS = {

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 
 import jax
 import numpy as np
@@ -128,35 +127,6 @@ def test_coordinates():
     shared = cost.topology_of_mesh(mesh((4, 2), "TPU7x", "tpu", coords=cores))
     whole = cost.tpu("tpu7x", (4, 2))
     assert shared.links[0].bandwidth == whole.links[0].bandwidth / 2
-
-
-@pytest.mark.tpu
-def test_compiled_for_pods():
-    """Devices of libtpu that lack what is read here; slices that are not told apart."""
-    from jax.experimental import topologies
-
-    quiet = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
-    quiet |= {"TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    for name, value in quiet.items():
-        os.environ.setdefault(name, value)
-
-    def pod(name, shape=None, **options):
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-        if name.startswith("v4"):  # a device for each chip, as JAX has them there
-            found = [device for device in found if device.core_on_chip == 0]
-        shape = shape or (len(found),)
-        return cost.topology_of_mesh(make_mesh(shape, NAMES[-len(shape) :], devices=found))
-
-    assert pod("v5p:2x2x2", (2, 2, 2)).links == cost.tpu("v5p", (2, 2, 2)).links
-    assert pod("v5p:2x2x2").links == cost.tpu("v5p", (8,)).links
-    assert pod("v5p:4x4x4", (4, 4, 4)).links == cost.tpu("v5p", (4, 4, 4)).links
-    several = pod("v5p:2x2x2", (4, 8), num_slices=4)
-    assert several.links == cost.tpu("v5p", (8,), slices=4).links
-    assert several.name == "4 slices of TPU v5p"
-    assert pod("v6e:4x4", (4, 4)).name == "TPU v6e"
-    assert pod("v5e:2x4", (2, 4)).name == "TPU v5e"
-    assert pod("v4:2x2x4").name == "TPU v4"
-    assert pod("tpu7x:2x2x2").name == "TPU tpu7x"
 
 
 def test_the_mesh_in_force():

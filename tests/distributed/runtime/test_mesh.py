@@ -1,7 +1,5 @@
 """Where `make_mesh` puts devices: parts that a slow network joins on the first axis, neighbours on the last."""
 
-import itertools
-import os
 from types import SimpleNamespace
 
 import jax
@@ -72,50 +70,3 @@ def test_one_process_keeps_the_order_that_it_is_given():
     assert dict(make_mesh().shape) == {"node": 1, "device": 8}
     with pytest.raises(ValueError, match="devices: wanted at least one"):
         make_mesh(devices=[])
-
-
-@pytest.fixture(scope="module")
-def topology():
-    """TPU chips without hardware, from libtpu's own description of them."""
-    from jax.experimental import topologies
-
-    quiet = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
-    quiet |= {"TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    for name, value in quiet.items():
-        os.environ.setdefault(name, value)
-    return lambda name, **options: (
-        topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-    )
-
-
-def hops(row) -> list[int]:
-    """Links between neighbours of a row, without the wrap-around of a torus."""
-    return [
-        sum(abs(a - b) for a, b in zip(x.coords, y.coords, strict=True))
-        for x, y in itertools.pairwise(row)
-    ]
-
-
-@pytest.mark.tpu
-def test_slices_of_a_tpu(topology):
-    """`jax.make_mesh` refuses several slices."""
-    found = topology("v5p:2x2x2", num_slices=4)
-    mesh = make_mesh(devices=found, explicit=True)
-    assert dict(mesh.shape) == {"node": 4, "device": 8}
-    assert [[d.slice_index for d in row] for row in mesh.devices] == [[i] * 8 for i in range(4)]
-    halves = make_mesh((8, 4), devices=found[::-1])
-    assert all(len({d.slice_index for d in row}) == 1 for row in halves.devices)
-    wide = make_mesh((2, 16), devices=found)
-    assert [len({d.slice_index for d in row}) for row in wide.devices] == [2, 2]
-
-
-@pytest.mark.tpu
-@pytest.mark.parametrize("shape", [None, (32, 2), (4, 16), (2, 2, 16)])
-def test_one_slice_of_a_tpu(topology, shape):
-    """Every chip once, whatever the shape; where an axis of the torus serves, its neighbours are linked."""
-    names = NAMES if shape is None or len(shape) == 2 else ("a", "b", "c")
-    found = topology("v5p:4x4x4")
-    mesh = make_mesh(shape, names, devices=found)
-    assert {d.id for d in mesh.devices.flat} == {d.id for d in found}
-    if mesh.devices.shape[-1] <= 4:
-        assert all(set(hops(row)) == {1} for row in mesh.devices)

@@ -5,7 +5,6 @@ from each node to its root.
 """
 
 import functools
-import os
 import re
 from dataclasses import replace
 from typing import Any
@@ -14,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
-from energy_attn.prefix_tree import Accepted, commit, pack, tree_decode
+from energy_attn.prefix_tree import Accepted, commit, tree_decode
 from tests.support.compare import close, same
 from tests.support.complaints import complains
 from tests.support.drafts import (
@@ -34,6 +33,7 @@ from tests.support.drafts import (
     decoded,
     empty,
     problem_of,
+    sent,
     tree_of,
 )
 from tests.support.meshes import mesh_of
@@ -156,10 +156,6 @@ def test_rows_and_heads_split():
         tree = jax.tree.map(lambda x: put(x, "data"), tree_of(rows))
         state = jax.jit(by_place)(query, *pair, tree, cache, source, scale=jnp.float64(0.7))
         close(state.out, dense(problem)[0])
-
-
-def sent(program):
-    return [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]
 
 
 @pytest.mark.parametrize("merge", few(["allreduce", "gather", "butterfly"], "allreduce"))
@@ -359,41 +355,3 @@ def test_bad_commit(what, unchecked):
     """The same, of what is to be written."""
     changes, error, name, received, wanted = BAD_COMMIT[what]
     complains(lambda: committed(**changes()), error, name, received, wanted)
-
-
-@pytest.mark.tpu
-@pytest.mark.usefixtures("user_settings")
-def test_tpu(monkeypatch):
-    """A tree that costs eight TPUs a collective more than plain decoding of its queries; compiled ahead of time."""
-    from jax.experimental import topologies
-
-    # no TPU and no metadata server are looked for
-    for name, value in {
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_LOG_DIR": "disabled",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        monkeypatch.setitem(os.environ, name, value)
-    pod = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
-    mesh = Mesh(np.asarray(pod.devices), ("device",))
-    rows, nodes, kv, heads, width, capacity = 2, 64, 2, 8, 128, 65536
-    with jax.set_mesh(mesh):
-        spread = SequenceParallel("device")
-        like = jax.eval_shape(
-            lambda: KVCache.empty(rows, capacity, kv, width, dtype=jnp.bfloat16, parallel=spread)
-        )
-
-        def on(x):
-            spec = P(None, "device") if x.shape[1:2] == (capacity,) else P()
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-        tree = jax.eval_shape(pack, jax.ShapeDtypeStruct((rows, 8, nodes // 8), jnp.int32))
-        query, key = (
-            jax.ShapeDtypeStruct((rows, nodes, heads, width), jnp.bfloat16) for heads in (heads, kv)
-        )
-        args = jax.tree.map(on, (query, key, key, tree, like))
-        found = jax.jit(by_place).lower(*args).compile()
-        plain = jax.jit(lambda cache, query: cache.attend(query, is_causal=False))
-        plain = plain.lower(args[-1], args[0]).compile()
-    assert sent(found) and sent(found) == sent(plain)
