@@ -1,8 +1,12 @@
 """The rules of tools/check_structure.py hold here, and the checker sees each of them broken."""
 
+import ast
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 import tomllib
 import types
 import typing
@@ -279,3 +283,28 @@ def test_version_is_written_once():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert energy_attn.__version__ == version
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
+def test_tests_import_no_tests():
+    """A helper in another file's tests: what is changed there breaks these; helpers stand in tests/support."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        module = check_structure.module_name(ROOT, path)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for line, name in check_structure.imports(module, tree):
+            parts = name.split(".")
+            ours = parts[0] == "tests" and any(x.startswith("test_") for x in parts)
+            assert not ours, f"{path.relative_to(ROOT)}:{line}: {name}"
+
+
+def test_collecting_compiles_nothing():
+    """Arrays of JAX that are made when a module is imported: each process of each run compiles programs for them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-qsp", "no:xdist", "-p", "no:logging", "--collect-only"],
+        cwd=ROOT,
+        env=os.environ | {"JAX_LOG_COMPILES": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    said = re.findall(r"Compiling (?:module )?\w+", done.stdout + done.stderr)
+    assert said == []

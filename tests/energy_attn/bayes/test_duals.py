@@ -21,6 +21,7 @@ from energy_attn import masks
 from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.distributed import SequenceParallel
 from energy_attn.solvers import Newton, Optax
+from tests.support.arrays import array
 from tests.support.measures import measure
 from tests.support.reference import dense, dense_vjp, rows
 from tests.support.solvers import CONVERGED, NO_KEYS, POINT, PROBLEM, SEEN, SOLID, kl
@@ -63,7 +64,7 @@ def rate_and_gradients(options, point, source, key, value):
     return jax.grad(total, (0, 1, 2, 3), has_aux=True)(point, source, key, value)
 
 
-ARGUMENTS = tuple(map(jnp.asarray, (POINT, A, PROBLEM.key, PROBLEM.value)))
+ARGUMENTS = tuple(map(array, (POINT, A, PROBLEM.key, PROBLEM.value)))
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.hopfield import retrieve
 from energy_attn.kernels._checks import received
 from energy_attn.solvers import FixedPoint
+from tests.support.arrays import array
 from tests.support.compare import close, same
 from tests.support.complaints import a, complains
 from tests.support.selection import few
@@ -393,7 +394,7 @@ VALID = {"state": a(B, T, N, H), "memories": a(B, S, K, H)}
         ({"memories": a(B, S, K, H + 1)}, ValueError, "float32[2,17,2,6]", "(2, S, K, 5)"),
         ({"mask": a(B, S)}, TypeError, "float32[2,17]", "boolean"),
         ({"scale": 0.0}, ValueError, "0.0", "above zero"),
-        ({"scale": jnp.asarray(-1.0)}, ValueError, "-1.0", "above zero"),
+        ({"scale": array(-1.0, "float32")}, ValueError, "-1.0", "above zero"),
         ({"scale": a(3)}, ValueError, "float32[3]", "scalar"),
         ({"scale": "hot"}, TypeError, "str 'hot'", "number"),
         ({"throw": 1}, TypeError, "int 1", "True or False"),
