@@ -11,10 +11,8 @@ LEVEL = "--xla_backend_optimization_level"
 # wrapped in fusions: what programs hold and send is the same. From JAX 0.12 on they always do, and XLA ends with
 # "Unknown flag in XLA_FLAGS".
 EMITTERS = "--xla_cpu_use_fusion_emitters"
-# A module is compiled as a whole: in parts, for threads that two cores do not have, it costs a tenth more.
-SPLIT = "--xla_cpu_parallel_codegen_split_count"
 OLD = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12)
-CHEAP = f"{LEVEL}=0 {SPLIT}=1" + (f" {EMITTERS}=false" if OLD else "")
+CHEAP = f"{LEVEL}=0 {EMITTERS}=false" if OLD else f"{LEVEL}=0"
 
 
 def flags(devices: int | None = DEVICES, given: str = "") -> str:
@@ -25,5 +23,5 @@ def flags(devices: int | None = DEVICES, given: str = "") -> str:
 
 def environment(devices: int | None = None) -> dict[str, str]:
     """The environment of a process that is to have its own devices, but compiles as this suite does."""
-    kept = [x for x in os.environ["XLA_FLAGS"].split() if x.startswith((LEVEL, SPLIT, EMITTERS))]
+    kept = [x for x in os.environ["XLA_FLAGS"].split() if x.startswith((LEVEL, EMITTERS))]
     return os.environ | {"XLA_FLAGS": flags(devices, " ".join(kept))}

@@ -21,6 +21,9 @@ from energy_attn.distributed.hlo import _loops
 from energy_attn.distributed.hlo._collectives import collectives_in
 from tests.support.selection import few
 
+# Each JAX prints its programs otherwise.
+pytestmark = pytest.mark.smoke
+
 ALL = (0, 1, 2, 3, 4, 5, 6, 7)
 NODES = ((0, 4), (1, 5), (2, 6), (3, 7))
 DEVICES = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -249,7 +252,6 @@ AXES = ("a", "b", "c")
 ORDERS = list(itertools.permutations(range(3)))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("order", few(ORDERS, (1, 2, 0), (0, 2, 1)))
 def test_groups_of_the_partitioner(order):
     """Groups misread when XLA's partitioner writes them: as an iota (jax 0.8), as mesh axes (jax 0.10).
@@ -652,7 +654,6 @@ def test_printed_trip_counts(config):
     assert counts(text) == {"collective-permute": 5, "all-reduce": 6}
 
 
-@pytest.mark.smoke
 def test_followed_counters_agree_with_the_compiler():
     """The count that is followed for TPU off by one: where XLA:CPU prints its own, both must be equal."""
 
