@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.papers import compiled_ahead
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings"), pytest.mark.full]
 
 
 def test_tables(monkeypatch):

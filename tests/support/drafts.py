@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from energy_attn.distributed import KVCache
+from energy_attn.distributed import KVCache, collectives
 from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.meshes import parallel_of
 from tests.support.problems import Problem
