@@ -59,7 +59,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo    decode over eight devices with a small trained model, compare with the dense answer"
 	@echo "make test    the tests; PART=tests/kernels/masks: those of some folders or files"
-	@echo "make test-newest    some 300 of them on the newest JAX, which needs Python 3.12: found, or unpacked on Debian"
+	@echo "make test-newest    some 250 of them on the newest JAX, which needs Python 3.12: found, or unpacked on Debian"
 	@echo "make test-full    all of them, those that take long too; OPTIMISE=3: programs optimised as users have them"
 	@echo "make test-rest    what is in test-full, but not in test; SHARD=2/6: the second of six parts"
 	@echo "make test-tpu, test-cuda    programs compiled for TPU pods and for GPUs"
