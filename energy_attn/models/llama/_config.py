@@ -10,6 +10,7 @@ from energy_attn.kernels.internal import check_finite_number, check_flag, check_
 
 from ..checkpoint._config import end_tokens, naming, read_json
 from ..decoder._config import AbstractDecoderConfig
+from ._fields import check_fields
 from ._rope import LinearRope, Llama3Rope
 
 _SIZES = (
@@ -21,6 +22,13 @@ _SIZES = (
     "max_position_embeddings",
 )
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+# What is read beside the attributes, and of a rotary embedding.
+_OTHERS = ("model_type", "hidden_act", "quantization_config", "rope_parameters")
+_PART = "partial_rotary_factor"
+_ROPE = (
+    *("rope_type", "type", "rope_theta", _PART),
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,8 @@ class LlamaConfig(AbstractDecoderConfig):
         """Reads the `config.json` of a checkpoint in the format of transformers 4 or 5.
 
         A missing field has its default in transformers. Fields other than the attributes above are
-        ignored, unless they change what the model computes: these are refused.
+        ignored if they are known to change nothing of what the model computes, or are null; all
+        others are refused by name.
 
         Args:
             path: the file.
@@ -125,7 +134,8 @@ class LlamaConfig(AbstractDecoderConfig):
         Raises:
             TypeError: `path` is not a path, or a value is of another type.
             ValueError: no file, no JSON, another model or activation, quantized weights, a rotary
-                embedding of part of a head or of an unknown scaling, or as the class does. `dynamic`
+                embedding of part of a head or of an unknown scaling, a field that Llama does not
+                have, such as `sliding_window`, or as the class does. `dynamic`
                 is refused because its frequencies depend on the length of the whole text: they would
                 change for keys that are already in a cache.
 
@@ -202,11 +212,12 @@ def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
     rope = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise TypeError(f"rope_scaling: wanted a JSON object, got {received(rope)}")
-    part = rope.get("partial_rotary_factor", entries.get("partial_rotary_factor"))
+    part = rope.get(_PART, entries.get(_PART))
     if part not in (None, 1):
-        raise ValueError(f"partial_rotary_factor: wanted 1, got {received(part)}")
-    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope_scaling"}
-    fields = {name: entries[name] for name in names if name in entries}
+        raise ValueError(f"{_PART}: wanted 1, got {received(part)}")
+    names = {field.name for field in dataclasses.fields(LlamaConfig)}
+    check_fields(entries, {*names, *_OTHERS, _PART})
+    fields = {name: entries[name] for name in names - {"rope_scaling"} if name in entries}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]
     fields["eos_token_id"] = end_tokens(entries)
@@ -217,10 +228,11 @@ def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
 def _scaling(rope: Mapping[str, Any], context: int) -> LinearRope | Llama3Rope | None:
     """The scaling of a rotary embedding, for a model of that context; raises as `from_json`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"rope_type: wanted 'default', 'linear' or 'llama3', got {received(kind)}")
+    check_fields(rope, _ROPE)
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3"):
-        raise ValueError(f"rope_type: wanted 'default', 'linear' or 'llama3', got {received(kind)}")
     names = ["factor"] if kind == "linear" else ["factor", "low_freq_factor", "high_freq_factor"]
     for name in names:
         if name not in rope:

@@ -177,7 +177,91 @@ def test_config_from_json(said, theta, scaling, tmp_path):
     assert LlamaConfig.from_json(path) == config
 
 
+# What published files of this family say beside sizes and rotary embedding.
+PUBLISHED = {
+    "Llama 2": {
+        "_name_or_path": "somewhere",
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "pretraining_tp": 2,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.31.0.dev0",
+        "use_cache": True,
+        "do_sample": True,
+        "temperature": 0.9,
+        "top_p": 0.6,
+        "max_length": 4096,
+        "quantization_config": None,
+    },
+    "SmolLM": {
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "is_llama_config": True,
+        "mlp_bias": False,
+        "pad_token_id": 2,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "unsloth_fixed": True,
+        "_attn_implementation_autoset": False,
+    },
+    "all defaults": {
+        "return_dict": True,
+        "output_hidden_states": False,
+        "chunk_size_feed_forward": 0,
+        "is_encoder_decoder": False,
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "pruned_heads": {},
+        "torchscript": False,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "problem_type": None,
+        "dtype": "float32",
+        "task_specific_params": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "layer_types": ["full_attention", "full_attention"],
+        "no_rope_layers": [1, 1],
+        "logits_scaling": None,
+        "rope_scaling": {"rope_type": "default", "attention_factor": None},
+        "partial_rotary_factor": 1.0,
+    },
+}
+
+
+@pytest.mark.parametrize("said", PUBLISHED.values(), ids=PUBLISHED)
+def test_what_changes_nothing_is_taken(said, tmp_path):
+    """Bookkeeping, and fields of other families with the value that is Llama's."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SAID | said))
+    assert LlamaConfig.from_json(path) == dataclasses.replace(CONFIG, rope_scaling=None)
+
+
 BAD_CONFIGS = {
+    "window": (
+        {"sliding_window": 4096, "no_rope_layers": [1, 0]},
+        ValueError,
+        r"sliding_window, no_rope_layers: wanted .*got \{'sliding_window': 4096, 'no_rope_layers'",
+    ),
+    "layers of a window": (
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        ValueError,
+        "layer_types: wanted only fields and values that a Llama has, got .*delete",
+    ),
+    "not causal": ({"is_causal": False}, ValueError, "is_causal: wanted only fields and"),
+    "pairs of neighbours": ({"rope_interleaved": True}, ValueError, "rope_interleaved: wanted"),
+    "multiplier": ({"logits_scaling": 8.0}, ValueError, "logits_scaling: wanted only fields"),
+    "another model's code": ({"auto_map": {"AutoModel": "x.Y"}}, ValueError, "auto_map: wanted"),
+    "other weights": ({"quantization": {"bits": 4}}, ValueError, "quantization: wanted only"),
+    "rope of each type of layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+        ValueError,
+        "full_attention: wanted only fields and values",
+    ),
     "another model": ({"model_type": "mistral"}, ValueError, "model_type: wanted 'llama', got"),
     "no model": ({"model_type": None}, ValueError, "model_type: wanted 'llama', got None"),
     "another activation": ({"hidden_act": "gelu"}, ValueError, "hidden_act: wanted 'silu', got"),
