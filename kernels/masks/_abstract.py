@@ -1,7 +1,7 @@
 """The abstract class of a rule, and how rules are joined."""
 
 import abc
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import equinox as eqx
 from jaxtyping import Array, Bool, Int
@@ -18,7 +18,7 @@ class AbstractMask(eqx.Module):
     A rule is said of positions, not of places in an array, so that it is the same for a shard, a cache
     or a draft tree. Its arrays (integers or booleans) are leaves of the module, so that a new length is
     no new program; all else is static and hashable. Tokens of negative position are absent: no rule,
-    and no `~`, makes them visible.
+    and no `~`, makes them visible. A rule has no truth value: `and`, `or` and `not` raise `TypeError`.
 
     The methods take arrays that broadcast, and arrays of one batch entry; where an array has an axis of
     the batch, they are mapped over it. A rule of one's own is a subclass with these methods. Vendors'
@@ -77,6 +77,13 @@ class AbstractMask(eqx.Module):
     # their elements.
     __array_ufunc__: ClassVar[None] = None
 
+    # `first and second` would be the second alone
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            f"bool: wanted rules joined by &, | or ~, as `and`, `or` and `not` ask for a truth value, "
+            f"got {received(self)}, which has none"
+        )
+
     def __rand__(self, other: Any) -> "And":
         return And(_rule("&", other), self)
 
@@ -84,14 +91,17 @@ class AbstractMask(eqx.Module):
         return Or(_rule("|", other), self)
 
 
-def _rule(operator: str, x: Any) -> AbstractMask:
+def _rule(name: str, x: Any) -> AbstractMask:
     if not isinstance(x, AbstractMask):
-        raise TypeError(f"{operator}: wanted a rule of energy_attn.masks, got {received(x)}")
+        raise TypeError(f"{name}: wanted a rule of energy_attn.masks, got {received(x)}")
     return x
 
 
 class And(AbstractMask):
     """`first & second`: what both rules show.
+
+    Raises:
+        TypeError: either is no rule.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -105,6 +115,10 @@ class And(AbstractMask):
     second: AbstractMask
 
     by_intervals = True
+
+    def __check_init__(self) -> None:
+        _rule("first", self.first)
+        _rule("second", self.second)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -127,6 +141,9 @@ class And(AbstractMask):
 class Or(AbstractMask):
     """`first | second`: what either rule shows.
 
+    Raises:
+        TypeError: either is no rule.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> from energy_attn import masks
@@ -139,6 +156,10 @@ class Or(AbstractMask):
     second: AbstractMask
 
     by_intervals = True
+
+    def __check_init__(self) -> None:
+        _rule("first", self.first)
+        _rule("second", self.second)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -161,6 +182,9 @@ class Or(AbstractMask):
 class Not(AbstractMask):
     """`~rule`: what the rule hides.
 
+    Raises:
+        TypeError: `rule` is no rule.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> from energy_attn import masks
@@ -172,6 +196,9 @@ class Not(AbstractMask):
     rule: AbstractMask
 
     by_intervals = True
+
+    def __check_init__(self) -> None:
+        _rule("rule", self.rule)
 
     @property
     def ranks(self) -> tuple[int, ...]:

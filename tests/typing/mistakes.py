@@ -82,6 +82,8 @@ ea.masks.Causal(3)  # mistake
 ea.masks.Segments()  # mistake
 ea.masks.Function(3)  # mistake
 rule & jnp.ones((8, 8), bool)  # mistake
+not rule  # mistake
+ea.masks.Not(None)  # mistake
 rule.visible(lengths)  # mistake
 rule.any_visible(lengths, lengths)  # mistake
 
