@@ -118,12 +118,32 @@ def check_int32(name: str, x: object) -> Any:
     return array
 
 
+def as_int32(x: jax.Array | np.ndarray) -> Any:
+    """Integers as int32, NumPy's as NumPy's; those that 32 bits do not hold are the nearest that they do.
+
+    So a length beyond all indices, which a compiled program cannot refuse, remains one.
+    """
+    if not np.can_cast(x.dtype, np.int32):
+        own, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+        x = x.clip(max(own.min, wanted.min), wanted.max)
+    return x.astype(np.int32)
+
+
+def as_ids(x: jax.Array | np.ndarray) -> Any:
+    """Checked integers of which only equality counts, so that none may be taken for another one: int32.
+
+    Traced ones that 32 bits need not hold are of 64 bits, where JAX has these on.
+    """
+    wide = isinstance(x, jax.core.Tracer) and not np.can_cast(x.dtype, np.int32)
+    return x.astype(jax.dtypes.canonicalize_dtype(np.int64) if wide else np.int32)
+
+
 def check_floating_dtype(name: str, x: object) -> jnp.dtype:
     """Returns `x` as a dtype; raises `TypeError` unless it is one that `check_floating` takes."""
     try:
         # other types are refused: NumPy reads None as float64, and an array as its dtype
         dtype = jnp.dtype(x) if isinstance(x, (str, type, np.dtype)) else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses names that begin with a number
         dtype = None
     if dtype is None or dtype not in FLOATING:
         raise TypeError(f"{name}: wanted {_FLOATING}, got {received(x)}")

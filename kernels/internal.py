@@ -1,6 +1,7 @@
 """Names for the rooms above, besides the public ones; they import nothing else from here."""
 
 from ._checks import FLOATING as FLOATING
+from ._checks import as_int32 as as_int32
 from ._checks import check_array as check_array
 from ._checks import check_axis as check_axis
 from ._checks import check_boolean as check_boolean

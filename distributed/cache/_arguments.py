@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array
 
 from energy_attn.kernels.internal import (
+    as_int32,
     check_floating,
     check_integer,
     check_integral,
@@ -59,7 +60,7 @@ def check_counts(lengths: object, rows: int, tokens: int, name: str = "lengths")
     if counts.ndim == 0:
         raise ValueError(f"{name}: wanted shape ({rows}), got {received(lengths)}")
     if not isinstance(counts, jax.core.Tracer) and (np.asarray(counts) > tokens).any():
-        raise ValueError(f"{name}: wanted 0 to {tokens}, got {np.asarray(counts).tolist()}")
+        raise ValueError(f"{name}: wanted 0 to {tokens}, got {np.asarray(lengths).tolist()}")
     return counts
 
 
@@ -70,13 +71,13 @@ def check_whole(name: str, x: object, rows: int) -> Array:
     for negative ones.
     """
     if isinstance(x, (int, np.integer)):
-        return jnp.asarray(check_integer(name, x, least=0), jnp.int32)
+        return jnp.asarray(as_int32(np.asarray(check_integer(name, x, least=0))))
     numbers = check_integral(name, x)
     if numbers.ndim:
         check_shape(name, numbers, (rows,))
     if not isinstance(x, jax.core.Tracer) and (np.asarray(x) < 0).any():
         raise ValueError(f"{name}: wanted no negative numbers, got {np.asarray(x).tolist()}")
-    return jnp.asarray(numbers, jnp.int32)
+    return jnp.asarray(as_int32(numbers))
 
 
 def check_stored(name: str, x: object, dtype: jnp.dtype) -> Array:

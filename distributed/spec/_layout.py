@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
-from energy_attn.kernels.internal import check_array, check_axis
+from energy_attn.kernels.internal import as_int32, check_array, check_axis
 
 from ._parallel import SequenceParallel
 from ._plan import ShardingPlan, check_mesh, is_explicit, split_along
@@ -234,6 +234,6 @@ def with_positions(
             ordered[positions], ordered[lengths] = tokens, None
             if options[lengths] is not None:
                 # tokens below the length, wherever they are
-                length = jnp.asarray(options[lengths], jnp.int32).reshape(-1, 1)
+                length = as_int32(options[lengths]).reshape(-1, 1)
                 ordered[positions] = jnp.where(tokens < length, tokens, jnp.int32(-1))
     return ordered

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from energy_attn.distributed.internal import sequence_order
 from energy_attn.kernels.internal import (
+    as_int32,
     check_array,
     check_flag,
     check_floating,
@@ -210,7 +211,7 @@ class EnergyAttentionBlock(eqx.Module):
         present: Any = np.ones((1, length), bool)
         if lengths is not None:
             check_shape("lengths", check_array("lengths", lengths), x.shape[:-2])
-            present = order[None] < jnp.asarray(lengths, jnp.int32).reshape(-1, 1)
+            present = order[None] < as_int32(lengths).reshape(-1, 1)
         # Causality hides the keys after a query. With key positions that start at one it hides the
         # query's own key as well; with positions from the end it hides those before. So no T×T mask
         # is needed.

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from energy_attn.kernels.internal import check_floating, check_key, check_shape
+from energy_attn.kernels.internal import as_int32, check_floating, check_key, check_shape
 
 from ._sampling import check_sampling, sample_tokens
 from ._tree import PrefixTree, check_logits
@@ -140,7 +140,7 @@ def accept_sampling(
     first, rest = jax.random.split(key)
     choice = sample_tokens(rest, jnp.asarray(logits), temperature, top_k, top_p)
     if context_logits is None:
-        context = jnp.where(tree.size > 0, tree.tokens[:, 0].astype(jnp.int32), -1)
+        context = jnp.where(tree.size > 0, as_int32(tree.tokens[:, 0]), -1)
     else:
         context = sample_tokens(first, jnp.asarray(context_logits), temperature, top_k, top_p)
     return longest_chosen_path(tree, choice, context)
@@ -202,7 +202,7 @@ def longest_chosen_path(tree: PrefixTree, choice: Array, context_choice: Array |
     """
     slots, levels = tree.tokens.shape[1], tree.unpacker.shape[2]
     slot_index, level = (jnp.arange(n, dtype=jnp.int32)[None] for n in (slots, levels))
-    used, tokens = slot_index < tree.size[:, None], tree.tokens.astype(jnp.int32)
+    used, tokens = slot_index < tree.size[:, None], as_int32(tree.tokens)
     same = tree.tokens[:, :, None] == tree.tokens[:, None]
     same &= tree.parent[:, :, None] == tree.parent[:, None]
     is_first = ~(same & (slot_index[:, None] < slot_index[..., None])).any(-1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from energy_attn.kernels.internal import check_integer, check_shape, lse_dtype
+from energy_attn.kernels.internal import as_int32, check_integer, check_shape, lse_dtype
 
 from ._shapes import tree_from_checked_parents
 from ._tree import PrefixTree, check_logits, gather_slots
@@ -89,7 +89,7 @@ def _scores(tree: PrefixTree, logits: Array) -> Array:
     rows = jnp.arange(len(log_p), dtype=jnp.int32)[:, None]
     used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
     is_child = used & (tree.parent >= 0)
-    index = jnp.where(is_child, tree.parent, slots), tree.tokens.astype(jnp.int32)
+    index = jnp.where(is_child, tree.parent, slots), as_int32(tree.tokens)
     edge = log_p.at[rows, *index].get(mode="fill", fill_value=0)
     path = gather_slots(edge, tree.unpacker).sum(-1)
     scores = jnp.where(jnp.isneginf(log_p), -jnp.inf, path[:, :, None] + log_p)

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer
 
-from energy_attn.kernels.internal import check_integer, check_integral, check_shape, received
+from energy_attn.kernels.internal import (
+    as_int32,
+    check_integer,
+    check_integral,
+    check_shape,
+    received,
+)
 
 from ._tree import PrefixTree, check_range, gather_slots, tree_from_ancestors
 
@@ -124,4 +130,4 @@ def check_beam(beam: Array, lengths: Array | None, name: str = "beam") -> tuple[
     check_integral("lengths", lengths)
     check_shape("lengths", lengths, (batch, rows))
     check_range("lengths", lengths, 0, levels)
-    return jnp.asarray(beam), jnp.asarray(lengths).astype(jnp.int32)
+    return jnp.asarray(beam), jnp.asarray(as_int32(lengths))

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer
 
-from energy_attn.kernels.internal import check_integer, check_integral, check_shape, received
+from energy_attn.kernels.internal import (
+    as_int32,
+    check_integer,
+    check_integral,
+    check_shape,
+    received,
+)
 
 from ._tree import (
     PrefixTree,
@@ -63,7 +69,7 @@ def tree_from_parents(
     check_shape("size", check_integral("size", sizes), tokens.shape[:1])
     check_range("size", sizes, 0, tokens.shape[1])
     _check_paths(parent, sizes, depth)
-    above, used = (jnp.asarray(x).astype(jnp.int32) for x in (parent, sizes))
+    above, used = (jnp.asarray(as_int32(x)) for x in (parent, sizes))
     return tree_from_checked_parents(depth, jnp.asarray(tokens), above, used)
 
 

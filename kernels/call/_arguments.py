@@ -1,5 +1,6 @@
 """Checks a user's arguments and turns them into the operands that every implementation takes."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -10,6 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from .._checks import (
+    as_ids,
+    as_int32,
     broadcasts,
     check_boolean,
     check_broadcastable,
@@ -109,8 +112,8 @@ def check_call(
     tokens = Tokens(
         query_positions,
         key_positions,
-        _numbers("query_segment_ids", query_segment_ids, batch, query_len, batched),
-        _numbers("key_segment_ids", key_segment_ids, batch, key_len, batched),
+        _numbers("query_segment_ids", query_segment_ids, batch, query_len, batched, as_ids),
+        _numbers("key_segment_ids", key_segment_ids, batch, key_len, batched, as_ids),
     )
     if (query_positions is None) != (key_positions is None):
         tokens = tokens.with_positions(query_len, key_len)
@@ -286,12 +289,17 @@ def _positions(
         if values.size and not 0 <= values.min() <= values.max() <= size:
             raise ValueError(f"{name}: wanted lengths from 0 to {size}, got {values.tolist()}")
     slots = jnp.arange(size, dtype=jnp.int32)[None]
-    inside = slots < lengths.astype(jnp.int32)[:, None]
+    inside = slots < as_int32(lengths)[:, None]
     return jnp.where(inside, slots if positions is None else positions, -1)
 
 
 def _numbers(
-    name: str, x: Array | np.ndarray | None, batch: int, size: int, batched: bool
+    name: str,
+    x: Array | np.ndarray | None,
+    batch: int,
+    size: int,
+    batched: bool,
+    narrow: Callable[[Any], Any] = as_int32,
 ) -> Array | None:
     if x is None:
         return None
@@ -299,4 +307,4 @@ def _numbers(
     wanted = (batch, size) if batched else (size,)
     if x.shape not in (wanted, (1, size)):
         raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
-    return jnp.asarray(x if x.ndim == 2 else x[None], jnp.int32)
+    return jnp.asarray(narrow(x if x.ndim == 2 else x[None]))

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array
 
 from ..masks._abstract import AbstractMask
 from ._eight_bits import widened, widened_shapes
@@ -22,7 +24,7 @@ class AbstractKernel(abc.ABC):
         name: its name in `implementation=`.
         platforms: the platforms it is written for, as in `jax.Device.platform` ("cuda" for NVIDIA's
             GPUs). Empty for kernels made of XLA's operations, which run everywhere and which JAX
-            batches and partitions over devices.
+            batches and partitions over devices; these alone get segment ids of 64 bits.
         interpreted: other platforms on which it runs slowly, if asked for by name.
         exported: whether JAX guarantees that later versions run a program with it, serialised by
             `jax.export`.
@@ -67,6 +69,17 @@ class AbstractKernel(abc.ABC):
         Fully masked rows have `out = 0` and `lse = -inf`. `platform` is the one the program is
         lowered for; None if not yet known, which happens only to kernels of XLA's operations.
         """
+
+    def forward_and_rest(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> tuple[AttentionState, Array]:
+        """The state of `forward`, and what rounding took from `lse`, `[B, T, N]`; 0 by default.
+
+        The weights of a derivative are `exp(s - lse)`, whose sum is off by as much as `lse` is: by 1% from 3e5 on in
+        float32. So derivatives are divided by the exponential of the rest.
+        """
+        state = self.forward(operands, settings, platform)
+        return state, jnp.zeros_like(state.lse)
 
     @abc.abstractmethod
     def backward(
@@ -122,7 +135,8 @@ Candidate = str | AbstractKernel  # what may compute a call: a name of the regis
 def check_call_of(kernel: AbstractKernel, operands: Operands, settings: Settings) -> None:
     """Raises `NotImplementedError` with the reason for calls that a kernel does not take.
 
-    Also for rules that it does not know, so that none is ever ignored.
+    Also for rules that it does not know, so that none is ever ignored, and for ids of 64 bits, so that none
+    is cut off.
     """
     unknown = [x.__name__ for x in settings.rule.classes if not issubclass(x, kernel.masks)]
     if unknown:
@@ -134,6 +148,12 @@ def check_call_of(kernel: AbstractKernel, operands: Operands, settings: Settings
         raise NotImplementedError(
             f"score: wanted None, got {settings.score.name} (blockwise takes it)"
         )
+    for name in ("query_segments", "key_segments") if kernel.platforms else ():
+        ids = getattr(operands, name)
+        if ids is not None and ids.dtype != jnp.int32:
+            raise NotImplementedError(
+                f"{name.removesuffix('s')}_ids: wanted int32, got {ids.dtype} (blockwise takes it)"
+            )
     if _widens(kernel, operands, settings):
         operands = widened_shapes(operands)
     kernel.check(operands, settings)

@@ -26,8 +26,9 @@ class Operands(NamedTuple):
         query_positions: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'. Where
             the rule compares positions and None is given, they count from 0.
         key_positions: None, or int32 `[B, S]` or `[1, S]`.
-        query_segments: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'.
-        key_segments: None, or int32 `[B, S]` or `[1, S]`.
+        query_segments: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'. Of 64 bits if
+            they are traced and may need them, for kernels made of XLA's operations alone.
+        key_segments: None, or `[B, S]` or `[1, S]` likewise.
         rule_arrays: those of the rule of the settings, each with a first axis of `B` or 1. A kernel
             that knows no rule with arrays gets none.
         score_arrays: those of the score of the settings. A kernel that knows no scores gets none.

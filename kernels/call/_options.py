@@ -43,15 +43,16 @@ class RowOptions(TypedDict, total=False):
     """`[B]` integers; keys at this index and after are absent."""
 
     query_positions: Int[Array, "..."] | None
-    """`[B, T]` integers, the global positions that causality and windows compare; None is `0 … T-1`.
-    Negative: the query is absent."""
+    """`[B, T]` integers of 32 bits, the global positions that causality and windows compare; None is
+    `0 … T-1`. Negative: the query is absent."""
 
     key_positions: Int[Array, "..."] | None
     """`[B, S]` integers likewise; negative for unfilled cache slots."""
 
     query_segment_ids: Int[Array, "..."] | None
     """`[B, T]` integers: a query sees only the keys of its own segment, as for several documents packed
-    into one row. Given together with `key_segment_ids`."""
+    into one row. Given together with `key_segment_ids`. Traced ones of 64 bits are compared as such, which
+    kernels for one platform decline: cast to int32 what 32 bits hold."""
 
     key_segment_ids: Int[Array, "..."] | None
     """`[B, S]` integers likewise."""

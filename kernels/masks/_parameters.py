@@ -3,34 +3,44 @@
 from typing import Any
 
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_int32, check_integer, received
+from .._checks import as_ids, as_int32, check_int32, check_integer, received
+
+
+def ids(name: str, x: object) -> Any:
+    """Returns a table of ids, `[L]` or `[B, L]`, of which only equality counts. Raises as `integers`."""
+    return as_ids(_of_rank(name, x, 1))
 
 
 def integers(name: str, x: object, rank: int) -> Any:
-    """Returns an int or an array of integers of `rank` axes, or one more for the batch, as int32.
-
-    An int becomes an array: another number is then no new program.
+    """Returns an array of integers of `rank` axes, or one more for the batch, as int32.
 
     Raises `TypeError` for anything else, and `ValueError` for another number of axes.
     """
-    if rank == 0 and isinstance(x, int):
-        return np.asarray(check_integer(name, x), np.int32)
+    return as_int32(_of_rank(name, x, rank))
+
+
+def lengths(name: str, x: object) -> Any:
+    """`integers` of no axis, or an int, that are not negative where they are known; else `ValueError`.
+
+    An int becomes an array: another number is then no new program.
+    """
+    if isinstance(x, int):
+        found: Any = np.asarray(check_integer(name, x), np.int32)
+    else:
+        found = integers(name, x, 0)
+    if not isinstance(found, jax.core.Tracer) and found.size:
+        if (least := int(np.asarray(found).min())) < 0:
+            raise ValueError(f"{name}: wanted at least 0, got {least}")
+    return found
+
+
+def _of_rank(name: str, x: object, rank: int) -> Any:
     array = check_int32(name, x)
     if array.ndim not in (rank, rank + 1):
         wanted = ", ".join(("L",) * rank)
         raise ValueError(
             f"{name}: wanted shape ({wanted}) or ({', '.join(('B', *('L',) * rank))}), got {received(x)}"
         )
-    return array.astype(np.int32) if isinstance(x, np.ndarray) else jnp.asarray(array, jnp.int32)
-
-
-def lengths(name: str, x: object) -> Any:
-    """`integers` of rank 0 that, where they are known, are not negative; else `ValueError`."""
-    found = integers(name, x, 0)
-    if not isinstance(found, jax.core.Tracer) and found.size:
-        if (least := int(np.asarray(found).min())) < 0:
-            raise ValueError(f"{name}: wanted at least 0, got {least}")
-    return found
+    return array

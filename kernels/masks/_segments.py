@@ -10,11 +10,11 @@ from jaxtyping import Array, Bool, Int
 
 from ._abstract import AbstractMask
 from ._interval import Interval
-from ._parameters import integers
+from ._parameters import ids
 
 
 def _key_ids(x: object) -> Any:
-    return None if x is None else integers("key_ids", x, 1)
+    return None if x is None else ids("key_ids", x)
 
 
 class Segments(AbstractMask):
@@ -41,7 +41,7 @@ class Segments(AbstractMask):
     """
 
     query_ids: Int[Array | np.ndarray, "*B L"] = eqx.field(
-        converter=functools.partial(integers, "query_ids", rank=1)
+        converter=functools.partial(ids, "query_ids")
     )
     key_ids: Int[Array | np.ndarray, "*C M"] | None = eqx.field(default=None, converter=_key_ids)
 
@@ -65,9 +65,9 @@ class Segments(AbstractMask):
         return jnp.zeros(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
 
 
-def looked_up(ids: Array | np.ndarray, positions: Array) -> tuple[Array, Array]:
+def looked_up(table: Array | np.ndarray, positions: Array) -> tuple[Array, Array]:
     """The ids `[L]` of positions, and whether the table has them."""
-    inside = (positions >= 0) & (positions < len(ids))
-    if len(ids) == 0:
+    inside = (positions >= 0) & (positions < len(table))
+    if len(table) == 0:
         return positions, inside
-    return jnp.asarray(ids)[jnp.where(inside, positions, 0)], inside
+    return jnp.asarray(table)[jnp.where(inside, positions, 0)], inside

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.distributed.internal import check_counts, check_mesh, positions_from, split_along
 from energy_attn.kernels.internal import (
+    as_int32,
     check_broadcastable,
     check_integral,
     check_shape,
@@ -36,7 +37,7 @@ def read_alone(
     batch, time = check_tokens("tokens", tokens).shape
     turns = jnp.arange(time, dtype=jnp.int32)[None]
     if positions is not None:
-        turns = positions = check_tokens("positions", positions).astype(jnp.int32)
+        turns = positions = as_int32(check_tokens("positions", positions))
         check_broadcastable("positions", turns, (batch, time))
     rope = model.rope(turns)
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import check_counts
 from energy_attn.kernels.internal import (
+    as_int32,
     check_integer,
     check_integral,
     check_key,
@@ -194,7 +195,7 @@ def prompts(
     if is_concrete(counts) and (np.asarray(counts) < 1).any():
         raise ValueError(f"{name}: wanted at least 1, got {np.asarray(counts).tolist()}")
     check_vocabulary("tokens", array, counts, vocab)
-    return jnp.asarray(array).astype(jnp.int32), counts
+    return jnp.asarray(as_int32(array)), counts
 
 
 def check_vocabulary(name: str, tokens: Array | np.ndarray, counts: Array, vocab: int) -> None:
@@ -272,7 +273,7 @@ def _ends(tokens: object) -> Array:
         tokens = (tokens,)
     if isinstance(tokens, (jax.Array, np.ndarray)):
         check_shape(name, check_integral(name, tokens), ("tokens",))
-        return jnp.asarray(tokens).astype(jnp.int32)
+        return jnp.asarray(as_int32(tokens))
     if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes)):
         raise TypeError(f"{name}: wanted a token or a sequence of tokens, got {received(tokens)}")
     return jnp.asarray([check_integer(name, token, 0) for token in tokens], jnp.int32)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.distributed.internal import positions_from
-from energy_attn.kernels.internal import check_shape
+from energy_attn.kernels.internal import as_int32, check_shape
 
 from ...prefix_tree._accept import longest_chosen_path
 from ...prefix_tree._sampling import process_logits
@@ -133,7 +133,7 @@ def _verify(
     )
     root = last_of(loop.text, loop.known)[:, 0]
     # Whatever was drafted, the root is the last token, so that a pass adds at least one token.
-    tokens = tree.tokens.astype(jnp.int32).at[:, 0].set(root)
+    tokens = as_int32(tree.tokens).at[:, 0].set(root)
     tree = tree._replace(tokens=tokens, size=jnp.maximum(tree.size, 1))
     levels = tree.unpacker.shape[2]
     # A token outside the vocabulary is never accepted; read as NaN, it would reach all nodes.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import check_integer, check_shape, received
+from energy_attn.kernels.internal import as_int32, check_integer, check_shape, received
 
 from ...prefix_tree import pack, unpack
 from ...prefix_tree._pack import check_beam
@@ -79,7 +79,7 @@ def score_continuations(
     check_shape("continuations", beam, (len(tokens), "M", "C"))
     check_vocabulary("continuations", continuations, counts, vocab)
     cache = model.empty_cache(len(tokens), tokens.shape[1], parallel=parallel)
-    return _score(model, tokens, before, beam.astype(jnp.int32), counts, cache, chunk_size)
+    return _score(model, tokens, before, as_int32(beam), counts, cache, chunk_size)
 
 
 @functools.partial(jax.jit, static_argnums=6)

@@ -493,3 +493,16 @@ def test_counts_known_late(raises_late):
             jax.block_until_ready(wrong)
         cache = append(cache, *tokens(0, 3), lengths=array([1, 3, 0], jnp.int32))
     assert cache.lengths.tolist() == [6, 3, 2]
+
+
+def test_counts_of_64_bits(raises_late):
+    """2^32 + 1 tokens, which in 32 bits are one: of given arrays, and of traced ones."""
+    counts, most = jnp.asarray([1, 2**32 + 1, 0]), jnp.asarray([1, 3, 0])
+    cache, new = empty(parallel=None), tokens(0, 3)
+    with pytest.raises(ValueError, match="lengths: wanted 0 to 3, got .*4294967297"):
+        cache.append(*new, lengths=counts)
+    with pytest.raises(RuntimeError, match="lengths: wanted from 0 to as many new tokens"):
+        jax.block_until_ready(append(cache, *new, lengths=counts))
+    cache = append(cache, *new, lengths=most)
+    for gone in (cache.evict(before=2**40), cache.evict(counts * 2**32)):
+        assert gone.starts.tolist() == most.tolist()
