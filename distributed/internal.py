@@ -22,7 +22,7 @@ from .network._seconds import seconds as seconds
 from .runtime import _files, _safetensors
 from .runtime._files import IDENTITY as IDENTITY
 from .runtime._files import UNFINISHED as UNFINISHED
-from .runtime._files import check_pulled as check_pulled
+from .runtime._files import check_file as check_file
 from .runtime._safetensors import Part as Part
 from .runtime._safetensors import Tensor as Tensor
 from .spec._arguments import Axes as Axes

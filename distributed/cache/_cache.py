@@ -348,7 +348,9 @@ class KVCache(eqx.Module):
 
         Raises:
             TypeError: `path` is no path, or the cache is traced (inside `jax.jit`).
-            OSError: a process cannot write; raised in all of them, and the old cache stays.
+            OSError: a process cannot write, or another save into the folder is not over, as where the
+                processes of a job save without [`initialize`][energy_attn.distributed.initialize];
+                raised in all of them, and the old cache stays.
         """
         arrays = self._stored()._asdict() | {"starts": self.starts, "lengths": self.lengths}
         about = {
@@ -370,7 +372,8 @@ class KVCache(eqx.Module):
     ) -> "KVCache":
         """Reads what `save` wrote onto the mesh in force, from whatever mesh it was saved.
 
-        Each process reads the files and keeps the tokens of its own devices, bit by bit.
+        Each process reads the files and keeps the tokens of its own devices, bit by bit; where another
+        saves meanwhile, those of one save, though not the same for each process.
 
         Args:
             path: the folder.
@@ -380,10 +383,10 @@ class KVCache(eqx.Module):
 
         Raises:
             TypeError: an argument of another type.
-            ValueError: a folder without a complete cache; a file that is not as `save` wrote it, by
-                name and before memory of the size that it states is allocated; a cache of
-                float64 where JAX's 64 bits are off; a capacity below what the rows hold (with a
-                window: not above the window); no mesh in force.
+            ValueError: a folder without a complete cache, or whose files are replaced again and again;
+                a file that is not as `save` wrote it, by name and before memory of the size that it
+                states is allocated; a cache of float64 where JAX's 64 bits are off; a capacity below
+                what the rows hold (with a window: not above the window); no mesh in force.
         """
         found = reload(check_path(path), parallel, capacity, block_size)
         about, starts, lengths = found.about, found.starts, found.lengths

@@ -18,12 +18,12 @@ from ..runtime import _files, _safetensors
 
 KEY = "energy_attn"  # of the metadata in a file's header
 
-_INDEX = "kv_cache.index.json"
+INDEX = "kv_cache.index.json"
 _PART = re.compile(rf"\d{{5}}-of-\d{{5}}-{_files.IDENTITY}\.safetensors")
 _OLD = re.compile(r"\d{5}-of-(\d{5})\.safetensors")  # of saves without an index
 _OURS = re.compile(
     rf"({_PART.pattern}|{_OLD.pattern}(\.unfinished)?"
-    rf"|{re.escape(_INDEX)}\.{_files.IDENTITY}\.unfinished)"
+    rf"|{re.escape(INDEX)}\.{_files.IDENTITY}\.unfinished)"
 )
 
 
@@ -73,9 +73,9 @@ def _name(path: Path, files: list[str], save: str) -> None:
     for name in files:
         if not (path / name).is_file():
             raise OSError(f"{path}: wanted a folder that all processes see, got one without {name}")
-    unfinished = path / f"{_INDEX}.{save}{_files.UNFINISHED}"
+    unfinished = path / f"{INDEX}.{save}{_files.UNFINISHED}"
     _files.write(unfinished, [json.dumps({"save": save, "files": files}).encode()])
-    _files.replace(unfinished, path / _INDEX)
+    _files.replace(unfinished, path / INDEX)
 
 
 def index(path: Path) -> tuple[list[str], str | None]:
@@ -83,7 +83,7 @@ def index(path: Path) -> tuple[list[str], str | None]:
 
     Raises `ValueError` for an index that cannot be read.
     """
-    file = path / _INDEX
+    file = path / INDEX
     if not file.exists():
         there = sorted(os.listdir(path)) if path.is_dir() else []
         old = [found for name in there if (found := _OLD.fullmatch(name))]
@@ -94,6 +94,7 @@ def index(path: Path) -> tuple[list[str], str | None]:
             )
         return [found[0] for found in old], None
     try:
+        _files.check_file(file)
         match json.loads(file.read_bytes()):
             case {"save": str(save), "files": [str(), *_] as files} if all(
                 isinstance(name, str) and _PART.fullmatch(name) and save in name for name in files

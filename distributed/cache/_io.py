@@ -17,6 +17,7 @@ from jaxtyping import Array
 from energy_attn.kernels.internal import check_floating_dtype, check_integer
 
 from ..runtime import _safetensors
+from ..runtime._files import steady
 from ..runtime._safetensors import Tensor
 from ..spec._parallel import SequenceParallel
 from . import _files
@@ -83,7 +84,7 @@ class Saved:
             )
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        """The saved blocks of an array, read one at a time; raises as the class."""
+        """The saved blocks of an array, read one at a time."""
         for begins, tensor in self._blocks[name]:
             whole = tuple((0, size) for size in tensor.shape)
             assert tensor.dtype is not None
@@ -185,7 +186,7 @@ def reload(
 
     None means as saved. Raises as `KVCache.load`.
     """
-    saved = Saved(path)
+    saved = steady(path, [_files.INDEX], lambda: Saved(path))
     about, old = saved.about, saved.about.slots
     capacity = check_integer("capacity", old.capacity if capacity is None else capacity, 1)
     block = check_integer("block_size", old.block if block_size is None else block_size, 1)
@@ -216,7 +217,6 @@ def restore(
     """The saved arrays `[B, S, K, ...]` with their tokens in other slots, each part on its device.
 
     Of each row the tokens from `starts` up to `lengths` are kept; slots without one are zero.
-    Raises as `Saved.pieces` does.
     """
 
     def to(rows: slice, slots: slice) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 A save writes files whose names nobody reads yet, and last replaces the index, which names them. A
 save that is killed before that has changed nothing, and one that is killed after it is complete; the
-next save removes files that no index names.
+next save removes files that no index names. A lock keeps two saves into one folder apart: each would
+remove what the other has just written. A reader takes none, and starts over if files are replaced.
 """
 
 import contextlib
@@ -10,17 +11,23 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from . import _lock
+
+Found = TypeVar("Found")
+
 UNFINISHED = ".unfinished"
 IDENTITY = "[0-9a-f]{16}"  # of a save, in the names of its files
 
+_TRIES = 20  # of a reader, each of which ends before a save writes much
 _POINTER = b"version https://git-lfs"
 _NO_SYNC = errno.EINVAL, errno.ENOTSUP  # from file systems whose folders cannot be synced
 
@@ -32,24 +39,61 @@ def saving(folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]]) ->
     Before and after the block, process 0 removes files whose names match `ours` and are not in
     `named(folder)`, the files that a reader looks for; if the block fails, it removes those with the
     identity in their names. `named` raises `ValueError` where it cannot tell: then no older file is
-    removed.
+    removed. Raises `OSError` while another save into the folder is not over.
     """
     drawn = np.frombuffer(secrets.token_bytes(8), np.uint8)
     if jax.process_count() > 1:
         drawn = np.asarray(multihost_utils.broadcast_one_to_all(drawn))
     identity, first = drawn.tobytes().hex(), jax.process_index() == 0
-    with together(folder):
+    with contextlib.ExitStack() as held:
+        with together(folder):
+            if first:
+                _make(folder)
+                with _naming(folder / _lock.NAME):
+                    held.enter_context(_lock.alone(folder))
+                clean(folder, ours, named)
+        try:
+            yield identity
+        except BaseException:
+            if first:
+                clean(folder, ours, named, identity)
+            raise
         if first:
-            _make(folder)
             clean(folder, ours, named)
-    try:
-        yield identity
-    except BaseException:
-        if first:
-            clean(folder, ours, named, identity)
-        raise
-    if first:
-        clean(folder, ours, named)
+
+
+def steady(folder: Path, names: Sequence[str], read: Callable[[], Found]) -> Found:
+    """What `read` returns, begun anew where a save replaced one of the files `names` meanwhile.
+
+    Raises as `read`, and `ValueError` where files are replaced whenever it is tried.
+    """
+    for _ in range(_TRIES):
+        before = _seen(folder, names)
+        try:
+            found = read()
+        except ValueError:
+            if _seen(folder, names) == before:
+                raise
+        else:
+            if _seen(folder, names) == before:
+                return found
+    raise ValueError(
+        f"{folder}: wanted files that stay while they are looked at, got new ones {_TRIES} times: "
+        "others save there again and again"
+    )
+
+
+def _seen(folder: Path, names: Sequence[str]) -> list[tuple[int, ...] | None]:
+    """What tells each file from one that replaces it; None for one that is not there."""
+    seen = []
+    for name in names:
+        try:
+            found = os.stat(folder / name)
+        except OSError:
+            seen.append(None)
+        else:
+            seen.append((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+    return seen
 
 
 @contextlib.contextmanager
@@ -70,8 +114,8 @@ def together(folder: Path) -> Iterator[None]:
 
 
 def write(file: Path, pieces: Iterable[Any]) -> None:
-    """Writes a new file, which is on disk when this returns."""
-    with open(file, "xb") as stream:
+    """Writes a new file, which is on disk when this returns; an `OSError` names it."""
+    with _naming(file), open(file, "xb") as stream:
         for piece in pieces:
             stream.write(piece)
         stream.flush()
@@ -100,13 +144,30 @@ def sync(folder: Path) -> None:
         os.fsync(opened)
     except OSError as error:
         if error.errno not in _NO_SYNC:
-            raise
+            with _naming(folder):
+                raise
     finally:
         os.close(opened)
 
 
-def check_pulled(file: Path) -> None:
-    """Raises `ValueError` for a pointer of Git LFS in place of a file, `OSError` for a missing file."""
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Names a file in an error of the system that names none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from error
+
+
+def check_file(file: Path) -> None:
+    """Raises `ValueError` for a pipe, a folder or a pointer of Git LFS in place of a file.
+
+    Raises `OSError` for a missing file.
+    """
+    if not stat.S_ISREG(os.stat(file).st_mode):  # opening a pipe would wait for its writer
+        raise ValueError(f"{file}: wanted a file, got a folder, a pipe or a device")
     with open(file, "rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
             raise ValueError(f"{file}: wanted the file itself, got a Git LFS pointer: git lfs pull")

@@ -13,7 +13,6 @@ A file is the length of its header (8 bytes, little-endian), the header (JSON), 
 numbers one behind the other. Source: the format's description in the documentation of safetensors.
 """
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,10 +40,13 @@ Part = tuple[tuple[int, int], ...]
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file. `dtype` is None for one that cannot be read."""
+    """A tensor of a file. `dtype` is None for one that cannot be read.
+
+    The file stays open as long as one of its tensors is there, whatever takes its place in the folder.
+    """
 
     file: Path
-    name: str
+    stored: Any
     shape: tuple[int, ...]
     dtype: np.dtype | None
     code: str
@@ -62,54 +64,46 @@ def header(file: Path) -> Header:
 
     Raises `ValueError` naming the file where it is not there, truncated or no safetensors file.
     """
-    with _opened(file) as opened:
-        found = {}
-        for name in opened.keys():
-            stored = opened.get_slice(name)
-            code, shape = stored.get_dtype(), tuple(stored.get_shape())
-            dtype = jnp.dtype(_DTYPES[code]) if code in _DTYPES else None
-            found[name] = Tensor(file, name, shape, dtype, code)
-        return Header(opened.metadata() or {}, found)
+    from safetensors import SafetensorError, safe_open  # late: most programs open no file
+
+    try:
+        _files.check_file(file)
+        with safe_open(file, "numpy") as opened:
+            found = {}
+            for name in opened.keys():
+                stored = opened.get_slice(name)
+                code, shape = stored.get_dtype(), tuple(stored.get_shape())
+                dtype = jnp.dtype(_DTYPES[code]) if code in _DTYPES else None
+                found[name] = Tensor(file, stored, shape, dtype, code)
+            return Header(opened.metadata() or {}, found)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: wanted a safetensors file, got {error}") from error
 
 
 def read(tensor: Tensor, parts: Iterable[Part], dtype: np.dtype) -> dict[Part, np.ndarray]:
     """Parts of a tensor in `dtype`.
 
     Beside them no more than `_PIECE` bytes of the file are in memory, or one row, and the pages that
-    are mapped. Raises `ValueError` where the file cannot be read.
+    are mapped.
     """
-    with _opened(tensor.file) as opened:
-        stored = opened.get_slice(tensor.name)
-        return {part: _read(stored, tensor, part, dtype) for part in parts}
+    return {part: _read(tensor, part, dtype) for part in parts}
 
 
-def _read(stored: Any, tensor: Tensor, part: Part, dtype: np.dtype) -> np.ndarray:
+def _read(tensor: Tensor, part: Part, dtype: np.dtype) -> np.ndarray:
     index = tuple(slice(*bounds) for bounds in part)
     if any(start == end for start, end in part):  # the library cuts out no empty parts
         return np.empty([end - start for start, end in part], dtype)
     assert tensor.dtype is not None
     if dtype == tensor.dtype or not part:
-        return stored[index].astype(dtype, copy=False)
+        return tensor.stored[index].astype(dtype, copy=False)
     (first, last), *width = part
     found = np.empty([end - start for start, end in part], dtype)
     row = math.prod(end - start for start, end in width) * tensor.dtype.itemsize
     step = max(1, _PIECE // row)
     for start in range(first, last, step):
         end = min(start + step, last)
-        found[start - first : end - first] = stored[(slice(start, end), *index[1:])]
+        found[start - first : end - first] = tensor.stored[(slice(start, end), *index[1:])]
     return found
-
-
-@contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open  # late: most programs open no file
-
-    try:
-        _files.check_pulled(file)
-        with safe_open(file, "numpy") as opened:
-            yield opened
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: wanted a safetensors file, got {error}") from error
 
 
 def write(

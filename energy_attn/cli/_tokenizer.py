@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from energy_attn.distributed.internal import check_pulled
+from energy_attn.distributed.internal import check_file
 
 
 class AbstractTokenizer(abc.ABC):
@@ -45,7 +45,7 @@ class FromFile(AbstractTokenizer):
 
         self._path = path
         with _explained(path):
-            check_pulled(path)
+            check_file(path)
             self._tokenizer = Tokenizer.from_file(str(path))
 
     def encode(self, text: str) -> list[int]:

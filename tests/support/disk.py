@@ -1,4 +1,7 @@
-"""A disk that fails at its n-th operation: for good, as where a process is killed, or once, as where it is full."""
+"""A disk that fails at its n-th operation: for good, as where a process is killed, or once, as where it is full.
+
+And one that another process changes before the n-th.
+"""
 
 import builtins
 import contextlib
@@ -6,10 +9,13 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import safetensors
+
+from energy_attn.distributed.runtime import _safetensors
 
 _CHANGES = "replace", "rename", "unlink", "remove", "mkdir", "rmdir"
 
@@ -94,6 +100,54 @@ def failing(fails_at: int = 10**9, error: type[BaseException] = Killed) -> Itera
         patch.setattr(builtins, "open", open_file)
         patch.setattr(io, "open", open_file)
         yield disk
+
+
+class Meanwhile:
+    """Counts the operations of one process before which another may do something."""
+
+    def __init__(self, action: Callable[[], object], at: int | None):
+        self.action, self.at, self.count, self.acts = action, at, 0, False
+
+    @property
+    def acted(self) -> bool:
+        return self.at is not None and self.count >= self.at
+
+    def step(self) -> None:
+        if self.acts:
+            return
+        self.count += 1
+        if self.at in (None, self.count):
+            self.acts = True
+            try:
+                self.action()
+            finally:
+                self.acts = False
+
+
+@contextlib.contextmanager
+def meanwhile(action: Callable[[], object], at: int | None = None) -> Iterator[Meanwhile]:
+    """`action` is done before the operation `at`, from 1, on a file, or before each."""
+    other = Meanwhile(action, at)
+
+    def also(real):
+        def call(*args, **options):
+            other.step()
+            return real(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (builtins, "open"),
+            (io, "open"),
+            (os, "stat"),
+            (os, "replace"),
+            (os, "unlink"),
+            (safetensors, "safe_open"),
+            (_safetensors, "read"),
+        ):
+            patch.setattr(owner, name, also(getattr(owner, name)))
+        yield other
 
 
 def contents(folder: Path) -> dict[str, bytes]:

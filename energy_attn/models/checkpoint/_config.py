@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from energy_attn.distributed.internal import check_pulled
+from energy_attn.distributed.internal import check_file
 from energy_attn.kernels.internal import received
 
 from ..decoder._config import AbstractDecoderConfig
@@ -18,7 +18,7 @@ from ..decoder._family import Family
 def read_json(path: str | os.PathLike[str], what: str) -> Mapping[str, Any]:
     """The object in a JSON file; raises `ValueError`, which calls the file `what`."""
     try:
-        check_pulled(Path(path))
+        check_file(Path(path))
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"path: wanted a {what}, got {path}: {error}") from error

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from energy_attn.distributed.internal import IDENTITY, UNFINISHED, check_pulled, safetensors
+from energy_attn.distributed.internal import IDENTITY, UNFINISHED, check_file, safetensors
 from energy_attn.kernels.internal import received
 
 from ..decoder._config import AbstractDecoderConfig
@@ -32,14 +32,18 @@ def checked(directory: object) -> Path:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of the folder; raises `ValueError` for a name or a link that leads out of it."""
+    """A file of the folder; raises `ValueError` for what cannot be one, and what leads out of it."""
     root = folder.resolve()
     homes = [root]
     if root.parent.name == "snapshots":  # Hugging Face's cache: links to the folder of blobs
         homes.append(root.parent.parent / "blobs")
     file = folder / name
-    if not any(file.resolve().is_relative_to(home) for home in homes):
-        raise ValueError(f"directory: wanted files inside {folder}, got {name!r}, which is not")
+    usable = "\0" not in name and max(map(len, file.parts)) < 256  # as systems have it
+    # by `os`, which takes a link to itself as it is
+    if not usable or not any(Path(os.path.realpath(file)).is_relative_to(home) for home in homes):
+        raise ValueError(
+            f"directory: wanted files inside {folder}, got {received(name)}, which is not"
+        )
     return file
 
 
@@ -48,9 +52,10 @@ def unfinished(name: str, save: str) -> str:
     return f"{name}.{save}{UNFINISHED}"
 
 
-def config(folder: Path, families: Mapping[str, Family]) -> tuple[AbstractDecoderConfig, Family]:
-    """The configuration that belongs to the weights, and its family; raises as `Llama.load`."""
-    save = identity(folder)
+def config(
+    folder: Path, families: Mapping[str, Family], save: str | None
+) -> tuple[AbstractDecoderConfig, Family]:
+    """The configuration that belongs to the weights of a save, and its family; raises as `Llama.load`."""
     if save is not None:
         waiting = inside(folder, unfinished(CONFIG, save))
         if waiting.exists():
@@ -79,7 +84,7 @@ def _read(
 def identity(folder: Path) -> str | None:
     """The save that the weights of a folder belong to; None where they do not name one."""
     try:
-        if (whole := inside(folder, WHOLE)).exists():
+        if os.path.lexists(whole := inside(folder, WHOLE)):
             return identity_of(safetensors.header(whole).about)
         return index(folder)[1]
     except ValueError:
@@ -96,7 +101,7 @@ def index(folder: Path) -> tuple[dict[str, str], str | None]:
     """The file of each tensor, and the save that the index belongs to; raises `ValueError`."""
     file = inside(folder, INDEX)
     try:
-        check_pulled(file)
+        check_file(file)
         entries = json.loads(file.read_text(encoding="utf-8"))
         where, about = entries["weight_map"], entries.get("metadata") or {}
         if not all(isinstance(name, str) for name in where.values()):
@@ -110,6 +115,6 @@ def in_use(folder: Path) -> set[str]:
     """The files that a reader needs beside `config.json`; raises `ValueError` as `index`."""
     save = identity(folder)
     waiting = set() if save is None else {unfinished(CONFIG, save)}
-    if (folder / WHOLE).exists():
+    if os.path.lexists(folder / WHOLE):
         return {WHOLE, *waiting}
     return {INDEX, *waiting, *index(folder)[0].values()} if (folder / INDEX).exists() else set()

@@ -1,5 +1,6 @@
 """Reads a decoder from a folder: Hugging Face's `config.json` and safetensors files."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from energy_attn.distributed.internal import Part, Tensor, safetensors
+from energy_attn.distributed.internal import Part, Tensor, files, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...core._progress import Progress, progress_of
@@ -47,9 +48,13 @@ def load(
         raise ValueError(f"directory: wanted a folder, got {folder}, which is none")
     if dtype is not None:
         dtype = check_floating_dtype("dtype", dtype)
-    config, family = _folder.config(folder, families)
-    config = with_end_tokens(config, folder)
-    found = _stored(folder)
+
+    def read() -> tuple[AbstractDecoderConfig, Family, dict[str, Tensor]]:
+        found, save = _stored(folder)
+        config, family = _folder.config(folder, families, save)
+        return with_end_tokens(config, folder), family, found
+
+    config, family, found = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
     _check_layers(config, found)
     model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
     names, leaves = named(model)
@@ -96,10 +101,11 @@ def named(model: AbstractDecoder) -> tuple[list[str], list[Any]]:
     return names, leaves
 
 
-def _stored(folder: Path) -> dict[str, Tensor]:
-    """The tensors in the files of a folder, by name; raises `ValueError`."""
-    if (whole := _folder.inside(folder, WHOLE)).exists():
-        return safetensors.header(whole).tensors
+def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
+    """The tensors in the files of a folder, by name, and their save; raises `ValueError`."""
+    if os.path.lexists(whole := _folder.inside(folder, WHOLE)):
+        header = safetensors.header(whole)
+        return header.tensors, _folder.identity_of(header.about)
     if not _folder.inside(folder, INDEX).exists():
         if pickles := [file.name for kind in _PICKLES for file in folder.glob(kind)]:
             raise ValueError(
@@ -120,7 +126,7 @@ def _stored(folder: Path) -> dict[str, Tensor]:
     for name, file in where.items():
         if name not in headers[file].tensors:
             raise ValueError(f"{name}: wanted it in {folder / file}, as {INDEX} says, got none")
-    return {name: headers[file].tensors[name] for name, file in where.items()}
+    return {name: headers[file].tensors[name] for name, file in where.items()}, save
 
 
 def _check_layers(config: AbstractDecoderConfig, stored: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -105,17 +106,16 @@ def _place(folder: Path, weights: str, identity: str) -> None:
     """Replaces the old weights, then the old configuration."""
     # readers prefer the one file, so an index has no effect as long as that exists
     single = folder / WHOLE
-    hidden = weights == INDEX and single.exists()
+    hidden = weights == INDEX and os.path.lexists(single)
     try:
         files.replace(folder / unfinished(weights, identity), folder / weights)
         if hidden:
             files.remove(single)
     except OSError:
-        if hidden and single.exists():
+        if hidden and os.path.lexists(single):
             with contextlib.suppress(OSError):
                 files.remove(folder / weights)
         raise
-    files.sync(folder)
     files.replace(folder / unfinished(CONFIG, identity), folder / CONFIG)
 
 

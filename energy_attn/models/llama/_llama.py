@@ -104,7 +104,8 @@ class Llama(AbstractDecoder):
         Everything is checked before the first weight is read, and nothing is unpickled. Each process
         reads the parts of a weight that its devices hold, once; beside the weights on its devices, the
         host holds one weight at a time. Rotary frequencies in old files are ignored, and so is the
-        output projection where it is tied to the embedding.
+        output projection where it is tied to the embedding. Where another process saves
+        meanwhile, all is of one save, though not of the same for each of several processes.
 
         Args:
             directory: the folder.
@@ -120,7 +121,8 @@ class Llama(AbstractDecoder):
             TypeError: an argument of another type.
             ValueError: as [`from_json`][energy_attn.models.LlamaConfig.from_json]; no weights, or only
                 pickled ones; a file that is truncated, not safetensors, a pointer of Git LFS, outside
-                the folder or of another `save` than the rest; more layers than the files have;
+                the folder or of another `save` than the rest; files that are replaced again and
+                again; more layers than the files have;
                 tensors that are missing, unexpected, or of another shape or dtype; or a mesh that
                 `shard` refuses.
 
@@ -154,7 +156,9 @@ class Llama(AbstractDecoder):
         Raises:
             TypeError: an argument of another type, or a weight that is traced or abstract.
             ValueError: `max_shard_size` below 1.
-            OSError: a file cannot be written, on all processes; the old checkpoint is still there.
+            OSError: a file cannot be written, or another save into the folder is not over, as where the
+                processes of a job save without [`initialize`][energy_attn.distributed.initialize];
+                on all processes; the old checkpoint is still there.
         """
         save(self, directory, max_shard_size)
 

@@ -2,10 +2,13 @@
 
 import errno
 import os
+import re
+import subprocess
+import sys
 
 import pytest
 
-from energy_attn.distributed.runtime import _files
+from energy_attn.distributed.runtime import _files, _lock
 from tests.support.disk import contents, failing
 
 
@@ -35,5 +38,77 @@ def test_folders_that_cannot_be_synced(tmp_path, monkeypatch):
     fails(errno.EINVAL)
     _files.sync(tmp_path)
     fails(errno.EIO)
-    with pytest.raises(OSError, match="no"):
+    with pytest.raises(OSError, match=rf"no: '{tmp_path}'"):
         _files.sync(tmp_path)
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    """An error of a write or a sync, which the system gives without a name."""
+    for step in (2, 3):
+        file = tmp_path / f"new{step}"
+        with failing(step, OSError), pytest.raises(OSError, match=f"no space left: '{file}'"):
+            _files.write(file, [b"abc"])
+
+
+# Another process that saves, as far as its lock goes.
+HOLDER = """
+import fcntl, sys, time
+with open(sys.argv[1], "w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    print("process 7 on there", file=file, end="", flush=True)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def save(folder):
+    with _files.saving(folder, re.compile("new-.*"), lambda _: set()) as identity:
+        _files.write(folder / f"new-{identity}", [b"abc"])
+        assert f"process {os.getpid()} on " in (folder / _lock.NAME).read_text()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no flock")
+def test_a_killed_holder_locks_nobody_out(tmp_path):
+    """A second save that goes ahead, an error that does not say whose the first is, a lock for ever, files left."""
+    lock = tmp_path / _lock.NAME
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, lock], stdout=subprocess.PIPE)
+    with holder:
+        assert holder.stdout.readline() == b"held\n"
+        said = rf"{tmp_path}: wanted no other save .* process 7 on there; .*initialize\(\)"
+        with pytest.raises(OSError, match=said):
+            save(tmp_path)
+        holder.kill()
+    assert lock.exists()
+    save(tmp_path)
+    assert contents(tmp_path) == {}
+
+
+def test_folders_that_cannot_be_locked(tmp_path, monkeypatch):
+    """A file system without locks, for which nothing can be done; an error of the disk that is ignored."""
+    fcntl = pytest.importorskip("fcntl")
+    for number in (errno.ENOLCK, errno.EIO):
+
+        def fails(*_, number=number):
+            raise OSError(number, "no")
+
+        monkeypatch.setattr(fcntl, "flock", fails)
+        if number == errno.ENOLCK:
+            save(tmp_path)
+        else:
+            with pytest.raises(OSError, match=f"no: '{tmp_path / _lock.NAME}'"):
+                save(tmp_path)
+
+
+def test_a_lock_that_goes_as_it_is_taken(tmp_path, monkeypatch):
+    """The lock of a file that its last holder has just removed, which keeps nobody out."""
+    fcntl = pytest.importorskip("fcntl")
+    lock, real, told = tmp_path / _lock.NAME, fcntl.flock, []
+
+    def flock(opened, what):
+        real(opened, what)
+        if len(told) < 3:
+            told.append(lock.unlink())
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    save(tmp_path)
+    assert len(told) == 3 and contents(tmp_path) == {}

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, shard
 from tests.support.compare import same
-from tests.support.disk import Killed, contents, failing
+from tests.support.disk import Killed, contents, failing, meanwhile
 from tests.support.flags import environment
 from tests.support.llama import build
 from tests.support.selection import few, few_rows
@@ -505,6 +505,21 @@ def linked_away(folder):
     (folder / WHOLE).symlink_to(away)
 
 
+def linked_to_itself(folder):
+    write(folder, arrays())
+    (folder / WHOLE).unlink()
+    (folder / WHOLE).symlink_to(folder / WHOLE)
+
+
+def piped(name):
+    def make(folder):
+        write(folder, arrays())
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return make
+
+
 def pickled(folder):
     write(folder, arrays())
     (folder / WHOLE).rename(folder / "pytorch_model.bin")
@@ -576,13 +591,20 @@ BAD_FOLDERS = {
     with_wrong_offsets: f"{WHOLE}: wanted a safetensors file, got .*invalid .*offset",
     with_an_entry_of_text: f"{WHOLE}: wanted a safetensors file, got .*invalid type: string",
     with_negative_sizes: f"{WHOLE}: wanted a safetensors file, got .*invalid value: integer `-",
-    by_index("../all.safetensors"): "directory: wanted files inside .*, got '../all.safetensors'",
-    by_index("/etc/passwd"): "directory: wanted files inside .*, got '/etc/passwd'",
+    by_index(
+        "../all.safetensors"
+    ): "directory: wanted files inside .*, got str '../all.safetensors'",
+    by_index("/etc/passwd"): "directory: wanted files inside .*, got str '/etc/passwd'",
     by_index("gone.safetensors"): "gone.safetensors: wanted a safetensors file, got .*No such file",
     by_index("all.safetensors", "model.other"): "model.other: wanted it in .*all.safetensors, as",
+    by_index("a\0b"): r"directory: wanted files inside .*, got str 'a.*x00b'",
+    by_index("a" * 5000): r"directory: wanted files inside .*, got str 'a{50,60}[.]{3}, which",
+    linked_to_itself: f"{WHOLE}: wanted a safetensors file, got .*symbolic links",
+    piped(WHOLE): f"{WHOLE}: wanted a file, got a folder, a pipe or a device",
+    piped("config.json"): "config.json: wanted a file, got a folder, a pipe or a device",
     by_index(7): f"{INDEX}: wanted the weight_map of a checkpoint, got",
     with_an_index_of_junk: f"{INDEX}: wanted the weight_map of a checkpoint, got",
-    linked_away: f"directory: wanted files inside .*, got '{WHOLE}'",
+    linked_away: f"directory: wanted files inside .*, got str '{WHOLE}'",
     pickled: "got pytorch_model.bin: only safetensors is read, as nothing is unpickled",
     empty: f"directory: wanted {WHOLE} or {INDEX} in it, got",
     without_config: "path: wanted a config.json, got .*config.json",
@@ -737,7 +759,7 @@ def test_a_save_that_ends_anywhere(sizes, error, saves, tmp_path):
             assert contents(folder) == contents(first)
         with contextlib.suppress(Killed), failing(step):
             old.save(folder, max_shard_size=sizes[0])
-        assert len(contents(folder)) <= 9
+        assert len(contents(folder)) <= 10
         with failing():
             new.save(folder, max_shard_size=sizes[1])
         assert len(contents(folder)) == (2 if sizes[1] > 99 else 4)
@@ -745,6 +767,76 @@ def test_a_save_that_ends_anywhere(sizes, error, saves, tmp_path):
     assert ended and equal(Llama.load(folder), new) and {*seen} == {False, True}
     assert error is OSError or seen == sorted(seen)  # one step decides
     disk.check_synced()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    few_rows([(99, 99), (None, 9999), (9999, 9999), (9999, 99), (99, 9999)], 2),
+)
+def test_a_load_while_another_saves(before, after, saves, tmp_path):
+    """Tensors of two saves in one model, or one's weights with the other's constants: no error says so."""
+    old, new = saves
+    first, folder = tmp_path / "first", tmp_path / "folder"
+    old.save(first, max_shard_size=before or 9999)
+    if before is None:  # as others write it, without the identity of a save
+        save_file(load_file(first / WHOLE), first / WHOLE)
+        said = json.loads((first / "config.json").read_text())
+        del said["energy_attn_save"]
+        (first / "config.json").write_text(json.dumps(said))
+    seen = set()
+    for at in range(1, 200):
+        shutil.copytree(first, folder)
+        with (
+            meanwhile(lambda: new.save(folder, max_shard_size=after), at) as other,
+            failing(),
+        ):
+            found = Llama.load(folder)
+        assert equal(found, old) or equal(found, new)
+        seen.add(equal(found, new))
+        shutil.rmtree(folder)
+        if not other.acted:
+            break
+    assert other.count > 10 and seen == {False, True}
+
+
+def test_a_load_while_others_save_for_ever(saves, tmp_path, monkeypatch):
+    """A load that never returns, or one of files that do not belong together."""
+    old, new = saves
+    old.save(tmp_path)
+    monkeypatch.setattr("energy_attn.distributed.runtime._files._TRIES", 2)
+    with meanwhile(lambda: new.save(tmp_path)), failing():
+        with pytest.raises(ValueError, match=f"{tmp_path}: wanted files that stay .* 2 times"):
+            Llama.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), few_rows([(99, 99), (9999, 99), (99, 9999), (9999, 9999)], 1)
+)
+def test_two_saves_at_once(one, other, saves, tmp_path):
+    """Each removes what the other has just written, and nothing is left that loads."""
+    old, new = saves
+    refused = []
+
+    def save():
+        try:
+            new.save(folder, max_shard_size=other)
+            refused.append(False)
+        except OSError as error:
+            assert f"{folder}: wanted no other save" in str(error)
+            refused.append(True)
+
+    for at in range(1, 200):
+        folder = tmp_path / str(at)
+        with failing():
+            new.save(folder, max_shard_size=99)
+            with meanwhile(save, at) as second:
+                old.save(folder, max_shard_size=one)
+        found = Llama.load(folder)
+        assert equal(found, old) or (equal(found, new) and not refused[-1])
+        assert len(contents(folder)) in (2, 4)
+        if not second.acted:
+            break
+    assert sum(refused) > len(refused) / 2 and not refused[0]
 
 
 def test_progress(tmp_path, capsys):
