@@ -13,6 +13,7 @@ from .methods._tree import tree_attention as tree_attention
 from .methods._ulysses import ulysses_attention as ulysses_attention
 from .runtime._global_arrays import fetch as fetch
 from .runtime._global_arrays import place as place
+from .runtime._global_arrays import place_like as place_like
 from .runtime._initialize import initialize as initialize
 from .runtime._mesh import make_mesh as make_mesh
 from .spec._layout import shard_sequence as shard_sequence

@@ -1,6 +1,7 @@
 """Global arrays: made from the data of each process, and brought back."""
 
-from typing import TypeVar
+import itertools
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -68,6 +69,44 @@ def place(
     return jax.tree.map(lambda x: _placed(x, sharding, replicated), local)
 
 
+def place_like(tree: Arrays, like: PyTree) -> Arrays:
+    """Puts the arrays of a tree where those of another one lie, as after it was read from a file.
+
+    `eqx.tree_deserialise_leaves` leaves all arrays on one device; a compiled function takes them as
+    others than those it was compiled for, and is compiled anew.
+
+    Args:
+        tree: arrays (NumPy, or JAX on this process's devices), whole and equal in all processes; other
+            leaves are returned as they are.
+        like: the same tree, such as the model and the state of the optimiser as training begins. Its
+            arrays may be abstract, as `eqx.filter_eval_shape` and
+            [`shard`][energy_attn.models.shard] return them.
+
+    Returns:
+        The tree with the shardings of `like`. Arrays that lie nowhere in particular there, as new ones
+        on the default device, stay where they are.
+
+    Raises:
+        TypeError: a leaf that is not an array where `like` has one, or a traced one.
+        ValueError: trees of different structure, arrays of another shape or dtype, or sharded over
+            processes; the leaf is named.
+
+    Examples:
+        >>> import io, equinox as eqx, jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import make_mesh, place, place_like
+        >>> with jax.set_mesh(make_mesh()):
+        ...     model = place({"weight": jnp.ones((jax.device_count(), 2))}, jax.P("device"))
+        >>> file = io.BytesIO()
+        >>> eqx.tree_serialise_leaves(file, model)
+        >>> _ = file.seek(0)
+        >>> read = place_like(eqx.tree_deserialise_leaves(file, model), model)
+        >>> read["weight"].sharding == model["weight"].sharding
+        True
+    """
+    _check_structure(tree, like)
+    return jax.tree_util.tree_map_with_path(_placed_like, tree, like)
+
+
 def fetch(x: PyTree[Array | np.ndarray]) -> PyTree[np.ndarray]:
     """Brings whole arrays into the memory of every process.
 
@@ -117,6 +156,39 @@ def _placed(local: Array | np.ndarray, sharding: NamedSharding, replicated: bool
             f"local: wanted {held} that {sharding.spec} divides over the mesh "
             f"{dict(sharding.mesh.shape)}, got {received(local)}: {error}"
         ) from error
+
+
+def _placed_like(path: Any, leaf: Any, other: Any) -> Any:
+    if not isinstance(other, (jax.Array, jax.ShapeDtypeStruct)):
+        return leaf
+    name = "tree" + jax.tree_util.keystr(path)
+    check_array(name, leaf)
+    _check_concrete(name, leaf)
+    if leaf.shape != other.shape or leaf.dtype != other.dtype:
+        wanted = f"{other.dtype}[{','.join(map(str, other.shape))}]"
+        raise ValueError(f"{name}: wanted {wanted} as in like, got {received(leaf)}")
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+            f"{name}: wanted a whole array, got one that is sharded over processes, {received(leaf)}"
+        )
+    if other.sharding is None or (isinstance(other, jax.Array) and not other.committed):
+        return leaf
+    has_numbers = not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended)  # or random keys
+    whole = np.asarray(leaf) if has_numbers else leaf
+    return jax.make_array_from_callback(leaf.shape, other.sharding, lambda part: whole[part])
+
+
+def _check_structure(tree: PyTree, like: PyTree) -> None:
+    if jax.tree.structure(tree) == jax.tree.structure(like):
+        return
+    names = (
+        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(x)]
+        for x in (like, tree)
+    )
+    for wanted, got in itertools.zip_longest(*names, fillvalue="none"):
+        if wanted != got:
+            raise ValueError(f"tree: wanted a leaf {wanted} as in like, got {got}")
+    raise ValueError("tree: wanted the static fields of like, got others with the same leaves")
 
 
 def _fetched(x: Array | np.ndarray) -> np.ndarray:

@@ -1,12 +1,15 @@
 """Data into and out of arrays over the mesh, in one process; over several see test_processes.py."""
 
+import io
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from energy_attn.distributed import fetch, make_mesh, place
+from energy_attn.distributed import fetch, make_mesh, place, place_like
 
 AXES = ("node", "device")
 
@@ -30,6 +33,91 @@ def test_dtypes_follow_the_settings(user_settings):
     """NumPy's float64 is float32 in JAX, in all processes alike and without a warning."""
     placed = place(np.ones(8), NamedSharding(make_mesh(), jax.P(AXES)))
     assert placed.dtype == jnp.float32
+
+
+def test_a_tree_that_was_read_lies_like_the_old_one():
+    """All weights on one device after a resume, whose next step is compiled anew, or for one device."""
+    mesh = make_mesh((2, 4))
+    layer = eqx.nn.MLP(8, 8, 8, 0, key=jax.random.key(0)).layers[0]
+    split = {"weight": jax.P(None, "device"), "bias": jax.P("device")}
+    layer = eqx.tree_at(
+        lambda x: (x.weight, x.bias),
+        layer,
+        tuple(
+            place(getattr(layer, n), NamedSharding(mesh, s), replicated=True)
+            for n, s in split.items()
+        ),
+    )
+    keys = jax.device_put(
+        jax.random.split(jax.random.key(1), 8), NamedSharding(mesh, jax.P("node"))
+    )
+    state = {"layer": layer, "count": jnp.zeros((), jnp.int32), "step": 7, "act": jax.nn.relu}
+
+    @jax.jit
+    def step(arrays, keys):
+        return jax.tree.map(lambda x: x + 1, arrays), keys
+
+    def arrays(state):
+        return eqx.filter(state, eqx.is_array)
+
+    want, _ = step(arrays(state), keys)
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, state)
+    file.seek(0)
+    read = eqx.tree_deserialise_leaves(file, state)
+    assert len(read["layer"].weight.sharding.device_set) == 1
+    for like in (state, eqx.filter_eval_shape(lambda: state) | {"layer": abstract(layer)}):
+        placed = place_like(read | {"keys": keys[:]}, like | {"keys": keys})
+        keys_there = placed.pop("keys")
+        assert placed["step"] == 7 and placed["act"] is jax.nn.relu
+        assert keys_there.sharding == keys.sharding
+        for x, y in zip(
+            jax.tree.leaves(arrays(placed)), jax.tree.leaves(arrays(state)), strict=True
+        ):
+            assert x.sharding == y.sharding and x.committed == y.committed
+        got, _ = step(arrays(placed), keys_there)
+        assert eqx.tree_equal(got, want)
+    assert step._cache_size() == 1
+    step(arrays(read), keys[:])
+    assert step._cache_size() == 2  # what the others did not need
+
+
+def abstract(tree):
+    """The shapes of arrays, and where they lie."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "said"),
+    [
+        (
+            {"a": np.ones(8, np.float32)},
+            ValueError,
+            r"tree: wanted a leaf \['b'\] as in like, got none",
+        ),
+        (
+            {"a": np.ones(8, np.float32), "c": 1},
+            ValueError,
+            r"tree: wanted a leaf \['b'\].*, got \['c'\]",
+        ),
+        (
+            {"a": np.ones(4, np.float32), "b": 1},
+            ValueError,
+            r"tree\['a'\]: wanted float32\[8\] .* float32\[4\]",
+        ),
+        (
+            {"a": np.ones(8, np.int32), "b": 1},
+            ValueError,
+            r"tree\['a'\]: wanted float32\[8\] .* int32\[8\]",
+        ),
+        ({"a": 1.0, "b": 1}, TypeError, r"tree\['a'\]: wanted a JAX or NumPy array, got float 1.0"),
+    ],
+)
+def test_a_tree_of_another_form(tree, error, said):
+    """Weights of another model, placed as far as they go."""
+    like = {"a": place(np.ones(8, np.float32), NamedSharding(make_mesh(), jax.P(AXES))), "b": 1}
+    with pytest.raises(error, match=f"^{said}"):
+        place_like(tree, like)
 
 
 @pytest.mark.parametrize(
