@@ -50,7 +50,8 @@ class SequenceParallel:
             parallelism. Heads do not meet, so that it costs nothing here.
         batch: other mesh axes, over which the rows of the batch are sharded, in a cache too: for data
             parallelism. Name them where they are automatic, as XLA may gather rows that are sharded
-            over axes that nobody named; of explicit axes the types of the arrays tell.
+            over axes that nobody named; of explicit axes the types of the arrays tell. Rows that a `jax.vmap`
+            maps over are no rows of the call: a `jax.shard_map` over all axes, around the `vmap`, splits these.
         narrow_gradients: whether gradients of keys and values that go around a ring (`"ring"`,
             `"hybrid"`) are sent in the dtypes of these, which for 16 bits is half of the bytes, rounded in
             each hop; False: in that of `lse`, rounded once.

@@ -19,6 +19,12 @@ from ._parallel import SequenceParallel
 
 Tree = TypeVar("Tree")
 
+# To a call under a `jax.vmap`, which has one row.
+_MAPPED = (
+    "; rows that jax.vmap maps over are split by a jax.shard_map over all axes around it, as in "
+    "jax.shard_map(jax.vmap(model), in_specs=jax.P('data', 'device'), ...), without batch="
+)
+
 
 class ShardingPlan(NamedTuple):
     """The mesh axes over which the axes of an attention are sharded, and the method; static.
@@ -95,7 +101,8 @@ def sharding_plan(
     else:
         queries = query.shape[first + 1] == key.shape[first + 1]
     check_share("key", "heads", key.shape[-2], device_count(mesh, heads))
-    check_share("query", "rows", math.prod(query.shape[:-3]), device_count(mesh, batch))
+    rows = math.prod(query.shape[:-3])
+    check_share("query", "rows", rows, device_count(mesh, batch), _MAPPED if rows == 1 else "")
     plan = ShardingPlan(mesh, batch, sequence, heads, queries, "tree", "auto", None)
     if parallel is not None:
         plan = plan._replace(merge=parallel.merge, topology=parallel.topology)
@@ -194,12 +201,12 @@ def check_heads(heads: int, kv_heads: int, devices: int, method: str) -> None:
         )
 
 
-def check_share(name: str, what: str, number: int, devices: int) -> None:
+def check_share(name: str, what: str, number: int, devices: int, hint: str = "") -> None:
     """Raises `ValueError` unless the number of devices divides that of the rows or heads."""
     if number % devices:
         raise ValueError(
             f"{name}: wanted a number of {what} that is a multiple of the {devices} devices that "
-            f"they are split over, got {number}"
+            f"they are split over, got {number}{hint}"
         )
 
 

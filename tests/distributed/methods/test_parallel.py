@@ -21,7 +21,7 @@ from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.kernels import local_attention
 from tests.support.compare import close
 from tests.support.meshes import SHAPES, batches_psum, check, mesh_of, on_host, parallel_of
-from tests.support.problems import PROBLEMS, Problem, cast, cotangents, everything
+from tests.support.problems import PROBLEMS, Problem, _make, cast, cotangents, everything
 from tests.support.reference import dense, dense_covariance, dense_vjp
 from tests.support.selection import few, few_rows
 
@@ -384,6 +384,36 @@ def test_not_jitted_inside_shard_map():
     with jax.set_mesh(mesh_of("8")):
         energy = jax.shard_map(ea.free_energy, in_specs=P("device"), out_specs=P("device"))
         close(energy(query, key, value), np.concatenate([dense(problem)[1]] * 4))
+
+
+@batches_psum
+def test_rows_that_vmap_maps_over():
+    """Data parallelism of a mapped model: what the error says to write is right, and sends no rows to others.
+
+    `batch=` names axes of rows that a call has, and of those of a `vmap` it has one.
+    """
+    problem = _make("mapped", B=4, T=8, S=8, is_causal=True)
+    arrays, cotangent = on_host(problem)
+    rows = P("data", "device")
+
+    def mapped(**options):
+        parallel = SequenceParallel("device", **options)
+        return jax.vmap(lambda arrays: ea.attention(**arrays, is_causal=True, parallel=parallel))
+
+    @jax.jit
+    def run(arrays, cotangent):
+        split = jax.shard_map(mapped(), in_specs=rows, out_specs=rows)
+        found, back = jax.vjp(split, arrays)
+        return found, back(cotangent)[0]
+
+    with jax.set_mesh(make_mesh((2, 4), ("data", "device"))):
+        with pytest.raises(ValueError, match=r"of the 2 devices .*got 1; .*jax\.shard_map.*vmap"):
+            mapped(batch="data")(arrays)
+        compiled = run.lower(arrays, cotangent[0]).compile()
+        found, gradients = compiled(arrays, cotangent[0])
+    close(found, dense(problem)[0])
+    close(gradients, dense_vjp(problem, cotangent[0], np.zeros(cotangent[1].shape)))
+    assert {c.group_size for c in collectives(compiled)} == {4}
 
 
 @pytest.mark.full
