@@ -6,6 +6,8 @@ from typing import Any, TypeVar, Unpack
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from energy_attn.kernels.internal import check_options, received
@@ -39,12 +41,12 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
     old one: weights, biases, probability and inference flag are the same objects. It is called in the
     same way, and gives the same outputs, gradients and random dropout to rounding (but for fully masked
     rows, which are zero before the output projection), and the energies too. Layers that were
-    stacked by `jax.vmap`, for a scan, stay stacked.
+    stacked by `jax.vmap`, for a scan, stay stacked, and each of them has its own copy of the options' arrays.
 
     Args:
         model: any pytree, which stays as it is.
         **options: fields of the [`FreeEnergy`][energy_attn.FreeEnergy] of every layer, as
-            `is_causal=True`, `implementation=` or `parallel=`.
+            `is_causal=True`, `implementation=` or `parallel=`; with arrays of one layer, as `sink=`.
 
     Returns:
         The new model. What is not an attention layer is that of `model`.
@@ -74,7 +76,10 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
         del path
         made = _with_fields_of(layer, MultiheadAttention, num_kv_heads=layer.num_heads)
         return eqx.tree_at(
-            lambda x: x.energy, made, energy, is_leaf=lambda x: isinstance(x, FreeEnergy)
+            lambda x: x.energy,
+            made,
+            _stacked(energy, layer.query_proj.weight.shape[:-2]),
+            is_leaf=lambda x: isinstance(x, FreeEnergy),
         )
 
     return _replaced(model, eqx.nn.MultiheadAttention, ours)
@@ -123,6 +128,14 @@ def restore_attention(model: Model) -> Model:
         return _with_fields_of(layer, eqx.nn.MultiheadAttention)
 
     return _replaced(model, MultiheadAttention, theirs)
+
+
+def _stacked(energy: FreeEnergy, lead: tuple[int, ...]) -> FreeEnergy:
+    """An energy for each of as many layers, whose arrays have these axes in front."""
+    if not lead:
+        return energy
+    arrays, rest = eqx.partition(energy, lambda x: isinstance(x, (jax.Array, np.ndarray)))
+    return eqx.combine(jax.tree.map(lambda x: jnp.broadcast_to(x, lead + x.shape), arrays), rest)
 
 
 def _with_fields_of(layer: Any, kind: type, **sizes: int) -> Any:

@@ -113,6 +113,55 @@ def test_stacked_layers_scan(model):
     close(run(ea.replace_attention(model).stacked, x), run(model.stacked, x), tolerance=1e-12)
 
 
+def test_options_of_stacked_layers(model):
+    """Arrays of options that a scan, or a map over layers, cuts along an axis that the layers alone have."""
+    x, heads = normal(4, T, 8), np.arange(1, 3) / 4
+    options = {
+        "score": ea.scores.ALiBi(jnp.asarray(heads)),
+        "mask": ea.masks.Causal() | ea.masks.Prefix(2),
+        "sink": jnp.asarray(-heads),
+    }
+
+    def scanned(layers, x):
+        arrays, static = eqx.partition(layers, eqx.is_array)
+
+        def step(x, arrays):
+            layer = eqx.combine(arrays, static)
+            return x + layer(x, x, x, inference=True), None
+
+        return jax.lax.scan(step, x, arrays)[0]
+
+    def in_turn(layers, x):
+        for layer in layers:
+            x = x + layer(x, x, x, inference=True)
+        return x
+
+    @eqx.filter_jit
+    def run(stacked, layers, x):
+        def with_slopes(function, layers):
+            def total(layers):
+                out = function(layers, x)
+                return (out * normal(9, *out.shape)).sum(), out
+
+            (_, out), slopes = eqx.filter_value_and_grad(total, has_aux=True)(layers)
+            return out, slopes
+
+        def apart(layers):
+            return jnp.stack([layer(x, x, x, inference=True) for layer in layers])
+
+        mapped = eqx.filter_vmap(lambda layer: layer(x, x, x, inference=True))(stacked)
+        found, wanted = with_slopes(scanned, stacked), with_slopes(in_turn, layers)
+        return (*found, mapped), (*wanted, apart(layers))
+
+    arrays, static = eqx.partition(model.stacked, eqx.is_array)
+    theirs = [eqx.combine(jax.tree.map(lambda w, i=i: w[i], arrays), static) for i in range(3)]
+    stacked = ea.replace_attention(model.stacked, **options)
+    found, (out, slopes, apart) = run(stacked, ea.replace_attention(theirs, **options), x)
+    together = jax.tree.map(lambda *some: jnp.stack(some), *slopes)
+    close(found, (out, together, apart), tolerance=1e-12)
+    assert stacked.energy.sink.shape == (3, 2)
+
+
 def test_options_reach_every_layer(model):
     """Options that only the first layer gets."""
     x = normal(5, T, 8)
