@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import math
 import sys
 import time
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="the text to continue")
-    prompt.add_argument("--prompt-file", type=Path, help="a file with the text, in UTF-8")
+    prompt.add_argument(
+        "--prompt-file", type=Path, help="a file with the text, in UTF-8; -: standard input"
+    )
     add("--mesh", type=_mesh, default=(), help="devices to shard the context over: 8, or 2x4")
     add("--tensor", type=int, default=1, help="devices to split the weights over (%(default)s)")
     methods = "auto", "tree", "ring", "ulysses", "hybrid", "gather"
@@ -59,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the text to standard output as it comes, and a summary to standard error.
 
-    Returns 0, or 2 for an error.
+    Returns 0, or 2 for an error. Raises `BrokenPipeError` where nobody reads the text any more.
     """
     count = math.prod(args.mesh) * args.tensor
     if count > 1:
@@ -67,26 +70,30 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check(args)
         return _run(args, count)
+    except BrokenPipeError:
+        raise
     except (OSError, TypeError, ValueError, NotImplementedError, ImportError) as error:
         print(f"energy_attn generate: {error}", file=sys.stderr)
         return 2
 
 
 def _mesh(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.lower().split("x"))
-    if not 1 <= len(sizes) <= 2 or min(sizes) < 1:
-        raise ValueError  # argparse adds the message
+    wanted = "8 or 2x4, or other sizes"
+    sizes = _numbers(text.lower(), "x", wanted)
+    if len(sizes) > 2 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
     return sizes
 
 
-_mesh.__name__ = "mesh"  # for the error message of argparse
-
-
 def _tokens(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return _numbers(text, ",", "tokens by number, 2 or 2,7")
 
 
-_tokens.__name__ = "tokens"
+def _numbers(text: str, separator: str, wanted: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(separator))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}") from None
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -97,7 +104,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace, count: int) -> int:
-    prompt = args.prompt_file.read_text("utf-8") if args.prompt is None else args.prompt
+    prompt = _text(args.prompt_file) if args.prompt is None else args.prompt
     sequence = ("node", "device")[2 - len(args.mesh) :]
     mesh = None
     if count > 1:
@@ -108,6 +115,11 @@ def _run(args: argparse.Namespace, count: int) -> int:
         model = load_decoder(args.model, mesh=mesh, dtype=args.dtype)
         tokenizer = tokenizer_of(args.model, model.config.vocab_size)
         tokens = tokenizer.encode(prompt)
+        if not tokens:
+            option = "--prompt-file" if args.prompt is None else "--prompt"
+            raise ValueError(
+                f"{option}: wanted text, as this tokenizer begins one with no token, got {prompt!r}"
+            )
         drafter = _drafter(args, mesh)
         writer = _Writer(tokenizer)
         found = generate(
@@ -128,6 +140,18 @@ def _run(args: argparse.Namespace, count: int) -> int:
     writer.end()
     print(_summary(writer, found, len(tokens)), file=sys.stderr)
     return 0
+
+
+def _text(file: Path) -> str:
+    """The text in a file, or in standard input."""
+    given = str(file) == "-"
+    data = sys.stdin.buffer.read() if given else file.read_bytes()
+    try:
+        # line ends become those of Python
+        return io.TextIOWrapper(io.BytesIO(data), "utf-8").read()
+    except UnicodeDecodeError as error:
+        name = "standard input" if given else file
+        raise ValueError(f"--prompt-file: wanted text in UTF-8, got {name}: {error}") from error
 
 
 def _drafter(args: argparse.Namespace, mesh: Mesh | None) -> AbstractDrafter | None:

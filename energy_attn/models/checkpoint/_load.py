@@ -45,7 +45,10 @@ def load(
     """
     folder = _folder.checked(directory)
     if not folder.is_dir():
-        raise ValueError(f"directory: wanted a folder, got {folder}, which is none")
+        raise ValueError(
+            f"directory: wanted a folder on this machine, got {folder}, which is none: nothing is "
+            "downloaded"
+        )
     if dtype is not None:
         dtype = check_floating_dtype("dtype", dtype)
 

@@ -1,16 +1,21 @@
 """`python -m energy_attn generate`: text in, text out, the same as by `generate`."""
 
+import io
 import json
 import re
+import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from energy_attn.__main__ import main
-from energy_attn.cli._tokenizer import tokenizer_of
+from energy_attn.cli._tokenizer import Bytes, tokenizer_of
 from energy_attn.models import Llama, LlamaConfig, generate
+from tests.support.flags import environment
 from tests.support.selection import few
 
 PROMPT = "ab" * 9 + "é"
@@ -116,8 +121,12 @@ def test_what_cannot_be_done_is_said(more, message, folder, capsys):
 
 
 def test_missing_files_are_named(folder, tmp_path, capsys):
-    assert main(["generate", "--model", str(tmp_path / "none"), "--prompt", "a"]) == 2
-    assert "none" in capsys.readouterr().err
+    for name in (str(tmp_path / "none"), "organisation/model"):
+        assert main(["generate", "--model", name, "--prompt", "a"]) == 2
+        wanted = (
+            f"wanted a folder on this machine, got {name}, which is none: nothing is downloaded"
+        )
+        assert wanted in capsys.readouterr().err
     assert main(["generate", "--model", str(folder), "--prompt-file", str(tmp_path / "no")]) == 2
     assert "no" in capsys.readouterr().err
     odd = LlamaConfig(300, 16, 24, num_hidden_layers=1, num_attention_heads=4)
@@ -151,7 +160,85 @@ def test_a_tokenizer_that_panics(tmp_path):
 def test_a_mesh_that_is_none(mesh, folder, capsys):
     with pytest.raises(SystemExit):
         command(folder, "--mesh", mesh)
-    assert "invalid mesh value" in capsys.readouterr().err
+    assert f"--mesh: wanted 8 or 2x4, or other sizes, got {mesh!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", ["foo", "2,", "2;7"])
+def test_tokens_that_are_none(tokens, folder, capsys):
+    with pytest.raises(SystemExit):
+        command(folder, "--stop", tokens)
+    assert f"--stop: wanted tokens by number, 2 or 2,7, got {tokens!r}" in capsys.readouterr().err
+
+
+def test_prompts(folder, tmp_path, monkeypatch, capsys):
+    """Standard input that is taken for a file, text in another encoding of a file that is not named, and no text."""
+    seen = []
+    monkeypatch.setattr("energy_attn.cli.generate.generate", lambda _, prompts, *__, **___: 1 / 0)
+
+    class Whole(Bytes):
+        def encode(self, text):
+            seen.append(text)
+            return super().encode(text)
+
+    monkeypatch.setattr("energy_attn.cli.generate.tokenizer_of", lambda *_: Whole())
+
+    def run(*given, stdin=b""):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), "ascii"))
+        return command(folder, *given, prompt=False)
+
+    with pytest.raises(ZeroDivisionError):
+        run("--prompt-file", "-", stdin="é\r\n-".encode())
+    assert seen == ["é\n-"]
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("é".encode("latin-1"))
+    for path, stdin, name in ((latin, b"", str(latin)), ("-", b"\xe9", "standard input")):
+        assert run("--prompt-file", str(path), stdin=stdin) == 2
+        assert f"--prompt-file: wanted text in UTF-8, got {name}: " in capsys.readouterr().err
+    assert run("--prompt", "") == run("--prompt-file", "-") == 2
+    said = capsys.readouterr().err.splitlines()
+    wanted = "wanted text, as this tokenizer begins one with no token, got ''"
+    assert said == [f"energy_attn generate: --prompt{x}: {wanted}" for x in ("", "-file")]
+
+
+@pytest.mark.full
+def test_a_text_that_begins_with_a_token(tmp_path, capsys):
+    """No prompt, where the tokenizer puts a token before every text: what the model says after that one."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<s>": 7}, unk_token="a"))
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $0", special_tokens=[("<s>", 7)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = Llama(CONFIG, key=jax.random.key(1))
+    model.save(tmp_path)
+    assert (
+        main(["generate", "--model", str(tmp_path), "--prompt", "", "--max-new-tokens", "2"]) == 0
+    )
+    assert "1 tokens read" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_is_no_error(folder, monkeypatch):
+    """What `| head` leaves, which the module ends quietly on, as an error of the command."""
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("energy_attn.cli.generate._run", closed)
+    with pytest.raises(BrokenPipeError):
+        command(folder)
+
+
+@pytest.mark.full
+def test_a_reader_that_leaves(folder):
+    """`| head -c 1` in earnest: no message, and the status of a program that the closed pipe ends."""
+    given = ["--model", folder, "--prompt", PROMPT, "--max-new-tokens", "300"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "energy_attn", "generate", *given],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_a_method_that_is_none(folder, capsys):

@@ -641,7 +641,7 @@ def test_bad_arguments(tmp_path, unchecked):
     for kind, message, call in [
         (
             ValueError,
-            "directory: wanted a folder, got .*gone",
+            "directory: wanted a folder on this machine, got .*gone",
             lambda: Llama.load(tmp_path / "gone"),
         ),
         (TypeError, "directory: wanted the path", lambda: Llama.load(7)),
