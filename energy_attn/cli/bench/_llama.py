@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import tempfile
 from collections.abc import Callable
@@ -118,17 +119,19 @@ def _peer_reading(peer: Callable[..., Any], tokens: np.ndarray, new: int) -> Run
     return _inference(lambda: peer(given, use_cache=True, logits_to_keep=1).logits)
 
 
-def _peer_writing(peer: Callable[..., Any], tokens: np.ndarray, new: int) -> Run:
+def _peer_writing(peer: Any, tokens: np.ndarray, new: int) -> Run:
     """The bare loop around the model, which is less work than transformers' own `generate`."""
     given = torch().from_numpy(tokens.astype(np.int64))
     with torch().inference_mode():
         read = peer(given, use_cache=True, logits_to_keep=1)
-    first, cache = read.logits.argmax(-1), read.past_key_values
+    # transformers 5.24 calls it `cache`, and warns of the other name
+    name = "cache" if "cache" in inspect.signature(peer.forward).parameters else "past_key_values"
+    first, cache = read.logits.argmax(-1), read[name]
 
     def run() -> Any:
         token, written = first, []
         for _ in range(new - 1):
-            out = peer(token, past_key_values=cache, use_cache=True)
+            out = peer(token, use_cache=True, **{name: cache})
             token = out.logits.argmax(-1)
             written.append(token)
         cache.crop(1 - new)  # back to the prompt
