@@ -64,10 +64,16 @@ class Reference(AbstractKernel):
             )
             return found.reshape(batch, heads, query_len, key_len)
 
-        inner = settings.scored_width
-        added = None if inner is None else products(query[..., inner:], key[..., inner:])
-        raw = products(query[..., :inner], key[..., :inner])
-        weights, total, lse = softmax(masked(raw, operands, settings, added))
+        def scores(query: Array) -> Array:
+            inner = settings.scored_width
+            added = None if inner is None else products(query[..., inner:], key[..., inner:])
+            raw = products(query[..., :inner], key[..., :inner])
+            return masked(raw, operands, settings, added)
+
+        if operands.mask is not None:  # in derivatives, rows without keys are multiplied with zeros
+            seen = holds_keys(scores(jax.lax.stop_gradient(query)).max(-1, initial=-jnp.inf))
+            query = jnp.where(seen.transpose(0, 2, 1)[..., None], query, 0)
+        weights, total, lse = softmax(scores(query))
         weights = (weights / total).astype(value.dtype)
         out = jnp.einsum(
             "bkgts,bskh->btkgh",
