@@ -62,6 +62,7 @@ from .call._target import AssumedGPU as AssumedGPU
 from .call._target import Device as Device
 from .dispatch._beside import beside as beside
 from .dispatch._derivative import AbstractDerivative as AbstractDerivative
+from .dispatch._derivative import Saved as Saved
 from .dispatch._derivative import keep_moved as keep_moved
 from .dispatch._derivative import tangent_along as tangent_along
 from .dispatch._derivative import wanting as wanting
@@ -105,5 +106,6 @@ from .xla._blockwise import cast_like as cast_like
 from .xla._blockwise import empty_like as empty_like
 from .xla._by_head import backward_onto as backward_onto
 from .xla._softmax import softmax as softmax
+from .xla._tangent import TangentSums as TangentSums
 from .xla._tangent import tangent_of as tangent_of
 from .xla._tangent import tangent_sums as tangent_sums

@@ -262,7 +262,7 @@ def positions_from(first: Array, counts: Array, tokens: int) -> Array:
 
 def _write(buffer: Array, new: Array, slot: Array) -> Array:
     """`buffer` `[B, S, ...]` with `new` `[B, L, ...]` at `slot` `[B, L]`; dropped where that is ≥ S."""
-    return lax.platform_dependent(buffer, new, slot, cpu=_one_by_one, default=_scatter)
+    return lax.platform_dependent(buffer, new, slot, cpu=_in_branch, default=_scatter)
 
 
 def _scatter(buffer: Array, new: Array, slot: Array) -> Array:
@@ -272,58 +272,68 @@ def _scatter(buffer: Array, new: Array, slot: Array) -> Array:
     return jax.vmap(row)(buffer, new, slot)
 
 
-def _one_by_one(buffer: Array, new: Array, slot: Array) -> Array:
-    return linear_call(_OneByOne(buffer.shape[1]), slot, (buffer, new))
+# Before JAX 0.12 XLA:CPU scatters bfloat16 through float32, the whole buffer for each token; and bits that
+# are scattered instead are a copy of the buffer. This choice is one fused loop over the buffer, in place,
+# which stores only what is new.
+def _choose(buffer: Array, new: Array, slot: Array) -> Array:
+    slots, tokens = buffer.shape[1], new.shape[1]
+
+    def row(buffer: Array, new: Array, slot: Array) -> Array:
+        none, each = jnp.full(slots, tokens, jnp.int32), jnp.arange(tokens, dtype=jnp.int32)
+        token = none.at[slot].set(each, mode="drop", unique_indices=True)
+        is_new = jnp.expand_dims(token < tokens, range(1, buffer.ndim))
+        return jnp.where(is_new, jnp.take(new, token, 0, mode="clip"), buffer)
+
+    bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (buffer, new))
+    return lax.bitcast_convert_type(jax.vmap(row)(*bits, slot), buffer.dtype)
 
 
-# XLA:CPU compiles a scatter to such a loop anyway, but for bfloat16 it would make a float32 copy of
-# the whole buffer, as it would for a `where` of new and old entries. A write is linear in what is
-# written and what is kept, so that no derivative goes through the steps.
+def _in_branch(buffer: Array, new: Array, slot: Array) -> Array:
+    return linear_call(_InBranch(buffer.shape[1]), slot, (buffer, new))
+
+
+# A write is linear in what is written and what is kept, so that no derivative goes through the branch or the bits.
 @dataclasses.dataclass(frozen=True)
-class _OneByOne(AbstractLinearMap):
-    """The buffer with new entries, written one after the other, from slots and the two arrays."""
+class _InBranch(AbstractLinearMap):
+    """The buffer with new entries, from slots and the two arrays."""
 
     slots: int
 
     def apply(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
-        """A loop; for a direction in one of the arrays the scatter."""
-        buffer, new = moving
-        if buffer is None or new is None:
-            return self.plain(fixed, moving)
-        rows, tokens = fixed.shape
-
-        def one(i: Array, buffer: Array) -> Array:
-            row, token = i // tokens, i % tokens
-            at = (row, fixed[row, token], *(jnp.int32(0),) * (buffer.ndim - 2))
-            put = lax.dynamic_slice(new, (row, token, *at[2:]), (1, 1, *new.shape[2:]))
-            return lax.cond(
-                at[1] < buffer.shape[1],
-                lambda buffer: lax.dynamic_update_slice(buffer, put, at),
-                lambda buffer: buffer,
-                buffer,
-            )
-
-        return lax.fori_loop(jnp.int32(0), jnp.int32(rows * tokens), one, buffer)
+        """Written in a branch, which XLA:CPU does not fuse with what reads the buffer: that would copy it."""
+        buffer, new = self._both(fixed, moving)
+        write = _choose if buffer.dtype == jnp.bfloat16 else _scatter
+        return lax.cond(
+            (fixed < self.slots).any(),
+            lambda buffer: write(buffer, new, fixed),
+            lambda buffer: buffer,
+            buffer,
+        )
 
     def plain(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
         """The scatter."""
+        return _scatter(*self._both(fixed, moving), fixed)
+
+    def transpose(self, fixed: Array, moving: Any, cotangent: Array) -> tuple[Any, Any]:
+        """The cotangent of the new entries is read where they were written; of the old ones, the rest."""
+        buffer, new = moving
+
+        def row(cotangent: Array, slot: Array) -> Array:
+            return cotangent.at[slot].get(mode="fill", fill_value=0, unique_indices=True)
+
+        return (
+            None if buffer is None else linear_call(self, fixed, (cotangent, None)),
+            None if new is None else jax.vmap(row)(cotangent, fixed),
+        )
+
+    def _both(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> tuple[Array, Array]:
+        """The two arrays, with zeros for one that does not move."""
         buffer, new = moving
         if buffer is None:
             assert new is not None
             buffer = jnp.zeros((len(new), self.slots, *new.shape[2:]), new.dtype)
         if new is None:
             new = jnp.zeros((*fixed.shape, *buffer.shape[2:]), buffer.dtype)
-        return _scatter(buffer, new, fixed)
-
-    def transpose(self, fixed: Array, moving: Any, cotangent: Array) -> tuple[Any, Any]:
-        """The cotangent of the new entries is read where they were written; of the old ones, the rest."""
-
-        def row(cotangent: Array, slot: Array) -> Array:
-            return cotangent.at[slot].get(mode="fill", fill_value=0, unique_indices=True)
-
-        new = jax.vmap(row)(cotangent, fixed)
-        found = _scatter(cotangent, jnp.zeros_like(new), fixed), new
-        buffer, new = (None if x is None else y for x, y in zip(moving, found, strict=True))
         return buffer, new
 
 

@@ -17,7 +17,9 @@ from energy_attn.kernels.internal import (
     Arriving,
     Candidate,
     Operands,
+    Saved,
     Settings,
+    TangentSums,
     attend_onto,
     backward_onto,
     beside,
@@ -193,7 +195,7 @@ class _InTurn(AbstractFunction):
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
         state: AttentionState = function_call(self, primals)
         derivative = _OfTurns(self.settings, self.turns)
-        return state, tangent_along(derivative, primals, state, tangents)
+        return state, tangent_along(derivative, Saved(primals, state), tangents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +215,8 @@ class _OfTurns(AbstractDerivative):
 
         @jax.checkpoint
         def visit(
-            sums: AttentionState, here: Tree, turn: int | Array, arriving: Tree | None
-        ) -> tuple[AttentionState, Tree | None]:
+            sums: TangentSums, here: Tree, turn: int | Array, arriving: Tree | None
+        ) -> tuple[TangentSums, Tree | None]:
             keys, changes = cast("tuple[Keys, Keys]", turns.joined(here))
             bias = turns.cut(directions.bias, 3, turn)
             along = cotangents(directions.query, *changes, bias, directions.score_arrays)
@@ -223,9 +225,10 @@ class _OfTurns(AbstractDerivative):
             found, arriving = beside(found, arriving)
             return added(sums, found), arriving
 
-        zero = jax.tree.map(lambda x: lax.full_like(x, 0.0, dtype=state.lse.dtype), state)
+        out, lse = (lax.full_like(x, 0.0, dtype=state.lse.dtype) for x in state)
+        zero = TangentSums(out, lse, lse)
         own = _own(operands), Keys(directions.key, directions.value)
-        return tangent_of(state, _fold(visit, zero, own, turns))
+        return tangent_of(state, _fold(visit, zero, own, turns).means())
 
     def backward(
         self,

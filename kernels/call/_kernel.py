@@ -75,8 +75,8 @@ class AbstractKernel(abc.ABC):
     ) -> tuple[AttentionState, Array]:
         """The state of `forward`, and what rounding took from `lse`, `[B, T, N]`; 0 by default.
 
-        The weights of a derivative are `exp(s - lse)`, whose sum is off by as much as `lse` is: by 1% from 3e5 on in
-        float32. So derivatives are divided by the exponential of the rest.
+        The weights of a backward are `exp(s - lse)`, whose sum is off by as much as `lse` is, by 1% from 3e5 on in
+        float32: so they are divided by the exponential of the rest.
         """
         state = self.forward(operands, settings, platform)
         return state, jnp.zeros_like(state.lse)

@@ -160,6 +160,29 @@ def safe_shift(maximum: Array) -> Array:
     return jnp.where(holds_keys(maximum), maximum, 0.0)
 
 
+def exp_from(scores: Array, shift: Array) -> Array:
+    """`exp(scores - shift)` of scores that are rounded first, as their maximum is."""
+    return jnp.exp(unfused(scores) - shift)
+
+
+def unfused(scores: Array) -> Array:
+    """`scores`, each rounded before a shift is taken from it.
+
+    Scores end in a product. XLA fuses a product with a difference that follows, and then does not round it: from 5e9 on
+    it may differ from its own maximum by more than an exponential can take. XLA fuses nothing across a choice; this one
+    changes nothing, NaNs and derivatives included.
+    """
+    return jnp.where(scores == scores, scores, scores + scores)
+
+
+def divided(cotangent: AttentionState, rest: Array) -> AttentionState:
+    """The cotangent by which weights whose sum is `exp(rest)` become shares of it."""
+    factor = jnp.exp(-rest)
+    out = cotangent.out.astype(factor.dtype) * factor[..., None]
+    lse = None if cotangent.lse is None else cotangent.lse * factor
+    return AttentionState(out.astype(cotangent.out.dtype), lse)  # pyright: ignore[reportArgumentType]
+
+
 def fold(
     state: AttentionState,
     maximum: Callable[[Any], Any],

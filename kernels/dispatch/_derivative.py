@@ -2,14 +2,15 @@
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel, as_read
 from ..call._operands import Operands, Settings, cotangents, differentiated
-from ..call._state import AttentionState
+from ..call._state import AttentionState, divided
 from ..xla._blockwise import Blockwise, empty_like
 from ..xla._tangent import tangent
 from ._function import AbstractFunction, function_call
@@ -17,7 +18,21 @@ from ._linear import AbstractLinearMap, linear_call
 from ._lowering import run_when_lowered
 
 Kernels = tuple[AbstractKernel, ...]
-Saved = tuple[Operands, AttentionState]
+
+
+class Saved(NamedTuple):
+    """What the derivatives of a state are at.
+
+    Attributes:
+        operands: of the call.
+        state: its state.
+        rest: what rounding took from its energies, `[B, T, N]`; None: it is not known. The weights of a backward are
+            `exp(s - lse)`, whose sum is off by as much as `lse`.
+    """
+
+    operands: Operands
+    state: AttentionState
+    rest: Array | None = None
 
 
 class AbstractDerivative(abc.ABC):
@@ -45,7 +60,7 @@ class AbstractDerivative(abc.ABC):
 
 
 def tangent_along(
-    derivative: AbstractDerivative, operands: Operands, state: AttentionState, changes: Operands
+    derivative: AbstractDerivative, saved: Saved, changes: Operands
 ) -> AttentionState:
     """The tangent of a state, for tangents of its operands that are None where they are zero.
 
@@ -53,8 +68,8 @@ def tangent_along(
     """
     directions = differentiated(changes)  # masks, positions and segments do not move
     if not jax.tree.leaves(directions):
-        return jax.tree.map(jnp.zeros_like, state)
-    return linear_call(Tangent(derivative), (operands, state), directions)
+        return jax.tree.map(jnp.zeros_like, saved.state)
+    return linear_call(Tangent(derivative), saved, directions)
 
 
 def keep_moved(found: Operands, moved: Operands) -> Operands:
@@ -81,11 +96,11 @@ class Tangent(AbstractLinearMap):
 
     def apply(self, fixed: Saved, moving: Operands) -> AttentionState:
         """The tangent."""
-        return self.derivative.tangent(*fixed, moving)
+        return self.derivative.tangent(fixed.operands, fixed.state, moving)
 
     def plain(self, fixed: Saved, moving: Operands) -> AttentionState:
         """The tangent in JAX's operations."""
-        return self.derivative.plain().tangent(*fixed, moving)
+        return self.derivative.plain().tangent(fixed.operands, fixed.state, moving)
 
     def transpose(self, fixed: Saved, moving: Operands, cotangent: AttentionState) -> Operands:
         """The backward."""
@@ -114,8 +129,10 @@ class Pullback(AbstractLinearMap):
 
     def _of(self, derivative: AbstractDerivative, fixed: Saved, moving: AttentionState) -> Operands:
         if moving.out is None:
-            moving = moving._replace(out=jnp.zeros_like(fixed[1].out))
-        found = derivative.backward(*fixed, moving, self.moved)
+            moving = moving._replace(out=jnp.zeros_like(fixed.state.out))
+        if fixed.rest is not None:
+            moving = divided(moving, fixed.rest)
+        found = derivative.backward(fixed.operands, fixed.state, moving, self.moved)
         return keep_moved(found, self.moved)
 
     def transpose(
@@ -154,9 +171,25 @@ class _Attention(AbstractFunction):
         return state_of(self.kernels, self.settings, args)
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
-        state: AttentionState = function_call(self, primals)
+        state, rest = function_call(_WithRest(self.kernels, self.settings), primals)
+        saved = Saved(primals, state, rest)
+        return state, tangent_along(_OfKernels(self.kernels, self.settings), saved, tangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithRest(AbstractFunction):
+    """The same, and what rounding took from its energies, which does not move."""
+
+    kernels: Kernels
+    settings: Settings
+
+    def apply(self, args: Operands) -> tuple[AttentionState, Array]:
+        return run_when_lowered(_with_rest, _like_rest, self.kernels, self.settings, args)
+
+    def jvp(self, primals: Operands, tangents: Operands) -> tuple[Any, Any]:
+        found: tuple[AttentionState, Array] = function_call(self, primals)
         derivative = _OfKernels(self.kernels, self.settings)
-        return state, tangent_along(derivative, primals, state, tangents)
+        return found, (tangent_along(derivative, Saved(primals, *found), tangents), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +226,17 @@ def _forward(
     kernel: AbstractKernel, settings: Settings, platform: str | None, operands: Operands
 ) -> AttentionState:
     return kernel.forward(as_read(kernel, operands, settings), settings, platform)
+
+
+def _with_rest(
+    kernel: AbstractKernel, settings: Settings, platform: str | None, operands: Operands
+) -> tuple[AttentionState, Array]:
+    return kernel.forward_and_rest(as_read(kernel, operands, settings), settings, platform)
+
+
+def _like_rest(settings: Settings, operands: Operands) -> tuple[AttentionState, Array]:
+    state = empty_like(settings, operands)
+    return state, state.lse
 
 
 def _tangent(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from .._varying import vary_together
 from ..call._kernel import Candidate
 from ..call._operands import Operands, Settings, with_wide_out
-from ..call._state import AttentionState, holds_keys, lse_dtype, precision
+from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, precision
 from ..dispatch._registry import attend
 from ..xla._blocks import BlockedOperands, outer
 from ..xla._index import Index
@@ -93,7 +93,7 @@ def weighted_sum(
     lse = jnp.where(holds_keys(lse), lse, jnp.inf)[..., None]
 
     def sums(scores: Array, value: Array, lse: Array, *rows: Array) -> Array:
-        return part(ScoreBlock(scores, jnp.exp(scores - lse), value), *rows)
+        return part(ScoreBlock(scores, exp_from(scores, lse), value), *rows)
 
     return _reduce_blocks(sums, jnp.add, 0.0, width, settings, operands, lse, *rows)
 

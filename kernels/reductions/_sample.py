@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from .._varying import vary_together
 from ..call._operands import Operands, Settings
-from ..call._state import lse_dtype, safe_shift, share
+from ..call._state import exp_from, lse_dtype, safe_shift, share
 from ..xla._blocks import BlockedOperands
 from ..xla._grid import join_queries, take_queries, whole_queries
 from ..xla._index import Index, numbers
@@ -121,7 +121,7 @@ def _draw(
 ) -> tuple[Int[Array, "B rows number"], Float[Array, "B rows"]]:
     """Indices in a block by the inverse of the cumulative distribution, and the block's energy."""
     top = safe_shift(scores.max(-1, keepdims=True))
-    weights = jnp.exp(scores - top)
+    weights = exp_from(scores, top)
     below = jnp.cumsum(weights, -1)
     total = below[..., -1:]
     # the last visible key, where rounding lets a number reach the total

@@ -13,7 +13,7 @@ from ..call._operands import (
     present_keys,
     zero_absent,
 )
-from ..call._state import lse_dtype, precision
+from ..call._state import lse_dtype, precision, unfused
 from ..scores._abstract import At
 from ._entries import each_entry
 from ._grid import (
@@ -40,6 +40,10 @@ class BlockedOperands:
         self.score = bound_score(settings, operands)
         self._batches, self._heads = operands.batch_indices, operands.head_indices
         exact = precision(operands.query.dtype)
+        given = self.score, operands.bias, settings.scored_width
+        self._plain = settings.scale > 0 and all(x is None for x in given)
+        # Positive, so that the largest score has the largest multiple.
+        self.unit = settings.scale if self._plain else 1.0
         self.outer = functools.partial(outer, precision=exact)
         self.product = functools.partial(product, precision=exact)
         self.operands = operands = with_places(operands, settings, g)
@@ -89,12 +93,11 @@ class BlockedOperands:
             raw = self.score(raw, self.place(at))
         return self.masked(raw, added, at)
 
-    def unscaled(self, query: Array, key: Array, at: Index) -> tuple[Array, float]:
-        """`scores_of` as a product and a factor that is not negative, so that its maximum needs no other array."""
-        given = self.score, self.bias, self.settings.scored_width
-        if self.settings.scale <= 0 or any(x is not None for x in given):
-            return self.scores_of(query, key, at), 1.0
-        return self.masked(self.outer(query, key), None, at), self.settings.scale
+    def unscaled(self, query: Array, key: Array, at: Index) -> Array:
+        """`scores_of` divided by `unit`: numbers that are rounded, whatever XLA fuses with a product."""
+        if self._plain:
+            return self.masked(self.outer(query, key), None, at)
+        return unfused(self.scores_of(query, key, at))
 
     def products(self, query: Array, key: Array) -> tuple[Array, Array | None]:
         """The scaled products of a block that its scores are of, and those that are added to them."""

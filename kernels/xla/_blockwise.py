@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings, all_meet, differentiated, map_some, out_dtype
-from ..call._state import AttentionState, holds_keys, lse_dtype, safe_shift
+from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, safe_shift
 from ..masks._abstract import AbstractMask
 from ._blocks import BlockedOperands
 from ._grid import (
@@ -32,6 +32,7 @@ from ._grid import (
     whole_queries,
 )
 from ._index import Index, numbers
+from ._softmax import normalised
 from ._tangent import tangent
 
 Gradients = tuple[Any, Any, Any]  # of queries, keys and values
@@ -75,6 +76,12 @@ class Blockwise(AbstractKernel):
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
         """The online softmax over blocks of keys."""
+        return self.forward_and_rest(operands, settings, platform)[0]
+
+    def forward_and_rest(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> tuple[AttentionState, Array]:
+        """The same, with the rest."""
         return forward(operands, settings, self.sizes)
 
     def backward(
@@ -102,35 +109,36 @@ class Blockwise(AbstractKernel):
 
 def forward(
     operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES
-) -> AttentionState:
-    """`(out, lse)` by online softmax over blocks of keys; takes every call.
+) -> tuple[AttentionState, Array]:
+    """`(out, lse)` by online softmax over blocks of keys, and what rounding took from `lse`; takes every call.
 
     JAX's derivative of it would store every block; `backward` is its derivative.
     """
     batch, query_len = operands.query.shape[:2]
     value = operands.value
     if batch == 0 or query_len == 0 or operands.key.shape[1] == 0:
-        return empty_like(settings, operands)
+        state = empty_like(settings, operands)
+        return state, jnp.zeros_like(state.lse)
     blocks = BlockedOperands(operands, settings, sizes)
     g = blocks.grid
     wide = lse_dtype(operands.query.dtype)
     # Of hidden keys the scores are replaced; of hidden values a block at a time is zero.
     keys, values = (whole_keys(g, x) for x in (operands.key, value))
 
-    def one_block_of_queries(n: Array) -> tuple[Array, Array]:
+    def one_block_of_queries(n: Array) -> tuple[Array, Array, Array]:
         at = blocks.index_of_queries(n)
 
         def one_block_of_keys(carry: tuple[Array, ...], j: Array) -> Any:
             here = at._replace(key=j)
 
             def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
-                scores, scale = blocks.unscaled(
-                    take_queries(g, blocks.query, here), take_keys(g, keys, here), here
-                )
-                new = jnp.maximum(maximum, scores.max(-1, keepdims=True) * scale)
+                query, key = take_queries(g, blocks.query, here), take_keys(g, keys, here)
+                scores = blocks.unscaled(query, key, here)
+                new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
                 shift = safe_shift(new)
-                weights = jnp.exp(scores * scale - shift)
-                decay = jnp.exp(maximum - shift)
+                # The difference first: it is 0 where the score is the maximum, however large.
+                weights = jnp.exp((scores - shift) * blocks.unit)
+                decay = jnp.exp((maximum - shift) * blocks.unit)
                 total = total * decay + weights.sum(-1, keepdims=True)
                 # The weights stay in the wide dtype, and the values are cast to it.
                 weighed = blocks.product(weights, blocks.take_values(values, here).astype(wide))
@@ -144,13 +152,12 @@ def forward(
             blocks.full(0.0, batch, g.rows, value.shape[-1]),
         )
         (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, numbers(g.key_blocks))
-        empty = total == 0
-        total = jnp.where(empty, 1.0, total)
-        lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(total))
-        return (sums / total).astype(out_dtype(operands, settings)), lse
+        total, lse, rest = normalised(total, maximum * blocks.unit)
+        return (sums / total).astype(out_dtype(operands, settings)), lse, rest
 
-    out, lse = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
-    return AttentionState(join_queries(g, out, query_len), join_queries(g, lse, query_len)[..., 0])
+    found = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
+    out, lse, rest = (join_queries(g, x, query_len) for x in found)
+    return AttentionState(out, lse[..., 0]), rest[..., 0]
 
 
 def empty_like(settings: Settings, operands: Operands) -> AttentionState:
@@ -274,7 +281,7 @@ def backward_wide(
             scored, back = raw, None
             if blocks.score is not None:
                 scored, back = blocks.score.pull(raw, blocks.place(here))
-            weights = jnp.exp(blocks.masked(scored, added, here) - shift)
+            weights = exp_from(blocks.masked(scored, added, here), shift)
             d_scores = weights * (blocks.outer(out, value.astype(out.dtype)) - change)
             d_raw, d_arrays = (d_scores, ()) if back is None else back(d_scores)
             return (

@@ -18,7 +18,7 @@ from ..call._operands import (
     present_keys,
     zero_absent,
 )
-from ..call._state import AttentionState, lse_dtype, precision
+from ..call._state import AttentionState, divided, lse_dtype, precision
 from ..masks._abstract import AbstractMask
 from . import _blockwise
 from ._blocks import inner, outer, product
@@ -50,7 +50,10 @@ class AbstractDecode(AbstractKernel):
         cotangent: AttentionState,
         platform: str | None,
     ) -> Operands:
-        """The backward of the blockwise implementation."""
+        """The backward of the blockwise implementation, from energies of the products that it computes itself."""
+        no_values = operands._replace(value=operands.value[..., :0])
+        (_, lse), rest = _blockwise.forward(no_values, settings)
+        state, cotangent = state._replace(lse=lse), divided(cotangent, rest)
         return _blockwise.backward(operands, settings, state, cotangent)
 
     def tangent(

@@ -8,10 +8,10 @@ from jaxtyping import Array, Bool, Float
 
 from ..call._kernel import check_operands
 from ..call._operands import Operands, Settings, hide_unreachable, present_keys
-from ..call._state import AttentionState, safe_shift
+from ..call._state import AttentionState, exp_from, safe_shift
 from ._decode import AbstractDecode, check_rows, diagonal_scores, state_of_rows
 from ._entries import each_entry
-from ._softmax import normaliser
+from ._softmax import normalised
 from ._weighed_sum import Pieces, maximum_of, weighed_sum
 
 MOST_ROWS = 128
@@ -73,8 +73,8 @@ def _sums(
     pieces: Pieces,
 ) -> tuple[Float[Array, "K R W"], Float[Array, " rows"], Float[Array, " rows"]]:
     """Outputs before division, totals and energies of an entry of the batch."""
-    shift = safe_shift(maximum_of(scores, pieces))
+    maximum = maximum_of(scores, pieces)
     # Of the shape that the product had, so that XLA:CPU writes them over it: a second array would cost page faults.
-    weights = jnp.exp(scores - shift)
-    total, lse = normaliser(weights.sum(0, keepdims=True), shift, 0)
-    return weighed_sum(weights, value, shown, pieces), total[0], lse
+    weights = exp_from(scores, safe_shift(maximum))
+    total, lse, _ = normalised(weights.sum(0, keepdims=True), maximum)
+    return weighed_sum(weights, value, shown, pieces), total[0], lse[0]

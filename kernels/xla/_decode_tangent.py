@@ -8,6 +8,7 @@ from jaxtyping import Array
 from ..call._operands import Operands, Settings, bound_score, hide_unreachable, zero_absent
 from ..call._state import AttentionState, holds_keys, precision
 from ._reference import masked_scores, place
+from ._softmax import softmax
 from ._tangent import tangent_of
 
 
@@ -40,7 +41,6 @@ def tangent(
         out = einsum("bkgts,bskv->btkgv", grouped, value.astype(wide))
         return out.reshape(batch, query_len, heads, value.shape[-1])
 
-    lse = jnp.where(seen, state.lse[..., None], jnp.inf).transpose(0, 2, 1, 3)
     pairs: list[tuple[Array, Array]] = []
     if moved.query is not None:
         pairs.append((jnp.where(seen, moved.query, 0), key))
@@ -53,7 +53,7 @@ def tangent(
         at = place(operands, settings)
         scores, along = score.along(scores, at, change, directions.score_arrays)
         changes = [] if along is None else [along]
-    weights = jnp.exp(masked_scores(scores, operands, None, settings) - lse)
+    weights, total, _ = softmax(masked_scores(scores, operands, None, settings))
     if directions.bias is not None:
         changes.append(directions.bias.astype(wide))
     sums, energy = jnp.zeros_like(state.out, dtype=wide), jnp.zeros_like(state.lse)
@@ -62,4 +62,5 @@ def tangent(
         sums, energy = mean(weighed, value), weighed.sum(-1).transpose(0, 2, 1)
     if moved.value is not None:
         sums = sums + mean(weights, moved.value)
-    return tangent_of(state, AttentionState(sums, energy))
+    total = total.transpose(0, 2, 1, 3)
+    return tangent_of(state, AttentionState(sums / total, energy / total[..., 0]))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..call._state import safe_shift
+from ..call._state import exp_from, holds_keys, safe_shift
 
 
 class Softmax(NamedTuple):
@@ -31,19 +31,20 @@ def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
     has $m = 0$ and a total of 1, and so is finite, derivatives included. A NaN or an overflow among
     the scores makes the whole row NaN.
     """
-    shift = shift_of(scores, axis)
-    weights = jnp.exp(scores - shift)
-    return Softmax(weights, *normaliser(weights.sum(axis, keepdims=True), shift, axis))
+    maximum = lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf))
+    weights = exp_from(scores, safe_shift(maximum))
+    total, lse, _ = normalised(weights.sum(axis, keepdims=True), maximum)
+    return Softmax(weights, total, lse.squeeze(axis))
 
 
-def shift_of(scores: Float[Array, "..."], axis: int) -> Array:
-    """What is taken from scores before the exponential: their maximum over an axis, kept with size 1."""
-    return safe_shift(lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf)))
+def normalised(total: Array, maximum: Array) -> tuple[Array, Array, Array]:
+    """`total` and `lse` of a `Softmax`, from the sum of its weights and the largest score; and what `lse` lost.
 
-
-def normaliser(total: Array, shift: Array, axis: int) -> tuple[Array, Array]:
-    """`total` and `lse` of a `Softmax`, from the sum of its weights."""
-    empty = total == 0
-    total = jnp.where(empty, 1.0, total)
-    lse = jnp.where(empty, -jnp.inf, shift + jnp.log(total))
-    return total, lse.squeeze(axis)
+    That is the rest of the energy, `F - lse`, which no derivative is taken of.
+    """
+    some = holds_keys(maximum)
+    total = jnp.where(some, total, 1.0)
+    energy = jnp.log(total)
+    lse = jnp.where(some, maximum + energy, -jnp.inf)
+    rest = jnp.where(some, (maximum - lse) + energy, 0.0)
+    return total, lse, lax.stop_gradient(rest)

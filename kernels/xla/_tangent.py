@@ -1,19 +1,42 @@
 """The blockwise tangent: the derivative of a state in a direction, in one pass over the keys."""
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from ..call._operands import Operands, Settings, zero_absent
-from ..call._state import AttentionState, holds_keys, lse_dtype
+from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype
 from ._blocks import BlockedOperands
 from ._grid import BLOCK_SIZES, BlockSizes
 from ._index import Index
 from ._reduce import reduce_blocks
 
 Rows = tuple[Array, Array | None]
+
+
+class TangentSums(NamedTuple):
+    r"""The sums over keys that a tangent is made of, with weights $e^{s_a - \mathrm{lse}}$.
+
+    Attributes:
+        out: $\sum_a P_a (\dot s_a v_a + \dot v_a)$, `[B, T, N, Hv]`.
+        lse: $\sum_a P_a \dot s_a$, `[B, T, N]`.
+        total: $\sum_a P_a$, which is 1 but for the rounding of `lse`: large where that is.
+    """
+
+    out: Array
+    lse: Array
+    total: Array
+
+    def means(self) -> AttentionState:
+        """The first two, with weights whose sum is 1; of all keys of a row, or none."""
+        total = lax.stop_gradient(self.total)
+        total = jnp.where(total == 0, 1.0, total)
+        return AttentionState(self.out / total[..., None], self.lse / total)
+
+
 Keys = tuple[Array, Array | None, Array | None]
 
 
@@ -36,15 +59,16 @@ def tangent(
 
     Plain JAX, and so differentiable itself.
     """
-    return tangent_of(state, tangent_sums(operands, settings, state.lse, directions, sizes))
+    sums = tangent_sums(operands, settings, state.lse, directions, sizes)
+    return tangent_of(state, sums.means())
 
 
-def tangent_of(state: AttentionState, sums: AttentionState) -> AttentionState:
+def tangent_of(state: AttentionState, means: AttentionState) -> AttentionState:
     r"""The tangent of a state, from $\sum P_a (\dot s_a v_a + \dot v_a)$ and $\dot F$ of all its keys."""
     # zeros in fully masked rows, by a choice: in reverse their cotangents are not read either
     seen = holds_keys(state.lse)
-    change = jnp.where(seen, sums.lse.astype(state.lse.dtype), 0.0)
-    out = sums.out - change[..., None] * state.out.astype(change.dtype)
+    change = jnp.where(seen, means.lse, 0.0)
+    out = means.out - change[..., None] * state.out.astype(change.dtype)
     out = jnp.where(seen[..., None], out, 0.0)
     return AttentionState(out.astype(state.out.dtype), change)
 
@@ -55,17 +79,14 @@ def tangent_sums(
     lse: Array,
     directions: Operands,
     sizes: BlockSizes = BLOCK_SIZES,
-) -> AttentionState:
-    r"""$\sum P_a (\dot s_a v_a + \dot v_a)$ and $\sum P_a \dot s_a$, wide, with weights relative to `lse`.
-
-    They add over keys, which may be some of those that `lse` is of.
-    """
+) -> TangentSums:
+    """The sums of a tangent over keys, which may be some of those that `lse` is of; in the dtype of the scores."""
     (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
     wide, width = lse_dtype(operands.query.dtype), operands.value.shape[-1]
     if 0 in (batch, query_len, key_len):
         shape = (batch, query_len, heads)
         zero = lax.full_like(operands.query, 0.0, dtype=wide, shape=(*shape, width))
-        return AttentionState(zero, lax.full_like(zero, 0.0, shape=shape))
+        return TangentSums(zero, *(lax.full_like(zero, 0.0, shape=shape) for _ in range(2)))
     seen = holds_keys(lse)  # fully masked rows get no weight, and are not read
     operands = operands._replace(query=jnp.where(seen[..., None], operands.query, 0))
     blocks = BlockedOperands(operands, settings, sizes)
@@ -77,7 +98,7 @@ def tangent_sums(
     keys = blocks.value, moved.key, moved.value
     bias, score_arrays = blocks.pad_scores(directions.bias), directions.score_arrays
 
-    def terms(at: Index, query: Array, key: Array, rows: Rows, keys: Keys) -> tuple[Array, Array]:
+    def terms(at: Index, query: Array, key: Array, rows: Rows, keys: Keys) -> tuple[Array, ...]:
         (lse, query_change), (value, key_change, value_change) = rows, keys
         pairs: list[tuple[Array, Array]] = []
         if query_change is not None:
@@ -93,7 +114,7 @@ def tangent_sums(
             change = functools.reduce(jnp.add, (x for x, _ in moved)) if moved else None
             raw, along = blocks.score.along(raw, blocks.place(at), change, score_arrays)
             changes += [x for x in (along, *(y for _, y in moved)) if x is not None]
-        weights = jnp.exp(blocks.masked(raw, added, at) - lse)
+        weights = exp_from(blocks.masked(raw, added, at), lse)
         if bias is not None:
             changes.append(blocks.score_block(bias, at).astype(wide))
         sums, energy = (blocks.full(0.0, *lse.shape[:2], size) for size in (width, 1))
@@ -103,7 +124,7 @@ def tangent_sums(
             energy = weighed.sum(-1, keepdims=True)
         if value_change is not None:
             sums = sums + blocks.product(weights, value_change.astype(wide))
-        return sums, energy
+        return sums, energy, weights.sum(-1, keepdims=True)
 
-    found = reduce_blocks(terms, jnp.add, 0.0, (width, 1), blocks, query_len, rows, keys)
-    return AttentionState(found[0], found[1][..., 0])
+    found = reduce_blocks(terms, jnp.add, 0.0, (width, 1, 1), blocks, query_len, rows, keys)
+    return TangentSums(found[0], *(x[..., 0] for x in found[1:]))

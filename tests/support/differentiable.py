@@ -603,7 +603,7 @@ CASES = {
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
     "of types, which differentiate nothing": """energy_attn.kernels.Operands energy_attn.kernels.Settings
-        energy_attn.kernels.PallasGPU.reads_eight_bits
+        energy_attn.kernels.PallasGPU.reads_eight_bits energy_attn.kernels.PallasGPU.forward_and_rest
         energy_attn.kernels.GPUPlan energy_attn.kernels.GPUTiles energy_attn.kernels.PallasGPU
         energy_attn.Result energy_attn.prefix_tree.PrefixTree energy_attn.prefix_tree.Accepted
         energy_attn.models.Generation energy_attn.models.LlamaConfig energy_attn.models.ModelDrafter
@@ -614,7 +614,8 @@ WITHOUT = {
         energy_attn.kernels.implementations energy_attn.kernels.load_gpu_plan
         energy_attn.kernels.save_gpu_plan energy_attn.distributed.collectives
         energy_attn.distributed.initialize energy_attn.distributed.make_mesh
-        energy_attn.distributed.fetch energy_attn.distributed.place energy_attn.models.shard""",
+        energy_attn.distributed.fetch energy_attn.distributed.place energy_attn.distributed.place_like
+        energy_attn.models.shard""",
     "of integers: draws, tokens, trees, places and buckets": """energy_attn.Gibbs.sample
         energy_attn.models.generate energy_attn.kernels.scores.At energy_attn.kernels.scores.t5_buckets
         energy_attn.prefix_tree.accept_greedy energy_attn.prefix_tree.accept_sampling

@@ -101,12 +101,12 @@ def _query_kernel(
     def step(tile: Array, carry: tuple[Array, Numbers], masked: bool) -> tuple[Array, Numbers]:
         sums, of_score = carry
         key = tiles.load_keys(plan, key_ref, at, tile, plan.width, not masked)
-        scores, unit, pull = score.pull(tiles.product(query, key, 1, 1), own, tile)
+        scores, pull = score.pull(tiles.product(query, key, 1, 1), own, tile)
         seen = None
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
-        weights = exp2(scores, unit, lse[:, None])
+        weights = exp2(scores, score.unit, lse[:, None])
         value = tiles.load_keys(plan, value_ref, at, tile, plan.value_width, not masked)
         if masked:
             key, value = tiles.zero_hidden(plan, visibility, at, tile, key, value)
@@ -149,13 +149,13 @@ def _key_kernel(
         query = tiles.load_rows(query_ref, at, rows, plan.width)
         # keys in front, so that sums over rows are plain products
         product = tiles.product(key, query, 1, 1)
-        scores, unit, pull = score.pull(product, score.of_rows(rows), at.tile)
+        scores, pull = score.pull(product, score.of_rows(rows), at.tile)
         seen = None
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, at.tile, keys_first=True)
             scores = jnp.where(seen, scores, -jnp.inf)
         lse = tiles.load_numbers(lse_ref, at, rows, jnp.inf)
-        weights = exp2(scores, unit, lse[None, :])
+        weights = exp2(scores, score.unit, lse[None, :])
         d_out = tiles.load_rows(out_ref, at, rows, plan.value_width)
         d_value += tiles.product(weights.astype(d_out.dtype), d_out, 1, 0)
         delta = tiles.load_numbers(delta_ref, at, rows, 0.0)

@@ -79,25 +79,25 @@ def _kernel(
     last: merge.Last | None,
 ) -> None:
     del counters  # the same memory as last.done
-    exp2 = tiles.exp2_of(interpret=interpret)
     at = tiles.program_index(plan, of_keys=False)
     rows = tiles.rows(plan, at.tile, at.kv_head)
     score = TileScores(plan, numbers, visibility, at)
     own = score.of_rows(rows)
+    exp2 = functools.partial(tiles.exp2_from, unit=score.unit, interpret=interpret)
     query = tiles.load_rows(query_ref, at, rows, plan.width)
 
     def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         maximum, total, sums = carry
         key = load(plan, keys, at, tile, plan.width, query.dtype, not masked)
         product = times(tiles.product(query, key.numbers, 1, 1), key.scale)
-        scores, unit = score.scores(product, own, tile)
+        scores = score.scores(product, own, tile)
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
-        new = jnp.maximum(maximum, scores.max(1) * unit)
+        new = jnp.maximum(maximum, scores.max(1))
         shift = jnp.where(new > -jnp.inf, new, 0.0) if masked else new
-        weights = exp2(scores, unit, shift[:, None])
-        decay = exp2(maximum, 1.0, shift)
+        weights = exp2(scores, shift[:, None])
+        decay = exp2(maximum, shift)
         value = load(plan, values, at, tile, plan.value_width, query.dtype, not masked)
         if masked:
             value = zero_hidden(plan, visibility, at, tile, value)
@@ -112,8 +112,10 @@ def _kernel(
     )
     over = tiles.tile_range(plan, found, at, of_keys=False)
     maximum, total, sums = tiles.loop_over(plan, over, at, step, start)
-    # beside a score that overflows, fused products of finite ones would be no weights, not NaN
-    total = jnp.where(maximum < jnp.inf, total, jnp.nan)
+    maximum *= score.unit
+    total = jnp.where(
+        maximum < jnp.inf, total, jnp.nan
+    )  # a product may be finite, and its score overflow
     absent = tiles.absent_rows(visibility, at, rows)
     if absent is not None:
         total = jnp.where(absent, 0.0, total)

@@ -20,11 +20,12 @@ from ._sizes import DTYPES, GPUPlan, Kind
 
 @dataclasses.dataclass(frozen=True)
 class PallasGPU(AbstractKernel):
-    """Flash attention, and decoding with the keys of a query split over the chip.
+    r"""Flash attention, and decoding with the keys of a query split over the chip.
 
     Forward, backward and tangent with masks by position, segment and rule. Keys and values are read in place,
     never copied; those of eight bits with scales as they are stored, where rows are few. Programs skip tiles
-    that their rows cannot see, and mask only tiles that need it.
+    that their rows cannot see, and mask only tiles that need it. Gradients and tangents have a relative error of about
+    $10^{-7}\,\lvert F\rvert$, which is large for large scores: 1% from $10^5$ on.
 
     Attributes:
         plan: the tiles of its kernels; None: those of the file that the environment variable

@@ -61,27 +61,30 @@ class TileScores:
 
         return Numbers(read(given.floats), (), read(given.fixed))
 
-    def scores(self, product: Array, own: OfRows | None, tile: Array) -> tuple[Array, float]:
-        """The scores of a tile of keys, or those of a tile of rows, and how many bits their unit is.
+    @property
+    def unit(self) -> float:
+        """How many bits the unit of `scores` is. Bits are positive, so that the largest score has most of them."""
+        scale = self._plan.settings.scale
+        return scale * tiles.LOG2_E if scale > 0 and self._plan.score is None else tiles.LOG2_E
 
-        Bits are positive, so that the largest score has most of them.
-        """
+    def scores(self, product: Array, own: OfRows | None, tile: Array) -> Array:
+        """The scores of a tile of keys, or those of a tile of rows, in units."""
         scale = self._plan.settings.scale
         if own is None or self._plan.score is None:
-            return (product, scale * tiles.LOG2_E) if scale > 0 else (product * scale, tiles.LOG2_E)
+            return product if scale > 0 else product * scale
         places, numbers, _ = self._read(own, tile, product.shape)
-        return self._plan.score.score(product * scale, places, numbers), tiles.LOG2_E
+        return self._plan.score.score(product * scale, places, numbers)
 
     def pull(
         self, product: Array, own: OfRows | None, tile: Array
-    ) -> tuple[Array, float, Callable[[Array, Seen], tuple[Array, Numbers]]]:
+    ) -> tuple[Array, Callable[[Array, Seen], tuple[Array, Numbers]]]:
         """`scores`, and what takes their cotangents to those of scaled products and to `no_sums`.
 
         The latter are empty if keys come first.
         """
         if own is None or self._plan.score is None:
             found = self.scores(product, own, tile)
-            return *found, lambda cotangent, seen: (cotangent, Numbers())
+            return found, lambda cotangent, seen: (cotangent, Numbers())
         places, numbers, indices = self._read(own, tile, product.shape)
         raw = product * self._plan.settings.scale
         found, pullback = self._plan.score.pull(raw, places, numbers)
@@ -93,7 +96,7 @@ class TileScores:
             tables = map(_by_entry, entries, indices, self._sizes)
             return to_raw, Numbers(tuple(x.sum(1) for x in floats), tuple(tables))
 
-        return found, tiles.LOG2_E, back
+        return found, back
 
     def along(
         self,

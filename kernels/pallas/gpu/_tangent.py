@@ -100,11 +100,11 @@ def _kernel(
 
         key = keys(key_ref, plan.width)
         product = tiles.product(query, key, 1, 1)
-        (scores, unit), seen = score.scores(product, own, tile), None
+        scores, seen = score.scores(product, own, tile), None
         if masked:
             seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
-        weights = exp2(scores, unit, shift[:, None])
+        weights = exp2(scores, score.unit, shift[:, None])
         d_scores = []
         if d_query is not None:
             d_scores.append(tiles.product(d_query, key, 1, 1))

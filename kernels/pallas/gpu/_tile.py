@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
+from ...call._state import unfused
 from ...masks._visibility import visible
 from .._rows import BlockList, Visibility
 from ._plan import Plan
@@ -171,6 +172,29 @@ def exp2_of(*, interpret: bool) -> Exp2:
     return _interpreted_exp2 if interpret else _exp2
 
 
+def exp2_from(x: Array, shift: Array, *, unit: float, interpret: bool) -> Array:
+    """The function $2^{(x - m) u}$, which is 1 where `x` is `m`, however large: the weights of a softmax.
+
+    In `exp2_of` the product is not rounded and `m` is, which from 1e9 on is no small difference.
+    """
+    if interpret:
+        return jnp.exp2((unfused(x) - shift) * unit)
+    (found,) = triton.elementwise_inline_asm(
+        "{ .reg .f32 %x; sub.rn.ftz.f32 %x, $1, $2; mul.rn.ftz.f32 %x, %x, 0f"
+        f"{_bits(unit)}; ex2.approx.ftz.f32 $0, %x; }}",
+        args=[x, jnp.broadcast_to(shift, x.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return found
+
+
+def _bits(x: float) -> str:
+    """A float32 number in PTX."""
+    return struct.pack(">f", x).hex().upper()
+
+
 def _interpreted_exp2(x: Array, unit: float, shift: Array) -> Array:
     return jnp.exp2(x * unit - shift)
 
@@ -181,9 +205,8 @@ def _exp2(x: Array, unit: float, shift: Array) -> Array:
     JAX makes six of it: two for the first, and the power with a guard that keeps subnormal results. No weight
     of a softmax is the worse without, as its largest is 1.
     """
-    bits = struct.pack(">f", unit).hex().upper()
     (found,) = triton.elementwise_inline_asm(
-        "{ .reg .f32 %x; fma.rn.ftz.f32 %x, $1, 0f" + bits + ", $2; ex2.approx.ftz.f32 $0, %x; }",
+        f"{{ .reg .f32 %x; fma.rn.ftz.f32 %x, $1, 0f{_bits(unit)}, $2; ex2.approx.ftz.f32 $0, %x; }}",
         args=[x, jnp.broadcast_to(-shift, x.shape)],
         constraints="=f,f,f",
         pack=1,

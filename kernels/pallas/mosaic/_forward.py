@@ -86,7 +86,7 @@ def _scratch(plan: Plan, operands: Operands, wide: DTypeLike) -> Sequence[Any]:
 
 
 class Weighed(NamedTuple):
-    """A tile of scores as weights, by the maximum of its rows so far, in bits; and what the sums decay by."""
+    """A tile of scores as weights, by the maximum of its rows so far, of `unit`; and what the sums decay by."""
 
     weights: Array
     decay: Array
@@ -98,21 +98,28 @@ def weigh(
     plan: Plan, scores: Array, maximum: Array, total: Array, see: Callable[[], Array] | None
 ) -> Weighed:
     """A step of the online softmax over a tile of products of queries and keys, of which `see` are seen."""
-    after = plan.settings.scale * tiles.LOG2_E
-    if after <= 0:  # the maximum is of the scores, not of the products
-        scores, after = scores * after, 1.0
+    bits = unit(plan)
+    if plan.settings.scale <= 0:  # the largest score is not that of the largest product
+        scores = scores * math.copysign(bool(plan.settings.scale), plan.settings.scale)
     if see is not None:
         scores = jnp.where(see(), scores, -jnp.inf)
-    new = jnp.maximum(maximum, scores.max(1) * after)
+    new = jnp.maximum(maximum, scores.max(1))
     shift = new if see is None else jnp.where(new > -jnp.inf, new, 0.0)
-    weights = jnp.exp2(scores * after - tiles.of_rows(shift, plan.keys))
-    decay = jnp.exp2(maximum - shift)
+    # the difference first: it is 0 where the score is the maximum, however large, and a fused product is not
+    weights = jnp.exp2((scores - tiles.of_rows(shift, plan.keys)) * bits)
+    decay = jnp.exp2((maximum - shift) * bits)
     return Weighed(weights, decay, new, total * decay + weights.sum(1))
 
 
-def lse_of(maximum: Array, total: Array) -> Array:
+def unit(plan: Plan) -> float:
+    """How many bits the unit of scores is in a kernel: products, their opposites or zeros by the sign of the scale."""
+    return (abs(plan.settings.scale) or 1.0) * tiles.LOG2_E
+
+
+def lse_of(plan: Plan, maximum: Array, total: Array) -> Array:
     """The natural logarithm of the sum of exponentials of rows, of the parts of an online softmax."""
-    return jnp.where(total == 0, -jnp.inf, maximum * tiles.LN_2 + jnp.log(total))
+    scale = abs(plan.settings.scale) or 1.0
+    return jnp.where(total == 0, -jnp.inf, maximum * scale + jnp.log(total))
 
 
 def quotient(sums: Array, total: Array) -> Array:
@@ -195,7 +202,7 @@ def _kernel(
             positions = tiles.load_numbers(visibility.row_positions, at, row, ROWS, tiles.OF_ROWS)
             total = jnp.where(positions >= 0, total, 0.0)
         part = at.split * plan.batch + at.batch
-        lse_ref.at[part, at.head, pl.ds(row, ROWS)][...] = lse_of(maximum, total)
+        lse_ref.at[part, at.head, pl.ds(row, ROWS)][...] = lse_of(plan, maximum, total)
         there = out_ref.at[part, pl.ds(row, ROWS), at.head]
         tiles.store(quotient(sums, total), out_tile.at[group], there)
 

@@ -177,7 +177,7 @@ def _kernel(
             positions = tiles.load_numbers(visibility.row_positions, at, row, LANES, OF_ROWS)
             total = jnp.where(positions >= 0, total, 0.0)
         of_split = at.split * plan.batch + at.batch
-        lse_ref.at[of_split, at.head, pl.ds(row, LANES)][...] = lse_of(maximum, total)
+        lse_ref.at[of_split, at.head, pl.ds(row, LANES)][...] = lse_of(plan, maximum, total)
         change_sums(lambda x: quotient(x, total))
 
         def result(column: int) -> Array:

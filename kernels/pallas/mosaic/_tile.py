@@ -23,7 +23,6 @@ from .._rows import Visibility
 from ._plan import Plan
 
 LOG2_E = float(np.log2(np.e))  # within a kernel scores are in bits, as the hardware only has exp2
-LN_2 = float(np.log(2))
 
 # The registers of a thread, of 65536 in a multiprocessor: 168 for each of three groups of warps, until
 # the one that only starts copies leaves most of its own to the two that compute.

@@ -101,6 +101,7 @@ def _kernel(
     out `[rows, Hv]`, lse `[1, rows]`; maximum and total `[rows, 1]`, sums `[rows, Hv]`, float32.
     """
     b, p, s, i, j = map(pl.program_id, range(5))
+    score = BlockScores(at, of_score, visibility)
 
     @pl.when(j == 0)
     def _() -> None:
@@ -112,13 +113,13 @@ def _kernel(
     def _(block: Array, compared: dict[str, Ref]) -> None:
         zero_past_end(value, block, at, tall=at.tall_value)
         product = dot(query[...], key[...], (1, 0 if at.tall_key else 1))
-        scores = BlockScores(at, of_score, visibility).scores(product)
+        scores = score.in_units(product)
         scores = hide(scores, compared, block, at, turned=False)
         old = maximum[...]
         new = jnp.maximum(old, scores.max(-1, keepdims=True))
         shift = jnp.where(new == HIDDEN, 0.0, new)
-        weights = jnp.exp(scores - shift)
-        decay = jnp.exp(old - shift)
+        weights = jnp.exp((scores - shift) * score.unit)
+        decay = jnp.exp((old - shift) * score.unit)
         maximum[...] = new
         total[...] = total[...] * decay + weights.sum(-1, keepdims=True)
         values = load_present(value, compared, tall=at.tall_value)
@@ -133,4 +134,4 @@ def _kernel(
         divisor = jnp.where(empty, 1.0, total[...])
         out[...] = jnp.where(empty, 0.0, sums[...] / divisor).astype(out.dtype)
         # the column of energies is written as a row: a column takes 128 times the memory
-        lse[...] = jnp.where(empty, HIDDEN, maximum[...] + jnp.log(divisor)).T
+        lse[...] = jnp.where(empty, HIDDEN, maximum[...] * score.unit + jnp.log(divisor)).T

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ...call._operands import Operands
+from ...call._state import unfused
 from .._common import result_like
 from .._score import score_cotangents, score_directions, score_numbers
 from .._score_program import Numbers
@@ -25,6 +26,18 @@ class BlockScores:
         self, at: Layout, given: Numbers, visibility: dict[str, Ref], *, turned: bool = False
     ):
         self._at, self._given, self._visibility, self._turned = at, given, visibility, turned
+
+    @property
+    def unit(self) -> float:
+        """What the maximum of `in_units` is multiplied with for that of the scores: positive."""
+        plain = self._at.score is None and self._at.settings.scale != 0
+        return abs(self._at.settings.scale) if plain else 1.0
+
+    def in_units(self, product: Array) -> Array:
+        """The scores of products divided by `unit`: no product of which a fused difference is not rounded."""
+        if self._at.score is not None or self._at.settings.scale == 0:
+            return unfused(self.scores(product))
+        return product if self._at.settings.scale > 0 else -product
 
     def scores(self, product: Array) -> Array:
         """The scores of products."""

@@ -5,6 +5,7 @@ The judge is a Python list of tokens per row, and dense attention over them in f
 
 import contextlib
 import functools
+import math
 import re
 
 import jax
@@ -166,6 +167,9 @@ def test_append_in_place(T, dtype, quantized):
     assert collectives(compiled) == ()
     assert memory.alias_size_in_bytes >= 2 * shard
     assert memory.temp_size_in_bytes < shard / 8
+    # 16-bit numbers that are widened to be written: no copy, but as many operations as the cache has numbers
+    widened = re.findall(r"f32\[([0-9,]+)\]\S* convert\(", compiled.as_text())
+    assert all(math.prod(map(int, x.split(","))) < shard // 8 for x in widened), widened
 
 
 def test_decode_step_in_place():
