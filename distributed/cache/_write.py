@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import AbstractLinearMap, linear_call
+from energy_attn.kernels.internal import AbstractLinearMap, linear_call, vary_together
 
 from ..spec._arguments import Axes
 from ..spec._parallel import SequenceParallel
@@ -284,8 +284,8 @@ def _choose(buffer: Array, new: Array, slot: Array) -> Array:
         is_new = jnp.expand_dims(token < tokens, range(1, buffer.ndim))
         return jnp.where(is_new, jnp.take(new, token, 0, mode="clip"), buffer)
 
-    bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (buffer, new))
-    return lax.bitcast_convert_type(jax.vmap(row)(*bits, slot), buffer.dtype)
+    old, put = (lax.bitcast_convert_type(x, jnp.uint16) for x in (buffer, new))
+    return lax.bitcast_convert_type(jax.vmap(row)(old, put, slot), buffer.dtype)
 
 
 def _in_branch(buffer: Array, new: Array, slot: Array) -> Array:
@@ -301,7 +301,7 @@ class _InBranch(AbstractLinearMap):
 
     def apply(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
         """Written in a branch, which XLA:CPU does not fuse with what reads the buffer: that would copy it."""
-        buffer, new = self._both(fixed, moving)
+        buffer, new, fixed = vary_together((*self._both(fixed, moving), fixed))
         write = _choose if buffer.dtype == jnp.bfloat16 else _scatter
         return lax.cond(
             (fixed < self.slots).any(),

@@ -172,11 +172,14 @@ def test_append_in_place(T, dtype, quantized):
     assert all(math.prod(map(int, x.split(","))) < shard // 8 for x in widened), widened
 
 
-def test_decode_step_in_place():
+@pytest.mark.parametrize(
+    ("B", "dtype"), few_rows([(2, "float32"), (1, "float32"), (1, "bfloat16"), (2, "bfloat16")])
+)
+def test_decode_step_in_place(B, dtype):
     """Appending and attending as one program: the cache stays where it is, and only states are sent."""
     with jax.set_mesh(mesh_of("8")):
-        cache = KVCache.empty(2, 8192, 2, 64, dtype=jnp.float32, parallel=parallel_of("8"))
-        new, query = jnp.ones((2, 1, 2, 64), jnp.float32), jnp.ones((2, 1, 4, 64), jnp.float32)
+        cache = KVCache.empty(B, 8192, 2, 64, dtype=dtype, parallel=parallel_of("8"))
+        new, query = jnp.ones((B, 1, 2, 64), dtype), jnp.ones((B, 1, 4, 64), dtype)
 
         def step(cache, query, new):
             cache = cache.append(new, new)
@@ -185,7 +188,9 @@ def test_decode_step_in_place():
         compiled = jax.jit(step, donate_argnums=0).lower(cache, query, new).compile()
     shard = cache.key.nbytes // 8
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * shard
-    assert compiled.memory_analysis().temp_size_in_bytes < shard / 4
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes < shard / 2
+    )  # what a block of keys takes, and no copy
     assert sum(c.bytes for c in collectives(compiled)) <= 2 * 4 * (64 + 2) * 4
 
 
@@ -338,6 +343,33 @@ def test_derivatives():
     for i, name in enumerate(("key", "value")):
         assert not found[0][i][:, :3].any(), f"{name}: tokens that are gone"
         close(np.concatenate([found[0][i][:, 3:], found[1][i]], 1), exact[name], name)
+
+
+@pytest.mark.smoke
+def test_sixteen_bits():
+    """Numbers, or derivatives, that are not those of a float32 cache of the same tokens, ragged and around a ring."""
+    first, second = tokens(0, 8, jnp.bfloat16), tokens(1, 6, jnp.bfloat16)
+    along = tokens(2, 16, jnp.float32)
+
+    def read(first, second, dtype):
+        cache = empty(dtype=dtype, capacity=16, block_size=1, window=8)
+        for new, lengths in ((first, None), (second, (6, 0, 3)), (second, (6, 6, 6))):
+            lengths = lengths and jnp.asarray(lengths, jnp.int32)
+            cache = cache.append(*(x.astype(dtype) for x in new), lengths=lengths)
+        return cache.keys().astype(jnp.float32), cache.values().astype(jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def found(first, second, dtype):
+        out, pull_back = jax.vjp(lambda *new: read(*new, dtype), first, second)
+        _, tangent = jax.jvp(lambda *new: read(*new, dtype), (first, second), (first, second))
+        return out, tangent, pull_back(along)
+
+    with jax.set_mesh(mesh_of("8")):
+        own, wide = (found(first, second, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    for x, y in zip(jax.tree.leaves(own[:2]), jax.tree.leaves(wide[:2]), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for x, y in zip(jax.tree.leaves(own[2]), jax.tree.leaves(wide[2]), strict=True):
+        np.testing.assert_allclose(x.astype("float32"), y.astype("float32"), rtol=0.02, atol=0.02)
 
 
 def test_quantize():
