@@ -28,7 +28,7 @@ from ._grid import (
 )
 from ._index import Index
 from ._places import Places, with_places
-from ._slice import add_at
+from ._slice import Corner, add_at, slice_at
 
 
 class BlockedOperands:
@@ -157,18 +157,18 @@ class BlockedOperands:
     def score_block(self, x: Array, at: Index) -> Array:
         """One block `[B, rows, keys]` of an array that `pad_scores` returns."""
         g = self.grid
-        block = lax.dynamic_slice(x, *self._corner(x.shape, at))
+        block = slice_at(x, *self._corner(x.shape, at))
         block = jnp.broadcast_to(block, (x.shape[0], g.group, g.queries, g.keys))
         return block.reshape(x.shape[0], g.rows, g.keys)
 
-    def _corner(self, shape: tuple[int, ...], at: Index) -> tuple[list[Array], list[int]]:
+    def _corner(self, shape: tuple[int, ...], at: Index) -> tuple[Corner, tuple[int, ...]]:
         g = self.grid
         steps = (g.group, g.queries, g.keys)
-        start = [
+        start = (
             i * step if n > 1 else 0 * i for n, i, step in zip(shape[1:], at, steps, strict=True)
-        ]
-        sizes = [min(n, step) for n, step in zip(shape[1:], steps, strict=True)]
-        return [0 * at.head, *start], [shape[0], *sizes]
+        )
+        sizes = (min(n, step) for n, step in zip(shape[1:], steps, strict=True))
+        return (0 * at.head, *start), (shape[0], *sizes)
 
     def add_to_bias(self, total: Array, block: Array, at: Index) -> Array:
         """Adds the gradient of one block of scores to that of the (padded) bias."""
@@ -176,7 +176,7 @@ class BlockedOperands:
         start, sizes = self._corner(total.shape, at)
         block = block.reshape(-1, g.group, g.queries, g.keys)
         axes = tuple(i for i in range(4) if sizes[i] == 1 and block.shape[i] > 1)
-        return add_at(total, block.sum(axes, keepdims=True), tuple(start))
+        return add_at(total, block.sum(axes, keepdims=True), start)
 
 
 def _both_sides(width: int) -> tuple[slice, slice]:

@@ -1,15 +1,24 @@
-"""Parts of arrays, without copies of the whole."""
+"""Parts of arrays, without copies of the whole.
 
-import functools
+JAX makes a gather of a slice under `jax.vmap`, and a scatter of an update, though each entry be cut at the same place.
+XLA's partitioner aborts on such a gather of an array that is split along several axes. So both are operations of their
+own, linear and each in the other's transpose, which under `jax.vmap` remain what they are.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
-Corner = tuple[Array | np.ndarray, ...]
+Corner = tuple[ArrayLike, ...]
 
 
 def slice_of(x: Array, axis: int, first: Array, size: int) -> Array:
@@ -21,28 +30,121 @@ def slice_of(x: Array, axis: int, first: Array, size: int) -> Array:
 
 def slice_at(x: Array, corner: Corner, sizes: tuple[int, ...]) -> Array:
     """The part of these sizes that begins at a corner."""
-    return (
-        _slice_bits(x, corner, sizes)
-        if x.dtype.itemsize == 2
-        else lax.dynamic_slice(x, corner, sizes)
-    )
+    return slice_p.bind(x, *corner, sizes=sizes)
 
 
 def add_at(total: Array, part: Array, corner: Corner) -> Array:
     """`total` with `part` added to its entries from a corner on."""
-    old = lax.dynamic_slice(total, corner, part.shape)
-    return lax.dynamic_update_slice(total, old + part, corner)
+    return add_p.bind(total, part, *corner)
 
 
-# In JAX 0.8 to 0.10 XLA:CPU slices 16-bit floats through a float32 copy of the whole array (see the
-# compiled HLO), but integers without.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _slice_bits(x: Array, corner: Corner, sizes: tuple[int, ...]) -> Array:
+def _slice(x: Array, *corner: ArrayLike, sizes: tuple[int, ...]) -> Array:
+    if x.dtype.itemsize != 2:
+        return lax.dynamic_slice(x, corner, sizes)
+    # In JAX 0.8 to 0.10 XLA:CPU slices 16-bit floats through a float32 copy of the whole array (see the
+    # compiled HLO), but integers without.
     bits = lax.bitcast_convert_type(x, jnp.uint16)
     return lax.bitcast_convert_type(lax.dynamic_slice(bits, corner, sizes), x.dtype)
 
 
-@_slice_bits.defjvp
-def _slice_bits_jvp(sizes: tuple[int, ...], primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (x, corner), (change, _) = primals, tangents
-    return _slice_bits(x, corner, sizes), lax.dynamic_slice(change, corner, sizes)
+def _add(total: Array, part: Array, *corner: ArrayLike) -> Array:
+    old = lax.dynamic_slice(total, corner, part.shape)
+    return lax.dynamic_update_slice(total, old + part, corner)
+
+
+def _slice_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sizes: tuple[int, ...]) -> Any:
+    (x, *corner), (change, *_) = primals, tangents
+    found = slice_at(x, tuple(corner), sizes)
+    if isinstance(change, ad.Zero):
+        return found, ad.Zero(jax.typeof(found).to_tangent_aval())  # pyright: ignore[reportAttributeAccessIssue]
+    return found, slice_at(change, tuple(corner), sizes)
+
+
+def _slice_transpose(
+    cotangent: Array | ad.Zero, x: Any, *corner: ArrayLike, sizes: tuple[int, ...]
+) -> list[Any]:
+    none = [None] * len(corner)
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(x.aval), *none]
+    zeros = lax.full_like(cotangent, 0, shape=x.aval.shape)
+    return [add_at(zeros, cotangent, tuple(corner)), *none]
+
+
+def _add_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    (total, part, *corner), (d_total, d_part, *_) = primals, tangents
+    found = add_at(total, part, tuple(corner))
+    if isinstance(d_part, ad.Zero):
+        return found, d_total
+    d_total = ad.instantiate_zeros(d_total)
+    return found, add_at(d_total, d_part, tuple(corner))
+
+
+def _add_transpose(
+    cotangent: Array | ad.Zero, total: Any, part: Any, *corner: ArrayLike
+) -> list[Any]:
+    none = [None] * len(corner)
+    if isinstance(cotangent, ad.Zero):
+        return [
+            *(ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (total, part)),
+            *none,
+        ]
+    to_total = cotangent if ad.is_undefined_primal(total) else None
+    to_part = (
+        slice_at(cotangent, tuple(corner), part.aval.shape)
+        if ad.is_undefined_primal(part)
+        else None
+    )
+    return [to_total, to_part, *none]
+
+
+def _slice_batch(
+    flat: Sequence[Any], axes: Sequence[int | None], *, sizes: tuple[int, ...]
+) -> tuple[Array, int]:
+    (x, *corner), (axis, *of_corner) = flat, axes
+    if axis is None or any(y is not None for y in of_corner):
+        given = [y if y is None else 0 for y in axes]
+        flat = [y if z is None else jnp.moveaxis(y, z, 0) for y, z in zip(flat, axes, strict=True)]
+        return jax.vmap(lambda *y: _slice(*y, sizes=sizes), in_axes=given)(*flat), 0
+    x = jnp.moveaxis(x, axis, 0)
+    return slice_at(x, _longer(corner), (len(x), *sizes)), 0
+
+
+def _add_batch(flat: Sequence[Any], axes: Sequence[int | None]) -> tuple[Array, int]:
+    if any(y is not None for y in axes[2:]):
+        return jax.vmap(_add, in_axes=tuple(axes))(*flat), 0
+    count = next(x.shape[y] for x, y in zip(flat, axes, strict=True) if y is not None)
+    total, part = (
+        jnp.broadcast_to(x, (count, *x.shape)) if y is None else jnp.moveaxis(x, y, 0)
+        for x, y in zip(flat[:2], axes[:2], strict=True)
+    )
+    return add_at(total, part, _longer(flat[2:])), 0
+
+
+def _longer(corner: Sequence[Any]) -> Corner:
+    return (np.zeros((), corner[0].dtype), *corner)
+
+
+def _primitive(
+    name: str,
+    function: Callable[..., Array],
+    jvp: Callable[..., Any],
+    transpose: Callable[..., Any],
+    batch: Callable[..., Any],
+    static: Sequence[str] = (),
+) -> Primitive:
+    primitive = Primitive(name)
+
+    @primitive.def_abstract_eval
+    def _(*flat: jax.core.ShapedArray, **params: Any) -> Any:
+        return jax.make_jaxpr(lambda *x: function(*x, **params))(*flat).out_avals[0]
+
+    primitive.def_impl(jax.jit(function, static_argnames=static))
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+slice_p = _primitive("block_slice", _slice, _slice_jvp, _slice_transpose, _slice_batch, ["sizes"])
+add_p = _primitive("block_add", _add, _add_jvp, _add_transpose, _add_batch)

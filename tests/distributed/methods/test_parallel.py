@@ -416,6 +416,28 @@ def test_rows_that_vmap_maps_over():
     assert {c.group_size for c in collectives(compiled)} == {4}
 
 
+@batches_psum
+def test_mapped_rows_of_sharded_heads():
+    """The whole process aborted: XLA's partitioner takes no gather, which slices become under `vmap`, of such heads."""
+    problem = _make("mapped heads", B=4, T=8, S=8, N=4)
+    arrays, cotangent = on_host(problem)
+    lies = P("data", "device", "tensor")
+
+    @jax.jit
+    def run(arrays, cotangent):
+        parallel = SequenceParallel("device")
+        mapped = jax.vmap(lambda arrays: ea.attention(**arrays, parallel=parallel))
+        found, back = jax.vjp(mapped, arrays)
+        return found, back(cotangent)[0]
+
+    mesh = make_mesh((2, 2, 2), ("data", "tensor", "device"))
+    with jax.set_mesh(mesh):
+        where = jax.NamedSharding(mesh, lies)
+        found, gradients = run(*jax.device_put((arrays, cotangent[0]), where))
+    close(found, dense(problem)[0])
+    close(gradients, dense_vjp(problem, cotangent[0], np.zeros(cotangent[1].shape)))
+
+
 @pytest.mark.full
 @batches_psum
 def test_inside_transformations():
