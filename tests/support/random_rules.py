@@ -31,6 +31,9 @@ def near(query, key, step):
 positions = st.one_of(st.just(-1), *NEAR, st.integers(0, LAST))
 
 
+places = st.permutations([-1, *range(17), 2**31 - 1]).map(lambda x: x[:18])
+
+
 single = st.one_of(
     st.builds(masks.All),
     st.builds(masks.Causal),

@@ -6,32 +6,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from energy_attn.kernels import AttentionState, local_attention, scores
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.problems import Problem, cast, cotangents, tangents
+from tests.support.random_rules import places, rules, seen
 from tests.support.reference import dense, dense_jvp, dense_vjp
-from tests.support.traits import RUNNABLE
+from tests.support.traits import RUNNABLE, SMALL
 
 # From 5e9 on a float32 exponential can not take the difference of two numbers next to each other.
 SIZES = (1.0, 1e6, 1e11, 1e30)
 SCALE = float(np.float32(0.7310234))
 
 
-def problem_of(size, scale):
+def problem_of(size, scale, tokens=(4, 9), seed=0):
     """Products of integers and a power of two are exact; with the scale they are not. Some keys are equal."""
-    rng = np.random.default_rng(0)
-    shapes = (1, 4, 8, 8), (1, 9, 4, 8), (1, 9, 4, 6)
+    rng, (queries, keys) = np.random.default_rng(seed), tokens
+    shapes = (1, queries, 8, 8), (1, keys, 4, 8), (1, keys, 4, 6)
     query, key, value = (rng.integers(-3, 4, shape).astype(float) for shape in shapes)
-    key[:, 5:] = key[:, :4]
+    key[:, 5:9] = key[:, :4]
     query *= 2.0 ** np.round(np.log2(size))
     return cast(Problem("large", query, key, value, scale=scale), jnp.float32)
 
 
 def in_units(found, exact):
     """Numbers in units of the largest that is wanted: energies and gradients are as large as scores."""
-    units = {name: max(np.abs(x).max(), 1.0) for name, x in exact.items()}
+    units = {name: np.max(np.abs(x), initial=1, where=np.isfinite(x)) for name, x in exact.items()}
     return (
         {name: np.asarray(x[name], float) / y for name, y in units.items()} for x in (found, exact)
     )
@@ -41,13 +44,13 @@ def state(out, lse):
     return {"out": out, "lse": lse}
 
 
-@pytest.mark.parametrize("given", ["scale", "negative", "score"])
+@pytest.mark.parametrize("how", ["scale", "negative", "score"])
 @pytest.mark.parametrize("name", [x for x in RUNNABLE if x != "mosaic_gpu"])
-def test_states(name, given):
+def test_states(name, how):
     """A visible key that counts as none, or NaN: a fused product less a maximum of rounded ones."""
-    scale = -SCALE if given == "negative" else SCALE
+    scale = -SCALE if how == "negative" else SCALE
     options = {"scale": scale}
-    if given == "score":
+    if how == "score":
         options = {"scale": 1.0, "score": scores.Temperature(array(np.full(8, SCALE), np.float32))}
     run = jax.jit(lambda arrays: local_attention(**arrays, **options, implementation=name))
     for size in SIZES:
@@ -73,8 +76,45 @@ def test_derivatives(name):
         arrays, problem = problem_of(size, SCALE)
         along = tangents(dataclasses.replace(problem, query=problem.query / size))
         directions = {name: array(x, np.float32) for name, x in along.items()}
-        given = cotangents(problem, jnp.float32)
-        gradients, moved = run(arrays, directions, *given)
-        close(*in_units(gradients, dense_vjp(problem, *given)), f"{size}", tolerance=1e-5)
+        cotangent = cotangents(problem, jnp.float32)
+        gradients, moved = run(arrays, directions, *cotangent)
+        close(*in_units(gradients, dense_vjp(problem, *cotangent)), f"{size}", tolerance=1e-5)
         exact = state(*dense_jvp(problem, {k: np.asarray(x, float) for k, x in directions.items()}))
         close(*in_units(moved, exact), f"{size}", tolerance=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["blockwise", "reference", "pallas_gpu", "pallas_tpu"])
+@given(
+    rule=rules,
+    tokens=st.tuples(places, places),
+    size=st.sampled_from(SIZES),
+    huge=st.sampled_from([1.0, 2.0**120]),
+    far=st.booleans(),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=15, phases=[Phase.generate])
+def test_any(name, rule, tokens, size, huge, far, seed):
+    """The same of random masks, tokens and numbers, with values as large as a sum of as many allows, and far ids."""
+    kernel = SMALL.get(name, name)
+    arrays, problem = problem_of(size, SCALE, tuple(map(len, tokens)), seed)
+    problem = dataclasses.replace(
+        problem, value=problem.value * huge, mask=seen(rule, *tokens)[None, None]
+    )
+    arrays["value"] *= huge
+    positions = (array(np.asarray(x)[None], np.int32) for x in tokens)
+    options = dict(zip(("query_positions", "key_positions"), positions, strict=True))
+    if far and not name.startswith("pallas"):  # which 32 bits do not tell apart
+        ids = 1 + 2**32 * np.random.default_rng(seed).integers(0, 2, (2, 1, len(tokens[0])))
+        options |= dict(zip(("query_segment_ids", "key_segment_ids"), ids, strict=True))
+        problem = dataclasses.replace(
+            problem, mask=problem.mask & (ids[0, :, :, None] == ids[1, :, None])[:, None]
+        )
+
+    @jax.jit
+    def run(arrays, options):
+        return local_attention(**arrays, **options, mask=rule, scale=SCALE, implementation=kernel)
+
+    found = run(arrays, options)
+    exact = state(*dense(problem))
+    close(*in_units(found._asdict(), exact), f"{rule}, {size}", tolerance=2e-6)

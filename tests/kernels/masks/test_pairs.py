@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 from energy_attn import masks
 from energy_attn.kernels import AttentionState
@@ -24,7 +23,7 @@ from energy_attn.kernels.pallas._rows import block_list
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.problems import _make, cast, cotangents, tangents
-from tests.support.random_rules import JOINED, blocks, rules, seen, with_batch
+from tests.support.random_rules import JOINED, blocks, places, rules, seen, with_batch
 from tests.support.reference import dense, dense_jvp, dense_vjp
 from tests.support.traits import SMALL
 
@@ -126,9 +125,6 @@ def test_a_composition(kernel):
     """A tile that is skipped or not masked, forward, backward or along a direction; absent tokens that are seen."""
     places = [*range(8), -1, *range(8, 16), 2**31 - 1]
     check_composition(kernel, JOINED["near or same"], places, places)
-
-
-places = st.permutations([-1, *range(17), 2**31 - 1]).map(lambda x: x[:18])
 
 
 @pytest.mark.full
