@@ -26,8 +26,9 @@ def lengths(name: str, x: object) -> Any:
 
     An int becomes an array: another number is then no new program.
     """
+    found: Any
     if isinstance(x, int):
-        found: Any = np.asarray(check_integer(name, x), np.int32)
+        found = np.asarray(integers(name, np.asarray(check_integer(name, x)), 0))
     else:
         found = integers(name, x, 0)
     if not isinstance(found, jax.core.Tracer) and found.size:

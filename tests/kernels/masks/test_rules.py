@@ -322,6 +322,7 @@ def closing(length):
         (lambda: masks.Window(-1, 0), ValueError, "left and right", "-1", "at least 0"),
         (lambda: masks.Window(2, "x"), TypeError, "left and right", "str", "integer"),
         (lambda: masks.Segments(LENGTHS[0]), TypeError, "query_ids", "int32", "array"),
+        (lambda: masks.Prefix(2**40), ValueError, "length", "1099511627776", "32 bits"),
         (lambda: masks.Segments(a(4)), TypeError, "query_ids", "float32[4]", "integer"),
         (lambda: masks.Function(3), TypeError, "function", "int 3", "function"),
         (lambda: masks.Function(len, a(2)), TypeError, "parameters", "float32[2]", "no derivative"),
