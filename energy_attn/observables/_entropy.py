@@ -215,7 +215,9 @@ def _score_term(block: ScoreBlock) -> Array:
 
 
 def _deviation_terms(block: ScoreBlock, mean: Array) -> Array:
-    apart = _finite(block) - mean
+    # The square of a key without weight is to be finite: beside a sink of 1e30, no key has any.
+    most = float(jnp.finfo(mean.dtype).max) ** 0.5 / 2
+    apart = jnp.clip(_finite(block) - mean, -most, most)
     weighted = block.weights * apart
     own = (weighted * apart).sum(-1, keepdims=True)
     return jnp.concatenate([own, product(weighted, block.value, precision(mean.dtype))], -1)

@@ -30,7 +30,8 @@ class AbstractMeasure(eqx.Module):
     `sample` are differentiable. A fully masked row yields zeros (index -1 from `sample`).
 
     A sink is one more outcome of the measure, of value zero and score $b$: it is part of every mean,
-    of the entropy and of the hull of the values. In a union each part has its own.
+    of the entropy and of the hull of the values. In a union each part has its own. One of plus infinity
+    has all the weight; in the observables its score is the largest finite number.
     """
 
     @abc.abstractmethod

@@ -214,6 +214,32 @@ def test_gradients_of_observables(ask):
         close(found, wanted.astype(np.float64), name, 1e-10)
 
 
+@pytest.mark.full
+def test_observables_of_large_sinks():
+    """A NaN for a sink that has all the weight: everything, with its gradients, is as with one that is large enough."""
+    query, key, value, along = jax.random.normal(jax.random.key(0), (4, 3, 2, 3), jnp.float64)
+
+    def ask(query, key, value, sink):
+        F = ea.FreeEnergy(sink=sink).at(query, key, value)
+        moments, found = F.score_moments(), F.statistics()
+        means = jnp.stack([found.energy, found.mean_score, moments.mean])
+        rest = {
+            "attention": found.out,
+            "covariance": F.covariance(along),
+            "entropy": found.entropy,
+            "heat capacity": moments.variance,
+        }
+        return sum((jnp.cos(x) * x).sum() for x in jax.tree.leaves(rest)), (rest, means)
+
+    run = jax.jit(jax.value_and_grad(ask, (0, 1, 2, 3), has_aux=True))
+    (_, (wanted, _)), wanted_slopes = run(query, key, value, jnp.array([1e4, 0.3]))
+    for size in (1e200, np.inf):
+        (_, (found, means)), slopes = run(query, key, value, jnp.array([size, 0.3]))
+        close(found, wanted, tolerance=1e-10)
+        close(slopes, wanted_slopes, tolerance=1e-10)
+        assert (means[..., 0] == min(size, jnp.finfo(means.dtype).max)).all()
+
+
 @jax.jit
 def _parts(query, key, value, sinks, along):
     def at(keys, sink, **options):
@@ -325,6 +351,7 @@ def test_draws():
     assert set(np.unique(found)) == {0, 1, 2, 3, 8}
     assert abs(statistic(np.where(found == 8, 4, found), rows(problem).weights)) < 4
     assert drawn((none, none), (True, False)).max() == 3
+    assert (drawn((np.full(2, np.inf), sink), (True, True)) == 8).all()
     for i, sinks in enumerate([(9.0, -9.0), (-9.0, 9.0)]):
         assert (drawn([np.full(2, 41 * b) for b in sinks], (False, False)) == 8 + i).all()
 
