@@ -62,11 +62,6 @@ _USES = {
         "fa4-jax 0.1",
         {"Config": "fa4_jax.attention.AttnConfig", "backend": "fa4_jax.attention.get_backend"},
     ),
-    # primitives whose programs JAX must lower anew for each set of devices
-    "lowering": _Use(
-        "JAX 0.8 to 0.12",
-        {"need_devices": "jax._src.dispatch.prim_requires_devices_during_lowering"},
-    ),
     # how JAX itself detects the processes of a job
     "cluster": _Use("JAX 0.8 to 0.12", {"Environment": "jax._src.clusters.ClusterEnv"}),
     # the devices of the mesh in force, which JAX shows only outside of jax.jit

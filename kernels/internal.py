@@ -57,6 +57,7 @@ from .call._state import holds_keys as holds_keys
 from .call._state import lse_dtype as lse_dtype
 from .call._state import precision as precision
 from .call._state import safe_shift as safe_shift
+from .call._state import unfused as unfused
 from .call._state import share as share
 from .call._target import AssumedGPU as AssumedGPU
 from .call._target import Device as Device
@@ -72,7 +73,6 @@ from .dispatch._function import with_zeros as with_zeros
 from .dispatch._linear import AbstractLinearMap as AbstractLinearMap
 from .dispatch._linear import linear_call as linear_call
 from .dispatch._lowering import PLATFORMS as PLATFORMS
-from .dispatch._lowering import is_exported as is_exported
 from .dispatch._lowering import platform_here as platform_here
 from .dispatch._onto import attend_onto as attend_onto
 from .dispatch._registry import attend as attend
@@ -81,7 +81,6 @@ from .dispatch._registry import explain as explain
 from .dispatch._registry import tried as tried
 from .dispatch._taylor import check_taylor as check_taylor
 from .masks._structure import sided as sided
-from .pallas._common import result_like as result_like
 from .pallas.gpu._sizes import Kind as Kind
 from .reductions._covariance import centred as centred
 from .reductions._covariance import covariance as covariance

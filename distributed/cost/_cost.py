@@ -180,7 +180,7 @@ def choose_merge(shape: Shape, topology: Topology) -> str:
 
     Returns:
         The name of the strategy, of equally fast ones the first in `MERGES`; never `"ring"`, which a
-        gather beats, nor `"remote"`, which no TPU has run.
+        gather beats.
 
     Raises:
         TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.

@@ -45,19 +45,19 @@ def transfers(
     | `"butterfly"` | $\lceil\log_2 p\rceil$ permutes of $R (H_v + 1) w$; odd factors send several states in some |
     | `"halving"` | $2 \lceil\log_2 p\rceil + 1$ permutes, of $\frac{2p-1}{p} R (H_v + 1) w$ in all |
     | `"hierarchical"` | all-to-all and all-gather over the last axis, a butterfly of $R/f$ rows over the others |
+    | `"ring"` | $p - 1$ permutes of $R (H_v + 1) w$ |
 
-    `"ring"` sends $p - 1$ permutes of $R (H_v + 1) w$, and `"remote"` what `"butterfly"` does (the
-    kernel's copies are no collectives of the program). With sharded queries, the tree gathers them
-    and folds with a reduce-scatter (`"allreduce"`) or an all-to-all (the others). A ring sends keys
-    and values $p - 1$ times, or states (`"queries"`); for a `shape` that is `causal`, positions of what
-    goes around or is gathered are gathered once. Ulysses exchanges heads for sequence, with keys in
-    copies where the devices do not divide their heads; `"hybrid"` does so along the last axis, and passes
-    the keys of a device's heads around the others; `"gather"` gathers keys and values in up to 8 pieces. States
-    are sent in `lse`'s dtype and rounded to that of the arrays once, after the fold; the state of all
-    keys (Ulysses) is rounded before it is sent, but on CPUs a state is always one array of `lse`'s
-    dtype. A gather on TPUs pads the last row of energies, and over 64 chips and more of one slice XLA
-    makes it an all-reduce of $p$ times the size. Beside an automatic mesh axis that is not named to
-    the attention (`batch=`, `heads=`), over which XLA may split states, TPUs gather `out` and `lse` one
+    With sharded queries, the tree gathers them and folds with a reduce-scatter (`"allreduce"`) or
+    an all-to-all (the others). A ring sends keys and values $p - 1$ times, or states (`"queries"`);
+    for a `shape` that is `causal`, positions of what goes around or is gathered are gathered once.
+    Ulysses exchanges heads for sequence, with keys in copies where the devices do not divide their
+    heads; `"hybrid"` does so along the last axis, and passes the keys of a device's heads around
+    the others; `"gather"` gathers keys and values in up to 8 pieces. States are sent in `lse`'s
+    dtype and rounded to that of the arrays once, after the fold; the state of all keys (Ulysses) is
+    rounded before it is sent, but on CPUs a state is always one array of `lse`'s dtype. A gather on
+    TPUs pads the last row of energies, and over 64 chips and more of one slice XLA makes it an
+    all-reduce of $p$ times the size. Beside an automatic mesh axis that is not named to the
+    attention (`batch=`, `heads=`), over which XLA may split states, TPUs gather `out` and `lse` one
     by one.
 
     Forward mode (`jax.jvp` in query, key and value) adds, for queries on all devices, one all-reduce of

@@ -10,14 +10,13 @@ from ._butterfly import Butterfly
 from ._gather import Gather
 from ._halving import Halving
 from ._hierarchical import Hierarchical
-from ._remote import Remote
 from ._ring import Ring
 
 # Type checkers read a Literal only where it is written out; a test holds it to the list below.
-MergeName = Literal["allreduce", "gather", "butterfly", "hierarchical", "halving", "ring", "remote"]
+MergeName = Literal["allreduce", "gather", "butterfly", "hierarchical", "halving", "ring"]
 MergeOption = MergeName | Literal["auto"]
 
-_LISTED = (Allreduce(), Gather(), Butterfly(), Hierarchical(), Halving(), Ring(), Remote())
+_LISTED = (Allreduce(), Gather(), Butterfly(), Hierarchical(), Halving(), Ring())
 STRATEGIES: dict[str, AbstractMerge] = {strategy.name: strategy for strategy in _LISTED}
 MERGES = tuple(STRATEGIES)
 COVARIANCE_MERGES = tuple(x.name for x in _LISTED if isinstance(x, AbstractMessageMerge))

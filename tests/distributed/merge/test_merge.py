@@ -29,7 +29,6 @@ FIRST = [
     ("2x4", "hierarchical"),
     ("2x4", "halving"),
     ("2x4", "ring"),
-    ("8", "remote"),
     ("2x4 explicit", "auto"),
 ]
 OTHERS = [("8", "butterfly"), ("8", "halving"), ("8", "ring"), ("2x4", "allreduce")]
