@@ -19,7 +19,7 @@ from energy_attn.kernels.internal import (
 
 from ..core._directions import directional, unmoved
 from ..core._free_energy import Arrays, Prepared
-from ..observables._at_source import covariance_at, expectation_at, state_at, support_at
+from ..observables._at_source import covariance_at, mean_over_keys, state_at, support_at
 
 # The allowed rounding error of energies, in multiples of the dtype's precision.
 _ROUNDING = 64.0
@@ -215,7 +215,7 @@ def _furthest_along(
     floor = top - _ROUNDING * jnp.finfo(top.dtype).eps * lax.stop_gradient(doubt)
     rows = lax.stop_gradient(direction), floor[..., None]
     width = 1 + arrays.value.shape[-1]
-    state = expectation_at((call,), None, (arrays,), _sum_furthest, width, *rows)
+    state = mean_over_keys((call,), None, (arrays,), _sum_furthest, width, *rows)
     total, values = state.out[..., :1], state.out[..., 1:]
     return values / jnp.where(total > 0, total, 1.0), state.lse
 

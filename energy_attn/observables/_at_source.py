@@ -5,6 +5,7 @@ the mesh of each call, and over the calls by the same algebra.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from energy_attn.distributed.internal import (
     fold_covariances,
     fold_maxima,
     fold_states,
+    fold_sums,
     sharded_reduction,
 )
 from energy_attn.kernels import AttentionState, CovarianceState, merge
@@ -32,6 +34,7 @@ from energy_attn.kernels.internal import (
     holds_keys,
     lse_dtype,
     score_maximum,
+    score_sums,
     support_function,
 )
 
@@ -99,7 +102,7 @@ def centred_parts(parts: Parts) -> tuple[Parts, Array]:
     return (first, *(x._replace(value=x.value - origin) for x in parts[1:])), origin
 
 
-def attention_and_expectation_at(
+def attention_and_mean_over_keys(
     call: Prepared, arrays: Arrays, term: BlockTerm, width: int
 ) -> AttentionState:
     """The state of a call, and behind its `out` the mean of a block term: two walks over the keys."""
@@ -107,12 +110,14 @@ def attention_and_expectation_at(
     return run_reduction(call, Reduction(find, fold_states), check_at(call, None, arrays))
 
 
-def expectation_at(
+def mean_over_keys(
     calls: Calls, source: Source, parts: Parts, term: BlockTerm, width: int, *rows: Array
 ) -> AttentionState:
-    """The mean of a block term (see `kernels.internal.expectation`), and the energies.
+    """The mean of what a block term, which is linear in the weights, sums; and the energies.
 
-    `rows` are `[*B, T, N, W]`. Raises as the kernels do.
+    The means of parts and devices, each with weights of its own keys alone, are merged by their shares: of a function
+    of the weights that is not linear that is another number, and `sum_over_keys` the right way. `rows` are
+    `[*B, T, N, W]`. See `kernels.internal.expectation`. Raises as the kernels do.
     """
 
     def one(call: Prepared, arrays: Arrays) -> AttentionState:
@@ -120,6 +125,27 @@ def expectation_at(
         return run_reduction(call, reduction, check_at(call, source, arrays), *rows)
 
     return functools.reduce(merge, map(one, calls, parts))
+
+
+def sum_over_keys(
+    calls: Calls,
+    source: Source,
+    parts: Parts,
+    term: Callable[..., Array],
+    width: int,
+    *rows: Array,
+) -> Array:
+    """The sum over all keys of `term(scores, value, *rows)`, `[*B, T, N, width]`: of any function of a score.
+
+    What the function needs to know of all keys, as the energy of a row in `exp(s - F)`, are `rows`, `[*B, T, N, W]`.
+    See `kernels.internal.score_sums`.
+    """
+
+    def one(call: Prepared, arrays: Arrays) -> Array:
+        reduction = Reduction(HashablePartial(score_sums, (term, width)), fold_sums)
+        return run_reduction(call, reduction, check_at(call, source, arrays), *rows)
+
+    return functools.reduce(operator.add, map(one, calls, parts))
 
 
 def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:

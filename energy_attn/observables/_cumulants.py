@@ -16,7 +16,7 @@ from ._at_source import (
     centred_parts,
     check_row_vectors,
     covariance_product,
-    expectation_at,
+    mean_over_keys,
     state_at,
 )
 
@@ -43,7 +43,7 @@ def cumulant(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
     }
     wanted = tuple(dict.fromkeys(groups.values()))
     term = _CentredProducts(wanted)
-    found = expectation_at(calls, None, parts, term, len(wanted), mean, *directions).out
+    found = mean_over_keys(calls, None, parts, term, len(wanted), mean, *directions).out
     moments = {group: found[..., wanted.index(kind)] for group, kind in groups.items()}
     terms = [
         (-1) ** (len(blocks) - 1)
@@ -61,7 +61,7 @@ def moment(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
         return (_mean(calls, parts) * directions[0]).sum(-1)
     term = _CentredProducts((tuple(range(len(directions))),))
     origin = jnp.zeros_like(directions[0])
-    return expectation_at(calls, None, parts, term, 1, origin, *directions).out[..., 0]
+    return mean_over_keys(calls, None, parts, term, 1, origin, *directions).out[..., 0]
 
 
 def _mean(calls: Calls, parts: Parts) -> Array:

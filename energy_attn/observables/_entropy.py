@@ -27,9 +27,9 @@ from ..core._free_energy import (
     check_at,
 )
 from ._at_source import (
-    attention_and_expectation_at,
+    attention_and_mean_over_keys,
     covariance_product,
-    expectation_at,
+    mean_over_keys,
     state_at,
 )
 
@@ -94,7 +94,7 @@ def row_observables(calls: Calls, parts: Parts) -> RowObservables:
     About three flash passes. Raises as the kernels do.
     """
     found = score_statistics(calls, parts)
-    trace = expectation_at(calls, None, parts, _squared_distance_term, 1, found.out).out[..., 0]
+    trace = mean_over_keys(calls, None, parts, _squared_distance_term, 1, found.out).out[..., 0]
     return RowObservables(
         found.lse,
         entropy_of(found.scores.mean, found.lse),
@@ -131,7 +131,7 @@ def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
 def _attention_and_score(call: Prepared, arrays: Arrays) -> AttentionState:
     """The state with the mean of the scores behind attention."""
     if not _is_linear(call, arrays):
-        return attention_and_expectation_at(call, arrays, _score_term, 1)
+        return attention_and_mean_over_keys(call, arrays, _score_term, 1)
     width = arrays.value.shape[-1]
     out, lse, mean = _with_keys(call, arrays, jnp.concatenate([arrays.value, arrays.key], -1))
     return AttentionState(jnp.concatenate([out[..., :width], mean[..., None]], -1), lse)
@@ -159,7 +159,7 @@ def _is_linear(call: Prepared, arrays: Arrays) -> bool:
 
 def _mean_score(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
     if not _is_linear(call, arrays):
-        mean, lse = expectation_at((call,), None, (arrays,), _score_term, 1)
+        mean, lse = mean_over_keys((call,), None, (arrays,), _score_term, 1)
         return mean[..., 0], lse
     # attention with the keys as values yields their mean
     _, lse, mean = _with_keys(call, arrays, arrays.key)
@@ -199,7 +199,7 @@ def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) ->
 def _in_two_passes(calls: Calls, parts: Parts) -> ScoreStatistics:
     mean, lse = mean_score(calls, parts)
     width = 1 + parts[0].value.shape[-1]
-    found = expectation_at(calls, None, parts, _deviation_terms, width, mean[..., None]).out
+    found = mean_over_keys(calls, None, parts, _deviation_terms, width, mean[..., None]).out
     out = state_at(calls, None, parts).out
     scores = ScoreMoments(mean, found[..., 0])
     return ScoreStatistics(scores, out, found[..., 1:], lse)

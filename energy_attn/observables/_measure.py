@@ -20,6 +20,7 @@ from ._entropy import (
     mean_score,
     score_statistics,
 )
+from ._renyi import renyi
 
 
 class AbstractMeasure(eqx.Module):
@@ -180,6 +181,41 @@ class AbstractMeasure(eqx.Module):
         """
         mean, lse = mean_score(*self.prepared())
         return entropy_of(mean, lse)
+
+    def renyi(self, order: float) -> Float[Array, "*B T N"]:
+        r"""Rényi's entropy of each attention row.
+
+        $$H_\alpha = \frac{1}{1 - \alpha} \log \sum_a P_a^\alpha
+            = \frac{F_\alpha - \alpha F}{1 - \alpha}, \qquad F_\alpha = \log \sum_a e^{\alpha s_a}$$
+
+        which falls with $\alpha$: the logarithm of the number of keys at 0, the
+        [`entropy`][energy_attn.Gibbs.entropy] at 1, minus the logarithm of the sum of squared weights at 2,
+        $F - \max_a s_a$, minus that of the largest weight, at infinity. $F_\alpha$ is a free energy at the inverse
+        temperature $\alpha$, so that unions and devices add up: one flash pass and two walks over the keys, each of one
+        product.
+
+        Args:
+            order: $\alpha \ge 0$, a number or `math.inf`.
+
+        Returns:
+            `[B, T, N]` in nats, from 0 to the logarithm of the number of keys (and sinks). Close to order 1 its
+            rounding grows as $\epsilon \lvert F \rvert / \lvert 1 - \alpha \rvert$.
+
+        Raises:
+            TypeError: `order` is not a real number.
+            ValueError: `order` is negative or NaN.
+
+        Source: A. Rényi, On Measures of Entropy and Information (1961), equation 1.21.
+
+        Examples:
+            >>> import jax
+            >>> import energy_attn as ea
+            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+            >>> F = ea.FreeEnergy().at(q, k, v)
+            >>> bool((F.renyi(2) < F.entropy()).all()), float(F.renyi(0)[0, 0])  # log 5
+            (True, 1.609...)
+        """
+        return renyi(*self.prepared(), order)
 
     def statistics(self) -> AttentionStatistics:
         r"""Attention, energy, entropy and mean score of each row, in one kernel pass.

@@ -418,11 +418,12 @@ CASES = {
     ),
     "statistics": Case(
         """energy_attn.Gibbs.statistics energy_attn.AttentionStatistics
-        energy_attn.Gibbs.score_max""",
+        energy_attn.Gibbs.score_max energy_attn.Gibbs.renyi""",
         lambda sink, **arrays: (
             (F := ea.FreeEnergy(arrays.pop("scale"), sink=sink).at(**arrays)).statistics(),
             F.score_max(),
             F.entropy(),
+            F.renyi(2),
         ),
         lambda: rows() | SINK,
     ),

@@ -301,6 +301,8 @@ BAD = {
         "int 3",
         "jax.random.key",
     ),
+    "order": (lambda: measure(Q, K, V).renyi(-0.5), ValueError, "order", "-0.5", "at least 0"),
+    "order's type": (lambda: measure(Q, K, V).renyi(Q), TypeError, "order", "float32", "number"),
     "count": (
         lambda: measure(Q, K, V).sample(key=jax.random.key(0), count=0),
         *(ValueError, "count", "0", "at least 1"),
