@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
     Attributes:
         rows, keys, warps, stages: as in `GPUTiles`.
         each: the programs of each multiprocessor among which few tiles are divided.
-        least_steps, fused_merge: as in `GPUTiles`.
+        least_steps: as in `GPUTiles`.
     """
 
     rows: int
@@ -31,14 +31,12 @@ class Sizes(NamedTuple):
     stages: int
     each: int = 1
     least_steps: int = 4
-    fused_merge: bool = False
 
     @property
     def label(self) -> str:
         """All of them, in one line."""
-        merged = ", fused merge" if self.fused_merge else ""
         steps = f" of {self.least_steps}" if self.least_steps != 4 else ""
-        return f"{self.rows} x {self.keys}, {self.warps} warps, {self.stages} stages, {self.each}{steps}{merged}"
+        return f"{self.rows} x {self.keys}, {self.warps} warps, {self.stages} stages, {self.each}{steps}"
 
     def tiles(self, kind: Kind, cores: int) -> GPUTiles:
         """The same for a kernel on a GPU of so many multiprocessors."""
@@ -169,9 +167,8 @@ def calls(
             yield Call(kind, length, length, heads, heads, width, dtype, sizes)
     for width in widths or WIDTHS[:1]:
         for rows in _FEW:
-            found = _SHORT[rows] if narrow else _SHORT_FLOAT32
-            both = tuple(x._replace(fused_merge=merged) for x in found for merged in (False, True))
-            yield Call("forward", 1, short, rows * 8, 8, width, dtype, both, True)
+            sizes = _SHORT[rows] if narrow else _SHORT_FLOAT32
+            yield Call("forward", 1, short, rows * 8, 8, width, dtype, sizes, True)
             sizes = _FEW[rows] if narrow else _FEW_FLOAT32
             yield Call("forward", 1, cached, rows * 8, 8, width, dtype, sizes, False)
 
@@ -182,7 +179,7 @@ def trial_calls(dtype: str = "float32", widths: tuple[int, ...] | None = None) -
         *each, short = list(calls(_TRIAL, dtype, (width,)))[: len(_MANY) + 1]
         for call in each:
             yield call._replace(candidates=(Sizes(16, 16, 4, 2),))
-        yield short._replace(candidates=(Sizes(16, 16, 4, 2, least_steps=1, fused_merge=True),))
+        yield short._replace(candidates=(Sizes(16, 16, 4, 2, least_steps=1),))
 
 
 def cores_here() -> int:

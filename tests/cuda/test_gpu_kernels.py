@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn import masks, scores
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, tree_attention
-from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
+from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.pallas.gpu._plan import make_plan, need_of
 from tests.support.machine_code import assembled
@@ -262,71 +262,6 @@ def test_decode_is_assembled_well(rows, tmp_path):
     assert kernel.waits == (under_way,)
     assert products in kernel.ptx
     assert all(kernel.spilled == 0 for kernel in found.values())
-
-
-# Queries, heads, key heads, keys and width of a call, and tiles of which the last program to store merges the parts.
-MERGED = {
-    "few_rows": ((1, 32, 8, 8192, WIDTH), GPUTiles("forward", 16, 32, 4, 4, 256, fused_merge=True)),
-    "many_parts": (
-        (1, 4, 1, 65536, WIDTH),
-        GPUTiles("forward", 16, 32, 4, 4, 64, fused_merge=True),
-    ),
-    "many_rows": (
-        (1, 128, 1, 16384, WIDTH),
-        GPUTiles("forward", 128, 64, 8, 4, 64, fused_merge=True),
-    ),
-    # rows and parts that fill their tiles, so that columns alone are masked
-    "odd_width": ((4, 8, 2, 4096, 80), GPUTiles("forward", 16, 32, 4, 3, 16, fused_merge=True)),
-}
-
-
-@pytest.mark.parametrize("name", few(list(MERGED), "few_rows"))
-def test_merged_by_the_last_program(name, tmp_path):
-    """A second kernel all the same; parts loaded before all others' are stored, or beyond their columns, which no
-    interpreter shows; registers of the merge that the loop over keys is short of.
-
-    A barrier after the stores, then an addition that releases them to, and acquires those of, programs anywhere on
-    the GPU, a barrier, and only then loads.
-    """
-    (queries, heads, kv_heads, keys, width), tiles = MERGED[name]
-    shapes = (1, queries, heads, width), *[(1, keys, kv_heads, width)] * 2
-
-    def run(query, key, value):
-        kernel = PallasGPU(GPUPlan((tiles,)))
-        return local_attention(query, key, value, implementation=kernel)
-
-    program = Compiled(run, *shapes, folder=tmp_path)
-    assert program.kernels == {"attention_forward"}
-    kernel = program.assembled()["attention_forward"]
-    assert kernel.spilled == 0
-    assert kernel.registers <= (128 if tiles.rows == 16 else 255)
-    before, order, after = re.split(r"(?<=\s)atom\.global\.(\S+)", kernel.ptx)
-    assert order == "gpu.acq_rel.add.u32"
-    last_store, first_load = before.rindex("st.global"), after.index("ld.global")
-    assert "ld.global" not in before[last_store:]
-    assert "bar.sync" in before[last_store:] and "bar.sync" in after[:first_load]
-    assert re.search(r"@%p\d+ bra", after[:first_load]) and "st.global" not in after[:first_load]
-    parts = re.findall(r"(@%p\d+ )?ld\.global\.v4", after)
-    assert parts and (all(parts) or name != "odd_width")
-
-
-def test_calls_count_apart():
-    """Two calls of a program that count in the same memory; a fill for each of them."""
-    (queries, heads, kv_heads, keys, width), tiles = MERGED["few_rows"]
-    shapes = (1, queries, heads, width), *[(1, keys, kv_heads, width)] * 2
-
-    def run(query, key, value):
-        kernel = PallasGPU(GPUPlan((tiles,)))
-        for _ in range(2):
-            query = local_attention(query, key, value, implementation=kernel).out
-        return query
-
-    text = Compiled(run, *shapes).text
-    counters = re.findall(
-        r"custom-call\([^)]*, (%[\w.-]+)\), .*output_to_operand_aliasing=\{\{4\}", text
-    )
-    assert len(counters) == len(set(counters)) == 2
-    assert len(re.findall(r" fusion\(", text)) == 1
 
 
 CACHED = 128 * 1024

@@ -6,7 +6,6 @@ arXiv 2307.08691); Flash-Decoding for the split of keys over programs.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import Ref
 from jax.experimental import pallas as pl
@@ -20,8 +19,8 @@ from .._ranges import tile_ranges, visibility_of
 from .._rows import BlockList, Visibility
 from .._score import score_numbers
 from .._score_program import Numbers
-from . import _merge as merge
 from . import _tile as tiles
+from ._merge import merge
 from ._plan import Plan
 from ._score import TileScores
 from ._stored import Stored, load, times, zero_hidden
@@ -33,35 +32,28 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     visibility = visibility_of(operands, plan)
     shape = (plan.splits, *query.shape[:-1])
     dtype = out_dtype(operands, plan.settings)
-    given = (
-        *(query, Stored(key, operands.key_scale), Stored(value, operands.value_scale), visibility),
-        tile_ranges(operands, visibility, plan, of_keys=False),
-        score_numbers(operands, plan.score),
-        merge.counters(plan) if plan.fused_merge else None,
-    )
-    counters = len(jax.tree.leaves(given)) - 1  # the last argument, and the last result
-    out, lse, merged = pl.pallas_call(
+    parts = pl.pallas_call(
         functools.partial(_kernel, plan, interpret),
         grid=(plan.row_tiles * plan.kv_heads * plan.batch * plan.splits,),
-        out_shape=(
+        out_shape=[
             result_like(
                 query,
                 (*shape, plan.value_width),
                 dtype if plan.splits == 1 else jnp.float32,
             ),
             result_like(query, shape, jnp.float32),
-            merge.last_like(plan, query, dtype) if plan.fused_merge else None,
-        ),
-        input_output_aliases={counters: 4} if plan.fused_merge else {},
+        ],
         compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
         interpret=interpret,
         name="attention_forward",
-    )(*given)
-    if merged is not None:
-        out, lse = merged.out, merged.lse
-    elif plan.splits > 1:
-        return merge.by_kernel(AttentionState(out, lse), query, dtype, interpret=interpret)
-    return AttentionState(out[0], lse[0])
+    )(
+        *(query, Stored(key, operands.key_scale), Stored(value, operands.value_scale), visibility),
+        tile_ranges(operands, visibility, plan, of_keys=False),
+        score_numbers(operands, plan.score),
+    )
+    if plan.splits == 1:
+        return AttentionState(*(part[0] for part in parts))
+    return merge(AttentionState(*parts), query, dtype, interpret=interpret)
 
 
 def _kernel(
@@ -73,12 +65,9 @@ def _kernel(
     visibility: Visibility,
     found: Ref | BlockList | None,
     numbers: Numbers,
-    counters: Ref | None,
     out_ref: Ref,
     lse_ref: Ref,
-    last: merge.Last | None,
 ) -> None:
-    del counters  # the same memory as last.done
     at = tiles.program_index(plan, of_keys=False)
     rows = tiles.rows(plan, at.tile, at.kv_head)
     score = TileScores(plan, numbers, visibility, at)
@@ -124,5 +113,3 @@ def _kernel(
     tiles.store_rows(out_ref, at, rows, out, plan.value_width)
     lse = jnp.where(empty, -jnp.inf, (maximum + jnp.log2(total)) / tiles.LOG2_E)
     tiles.store_numbers(lse_ref, at, rows, lse)
-    if last is not None:
-        merge.by_last(plan, at, out_ref, lse_ref, last, interpret=interpret)

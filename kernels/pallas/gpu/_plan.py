@@ -14,7 +14,7 @@ from .._score_program import ScoreProgram, Target
 from ._chip import Chip, target_chip
 from ._default import Need, default_tiles
 from ._saved import plan_from_environment
-from ._sizes import FEW_KEYS, MOST_PARTS, MOST_ROWS, GPUPlan, GPUTiles, Kind, power
+from ._sizes import FEW_KEYS, MOST_ROWS, GPUPlan, GPUTiles, Kind, power
 
 # What Triton has, in all versions of JAX, for a score and its derivatives (1 - x² in them since JAX 0.12).
 TARGET = Target(
@@ -43,7 +43,6 @@ class Plan(NamedTuple):
         row_times, row_heads, rows, keys: the tiles of rows and of keys; the last two are powers
             of two.
         splits: how many programs share the iteration of a tile over others.
-        fused_merge: whether the last of these merges their parts, and not another kernel.
         warps, stages: the threads of a program in units of 32, and the steps that overlap.
         score: the call's score, if it has one.
     """
@@ -62,7 +61,6 @@ class Plan(NamedTuple):
     rows: int
     keys: int
     splits: int
-    fused_merge: bool
     warps: int
     stages: int
     score: ScoreProgram | None
@@ -131,16 +129,14 @@ def make_plan(
         pairs,
         *(batch, query_len, key_len, kv_heads, group, width, value_width),
         *(tiles.rows // row_heads, row_heads, tiles.rows, tiles.keys),
-        *(1, False, tiles.warps, tiles.stages, score),
+        *(1, tiles.warps, tiles.stages, score),
     )
     own, steps = found.row_tiles, found.key_tiles
     if kind == "key":
         own, steps = steps, own
     programs = batch * kv_heads * own
     splits = min(tiles.programs // programs, steps // tiles.least_steps)
-    return found._replace(
-        splits=max(splits, 1), fused_merge=tiles.fused_merge and 1 < splits <= MOST_PARTS
-    )
+    return found._replace(splits=max(splits, 1))
 
 
 def need_of(

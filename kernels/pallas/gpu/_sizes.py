@@ -10,7 +10,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 # None of 8 bits: Pallas counts offsets in signed 32 bits up to 2^32 bytes, which are as many numbers.
 DTYPES = ("float16", "bfloat16", "float32")
 LEAST = 16  # the smallest tile that tensor cores take
-MOST_PARTS = 64  # that the last program of a tile merges: more are a kernel's, of many programs
 FEW_KEYS = 16384  # of a short cache
 MOST_ROWS = 256  # stands for all calls of more than half as many rows
 
@@ -37,10 +36,6 @@ class GPUTiles:
         programs: where a call has fewer tiles to keep, several programs share the iteration of each, up to
             as many as this, and their parts are merged.
         least_steps: the tiles that each of these iterates over at least.
-        fused_merge: whether the parts, up to 64 for each tile, are merged in the same kernel by the program that
-            stores the last of them, known by an atomic counter, instead of a second kernel; for `"forward"` alone.
-            No GPU has run it, and an interpreter, where programs run one after another, cannot show that the
-            last one sees what the others stored: only the instructions that ask for it have been read.
         device: the kind of device, as in `jax.Device.device_kind`, of programs that this is for; None: any.
         dtype: `"float16"`, `"bfloat16"` or `"float32"`: of queries, keys and values; None: any.
         width: of queries and keys; None: any.
@@ -70,7 +65,6 @@ class GPUTiles:
     stages: int = 2
     programs: int = 132
     least_steps: int = 4
-    fused_merge: bool = False
     device: str | None = None
     dtype: str | None = None
     width: int | None = None
@@ -88,10 +82,6 @@ class GPUTiles:
             raise ValueError(f"stages: wanted at most 8, got {self.stages}")
         check_integer("programs", self.programs, least=1)
         check_integer("least_steps", self.least_steps, least=1)
-        if check_flag("fused_merge", self.fused_merge) and self.kind != "forward":
-            raise ValueError(
-                f"fused_merge: wanted False for kind {self.kind!r}, whose parts are added up, got True"
-            )
         if not (self.device is None or isinstance(self.device, str)):
             raise TypeError(f"device: wanted a name or None, got {received(self.device)}")
         check_choice("dtype", self.dtype, (*DTYPES, None))

@@ -92,10 +92,9 @@ class Rows(NamedTuple):
     there: Bool[Array, " rows"] | None
 
 
-def rows(plan: Plan, tile: Array, kv_head: Array, first: Any = 0, count: int = 0) -> Rows:
-    """The rows of a tile; or `count` of them, those from `first` on."""
-    row = first + numbers(count or plan.rows)
-    time, head = divide(row, plan.row_heads)
+def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
+    """The rows of a tile."""
+    time, head = divide(numbers(plan.rows), plan.row_heads)
     if plan.full_rows:
         there = None
     else:
@@ -351,9 +350,8 @@ def _listed(
 ) -> TileRange:
     order: Any = found.order
     batch = _row_of(order, at)
-    unit = (
-        plan.head_tiles if of_keys else 1
-    )  # the same queries are in a tile for each group of heads
+    # the same queries are in a tile for each group of heads
+    unit = plan.head_tiles if of_keys else 1
 
     def number(i: Array) -> Array:
         of_list, of_head = divide(i, unit)

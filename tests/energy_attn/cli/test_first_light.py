@@ -221,10 +221,10 @@ def test_dry_run(tmp_path):
     assert set(found) == set(_steps.STEPS)
     swept = [(x["call"].split(",")[0], x["tiles"], x["good"]) for x in found["sweep"].values()]
     tiles = _tiles.OURS, "16 x 16, 4 warps, 2 stages, 1"
-    merged = _tiles.OURS, f"{tiles[1]} of 1, fused merge"
+    short = _tiles.OURS, f"{tiles[1]} of 1"
     assert swept == [
         *((kind, x, True) for kind in ("forward", "query", "key", "tangent") for x in tiles),
-        *(("forward", x, True) for x in merged),
+        *(("forward", x, True) for x in short),
     ]
     for step in ("about", "check", "check_large", "decode", "prefill"):
         kernels = {x.get("kernel") for x in found[step].values()}

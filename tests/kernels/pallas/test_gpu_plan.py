@@ -191,21 +191,6 @@ def test_short_caches():
     assert splits[1024] == 8
 
 
-def test_who_merges():
-    """A merge by the last program that nobody asked for, of one part, or of more than its registers hold."""
-    tiles = GPUTiles("forward", 16, 32, programs=64 * 8)
-    for programs, fused, wanted in (
-        (64 * 8, True, True),
-        (64 * 8, False, False),
-        (65 * 8, True, False),
-        (8, True, False),
-    ):
-        given = dataclasses.replace(tiles, programs=programs, fused_merge=fused)
-        found = plan_of("forward", *shapes(1, 16384, 32, 8), plan=GPUPlan((given,)))
-        assert found.splits == programs // 8 and found.fused_merge is wanted
-    assert not plan_of("forward", *shapes(1, 8192, 32, 8)).fused_merge
-
-
 class GPU(NamedTuple):
     """What is read of a device that is not there."""
 
@@ -271,12 +256,6 @@ def test_wrong_plans(tmp_path, unchecked):
         ({"call_rows": 512}, ValueError, "call_rows: wanted a power of two from 16 to 256"),
         ({"score": 1}, TypeError, "score: wanted True or False"),
         ({"few_keys": 1}, TypeError, "few_keys: wanted True or False"),
-        ({"fused_merge": 1}, TypeError, "fused_merge: wanted True or False"),
-        (
-            {"kind": "key", "fused_merge": True},
-            ValueError,
-            "fused_merge: wanted False for kind 'key'",
-        ),
     ):
         with pytest.raises(error, match=said):
             dataclasses.replace(TILES, **change)
