@@ -156,7 +156,7 @@ def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:
 
 def with_local_positions(
     parallel: SequenceParallel,
-    split_queries: bool,
+    queries_sharded: bool,
     options: dict[str, Any],
     query_len: int,
     key_len: int,
@@ -168,7 +168,7 @@ def with_local_positions(
     ordered = dict(options)
     if options["key_positions"] is None:
         ordered["key_positions"] = local_positions(parallel.layout, key_len, parallel.axes)
-    if options["query_positions"] is None and split_queries:
+    if options["query_positions"] is None and queries_sharded:
         # queries as many as keys are in their order, others in their own, as outside shard_map
         layout = parallel.layout if query_len == key_len else "contiguous"
         ordered["query_positions"] = local_positions(layout, query_len, parallel.axes)

@@ -22,7 +22,7 @@ class SequenceParallel:
 
     Device $i$ of the axes holds a part of keys and values. Queries are sharded in the same way
     where there are as many as keys (training), and are on all devices otherwise (decoding), unless
-    `split_queries` says otherwise. On explicit mesh axes the type of the query decides, as it does
+    `queries_sharded` says otherwise. On explicit mesh axes the type of the query decides, as it does
     inside a `jax.shard_map` over the axes, where arrays are this device's part.
 
     Attributes:
@@ -44,7 +44,7 @@ class SequenceParallel:
             or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence].
         topology: latency and bandwidth of the axes, for `"auto"`; None: the usual ones of
             the platform in use.
-        split_queries: whether queries are sharded; None: where there are as many as keys. Set it
+        queries_sharded: whether queries are sharded; None: where there are as many as keys. Set it
             for a chunk of a prompt that continues from a cache.
         heads: other mesh axes, over which the heads are sharded, in a cache too: for tensor
             parallelism. Heads do not meet, so that it costs nothing here.
@@ -60,7 +60,7 @@ class SequenceParallel:
             [`ring_attention`][energy_attn.distributed.ring_attention].
 
     Raises:
-        TypeError: `axes`, `heads` or `batch` are not names, `topology` not a topology, or `split_queries`,
+        TypeError: `axes`, `heads` or `batch` are not names, `topology` not a topology, or `queries_sharded`,
             `narrow_gradients` or `bidirectional` not a boolean.
         ValueError: axes that repeat, an unknown method, merge or layout, or `"hierarchical"` or
             `"hybrid"` over one axis.
@@ -82,7 +82,7 @@ class SequenceParallel:
     merge: str
     layout: str
     topology: cost.Topology | None
-    split_queries: bool | None
+    queries_sharded: bool | None
     heads: tuple[str, ...]
     batch: tuple[str, ...]
     narrow_gradients: bool
@@ -96,7 +96,7 @@ class SequenceParallel:
         layout: Literal["contiguous", "striped", "zigzag"] = "contiguous",
         *,
         topology: cost.Topology | None = None,
-        split_queries: bool | None = None,
+        queries_sharded: bool | None = None,
         heads: str | Sequence[str] = (),
         batch: str | Sequence[str] = (),
         narrow_gradients: bool = False,
@@ -109,8 +109,8 @@ class SequenceParallel:
         check_merge(merge, len(names))
         check_method(method, len(names))
         check_topology(topology, len(names))
-        if split_queries is not None:
-            check_flag("split_queries", split_queries)
+        if queries_sharded is not None:
+            check_flag("queries_sharded", queries_sharded)
         given["narrow_gradients"] = check_flag("narrow_gradients", narrow_gradients)
         given["bidirectional"] = check_flag("bidirectional", bidirectional)
         taken = set(names)
@@ -124,7 +124,7 @@ class SequenceParallel:
             taken.update(found)
             given[name] = found
         given |= {"axes": names, "merge": merge, "topology": topology}
-        given |= {"split_queries": split_queries}
+        given |= {"queries_sharded": queries_sharded}
         for field, value in given.items():
             object.__setattr__(self, field, value)
 

@@ -96,8 +96,8 @@ def sharding_plan(
         )
     if is_explicit(mesh, sequence):
         queries = not set(mesh_axes_of(query, first + 1)).isdisjoint(sequence)
-    elif parallel is not None and parallel.split_queries is not None:
-        queries = parallel.split_queries
+    elif parallel is not None and parallel.queries_sharded is not None:
+        queries = parallel.queries_sharded
     else:
         queries = query.shape[first + 1] == key.shape[first + 1]
     check_share("key", "heads", key.shape[-2], device_count(mesh, heads))
@@ -135,8 +135,8 @@ def local_sharding_plan(
     mesh: Any = jax.sharding.get_abstract_mesh()
     axes, varying = set(parallel.axes), varying_axes(key) | varying_axes(query)
     queries = query.shape[-3] == key.shape[-3]
-    if parallel.split_queries is not None:
-        queries = parallel.split_queries
+    if parallel.queries_sharded is not None:
+        queries = parallel.queries_sharded
     elif axes <= varying:
         queries = not axes.isdisjoint(varying_axes(query))
     plan = ShardingPlan(mesh, (), parallel.axes, (), queries, "", parallel.merge, parallel.topology)

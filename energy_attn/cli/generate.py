@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 
-from ..models import AbstractDrafter, Generation, ModelDrafter, PromptLookup, generate
-from ..models._families import load_decoder
+from ..models import AbstractDrafter, Generation, ModelDrafter, PromptLookup, generate, load
 from ._devices import enough_devices, simulate_devices
 from ._tokenizer import AbstractTokenizer, tokenizer_of
 
@@ -112,7 +111,7 @@ def _run(args: argparse.Namespace, count: int) -> int:
         mesh = make_mesh(sizes, names, devices=enough_devices(count))
     parallel = SequenceParallel(sequence, method=args.method) if mesh and sequence else None
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        model = load_decoder(args.model, mesh=mesh, dtype=args.dtype)
+        model = load(args.model, mesh=mesh, dtype=args.dtype)
         tokenizer = tokenizer_of(args.model, model.config.vocab_size)
         tokens = tokenizer.encode(prompt)
         if not tokens:
@@ -158,7 +157,7 @@ def _drafter(args: argparse.Namespace, mesh: Mesh | None) -> AbstractDrafter | N
     if args.speculative:
         return PromptLookup()
     if args.draft_model is not None:
-        return ModelDrafter(load_decoder(args.draft_model, mesh=mesh, dtype=args.dtype))
+        return ModelDrafter(load(args.draft_model, mesh=mesh, dtype=args.dtype))
     return None
 
 

@@ -1,10 +1,11 @@
 """Models whose attention is this library's free energy, differentiated."""
 
+from ._families import load as load
 from .checkpoint._shard import shard as shard
-from .decoder._cache import LlamaCache as LlamaCache
+from .decoder._cache import DecoderCache as DecoderCache
 from .decoder._cache import TreeOutput as TreeOutput
 from .decoder._decoder import AbstractDecoder as AbstractDecoder
-from .decoder._output import LlamaOutput as LlamaOutput
+from .decoder._output import DecoderOutput as DecoderOutput
 from .generation._drafters import AbstractDrafter as AbstractDrafter
 from .generation._drafters import ModelDrafter as ModelDrafter
 from .generation._drafters import PromptLookup as PromptLookup

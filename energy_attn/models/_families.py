@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from .checkpoint._load import load
+from .checkpoint._load import load as load_family
 from .decoder._decoder import AbstractDecoder
 from .decoder._family import Family
 from .llama._llama import LLAMA
@@ -17,7 +17,7 @@ from .llama._llama import LLAMA
 FAMILIES: Mapping[str, Family] = MappingProxyType({"llama": LLAMA})
 
 
-def load_decoder(
+def load(
     directory: str | os.PathLike[str],
     *,
     mesh: Mesh | None = None,
@@ -25,6 +25,35 @@ def load_decoder(
     tensor: str = "tensor",
     progress: bool | Callable[[float, str], Any] | None = None,
 ) -> AbstractDecoder:
-    """The decoder of a checkpoint, of whichever family; otherwise as `Llama.load`."""
+    """Reads a checkpoint in Hugging Face's format, of the family that its `config.json` names.
+
+    Otherwise as [`Llama.load`][energy_attn.models.Llama.load], where all is said of how files are read.
+
+    Args:
+        directory: the folder.
+        mesh: of the devices that get the weights, placed as by [`shard`][energy_attn.models.shard];
+            None: the mesh in force, else the default device.
+        dtype: of the weights; None: that of the files.
+        tensor: the axis that weights are split over, if the mesh has it.
+        progress: whether to show a bar on standard error, or a function called with the share
+            done and a name; None: a bar if standard error is a terminal.
+
+    Returns:
+        The model: a [`Llama`][energy_attn.models.Llama] where `model_type` is `"llama"`.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a `model_type` that is none of those; or as `Llama.load`.
+
+    Examples:
+        >>> import jax, tempfile
+        >>> from energy_attn import models
+        >>> config = models.LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     models.Llama(config, key=jax.random.key(0)).save(folder)
+        ...     model = models.load(folder)
+        >>> type(model).__name__
+        'Llama'
+    """
     options = {"mesh": mesh, "dtype": dtype, "tensor": tensor, "progress": progress}
-    return load(directory, FAMILIES, **options)
+    return load_family(directory, FAMILIES, **options)

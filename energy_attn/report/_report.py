@@ -29,7 +29,7 @@ from ..observables._entropy import row_observables
 from ._layers import Rows, layers_of
 
 if TYPE_CHECKING:  # `import energy_attn` loads no models
-    from ..models.decoder._cache import LlamaCache
+    from ..models.decoder._cache import DecoderCache
     from ..models.decoder._decoder import AbstractDecoder
 
 ProcessHeads = Callable[..., Sequence[Array]]
@@ -90,7 +90,7 @@ def energy_report(
     model: "AbstractDecoder",
     tokens: Int[Array, "B T"],
     positions: Int[Array, "#B T"] | None = None,
-    cache: "LlamaCache | None" = None,
+    cache: "DecoderCache | None" = None,
     *,
     per_query: bool = False,
     **options: Unpack[EnergyOptions],

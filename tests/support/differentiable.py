@@ -514,13 +514,13 @@ CASES = {
     ),
     "Llama": Case(
         """energy_attn.models.Llama energy_attn.models.Llama.__call__ energy_attn.models.Llama.logits
-        energy_attn.models.LlamaOutput""",
+        energy_attn.models.DecoderOutput""",
         logits,
         lambda: {"model": build(SMALL), "tokens": TOKENS} | drawn(21, x=(1, 2, 6)),
     ),
     "score_continuations": Case(
         """energy_attn.models.score_continuations
-        energy_attn.models.Llama.read_tree energy_attn.models.TreeOutput energy_attn.models.LlamaCache
+        energy_attn.models.Llama.read_tree energy_attn.models.TreeOutput energy_attn.models.DecoderCache
         energy_attn.prefix_tree.unpack""",
         scores,
         lambda: {"model": build(SMALL), "tokens": TOKENS, "continuations": TOKENS[:, None, :2]},
@@ -616,7 +616,7 @@ WITHOUT = {
         energy_attn.kernels.save_gpu_plan energy_attn.distributed.collectives
         energy_attn.distributed.initialize energy_attn.distributed.make_mesh
         energy_attn.distributed.fetch energy_attn.distributed.place energy_attn.distributed.place_like
-        energy_attn.models.shard""",
+        energy_attn.models.shard energy_attn.models.load""",
     "of integers: draws, tokens, trees, places and buckets": """energy_attn.Gibbs.sample
         energy_attn.models.generate energy_attn.kernels.scores.At energy_attn.kernels.scores.t5_buckets
         energy_attn.prefix_tree.accept_greedy energy_attn.prefix_tree.accept_sampling

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from energy_attn.distributed import SequenceParallel, collectives
 
 from ... import attention
-from ...models import Llama, LlamaCache
+from ...models import DecoderCache, Llama
 from ...models.decoder._output import Trace
 from ...models.decoder._read import read_on
 
@@ -46,7 +46,7 @@ class Decoded(NamedTuple):
     prefill_seconds: float
     traces: Trace
     held: Held
-    start: tuple[Llama, Array, LlamaCache]
+    start: tuple[Llama, Array, DecoderCache]
     loop: jax.stages.Compiled
 
     @property
@@ -104,10 +104,10 @@ def absent(query: Array, key: Array, value: Array, **options: Any) -> Any:
 def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
     """Decodes `count` bytes, the first of which is given; also traces, and the cache with the bytes."""
 
-    def loop(model: Llama, first: Array, cache: LlamaCache) -> tuple[Array, Trace, LlamaCache]:
+    def loop(model: Llama, first: Array, cache: DecoderCache) -> tuple[Array, Trace, DecoderCache]:
         one = jnp.ones(1, jnp.int32)
 
-        def step(carry: tuple[Array, LlamaCache], _: None) -> tuple[Any, tuple[Array, Trace]]:
+        def step(carry: tuple[Array, DecoderCache], _: None) -> tuple[Any, tuple[Array, Trace]]:
             token, cache = carry
             x, after, trace = read_on(model, token, cache, one, attend)
             return (_drawn(model.logits(x), after), after), (token[0, 0], trace)
@@ -118,7 +118,7 @@ def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
     return loop
 
 
-def _drawn(logits: Array, cache: LlamaCache) -> Array:
+def _drawn(logits: Array, cache: DecoderCache) -> Array:
     """Draws the byte behind those of the cache; the noise depends on its position alone."""
     key = jax.random.fold_in(jax.random.key(_SEED), cache.lengths[0])
     return jax.random.categorical(key, logits / _TEMPERATURE).astype(jnp.int32)
@@ -149,7 +149,7 @@ def decode(
     The model lies on the devices of the cache.
     """
 
-    def prefill(model: Llama, tokens: Array, cache: LlamaCache) -> tuple[Array, LlamaCache]:
+    def prefill(model: Llama, tokens: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:
         out = model.prefill(tokens, cache, chunk_size=_CHUNK, attend=attend)
         assert out.cache is not None
         return _drawn(out.logits, out.cache), out.cache
@@ -175,7 +175,7 @@ def decode(
 
 
 @jax.jit
-def copied(cache: LlamaCache) -> LlamaCache:
+def copied(cache: DecoderCache) -> DecoderCache:
     """A copy, for a loop to consume."""
     return jax.tree.map(jnp.copy, cache)
 

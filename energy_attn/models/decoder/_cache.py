@@ -38,7 +38,7 @@ class TreeOutput(NamedTuple):
     values: tuple[Float[Array, "batch nodes kv_heads width"], ...]
 
 
-class LlamaCache(eqx.Module):
+class DecoderCache(eqx.Module):
     """The keys and values of the tokens read so far: one cache for each layer.
 
     Attributes:
@@ -71,7 +71,7 @@ class LlamaCache(eqx.Module):
         """The mesh axes that the slots are sharded over."""
         return self.layers[0].parallel
 
-    def commit(self, accepted: Accepted, read: TreeOutput) -> "LlamaCache":
+    def commit(self, accepted: Accepted, read: TreeOutput) -> "DecoderCache":
         """Appends the accepted nodes of a tree to the cache of every layer.
 
         As in [`commit`][energy_attn.prefix_tree.commit], nothing is sent between devices.
@@ -92,22 +92,24 @@ class LlamaCache(eqx.Module):
                 f"read: wanted the {len(self.layers)} layers of the cache, got {len(read.keys)}"
             )
         new = zip(self.layers, read.keys, read.values, strict=True)
-        return LlamaCache(tuple(commit(stored, accepted, key, value) for stored, key, value in new))
+        return DecoderCache(
+            tuple(commit(stored, accepted, key, value) for stored, key, value in new)
+        )
 
-    def along(self, path: Array, read: TreeOutput, counts: Array) -> "LlamaCache":
+    def along(self, path: Array, read: TreeOutput, counts: Array) -> "DecoderCache":
         """Appends the first `counts` nodes of a path, for which the cache has room."""
         new = zip(self.layers, read.keys, read.values, strict=True)
         layers = (
             stored._written(*gather_path(stored, path, key, value), counts)
             for stored, key, value in new
         )
-        return LlamaCache(tuple(layers))
+        return DecoderCache(tuple(layers))
 
 
 def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> None:
     """Raises `TypeError` for another type, `ValueError` for the cache of another model or batch."""
-    if not isinstance(cache, LlamaCache):
-        raise TypeError(f"cache: wanted a LlamaCache, got {received(cache)}")
+    if not isinstance(cache, DecoderCache):
+        raise TypeError(f"cache: wanted a DecoderCache, got {received(cache)}")
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
             f"cache: wanted the {config.num_hidden_layers} layers of the model, "

@@ -15,8 +15,8 @@ from energy_attn.kernels.internal import check_integer, received
 from ...core._attention import attention
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
-from ._cache import LlamaCache, TreeOutput, check_cache
-from ._output import LlamaOutput
+from ._cache import DecoderCache, TreeOutput, check_cache
+from ._output import DecoderOutput
 from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read_tree
 
 
@@ -66,13 +66,13 @@ class AbstractDecoder(eqx.Module):
         self,
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "#batch time"] | None = None,
-        cache: LlamaCache | None = None,
+        cache: DecoderCache | None = None,
         *,
         lengths: Int[Array, " batch"] | None = None,
         parallel: SequenceParallel | None = None,
         return_energies: bool = False,
         attend: Callable[..., Any] = attention,
-    ) -> LlamaOutput:
+    ) -> DecoderOutput:
         """Logits for the token after each of `tokens`.
 
         Without a cache the tokens see each other, causally; this is the form for training. With a
@@ -96,7 +96,7 @@ class AbstractDecoder(eqx.Module):
 
         Raises:
             TypeError: `tokens`, `positions` or `lengths` is not an integer array, or `cache` not a
-                `LlamaCache`.
+                `DecoderCache`.
             ValueError: shapes do not fit, or there are both a cache and `positions`, or another
                 `parallel` than that of the cache.
             RuntimeError: (Equinox's, when it runs) the cache has too few slots left.
@@ -115,17 +115,17 @@ class AbstractDecoder(eqx.Module):
             counts, wrong = fitting(self, tokens, cache, lengths, parallel=parallel)
             x, cache, trace = read_on(self, tokens, cache, counts, attend)
             x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
-        return LlamaOutput(self.logits(x), cache, trace.energy if return_energies else None)
+        return DecoderOutput(self.logits(x), cache, trace.energy if return_energies else None)
 
     def prefill(
         self,
         tokens: Int[Array, "batch time"],
-        cache: LlamaCache,
+        cache: DecoderCache,
         *,
         lengths: Int[Array, " batch"] | None = None,
         chunk_size: int = 1024,
         attend: Callable[..., Any] = attention,
-    ) -> LlamaOutput:
+    ) -> DecoderOutput:
         """Reads a prompt into the cache, chunk by chunk; returns the logits of the last token only.
 
         Args:
@@ -148,9 +148,9 @@ class AbstractDecoder(eqx.Module):
         counts, wrong = fitting(self, tokens, cache, lengths, at_once=chunk_size)
         x, cache = read_chunks(self, tokens, cache, counts, chunk_size, attend)
         x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
-        return LlamaOutput(self.logits(x), cache, None)
+        return DecoderOutput(self.logits(x), cache, None)
 
-    def read_tree(self, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
+    def read_tree(self, tree: PrefixTree, cache: DecoderCache) -> TreeOutput:
         """Logits for the token after each node of a prefix tree that continues the cache.
 
         Each node is read once, and sees the whole context and its ancestors. The cache stays as it
@@ -161,7 +161,7 @@ class AbstractDecoder(eqx.Module):
             cache: from `empty_cache` or an earlier call.
 
         Raises:
-            TypeError: `tree` is not a `PrefixTree`, or `cache` not a `LlamaCache`.
+            TypeError: `tree` is not a `PrefixTree`, or `cache` not a `DecoderCache`.
             ValueError: they do not fit each other, or the model.
 
         Source: SpecInfer (arXiv 2305.09781): a token tree is read in one pass.
@@ -190,7 +190,7 @@ class AbstractDecoder(eqx.Module):
         block_size: int | None = None,
         quantize: Literal["int8"] | None = None,
         window: int | None = None,
-    ) -> LlamaCache:
+    ) -> DecoderCache:
         """An empty cache in the dtype of the weights.
 
         Args:
@@ -224,4 +224,4 @@ class AbstractDecoder(eqx.Module):
             )
 
         # separate arrays for each layer, so that the cache can be donated
-        return LlamaCache(tuple(make() for _ in range(self.config.num_hidden_layers)))
+        return DecoderCache(tuple(make() for _ in range(self.config.num_hidden_layers)))

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ._cache import LlamaCache
+from ._cache import DecoderCache
 
 
-class LlamaOutput(NamedTuple):
+class DecoderOutput(NamedTuple):
     """The result of calling a decoder.
 
     Attributes:
@@ -30,7 +30,7 @@ class LlamaOutput(NamedTuple):
     """
 
     logits: Float[Array, "batch time vocab"]
-    cache: LlamaCache | None
+    cache: DecoderCache | None
     energies: PyTree[Float[Array, "layers batch time heads"]] | None
 
 

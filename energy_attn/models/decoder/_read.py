@@ -20,7 +20,7 @@ from energy_attn.kernels.internal import (
 
 from ...core._attention import attention
 from ...prefix_tree import PrefixTree, tree_decode
-from ._cache import LlamaCache, TreeOutput, check_cache
+from ._cache import DecoderCache, TreeOutput, check_cache
 from ._output import Trace, joined
 
 # `model` is an `AbstractDecoder` throughout, whose module imports this one.
@@ -64,12 +64,12 @@ def read_alone(
 def read_on(
     model: Any,
     tokens: Array,
-    cache: LlamaCache,
+    cache: DecoderCache,
     counts: Array,
     attend: Callable[..., Any] = attention,
     *,
     split: bool = False,
-) -> tuple[Array, LlamaCache, Trace]:
+) -> tuple[Array, DecoderCache, Trace]:
     """Final hidden states of tokens behind those of the cache, the cache with them, and a trace.
 
     The cache has room for `counts` tokens of each row. With `split`, each of the cache's devices
@@ -79,7 +79,7 @@ def read_on(
     positions = positions_from(cache.lengths, counts, tokens.shape[1])
     x = model.embed_tokens(tokens)
     if split and parallel is not None:
-        parallel = dataclasses.replace(parallel, split_queries=True)
+        parallel = dataclasses.replace(parallel, queries_sharded=True)
         x, positions = (split_along(array, 1, parallel) for array in (x, positions))
     rope = model.rope(positions)
     layers, traces = [], []
@@ -103,18 +103,18 @@ def read_on(
         x, (stored, trace) = layer(x, rope, see)
         layers.append(stored)
         traces.append(trace)
-    return model.norm(x), LlamaCache(tuple(layers)), joined(traces)
+    return model.norm(x), DecoderCache(tuple(layers)), joined(traces)
 
 
 def read_chunks(
     model: Any,
     tokens: Array,
-    cache: LlamaCache,
+    cache: DecoderCache,
     counts: Array,
     chunk_size: int,
     attend: Callable[..., Any] = attention,
     tell: Callable[[int], None] = lambda number: None,
-) -> tuple[Array, LlamaCache]:
+) -> tuple[Array, DecoderCache]:
     """The final hidden state of each row's last token, `[B, 1, D]`, and the cache with all tokens.
 
     Reads `chunk_size` tokens at a time, split over the cache's devices. `tell` is called behind each
@@ -123,7 +123,7 @@ def read_chunks(
     parallel, time = cache.parallel, tokens.shape[1]
     devices = 1 if parallel is None else check_mesh(parallel)
 
-    def read(carry: tuple[Array, Array, LlamaCache], chunk: Array) -> tuple[tuple, None]:
+    def read(carry: tuple[Array, Array, DecoderCache], chunk: Array) -> tuple[tuple, None]:
         last, left, cache = carry
         split = devices > 1 and chunk.shape[1] >= devices
         there = chunk.shape[1]
@@ -152,7 +152,7 @@ def read_chunks(
     return x, cache
 
 
-def read_tree(model: Any, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
+def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache) -> TreeOutput:
     """Logits after each node of a tree behind the cache, and the keys and values of the nodes."""
     x = model.embed_tokens(tree.tokens)
     rope = model.rope(cache.lengths[:, None] + tree.depth)
@@ -171,7 +171,7 @@ def read_tree(model: Any, tree: PrefixTree, cache: LlamaCache) -> TreeOutput:
 def fitting(
     model: Any,
     tokens: Array,
-    cache: LlamaCache,
+    cache: DecoderCache,
     lengths: object,
     *,
     at_once: int | None = None,

@@ -12,7 +12,7 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import check_integer, received
 
 from ...prefix_tree import PrefixTree, grow, pack, tree_from_parents
-from ..decoder._cache import LlamaCache
+from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
 
@@ -192,14 +192,14 @@ class ModelDrafter(AbstractDrafter):
         lengths: Int[Array, " batch"],
         slots: int,
         parallel: SequenceParallel | None,
-    ) -> LlamaCache:
+    ) -> DecoderCache:
         """The cache of the small model, with the prompts."""
         cache = self.model.empty_cache(len(tokens), slots, parallel=parallel)
         return read_chunks(self.model, tokens, cache, lengths, _CHUNK)[1]
 
     def draft(
-        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: LlamaCache
-    ) -> tuple[PrefixTree, LlamaCache]:
+        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: DecoderCache
+    ) -> tuple[PrefixTree, DecoderCache]:
         """The likeliest continuations of each row."""
         # the cache lacks the tokens accepted since the last draft; the last token is the root
         behind = lengths - 1 - state.lengths

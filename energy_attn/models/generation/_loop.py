@@ -15,7 +15,7 @@ from energy_attn.kernels.internal import as_int32, check_shape
 from ...prefix_tree._accept import longest_chosen_path
 from ...prefix_tree._sampling import process_logits
 from ...prefix_tree._tree import check_tree, gather_slots
-from ..decoder._cache import LlamaCache
+from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
 from ._drafters import AbstractDrafter, last_of
@@ -48,7 +48,7 @@ class Loop(NamedTuple):
     start: Array
     known: Array
     left: Array
-    cache: LlamaCache
+    cache: DecoderCache
     state: Any
     counts: Array
 
@@ -59,7 +59,7 @@ def begin(
     drafter: AbstractDrafter | None,
     tokens: Array,
     lengths: Array,
-    cache: LlamaCache,
+    cache: DecoderCache,
     sampling: Sampling,
     stop: Array,
     watch: Array | None,

@@ -14,7 +14,7 @@ from energy_attn.kernels.internal import as_int32, check_integer, check_shape, r
 from ...prefix_tree import pack, unpack
 from ...prefix_tree._pack import check_beam
 from ...prefix_tree._tree import gather_slots
-from ..decoder._cache import LlamaCache
+from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks
 from ._generate import check_vocabulary, prompts
@@ -89,7 +89,7 @@ def _score(
     before: Array,
     beam: Array,
     counts: Array,
-    cache: LlamaCache,
+    cache: DecoderCache,
     chunk_size: int,
 ) -> Array:
     # the last token of the prompt is the root: its logits are for the first tokens

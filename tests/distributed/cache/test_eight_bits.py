@@ -229,6 +229,6 @@ def test_collectives(kind, as_stored):
 def test_other_methods_widen(method, as_stored):
     """Eight bits that a ring takes for keys."""
     with jax.set_mesh(mesh_of("8")):
-        spread = SequenceParallel("device", method=method, split_queries=True)
+        spread = SequenceParallel("device", method=method, queries_sharded=True)
         problem, found, _ = ran(spread, KVCache.attend, queries(8))
     check(found, problem, method)

@@ -18,8 +18,8 @@ ROTATED = "queries rotate"
 WAYS = {
     **{merge: {"merge": merge} for merge in cost.MERGES},
     "keys rotate": {"method": "ring"},
-    "queries and keys": {"split_queries": True},
-    ROTATED: {"split_queries": True, "method": "ring"},
+    "queries and keys": {"queries_sharded": True},
+    ROTATED: {"queries_sharded": True, "method": "ring"},
 }
 
 

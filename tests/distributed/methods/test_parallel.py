@@ -90,7 +90,7 @@ def test_queries_and_heads_split(name, method):
     """
     problem = PROBLEMS[name]
     axes = "node", "device"
-    parallel = SequenceParallel(axes, method, split_queries=True, heads="tensor")
+    parallel = SequenceParallel(axes, method, queries_sharded=True, heads="tensor")
     run = jax.jit(state_and_gradients(problem, parallel=parallel))
     with jax.set_mesh(make_mesh((2, 2, 2), (*axes, "tensor"))):
         check(run(*on_host(problem)), problem)
@@ -193,7 +193,7 @@ def test_batch_on_another_axis(kinds):
 def test_rows_of_an_automatic_axis(method):
     """Rows that the compiler gathers, as no type says that they are sharded; bias and lengths of other rows."""
     mesh = make_mesh((2, 4), ("data", "device"))
-    parallel = SequenceParallel("device", method, "gather", split_queries=False, batch="data")
+    parallel = SequenceParallel("device", method, "gather", queries_sharded=False, batch="data")
     arrays, given = on_host(EVEN)
     rows = NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):

@@ -19,7 +19,6 @@ from energy_attn.models import (
     score_continuations,
     shard,
 )
-from energy_attn.models._families import load_decoder
 from tests.support.llama import build
 
 CONFIG = LlamaConfig(16, 16, 24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -89,12 +88,12 @@ def test_an_incomplete_family():
 def test_family_of_a_checkpoint(llama, tmp_path):
     """A checkpoint that is read as another family's."""
     llama.save(tmp_path)
-    found = load_decoder(tmp_path, progress=False)
+    found = ea.models.load(tmp_path, progress=False)
     assert isinstance(found, Llama) and found.config == CONFIG
     path = tmp_path / "config.json"
     entries = json.loads(path.read_text())
     for kind in ("gpt2", None, ["llama"]):
         path.write_text(json.dumps(entries | {"model_type": kind}))
-        for load in (load_decoder, Llama.load):
+        for load in (ea.models.load, Llama.load):
             with pytest.raises(ValueError, match="config.json: model_type: wanted 'llama', got"):
                 load(tmp_path)

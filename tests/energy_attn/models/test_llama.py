@@ -11,7 +11,7 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
-from energy_attn.models import LinearRope, Llama, LlamaCache
+from energy_attn.models import DecoderCache, LinearRope, Llama
 from tests.support.compare import close
 from tests.support.llama import CONFIG, build, numpy_llama
 from tests.support.selection import few
@@ -382,7 +382,7 @@ BAD_CALLS = {
     "positions too few": (ValueError, "positions: wanted", lambda m, t: m(t, t[:, :3])),
     "cache of another type": (
         TypeError,
-        "cache: wanted a LlamaCache",
+        "cache: wanted a DecoderCache",
         lambda m, t: m(t, cache=(t,)),
     ),
     "cache of another batch": (
@@ -462,4 +462,4 @@ def test_bad_call(kind, message, call, unchecked):
 
 
 def test_cache_is_exported():
-    assert isinstance(build().empty_cache(1, 1), LlamaCache)
+    assert isinstance(build().empty_cache(1, 1), DecoderCache)

@@ -340,7 +340,7 @@ def test_nothing_asked():
                 ("tree", "auto", True),
                 ("ring", "auto", None),
             ):
-                parallel = SequenceParallel(method=method, merge=merge, split_queries=split)
+                parallel = SequenceParallel(method=method, merge=merge, queries_sharded=split)
                 F = measure(*given, parallel=parallel)
                 for name in ("attention", "covariance", "product"):
                     for x in jax.tree.leaves(EMPTY[name](F, given[0])):
