@@ -15,8 +15,6 @@ from .call._state import merge_all as merge_all
 from .dispatch._attention import local_attention as local_attention
 from .dispatch._registry import implementations as implementations
 from .pallas.gpu._kernel import PallasGPU as PallasGPU
-from .pallas.gpu._saved import load_gpu_plan as load_gpu_plan
-from .pallas.gpu._saved import save_gpu_plan as save_gpu_plan
 from .pallas.gpu._sizes import GPUPlan as GPUPlan
 from .pallas.gpu._sizes import GPUTiles as GPUTiles
 

@@ -17,8 +17,6 @@ from ._checks import check_key as check_key
 from ._checks import check_names as check_names
 from ._checks import check_shape as check_shape
 from ._checks import received as received
-from ._json import json_fields as json_fields
-from ._json import read_json as read_json
 from ._private import private_names as private_names
 from ._program import bind as bind
 from ._varying import apply_widened as apply_widened
@@ -57,8 +55,8 @@ from .call._state import holds_keys as holds_keys
 from .call._state import lse_dtype as lse_dtype
 from .call._state import precision as precision
 from .call._state import safe_shift as safe_shift
-from .call._state import unfused as unfused
 from .call._state import share as share
+from .call._state import unfused as unfused
 from .call._target import AssumedGPU as AssumedGPU
 from .call._target import Device as Device
 from .dispatch._beside import beside as beside

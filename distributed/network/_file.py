@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from energy_attn.kernels.internal import check_names, json_fields, read_json, received
+from energy_attn.kernels.internal import check_names, received
 
+from ._json import json_fields, read_json
 from ._topology import Link, Topology
 
 ENVIRONMENT = "ENERGY_ATTN_TOPOLOGY"

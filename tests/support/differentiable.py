@@ -612,8 +612,7 @@ WITHOUT = {
     "of solvers, rules and costs, which have no floating arrays": """energy_attn.solvers.
         energy_attn.kernels.masks. energy_attn.distributed.cost.""",
     "of text, pictures, files, processes and programs": """energy_attn.citation energy_attn.plot.
-        energy_attn.kernels.implementations energy_attn.kernels.load_gpu_plan
-        energy_attn.kernels.save_gpu_plan energy_attn.distributed.collectives
+        energy_attn.kernels.implementations energy_attn.distributed.collectives
         energy_attn.distributed.initialize energy_attn.distributed.make_mesh
         energy_attn.distributed.fetch energy_attn.distributed.place energy_attn.distributed.place_like
         energy_attn.models.shard energy_attn.models.load""",

@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures every case, prints a table, and writes `<suite>.json` and `<suite>.svg`.
 
-    The suite `network` writes `topology.json`, `tune` `gpu_plan.json`, `first-light` no plot. Returns 0, or 2 for a
+    The suite `network` writes `topology.json`; `tune` and `first-light` write no plot. Returns 0, or 2 for a
     wrong option, or without matplotlib.
     """
     if args.repeats < 1 or args.shrink < 1:

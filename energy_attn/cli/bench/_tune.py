@@ -1,7 +1,8 @@
-"""The suite `tune`: which tiles of `pallas_gpu` are fastest on the GPU at hand, kernel by kernel, in a file."""
+"""The suite `tune`: which tiles of `pallas_gpu` are fastest on the GPU at hand, kernel by kernel."""
 
 import argparse
 import dataclasses
+import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from energy_attn.kernels import GPUPlan, GPUTiles, save_gpu_plan
+from energy_attn.kernels import GPUPlan, GPUTiles
 from energy_attn.kernels.internal import platform_here
 
 from .._tiles import OURS, TOLERANCE, Call, calls, cores_here, difference, program, trial_calls
@@ -20,7 +21,7 @@ LEAST_GAIN = 1.03  # how much faster tiles must be to be kept: less is noise
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures each call by all tiles, prints the winners, and writes `gpu_plan.json`.
+    """Measures each call by all tiles, prints the winners, and writes `tune.json`.
 
     Returns 0, or 2 where there is no GPU of NVIDIA's and no dry run is asked for, or for a dtype or a width that
     the kernel declines.
@@ -53,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
         if best is not None:
             chosen.append(best)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "gpu_plan.json"
-    measured = {"machine": machine(), "times": rows, "dry_run": trial}
-    save_gpu_plan(path, GPUPlan(tuple(chosen)), measured=measured)
-    print(f"wrote {path}; `pallas_gpu` has its tiles where ENERGY_ATTN_GPU_PLAN={path}")
+    path = args.out / "tune.json"
+    result = {"machine": machine(), "times": rows, "dry_run": trial}
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {path}; its tiles: PallasGPU({GPUPlan(tuple(chosen))})")
     return 0
 
 

@@ -28,8 +28,7 @@ class PallasGPU(AbstractKernel):
     $10^{-7}\,\lvert F\rvert$, which is large for large scores: 1% from $10^5$ on.
 
     Attributes:
-        plan: the tiles of its kernels; None: those of the file that the environment variable
-            `ENERGY_ATTN_GPU_PLAN` names, if it names one. What a plan does not say is chosen by shapes.
+        plan: the tiles of its kernels. What it does not say, or None, is chosen by shapes.
 
     Raises:
         TypeError: `plan` is no `GPUPlan`.

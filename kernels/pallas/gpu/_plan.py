@@ -13,7 +13,6 @@ from .._score import score_of
 from .._score_program import ScoreProgram, Target
 from ._chip import Chip, target_chip
 from ._default import Need, default_tiles
-from ._saved import plan_from_environment
 from ._sizes import FEW_KEYS, MOST_ROWS, GPUPlan, GPUTiles, Kind, power
 
 # What Triton has, in all versions of JAX, for a score and its derivatives (1 - x² in them since JAX 0.12).
@@ -98,7 +97,7 @@ class Plan(NamedTuple):
 def make_plan(
     operands: Operands, settings: Settings, kind: Kind, given: GPUPlan | None = None
 ) -> Plan:
-    """The plan of one kernel of a call, by tiles that are given, here or by the environment, or chosen.
+    """The plan of one kernel of a call, by tiles that are given, or chosen.
 
     `kind` is "forward" for the kernel of the state, "query" for that of the gradient in the queries,
     "key" for that of the gradients in keys and values, "tangent" for that of the state's derivative
@@ -114,8 +113,7 @@ def make_plan(
     group = heads // kv_heads
     pairs = pairs_of(operands, settings)
     need, chip = need_of(operands, settings, kind, score, pairs), target_chip()
-    plan = plan_from_environment() if given is None else given
-    tiles = None if plan is None else _given(operands, need, plan, chip)
+    tiles = None if given is None else _given(operands, need, given, chip)
     if tiles is None:
         tiles = default_tiles(need, chip)
     if tiles is None:

@@ -108,7 +108,7 @@ class GPUPlan:
     Raises:
         TypeError: `tiles` is no such tuple.
 
-    Source: none: [`load_gpu_plan`][energy_attn.kernels.load_gpu_plan] reads one from a file.
+    Source: none: see [`GPUTiles`][energy_attn.kernels.GPUTiles].
 
     Examples:
         >>> import jax

@@ -9,22 +9,26 @@ import pytest
 from energy_attn.__main__ import main
 from energy_attn.cli._tiles import Sizes
 from energy_attn.cli.bench import _tune
-from energy_attn.kernels import GPUPlan, GPUTiles, load_gpu_plan
+from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU
 from energy_attn.kernels.internal import platform_here
 
 SMALL = Sizes(32, 16, 4, 2), Sizes(16, 16, 4, 2), Sizes(64, 1024, 4, 8)
 CALL = _tune.Call("forward", 40, 600, 4, 2, 16, "float32", SMALL, False)
 
 
+def printed(capsys):
+    """The kernel with the tiles that are kept, as the last line has it."""
+    names = {"GPUPlan": GPUPlan, "GPUTiles": GPUTiles, "PallasGPU": PallasGPU}
+    return eval(capsys.readouterr().out.rpartition("its tiles: ")[2], names)
+
+
 @pytest.mark.full
 def test_dry_run(tmp_path, capsys):
-    """A kernel that is not tuned, or a file that `pallas_gpu` does not read."""
+    """A kernel that is not tuned, or tiles that are printed in a form that no program takes."""
     arguments = ["bench", "--suite", "tune", "--repeats", "1", "--out", str(tmp_path)]
     assert main([*arguments, "--dry-run"]) == 0
-    path = tmp_path / "gpu_plan.json"
-    assert f"ENERGY_ATTN_GPU_PLAN={path}" in capsys.readouterr().out
-    assert isinstance(load_gpu_plan(path), GPUPlan)
-    times = json.loads(path.read_text())["measured"]["times"]
+    assert isinstance(printed(capsys), PallasGPU)
+    times = json.loads((tmp_path / "tune.json").read_text())["times"]
     assert [row["call"].split(",")[0] for row in times] == [
         *("forward", "query", "key", "tangent", "forward")
     ]
@@ -110,9 +114,8 @@ def test_dtypes_and_widths(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(_tune, "declined", lambda call: None)  # traces each of twenty
         assert main([*run, *asked]) == 0
-    path = tmp_path / "gpu_plan.json"
-    assert f"ENERGY_ATTN_GPU_PLAN={path}" in capsys.readouterr().out
-    assert len(load_gpu_plan(path).tiles) == len(tried)
+    plan = printed(capsys).plan
+    assert plan.tiles == tuple(call.tiles(132)[call.candidates[0].label] for call in tried)
     sides = [(call.dtype, call.width) for call in tried[:: len(tried) // 4]]
     assert sides == [("float16", 40), ("float16", 16), ("float32", 40), ("float32", 16)]
     assert {x.dtype.name for call in tried for x in call.shapes} == {"float16", "float32"}

@@ -1,10 +1,9 @@
-"""The plan that a user passes to the GPU kernels, or saves: which calls it is for, what it is held to, how it is read.
+"""The plan that a user passes to the GPU kernels: which calls it is for, and what it is held to.
 
 Also the tiles that are chosen by shapes. What becomes of them on a GPU is compiled in tests/cuda.
 """
 
 import dataclasses
-import json
 from typing import NamedTuple
 
 import jax
@@ -13,14 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import (
-    GPUPlan,
-    GPUTiles,
-    PallasGPU,
-    load_gpu_plan,
-    local_attention,
-    save_gpu_plan,
-)
+from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._target import lowered_for, target_device
 from energy_attn.kernels.pallas.gpu._plan import make_plan
@@ -241,7 +233,7 @@ def test_of_the_target(unchecked):
             plan_of("forward", *widest, plan=GPUPlan((GPUTiles("forward", 128, 128),)))
 
 
-def test_wrong_plans(tmp_path, unchecked):
+def test_wrong_plans(unchecked):
     """A mistake that shows when a kernel is compiled, or never."""
     for change, error, said in (
         ({"kind": "backward"}, ValueError, "kind: wanted one of 'forward', .* got"),
@@ -266,35 +258,3 @@ def test_wrong_plans(tmp_path, unchecked):
         local_attention(*zeros(64, 128), implementation=PallasGPU(large))
     with pytest.raises(TypeError, match="plan: wanted a GPUPlan or None, got"):
         PallasGPU(TILES)
-    with pytest.raises(TypeError, match="plan: wanted a GPUPlan, got"):
-        save_gpu_plan(tmp_path / "x.json", TILES)
-
-
-def test_files(tmp_path, monkeypatch):
-    """A plan that comes back otherwise; a file that is read wrongly without a word, or not at all."""
-    path = tmp_path / "plan.json"
-    plan = GPUPlan((TILES, dataclasses.replace(TILES, keys=64, dtype="float16", score=False)))
-    save_gpu_plan(path, plan, measured={"device": "none"})
-    assert load_gpu_plan(path) == plan
-    call = check_call(*zeros(64, 256))
-    kernel = PallasGPU()
-    default = kernel._plan(call.operands, call.settings, "forward")
-    monkeypatch.setenv("ENERGY_ATTN_GPU_PLAN", str(path))
-    found = kernel._plan(call.operands, call.settings, "forward")
-    assert (found.keys, found.warps) == (32, 8) != (default.keys, default.warps)
-    assert PallasGPU(GPUPlan())._plan(call.operands, call.settings, "forward") == default
-    kept = json.loads(path.read_text())
-    for change, said in (
-        ({"tiles": None}, r"tiles: wanted a list, got NoneType None, in .*plan\.json"),
-        ({"sizes": []}, "sizes: wanted one of the keys"),
-        ({"tiles": [{"kind": "forward"}]}, r"tiles\[0\]\.rows: wanted in .*, got none"),
-        ({"tiles": [kept["tiles"][0] | {"rows": 3}]}, r"tiles\[0\]\.rows: wanted a power of two"),
-    ):
-        path.write_text(json.dumps(kept | change))
-        with pytest.raises(ValueError, match=said):
-            load_gpu_plan(path)
-    with pytest.raises(ValueError, match="ENERGY_ATTN_GPU_PLAN: tiles"):
-        kernel._plan(call.operands, call.settings, "forward")
-    monkeypatch.setenv("ENERGY_ATTN_GPU_PLAN", str(tmp_path / "none.json"))
-    with pytest.raises(ValueError, match=r"ENERGY_ATTN_GPU_PLAN: .*none\.json"):
-        kernel._plan(call.operands, call.settings, "forward")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ._checks import received
+from energy_attn.kernels.internal import received
 
 
 def read_json(path: str | os.PathLike[str]) -> object:
