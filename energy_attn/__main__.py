@@ -1,4 +1,4 @@
-"""`python -m energy_attn info | demo | generate | bench | launch`."""
+"""`python -m energy_attn info | demo | generate | bench`."""
 
 import argparse
 import importlib
@@ -16,7 +16,6 @@ _COMMANDS = {
     "demo": "decode over eight devices with a small trained model, compare with the dense answer",
     "generate": "continue a text with a checkpoint, its context sharded over a mesh",
     "bench": "times and memory beside jax.nn and PyTorch",
-    "launch": "run a program as several processes on this machine, and end all when one fails",
 }
 
 

@@ -28,9 +28,9 @@ def initialize(
     """Connects the processes of a job, so that `jax.devices()` are those of all of them.
 
     Call it once in each process, before anything that uses a device. All arguments are optional
-    where the job can be recognised: under `python -m energy_attn launch`, SLURM, Open MPI, on
-    Cloud TPU, and on Kubernetes (with the package `kubernetes`) JAX finds them. Otherwise the
-    environment variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` are
+    where the job can be recognised: under SLURM, Open MPI, on Cloud TPU,
+    and on Kubernetes (with the package `kubernetes`) JAX finds them. Otherwise the environment
+    variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` are
     read. Without any of these it is a program of one process, and the call does nothing.
 
     Before JAX connects, the processes meet at the coordinator's address and wait for each other:

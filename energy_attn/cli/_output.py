@@ -1,17 +1,8 @@
-"""Standard output that is closed, or whose encoding lacks characters."""
+"""Standard output that is closed."""
 
 import contextlib
 import os
 from typing import TextIO
-
-
-def write_line(stream: TextIO, text: str) -> None:
-    """Writes and flushes a line, with escapes for characters that the encoding lacks.
-
-    Raises `OSError` where the stream is closed, or its disk is full.
-    """
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def silence(stream: TextIO) -> None:

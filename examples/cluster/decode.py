@@ -1,7 +1,7 @@
 """Decode steps over a cache whose keys and values are sharded over all devices of a job.
 
-SLURM, Kubernetes or `python -m energy_attn launch` starts it once per process; the program is the same on a laptop,
-on a pod of TPUs and on several nodes of GPUs. Each process makes the keys of its own devices; none holds all of them.
+SLURM, Kubernetes or `launch.py` starts it once per process; the program is the same on a laptop, on a pod of TPUs and
+on several nodes of GPUs. Each process makes the keys of its own devices; none holds all of them.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The protocol of tables 1 and 2 on the devices at hand: a prompt, then ten tokens by each method.
 
-    python -m energy_attn launch -n 2 -- papers/tree_attention/_tables_run.py PLAN RESULT
+    python examples/cluster/launch.py -n 2 -- papers/tree_attention/_tables_run.py PLAN RESULT
 
 is what `tables.py` runs for several processes, with a plan (`Plan`) in JSON; the first process
 writes what was found. The prompt is read alike whatever the method: each repetition

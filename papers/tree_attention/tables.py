@@ -30,6 +30,7 @@ from typing import Any
 
 TARGETS = ("h200", "rtx4090", "v5p", "v5e")
 WORKER = Path(__file__).with_name("_tables_run.py")
+LAUNCH = Path(__file__).parents[2] / "examples/cluster/launch.py"
 
 
 def main() -> int:
@@ -133,7 +134,7 @@ def by_processes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for number in args.processes:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "result.json")
-            launch = [sys.executable, "-m", "energy_attn", "launch", "-n", str(number)]
+            launch = [sys.executable, str(LAUNCH), "-n", str(number)]
             launch += ["--devices", str(args.devices or 1), "--timeout", str(args.seconds)]
             command = [*launch, "--", str(WORKER), json.dumps(plan(args)._asdict()), str(path)]
             ended = subprocess.run(command, stdout=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
 """One of several processes: runs scenarios over a mesh of all their devices, and says what it found, a line each.
 
-Started by `test_processes.py` as `python -m energy_attn launch -n … -- -m tests.support.process NAME…`.
+Started by `test_processes.py` as `examples/cluster/launch.py -n … -- -m tests.support.process NAME…`.
 """
 
 import contextlib

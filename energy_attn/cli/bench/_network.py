@@ -174,8 +174,7 @@ def run(args: argparse.Namespace) -> int:
     given = args.mesh
     mesh = make_mesh(tuple(given.values()), tuple(given)) if given else make_mesh()
     if mesh.size == 1:
-        what = "bench: a network wants two or more devices; see `python -m energy_attn launch`"
-        print(what, file=sys.stderr)
+        print("bench: a network wants two or more devices, got one", file=sys.stderr)
         return 2
     timings = measure(mesh, args.repeats, args.shrink)
     usual = cost.topology_of_mesh(mesh)

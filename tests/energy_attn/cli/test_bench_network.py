@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -14,7 +11,7 @@ from energy_attn.cli.bench import _network
 from energy_attn.distributed import cost, make_mesh
 from energy_attn.distributed.internal import seconds
 from energy_attn.distributed.network._devices import usual_topology
-from tests.support.flags import environment
+from tests.support.launch import launch
 
 AXES = ("node", "device")
 KINDS = {"collective-permute", "all-gather", "all-reduce", "all-to-all"}
@@ -84,15 +81,8 @@ def test_simulated_devices(tmp_path, capsys, monkeypatch):
 def test_processes(tmp_path):
     """Processes that time another number of collectives, and so wait for each other forever; two that write."""
     arguments = ["-m", "energy_attn", "bench", "--suite", "network", "--repeats", "2"]
-    launcher = [sys.executable, "-m", "energy_attn", "launch", "-n", "2", "--devices", "2"]
-    ended = subprocess.run(
-        [*launcher, "--", *arguments, "--shrink", "256", "--out", str(tmp_path)],
-        cwd=Path(__file__).resolve().parents[3],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=270,
-    )
+    options = ["--shrink", "256", "--out", tmp_path]
+    ended = launch("-n", 2, "--devices", 2, "--", *arguments, *options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = cost.load_topology(tmp_path / "topology.json")
     assert [link.devices for link in found.links] == [2, 2]

@@ -1,0 +1,29 @@
+"""The example that starts a program as several processes of this machine. These processes import no JAX."""
+
+import os
+
+from tests.support.launch import launch
+
+# Process 1 fails once the other, which would sleep on, has started a process of its own: the pipe's second end.
+PROGRAM = """
+import os, subprocess, sys, time
+print("of", os.environ["JAX_NUM_PROCESSES"], flush=True)
+if os.environ["JAX_PROCESS_ID"] == "0":
+    child = "import sys, time; pipe = open(sys.argv[1], 'w'); pipe.write('x'); pipe.flush(); time.sleep(60)"
+    subprocess.run([sys.executable, "-c", child, sys.argv[1]])
+with open(sys.argv[1]) as pipe:
+    pipe.read(1)
+    sys.exit("the reason")
+"""
+
+
+def test_the_first_failure_ends_both(tmp_path):
+    """Output that does not say whose it is; a process that waits on when the other fails, or what it has started."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as held:
+        done = launch("-n", 2, "--timeout", 50, "--", "-c", PROGRAM, pipe)
+        assert done.returncode == 1, done.stderr
+        assert set(done.stdout.splitlines()) == {"[0] of 2", "[1] of 2", "[1] the reason"}
+        assert done.stderr == "launch: process 1 of 2 ended with status 1\n"
+        assert held.read() == ""  # its end, as nobody has it open for writing any more
