@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,11 +18,13 @@ from energy_attn.kernels.internal import (
     holds_keys,
     precision,
     product,
+    safe_shift,
     score_sums,
+    unfused,
 )
 
 from ..core._citation import cite
-from ..core._directions import directional
+from ..core._directions import directional, unmoved
 from ..core._free_energy import Calls, Parts, Source, check_at
 from ..observables._at_source import HashablePartial, run_reduction, score_maximum_at, widened
 from ..observables._sinks import sinks_as_keys
@@ -98,59 +100,73 @@ def tsallis_state(
     # the threshold is found by XLA's operations, whatever else the call may be computed by
     calls = tuple(x._replace(names=("blockwise",)) for x in calls)
     given = parts, None if source is None else jnp.asarray(source)
-    threshold = function_call(_Threshold(regulariser, calls), given)
+    threshold = function_call(_FindThreshold(regulariser, calls), given)
     width = parts[0].value.shape[-1]
     term = HashablePartial(_moments, (regulariser.alpha,))
     found = _sums(term, width + 2, calls, given, threshold)
-    seen, alpha = holds_keys(threshold)[..., None], regulariser.alpha
+    seen, alpha = holds_keys(threshold.largest), regulariser.alpha
     # The sum of the weights is 1 but for rounding; without any, as where a score is NaN, this is NaN.
-    out = found[..., :-2] / jnp.where(seen, found[..., -1:], 1.0)
-    energy = (threshold + 1 / alpha) / (alpha - 1) + found[..., -2] / alpha
-    return AttentionState(jnp.where(seen, out, 0.0).astype(dtype), energy)
+    out = found[..., :-2] / jnp.where(seen[..., None], found[..., -1:], 1.0)
+    above = (threshold.below + 1 / alpha) / (alpha - 1) + found[..., -2] / alpha
+    energy = threshold.largest + jnp.where(seen, above, 0.0)
+    return AttentionState(jnp.where(seen[..., None], out, 0.0).astype(dtype), energy)
+
+
+class _Threshold(NamedTuple):
+    r"""$\tau = (\alpha - 1) \max_a s_a + t$, in two numbers for each row.
+
+    For a large score their sum is rounded by more than the weights are.
+
+    Attributes:
+        largest: $\max_a s_a$, held constant in derivatives; minus infinity in a fully masked row.
+        below: $t$, from -1 to 0, with the derivatives of $\tau$.
+    """
+
+    largest: Array
+    below: Array
 
 
 @dataclasses.dataclass(frozen=True)
-class _Threshold(AbstractFunction):
-    r"""The root $\tau$ of $\sum_a p_a = 1$ in each row, of parts and a source; minus infinity in a fully masked row."""
+class _FindThreshold(AbstractFunction):
+    r"""The root $\tau$ of $\sum_a p_a = 1$ in each row, of parts and a source."""
 
     regulariser: Tsallis
     calls: Calls
 
-    def apply(self, args: tuple[Parts, Array | None]) -> Array:
+    def apply(self, args: tuple[Parts, Array | None]) -> _Threshold:
         parts, source = args
-        alpha = self.regulariser.alpha
         largest = score_maximum_at(self.calls, parts, source)
         seen = holds_keys(largest)
-        first = (alpha - 1) * largest - 1
-        least = 8 * float(jnp.finfo(first.dtype).eps)
+        least = 8 * float(jnp.finfo(largest.dtype).eps)
 
         def goes_on(carry: tuple[Array, Array, Array]) -> Array:
-            step, threshold, change = carry
-            moves = change > least * jnp.maximum(jnp.abs(threshold), 1.0)
-            return (step < _MOST_STEPS) & moves.any()
+            step, _, change = carry
+            return (step < _MOST_STEPS) & (change > least).any()
 
         def newton(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            step, threshold, _ = carry
-            mass, slope = self.sums(args, threshold)
+            step, below, _ = carry
+            mass, slope = self.sums(args, _Threshold(largest, below))
             change = jnp.where(seen, (mass - 1) / jnp.where(slope > 0, slope, 1.0), 0.0)
-            return step + 1, threshold + change, change
+            return step + 1, below + change, change
 
-        start = jnp.zeros((), jnp.int32), first, jnp.full_like(first, jnp.inf)
-        return lax.while_loop(goes_on, newton, newton(start))[1]
+        first = jnp.full_like(largest, -1.0)
+        start = jnp.zeros((), jnp.int32), first, jnp.full_like(largest, jnp.inf)
+        return _Threshold(largest, lax.while_loop(goes_on, newton, newton(start))[1])
 
-    def jvp(self, primals: Any, tangents: Any) -> tuple[Array, Array | None]:
-        threshold: Array = function_call(self, primals)
+    def jvp(self, primals: Any, tangents: Any) -> tuple[_Threshold, _Threshold]:
+        threshold: _Threshold = function_call(self, primals)
 
         def mass(args: Any) -> tuple[Array, Array]:
             return self.sums(args, threshold)
 
         found = directional(mass, primals, tangents)
         if found is None:
-            return threshold, None
+            return threshold, unmoved(threshold)
         (_, slope), (change, _) = found
-        return threshold, jnp.where(slope > 0, change / jnp.where(slope > 0, slope, 1.0), 0.0)
+        below = jnp.where(slope > 0, change / jnp.where(slope > 0, slope, 1.0), 0.0)
+        return threshold, unmoved(threshold)._replace(below=below)
 
-    def sums(self, args: tuple[Parts, Array | None], threshold: Array) -> tuple[Array, Array]:
+    def sums(self, args: tuple[Parts, Array | None], threshold: _Threshold) -> tuple[Array, Array]:
         r"""$\sum_a p_a$, and how fast it falls with $\tau$, $\frac{1}{\alpha - 1} \sum_a p_a^{2 - \alpha}$."""
         term = HashablePartial(_mass_and_slope, (self.regulariser.alpha,))
         found = _sums(term, 2, self.calls, args, threshold)
@@ -162,23 +178,25 @@ def _sums(
     width: int,
     calls: Calls,
     args: tuple[Parts, Array | None],
-    threshold: Array,
+    threshold: _Threshold,
 ) -> Array:
     """The sums of a block term over all keys, `[*B, T, N, width]`."""
     parts, source = args
     reduction = Reduction(HashablePartial(score_sums, (term, width)), fold_sums)
+    rows = [x[..., None] for x in threshold]
     found = (
-        run_reduction(call, reduction, check_at(call, source, arrays), threshold[..., None])
+        run_reduction(call, reduction, check_at(call, source, arrays), *rows)
         for call, arrays in zip(calls, parts, strict=True)
     )
     return functools.reduce(operator.add, found)
 
 
-# Block terms: of scores `[B, rows, keys]`, values `[B, keys, W]` and thresholds `[B, rows, 1]`.
-def _powers(alpha: float, scores: Array, threshold: Array, *exponents: float) -> list[Array]:
+# Block terms: of scores `[B, rows, keys]`, values `[B, keys, W]`, and the two numbers of thresholds `[B, rows, 1]`.
+def _powers(alpha: float, scores: Array, threshold: _Threshold, *exponents: float) -> list[Array]:
     r"""$[(\alpha - 1) s_a - \tau]_+$ to given powers, zero outside of the support, as are derivatives."""
     hidden = jnp.isneginf(scores)
-    above = (alpha - 1) * jnp.where(hidden, 0.0, scores) - threshold
+    gaps = unfused(jnp.where(hidden, 0.0, scores)) - safe_shift(threshold.largest)
+    above = (alpha - 1) * gaps - threshold.below
     outside = hidden | (above <= 0)  # not what is NaN
     safe = jnp.where(outside, 1.0, above)
 
@@ -189,16 +207,16 @@ def _powers(alpha: float, scores: Array, threshold: Array, *exponents: float) ->
     return [jnp.where(outside, 0.0, power(x)) for x in exponents]
 
 
-def _mass_and_slope(alpha: float, scores: Array, value: Array, threshold: Array) -> Array:
+def _mass_and_slope(alpha: float, scores: Array, value: Array, *threshold: Array) -> Array:
     del value
     exponent = 1 / (alpha - 1)
-    weights, slope = _powers(alpha, scores, threshold, exponent, exponent - 1)
+    weights, slope = _powers(alpha, scores, _Threshold(*threshold), exponent, exponent - 1)
     return jnp.stack([weights.sum(-1), exponent * slope.sum(-1)], -1)
 
 
-def _moments(alpha: float, scores: Array, value: Array, threshold: Array) -> Array:
+def _moments(alpha: float, scores: Array, value: Array, *threshold: Array) -> Array:
     exponent = 1 / (alpha - 1)
-    weights, powers = _powers(alpha, scores, threshold, exponent, exponent + 1)
+    weights, powers = _powers(alpha, scores, _Threshold(*threshold), exponent, exponent + 1)
     values = product(weights, value, precision(value.dtype))
     sums = jnp.stack([powers.sum(-1), weights.sum(-1)], -1)
     return jnp.concatenate([values, sums], -1)

@@ -55,6 +55,10 @@ def sorted_weights(alpha, s, xp=jnp):
 
     Of 1.5 and 2 the threshold is in closed form; derivatives are JAX's, of the sorting and the root.
     """
+    # Relative to the largest score, which the weights do not depend on, and without keys far below: squares cancel.
+    top = jax.lax.stop_gradient(s).max(-1, keepdims=True)
+    s = s - xp.where(xp.isneginf(top), 0.0, top)
+    s = xp.where(s < -1e3, -xp.inf, s)
     x = xp.sort((alpha - 1) * s, -1)[..., ::-1]
     safe = xp.where(xp.isneginf(x), 0.0, x)
     size = xp.arange(1.0, s.shape[-1] + 1, dtype=s.dtype)
@@ -237,6 +241,38 @@ def test_float32():
         assert error <= 4 * usual + 1e-6
     one = run(q, np.array([1], np.int32))
     np.testing.assert_allclose(one, np.broadcast_to(v[:, :1], one.shape), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "size"), few_rows([(1.5, 2.0**100), (1.5, 2.0**24), (2.0, 2.0**100), (2.0, 2.0**24)])
+)
+def test_large_scores(alpha, size):
+    """A threshold whose rounding is larger than the weights: the largest keys have them all, in equal parts."""
+    # Small integers times a power of two: their products are exact in float32, and many are equal.
+    query, key = np.random.default_rng(0).integers(-2, 3, (2, 1, 40, 1, 3)).astype(np.float64)
+    value = np.random.default_rng(1).standard_normal((1, 40, 1, 2))
+    energy = ea.FreeEnergy(regulariser=ea.Tsallis(alpha), scale=1.0)
+
+    def sort(query, key, value):
+        s = jnp.einsum("btnh,bsnh->bnts", query, key)
+        p = sorted_weights(alpha, s)
+        best = jax.lax.stop_gradient(
+            p
+        )  # at a maximum: their derivative would be rounding times a large score
+        found = (best * s).sum(-1) + entropy(alpha, best)
+        return jnp.einsum("bnts,bsnv->btnv", p, value), found.transpose(0, 2, 1)
+
+    def run(f, dtype):
+        def total(*arrays):
+            out, energy = f(*arrays)
+            return (jnp.sin(out).sum() + energy.sum()), (out, energy / size)
+
+        given = (jnp.asarray(x, dtype) for x in (size * query, key, value))
+        slopes, state = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*given)
+        return jax.device_get((slopes[0], slopes[1] / size, slopes[2], state))
+
+    found = run(lambda *x: energy.attention(*x, return_energy=True), jnp.float32)
+    close(found, run(sort, jnp.float64), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("method", few(["tree", "ring"], "ring"))
