@@ -1,18 +1,15 @@
-"""What our kernels become on an H200, and on Blackwell's GPUs, compiled ahead of time, without GPU or driver.
+"""What our Hopper kernels become on an H200, compiled ahead of time, without GPU or driver.
 
 Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs are read, never run; that their copies,
 barriers and masks compute what they should, the interpreter shows (tests/kernels/pallas/test_mosaic_gpu.py).
 """
 
 import functools
-import multiprocessing
 import re
-from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
@@ -30,7 +27,7 @@ KEYS = 64 * 1024
 
 
 class Kernel(NamedTuple):
-    """A kernel for one GPU: its program's text and scratch memory; and its code and registers."""
+    """A kernel for one H200: its program's text and scratch memory; and its code and registers."""
 
     text: str
     memory: int
@@ -66,58 +63,31 @@ def along(*names):
     return derivative
 
 
-def compile_call(folder, capability, *shapes, dtype=jnp.bfloat16, derivative=None, **options):
-    """The kernels of a call of shapes, whose code is written into a folder, by the number of products."""
-    sharding = SingleDeviceSharding(nodes(1, 1, capability).devices.item())
-    arrays = [jax.ShapeDtypeStruct(x, dtype, sharding=sharding) for x in shapes]
-
-    run = functools.partial(local_attention, implementation="mosaic_gpu", **options)
-    program = jax.jit(derivative(run) if derivative else run).lower(*arrays).compile()
-    found = []
-    for code in folder.glob("*.ptx"):
-        report = code.with_suffix(".ptxas").read_text()
-        kernel = Kernel(
-            program.as_text(),
-            program.memory_analysis().temp_size_in_bytes,
-            code.read_text(),
-            int(re.search(r"Used (\d+) registers", report)[1]),
-            int(re.search(r"(\d+) bytes spill stores", report)[1]),
-        )
-        found.append(kernel)
-    return sorted(found, key=lambda x: x.count("wgmma.mma_async"))
-
-
 @pytest.fixture
-def written(tmp_path, monkeypatch):
-    """The folder that the code of kernels is written into."""
+def compiled(tmp_path, monkeypatch):
+    """A function that compiles a call of shapes: its one kernel, or of a derivative all, by the number of products."""
     toolkit()
     for name, value in (("TO", str(tmp_path)), ("PTX", "1"), ("PTXAS", "1")):
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{name}", value)
-    return tmp_path
 
+    def compile(*shapes, dtype=jnp.bfloat16, derivative=None, **options):
+        sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
+        arrays = [jax.ShapeDtypeStruct(x, dtype, sharding=sharding) for x in shapes]
 
-@pytest.fixture
-def compiled(written):
-    """A function that compiles a call of shapes: its one kernel, or of a derivative all, by the number of products."""
-
-    def compile(*shapes, derivative=None, **options):
-        found = compile_call(written, (9, 0), *shapes, derivative=derivative, **options)
-        return found if derivative else found[0]
-
-    return compile
-
-
-@pytest.fixture
-def compiled_for(written):
-    """A function that compiles a call for GPUs of a compute capability in a process of its own.
-
-    Mosaic GPU compiles for the capability that a process met first: ptxas refuses programs for any later one.
-    """
-
-    def compile(*call, **options):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            (kernel,) = process.submit(compile_call, written, *call, **options).result()
-        return kernel
+        run = functools.partial(local_attention, implementation="mosaic_gpu", **options)
+        program = jax.jit(derivative(run) if derivative else run).lower(*arrays).compile()
+        found = []
+        for code in tmp_path.glob("*.ptx"):
+            report = code.with_suffix(".ptxas").read_text()
+            kernel = Kernel(
+                program.as_text(),
+                program.memory_analysis().temp_size_in_bytes,
+                code.read_text(),
+                int(re.search(r"Used (\d+) registers", report)[1]),
+                int(re.search(r"(\d+) bytes spill stores", report)[1]),
+            )
+            found.append(kernel)
+        return sorted(found, key=lambda x: x.count("wgmma.mma_async")) if derivative else found[0]
 
     return compile
 
@@ -157,51 +127,6 @@ def test_decode(compiled):
     kernel = compiled((1, 1, 32, WIDTH), keys, keys)
     assert kernel.memory < 0.02 * 2 * 2 * KEYS * 8 * WIDTH
     assert kernel.spilled == 0 and kernel.count("wgmma.mma_async") == 8 + 4
-
-
-@pytest.mark.toolkits
-def test_blackwell(compiled_for):
-    """Hopper's products; tiles of scores, or sums on their way through the registers, that do not fit in them."""
-    rows, keys = (1, PREFILL, 32, WIDTH), (1, PREFILL, 8, WIDTH)
-    kernel = compiled_for((10, 0), rows, keys, keys, is_causal=True)
-    assert "mosaic_gpu_v2" in kernel.text and ".target sm_100a" in kernel.code
-    assert kernel.memory <= 1.01 * 4 * PREFILL * 32  # the energies in the kernel's order
-    assert kernel.registers <= 168 and kernel.spilled <= (0 if toolkit().name == "cu13" else 24)
-    # 128 queries by 64 keys: eight products for scores and four for sums, in both loops, and the first scores
-    assert kernel.count(r"tcgen05\.mma") == 8 + 2 * (8 + 4) and kernel.count("wgmma") == 0
-    # those of the sums read weights from tensor memory
-    assert kernel.count(r"tcgen05\.mma\S+ \[\S+\], \[a_desc\]") == 2 * 4
-    assert kernel.count(r"ex2\.approx\.ftz") == kernel.count("ex2") == 2 * (64 + 1)
-    # what the threads of a group did is ordered before a product, twice in a step
-    assert kernel.count(r"tcgen05\.fence::before_thread_sync") >= 2 * 2
-
-
-@pytest.mark.parametrize(("width", "value_width"), few_rows([(96, 80), (256, 256)]), ids=str)
-def test_blackwell_widths(width, value_width, compiled_for):
-    """Tiles that spill, or that need more shared or tensor memory than there is, which fails here too."""
-    shapes = ((1, 1000, 4, x) for x in (width, width, value_width))
-    options = {"local_window_size": (100, 10), "dtype": jnp.float16}
-    kernel = compiled_for((10, 3), *shapes, **options)
-    assert ".target sm_103a" in kernel.code and kernel.count(r"tcgen05\.mma") > 0
-    assert kernel.spilled == 0
-
-
-def test_blackwell_decode(compiled_for):
-    """Keys copied; numbers of all keys of a tile, which each thread has, that do not fit beside its scores."""
-    keys, lengths = (2, KEYS, 8, WIDTH), np.array([KEYS - 9, 7000], np.int32)
-    options = {"is_causal": True, "key_value_seq_lengths": lengths}
-    kernel = compiled_for((10, 0), (2, 4, 32, WIDTH), keys, keys, **options)
-    assert kernel.memory < 0.02 * 2 * 2 * 2 * KEYS * 8 * WIDTH
-    assert kernel.spilled == 0 and kernel.count(r"tcgen05\.mma") == 8 + 2 * (8 + 4)
-
-
-@pytest.mark.parametrize("derivative", [gradients, along("query", "value")], ids=["vjp", "jvp"])
-def test_blackwell_derivatives(derivative):
-    """Hopper's kernels of derivatives in a program for Blackwell, whose forward pass alone is a kernel."""
-    sharding = SingleDeviceSharding(nodes(1, 1, (10, 0)).devices.item())
-    arrays = [jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16, sharding=sharding)] * 3
-    run = functools.partial(local_attention, implementation="mosaic_gpu", is_causal=True)
-    assert jax.jit(derivative(run)).lower(*arrays).as_text().count("@mosaic_gpu_v2") == 1
 
 
 # A step of 64 rows by 64 keys: scores and each of their changes by eight products, each sum over keys by four.

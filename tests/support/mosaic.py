@@ -87,26 +87,22 @@ PROBLEMS = {
 }
 
 
-def state_of(given, kernel=KERNEL):
+def state_of(given):
     """The state as a function of arrays: one program for several."""
 
     @jax.jit
     def run(arrays):
         call = check_call(**arrays, **given.options)
-        check_call_of(kernel, call.operands, call.settings)
-        return kernel.forward(call.operands, call.settings, HERE)
+        check_call_of(KERNEL, call.operands, call.settings)
+        return KERNEL.forward(call.operands, call.settings, HERE)
 
     return run
 
 
-def check_state(given, dtype, kernel=KERNEL):
+def check_state(given, dtype):
     """The state beside the definition, as near as rounding weights to 16 bits allows."""
     arrays, rounded = cast(given, dtype)
-    judge_state(state_of(given, kernel)(arrays), rounded, dtype)
-
-
-def judge_state(state, rounded, dtype):
-    """The same of a state that is there."""
+    state = state_of(given)(arrays)
     out, lse = dense(rounded)
     close(state.out, out, f"{rounded}, out", tolerance=2 * float(jnp.finfo(dtype).eps))
     close(state.lse, lse, f"{rounded}, lse", tolerance=1e-5)

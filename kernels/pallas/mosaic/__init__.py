@@ -1,1 +1,1 @@
-"""Flash attention for NVIDIA's Hopper and Blackwell GPUs, in Pallas on Mosaic GPU."""
+"""Flash attention for NVIDIA's Hopper GPUs, in Pallas on Mosaic GPU."""

@@ -8,15 +8,13 @@ Sources: the online softmax of Milakov and Gimelshein (arXiv 1805.02867); FlashA
 al., arXiv 2407.08608) for the groups of warps and their turns; Flash-Decoding for the split.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ...call._operands import Operands, out_dtype
@@ -31,21 +29,9 @@ from ._tile import Ref, Ring
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
     """The state of a call, by a plan."""
-    return state_by(_kernel, _scratch, operands, plan, interpret=interpret)
-
-
-def state_by(
-    kernel: Callable[..., None],
-    scratch: Callable[[Plan, Operands, DTypeLike], Sequence[Any]],
-    operands: Operands,
-    plan: Plan,
-    *,
-    interpret: bool,
-) -> AttentionState:
-    """The state of a call, by a kernel with scratch memory for a dtype of results, and a plan."""
     if plan.packed:
-        rows, unpacked = pack_heads(operands, plan.settings), plan._replace(packed=False)
-        state = state_by(kernel, scratch, rows, unpacked, interpret=interpret)
+        rows = pack_heads(operands, plan.settings)
+        state = forward(rows, plan._replace(packed=False), interpret=interpret)
         length = operands.query.shape[1]
         return AttentionState(*(unstack_heads(x, length) for x in state))
     query, key, value = map(aligned, operands[:3])
@@ -55,14 +41,21 @@ def state_by(
     dtype = out_dtype(operands, plan.settings)
     wide = dtype if plan.splits == 1 else jnp.float32
     out, lse = tiles.call(
-        kernel,
+        _kernel,
         plan,
         (query, key, value, given, tile_ranges(operands, given, plan, of_keys=False)),
         [
             result_like(query, (parts, tokens, heads, plan.value_width), wide),
             result_like(query, (parts, heads, plan.row_tiles * plan.row_times), jnp.float32),
         ],
-        scratch(plan, operands, wide),
+        [
+            tiles.tile_memory((plan.consumers, ROWS, plan.width), query.dtype),
+            tiles.ring(plan, plan.keys, [plan.width], key.dtype),
+            tiles.ring(plan, plan.keys, [plan.value_width], value.dtype),
+            tiles.tile_memory((plan.consumers, ROWS, chunk(plan.value_width)), wide),
+            plgpu.Barrier(num_barriers=plan.consumers),
+            plgpu.Barrier(num_arrivals=plan.consumers),
+        ],
         programs=plan.row_tiles * heads * parts,
         interpret=interpret,
     )
@@ -72,60 +65,6 @@ def state_by(
     split = AttentionState(*(x.reshape(plan.splits, batch, *x.shape[1:]) for x in (out, lse)))
     merged = merge_all(split)
     return AttentionState(merged.out.astype(dtype), merged.lse)
-
-
-def _scratch(plan: Plan, operands: Operands, wide: DTypeLike) -> Sequence[Any]:
-    return [
-        tiles.tile_memory((plan.consumers, ROWS, plan.width), operands.query.dtype),
-        tiles.ring(plan, plan.keys, [plan.width], operands.key.dtype),
-        tiles.ring(plan, plan.keys, [plan.value_width], operands.value.dtype),
-        tiles.tile_memory((plan.consumers, ROWS, chunk(plan.value_width)), wide),
-        plgpu.Barrier(num_barriers=plan.consumers),
-        plgpu.Barrier(num_arrivals=plan.consumers),
-    ]
-
-
-class Weighed(NamedTuple):
-    """A tile of scores as weights, by the maximum of its rows so far, of `unit`; and what the sums decay by."""
-
-    weights: Array
-    decay: Array
-    maximum: Array
-    total: Array
-
-
-def weigh(
-    plan: Plan, scores: Array, maximum: Array, total: Array, see: Callable[[], Array] | None
-) -> Weighed:
-    """A step of the online softmax over a tile of products of queries and keys, of which `see` are seen."""
-    bits = unit(plan)
-    if plan.settings.scale <= 0:  # the largest score is not that of the largest product
-        scores = scores * math.copysign(bool(plan.settings.scale), plan.settings.scale)
-    if see is not None:
-        scores = jnp.where(see(), scores, -jnp.inf)
-    new = jnp.maximum(maximum, scores.max(1))
-    shift = new if see is None else jnp.where(new > -jnp.inf, new, 0.0)
-    # the difference first: it is 0 where the score is the maximum, however large, and a fused product is not
-    weights = jnp.exp2((scores - tiles.of_rows(shift, plan.keys)) * bits)
-    decay = jnp.exp2((maximum - shift) * bits)
-    return Weighed(weights, decay, new, total * decay + weights.sum(1))
-
-
-def unit(plan: Plan) -> float:
-    """How many bits the unit of scores is in a kernel: products, their opposites or zeros by the sign of the scale."""
-    return (abs(plan.settings.scale) or 1.0) * tiles.LOG2_E
-
-
-def lse_of(plan: Plan, maximum: Array, total: Array) -> Array:
-    """The natural logarithm of the sum of exponentials of rows, of the parts of an online softmax."""
-    scale = abs(plan.settings.scale) or 1.0
-    return jnp.where(total == 0, -jnp.inf, maximum * scale + jnp.log(total))
-
-
-def quotient(sums: Array, total: Array) -> Array:
-    """The mean of values; 0 for rows without keys."""
-    divisor = tiles.of_rows(total, sums.shape[1])
-    return jnp.where(divisor == 0, 0.0, sums / jnp.where(divisor == 0, 1.0, divisor))
 
 
 def _kernel(
@@ -160,6 +99,10 @@ def _kernel(
         here = at.batch, pl.ds(row, ROWS), at.head
         plgpu.copy_gmem_to_smem(query_ref.at[here], own, query_ready.at[group])
         plgpu.barrier_wait(query_ready.at[group])
+        scale = plan.settings.scale
+        # of scores here, which are products, their opposites or zeros by the sign of the scale
+        unit = abs(scale) or 1.0
+        bits = unit * tiles.LOG2_E
 
         def change_turns() -> None:
             if plan.consumers > 1:
@@ -172,11 +115,18 @@ def _kernel(
             plgpu.barrier_wait(keys.ready.at[slot])
             scores = tiles.products((own, keys.tiles[0].at[slot]), meanwhile=change_turns)
             plgpu.barrier_arrive(keys.free.at[slot])
-            key = over.tile(i) * plan.keys
-            see = functools.partial(tiles.seen, plan, visibility, at, row, key, scores.shape)
-            weights, decay, new, total = weigh(
-                plan, scores, maximum, total, see if masked else None
-            )
+            if scale <= 0:  # the largest score is not that of the largest product
+                scores = scores * math.copysign(bool(scale), scale)
+            if masked:
+                key = over.tile(i) * plan.keys
+                see = tiles.seen(plan, visibility, at, row, key, scores.shape)
+                scores = jnp.where(see, scores, -jnp.inf)
+            new = jnp.maximum(maximum, scores.max(1))
+            shift = jnp.where(new > -jnp.inf, new, 0.0) if masked else new
+            # the difference first: it is 0 where the score is the maximum, however large, and a fused product is not
+            weights = jnp.exp2((scores - tiles.of_rows(shift, plan.keys)) * bits)
+            decay = jnp.exp2((maximum - shift) * bits)
+            total = total * decay + weights.sum(1)
             sums = sums * tiles.of_rows(decay, plan.value_width)
             narrow = weights.astype(value_ref.dtype)
             change_turns()
@@ -202,8 +152,11 @@ def _kernel(
             positions = tiles.load_numbers(visibility.row_positions, at, row, ROWS, tiles.OF_ROWS)
             total = jnp.where(positions >= 0, total, 0.0)
         part = at.split * plan.batch + at.batch
-        lse_ref.at[part, at.head, pl.ds(row, ROWS)][...] = lse_of(plan, maximum, total)
+        lse = jnp.where(total == 0, -jnp.inf, maximum * unit + jnp.log(total))
+        lse_ref.at[part, at.head, pl.ds(row, ROWS)][...] = lse
+        divisor = tiles.of_rows(total, plan.value_width)
+        out = jnp.where(divisor == 0, 0.0, sums / jnp.where(divisor == 0, 1.0, divisor))
         there = out_ref.at[part, pl.ds(row, ROWS), at.head]
-        tiles.store(quotient(sums, total), out_tile.at[group], there)
+        tiles.store(out, out_tile.at[group], there)
 
     tiles.share(plan, over.steps, sources, compute)

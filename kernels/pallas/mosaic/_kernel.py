@@ -1,4 +1,4 @@
-"""The mosaic_gpu implementation: our own kernels for NVIDIA's Hopper and Blackwell GPUs, in Pallas on Mosaic GPU."""
+"""The mosaic_gpu implementation: our own kernels for NVIDIA's Hopper GPUs, in Pallas on Mosaic GPU."""
 
 import dataclasses
 import functools
@@ -7,21 +7,11 @@ from ..._private import private_names
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import Operands, Settings
 from ...call._state import AttentionState
-from ...call._target import Capability, check_capability, target_capability
+from ...call._target import check_capability
 from ...masks._structure import SIDED
 from ...xla import _blockwise
 from .._common import moving_arrays
-from ._plan import (
-    BLACKWELL_SIZES,
-    TILE_SIZES,
-    Plan,
-    TileSizes,
-    key_plan,
-    make_plan,
-    query_plan,
-    tangent_plan,
-    tensor_memory_plan,
-)
+from ._plan import TILE_SIZES, TileSizes, key_plan, make_plan, query_plan, tangent_plan
 
 _DTYPES = ("float16", "bfloat16")
 # CUDA's compiler miscompiles loops with masks in these versions of the runtime, 12.8.0 to 12.9; see
@@ -31,20 +21,16 @@ _MISCOMPILED = range(12080, 12091)
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGPU(AbstractKernel):
-    """Flash attention for compute capability 9.0 and 10.x, by the copy engine and the tensor cores of each.
+    """Flash attention for compute capability 9.0 by its copy engine and its products of warp groups.
 
     Forward, backward and tangent with masks by position and segment; keys of few rows are split over the
-    chip. The derivatives of the widest heads, and all of 10.x, are those of the blockwise implementation.
+    chip. The derivatives of the widest heads are those of the blockwise implementation.
 
     Attributes:
-        sizes: the tiles, of 9.0; by default `TILE_SIZES`.
-        blackwell_sizes: those of 10.x; by default `BLACKWELL_SIZES`.
-        assumed: the compute capability where that of the target is not known, as in the interpreter.
+        sizes: the tiles; by default `TILE_SIZES`.
     """
 
     sizes: TileSizes = TILE_SIZES
-    blackwell_sizes: TileSizes = BLACKWELL_SIZES
-    assumed: Capability = (9, 0)
 
     name = "mosaic_gpu"
     platforms = ("cuda",)
@@ -55,18 +41,18 @@ class MosaicGPU(AbstractKernel):
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for bias and mask arrays; for dtypes other than float16 and
         bfloat16, and a source, which makes queries and keys float32; for widths that 16 does not divide
-        or whose tiles do not fit on the chip; on GPUs of another capability than 9.0 and 10.x, and with
-        CUDA 12.8 and 12.9, which miscompile such loops; and for versions of JAX without Mosaic GPU.
+        or whose tiles do not fit on the chip; on GPUs of another capability than 9.0, and with CUDA
+        12.8 and 12.9, which miscompile such loops; and for versions of JAX without Mosaic GPU.
         """
         check_operands(operands, _DTYPES, ("bias", "mask"))
         query, value = operands.query, operands.value
         if query.dtype != value.dtype:
             raise NotImplementedError(f"value: wanted query's {query.dtype}, got {value.dtype}")
         _check_target()
-        self._forward_plan(operands, settings)
+        make_plan(operands, settings, self.sizes)
         try:
             # late: not all versions of JAX have it
-            from . import _backward, _forward, _tangent, _tensor_memory  # noqa: F401
+            from . import _backward, _forward, _tangent  # noqa: F401
         except (ImportError, AttributeError) as reason:
             raise NotImplementedError(
                 f"mosaic_gpu: wanted a JAX with Pallas on Mosaic GPU, got {reason}"
@@ -76,11 +62,10 @@ class MosaicGPU(AbstractKernel):
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
         """One kernel, and a merge of its parts if few rows see many keys."""
-        from . import _forward, _tensor_memory
+        from ._forward import forward
 
-        kernels = _tensor_memory if self._is_blackwell() else _forward
-        found = self._forward_plan(operands, settings)
-        return kernels.forward(operands, found, interpret=platform != "cuda")
+        found = make_plan(operands, settings, self.sizes)
+        return forward(operands, found, interpret=platform != "cuda")
 
     def backward(
         self,
@@ -92,11 +77,8 @@ class MosaicGPU(AbstractKernel):
     ) -> Operands:
         """Two kernels: one for the gradient of queries, one for the others.
 
-        That of the blockwise implementation for the widest calls, whose sums do not fit on the chip, and
-        on Blackwell.
+        That of the blockwise implementation for the widest calls, whose sums do not fit on the chip.
         """
-        if self._is_blackwell():
-            return _blockwise.backward(operands, settings, state, cotangent)
         try:
             query = query_plan(operands, settings, self.sizes)
             key = key_plan(operands, settings, self.sizes)
@@ -116,11 +98,8 @@ class MosaicGPU(AbstractKernel):
     ) -> AttentionState | None:
         """One kernel, and a sum of its parts if few rows see many keys.
 
-        None for the widest calls, whose tiles and directions do not fit on the chip together, and on
-        Blackwell.
+        None for the widest calls, whose tiles and directions do not fit on the chip together.
         """
-        if self._is_blackwell():
-            return None
         try:
             found = tangent_plan(operands, settings, moving_arrays(directions), self.sizes)
         except NotImplementedError:
@@ -129,18 +108,10 @@ class MosaicGPU(AbstractKernel):
 
         return tangent(operands, found, state, directions, interpret=platform != "cuda")
 
-    def _is_blackwell(self) -> bool:
-        return (target_capability() or self.assumed) >= (10, 0)
-
-    def _forward_plan(self, operands: Operands, settings: Settings) -> Plan:
-        if self._is_blackwell():
-            return tensor_memory_plan(operands, settings, self.blackwell_sizes)
-        return make_plan(operands, settings, self.sizes)
-
 
 def _check_target() -> None:
     """Declines GPUs of another capability, and CUDA that miscompiles."""
-    check_capability("mosaic_gpu", (9, 0), (11, 0))
+    check_capability("mosaic_gpu", (9, 0), (10, 0))
     version = _runtime_version()
     if version is not None and version in _MISCOMPILED:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""How the kernels cut a call into tiles and programs, by shapes alone; without Pallas."""
+"""How the Hopper kernels cut a call into tiles and programs, by shapes alone; without Pallas."""
 
 import dataclasses
 import math
@@ -19,9 +19,6 @@ from ...call._operands import (
 from .._rows import pad_to_blocks
 
 ROWS = 64  # the rows that one group of warps multiplies at a time
-# The rows and the columns, of 32 bits, of the memory of Blackwell's tensor cores. Scores and sums of 128
-# rows take as many columns as they have, and weights of 16 bits half of theirs.
-LANES, COLUMNS = 128, 512
 # Bytes of shared memory that tiles may take, of 227 KiB that a program may take of a multiprocessor:
 # the rest is for barriers, and for sums over the warps of a group.
 SHARED = 225 * 1024
@@ -39,14 +36,13 @@ class TileSizes:
     """How large tiles are, and how many programs a call is split into; static.
 
     Attributes:
-        consumers: the warp groups of a program that compute, each on 64 rows of its own, or on 128 on
-            Blackwell.
+        consumers: the warp groups of a program that compute, each on 64 rows of its own.
         keys: the keys of a tile at most, in the forward pass.
         stages: the tiles of keys that are on their way or in use at most.
         stages_backward: the same for keys or rows in the backward.
         stages_of_few: the same for programs of one consumer, which are bound by memory.
-        programs: how many fill a chip: one for each of the 132 multiprocessors of an H100, or of the 148
-            of a B200. Where tiles of rows are fewer, several programs share the keys of one.
+        programs: how many fill a chip: one for each of the 132 multiprocessors of an H100. Where tiles
+            of rows are fewer, several programs share the keys of one.
         least_steps: the tiles of keys that each of them has at least.
     """
 
@@ -60,8 +56,6 @@ class TileSizes:
 
 
 TILE_SIZES = TileSizes()
-# A thread has a row: with 128 keys in each, scores spill.
-BLACKWELL_SIZES = TileSizes(keys=64, stages=4, programs=148)
 
 
 class Plan(NamedTuple):
@@ -74,8 +68,8 @@ class Plan(NamedTuple):
         batch, query_len, key_len: `B`, `T` and `S`, of the packed call.
         heads, kv_heads: `N` and `K`, likewise.
         width, value_width: `H` and `Hv`.
-        consumers: the warp groups that compute, each on 64 rows (128 on Blackwell), which are successive
-            queries of a head; in the kernel of the gradients of keys and values, on 64 keys.
+        consumers: the warp groups that compute, each on 64 rows, which are successive queries of a head;
+            in the kernel of the gradients of keys and values, on 64 keys.
         row_times, keys: the tiles of rows and of keys. Those of a program are shared by its consumers,
             and those that it iterates over are copied.
         stages: how many of the latter are in shared memory.
@@ -134,38 +128,13 @@ def make_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SI
         found = found._replace(consumers=1, row_times=ROWS)
     few = found.consumers == 1
     keys = min(sizes.keys, ROWS if few else 128)
-    own, of_key = _forward_bytes(found, operands)
+    itemsize = operands.value.dtype.itemsize
+    of_row = found.width * itemsize + chunk(value_width) * 4  # results in float32
+    own, of_key = found.row_times * of_row, (found.width + value_width) * itemsize
     while keys > ROWS and own + 2 * keys * of_key > SHARED:
         keys //= 2
     stages = fitting(own, keys * of_key, sizes.stages_of_few if few else sizes.stages)
     return _split(found._replace(keys=keys, stages=stages), sizes)
-
-
-def tensor_memory_plan(
-    operands: Operands, settings: Settings, sizes: TileSizes = BLACKWELL_SIZES
-) -> Plan:
-    """The plan of the forward pass of a call on Blackwell, where sums are in the tensor cores' memory.
-
-    Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
-    """
-    found = _rows_plan(operands, settings, sizes, LANES)
-    keys = min(sizes.keys, LANES)
-    of_group, of_key = _forward_bytes(found._replace(row_times=LANES), operands)
-    # two tiles of keys beside the rows, and in tensor memory scores, weights and sums
-    fit = (SHARED - 2 * keys * of_key) // of_group
-    fit = min(fit, COLUMNS // (keys + keys // 2 + found.value_width))
-    consumers = max(min(found.consumers, fit), 1)
-    most = sizes.stages_of_few if consumers == 1 else sizes.stages
-    stages = fitting(consumers * of_group, keys * of_key, most)
-    found = found._replace(consumers=consumers, row_times=consumers * LANES)
-    return _split(found._replace(keys=keys, stages=stages), sizes)
-
-
-def _forward_bytes(plan: Plan, operands: Operands) -> tuple[int, int]:
-    """The bytes of shared memory that a program's rows take, and those of a key and its value."""
-    itemsize = operands.value.dtype.itemsize
-    of_row = plan.width * itemsize + chunk(plan.value_width) * 4  # results in float32
-    return plan.row_times * of_row, (plan.width + plan.value_width) * itemsize
 
 
 def query_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:
@@ -226,19 +195,19 @@ def _over_keys(found: Plan, sizes: TileSizes, consumers: int, of_row: int, of_ke
     return _split(found, sizes)
 
 
-def _rows_plan(operands: Operands, settings: Settings, sizes: TileSizes, rows: int = ROWS) -> Plan:
-    """A plan whose programs have rows, so many for a group of warps, packed where these are few."""
+def _rows_plan(operands: Operands, settings: Settings, sizes: TileSizes) -> Plan:
+    """A plan whose programs have rows, packed where these are few."""
     query, _, value = operands[:3]
     batch, query_len, heads, width = query.shape
     _, key_len, kv_heads, value_width = value.shape
     check_widths(width, value_width)
-    packed = heads > kv_heads and query_len < rows * sizes.consumers
+    packed = heads > kv_heads and query_len < ROWS * sizes.consumers
     if packed:
         query_len, heads = query_len * (heads // kv_heads), kv_heads
-    consumers = 1 if query_len <= rows else sizes.consumers
+    consumers = 1 if query_len <= ROWS else sizes.consumers
     return Plan(
         *(settings, packed, batch, query_len, key_len, heads, kv_heads, width, value_width),
-        *(consumers, consumers * rows, sizes.keys),
+        *(consumers, consumers * ROWS, sizes.keys),
     )
 
 

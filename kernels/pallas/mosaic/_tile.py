@@ -1,4 +1,4 @@
-"""The kernels' operations on tiles: their memory, Hopper's products, masks, and the order of iteration.
+"""The Hopper kernels' operations on tiles: their memory, products, masks, and the order of iteration.
 
 Tiles of 16 bits lie in shared memory as the tensor cores read them, and are filled and emptied by the
 copy engine, which reads zeros beyond an array and writes nothing there.
@@ -76,22 +76,10 @@ class Ring(NamedTuple):
     free: Any
 
 
-def ring(
-    plan: Plan,
-    rows: int,
-    widths: Sequence[int],
-    dtype: DTypeLike,
-    *more: Any,
-    by_products: bool = False,
-) -> Ring:
-    """The scratch memory of the tiles of a plan's stages, some by widths; and `more`.
-
-    A slot is free once each group of warps says so; or the tensor cores, when they are done with a product.
-    """
+def ring(plan: Plan, rows: int, widths: Sequence[int], dtype: DTypeLike, *more: Any) -> Ring:
+    """The scratch memory of the tiles of a plan's stages, some by widths; and `more`."""
     memory = *(tile_memory((plan.stages, rows, width), dtype) for width in widths), *more
-    free = plgpu.Barrier(
-        num_arrivals=plan.consumers, num_barriers=plan.stages, orders_tensor_core=by_products
-    )
+    free = plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
     ready = plgpu.Barrier(num_arrivals=len(memory), num_barriers=plan.stages)
     return Ring(memory, ready, free)
 
@@ -157,15 +145,9 @@ def share(
 
 def store(x: Array, own: Ref, there: Ref) -> None:
     """Writes a tile from registers into an array, some columns at a time through shared memory."""
-    rows, columns = own.shape
-    store_parts(lambda i: lax.slice(x, (0, i), (rows, i + columns)), own, there)
-
-
-def store_parts(columns_from: Callable[[int], Array], own: Ref, there: Ref) -> None:
-    """Writes a tile, whose columns from one on are found as many as the shared memory has at a time."""
-    columns, width = own.shape[1], there.shape[1]
+    (rows, columns), width = own.shape, there.shape[1]
     for column in range(0, width, columns):
-        own[...] = columns_from(column).astype(own.dtype)
+        own[...] = lax.slice(x, (0, column), (rows, column + columns)).astype(own.dtype)
         plgpu.commit_smem()
         tile: Any = own
         plgpu.copy_smem_to_gmem(tile, there.at[:, pl.ds(column, columns)])
@@ -354,16 +336,15 @@ def seen(
     shape: tuple[int, ...],
     *,
     keys_first: bool = False,
-    layout: Any = TILE,
 ) -> Bool[Array, "rows keys"]:
     """Which rows from `row` on see which keys from `key` on, in a tile of a shape, rows by keys or `keys_first`."""
-    spreads = of_rows, of_columns
+    kinds = (OF_ROWS, of_rows), (OF_COLUMNS, of_columns)
 
     def spread(ref: Ref | None, start: Array, axis: int) -> Array:
         if ref is None:  # positions that are not given count from 0
-            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + start
-        found = load_numbers(ref, at, start, shape[axis], layout.reduce(1 - axis))
-        return spreads[axis](found, shape[1 - axis])
+            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) + start
+        layout, across = kinds[axis]
+        return across(load_numbers(ref, at, start, shape[axis], layout), shape[1 - axis])
 
     def numbers(rows: Ref | None, keys: Ref | None) -> tuple[Array, Array]:
         if rows is None or keys is None:

@@ -5,6 +5,8 @@ two accesses to shared memory are not ordered by barriers. Products of tiles in 
 run, and plain ones there: those are only compiled (tests/cuda).
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.call._state import AttentionState
+from energy_attn.kernels.call._target import AssumedGPU, lowered_for
 from energy_attn.kernels.masks._structure import sided
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
 from energy_attn.kernels.pallas.mosaic._plan import (
@@ -189,6 +192,23 @@ def test_declined():
     assert "query: wanted a width that 16 divides" in reason(width=72)
     assert "value: wanted a width that 16 divides" in reason(value_width=288)
     assert "mask: wanted None, got an array" in reason(mask=jnp.ones((1, 1, 8, 8), bool))
+
+
+@pytest.mark.parametrize("capability", ["8.0", "10.0", "10.3", "12.0"])
+def test_other_capabilities(capability):
+    """Hopper's instructions in a program for a GPU that has not got them."""
+    x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+    call = check_call(x, x, x)
+    with lowered_for(AssumedGPU("9.0")):
+        check_call_of(MosaicGPU(), call.operands, call.settings)
+    said = (
+        f"mosaic_gpu: wanted a GPU of compute capability from 9.0 to below 10.0, got {capability}"
+    )
+    with (
+        lowered_for(AssumedGPU(capability)),
+        pytest.raises(NotImplementedError, match=re.escape(said)),
+    ):
+        check_call_of(MosaicGPU(), call.operands, call.settings)
 
 
 def test_widest_tangents():
