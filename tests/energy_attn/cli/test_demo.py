@@ -245,7 +245,9 @@ def test_broken_weights(run, monkeypatch, tmp_path):
     monkeypatch.setattr(_byte_llama, "FOLDER", tmp_path)
     monkeypatch.setattr(demo, "byte_llama", _byte_llama.byte_llama)
     status, out, err = run()
-    assert status == 2 and out == "" and "config.json" in err
+    assert (
+        status == 2 and out == "" and f"model.safetensors.index.json in it, got {tmp_path}" in err
+    )
 
 
 @pytest.fixture(scope="module")

@@ -52,16 +52,16 @@ class Declines(Named):
 
 
 class Raises(Named):
-    def forward(self, operands, settings, platform):
+    def forward_and_rest(self, operands, settings, platform):
         raise NotImplementedError("not lowered")
 
 
 class Wrong(Named):
     """Energies of the first query that are a hundredth too large."""
 
-    def forward(self, operands, settings, platform):
-        out, lse = super().forward(operands, settings, platform)
-        return AttentionState(out, lse.at[:, 0].add(0.01))
+    def forward_and_rest(self, operands, settings, platform):
+        (out, lse), rest = super().forward_and_rest(operands, settings, platform)
+        return AttentionState(out, lse.at[:, 0].add(0.01)), rest
 
 
 @pytest.fixture
