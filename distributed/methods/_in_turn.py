@@ -208,10 +208,8 @@ class _OfTurns(AbstractDerivative):
     settings: Settings
     turns: AbstractTurns
 
-    def tangent(
-        self, operands: Operands, state: AttentionState, directions: Operands
-    ) -> AttentionState:
-        turns = self.turns
+    def tangent(self, saved: Saved, directions: Operands) -> AttentionState:
+        turns, operands, state = self.turns, saved.operands, saved.state
 
         @jax.checkpoint
         def visit(
@@ -230,14 +228,9 @@ class _OfTurns(AbstractDerivative):
         own = _own(operands), Keys(directions.key, directions.value)
         return tangent_of(state, _fold(visit, zero, own, turns).means())
 
-    def backward(
-        self,
-        operands: Operands,
-        state: AttentionState,
-        cotangent: AttentionState,
-        moved: Operands,
-    ) -> Operands:
+    def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
         settings, turns = wanting(self.settings, moved), self.turns
+        operands, state = saved.operands, saved.state
 
         @jax.checkpoint
         def once(

@@ -132,6 +132,11 @@ class AbstractKernel(abc.ABC):
 Candidate = str | AbstractKernel  # what may compute a call: a name of the registry, or a kernel
 
 
+def knows_rest(kernel: AbstractKernel) -> bool:
+    """Whether a kernel has a `forward_and_rest` of its own."""
+    return type(kernel).forward_and_rest is not AbstractKernel.forward_and_rest
+
+
 def check_call_of(kernel: AbstractKernel, operands: Operands, settings: Settings) -> None:
     """Raises `NotImplementedError` with the reason for calls that a kernel does not take.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..call._kernel import AbstractKernel, as_read
+from ..call._kernel import AbstractKernel, as_read, knows_rest
 from ..call._operands import Operands, Settings, cotangents, differentiated
 from ..call._state import AttentionState, divided
 from ..xla._blockwise import Blockwise, empty_like
@@ -39,19 +39,11 @@ class AbstractDerivative(abc.ABC):
     """The derivative of a state of attention at given operands; static and hashable."""
 
     @abc.abstractmethod
-    def tangent(
-        self, operands: Operands, state: AttentionState, directions: Operands
-    ) -> AttentionState:
+    def tangent(self, saved: Saved, directions: Operands) -> AttentionState:
         """The derivative in the directions that are not None."""
 
     @abc.abstractmethod
-    def backward(
-        self,
-        operands: Operands,
-        state: AttentionState,
-        cotangent: AttentionState,
-        moved: Operands,
-    ) -> Operands:
+    def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
         """The cotangents of what is differentiated; those that `moved` does not name are dropped."""
 
     @abc.abstractmethod
@@ -96,11 +88,11 @@ class Tangent(AbstractLinearMap):
 
     def apply(self, fixed: Saved, moving: Operands) -> AttentionState:
         """The tangent."""
-        return self.derivative.tangent(fixed.operands, fixed.state, moving)
+        return self.derivative.tangent(fixed, moving)
 
     def plain(self, fixed: Saved, moving: Operands) -> AttentionState:
         """The tangent in JAX's operations."""
-        return self.derivative.plain().tangent(fixed.operands, fixed.state, moving)
+        return self.derivative.plain().tangent(fixed, moving)
 
     def transpose(self, fixed: Saved, moving: Operands, cotangent: AttentionState) -> Operands:
         """The backward."""
@@ -130,9 +122,7 @@ class Pullback(AbstractLinearMap):
     def _of(self, derivative: AbstractDerivative, fixed: Saved, moving: AttentionState) -> Operands:
         if moving.out is None:
             moving = moving._replace(out=jnp.zeros_like(fixed.state.out))
-        if fixed.rest is not None:
-            moving = divided(moving, fixed.rest)
-        found = derivative.backward(fixed.operands, fixed.state, moving, self.moved)
+        found = derivative.backward(fixed, moving, self.moved)
         return keep_moved(found, self.moved)
 
     def transpose(
@@ -199,20 +189,12 @@ class _OfKernels(AbstractDerivative):
     kernels: Kernels
     settings: Settings
 
-    def tangent(
-        self, operands: Operands, state: AttentionState, directions: Operands
-    ) -> AttentionState:
-        given = self.kernels, self.settings, operands, state
+    def tangent(self, saved: Saved, directions: Operands) -> AttentionState:
+        given = self.kernels, self.settings, saved.operands, saved.state
         return run_when_lowered(_tangent, _like_state, *given, directions)
 
-    def backward(
-        self,
-        operands: Operands,
-        state: AttentionState,
-        cotangent: AttentionState,
-        moved: Operands,
-    ) -> Operands:
-        given = self.kernels, wanting(self.settings, moved), operands, state
+    def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
+        given = self.kernels, wanting(self.settings, moved), *saved
         return run_when_lowered(_backward, _like_operands, *given, cotangent)
 
     def plain(self) -> AbstractDerivative:
@@ -257,8 +239,11 @@ def _backward(
     platform: str | None,
     operands: Operands,
     state: AttentionState,
+    rest: Array,
     cotangent: AttentionState,
 ) -> Operands:
+    if knows_rest(kernel):
+        cotangent = divided(cotangent, rest)
     return kernel.backward(operands, settings, state, cotangent, platform)
 
 
