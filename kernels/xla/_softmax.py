@@ -44,6 +44,9 @@ def normalised(total: Array, maximum: Array) -> tuple[Array, Array, Array]:
     """
     some = holds_keys(maximum)
     total = jnp.where(some, total, 1.0)
+    total = jnp.where(
+        maximum == jnp.inf, jnp.nan, total
+    )  # of products that are finite, weights are
     energy = jnp.log(total)
     lse = jnp.where(some, maximum + energy, -jnp.inf)
     rest = jnp.where(some, (maximum - lse) + energy, 0.0)

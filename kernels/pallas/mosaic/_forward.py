@@ -148,11 +148,15 @@ def _kernel(
         carry = over.loop(step, start)
         pl.when(group == 0)(change_turns)
         maximum, total, sums = carry
+        largest = maximum * unit
+        total = jnp.where(
+            largest < math.inf, total, math.nan
+        )  # a product may be finite, and its score overflow
         if visibility.row_positions is not None:
             positions = tiles.load_numbers(visibility.row_positions, at, row, ROWS, tiles.OF_ROWS)
             total = jnp.where(positions >= 0, total, 0.0)
         part = at.split * plan.batch + at.batch
-        lse = jnp.where(total == 0, -jnp.inf, maximum * unit + jnp.log(total))
+        lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
         lse_ref.at[part, at.head, pl.ds(row, ROWS)][...] = lse
         divisor = tiles.of_rows(total, plan.value_width)
         out = jnp.where(divisor == 0, 0.0, sums / jnp.where(divisor == 0, 1.0, divisor))

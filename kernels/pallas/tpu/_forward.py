@@ -1,6 +1,7 @@
 """The TPU kernel of the state: online softmax over blocks of keys, each read once."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -131,7 +132,10 @@ def _kernel(
         empty = total[...] == 0
         if "row_positions" in visibility:  # absent rows, as blocks that all rows see are not masked
             empty |= visibility["row_positions"][...].T < 0
-        divisor = jnp.where(empty, 1.0, total[...])
+        divisor, largest = jnp.where(empty, 1.0, total[...]), maximum[...] * score.unit
+        divisor = jnp.where(
+            largest == math.inf, math.nan, divisor
+        )  # a product may be finite, and its score overflow
         out[...] = jnp.where(empty, 0.0, sums[...] / divisor).astype(out.dtype)
         # the column of energies is written as a row: a column takes 128 times the memory
-        lse[...] = jnp.where(empty, HIDDEN, maximum[...] * score.unit + jnp.log(divisor)).T
+        lse[...] = jnp.where(empty, HIDDEN, largest + jnp.log(divisor)).T

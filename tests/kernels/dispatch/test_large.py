@@ -59,6 +59,15 @@ def test_states(name, how):
         close(*in_units(found, exact), f"{size}", tolerance=1e-6)
 
 
+@pytest.mark.parametrize("name", [x for x in RUNNABLE if x != "mosaic_gpu"])
+def test_overflow(name):
+    """A product that is finite and whose score is not: an energy of infinity beside an output that looks right."""
+    shapes = (2, 4, 8, 8), (2, 9, 4, 8), (2, 9, 4, 6)
+    query, key, value = (array(np.full(shape, 1e18), np.float32) for shape in shapes)
+    found = local_attention(query, key, value, scale=1e3, implementation=name)
+    assert np.isnan(found.out).all() and np.isnan(found.lse).all()
+
+
 @pytest.mark.parametrize("name", ["blockwise", "decode", "decode_cpu", "reference"])
 def test_derivatives(name):
     """Weights that do not sum to 1 as the logarithm of their sum is rounded; or those of another product's scores."""
