@@ -1,15 +1,12 @@
 """Sparse attention: the gradient of a maximum that Tsallis' entropy regularises, instead of Shannon's."""
 
 import dataclasses
-import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.distributed.internal import Reduction, fold_sums
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     AbstractFunction,
@@ -19,14 +16,13 @@ from energy_attn.kernels.internal import (
     precision,
     product,
     safe_shift,
-    score_sums,
     unfused,
 )
 
 from ..core._citation import cite
 from ..core._directions import directional, unmoved
-from ..core._free_energy import Calls, Parts, Source, check_at
-from ..observables._at_source import HashablePartial, run_reduction, score_maximum_at, widened
+from ..core._free_energy import Calls, Parts, Source
+from ..observables._at_source import HashablePartial, score_maximum_at, sum_over_keys, widened
 from ..observables._sinks import sinks_as_keys
 
 _MOST_STEPS = 200
@@ -182,13 +178,8 @@ def _sums(
 ) -> Array:
     """The sums of a block term over all keys, `[*B, T, N, width]`."""
     parts, source = args
-    reduction = Reduction(HashablePartial(score_sums, (term, width)), fold_sums)
-    rows = [x[..., None] for x in threshold]
-    found = (
-        run_reduction(call, reduction, check_at(call, source, arrays), *rows)
-        for call, arrays in zip(calls, parts, strict=True)
-    )
-    return functools.reduce(operator.add, found)
+    rows = (x[..., None] for x in threshold)
+    return sum_over_keys(calls, source, parts, term, width, *rows)
 
 
 # Block terms: of scores `[B, rows, keys]`, values `[B, keys, W]`, and the two numbers of thresholds `[B, rows, 1]`.
