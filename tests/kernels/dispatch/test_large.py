@@ -22,14 +22,14 @@ SIZES = (1.0, 1e6, 1e11, 1e30)
 SCALE = float(np.float32(0.7310234))
 
 
-def problem_of(size, scale, tokens=(4, 9), seed=0):
+def problem_of(size, scale, tokens=(4, 9), seed=0, dtype=jnp.float32):
     """Products of integers and a power of two are exact; with the scale they are not. Some keys are equal."""
     rng, (queries, keys) = np.random.default_rng(seed), tokens
-    shapes = (1, queries, 8, 8), (1, keys, 4, 8), (1, keys, 4, 6)
+    shapes = (2, queries, 8, 8), (2, keys, 4, 8), (2, keys, 4, 6)
     query, key, value = (rng.integers(-3, 4, shape).astype(float) for shape in shapes)
     key[:, 5:9] = key[:, :4]
     query *= 2.0 ** np.round(np.log2(size))
-    return cast(Problem("large", query, key, value, scale=scale), jnp.float32)
+    return cast(Problem("large", query, key, value, scale=scale), dtype)
 
 
 def in_units(found, exact):
@@ -44,7 +44,7 @@ def state(out, lse):
     return {"out": out, "lse": lse}
 
 
-@pytest.mark.parametrize("how", ["scale", "negative", "score"])
+@pytest.mark.parametrize("how", ["scale", "negative", "score", "bfloat16"])
 @pytest.mark.parametrize("name", [x for x in RUNNABLE if x != "mosaic_gpu"])
 def test_states(name, how):
     """A visible key that counts as none, or NaN: a fused product less a maximum of rounded ones."""
@@ -54,9 +54,13 @@ def test_states(name, how):
         options = {"scale": 1.0, "score": scores.Temperature(array(np.full(8, SCALE), np.float32))}
     run = jax.jit(lambda arrays: local_attention(**arrays, **options, implementation=name))
     for size in SIZES:
-        arrays, problem = problem_of(size, scale)
+        dtype = jnp.bfloat16 if how == "bfloat16" else jnp.float32
+        arrays, problem = problem_of(size, scale, dtype=dtype)
         found, exact = run(arrays)._asdict(), state(*dense(problem))
-        close(*in_units(found, exact), f"{size}", tolerance=1e-6)
+        tolerance = {"out": 4 * float(jnp.finfo(dtype).eps), "lse": 1e-6}
+        for of in exact:
+            x, y = in_units({of: found[of]}, {of: exact[of]})
+            close(x, y, f"{size}", tolerance=tolerance[of])
 
 
 @pytest.mark.parametrize("name", [x for x in RUNNABLE if x != "mosaic_gpu"])
@@ -68,14 +72,19 @@ def test_overflow(name):
     assert np.isnan(found.out).all() and np.isnan(found.lse).all()
 
 
+@pytest.mark.parametrize("lengths", [None, (7, 0)], ids=["whole", "ragged"])
 @pytest.mark.parametrize("name", ["blockwise", "decode", "decode_cpu", "reference"])
-def test_derivatives(name):
+def test_derivatives(name, lengths):
     """Weights that do not sum to 1 as the logarithm of their sum is rounded; or those of another product's scores."""
+
+    options = {"scale": SCALE}
+    if lengths is not None:
+        options["key_value_seq_lengths"] = array(np.array(lengths), np.int32)
 
     @jax.jit
     def run(arrays, directions, *cotangent):
         def attend(arrays):
-            return local_attention(**arrays, scale=SCALE, implementation=name)
+            return local_attention(**arrays, **options, implementation=name)
 
         state, back = jax.vjp(attend, arrays)
         moved = jax.jvp(attend, (arrays,), (directions,))[1]
@@ -83,6 +92,8 @@ def test_derivatives(name):
 
     for size in SIZES:
         arrays, problem = problem_of(size, SCALE)
+        if lengths is not None:
+            problem = dataclasses.replace(problem, key_value_seq_lengths=np.array(lengths))
         along = tangents(dataclasses.replace(problem, query=problem.query / size))
         directions = {name: array(x, np.float32) for name, x in along.items()}
         cotangent = cotangents(problem, jnp.float32)
