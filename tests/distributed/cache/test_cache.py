@@ -346,13 +346,19 @@ def test_derivatives():
 
 
 @pytest.mark.smoke
-def test_sixteen_bits():
-    """Numbers, or derivatives, that are not those of a float32 cache of the same tokens, ragged and around a ring."""
+@pytest.mark.parametrize(
+    ("slots", "options"), [(16, {"block_size": 1, "window": 8}), (32, {"block_size": 4})]
+)
+def test_sixteen_bits(slots, options):
+    """Numbers, or derivatives, that are not those of a float32 cache of the same tokens, ragged and around a ring.
+
+    With a slot on each device, or with blocks of them, of which a write has several tokens.
+    """
     first, second = tokens(0, 8, jnp.bfloat16), tokens(1, 6, jnp.bfloat16)
-    along = tokens(2, 16, jnp.float32)
+    along = tokens(2, slots, jnp.float32)
 
     def read(first, second, dtype):
-        cache = empty(dtype=dtype, capacity=16, block_size=1, window=8)
+        cache = empty(dtype=dtype, capacity=slots, **options)
         for new, lengths in ((first, None), (second, (6, 0, 3)), (second, (6, 6, 6))):
             lengths = lengths and jnp.asarray(lengths, jnp.int32)
             cache = cache.append(*(x.astype(dtype) for x in new), lengths=lengths)
