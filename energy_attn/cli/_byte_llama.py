@@ -13,8 +13,8 @@ HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
 
 
 def byte_llama() -> Llama:
-    """The model, float32; raises `ValueError`, as `Llama.load` does, where its files are damaged."""
-    return Llama.load(FOLDER, progress=False)
+    """The model, in float32; raises `ValueError`, as `Llama.load` does, where its files are damaged."""
+    return Llama.load(FOLDER, dtype="float32", progress=False)
 
 
 def held_out_text(root: str | Path | None = None) -> np.ndarray:

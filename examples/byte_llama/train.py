@@ -7,7 +7,7 @@ held-out text during the training. It takes about an hour on two cores. The mode
 
 the smaller one that the benchmark of generation drafts with by
 
-    python examples/byte_llama/train.py --draft --short --steps 2000 --seed 1 --out energy_attn/cli/bench/model
+    python examples/byte_llama/train.py --draft --short --steps 2000 --seed 1 --out benchmarks/draft
 
 and the other curves, for NAME none, z-loss and entropy, by
 
@@ -34,6 +34,7 @@ from training import (
     WINDOW,
     Observed,
     observe,
+    stored,
     surprise,
     train,
 )
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
             print(f"step {step:5}  {time.perf_counter() - began:5.0f} s  {shown}", flush=True)
         if step % SAVED == 0:
-            model.save(args.out)
+            stored(model).save(args.out)
 
     stages = SHORT if args.short else STAGES
     training = train(
@@ -98,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         stages=stages,
         after=after,
     )
-    training.model.save(args.out)
+    stored(training.model).save(args.out)
     sizes = WINDOW, CONFIG.max_position_embeddings
     losses = {str(size): round(held_out(training.model, text.held_out, size), 4) for size in sizes}
     result = {

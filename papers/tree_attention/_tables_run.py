@@ -227,7 +227,8 @@ def run(plan: Plan) -> dict[str, Any]:
     library = Path(sysconfig.get_paths()["stdlib"])
     text = np.frombuffer(b"\0".join((library / name).read_bytes() for name in HELD_OUT), np.uint8)
     with jax.set_mesh(mesh):
-        model = Llama.load(plan.model or str(FOLDER), mesh=mesh)
+        dtype = None if plan.model else "float32"
+        model = Llama.load(plan.model or str(FOLDER), mesh=mesh, dtype=dtype)
         rows = [measure(model, text, plan, prompt) for prompt in plan.prompts]
     return {
         "platform": jax.default_backend(),
