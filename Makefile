@@ -20,6 +20,8 @@ PART ?=
 # Of `make test-rest`: the second of six parts is 2/6, and TOUCHED are folders of which more is run; empty means all.
 SHARD ?=
 TOUCHED ?=
+# Of `make bench`; empty means the machine's.
+SUITES ?=
 # How far LLVM optimises, 0 to 3; empty: as little as tests/support/flags.py says, in a quarter of the time.
 OPTIMISE ?=
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
@@ -68,7 +70,7 @@ help:
 	@echo "make test-device JAX='jax[cuda13]'    the tests of kernels on the accelerator at hand"
 	@echo "make check   format, lint, types, structure, the documentation's links"
 	@echo "make mutants    planted faults, and which test of their folder finds each"
-	@echo "make bench   times and memory beside jax.nn and PyTorch"
+	@echo "make bench   times and memory beside jax.nn and PyTorch; SUITES='masks llama': some suites"
 	@echo "make docs    the documentation, into site/; the examples in its pages run"
 	@echo "make clean   remove what the targets made, the environment included"
 
@@ -123,8 +125,8 @@ check: environment
 mutants: $(VENV)/.installed-test
 	$(BIN)/python tools/mutants.py
 
-bench: $(VENV)/.installed-bench $(VENV)/.installed-torch
-	$(BIN)/python -m energy_attn bench
+bench: $(VENV)/.installed-plot $(VENV)/.installed-torch
+	$(BIN)/python -m benchmarks $(SUITES)
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict

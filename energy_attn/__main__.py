@@ -1,4 +1,4 @@
-"""`python -m energy_attn info | demo | generate | bench`."""
+"""`python -m energy_attn info | demo | generate`."""
 
 import argparse
 import importlib
@@ -15,7 +15,6 @@ _COMMANDS = {
     "info": "devices, implementations, and which one is used for which call and why",
     "demo": "decode over eight devices with a small trained model, compare with the dense answer",
     "generate": "continue a text with a checkpoint, its context sharded over a mesh",
-    "bench": "times and memory beside jax.nn and PyTorch",
 }
 
 
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         if name == chosen:
-            if name == "demo" or "speculative" in arguments:  # they shard a cache
+            if name == "demo":  # it shards a cache
                 simulate_devices()
             module = importlib.import_module(f"energy_attn.cli.{name}")
             module.add_arguments(command)

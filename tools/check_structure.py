@@ -118,7 +118,7 @@ def broken_links(root: Path) -> Iterator[str]:
 
 def wrong_imports(root: Path) -> Iterator[str]:
     """Imports against the direction, or by a bare name."""
-    for folder in (*ROOMS, "papers", "tests", "tools", "docs"):
+    for folder in (*ROOMS, "benchmarks", "papers", "tests", "tools", "docs"):
         for path in sources(root, folder):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             for line, name in imports(module_name(root, path), tree):
@@ -132,7 +132,7 @@ def wrong_imports(root: Path) -> Iterator[str]:
 
 def other_doors(root: Path) -> Iterator[str]:
     """Imports of another room's modules besides its packages for users and its door."""
-    for folder in (*ROOMS, "papers", "examples", "docs"):
+    for folder in (*ROOMS, "benchmarks", "papers", "examples", "docs"):
         for path in sources(root, folder):
             module = module_name(root, path)
             own = room_of(module)
@@ -226,7 +226,7 @@ def is_private(name: str) -> bool:
 
 def long_modules(root: Path) -> Iterator[str]:
     """Modules of more than `MAX_LINES` lines."""
-    for folder in ROOMS:
+    for folder in (*ROOMS, "benchmarks"):
         for path in sources(root, folder):
             lines = len(path.read_text(encoding="utf-8").splitlines())
             if lines > MAX_LINES:
@@ -270,7 +270,7 @@ def old_names(root: Path) -> Iterator[str]:
 def old_phrases(root: Path) -> Iterator[str]:
     """Phrases that were replaced, in code, comments, docstrings and pages."""
     pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *root.glob("papers/*/*.md")]
-    folders = (*ROOMS, "tests", "papers", "examples", "tools", "docs")
+    folders = (*ROOMS, "benchmarks", "tests", "papers", "examples", "tools", "docs")
     for path in [*pages, *(path for folder in folders for path in sources(root, folder))]:
         where = str(path.relative_to(root))
         if where in PROSE_EXEMPT:

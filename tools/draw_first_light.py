@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write what `bench --suite first-light` measured into docs/kernels.md, and draw docs/benchmarks/first_light.svg.
+"""Write what first light measured into docs/kernels.md, and draw docs/benchmarks/first_light.svg.
 
     python tools/draw_first_light.py
 

@@ -27,6 +27,7 @@ SHARDS = 6
 ELSEWHERE = {
     "docs": "repository",
     "tools": "repository",
+    "benchmarks": "benchmarks",
     "papers": "papers",
     "examples": "examples",
 }

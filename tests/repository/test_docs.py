@@ -83,7 +83,7 @@ def test_hardware_in_that_table():
 
 def test_nobody_is_sent_to_an_index():
     """Advice to install a name that no index has, in a page or in an error's text."""
-    folders = ("docs", "examples", "papers", *check_structure.ROOMS)
+    folders = ("benchmarks", "docs", "examples", "papers", *check_structure.ROOMS)
     sources = [path for name in folders for path in check_structure.sources(ROOT, name)]
     for path in [*PAGES, *sources]:
         found = re.findall(r"pip install ['\"]?energy_attn\b.*", path.read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ def build(kind: str, tree: Path, to: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[set[str], Path]:
-    """The names in the sdist of this tree, and the wheel made from that sdist, unpacked."""
+    """The names in the sdist of this tree, and the wheel made from that sdist, unpacked; it has 2 MB at most."""
     work = tmp_path_factory.mktemp("build")
     tree = work / "tree"
     tree.mkdir()
@@ -48,6 +48,7 @@ def built(tmp_path_factory) -> tuple[set[str], Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(archive.extractfile(member).read())
     wheel = build("wheel", work / "unpacked", work / "wheel")
+    assert wheel.stat().st_size <= 2e6
     installed = work / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
@@ -74,11 +75,8 @@ def test_wheel(built):
     _, installed = built
     files = {p.relative_to(installed).as_posix() for p in installed.rglob("*") if p.is_file()}
     package = {name for name in files if not name.split("/")[0].endswith(".dist-info")}
-    data = {"py.typed"} | {
-        f"cli/{command}/model/{name}"
-        for command in ("bench", "demo")
-        for name in ("config.json", "model.safetensors")
-    }
+    model = {f"cli/demo/model/{name}" for name in ("config.json", "model.safetensors")}
+    data = {"py.typed", *model}
     assert package == modules() | {f"energy_attn/{name}" for name in data}
 
 

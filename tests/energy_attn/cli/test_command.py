@@ -27,16 +27,16 @@ def distribution(name):
 importlib.metadata.distribution = distribution
 sys.meta_path.insert(0, Missing())
 
-def run(*arguments):
-    sys.argv = ["energy_attn", *arguments]
+def run(module, *arguments):
+    sys.argv = [module, *arguments]
     try:
-        runpy.run_module("energy_attn", run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         print("status", end.code, "of", *arguments, flush=True)
 
-run("bench", "--suite", "first-light", "--help")
-run("demo")
-run("info")
+run("benchmarks.first_light", "--help")
+run("energy_attn", "demo")
+run("energy_attn", "info")
 """
 
 
@@ -50,7 +50,7 @@ def test_a_bare_checkout():
     assert done.returncode == 0, done.stderr
     said, demo, info = done.stdout.split("status ")[:3]
     assert "--dry-run" in said
-    assert demo.startswith("0 of bench")
+    assert demo.startswith("0 of --help")
     assert info.startswith("2 of demo")
     assert "wanted 8 devices, real or simulated, got 3" in done.stderr
     assert "3 × cpu" in info and "decode, blockwise, reference" in info and "declines" in info

@@ -1,0 +1,58 @@
+"""`python -m benchmarks [SUITE ...]`: times beside `jax.nn`, cuDNN, flash-attn-jax, PyTorch and transformers.
+
+Each suite prints a table, and writes `SUITE.json` and, where matplotlib is installed, `SUITE.svg`. Peers that are
+not installed are left out, and named.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from energy_attn.kernels.internal import platform_here
+
+from . import attention, derivatives, energies, llama, masks, observables, speculative
+from .command import add_common, write
+from .picture import draw
+from .runner import Case, run
+
+SUITES: dict[str, tuple[Case, ...]] = {
+    "cpu": attention.CPU,
+    "gpu": attention.GPU,
+    "observables": observables.CASES,
+    "derivatives": derivatives.CASES,
+    "energies": energies.CASES,
+    "masks": masks.CASES,
+    "llama": llama.CASES,
+    "speculative": speculative.CASES,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the suites, or that for the machine's processor."""
+    about = (__doc__ or "").partition(": ")[2]
+    parser = argparse.ArgumentParser("python -m benchmarks", description=about)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"some of {', '.join(SUITES)}")
+    add_common(parser)
+    args = parser.parse_args(arguments)
+    for name in args.suites:
+        if name not in SUITES:
+            parser.error(f"SUITE: wanted some of {', '.join(SUITES)}, got {name!r}")
+    if (
+        "speculative" in args.suites
+    ):  # shards a cache; a number that the user has asked for comes later and counts
+        given = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {given}"
+    for name in args.suites or ["gpu" if platform_here() == "cuda" else "cpu"]:
+        result = run(name, SUITES[name], args.repeats, args.shrink)
+        path = args.out / f"{name}.json"
+        write(path, result)
+        if importlib.util.find_spec("matplotlib"):
+            draw(result, path.with_suffix(".svg"))
+            print(f"wrote {path.with_suffix('.svg')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

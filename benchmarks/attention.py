@@ -1,0 +1,213 @@
+"""Attention, its gradients and `jax.grad` of F, beside other attentions; and the cost of their programs to compile."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+import energy_attn
+from energy_attn.kernels import local_attention
+from energy_attn.kernels.internal import platform_here
+
+from .runner import JAX_NN, OURS, PYTORCH, Case, Found, Run, Sides, torch
+
+CUDNN, FLASH, BARE = "jax.nn, cuDNN", "flash-attn-jax", "the bare kernel"
+
+Job = Callable[..., Any]  # of query, key and value
+Torch = Callable[..., Run]  # from PyTorch and its query, key and value `[B, N, T, H]`
+
+
+def shapes(B: int, T: int, S: int, N: int, K: int, H: int) -> list[tuple[int, ...]]:
+    """The shapes of query, key and value."""
+    return [(B, T, N, H), (B, S, K, H), (B, S, K, H)]
+
+
+def arrays(dtype: str, **shape: int) -> list[Array]:
+    """Random query, key and value, drawn on the device."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    return [draw(k, x, jnp.dtype(dtype)) for k, x in zip(keys, shapes(**shape), strict=True)]
+
+
+def on_arrays(jobs: dict[str, Job], peer: Torch | None = None) -> Callable[..., Sides]:
+    """The sides of jobs on the same query, key and value, jitted; and PyTorch's, if there is one."""
+
+    def sides(dtype: str, **shape: int) -> Sides:
+        given = arrays(dtype, **shape)
+
+        def jitted(job: Job) -> Run:
+            return functools.partial(jax.jit(job), *given)
+
+        def of_torch(peer: Torch) -> Run:
+            torch_, device = torch(), "cuda" if platform_here() == "cuda" else "cpu"
+            # the same [B, T, N, H] layout in memory, viewed in PyTorch's order of axes
+            tensors = [torch_.from_dlpack(x).to(device).transpose(1, 2) for x in given]
+            return peer(torch_, *tensors)
+
+        found: Sides = {name: functools.partial(jitted, job) for name, job in jobs.items()}
+        return found | ({PYTORCH: functools.partial(of_torch, peer)} if peer else {})
+
+    return sides
+
+
+def gradient(attend: Job) -> Job:
+    """The gradients of the outputs' sum of squares."""
+
+    def loss(*given: Array) -> Array:
+        return (attend(*given).astype(jnp.float32) ** 2).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2))
+
+
+def _flash(q: Array, k: Array, v: Array, is_causal: bool) -> Array:
+    return importlib.import_module("flash_attn_jax").flash_mha(q, k, v, is_causal=is_causal)
+
+
+_dense = jax.nn.dot_product_attention
+_ATTENTIONS: dict[str, Job] = {
+    OURS: energy_attn.attention,
+    JAX_NN: _dense,
+    CUDNN: functools.partial(_dense, implementation="cudnn"),
+    FLASH: _flash,
+}
+
+
+def _torch_attention(causal: bool, backward: bool) -> Torch:
+    def peer(torch_: Any, *tensors: Any) -> Run:
+        attend = functools.partial(
+            torch_.nn.functional.scaled_dot_product_attention,
+            is_causal=causal,
+            enable_gqa=tensors[0].shape[1] != tensors[1].shape[1],
+        )
+
+        def forward() -> Any:
+            with torch_.no_grad():
+                return attend(*tensors)
+
+        def both() -> Any:
+            leaves = [x.detach().requires_grad_() for x in tensors]
+            (attend(*leaves).float() ** 2).sum().backward()
+            return [x.grad for x in leaves]
+
+        return both if backward else forward
+
+    return peer
+
+
+def _attention(peers: tuple[str, ...], backward: bool = False) -> Callable[..., Sides]:
+    def sides(causal: bool = False, **given: Any) -> Sides:
+        jobs = {x: functools.partial(_ATTENTIONS[x], is_causal=causal) for x in (OURS, *peers)}
+        if backward:
+            jobs = {name: gradient(attend) for name, attend in jobs.items()}
+        return on_arrays(jobs, _torch_attention(causal, backward))(**given)
+
+    return sides
+
+
+def _gradient_of_energy(causal: bool = False, **given: Any) -> Sides:
+    """Ours is `jax.grad` of F; the peer is our own kernel called by hand."""
+
+    def ours(q: Array, k: Array, v: Array) -> Array:
+        def total(source: Array) -> Array:
+            return energy_attn.free_energy(q, k, v, source=source, is_causal=causal).sum()
+
+        return jax.grad(total)(np.zeros(q.shape, q.dtype))
+
+    def bare(q: Array, k: Array, v: Array) -> Array:
+        return local_attention(q, k, v, is_causal=causal).out
+
+    return on_arrays({OURS: ours, BARE: bare})(**given)
+
+
+def _compilation(causal: bool, layers: int, dtype: str, **shape: int) -> Sides:
+    """Compiling the gradient of so many attentions in a row, with JAX's caches in memory empty; and its memory."""
+
+    def compiled(attend: Job) -> Found:
+        def in_a_row(q: Array, k: Array, v: Array) -> Array:
+            for _ in range(layers):
+                q = attend(q, k, v, is_causal=causal)
+            return q
+
+        jax.clear_caches()
+        given = [jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for x in shapes(**shape)]
+        program = jax.jit(gradient(in_a_row)).lower(*given).compile()
+        memory: Any = program.memory_analysis()
+        return Found(None, {"temporary_bytes": int(memory.temp_size_in_bytes)})
+
+    return {
+        name: lambda attend=_ATTENTIONS[name]: functools.partial(compiled, attend)
+        for name in (OURS, JAX_NN)
+    }
+
+
+def key_bytes(dtype: str, B: int, S: int, K: int, H: int, **_: int) -> int:
+    """The bytes of keys and values."""
+    return 2 * B * S * K * H * jnp.dtype(dtype).itemsize
+
+
+def _sizes(T: int, S: int, N: int = 16, K: int = 16, H: int = 64) -> dict[str, int]:
+    return {"B": 1, "T": T, "S": S, "N": N, "K": K, "H": H}
+
+
+_HERE = _attention((JAX_NN,))
+SQUARE = _sizes(2048, 2048)
+CPU = (
+    *(Case("prefill", dtype, SQUARE, _HERE) for dtype in ("float32", "bfloat16")),
+    *(
+        Case("decode", dtype, _sizes(1, keys), _HERE, reads=key_bytes)
+        for keys in (65536, 262144)
+        for dtype in ("float32", "bfloat16")
+    ),
+    Case("forward + backward", "float32", SQUARE, _attention((JAX_NN,), backward=True)),
+    Case("jax.grad of F", "float32", SQUARE, _gradient_of_energy),
+    *(
+        Case(
+            "compilation, forward + backward",
+            "float32",
+            _sizes(length, length, 8, 8),
+            _compilation,
+            {"causal": causal, "layers": layers},
+        )
+        # the last for its temporary memory
+        for length, layers, causal in (
+            *((2048, 1, False), (2048, 1, True), (2048, 32, False), (2048, 32, True)),
+            (16384, 1, False),
+        )
+    ),
+)
+
+_PEERS = CUDNN, FLASH
+_CAUSAL = {"causal": True}
+
+
+def _paper(length: int) -> dict[str, int]:
+    return _sizes(length, length, H=128)
+
+
+GPU = (
+    *(
+        Case("prefill", "bfloat16", _paper(1024 * k), _attention(_PEERS), _CAUSAL)
+        for k in (4, 8, 16, 32)
+    ),
+    *(
+        Case(
+            "decode",
+            "bfloat16",
+            _sizes(1, 1024 * k, 32, 8, 128),
+            _attention(_PEERS),
+            reads=key_bytes,
+        )
+        for k in (64, 256, 1024, 4096)
+    ),
+    *(
+        Case("forward + backward", "bfloat16", _paper(1024 * k), _attention(_PEERS, True), _CAUSAL)
+        for k in (4, 8, 16)
+    ),
+    Case("jax.grad of F", "bfloat16", _paper(8192), _gradient_of_energy, _CAUSAL),
+    Case("jax.grad of F", "bfloat16", _sizes(1, 262144, 32, 8, 128), _gradient_of_energy),
+)

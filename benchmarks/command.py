@@ -1,0 +1,27 @@
+"""What the commands of this folder share: options, and files of results."""
+
+import argparse
+import json
+from pathlib import Path
+
+
+def at_least_one(text: str) -> int:
+    """A number of an option."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"wanted a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The options of every command of this folder that measures."""
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("bench"), help="folder for the results (%(default)s)")
+    add("--repeats", type=at_least_one, default=9, help="timings of each side (%(default)s)")
+    add("--shrink", type=at_least_one, default=1, help="divisor of sequence lengths, for a trial")
+
+
+def write(path: Path, result: object) -> None:
+    """Writes results, into a folder that is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {path}")

@@ -1,0 +1,49 @@
+"""The step `sweep`: `pallas_gpu` by other tiles than its own, those that `tune` tries."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, PyTree
+
+from ..runner import OURS, difference
+from ..tiles import TOLERANCE, Call, calls, cores_here, program, trial_calls
+from ._bench import Bench, Job, seconds
+from ._record import Result
+
+
+def sweep(bench: Bench) -> None:
+    """Each kernel of `pallas_gpu` by all candidates; results that differ from those by its own tiles are wrong."""
+    for call in trial_calls() if bench.trial else calls(bench.shrink):
+        arrays = tuple(call.arrays())
+        find = functools.partial(_find, bench, call, arrays, functools.cache(_wanted(call, arrays)))
+        choices = {OURS: None, **call.tiles(cores_here())}
+        jobs = [
+            Job(
+                f"{call.label}: {name}",
+                program(call, tiles),
+                arrays,
+                find,
+                {"kernel": "pallas_gpu", "call": call.label, "tiles": name},
+            )
+            for name, tiles in choices.items()
+        ]
+        bench.measure("sweep", jobs)
+
+
+def _wanted(call: Call, arrays: tuple[Array, ...]) -> Callable[[], PyTree]:
+    return lambda: jax.jit(program(call, None))(*arrays)
+
+
+def _find(
+    bench: Bench,
+    call: Call,
+    arrays: tuple[Array, ...],
+    wanted: Callable[[], PyTree],
+    run: Callable[..., Any],
+) -> Result:
+    differs = difference(wanted(), run(*arrays))
+    found = seconds(run, arrays, 1 if bench.trial else bench.repeats)
+    found["seconds"] /= call.steps
+    return {"good": differs <= TOLERANCE, "difference": differs, **found}

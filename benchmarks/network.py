@@ -1,0 +1,222 @@
+"""`python -m benchmarks.network`: launch, latency and bandwidth of each axis of a mesh, fitted to collectives.
+
+It prints by which factor each time is off the fit, and the fitted `cost.Topology`, for
+`SequenceParallel(topology=...)`; all is written to `network.json`. In a job of several processes all of them run it.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.optimize
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from energy_attn.distributed import cost, initialize, make_mesh
+from energy_attn.distributed.internal import Kind, seconds
+
+from .command import add_common, write
+from .runner import machine
+
+# Payloads of a device, in bytes, and how many collectives one program has, each waiting for the last.
+SIZES = {4096: 8, 1 << 18: 2, 1 << 22: 2}
+# A collective that takes long is timed fewer times.
+SECONDS, LEAST = 1.0, 3
+
+
+class Timing(NamedTuple):
+    """A collective along one axis: its payload in bytes, and the median seconds of one."""
+
+    axis: str
+    kind: Kind
+    bytes: int
+    seconds: float
+
+
+def _collectives(axis: str, devices: int) -> dict[Kind, Callable[[int, Array], Array]]:
+    """Each kind along an axis: from and to `[1, N]`, or `[devices, N]` of a gather, for the body of a loop."""
+    following = [(i, (i + 1) % devices) for i in range(devices)]
+    return {
+        "collective-permute": lambda _, x: lax.ppermute(x, axis, following),
+        "all-gather": lambda i, x: lax.all_gather(x[i % devices], axis),
+        "all-reduce": lambda _, x: lax.pmean(x, axis),
+        "all-to-all": lambda _, x: lax.all_to_all(
+            x.reshape(devices, -1), axis, 0, 0, tiled=True
+        ).reshape(1, -1),
+    }
+
+
+def measure(mesh: Mesh, repeats: int, shrink: int = 1) -> list[Timing]:
+    """Times small and large collectives along each axis of several devices."""
+    found = []
+    for axis, devices in mesh.shape.items():
+        if devices == 1:
+            continue
+        for kind, collective in _collectives(axis, devices).items():
+            for size, times in SIZES.items():
+                length = -(-size // shrink // (4 * devices)) * devices  # an equal part for each
+                shape = (devices if kind == "all-gather" else 1, length)
+                each = _seconds(mesh, collective, shape, times, repeats)
+                found.append(Timing(axis, kind, 4 * length, each))
+    return found
+
+
+def _seconds(
+    mesh: Mesh,
+    collective: Callable[[int, Array], Array],
+    shape: tuple[int, int],
+    times: int,
+    repeats: int,
+) -> float:
+    """Of one collective of float32 arrays, on the device that waits longest."""
+    everywhere = P(mesh.axis_names)
+
+    def repeated(x: Array) -> Array:
+        return lax.fori_loop(0, times, collective, x)
+
+    run = jax.jit(
+        jax.shard_map(
+            repeated, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+        )
+    )
+    x = jax.make_array_from_callback(
+        (mesh.size * shape[0], shape[1]),
+        NamedSharding(mesh, everywhere),
+        lambda _: np.ones(shape, jnp.float32),
+    )
+    jax.block_until_ready(run(x))  # compiles, and opens connections
+    first = _timed(run, x)
+    # all processes have to run it equally often
+    first = float(multihost_utils.broadcast_one_to_all(np.float32(first)))
+    number = int(np.clip(SECONDS / first, min(LEAST, repeats), repeats))
+    median = statistics.median(_timed(run, x) for _ in range(number)) / times
+    return float(np.max(multihost_utils.process_allgather(np.float32(median))))
+
+
+def _timed(run: Callable[[Array], Array], x: Array) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run(x))
+    return time.perf_counter() - start
+
+
+def fit(timings: Sequence[Timing], axes: Sequence[str], usual: cost.Topology) -> cost.Topology:
+    """The launch and overhead of a topology, and the latencies and bandwidths of its links, closest to timings.
+
+    The model's seconds are linear in them. What is least is the sum of squares of the logarithms of
+    measured over predicted, in which large ones count less, for a machine that others use, too.
+    """
+    unknowns = [_unit(usual, launch=1.0), _unit(usual, overhead=1.0)]
+    for i, link in enumerate(usual.links):
+        if link.devices > 1:
+            unknowns += [_unit(usual, i, latency=1.0), _unit(usual, i, bandwidth=1.0)]
+
+    matrix = np.array([[_modelled(timing, axes, by) for by in unknowns] for timing in timings])
+    taken = np.array([timing.seconds for timing in timings])
+    begin, _ = scipy.optimize.nnls(matrix / taken[:, None], np.ones_like(taken))
+    found = scipy.optimize.least_squares(
+        lambda logarithms: np.log(matrix @ np.exp(logarithms) / taken),
+        np.log(np.maximum(begin, 1e-12)),
+        loss="soft_l1",
+    )
+    launch, overhead, *pairs = (float(f"{x:.4g}") for x in np.exp(found.x))
+    left = iter(pairs)
+    links = [
+        dataclasses.replace(
+            link, latency=next(left), bandwidth=float(f"{1 / max(next(left), 1e-15):.4g}")
+        )
+        if link.devices > 1
+        else link
+        for link in usual.links
+    ]
+    return dataclasses.replace(usual, links=tuple(links), launch=launch, overhead=overhead)
+
+
+def _modelled(timing: Timing, axes: Sequence[str], network: cost.Topology) -> float:
+    """The seconds of a collective by the model."""
+    transfer = cost.Transfer(timing.kind, timing.bytes, (axes.index(timing.axis),))
+    return seconds(transfer, network)
+
+
+def _unit(
+    usual: cost.Topology,
+    place: int | None = None,
+    launch: float = 0.0,
+    overhead: float = 0.0,
+    latency: float = 0.0,
+    bandwidth: float = 1e300,
+) -> cost.Topology:
+    """A network in which only one thing takes time: collectives, messages, or the latency or bytes of a link."""
+    links = [dataclasses.replace(x, latency=0.0, bandwidth=1e300) for x in usual.links]
+    if place is not None:
+        links[place] = dataclasses.replace(links[place], latency=latency, bandwidth=bandwidth)
+    return dataclasses.replace(usual, links=tuple(links), launch=launch, overhead=overhead)
+
+
+def named_sizes(text: str) -> dict[str, int]:
+    """The sizes of `node=2,device=4` by name."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {name.strip(): int(size) for name, size in pairs}
+    except ValueError as reason:
+        raise argparse.ArgumentTypeError(f"wanted NAME=SIZE,..., got {text!r}") from reason
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures the mesh at hand, prints what was fitted, and writes `network.json` from the first process."""
+    about = (__doc__ or "").partition(": ")[2]
+    parser = argparse.ArgumentParser("python -m benchmarks.network", description=about)
+    parser.add_argument(
+        "--mesh",
+        type=named_sizes,
+        metavar="NAME=SIZE,...",
+        help="the mesh, slow axes first; default: node and device, by processes or slices",
+    )
+    add_common(parser)
+    args = parser.parse_args(arguments)
+    initialize()
+    given = args.mesh
+    mesh = make_mesh(tuple(given.values()), tuple(given)) if given else make_mesh()
+    if mesh.size == 1:
+        parser.error("--mesh: wanted two or more devices, got one")
+    timings = measure(mesh, args.repeats, args.shrink)
+    usual = cost.topology_of_mesh(mesh)
+    fitted = fit(timings, mesh.axis_names, usual)
+    rows = [
+        timing._asdict()
+        | {
+            "fitted": float(f"{_modelled(timing, mesh.axis_names, fitted):.4g}"),
+            "seconds": float(f"{timing.seconds:.4g}"),
+        }
+        for timing in timings
+    ]
+    if jax.process_index() == 0:
+        worst = max(max(x["seconds"] / x["fitted"], x["fitted"] / x["seconds"]) for x in rows)
+        for row in rows:
+            took, by_fit = 1e3 * row["seconds"], 1e3 * row["fitted"]
+            print(
+                f"{row['axis']:10} {row['kind']:18} {row['bytes']:9} B {took:9.3f} ms, fitted {by_fit:9.3f}"
+            )
+        print(f"every time within a factor of {worst:.2f} of the fit")
+        result = {
+            "machine": machine(),
+            "worst_factor": round(worst, 2),
+            "topology": dataclasses.asdict(fitted),
+            "times": rows,
+        }
+        write(args.out / "network.json", result)
+        print(f"measured: {fitted}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

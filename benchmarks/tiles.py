@@ -1,0 +1,209 @@
+"""Calls whose tiles are tuned, and the tiles to try: by `tune`, and by the step `sweep` of first light."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
+from energy_attn.kernels.internal import Kind
+
+_TRIAL = 256  # what a trial divides lengths by
+TOLERANCE = 0.05  # of the largest entry, between results of other tiles
+
+
+class Sizes(NamedTuple):
+    """Tiles to try.
+
+    Attributes:
+        rows, keys, warps, stages: as in `GPUTiles`.
+        each: the programs of each multiprocessor among which few tiles are divided.
+        least_steps: as in `GPUTiles`.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    each: int = 1
+    least_steps: int = 4
+
+    @property
+    def label(self) -> str:
+        """All of them, in one line."""
+        steps = f" of {self.least_steps}" if self.least_steps != 4 else ""
+        return f"{self.rows} x {self.keys}, {self.warps} warps, {self.stages} stages, {self.each}{steps}"
+
+    def tiles(self, kind: Kind, cores: int) -> GPUTiles:
+        """The same for a kernel on a GPU of so many multiprocessors."""
+        sizes = self._asdict()
+        return GPUTiles(kind, programs=sizes.pop("each") * cores, **sizes)
+
+
+class Call(NamedTuple):
+    """Attention whose kernel is tuned, for all calls of its dtype, its widths and its number of rows.
+
+    Attributes:
+        kind: which kernel.
+        queries, keys: the lengths.
+        heads, kv_heads, width: as everywhere.
+        dtype: of query, key and value.
+        candidates: the tiles to try.
+        few_keys: as in `GPUTiles`.
+    """
+
+    kind: Kind
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int
+    dtype: str
+    candidates: tuple[Sizes, ...]
+    few_keys: bool | None = None
+
+    @property
+    def call_rows(self) -> int:
+        """The class of its rows, as in `GPUTiles`."""
+        rows = self.queries * self.heads // self.kv_heads
+        return min(max(1 << (rows - 1).bit_length(), 16), 256)
+
+    @property
+    def steps(self) -> int:
+        """How many times a program runs it: a step from a short cache may take less time than to start a program."""
+        return 8 if self.few_keys else 1
+
+    @property
+    def label(self) -> str:
+        """The kernel, the dtype and the sizes, in one line."""
+        rows = f"{self.call_rows} rows" if self.call_rows < 256 else "many rows"
+        short = ", short cache" if self.few_keys else ""
+        return f"{self.kind}, {self.dtype}, width {self.width}, {rows}{short}"
+
+    def tiles(self, cores: int) -> dict[str, GPUTiles]:
+        """Its candidates on a GPU of so many multiprocessors, by names."""
+        return {sizes.label: sizes.tiles(self.kind, cores) for sizes in self.candidates}
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Those of query, key and value."""
+        sizes = (self.queries, self.heads), *[(self.keys, self.kv_heads)] * 2
+        return [jax.ShapeDtypeStruct((1, *x, self.width), jnp.dtype(self.dtype)) for x in sizes]
+
+    def arrays(self) -> list[Array]:
+        """Random query, key and value."""
+        keys = jax.random.split(jax.random.key(0), 3)
+        draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+        return [draw(key, x.shape, x.dtype) for key, x in zip(keys, self.shapes, strict=True)]
+
+
+def _sizes(*sizes: tuple[Any, ...]) -> tuple[Sizes, ...]:
+    return tuple(Sizes(*x) for x in sizes)
+
+
+_MANY: dict[Kind, tuple[Sizes, ...]] = {
+    "forward": _sizes(
+        *((128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 8, 2)),
+        *((128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (64, 128, 4, 2)),
+        *((64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (256, 64, 8, 2)),
+    ),
+    "query": _sizes(
+        *((128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (128, 32, 8, 4)),
+        *((128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)),
+    ),
+    "key": _sizes(
+        *((64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (32, 128, 8, 4)),
+        *((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (32, 64, 4, 3)),
+    ),
+    "tangent": _sizes(
+        *((128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2)),
+        *((64, 64, 4, 3), (64, 32, 4, 3)),
+    ),
+}
+_FEW = {
+    16: _sizes(
+        *((16, 32, 4, 4, 4), (16, 32, 2, 4, 4), (16, 32, 1, 4, 4), (16, 32, 4, 4, 2)),
+        *((16, 32, 4, 3, 4), (16, 64, 4, 4, 2), (16, 64, 4, 3, 3), (16, 64, 2, 4, 2)),
+        *((16, 128, 4, 4, 1), (16, 16, 1, 6, 4)),
+    ),
+    32: _sizes((32, 32, 4, 4, 4), (32, 32, 4, 3, 4), (32, 64, 4, 3, 2), (32, 64, 4, 4, 2)),
+    64: _sizes((64, 64, 4, 3, 2), (64, 64, 4, 4, 1), (64, 32, 4, 4, 2), (64, 128, 4, 3, 1)),
+    128: _sizes((128, 64, 8, 4, 1), (128, 64, 8, 3, 1), (128, 128, 8, 3, 1), (128, 32, 8, 4, 2)),
+}
+# Of a cache of 8192 tokens: as many programs as fill their stages twice, or once, or one for each multiprocessor.
+_SHORT = {
+    16: _sizes((16, 32, 4, 4, 4, 8), (16, 32, 4, 4, 4, 4), (16, 32, 4, 4, 1), (16, 64, 4, 4, 1)),
+    32: _sizes((32, 32, 4, 4, 4, 8), (32, 32, 4, 4, 1), (32, 64, 4, 4, 1)),
+    64: _sizes((64, 64, 4, 3, 2, 4), (64, 64, 4, 3, 1)),
+    128: _sizes((128, 64, 8, 4, 1), (128, 32, 8, 4, 1)),
+}
+# No tensor core multiplies float32: larger tiles are longer programs, which take minutes to compile.
+_FLOAT32 = _sizes(
+    *((16, 16, 4, 2), (16, 16, 4, 3), (16, 16, 8, 2)),
+    *((16, 32, 4, 2), (32, 16, 4, 2), (32, 32, 8, 2)),
+)
+_FEW_FLOAT32 = _sizes((16, 16, 4, 4, 4), (16, 16, 4, 3, 4), (16, 16, 4, 4, 2), (16, 32, 4, 3, 2))
+_SHORT_FLOAT32 = _sizes((16, 16, 4, 4, 4, 8), (16, 16, 4, 4, 1))
+WIDTHS = 128, 64
+
+
+def calls(
+    shrink: int = 1, dtype: str = "bfloat16", widths: tuple[int, ...] | None = None
+) -> Iterator[Call]:
+    """What is tuned: prefill and its derivatives, and decode with few rows from a long cache and from a short one.
+
+    By default of the widths 128 and 64, and few rows of 128 alone.
+    """
+    length, cached, short = (max(x // shrink, 16) for x in (8192, 65536, 8192))
+    narrow = dtype != "float32"
+    for width in widths or WIDTHS:
+        heads = max(2048 // width, 1) if shrink == 1 else 1
+        for kind, found in _MANY.items():
+            sizes = found if narrow else _FLOAT32
+            yield Call(kind, length, length, heads, heads, width, dtype, sizes)
+    for width in widths or WIDTHS[:1]:
+        for rows in _FEW:
+            sizes = _SHORT[rows] if narrow else _SHORT_FLOAT32
+            yield Call("forward", 1, short, rows * 8, 8, width, dtype, sizes, True)
+            sizes = _FEW[rows] if narrow else _FEW_FLOAT32
+            yield Call("forward", 1, cached, rows * 8, 8, width, dtype, sizes, False)
+
+
+def trial_calls(dtype: str = "float32", widths: tuple[int, ...] | None = None) -> Iterator[Call]:
+    """Each kernel once, and a short cache: of few tokens, by one candidate, of which the call has several tiles."""
+    for width in widths or WIDTHS[:1]:
+        *each, short = list(calls(_TRIAL, dtype, (width,)))[: len(_MANY) + 1]
+        for call in each:
+            yield call._replace(candidates=(Sizes(16, 16, 4, 2),))
+        yield short._replace(candidates=(Sizes(16, 16, 4, 2, least_steps=1),))
+
+
+def cores_here() -> int:
+    """The multiprocessors of the GPU at hand; those of an H100 where there is none."""
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
+def program(call: Call, tiles: GPUTiles | None) -> Callable[..., PyTree]:
+    """What runs a call, `call.steps` times, by some tiles of one kernel and by the library's own of the others."""
+    kernel = PallasGPU(GPUPlan() if tiles is None else GPUPlan((tiles,)))
+    causal = call.queries > 1
+    attend = functools.partial(local_attention, is_causal=causal, implementation=kernel)
+
+    def backward(*arrays: Array) -> PyTree:
+        state, back = jax.vjp(attend, *arrays)
+        return back(state)
+
+    def tangent(*arrays: Array) -> PyTree:
+        return jax.jvp(attend, arrays, arrays)[1]
+
+    def steps(query: Array, key: Array, value: Array) -> PyTree:
+        def step(_: Array, state: AttentionState) -> AttentionState:
+            return attend(query + state.out * query.dtype.type(1e-3), key, value)
+
+        return jax.lax.fori_loop(1, call.steps, step, attend(query, key, value))
+
+    forward = attend if call.steps == 1 else steps
+    return {"forward": forward, "tangent": tangent}.get(call.kind, backward)

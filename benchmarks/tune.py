@@ -1,0 +1,134 @@
+"""`python -m benchmarks.tune`: which tiles of `pallas_gpu` are fastest on the GPU at hand, kernel by kernel.
+
+It prints the `PallasGPU` with the tiles that are kept, and writes all times to `tune.json`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from energy_attn.kernels import GPUPlan, GPUTiles
+from energy_attn.kernels.internal import platform_here
+
+from .command import add_common, at_least_one, write
+from .runner import OURS, Case, Run, Sides, compare, line, machine
+from .tiles import TOLERANCE, Call, calls, cores_here, program, trial_calls
+
+LEAST_GAIN = 1.03  # how much faster tiles must be to be kept: less is noise
+DTYPES = "float16", "bfloat16", "float32", "float64"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures each call by all tiles, prints the winners, and writes `tune.json`."""
+    about = (__doc__ or "").partition(": ")[2]
+    parser = argparse.ArgumentParser("python -m benchmarks.tune", description=about)
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="interpret short sequences")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        action="append",
+        help="of the calls that are tuned; may be repeated (default: bfloat16)",
+    )
+    add(
+        "--width",
+        type=at_least_one,
+        action="append",
+        help="of heads, likewise, for many rows and for few (default: 128 for both, and 64 for many)",
+    )
+    add_common(parser)
+    args = parser.parse_args(arguments)
+    here = platform_here()
+    if here != "cuda" and not args.dry_run:
+        parser.error(f"wanted a GPU of NVIDIA's, got {here}; --dry-run interprets short sequences")
+    widths = tuple(dict.fromkeys(args.width or ())) or None
+    dtypes = dict.fromkeys(args.dtype or ["bfloat16" if here == "cuda" else "float32"])
+    found = [
+        call
+        for dtype in dtypes
+        for call in (
+            trial_calls(dtype, widths) if args.dry_run else calls(args.shrink, dtype, widths)
+        )
+    ]
+    for call in found:
+        if reason := declined(call):
+            asked = f"--dtype {call.dtype} --width {call.width}"
+            parser.error(f"{asked}: pallas_gpu declines {call.label}: {reason}")
+    chosen, rows = [], []
+    for call in found:
+        best, row = tune(call, args.repeats)
+        rows.append(row)
+        kept = "kept" if best is not None else "not kept"
+        out = f"{len(row['absent'])} of {len(call.candidates)} did not run"
+        print(f"{line(row)}; best: {row['best']}, {kept}; {out}", flush=True)
+        chosen += [best] if best is not None else []
+    result = {"machine": machine(), "times": rows, "dry_run": args.dry_run}
+    write(args.out / "tune.json", result)
+    print(f"its tiles: PallasGPU({GPUPlan(tuple(chosen))})")
+    return 0
+
+
+def declined(call: Call) -> str | None:
+    """Why `pallas_gpu` does not take a call, by its shapes; None: it does."""
+    try:
+        with jax.enable_x64(call.dtype == "float64"):
+            jax.eval_shape(program(call, None), *call.shapes)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def compared(call: Call) -> Case:
+    """The call by its own tiles, which are ours here, beside all candidates."""
+
+    def sides(**_: object) -> Sides:
+        arrays = call.arrays()
+        given: dict[str, GPUTiles | None] = {OURS: None, **call.tiles(cores_here())}
+
+        def run(tiles: GPUTiles | None) -> Run:
+            return functools.partial(jax.jit(program(call, tiles)), *arrays)
+
+        return {name: functools.partial(run, tiles) for name, tiles in given.items()}
+
+    shape = {
+        "T": call.queries,
+        "S": call.keys,
+        "N": call.heads,
+        "K": call.kv_heads,
+        "H": call.width,
+    }
+    return Case(call.label, call.dtype, shape | {"steps": call.steps}, sides)
+
+
+def tune(call: Call, repeats: int) -> tuple[GPUTiles | None, dict[str, Any]]:
+    """The tiles that are fastest for a call, None if those that it has are; and all times.
+
+    Tiles whose results differ from those of the library's own are not kept, however fast.
+    """
+    row = compare(compared(call), repeats)
+    differs, times = row["largest_difference"], row["times_faster"]
+    right = [name for name in times if differs[name] <= TOLERANCE]
+    best = min(right, key=lambda name: row["median_ms"][name], default=OURS)
+    row["best"] = best
+    if best == OURS or row["median_ms"][OURS] < LEAST_GAIN * row["median_ms"][best]:
+        return None, row
+    kept = dataclasses.replace(
+        call.tiles(cores_here())[best],
+        device=jax.devices()[0].device_kind,
+        dtype=call.dtype,
+        width=call.width,
+        value_width=call.width,
+        call_rows=call.call_rows,
+        score=False,
+        few_keys=call.few_keys,
+    )
+    return kept, row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
