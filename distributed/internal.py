@@ -6,11 +6,13 @@ from .cache._arguments import check_stored as check_stored
 from .cache._write import CacheSharding as CacheSharding
 from .cache._write import cache_sharding as cache_sharding
 from .cache._write import positions_from as positions_from
+from .cost._merges import exchanged as exchanged
+from .cost._merges import summed as summed
+from .cost._transfer import seconds as seconds
 from .hlo._collectives import Kind as Kind
 from .merge._packing import as_invariant as as_invariant
-from .merge._scatter import EXCHANGE as EXCHANGE
-from .merge._scatter import SUM as SUM
-from .merge._scatter import Scatter as Scatter
+from .merge._scatter import exchange as exchange
+from .merge._scatter import sums as sums
 from .methods._sharded_attention import attend_sharded as attend_sharded
 from .methods._sharded_reduction import Reduction as Reduction
 from .methods._sharded_reduction import fold_covariances as fold_covariances
@@ -18,7 +20,6 @@ from .methods._sharded_reduction import fold_maxima as fold_maxima
 from .methods._sharded_reduction import fold_states as fold_states
 from .methods._sharded_reduction import fold_sums as fold_sums
 from .methods._sharded_reduction import sharded_reduction as sharded_reduction
-from .network._seconds import seconds as seconds
 from .runtime import _files, _safetensors
 from .runtime._files import IDENTITY as IDENTITY
 from .runtime._files import UNFINISHED as UNFINISHED

@@ -32,17 +32,17 @@ MERGES = ("allreduce", "gather", "butterfly", "halving", "hierarchical")
 # Of two lines in one place, the upper.
 DASHES = {"ring, queries": "--", "hierarchical": "--"}
 PANELS = {
-    "8 hosts, 1 Gbit/s, 0.2 ms": cost.ethernet(8, latency=2e-4),
-    "4 hosts of 2 devices, 1 Gbit/s, 2 ms": cost.ethernet(4, 2, latency=2e-3),
-    "16 DGX H100": cost.dgx_h100(16),
-    "TPU v5p, 4x4x8": cost.tpu("v5p", (4, 4, 8)),
+    "8 hosts, 1 Gbit/s, 0.2 ms": cost.topology("ethernet", nodes=8, latency=4e-4),
+    "4 hosts of 2 devices, 1 Gbit/s, 2 ms": cost.topology("ethernet", (2,), nodes=4, latency=4e-3),
+    "16 DGX H100": cost.topology("dgx_h100", (8,), nodes=16),
+    "TPU v5p, 4x4x8": cost.topology("tpu_v5p", (4, 4, 8)),
 }
 
 
 def volume() -> Figure:
     """Bytes that a device sends for one token of Llama 3.1 8B's attention, by length of the context."""
     figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    mesh = cost.dgx_h100(16)
+    mesh = cost.topology("dgx_h100", (8,), nodes=16)
     lengths = [2**power for power in range(13, 24)]
     for name, (method, merge) in {
         "ring, keys": ("ring", "keys"),

@@ -14,30 +14,21 @@ and TPUs have not been measured: there its times rank strategies and are no meas
 Examples:
     >>> from energy_attn.distributed import cost
     >>> shape = cost.Shape(batch=1, queries=1, keys=640_000, heads=32, kv_heads=8, width=128)
-    >>> cost.choose_method(shape, cost.dgx_h100(nodes=16))
+    >>> cost.choose_method(shape, cost.topology("dgx_h100", (8,), nodes=16))
     'tree'
 """
 
 from ..merge._strategies import MERGES as MERGES
-from ..network._devices import topology_of as topology_of
-from ..network._devices import topology_of_mesh as topology_of_mesh
-from ..network._file import load_topology as load_topology
-from ..network._file import save_topology as save_topology
-from ..network._presets import dgx_h100 as dgx_h100
-from ..network._presets import dgx_h200 as dgx_h200
-from ..network._presets import ethernet as ethernet
-from ..network._presets import mi300x as mi300x
-from ..network._presets import rtx_4090 as rtx_4090
-from ..network._presets import simulated as simulated
-from ..network._presets import tpu as tpu
-from ..network._shape import Shape as Shape
-from ..network._topology import Link as Link
-from ..network._topology import Topology as Topology
-from ..network._transfer import Transfer as Transfer
 from ._cost import choose_merge as choose_merge
 from ._cost import choose_method as choose_method
 from ._cost import latency as latency
 from ._cost import memory as memory
 from ._cost import volume as volume
-from ._transfers import ROTATED as ROTATED
-from ._transfers import transfers as transfers
+from ._devices import topology_of_mesh as topology_of_mesh
+from ._interconnects import topology as topology
+from ._methods import ROTATED as ROTATED
+from ._methods import transfers as transfers
+from ._shape import Shape as Shape
+from ._topology import Link as Link
+from ._topology import Topology as Topology
+from ._transfer import Transfer as Transfer

@@ -1,21 +1,21 @@
 """Bytes, memory and seconds of an attention over a mesh, and the choices by them."""
 
 import math
+from typing import Unpack
 
 from ..merge._strategies import automatic_merges
-from ..network._seconds import seconds, sent
-from ..network._shape import Shape
-from ..network._topology import Topology
-from ..network._transfer import Transfer
-from ._transfers import (
+from ._methods import (
     ROTATED,
+    Derivatives,
     check_sizes,
     kv_shard,
-    least_axes,
     local_rows,
     shares_heads,
     transfers,
 )
+from ._shape import Shape
+from ._topology import Topology
+from ._transfer import Transfer, seconds, sent
 
 
 def volume(
@@ -23,10 +23,7 @@ def volume(
     merge: str | None,
     shape: Shape,
     topology: Topology,
-    *,
-    tangent: bool = False,
-    gradient: bool = False,
-    narrow_gradients: bool = False,
+    **derivatives: Unpack[Derivatives],
 ) -> float:
     r"""Bytes that one device puts on links for one attention.
 
@@ -38,35 +35,28 @@ def volume(
     for the payload $n_c$ of each [`Transfer`][energy_attn.distributed.cost.Transfer].
 
     Args:
-        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`.
-        merge: as for [`transfers`][energy_attn.distributed.cost.transfers].
+        method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
+        merge: likewise.
         shape: the sizes.
         topology: the mesh, and how it sums.
-        tangent: as for [`transfers`][energy_attn.distributed.cost.transfers].
-        gradient: likewise.
-        narrow_gradients: likewise.
+        **derivatives: those that are counted, too.
 
     Returns:
-        Bytes; where devices differ (`all_reduce="tree"`), those of the busiest.
+        Bytes; of the busiest device, where they differ (`all_reduce="tree"`).
 
     Raises:
-        TypeError: as `transfers`.
-        ValueError: as `transfers`.
+        ValueError: as `transfers`, with its `TypeError`s.
 
-    Source: Tree Attention (arXiv 2408.04093), equations 32 to 35, with two corrections.
-        Equation 33, $2 \frac{p-1}{p}(bd + 2 b n_h)$, is the volume of a ring all-reduce, and of
-        recursive halving and doubling. Equation 32 counts $p$ hops around the ring, of which
-        $p - 1$ are needed. And $d$ there means keys with as many heads as queries: with grouped
-        heads the ring sends $N/K$ times less, and the ratio shrinks as much.
+    Source: Tree Attention (arXiv 2408.04093), equations 32 to 35. Of the $p$ hops that equation 32 counts around
+        the ring $p - 1$ are needed, and with grouped heads the ring sends $N/K$ times less than its $d$ says.
 
     Examples:
         >>> from energy_attn.distributed import cost
-        >>> shape, mesh = cost.Shape(1, 1, 640_000, 16, 16, 128), cost.ethernet(8)
+        >>> shape, mesh = cost.Shape(1, 1, 640_000, 16, 16, 128), cost.topology("ethernet", nodes=8)
         >>> round(cost.volume("ring", "keys", shape, mesh) / cost.volume("tree", "allreduce", shape, mesh))
         315077
     """
-    asked = {"tangent": tangent, "gradient": gradient, "narrow_gradients": narrow_gradients}
-    found = transfers(method, merge, shape, topology, **asked)
+    found = transfers(method, merge, shape, topology, **derivatives)
     return float(sum(sent(transfer, topology) for transfer in found))
 
 
@@ -80,39 +70,34 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
     a hybrid the exchanged queries, keys and values, and twice the keys again, where they go around.
 
     Args:
-        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`.
-        merge: as for [`transfers`][energy_attn.distributed.cost.transfers].
+        method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
+        merge: likewise.
         shape: the sizes.
         topology: the mesh.
 
     Returns:
-        Bytes, without the result and the local kernel's scratch. States of parts are in $w$ bytes a
-        number, `lse`'s. All-reduces work in place; everything else arrives in a buffer of its own, or
-        in two in turn where transfers overlap. In a ring of keys the scratch is that of a part of the
-        queries, whose state is of 32 MiB or of 512 queries.
+        Bytes, without the result and the local kernel's scratch (in a ring of keys that of a part of the queries,
+        whose state is of 32 MiB or of 512 queries). All-reduces work in place; everything else arrives in a
+        buffer of its own, or in two in turn where transfers overlap.
 
     Raises:
-        TypeError: as `transfers`.
-        ValueError: as `transfers`.
+        ValueError: as `transfers`, with its `TypeError`s.
 
-    Source: Tree Attention (arXiv 2408.04093), equations 29 and 30: $4btd + 2bd$ and
-        $2btd + 2bd + 2bn_h$ numbers, where $d$ of the first terms is that of the keys. Equation 29
-        is a ring that waits for every transfer and lets its own shard go around: one shard less
-        than here, where transfers overlap with computation. It leaves out $2 b n_h$, too.
+    Source: Tree Attention (arXiv 2408.04093), equations 29 and 30, where $d$ of the first terms is that of the
+        keys. Equation 29 is a ring that waits for every transfer and lets its own shard go around: one shard less
+        than here. It leaves out $2 b n_h$, too.
 
     Examples:
         >>> from energy_attn.distributed import cost
-        >>> shape, mesh = cost.Shape(1, 1, 640_000, 16, 16, 128), cost.ethernet(8)
-        >>> ways = ("tree", "allreduce"), ("ring", "keys")
-        >>> tree, ring = (cost.memory(*way, shape, mesh) for way in ways)
+        >>> shape, mesh = cost.Shape(1, 1, 640_000, 16, 16, 128), cost.topology("ethernet", nodes=8)
+        >>> tree, ring = (cost.memory(*way, shape, mesh) for way in (("tree", "gather"), ("ring", "keys")))
         >>> round(ring / tree, 3)
         3.0
     """
     found = transfers(method, merge, shape, topology)
     mine = local_rows(shape, topology)
     gathered = method == "tree" and shape.queries_sharded
-    rows = mine * topology.devices if gathered else mine
-    states = rows * (shape.state + shape.wide_bytes)
+    states = (mine * topology.devices if gathered else mine) * (shape.state + shape.wide_bytes)
     arriving = sum(_arriving(transfer, topology) for transfer in found)
     query = mine * shape.width * shape.bytes
     return sum(kv_shard(shape, topology)) + query + states + arriving
@@ -123,10 +108,7 @@ def latency(
     merge: str | None,
     shape: Shape,
     topology: Topology,
-    *,
-    tangent: bool = False,
-    gradient: bool = False,
-    narrow_gradients: bool = False,
+    **derivatives: Unpack[Derivatives],
 ) -> float:
     r"""Seconds of communication for one attention, if nothing overlaps.
 
@@ -134,45 +116,38 @@ def latency(
       + \frac{\text{bytes}_c}{\beta}\right)$$
 
     with the latencies $\alpha$ and bandwidths $\beta$ of the links that each collective crosses; how
-    many hops and bytes those are, [`Topology`][energy_attn.distributed.cost.Topology] says. A ring
-    over hosts of several devices crosses the network once per host, with the bandwidth of a card that
-    its devices share.
+    many hops and bytes those are, [`Topology`][energy_attn.distributed.cost.Topology] says.
 
     Args:
-        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`.
-        merge: as for [`transfers`][energy_attn.distributed.cost.transfers].
+        method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
+        merge: likewise.
         shape: the sizes.
         topology: the mesh.
-        tangent: as for [`transfers`][energy_attn.distributed.cost.transfers].
-        gradient: likewise.
-        narrow_gradients: likewise.
+        **derivatives: those that are counted, too.
 
     Returns:
-        Seconds, for comparing strategies on one network; no promise for any machine. Measured exchanges
-        by gloo took as long within a factor of 1.5 where cores were idle (of 3.1 where they were busy);
-        those of GPUs and TPUs have not been measured.
+        Seconds, for comparing strategies on one network; no promise for any machine. Exchanges by gloo took as
+        long within a factor of 1.5 (of 3.1 where cores were busy); those of GPUs and TPUs were not measured.
 
     Raises:
-        TypeError: as `transfers`.
-        ValueError: as `transfers`.
+        ValueError: as `transfers`, with its `TypeError`s.
 
-    Source: Tree Attention (arXiv 2408.04093), section 5.2: Theorem 1's $\log p$ steps are those of
-        a tree, or of halving and doubling; a ring all-reduce takes $2(p-1)$.
+    Source: Tree Attention (arXiv 2408.04093), section 5.2: Theorem 1's $\log p$ steps are those of a tree.
 
     Examples:
         >>> from energy_attn.distributed import cost
-        >>> shape, mesh = cost.Shape(1, 1, 640_000, 16, 16, 128), cost.ethernet(8, latency=2e-3)
-        >>> seconds = {m: cost.latency("tree", m, shape, mesh) for m in ("allreduce", "gather", "butterfly")}
-        >>> min(seconds, key=seconds.get)
+        >>> mesh = cost.topology("ethernet", nodes=8, latency=4e-3)
+        >>> shape = cost.Shape(1, 1, 640_000, 16, 16, 128)
+        >>> merges = ("allreduce", "gather", "butterfly")
+        >>> min(merges, key=lambda merge: cost.latency("tree", merge, shape, mesh))
         'butterfly'
     """
-    asked = {"tangent": tangent, "gradient": gradient, "narrow_gradients": narrow_gradients}
-    found = transfers(method, merge, shape, topology, **asked)
+    found = transfers(method, merge, shape, topology, **derivatives)
     return sum(transfer.count * seconds(transfer, topology) for transfer in found)
 
 
 def choose_merge(shape: Shape, topology: Topology) -> str:
-    """The merge strategy with the least time by the model: what `merge="auto"` means.
+    """The merge strategy with the least time by the model: the one of `merge="auto"`.
 
     Args:
         shape: the sizes.
@@ -190,7 +165,7 @@ def choose_merge(shape: Shape, topology: Topology) -> str:
     Examples:
         >>> from energy_attn.distributed import cost
         >>> shape = cost.Shape(1, 1, 32_768, 16, 16, 64, dtype="float32")
-        >>> cost.choose_merge(shape, cost.ethernet(8, latency=2e-4))
+        >>> cost.choose_merge(shape, cost.topology("ethernet", nodes=8))
         'butterfly'
     """
     check_sizes(shape, topology)
@@ -198,7 +173,7 @@ def choose_merge(shape: Shape, topology: Topology) -> str:
 
 
 def choose_method(shape: Shape, topology: Topology) -> str:
-    """The method for an attention: what `method="auto"` means.
+    """The method for an attention: the one of `method="auto"`.
 
     For queries on all devices (decode) it is the tree, which sends nothing that grows with the keys.
     For sharded queries it is the method with the least time by the model, each with its best merge,
@@ -220,7 +195,8 @@ def choose_method(shape: Shape, topology: Topology) -> str:
 
     Examples:
         >>> from energy_attn.distributed import cost
-        >>> cost.choose_method(cost.Shape(1, 1, 640_000, 32, 8, 128), cost.dgx_h100(16))
+        >>> shape = cost.Shape(1, 1, 640_000, 32, 8, 128)
+        >>> cost.choose_method(shape, cost.topology("dgx_h100", (8,), nodes=16))
         'tree'
     """
     check_sizes(shape, topology)
@@ -230,7 +206,8 @@ def choose_method(shape: Shape, topology: Topology) -> str:
         method: _fastest(method, shape, topology) for method in ("tree", "ring")
     }
     for method in ("ulysses", "hybrid", "gather"):
-        if len(topology.links) >= least_axes(method) and shares_heads(method, shape, topology):
+        levels = method != "hybrid" or len(topology.links) > 1
+        if levels and shares_heads(method, shape, topology):
             merges[method] = None
     held = {method: memory(method, merge, shape, topology) for method, merge in merges.items()}
     lean = [method for method in merges if held[method] <= 2 * min(held.values())]

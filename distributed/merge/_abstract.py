@@ -1,15 +1,12 @@
 """A merge strategy: the abstract class that each of them fills in."""
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from energy_attn.kernels import AttentionState
 
-from ..network._shape import Shape
-from ..network._topology import Topology
-from ..network._transfer import Transfer
-from ._scatter import Scatter
+from ._scatter import exchange
 
 Axes = tuple[str, ...]
 
@@ -24,21 +21,19 @@ class AbstractMerge(abc.ABC):
         name: what `merge=` calls it.
         least_axes: how many mesh axes it needs.
         automatic: whether `"auto"` considers it.
-        scatter: its counterpart where queries are sharded and each device keeps its own rows.
     """
 
     name: ClassVar[str]
     least_axes: ClassVar[int]
     automatic: ClassVar[bool]
-    scatter: ClassVar[Scatter]
 
     @abc.abstractmethod
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
         """The fold of each device's state, equal on all devices of `axes`, `out` in its own dtype."""
 
-    @abc.abstractmethod
-    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
-        """What `fold` sends over two or more devices, in the order in which it runs."""
+    def scatter(self, states: AttentionState, axes: Axes) -> AttentionState:
+        """The fold where queries are sharded: of states `[p, ...]`, device i keeps row i, in `lse`'s dtype."""
+        return exchange(states, axes)
 
 
 class AbstractMessageMerge(AbstractMerge):

@@ -1,19 +1,14 @@
 """The merge strategy of two all-reduces."""
 
-from collections.abc import Iterator
-
 from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import fold
 
-from ..network._shape import Shape
-from ..network._topology import Topology, all_axes
-from ..network._transfer import Transfer
 from ._abstract import AbstractMerge, Axes
 from ._packing import transfer
-from ._scatter import SUM
+from ._scatter import sums
 
 
 class Allreduce(AbstractMerge):
@@ -26,7 +21,6 @@ class Allreduce(AbstractMerge):
     name = "allreduce"
     least_axes = 1
     automatic = True
-    scatter = SUM
 
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
         # The quotient is taken in lse's dtype and only then narrowed: XLA would otherwise be free
@@ -36,7 +30,5 @@ class Allreduce(AbstractMerge):
 
         return fold(state, lambda x: lax.pmax(x, axes), total)
 
-    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
-        axes = all_axes(topology)
-        yield Transfer("all-reduce", shape.rows * shape.wide_bytes, axes)
-        yield Transfer("all-reduce", shape.rows * shape.state, axes)
+    def scatter(self, states: AttentionState, axes: Axes) -> AttentionState:
+        return sums(states, axes)

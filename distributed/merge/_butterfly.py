@@ -1,6 +1,6 @@
 """The merge strategy of pairwise exchanges."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,12 +8,8 @@ from jax import lax
 
 from energy_attn.kernels import AttentionState, merge, merge_all
 
-from ..network._shape import Shape
-from ..network._topology import Topology, all_axes
-from ..network._transfer import Transfer
 from ._abstract import AbstractMessageMerge, Axes
 from ._packing import as_invariant, narrowed, permuted, widened
-from ._scatter import EXCHANGE
 
 
 class Butterfly(AbstractMessageMerge):
@@ -25,7 +21,6 @@ class Butterfly(AbstractMessageMerge):
     name = "butterfly"
     least_axes = 1
     automatic = True
-    scatter = EXCHANGE
 
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
         return as_invariant(narrowed(exchanged(widened(state), axes), state), axes)
@@ -38,9 +33,6 @@ class Butterfly(AbstractMessageMerge):
         pack: Callable[[Any], AttentionState],
     ) -> Any:
         return unpack(exchanged(message, axes, unpack, pack))
-
-    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
-        yield from exchanges(shape.rows * shape.state, topology, all_axes(topology))
 
 
 def exchanged(
@@ -79,17 +71,3 @@ def _neighbours(state: AttentionState, axis: str, count: int) -> AttentionState:
     # each has found itself first, then the next ones around the circle
     place = lax.axis_index(axis) % count
     return AttentionState(*(jnp.roll(x, place, axis=0) for x in found))
-
-
-def exchanges(state: int, topology: Topology, axes: tuple[int, ...]) -> Iterator[Transfer]:
-    """What `exchanged` sends over these axes, for states of so many bytes."""
-    for axis in reversed(axes):
-        size = topology.links[axis].devices
-        odd, have = size // (size & -size), 1
-        while have < odd:  # Bruck's all-gather among neighbours
-            sent = min(have, odd - have)
-            yield Transfer("collective-permute", sent * state, (axis,), 1, have)
-            have += sent
-        while have < size:
-            yield Transfer("collective-permute", state, (axis,), 1, have, pairs=True)
-            have *= 2

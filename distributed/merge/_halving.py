@@ -1,6 +1,6 @@
 """The merge strategy of halving and doubling: half as many rows in each round, and back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,12 +8,8 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, merge
 
-from ..network._shape import Shape
-from ..network._topology import Topology, all_axes
-from ..network._transfer import Transfer
 from ._abstract import AbstractMerge, Axes
 from ._packing import as_invariant, narrowed, permuted, widened
-from ._scatter import EXCHANGE
 
 
 class Halving(AbstractMerge):
@@ -31,7 +27,6 @@ class Halving(AbstractMerge):
     name = "halving"
     least_axes = 1
     automatic = True
-    scatter = EXCHANGE
 
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
         shape, rows, width = state.lse.shape, state.lse.size, state.out.shape[-1]
@@ -41,7 +36,7 @@ class Halving(AbstractMerge):
         part = widened(AttentionState(out, lse))
         for axis in reversed(axes):
             part = _reduced(part, axis)
-        fast = _fast([lax.axis_size(axis) for axis in axes])
+        fast = fast_axis([lax.axis_size(axis) for axis in axes])
         # A compiler may compute a share twice, where it is kept and where it is sent, and round it in two
         # ways. So nobody keeps the share that it folded: all have it from the device that did.
         devices = lax.axis_size(axes[fast])
@@ -52,23 +47,8 @@ class Halving(AbstractMerge):
         out, lse = (x[:rows] for x in part)
         return as_invariant(AttentionState(out.reshape(state.out.shape), lse.reshape(shape)), axes)
 
-    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
-        axes, rounds, rows = all_axes(topology), [], -(-shape.rows // topology.devices)
-        for axis in axes:
-            devices = topology.links[axis].devices
-            for step, sent in reversed(_rounds(devices)):
-                size, pairs = sent * rows * shape.state, 2 * step == devices
-                rounds.append(Transfer("collective-permute", size, (axis,), 1, step, pairs))
-            rows *= devices
-        fast = _fast([link.devices for link in topology.links])
-        one = -(-shape.rows // topology.devices) * shape.state
-        pairs = topology.links[fast].devices == 2
-        yield from reversed(rounds)
-        yield Transfer("collective-permute", one, (fast,), 1, 1, pairs)
-        yield from rounds
 
-
-def _rounds(devices: int) -> list[tuple[int, int]]:
+def rounds(devices: int) -> list[tuple[int, int]]:
     """How far the shares of each round go, and how many: half of those that are left."""
     rounds, left = [], devices
     while left > 1:
@@ -78,7 +58,7 @@ def _rounds(devices: int) -> list[tuple[int, int]]:
     return rounds
 
 
-def _fast(sizes: Sequence[int]) -> int:
+def fast_axis(sizes: Sequence[int]) -> int:
     """The last axis of several devices."""
     return max((i for i, size in enumerate(sizes) if size > 1), default=0)
 
@@ -100,7 +80,7 @@ def _reduced(state: AttentionState, axis: str) -> AttentionState:
         return jnp.roll(x.reshape(devices, x.shape[0] // devices, *x.shape[1:]), -here, axis=0)
 
     state = AttentionState(*map(shares, state))
-    for step, sent in _rounds(devices):
+    for step, sent in rounds(devices):
         pairs = [(i, (i + step) % devices) for i in range(devices)]
         arrived = permuted(_cut(state, step, step + sent), axis, pairs)
         state = _joined(merge(arrived, _cut(state, 0, sent)), _cut(state, sent, step))
@@ -114,7 +94,7 @@ def _gathered(state: AttentionState, axis: str, ahead: int) -> AttentionState:
     """
     devices, here = lax.axis_size(axis), lax.axis_index(axis)
     state = AttentionState(*(x[None] for x in state))
-    for step, sent in reversed(_rounds(devices)):
+    for step, sent in reversed(rounds(devices)):
         pairs = [(i, (i - step) % devices) for i in range(devices)]
         state = _joined(state, permuted(_cut(state, 0, sent), axis, pairs))
 

@@ -1,19 +1,14 @@
 """The merge strategy of two levels: a fast axis, and slow ones."""
 
-from collections.abc import Iterator
-
 import jax.numpy as jnp
 from jax import lax
 
 from energy_attn.kernels import AttentionState
 
-from ..network._shape import Shape
-from ..network._topology import Topology, all_axes
-from ..network._transfer import Transfer
 from ._abstract import AbstractMerge, Axes
-from ._butterfly import exchanged, exchanges
+from ._butterfly import exchanged
 from ._packing import as_invariant, narrowed, transfer
-from ._scatter import EXCHANGE
+from ._scatter import exchange
 
 
 class Hierarchical(AbstractMerge):
@@ -25,7 +20,6 @@ class Hierarchical(AbstractMerge):
     name = "hierarchical"
     least_axes = 2
     automatic = True
-    scatter = EXCHANGE
 
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
         *slow, fast = axes
@@ -36,17 +30,7 @@ class Hierarchical(AbstractMerge):
         out = jnp.pad(state.out.reshape(rows, width), ((0, missing), (0, 0)))
         lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
         cut = AttentionState(out.reshape(devices, share, width), lse.reshape(devices, share))
-        mine = narrowed(exchanged(EXCHANGE.fold(cut, (fast,)), tuple(slow)), state)
+        mine = narrowed(exchanged(exchange(cut, (fast,)), tuple(slow)), state)
         whole = transfer(lambda x: lax.all_gather(x, fast, tiled=True), mine)
         out, lse = (x[:rows] for x in whole)
         return as_invariant(AttentionState(out.reshape(state.out.shape), lse.reshape(shape)), axes)
-
-    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
-        *slow, fast = all_axes(topology)
-        devices = topology.links[fast].devices
-        share = -(-shape.rows // devices)
-        if devices > 1:
-            yield Transfer("all-to-all", share * devices * shape.state, (fast,))
-        yield from exchanges(share * shape.state, topology, tuple(slow))
-        if devices > 1:
-            yield Transfer("all-gather", share * shape.state, (fast,))

@@ -1,19 +1,13 @@
 """The merge strategy of states that go around a ring."""
 
-from collections.abc import Iterator
-
 import jax.numpy as jnp
 from jax import lax
 
 from energy_attn.kernels import AttentionState, merge_all
 from energy_attn.kernels.internal import vary_together
 
-from ..network._shape import Shape
-from ..network._topology import Topology, all_axes
-from ..network._transfer import Transfer
 from ._abstract import AbstractMerge, Axes
 from ._packing import as_invariant, permuted
-from ._scatter import EXCHANGE
 
 
 class Ring(AbstractMerge):
@@ -26,7 +20,6 @@ class Ring(AbstractMerge):
     name = "ring"
     least_axes = 1
     automatic = False  # a gather sends the same bytes in one collective
-    scatter = EXCHANGE
 
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
         devices = lax.axis_size(axes)
@@ -46,7 +39,3 @@ class Ring(AbstractMerge):
         first = lax.axis_index(axes) + 1
         ranked = AttentionState(*(jnp.roll(x, first, axis=0) for x in found))
         return as_invariant(merge_all(ranked, axis=0), axes)
-
-    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
-        hops = topology.devices - 1
-        yield Transfer("collective-permute", shape.rows * shape.state, all_axes(topology), hops)

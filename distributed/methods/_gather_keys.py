@@ -9,8 +9,8 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import Arriving
 
+from ..cost._shape import pieces
 from ..merge._packing import joined
-from ..network._shares import pieces
 from ..spec._arguments import Axes
 from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit
 

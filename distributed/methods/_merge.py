@@ -22,10 +22,10 @@ from energy_attn.kernels.internal import (
 )
 
 from .. import cost
+from ..cost._devices import usual_topology
 from ..merge._covariance import check_covariance_merge, covariance_merge, merge_covariances
 from ..merge._packing import transfer
 from ..merge._strategies import STRATEGIES, MergeOption, check_merge
-from ..network._devices import usual_topology
 from ..spec._arguments import Axes, AxisName, check_axes
 from ..spec._parallel import check_topology
 

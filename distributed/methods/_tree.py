@@ -23,7 +23,7 @@ from energy_attn.kernels.masks import AbstractMask
 
 from .. import cost
 from ..merge._packing import joined
-from ..merge._scatter import EXCHANGE
+from ..merge._scatter import exchange
 from ..merge._strategies import STRATEGIES, MergeOption, check_merge
 from ..spec._arguments import (
     Axes,
@@ -159,8 +159,8 @@ def tree_of_shards(
     def by_device(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], devices, query_len, *x.shape[2:]), 1, 0)
 
-    scatter = EXCHANGE if merge == "auto" else STRATEGIES[merge].scatter
-    state = scatter.fold(AttentionState(*map(by_device, state)), axes)
+    scatter = exchange if merge == "auto" else STRATEGIES[merge].scatter
+    state = scatter(AttentionState(*map(by_device, state)), axes)
     return rounded(state, operands, settings)
 
 

@@ -19,8 +19,8 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
+from ..cost._shape import key_copies
 from ..merge._packing import moved, transfer
-from ..network._shares import key_copies
 from ..spec._arguments import (
     ONE_WAY,
     Axes,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from energy_attn.kernels.internal import check_choice, check_flag, check_names, received
 
 from .. import cost
-from ..cost._transfers import METHODS, check_method
+from ..cost._methods import METHODS, check_method
 from ..merge._strategies import MergeOption, check_merge
 
 _CHOICES = {

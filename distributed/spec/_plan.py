@@ -12,8 +12,8 @@ from jaxtyping import Array
 from energy_attn.kernels.internal import received, varying_axes
 
 from .. import cost
-from ..network._devices import usual_topology
-from ..network._shares import key_copies
+from ..cost._devices import usual_topology
+from ..cost._shape import key_copies
 from ._arguments import ONE_WAY, Axes, Travel
 from ._parallel import SequenceParallel
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from energy_attn.distributed import cost
-from energy_attn.distributed.internal import EXCHANGE, SUM, seconds
+from energy_attn.distributed.internal import exchanged, seconds, summed
 
 ALONE, KEYS = "no exchange", "ring, keys"
 # Seconds of a core for one message of gloo's; the devices that share this machine's cores wait in turn.
 OVERHEAD = 2.5e-4
 # The model is to be right within this factor.
 BAND = 1.5
-SCATTERS = {"sums": SUM, "exchange": EXCHANGE}
+SCATTERS = {"sums": summed, "exchange": exchanged}
 
 
 class Point(NamedTuple):
@@ -48,14 +48,15 @@ def topology(run: dict[str, Any], cores: int) -> cost.Topology:
     Over loopback nobody measured; there it is what a process of JAX stands for, if nobody says more.
     """
     hosts, devices, seen = run["hosts"], run["devices"], run["network"].get("measured")
+    within = (devices,) if devices > 1 else ()
     if seen is None:
-        sizes = (hosts, devices)[: 1 + (devices > 1)]
-        return cost.topology_of(("node", "device")[: len(sizes)], sizes, "cpu", hosts)
-    return cost.ethernet(
-        hosts,
-        devices,
-        bandwidth=min(seen["mbit"], seen.get("mbit_together", seen["mbit"])) * 1e6 / 8,
-        latency=seen["round_trip_ms"] / 2 * 1e-3,
+        return cost.topology("ethernet", within, nodes=hosts)
+    mbit = min(seen["mbit"], seen.get("mbit_together", seen["mbit"]))
+    return cost.topology(
+        *("ethernet", within),
+        nodes=hosts,
+        latency=1e-3 * seen["round_trip_ms"],
+        bandwidth=mbit * 1e6 / 8 / devices,
         overhead=OVERHEAD * max(1.0, hosts * devices / cores),
     )
 
@@ -70,7 +71,7 @@ def predict(result: dict[str, Any]) -> None:
             if not merge:
                 continue
             if method == "scatter":
-                sent = tuple(SCATTERS[merge].transfers(shape.rows, shape, here))
+                sent = tuple(SCATTERS[merge](shape.rows, shape, here))
             else:
                 sent = cost.transfers(
                     method, run["auto"] if merge == "auto" else merge, shape, here

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from energy_attn.distributed import cost
-from energy_attn.distributed.internal import EXCHANGE, seconds
+from energy_attn.distributed.internal import exchanged, seconds
 from energy_attn.models import Llama, Llama3Rope, LlamaConfig
 
 TOKENS = 10
@@ -88,12 +88,10 @@ LLAMAS = {
 
 # Times: section 6.4 (table 1) and appendix C.3 (table 2). Bandwidths and products: the data sheets
 # of H100 SXM and MI300X, and NVIDIA's Ada architecture paper.
-_FABRIC = cost.Topology(
-    "4x MI300X", (cost.Link(4, 0.8e-6, 64e9, "Infinity Fabric"),), "tree", 12e-6
-)
+_FABRIC = cost.topology("mi300x", (4,), bandwidth=64e9)
 SYSTEMS = {
     "8x H100": System(
-        *(1, "Llama 3.1 8B", cost.dgx_h100(), 3.35e12, 989.4e12),
+        *(1, "Llama 3.1 8B", cost.topology("dgx_h100", (8,)), 3.35e12, 989.4e12),
         (
             Measured(32 * 1024, Time(0.60, 0.15), Time(2.57, 0.35)),
             Measured(64 * 1024, Time(1.08, 0.10), Time(4.42, 0.38)),
@@ -111,7 +109,7 @@ SYSTEMS = {
         ),
     ),
     "2x RTX 4090": System(
-        *(2, "Llama 3.2 1B", cost.rtx_4090(2), 1.008e12, 165.2e12),
+        *(2, "Llama 3.2 1B", cost.topology("rtx_4090", (2,)), 1.008e12, 165.2e12),
         (
             Measured(8000, Time(0.34, 0.05), Time(1.38, 0.07)),
             Measured(16000, Time(0.58, 0.07), Time(2.77, 0.04)),
@@ -159,7 +157,7 @@ def predict(system: System, prompt: int) -> dict[str, float]:
     repeated = dataclasses.replace(shape, kv_heads=shape.heads)
     inside = bytes_of(model.layers) // 2
     products = 2 * prompt * inside + 2 * layers * prompt**2 * shape.heads * shape.width
-    scattered = sum(seconds(x, topology) for x in EXCHANGE.transfers(shape.rows, shape, topology))
+    scattered = sum(seconds(x, topology) for x in exchanged(shape.rows, shape, topology))
     return {
         "prompt": products / topology.devices / system.flops,
         "tree": step("tree", cost.choose_merge(shape, topology), shape),

@@ -157,8 +157,7 @@ def timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
 def measure(model: Any, text: np.ndarray, plan: Plan, prompt: int) -> dict[str, Any]:
     """Times one length of prompt, on the mesh in force."""
-    devices, platform = jax.device_count(), jax.default_backend()
-    topology = cost.topology_of((AXIS,), (devices,), platform, jax.process_count())
+    topology = cost.topology_of_mesh(jax.sharding.get_mesh())
     tokens = place(text[None, :prompt].astype(np.int32), P(), replicated=True)
     slots = prompt + plan.tokens
 

@@ -40,7 +40,7 @@ def tpu(chip: str, shape: str, memory: float) -> Target:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
 
     chips = math.prod(map(int, shape.split("x")))
-    return Target(f"TPU {name}", memory, cost.tpu(chip, (chips,)), describe)
+    return Target(f"TPU {name}", memory, cost.topology(f"tpu_{chip}", (chips,)), describe)
 
 
 def gpus(name: str, memory: float, topology: cost.Topology, config: Path) -> Target:
@@ -62,8 +62,10 @@ def gpus(name: str, memory: float, topology: cost.Topology, config: Path) -> Tar
     return Target(f"{topology.devices}x {name}", memory, topology, describe)
 
 
-H200 = gpus("H200", 141e9, cost.dgx_h100(), ROOT / "tests" / "cuda" / "h200.txtpb")
-RTX_4090 = gpus("RTX 4090", 24e9, cost.rtx_4090(2), Path(__file__).with_name("rtx4090.txtpb"))
+H200 = gpus("H200", 141e9, cost.topology("dgx_h200", (8,)), ROOT / "tests" / "cuda" / "h200.txtpb")
+RTX_4090 = gpus(
+    "RTX 4090", 24e9, cost.topology("rtx_4090", (2,)), Path(__file__).with_name("rtx4090.txtpb")
+)
 
 
 def held(compiled: Any) -> int:

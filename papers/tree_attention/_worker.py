@@ -46,7 +46,7 @@ def methods(axes: tuple[str, ...], heads: int, devices: int) -> dict[str, Callab
     from jax import lax
 
     from energy_attn.distributed import ring_attention, tree_attention
-    from energy_attn.distributed.internal import EXCHANGE, SUM, Scatter
+    from energy_attn.distributed.internal import exchange, sums
     from energy_attn.kernels import AttentionState, local_attention
 
     def three_reductions(query: Any, key: Any, value: Any) -> Any:
@@ -66,18 +66,18 @@ def methods(axes: tuple[str, ...], heads: int, devices: int) -> dict[str, Callab
             ring_attention(*arrays, axis_name=axes, rotate=rotate, queries_sharded=False).out
         )
 
-    def scatter(way: Scatter) -> Callable[..., Any]:
+    def scatter(way: Callable[..., Any]) -> Callable[..., Any]:
         def by_device(x: Any) -> Any:
             parts = x.reshape(*x.shape[:2], devices, heads // devices, *x.shape[3:])
             return jnp.moveaxis(parts, 2, 0)
 
         def scattered(query: Any, key: Any, value: Any) -> Any:
             state = local_attention(query, key, value)
-            return way.fold(AttentionState(*map(by_device, state)), axes).out
+            return way(AttentionState(*map(by_device, state)), axes).out
 
         return scattered
 
-    scatters = {"scatter, sums": scatter(SUM), "scatter, exchange": scatter(EXCHANGE)}
+    scatters = {"scatter, sums": scatter(sums), "scatter, exchange": scatter(exchange)}
     merges = ["allreduce", "gather", "butterfly", "halving"]
     merges += [*["hierarchical"] * (len(axes) > 1), "auto"]
     return {

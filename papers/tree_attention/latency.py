@@ -157,10 +157,9 @@ def automatic(problem: Problem, hosts: int, devices: int) -> str:
     """The strategy of `merge="auto"`, by the network that a process of JAX stands for."""
     from energy_attn.distributed import cost
 
-    heads, sizes = problem.heads, (hosts, devices)[: 1 + (devices > 1)]
+    heads, within = problem.heads, (devices,) if devices > 1 else ()
     shape = cost.Shape(1, 1, problem.keys, heads, heads, problem.width, dtype="float32")
-    axes = ("node", "device")[: len(sizes)]
-    return cost.choose_merge(shape, cost.topology_of(axes, sizes, "cpu", hosts))
+    return cost.choose_merge(shape, cost.topology("ethernet", within, nodes=hosts))
 
 
 def together(

@@ -20,7 +20,7 @@ from tests.support.target import nodes
 HEADS, WIDTH = 16, 128
 AXES = ("node", "device")
 SHARDED = P(None, AXES)
-NODES = cost.dgx_h100(16)
+NODES = cost.topology("dgx_h100", (8,), nodes=16)
 # XLA:GPU copies and pads a shard before its products unless its length is a multiple of about 1024.
 KEYS = (640 * 1024, 5120 * 1024)
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]

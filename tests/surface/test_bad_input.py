@@ -330,7 +330,7 @@ PARALLEL = (
     ),
     (partial(SequenceParallel, topology="tpu"), TypeError, "topology", "'tpu'", "cost.Topology"),
     (
-        partial(SequenceParallel, "x", topology=cost.ethernet(2, devices=2)),
+        partial(SequenceParallel, "x", topology=cost.topology("ethernet", (2,), nodes=2)),
         ValueError,
         "topology",
         "2",

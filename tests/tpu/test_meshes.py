@@ -59,11 +59,11 @@ def test_compiled_for_pods():
             make_mesh(shape, ("slice", *NAMES)[-len(shape) :], devices=found)
         )
 
-    assert pod("v5p:2x2x2", (2, 2, 2)).links == cost.tpu("v5p", (2, 2, 2)).links
-    assert pod("v5p:2x2x2").links == cost.tpu("v5p", (8,)).links
-    assert pod("v5p:4x4x4", (4, 4, 4)).links == cost.tpu("v5p", (4, 4, 4)).links
+    assert pod("v5p:2x2x2", (2, 2, 2)).links == cost.topology("tpu_v5p", (2, 2, 2)).links
+    assert pod("v5p:2x2x2").links == cost.topology("tpu_v5p", (8,)).links
+    assert pod("v5p:4x4x4", (4, 4, 4)).links == cost.topology("tpu_v5p", (4, 4, 4)).links
     several = pod("v5p:2x2x2", (4, 8), num_slices=4)
-    assert several.links == cost.tpu("v5p", (8,), slices=4).links
+    assert several.links == cost.topology("tpu_v5p", (8,), nodes=4).links
     assert several.name == "4 slices of TPU v5p"
     assert pod("v6e:4x4", (4, 4)).name == "TPU v6e"
     assert pod("v5e:2x4", (2, 4)).name == "TPU v5e"

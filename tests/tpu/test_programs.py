@@ -33,10 +33,14 @@ from tests.support.selection import few
 AXES = ("node", "device")
 SHARDED = P(None, AXES)
 PODS = {
-    "v5p": (("v5p:4x4x8", {}), (16, 8), cost.tpu("v5p", (16, 8))),
-    "v5e": (("v5e:16x16", {}), (16, 16), cost.tpu("v5e", (16, 16))),
-    "v6e": (("v6e:4x4", {}), (4, 4), cost.tpu("v6e", (4, 4))),
-    "slices": (("v5p:2x2x2", {"num_slices": 16}), (16, 8), cost.tpu("v5p", (8,), slices=16)),
+    "v5p": (("v5p:4x4x8", {}), (16, 8), cost.topology("tpu_v5p", (16, 8))),
+    "v5e": (("v5e:16x16", {}), (16, 16), cost.topology("tpu_v5e", (16, 16))),
+    "v6e": (("v6e:4x4", {}), (4, 4), cost.topology("tpu_v6e", (4, 4))),
+    "slices": (
+        ("v5p:2x2x2", {"num_slices": 16}),
+        (16, 8),
+        cost.topology("tpu_v5p", (8,), nodes=16),
+    ),
 }
 HEADS, WIDTH = 16, 128
 # Large shards: 328 MB of keys and values per chip, on v5e half of that.
@@ -314,7 +318,7 @@ def test_memory_of_a_ring_of_many_queries():
     used = program.memory_analysis()
     given, temporaries = used.argument_size_in_bytes, used.temp_size_in_bytes
     assert temporaries <= 2.5 * given
-    model = cost.memory("ring", "keys", shape, cost.tpu("v5p", (8,)))
+    model = cost.memory("ring", "keys", shape, cost.topology("tpu_v5p", (8,)))
     assert model <= given + temporaries <= model + 3 * PART
 
 

@@ -56,7 +56,8 @@ def test_the_tangent_of_a_tree_is_one_sum(merge):
     """Of R (H + 1) numbers, by whatever merge, where all devices have the queries."""
     shape = cost.Shape(1, 2, 16, 8, 4, 2, 3, "bfloat16")
     plain, moved = (
-        cost.transfers("tree", merge, shape, cost.ethernet(2, 2), tangent=x) for x in (False, True)
+        cost.transfers("tree", merge, shape, cost.topology("ethernet", (2,), nodes=2), tangent=x)
+        for x in (False, True)
     )
     assert moved == (*plain, cost.Transfer("all-reduce", 2 * 8 * (3 + 1) * 4, (0, 1)))
 
@@ -89,7 +90,7 @@ def test_gradients(narrow):
 def test_pieces(keys, count):
     """Keys gathered in more pieces than there are, or in more than eight."""
     shape = cost.Shape(1, 4, 4 * keys, 2, 1, 2, dtype="float32", queries_sharded=True)
-    transfers = cost.transfers("gather", None, shape, cost.ethernet(4))
+    transfers = cost.transfers("gather", None, shape, cost.topology("ethernet", nodes=4))
     assert [(t.bytes, t.count) for t in transfers] == [(keys * 8 // count, count)] * 2
 
 
@@ -97,6 +98,6 @@ def test_copies_of_keys():
     """One head of keys that all devices take, and six that four devices cannot share as they are."""
     for kv_heads, copies in ((1, 4), (6, 2)):
         shape = cost.Shape(1, 8, 16, 12, kv_heads, 2, dtype="float32", queries_sharded=True)
-        transfers = cost.transfers("ulysses", None, shape, cost.ethernet(4))
+        transfers = cost.transfers("ulysses", None, shape, cost.topology("ethernet", nodes=4))
         keys = 4 * kv_heads * 2 * 4
         assert [t.bytes for t in transfers[1:3]] == [copies * keys] * 2

@@ -1,43 +1,32 @@
-"""Networks of devices in the cost model: a latency and a bandwidth for each mesh axis.
-
-Figures are published by the makers, one direction, per device; unpublished overheads are marked as
-assumed. They rank strategies; they are no measurement.
-"""
+"""The network of a mesh: a latency and a bandwidth for each of its axes."""
 
 import dataclasses
 import math
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_finite_number,
-    check_flag,
-    check_integer,
-    received,
-)
-
-ALL_REDUCES = ("ring", "tree", "levels")
-PLATFORMS = ("cpu", "gpu", "tpu")
+from energy_attn.kernels.internal import check_choice, check_finite_number, check_integer, received
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """The network between the devices along one mesh axis.
+    r"""The network between the devices along one mesh axis.
 
     Attributes:
         devices: their number.
         latency: seconds from one to the next, software included, for a message of no length.
         bandwidth: bytes per second that each device sends in one direction while all of them send.
-            Devices that share a host's network card have their part of it.
         name: for display.
         torus: whether it joins neighbours only, in both directions and around the end, so that a
             message to the device $d$ places on travels $d$ hops.
-        sharing: how many devices share the network card; one that sends alone has as many times
-            `bandwidth`.
+        sharing: how many devices share a host's network card, each with its part of `bandwidth`; one that
+            sends alone has as many times as much.
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a number of another type.
         ValueError: no devices, a negative or infinite latency, a bandwidth that is not positive,
             or a card that nobody shares.
+
+    Source: R. Hockney, The communication challenge for MPP, Parallel Computing 20 (1994): a message of $n$
+        bytes takes $\alpha + n / \beta$, of `latency` and `bandwidth`.
 
     Examples:
         >>> from energy_attn.distributed.cost import Link
@@ -54,14 +43,10 @@ class Link:
 
     def __post_init__(self) -> None:
         check_integer("devices", self.devices, least=1)
-        if check_finite_number("latency", self.latency) < 0:
-            raise ValueError(f"latency: wanted seconds, 0 or more, got {self.latency}")
+        check_integer("sharing", self.sharing, least=1)
+        check_seconds("latency", self.latency)
         if check_finite_number("bandwidth", self.bandwidth) <= 0:
             raise ValueError(f"bandwidth: wanted bytes per second, above 0, got {self.bandwidth}")
-        if not isinstance(self.name, str):
-            raise TypeError(f"name: wanted a string, got {received(self.name)}")
-        check_flag("torus", self.torus)
-        check_integer("sharing", self.sharing, least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +54,7 @@ class Topology:
     r"""Devices on a mesh, and the network along each axis.
 
     Attributes:
-        name: for display.
+        name: that of [`topology`][energy_attn.distributed.cost.topology], or any, for display.
         links: one for each mesh axis, slow ones first, as the axes themselves.
         all_reduce: how the platform sums over $p$ devices.
             `"ring"`, one ring over all of them, as gloo: $2(p-1)$ latencies, $2\frac{p-1}{p}$ of
@@ -81,10 +66,10 @@ class Topology:
             `"levels"`, axis by axis, as XLA:TPU: a reduce-scatter from the fast axis to the slow
             one and a gather back, the volume of the ring.
         launch: seconds that any collective takes before its first message.
-        overhead: seconds of a processor that each message takes, beside the link's latency: those of an
-            all-to-all wait for each other.
         platform: `"cpu"`, `"gpu"` or `"tpu"`: on CPUs, states are sent as one array of `lse`'s
             dtype.
+        overhead: seconds of a processor that each message takes, beside the link's latency: those of an
+            all-to-all wait for each other.
 
     Raises:
         TypeError: `links` is not a tuple of `Link`.
@@ -112,18 +97,24 @@ class Topology:
             raise TypeError(f"links: wanted a tuple of Link, got {received(self.links)}")
         if not self.links:
             raise ValueError("links: wanted one for each mesh axis, got none")
-        check_choice("all_reduce", self.all_reduce, ALL_REDUCES)
-        check_choice("platform", self.platform, PLATFORMS)
-        for name in ("launch", "overhead"):
-            if check_finite_number(name, getattr(self, name)) < 0:
-                raise ValueError(f"{name}: wanted seconds, 0 or more, got {getattr(self, name)}")
+        check_choice("all_reduce", self.all_reduce, ("ring", "tree", "levels"))
+        check_choice("platform", self.platform, ("cpu", "gpu", "tpu"))
+        check_seconds("launch", self.launch)
+        check_seconds("overhead", self.overhead)
 
     @property
     def devices(self) -> int:
         """The product of the axes' sizes."""
         return math.prod(link.devices for link in self.links)
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The places of all mesh axes in `links`."""
+        return tuple(range(len(self.links)))
 
-def all_axes(topology: Topology) -> tuple[int, ...]:
-    """The places of all mesh axes in `Topology.links`."""
-    return tuple(range(len(topology.links)))
+
+def check_seconds(name: str, x: float) -> float:
+    """Returns `x` if it is a time; raises `TypeError` or `ValueError` otherwise."""
+    if check_finite_number(name, x) < 0:
+        raise ValueError(f"{name}: wanted seconds, 0 or more, got {x}")
+    return x

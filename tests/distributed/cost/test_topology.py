@@ -1,7 +1,6 @@
-"""The network of a mesh from its devices, and from files."""
+"""The network of a mesh: by name, with numbers of one's own, and from its devices."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -10,7 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import cost, make_mesh, merge_across
-from energy_attn.distributed.network._devices import usual_topology
+from energy_attn.distributed.cost._devices import of_sizes, usual_topology
 from energy_attn.kernels import AttentionState
 
 NAMES = ("slice", "node", "device")
@@ -47,19 +46,19 @@ def seen(topology):
 @pytest.mark.parametrize(
     ("kind", "platform", "name", "inside"),
     [
-        ("NVIDIA H100 80GB HBM3", "gpu", "DGX H100", "NVLink 4"),
-        ("NVIDIA H200", "gpu", "DGX H200", "NVLink 4"),
-        ("AMD Instinct MI300X", "rocm", "MI300X", "Infinity Fabric"),
-        ("NVIDIA GeForce RTX 4090", "gpu", "RTX 4090", "PCIe 4.0 x16"),
-        ("NVIDIA GH200 480GB", "gpu", "DGX H100", "NVLink 4"),  # not known: the default
-        ("TPU v4", "tpu", "TPU v4", "ICI"),
-        ("TPU v5 lite", "tpu", "TPU v5e", "ICI"),
-        ("TPU v5e", "tpu", "TPU v5e", "ICI"),
-        ("TPU v5", "tpu", "TPU v5p", "ICI"),
-        ("TPU v5p", "tpu", "TPU v5p", "ICI"),
-        ("TPU v6 lite", "tpu", "TPU v6e", "ICI"),
-        ("TPU v6e", "tpu", "TPU v6e", "ICI"),
-        ("TPU7x", "tpu", "TPU tpu7x", "ICI"),
+        ("NVIDIA H100 80GB HBM3", "gpu", "dgx_h100", "NVLink 4"),
+        ("NVIDIA H200", "gpu", "dgx_h200", "NVLink 4"),
+        ("AMD Instinct MI300X", "rocm", "mi300x", "Infinity Fabric"),
+        ("NVIDIA GeForce RTX 4090", "gpu", "rtx_4090", "PCIe 4.0 x16"),
+        ("NVIDIA GH200 480GB", "gpu", "dgx_h100", "NVLink 4"),  # not known: the default
+        ("TPU v4", "tpu", "tpu_v4", "ICI"),
+        ("TPU v5 lite", "tpu", "tpu_v5e", "ICI"),
+        ("TPU v5e", "tpu", "tpu_v5e", "ICI"),
+        ("TPU v5", "tpu", "tpu_v5p", "ICI"),
+        ("TPU v5p", "tpu", "tpu_v5p", "ICI"),
+        ("TPU v6 lite", "tpu", "tpu_v6e", "ICI"),
+        ("TPU v6e", "tpu", "tpu_v6e", "ICI"),
+        ("TPU7x", "tpu", "tpu_7x", "ICI"),
     ],
 )
 def test_every_machine_is_known(kind, platform, name, inside):
@@ -67,7 +66,7 @@ def test_every_machine_is_known(kind, platform, name, inside):
     coords = [(x, y, 0) for x in range(2) for y in range(4)] if platform == "tpu" else None
     found = cost.topology_of_mesh(mesh((2, 4), kind, platform, coords=coords))
     assert seen(found) == (name, [inside] * 2)
-    assert seen(cost.topology_of(NAMES[1:], (2, 4), platform, kind=kind)) == seen(found)
+    assert seen(of_sizes((2, 4), platform, kind, 1)) == seen(found)
     assert found.platform == ("tpu" if platform == "tpu" else "gpu")
 
 
@@ -75,7 +74,7 @@ def test_axes_between_hosts():
     """A slow axis that is not the first, or one that a mesh of one host has; an axis over hosts and devices."""
     hosts = mesh((4, 8), "NVIDIA H100 80GB HBM3")
     assert seen(cost.topology_of_mesh(hosts)) == (
-        "4 hosts of DGX H100",
+        "dgx_h100",
         ["400 Gbit/s", "NVLink 4"],
     )
     turned = Mesh(hosts.devices.T, NAMES[1:])
@@ -86,7 +85,7 @@ def test_axes_between_hosts():
     assert cost.topology_of_mesh(hosts, "device").links[0].name == "NVLink 4"
     # a process for each GPU of a host
     alone = mesh((8,), "NVIDIA H200", per_process=1, slices=[0] * 8)
-    assert seen(cost.topology_of_mesh(alone)) == ("DGX H200", ["NVLink 4"])
+    assert seen(cost.topology_of_mesh(alone)) == ("dgx_h200", ["NVLink 4"])
     # processes of several CPU devices share a card
     # (JAX gives those of one machine one slice)
     cpu = cost.topology_of_mesh(mesh((2, 2, 2), "cpu", "cpu", per_process=4, slices=[0] * 8))
@@ -106,27 +105,47 @@ def test_slices_are_networks_of_their_own():
         per_process=4,
     )
     found = cost.topology_of_mesh(two)
-    assert seen(found) == ("2 slices of TPU v5p", ["data-centre network", "ICI"])
+    assert seen(found) == ("tpu_v5p", ["data-centre network", "ICI"])
     assert [link.torus for link in found.links] == [False, True]
     # XLA finds a ring among the eight, whatever their order
-    assert found.links[1] == cost.tpu("v5p", (8,)).links[0]
+    assert found.links[1] == cost.topology("tpu_v5p", (8,)).links[0]
 
 
 def test_coordinates():
     """A line of chips taken for a ring; two devices of a chip that each have all of its links."""
-    ici = cost.tpu("v5e", (4,)).links[0]
+    ici = cost.topology("tpu_v5e", (4,)).links[0]
     line = [(x, 0, 0) for x in range(4)]
     found = cost.topology_of_mesh(mesh((4,), "TPU v5 lite", "tpu", coords=line)).links[0]
     assert found == dataclasses.replace(ici, latency=2 * ici.latency, bandwidth=ici.bandwidth / 2)
     joined = cost.topology_of_mesh(mesh((4,), "TPU v5", "tpu", coords=line)).links[0]
-    assert joined == cost.tpu("v5p", (4,)).links[0]
+    assert joined == cost.topology("tpu_v5p", (4,)).links[0]
     every_second = mesh((2, 2), "TPU v5", "tpu", coords=[line[i] for i in (0, 2, 1, 3)])
     found = cost.topology_of_mesh(every_second).links
     assert [link.latency for link in found] == [joined.latency, 2 * joined.latency]
     cores = [place for place in line for _ in range(2)]
     shared = cost.topology_of_mesh(mesh((4, 2), "TPU7x", "tpu", coords=cores))
-    whole = cost.tpu("tpu7x", (4, 2))
+    whole = cost.topology("tpu_7x", (4, 2))
     assert shared.links[0].bandwidth == whole.links[0].bandwidth / 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "platform", "processes", "names"),
+    [
+        ((8,), "cpu", 1, ("memory",)),
+        ((2, 4), "cpu", 2, ("Ethernet", "loopback")),
+        ((4,), "cpu", 4, ("Ethernet",)),
+        ((16, 8), "gpu", 16, ("400 Gbit/s", "NVLink 4")),
+        ((1, 8), "gpu", 2, ("400 Gbit/s", "NVLink 4")),
+        ((2, 4), "gpu", 1, ("NVLink 4", "NVLink 4")),
+        ((4, 4, 8), "tpu", 32, ("ICI", "ICI", "ICI")),
+    ],
+)
+def test_usual_topologies(sizes, platform, processes, names):
+    """A mesh whose devices are not at hand that is taken for another machine."""
+    found = of_sizes(sizes, platform, "", processes)
+    assert tuple(link.devices for link in found.links) == sizes
+    assert tuple(link.name for link in found.links) == names
+    assert found.platform == platform
 
 
 def test_the_mesh_in_force():
@@ -144,63 +163,41 @@ def test_the_mesh_in_force():
     )
     with jax.set_mesh(four):
         run.lower(*state)
-    assert found.pop("jit") == cost.simulated(4)
+    assert found.pop("jit") == cost.topology("simulated", (4,))
     run = jax.jit(
         jax.shard_map(fold, mesh=four, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     )
     run.lower(*state)  # none is in force
-    assert found["jit"] == cost.simulated(4)
+    assert found["jit"] == cost.topology("simulated", (4,))
 
 
-def test_files(tmp_path, monkeypatch):
-    """A file that is read as another network, or not at all; one for another mesh."""
-    path = tmp_path / "here.json"
-    kept = dataclasses.replace(cost.ethernet(2, 4), name="measured")
-    cost.save_topology(path, kept, ("node", "device"), measured={"seconds": [1.0]})
-    assert cost.load_topology(path) == kept
-    assert cost.load_topology(path, ("device", "node")).links == kept.links[::-1]
-    monkeypatch.setenv("ENERGY_ATTN_TOPOLOGY", str(path))
-    grid = make_mesh((2, 4)).abstract_mesh
-    assert usual_topology(grid, ("node", "device")) == kept
-    assert usual_topology(grid, ("device",)).links == kept.links[1:]
-    with pytest.raises(ValueError, match="ENERGY_ATTN_TOPOLOGY: wanted 4 devices along 'node'"):
-        usual_topology(make_mesh((4, 2)).abstract_mesh, ("node", "device"))
-    with pytest.raises(
-        ValueError, match=r"ENERGY_ATTN_TOPOLOGY: axes: .*\('node', 'device'\).*'x'"
-    ):
-        usual_topology(make_mesh((8,), ("x",)).abstract_mesh, ("x",))
-    monkeypatch.setenv("ENERGY_ATTN_TOPOLOGY", str(tmp_path / "none.json"))
-    with pytest.raises(ValueError, match=r"ENERGY_ATTN_TOPOLOGY: .*none\.json"):
-        usual_topology(grid, ("node",))
-    monkeypatch.delenv("ENERGY_ATTN_TOPOLOGY")
-    assert usual_topology(grid, ("node",)) == cost.simulated(2)
+def test_numbers_of_ones_own():
+    """Measured numbers that go to another axis than they are given for, or that a machine's own replace."""
+    own = cost.topology("ethernet", (4,), nodes=2)
+    assert [link.devices for link in own.links] == [2, 4]
+    assert (own.links[0].bandwidth, own.links[0].sharing) == (1.25e8 / 4, 4)
+    first = cost.topology("ethernet", (4,), nodes=2, latency=3.0, bandwidth=5.0)
+    assert [(x.latency, x.bandwidth) for x in first.links] == [(3, 5), (0, 1e9)]
+    each = cost.topology("ethernet", (4,), nodes=2, latency=(3, 1), bandwidth=(5, 7), launch=2)
+    assert [(x.latency, x.bandwidth) for x in each.links] == [(3, 5), (1, 7)]
+    assert (each.launch, each.overhead, each.links[0].sharing) == (2, own.overhead, 4)
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("arguments", "options", "error", "message"),
     [
-        (lambda x: x.pop("launch"), "launch: wanted in .*here.json, got none"),
-        (lambda x: x.update(overhead=-1.0), "overhead: wanted seconds, 0 or more, got -1.0, in"),
-        (lambda x: x.update(lunch=1), "lunch: wanted one of the keys"),
-        (lambda x: x.update(launch="1"), "launch: .*got str '1'"),
-        (lambda x: x.update(all_reduce="star"), "all_reduce: wanted one of 'ring'"),
-        (lambda x: x.update(axes=["node"]), "axes: wanted a name for each of the 2 links"),
-        (lambda x: x.update(links=3), "links: wanted a list, got int 3"),
-        (lambda x: x["links"][1].pop("latency"), r"links\[1\].latency: wanted in"),
-        (lambda x: x["links"][1].update(bandwidth=0), "bandwidth: .*above 0, got 0, in"),
-        (lambda x: x["links"].append(3), r"links\[2\]: wanted an object"),
+        (("token_ring", (2,)), {}, ValueError, "name: wanted one of 'dgx_h100', .*'token_ring'"),
+        (("tpu_v5p", 3), {}, TypeError, "sizes: wanted one for each mesh axis, got int 3"),
+        (("tpu_v5p", (2, 0)), {}, ValueError, "sizes: .*at least 1, got 0"),
+        (("tpu_v5p",), {}, ValueError, "links: wanted one for each mesh axis, got none"),
+        (("dgx_h100", (8,)), {"nodes": 0}, ValueError, "nodes: .*at least 1, got 0"),
+        (("dgx_h100", (8,)), {"latency": (1, 2)}, ValueError, r"latency: .*1 axes, got \(1, 2\)"),
+        (("dgx_h100", (8,)), {"bandwidth": 0}, ValueError, "bandwidth: .*above 0, got 0"),
+        (("dgx_h100", (8,)), {"overhead": -1}, ValueError, "overhead: .*0 or more, got -1"),
     ],
 )
-def test_wrong_files(tmp_path, change, message):
-    """A file that is taken for a topology although a key is missing, unknown or wrong; errors that do not name it."""
-    path = tmp_path / "here.json"
-    cost.save_topology(path, cost.ethernet(2, 4), ("node", "device"))
-    kept = json.loads(path.read_text())
-    change(kept)
-    path.write_text(json.dumps(kept))
-    with pytest.raises(ValueError, match=message):
-        cost.load_topology(path)
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"path: wanted a file of JSON, got .*here\.json"):
-        cost.load_topology(path)
+def test_wrong_arguments(arguments, options, error, message):
+    """Errors that do not say what was wrong, or what there is."""
+    with pytest.raises(error, match=message):
+        cost.topology(*arguments, **options)

@@ -1,10 +1,40 @@
-"""What one collective costs on a network: bytes sent, seconds."""
+"""A predicted collective, and what it costs on a network: bytes sent, seconds."""
 
 import dataclasses
 import math
 
+from ..hlo._collectives import Kind
 from ._topology import Link, Topology
-from ._transfer import Transfer
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective that the compiled program is predicted to have.
+
+    Attributes:
+        kind: as HLO names it.
+        bytes: payload, with the meaning of `bytes` in
+            [`Collective`][energy_attn.distributed.Collective]: its operands on one device, each
+            time that it runs. `out` and `lse` of a state are one transfer; where they are
+            sent as two arrays, a program may show an instruction for each.
+        axes: the mesh axes that it joins, as indices of `Topology.links`.
+        count: how often it runs.
+        distance: of a permute, how many devices along its axis a message moves.
+        pairs: of a permute, whether devices exchange with each other, two by two.
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> shape = cost.Shape(1, 1, 4096, 16, 16, 64, dtype="float32")
+        >>> cost.transfers("tree", "gather", shape, cost.topology("ethernet", nodes=8))
+        (Transfer(kind='all-gather', bytes=4160, axes=(0,), count=1, distance=1, pairs=False),)
+    """
+
+    kind: Kind
+    bytes: int
+    axes: tuple[int, ...]
+    count: int = 1
+    distance: int = 1
+    pairs: bool = False
 
 
 def sent(transfer: Transfer, topology: Topology) -> float:
@@ -52,9 +82,8 @@ def _around(transfer: Transfer, links: list[Link], topology: Topology) -> float:
         hops *= 2
         if topology.all_reduce == "tree":
             hops = 2 * sum(math.ceil(math.log2(link.devices)) * link.latency for link in links)
-    once = Transfer(transfer.kind, transfer.bytes, transfer.axes)
     turns = _turns(topology) if devices == 2 and transfer.kind == "all-gather" else 1
-    return hops + turns * sent(once, topology) / slowest
+    return hops + turns * sent(dataclasses.replace(transfer, count=1), topology) / slowest
 
 
 def _levels(transfer: Transfer, links: list[Link], topology: Topology) -> float:

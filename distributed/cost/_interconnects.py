@@ -1,0 +1,185 @@
+"""The networks of machines by name: one table, and topologies laid over its rows.
+
+Figures are published by the makers, one direction, per device; what they do not publish is marked as assumed. They
+rank strategies; they are no measurement.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from energy_attn.kernels.internal import check_choice, check_integer, received
+
+from ._topology import Link, Topology
+
+
+class Interconnect(NamedTuple):
+    """Devices of one kind: the link inside a host (a TPU slice) and that between hosts, each of one device.
+
+    `source` says where latencies and bandwidths are from; `kinds` are words of `Device.device_kind`. The ends of
+    an axis of a torus are joined where its length is a multiple of `joined`.
+    """
+
+    platform: str
+    inside: Link
+    between: Link
+    all_reduce: str
+    launch: float
+    source: str
+    kinds: tuple[str, ...] = ()
+    overhead: float = 0.0
+    joined: int = 4
+
+    def link(self, devices: int, within: int, slow: bool) -> Link:
+        """Along an axis of so many devices, between hosts of `within` devices or inside of one."""
+        link = self.between if slow else self.inside
+        if (
+            slow and self.platform == "cpu"
+        ):  # the devices of a process share its host's network card
+            link = dataclasses.replace(link, bandwidth=link.bandwidth / within, sharing=within)
+        return dataclasses.replace(link, devices=devices)
+
+    def over(self, name: str, links: Sequence[Link]) -> Topology:
+        """The topology of these links along the mesh axes."""
+        return Topology(
+            name, tuple(links), self.all_reduce, self.launch, self.platform, self.overhead
+        )
+
+
+# The least latencies in NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc, protocol LL), and RCCL's (ROCm/rccl, the
+# same file): 6.6 and 12 µs before a collective; per hop 0.6 µs over NVLink, 1.0 over PCIe, 2.7 over a network, and
+# 0.8 within a node of MI300X.
+_NCCL, _RCCL = 6.6e-6, 12e-6
+_NVLINK = Link(1, 0.6e-6, 450e9, "NVLink 4")
+_INFINIBAND = Link(1, 2.7e-6, 50e9, "400 Gbit/s")
+_DGX = "data sheet: 900 GB/s per GPU in both directions, a ConnectX-7 for each; latencies: NCCL"
+_CLOUD = "Google Cloud's page of its architecture: a chip's links, Gbit/s of a pod or chip; latencies: assumed"
+_THREADS = Link(1, 1e-6, 5e9, "memory")
+
+
+def _tpu(
+    link: float, network: float, kinds: tuple[str, ...], joined: int = 4, source: str = _CLOUD
+) -> Interconnect:
+    """A chip's one-way bytes per second over an ICI link, of which a ring uses two, and between slices."""
+    ici = Link(1, 1e-6, 2 * link, "ICI", torus=True)
+    between = Link(1, 1e-5, network, "data-centre network")
+    return Interconnect("tpu", ici, between, "levels", 1e-6, source, kinds, joined=joined)
+
+
+INTERCONNECTS = {
+    "dgx_h100": Interconnect(
+        "gpu", _NVLINK, _INFINIBAND, "tree", _NCCL, f"NVIDIA DGX H100 {_DGX}", ("H100",)
+    ),
+    "dgx_h200": Interconnect(
+        "gpu", _NVLINK, _INFINIBAND, "tree", _NCCL, f"NVIDIA DGX H200 {_DGX}", ("H200",)
+    ),
+    "mi300x": Interconnect(
+        *("gpu", Link(1, 0.8e-6, 7 * 64e9, "Infinity Fabric"), _INFINIBAND, "tree", _RCCL),
+        "AMD Instinct MI300X platform data sheet: seven links of 64 GB/s in each direction; latencies: RCCL",
+        ("MI300X",),
+    ),
+    "rtx_4090": Interconnect(
+        *("gpu", Link(1, 1e-6, 31.5e9, "PCIe 4.0 x16"), Link(1, 3e-5, 1.25e9, "10 Gbit/s")),
+        *("tree", _NCCL),
+        "PCI Express 4.0: 16 GT/s on 16 lanes, coded 128/130; latencies: NCCL; between hosts: assumed",
+        ("RTX 4090",),
+    ),
+    "tpu_v4": _tpu(
+        *(50e9, 6.25e9, ("TPU v4",)),
+        source="N. Jouppi et al., TPU v4 (arXiv 2304.01433), table 4; between slices and latencies: assumed",
+    ),
+    "tpu_v5e": _tpu(50e9, 3.125e9, ("TPU v5 lite", "TPU v5e"), joined=16),
+    "tpu_v5p": _tpu(100e9, 6.25e9, ("TPU v5", "TPU v5p")),
+    "tpu_v6e": _tpu(100e9, 12.5e9, ("TPU v6", "TPU v6e"), joined=16),
+    "tpu_7x": _tpu(100e9, 12.5e9, ("TPU7x", "TPU v7", "TPU v7x")),
+    # gloo sends after the receiver has said where to: a message takes the 0.1 ms of a wire twice
+    "ethernet": Interconnect(
+        *("cpu", Link(1, 0.0, 1e9, "loopback"), Link(1, 2e-4, 1.25e8, "Ethernet"), "ring", 1e-4),
+        "1 Gbit/s Ethernet; gloo (gloo/transport/tcp/pair.cc), with launch and overhead as measured: docs/choosing.md",
+        overhead=2.5e-4,
+    ),
+    "simulated": Interconnect(
+        *("cpu", _THREADS, _THREADS, "levels", 5e-5),
+        "assumed: threads of one process meet in 50 µs and copy 5 GB/s each",
+    ),
+}
+
+
+def topology(
+    name: str,
+    sizes: Sequence[int] = (),
+    *,
+    nodes: int | None = None,
+    latency: float | Sequence[float] | None = None,
+    bandwidth: float | Sequence[float] | None = None,
+    launch: float | None = None,
+    overhead: float | None = None,
+) -> Topology:
+    r"""The network of a named kind of machine over the axes of a mesh.
+
+    A message of $n$ bytes along an axis takes $\alpha + n / \beta$ seconds:
+
+    | name | inside a node: $\alpha$ in µs, $\beta$ in GB/s | between nodes |
+    |---|---|---|
+    | `"dgx_h100"`, `"dgx_h200"` | NVLink 4: 0.6, 450 | 400 Gbit/s: 2.7, 50 |
+    | `"mi300x"` | Infinity Fabric: 0.8, 448 | 400 Gbit/s: 2.7, 50 |
+    | `"rtx_4090"` | PCIe 4.0 x16: 1, 31.5 | 10 Gbit/s: 30, 1.25 |
+    | `"tpu_v4"`, `"tpu_v5e"`; `"tpu_v5p"`, `"tpu_v6e"`, `"tpu_7x"` | a torus: 1, 100; 200 | 10, 3.1 to 12.5 |
+    | `"ethernet"`: processes on CPUs, gloo | loopback: 0, 1 | 200, 0.125 shared by a node's devices |
+    | `"simulated"`: CPU devices of one process | memory: 1, 5 | |
+
+    Args:
+        name: of the kind of machine, as above.
+        sizes: of the mesh axes inside a node (a host, or a TPU slice).
+        nodes: how many nodes there are along a first, slow axis; None: no such axis.
+        latency: seconds of each axis, instead of those above; a single number is the first axis'. gloo's is the
+            round trip: it sends after the receiver has said where to.
+        bandwidth: bytes per second, likewise: what each device sends in one direction while all of them send.
+        launch: seconds that any collective takes before its first message; None: the machine's.
+        overhead: seconds of a processor that each message takes; None: the machine's, 0.25 ms over Ethernet. Where
+            all processes share the cores of one machine, it is as many times longer as there are devices for
+            each core.
+
+    Returns:
+        A [`Topology`][energy_attn.distributed.cost.Topology] over `(nodes, *sizes)`, or `sizes`.
+
+    Raises:
+        TypeError: sizes that are no integers, or seconds and bandwidths that are no numbers.
+        ValueError: an unknown name, no axes, sizes below 1, a negative time, a bandwidth that is not positive, or
+            not one for each axis.
+
+    Source: the makers' data sheets, Google Cloud's pages of TPUs and N. Jouppi et al. (arXiv 2304.01433); for
+        latencies of GPUs, the `tuning.cc` of NCCL and RCCL. The latencies of TPUs and of CPUs are assumed.
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> cost.topology("dgx_h100", (8,), nodes=16).devices
+        128
+        >>> measured = cost.topology("ethernet", (2,), nodes=4, latency=4e-3, bandwidth=(5e7, 2e9))
+        >>> [(link.latency, link.bandwidth) for link in measured.links]
+        [(0.004, 50000000.0), (0.0, 2000000000.0)]
+    """
+    check_choice("name", name, tuple(INTERCONNECTS))
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        raise TypeError(f"sizes: wanted one for each mesh axis, got {received(sizes)}")
+    machine = INTERCONNECTS[name]
+    within = math.prod(check_integer("sizes", size, least=1) for size in sizes)
+    links = [machine.link(size, within, slow=False) for size in sizes]
+    if nodes is not None:
+        links.insert(0, machine.link(check_integer("nodes", nodes, least=1), within, slow=True))
+    for field, given in (("latency", latency), ("bandwidth", bandwidth)):
+        if given is None:
+            continue
+        rest = [getattr(link, field) for link in links[1:]]
+        numbers = given if isinstance(given, Sequence) else [given, *rest]
+        if len(numbers) != len(links):
+            raise ValueError(
+                f"{field}: wanted one number, or one for each of {len(links)} axes, got {given}"
+            )
+        links = [
+            dataclasses.replace(link, **{field: x}) for link, x in zip(links, numbers, strict=True)
+        ]
+    found = machine.over(name, links)
+    given = {"launch": launch, "overhead": overhead}
+    return dataclasses.replace(found, **{key: x for key, x in given.items() if x is not None})
