@@ -8,11 +8,9 @@ that a cable of the given rate and latency would take, and writes it to the host
     with Network(4, mbit=1000, latency_ms=0.2) as network:
         subprocess.Popen(network.command(0, ["ping", "-c1", network.addresses[1]]))
 
-It needs root, `/dev/net/tun`, `ip` and `tc`: `Network.missing()` says which is not there.
-[`Loopback`] has the same face and no network behind it.
-
-The process with the switch makes the namespaces and removes them. It ends when its standard input
-does, so they go even if the program that wanted them is killed.
+It needs root, `/dev/net/tun`, `ip` and `tc`: `Network.missing()` says which is not there. The process with the
+switch makes the namespaces and removes them. It ends when its standard input does, so they go even if the program
+that wanted them is killed.
 """
 
 import contextlib
@@ -46,32 +44,6 @@ _LARGEST_FRAME = 1 << 17
 _PR_SET_PDEATHSIG = 1
 
 
-class Loopback:
-    """Hosts that are nothing but processes: they share the loopback interface, at full speed."""
-
-    kind = "loopback"
-
-    def __init__(self, hosts: int) -> None:
-        self.addresses = ["127.0.0.1"] * hosts
-
-    def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command as it is: every host is this one."""
-        return list(command)
-
-    def measure(self) -> None:
-        """Nothing: what is measured there is no network."""
-
-    def report(self) -> dict[str, Any]:
-        """What there is to know of the network."""
-        return {"kind": self.kind}
-
-    def __enter__(self) -> "Loopback":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 class Network:
     """Hosts that each have one interface, of `mbit` Mbit/s both ways, `latency_ms` from all others.
 
@@ -79,14 +51,11 @@ class Network:
         addresses: of each host. They exist inside the namespaces only.
     """
 
-    kind = "emulated network"
-
     def __init__(self, hosts: int, *, mbit: float, latency_ms: float) -> None:
-        self.mbit, self.latency_ms = mbit, latency_ms
+        self._rate = {"mbit": mbit, "latency_ms": latency_ms}
         self.addresses = [_address(host) for host in range(hosts)]
         # named after this process, so that two programs do not meet; 15 letters are allowed
         self._names = [f"ea{os.getpid()}-{host}" for host in range(hosts)]
-        self._counts: dict[str, int] = {}
 
     @staticmethod
     def missing() -> str | None:
@@ -102,52 +71,29 @@ class Network:
         return ["ip", "netns", "exec", self._names[host], *command]
 
     def measure(self) -> dict[str, float]:
-        """Round trip and rate between two hosts, and the rate of each while every host sends to the next.
+        """Round trip between two hosts, and the rate of each while every host sends to the next, by plain sockets.
 
-        As plain sockets find them. Nothing else should run on the hosts. Raises `RuntimeError` if there is
-        no answer.
+        Nothing else should run on the hosts.
         """
-        two = self._sockets(["answer", "ask"], [self.addresses[:1]] * 2)[1]
-        return two | self._sockets(["around"] * len(self.addresses))[0]
-
-    def _sockets(self, roles: list[str], addresses: list[list[str]] | None = None) -> list[Any]:
-        """What `_sockets.py` finds on each of the first hosts."""
-        told = addresses or [self.addresses[i:] + self.addresses[:i] for i in range(len(roles))]
-        program = str(Path(__file__).with_name("_sockets.py"))
+        program = [sys.executable, str(Path(__file__).with_name("_sockets.py"))]
         started = [
             subprocess.Popen(
-                self.command(host, [sys.executable, program, role, *told[host]]),
+                self.command(host, [*program, str(host), *self.addresses]),
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for host, role in enumerate(roles)
+            for host in range(len(self.addresses))
         ]
         try:
             said = [process.communicate(timeout=2 * _SECONDS_TO_START)[0] for process in started]
-            return [json.loads(text) for text in said]
-        except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
-            raise RuntimeError(
-                "the hosts of the emulated network do not reach each other"
-            ) from error
+            return json.loads(said[0])
         finally:
             for process in started:
                 process.kill()  # nothing to one that has ended
                 process.communicate()
 
-    def report(self) -> dict[str, Any]:
-        """The network in figures; once it is closed, also what the switch has forwarded.
-
-        `late` counts the frames that it forwarded more than 0.1 ms after they were due.
-        """
-        return {
-            "kind": self.kind,
-            "mbit": self.mbit,
-            "latency_ms": self.latency_ms,
-            **self._counts,
-        }
-
     def __enter__(self) -> "Network":
-        plan = {"names": self._names, "mbit": self.mbit, "latency_ms": self.latency_ms}
+        plan = {"names": self._names, **self._rate}
         self._switch = subprocess.Popen(
             [sys.executable, __file__, json.dumps(plan)],
             stdin=subprocess.PIPE,
@@ -164,28 +110,18 @@ class Network:
 
     def __exit__(self, *_: object) -> None:
         try:
-            written = self._switch.communicate(timeout=_SECONDS_TO_START)[0]
+            self._switch.communicate(timeout=_SECONDS_TO_START)
         except subprocess.TimeoutExpired:
             self._switch.kill()
-            written = self._switch.communicate()[0]
+            self._switch.communicate()
         if self._switch.returncode != 0:
             _remove(self._names)  # it may not have come to that
-        self._counts = json.loads(written or "{}") if self._switch.returncode == 0 else {}
 
 
 def die_with_parent() -> None:
     """Has the kernel kill this process when the thread that started it ends. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def sent_bytes(interface: str = "eth0") -> int:
-    """The bytes that this host has sent so far."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == interface:
-            return int(counts.split()[8])
-    raise ValueError(f"interface: wanted one of this host's, got {interface!r}")
 
 
 def _address(host: int) -> str:
@@ -289,19 +225,18 @@ class Cables:
         return begin + lasts + self._latency
 
 
-def _forward(ports: Sequence[int], cables: Cables) -> dict[str, int]:
+def _forward(ports: Sequence[int], cables: Cables) -> None:
     """Forwards frames until standard input ends."""
     sender = {port: host for host, port in enumerate(ports)}
     host_of = {_hardware_address(host): host for host in range(len(ports))}
     waiting: list[tuple[float, int, int, bytes]] = []  # due, frame's number, to, frame
-    frames = late = 0
+    frames = 0
     at = _OFFLOAD_HEADER.size
     stop = sys.stdin.fileno()
     while True:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
-            due, _, to, frame = heapq.heappop(waiting)
-            late += now - due > 1e-4
+            _, _, to, frame = heapq.heappop(waiting)
             # a host that cannot take a frame loses it, and TCP sends it again
             with contextlib.suppress(OSError):
                 os.write(to, frame)
@@ -311,7 +246,7 @@ def _forward(ports: Sequence[int], cables: Cables) -> dict[str, int]:
         now = time.monotonic()
         for port in readable:
             if port == stop:
-                return {"frames": frames, "late": late}
+                return
             try:
                 frame = os.read(port, _LARGEST_FRAME)
             except BlockingIOError:
@@ -338,10 +273,7 @@ def _main(plan: dict[str, Any]) -> None:
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
         gc.disable()  # nothing here makes cycles
         print("ready", flush=True)
-        cables = Cables(len(ports), mbit=plan["mbit"], latency_ms=plan["latency_ms"])
-        counts = _forward(ports, cables)
-    with contextlib.suppress(BrokenPipeError):
-        print(json.dumps(counts), flush=True)
+        _forward(ports, Cables(len(ports), mbit=plan["mbit"], latency_ms=plan["latency_ms"]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from _problem import HEADS, WIDTH
+
 from energy_attn.distributed import cost
 from energy_attn.distributed.internal import exchanged, seconds, summed
 
@@ -61,10 +63,20 @@ def topology(run: dict[str, Any], cores: int) -> cost.Topology:
     )
 
 
+def automatic(keys: int, hosts: int, devices: int) -> str:
+    """The strategy of `merge="auto"`, by the network that a process of JAX stands for."""
+    shape = cost.Shape(1, 1, keys, HEADS, HEADS, WIDTH, dtype="float32")
+    run = {"hosts": hosts, "devices": devices, "network": {}}
+    return cost.choose_merge(shape, topology(run, 1))
+
+
 def predict(result: dict[str, Any]) -> None:
     """Puts the model's figures into the rows of a result of `latency.py`, by the model as it is now."""
     for run in result["runs"]:
-        here, shape = topology(run, result["machine"]["cores"]), _shape(result, run)
+        here, heads = topology(run, result["machine"]["cores"]), result["heads"]
+        shape = cost.Shape(
+            *(1, 1, run["keys"], heads, heads, result["width"]), dtype=result["dtype"]
+        )
         for row in run["rows"]:
             row["model"] = None
             method, _, merge = row["method"].partition(", ")
@@ -110,11 +122,6 @@ def points(result: dict[str, Any]) -> Iterator[Point]:
                 high - times * least,
                 row["model"]["ms"],
             )
-
-
-def _shape(result: dict[str, Any], run: dict[str, Any]) -> cost.Shape:
-    heads = result["heads"]
-    return cost.Shape(1, 1, run["keys"], heads, heads, result["width"], dtype=result["dtype"])
 
 
 def _interval(turns: Sequence[float]) -> tuple[float, float]:

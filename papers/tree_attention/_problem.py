@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+HEADS, WIDTH = 16, 64
+
 
 class Problem(NamedTuple):
     """One query over keys of which each device holds an equal part.
@@ -13,8 +15,6 @@ class Problem(NamedTuple):
     """
 
     keys: int
-    heads: int
-    width: int
     devices: int
 
     def query(self) -> np.ndarray:
@@ -38,10 +38,10 @@ class Problem(NamedTuple):
         query = self.query()[0, 0].astype(np.float64)
         parts = [self.shard(device) for device in range(self.devices)]
         key, value = (np.concatenate(x, axis=1)[0] for x in zip(*parts, strict=True))
-        out, size = np.empty((self.heads, self.width)), 0.0
-        for head in range(self.heads):
+        out, size = np.empty((HEADS, WIDTH)), 0.0
+        for head in range(HEADS):
             values = value[:, head].astype(np.float64)
-            scores = key[:, head].astype(np.float64) @ query[head] / np.sqrt(self.width)
+            scores = key[:, head].astype(np.float64) @ query[head] / np.sqrt(WIDTH)
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
             out[head] = weights @ values
@@ -52,6 +52,6 @@ class Problem(NamedTuple):
         rng = np.random.default_rng((self.keys, self.devices, part))
 
         def normal(length: int) -> np.ndarray:
-            return rng.standard_normal((1, length, self.heads, self.width), dtype=np.float32)
+            return rng.standard_normal((1, length, HEADS, WIDTH), dtype=np.float32)
 
         return normal

@@ -1,11 +1,15 @@
 """What `latency.py` says of its measurements: rows, a table, and a plot."""
 
 import collections
-import importlib.util
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
 
 NAIVE, AUTO, ALONE = "pmax + psum + psum", "tree, auto", "no exchange"
 COLOURS = {
@@ -33,7 +37,6 @@ def rows(hosts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for name, first in hosts[0].items():
         seen = [host[name] for host in hosts]
         turns = [max(times) for times in zip(*(x["milliseconds"] for x in seen), strict=True)]
-        sent = [byte for x in seen for byte in x["sent"]]
         kinds: collections.Counter[str] = collections.Counter()
         for kind, _, count in first["collectives"]:
             kinds[kind] += count
@@ -47,7 +50,6 @@ def rows(hosts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "bytes": sum(size * count for _, size, count in first["collectives"]),
                 "rounds": sum(kinds.values()),
                 "collectives": dict(kinds),
-                "sent_bytes": round(statistics.median(sent)) if sent else None,
                 "error": max(x["error"] for x in seen),
             }
         )
@@ -68,32 +70,22 @@ def table(run: dict[str, Any]) -> str:
         f"\n{run['hosts']} hosts × {run['devices']}, S = {run['keys']}, {where}; "
         f"auto is {run['auto']}",
         f"{'':20} {'ms a step':>9} {'min … max':>17} {'× naive':>8} {'rounds':>6} "
-        f"{'bytes':>9} {'on the wire':>11} {'error':>8}  model",
+        f"{'bytes':>9} {'error':>8}  model",
     ]
     for row in run["rows"]:
-        sent, model = row["sent_bytes"], row["model"]
+        model = row["model"]
         said = f"{model['ms']:.2f} ms, {model['rounds']}, {model['bytes']} B" if model else ""
         lines.append(
             f"{row['method']:20} {row['median_ms']:9.2f} "
             f"{row['min_ms']:7.2f} … {row['max_ms']:7.2f} "
             f"{medians[NAIVE] / row['median_ms']:8.2f} {row['rounds']:6} {row['bytes']:9} "
-            f"{'' if sent is None else sent:>11} {row['error']:8.1e}  {said}"
+            f"{row['error']:8.1e}  {said}"
         )
     return "\n".join(lines)
 
 
-def draw(result: dict[str, Any], path: Path) -> str:
-    """Draws the times over the number of keys, a panel for each number of hosts.
-
-    Returns what there is to say: where it is, or why not.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed (pip install matplotlib)"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draws the times over the number of keys, a panel for each number of hosts."""
     hosts = list(dict.fromkeys(run["hosts"] for run in result["runs"]))
     figure, panels = pyplot.subplots(
         1, len(hosts), figsize=(2.6 + 2.6 * len(hosts), 4.2), sharey=True, squeeze=False,
@@ -149,4 +141,3 @@ def draw(result: dict[str, Any], path: Path) -> str:
     figure.legend(handles, labels, frameon=False, loc="outside right center", fontsize=9)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
-    return f"wrote {path}"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from _network import die_with_parent, sent_bytes
-from _problem import Problem
+from _network import die_with_parent
+from _problem import HEADS, WIDTH, Problem
 
 
 class Plan(NamedTuple):
@@ -25,18 +25,15 @@ class Plan(NamedTuple):
     hosts: int
     devices: int
     keys: list[int]
-    heads: int
-    width: int
     turns: int
     steps: int
     seconds_per_method: float
     seconds: int
     coordinator: str
-    emulated: bool
     folder: str  # holds answers.npz, by number of keys; and is given HOST.json
 
 
-def methods(axes: tuple[str, ...], heads: int, devices: int) -> dict[str, Callable[..., Any]]:
+def methods(axes: tuple[str, ...], devices: int) -> dict[str, Callable[..., Any]]:
     """Every method by name, from query, key and value of a device to `out` of the query.
 
     A scatter of states leaves each device its part of the heads, which is all that it needs where the weights
@@ -68,7 +65,7 @@ def methods(axes: tuple[str, ...], heads: int, devices: int) -> dict[str, Callab
 
     def scatter(way: Callable[..., Any]) -> Callable[..., Any]:
         def by_device(x: Any) -> Any:
-            parts = x.reshape(*x.shape[:2], devices, heads // devices, *x.shape[3:])
+            parts = x.reshape(*x.shape[:2], devices, HEADS // devices, *x.shape[3:])
             return jnp.moveaxis(parts, 2, 0)
 
         def scattered(query: Any, key: Any, value: Any) -> Any:
@@ -84,7 +81,7 @@ def methods(axes: tuple[str, ...], heads: int, devices: int) -> dict[str, Callab
         "no exchange": alone,
         "pmax + psum + psum": three_reductions,
         **{f"tree, {merge}": tree(merge) for merge in merges},
-        **(scatters if heads % devices == 0 else {}),
+        **(scatters if HEADS % devices == 0 else {}),
         "ring, queries": ring("queries"),
         "ring, keys": ring("keys"),
     }
@@ -97,10 +94,9 @@ class Side:
         self.run = lambda: compiled(*arrays)
         self.answer = answer
         self.milliseconds: list[float] = []
-        self.sent: list[float] = []
         self.error = 0.0
 
-    def turn(self, steps: int, emulated: bool) -> None:
+    def turn(self, steps: int) -> None:
         """A step that does not count, then some that do; the answer of each is checked.
 
         Decoding is one step after another, and none begins before the last has ended.
@@ -108,14 +104,11 @@ class Side:
         import jax
 
         jax.block_until_ready(self.run())
-        before = sent_bytes() if emulated else 0
         outs = []
         start = time.perf_counter()
         for _ in range(steps):
             outs.append(jax.block_until_ready(self.run()))
         self.milliseconds.append(1e3 * (time.perf_counter() - start) / steps)
-        if emulated:
-            self.sent.append((sent_bytes() - before) / steps)
         if self.answer is not None:
             shards = [shard for out in outs for shard in out.addressable_shards]
             self.error = max(self.error, *(self.off(shard) for shard in shards))
@@ -137,8 +130,8 @@ def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
     from energy_attn.distributed import collectives
 
     axes = tuple(mesh.axis_names)
-    problem = Problem(keys, plan.heads, plan.width, mesh.size)
-    shape = (1, keys, plan.heads, plan.width)
+    problem = Problem(keys, mesh.size)
+    shape = (1, keys, HEADS, WIDTH)
     sharded, everywhere = (NamedSharding(mesh, spec) for spec in (P(None, axes), P()))
     shard = functools.cache(problem.shard)
 
@@ -153,7 +146,7 @@ def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
     ]
     answer = np.load(Path(plan.folder, "answers.npz"))[str(keys)]
     sides, sent = {}, {}
-    for name, method in methods(axes, plan.heads, mesh.size).items():
+    for name, method in methods(axes, mesh.size).items():
         # an axis for the devices: each has its own answer, and each is checked
         mapped = jax.shard_map(
             lambda *arrays, method=method: method(*arrays)[None],
@@ -165,23 +158,20 @@ def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
         sent[name] = [(c.kind, c.bytes, c.count) for c in collectives(compiled)]
         sides[name] = Side(compiled, arrays, None if name == "no exchange" else answer)
     for side in sides.values():
-        side.turn(1, plan.emulated)  # opens connections
+        side.turn(1)  # opens connections
     # A method that takes seconds has fewer turns, of one step; all hosts must agree how many.
     each, few = np.array([1e-3 * x.milliseconds.pop() for x in sides.values()]), min(5, plan.turns)
     steps = np.where(each * (plan.steps + 1) * few > plan.seconds_per_method, 1, plan.steps)
     turns = np.clip(plan.seconds_per_method / (each * (steps + 1)), few, plan.turns)
     agreed = multihost_utils.broadcast_one_to_all(np.stack([turns, steps]).astype(np.int32))
-    for side in sides.values():
-        side.sent.clear()
     for turn in range(plan.turns):
         for side, limit, count in zip(sides.values(), *agreed.tolist(), strict=True):
             if turn < limit:
-                side.turn(count, plan.emulated)
+                side.turn(count)
     return {
         name: {
             "collectives": sent[name],
             "milliseconds": side.milliseconds,
-            "sent": side.sent,
             "error": side.error,
         }
         for name, side in sides.items()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _predicted import BAND, Point, points, predict
-from _report import COLOURS
+from _report import COLOURS, pyplot
 
 
 def main() -> None:
@@ -53,11 +53,6 @@ def show(files: Sequence[Path]) -> list[Point]:
 
 def draw(fitted: Sequence[Point], unseen: Sequence[Point], path: Path) -> None:
     """Measured against predicted, with the line where they are equal and a factor of 1.5 on both sides."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     pyplot.rcParams.update({"svg.hashsalt": "energy_attn", "svg.fonttype": "none", "font.size": 9})
     figure, axes = pyplot.subplots(figsize=(6.4, 5.6), layout="constrained")
     known = [point for point in (*fitted, *unseen) if point.resolved]

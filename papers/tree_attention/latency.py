@@ -12,6 +12,7 @@ Without root, or with `--loopback`, the hosts talk over loopback, and the result
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -25,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _network import Loopback, Network
-from _predicted import predict
-from _problem import Problem
+from _network import Network
+from _predicted import automatic, predict
+from _problem import HEADS, WIDTH, Problem
 from _report import draw, rows, table
 from _worker import Plan
 
@@ -45,27 +46,24 @@ def main() -> int:
     runs: list[dict[str, Any]] = []
     result = {
         "machine": machine(),
-        "heads": args.heads,
-        "width": args.width,
+        "heads": HEADS,
+        "width": WIDTH,
         "dtype": "float32",
         "steps_per_turn": args.steps,
         "runs": runs,
     }
     for hosts in args.hosts:
-        network = (
-            Loopback(hosts)
-            if missing
-            else Network(hosts, mbit=args.mbit, latency_ms=args.latency_ms)
-        )
-        for run in measure(network, hosts, args):
+        link = {"mbit": args.mbit, "latency_ms": args.latency_ms}
+        for run in measure(None if missing else Network(hosts, **link), hosts, args):
+            run["network"] |= {} if missing else link
             runs.append(run)
             predict(result)
             print(table(run), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {path}")
-    print(draw(result, path.with_suffix(".svg")))
+    draw(result, path.with_suffix(".svg"))
+    print(f"wrote {path} and {path.with_suffix('.svg')}")
     wrong = [row["error"] > run["tolerance"] for run in runs for row in run["rows"]]
     if any(wrong):
         print(f"latency: {sum(wrong)} answers differ from float64", file=sys.stderr)
@@ -85,19 +83,18 @@ def machine() -> dict[str, Any]:
     }
 
 
+def integers(text: str) -> list[int]:
+    """The numbers of a list such as 2,4,8."""
+    return [int(part) for part in text.split(",")]
+
+
 def arguments() -> argparse.Namespace:
     """The command line, checked."""
-
-    def integers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(description="Decode steps over hosts on an emulated network.")
     add = parser.add_argument
     add("--hosts", type=integers, default=[2, 4, 8], help="numbers of hosts")
     add("--devices", type=int, default=1, help="devices of each host")
     add("--keys", type=integers, default=[2048, 8192, 32768], help="numbers of keys")
-    add("--heads", type=int, default=16)
-    add("--width", type=int, default=64)
     add("--mbit", type=float, default=1000.0, help="rate of each host's link, Mbit/s")
     add("--latency-ms", type=float, default=0.2, help="from host to host, one way")
     add("--turns", type=int, default=30, help="timed turns of each method")
@@ -108,62 +105,46 @@ def arguments() -> argparse.Namespace:
     add("--out", type=Path, default=Path("latency"), help="folder for the results")
     add("--name", default="latency", help="of the files there")
     args = parser.parse_args()
-    for name in ("hosts", "keys", "devices", "heads", "width", "turns", "steps", "seconds"):
-        given = getattr(args, name)
-        if min(given if isinstance(given, list) else [given]) < 1:
-            parser.error(f"--{name}: wanted 1 or more, got {given}")
+    for name in ("devices", "turns", "steps", "seconds"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: wanted 1 or more, got {getattr(args, name)}")
     if args.mbit <= 0 or args.latency_ms < 0:
         parser.error(f"--mbit, --latency-ms: wanted a network, got {args.mbit}, {args.latency_ms}")
     for keys in args.keys:
         for hosts in args.hosts:
-            if hosts < 2 or hosts > 200 or keys % (hosts * args.devices):
+            if keys < 1 or hosts not in range(2, 201) or keys % (hosts * args.devices):
                 parser.error(f"--hosts: wanted 2 to 200 that divide {keys} keys, got {hosts}")
     return args
 
 
-def measure(
-    network: Network | Loopback, hosts: int, args: argparse.Namespace
-) -> list[dict[str, Any]]:
+def measure(network: Network | None, hosts: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All runs over a number of hosts, in one group of processes."""
-    devices = hosts * args.devices
-    problems = [Problem(keys, args.heads, args.width, devices) for keys in args.keys]
+    problems = [Problem(keys, hosts * args.devices) for keys in args.keys]
     answers = [problem.answer() for problem in problems]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         by_keys = {str(p.keys): out for p, (out, _) in zip(problems, answers, strict=True)}
-        np.savez(folder / "answers.npz", allow_pickle=False, **by_keys)
-        with network:
-            measured = network.measure()
-            found = together(network, hosts, args, folder)
-    about = {**network.report(), "measured": measured}
-    runs = []
-    for i, (problem, (_, size)) in enumerate(zip(problems, answers, strict=True)):
-        tolerance = ROUNDINGS * float(np.finfo(np.float32).eps) * size
-        runs.append(
-            {
-                "network": about,
-                "hosts": hosts,
-                "devices": args.devices,
-                "keys": problem.keys,
-                "auto": automatic(problem, hosts, args.devices),
-                "tolerance": tolerance,
-                "rows": rows([host[i] for host in found]),
-            }
-        )
-    return runs
-
-
-def automatic(problem: Problem, hosts: int, devices: int) -> str:
-    """The strategy of `merge="auto"`, by the network that a process of JAX stands for."""
-    from energy_attn.distributed import cost
-
-    heads, within = problem.heads, (devices,) if devices > 1 else ()
-    shape = cost.Shape(1, 1, problem.keys, heads, heads, problem.width, dtype="float32")
-    return cost.choose_merge(shape, cost.topology("ethernet", within, nodes=hosts))
+        np.savez(Path(name, "answers.npz"), allow_pickle=False, **by_keys)
+        with network or contextlib.nullcontext():
+            measured = network.measure() if network else None
+            found = together(network, hosts, args, name)
+    kind = "emulated network" if network else "loopback"
+    eps = float(np.finfo(np.float32).eps)
+    return [
+        {
+            "network": {"kind": kind, "measured": measured},
+            "hosts": hosts,
+            "devices": args.devices,
+            "keys": problem.keys,
+            "auto": automatic(problem.keys, hosts, args.devices),
+            "tolerance": ROUNDINGS * eps * size,
+            "rows": rows([host[i] for host in found]),
+        }
+        for i, (problem, (_, size)) in enumerate(zip(problems, answers, strict=True))
+    ]
 
 
 def together(
-    network: Network | Loopback, hosts: int, args: argparse.Namespace, folder: Path
+    network: Network | None, hosts: int, args: argparse.Namespace, folder: str
 ) -> list[list[dict[str, Any]]]:
     """What every host finds, by number of keys. All end when one fails or time is up."""
     plan = Plan(
@@ -171,22 +152,21 @@ def together(
         hosts=hosts,
         devices=args.devices,
         keys=args.keys,
-        heads=args.heads,
-        width=args.width,
         turns=args.turns,
         steps=args.steps,
         seconds_per_method=args.method_seconds,
         seconds=args.seconds,
-        coordinator=f"{network.addresses[0]}:{free_port()}",
-        emulated=network.kind != Loopback.kind,
-        folder=str(folder),
+        coordinator=f"{network.addresses[0] if network else '127.0.0.1'}:{free_port()}",
+        folder=folder,
     )
     started: list[subprocess.Popen[bytes]] = []
-    logs = [folder / f"{host}.log" for host in range(hosts)]
+    logs = [Path(folder, f"{host}.log") for host in range(hosts)]
     try:
         for host, log in enumerate(logs):
             given = json.dumps(plan._replace(host=host)._asdict())
-            command = network.command(host, [sys.executable, str(WORKER), given])
+            command = [sys.executable, str(WORKER), given]
+            if network:
+                command = network.command(host, command)
             with log.open("wb") as output:
                 started.append(subprocess.Popen(command, stdout=output, stderr=output))
         end = time.monotonic() + args.seconds
@@ -202,7 +182,7 @@ def together(
     if any(codes) or None in codes:
         said = [f"--- host {i}, exit {codes[i]}\n{log.read_text()}" for i, log in enumerate(logs)]
         raise SystemExit("\n".join([f"hosts failed, or took over {args.seconds} s:", *said]))
-    return [json.loads((folder / f"{host}.json").read_text()) for host in range(hosts)]
+    return [json.loads(Path(folder, f"{host}.json").read_text()) for host in range(hosts)]
 
 
 def free_port() -> int:

@@ -18,7 +18,7 @@ from tests.support.problems import Problem
 from tests.support.reference import dense
 
 ROOT = Path(__file__).resolve().parents[2]
-HOSTS, DEVICES, KEYS, HEADS, WIDTH = 2, 2, 16, 4, 8
+HOSTS, DEVICES, KEYS, HEADS, WIDTH = 2, 2, 16, 16, 64
 METHODS = {
     "no exchange",
     "pmax + psum + psum",
@@ -56,10 +56,8 @@ def measure(*arguments):
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     out = tmp_path_factory.mktemp("latency")
-    sizes = ("--keys", KEYS, "--heads", HEADS, "--width", WIDTH)
-    ended = measure(
-        *("--hosts", HOSTS, "--devices", DEVICES, "--turns", 5, "--steps", 2, "--out", out), *sizes
-    )
+    sizes = ("--hosts", HOSTS, "--devices", DEVICES, "--keys", KEYS)
+    ended = measure(*sizes, "--turns", 5, "--steps", 2, "--out", out)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads((out / "latency.json").read_text()) | {"text": ended.stdout}
 
@@ -127,7 +125,6 @@ def test_a_step_lasts_until_the_last_host():
         {
             "m": {
                 "milliseconds": times,
-                "sent": [],
                 "collectives": [["all-reduce", 8, 3]],
                 "error": error,
             }
@@ -150,7 +147,7 @@ def test_auto_is_one_of_the_ways(result, rows):
 
 def test_answer_is_attention():
     """A judge that is wrong itself: shards out of order, or another scale than attention has."""
-    step = problem.Problem(keys=12, heads=3, width=5, devices=4)
+    step = problem.Problem(keys=12, devices=4)
     out, size = step.answer()
     key, value = (
         np.concatenate(parts, axis=1).astype(np.float64)
@@ -343,7 +340,8 @@ def test_network_joins_hosts_and_goes():
     with network.Network(2, mbit=1000, latency_ms=0.1) as net:
         made = set(net._names)
         assert made <= namespaces()
-        assert set(net.measure()) == {"round_trip_ms", "mbit", "mbit_together"}
+        measured = net.measure()
+        assert 0.2 < measured["round_trip_ms"] and measured["mbit"] < 1100
         addresses = on_host(net, 1, "ip", "-o", "-4", "addr")
         assert len(addresses.splitlines()) == 2  # its own loopback and eth0
         assert net.addresses[1] in addresses
@@ -356,11 +354,7 @@ def test_network_joins_hosts_and_goes():
             "from socket import *; print(gethostbyname(gethostname()))",
         )
         assert name.strip() == net.addresses[1]
-        path = f"import sys; sys.path.insert(0, {str(TREE_ATTENTION)!r})"
-        asked = f"{path}; import _network; print(_network.sent_bytes())"
-        assert int(on_host(net, 1, sys.executable, "-c", asked)) > 6 << 22  # by `measure`
     assert not made & namespaces()
-    assert net.report()["frames"] > 60  # pings alone
 
 
 @needs_network
