@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
 from energy_attn.kernels.internal import Kind
+
+from .attention import arrays
 
 _TRIAL = 256  # what a trial divides lengths by
 TOLERANCE = 0.05  # of the largest entry, between results of other tiles
@@ -88,16 +89,14 @@ class Call(NamedTuple):
         return {sizes.label: sizes.tiles(self.kind, cores) for sizes in self.candidates}
 
     @property
-    def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Those of query, key and value."""
-        sizes = (self.queries, self.heads), *[(self.keys, self.kv_heads)] * 2
-        return [jax.ShapeDtypeStruct((1, *x, self.width), jnp.dtype(self.dtype)) for x in sizes]
+    def shape(self) -> dict[str, int]:
+        """The sizes, by the library's letters."""
+        sizes = 1, self.queries, self.keys, self.heads, self.kv_heads, self.width
+        return dict(zip("BTSNKH", sizes, strict=True))
 
     def arrays(self) -> list[Array]:
         """Random query, key and value."""
-        keys = jax.random.split(jax.random.key(0), 3)
-        draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-        return [draw(key, x.shape, x.dtype) for key, x in zip(keys, self.shapes, strict=True)]
+        return arrays(self.dtype, **self.shape)
 
 
 def _sizes(*sizes: tuple[Any, ...]) -> tuple[Sizes, ...]:

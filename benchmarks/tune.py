@@ -77,7 +77,7 @@ def declined(call: Call) -> str | None:
     """Why `pallas_gpu` does not take a call, by its shapes; None: it does."""
     try:
         with jax.enable_x64(call.dtype == "float64"):
-            jax.eval_shape(program(call, None), *call.shapes)
+            jax.eval_shape(lambda: program(call, None)(*call.arrays()))
     except NotImplementedError as reason:
         return str(reason)
     return None
@@ -95,14 +95,7 @@ def compared(call: Call) -> Case:
 
         return {name: functools.partial(run, tiles) for name, tiles in given.items()}
 
-    shape = {
-        "T": call.queries,
-        "S": call.keys,
-        "N": call.heads,
-        "K": call.kv_heads,
-        "H": call.width,
-    }
-    return Case(call.label, call.dtype, shape | {"steps": call.steps}, sides)
+    return Case(call.label, call.dtype, call.shape | {"steps": call.steps}, sides)
 
 
 def tune(call: Call, repeats: int) -> tuple[GPUTiles | None, dict[str, Any]]:

@@ -110,14 +110,9 @@ class Bench:
         for group in filter(None, groups):
             self.record.begin(step, [job.label for job in group], COMPILING)
             for job, ready in zip(group, _compiled(group, self.workers), strict=True):
-                if isinstance(ready, _Declined):
-                    self.record.put(step, job.label, {**job.about, "declined": ready.reason})
-                    continue
                 with self.record.guarded(step, job.label):
-                    if isinstance(ready, Exception):
-                        self.record.put(step, job.label, {**job.about, **failure(ready)})
-                    else:
-                        self.record.put(step, job.label, {**job.about, **job.find(ready)})
+                    found = ready if isinstance(ready, dict) else job.find(ready)
+                    self.record.put(step, job.label, {**job.about, **found})
         self.record.end()
 
     def timed(
@@ -138,32 +133,26 @@ class Bench:
         return Job(label, function, arrays, find, about)
 
 
-class _Declined(NamedTuple):
-    reason: str
-
-
-def _compiled(
-    jobs: Sequence[Job], workers: int
-) -> list[Callable[..., Any] | _Declined | Exception]:
-    """The executable of each job, so many at once; or that the kernel declines the call; or what is raised."""
+def _compiled(jobs: Sequence[Job], workers: int) -> list[Callable[..., Any] | Result]:
+    """The executable of each job, so many at once; or that the kernel declines the call, or an error, as a result."""
 
     def finish(lowered: Any) -> Any:
         try:
             return lowered.compile()
         except Exception as reason:  # a compiler's, which is a result
-            return reason
+            return failure(reason)
 
     def begin(job: Job) -> Any:
         try:
             traced = jax.jit(job.function).trace(*job.arrays)
         except NotImplementedError as reason:
-            return _Declined(str(reason)[:300])
+            return {"declined": str(reason)[:300]}
         except Exception as reason:
-            return reason
+            return failure(reason)
         try:
             return pool.submit(finish, traced.lower())
         except Exception as reason:
-            return reason
+            return failure(reason)
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         begun = [begin(job) for job in jobs]

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,10 @@ from ._record import Result
 STEPS_IN_ONE = 50  # decode steps of one program
 CACHED = 60e6  # bytes: keys and values this small may stay in a cache of the GPU
 MOST_SCORES = 4096  # rows of which XLA can hold all scores
+EXAMPLE = "JAX's attention_mgpu, float16"
+
+Attention = Callable[..., Array]
+_dense = jax.nn.dot_product_attention
 
 
 class Square(NamedTuple):
@@ -37,10 +41,6 @@ class Square(NamedTuple):
         b, t, n, h, causal = self
         return 4 * b * t * t * n * h * (0.5 if causal else 1) * (3.5 if both else 1)
 
-    def arrays(self, count: int) -> list[Array]:
-        """So many random arrays `[B, T, N, H]`."""
-        return [normal(i, self[:1] + self[1:4]) for i in range(count)]
-
 
 def squares(bench: Bench) -> Iterator[Square]:
     """16k tokens of 2048 features, or one sequence if that is longer."""
@@ -52,51 +52,41 @@ def squares(bench: Bench) -> Iterator[Square]:
 def prefill(bench: Bench) -> None:
     """Forward, and forward with backward."""
     for square in squares(bench):
-        arrays = square.arrays(4)
-        peers = _peers(bench, square).items()
-        bench.measure(
-            "prefill", [x for name, f in peers for x in _passes(bench, square, arrays, name, f)]
-        )
+        arrays = [normal(i, square[:-1]) for i in range(4)]
+        attentions: dict[str, Attention] = {
+            name: functools.partial(out_of, implementation=name) for name in bench.kernels
+        }
+        attentions["jax.nn cudnn"] = functools.partial(_dense, implementation="cudnn")
+        if square.length <= MOST_SCORES:
+            attentions["jax.nn xla"] = functools.partial(_dense, implementation="xla")
+        attentions[EXAMPLE] = _example
+        jobs = [
+            job
+            for name, attend in attentions.items()
+            for job in _passes(
+                bench, square, arrays, name, functools.partial(attend, is_causal=square.causal)
+            )
+        ]
+        bench.measure("prefill", jobs)
 
 
-def _peers(bench: Bench, square: Square) -> dict[str, Callable[..., Array]]:
-    """Attention of `[B, T, N, H]` by name; what cannot run says so when it is compiled."""
-    causal, dense = square.causal, jax.nn.dot_product_attention
-    found: dict[str, Callable[..., Array]] = {
-        name: functools.partial(out_of, implementation=name, is_causal=causal)
-        for name in bench.kernels
-    }
-    found["jax.nn cudnn"] = functools.partial(dense, implementation="cudnn", is_causal=causal)
-    if square.length <= MOST_SCORES:
-        found["jax.nn xla"] = functools.partial(dense, implementation="xla", is_causal=causal)
-    return found | {EXAMPLE: functools.partial(_example, causal)}
-
-
-EXAMPLE = "JAX's attention_mgpu, float16"
-
-
-def _example(causal: bool, query: Array, key: Array, value: Array) -> Array:
+def _example(query: Array, key: Array, value: Array, is_causal: bool) -> Array:
     """JAX's example of attention in Mosaic GPU, as a yardstick: it knows float16 alone."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-    half, scale = jnp.float16, query.shape[-1] ** -0.5
+    tiles: dict[str, Any] = {
+        f"block_{name}": 64 for name in ("q", "q_dq", "kv_dq", "q_dkv", "kv_dkv")
+    }
     config = attention_mgpu.TuningConfig(
-        block_q=64,
-        block_kv=128,
-        max_concurrent_steps=2,
-        causal=causal,
-        block_q_dq=64,
-        block_kv_dq=64,
-        block_q_dkv=64,
-        block_kv_dkv=64,
-        compute_wgs_bwd=2,
+        **tiles, block_kv=128, max_concurrent_steps=2, causal=is_causal, compute_wgs_bwd=2
     )
+    half, scale = jnp.float16, query.shape[-1] ** -0.5
     arrays = query.astype(half) * half(scale), key.astype(half), value.astype(half)
     return attention_mgpu.attention(*arrays, config)
 
 
 def _passes(
-    bench: Bench, square: Square, arrays: list[Array], name: str, attend: Callable[..., Array]
+    bench: Bench, square: Square, arrays: list[Array], name: str, attend: Attention
 ) -> Iterator[Job]:
     top = bench.ceiling("matmul", "flop_per_s")
 
@@ -117,28 +107,7 @@ def _passes(
         yield bench.timed(f"{square.label} {which} {name}", run, given, figures, **about)
 
 
-class Cache(NamedTuple):
-    """A few queries and many keys, of width 128."""
-
-    batch: int
-    queries: int
-    heads: int
-    kv_heads: int
-    keys: int
-
-    @property
-    def label(self) -> str:
-        """The sizes, in one line."""
-        b, t, n, k, s = self
-        return f"b{b} t{t} heads {n}/{k} keys {s}"
-
-    def arrays(self) -> list[Array]:
-        """Query, key and value."""
-        b, t, n, k, s = self
-        return [normal(i, x) for i, x in enumerate(((b, t, n, 128), *[(b, s, k, 128)] * 2))]
-
-
-# The batch, queries, heads, key heads and keys.
+# Caches of width 128: the batch, queries, heads, key heads and keys.
 CACHES = (
     *((1, 1, 32, 8, 2**16), (1, 1, 32, 8, 2**20), (1, 1, 8, 1, 2**18), (1, 1, 8, 1, 2**20)),
     *((1, 16, 32, 8, 2**16), (1, 9, 32, 8, 2**16), (32, 1, 32, 8, 2**13), (1, 1, 128, 1, 2**18)),
@@ -148,30 +117,27 @@ CACHES = (
 
 def decode(bench: Bench) -> None:
     """One query, or a few, and a long cache: beside copying memory."""
-    dense = jax.nn.dot_product_attention
-    attentions: dict[str, Callable[..., Array]] = {
+    attentions: dict[str, Attention] = {
         name: functools.partial(out_of, implementation=name) for name in (*bench.kernels, "decode")
     }
     for name in ("xla", "cudnn"):
-        attentions[f"jax.nn {name}"] = functools.partial(dense, implementation=name)
-    for sizes in bench.some(CACHES):
-        cache = Cache(*sizes)._replace(keys=bench.length(sizes[-1]))
-        arrays = cache.arrays()
+        attentions[f"jax.nn {name}"] = functools.partial(_dense, implementation=name)
+    for b, t, n, k, keys in bench.some(CACHES):
+        s = bench.length(keys)
+        sizes = {"batch": b, "queries": t, "heads": n, "kv_heads": k, "keys": s}
+        shapes = (b, t, n, 128), (b, s, k, 128), (b, s, k, 128)
+        arrays = [normal(i, shape) for i, shape in enumerate(shapes)]
+        label = f"b{b} t{t} heads {n}/{k} keys {s}"
         jobs = [
-            decoded(bench, cache, arrays, f"{cache.label} {name}", attend, kernel=name)
+            _steps(bench, arrays, f"{label} {name}", attend, kernel=name, **sizes)
             for name, attend in attentions.items()
         ]
         bench.measure("decode", jobs)
         del arrays, jobs
 
 
-def decoded(
-    bench: Bench,
-    cache: Cache,
-    arrays: list[Array],
-    label: str,
-    attend: Callable[..., Array],
-    **about: object,
+def _steps(
+    bench: Bench, arrays: list[Array], label: str, attend: Attention, **about: object
 ) -> Job:
     """Many decode steps in one program, each query made of the last answer."""
     top = bench.ceiling("copy", "bytes_per_s")
@@ -193,4 +159,4 @@ def decoded(
             "cached": moved < CACHED,
         }
 
-    return bench.timed(label, run, arrays, figures, **about, **cache._asdict())
+    return bench.timed(label, run, arrays, figures, **about)

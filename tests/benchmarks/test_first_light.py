@@ -290,7 +290,7 @@ def test_page(tmp_path):
     assert "Not measured" not in text
     assert "</svg>" in (tmp_path / draw_first_light.PICTURE).read_text()
     said = list(_summary.summary(STEPS))
-    assert "== WRONG: 2" in said and "  s : k 512, l 99" in said
+    assert "== WRONG: 2" in said and "  s: k 512, l 99" in said
     assert "  s: fast: 100.0 us, 2.00 times as fast" in said
     assert not any("s: wrong: 10.0 us" in line for line in said)
 

@@ -64,10 +64,18 @@ class Sent(NamedTuple):
     peak: int
 
 
-def one_device(query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Array]:
+def one_device(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    query_positions: Array,
+    key_positions: Array,
+    **_: object,
+) -> tuple[Array, Array]:
     """Attention by `jax.nn.dot_product_attention`, with the signature of ours; its energies are NaN."""
-    queries, keys = options["query_positions"], options["key_positions"]
-    seen = (keys[:, None, :] <= queries[:, :, None]) & (keys >= 0)[:, None, :]
+    seen = key_positions[:, None, :] <= query_positions[:, :, None]
+    seen &= (key_positions >= 0)[:, None, :]
     out = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
     return out, jnp.full(query.shape[:-1], jnp.nan, jnp.float32)
 
@@ -96,7 +104,7 @@ def unmerged(query: Array, key: Array, value: Array, **options: Any) -> Any:
     return alone(query, key, value, queries, keys)
 
 
-def absent(query: Array, key: Array, value: Array, **options: Any) -> Any:
+def absent(query: Array, key: Array, value: Array, **_: object) -> tuple[Array, Array]:
     """No attention: the query itself. Only to be timed."""
     return query, query[..., 0]
 
