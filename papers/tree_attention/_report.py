@@ -28,6 +28,23 @@ COLOURS = {
 }
 
 
+def panel_over_lengths(panel: Any, lengths: Sequence[int], title: str, xlabel: str) -> None:
+    """Both axes of a panel by logarithms, the lengths of its own curves below."""
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks(lengths, [short(x) for x in lengths], fontsize=8)
+    panel.minorticks_off()
+    panel.set_title(title, fontsize=9)
+    panel.set_xlabel(xlabel)
+    panel.grid(axis="y", color="0.9", linewidth=0.8)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def short(tokens: int) -> str:
+    """8192 as 8k."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
+
+
 def rows(hosts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each method, of what every host has measured.
 
@@ -118,15 +135,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 markersize=3.5,
                 label=name,
             )
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xticks(keys, [f"{k // 1024}k" if k % 1024 == 0 else f"{k}" for k in keys])
-        panel.minorticks_off()
         each = "" if runs[0]["devices"] == 1 else f" × {runs[0]['devices']} devices"
-        panel.set_title(f"{number} hosts{each}", fontsize=10)
-        panel.set_xlabel("keys")
-        panel.grid(axis="y", color="0.9", linewidth=0.8)
-        panel.spines[["top", "right"]].set_visible(False)
+        panel_over_lengths(panel, keys, f"{number} hosts{each}", "keys")
     panels[0, 0].set_ylabel("ms for a decode step (median, min to max)")
     network = result["runs"][0]["network"]
     what = network["kind"]

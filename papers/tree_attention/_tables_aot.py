@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _tables_paper import LLAMAS, abstract
-from _tables_run import AXIS, METHODS, decoder, predicted, reader, sent
+from _tables_run import AXIS, CHUNK, METHODS, decoder, predicted, reader, sent
 from _targets import H200, RTX_4090, Target, held, tpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import SequenceParallel
 from energy_attn.models import shard
-
-CHUNK = 1024
 
 
 class Case(NamedTuple):

@@ -1,8 +1,9 @@
 """What `tables.py` says: its measurements, the paper's, compiled programs; and a plot."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
+
+from _report import panel_over_lengths, pyplot, short
 
 COLOURS = {"tree": "#4c72b0", "ring, keys": "#c44e52", "ring, queries": "#8172b3"}
 
@@ -76,23 +77,8 @@ def time(seconds: dict[str, float], digits: int = 4) -> str:
     return f"{seconds['mean']:.{digits}f}±{seconds['error']:.{digits}f}"
 
 
-def short(tokens: int) -> str:
-    """8192 as 8k."""
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
-
-
-def draw(result: dict[str, Any], path: Path) -> str:
-    """Draws decode steps over lengths of prompts, ours and what the paper's tables leave for them.
-
-    Returns what there is to say: where it is, or why not.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed (pip install matplotlib)"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draws decode steps over lengths of prompts, ours and what the paper's tables leave for them."""
     runs, paper = result["runs"], result["paper"]
     systems = list(dict.fromkeys(row["system"] for row in paper))
     count = len(runs) + len(systems)
@@ -109,7 +95,7 @@ def draw(result: dict[str, Any], path: Path) -> str:
                 prompts, mean, error, color=colour, marker="o", markersize=3.5, label=name
             )
         several = f", {run['processes']} processes" if run["processes"] > 1 else ""
-        panel.set_title(f"here: {run['devices']} devices{several}", fontsize=9)
+        panel_over_lengths(panel, prompts, f"here: {run['devices']} devices{several}", "prompt")
     panels[0, 0].set_ylabel("ms for a decode step")
     for panel, system in zip(panels[0, len(runs) :], systems, strict=True):
         rows = [row for row in paper if row["system"] == system]
@@ -124,26 +110,15 @@ def draw(result: dict[str, Any], path: Path) -> str:
         }
         for name, (seconds, colour, line) in differences.items():
             milliseconds = [1e3 * x for x in seconds]
-            panel.plot(
-                prompts, milliseconds, color=colour, linestyle=line, marker="o", markersize=3,
-                label=name,
-            )  # fmt: skip
-        panel.set_title(f"{system}, {rows[0]['model']}", fontsize=9)
-    for panel in panels[0]:
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        lengths = [int(x) for x in panel.lines[0].get_xdata()]
+            style: dict[str, Any] = {"color": colour, "linestyle": line, "label": name}
+            panel.plot(prompts, milliseconds, marker="o", markersize=3, **style)
         # two labels of the table's would lie on each other
-        ticks = [x for x in lengths if not any(x / 1.3 < y < x for y in lengths)]
-        panel.set_xticks(ticks, [short(tick) for tick in ticks], fontsize=8)
-        panel.minorticks_off()
-        panel.set_xlabel("prompt")
-        panel.grid(axis="y", color="0.9", linewidth=0.8)
-        panel.spines[["top", "right"]].set_visible(False)
+        ticks = [x for x in prompts if not any(x / 1.3 < y < x for y in prompts)]
+        panel_over_lengths(panel, ticks, f"{system}, {rows[0]['model']}", "prompt")
     ours, theirs = (panels[0, place].get_legend_handles_labels() for place in (0, -1))
-    style: dict[str, Any] = {"frameon": False, "fontsize": 8}
+    style = {"frameon": False, "fontsize": 8}
     figure.legend(*ours, loc="outside lower left", ncols=len(ours[1]), **style)
     figure.legend(*theirs, loc="outside lower right", ncols=len(theirs[1]), **style)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
-    return f"wrote {path}"
+    print(f"wrote {path}")

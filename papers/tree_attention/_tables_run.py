@@ -1,10 +1,10 @@
 """The protocol of tables 1 and 2 on the devices at hand: a prompt, then ten tokens by each method.
 
-    python examples/cluster/launch.py -n 2 -- papers/tree_attention/_tables_run.py PLAN RESULT
+    python examples/cluster/launch.py -n 2 -- papers/tree_attention/_tables_run.py PROMPTS RESULT
 
-is what `tables.py` runs for several processes, with a plan (`Plan`) in JSON; the first process
-writes what was found. The prompt is read alike whatever the method: each repetition
-reads it once, and every method decodes from a copy of the cache that this leaves.
+is what `tables.py` runs for several processes; the first process writes what was found. The prompt is
+read alike whatever the method: each repetition reads it once, and every method decodes from a copy of
+the cache that this leaves.
 """
 
 import collections
@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _tables_paper import attention_of
+from _tables_paper import TOKENS, attention_of
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
@@ -40,19 +40,11 @@ from energy_attn.distributed import (
 from energy_attn.models import Llama, LlamaConfig
 
 AXIS = "device"
+REPETITIONS = 10
+CHUNK = 1024  # tokens of a prompt that are read at a time
 # The byte-level model of the library, and modules of Python that it was not trained on.
 FOLDER = resources.files("energy_attn") / "cli" / "demo" / "model"
 HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
-
-
-class Plan(NamedTuple):
-    """What is to be measured."""
-
-    prompts: list[int]
-    tokens: int
-    repetitions: int
-    chunk: int
-    model: str | None  # a folder; None: that of the byte-level model of the library
 
 
 def ring(rotate: str) -> Callable[..., Any]:
@@ -155,28 +147,33 @@ def timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     return float(seconds), found
 
 
-def measure(model: Any, text: np.ndarray, plan: Plan, prompt: int) -> dict[str, Any]:
-    """Times one length of prompt, on the mesh in force."""
+def measure(
+    model: Any,
+    text: np.ndarray,
+    prompt: int,
+    count: int = TOKENS,
+    repetitions: int = REPETITIONS,
+    chunk: int = CHUNK,
+) -> dict[str, Any]:
+    """Times one length of prompt and so many tokens after it, on the mesh in force."""
     topology = cost.topology_of_mesh(jax.sharding.get_mesh())
     tokens = place(text[None, :prompt].astype(np.int32), P(), replicated=True)
-    slots = prompt + plan.tokens
+    slots = prompt + count
 
     def empty() -> Any:
         return model.empty_cache(1, slots, parallel=SequenceParallel(AXIS))
 
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-    read = jax.jit(reader(plan.chunk), donate_argnums=2).lower(model, tokens, empty()).compile()
+    read = jax.jit(reader(chunk), donate_argnums=2).lower(model, tokens, empty()).compile()
     first, cache = read(model, tokens, empty())
     programs = {
-        name: jax.jit(decoder(attend, plan.tokens), donate_argnums=2)
-        .lower(model, first, cache)
-        .compile()
+        name: jax.jit(decoder(attend, count), donate_argnums=2).lower(model, first, cache).compile()
         for name, attend in METHODS.items()
     }
     reading: list[float] = []
     decoding: dict[str, list[float]] = {name: [] for name in METHODS}
     found: dict[str, Any] = {}
-    for repetition in range(-1, plan.repetitions):  # the first does not count
+    for repetition in range(-1, repetitions):  # the first does not count
         blank = jax.block_until_ready(empty())
         seconds, (first, cache) = timed(read, model, tokens, blank)
         reading.append(seconds)
@@ -201,7 +198,7 @@ def measure(model: Any, text: np.ndarray, plan: Plan, prompt: int) -> dict[str, 
                 "decode_s": summary(decoding[name]),
                 "total_s": summary(totals[name]),
                 "repetitions_s": decoding[name],
-                "sent_per_step": sent(program, plan.tokens),
+                "sent_per_step": sent(program, count),
                 "predicted_per_step": predicted(name, model.config, capacity, dtype, topology),
                 **compared(found[name], found["tree"]),
             }
@@ -219,16 +216,15 @@ def compared(found: Any, tree: Any) -> dict[str, Any]:
     return {"same_tokens": all(same), "logits_differ_by": float(max(off))}
 
 
-def run(plan: Plan) -> dict[str, Any]:
+def run(prompts: Sequence[int]) -> dict[str, Any]:
     """All lengths of prompt, over all devices of all processes."""
     initialize()
     mesh = make_mesh((jax.device_count(),), (AXIS,))
     library = Path(sysconfig.get_paths()["stdlib"])
     text = np.frombuffer(b"\0".join((library / name).read_bytes() for name in HELD_OUT), np.uint8)
     with jax.set_mesh(mesh):
-        dtype = None if plan.model else "float32"
-        model = Llama.load(plan.model or str(FOLDER), mesh=mesh, dtype=dtype)
-        rows = [measure(model, text, plan, prompt) for prompt in plan.prompts]
+        model = Llama.load(str(FOLDER), mesh=mesh)
+        rows = [measure(model, text, prompt) for prompt in prompts]
     return {
         "platform": jax.default_backend(),
         "devices": jax.device_count(),
@@ -238,6 +234,6 @@ def run(plan: Plan) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    measured = run(Plan(**json.loads(sys.argv[1])))
+    measured = run(json.loads(sys.argv[1]))
     if jax.process_index() == 0:
         Path(sys.argv[2]).write_text(json.dumps(measured))

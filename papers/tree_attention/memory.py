@@ -13,15 +13,15 @@ It needs libtpu for TPUs, CUDA's compiler for GPUs: what `make test-tpu` and `ma
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from _tables_report import COLOURS, pyplot
+
 TARGETS = ("rtx4090", "v5p")
-COLOURS = {"tree": "#4c72b0", "ring, keys": "#c44e52", "ring, queries": "#8172b3"}
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     print(f"wrote {path}")
-    print(draw(rows, path.with_suffix(".svg")))
+    draw(rows, path.with_suffix(".svg"))
     return 0
 
 
@@ -64,18 +64,8 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> str:
-    """Draws the memory of a decode step, over keys and over devices: compiled, by model and by paper.
-
-    Returns what there is to say: where it is, or why not.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return "no figure: matplotlib is not installed (pip install matplotlib)"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draws the memory of a decode step, over keys and over devices: compiled, by model and by paper."""
     one = [row for row in rows if row["target"] == "v5p" and not row["sharded"]]
     middle = sorted({row["keys"] for row in one})[1] if one else 0
     panels = {
@@ -121,7 +111,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> str:
     )
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
-    return f"wrote {path}"
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

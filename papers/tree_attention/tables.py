@@ -11,8 +11,8 @@ count. They are printed beside the paper's, and beside what the cost model says 
 
 Without `--devices` and `--processes` those devices are used that JAX finds; `--devices` simulates
 so many on the CPU. `--processes` starts real processes on this machine, with `--devices` devices
-each, that talk by gloo over loopback. Without `--model`, whose folder holds a checkpoint, the model
-is the library's own, of bytes, 0.9 million weights: what they are does not change times.
+each, that talk by gloo over loopback. The model is the library's own, of bytes, 0.9 million weights:
+what they are does not change times.
 
 `--aot` compiles the paper's own models, for machines that are not here, and says what they hold and
 send: for GPUs with CUDA's compiler (`make test-cuda` says what to install), for TPUs with libtpu.
@@ -30,7 +30,13 @@ from typing import Any
 
 TARGETS = ("h200", "rtx4090", "v5p", "v5e")
 WORKER = Path(__file__).with_name("_tables_run.py")
+SECONDS = 3600  # for each number of processes
 LAUNCH = Path(__file__).parents[2] / "examples/cluster/launch.py"
+
+
+def integers(text: str) -> list[int]:
+    """The numbers of a list such as 2,4."""
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> int:
@@ -48,7 +54,7 @@ def main() -> int:
         return 0
     from _tables_report import draw
 
-    print(draw(result, path.with_suffix(".svg")))
+    draw(result, path.with_suffix(".svg"))
     rows = [row for run in result["runs"] for row in run["rows"]]
     other = [x for row in rows for x in row["methods"].values() if not x["same_tokens"]]
     if other:
@@ -58,30 +64,18 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     """The command line, checked."""
-
-    def integers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(description="The paper's tables 1 and 2.")
     add = parser.add_argument
     add("--prompts", type=integers, default=[8192, 16384, 32768], help="lengths, in tokens")
-    add("--tokens", type=int, default=10, help="decoded after each prompt")
-    add("--repetitions", type=int, default=10)
-    add("--chunk", type=int, default=1024, help="tokens of a prompt that are read at a time")
     add("--devices", type=int, help="as many simulated ones; with --processes, of each")
     add("--processes", type=integers, help="as many, on this machine")
-    add("--model", type=Path, help="folder of a checkpoint, with config.json and safetensors")
     add("--aot", type=lambda text: text.split(","), help=f"compile for {', '.join(TARGETS)}")
-    add("--seconds", type=float, default=3600, help="time limit for each number of processes")
     add("--out", type=Path, default=Path("tables"), help="folder for the results")
     add("--name", default="tables", help="of the files there")
     args = parser.parse_args()
-    for name, least in (("prompts", 1), ("tokens", 1), ("repetitions", 2), ("chunk", 1)):
-        given = getattr(args, name)
-        if min(given if isinstance(given, list) else [given]) < least:
-            parser.error(f"--{name}: wanted {least} or more, got {given}")
-    for name, given in (("devices", [args.devices or 1]), ("processes", args.processes or [1])):
-        if min(given) < 1:
+    counts = {"prompts": args.prompts, "devices": [args.devices], "processes": args.processes}
+    for name, given in counts.items():
+        if any(x is not None and x < 1 for x in given or ()):
             parser.error(f"--{name}: wanted 1 or more, got {given}")
     for target in args.aot or ():
         if target not in TARGETS:
@@ -103,30 +97,24 @@ def prepare(args: argparse.Namespace) -> None:
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     """The protocol, on the devices here or in each group of processes."""
-    from _tables_paper import ASSUMPTIONS, beside_measured
+    from _tables_paper import ASSUMPTIONS, TOKENS, beside_measured
     from _tables_report import paper_table, run_table
+    from _tables_run import REPETITIONS, run
 
     runs = []
-    for run in here(args) if args.processes is None else by_processes(args):
-        runs.append(run)
-        print(run_table(run), flush=True)
+    for found in by_processes(args) if args.processes else [run(args.prompts)]:
+        runs.append(found)
+        print(run_table(found), flush=True)
     paper = beside_measured()
     print(paper_table(paper), *ASSUMPTIONS, sep="\n- ")
     return {
-        "model": "bytes" if args.model is None else args.model.name,
-        "tokens": args.tokens,
-        "repetitions": args.repetitions,
+        "model": "bytes",
+        "tokens": TOKENS,
+        "repetitions": REPETITIONS,
         "runs": runs,
         "paper": paper,
         "assumptions": ASSUMPTIONS,
     }
-
-
-def here(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is found on the devices of this process."""
-    from _tables_run import run
-
-    yield run(plan(args))
 
 
 def by_processes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -135,20 +123,12 @@ def by_processes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "result.json")
             launch = [sys.executable, str(LAUNCH), "-n", str(number)]
-            launch += ["--devices", str(args.devices or 1), "--timeout", str(args.seconds)]
-            command = [*launch, "--", str(WORKER), json.dumps(plan(args)._asdict()), str(path)]
+            launch += ["--devices", str(args.devices or 1), "--timeout", str(SECONDS)]
+            command = [*launch, "--", str(WORKER), json.dumps(args.prompts), str(path)]
             ended = subprocess.run(command, stdout=subprocess.DEVNULL)
             if ended.returncode:
                 raise SystemExit(ended.returncode)
             yield json.loads(path.read_text())
-
-
-def plan(args: argparse.Namespace) -> Any:
-    """The part of the arguments that a measurement needs."""
-    from _tables_run import Plan
-
-    model = None if args.model is None else str(args.model)
-    return Plan(args.prompts, args.tokens, args.repetitions, args.chunk, model)
 
 
 def compiled(args: argparse.Namespace) -> dict[str, Any]:
