@@ -154,8 +154,7 @@ def choose_merge(shape: Shape, topology: Topology) -> str:
         topology: the mesh.
 
     Returns:
-        The name of the strategy, of equally fast ones the first in `MERGES`; never `"ring"`, which a
-        gather beats.
+        Its name, of equally fast ones the first in `MERGES`; never `"ring"`, which a gather beats.
 
     Raises:
         TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
@@ -186,7 +185,7 @@ def choose_method(shape: Shape, topology: Topology) -> str:
         topology: the mesh.
 
     Returns:
-        The method's name, of equally fast ones the first in the list of `SequenceParallel`.
+        Its name, of equally fast ones the first in the list of `SequenceParallel`.
 
     Raises:
         TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
@@ -221,11 +220,6 @@ def _fastest(method: str, shape: Shape, topology: Topology) -> str:
 
 def _arriving(transfer: Transfer, topology: Topology) -> int:
     devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
-    part = {
-        "all-reduce": 0,
-        "all-gather": devices * min(transfer.count, 2),
-        "reduce-scatter": 0,
-        "all-to-all": 1,
-        "collective-permute": min(transfer.count, 2),
-    }
-    return part[transfer.kind] * transfer.bytes
+    turns = min(transfer.count, 2)
+    part = {"all-gather": devices * turns, "all-to-all": 1, "collective-permute": turns}
+    return part.get(transfer.kind, 0) * transfer.bytes  # reductions work in place

@@ -113,7 +113,8 @@ def transfers(
     # where all devices have the queries, a ring passes each device's state around, too
     strategy = str(merge) if method == "tree" else "ring"
     if not shape.queries_sharded:
-        return tuple(_folded(strategy, shape, topology, along))
+        tangent = Transfer("all-reduce", shape.rows * shape.state, topology.axes)
+        return (*FOLDED[strategy](shape, topology), *[tangent] * along)
     if method == "ring":
         return tuple(_queries(shape, topology, along))
     return tuple(_scattered(strategy, shape, topology, along))
@@ -186,12 +187,6 @@ def local_rows(shape: Shape, topology: Topology) -> int:
 def _widened(size: int, shape: Shape) -> int:
     """Bytes of the tangents of arrays of `size` bytes: what is only moved has them in `lse`'s dtype."""
     return size // shape.bytes * shape.wide_bytes
-
-
-def _folded(merge: str, shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transfer]:
-    yield from FOLDED[merge](shape, topology)
-    if tangent:
-        yield Transfer("all-reduce", shape.rows * shape.state, topology.axes)
 
 
 def _scattered(merge: str, shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transfer]:

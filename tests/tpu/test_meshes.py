@@ -64,8 +64,8 @@ def test_compiled_for_pods():
     assert pod("v5p:4x4x4", (4, 4, 4)).links == cost.topology("tpu_v5p", (4, 4, 4)).links
     several = pod("v5p:2x2x2", (4, 8), num_slices=4)
     assert several.links == cost.topology("tpu_v5p", (8,), nodes=4).links
-    assert several.name == "4 slices of TPU v5p"
-    assert pod("v6e:4x4", (4, 4)).name == "TPU v6e"
-    assert pod("v5e:2x4", (2, 4)).name == "TPU v5e"
-    assert pod("v4:2x2x4").name == "TPU v4"
-    assert pod("tpu7x:2x2x2").name == "TPU tpu7x"
+    assert several.name == "tpu_v5p"
+    assert pod("v6e:4x4", (4, 4)).name == "tpu_v6e"
+    assert pod("v5e:2x4", (2, 4)).name == "tpu_v5e"
+    assert pod("v4:2x2x4").name == "tpu_v4"
+    assert pod("tpu7x:2x2x2").name == "tpu_7x"
