@@ -42,6 +42,7 @@ _USES = {
         "JAX 0.8 to 0.12",
         {
             "BlockSizes": _SPLASH + "kernel.BlockSizes",
+            "SegmentIds": _SPLASH + "kernel.SegmentIds",
             "make": _SPLASH + "kernel.make_splash_mha",
             "backward_key": _SPLASH + "kernel._splash_attention_bwd_dkv",
             "backward_query": _SPLASH + "kernel._splash_attention_bwd_dq",

@@ -44,11 +44,12 @@ TAKES_BEGIN, TAKES_END = (
 # Options of a call, beside those of a plain one.
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "causality, windows": lambda: {"is_causal": True, "local_window_size": (100, 0)},
-    "positions, lengths, segments": lambda: {
-        "key_value_seq_lengths": jnp.full(1, 100, jnp.int32),
+    "lengths": lambda: {"key_value_seq_lengths": jnp.full(1, 100, jnp.int32)},
+    "segments": lambda: {
         "query_segment_ids": jnp.zeros((1, ROWS), jnp.int32),
         "key_segment_ids": jnp.zeros((1, ROWS), jnp.int32),
     },
+    "positions": lambda: {"key_positions": jnp.zeros((1, ROWS), jnp.int32)},
     "rules that compose": lambda: {"mask": masks.Causal() | masks.Prefix(100)},
     "boolean masks, biases": lambda: {
         "mask": jnp.ones((1, 1, ROWS, ROWS), bool),

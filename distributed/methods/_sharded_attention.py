@@ -267,6 +267,8 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         head_indices=spec(operands.head_indices, heads),
         key_scale=spec(operands.key_scale, batch, keys, heads),
         value_scale=spec(operands.value_scale, batch, keys, heads),
+        query_lengths=spec(operands.query_lengths, batch),
+        key_lengths=spec(operands.key_lengths, batch),
     )
 
 

@@ -16,6 +16,7 @@ from energy_attn.kernels.internal import (
     Operands,
     Settings,
     function_call,
+    without_lengths,
 )
 
 from ..merge._covariance import covariance_merge, merge_covariances
@@ -47,9 +48,10 @@ def sharded_reduction(
     All devices see all queries, whatever the method of `plan`: sharded ones are gathered, and each
     device keeps the results for its own. Raises as `reduction.find` does.
     """
+    operands = without_lengths(call.operands)
     if plan is None:
-        return _unsharded(reduction, call.settings, call.operands, *rows)
-    return _sharded(plan, reduction, call.settings, call.operands, *rows)
+        return _unsharded(reduction, call.settings, operands, *rows)
+    return _sharded(plan, reduction, call.settings, operands, *rows)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.

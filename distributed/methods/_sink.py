@@ -5,7 +5,13 @@ from collections.abc import Callable
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import CheckedCall, Settings, with_sink, with_wide_out
+from energy_attn.kernels.internal import (
+    CheckedCall,
+    Settings,
+    with_sink,
+    with_wide_out,
+    without_lengths,
+)
 
 from ..spec._arguments import rounded
 
@@ -16,5 +22,6 @@ def attend_with_sink(
     """`run(call.settings)`, the state of all keys of a call, merged with that of a checked sink."""
     if sink is None:
         return run(call.settings)
-    state = with_sink(run(with_wide_out(call.settings)), sink, call.operands.query_positions)
+    rows = without_lengths(call.operands).query_positions
+    state = with_sink(run(with_wide_out(call.settings)), sink, rows)
     return rounded(state, call.operands, call.settings)

@@ -20,6 +20,7 @@ from energy_attn.kernels.internal import (
     out_dtype,
     received,
     split_mask,
+    without_lengths,
 )
 
 Axes = tuple[str, ...]
@@ -100,8 +101,9 @@ def check_local(
                 f"{name}: wanted the global positions of this device's {what}, as is_causal, "
                 f"local_window_size, key_value_seq_lengths, a rule or a score compare them; got None"
             )
-    bias, mask = check_scores(bias, mask, scores(call.operands))
-    return names, call._replace(operands=call.operands._replace(bias=bias, mask=mask))
+    operands = without_lengths(call.operands)
+    bias, mask = check_scores(bias, mask, scores(operands))
+    return names, call._replace(operands=operands._replace(bias=bias, mask=mask))
 
 
 def scores_shape(operands: Operands, query_parts: int = 1, key_parts: int = 1) -> Scores:

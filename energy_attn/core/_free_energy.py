@@ -183,7 +183,8 @@ def prepare(
         cite("milakov", "flash")
     if plan is not None and plan.axes:
         cite(plan.method)
-    compares = given.compares or given.operands.key_positions is not None
+    rows = given.operands.key_positions, given.operands.query_lengths
+    compares = given.compares or any(x is not None for x in rows)
     if parallel is not None and compares:
         size = query.shape[-3], key.shape[-3]
         if plan is not None:

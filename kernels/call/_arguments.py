@@ -28,7 +28,7 @@ from ..scores._check import check_score
 from ._eight_bits import dequantize
 from ._operands import Operands, Settings
 from ._options import KernelOptions, check_options
-from ._rules import Tokens, ruled, split_mask
+from ._rules import Tokens, ruled, split_mask, with_lengths
 from ._state import lse_dtype
 
 
@@ -99,10 +99,14 @@ def check_call(
     is_causal = check_flag("is_causal", options.get("is_causal", False))
     sides = is_causal, check_window(options.get("local_window_size"))
 
-    positions, lengths = options.get("query_positions"), options.get("query_seq_lengths")
-    query_positions = _positions("query", positions, lengths, batch, query_len, batched)
-    positions, lengths = options.get("key_positions"), options.get("key_value_seq_lengths")
-    key_positions = _positions("key_value", positions, lengths, batch, key_len, batched)
+    query_positions, key_positions = (
+        _numbers(name, options.get(name), batch, size, batched)
+        for name, size in (("query_positions", query_len), ("key_positions", key_len))
+    )
+    lengths = tuple(
+        _lengths(name, options.get(name), batch, size, batched)
+        for name, size in (("query_seq_lengths", query_len), ("key_value_seq_lengths", key_len))
+    )
 
     query_segment_ids = options.get("query_segment_ids")
     key_segment_ids = options.get("key_segment_ids")
@@ -115,8 +119,13 @@ def check_call(
         _numbers("query_segment_ids", query_segment_ids, batch, query_len, batched, as_ids),
         _numbers("key_segment_ids", key_segment_ids, batch, key_len, batched, as_ids),
     )
-    if (query_positions is None) != (key_positions is None):
-        tokens = tokens.with_positions(query_len, key_len)
+    if query_positions is None and key_positions is None:
+        tokens = with_lengths(tokens, *lengths)
+    else:
+        tokens = tokens._replace(
+            query_positions=_among(query_positions, lengths[0], query_len),
+            key_positions=_among(key_positions, lengths[1], key_len),
+        )
     found = ruled(rule, *sides, tokens, batch, query_len, key_len)
 
     if source is not None or isinstance(options.get("scale"), jax.Array):
@@ -124,17 +133,24 @@ def check_call(
             dequantize(x, scale, query.dtype) for x, scale in zip((key, value), scales, strict=True)
         )
         scales = None, None
-    query, key, scale = _scaled(query, key, options.get("scale"), found.tokens.query_positions)
+    query, key, scale = _scaled(query, key, options.get("scale"), found.tokens)
     if source is not None:
         scored_width = scored_width or query.shape[-1]
         query, key, scale = _with_source(query, key, value, source, scale)
     score, score_arrays = check_score(options.get("score"), scores, lse_dtype(query.dtype))
-    operands = Operands(query, key, value, bias, mask, *found.tokens, found.arrays, score_arrays)
-    operands = operands._replace(key_scale=scales[0], value_scale=scales[1])
+    operands = Operands(
+        query, key, value, bias, mask, *found.tokens[:4], found.arrays, score_arrays
+    )
+    operands = operands._replace(
+        key_scale=scales[0],
+        value_scale=scales[1],
+        query_lengths=found.tokens.query_lengths,
+        key_lengths=found.tokens.key_lengths,
+    )
     settings = Settings(scale, found.structure)
     if score is not None:
         settings = settings._replace(score=score, scored_width=scored_width)
-    compares = settings.compares or lengths is not None or rule is not None
+    compares = settings.compares or lengths[1] is not None or rule is not None
     return CheckedCall(operands, settings, batched, compares)
 
 
@@ -188,7 +204,7 @@ def check_scale(scale: object) -> Any:
 
 
 def _scaled(
-    query: Array, key: Array, scale: float | Array | None, positions: Array | None
+    query: Array, key: Array, scale: float | Array | None, tokens: Tokens
 ) -> tuple[Array, Array, float]:
     scale, wide = check_scale(scale), lse_dtype(query.dtype)
     if scale is None:
@@ -200,7 +216,8 @@ def _scaled(
     # An array may be traced and differentiated (an inverse temperature). It multiplies the query,
     # in the dtype of the scores, so that it rounds no more than a number would. Its derivative sums over all
     # queries, so that what an absent one holds is left out here already.
-    if positions is not None:
+    if tokens.query_positions is not None or tokens.query_lengths is not None:
+        positions: Any = tokens.with_positions(query.shape[1], key.shape[1]).query_positions
         query = jnp.where(positions[:, :, None, None] >= 0, query, 0)
     return query.astype(wide) * scale.astype(wide), key.astype(wide), 1.0
 
@@ -266,19 +283,11 @@ def check_window(size: object) -> tuple[int, int] | None:
     return int(sides[0]), int(sides[1])
 
 
-def _positions(
-    which: str,
-    positions: Array | np.ndarray | None,
-    lengths: Array | np.ndarray | None,
-    batch: int,
-    size: int,
-    batched: bool,
+def _lengths(
+    name: str, lengths: Array | np.ndarray | None, batch: int, size: int, batched: bool
 ) -> Array | None:
-    name = "query_positions" if which == "query" else "key_positions"
-    positions = _numbers(name, positions, batch, size, batched)
     if lengths is None:
-        return positions
-    name = f"{which}_seq_lengths"
+        return None
     check_integral(name, lengths)
     if not batched and lengths.ndim == 0:
         lengths = lengths[None]
@@ -288,9 +297,14 @@ def _positions(
         values = np.asarray(lengths)
         if values.size and not 0 <= values.min() <= values.max() <= size:
             raise ValueError(f"{name}: wanted lengths from 0 to {size}, got {values.tolist()}")
-    slots = jnp.arange(size, dtype=jnp.int32)[None]
-    inside = slots < as_int32(lengths)[:, None]
-    return jnp.where(inside, slots if positions is None else positions, -1)
+    return jnp.asarray(as_int32(lengths))
+
+
+def _among(positions: Array | None, lengths: Array | None, size: int) -> Array:
+    """Positions, of which those from the index of a length on are absent; counted from 0 where none are given."""
+    places = jnp.arange(size, dtype=jnp.int32)[None]
+    positions = places if positions is None else positions
+    return positions if lengths is None else jnp.where(places < lengths[:, None], positions, -1)
 
 
 def _numbers(

@@ -1,6 +1,5 @@
 """Keys and values of eight bits, with a scale for each head and token."""
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -24,10 +23,3 @@ def widened(operands: Operands) -> Operands:
         key_scale=None,
         value_scale=None,
     )
-
-
-def widened_shapes(operands: Operands) -> Operands:
-    """What `widened` returns, with shapes and dtypes in place of keys and values."""
-    dtype = operands.query.dtype
-    key, value = (jax.ShapeDtypeStruct(x.shape, dtype) for x in operands[1:3])
-    return operands._replace(key=key, value=value, key_scale=None, value_scale=None)  # pyright: ignore[reportArgumentType]

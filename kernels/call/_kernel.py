@@ -1,6 +1,7 @@
 """The abstract class of an implementation of attention."""
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..masks._abstract import AbstractMask
-from ._eight_bits import widened, widened_shapes
-from ._operands import Operands, Settings
+from ..masks._lengths import Lengths
+from ._eight_bits import widened
+from ._operands import Operands, Settings, without_lengths
 from ._state import AttentionState
 
 
@@ -29,7 +31,8 @@ class AbstractKernel(abc.ABC):
         exported: whether JAX guarantees that later versions run a program with it, serialised by
             `jax.export`.
         masks: the classes of rules that it knows, `All` among them. A call with any other is not
-            given to it. `AbstractMask` stands for all rules.
+            given to it. `AbstractMask` stands for all rules. With `Lengths` among them it gets
+            `query_lengths` and `key_lengths` as they are; otherwise positions in their place.
         scores: whether it computes scores of `energy_attn.scores`; if not, it gets no call with one.
 
     Examples:
@@ -159,18 +162,22 @@ def check_call_of(kernel: AbstractKernel, operands: Operands, settings: Settings
             raise NotImplementedError(
                 f"{name.removesuffix('s')}_ids: wanted int32, got {ids.dtype} (blockwise takes it)"
             )
-    if _widens(kernel, operands, settings):
-        operands = widened_shapes(operands)
-    kernel.check(operands, settings)
+    kernel.check(_shapes_as_read(kernel, operands, settings), settings)
 
 
 def as_read(kernel: AbstractKernel, operands: Operands, settings: Settings) -> Operands:
-    """What the forward of a kernel gets: keys and values that are widened, unless it reads eight bits."""
-    return widened(operands) if _widens(kernel, operands, settings) else operands
+    """What a kernel gets: positions unless it knows lengths, keys and values widened unless it reads eight bits."""
+    if Lengths not in kernel.masks:
+        operands = without_lengths(operands)
+    if operands.key_scale is not None and not kernel.reads_eight_bits(operands, settings):
+        operands = widened(operands)
+    return operands
 
 
-def _widens(kernel: AbstractKernel, operands: Operands, settings: Settings) -> bool:
-    return operands.key_scale is not None and not kernel.reads_eight_bits(operands, settings)
+def _shapes_as_read(kernel: AbstractKernel, operands: Operands, settings: Settings) -> Operands:
+    if operands.key_scale is None and operands.query_lengths is operands.key_lengths is None:
+        return operands
+    return jax.eval_shape(functools.partial(as_read, kernel, settings=settings), operands)
 
 
 def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from ..masks._abstract import AbstractMask
 from ..masks._structure import Structure
 from ..masks._visibility import reachable
 from ..scores._structure import BoundScore, ScoreStructure, floating
+from ._rules import Tokens
 from ._state import lse_dtype
 
 
@@ -39,6 +40,9 @@ class Operands(NamedTuple):
             multiples of it. A kernel gets keys and values in the dtype of the query, and no scales, unless its
             `reads_eight_bits` says so; then only its forward gets them.
         value_scale: likewise.
+        query_lengths: None, or int32 `[B]` or `[1]`, and no positions are given: queries from this index on are
+            absent. A kernel gets positions in their place, unless `Lengths` is one of its `masks`.
+        key_lengths: likewise.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -63,6 +67,8 @@ class Operands(NamedTuple):
     head_indices: Array | None = None
     key_scale: Array | None = None
     value_scale: Array | None = None
+    query_lengths: Array | None = None
+    key_lengths: Array | None = None
 
 
 class Settings(NamedTuple):
@@ -153,21 +159,26 @@ def bound_score(settings: Settings, operands: Operands) -> BoundScore | None:
 
 
 def with_default_positions(operands: Operands, settings: Settings) -> Operands:
-    """Operands with positions, counted from 0 where rule or score read them and none are given.
+    """Operands with positions in place of lengths, and counted from 0 where rule or score read them.
 
     For operands of which each device gets a part.
     """
-    return positioned(operands) if settings.compares else operands
+    return positioned(operands) if settings.compares else without_lengths(operands)
+
+
+def without_lengths(operands: Operands) -> Operands:
+    """Operands with positions in place of lengths, if there are any."""
+    given = operands.query_lengths is not None or operands.key_lengths is not None
+    return positioned(operands) if given else operands
 
 
 def positioned(operands: Operands) -> Operands:
-    """Operands with positions, counted from 0 where none are given."""
+    """Operands with positions in place of lengths, counted from 0 where none are given."""
     if operands.query_positions is not None:
         return operands
-    query_positions, key_positions = (
-        jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in operands[:2]
-    )
-    return operands._replace(query_positions=query_positions, key_positions=key_positions)
+    tokens = Tokens._make(getattr(operands, name) for name in Tokens._fields)
+    found = tokens.with_positions(operands.query.shape[1], operands.key.shape[1])
+    return operands._replace(**found._asdict())
 
 
 def all_meet(operands: Operands, settings: Settings) -> bool:

@@ -21,20 +21,33 @@ from ..masks._window import Window
 
 
 class Tokens(NamedTuple):
-    """What a kernel compares of queries and keys: None, or int32 with one line or one for each batch entry."""
+    """What a kernel compares of queries and keys: None, or int32 with one line or one for each batch entry.
+
+    There are lengths only where positions count from 0, and so are None.
+    """
 
     query_positions: Array | None
     key_positions: Array | None
     query_segments: Array | None
     key_segments: Array | None
+    query_lengths: Array | None = None
+    key_lengths: Array | None = None
 
     def with_positions(self, query_len: int, key_len: int) -> "Tokens":
-        """Positions of both, counted from 0 where none are given."""
+        """Positions of both, in place of lengths; counted from 0 where none are given."""
         query_positions, key_positions = (
-            jnp.arange(size, dtype=jnp.int32)[None] if x is None else x
-            for x, size in ((self.query_positions, query_len), (self.key_positions, key_len))
+            shortened(jnp.arange(size, dtype=jnp.int32)[None] if x is None else x, length)
+            for x, length, size in (
+                (self.query_positions, self.query_lengths, query_len),
+                (self.key_positions, self.key_lengths, key_len),
+            )
         )
-        return self._replace(query_positions=query_positions, key_positions=key_positions)
+        return Tokens(query_positions, key_positions, self.query_segments, self.key_segments)
+
+
+def shortened(positions: Array, lengths: Array | np.ndarray | None) -> Array:
+    """Positions `[B or 1, L]`, of which those from a length `[B or 1]` on are absent."""
+    return positions if lengths is None else jnp.where(positions < lengths[:, None], positions, -1)
 
 
 class Ruled(NamedTuple):
@@ -85,8 +98,8 @@ def ruled(
     """The conjunction of a rule with causality and a window, in the form that most kernels take.
 
     Of the rules that `&` joins, `Causal` and `Window` become one, `Segments` those of the tokens unless
-    they have some, and `Lengths` absent tokens. Raises `TypeError` and `ValueError` for arrays of the
-    rule that do not fit the call.
+    they have some, and `Lengths` those of the tokens, or absent positions where these are given.
+    Raises `TypeError` and `ValueError` for arrays of the rule that do not fit the call.
     """
     left, right = window or (None, None)
     right = 0 if is_causal else right
@@ -99,7 +112,7 @@ def ruled(
         elif isinstance(x, Window):
             left, right = _least(left, x.left), _least(right, x.right)
         elif isinstance(x, Lengths):
-            tokens = _shortened(x, tokens.with_positions(query_len, key_len))
+            tokens = with_lengths(tokens, x.queries, x.keys)
         elif isinstance(x, Segments) and tokens.query_segments is None:
             tokens = _with_segments(x, tokens, query_len, key_len)
         elif not isinstance(x, All):
@@ -145,31 +158,34 @@ def _least(a: int | None, b: int | None) -> int | None:
     return min((x for x in (a, b) if x is not None), default=None)
 
 
-def _shortened(rule: Lengths, tokens: Tokens) -> Tokens:
-    def below(positions: Any, length: Array | np.ndarray) -> Array:
-        return jnp.where(positions < length[:, None], positions, -1)
-
-    keys = below(tokens.key_positions, rule.keys)
-    if rule.queries is None:
-        return tokens._replace(key_positions=keys)
-    queries = below(tokens.query_positions, rule.queries)
-    return tokens._replace(query_positions=queries, key_positions=keys)
+def with_lengths(tokens: Tokens, queries: Any, keys: Any) -> Tokens:
+    """Tokens of which those at positions from a length `[B or 1]` on are absent; None: all are there."""
+    if tokens.query_positions is None or tokens.key_positions is None:
+        least = (
+            y if x is None else x if y is None else jnp.minimum(x, y)
+            for x, y in ((tokens.query_lengths, queries), (tokens.key_lengths, keys))
+        )
+        return tokens._replace(**dict(zip(("query_lengths", "key_lengths"), least, strict=True)))
+    return tokens._replace(
+        query_positions=shortened(tokens.query_positions, queries),
+        key_positions=shortened(tokens.key_positions, keys),
+    )
 
 
 def _with_segments(rule: Segments, tokens: Tokens, query_len: int, key_len: int) -> Tokens:
     of_queries: Any = rule.query_ids
     of_keys: Any = of_queries if rule.key_ids is None else rule.key_ids
     known = isinstance(query_len, int) and isinstance(key_len, int)  # not symbols
-    if tokens.query_positions is None and tokens.key_positions is None and known:
-        for name, ids, size in (
-            ("query_ids", of_queries, query_len),
-            ("key_ids", of_keys, key_len),
-        ):
-            if ids.shape[1] < size:
-                raise ValueError(
-                    f"mask.{name}: wanted an id for each position from 0 to {size - 1}, "
-                    f"got {received(ids)}"
-                )
+    named = ("query_ids", of_queries, query_len), ("key_ids", of_keys, key_len)
+    short = [x for x in named if known and x[1].shape[1] < x[2]]
+    lengths = tokens.query_lengths is not None or tokens.key_lengths is not None
+    counted = tokens.query_positions is None and tokens.key_positions is None
+    if counted and known and not (lengths and short):
+        for name, ids, size in short:
+            raise ValueError(
+                f"mask.{name}: wanted an id for each position from 0 to {size - 1}, "
+                f"got {received(ids)}"
+            )
         return tokens._replace(
             query_segments=of_queries[:, :query_len], key_segments=of_keys[:, :key_len]
         )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel, as_read, knows_rest
-from ..call._operands import Operands, Settings, cotangents, differentiated
+from ..call._operands import Operands, Settings, cotangents, differentiated, without_lengths
 from ..call._state import AttentionState, divided
 from ..xla._blockwise import Blockwise, empty_like
 from ..xla._tangent import tangent
@@ -229,7 +229,9 @@ def _tangent(
     state: AttentionState,
     directions: Operands,
 ) -> AttentionState:
+    operands = as_read(kernel, operands, settings)
     found = kernel.tangent(operands, settings, state, directions, platform)
+    operands = without_lengths(operands)
     return tangent(operands, settings, state, directions) if found is None else found
 
 
@@ -244,6 +246,7 @@ def _backward(
 ) -> Operands:
     if knows_rest(kernel):
         cotangent = divided(cotangent, rest)
+    operands = as_read(kernel, operands, settings)
     return kernel.backward(operands, settings, state, cotangent, platform)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from .._checks import received
 from .._varying import vary_together
 from ..call._kernel import AbstractKernel, Candidate, check_call_of
-from ..call._operands import Operands, Settings, is_static
+from ..call._operands import Operands, Settings, is_static, without_lengths
 from ..call._state import AttentionState
 from ..call._target import Device
 from ..pallas.gpu._kernel import PallasGPU
@@ -70,10 +70,11 @@ def implementations() -> tuple[str, ...]:
     | `reference` | all | XLA's operations | any call, with the whole score matrix; derivatives in both modes |
 
     "Plain": full, causal or windowed attention, with positions that count from 0, and without arrays
-    of masks, biases, positions or segments. Those for one platform know the rules
-    [`Causal`][energy_attn.kernels.masks.Causal] and [`Window`][energy_attn.kernels.masks.Window], and
-    `Segments` and `Lengths` joined to them by `&`; those for all platforms know every rule, and those
-    made of Pallas all that compare numbers of a query with numbers of a key.
+    of masks, biases or positions; `cudnn` and `splash` take lengths, and `splash` takes segments. Those for one
+    platform know the rules [`Causal`][energy_attn.kernels.masks.Causal] and
+    [`Window`][energy_attn.kernels.masks.Window], and `Segments` and `Lengths` joined to them by `&`;
+    those for all platforms know every rule, and those made of Pallas all that compare numbers of a query with
+    numbers of a key.
 
     `"xla"`, as in `jax.nn`, stands for those made of XLA's operations. Kernels for another platform
     than the one a program is lowered for are skipped, and so are those "only by name", which no hardware
@@ -168,10 +169,11 @@ def attend(names: Sequence[Candidate], settings: Settings, operands: Operands) -
 def _attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands) -> AttentionState:
     kernels, _ = _accepting(names, settings, operands)
     if operands.key_scale is not None:
+        operands = without_lengths(operands)
         return attend_eight_bits(_attend, names, kernels, settings, operands)
     if isinstance(kernels[0], Reference):
         # differentiated by JAX, to any order and in both modes
-        return kernels[0].forward(operands, settings, None)
+        return kernels[0].forward(without_lengths(operands), settings, None)
     return differentiable_attention(kernels, settings, operands)
 
 

@@ -1,31 +1,111 @@
-"""What the adapters of vendors' kernels share: the calls they decline, the cotangent of lse, the tangent.
+"""What the adapters of vendors' kernels share: the calls they decline, lengths, the cotangent of lse, the tangent.
 
 Those kernels take one width, positions that count from 0, and a cotangent of `out` alone. None has a
 derivative in a direction.
 """
 
-from collections.abc import Callable
+import abc
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel, check_operands
-from ..call._operands import Operands, Settings, cotangents, out_dtype
-from ..call._state import AttentionState
+from ..call._operands import (
+    Operands,
+    Settings,
+    cotangents,
+    out_dtype,
+    positioned,
+    without_lengths,
+    zero_absent,
+)
+from ..call._state import AttentionState, holds_keys
+from ..masks._segments import Segments
+from ..masks._structure import SIDED
+from ..pallas.gpu._kernel import PallasGPU
 
 _DTYPES = ("float16", "bfloat16")
 
-# From value, out and the cotangent of out to the cotangents of query, key and value.
-Pull = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
+# The energy of a row without keys, for a backward: the exponential of any score less it is zero, not NaN.
+FAR = 1e30
 
 
-def check_plain(operands: Operands, settings: Settings, widest: int) -> None:
+class VendorGPU(AbstractKernel):
+    """A vendor's flash attention for NVIDIA's GPUs, by its forward and its backward of `out` alone."""
+
+    platforms = ("cuda",)
+    interpreted = ()
+    exported = False
+    masks = SIDED
+
+    @abc.abstractmethod
+    def attend(self, operands: Operands, settings: Settings) -> tuple[Array, Array]:
+        """`out` `[B, T, N, H]`, and `lse` `[B, N, T]` in float32, both of any value in rows without keys."""
+
+    @abc.abstractmethod
+    def pull(
+        self, operands: Operands, settings: Settings, lse: Array, out: Array, d_out: Array
+    ) -> tuple[Array, Array, Array]:
+        """The cotangents of query, key and value, of any value where these are absent. `lse` as of `attend`."""
+
+    def forward(
+        self, operands: Operands, settings: Settings, platform: str | None
+    ) -> AttentionState:
+        """One call."""
+        out, lse = self.attend(zero_beyond(operands), settings)
+        return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
+
+    def backward(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        cotangent: AttentionState,
+        platform: str | None,
+    ) -> Operands:
+        r"""One call for each cotangent, of `out` and of `lse`.
+
+        A vendor's $\dot s_a = P_a (\dot{out}\cdot v_a - \dot{out}\cdot out)$ is linear in $\dot{out}$, for
+        any values and any $out$. So a second call with $v_a = (1, 1, 0, \dots)$, $out = 0$ and
+        $\dot{out} = (high, low, 0, \dots)$, where $high + low = \dot{lse}$ in two 16-bit numbers, gives
+        the missing term $P_a \dot{lse}$ at the same width.
+        """
+        inner = zero_beyond(operands)
+        shown, cotangent = without_empty(operands, state, cotangent)
+        lse, dtype = shown.lse.swapaxes(1, 2), operands.value.dtype
+        out, d_out = shown.out.astype(dtype), cotangent.out.astype(dtype)
+        query, key, value = self.pull(inner, settings, lse, out, d_out)
+        if cotangent.lse is not None:
+            ones, zero, parts = _lse_operands(operands.value, out, cotangent.lse)
+            ones = inner._replace(value=ones)
+            more_query, more_key, _ = self.pull(ones, settings, lse, zero, parts)
+            query, key = _add(query, more_query), _add(key, more_key)
+        return present_cotangents(operands, state, query, key, value)
+
+    def tangent(
+        self,
+        operands: Operands,
+        settings: Settings,
+        state: AttentionState,
+        directions: Operands,
+        platform: str | None,
+    ) -> AttentionState | None:
+        """That of pallas_gpu: the vendor has none, or none for all widths."""
+        return push_forward(PallasGPU(), operands, settings, state, directions, platform)
+
+
+def check_plain(
+    kernel: AbstractKernel, operands: Operands, settings: Settings, widest: int
+) -> None:
     """Declines calls that a vendor's kernel for widths up to `widest` does not compute correctly.
 
     Raises `NotImplementedError` with the reason.
     """
     query, key, value = operands[:3]
-    check_operands(operands, _DTYPES, Operands._fields[3:])
+    known = {"query_lengths", "key_lengths"}
+    known |= {"query_segments", "key_segments"} if Segments in kernel.masks else set()
+    check_operands(operands, _DTYPES, [x for x in Operands._fields[3:] if x not in known])
     width = query.shape[-1]
     if width > widest or width % 8 != 0:
         raise NotImplementedError(
@@ -50,34 +130,81 @@ def window_side(size: int, keys: int) -> int | None:
     return size if size < keys - 1 else None
 
 
+def has_lengths(operands: Operands) -> bool:
+    """Whether some rows are shorter than others."""
+    return operands.query_lengths is not None or operands.key_lengths is not None
+
+
+def lengths(operands: Operands) -> tuple[Array, Array]:
+    """The lengths of queries and of keys, `[B]`, none beyond the arrays."""
+    batch, query_len = operands.query.shape[:2]
+    pairs = (operands.query_lengths, query_len), (operands.key_lengths, operands.key.shape[1])
+    queries, keys = (
+        jnp.broadcast_to(size if x is None else jnp.clip(x, 0, size), batch) for x, size in pairs
+    )
+    return queries.astype(jnp.int32), keys.astype(jnp.int32)
+
+
+def zero_beyond(operands: Operands) -> Operands:
+    """Operands with zeros where the lengths say that nothing is, which weights of zero then multiply."""
+    if not has_lengths(operands):
+        return operands
+    query, key, value, *_ = zero_absent(positioned(operands))
+    return operands._replace(query=query, key=key, value=value)
+
+
 def vendor_state(out: Array, lse: Array, operands: Operands, settings: Settings) -> AttentionState:
     """The state from a vendor's outputs, with NaN where the energy is not finite.
 
-    Every row sees a key in calls that pass `check_plain`, so such an energy comes from a NaN or an
-    overflow, for which FlashAttention-2 writes plus infinity, as for no keys.
+    Lengths tell which rows see no key. All others see one in calls that pass `check_plain`, so such an energy
+    comes from a NaN or an overflow, for which FlashAttention-2 writes plus infinity, as for no keys.
     """
     broken = ~jnp.isfinite(lse)
     lse = jnp.where(broken, jnp.nan, lse)
     out = jnp.where(broken[..., None], jnp.nan, out.astype(out_dtype(operands, settings)))
-    return AttentionState(out, lse)
+    state = AttentionState(out, lse)
+    return only(_seeing(operands, settings), state, -jnp.inf) if has_lengths(operands) else state
 
 
-def pull_back(
-    pull: Pull, operands: Operands, state: AttentionState, cotangent: AttentionState
+def _seeing(operands: Operands, settings: Settings) -> Array:
+    """Which queries are there and see a key, by lengths, `[B, T, 1]`; of a window, its first."""
+    queries, keys = (x[:, None] for x in lengths(operands))
+    rows = jnp.arange(operands.query.shape[1], dtype=jnp.int32)[None]
+    first = jnp.maximum(rows - min(settings.rule.sides[0], operands.key.shape[1]), 0)
+    return ((rows < queries) & (first < keys))[..., None]
+
+
+def only(rows: Array, state: AttentionState, lse: float) -> AttentionState:
+    """A state, or a cotangent, with zeros for `out` and this `lse` but in these rows, `[B, T, N or 1]`."""
+    out = jnp.where(rows[..., None], state.out, 0)
+    energies = None if state.lse is None else jnp.where(rows, state.lse, lse)
+    return AttentionState(out, energies)  # pyright: ignore[reportArgumentType]
+
+
+def may_be_empty(operands: Operands) -> bool:
+    """Whether a row may see no key, by lengths or segments."""
+    return has_lengths(operands) or operands.query_segments is not None
+
+
+def without_empty(
+    operands: Operands, state: AttentionState, cotangent: AttentionState
+) -> tuple[AttentionState, AttentionState]:
+    """What a vendor's backward is given of both, so that nothing comes from a row without keys."""
+    if not may_be_empty(operands):
+        return state, cotangent
+    rows = holds_keys(state.lse)
+    return only(rows, state, FAR), only(rows, cotangent, 0)
+
+
+def present_cotangents(
+    operands: Operands, state: AttentionState, query: Array, key: Array, value: Array
 ) -> Operands:
-    r"""Both cotangents by a backward that takes that of `out` alone.
-
-    Its $\dot s_a = P_a (\dot{out}\cdot v_a - \dot{out}\cdot out)$ is linear in $\dot{out}$, for
-    any values and any $out$. So a second call with $v_a = (1, 1, 0, \dots)$, $out = 0$ and
-    $\dot{out} = (high, low, 0, \dots)$, where $high + low = \dot{lse}$ in two 16-bit numbers, gives
-    the missing term $P_a \dot{lse}$ at the same width.
-    """
-    out, d_out = (x.astype(operands.value.dtype) for x in (state.out, cotangent.out))
-    query, key, value = pull(operands.value, out, d_out)
-    if cotangent.lse is not None:
-        ones, zero, parts = _lse_operands(operands.value, out, cotangent.lse)
-        more_query, more_key, _ = pull(ones, zero, parts)
-        query, key = _add(query, more_query), _add(key, more_key)
+    """Cotangents with zeros where lengths say that nothing is, and where a query sees no key."""
+    if may_be_empty(operands):
+        query = jnp.where(holds_keys(state.lse)[..., None], query, 0)
+    if has_lengths(operands):
+        keys: Any = positioned(operands).key_positions
+        key, value = (jnp.where(keys[..., None, None] >= 0, x, 0) for x in (key, value))
     return cotangents(query, key, value, None)
 
 
@@ -90,6 +217,7 @@ def push_forward(
     platform: str | None,
 ) -> AttentionState | None:
     """The tangent of `kernel`, one of ours; None if it declines the call."""
+    operands = without_lengths(operands)
     try:
         kernel.check(operands, settings)
     except NotImplementedError:

@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings
-from ..call._state import AttentionState
 from ..call._target import check_capability, target_capability
+from ..masks._lengths import Lengths
 from ..masks._structure import SIDED
-from ..pallas.gpu._kernel import PallasGPU
-from ._adapter import check_plain, pull_back, push_forward, vendor_state, window_side
+from ._adapter import VendorGPU, check_plain, has_lengths, lengths, window_side
 
 FEWEST_ROWS = 64  # of queries and of keys; other kernels split the keys of few rows
 # The widest calls, backwards too, by the major capability; of a GPU that is not known yet, the largest. What cuDNN
@@ -31,8 +29,8 @@ LEAST_OF_WIDE = 91300  # before, some of the wide backwards were wrong; as cuDNN
 BROKEN = (91000, 91001)
 
 
-class CuDNN(AbstractKernel):
-    """cuDNN's flash attention: 16 bits, plain or causal, with a window to the left.
+class CuDNN(VendorGPU):
+    """cuDNN's flash attention: 16 bits, plain or causal, with a window to the left, and rows of any length.
 
     For GPUs of compute capability 8.0 or above. The gradients of queries are summed in an order
     that changes from run to run, unless `--xla_gpu_exclude_nondeterministic_ops` is set. A cotangent
@@ -40,10 +38,7 @@ class CuDNN(AbstractKernel):
     """
 
     name = "cudnn"
-    platforms = ("cuda",)
-    interpreted = ()
-    exported = False
-    masks = SIDED
+    masks = (*SIDED, Lengths)
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
@@ -53,7 +48,7 @@ class CuDNN(AbstractKernel):
         """
         check_capability(self.name, (8, 0))
         found = target_capability()
-        check_plain(operands, settings, 256 if found is None else WIDEST.get(found[0], WIDE))
+        check_plain(self, operands, settings, 256 if found is None else WIDEST.get(found[0], WIDE))
         _check_version(operands.query.shape[-1])
         for name, x in (("query", operands.query), ("key", operands.key)):
             if x.shape[1] < FEWEST_ROWS:
@@ -67,40 +62,21 @@ class CuDNN(AbstractKernel):
             )
         private_names("cudnn")
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
-        """One call of cuDNN."""
-        out, lse = _forward(*operands[:3], **_options(settings, operands.key.shape[1]))
-        return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
+    def attend(self, operands: Operands, settings: Settings) -> tuple[Array, Array]:
+        """The primitive of the forward."""
+        query, key, value = operands[:3]
+        given = query, key, value, *_unused_but_lengths(operands)
+        options = _options(operands, settings)
+        return tuple(private_names("cudnn").forward.bind(*given, **options, is_training=True))
 
-    def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
-    ) -> Operands:
-        """One call of cuDNN for each cotangent."""
-        options = _options(settings, operands.key.shape[1])
-        lse = state.lse.swapaxes(1, 2)
-
-        def pull(value: Array, out: Array, d_out: Array) -> Any:
-            return _backward(*operands[:2], value, lse, out, d_out, **options)
-
-        return pull_back(pull, operands, state, cotangent)
-
-    def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
-    ) -> AttentionState | None:
-        """That of pallas_gpu: the vendor has none."""
-        return push_forward(PallasGPU(), operands, settings, state, directions, platform)
+    def pull(
+        self, operands: Operands, settings: Settings, lse: Array, out: Array, d_out: Array
+    ) -> tuple[Array, Array, Array]:
+        """The primitive of the backward."""
+        query, key, value = operands[:3]
+        given = query, key, value, *_unused_but_lengths(operands), lse, out, d_out
+        found = private_names("cudnn").backward.bind(*given, **_options(operands, settings))
+        return tuple(found)
 
 
 def _check_version(width: int) -> None:
@@ -126,34 +102,20 @@ def _version() -> int | None:
         return None
 
 
-def _forward(query: Array, key: Array, value: Array, **options: object) -> Any:
-    """`(out, lse)`. The unused operands are biases, lengths and pages."""
-    unused = (jnp.zeros(0, query.dtype),) * 7
-    return private_names("cudnn").forward.bind(
-        query, key, value, *unused, **options, is_training=True
-    )
+def _unused_but_lengths(operands: Operands) -> list[Array]:
+    """Bias, lengths of queries and keys, offsets and pages, of which none is used but lengths."""
+    unused = [jnp.zeros(0, operands.query.dtype)] * 7
+    if has_lengths(operands):
+        unused[1:3] = lengths(operands)
+    return unused
 
 
-def _backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    lse: Array,
-    out: Array,
-    d_out: Array,
-    **options: object,
-) -> Any:
-    """The cotangents of query, key and value."""
-    unused = (jnp.zeros(0, query.dtype),) * 7
-    return private_names("cudnn").backward.bind(
-        query, key, value, *unused, lse, out, d_out, **options
-    )
-
-
-def _options(settings: Settings, keys: int) -> dict[str, Any]:
+def _options(operands: Operands, settings: Settings) -> dict[str, Any]:
     """The parameters of both primitives."""
     (left, right), found = settings.rule.sides, private_names("cudnn")
-    left = window_side(left, keys)
+    left = window_side(left, operands.key.shape[1])
+    padding = "PADDING_" if has_lengths(operands) else ""
+    mask = f"{padding}CAUSAL" if right == 0 else "PADDING" if padding else "NO_MASK"
     # since JAX 0.12: functions of the scores that cuDNN compiles into its kernel
     newer = {"score_mod_name", "score_mod_jaxpr"} & inspect.signature(
         found.lowering
@@ -163,7 +125,7 @@ def _options(settings: Settings, keys: int) -> dict[str, Any]:
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),  # no bias, and no gradient of one
-        "mask_type": found.Mask.CAUSAL if right == 0 else found.Mask.NO_MASK,
+        "mask_type": found.Mask[mask],
         "layout": found.Layout.BTNH.value,
         # the query's own key is included
         "sliding_window_length": None if left is None else left + 1,

@@ -10,18 +10,14 @@ import jax
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings
-from ..call._state import AttentionState
 from ..call._target import Capability, capability_of, target_capability
-from ..masks._structure import SIDED
-from ..pallas.gpu._kernel import PallasGPU
-from ._adapter import check_plain, pull_back, push_forward, vendor_state, window_side
+from ._adapter import VendorGPU, check_plain, window_side
 
 WIDEST = {8: 256, 9: 256, 10: 128, 12: 256}  # by the major compute capability
 
 
-class FA4(AbstractKernel):
+class FA4(VendorGPU):
     """FlashAttention-4 and its relatives: 16 bits, plain, causal or with a window.
 
     For GPUs of compute capability 8, 9, 10.0, 10.3 and 12. The gradients of queries, and those of keys and values of
@@ -29,10 +25,6 @@ class FA4(AbstractKernel):
     """
 
     name = "fa4"
-    platforms = ("cuda",)
-    interpreted = ()
-    exported = False
-    masks = SIDED
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
@@ -42,44 +34,20 @@ class FA4(AbstractKernel):
         found = target_capability()
         if found is not None:
             _check_here(found)
-        check_plain(operands, settings, WIDEST[9 if found is None else found[0]])
+        check_plain(self, operands, settings, WIDEST[9 if found is None else found[0]])
         _package()
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
-        """One call, with energies in float32."""
-        config, backend = _prepared(operands, settings)
-        out, lse = backend.fwd_lse(config, *operands[:3], ())
-        return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
+    def attend(self, operands: Operands, settings: Settings) -> tuple[Array, Array]:
+        """The package's forward, with energies in float32."""
+        config, backend = _configured(operands, settings)
+        return backend.fwd_lse(config, *operands[:3], ())
 
-    def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
-    ) -> Operands:
-        """One call for each cotangent."""
-        config, backend = _prepared(operands, settings)
-        lse = state.lse.swapaxes(1, 2)
-
-        def pull(value: Array, out: Array, d_out: Array) -> Any:
-            return backend.vjp(config, *operands[:2], value, out, lse, d_out, None, ())
-
-        return pull_back(pull, operands, state, cotangent)
-
-    def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
-    ) -> AttentionState | None:
-        """That of pallas_gpu, which takes all widths; the package has one for some."""
-        return push_forward(PallasGPU(), operands, settings, state, directions, platform)
+    def pull(
+        self, operands: Operands, settings: Settings, lse: Array, out: Array, d_out: Array
+    ) -> tuple[Array, Array, Array]:
+        """The package's backward."""
+        config, backend = _configured(operands, settings)
+        return backend.vjp(config, *operands[:3], out, lse, d_out, None, ())
 
 
 def _check_here(found: Capability) -> None:
@@ -92,7 +60,7 @@ def _check_here(found: Capability) -> None:
         )
 
 
-def _prepared(operands: Operands, settings: Settings) -> tuple[Any, Any]:
+def _configured(operands: Operands, settings: Settings) -> tuple[Any, Any]:
     """What the package is told of a call, and its kernels. A right side of 0 alone is its causal attention."""
     left, right = (window_side(x, operands.key.shape[1]) for x in settings.rule.sides)
     causal = left is None and right == 0

@@ -12,16 +12,12 @@ from typing import Any
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings
-from ..call._state import AttentionState
 from ..call._target import check_capability
-from ..masks._structure import SIDED
-from ..pallas.gpu._kernel import PallasGPU
-from ._adapter import check_plain, pull_back, push_forward, vendor_state, window_side
+from ._adapter import VendorGPU, check_plain, window_side
 
 
-class FlashAttn(AbstractKernel):
+class FlashAttn(VendorGPU):
     """FlashAttention-2: 16 bits, plain, causal or with a window.
 
     For GPUs of compute capability 8.0 to 9.0. The gradients of queries are summed in an order that
@@ -30,10 +26,6 @@ class FlashAttn(AbstractKernel):
     """
 
     name = "flash"
-    platforms = ("cuda",)
-    interpreted = ()
-    exported = False
-    masks = SIDED
 
     def check(self, operands: Operands, settings: Settings) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
@@ -41,44 +33,19 @@ class FlashAttn(AbstractKernel):
         capabilities; and if flash-attn-jax or a CUDA library is missing.
         """
         check_capability(self.name, (8, 0), below=(10, 0))
-        check_plain(operands, settings, widest=192)
+        check_plain(self, operands, settings, widest=192)
         _package()
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
-        """One call, with energies in float32."""
+    def attend(self, operands: Operands, settings: Settings) -> tuple[Array, Array]:
+        """The package's forward, with energies in float32."""
+        return _package().forward(*operands[:3], **_options(settings, operands.key.shape[1]))
+
+    def pull(
+        self, operands: Operands, settings: Settings, lse: Array, out: Array, d_out: Array
+    ) -> tuple[Array, Array, Array]:
+        """The package's backward."""
         options = _options(settings, operands.key.shape[1])
-        out, lse = _package().forward(*operands[:3], **options)
-        return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
-
-    def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
-    ) -> Operands:
-        """One call for each cotangent."""
-        options = _options(settings, operands.key.shape[1])
-        lse = state.lse.swapaxes(1, 2)
-
-        def pull(value: Array, out: Array, d_out: Array) -> Any:
-            return _package().backward(d_out, *operands[:2], value, out, lse, **options)
-
-        return pull_back(pull, operands, state, cotangent)
-
-    def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
-    ) -> AttentionState | None:
-        """That of pallas_gpu: the vendor has none."""
-        return push_forward(PallasGPU(), operands, settings, state, directions, platform)
+        return _package().backward(d_out, *operands[:3], out, lse, **options)
 
 
 def _options(settings: Settings, keys: int) -> dict[str, Any]:

@@ -12,20 +12,36 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from .._private import private_names
 from ..call._kernel import AbstractKernel
-from ..call._operands import Operands, Settings, cotangents
+from ..call._operands import Operands, Settings, positioned
 from ..call._state import AttentionState
+from ..masks._lengths import Lengths
+from ..masks._segments import Segments
 from ..masks._structure import SIDED
 from ..pallas.tpu._kernel import PallasTPU
 from ..xla._blockwise import backward_delta
-from ._adapter import check_plain, push_forward, vendor_state, window_side
+from ._adapter import (
+    check_plain,
+    has_lengths,
+    only,
+    present_cotangents,
+    push_forward,
+    vendor_state,
+    window_side,
+    without_empty,
+    zero_beyond,
+)
 
 _LEAST = 128  # rows in a block
 _MOST = 32768  # rows; masks are cut into blocks on the host, one by one
+_NO_KEY = (
+    -1e38
+)  # energies of rows without keys are below: a hidden pair's score is -0.7 of the largest float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +60,17 @@ class Splash(AbstractKernel):
     platforms = ("tpu",)
     interpreted = ("cpu", "cuda", "rocm")
     exported = True
-    masks = SIDED
+    masks = (*SIDED, Lengths, Segments)
 
     def check(self, operands: Operands, settings: Settings) -> None:
-        """Raises `NotImplementedError` for dtypes other than bfloat16; arrays of masks, biases,
-        positions or segments; widths above 256; numbers of queries or keys that are not multiples of
+        """Raises `NotImplementedError` for dtypes other than bfloat16; arrays of masks, biases or
+        positions; segments beside lengths; widths above 256; numbers of queries or keys that are not multiples of
         128 or above 32768; scales that are not powers of two; and versions of JAX without these
         kernels.
         """
-        check_plain(operands, settings, widest=256)
+        check_plain(self, operands, settings, widest=256)
+        if has_lengths(operands) and operands.query_segments is not None:
+            raise NotImplementedError("query_segment_ids: wanted None beside lengths, got an array")
         if operands.query.dtype != "bfloat16":
             raise NotImplementedError(f"query: wanted bfloat16, got {operands.query.dtype}")
         for name, x in (("query", operands.query), ("key", operands.key)):
@@ -68,11 +86,14 @@ class Splash(AbstractKernel):
         self, operands: Operands, settings: Settings, platform: str | None
     ) -> AttentionState:
         """One kernel, after a copy of the operands with heads in front."""
-        query, key, value = _scaled(operands, settings)
+        query, key, value = _scaled(zero_beyond(operands), settings)
         found = _kernel(settings.rule.sides, self._cut(query, key, settings), platform != "tpu")
         with _as_expected():
-            out, (lse,) = jax.vmap(found)(query, key, value)
-        return vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
+            out, (lse,) = jax.vmap(found)(query, key, value, _segments(operands))
+        state = vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
+        if operands.query_segments is None:
+            return state
+        return only(~(state.lse < _NO_KEY), state, -jnp.inf)
 
     def backward(
         self,
@@ -83,16 +104,17 @@ class Splash(AbstractKernel):
         platform: str | None,
     ) -> Operands:
         """Two kernels: one for the gradient of queries, one for the others; one where keys are one block."""
-        query, key, value = _scaled(operands, settings)
+        query, key, value = _scaled(zero_beyond(operands), settings)
         found = _kernel(settings.rule.sides, self._cut(query, key, settings), platform != "tpu")
+        shown, cotangent = without_empty(operands, state, cotangent)
         d_out = cotangent.out.astype(value.dtype)
-        rows = (state.lse, d_out, backward_delta(state, cotangent))
+        rows = (shown.lse, d_out, backward_delta(shown, cotangent))
         with _as_expected():
             pulled = jax.vmap(functools.partial(_pull, found))(
-                query, key, value, *(x.swapaxes(1, 2) for x in rows)
+                _segments(operands), query, key, value, *(x.swapaxes(1, 2) for x in rows)
             )
         query, key, value = (x.swapaxes(1, 2) for x in pulled)
-        return cotangents(query * settings.scale, key, value, None)
+        return present_cotangents(operands, state, query * settings.scale, key, value)
 
     def tangent(
         self,
@@ -139,20 +161,34 @@ class _Cut(NamedTuple):
         return self.keys == self.of_keys
 
 
+def _segments(operands: Operands) -> Any:
+    """The ids of queries and keys, `[B, T]` and `[B, S]`, or None; by lengths, 0 and, where nothing is, -1."""
+    ids: Any = operands.query_segments, operands.key_segments
+    if has_lengths(operands):
+        placed: Any = positioned(operands)
+        ids = (jnp.minimum(x, 0) for x in (placed.query_positions, placed.key_positions))
+    elif operands.query_segments is None:
+        return None
+    rows = operands.query.shape[0]
+    return private_names("splash").SegmentIds(
+        *(jnp.broadcast_to(x, (rows, x.shape[1])) for x in ids)
+    )
+
+
 def _scaled(operands: Operands, settings: Settings) -> list[Array]:
     """The operands with heads in front and scaled queries, which a power of two does not round."""
     query, key, value = operands[:3]
     return [x.swapaxes(1, 2) for x in (query * settings.scale, key, value)]
 
 
-def _pull(found: Any, query: Array, *others: Array) -> tuple[Array, Array, Array]:
+def _pull(found: Any, segments: Any, query: Array, *others: Array) -> tuple[Array, Array, Array]:
     """The cotangents of one batch entry's scaled queries, keys and values."""
     key, value, lse, d_out, delta = others
     options, blocks = dict(found.kwargs), found.kwargs["block_sizes"]
     for name in ("block_sizes", "save_residuals", "residual_checkpoint_name"):
         del options[name]
     options |= {x: getattr(blocks, x) for x in ("q_layout", "k_layout", "v_layout")}
-    arrays = (query, key, value, None, None, lse, d_out, delta)
+    arrays = (query, key, value, segments, None, lse, d_out, delta)
     d_query, d_key, d_value = private_names("splash").backward_key(
         *arrays,
         bq=blocks.block_q_dkv,

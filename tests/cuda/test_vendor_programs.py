@@ -110,6 +110,27 @@ def test_cudnn_backward(heads, lse):
     assert copies(program.as_text()) == []
 
 
+@pytest.mark.toolkits
+@pytest.mark.cuda
+def test_cudnn_lengths():
+    """Lengths that cuDNN's calls are not given."""
+
+    def run(lengths, *arrays):
+        def loss(*arrays):
+            options = {"implementation": "cudnn", "key_value_seq_lengths": lengths}
+            return (attend(*arrays, **options).out.astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(*arrays)
+
+    lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32, sharding=one())
+    lowered = jax.jit(run).lower(lengths, *operands((32, 8), one()))
+    text = lowered.as_text()
+    assert calls(text, "__cudnn$fmha") == ["Softmax", "SoftmaxBackward"]
+    given = re.findall(r"custom_call @__cudnn.*", text)
+    assert all("PADDING_CAUSAL" in x and x.count(f"tensor<{BATCH}xi32>") == 2 for x in given)
+    lowered.compile()
+
+
 @pytest.mark.cuda
 def test_cudnn_tangent():
     """A tangent by XLA's operations beside cuDNN's forward, or copies between the two."""

@@ -42,6 +42,17 @@ def test_gradients(chip, heads, kv_heads, width):
 
 
 @every_chip
+def test_segments(chip):
+    """Ids of segments in a layout that the compiler declines; lengths become such ids."""
+
+    def run(ids, *arrays):
+        return both_gradients(*arrays, query_segment_ids=ids, key_segment_ids=ids)
+
+    ids = "int32", 1, ROWS
+    compiled(chip, run, ids, *operands(ROWS, ROWS, 8, 2, 64), kernels=3)
+
+
+@every_chip
 def test_window(chip):
     """The smaller grid of a window, whose masks are cut differently."""
     run = functools.partial(attention, local_window_size=(1000, 0), scale=0.125)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 
 from ..._checks import received
-from ...call._eight_bits import widened_shapes
+from ...call._eight_bits import widened
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import Operands, Settings
 from ...call._state import AttentionState
@@ -65,7 +65,7 @@ class PallasGPU(AbstractKernel):
         XLA's Triton does not compile for; and for versions of JAX without Pallas on Triton.
         """
         check_capability(self.name, (8, 0))
-        wide = operands if operands.key_scale is None else widened_shapes(operands)
+        wide = operands if operands.key_scale is None else jax.eval_shape(widened, operands)
         check_operands(wide, DTYPES, ("bias", "mask"))
         self._plan(operands, settings, "forward")
         for kind in ("query", "key"):

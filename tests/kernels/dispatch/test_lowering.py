@@ -10,7 +10,9 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from energy_attn import attention
 from energy_attn.kernels import _private, local_attention
+from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.dispatch import _probe, _registry
 from energy_attn.kernels.masks._structure import sided
@@ -26,9 +28,9 @@ def abstract(dtype=jnp.bfloat16, sharding=None):
     return (jax.ShapeDtypeStruct((2, 256, 4, 64), dtype, sharding=sharding),) * 3
 
 
-def with_gradients(*arrays, implementation=None):
+def with_gradients(*arrays, **options):
     def run(*arrays):
-        return local_attention(*arrays, is_causal=True, implementation=implementation)
+        return local_attention(*arrays, is_causal=True, **options)
 
     state, back = jax.vjp(run, *arrays)
     return state, back(state._replace(lse=0 * state.lse))
@@ -74,6 +76,56 @@ def afresh(monkeypatch):
 def test_default(platform, dtype, wanted):
     """A kernel whose lowering needs other parameters than this JAX passes, or a GPU; XLA where a kernel fits."""
     assert calls(with_gradients, abstract(dtype), platform) == wanted
+
+
+ROWS = jax.ShapeDtypeStruct((2,), jnp.int32)
+PACKED = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("platform", "options", "wanted", "kernel"),
+    [
+        ("cuda", {"key_value_seq_lengths": ROWS}, {FORWARD, BACKWARD}, "cudnn"),
+        ("tpu", {"key_value_seq_lengths": ROWS}, {MOSAIC}, "splash"),
+        (
+            "tpu",
+            dict.fromkeys(("query_segment_ids", "key_segment_ids"), PACKED),
+            {MOSAIC},
+            "splash",
+        ),
+    ],
+    ids=["cuda-lengths", "tpu-lengths", "tpu-segments"],
+)
+def test_ragged(platform, options, wanted, kernel):
+    """A padded or packed batch that leaves the vendor's kernels, for positions that these do not take."""
+
+    def run(*arrays):
+        given = dict(zip(options, arrays[3:], strict=True))
+        names.append(_explained(platform, *arrays[:3], **given))
+        return with_gradients(*arrays[:3], **given)
+
+    names = []
+    assert calls(run, (*abstract(), *options.values()), platform) == wanted
+    assert names == [kernel]
+
+
+def test_ragged_rows_over_devices():
+    """Lengths that become positions where only rows are sharded, which leaves each device its whole sequences."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+
+    def run(*arrays):
+        return attention(*arrays[:3], key_value_seq_lengths=arrays[3], is_causal=True)
+
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, P("x"))
+        lengths = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=rows)
+        assert calls(run, (*abstract(sharding=rows), lengths), "cuda") == {FORWARD}
+
+
+def _explained(platform, *arrays, **options):
+    call = check_call(*arrays, is_causal=True, **options)
+    return _registry.explain(_registry.tried(), call.settings, call.operands, platform).name
 
 
 @pytest.mark.smoke

@@ -17,6 +17,7 @@ import pytest
 from energy_attn.kernels import AttentionState, _private, local_attention
 from energy_attn.kernels.call import _target
 from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _probe, _registry
 from energy_attn.kernels.vendor import _adapter, _cudnn, _fa4, _flash_attn, _splash
 from tests.support.naive import assert_all_close, select
@@ -93,9 +94,10 @@ class Calls:
 class FakeCuDNN(Calls):
     def seen(self, query, key, mask_type, sliding_window_length):
         behind = distances(query, key)  # the first query is aligned with the first key
-        seen = behind >= 0 if mask_type.name == "CAUSAL" else behind == behind
+        causal = mask_type.name in ("CAUSAL", "PADDING_CAUSAL")
+        seen = behind >= 0 if causal else behind == behind
         if sliding_window_length is not None:
-            assert mask_type.name == "CAUSAL" and sliding_window_length > 0
+            assert causal and sliding_window_length > 0
             seen &= behind < sliding_window_length
         return seen
 
@@ -104,9 +106,25 @@ class FakeCuDNN(Calls):
         # parameters of newer versions of JAX: functions of the scores
         assert options.pop("score_mod_name", None) is options.pop("score_mod_jaxpr", None) is None
         scale = options.pop("scale")
-        values, unused, others = arrays[:1], arrays[1:8], arrays[8:]
-        assert all(x.shape == (0,) for x in unused)
-        return run(query, key, *values, *others, seen=self.seen(query, key, **options), scale=scale)
+        values, (bias, *lengths, a, b, c, d), others = arrays[:1], arrays[1:8], arrays[8:]
+        assert all(x.shape == (0,) for x in (bias, a, b, c, d))
+        seen = self.seen(query, key, **options)
+        if not options["mask_type"].name.startswith("PADDING"):
+            assert all(x.shape == (0,) for x in lengths)
+            return run(query, key, *values, *others, seen=seen, scale=scale)
+        assert all(x.shape == query.shape[:1] and x.dtype == jnp.int32 for x in lengths)
+        there = [
+            jnp.arange(x.shape[1], dtype=jnp.int32)[None] < jnp.where(n > x.shape[1], 0, n)[:, None]
+            for x, n in zip((query, key), lengths, strict=True)
+        ]
+        seen = seen[None, None] & there[0][:, None, :, None] & there[1][:, None, None, :]
+        found = run(query, key, *values, *others, seen=seen, scale=scale)
+        # nothing is said of what is written beyond the lengths, of `lse` [B, N, T] neither
+        rows = [there[0], *there[1:] * 2] if others else [there[0]]
+        places = [
+            jnp.where(n[..., None, None], x, jnp.nan) for x, n in zip(found, rows, strict=False)
+        ]
+        return places if others else (*places, jnp.where(there[0][:, None], found[1], jnp.nan))
 
     def bind_forward(self, *args, is_training, **options):
         assert is_training  # or there are no statistics
@@ -208,6 +226,15 @@ def attend(arrays, problem, name):
     return local_attention(**arrays, **problem.options, implementation=name)
 
 
+def broken_beyond(problem, name, x):
+    """The array with NaN where a length says that nothing is."""
+    lengths = problem.query_seq_lengths if name == "query" else problem.key_value_seq_lengths
+    if x is None or lengths is None:
+        return x
+    there = np.arange(x.shape[1]) < np.asarray(lengths)[:, None]
+    return jnp.where(there.reshape(*there.shape, *[1] * (x.ndim - 2)), x, jnp.nan)
+
+
 def check(name, problem, dtype, cases=("both", "out", "lse")):
     arrays, _ = cast(problem, dtype)
 
@@ -216,8 +243,10 @@ def check(name, problem, dtype, cases=("both", "out", "lse")):
         state, back = jax.vjp(lambda arrays: attend(arrays, problem, name), arrays)
         return state._asdict() | back(AttentionState(dout, dlse))[0]
 
+    arrays = {n: broken_beyond(problem, n, x) for n, x in arrays.items()}
     for which in cases:
-        found = run(arrays, *select(which, *cotangents(problem, dtype)))
+        given = select(which, *cotangents(problem, dtype))
+        found = run(arrays, *(broken_beyond(problem, "query", x) for x in given))
         assert_all_close(found, problem, jnp.dtype(dtype), which, label=name)
 
 
@@ -240,6 +269,15 @@ FLASH_ALONE = {
         _make("vendor_few", **SIZES | {"T": 1, "S": 7}),
         _make("vendor_window", **SIZES | {"T": 23, "S": 23}, local_window_size=(3, 5)),
         _make("vendor_window_right", **SIZES, local_window_size=(64, 5)),
+    )
+}
+LENGTHS = {"query_seq_lengths": np.array([64, 9]), "key_value_seq_lengths": np.array([23, 64])}
+RAGGED = {
+    problem.name: problem
+    for problem in (
+        _make("ragged_keys", **SIZES | {"S": 96}, key_value_seq_lengths=np.array([96, 0])),
+        _make("ragged_causal", **SIZES, is_causal=True, **LENGTHS),
+        _make("ragged_window", **SIZES, is_causal=True, local_window_size=(9, 0), **LENGTHS),
     )
 }
 CASES = [(name, p) for name in ("cudnn", "flash", "fa4") for p in TAKEN.values()]
@@ -266,6 +304,31 @@ def test_state_and_gradients(name, problem, vendor):
     """Layouts, heads' groups, a window off by one, the cotangent of lse dropped or doubled."""
     vendor(name)
     check(name, problem, "bfloat16")
+
+
+@pytest.mark.parametrize("problem", RAGGED.values(), ids=str)
+def test_lengths(problem, vendor):
+    """Rows of any length without the vendor: positions, or what it leaves behind a length, in a state or gradient."""
+    calls = vendor("cudnn")
+    check("cudnn", problem, "bfloat16")
+    assert calls.forwards and calls.backwards
+
+
+def test_lengths_under_vmap(vendor):
+    """Lengths of one of the mapped calls for all, or beyond the keys, of which cuDNN would read what is behind them."""
+    calls = vendor("cudnn")
+    problem = RAGGED["ragged_causal"]
+    arrays, _ = cast(problem, "bfloat16")
+
+    def run(arrays, length):
+        return local_attention(
+            **arrays, is_causal=True, key_value_seq_lengths=length, implementation="cudnn"
+        )
+
+    lengths = jnp.array([23, 64], jnp.int32)
+    found = jax.jit(jax.vmap(run))(arrays, jnp.array([23, 999], jnp.int32))
+    assert calls.forwards == 1
+    jax.tree.map(np.testing.assert_array_equal, found, jax.jit(run)(arrays, lengths))
 
 
 @pytest.mark.parametrize(("name", "problem"), CASES, ids=str)
@@ -390,9 +453,14 @@ DECLINED = (
     (ALL, {"bias": np.zeros((1, 1, 1, 1))}, "bfloat16", "bias: wanted None"),
     (ALL, {"mask": np.ones((1, 1, 1, 1), bool)}, "bfloat16", "mask: wanted None"),
     (ALL, {"query_positions": POSITIONS}, "bfloat16", "query_positions: wanted None"),
-    (ALL, {"key_value_seq_lengths": POSITIONS[0, 5:6]}, "bfloat16", "positions: wanted None"),
     (
-        ALL,
+        ("flash", "fa4"),
+        {"key_value_seq_lengths": POSITIONS[0, 5:6]},
+        "bfloat16",
+        "positions: wanted None",
+    ),
+    (
+        ("cudnn", "flash", "fa4"),
         {"query_segment_ids": POSITIONS, "key_segment_ids": POSITIONS},
         "bfloat16",
         "query_segments: wanted None",
@@ -423,6 +491,16 @@ DECLINED = (
     (("cudnn",), {"local_window_size": 5}, "bfloat16", "window_size: wanted no keys after"),
     (("splash",), {}, "float16", "query: wanted bfloat16, got float16"),
     (("splash",), {"query": BASE.query[:, :63]}, "bfloat16", "query: wanted a multiple of 128"),
+    (
+        ("splash",),
+        {
+            "query_segment_ids": POSITIONS,
+            "key_segment_ids": POSITIONS,
+            "key_value_seq_lengths": POSITIONS[0, 5:6],
+        },
+        "bfloat16",
+        "query_segment_ids: wanted None beside lengths",
+    ),
     (("splash",), {"scale": 0.3}, "bfloat16", "scale: wanted a power of two, got 0.3"),
 )
 
@@ -439,7 +517,7 @@ def test_declines(name, changes, dtype, reason, monkeypatch):
     problem = replace(BASE, **changes)
     call = check_call(**cast(problem, dtype)[0], **problem.options)
     with pytest.raises(NotImplementedError, match=reason):
-        KERNELS[name]().check(call.operands, call.settings)
+        check_call_of(KERNELS[name](), call.operands, call.settings)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -587,6 +665,37 @@ SPLASH = {
 def test_splash(problem, splash):
     """The kernels themselves: masks, heads' groups, scaled queries, and delta with the cotangent of lse in it."""
     check("splash", problem, "bfloat16")
+
+
+RAGGED_SPLASH = {
+    problem.name: problem
+    for problem in (
+        _make(
+            "splash_lengths",
+            *(2, 256, 256, 2),
+            K=1,
+            H=64,
+            is_causal=True,
+            query_seq_lengths=np.array([256, 9]),
+            key_value_seq_lengths=np.array([100, 256]),
+        ),
+        _make("splash_keys", *(2, 128, 256), H=64, key_value_seq_lengths=np.array([130, 0])),
+        _make(
+            "splash_segments",
+            *(2, 128, 128),
+            H=64,
+            is_causal=True,
+            query_segment_ids=(np.arange(128) // np.array([[50], [30]])).astype(np.int32),
+            key_segment_ids=(np.arange(128) // np.array([[50], [40]])).astype(np.int32),
+        ),
+    )
+}
+
+
+@pytest.mark.parametrize("problem", RAGGED_SPLASH.values(), ids=str)
+def test_splash_lengths_and_segments(problem, splash):
+    """Rows without keys, of which the kernels make the mean of all values, or what is behind a length, NaN included."""
+    check("splash", problem, "bfloat16", ("both",))
 
 
 @pytest.mark.parametrize(
