@@ -4,7 +4,9 @@ import importlib as _importlib
 from types import ModuleType as _ModuleType
 
 from .call._foreign import as_state as as_state
+from .call._kernel import AbstractJAXKernel as AbstractJAXKernel
 from .call._kernel import AbstractKernel as AbstractKernel
+from .call._operands import KernelCall as KernelCall
 from .call._operands import Operands as Operands
 from .call._operands import Settings as Settings
 from .call._state import AttentionState as AttentionState

@@ -76,6 +76,7 @@ from .dispatch._lowering import platform_here as platform_here
 from .dispatch._onto import attend_onto as attend_onto
 from .dispatch._registry import attend as attend
 from .dispatch._registry import candidates as candidates
+from .dispatch._registry import differentiated_by_jax as differentiated_by_jax
 from .dispatch._registry import explain as explain
 from .dispatch._registry import tried as tried
 from .dispatch._taylor import check_taylor as check_taylor

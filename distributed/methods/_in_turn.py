@@ -25,6 +25,7 @@ from energy_attn.kernels.internal import (
     beside,
     cast_like,
     cotangents,
+    differentiated_by_jax,
     empty_like,
     function_call,
     keep_moved,
@@ -117,7 +118,7 @@ def attend_in_turn(
         key_positions=whole(positions, turns.size, turns.axes),
         key_segments=whole(segments, turns.size, turns.axes),
     )
-    if names == ("reference",):
+    if differentiated_by_jax(names):
         return _attend(names, settings, turns, operands)
     return function_call(_InTurn(names, settings, turns), operands)
 

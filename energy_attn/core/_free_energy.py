@@ -32,6 +32,7 @@ from energy_attn.kernels.internal import (
     check_options,
     check_sink,
     check_source,
+    differentiated_by_jax,
     is_static,
     received,
     split_mask,
@@ -179,7 +180,7 @@ def prepare(
         plan = local_sharding_plan(parallel, query, key, value)
     else:
         plan = sharding_plan(parallel, query, key, value)
-    if call.names != ("reference",):
+    if not differentiated_by_jax(call.names):
         cite("milakov", "flash")
     if plan is not None and plan.axes:
         cite(plan.method)
@@ -210,7 +211,7 @@ def _check_inside(arrays: Arrays) -> None:
 
 def energy_at(calls: Calls, source: Source, parts: Parts) -> Array:
     """The energies of prepared calls over the union of their keys, at a checked source."""
-    if source is None or all(call.names == ("reference",) for call in calls):
+    if source is None or all(differentiated_by_jax(call.names) for call in calls):
         return _shared(*state_at(calls, source, parts))[1]
     return _energy(calls, source, parts)
 
@@ -243,7 +244,7 @@ def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
     if varying:
         zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
     if isinstance(zero, jax.Array):
-        calls = tuple(x._replace(at_zero=x.names != ("reference",)) for x in calls)
+        calls = tuple(x._replace(at_zero=not differentiated_by_jax(x.names)) for x in calls)
     return calls, zero
 
 

@@ -10,17 +10,28 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..masks._abstract import AbstractMask
+from ..masks._all import All
 from ..masks._lengths import Lengths
 from ._eight_bits import widened
-from ._operands import Operands, Settings, without_lengths
+from ._operands import (
+    KernelCall,
+    Operands,
+    differentiated,
+    has_lengths,
+    map_some,
+    with_moved,
+    without_lengths,
+)
 from ._state import AttentionState
 
 
 class AbstractKernel(abc.ABC):
     """Computes the state `(out, lse)` of a call, and its derivative in both modes.
 
-    The operands may be `jax.ShapeDtypeStruct`s in `check`; elsewhere they are arrays, traced or not.
-    The other methods are called only if `check` passes.
+    The methods take a [`KernelCall`][energy_attn.kernels.KernelCall], whose operands may be
+    `jax.ShapeDtypeStruct`s in `check`; elsewhere they are arrays, traced or not. The other methods are called only
+    if `check` passes. A kernel of JAX's operations is an
+    [`AbstractJAXKernel`][energy_attn.kernels.AbstractJAXKernel], which needs `forward` alone.
 
     Attributes:
         name: its name in `implementation=`.
@@ -34,16 +45,18 @@ class AbstractKernel(abc.ABC):
             given to it. `AbstractMask` stands for all rules. With `Lengths` among them it gets
             `query_lengths` and `key_lengths` as they are; otherwise positions in their place.
         scores: whether it computes scores of `energy_attn.scores`; if not, it gets no call with one.
+        differentiated_by_jax: whether all derivatives are JAX's own of `forward`, those of any order and that in
+            the source too. Otherwise those of second order are of the blockwise kernel, which computes the same.
 
     Examples:
         >>> from energy_attn.kernels import AbstractKernel
         >>> class Nothing(AbstractKernel):
         ...     name, platforms, interpreted, exported, masks = "nothing", (), (), True, ()
-        ...     def check(self, operands, settings):
+        ...     def check(self, call):
         ...         raise NotImplementedError("query: wanted another kernel")
-        ...     def forward(self, operands, settings, platform):
+        ...     def forward(self, call):
         ...         raise NotImplementedError
-        ...     def backward(self, operands, settings, state, cotangent, platform):
+        ...     def backward(self, call, state, cotangent):
         ...         raise NotImplementedError
         >>> Nothing().name
         'nothing'
@@ -55,43 +68,34 @@ class AbstractKernel(abc.ABC):
     exported: ClassVar[bool]
     masks: ClassVar[tuple[type[AbstractMask], ...]]
     scores: ClassVar[bool] = False
+    differentiated_by_jax: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` with the reason for calls that it does not take.
 
         Looks at shapes, dtypes and installed packages, never at values.
         """
 
     @abc.abstractmethod
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
+    def forward(self, call: KernelCall) -> AttentionState:
         """The state: `out` `[B, T, N, Hv]` in value's dtype; `lse` `[B, T, N]`, natural, wide.
 
-        Fully masked rows have `out = 0` and `lse = -inf`. `platform` is the one the program is
-        lowered for; None if not yet known, which happens only to kernels of XLA's operations.
+        Fully masked rows have `out = 0` and `lse = -inf`.
         """
 
-    def forward_and_rest(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> tuple[AttentionState, Array]:
+    def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
         """The state of `forward`, and what rounding took from `lse`, `[B, T, N]`; 0 by default.
 
         The weights of a backward are `exp(s - lse)`, whose sum is off by as much as `lse` is, by 1% from 3e5 on in
         float32: so they are divided by the exponential of the rest.
         """
-        state = self.forward(operands, settings, platform)
+        state = self.forward(call)
         return state, jnp.zeros_like(state.lse)
 
     @abc.abstractmethod
     def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         r"""The cotangents of the operands, in their dtypes; None for masks, positions, segments.
 
@@ -102,12 +106,7 @@ class AbstractKernel(abc.ABC):
         """
 
     def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
         r"""The derivative of the state in a direction, of which `backward` is the transpose.
 
@@ -119,17 +118,74 @@ class AbstractKernel(abc.ABC):
         their dtypes. Fully masked rows get zeros. By default None: that of the blockwise
         implementation is taken.
         """
-        del operands, settings, state, directions, platform
+        del call, state, directions
         return None
 
-    def reads_eight_bits(self, operands: Operands, settings: Settings) -> bool:
+    def reads_eight_bits(self, call: KernelCall) -> bool:
         """Whether `forward` reads keys and values of eight bits as they are stored, in a call with scales.
 
         If not, as by default, it gets them widened to the dtype of the query, and no scales; so do the other
         methods always. Looks at shapes and dtypes.
         """
-        del operands, settings
+        del call
         return False
+
+
+class AbstractJAXKernel(AbstractKernel):
+    """A kernel of JAX's operations, whose backward and tangent are JAX's derivatives of its `forward`.
+
+    Its `name` and `forward` are all that a subclass must have. By default it gets plain calls: any dtype, full
+    attention, no bias or mask, and all queries and keys there; `masks`, `scores` and `check` say what else it takes.
+    It computes grouped heads: query head `n` reads key head `n // (N / K)`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> from energy_attn.kernels import AbstractJAXKernel, AttentionState
+        >>> class Softmax(AbstractJAXKernel):
+        ...     name = "softmax"
+        ...     def forward(self, call):
+        ...         query, key, value = call.operands[:3]
+        ...         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], 2) for x in (key, value))
+        ...         scores = call.settings.scale * jnp.einsum("btnh,bsnh->btns", query, key)
+        ...         out = jnp.einsum("btns,bsnh->btnh", jax.nn.softmax(scores), value)
+        ...         return AttentionState(out, jax.nn.logsumexp(scores, -1))
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> out = ea.attention(q, k, v, implementation=Softmax())
+        >>> bool(jnp.allclose(out, ea.attention(q, k, v), atol=1e-6))
+        True
+    """
+
+    platforms = ()
+    interpreted = ()
+    exported = True
+    masks = (All,)
+
+    def check(self, call: KernelCall) -> None:
+        """Raises `NotImplementedError` for arrays of biases, masks, positions or segments."""
+        decline_arrays(call.operands, Operands._fields[3:])
+
+    def backward(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> Operands:
+        """JAX's derivative of `forward`."""
+        del state
+        given = differentiated(call.operands)
+        found, pull = jax.vjp(functools.partial(self._of_moved, call), given)
+        if cotangent.lse is None:
+            cotangent = cotangent._replace(lse=jnp.zeros_like(found.lse))
+        return pull(cotangent)[0]
+
+    def tangent(
+        self, call: KernelCall, state: AttentionState, directions: Operands
+    ) -> AttentionState:
+        """JAX's derivative of `forward`."""
+        del state
+        given = map_some(lambda _, x: x, directions, call.operands)
+        return jax.jvp(functools.partial(self._of_moved, call), (given,), (directions,))[1]
+
+    def _of_moved(self, call: KernelCall, moved: Operands) -> AttentionState:
+        return self.forward(call._replace(operands=with_moved(call.operands, moved)))
 
 
 Candidate = str | AbstractKernel  # what may compute a call: a name of the registry, or a kernel
@@ -140,12 +196,13 @@ def knows_rest(kernel: AbstractKernel) -> bool:
     return type(kernel).forward_and_rest is not AbstractKernel.forward_and_rest
 
 
-def check_call_of(kernel: AbstractKernel, operands: Operands, settings: Settings) -> None:
+def check_call_of(kernel: AbstractKernel, call: KernelCall) -> None:
     """Raises `NotImplementedError` with the reason for calls that a kernel does not take.
 
     Also for rules that it does not know, so that none is ever ignored, and for ids of 64 bits, so that none
     is cut off.
     """
+    operands, settings, _ = call
     unknown = [x.__name__ for x in settings.rule.classes if not issubclass(x, kernel.masks)]
     if unknown:
         known = " or ".join(x.__name__ for x in kernel.masks)
@@ -162,22 +219,22 @@ def check_call_of(kernel: AbstractKernel, operands: Operands, settings: Settings
             raise NotImplementedError(
                 f"{name.removesuffix('s')}_ids: wanted int32, got {ids.dtype} (blockwise takes it)"
             )
-    kernel.check(_shapes_as_read(kernel, operands, settings), settings)
+    if operands.key_scale is not None or has_lengths(operands):
+        read = jax.eval_shape(
+            lambda x: as_read(kernel, call._replace(operands=x)).operands, operands
+        )
+        # without the mesh axes of a jax.shard_map, of which `eval_shape` takes none back
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), read)
+        call = call._replace(operands=shapes)
+    kernel.check(call)
 
 
-def as_read(kernel: AbstractKernel, operands: Operands, settings: Settings) -> Operands:
+def as_read(kernel: AbstractKernel, call: KernelCall) -> KernelCall:
     """What a kernel gets: positions unless it knows lengths, keys and values widened unless it reads eight bits."""
-    if Lengths not in kernel.masks:
-        operands = without_lengths(operands)
-    if operands.key_scale is not None and not kernel.reads_eight_bits(operands, settings):
+    operands = call.operands if Lengths in kernel.masks else without_lengths(call.operands)
+    if operands.key_scale is not None and not kernel.reads_eight_bits(call):
         operands = widened(operands)
-    return operands
-
-
-def _shapes_as_read(kernel: AbstractKernel, operands: Operands, settings: Settings) -> Operands:
-    if operands.key_scale is None and operands.query_lengths is operands.key_lengths is None:
-        return operands
-    return jax.eval_shape(functools.partial(as_read, kernel, settings=settings), operands)
+    return call._replace(operands=operands)
 
 
 def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[str]) -> None:
@@ -185,11 +242,16 @@ def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[
 
     For `AbstractKernel.check`. Raises `NotImplementedError` with the reason.
     """
-    for name in without:
-        if jax.tree.leaves(getattr(operands, name)):
-            raise NotImplementedError(f"{name}: wanted None, got an array (blockwise takes it)")
+    decline_arrays(operands, without)
     for name, x in zip(Operands._fields[:3], operands[:3], strict=True):
         if x.dtype.name not in dtypes:
             raise NotImplementedError(f"{name}: wanted {' or '.join(dtypes)}, got {x.dtype}")
         if 0 in x.shape:
             raise NotImplementedError(f"{name}: wanted no empty axis, got shape {x.shape}")
+
+
+def decline_arrays(operands: Operands, names: Sequence[str]) -> None:
+    """Raises `NotImplementedError` for arrays in any of these fields of the operands."""
+    for name in names:
+        if jax.tree.leaves(getattr(operands, name)):
+            raise NotImplementedError(f"{name}: wanted None, got an array (blockwise takes it)")

@@ -109,6 +109,26 @@ class Settings(NamedTuple):
         return self.rule.constrains or (self.score is not None and self.score.compares)
 
 
+class KernelCall(NamedTuple):
+    """A call of a kernel, whose methods take it.
+
+    Attributes:
+        operands: the arrays; in `check` they may be `jax.ShapeDtypeStruct`s.
+        settings: the static options.
+        platform: what the program is lowered for; None if not yet known, which happens only to kernels of
+            XLA's operations, and to `check`.
+
+    Examples:
+        >>> from energy_attn.kernels import KernelCall
+        >>> KernelCall._fields
+        ('operands', 'settings', 'platform')
+    """
+
+    operands: Operands
+    settings: Settings
+    platform: str | None = None
+
+
 def cotangents(
     query: Array | None,
     key: Array | None,
@@ -166,10 +186,14 @@ def with_default_positions(operands: Operands, settings: Settings) -> Operands:
     return positioned(operands) if settings.compares else without_lengths(operands)
 
 
+def has_lengths(operands: Operands) -> bool:
+    """Whether lengths say which queries or keys are there."""
+    return operands.query_lengths is not None or operands.key_lengths is not None
+
+
 def without_lengths(operands: Operands) -> Operands:
     """Operands with positions in place of lengths, if there are any."""
-    given = operands.query_lengths is not None or operands.key_lengths is not None
-    return positioned(operands) if given else operands
+    return positioned(operands) if has_lengths(operands) else operands
 
 
 def positioned(operands: Operands) -> Operands:

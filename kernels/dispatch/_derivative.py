@@ -8,8 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..call._kernel import AbstractKernel, as_read, knows_rest
-from ..call._operands import Operands, Settings, cotangents, differentiated, without_lengths
+from ..call._kernel import AbstractKernel, knows_rest
+from ..call._operands import (
+    KernelCall,
+    Operands,
+    Settings,
+    cotangents,
+    differentiated,
+    without_lengths,
+)
 from ..call._state import AttentionState, divided
 from ..xla._blockwise import Blockwise, empty_like
 from ..xla._tangent import tangent
@@ -190,12 +197,12 @@ class _OfKernels(AbstractDerivative):
     settings: Settings
 
     def tangent(self, saved: Saved, directions: Operands) -> AttentionState:
-        given = self.kernels, self.settings, saved.operands, saved.state
-        return run_when_lowered(_tangent, _like_state, *given, directions)
+        of = self.kernels, self.settings, saved.operands
+        return run_when_lowered(_tangent, _like_state, *of, saved.state, directions)
 
     def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
-        given = self.kernels, wanting(self.settings, moved), *saved
-        return run_when_lowered(_backward, _like_operands, *given, cotangent)
+        of = self.kernels, wanting(self.settings, moved), saved.operands
+        return run_when_lowered(_backward, _like_operands, *of, saved.state, saved.rest, cotangent)
 
     def plain(self) -> AbstractDerivative:
         # All kernels compute the same function, so the derivative of any tangent or backward is that
@@ -204,16 +211,12 @@ class _OfKernels(AbstractDerivative):
         return _OfKernels((blockwise,), self.settings)
 
 
-def _forward(
-    kernel: AbstractKernel, settings: Settings, platform: str | None, operands: Operands
-) -> AttentionState:
-    return kernel.forward(as_read(kernel, operands, settings), settings, platform)
+def _forward(kernel: AbstractKernel, call: KernelCall) -> AttentionState:
+    return kernel.forward(call)
 
 
-def _with_rest(
-    kernel: AbstractKernel, settings: Settings, platform: str | None, operands: Operands
-) -> tuple[AttentionState, Array]:
-    return kernel.forward_and_rest(as_read(kernel, operands, settings), settings, platform)
+def _with_rest(kernel: AbstractKernel, call: KernelCall) -> tuple[AttentionState, Array]:
+    return kernel.forward_and_rest(call)
 
 
 def _like_rest(settings: Settings, operands: Operands) -> tuple[AttentionState, Array]:
@@ -222,32 +225,24 @@ def _like_rest(settings: Settings, operands: Operands) -> tuple[AttentionState, 
 
 
 def _tangent(
-    kernel: AbstractKernel,
-    settings: Settings,
-    platform: str | None,
-    operands: Operands,
-    state: AttentionState,
-    directions: Operands,
+    kernel: AbstractKernel, call: KernelCall, state: AttentionState, directions: Operands
 ) -> AttentionState:
-    operands = as_read(kernel, operands, settings)
-    found = kernel.tangent(operands, settings, state, directions, platform)
-    operands = without_lengths(operands)
-    return tangent(operands, settings, state, directions) if found is None else found
+    found = kernel.tangent(call, state, directions)
+    if found is not None:
+        return found
+    return tangent(without_lengths(call.operands), call.settings, state, directions)
 
 
 def _backward(
     kernel: AbstractKernel,
-    settings: Settings,
-    platform: str | None,
-    operands: Operands,
+    call: KernelCall,
     state: AttentionState,
     rest: Array,
     cotangent: AttentionState,
 ) -> Operands:
     if knows_rest(kernel):
         cotangent = divided(cotangent, rest)
-    operands = as_read(kernel, operands, settings)
-    return kernel.backward(operands, settings, state, cotangent, platform)
+    return kernel.backward(call, state, cotangent)
 
 
 def _like_state(settings: Settings, operands: Operands, state: AttentionState, *_: Any) -> Any:

@@ -17,12 +17,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, PyTree
 
-from ..call._kernel import AbstractKernel, check_call_of
-from ..call._operands import Operands, Settings, is_static
+from ..call._kernel import AbstractKernel, as_read, check_call_of
+from ..call._operands import KernelCall, Operands, Settings, is_static
 from ..call._target import Device, lowered_for
 from ._probe import obstacle
 
-KernelMethod = Callable[..., Any]  # (kernel, settings, platform, *args) to arrays
+KernelMethod = Callable[..., Any]  # (kernel, call, *args) to arrays
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -32,14 +32,16 @@ def run_when_lowered(
     like: Callable[..., Any],
     kernels: Sequence[AbstractKernel],
     settings: Settings,
-    *args: PyTree,
+    operands: Operands,
+    *others: PyTree,
 ) -> Any:
-    """`method(kernel, settings, platform, *args)`, with the kernel chosen when the program is lowered.
+    """`method(kernel, call, *others)`, with the kernel chosen when the program is lowered.
 
-    `like(settings, *args)` returns arrays of the results' types. Lowering raises as `first_fitting`.
+    `like(settings, operands, *others)` returns arrays of the results' types. Lowering raises as `first_fitting`.
     """
     if not kernels[0].platforms:
-        return method(kernels[0], settings, None, *args)
+        return method(kernels[0], as_read(kernels[0], KernelCall(operands, settings)), *others)
+    args = operands, *others
     flat, tree = jax.tree.flatten(args)
     found = _bind(
         *flat,
@@ -71,7 +73,7 @@ class Program(NamedTuple):
     exported: bool = False
     symbolic: bool = False
     device: Device | None = None
-    call: tuple[Operands, Settings] | None = None
+    call: KernelCall | None = None
 
 
 def first_fitting(kernels: Sequence[AbstractKernel], program: Program) -> AbstractKernel:
@@ -121,7 +123,7 @@ def _declined(kernel: AbstractKernel, program: Program) -> str | None:
         return None  # it has been asked when the call was traced
     try:
         with lowered_for(program.device):
-            check_call_of(kernel, *program.call)
+            check_call_of(kernel, program.call)
     except NotImplementedError as reason:
         return str(reason)
     return None
@@ -140,7 +142,9 @@ def _run(
     tree: Any,
 ) -> list[Any]:
     def run(*flat: Array) -> list[Any]:
-        return jax.tree.leaves(method(kernel, settings, platform, *jax.tree.unflatten(tree, flat)))
+        operands, *others = jax.tree.unflatten(tree, flat)
+        call = as_read(kernel, KernelCall(operands, settings, platform))
+        return jax.tree.leaves(method(kernel, call, *others))
 
     if kernel.platforms and levels and _is_one_batch(settings, tree.unflatten(flat), flat):
         return _as_one_batch(run, levels, flat)
@@ -253,7 +257,7 @@ def _lower(
         exported=is_exported(context),
         symbolic=not all(is_static(*x.shape) for x in ctx.avals_in),
         device=_device(context, on),
-        call=(_operands(ctx.avals_in, **params), params["settings"]),
+        call=KernelCall(_operands(ctx.avals_in, **params), params["settings"]),
     )
     kernel = first_fitting(kernels, program)
     run = functools.partial(_run, kernel=kernel, platform=on, **params)

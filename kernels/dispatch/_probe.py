@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..call._kernel import AbstractKernel
-from ..call._operands import Operands, Settings
+from ..call._operands import KernelCall, Operands, Settings
 from ..masks._structure import sided
 
 _ROWS, _HEADS, _WIDTH = 640, 2, 64  # sizes that all vendors' kernels take, in several blocks
@@ -45,13 +45,14 @@ def _try(kernel: AbstractKernel, platform: str) -> str | None:
     operands = Operands(query, key, key, None, None, None, None)  # pyright: ignore[reportArgumentType]
     settings = Settings(_WIDTH**-0.5, sided(right=0))
     try:
-        kernel.check(operands, settings)
+        kernel.check(KernelCall(operands, settings))
     except NotImplementedError:
         return None  # a call that the kernel declines says nothing about the others
 
     def run(operands: Operands) -> Any:
-        state = kernel.forward(operands, settings, platform)
-        return state, kernel.backward(operands, settings, state, state, platform)
+        call = KernelCall(operands, settings, platform)
+        state = kernel.forward(call)
+        return state, kernel.backward(call, state, state)
 
     wanted = query, jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32), operands
     try:

@@ -10,8 +10,8 @@ from jaxtyping import Array
 
 from .._checks import received
 from .._varying import vary_together
-from ..call._kernel import AbstractKernel, Candidate, check_call_of
-from ..call._operands import Operands, Settings, is_static, without_lengths
+from ..call._kernel import AbstractKernel, Candidate, as_read, check_call_of
+from ..call._operands import KernelCall, Operands, Settings, is_static, without_lengths
 from ..call._state import AttentionState
 from ..call._target import Device
 from ..pallas.gpu._kernel import PallasGPU
@@ -96,6 +96,15 @@ def tried() -> tuple[str, ...]:
     return tuple(name for name in _REGISTRY if name not in _BY_NAME)
 
 
+def differentiated_by_jax(names: Sequence[Candidate]) -> bool:
+    """Whether JAX differentiates whatever computes a call, by its operations."""
+    return all(_kernel_of(name).differentiated_by_jax for name in names)
+
+
+def _kernel_of(name: Candidate) -> AbstractKernel:
+    return _REGISTRY[name] if isinstance(name, str) else name
+
+
 class Explanation(NamedTuple):
     """The implementation that takes a call, and why those before it decline."""
 
@@ -127,8 +136,6 @@ def candidates(implementation: Candidate | Sequence[Candidate] | None) -> tuple[
 def _named(given: Candidate) -> Sequence[Candidate]:
     if given == "xla":
         return [name for name, kernel in _REGISTRY.items() if not kernel.platforms]
-    if isinstance(given, Reference):
-        return [given.name]
     if isinstance(given, AbstractKernel):
         _check_kernel(given)
     elif given not in _REGISTRY:
@@ -160,7 +167,8 @@ def attend(names: Sequence[Candidate], settings: Settings, operands: Operands) -
     `NotImplementedError` if the only one declines, and an `ExceptionGroup` of all reasons if several
     do.
     """
-    check_taylor(names, operands)
+    if not differentiated_by_jax(names):
+        check_taylor(operands)
     return _attend(tuple(names), settings, vary_together(operands))
 
 
@@ -171,9 +179,8 @@ def _attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands
     if operands.key_scale is not None:
         operands = without_lengths(operands)
         return attend_eight_bits(_attend, names, kernels, settings, operands)
-    if isinstance(kernels[0], Reference):
-        # differentiated by JAX, to any order and in both modes
-        return kernels[0].forward(without_lengths(operands), settings, None)
+    if kernels[0].differentiated_by_jax:
+        return kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
     return differentiable_attention(kernels, settings, operands)
 
 
@@ -190,7 +197,7 @@ def explain(
     `attend`.
     """
     kernels, declined = _accepting(names, settings, operands)
-    program = Program(platform, device=device, call=(operands, settings))
+    program = Program(platform, device=device, call=KernelCall(operands, settings))
     chosen = first_fitting(kernels, program)
     declined |= {
         kernel.name: reason for kernel in kernels if (reason := why_unfit(kernel, program))
@@ -207,12 +214,12 @@ def _accepting(
     kernels: list[AbstractKernel] = []
     reasons: list[tuple[str, NotImplementedError]] = []
     for name in names:
-        kernel = _REGISTRY[name] if isinstance(name, str) else name
+        kernel = _kernel_of(name)
         try:
             if kernel.platforms:
                 _check_known(operands)
                 _check_unsplit(operands)
-            check_call_of(kernel, operands, settings)
+            check_call_of(kernel, KernelCall(operands, settings))
         except NotImplementedError as reason:
             reasons.append((kernel.name, reason))
             continue

@@ -12,9 +12,11 @@ from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel, check_operands
 from ..call._operands import (
+    KernelCall,
     Operands,
     Settings,
     cotangents,
+    has_lengths,
     out_dtype,
     positioned,
     without_lengths,
@@ -40,29 +42,23 @@ class VendorGPU(AbstractKernel):
     masks = SIDED
 
     @abc.abstractmethod
-    def attend(self, operands: Operands, settings: Settings) -> tuple[Array, Array]:
+    def attend(self, call: KernelCall) -> tuple[Array, Array]:
         """`out` `[B, T, N, H]`, and `lse` `[B, N, T]` in float32, both of any value in rows without keys."""
 
     @abc.abstractmethod
     def pull(
-        self, operands: Operands, settings: Settings, lse: Array, out: Array, d_out: Array
+        self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """The cotangents of query, key and value, of any value where these are absent. `lse` as of `attend`."""
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
+    def forward(self, call: KernelCall) -> AttentionState:
         """One call."""
-        out, lse = self.attend(zero_beyond(operands), settings)
+        operands, settings, _ = call
+        out, lse = self.attend(call._replace(operands=zero_beyond(operands)))
         return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
 
     def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         r"""One call for each cotangent, of `out` and of `lse`.
 
@@ -71,28 +67,24 @@ class VendorGPU(AbstractKernel):
         $\dot{out} = (high, low, 0, \dots)$, where $high + low = \dot{lse}$ in two 16-bit numbers, gives
         the missing term $P_a \dot{lse}$ at the same width.
         """
+        operands = call.operands
         inner = zero_beyond(operands)
         shown, cotangent = without_empty(operands, state, cotangent)
         lse, dtype = shown.lse.swapaxes(1, 2), operands.value.dtype
         out, d_out = shown.out.astype(dtype), cotangent.out.astype(dtype)
-        query, key, value = self.pull(inner, settings, lse, out, d_out)
+        query, key, value = self.pull(call._replace(operands=inner), lse, out, d_out)
         if cotangent.lse is not None:
             ones, zero, parts = _lse_operands(operands.value, out, cotangent.lse)
-            ones = inner._replace(value=ones)
-            more_query, more_key, _ = self.pull(ones, settings, lse, zero, parts)
+            other = call._replace(operands=inner._replace(value=ones))
+            more_query, more_key, _ = self.pull(other, lse, zero, parts)
             query, key = _add(query, more_query), _add(key, more_key)
         return present_cotangents(operands, state, query, key, value)
 
     def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
         """That of pallas_gpu: the vendor has none, or none for all widths."""
-        return push_forward(PallasGPU(), operands, settings, state, directions, platform)
+        return push_forward(PallasGPU(), call, state, directions)
 
 
 def check_plain(
@@ -128,11 +120,6 @@ def check_plain(
 def window_side(size: int, keys: int) -> int | None:
     """One side of a window; None if it covers all keys."""
     return size if size < keys - 1 else None
-
-
-def has_lengths(operands: Operands) -> bool:
-    """Whether some rows are shorter than others."""
-    return operands.query_lengths is not None or operands.key_lengths is not None
 
 
 def lengths(operands: Operands) -> tuple[Array, Array]:
@@ -209,20 +196,15 @@ def present_cotangents(
 
 
 def push_forward(
-    kernel: AbstractKernel,
-    operands: Operands,
-    settings: Settings,
-    state: AttentionState,
-    directions: Operands,
-    platform: str | None,
+    kernel: AbstractKernel, call: KernelCall, state: AttentionState, directions: Operands
 ) -> AttentionState | None:
     """The tangent of `kernel`, one of ours; None if it declines the call."""
-    operands = without_lengths(operands)
+    call = call._replace(operands=without_lengths(call.operands))
     try:
-        kernel.check(operands, settings)
+        kernel.check(call)
     except NotImplementedError:
         return None
-    return kernel.tangent(operands, settings, state, directions, platform)
+    return kernel.tangent(call, state, directions)
 
 
 def _lse_operands(value: Array, out: Array, lse: Array) -> tuple[Array, Array, Array]:

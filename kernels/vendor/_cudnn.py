@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._operands import Operands, Settings
+from ..call._operands import KernelCall, Operands, Settings, has_lengths
 from ..call._target import check_capability, target_capability
 from ..masks._lengths import Lengths
 from ..masks._structure import SIDED
-from ._adapter import VendorGPU, check_plain, has_lengths, lengths, window_side
+from ._adapter import VendorGPU, check_plain, lengths, window_side
 
 FEWEST_ROWS = 64  # of queries and of keys; other kernels split the keys of few rows
 # The widest calls, backwards too, by the major capability; of a GPU that is not known yet, the largest. What cuDNN
@@ -40,12 +40,13 @@ class CuDNN(VendorGPU):
     name = "cudnn"
     masks = (*SIDED, Lengths)
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
         biases, positions or segments; widths above 256, or above 128 on GPUs other than those of compute
         capability 9.0; fewer than 64 queries or keys; windows to the right; older GPUs than 8.0; versions of
         cuDNN that compute it wrongly; and versions of JAX without these primitives.
         """
+        operands, settings, _ = call
         check_capability(self.name, (8, 0))
         found = target_capability()
         check_plain(self, operands, settings, 256 if found is None else WIDEST.get(found[0], WIDE))
@@ -62,17 +63,19 @@ class CuDNN(VendorGPU):
             )
         private_names("cudnn")
 
-    def attend(self, operands: Operands, settings: Settings) -> tuple[Array, Array]:
+    def attend(self, call: KernelCall) -> tuple[Array, Array]:
         """The primitive of the forward."""
+        operands, settings, _ = call
         query, key, value = operands[:3]
         given = query, key, value, *_unused_but_lengths(operands)
         options = _options(operands, settings)
         return tuple(private_names("cudnn").forward.bind(*given, **options, is_training=True))
 
     def pull(
-        self, operands: Operands, settings: Settings, lse: Array, out: Array, d_out: Array
+        self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """The primitive of the backward."""
+        operands, settings, _ = call
         query, key, value = operands[:3]
         given = query, key, value, *_unused_but_lengths(operands), lse, out, d_out
         found = private_names("cudnn").backward.bind(*given, **_options(operands, settings))

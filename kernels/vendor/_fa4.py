@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._operands import Operands, Settings
+from ..call._operands import KernelCall, Operands, Settings
 from ..call._target import Capability, capability_of, target_capability
 from ._adapter import VendorGPU, check_plain, window_side
 
@@ -26,26 +26,29 @@ class FA4(VendorGPU):
 
     name = "fa4"
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
         biases, positions or segments; widths above 256, or above 128 on compute capability 10; other
         GPUs than the one at hand, for which the package compiles; and without fa4-jax.
         """
+        operands, settings, _ = call
         found = target_capability()
         if found is not None:
             _check_here(found)
         check_plain(self, operands, settings, WIDEST[9 if found is None else found[0]])
         _package()
 
-    def attend(self, operands: Operands, settings: Settings) -> tuple[Array, Array]:
+    def attend(self, call: KernelCall) -> tuple[Array, Array]:
         """The package's forward, with energies in float32."""
+        operands, settings, _ = call
         config, backend = _configured(operands, settings)
         return backend.fwd_lse(config, *operands[:3], ())
 
     def pull(
-        self, operands: Operands, settings: Settings, lse: Array, out: Array, d_out: Array
+        self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """The package's backward."""
+        operands, settings, _ = call
         config, backend = _configured(operands, settings)
         return backend.vjp(config, *operands[:3], out, lse, d_out, None, ())
 

@@ -12,7 +12,7 @@ from typing import Any
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._operands import Operands, Settings
+from ..call._operands import KernelCall, Settings
 from ..call._target import check_capability
 from ._adapter import VendorGPU, check_plain, window_side
 
@@ -27,23 +27,26 @@ class FlashAttn(VendorGPU):
 
     name = "flash"
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
         biases, positions or segments; widths above 192, for which few GPUs have a backward; GPUs of other
         capabilities; and if flash-attn-jax or a CUDA library is missing.
         """
+        operands, settings, _ = call
         check_capability(self.name, (8, 0), below=(10, 0))
         check_plain(self, operands, settings, widest=192)
         _package()
 
-    def attend(self, operands: Operands, settings: Settings) -> tuple[Array, Array]:
+    def attend(self, call: KernelCall) -> tuple[Array, Array]:
         """The package's forward, with energies in float32."""
+        operands, settings, _ = call
         return _package().forward(*operands[:3], **_options(settings, operands.key.shape[1]))
 
     def pull(
-        self, operands: Operands, settings: Settings, lse: Array, out: Array, d_out: Array
+        self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """The package's backward."""
+        operands, settings, _ = call
         options = _options(settings, operands.key.shape[1])
         return _package().backward(d_out, *operands[:3], out, lse, **options)
 

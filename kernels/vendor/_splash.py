@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from .._private import private_names
 from ..call._kernel import AbstractKernel
-from ..call._operands import Operands, Settings, positioned
+from ..call._operands import KernelCall, Operands, Settings, has_lengths, positioned
 from ..call._state import AttentionState
 from ..masks._lengths import Lengths
 from ..masks._segments import Segments
@@ -27,7 +27,6 @@ from ..pallas.tpu._kernel import PallasTPU
 from ..xla._blockwise import backward_delta
 from ._adapter import (
     check_plain,
-    has_lengths,
     only,
     present_cotangents,
     push_forward,
@@ -62,12 +61,13 @@ class Splash(AbstractKernel):
     exported = True
     masks = (*SIDED, Lengths, Segments)
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for dtypes other than bfloat16; arrays of masks, biases or
         positions; segments beside lengths; widths above 256; numbers of queries or keys that are not multiples of
         128 or above 32768; scales that are not powers of two; and versions of JAX without these
         kernels.
         """
+        operands, settings, _ = call
         check_plain(self, operands, settings, widest=256)
         if has_lengths(operands) and operands.query_segments is not None:
             raise NotImplementedError("query_segment_ids: wanted None beside lengths, got an array")
@@ -82,10 +82,9 @@ class Splash(AbstractKernel):
             raise NotImplementedError(f"scale: wanted a power of two, got {settings.scale}")
         private_names("splash")
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
+    def forward(self, call: KernelCall) -> AttentionState:
         """One kernel, after a copy of the operands with heads in front."""
+        operands, settings, platform = call
         query, key, value = _scaled(zero_beyond(operands), settings)
         found = _kernel(settings.rule.sides, self._cut(query, key, settings), platform != "tpu")
         with _as_expected():
@@ -96,14 +95,10 @@ class Splash(AbstractKernel):
         return only(~(state.lse < _NO_KEY), state, -jnp.inf)
 
     def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """Two kernels: one for the gradient of queries, one for the others; one where keys are one block."""
+        operands, settings, platform = call
         query, key, value = _scaled(zero_beyond(operands), settings)
         found = _kernel(settings.rule.sides, self._cut(query, key, settings), platform != "tpu")
         shown, cotangent = without_empty(operands, state, cotangent)
@@ -117,16 +112,12 @@ class Splash(AbstractKernel):
         return present_cotangents(operands, state, query * settings.scale, key, value)
 
     def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
         """That of pallas_tpu: the vendor has none."""
+        operands, settings, platform = call
         with _as_expected():  # JAX 0.8 lowers ours, too, in 32 bits alone
-            return push_forward(PallasTPU(), operands, settings, state, directions, platform)
+            return push_forward(PallasTPU(), call, state, directions)
 
     def _cut(self, query: Array, key: Array, settings: Settings) -> "_Cut":
         """The blocks of queries and keys, heads in front."""

@@ -16,7 +16,15 @@ from jax import lax
 from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel
-from ..call._operands import Operands, Settings, all_meet, differentiated, map_some, out_dtype
+from ..call._operands import (
+    KernelCall,
+    Operands,
+    Settings,
+    all_meet,
+    differentiated,
+    map_some,
+    out_dtype,
+)
 from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, safe_shift
 from ..masks._abstract import AbstractMask
 from ._blocks import BlockedOperands
@@ -69,41 +77,30 @@ class Blockwise(AbstractKernel):
     masks = (AbstractMask,)
     scores = True
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Takes every call."""
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
+    def forward(self, call: KernelCall) -> AttentionState:
         """The online softmax over blocks of keys."""
-        return self.forward_and_rest(operands, settings, platform)[0]
+        return self.forward_and_rest(call)[0]
 
-    def forward_and_rest(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> tuple[AttentionState, Array]:
+    def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
         """The same, with the rest."""
+        operands, settings, _ = call
         return forward(operands, settings, self.sizes)
 
     def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """Both cotangents pulled back block by block."""
+        operands, settings, _ = call
         return backward(operands, settings, state, cotangent, self.sizes)
 
     def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
         """One pass over blocks of keys."""
+        operands, settings, _ = call
         return tangent(operands, settings, state, directions, self.sizes)
 
 

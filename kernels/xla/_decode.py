@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel
 from ..call._operands import (
+    KernelCall,
     Operands,
     Settings,
     hide_unreachable,
@@ -43,28 +44,20 @@ class AbstractDecode(AbstractKernel):
     scores = True
 
     def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """The backward of the blockwise implementation, from energies of the products that it computes itself."""
+        operands, settings, _ = call
         no_values = operands._replace(value=operands.value[..., :0])
         (_, lse), rest = _blockwise.forward(no_values, settings)
         state, cotangent = state._replace(lse=lse), divided(cotangent, rest)
         return _blockwise.backward(operands, settings, state, cotangent)
 
     def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
         """One product for each change of the scores and of the outputs."""
+        operands, settings, _ = call
         return tangent(operands, settings, state, directions)
 
 
@@ -78,14 +71,14 @@ class Decode(AbstractDecode):
     name = "decode"
     platforms = ()
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for more than 64 queries times heads, or a score with a source."""
+        operands, settings, _ = call
         check_rows(operands, settings, MOST_ROWS)
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
+    def forward(self, call: KernelCall) -> AttentionState:
         """One product for all scores and one for all outputs."""
+        operands, settings, _ = call
         return lax.platform_dependent(
             hide_unreachable(operands, settings),
             cpu=functools.partial(_block_diagonal, settings=settings),

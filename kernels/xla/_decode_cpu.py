@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ..call._kernel import check_operands
-from ..call._operands import Operands, Settings, hide_unreachable, present_keys
+from ..call._operands import KernelCall, hide_unreachable, present_keys
 from ..call._state import AttentionState, exp_from, safe_shift
 from ._decode import AbstractDecode, check_rows, diagonal_scores, state_of_rows
 from ._entries import each_entry
@@ -37,8 +37,9 @@ class DecodeCPU(AbstractDecode):
     name = "decode_cpu"
     platforms = ("cpu",)
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for 64 bits, empty axes, many rows, or a score with a source."""
+        operands, settings, _ = call
         check_operands(operands, ("float32", "bfloat16", "float16"), without=())
         check_rows(operands, settings, MOST_ROWS)
         query_len, heads = operands.query.shape[1:3]
@@ -49,10 +50,9 @@ class DecodeCPU(AbstractDecode):
                 f"query: wanted at most {self.most * kv_heads} rows a key head, got {rows}"
             )
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
+    def forward(self, call: KernelCall) -> AttentionState:
         """One product for all scores, and one pass over the values."""
+        operands, settings, _ = call
         operands = hide_unreachable(operands, settings)
         value, shown = operands.value, present_keys(operands)
         batch, query_len, heads = operands.query.shape[:3]

@@ -6,18 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..call._kernel import AbstractKernel
+from ..call._kernel import AbstractJAXKernel
 from ..call._operands import (
+    KernelCall,
     Operands,
     Settings,
     bound,
     bound_score,
-    differentiated,
     hide_unreachable,
-    map_some,
     out_dtype,
     positioned,
-    with_moved,
     zero_absent,
 )
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
@@ -27,7 +25,7 @@ from ..scores._abstract import At
 from ._softmax import softmax
 
 
-class Reference(AbstractKernel):
+class Reference(AbstractJAXKernel):
     """Attention with the whole `[B, N, T, S]` matrix in memory; takes every call.
 
     Plain differentiable JAX, so `jax.grad`, `jax.jvp`, `jax.linearize` and `jax.hessian` of
@@ -35,19 +33,16 @@ class Reference(AbstractKernel):
     """
 
     name = "reference"
-    platforms = ()
-    interpreted = ()
-    exported = True
     masks = (AbstractMask,)
     scores = True
+    differentiated_by_jax = True
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Takes every call."""
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
+    def forward(self, call: KernelCall) -> AttentionState:
         """The softmax and the weighted sum, as in the equations."""
+        operands, settings, _ = call
         operands = hide_unreachable(operands, settings)
         query, key, value = zero_absent(operands)[:3]
         batch, query_len, heads = query.shape[:3]
@@ -87,38 +82,6 @@ class Reference(AbstractKernel):
         # a fully masked row passes no cotangent to the values
         out = jnp.where(holds_keys(lse)[..., None], out, 0)
         return AttentionState(out.astype(out_dtype(operands, settings)), lse)
-
-    def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
-    ) -> Operands:
-        """JAX's derivative of `forward`."""
-        given = differentiated(operands)
-
-        def run(moving: Operands) -> AttentionState:
-            return self.forward(with_moved(operands, moving), settings, platform)
-
-        return jax.vjp(run, given)[1](cotangent)[0]
-
-    def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
-    ) -> AttentionState:
-        """JAX's derivative of `forward`."""
-
-        def run(moving: Operands) -> AttentionState:
-            return self.forward(with_moved(operands, moving), settings, platform)
-
-        given = map_some(lambda _, x: x, directions, operands)
-        return jax.jvp(run, (given,), (directions,))[1]
 
 
 def masked(

@@ -47,20 +47,20 @@ class Named(Blockwise):
 
 
 class Declines(Named):
-    def check(self, operands, settings):
+    def check(self, call):
         raise NotImplementedError("query: wanted a better day")
 
 
 class Raises(Named):
-    def forward_and_rest(self, operands, settings, platform):
+    def forward_and_rest(self, call):
         raise NotImplementedError("not lowered")
 
 
 class Wrong(Named):
     """Energies of the first query that are a hundredth too large."""
 
-    def forward_and_rest(self, operands, settings, platform):
-        (out, lse), rest = super().forward_and_rest(operands, settings, platform)
+    def forward_and_rest(self, call):
+        (out, lse), rest = super().forward_and_rest(call)
         return AttentionState(out, lse.at[:, 0].add(0.01)), rest
 
 

@@ -603,7 +603,7 @@ CASES = {
 
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
-    "of types, which differentiate nothing": """energy_attn.kernels.Operands energy_attn.kernels.Settings
+    "of types, which differentiate nothing": """energy_attn.kernels.Operands energy_attn.kernels.Settings energy_attn.kernels.KernelCall
         energy_attn.kernels.PallasGPU.reads_eight_bits energy_attn.kernels.PallasGPU.forward_and_rest
         energy_attn.kernels.GPUPlan energy_attn.kernels.GPUTiles energy_attn.kernels.PallasGPU
         energy_attn.Result energy_attn.prefix_tree.PrefixTree energy_attn.prefix_tree.Accepted

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from energy_attn.kernels import KernelCall
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch._lowering import platform_here
@@ -93,8 +94,8 @@ def state_of(given):
     @jax.jit
     def run(arrays):
         call = check_call(**arrays, **given.options)
-        check_call_of(KERNEL, call.operands, call.settings)
-        return KERNEL.forward(call.operands, call.settings, HERE)
+        check_call_of(KERNEL, KernelCall(call.operands, call.settings))
+        return KERNEL.forward(KernelCall(call.operands, call.settings, HERE))
 
     return run
 

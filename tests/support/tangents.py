@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, KernelCall
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import cotangents as directions_of
 from tests.support.arrays import array
@@ -31,7 +31,7 @@ def pushed(kernel, problem, dtype, moving, platform):
     def run(arrays, state, directions):
         call = check_call(**arrays, **problem.options)
         moved = directions_of(*(directions.get(name) for name in ALL), None)
-        return kernel.tangent(call.operands, call.settings, state, moved, platform)
+        return kernel.tangent(KernelCall(call.operands, call.settings, platform), state, moved)
 
     arrays, directions = (with_holes(x, problem) for x in (arrays, directions))
     return run(arrays, state, directions), rounded, exact

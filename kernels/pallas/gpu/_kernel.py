@@ -9,7 +9,7 @@ import jax
 from ..._checks import received
 from ...call._eight_bits import widened
 from ...call._kernel import AbstractKernel, check_operands
-from ...call._operands import Operands, Settings
+from ...call._operands import KernelCall, Operands, Settings
 from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
@@ -57,13 +57,14 @@ class PallasGPU(AbstractKernel):
         if not (self.plan is None or isinstance(self.plan, GPUPlan)):
             raise TypeError(f"plan: wanted a GPUPlan or None, got {received(self.plan)}")
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float64 and empty axes; for widths
         whose tiles do not fit on the chip; for rules that look into a table by query and key, or
         compute with them what tiles do not; for scores of other functions or larger tables than
         tiles compute, and a source beside a score; for GPUs older than compute capability 8.0, which
         XLA's Triton does not compile for; and for versions of JAX without Pallas on Triton.
         """
+        operands, settings, _ = call
         check_capability(self.name, (8, 0))
         wide = operands if operands.key_scale is None else jax.eval_shape(widened, operands)
         check_operands(wide, DTYPES, ("bias", "mask"))
@@ -78,22 +79,20 @@ class PallasGPU(AbstractKernel):
                 f"pallas_gpu: wanted a JAX with Pallas on Triton, got {reason}"
             ) from reason
 
-    def reads_eight_bits(self, operands: Operands, settings: Settings) -> bool:
+    def reads_eight_bits(self, call: KernelCall) -> bool:
         """Those of bfloat16 and float32 queries that fit into one tile of rows, which reads each key once.
 
         In float16, weights times a scale would underflow. Pallas counts offsets in signed 32 bits up to 2^32
         bytes, so that arrays of more than 2^31 numbers and at most as many bytes are widened, too.
         """
-        del settings
-        query, *stored = operands[:3]
+        query, *stored = call.operands[:3]
         few_rows = query.shape[1] * query.shape[2] <= OWN * stored[0].shape[2]
         counted = not any(2**31 < x.size <= 2**32 for x in stored)
         return query.dtype.name in ("bfloat16", "float32") and few_rows and counted
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
+    def forward(self, call: KernelCall) -> AttentionState:
         """One kernel, and a merge of its parts if few rows see many keys."""
+        operands, settings, platform = call
         from ._forward import forward
 
         found = self._plan(operands, settings, "forward")
@@ -101,14 +100,10 @@ class PallasGPU(AbstractKernel):
             return forward(operands, found, interpret=platform != "cuda")
 
     def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """Two kernels: one for the gradient of queries, one for the others."""
+        operands, settings, platform = call
         from ._backward import backward
 
         query_plan = self._plan(operands, settings, "query")
@@ -119,17 +114,13 @@ class PallasGPU(AbstractKernel):
             )
 
     def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
         """One kernel, and a sum of its parts if few rows see many keys.
 
         None for the widest calls, whose tiles and directions do not fit on the chip together.
         """
+        operands, settings, platform = call
         from ._tangent import tangent
 
         try:

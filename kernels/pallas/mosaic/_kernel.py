@@ -5,7 +5,7 @@ import functools
 
 from ..._private import private_names
 from ...call._kernel import AbstractKernel, check_operands
-from ...call._operands import Operands, Settings
+from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._structure import SIDED
@@ -38,12 +38,13 @@ class MosaicGPU(AbstractKernel):
     exported = True
     masks = SIDED
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for bias and mask arrays; for dtypes other than float16 and
         bfloat16, and a source, which makes queries and keys float32; for widths that 16 does not divide
         or whose tiles do not fit on the chip; on GPUs of another capability than 9.0, and with CUDA
         12.8 and 12.9, which miscompile such loops; and for versions of JAX without Mosaic GPU.
         """
+        operands, settings, _ = call
         check_operands(operands, _DTYPES, ("bias", "mask"))
         query, value = operands.query, operands.value
         if query.dtype != value.dtype:
@@ -58,27 +59,22 @@ class MosaicGPU(AbstractKernel):
                 f"mosaic_gpu: wanted a JAX with Pallas on Mosaic GPU, got {reason}"
             ) from reason
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
+    def forward(self, call: KernelCall) -> AttentionState:
         """One kernel, and a merge of its parts if few rows see many keys."""
+        operands, settings, platform = call
         from ._forward import forward
 
         found = make_plan(operands, settings, self.sizes)
         return forward(operands, found, interpret=platform != "cuda")
 
     def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """Two kernels: one for the gradient of queries, one for the others.
 
         That of the blockwise implementation for the widest calls, whose sums do not fit on the chip.
         """
+        operands, settings, platform = call
         try:
             query = query_plan(operands, settings, self.sizes)
             key = key_plan(operands, settings, self.sizes)
@@ -89,17 +85,13 @@ class MosaicGPU(AbstractKernel):
         return backward(operands, query, key, state, cotangent, interpret=platform != "cuda")
 
     def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
         """One kernel, and a sum of its parts if few rows see many keys.
 
         None for the widest calls, whose tiles and directions do not fit on the chip together.
         """
+        operands, settings, platform = call
         try:
             found = tangent_plan(operands, settings, moving_arrays(directions), self.sizes)
         except NotImplementedError:

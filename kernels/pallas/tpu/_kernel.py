@@ -3,7 +3,7 @@
 import dataclasses
 
 from ...call._kernel import AbstractKernel, check_operands
-from ...call._operands import Operands, Settings
+from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
 from ...masks._abstract import AbstractMask
 from ._layout import LayoutSizes, layout
@@ -30,51 +30,43 @@ class PallasTPU(AbstractKernel):
     masks = (AbstractMask,)
     scores = True
 
-    def check(self, operands: Operands, settings: Settings) -> None:
+    def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float16, float64 and empty axes;
         for widths whose blocks do not fit on the chip, or too many blocks; for rules that look into
         a table by query and key, or compute with them what blocks do not; and for scores of other
         functions or larger tables than blocks compute, and a source beside a score.
         """
+        operands, settings, _ = call
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "backward"):
             layout(operands, settings, kind, self.sizes)
 
-    def forward(
-        self, operands: Operands, settings: Settings, platform: str | None
-    ) -> AttentionState:
+    def forward(self, call: KernelCall) -> AttentionState:
         """The online softmax over blocks of keys."""
+        operands, settings, platform = call
         from ._forward import forward  # late: Pallas takes long to import
 
         found = layout(operands, settings, "forward", self.sizes)
         return forward(operands, found, interpret=platform != "tpu")
 
     def backward(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        cotangent: AttentionState,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """Two kernels: one iterates over the keys of rows, one over the rows of keys."""
+        operands, settings, platform = call
         from ._backward import backward
 
         found = layout(operands, settings, "backward", self.sizes)
         return backward(operands, found, state, cotangent, interpret=platform != "tpu")
 
     def tangent(
-        self,
-        operands: Operands,
-        settings: Settings,
-        state: AttentionState,
-        directions: Operands,
-        platform: str | None,
+        self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
         """One pass over blocks of keys.
 
         None for the widest calls, whose blocks and directions do not fit on the chip together.
         """
+        operands, settings, platform = call
         from ._tangent import tangent
 
         try:

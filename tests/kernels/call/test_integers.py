@@ -10,7 +10,7 @@ import pytest
 import energy_attn as ea
 from energy_attn import masks
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.kernels import local_attention
+from energy_attn.kernels import KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
@@ -81,7 +81,7 @@ def test_kernels_that_compare_32_bits_decline():
         for kernel in _registry._REGISTRY.values():
             if kernel.platforms:
                 with pytest.raises(NotImplementedError, match="query_segment_ids: wanted int32"):
-                    check_call_of(kernel, call.operands, call.settings)
+                    check_call_of(kernel, KernelCall(call.operands, call.settings))
 
     jax.eval_shape(asked, x, jax.ShapeDtypeStruct((2, 8), jnp.int64))
 

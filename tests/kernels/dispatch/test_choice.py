@@ -31,20 +31,21 @@ class Marked(AbstractKernel):
         self.name, self.platforms, self.interpreted = name, platforms, interpreted
         self.number = number
 
-    def check(self, operands, settings):
-        if operands.query.dtype == jnp.float64:
+    def check(self, call):
+        if call.operands.query.dtype == jnp.float64:
             raise NotImplementedError("query: wanted at most 32 bits, got float64")
 
-    def forward(self, operands, settings, platform):
+    def forward(self, call):
+        operands = call.operands
         shape = (*operands.query.shape[:-1], operands.value.shape[-1])
         out = jnp.full(shape, self.number, operands.value.dtype) * jnp.ones_like(
             operands.value[0, 0, 0, 0]
         )
         return AttentionState(out, jnp.full(shape[:-1], float(shape[0]), jnp.float32))
 
-    def backward(self, operands, settings, state, cotangent, platform):
+    def backward(self, call, state, cotangent):
         number = self.number + (cotangent.lse is None) / 2
-        found = [jnp.full_like(x, number) for x in operands[:3]]
+        found = [jnp.full_like(x, number) for x in call.operands[:3]]
         return cotangents(*found, None)
 
 
@@ -185,9 +186,7 @@ def test_vmap_folds_the_batch(kernels):
 
 def test_vmap_of_a_real_kernel(kernels, monkeypatch):
     """Rows of the larger batch that return in another order."""
-    monkeypatch.setattr(
-        Marked, "forward", lambda self, o, s, p: kernels["reference"].forward(o, s, p)
-    )
+    monkeypatch.setattr(Marked, "forward", lambda self, call: kernels["reference"].forward(call))
     given = arrays()
     queries = jnp.stack([given["query"], -2 * given["query"], 0 * given["query"]])
     lengths = jnp.asarray([[7, 3], [1, 0], [5, 5]])

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, implementations, local_attention
+from energy_attn.kernels import AttentionState, KernelCall, implementations, local_attention
 from energy_attn.kernels.call import _arguments
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
@@ -209,7 +209,7 @@ class TestEveryImplementation:
         for name, dtype in cases:
             taken = takes(implementation, name, dtype)
             with contextlib.nullcontext() if taken else pytest.raises(NotImplementedError):
-                check_call_of(kernel, *shapes_of(name, dtype))
+                check_call_of(kernel, KernelCall(*shapes_of(name, dtype)))
 
     @problems(PROBLEMS, FIRST)
     def test_exactest(self, implementation, problem):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, PallasGPU, local_attention
+from energy_attn.kernels import AttentionState, KernelCall, PallasGPU, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import cotangents as directions_of
 from energy_attn.kernels.pallas.gpu._plan import make_plan
@@ -104,15 +104,15 @@ def test_narrow(kernel, dtype):
 @pytest.mark.parametrize("kernel", ["gpu", "tpu"])
 def test_products(kernel):
     """A product with a direction that is zero."""
-    operands, settings = call_of(PROBLEMS["plain"])
+    call = KernelCall(*call_of(PROBLEMS["plain"]), "cpu")
     state = state_of(PROBLEMS["plain"])
 
     def products(*moving):
         directions = directions_of(
-            *(x if n in moving else None for n, x in zip(ALL, operands[:3], strict=True)), None
+            *(x if n in moving else None for n, x in zip(ALL, call.operands[:3], strict=True)), None
         )
-        run = functools.partial(KERNELS[kernel].tangent, operands, settings, state)
-        return str(jax.make_jaxpr(lambda x: run(x, "cpu"))(directions)).count("dot_general")
+        run = functools.partial(KERNELS[kernel].tangent, call, state)
+        return str(jax.make_jaxpr(run)(directions)).count("dot_general")
 
     loops = products(*ALL) // 5  # over tiles with a mask and over others
     wanted = {("key",): 3, ("value",): 2, ("query", "key"): 4}
@@ -129,10 +129,10 @@ def test_declined():
     """An error, or another kernel's answer, where ours declines a call that a vendor's takes, or its directions."""
     masked = call_of(PROBLEMS["mask"])
     state = state_of(PROBLEMS["mask"])
-    assert Splash().tangent(*masked, state, masked[0], "tpu") is None
+    assert Splash().tangent(KernelCall(*masked, "tpu"), state, masked[0]) is None
     wide = call_of(WIDEST)
-    PallasGPU().check(*wide)
-    assert PallasGPU().tangent(*wide, state, wide[0], "cuda") is None
+    PallasGPU().check(KernelCall(*wide))
+    assert PallasGPU().tangent(KernelCall(*wide, "cuda"), state, wide[0]) is None
     run = functools.partial(local_attention, implementation="pallas_gpu")
     direction = {n: x.astype(np.float32) for n, x in tangents(WIDEST).items()}
     arrays, rounded = cast(WIDEST, jnp.float32)

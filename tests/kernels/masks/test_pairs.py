@@ -14,7 +14,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from energy_attn import masks
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, KernelCall
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.masks._pairwise import pairwise
@@ -114,7 +114,7 @@ def test_declined(rule, reason):
     call = check_call(x, x, x, mask=rule)
     for kernel in KERNELS:
         with pytest.raises(NotImplementedError, match=rf"^mask: wanted .*{reason}.*blockwise"):
-            kernel.check(call.operands, call.settings)
+            kernel.check(KernelCall(call.operands, call.settings))
     for platform in ("cuda", "tpu"):
         chosen = _registry.explain(_registry.tried(), call.settings, call.operands, platform)
         assert chosen.name == "decode"  # XLA's operations

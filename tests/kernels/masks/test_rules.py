@@ -15,7 +15,13 @@ import pytest
 import energy_attn as ea
 from energy_attn import masks
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.kernels import AbstractKernel, AttentionState, local_attention
+from energy_attn.kernels import (
+    AbstractJAXKernel,
+    AbstractKernel,
+    AttentionState,
+    KernelCall,
+    local_attention,
+)
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
@@ -50,18 +56,18 @@ def test_who_takes_what(name):
         if kernel.name in ("decode", "decode_cpu"):  # too many rows
             continue
         if not kernel.platforms or kernel.name in OURS:
-            check_call_of(kernel, call.operands, call.settings)
+            check_call_of(kernel, KernelCall(call.operands, call.settings))
             continue
         if kernel.name not in (
             "cudnn",
             "flash",
             "fa4",
         ):  # what they need is not installed everywhere
-            check_call_of(kernel, plain.operands, plain.settings)
+            check_call_of(kernel, KernelCall(plain.operands, plain.settings))
         with pytest.raises(
             NotImplementedError, match=r"^mask: wanted All or Causal or Window.*, got "
         ):
-            check_call_of(kernel, call.operands, call.settings)
+            check_call_of(kernel, KernelCall(call.operands, call.settings))
     for platform, name in {"cuda": OURS[0], "tpu": OURS[1], "cpu": "blockwise"}.items():
         chosen = _registry.explain(_registry.tried(), call.settings, call.operands, platform)
         assert chosen.name == name
@@ -189,21 +195,19 @@ def test_blocks_are_skipped(name):
         np.testing.assert_array_equal(found, exact)
 
 
-class Mine(AbstractKernel):
+class Mine(AbstractJAXKernel):
     """A user's kernel: the softmax as one writes it, and JAX's derivative; for one query head a key head."""
 
     name = "mine"
-    platforms = ()
-    interpreted = ()
-    exported = True
     masks = (masks.All, masks.Causal)
 
-    def check(self, operands, settings):
+    def check(self, call):
         for name in ("bias", "mask", "query_segments"):
-            if getattr(operands, name) is not None:
+            if getattr(call.operands, name) is not None:
                 raise NotImplementedError(f"{name}: wanted None, got an array")
 
-    def forward(self, operands, settings, platform):
+    def forward(self, call):
+        operands, settings, _ = call
         query, key, value = operands[:3]
         scores = jnp.einsum("btnh,bsnh->btns", query, key) * settings.scale
         q, k = operands.query_positions, operands.key_positions
@@ -216,19 +220,6 @@ class Mine(AbstractKernel):
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])
         return AttentionState(jnp.einsum("btns,bsnv->btnv", weights, value), lse)
-
-    def backward(self, operands, settings, state, cotangent, platform):
-        def run(query, key, value):
-            here = operands._replace(query=query, key=key, value=value)
-            return self.forward(here, settings, platform)
-
-        found = jax.vjp(run, *operands[:3])[1](
-            cotangent._replace(
-                lse=jnp.zeros_like(state.lse) if cotangent.lse is None else cotangent.lse
-            )
-        )
-        none = jax.tree.map(lambda x: None, operands)
-        return none._replace(query=found[0], key=found[1], value=found[2], rule_arrays=None)
 
 
 @pytest.mark.parametrize("mesh", [False, True])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU, local_attention
+from energy_attn.kernels import GPUPlan, GPUTiles, KernelCall, PallasGPU, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._target import lowered_for, target_device
 from energy_attn.kernels.pallas.gpu._plan import make_plan
@@ -128,7 +128,7 @@ def test_eight_bits_are_declined(dtype):
     for name in ("key", "value"):
         operands = call.operands._replace(**{name: stored})
         with pytest.raises(NotImplementedError, match=f"{name}: wanted float16 .* got {dtype}"):
-            PallasGPU().check(operands, call.settings)
+            PallasGPU().check(KernelCall(operands, call.settings))
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_eight_bits_that_are_read(queries, keys, reads):
     operands = call.operands._replace(
         query=query, key=stored, value=stored, key_scale=scale, value_scale=scale
     )
-    assert PallasGPU().reads_eight_bits(operands, call.settings) == reads
+    assert PallasGPU().reads_eight_bits(KernelCall(operands, call.settings)) == reads
     narrow = operands._replace(query=jax.ShapeDtypeStruct(query.shape, jnp.float16))
-    assert not PallasGPU().reads_eight_bits(narrow, call.settings)
+    assert not PallasGPU().reads_eight_bits(KernelCall(narrow, call.settings))
 
 
 def test_rows_of_one_tile():
@@ -196,9 +196,9 @@ class Watched(Blockwise):
 
     name, platforms, found = "watched", (HERE,), []
 
-    def forward(self, operands, settings, platform):
+    def forward(self, call):
         self.found.append(target_device())
-        return super().forward(operands, settings, platform)
+        return super().forward(call)
 
 
 def test_target_of_a_program():

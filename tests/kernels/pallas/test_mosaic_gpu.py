@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from energy_attn.kernels import KernelCall
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.call._operands import Operands, Settings
@@ -50,8 +51,8 @@ def state_and_gradients(given, dtype, which="both"):
     @jax.jit
     def run(arrays):
         call = check_call(**arrays, **given.options)
-        state = KERNEL.forward(call.operands, call.settings, HERE)
-        found = KERNEL.backward(call.operands, call.settings, state, cotangent, HERE)
+        state = KERNEL.forward(KernelCall(call.operands, call.settings, HERE))
+        found = KERNEL.backward(KernelCall(call.operands, call.settings, HERE), state, cotangent)
         return state._asdict() | {name: getattr(found, name) for name in arrays}
 
     return run
@@ -184,7 +185,7 @@ def test_declined():
         arrays = (array(np.ones(shape), dtype) for shape in (rows, rows, values))
         call = check_call(*arrays, **options)
         with pytest.raises(NotImplementedError) as found:
-            check_call_of(MosaicGPU(), call.operands, call.settings)
+            check_call_of(MosaicGPU(), KernelCall(call.operands, call.settings))
         return str(found.value)
 
     assert "query: wanted float16 or bfloat16, got float32" in reason(jnp.float32)
@@ -200,7 +201,7 @@ def test_other_capabilities(capability):
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
     call = check_call(x, x, x)
     with lowered_for(AssumedGPU("9.0")):
-        check_call_of(MosaicGPU(), call.operands, call.settings)
+        check_call_of(MosaicGPU(), KernelCall(call.operands, call.settings))
     said = (
         f"mosaic_gpu: wanted a GPU of compute capability from 9.0 to below 10.0, got {capability}"
     )
@@ -208,7 +209,7 @@ def test_other_capabilities(capability):
         lowered_for(AssumedGPU(capability)),
         pytest.raises(NotImplementedError, match=re.escape(said)),
     ):
-        check_call_of(MosaicGPU(), call.operands, call.settings)
+        check_call_of(MosaicGPU(), KernelCall(call.operands, call.settings))
 
 
 def test_widest_tangents():
@@ -217,7 +218,9 @@ def test_widest_tangents():
     call = check_call(x, x, x)
     state = AttentionState(x, jnp.ones(x.shape[:3]))
 
-    assert KERNEL.tangent(call.operands, call.settings, state, call.operands, HERE) is None
+    assert (
+        KERNEL.tangent(KernelCall(call.operands, call.settings, HERE), state, call.operands) is None
+    )
     narrower = call.operands._replace(value=x[..., :128])
     found = tangent_plan(narrower, call.settings, ("query",))
     assert found.consumers == 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from energy_attn import scores
-from energy_attn.kernels import local_attention
+from energy_attn.kernels import KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
@@ -191,7 +191,7 @@ def test_which(kernel):
     for name, case in CASES.items():
         call = check_call(**arrays, score=case.make(inputs(case, jnp.float32)[0][1]))
         try:
-            check_call_of(_registry._REGISTRY[kernel], call.operands, call.settings)
+            check_call_of(_registry._REGISTRY[kernel], KernelCall(call.operands, call.settings))
         except NotImplementedError as reason:
             assert str(reason).startswith("score: wanted ")
         else:
@@ -227,7 +227,7 @@ def test_reasons(kernel, score, reason):
     arrays, _ = cast(PROBLEM, jnp.float32)
     call = check_call(**arrays, score=score())
     with pytest.raises(NotImplementedError, match=f"^score: wanted .*{reason}"):
-        check_call_of(_registry._REGISTRY[kernel], call.operands, call.settings)
+        check_call_of(_registry._REGISTRY[kernel], KernelCall(call.operands, call.settings))
 
 
 @pytest.mark.parametrize("kernel", TAKES)
@@ -237,7 +237,7 @@ def test_source(kernel):
     source = array(np.ones((2, 19, HEADS, 2)), np.float32)
     call = check_call(**arrays, source=source, score=scores.SoftCap(2.0))
     with pytest.raises(NotImplementedError, match=r"^score: wanted None beside a source, got Soft"):
-        check_call_of(_registry._REGISTRY[kernel], call.operands, call.settings)
+        check_call_of(_registry._REGISTRY[kernel], KernelCall(call.operands, call.settings))
 
 
 @pytest.mark.parametrize("kernel", few(list(TAKES), "pallas_gpu"))

@@ -9,7 +9,7 @@ import pytest
 
 import energy_attn as ea
 from energy_attn import scores
-from energy_attn.kernels import local_attention
+from energy_attn.kernels import KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
@@ -268,7 +268,7 @@ def test_who_declines(name):
         x, x, x, score=scores.Function(lambda s, at, table: s + table[at.key], jnp.ones(128))
     )
     with pytest.raises(NotImplementedError, match=r"^score: wanted "):
-        check_call_of(_registry._REGISTRY[name], call.operands, call.settings)
+        check_call_of(_registry._REGISTRY[name], KernelCall(call.operands, call.settings))
 
 
 def test_what_is_not_learnt():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, _private, local_attention
+from energy_attn.kernels import AttentionState, KernelCall, _private, local_attention
 from energy_attn.kernels.call import _target
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
@@ -346,9 +346,10 @@ def test_what_is_seen(name, problem, vendor, monkeypatch):
 
     def run(arrays):
         call = check_call(**arrays, **problem.options)
-        kernel.check(call.operands, call.settings)
-        state = kernel.forward(call.operands, call.settings, "cuda")
-        return kernel.backward(call.operands, call.settings, state, state, "cuda")
+        call = KernelCall(call.operands, call.settings, "cuda")
+        kernel.check(call)
+        state = kernel.forward(call)
+        return kernel.backward(call, state, state)
 
     jax.eval_shape(run, {n: x.astype(jnp.bfloat16) for n, x in problem.arrays.items()})
     assert len(found) == 3  # of the backwards, one is for the cotangent of lse
@@ -431,13 +432,15 @@ def test_global_state_in_the_backward(vendor):
     arrays, _ = cast(problem, "bfloat16")
     kernel = _registry._REGISTRY["cudnn"]
     operands, settings, *_ = check_call(**arrays)
-    whole = jax.jit(lambda operands: kernel.forward(operands, settings, "cuda"))(operands)
+    whole = jax.jit(lambda operands: kernel.forward(KernelCall(operands, settings, "cuda")))(
+        operands
+    )
     half = operands._replace(key=operands.key[:, :64], value=operands.value[:, :64])
     cotangent = AttentionState(*cotangents(problem, "bfloat16"))
 
     @jax.jit
     def pull(operands):
-        found = kernel.backward(operands, settings, whole, cotangent, "cuda")
+        found = kernel.backward(KernelCall(operands, settings, "cuda"), whole, cotangent)
         return found.key.astype(jnp.float32), found.value.astype(jnp.float32)
 
     for found, wanted in zip(pull(half), pull(operands), strict=True):
@@ -517,7 +520,7 @@ def test_declines(name, changes, dtype, reason, monkeypatch):
     problem = replace(BASE, **changes)
     call = check_call(**cast(problem, dtype)[0], **problem.options)
     with pytest.raises(NotImplementedError, match=reason):
-        check_call_of(KERNELS[name](), call.operands, call.settings)
+        check_call_of(KERNELS[name](), KernelCall(call.operands, call.settings))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -528,7 +531,7 @@ def test_declines_the_general_case(name, problem):
     def declines(arrays):
         call = check_call(**arrays, **problem.options)
         with pytest.raises(NotImplementedError):
-            KERNELS[name]().check(call.operands, call.settings)
+            KERNELS[name]().check(KernelCall(call.operands, call.settings))
 
     jax.eval_shape(declines, {n: x.astype(jnp.bfloat16) for n, x in problem.arrays.items()})
 
@@ -567,9 +570,9 @@ def gpu(capability):
 
 def declined(kernel, call, reason):
     if reason is None:
-        return kernel.check(call.operands, call.settings)
+        return kernel.check(KernelCall(call.operands, call.settings))
     with pytest.raises(NotImplementedError, match=reason):
-        kernel.check(call.operands, call.settings)
+        kernel.check(KernelCall(call.operands, call.settings))
 
 
 @pytest.mark.parametrize(
@@ -618,7 +621,7 @@ def test_no_package(monkeypatch):
     monkeypatch.setattr(_flash_attn, "_package", _flash_attn._package.__wrapped__)
     call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
     with pytest.raises(NotImplementedError) as reason:
-        _flash_attn.FlashAttn().check(call.operands, call.settings)
+        _flash_attn.FlashAttn().check(KernelCall(call.operands, call.settings))
     assert "pip install flash-attn-jax" in str(reason.value) and "libcudart.so.12" in str(
         reason.value
     )
