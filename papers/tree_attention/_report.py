@@ -1,7 +1,11 @@
-"""What `latency.py` says of its measurements: rows, a table, and a plot."""
+"""What `latency.py` says of its measurements: the machine, rows, a table, and a plot."""
 
 import collections
+import importlib.metadata
+import os
+import platform
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,24 @@ COLOURS = {
     AUTO: "#55a868",
     ALONE: "0.75",
 }
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to judge a figure."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": importlib.metadata.version("jax"),
+        "energy_attn": importlib.metadata.version("energy_attn"),
+    }
+
+
+def integers(text: str) -> list[int]:
+    """The numbers of a list such as 2,4,8."""
+    return [int(part) for part in text.split(",")]
 
 
 def panel_over_lengths(panel: Any, lengths: Sequence[int], title: str, xlabel: str) -> None:

@@ -13,10 +13,7 @@ Without root, or with `--loopback`, the hosts talk over loopback, and the result
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
-import os
-import platform
 import socket
 import subprocess
 import sys
@@ -29,7 +26,7 @@ import numpy as np
 from _network import Network
 from _predicted import automatic, predict
 from _problem import HEADS, WIDTH, Problem
-from _report import draw, rows, table
+from _report import draw, integers, machine, rows, table
 from _worker import Plan
 
 WORKER = Path(__file__).with_name("_worker.py")
@@ -68,24 +65,6 @@ def main() -> int:
     if any(wrong):
         print(f"latency: {sum(wrong)} answers differ from float64", file=sys.stderr)
     return int(any(wrong))
-
-
-def machine() -> dict[str, Any]:
-    """What a reader needs to judge a figure."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": importlib.metadata.version("jax"),
-        "energy_attn": importlib.metadata.version("energy_attn"),
-    }
-
-
-def integers(text: str) -> list[int]:
-    """The numbers of a list such as 2,4,8."""
-    return [int(part) for part in text.split(",")]
 
 
 def arguments() -> argparse.Namespace:

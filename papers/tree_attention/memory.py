@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from _report import machine
 from _tables_report import COLOURS, pyplot
 
 TARGETS = ("rtx4090", "v5p")
@@ -37,7 +38,6 @@ def main() -> int:
             parser.error(f"--targets: wanted some of {', '.join(TARGETS)}, got {target}")
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is run
     from _memory_aot import CASES, row
-    from latency import machine
 
     path = args.out / "memory.json"
     kept = json.loads(path.read_text())["rows"] if args.add and path.is_file() else []

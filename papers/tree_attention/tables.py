@@ -28,23 +28,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from _report import integers, machine
+
 TARGETS = ("h200", "rtx4090", "v5p", "v5e")
 WORKER = Path(__file__).with_name("_tables_run.py")
 SECONDS = 3600  # for each number of processes
 LAUNCH = Path(__file__).parents[2] / "examples/cluster/launch.py"
 
 
-def integers(text: str) -> list[int]:
-    """The numbers of a list such as 2,4."""
-    return [int(part) for part in text.split(",")]
-
-
 def main() -> int:
     """Does what the arguments say, prints tables, and writes JSON and a plot."""
     args = arguments()
     prepare(args)
-    from latency import machine
-
     result = {"machine": machine(), **(compiled(args) if args.aot else measured(args))}
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name}.json"
