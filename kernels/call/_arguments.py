@@ -28,7 +28,7 @@ from ..scores._check import check_score
 from ._eight_bits import dequantize
 from ._operands import Operands, Settings
 from ._options import KernelOptions, check_options
-from ._rules import Tokens, ruled, split_mask, with_lengths
+from ._rules import Tokens, canonical_mask, split_mask, with_lengths
 from ._state import lse_dtype
 
 
@@ -97,7 +97,7 @@ def check_call(
     rule, mask = split_mask(mask)
     bias, mask = check_scores(bias, mask, scores)
     is_causal = check_flag("is_causal", options.get("is_causal", False))
-    sides = is_causal, check_window(options.get("local_window_size"))
+    window = check_window(options.get("local_window_size"))
 
     query_positions, key_positions = (
         _numbers(name, options.get(name), batch, size, batched)
@@ -126,28 +126,28 @@ def check_call(
             query_positions=_among(query_positions, lengths[0], query_len),
             key_positions=_among(key_positions, lengths[1], key_len),
         )
-    found = ruled(rule, *sides, tokens, batch, query_len, key_len)
+    canonical = canonical_mask(rule, is_causal, window, tokens, batch, query_len, key_len)
 
     if source is not None or isinstance(options.get("scale"), jax.Array):
         key, value = (
             dequantize(x, scale, query.dtype) for x, scale in zip((key, value), scales, strict=True)
         )
         scales = None, None
-    query, key, scale = _scaled(query, key, options.get("scale"), found.tokens)
+    query, key, scale = _scaled(query, key, options.get("scale"), canonical.tokens)
     if source is not None:
         scored_width = scored_width or query.shape[-1]
         query, key, scale = _with_source(query, key, value, source, scale)
     score, score_arrays = check_score(options.get("score"), scores, lse_dtype(query.dtype))
     operands = Operands(
-        query, key, value, bias, mask, *found.tokens[:4], found.arrays, score_arrays
+        query, key, value, bias, mask, *canonical.tokens[:4], canonical.arrays, score_arrays
     )
     operands = operands._replace(
         key_scale=scales[0],
         value_scale=scales[1],
-        query_lengths=found.tokens.query_lengths,
-        key_lengths=found.tokens.key_lengths,
+        query_lengths=canonical.tokens.query_lengths,
+        key_lengths=canonical.tokens.key_lengths,
     )
-    settings = Settings(scale, found.structure)
+    settings = Settings(scale, canonical.structure)
     if score is not None:
         settings = settings._replace(score=score, scored_width=scored_width)
     compares = settings.compares or lengths[1] is not None or rule is not None

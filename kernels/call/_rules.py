@@ -21,9 +21,9 @@ from ..masks._window import Window
 
 
 class Tokens(NamedTuple):
-    """What a kernel compares of queries and keys: None, or int32 with one line or one for each batch entry.
+    """Positions, segments and lengths of queries and keys: None, or int32 with a batch axis of `B` or 1.
 
-    There are lengths only where positions count from 0, and so are None.
+    Lengths are given only where positions count from 0, and so are None.
     """
 
     query_positions: Array | None
@@ -50,8 +50,8 @@ def shortened(positions: Array, lengths: Array | np.ndarray | None) -> Array:
     return positions if lengths is None else jnp.where(positions < lengths[:, None], positions, -1)
 
 
-class Ruled(NamedTuple):
-    """A rule for kernels: its structure, its arrays with an axis of the batch, and the tokens."""
+class CanonicalMask(NamedTuple):
+    """The mask of a call as kernels take it: its structure, its arrays with a batch axis, and the tokens."""
 
     structure: Structure
     arrays: tuple[Array, ...]
@@ -86,7 +86,7 @@ def split_mask(mask: object) -> tuple[AbstractMask | None, Any]:
     return (mask, None) if isinstance(mask, AbstractMask) else (None, mask)
 
 
-def ruled(
+def canonical_mask(
     rule: AbstractMask | None,
     is_causal: bool,
     window: tuple[int, int] | None,
@@ -94,17 +94,17 @@ def ruled(
     batch: int,
     query_len: int,
     key_len: int,
-) -> Ruled:
-    """The conjunction of a rule with causality and a window, in the form that most kernels take.
+) -> CanonicalMask:
+    """Returns the conjunction of a rule, causality and a window, in the form that most kernels take.
 
-    Of the rules that `&` joins, `Causal` and `Window` become one, `Segments` those of the tokens unless
-    they have some, and `Lengths` those of the tokens, or absent positions where these are given.
+    Of the rules that `&` joins, `Causal` and `Window` become one; `Segments` become those of the tokens unless
+    these have some; `Lengths` become those of the tokens, or absent positions where positions are given.
     Raises `TypeError` and `ValueError` for arrays of the rule that do not fit the call.
     """
     left, right = window or (None, None)
     right = 0 if is_causal else right
     if rule is None:
-        return Ruled(sided(left, right), (), tokens)
+        return CanonicalMask(sided(left, right), (), tokens)
     rest: list[AbstractMask] = []
     for x in _joined(_with_batch(rule, batch)):
         if isinstance(x, Causal):
@@ -124,7 +124,7 @@ def ruled(
     arrays, structure = tuple(jax.tree.leaves(rule)), structure_of(rule)
     if not isinstance(rule, SIDED):
         _check_traceable(structure, tuple((x.shape, x.dtype) for x in arrays))
-    return Ruled(structure, arrays, tokens)
+    return CanonicalMask(structure, arrays, tokens)
 
 
 def _with_batch(rule: AbstractMask, batch: int) -> AbstractMask:
