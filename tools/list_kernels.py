@@ -23,8 +23,8 @@ from energy_attn.kernels.internal import (
     Settings,
     check_call,
     explain,
-    sided,
     tried,
+    window_structure,
 )
 
 BEGIN, END = "<!-- tools/list_kernels.py -->\n", "<!-- end of kernels -->"
@@ -91,7 +91,7 @@ class Call(NamedTuple):
 
     def kernel(self, platform: str, capability: str | None) -> str:
         """The kernel that it gets."""
-        settings = Settings(self.width**-0.5, sided(right=0 if self.causal else None))
+        settings = Settings(self.width**-0.5, window_structure(right=0 if self.causal else None))
         device = None if capability is None else AssumedGPU(capability)
         with jax.enable_x64(self.dtype == "float64"):
             return explain(tried(), settings, self.operands(), platform, device).name

@@ -180,7 +180,7 @@ def with_local_positions(
 def warn_of_idle_devices(
     parallel: SequenceParallel,
     plan: ShardingPlan,
-    sides: tuple[int, int],
+    window: tuple[int, int],
     options: dict[str, Any],
     query_len: int,
     key_len: int,
@@ -196,8 +196,8 @@ def warn_of_idle_devices(
         and plan.queries
         and plan.devices > 1
         and plan.method != "ulysses"
-        and sides[0] >= whole
-        and sides[1] == 0
+        and window[0] >= whole
+        and window[1] == 0
         and query_len == key_len
         and whole >= _LONG
         and options["query_positions"] is None

@@ -20,8 +20,8 @@ from energy_attn.kernels.internal import (
     Settings,
     explain,
     platform_here,
-    sided,
     tried,
+    window_structure,
 )
 
 _PACKAGES = ("energy_attn", "jax", "jaxlib", "equinox", "optax", "jaxtyping")
@@ -142,7 +142,7 @@ def _operands(call: Example) -> tuple[Settings, Operands]:
     query, key = (
         jax.ShapeDtypeStruct(shape, jnp.dtype(call.dtype)) for shape in (call.query, call.key)
     )
-    settings = Settings(call.query[-1] ** -0.5, sided(right=0 if call.causal else None))
+    settings = Settings(call.query[-1] ** -0.5, window_structure(right=0 if call.causal else None))
     return settings, Operands(query, key, key, None, None, None, None)  # pyright: ignore[reportArgumentType]  # shapes will do
 
 

@@ -189,7 +189,7 @@ def prepare(
     if parallel is not None and compares:
         size = query.shape[-3], key.shape[-3]
         if plan is not None:
-            warn_of_idle_devices(parallel, plan, given.settings.rule.sides, traced, *size)
+            warn_of_idle_devices(parallel, plan, given.settings.rule.window, traced, *size)
         if plan is not None and plan.local:
             traced = with_local_positions(parallel, plan.queries, traced, *size)
         else:

@@ -76,9 +76,8 @@ class Settings(NamedTuple):
 
     Attributes:
         scale: the factor of the scores.
-        rule: what is static in the rule that says which key positions a query position sees. Its
-            `sides` are how far a query sees before and after it; a kernel that knows no other rules than
-            `All`, `Causal` and `Window` needs no more.
+        rule: the static structure of the mask. Its `window` is how far a query sees before and after
+            it; a kernel that takes no other masks than `All`, `Causal` and `Window` needs no more.
         wide: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
         score: what is static in the score, or None: the scaled product itself.
         scored_width: where a score and a source are given, how many features of query and key make
@@ -206,10 +205,10 @@ def positioned(operands: Operands) -> Operands:
 
 
 def all_meet(operands: Operands, settings: Settings) -> bool:
-    """Whether positions count from 0 and each query sees a key and each key a query, by the sides of the rule."""
+    """Whether positions count from 0, and by a window each query sees a key and each key is seen."""
     query_len, key_len = operands.query.shape[1], operands.key.shape[1]
-    left, right = settings.rule.sides
-    counted = operands.query_positions is None and settings.rule.sided
+    left, right = settings.rule.window
+    counted = operands.query_positions is None and settings.rule.is_window
     counted = counted and is_static(query_len, key_len)
     return counted and query_len - key_len <= left and key_len - query_len <= right
 

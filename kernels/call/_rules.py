@@ -15,7 +15,7 @@ from ..masks._all import All
 from ..masks._causal import Causal
 from ..masks._lengths import Lengths
 from ..masks._segments import Segments, looked_up
-from ..masks._structure import SIDED, Structure, sided, sided_rule, structure_of
+from ..masks._structure import WINDOWS, Structure, structure_of, window_mask, window_structure
 from ..masks._visibility import visible
 from ..masks._window import Window
 
@@ -104,7 +104,7 @@ def canonical_mask(
     left, right = window or (None, None)
     right = 0 if is_causal else right
     if rule is None:
-        return CanonicalMask(sided(left, right), (), tokens)
+        return CanonicalMask(window_structure(left, right), (), tokens)
     rest: list[AbstractMask] = []
     for x in _joined(_with_batch(rule, batch)):
         if isinstance(x, Causal):
@@ -117,12 +117,12 @@ def canonical_mask(
             tokens = _with_segments(x, tokens, query_len, key_len)
         elif not isinstance(x, All):
             rest.append(x)
-    sides = sided_rule(left, right)
-    rule = rest.pop(0) if rest and isinstance(sides, All) else sides
+    window_rule = window_mask(left, right)
+    rule = rest.pop(0) if rest and isinstance(window_rule, All) else window_rule
     for x in rest:
         rule = rule & x
     arrays, structure = tuple(jax.tree.leaves(rule)), structure_of(rule)
-    if not isinstance(rule, SIDED):
+    if not isinstance(rule, WINDOWS):
         _check_traceable(structure, tuple((x.shape, x.dtype) for x in arrays))
     return CanonicalMask(structure, arrays, tokens)
 

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from ..call._kernel import AbstractKernel
 from ..call._operands import KernelCall, Operands, Settings
-from ..masks._structure import sided
+from ..masks._structure import window_structure
 
 _ROWS, _HEADS, _WIDTH = 640, 2, 64  # sizes that all vendors' kernels take, in several blocks
 
@@ -43,7 +43,7 @@ def _try(kernel: AbstractKernel, platform: str) -> str | None:
         jax.ShapeDtypeStruct((1, _ROWS, heads, _WIDTH), jnp.bfloat16) for heads in (_HEADS, 1)
     )
     operands = Operands(query, key, key, None, None, None, None)  # pyright: ignore[reportArgumentType]
-    settings = Settings(_WIDTH**-0.5, sided(right=0))
+    settings = Settings(_WIDTH**-0.5, window_structure(right=0))
     try:
         kernel.check(KernelCall(operands, settings))
     except NotImplementedError:

@@ -1,4 +1,4 @@
-"""What is static in a rule, beside its arrays."""
+"""The static structure of a mask: the rule without its arrays."""
 
 import functools
 import weakref
@@ -15,8 +15,8 @@ from ._interval import FAR
 from ._table import BlockTable
 from ._window import Window
 
-# Rules of these classes are told by two numbers, how far a query sees before it and after.
-SIDED = (All, Causal, Window)
+# Rules of these classes are windows: how far a query sees before and after it says all.
+WINDOWS = (All, Causal, Window)
 
 
 class Structure:
@@ -25,9 +25,9 @@ class Structure:
     Attributes:
         classes: those of the rule and of the rules that it joins.
         constrains: whether it compares positions.
-        sides: how far a query sees before and after its own position at most; a large number where
+        window: how far a query sees before and after its own position at most; a large number where
             the rule sets no bound.
-        sided: whether the rule is told by its sides.
+        is_window: whether the rule hides nothing else than keys outside of the window.
         block: the least block of the tables that it holds; None without any.
     """
 
@@ -36,8 +36,8 @@ class Structure:
         rule = jax.tree.unflatten(tree, [None] * tree.num_leaves)
         self.classes = frozenset(type(x) for x in parts(rule))
         self.constrains = not isinstance(rule, All)
-        self.sides = _sides(rule)
-        self.sided = isinstance(rule, SIDED)
+        self.window = _window(rule)
+        self.is_window = isinstance(rule, WINDOWS)
         blocks = (x.block for x in parts(rule) if isinstance(x, BlockTable))
         self.block = min(blocks, default=None)
 
@@ -61,13 +61,13 @@ def structure_of(rule: AbstractMask) -> Structure:
 
 
 @functools.lru_cache(maxsize=256)
-def sided(left: int | None = None, right: int | None = None) -> Structure:
-    """The structure of the rule by which a query sees so far before and after it; None: any distance."""
-    return structure_of(sided_rule(left, right))
+def window_structure(left: int | None = None, right: int | None = None) -> Structure:
+    """The structure of `window_mask(left, right)`."""
+    return structure_of(window_mask(left, right))
 
 
-def sided_rule(left: int | None, right: int | None) -> AbstractMask:
-    """That rule."""
+def window_mask(left: int | None, right: int | None) -> AbstractMask:
+    """The rule by which a query sees `left` keys before and `right` after it; None: all."""
     if left is None and right is None:
         return All()
     return Causal() if left is None and right == 0 else Window(left, right)
@@ -91,9 +91,9 @@ def _inner(rule: AbstractMask) -> list[AbstractMask]:
     return [x for x in found if isinstance(x, AbstractMask)]
 
 
-def _sides(rule: AbstractMask) -> tuple[int, int]:
+def _window(rule: AbstractMask) -> tuple[int, int]:
     if isinstance(rule, And):
-        return tuple(map(min, _sides(rule.first), _sides(rule.second)))  # pyright: ignore[reportReturnType]  # two
+        return tuple(map(min, _window(rule.first), _window(rule.second)))  # pyright: ignore[reportReturnType]  # two
     if isinstance(rule, Causal):
         return FAR, 0
     if isinstance(rule, Window):

@@ -13,7 +13,7 @@ from ._abstract import AbstractMask, Not
 from ._all import All
 from ._causal import Causal
 from ._interval import Interval, interval
-from ._structure import SIDED, told_by_intervals
+from ._structure import WINDOWS, told_by_intervals
 
 _MOST_BLOCKS = 1024  # blocks of queries that are compared with every key
 _ROWS, _KEYS = 256, 1024  # the pairs that are compared at a time, where intervals do not decide
@@ -87,7 +87,7 @@ def reachable(
     """
     query_len, key_len = query.shape[1], key.shape[1]
     known = isinstance(query_len, int) and isinstance(key_len, int)  # not symbols
-    if not isinstance(rule, SIDED):
+    if not isinstance(rule, WINDOWS):
         rows, keys = (min(_ROWS, query_len), min(_KEYS, key_len)) if known else (query_len, key_len)
         found = _pairs(rule, in_blocks(query, rows), in_blocks(key, keys), "keys")
         return found.reshape(found.shape[0], -1)[:, :key_len] if key_len else key >= 0

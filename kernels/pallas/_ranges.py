@@ -27,7 +27,7 @@ class Tiling(Protocol):
 
     Attributes:
         settings: those of the call.
-        pairs: its rule for tiles, unless its sides tell it.
+        pairs: its rule for tiles, None if that is a window.
         key_len: `S`.
         row_times, keys: the queries and the keys of a tile.
         key_tiles: how many tiles the keys have.
@@ -81,8 +81,8 @@ def tile_ranges(
     """The range of tiles that each tile of queries, or of keys, iterates over; None without arrays.
 
     First and one past the last tile that it might see; then first and one past the last of a run of
-    them that needs no mask, because every present row sees every key. Under a rule that its sides do
-    not tell, a list of tiles, in numbers of tiles of queries.
+    them that needs no mask, because every present row sees every key. Under a rule that is not a
+    window, a list of tiles, in numbers of tiles of queries.
     """
     rule = bound(plan.settings, operands)
     meets = meeting_blocks(visibility, rule, plan.row_times, plan.keys)

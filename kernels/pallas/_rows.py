@@ -35,11 +35,11 @@ def unpack_rows(x: Array, query_len: int, heads: int) -> Array:
 
 
 def pairs_of(operands: Operands, settings: Settings) -> Pairwise | None:
-    """The rule of a call as kernels compute it; None for those that they know by two sides.
+    """The rule of a call as kernels compute it; None for a window.
 
     Raises `NotImplementedError` for a rule that no kernel computes.
     """
-    if settings.rule.sided:
+    if settings.rule.is_window:
         return None
     found = pairwise(settings.rule, operands.rule_arrays)
     if found.problem is not None:

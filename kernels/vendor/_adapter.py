@@ -24,7 +24,7 @@ from ..call._operands import (
 )
 from ..call._state import AttentionState, holds_keys
 from ..masks._segments import Segments
-from ..masks._structure import SIDED
+from ..masks._structure import WINDOWS
 from ..pallas.gpu._kernel import PallasGPU
 
 _DTYPES = ("float16", "bfloat16")
@@ -39,7 +39,7 @@ class VendorGPU(AbstractKernel):
     platforms = ("cuda",)
     interpreted = ()
     exported = False
-    masks = SIDED
+    masks = WINDOWS
 
     @abc.abstractmethod
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
@@ -157,7 +157,7 @@ def _seeing(operands: Operands, settings: Settings) -> Array:
     """Which queries are there and see a key, by lengths, `[B, T, 1]`; of a window, its first."""
     queries, keys = (x[:, None] for x in lengths(operands))
     rows = jnp.arange(operands.query.shape[1], dtype=jnp.int32)[None]
-    first = jnp.maximum(rows - min(settings.rule.sides[0], operands.key.shape[1]), 0)
+    first = jnp.maximum(rows - min(settings.rule.window[0], operands.key.shape[1]), 0)
     return ((rows < queries) & (first < keys))[..., None]
 
 

@@ -17,7 +17,7 @@ from .._private import private_names
 from ..call._operands import KernelCall, Operands, Settings, has_lengths
 from ..call._target import check_capability, target_capability
 from ..masks._lengths import Lengths
-from ..masks._structure import SIDED
+from ..masks._structure import WINDOWS
 from ._adapter import VendorGPU, check_plain, lengths, window_side
 
 FEWEST_ROWS = 64  # of queries and of keys; other kernels split the keys of few rows
@@ -38,7 +38,7 @@ class CuDNN(VendorGPU):
     """
 
     name = "cudnn"
-    masks = (*SIDED, Lengths)
+    masks = (*WINDOWS, Lengths)
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
@@ -56,7 +56,7 @@ class CuDNN(VendorGPU):
                 raise NotImplementedError(
                     f"{name}: wanted at least {FEWEST_ROWS} rows, got {x.shape[1]}"
                 )
-        left, right = settings.rule.sides
+        left, right = settings.rule.window
         if settings.rule.constrains and right != 0:
             raise NotImplementedError(
                 f"local_window_size: wanted no keys after the query's, got {(left, right)}"
@@ -115,7 +115,7 @@ def _unused_but_lengths(operands: Operands) -> list[Array]:
 
 def _options(operands: Operands, settings: Settings) -> dict[str, Any]:
     """The parameters of both primitives."""
-    (left, right), found = settings.rule.sides, private_names("cudnn")
+    (left, right), found = settings.rule.window, private_names("cudnn")
     left = window_side(left, operands.key.shape[1])
     padding = "PADDING_" if has_lengths(operands) else ""
     mask = f"{padding}CAUSAL" if right == 0 else "PADDING" if padding else "NO_MASK"

@@ -65,7 +65,7 @@ def _check_here(found: Capability) -> None:
 
 def _configured(operands: Operands, settings: Settings) -> tuple[Any, Any]:
     """What the package is told of a call, and its kernels. A right side of 0 alone is its causal attention."""
-    left, right = (window_side(x, operands.key.shape[1]) for x in settings.rule.sides)
+    left, right = (window_side(x, operands.key.shape[1]) for x in settings.rule.window)
     causal = left is None and right == 0
     window = (None, None) if causal else (left, right)
     config = _package().Config(

@@ -22,7 +22,7 @@ from ..call._operands import KernelCall, Operands, Settings, has_lengths, positi
 from ..call._state import AttentionState
 from ..masks._lengths import Lengths
 from ..masks._segments import Segments
-from ..masks._structure import SIDED
+from ..masks._structure import WINDOWS
 from ..pallas.tpu._kernel import PallasTPU
 from ..xla._blockwise import backward_delta
 from ._adapter import (
@@ -59,7 +59,7 @@ class Splash(AbstractKernel):
     platforms = ("tpu",)
     interpreted = ("cpu", "cuda", "rocm")
     exported = True
-    masks = (*SIDED, Lengths, Segments)
+    masks = (*WINDOWS, Lengths, Segments)
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for dtypes other than bfloat16; arrays of masks, biases or
@@ -86,7 +86,7 @@ class Splash(AbstractKernel):
         """One kernel, after a copy of the operands with heads in front."""
         operands, settings, platform = call
         query, key, value = _scaled(zero_beyond(operands), settings)
-        found = _kernel(settings.rule.sides, self._cut(query, key, settings), platform != "tpu")
+        found = _kernel(settings.rule.window, self._cut(query, key, settings), platform != "tpu")
         with _as_expected():
             out, (lse,) = jax.vmap(found)(query, key, value, _segments(operands))
         state = vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
@@ -100,7 +100,7 @@ class Splash(AbstractKernel):
         """Two kernels: one for the gradient of queries, one for the others; one where keys are one block."""
         operands, settings, platform = call
         query, key, value = _scaled(zero_beyond(operands), settings)
-        found = _kernel(settings.rule.sides, self._cut(query, key, settings), platform != "tpu")
+        found = _kernel(settings.rule.window, self._cut(query, key, settings), platform != "tpu")
         shown, cotangent = without_empty(operands, state, cotangent)
         d_out = cotangent.out.astype(value.dtype)
         rows = (shown.lse, d_out, backward_delta(shown, cotangent))
@@ -122,7 +122,7 @@ class Splash(AbstractKernel):
     def _cut(self, query: Array, key: Array, settings: Settings) -> "_Cut":
         """The blocks of queries and keys, heads in front."""
         rows, keys = query.shape[2], key.shape[2]
-        seen = min(keys, sum(settings.rule.sides) + 1)
+        seen = min(keys, sum(settings.rule.window) + 1)
 
         def fits(block: int) -> bool:
             whole = block == keys and not settings.rule.constrains
@@ -202,7 +202,7 @@ def _pull(found: Any, segments: Any, query: Array, *others: Array) -> tuple[Arra
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(sides: tuple[int, int], cut: _Cut, interpret: bool) -> Any:
+def _kernel(window: tuple[int, int], cut: _Cut, interpret: bool) -> Any:
     splash = private_names("splash")
     of_query = None if cut.fused else cut.of_rows
     sizes = splash.BlockSizes(
@@ -219,7 +219,7 @@ def _kernel(sides: tuple[int, int], cut: _Cut, interpret: bool) -> Any:
     # One mask serves all heads. The result is cached across traces, so it must not be traced.
     with jax.ensure_compile_time_eval():
         found = splash.make(
-            mask=splash.masks.MultiHeadMask([_mask(splash.masks, sides, cut[:2])]),
+            mask=splash.masks.MultiHeadMask([_mask(splash.masks, window, cut[:2])]),
             block_sizes=sizes,
             save_residuals=True,
             head_shards=1,
@@ -229,8 +229,8 @@ def _kernel(sides: tuple[int, int], cut: _Cut, interpret: bool) -> Any:
         return jax.tree.map(np.asarray, found)
 
 
-def _mask(masks: Any, sides: tuple[int, int], shape: tuple[int, int]) -> Any:
-    left, right = (window_side(x, shape[1]) for x in sides)
+def _mask(masks: Any, window: tuple[int, int], shape: tuple[int, int]) -> Any:
+    left, right = (window_side(x, shape[1]) for x in window)
     if left is None and right is None:
         return masks.FullMask(shape)
     if left is None and right == 0:

@@ -25,7 +25,7 @@ class BlockSizes(NamedTuple):
         least_rows: query rows of each batch entry, even if a block then has more than `rows`.
         keys: keys in a block.
         keys_of_few_rows: keys in a block of at most half of `rows`.
-        sparse: most rows and keys in a block under a rule that its sides do not tell, so that more blocks
+        sparse: most rows and keys in a block under a rule that is not a window, so that more blocks
             are skipped. As fast as larger ones (CPU), which need fewer products of statistics.
     """
 
@@ -68,14 +68,14 @@ def grid(operands: Operands, rule: Structure, sizes: BlockSizes) -> Grid:
     batch, query_len, heads, _ = operands.query.shape
     key_len, kv_heads = operands.key.shape[1:3]
     group = heads // kv_heads
-    rows = sizes.rows if rule.sided else min(sizes.rows, sizes.sparse)
+    rows = sizes.rows if rule.is_window else min(sizes.rows, sizes.sparse)
     least = min(sizes.least_rows, rows)
     most = max(rows // max(batch, 1), least) if is_static(batch) else least
-    causal = rule.sides[1] == 0
+    causal = rule.window[1] == 0
     queries, query_blocks = _cut(query_len, group, most, causal, rule.block)
     few = is_static(batch) and 2 * batch * group * queries <= sizes.rows
     most = sizes.keys_of_few_rows if few else sizes.keys
-    most = most if rule.sided else min(most, sizes.sparse)
+    most = most if rule.is_window else min(most, sizes.sparse)
     keys, key_blocks = _cut(key_len, 1, most, causal, rule.block)
     return Grid(kv_heads, group, queries, query_blocks, keys, key_blocks)
 

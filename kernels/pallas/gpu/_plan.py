@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 
     Attributes:
         settings: those of the call.
-        pairs: its rule for tiles, unless its sides tell it.
+        pairs: its rule for tiles, None if that is a window.
         batch, query_len, key_len, kv_heads, group: `B`, `T`, `S`, `K` and `N / K`.
         width, value_width: `H` and `Hv`.
         row_times, row_heads, rows, keys: the tiles of rows and of keys; the last two are powers

@@ -275,7 +275,7 @@ def zero_hidden(
     plan: Plan, visibility: Visibility, at: ProgramIndex, tile: Array, *arrays: Array
 ) -> tuple[Array, ...]:
     """Tiles of keys or values, or numbers of each key, with zeros for keys that no row of the call sees."""
-    key, right = tile * plan.keys + numbers(plan.keys), plan.settings.rule.sides[1]
+    key, right = tile * plan.keys + numbers(plan.keys), plan.settings.rule.window[1]
     if visibility.key_positions is not None:
         there = (
             load(visibility.key_positions, (_row_of(visibility.key_positions, at), key), None) >= 0
@@ -333,7 +333,7 @@ def tile_range(
         whole = -(-others // other) if of_keys else others // other
         ends: Any = (np.int32(unit * x) for x in (0, -(-others // other), 0, whole))
         return TileRange(*ends)
-    left, right = (min(side, size + others) for side in plan.settings.rule.sides)
+    left, right = (min(side, size + others) for side in plan.settings.rule.window)
     if of_keys:
         left, right = right, left
     least, most = tile * block, jnp.minimum((tile + 1) * block, size) - 1

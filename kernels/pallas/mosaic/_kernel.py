@@ -8,7 +8,7 @@ from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
 from ...call._target import check_capability
-from ...masks._structure import SIDED
+from ...masks._structure import WINDOWS
 from ...xla import _blockwise
 from .._common import moving_arrays
 from ._plan import TILE_SIZES, TileSizes, key_plan, make_plan, query_plan, tangent_plan
@@ -36,7 +36,7 @@ class MosaicGPU(AbstractKernel):
     platforms = ("cuda",)
     interpreted = ()
     exported = True
-    masks = SIDED
+    masks = WINDOWS
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for bias and mask arrays; for dtypes other than float16 and

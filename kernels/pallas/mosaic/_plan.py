@@ -113,7 +113,7 @@ class Plan(NamedTuple):
     def hides(self, key_positions: Any) -> bool:
         """Whether there may be keys that no row of the call sees, whose values may be anything."""
         rule = self.settings.rule
-        return key_positions is not None or self.key_len > self.query_len + rule.sides[1]
+        return key_positions is not None or self.key_len > self.query_len + rule.window[1]
 
 
 def make_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:

@@ -274,7 +274,7 @@ def tile_range(
         batch = row_of(found, at, 1)
         first, stop, begin, end = (found[i, batch, at.tile] for i in range(4))
     else:
-        first, stop, begin, end = _by_sides(plan, at.tile, of_keys)
+        first, stop, begin, end = _by_window(plan, at.tile, of_keys)
     if plan.splits > 1:
         share, _ = divide(stop - first + (plan.splits - 1), plan.splits)
         first = first + at.split * share
@@ -286,13 +286,13 @@ def tile_range(
     return TileRange(first, begin, end - begin, stop - first)
 
 
-def _by_sides(plan: Plan, tile: Array, of_keys: bool) -> tuple[Array, Array, Array, Array]:
+def _by_window(plan: Plan, tile: Array, of_keys: bool) -> tuple[Array, Array, Array, Array]:
     own = plan.query_len, plan.row_times
     other = plan.key_len, plan.keys
-    sides = plan.settings.rule.sides
+    window = plan.settings.rule.window
     # a query sees the keys of a window around it, and a key is seen by those of its reflection
     if of_keys:
-        own, other, sides = other, own, sides[::-1]
+        own, other, window = other, own, window[::-1]
     (own_len, own_tile), (other_len, size) = own, other
     if not plan.settings.rule.constrains:
         number = math.ceil(other_len / size)
@@ -300,7 +300,7 @@ def _by_sides(plan: Plan, tile: Array, of_keys: bool) -> tuple[Array, Array, Arr
         whole = number if of_keys else other_len // size
         first, stop, end = (jnp.int32(x) for x in (0, number, whole))
         return first, stop, first, end
-    left, right = (min(side, own_len + other_len) for side in sides)
+    left, right = (min(x, own_len + other_len) for x in window)
     least = tile * own_tile
     most = jnp.minimum(least + own_tile, own_len) - 1
     first, _ = divide(jnp.maximum(least - left, 0), size)
@@ -372,7 +372,7 @@ def zero_hidden(
             there = of_rows(positions, step) >= 0
         else:
             number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + start
-            there = number < plan.query_len + plan.settings.rule.sides[1]
+            there = number < plan.query_len + plan.settings.rule.window[1]
         part = values.at[:, pl.ds(column, step)]
         x = load(part, TILE)
         part[...] = jnp.where(there, x, jnp.zeros_like(x))

@@ -104,7 +104,7 @@ class Layout(NamedTuple):
         key_block: keys in a block.
         granted: bytes of the chip's memory that the kernels ask for.
         bounded: whether keys past the end are told only by their index in the last block.
-        pairs: the rule of the call for blocks, unless its sides tell it.
+        pairs: the rule of the call for blocks, None if that is a window.
         settings: those of the call.
         score: the call's score, if it has one.
     """
@@ -164,7 +164,7 @@ def layout(
         name = "keys_of_few_rows"
     # blocks larger than on the smallest chip only where a row sees four of them: the first is waited for,
     # and a part of the last is hidden by a causal rule or a window
-    seen = min(keys, (sum(settings.rule.sides) + 1) * key_fold)
+    seen = min(keys, (sum(settings.rule.window) + 1) * key_fold)
     most_keys = min(getattr(sizes, name), max(getattr(LAYOUT_SIZES, name), seen // 4))
     unit = math.lcm(sizes.lanes, key_fold)  # a block holds all heads of its keys
     most_rows = sizes.rows

@@ -26,7 +26,7 @@ from energy_attn.distributed.spec._layout import sequence_order
 from energy_attn.distributed.spec._plan import sharding_plan
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._operands import Operands, Settings
-from energy_attn.kernels.masks._structure import sided
+from energy_attn.kernels.masks._structure import window_structure
 from energy_attn.kernels.xla._blocks import BlockedOperands
 from tests.support.compare import close
 from tests.support.meshes import check, in_parts, mesh_of, on_host
@@ -228,7 +228,7 @@ def blocks_computed(order, i, j):
     queries, keys = (jnp.asarray(order[x])[None] for x in (i, j))
     query, key = (jnp.zeros((1, len(order[0]), heads, 1)) for heads in (8, 2))
     operands = Operands(query, key, key, None, None, queries, keys)
-    blocks = BlockedOperands(operands, Settings(1.0, sided(right=0)))
+    blocks = BlockedOperands(operands, Settings(1.0, window_structure(right=0)))
     return int(blocks.places._meet.sum()) * blocks.grid.rows * blocks.grid.keys
 
 

@@ -20,7 +20,7 @@ from energy_attn.kernels import AttentionState, KernelCall, implementations, loc
 from energy_attn.kernels.call import _arguments
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.masks._structure import sided
+from energy_attn.kernels.masks._structure import window_structure
 from energy_attn.kernels.xla import _blocks
 from energy_attn.kernels.xla._grid import BLOCK_SIZES
 from tests.support.arrays import array
@@ -463,7 +463,7 @@ def test_small_blocks_make_many(problem):
     """Problems of `test_many_blocks` that are of one block, and say nothing."""
     arrays, _ = cast(problem, jnp.float64)
     operands = _arguments.check_call(**arrays, **problem.options).operands
-    grid = _blocks.grid(operands, sided(), SMALL_BLOCKS)
+    grid = _blocks.grid(operands, window_structure(), SMALL_BLOCKS)
     assert grid.query_blocks >= 3 and grid.key_blocks >= 3
 
 
@@ -473,7 +473,7 @@ def test_large_problems_exceed_a_block():
         operands = _arguments.check_call(
             **cast(problem, jnp.float32)[0], **problem.options
         ).operands
-        grid = _blocks.grid(operands, sided(), BLOCK_SIZES)
+        grid = _blocks.grid(operands, window_structure(), BLOCK_SIZES)
         assert grid.query_blocks > 1 and grid.key_blocks > 1
 
 

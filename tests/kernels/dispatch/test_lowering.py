@@ -15,7 +15,7 @@ from energy_attn.kernels import _private, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.dispatch import _probe, _registry
-from energy_attn.kernels.masks._structure import sided
+from energy_attn.kernels.masks._structure import window_structure
 from tests.support.selection import few, few_rows
 
 pytestmark = pytest.mark.usefixtures("user_settings")
@@ -145,7 +145,7 @@ def test_splash():
 
 
 def _call():
-    return Settings(64**-0.5, sided(right=0)), Operands(*abstract(), *[None] * 4)
+    return Settings(64**-0.5, window_structure(right=0)), Operands(*abstract(), *[None] * 4)
 
 
 @pytest.mark.full

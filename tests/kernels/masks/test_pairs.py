@@ -58,8 +58,8 @@ def test_only_comparisons_are_of_pairs():
     rule = masks.Causal() | (masks.Segments(np.zeros(8, np.int32)) & masks.Prefix(3))
     pairs = pairwise(*_split(rule))
     assert (pairs.of_queries, pairs.of_keys) == (2, 3)  # id, inside; id, inside, below the length
-    sided = pairwise(*_split(masks.Causal() & masks.Window(3, 2)))
-    assert (sided.of_queries, sided.of_keys) == (0, 0)
+    window = pairwise(*_split(masks.Causal() & masks.Window(3, 2)))
+    assert (window.of_queries, window.of_keys) == (0, 0)
     remainder = pairwise(*_split(masks.Function(lambda query, key: (query - key) % 5 == 0)))
     assert (remainder.of_queries, remainder.of_keys) == (0, 0)  # 5 is a constant of the kernel
 

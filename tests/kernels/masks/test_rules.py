@@ -87,7 +87,7 @@ def test_simple_rules_are_options():
         key_segment_ids=ids,
         key_value_seq_lengths=jnp.asarray(LENGTHS),
     )
-    assert found.settings == wanted.settings and found.settings.rule.sides == (4, 0)
+    assert found.settings == wanted.settings and found.settings.rule.window == (4, 0)
     jax.tree.map(np.testing.assert_array_equal, found.operands, wanted.operands)
 
 

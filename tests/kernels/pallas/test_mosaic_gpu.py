@@ -18,7 +18,7 @@ from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.call._state import AttentionState
 from energy_attn.kernels.call._target import AssumedGPU, lowered_for
-from energy_attn.kernels.masks._structure import sided
+from energy_attn.kernels.masks._structure import window_structure
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
 from energy_attn.kernels.pallas.mosaic._plan import (
     key_plan,
@@ -234,18 +234,18 @@ def test_keys_fit_the_chip():
                 jax.ShapeDtypeStruct((1, length, 8, width), jnp.bfloat16) for length in (rows, 8192)
             )
             operands = Operands(x, y, y, None, None, None, None)
-            plan = make_plan(operands, Settings(1.0, sided()))
+            plan = make_plan(operands, Settings(1.0, window_structure()))
             held = plan.consumers * 64 * (2 * width + 4 * 64)
             held += plan.stages * plan.keys * 4 * width
             assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
             if width > 128:
                 continue  # the sums of a gradient do not fit into the registers
-            plan = tangent_plan(operands, Settings(1.0, sided()), ALL)
+            plan = tangent_plan(operands, Settings(1.0, window_structure()), ALL)
             held = plan.row_times * (4 * width + 4 * 64) + plan.stages * plan.keys * 8 * width
             assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
-            plan = query_plan(operands, Settings(1.0, sided()))
+            plan = query_plan(operands, Settings(1.0, window_structure()))
             held = plan.row_times * (4 * width + 4 * 64) + plan.stages * plan.keys * 4 * width
             assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
-            plan = key_plan(operands, Settings(1.0, sided()))
+            plan = key_plan(operands, Settings(1.0, window_structure()))
             held = plan.keys * 4 * width + plan.stages * plan.row_times * (4 * width + 8)
             assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
