@@ -15,6 +15,7 @@ from ..call._operands import (
 )
 from ..call._state import lse_dtype, precision, unfused
 from ..scores._abstract import At
+from ._block_visibility import BlockVisibility, with_block_positions
 from ._entries import each_entry
 from ._grid import (
     BLOCK_SIZES,
@@ -27,7 +28,6 @@ from ._grid import (
     whole_queries,
 )
 from ._index import Index
-from ._places import Places, with_places
 from ._slice import Corner, add_at, slice_at
 
 
@@ -46,9 +46,9 @@ class BlockedOperands:
         self.unit = settings.scale if self._plain else 1.0
         self.outer = functools.partial(outer, precision=exact)
         self.product = functools.partial(product, precision=exact)
-        self.operands = operands = with_places(operands, settings, g)
-        self.places = Places(operands, settings, g)
-        self.meet = self.places.meet
+        self.operands = operands = with_block_positions(operands, settings, g)
+        self.visibility = BlockVisibility(operands, settings, g)
+        self.meet = self.visibility.meet
         clear = zero_absent(operands)
         self.query = whole_queries(g, clear.query)
         self.key = whole_keys(g, clear.key)
@@ -90,7 +90,7 @@ class BlockedOperands:
         """The same from the queries and keys of the block."""
         raw, added = self.products(query, key)
         if self.score is not None:
-            raw = self.score(raw, self.place(at))
+            raw = self.score(raw, self.indices(at))
         return self.masked(raw, added, at)
 
     def unscaled(self, query: Array, key: Array, at: Index) -> Array:
@@ -123,8 +123,8 @@ class BlockedOperands:
         pairs = zip(_both_sides(width), (to_raw, to_scores), strict=True)
         return jnp.concatenate([self.product(to, keys[..., x]) for x, to in pairs], -1)
 
-    def place(self, at: Index) -> At:
-        """Where the scores of a block are, for a score."""
+    def indices(self, at: Index) -> At:
+        """Batch, head and positions of the scores of a block, for a score."""
         g = self.grid
         at = Index(*(x.astype(jnp.int32) for x in at))
         batch = jnp.arange(self.query.shape[0], dtype=jnp.int32)
@@ -134,7 +134,7 @@ class BlockedOperands:
         head = jnp.repeat(head, g.queries)[None, :, None]
         if self.settings.score is None or not self.settings.score.compares:
             return At(batch[:, None, None], head, None, None)  # pyright: ignore[reportArgumentType]
-        return At(batch[:, None, None], head, *self.places.positions(at))
+        return At(batch[:, None, None], head, *self.visibility.positions(at))
 
     def masked(self, scores: Array, added: Array | None, at: Index) -> Array:
         """The scores of a block with what is added, minus infinity where a key is hidden."""
@@ -144,7 +144,7 @@ class BlockedOperands:
             scores = scores + self.score_block(self.bias, at).astype(scores.dtype)
         if self.mask is not None:
             scores = jnp.where(self.score_block(self.mask, at), scores, -jnp.inf)
-        return self.places.hide(scores, at)
+        return self.visibility.hide(scores, at)
 
     def pad_scores(self, x: Array | None) -> Array | None:
         """An array that broadcasts to the scores, padded to whole blocks."""

@@ -277,7 +277,7 @@ def backward_wide(
             raw, added = blocks.products(query, key)
             scored, back = raw, None
             if blocks.score is not None:
-                scored, back = blocks.score.pull(raw, blocks.place(here))
+                scored, back = blocks.score.pull(raw, blocks.indices(here))
             weights = exp_from(blocks.masked(scored, added, here), shift)
             d_scores = weights * (blocks.outer(out, value.astype(out.dtype)) - change)
             d_raw, d_arrays = (d_scores, ()) if back is None else back(d_scores)

@@ -112,7 +112,7 @@ def tangent_sums(
         else:
             moved = [blocks.products(*x) for x in pairs]
             change = functools.reduce(jnp.add, (x for x, _ in moved)) if moved else None
-            raw, along = blocks.score.along(raw, blocks.place(at), change, score_arrays)
+            raw, along = blocks.score.along(raw, blocks.indices(at), change, score_arrays)
             changes += [x for x in (along, *(y for _, y in moved)) if x is not None]
         weights = exp_from(blocks.masked(raw, added, at), lse)
         if bias is not None:

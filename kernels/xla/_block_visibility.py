@@ -1,4 +1,4 @@
-"""Where the tokens of a block are, and which of its keys each of its queries sees."""
+"""The positions of a block's tokens, and which of its keys each of its queries sees."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -10,8 +10,8 @@ from ._grid import Grid, pad
 from ._index import Index
 
 
-def with_places(operands: Operands, settings: Settings, grid: Grid) -> Operands:
-    """Operands with the positions that blocks of them are read by: None if these are computed from a block's index."""
+def with_block_positions(operands: Operands, settings: Settings, grid: Grid) -> Operands:
+    """Operands with the positions that blocks read: None where a block counts them from its index."""
     if all_meet(operands, settings):
         return operands
     operands = hide_unreachable(operands, settings)
@@ -23,8 +23,8 @@ def _pads(grid: Grid, operands: Operands) -> bool:
     return grid.keys * grid.key_blocks != operands.key.shape[1]
 
 
-class Places:
-    """The positions and segments of operands that have been given their places, cut by a grid."""
+class BlockVisibility:
+    """Positions and segments of the operands that `with_block_positions` returns, cut by a grid."""
 
     def __init__(self, operands: Operands, settings: Settings, grid: Grid):
         self._grid = grid
@@ -32,8 +32,7 @@ class Places:
         self._lengths = operands.query.shape[1], operands.key.shape[1]
         self._pads = _pads(grid, operands)
         self._constrains = settings.rule.constrains
-        given = operands.query_positions, operands.key_positions
-        self._positions = self._cut(*given, fill=-1)
+        self._positions = self._cut(operands.query_positions, operands.key_positions, fill=-1)
         self._segments = self._cut(operands.query_segments, operands.key_segments, fill=0)
         meet = meeting(self._rule, self._positions, self._segments)
         self._meet = None if meet is None else meet.any(0)

@@ -9,9 +9,9 @@ import pytest
 
 from energy_attn.kernels import local_attention, scores
 from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.xla._block_visibility import with_block_positions
 from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._grid import BlockSizes, grid
-from energy_attn.kernels.xla._places import with_places
 from tests.support.compare import close
 from tests.support.problems import _make, cast, cotangents, tangents
 from tests.support.reference import dense, dense_jvp, dense_vjp
@@ -71,7 +71,9 @@ def test_who_counts(rule, T, S, counted):
     def places(arrays):
         call = check_call(**arrays, **RULES[rule])
         blocks = grid(call.operands, call.settings.rule, SIZES)
-        found.append(with_places(call.operands, call.settings, blocks).key_positions is None)
+        found.append(
+            with_block_positions(call.operands, call.settings, blocks).key_positions is None
+        )
 
     jax.eval_shape(places, problem_of(rule, T, S).arrays)
     assert found == [counted]
