@@ -13,6 +13,19 @@ from .hlo._collectives import Kind as Kind
 from .merge._packing import as_invariant as as_invariant
 from .merge._scatter import exchange as exchange
 from .merge._scatter import sums as sums
+from .methods._arguments import Axes as Axes
+from .methods._layout import sequence_order as sequence_order
+from .methods._layout import warn_of_idle_devices as warn_of_idle_devices
+from .methods._layout import with_local_positions as with_local_positions
+from .methods._layout import with_positions as with_positions
+from .methods._plan import ShardingPlan as ShardingPlan
+from .methods._plan import check_mesh as check_mesh
+from .methods._plan import in_shard_map as in_shard_map
+from .methods._plan import is_explicit as is_explicit
+from .methods._plan import local_sharding_plan as local_sharding_plan
+from .methods._plan import reshard_explicit as reshard_explicit
+from .methods._plan import sharding_plan as sharding_plan
+from .methods._plan import split_along as split_along
 from .methods._sharded_attention import attend_sharded as attend_sharded
 from .methods._sharded_reduction import Reduction as Reduction
 from .methods._sharded_reduction import fold_covariances as fold_covariances
@@ -26,19 +39,6 @@ from .runtime._files import UNFINISHED as UNFINISHED
 from .runtime._files import check_file as check_file
 from .runtime._safetensors import Part as Part
 from .runtime._safetensors import Tensor as Tensor
-from .spec._arguments import Axes as Axes
-from .spec._layout import sequence_order as sequence_order
-from .spec._layout import warn_of_idle_devices as warn_of_idle_devices
-from .spec._layout import with_local_positions as with_local_positions
-from .spec._layout import with_positions as with_positions
-from .spec._plan import ShardingPlan as ShardingPlan
-from .spec._plan import check_mesh as check_mesh
-from .spec._plan import in_shard_map as in_shard_map
-from .spec._plan import is_explicit as is_explicit
-from .spec._plan import local_sharding_plan as local_sharding_plan
-from .spec._plan import reshard_explicit as reshard_explicit
-from .spec._plan import sharding_plan as sharding_plan
-from .spec._plan import split_along as split_along
 
 files = _files
 safetensors = _safetensors

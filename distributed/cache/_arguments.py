@@ -16,8 +16,8 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ..spec._parallel import SequenceParallel
-from ..spec._plan import check_mesh, check_share, device_count
+from ..methods._parallel import SequenceParallel
+from ..methods._plan import check_mesh, check_share, device_count
 from ._slots import Slots
 
 

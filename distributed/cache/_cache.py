@@ -23,9 +23,9 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
+from ..methods._parallel import SequenceParallel
+from ..methods._plan import sharding_plan
 from ..methods._sharded_attention import attend_sharded
-from ..spec._parallel import SequenceParallel
-from ..spec._plan import sharding_plan
 from ._arguments import check_counts, check_new, check_room, check_whole, layout
 from ._files import check_path, write
 from ._io import reload

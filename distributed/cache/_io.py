@@ -16,10 +16,10 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import check_floating_dtype, check_integer
 
+from ..methods._parallel import SequenceParallel
 from ..runtime import _safetensors
 from ..runtime._files import steady
 from ..runtime._safetensors import Tensor
-from ..spec._parallel import SequenceParallel
 from . import _files
 from ._arguments import check_room, layout
 from ._slots import Slots

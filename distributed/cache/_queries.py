@@ -16,7 +16,7 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..spec._parallel import SequenceParallel
+from ..methods._parallel import SequenceParallel
 from ._arguments import check_counts, check_reach, check_stored
 from ._write import positions_from
 

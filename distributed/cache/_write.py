@@ -17,9 +17,9 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import AbstractLinearMap, linear_call, vary_together
 
-from ..spec._arguments import Axes
-from ..spec._parallel import SequenceParallel
-from ..spec._plan import check_mesh, is_explicit, mesh_axes_of, reshard_explicit
+from ..methods._arguments import Axes
+from ..methods._parallel import SequenceParallel
+from ..methods._plan import check_mesh, is_explicit, mesh_axes_of, reshard_explicit
 from ._slots import Slots
 
 _ERRORS = (

@@ -7,7 +7,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TypedDict, Unpack
 
-from energy_attn.kernels.internal import check_choice, check_flag, check_options, received
+from jax.typing import DTypeLike
+
+from energy_attn.kernels.internal import (
+    check_choice,
+    check_flag,
+    check_floating_dtype,
+    check_options,
+    received,
+)
 
 from ..merge._strategies import MERGES, check_levels
 from ._merges import FOLDED, exchanged, summed
@@ -33,9 +41,9 @@ class Derivatives(TypedDict, total=False):
     gradient: bool
     """Whether to add what the gradient in query, key and value sends."""
 
-    narrow_gradients: bool
-    """Whether a ring sends gradients of keys and values in the dtype of the arrays all the way, as with the
-    argument of this name of [`ring_attention`][energy_attn.distributed.ring_attention]."""
+    gradient_dtype: DTypeLike | None
+    """In which a ring sends gradients of keys and values, as the field of this name of
+    [`Ring`][energy_attn.distributed.methods.Ring]."""
 
 
 def transfers(
@@ -94,12 +102,16 @@ def transfers(
     if METHODS[method] == (None,):
         check_sharded(method, shape, topology)
     check_options(derivatives, Derivatives)
-    along, back, narrow = (
-        check_flag(name, derivatives.get(name, False)) for name in Derivatives.__annotations__
+    along, back = (
+        check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
     )
+    dtype = derivatives.get("gradient_dtype")
+    size = shape.wide_bytes
+    if dtype is not None:
+        size = check_floating_dtype("gradient_dtype", dtype).itemsize
     if back:
         check_gradient(method, merge, along)
-    home = (shape.bytes if narrow else shape.wide_bytes) if back else 0
+    home = size if back else 0
     if topology.devices == 1:
         return ()
     if method in ("ulysses", "hybrid"):

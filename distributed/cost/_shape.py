@@ -26,7 +26,7 @@ class Shape:
         width: $H$, of queries and keys.
         value_width: $H_v$; None: `width`.
         dtype: of all arrays but `lse`, which is float32 (float64 with float64).
-        causal: whether positions are compared: `ring_attention` then gathers, once, those that each
+        causal: whether positions are compared: a ring then gathers, once, those that each
             device gives for its part. (With `parallel=` all devices know them, and none are sent.)
         queries_sharded: whether queries are sharded as keys are (prefill, training); else they are
             on every device (decode).

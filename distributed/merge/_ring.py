@@ -13,7 +13,7 @@ from ._packing import as_invariant, permuted
 class Ring(AbstractMerge):
     """Every state to every device, one step at a time: $p - 1$ steps of one state.
 
-    [`ring_attention`][energy_attn.distributed.ring_attention] folds so where all devices have the
+    [`Ring`][energy_attn.distributed.methods.Ring] folds so where all devices have the
     same queries.
     """
 

@@ -1,1 +1,14 @@
-"""Attention and reductions over keys that are sharded: tree, ring, Ulysses, hybrid, gather."""
+"""The methods by which devices that share a sequence attend to all of it, for `method=`.
+
+Examples:
+    >>> from energy_attn.distributed import SequenceParallel, methods
+    >>> SequenceParallel("device", methods.Ring(bidirectional=True)).method.name
+    'ring'
+"""
+
+from ._abstract import AbstractMethod as AbstractMethod
+from ._gather import Gather as Gather
+from ._hybrid import Hybrid as Hybrid
+from ._ring import Ring as Ring
+from ._tree import Tree as Tree
+from ._ulysses import Ulysses as Ulysses

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Operands, Settings
 
-from ..spec._arguments import Axes
+from ._arguments import Axes
 from ._hops import Tree, hop, origin, part
 
 

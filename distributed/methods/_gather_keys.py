@@ -11,7 +11,7 @@ from energy_attn.kernels.internal import Arriving
 
 from ..cost._shape import pieces
 from ..merge._packing import joined
-from ..spec._arguments import Axes
+from ._arguments import Axes
 from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit
 
 

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ..merge._packing import joined, moved
-from ..spec._arguments import Axes
+from ._arguments import Axes
 
 Tree = TypeVar("Tree")
 

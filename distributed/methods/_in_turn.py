@@ -36,7 +36,7 @@ from energy_attn.kernels.internal import (
     with_wide_out,
 )
 
-from ..spec._arguments import Axes, rounded
+from ._arguments import Axes, rounded
 from ._hops import whole
 
 Names = tuple[Candidate, ...]

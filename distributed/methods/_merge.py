@@ -26,8 +26,7 @@ from ..cost._devices import usual_topology
 from ..merge._covariance import check_covariance_merge, covariance_merge, merge_covariances
 from ..merge._packing import transfer
 from ..merge._strategies import STRATEGIES, MergeOption, check_merge
-from ..spec._arguments import Axes, AxisName, check_axes
-from ..spec._parallel import check_topology
+from ._arguments import Axes, AxisName, check_axes, check_topology
 
 
 def merge_across(
@@ -48,7 +47,7 @@ def merge_across(
     page about choosing describes them. All but `"allreduce"` only move states, and fold them in the
     same order everywhere: the results on all devices are bitwise equal. `"gather"`,
     `"hierarchical"` and `"ring"` move them in the dtypes that they have; pass `out` in `lse`'s dtype,
-    as `tree_attention` does, and it is rounded once.
+    as a [`Tree`][energy_attn.distributed.methods.Tree] does, and it is rounded once.
 
     Derivatives, of any order and in both modes, are the same for all strategies; that of the keys'
     own state needs no communication: with $w_i = e^{F_i - F}$,

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import Arriving
 
-from ..spec._arguments import Axes
+from ._arguments import Axes
 from ._direction import AbstractWay
 from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit, added
 
@@ -19,13 +19,13 @@ class Around(AbstractTurns):
     """The keys of one device after the other, its own first; gradients travel with their keys.
 
     Attributes:
-        narrow: whether these travel in the dtypes of keys and values, or in `lse`'s.
+        gradient_dtype: of what travels; None: `lse`'s.
         way: the direction.
     """
 
     axes: Axes
     size: int
-    narrow: bool
+    gradient_dtype: jnp.dtype | None
     way: AbstractWay
 
     @property
@@ -54,8 +54,8 @@ class Around(AbstractTurns):
             keys: Any, so_far: Gradients | None, step: int | Array, onward: bool
         ) -> tuple[Any, Gradients]:
             sums = None if so_far is None else so_far.keys
-            if self.narrow and sums is not None:
-                sums = _as(sums, own)
+            if self.gradient_dtype is not None and sums is not None:
+                sums = Keys(*(None if x is None else x.astype(self.gradient_dtype) for x in sums))
             going = Arriving(keys if onward else None, self.way.apart(sums))
             arrived, found = visit(keys, so_far, step, self.way.hop(going, self.axes))
             if so_far is not None:

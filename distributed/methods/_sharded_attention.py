@@ -21,19 +21,16 @@ from energy_attn.kernels.internal import (
     with_default_positions,
 )
 
-from ..spec._arguments import Axes
-from ..spec._plan import (
+from ._arguments import Axes
+from ._plan import (
     ShardingPlan,
     is_explicit,
     mesh_axes_of,
     other_explicit_axes,
     reshard_explicit,
 )
-from ._gather import gather
-from ._ring import ring, what_rotates
 from ._sink import attend_with_sink
-from ._tree import tree, tree_of_shards
-from ._ulysses import ulysses
+from ._tree import Tree
 
 
 def attend_sharded(
@@ -63,7 +60,7 @@ def _sharded(
     plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
     plan = unsharded_if_empty(plan, operands)
-    if plan.method != "tree":  # other methods take keys apart
+    if not isinstance(plan.method, Tree):  # other methods take keys apart
         operands = widened(operands)
     operands = with_indices(plan, settings, operands)
     return run_sharded(plan, functools.partial(_method(plan), names, settings), operands)
@@ -154,21 +151,9 @@ def _run_sharded(
 
 
 def _method(plan: ShardingPlan) -> Callable[..., AttentionState]:
-    axes = plan.sequence
-    if not axes:
-        return lambda names, settings, operands: attend(names, settings, operands)
-    if plan.method == "ring":
-        return functools.partial(
-            ring, axes=axes, rotate="auto", sharded=plan.queries, travel=plan.travel
-        )
-    if plan.method in ("ulysses", "hybrid"):
-        around, exchanged = plan.levels
-        return functools.partial(ulysses, axes=exchanged, around=around, travel=plan.travel)
-    if plan.method == "gather":
-        return functools.partial(gather, axes=axes)
-    if plan.queries:
-        return functools.partial(tree_of_shards, axes=axes, merge=plan.merge)
-    return functools.partial(tree, axes=axes, merge=plan.merge, topology=plan.topology)
+    if not plan.sequence:
+        return attend
+    return functools.partial(plan.method.attend, axes=plan.sequence, queries_sharded=plan.queries)
 
 
 def _axes(axes: Axes) -> Axes | None:
@@ -230,6 +215,9 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
     """The `PartitionSpec` of each operand."""
     batch, keys, heads = (_axes(axes) for axes in (plan.batch, plan.sequence, plan.heads))
     queries = keys if plan.queries else None
+    split = plan.method.split(plan.sequence, operands, plan.queries)
+    rows, columns = _axes(split.rows), _axes(split.keys)
+    scores = batch, _axes(plan.heads + split.heads), _axes(split.queries), columns
 
     def spec(x: Array | None, *axes: Axes | None) -> Any:
         if x is None:
@@ -238,19 +226,6 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         kept = (part if size > 1 else None for size, part in zip(x.shape, axes, strict=True))
         return PartitionSpec(*kept)
 
-    scores, rows, columns = (batch, heads, None, keys), queries, keys
-    if plan.method in ("ulysses", "hybrid"):
-        around, exchanged = plan.levels
-        rows, columns = _axes(around), None
-        scores = batch, plan.heads + exchanged, rows, None
-    elif plan.method == "gather":
-        scores, columns = (batch, heads, queries, None), None
-    elif plan.method == "ring":
-        # positions and segments of what goes around are everywhere, so that they do not
-        if what_rotates("auto", operands, plan.queries) == "keys":
-            scores, columns = (batch, heads, queries, None), None
-        else:
-            rows = None
     return Operands(
         query=spec(operands.query, batch, queries, heads, None),
         key=spec(operands.key, batch, keys, heads, None),

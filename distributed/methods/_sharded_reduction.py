@@ -21,11 +21,11 @@ from energy_attn.kernels.internal import (
 
 from ..merge._covariance import covariance_merge, merge_covariances
 from ..merge._packing import joined
-from ..spec._arguments import Axes
-from ..spec._plan import ShardingPlan
+from ._arguments import Axes
 from ._merge import choose_merge, fold_across
+from ._plan import ShardingPlan
 from ._sharded_attention import run_sharded, unsharded_if_empty, with_indices
-from ._tree import with_all_queries
+from ._tree import Tree, with_all_queries
 
 
 class Reduction(NamedTuple):
@@ -64,7 +64,7 @@ def _unsharded(reduction: Reduction, settings: Settings, operands: Operands, *ro
 def _sharded(
     plan: ShardingPlan, reduction: Reduction, settings: Settings, operands: Operands, *rows: Array
 ) -> Any:
-    plan = unsharded_if_empty(plan, operands)._replace(method="tree")
+    plan = unsharded_if_empty(plan, operands)._replace(method=Tree())
     axes = plan.sequence
 
     def run(operands: Operands, *rows: Array) -> Any:

@@ -13,7 +13,7 @@ from energy_attn.kernels.internal import (
     without_lengths,
 )
 
-from ..spec._arguments import rounded
+from ._arguments import rounded
 
 
 def attend_with_sink(

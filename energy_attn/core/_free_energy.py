@@ -183,7 +183,7 @@ def prepare(
     if not differentiated_by_jax(call.names):
         cite("milakov", "flash")
     if plan is not None and plan.axes:
-        cite(plan.method)
+        cite(plan.method.name)
     rows = given.operands.key_positions, given.operands.query_lengths
     compares = given.compares or any(x is not None for x in rows)
     if parallel is not None and compares:
@@ -202,7 +202,7 @@ def _check_inside(arrays: Arrays) -> None:
     given = {"bias": arrays.bias, "mask": split_mask(arrays.mask)[1], **arrays.options}
     for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
         if given[name] is not None:
-            other = "ring_attention or its like" if name in ("bias", "mask") else "positions"
+            other = "sharded_attention" if name in ("bias", "mask") else "positions"
             raise ValueError(
                 f"{name}: wanted None where parallel's axes are those of a surrounding "
                 f"jax.shard_map, got {received(given[name])}; {other} will do"

@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import (
     cost,
-    gather_attention,
-    ring_attention,
-    tree_attention,
-    ulysses_attention,
+    methods,
+    sharded_attention,
 )
 
 AXIS = "device"
@@ -26,7 +24,13 @@ TARGETS = {
     ("v5p", 8): tpu("v5p", "2x2x2", 95e9),
     ("v5p", 64): tpu("v5p", "4x4x4", 95e9),
 }
-WHOLE = {"gather": gather_attention, "ulysses": ulysses_attention}
+METHODS = {
+    "tree": methods.Tree("allreduce"),
+    "ring, keys": methods.Ring("keys"),
+    "ring, queries": methods.Ring("queries"),
+    "gather": methods.Gather(),
+    "ulysses": methods.Ulysses(),
+}
 MERGES = {"tree": "allreduce", "ring, keys": "keys", "ring, queries": "queries"}
 
 
@@ -65,17 +69,13 @@ CASES = (
 
 def local(case: Case, query: Any, key: Any, value: Any) -> Any:
     """The attention of a case, on one of its devices."""
-    said: dict[str, Any] = {"axis_name": AXIS}
+    said: dict[str, Any] = {"axis_name": AXIS, "method": METHODS[case.method]}
+    said |= {"queries_sharded": case.sharded}
     if case.sharded:
         here = lax.axis_index(AXIS) * key.shape[1]
         positions = here + jnp.arange(key.shape[1], dtype=jnp.int32)[None]
         said |= {"is_causal": True, "query_positions": positions, "key_positions": positions}
-    if case.method in WHOLE:
-        return WHOLE[case.method](query, key, value, **said).out
-    said |= {"queries_sharded": case.sharded}
-    if case.method == "tree":
-        return tree_attention(query, key, value, merge=MERGES["tree"], **said).out
-    return ring_attention(query, key, value, rotate=MERGES[case.method], **said).out
+    return sharded_attention(query, key, value, **said).out
 
 
 def row(case: Case) -> dict[str, Any]:

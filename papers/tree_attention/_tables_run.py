@@ -34,8 +34,9 @@ from energy_attn.distributed import (
     cost,
     initialize,
     make_mesh,
+    methods,
     place,
-    ring_attention,
+    sharded_attention,
 )
 from energy_attn.models import Llama, LlamaConfig
 
@@ -47,16 +48,16 @@ FOLDER = resources.files("energy_attn") / "cli" / "demo" / "model"
 HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
 
 
-def ring(rotate: str) -> Callable[..., Any]:
+def ring(rotate: Any) -> Callable[..., Any]:
     """Attention for a model's `attend=`, by a ring in which keys, or the queries' states, travel."""
 
     def attend(query: Any, key: Any, value: Any, **said: Any) -> Any:
         def here(query: Any, key: Any, value: Any, queries: Any, keys: Any) -> Any:
             return tuple(
-                ring_attention(
+                sharded_attention(
                     *(query, key, value),
                     axis_name=AXIS,
-                    rotate=rotate,
+                    method=methods.Ring(rotate),
                     queries_sharded=False,
                     is_causal=said["is_causal"],
                     query_positions=queries,

@@ -42,7 +42,7 @@ def methods(axes: tuple[str, ...], devices: int) -> dict[str, Callable[..., Any]
     import jax.numpy as jnp
     from jax import lax
 
-    from energy_attn.distributed import ring_attention, tree_attention
+    from energy_attn.distributed import methods, sharded_attention
     from energy_attn.distributed.internal import exchange, sums
     from energy_attn.kernels import AttentionState, local_attention
 
@@ -55,13 +55,15 @@ def methods(axes: tuple[str, ...], devices: int) -> dict[str, Callable[..., Any]
     def alone(query: Any, key: Any, value: Any) -> Any:
         return local_attention(query, key, value).out
 
-    def tree(merge: str) -> Callable[..., Any]:
-        return lambda *arrays: tree_attention(*arrays, axis_name=axes, merge=merge).out
+    def over(method: methods.AbstractMethod) -> Callable[..., Any]:
+        options: dict[str, Any] = {"axis_name": axes, "method": method, "queries_sharded": False}
+        return lambda *arrays: sharded_attention(*arrays, **options).out
 
-    def ring(rotate: str) -> Callable[..., Any]:
-        return lambda *arrays: (
-            ring_attention(*arrays, axis_name=axes, rotate=rotate, queries_sharded=False).out
-        )
+    def tree(merge: Any) -> Callable[..., Any]:
+        return over(methods.Tree(merge))
+
+    def ring(rotate: Any) -> Callable[..., Any]:
+        return over(methods.Ring(rotate))
 
     def scatter(way: Callable[..., Any]) -> Callable[..., Any]:
         def by_device(x: Any) -> Any:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn import masks, scores
-from energy_attn.distributed import KVCache, SequenceParallel, collectives, tree_attention
+from energy_attn.distributed import KVCache, SequenceParallel, collectives, sharded_attention
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.pallas.gpu._plan import make_plan, need_of
@@ -135,7 +135,7 @@ def test_decode_over_a_node():
         for s, h, spec in ((1, 32, P()), (8 * KEYS, 8, sharded), (8 * KEYS, 8, sharded))
     ]
     run = jax.shard_map(
-        lambda *x: tree_attention(*x, axis_name="device", implementation="pallas_gpu"),
+        lambda *x: sharded_attention(*x, axis_name="device", implementation="pallas_gpu"),
         mesh=mesh,
         in_specs=(P(), sharded, sharded),
         out_specs=P(),

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.distributed import collectives, cost, ring_attention, tree_attention
+from energy_attn.distributed import collectives, cost, methods, sharded_attention
 from tests.support.schedule import trained, waits
 from tests.support.target import nodes
 
@@ -80,7 +80,7 @@ def predicted(method, merge, keys):
 @pytest.mark.parametrize(("merge", "most"), [("allreduce", 2), ("gather", 1), ("butterfly", 7)])
 def test_decode(merge, most):
     """More collectives than the merge has steps, bytes that the cost model lacks or that grow with keys, memory."""
-    short, long = (compiled(tree_attention, keys, merge=merge) for keys in KEYS)
+    short, long = (compiled(sharded_attention, keys, method=methods.Tree(merge)) for keys in KEYS)
     assert len(collectives(long)) <= most
     assert payload(long) == predicted("tree", merge, KEYS[1])
     assert payload(short) == payload(long)
@@ -89,7 +89,7 @@ def test_decode(merge, most):
 
 def test_hierarchical():
     """All rows between nodes instead of a share. XLA:GPU may narrow the last gather by itself."""
-    found = payload(compiled(tree_attention, KEYS[1], merge="hierarchical"))
+    found = payload(compiled(sharded_attention, KEYS[1], method=methods.Tree("hierarchical")))
     wanted = predicted("tree", "hierarchical", KEYS[1])
     assert found.pop("all-gather") <= wanted.pop("all-gather")
     assert found == wanted
@@ -97,13 +97,15 @@ def test_hierarchical():
 
 def test_sums_are_wide():
     """Numerators sent in bfloat16."""
-    found = collectives(compiled(tree_attention, KEYS[1], merge="allreduce"))
+    found = collectives(compiled(sharded_attention, KEYS[1], method=methods.Tree("allreduce")))
     assert {dtype for c in found for dtype in c.dtypes} == {"f32"}
 
 
 def test_ring():
     """A ring that makes a hop too many, or sends positions that are not compared."""
-    program = compiled(ring_attention, KEYS[0], rotate="keys", queries_sharded=False)
+    program = compiled(
+        sharded_attention, KEYS[0], method=methods.Ring("keys"), queries_sharded=False
+    )
     assert payload(program) == predicted("ring", "keys", KEYS[0])
 
 

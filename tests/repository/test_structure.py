@@ -262,7 +262,7 @@ def test_public_names_are_documented_and_typed(package, name):
     [
         energy_attn.attention,
         energy_attn.kernels.local_attention,
-        partial(energy_attn.distributed.tree_attention, axis_name="device"),
+        partial(energy_attn.distributed.sharded_attention, axis_name="device"),
     ],
 )
 def test_shapes_are_checked_in_every_room(attend):

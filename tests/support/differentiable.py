@@ -23,15 +23,11 @@ from energy_attn.core import shifted_energy
 from energy_attn.distributed import (
     KVCache,
     SequenceParallel,
-    gather_attention,
-    hybrid_attention,
     logsumexp_across,
     make_mesh,
     merge_across,
-    ring_attention,
     shard_sequence,
-    tree_attention,
-    ulysses_attention,
+    sharded_attention,
     unshard_sequence,
 )
 from energy_attn.hopfield import EnergyAttentionBlock, retrieve
@@ -556,42 +552,32 @@ CASES = {
         spread=True,
     ),
     "tree_attention": Case(
-        "energy_attn.distributed.tree_attention",
-        over_two(functools.partial(tree_attention, axis_name="x"), **BY_KEYS),
+        "energy_attn.distributed.sharded_attention",
+        over_two(functools.partial(sharded_attention, axis_name="x"), **BY_KEYS),
         lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
         spread=True,
     ),
-    "ring_attention": Case(
-        "energy_attn.distributed.ring_attention",
-        over_two(functools.partial(ring_attention, axis_name="x"), HERE, **BY_ROWS),
-        lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
-        spread=True,
-    ),
-    "ulysses_attention": Case(
-        "energy_attn.distributed.ulysses_attention",
-        over_two(
-            functools.partial(ulysses_attention, axis_name="x"), HERE, **BY_ROWS, bias=P(None, "x")
-        ),
-        lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
-        spread=True,
-    ),
-    "gather_attention": Case(
-        "energy_attn.distributed.gather_attention",
-        over_two(functools.partial(gather_attention, axis_name="x"), HERE, **BY_ROWS),
-        lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
-        spread=True,
-    ),
-    "hybrid_attention": Case(
-        "energy_attn.distributed.hybrid_attention",
-        over_two(
-            functools.partial(hybrid_attention, axis_name=("y", "x")),
-            BOTH,
-            **dict.fromkeys(BY_ROWS, BOTH),
-            bias=P(None, "x", "y"),
-        ),
-        lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
-        spread=True,
-    ),
+    **{
+        f"{method}_attention": Case(
+            "energy_attn.distributed.sharded_attention",
+            over_two(
+                functools.partial(sharded_attention, axis_name=axes, method=method), out, **specs
+            ),
+            lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
+            spread=True,
+        )
+        for method, axes, out, specs in (
+            ("ring", "x", HERE, BY_ROWS),
+            ("ulysses", "x", HERE, BY_ROWS | {"bias": P(None, "x")}),
+            ("gather", "x", HERE, BY_ROWS),
+            (
+                "hybrid",
+                ("y", "x"),
+                BOTH,
+                dict.fromkeys(BY_ROWS, BOTH) | {"bias": P(None, "x", "y")},
+            ),
+        )
+    },
     "layouts": Case(
         """energy_attn.distributed.shard_sequence energy_attn.distributed.unshard_sequence
         energy_attn.distributed.SequenceParallel""",
@@ -603,14 +589,16 @@ CASES = {
 
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
-    "of types, which differentiate nothing": """energy_attn.kernels.Operands energy_attn.kernels.Settings energy_attn.kernels.KernelCall
+    "of types, which differentiate nothing": """energy_attn.kernels.Operands energy_attn.kernels.Settings
+        energy_attn.kernels.KernelCall
         energy_attn.kernels.PallasGPU.reads_eight_bits energy_attn.kernels.PallasGPU.forward_and_rest
         energy_attn.kernels.GPUPlan energy_attn.kernels.GPUTiles energy_attn.kernels.PallasGPU
         energy_attn.Result energy_attn.prefix_tree.PrefixTree energy_attn.prefix_tree.Accepted
         energy_attn.models.Generation energy_attn.models.LlamaConfig energy_attn.models.ModelDrafter
         energy_attn.models.PromptLookup energy_attn.distributed.Collective""",
     "of solvers, rules and costs, which have no floating arrays": """energy_attn.solvers.
-        energy_attn.kernels.masks. energy_attn.distributed.cost.""",
+        energy_attn.kernels.masks. energy_attn.distributed.cost.
+        energy_attn.distributed.methods.""",
     "of text, pictures, files, processes and programs": """energy_attn.citation energy_attn.plot.
         energy_attn.kernels.implementations energy_attn.distributed.collectives
         energy_attn.distributed.initialize energy_attn.distributed.make_mesh

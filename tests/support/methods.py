@@ -1,6 +1,5 @@
 """Problems whose queries are sharded as keys are, in every layout, and calls inside `shard_map`."""
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -9,12 +8,9 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import (
-    gather_attention,
-    hybrid_attention,
-    ring_attention,
+    methods,
     shard_sequence,
-    tree_attention,
-    ulysses_attention,
+    sharded_attention,
     unshard_sequence,
 )
 from tests.support.problems import Problem, everything
@@ -130,15 +126,13 @@ def state_and_gradients(problem, parallel):
 
 
 INSIDE = {
-    "ring keys": functools.partial(ring_attention, rotate="keys"),
-    "ring queries": functools.partial(ring_attention, rotate="queries"),
-    "tree": functools.partial(tree_attention, queries_sharded=True),
-    "tree reduce-scatter": functools.partial(
-        tree_attention, queries_sharded=True, merge="allreduce"
-    ),
-    "ulysses": ulysses_attention,
-    "hybrid": hybrid_attention,
-    "gather": gather_attention,
+    "ring keys": methods.Ring("keys"),
+    "ring queries": methods.Ring("queries"),
+    "tree": "tree",
+    "tree reduce-scatter": methods.Tree("allreduce"),
+    "ulysses": "ulysses",
+    "hybrid": "hybrid",
+    "gather": "gather",
 }
 
 
@@ -159,7 +153,9 @@ def inside(name, problem, axes):
         arrays = arrays | given
         specs = {n: scores if n == "bias" else sequence for n in arrays}
         return jax.shard_map(
-            lambda arrays: tuple(INSIDE[name](**arrays, **static, axis_name=axes)),
+            lambda arrays: tuple(
+                sharded_attention(**arrays, **static, axis_name=axes, method=INSIDE[name])
+            ),
             in_specs=(specs,),
             out_specs=sequence,
         )(arrays)

@@ -30,8 +30,9 @@ from energy_attn.distributed import (
     fetch,
     initialize,
     make_mesh,
+    methods,
     place,
-    ring_attention,
+    sharded_attention,
 )
 from energy_attn.distributed.merge._strategies import MERGES
 from energy_attn.distributed.runtime import _files
@@ -103,7 +104,7 @@ def prefill() -> dict:
     @functools.partial(jax.shard_map, in_specs=(KEYS,) * 4, out_specs=KEYS)
     def attend(q, k, v, at):
         options = {"is_causal": True, "query_positions": at, "key_positions": at}
-        return ring_attention(q, k, v, axis_name=AXES, rotate="keys", **options)
+        return sharded_attention(q, k, v, axis_name=AXES, method=methods.Ring("keys"), **options)
 
     @jax.jit
     def both(sharded, changes, positions):
@@ -153,7 +154,7 @@ def train() -> dict:
     def step(weight, query, key, value):
         def loss(weight):
             out = jax.shard_map(
-                lambda q, k, v: ring_attention(q, k, v, axis_name=AXES, rotate="keys").out,
+                lambda q, k, v: sharded_attention(q, k, v, axis_name=AXES, method="ring").out,
                 in_specs=(KEYS,) * 3,
                 out_specs=KEYS,
             )(query @ weight, key, value)

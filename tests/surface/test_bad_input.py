@@ -22,15 +22,12 @@ from energy_attn.distributed import (
     SequenceParallel,
     collectives,
     cost,
-    gather_attention,
-    hybrid_attention,
     logsumexp_across,
     make_mesh,
     merge_across,
-    ring_attention,
+    methods,
     shard_sequence,
-    tree_attention,
-    ulysses_attention,
+    sharded_attention,
     unshard_sequence,
 )
 from energy_attn.kernels import AttentionState, empty_state, local_attention, merge, merge_all
@@ -272,24 +269,13 @@ def spread(parallel, **options):
     return ea.attention(**VALID, parallel=parallel, **options)
 
 
-def tree(axis_name="device", **changes):
-    return inside(lambda: tree_attention(**{**VALID, **changes}, axis_name=axis_name))
+def sharded(method="tree", axis_name="device", **changes):
+    given = {**VALID, **changes}
+    return inside(lambda: sharded_attention(**given, axis_name=axis_name, method=method).out)
 
 
-def ring(axis_name="device", **changes):
-    return inside(lambda: ring_attention(**{**VALID, **changes}, axis_name=axis_name).out)
-
-
-def ulysses(**changes):
-    return inside(lambda: ulysses_attention(**{**VALID, **changes}, axis_name="device").out)
-
-
-def hybrid(**changes):
-    return inside(lambda: hybrid_attention(**{**VALID, **changes}, axis_name=("device",)).out)
-
-
-def gather(**changes):
-    return inside(lambda: gather_attention(**{**VALID, **changes}, axis_name="device").out)
+tree, ring = partial(sharded, "tree"), partial(sharded, "ring")
+ulysses, gather = partial(sharded, "ulysses"), partial(sharded, "gather")
 
 
 def state(out=None, lse=None):
@@ -438,7 +424,7 @@ PARALLEL = (
     (tree(is_casual=True), TypeError, "is_casual", "'is_casual'", "is_causal"),
     (tree(is_causal=True), ValueError, "key_positions", "None", "global positions"),
     (tree(local_window_size=3), ValueError, "key_positions", "None", "global positions"),
-    (tree(merge="star"), ValueError, "merge", "'star'", "'butterfly'"),
+    (lambda: sharded(methods.Tree("star"))(), ValueError, "merge", "'star'", "'butterfly'"),
     (tree(queries_sharded=1), TypeError, "queries_sharded", "int 1", "True or False"),
     (
         tree(is_causal=True, queries_sharded=True, key_positions=a(B, S, dtype="int32")),
@@ -448,14 +434,23 @@ PARALLEL = (
         "global positions",
     ),
     (tree(bias=a(B, N, T, S + 1)), ValueError, "bias", "[2,4,3,8]", "(2, 4, 3, 7)"),
-    (ring(rotate="values"), ValueError, "rotate", "'values'", "'queries'"),
-    (ring(narrow_gradients=1), TypeError, "narrow_gradients", "int 1", "True or False"),
-    (ring(bidirectional=1), TypeError, "bidirectional", "int 1", "True or False"),
-    (ring(bias=a(B, N, T, S), rotate="keys"), ValueError, "bias", "[2,4,3,7]", "(2, 4, 3, 56)"),
+    (partial(methods.Ring, "values"), ValueError, "rotate", "'values'", "'queries'"),
+    (partial(methods.Ring, gradient_dtype="int8"), TypeError, "gradient_dtype", "int8", "float"),
+    (partial(methods.Ring, bidirectional=1), TypeError, "bidirectional", "int 1", "True or False"),
+    (sharded("star"), ValueError, "method", "'star'", "'ulysses'"),
+    (sharded(3), TypeError, "method", "int 3", "methods.Ring()"),
+    (gather(queries_sharded=False), ValueError, "queries_sharded", "False", "'gather'"),
+    (
+        sharded(methods.Ring("keys"), bias=a(B, N, T, S)),
+        ValueError,
+        "bias",
+        "[2,4,3,7]",
+        "(2, 4, 3, 56)",
+    ),
     (ring(is_causal=True), ValueError, "key_positions", "None", "global positions"),
     (ring("x"), ValueError, "axis_name", "'x'", "shard_map"),
     (ulysses(), ValueError, "query", "4", "multiple of 8, so that 8 devices"),
-    (hybrid(), ValueError, "axis_name", "'device'", "two or more mesh axes"),
+    (sharded("hybrid", ("device",)), ValueError, "method", "one", "two or more mesh axes"),
     (gather(bias=a(B, N, T, S)), ValueError, "bias", "[2,4,3,7]", "(2, 4, 3, 56)"),
     (ulysses(query=None), TypeError, "query", "None", "array"),
     (tree(is_causal="yes"), TypeError, "is_causal", "str 'yes'", "True or False"),

@@ -22,8 +22,8 @@ from energy_attn.distributed import (
     SequenceParallel,
     collectives,
     cost,
-    ring_attention,
-    tree_attention,
+    methods,
+    sharded_attention,
 )
 from energy_attn.kernels import AttentionState, local_attention, merge
 from energy_attn.kernels.dispatch._onto import PART
@@ -102,7 +102,7 @@ def predicted(method, merge, pod, **options):
 @pytest.mark.parametrize("pod", few(["v5p", "v5e", "v6e"], "v5p"))
 def test_allreduce(pod):
     """More than two collectives, sums narrowed to bfloat16 on their way, bytes that grow with keys, scratch memory."""
-    program = compiled(pod, tree_attention, KEYS[pod], merge="allreduce")
+    program = compiled(pod, sharded_attention, KEYS[pod], method=methods.Tree("allreduce"))
     found = collectives(program)
     assert [c.kind for c in found] == ["all-reduce"] * 2
     assert {dtype for c in found for dtype in c.dtypes} == {"f32"}
@@ -116,7 +116,7 @@ def test_a_tangent_is_one_reduction(merge):
 
     def along(query, key, value, axis_name):
         def state(*arrays):
-            return tree_attention(*arrays, axis_name=axis_name, merge=merge)
+            return sharded_attention(*arrays, axis_name=axis_name, method=methods.Tree(merge))
 
         return jax.jvp(state, (query, key, value), (query, key, value))
 
@@ -131,8 +131,8 @@ def test_the_tangent_of_a_ring():
 
     def along(query, key, value, axis_name):
         def state(*arrays):
-            return ring_attention(
-                *arrays, axis_name=axis_name, rotate="keys", queries_sharded=False
+            return sharded_attention(
+                *arrays, axis_name=axis_name, method=methods.Ring("keys"), queries_sharded=False
             )
 
         return jax.jvp(state, (query, key, value), (query, key, value))
@@ -155,7 +155,9 @@ def test_a_ring_sends_while_it_computes(chips):
 def test_a_ring_sends_both_ways_while_it_computes():
     """More transfers at a time than XLA:TPU has on their way, of which some are waited for first."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
-    text = trained(Mesh(np.array(devices).reshape(2, 4), AXES), bidirectional=True).as_text()
+    text = trained(
+        Mesh(np.array(devices).reshape(2, 4), AXES), method=methods.Ring(bidirectional=True)
+    ).as_text()
     pairs = re.findall(r"collective-permute-start\(.*source_target_pairs=(\S+)", text)
     assert len(set(pairs)) == 2
     assert not waits(text)
@@ -164,7 +166,7 @@ def test_a_ring_sends_both_ways_while_it_computes():
 def test_payload_does_not_grow_with_keys():
     """Something that grows with the context, eight times as long."""
     short, long = (
-        payload(compiled("v5p", tree_attention, keys, merge="allreduce"))
+        payload(compiled("v5p", sharded_attention, keys, method=methods.Tree("allreduce")))
         for keys in (640_000, 5_120_000)
     )
     assert short == long
@@ -173,7 +175,7 @@ def test_payload_does_not_grow_with_keys():
 @pytest.mark.parametrize("pod", few(["v5p", "v5e", "v6e"], "v6e"))
 def test_gather(pod):
     """A gather that sends more than the states, or in more than one collective."""
-    program = compiled(pod, tree_attention, KEYS[pod], merge="gather")
+    program = compiled(pod, sharded_attention, KEYS[pod], method=methods.Tree("gather"))
     assert len(collectives(program)) == 1
     assert payload(program) == predicted("tree", "gather", pod)
     assert shards(program, pod) <= 1.02  # the states of all devices, in float32, are a part of it
@@ -201,7 +203,7 @@ def test_gather_beside_an_automatic_axis(sizes, batch):
 def test_auto_knows_the_platform():
     """A compilation for TPUs whose `merge="auto"` chooses for the machine that it runs on."""
     chosen = cost.choose_merge(shape_of(640_000), PODS["v6e"][2])
-    program = compiled("v6e", tree_attention, 640_000, merge="auto")
+    program = compiled("v6e", sharded_attention, 640_000, method=methods.Tree("auto"))
     assert payload(program) == predicted("tree", chosen, "v6e")
 
 
@@ -210,7 +212,7 @@ def test_auto_knows_the_platform():
 @pytest.mark.parametrize("merge", ["butterfly", "hierarchical"])
 def test_exchanges(merge, pod):
     """An exchange that XLA:TPU repeats, widens or leaves out; on slices too, where it takes others apart."""
-    program = compiled(pod, tree_attention, KEYS[pod], merge=merge)
+    program = compiled(pod, sharded_attention, KEYS[pod], method=methods.Tree(merge))
     found, wanted = payload(program), predicted("tree", merge, pod)
     if merge == "hierarchical":
         # the energies' last gather, of few numbers, is a sum with zeros; that of out is narrowed
@@ -234,9 +236,11 @@ def test_slices_leave_little_to_the_slow_network():
     def between_slices(program):
         return sum(c.bytes for c in collectives(program) if c.across_slices)
 
-    ours = between_slices(compiled("slices", tree_attention, 640_000, merge="allreduce"))
+    ours = between_slices(
+        compiled("slices", sharded_attention, 640_000, method=methods.Tree("allreduce"))
+    )
     assert 4 * ours < between_slices(compiled("slices", by_hand, 640_000))
-    gathered = compiled("slices", tree_attention, 640_000, merge="gather")
+    gathered = compiled("slices", sharded_attention, 640_000, method=methods.Tree("gather"))
     state = predicted("tree", "gather", "slices")["all-gather"]
     assert between_slices(gathered) == state
     assert payload(gathered) == {"all-gather": (1 + 16) * state}
@@ -272,10 +276,14 @@ def test_memory_of_rings():
         (state, held), _ = lax.scan(step, (empty, (key, value)), None, length=devices)
         return state, *held
 
-    tree = shards(compiled("v6e", tree_attention, 640_000, merge="allreduce"), "v6e")
+    tree = shards(
+        compiled("v6e", sharded_attention, 640_000, method=methods.Tree("allreduce")), "v6e"
+    )
     donated = compiled("v6e", waiting, 640_000, (P(), SHARDED, SHARDED), (1, 2))
     assert shards(donated, "v6e") / tree == pytest.approx(2, abs=0.01)
-    ours = compiled("v6e", ring_attention, 640_000, rotate="keys", queries_sharded=False)
+    ours = compiled(
+        "v6e", sharded_attention, 640_000, method=methods.Ring("keys"), queries_sharded=False
+    )
     assert payload(ours) == predicted("ring", "keys", "v6e")
     ways = ("ring", "keys"), ("tree", "allreduce")
     most, least = (cost.memory(*way, shape_of(640_000), PODS["v6e"][2]) for way in ways)
@@ -294,8 +302,14 @@ def causal_ring(gradient: bool):
     def run(query, key, value):
         here = lax.axis_index("device") * query.shape[1] + jnp.arange(query.shape[1])[None]
         positions = {name: here.astype(jnp.int32) for name in ("query_positions", "key_positions")}
-        return ring_attention(
-            query, key, value, axis_name="device", rotate="keys", is_causal=True, **positions
+        return sharded_attention(
+            query,
+            key,
+            value,
+            axis_name="device",
+            method=methods.Ring("keys"),
+            is_causal=True,
+            **positions,
         ).out
 
     def pulled(cotangent, *arrays):

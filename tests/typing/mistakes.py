@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import energy_attn as ea
-from energy_attn.distributed import KVCache, SequenceParallel, ring_attention, tree_attention
+from energy_attn.distributed import KVCache, SequenceParallel, methods, sharded_attention
 from energy_attn.kernels import local_attention
 
 q = k = v = jnp.ones((2, 8, 4, 16))
@@ -98,11 +98,11 @@ ea.free_energy(q, k, v, implementation=3)  # mistake
 ea.free_energy(q, k, v, key_value_seq_lengths=[3, 8])  # mistake
 ea.free_energy(q, k, v, bias=0.5)  # mistake
 local_attention(q, k, v, parallel=parallel)  # mistake
-tree_attention(q, k, v, axis_name="device", querys_sharded=True)  # mistake
-tree_attention(q, k, v, axis_name="device", window=3)  # mistake
-tree_attention(q, k, v, axis_name="device", merge="star")  # mistake
-tree_attention(q, k, v)  # mistake
-ring_attention(q, k, v, axis_name="device", is_causal=None)  # mistake
+sharded_attention(q, k, v, axis_name="device", querys_sharded=True)  # mistake
+sharded_attention(q, k, v, axis_name="device", window=3)  # mistake
+methods.Tree("star")  # mistake
+sharded_attention(q, k, v)  # mistake
+sharded_attention(q, k, v, axis_name="device", is_causal=None)  # mistake
 
 # results
 out, energies, residual = ea.attention(q, k, v, return_energy=True)  # mistake

@@ -21,15 +21,12 @@ from energy_attn.distributed import (
     SequenceParallel,
     collectives,
     cost,
-    gather_attention,
-    hybrid_attention,
     logsumexp_across,
     make_mesh,
-    ring_attention,
-    tree_attention,
-    ulysses_attention,
+    sharded_attention,
 )
 from energy_attn.distributed.merge._strategies import STRATEGIES, MergeName, automatic_merges
+from energy_attn.distributed.methods._methods import METHODS
 from tests.support.meshes import merges_for
 from tests.support.selection import few, few_rows
 
@@ -37,13 +34,6 @@ NAMES = ("slice", "node", "device")
 ROWS = [(p,) for p in range(2, 9)]
 GRIDS = [(2, 3), (2, 4), (2, 2, 2)]
 DECODE = cost.Shape(2, 1, 1680, 4, 2, 6, 10, dtype="float32")
-METHODS = {
-    "tree": tree_attention,
-    "ring": ring_attention,
-    "ulysses": ulysses_attention,
-    "hybrid": hybrid_attention,
-    "gather": gather_attention,
-}
 # as little work for the compiler as possible: what is sent is decided all the same
 
 
@@ -54,11 +44,9 @@ def topology(sizes):
 
 def attention(method, merge, shape, implementation="reference", **options):
     """An attention of a `cost.Shape`, and its arguments: dtypes, shapes and the sharding of each."""
-    if merge is None:  # each device has its own queries
-        assert shape.queries_sharded
-    else:
-        options["merge" if method == "tree" else "rotate"] = merge
-        options["queries_sharded"] = shape.queries_sharded
+    assert merge is not None or shape.queries_sharded
+    of_method = [] if merge is None else [merge]
+    fields = {name: options.pop(name) for name in ("gradient_dtype",) if name in options}
     widths = (
         (shape.queries, shape.heads, shape.width),
         (shape.keys, shape.kv_heads, shape.width),
@@ -66,7 +54,13 @@ def attention(method, merge, shape, implementation="reference", **options):
     )
     arrays = [jax.ShapeDtypeStruct((shape.batch, *x), shape.dtype) for x in widths]
     specs = [shape.queries_sharded, True, True]
-    f = functools.partial(METHODS[method], implementation=implementation, **options)
+    f = functools.partial(
+        sharded_attention,
+        method=METHODS[method](*of_method, **fields),
+        queries_sharded=shape.queries_sharded,
+        implementation=implementation,
+        **options,
+    )
     if not shape.causal:
         return f, arrays, specs
 
@@ -298,7 +292,7 @@ def test_gradients_send_what_is_predicted(dtype, ways):
     """Gradients of keys that go around in other numbers than asked for, a hop too far, or home in wide ones."""
     for method, merge, causal, sizes, narrow in ways:
         shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=causal, queries_sharded=True)
-        options = {"narrow_gradients": True} if narrow else {}  # Ulysses has no such option
+        options = {"gradient_dtype": "bfloat16"} if narrow else {}  # Ulysses has no such option
         hold_gradient(method, merge, shape, sizes, **options)
 
 
@@ -576,9 +570,9 @@ WRONG = {
         "gradient: wanted False beside tangent=True",
     ),
     "narrow": (
-        lambda: cost.transfers("ring", "keys", DECODE, topology((2,)), narrow_gradients=1),
+        lambda: cost.transfers("ring", "keys", DECODE, topology((2,)), gradient_dtype="int8"),
         TypeError,
-        "narrow_gradients: wanted",
+        "gradient_dtype: wanted",
     ),
     "no shape": (
         lambda: cost.choose_method(3, topology((2,))),

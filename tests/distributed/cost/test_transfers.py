@@ -72,7 +72,7 @@ def test_states():
 @pytest.mark.parametrize("narrow", [False, True])
 def test_gradients(narrow):
     """Gradients behind their keys in the numbers that were asked for, and home in those of the arrays."""
-    options = {"gradient": True, "narrow_gradients": narrow}
+    options = {"gradient": True, "gradient_dtype": "bfloat16" if narrow else None}
     wide = 1 if narrow else 2
     hops = [
         x

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
-from energy_attn.distributed import KVCache, SequenceParallel, cost, make_mesh
+from energy_attn.distributed import KVCache, SequenceParallel, cost, make_mesh, methods
 from tests.support.meshes import mesh_of
 from tests.support.problems import _make, cast
 from tests.support.reference import dense, dense_vjp
@@ -88,7 +88,9 @@ def test_gradients_that_travel_in_16_bits():
 
     @jax.jit
     def everything(*arrays):
-        ways = (SequenceParallel("device", "ring", narrow_gradients=x) for x in (False, True))
+        ways = (
+            SequenceParallel("device", methods.Ring(gradient_dtype=x)) for x in (None, "bfloat16")
+        )
         return [run(*arrays, parallel=way) for way in ways]
 
     with jax.set_mesh(make_mesh((2,), ("device",), devices=jax.devices()[:2])):

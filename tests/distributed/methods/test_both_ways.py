@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from energy_attn import attention, scores
-from energy_attn.distributed import SequenceParallel, collectives, make_mesh, shard_sequence
+from energy_attn.distributed import (
+    SequenceParallel,
+    collectives,
+    make_mesh,
+    methods,
+    shard_sequence,
+)
 from tests.support.compare import close
 from tests.support.meshes import on_host
 from tests.support.problems import Problem, _make, cast, tangents
@@ -36,7 +42,7 @@ CASES = {
 def test_values_and_derivatives(name):
     """Half of the heads with the other half's keys, positions, bias or gradients; sums over too few rows."""
     problem = CASES[name]
-    parallel = SequenceParallel("device", "ring", bidirectional=True)
+    parallel = SequenceParallel("device", methods.Ring(bidirectional=True))
 
     def attend(arrays):
         return attention(**arrays, **problem.options, parallel=parallel, return_energy=True)
@@ -55,7 +61,7 @@ def test_values_and_derivatives(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["ring", "hybrid"])
+@pytest.mark.parametrize("method", [methods.Ring, methods.Hybrid])
 def test_layouts_and_second_order(method):
     """Positions of another order; a product with the Hessian; a ring over the slow axis alone."""
     # two heads of keys on each device of a node
@@ -75,7 +81,7 @@ def test_layouts_and_second_order(method):
 
     wanted = curved(None)(given)
     with jax.set_mesh(make_mesh((4, 2), ("node", "device"))):
-        parallel = SequenceParallel(("node", "device"), method, layout="zigzag", bidirectional=True)
+        parallel = SequenceParallel(("node", "device"), method(bidirectional=True), layout="zigzag")
         ordered = [shard_sequence(x, parallel) for x in given]
         found = curved(parallel)(ordered)
         wanted = jax.tree.map(lambda x: shard_sequence(x, parallel), wanted)
@@ -86,7 +92,7 @@ def test_what_is_sent():
     """All keys in both directions, or keys and values one by one: each hop is half of both, each way."""
     query, key, value = cast(problem_of(), jnp.float32)[0].values()
     with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
-        parallel = SequenceParallel("device", "ring", bidirectional=True)
+        parallel = SequenceParallel("device", methods.Ring(bidirectional=True))
         run = jax.jit(lambda *x: attention(*x, parallel=parallel))
         sent = collectives(run.lower(query, key, value).compile())
     half = B * (T // 4) * (K // 2) * (H + V) * 4
@@ -103,6 +109,6 @@ def test_what_is_sent():
 def test_heads_that_cannot(heads, options, words, unchecked):
     query, key, value = cast(problem_of(), jnp.float64)[0].values()
     with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
-        parallel = SequenceParallel("device", "ring", bidirectional=True)
+        parallel = SequenceParallel("device", methods.Ring(bidirectional=True))
         with pytest.raises(ValueError, match=f"^bidirectional: wanted .*{words}"):
             attention(query, key[:, :, :heads], value[:, :, :heads], parallel=parallel, **options)

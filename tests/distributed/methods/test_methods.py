@@ -22,8 +22,8 @@ from energy_attn.distributed import (
     shard_sequence,
     unshard_sequence,
 )
-from energy_attn.distributed.spec._layout import sequence_order
-from energy_attn.distributed.spec._plan import sharding_plan
+from energy_attn.distributed.methods._layout import sequence_order
+from energy_attn.distributed.methods._plan import sharding_plan
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.masks._structure import window_structure
@@ -116,7 +116,7 @@ def test_auto_chooses(rows, heads, method):
 
     def place(query, key):
         parallel = SequenceParallel(AXES, method="auto")
-        chosen.append(sharding_plan(parallel, query, key, key).method)
+        chosen.append(sharding_plan(parallel, query, key, key).method.name)
 
     query, key = (
         jax.ShapeDtypeStruct((1, length, number, 64), jnp.bfloat16)

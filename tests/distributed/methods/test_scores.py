@@ -13,12 +13,8 @@ from energy_attn import scores
 from energy_attn.distributed import (
     KVCache,
     SequenceParallel,
-    gather_attention,
-    hybrid_attention,
-    ring_attention,
     shard_sequence,
-    tree_attention,
-    ulysses_attention,
+    sharded_attention,
     unshard_sequence,
 )
 from energy_attn.prefix_tree import pack, tree_decode
@@ -156,41 +152,40 @@ def test_explicit_axes():
         close(derivatives(run, first, specs), wanted(first))
 
 
-INSIDE = (tree_attention, ring_attention, ulysses_attention, hybrid_attention, gather_attention)
+INSIDE = ("tree", "ring", "ulysses", "hybrid", "gather")
 
 
-def inside(attend, places):
-    """A function of arrays and parameters that calls `attend` inside `shard_map`, of positions or of none."""
+def inside(method, places):
+    """A function of arrays and parameters that attends inside `shard_map`, with positions or with none."""
     axes = ("n", "s")
-    more = {"queries_sharded": True} if attend in INSIDE[:2] else {}
     split = P(None, axes)
 
     def run(arrays, positions, parameters):
         given = dict.fromkeys(("query_positions", "key_positions"), positions)
         score = CASE.make(parameters)
         options = {"is_causal": True, "score": score, "axis_name": axes}
-        return tuple(attend(**arrays, **given, **more, **options))
+        return tuple(sharded_attention(**arrays, **given, method=method, **options))
 
     mapped = jax.shard_map(run, in_specs=(split, split, P()), out_specs=split)
     return lambda x: number(mapped(x[0], places, x[1]))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("attend", INSIDE)
-def test_inside_shard_map(attend):
+@pytest.mark.parametrize("method", INSIDE)
+def test_inside_shard_map(method):
     """The functions for one's own `shard_map`: heads that Ulysses moves, gradients of replicated parameters."""
     places = jnp.arange(T, dtype=jnp.int32)[None]
     with jax.set_mesh(make_mesh((2, 2), ("n", "s"), devices=jax.devices()[:4])):
-        close(derivatives(inside(attend, places), first), wanted(first))
+        close(derivatives(inside(method, places), first), wanted(first))
 
 
-@pytest.mark.parametrize("attend", few(INSIDE, tree_attention))
-def test_a_score_wants_positions(attend):
+@pytest.mark.parametrize("method", few(INSIDE, "tree"))
+def test_a_score_wants_positions(method):
     """Positions that count from the first of a shard, where a score reads them."""
     x = jax.tree.map(jnp.asarray, (ARRAYS, CASE.parameters))
     with jax.set_mesh(make_mesh((2, 2), ("n", "s"), devices=jax.devices()[:4])):
         with pytest.raises(ValueError, match=r"^key_positions: wanted .* score"):
-            jax.eval_shape(inside(attend, None), x)
+            jax.eval_shape(inside(method, None), x)
 
 
 def test_cache_and_trees():

@@ -17,9 +17,8 @@ import energy_attn as ea
 from energy_attn.distributed import (
     KVCache,
     SequenceParallel,
-    ring_attention,
-    tree_attention,
-    ulysses_attention,
+    methods,
+    sharded_attention,
     unshard_sequence,
 )
 from energy_attn.kernels import AttentionState
@@ -153,30 +152,31 @@ def test_observables(problem):
 
 
 INSIDE = {
-    "tree": (tree_attention, {}, P()),
-    "tree of shards": (tree_attention, {"queries_sharded": True}, P(None, "device")),
-    "ring": (ring_attention, {"rotate": "keys"}, P(None, "device")),
-    "ring of queries": (ring_attention, {"rotate": "queries"}, P(None, "device")),
-    "ulysses": (ulysses_attention, {}, P(None, "device")),
-    "energy": (None, {}, P(None, "device")),
+    "tree": ("tree", P()),
+    "tree of shards": ("tree", P(None, "device")),
+    "ring": (methods.Ring("keys"), P(None, "device")),
+    "ring of queries": (methods.Ring("queries"), P(None, "device")),
+    "ulysses": ("ulysses", P(None, "device")),
+    "energy": (None, P(None, "device")),
 }
 
 
 @pytest.mark.parametrize("method", few(list(INSIDE), "tree of shards"))
 def test_inside_shard_map(method):
     """A sink merged before the fold, by each device; a gradient that is one device's."""
-    attend, options, queries = INSIDE[method]
+    way, queries = INSIDE[method]
     problem = _make("sink inside", B=2, T=16, S=16, N=8, H=5, V=3, scale=0.4)
     sink = sink_of(problem)
     keys = P(None, "device")
 
     def local(query, key, value, sink):
-        if attend is None:
+        if way is None:
             parallel = SequenceParallel("device")
             return ea.attention(
                 query, key, value, scale=0.4, sink=sink, parallel=parallel, return_energy=True
             )
-        return tuple(attend(query, key, value, scale=0.4, sink=sink, axis_name="device", **options))
+        options = {"scale": 0.4, "sink": sink, "axis_name": "device", "method": way}
+        return tuple(sharded_attention(query, key, value, **options))
 
     @jax.jit
     def run(arrays, cotangent):

@@ -1,4 +1,4 @@
-"""`tree_attention` inside `jax.shard_map`: each device brings its keys and says where in the sequence they are."""
+"""A tree inside `jax.shard_map`: each device brings its keys and says where in the sequence they are."""
 
 import functools
 from dataclasses import replace
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.distributed import collectives, tree_attention
+from energy_attn.distributed import collectives, methods, sharded_attention
 from energy_attn.kernels import AttentionState
 from tests.support.compare import close
 from tests.support.meshes import SHAPES, mesh_of, on_host
@@ -67,7 +67,7 @@ def tree(axes, problem: Problem):
             jax.shard_map, in_specs=({n: specs.get(n, P()) for n in given},), out_specs=P()
         )
         def spread(given):
-            return tree_attention(**given, **static, axis_name=axes)
+            return sharded_attention(**given, **static, axis_name=axes)
 
         return spread(given)
 
@@ -110,7 +110,7 @@ def test_plain_and_unequal_shards():
     )
     positions = np.where(np.arange(48) < 41, np.arange(48), -1).astype(np.int32)
     spread = jax.shard_map(
-        lambda q, k, v, p: tree_attention(
+        lambda q, k, v, p: sharded_attention(
             q, k, v, axis_name="device", is_causal=True, key_positions=p
         ),
         in_specs=(P(), P("device"), P("device"), P("device")),
@@ -136,7 +136,9 @@ def test_one_axis_of_two():
     arrays, _ = cast(problem, jnp.float64)
     query = jnp.concatenate([arrays["query"], 2 * arrays["query"]], axis=1)
     spread = jax.shard_map(
-        lambda q, k, v: tree_attention(q, k, v, axis_name="device", merge="allreduce"),
+        lambda q, k, v: sharded_attention(
+            q, k, v, axis_name="device", method=methods.Tree("allreduce")
+        ),
         in_specs=(P(None, "node"), P(None, "device"), P(None, "device")),
         out_specs=P(None, "node"),
     )
@@ -157,7 +159,7 @@ def test_positions_must_be_given(options):
     options = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
     with jax.set_mesh(mesh_of("8")), pytest.raises(ValueError, match="key_positions"):
         spread = jax.shard_map(
-            lambda q: tree_attention(q, q, q, axis_name="device", **options),
+            lambda q: sharded_attention(q, q, q, axis_name="device", **options),
             in_specs=P(),
             out_specs=P(),
         )
@@ -168,4 +170,4 @@ def test_outside_shard_map():
     """An unbound axis that ends in JAX's NameError."""
     query = jnp.ones((1, 2, 3, 4))
     with pytest.raises(ValueError, match="axis_name"):
-        tree_attention(query, query, query, axis_name="device")
+        sharded_attention(query, query, query, axis_name="device")

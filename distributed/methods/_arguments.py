@@ -1,10 +1,11 @@
 """Axes and arguments of the functions that are called inside `jax.shard_map`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
+from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
@@ -15,37 +16,17 @@ from energy_attn.kernels.internal import (
     Settings,
     candidates,
     check_call,
-    check_flag,
     check_scores,
     out_dtype,
     received,
     split_mask,
+    varying_axes,
     without_lengths,
 )
 
+from .. import cost
+
 Axes = tuple[str, ...]
-
-
-class Travel(NamedTuple):
-    """How keys go around a ring; static.
-
-    Attributes:
-        narrow: gradients in the dtypes of keys and values.
-        both_ways: half of the heads in each direction.
-    """
-
-    narrow: bool = False
-    both_ways: bool = False
-
-
-ONE_WAY = Travel()
-
-
-def check_travel(narrow_gradients: object, bidirectional: object) -> Travel:
-    """The `Travel` that arguments of these names ask for. Raises `TypeError` unless they are booleans."""
-    return Travel(
-        check_flag("narrow_gradients", narrow_gradients), check_flag("bidirectional", bidirectional)
-    )
 
 
 AxisName = str | Axes
@@ -106,12 +87,6 @@ def check_local(
     return names, call._replace(operands=operands._replace(bias=bias, mask=mask))
 
 
-def scores_shape(operands: Operands, query_parts: int = 1, key_parts: int = 1) -> Scores:
-    """The shape of the scores of `operands`, for operands that are parts of the sequence."""
-    batch, query_len, heads, _ = operands.query.shape
-    return batch, heads, query_len * query_parts, operands.key.shape[1] * key_parts
-
-
 def rounded(state: AttentionState, operands: Operands, settings: Settings) -> AttentionState:
     """The state with `out` in the dtype that the call asks for."""
     return AttentionState(state.out.astype(out_dtype(operands, settings)), state.lse)
@@ -120,3 +95,25 @@ def rounded(state: AttentionState, operands: Operands, settings: Settings) -> At
 def unbatched(state: AttentionState) -> AttentionState:
     """The state without the batch axis that was added to a call without one."""
     return jax.tree.map(lambda x: x[0], state)
+
+
+def check_topology(topology: object, axes: int) -> None:
+    """Raises `TypeError` unless `topology` is one, `ValueError` for another number of axes."""
+    if topology is None:
+        return
+    if not isinstance(topology, cost.Topology):
+        raise TypeError(f"topology: wanted a cost.Topology or None, got {received(topology)}")
+    if len(topology.links) != axes:
+        raise ValueError(
+            f"topology: wanted a link for each of the {axes} mesh axes, got {len(topology.links)}"
+        )
+
+
+def queries_are_parts(axes: Axes, query: Array, key: Array) -> bool:
+    """Whether queries inside `jax.shard_map` are a device's part, by the types of the arrays.
+
+    Where types do not tell (`check_vma=False`), they are if there are as many as keys.
+    """
+    if set(axes) <= varying_axes(key) | varying_axes(query):
+        return not set(axes).isdisjoint(varying_axes(query))
+    return query.shape[-3] == key.shape[-3]

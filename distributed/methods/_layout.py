@@ -195,7 +195,7 @@ def warn_of_idle_devices(
         parallel.layout == "contiguous"
         and plan.queries
         and plan.devices > 1
-        and plan.method != "ulysses"
+        and not plan.method.whole_sequences
         and window[0] >= whole
         and window[1] == 0
         and query_len == key_len

@@ -4,16 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from energy_attn.kernels.internal import check_choice, check_flag, check_names, received
+from energy_attn.kernels.internal import check_choice, check_flag, check_names
 
 from .. import cost
-from ..cost._methods import METHODS, check_method
 from ..merge._strategies import MergeOption, check_merge
+from ._abstract import AbstractMethod
+from ._arguments import check_topology
+from ._methods import METHODS, check_method
+from ._tree import Tree
 
-_CHOICES = {
-    "method": (*METHODS, "auto"),
-    "layout": ("contiguous", "striped", "zigzag"),
-}
+MethodName = Literal["tree", "ring", "ulysses", "hybrid", "gather", "auto"]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -27,15 +27,13 @@ class SequenceParallel:
 
     Attributes:
         axes: the mesh axes that the sequence is sharded over, slow ones first.
-        method: `"tree"`: local states, then one reduction; see
-            [`tree_attention`][energy_attn.distributed.tree_attention]. `"ring"`: keys or queries
-            pass all devices; see [`ring_attention`][energy_attn.distributed.ring_attention].
-            `"ulysses"`: heads are exchanged for sequence; see
-            [`ulysses_attention`][energy_attn.distributed.ulysses_attention]. `"hybrid"`: heads for
-            sequence along the last axis, and keys around a ring over the others; see
-            [`hybrid_attention`][energy_attn.distributed.hybrid_attention]. `"gather"`: keys are gathered,
-            piece by piece; see [`gather_attention`][energy_attn.distributed.gather_attention].
-            `"auto"`: the tree for queries that are on all devices, else the fastest by
+        method: a name, or a method with options of its own, as `methods.Ring(bidirectional=True)`:
+            [`"tree"`][energy_attn.distributed.methods.Tree]: local states, then one reduction.
+            [`"ring"`][energy_attn.distributed.methods.Ring]: keys or queries pass all devices.
+            [`"ulysses"`][energy_attn.distributed.methods.Ulysses]: heads are exchanged for sequence.
+            [`"hybrid"`][energy_attn.distributed.methods.Hybrid]: heads for sequence along the last axis, and keys
+            around a ring over the others. [`"gather"`][energy_attn.distributed.methods.Gather]: keys are gathered,
+            piece by piece. `"auto"`: the tree for queries that are on all devices, else the fastest by
             [`cost`][energy_attn.distributed.cost.choose_method].
         merge: the strategy by which a tree folds, a name of
             [`cost.MERGES`][energy_attn.distributed.cost.MERGES]; see
@@ -52,16 +50,10 @@ class SequenceParallel:
             parallelism. Name them where they are automatic, as XLA may gather rows that are sharded
             over axes that nobody named; of explicit axes the types of the arrays tell. Rows that a `jax.vmap`
             maps over are no rows of the call: a `jax.shard_map` over all axes, around the `vmap`, splits these.
-        narrow_gradients: whether gradients of keys and values that go around a ring (`"ring"`,
-            `"hybrid"`) are sent in the dtypes of these, which for 16 bits is half of the bytes, rounded in
-            each hop; False: in that of `lse`, rounded once.
-        bidirectional: whether keys around a ring go both ways, those of half of the heads each, so that
-            both links of a torus axis carry them; see
-            [`ring_attention`][energy_attn.distributed.ring_attention].
 
     Raises:
-        TypeError: `axes`, `heads` or `batch` are not names, `topology` not a topology, or `queries_sharded`,
-            `narrow_gradients` or `bidirectional` not a boolean.
+        TypeError: `axes`, `heads` or `batch` are not names, `method` neither a name nor a method, `topology` not a
+            topology, or `queries_sharded` not a boolean.
         ValueError: axes that repeat, an unknown method, merge or layout, or `"hierarchical"` or
             `"hybrid"` over one axis.
 
@@ -78,20 +70,18 @@ class SequenceParallel:
     """
 
     axes: tuple[str, ...]
-    method: str
+    method: str | AbstractMethod
     merge: str
     layout: str
     topology: cost.Topology | None
     queries_sharded: bool | None
     heads: tuple[str, ...]
     batch: tuple[str, ...]
-    narrow_gradients: bool
-    bidirectional: bool
 
     def __init__(
         self,
         axes: str | Sequence[str] = ("node", "device"),
-        method: Literal["tree", "ring", "ulysses", "hybrid", "gather", "auto"] = "auto",
+        method: MethodName | AbstractMethod = "auto",
         merge: MergeOption = "auto",
         layout: Literal["contiguous", "striped", "zigzag"] = "contiguous",
         *,
@@ -99,20 +89,20 @@ class SequenceParallel:
         queries_sharded: bool | None = None,
         heads: str | Sequence[str] = (),
         batch: str | Sequence[str] = (),
-        narrow_gradients: bool = False,
-        bidirectional: bool = False,
     ) -> None:
         names = check_names("axes", axes, "mesh axes")
+        check_choice("layout", layout, ("contiguous", "striped", "zigzag"))
         given: dict[str, Any] = {"method": method, "layout": layout}
-        for field, choices in _CHOICES.items():
-            check_choice(field, given[field], choices)
         check_merge(merge, len(names))
-        check_method(method, len(names))
         check_topology(topology, len(names))
+        if not isinstance(method, AbstractMethod):
+            check_choice("method", method, (*METHODS, "auto"))
+        elif isinstance(method, Tree) and (merge, topology) == ("auto", None):
+            merge, topology = method.merge, method.topology
+        if method != "auto":
+            check_method(method).check_axes(names)
         if queries_sharded is not None:
             check_flag("queries_sharded", queries_sharded)
-        given["narrow_gradients"] = check_flag("narrow_gradients", narrow_gradients)
-        given["bidirectional"] = check_flag("bidirectional", bidirectional)
         taken = set(names)
         for name, axes_of in {"batch": batch, "heads": heads}.items():
             none = isinstance(axes_of, (tuple, list)) and not axes_of
@@ -127,15 +117,3 @@ class SequenceParallel:
         given |= {"queries_sharded": queries_sharded}
         for field, value in given.items():
             object.__setattr__(self, field, value)
-
-
-def check_topology(topology: object, axes: int) -> None:
-    """Raises `TypeError` unless `topology` is one, `ValueError` for another number of axes."""
-    if topology is None:
-        return
-    if not isinstance(topology, cost.Topology):
-        raise TypeError(f"topology: wanted a cost.Topology or None, got {received(topology)}")
-    if len(topology.links) != axes:
-        raise ValueError(
-            f"topology: wanted a link for each of the {axes} mesh axes, got {len(topology.links)}"
-        )

@@ -9,15 +9,17 @@ import jax.core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import received, varying_axes
+from energy_attn.kernels.internal import received
 
 from .. import cost
 from ..cost._devices import usual_topology
-from ..cost._shape import key_copies
-from ._arguments import ONE_WAY, Axes, Travel
+from ._abstract import AbstractMethod, check_heads
+from ._arguments import Axes, queries_are_parts
+from ._methods import named_method
 from ._parallel import SequenceParallel
+from ._tree import Tree
 
-Tree = TypeVar("Tree")
+Arrays = TypeVar("Arrays")
 
 # To a call under a `jax.vmap`, which has one row.
 _MAPPED = (
@@ -37,25 +39,15 @@ class ShardingPlan(NamedTuple):
     sequence: Axes
     heads: Axes
     queries: bool  # sharded along the sequence, as keys are
-    method: str
+    method: AbstractMethod
     merge: str
     topology: cost.Topology | None
-    travel: Travel = ONE_WAY  # of keys around a ring
     local: bool = False  # of a `jax.shard_map` over the sequence's axes: arrays are a device's part
 
     @property
     def axes(self) -> Axes:
         """All mesh axes over which an axis is sharded."""
         return self.batch + self.sequence + self.heads
-
-    @property
-    def levels(self) -> tuple[Axes, Axes]:
-        """The sequence's axes along which keys go around, and those along which heads are exchanged."""
-        return (
-            (self.sequence[:-1], self.sequence[-1:])
-            if self.method == "hybrid"
-            else ((), self.sequence)
-        )
 
     @property
     def devices(self) -> int:
@@ -103,16 +95,12 @@ def sharding_plan(
     check_share("key", "heads", key.shape[-2], device_count(mesh, heads))
     rows = math.prod(query.shape[:-3])
     check_share("query", "rows", rows, device_count(mesh, batch), _MAPPED if rows == 1 else "")
-    plan = ShardingPlan(mesh, batch, sequence, heads, queries, "tree", "auto", None)
+    plan = ShardingPlan(mesh, batch, sequence, heads, queries, Tree(), "auto", None)
     if parallel is not None:
         plan = plan._replace(merge=parallel.merge, topology=parallel.topology)
-        plan = plan._replace(travel=_travel(parallel))
     if not sequence:
         return plan
-    method = "auto" if parallel is None else parallel.method
-    if method == "auto":
-        method = _choose_method(plan, query, key, value)
-    return _by(method, plan, query, key)
+    return _by("auto" if parallel is None else parallel.method, plan, query, key, value)
 
 
 def in_shard_map(parallel: SequenceParallel | None) -> TypeGuard[SequenceParallel]:
@@ -133,33 +121,30 @@ def local_sharding_plan(
     there are as many as keys. Raises `ValueError` where a device has too few heads for `"ulysses"`.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
-    axes, varying = set(parallel.axes), varying_axes(key) | varying_axes(query)
-    queries = query.shape[-3] == key.shape[-3]
-    if parallel.queries_sharded is not None:
-        queries = parallel.queries_sharded
-    elif axes <= varying:
-        queries = not axes.isdisjoint(varying_axes(query))
-    plan = ShardingPlan(mesh, (), parallel.axes, (), queries, "", parallel.merge, parallel.topology)
-    plan = plan._replace(local=True, travel=_travel(parallel))
-    method = parallel.method
+    queries = parallel.queries_sharded
+    if queries is None:
+        queries = queries_are_parts(parallel.axes, query, key)
+    plan = ShardingPlan(
+        mesh, (), parallel.axes, (), queries, Tree(), parallel.merge, parallel.topology, local=True
+    )
+    return _by(parallel.method, plan, query, key, value)
+
+
+def _by(
+    method: str | AbstractMethod, plan: ShardingPlan, query: Array, key: Array, value: Array
+) -> ShardingPlan:
+    """The plan with a method. Raises `ValueError` as `check_heads`."""
     if method == "auto":
         method = _choose_method(plan, query, key, value)
-    return _by(method, plan, query, key)
-
-
-def _travel(parallel: SequenceParallel) -> Travel:
-    return Travel(parallel.narrow_gradients, parallel.bidirectional)
-
-
-def _by(method: str, plan: ShardingPlan, query: Array, key: Array) -> ShardingPlan:
-    """The plan with a method. Raises `ValueError` as `check_heads`."""
-    plan = plan._replace(method=method)
-    if method in ("ulysses", "hybrid"):
+    if isinstance(method, str):
+        method = named_method(method, plan.merge, plan.topology)
+    if exchanged := method.exchanged(plan.sequence):
         shared = device_count(plan.mesh, plan.heads)
         heads, kv_heads = (x.shape[-2] // shared for x in (query, key))
-        check_heads(heads, kv_heads, device_count(plan.mesh, plan.levels[1]), method)
-    # these move heads or keys to a device's own queries
-    return plan._replace(queries=plan.queries or method in ("ulysses", "hybrid", "gather"))
+        check_heads(method, heads, kv_heads, device_count(plan.mesh, exchanged))
+    # others move heads or keys to a device's own queries
+    queries = plan.queries or not method.replicated_queries
+    return plan._replace(method=method, queries=queries)
 
 
 def _choose_method(plan: ShardingPlan, query: Array, key: Array, value: Array) -> str:
@@ -188,17 +173,6 @@ def device_count(mesh: AbstractMesh, axes: Axes) -> int:
 
 def _type(x: Array) -> NamedSharding:
     return jax.typeof(x).sharding
-
-
-def check_heads(heads: int, kv_heads: int, devices: int, method: str) -> None:
-    """Raises `ValueError` unless the devices can share the heads out."""
-    if key_copies(heads, kv_heads, devices) is None:
-        wanted = math.lcm(kv_heads, devices)
-        raise ValueError(
-            f"query: wanted a number of heads that is a multiple of {wanted}, so that {devices} devices "
-            f"share them and the {kv_heads} heads of keys for {method!r}, got {heads}; 'ring', "
-            "'gather' and 'tree' take any"
-        )
 
 
 def check_share(name: str, what: str, number: int, devices: int, hint: str = "") -> None:
@@ -268,8 +242,8 @@ def other_explicit_axes(mesh: AbstractMesh, axes: Axes) -> Axes:
 
 
 def reshard_explicit(
-    mesh: AbstractMesh, axes: Iterable[str], tree: Tree, spec: PartitionSpec
-) -> Tree:
+    mesh: AbstractMesh, axes: Iterable[str], tree: Arrays, spec: PartitionSpec
+) -> Arrays:
     """Arrays as a `shard_map` over `axes` takes them: resharded where their types have the axes."""
     if not is_explicit(mesh, axes):
         return tree

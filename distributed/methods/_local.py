@@ -1,0 +1,153 @@
+"""Attention inside `jax.shard_map`, whose arrays are one device's part."""
+
+import functools
+from typing import Unpack
+
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import (
+    KernelOptions,
+    Operands,
+    check_flag,
+    check_floating,
+    check_sink,
+)
+from energy_attn.kernels.masks import AbstractMask
+
+from ._abstract import AbstractMethod, check_heads
+from ._arguments import (
+    Axes,
+    AxisName,
+    Scores,
+    check_axes,
+    check_local,
+    queries_are_parts,
+    unbatched,
+)
+from ._methods import check_method
+from ._sink import attend_with_sink
+
+
+def sharded_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    source: Float[Array, "*B T N Hv"] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
+    sink: Float[Array, "..."] | None = None,
+    axis_name: AxisName,
+    method: str | AbstractMethod = "tree",
+    queries_sharded: bool | None = None,
+    **options: Unpack[KernelOptions],
+) -> AttentionState:
+    r"""Attention over keys that are sharded along mesh axes, inside `jax.shard_map`.
+
+    $$F(\zeta) = \log \sum_i e^{F_i(\zeta)}, \qquad
+      F_i(\zeta) = \log \sum_{a \in \text{shard } i} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a)$$
+
+    | `method` | what is sent |
+    |---|---|
+    | [`Tree`][energy_attn.distributed.methods.Tree] | states, in one reduction, whatever the number of keys |
+    | [`Ring`][energy_attn.distributed.methods.Ring] | keys, or queries with their states, around a ring |
+    | [`Ulysses`][energy_attn.distributed.methods.Ulysses] | heads for sequence, and back |
+    | [`Hybrid`][energy_attn.distributed.methods.Hybrid] | heads along the last axis, and keys around the others |
+    | [`Gather`][energy_attn.distributed.methods.Gather] | keys, gathered piece by piece |
+
+    Outside of `jax.shard_map`, [`attention`][energy_attn.attention] with `parallel=` does all of this.
+    Positions are global: with `is_causal`, a window or ragged rows give this device's `key_positions` and
+    `query_positions`, as the defaults count from its first.
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`, this device's part, or equal on all devices of the axes.
+        key: `[B, S, K, H]`, this device's part.
+        value: `[B, S, K, Hv]`, likewise.
+        source: `[B, T, N, Hv]`, as `query`.
+        bias: broadcastable to the part of `[B, N, T, S]` that the method says.
+        mask: boolean, likewise; or a rule of
+            [`masks`][energy_attn.kernels.masks.AbstractMask], of global positions.
+        sink: $b$, `[N]` or `[B, N]`: the score of one more outcome, whose value is zero,
+            $F = \log(e^{F_{keys}} + e^b)$, merged once, after the fold; None: there is none.
+        axis_name: the mesh axis, or several, slow ones first, along which keys are sharded.
+        method: a name of this table in lower case, or a method with options of its own.
+        queries_sharded: whether `query` and what belongs to it are this device's part; None: whether its type varies
+            over the axes, and where types do not tell (`check_vma=False`), whether there are as many as keys. Only
+            trees and rings take queries that are equal on all devices.
+        **options: as for [`local_attention`][energy_attn.kernels.local_attention].
+
+    Returns:
+        The state over all keys: of this device's queries, or of those that all have, equal on all devices.
+
+    Raises:
+        TypeError: as `local_attention`; `method` is neither a name nor a method.
+        ValueError: as `local_attention`; an axis is not bound; positions are compared but not given; the
+            method does not take replicated queries, these axes or these heads.
+
+    Source: Tree Attention (arXiv 2408.04093), section 5; the methods name their own.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.distributed import make_mesh, methods, sharded_attention
+        >>> n = jax.device_count()
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2 * n, 2, 4))
+        >>> sharded = jax.P(None, "device")
+        >>> with jax.set_mesh(make_mesh((n,), ("device",))):
+        ...     f = jax.shard_map(
+        ...         lambda q, k, v: sharded_attention(q, k, v, axis_name="device", method="ring").out,
+        ...         in_specs=sharded, out_specs=sharded,
+        ...     )
+        ...     out = f(q, k, v)
+        >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
+        True
+    """
+    axes = check_axes(axis_name)
+    way = check_method(method)
+    way.check_axes(axes)
+    sharded = _are_sharded(way, axes, query, key, queries_sharded)
+    names, call = check_local(
+        (query, key, value, source, bias, mask),
+        options,
+        queries=sharded,
+        scores=functools.partial(_scores, way, axes, sharded),
+    )
+    sink = check_sink(sink, query)
+    state = attend_with_sink(
+        lambda settings: way.attend(names, settings, call.operands, axes, sharded), call, sink
+    )
+    return state if call.batched else unbatched(state)
+
+
+def _are_sharded(
+    method: AbstractMethod, axes: Axes, query: Array, key: Array, sharded: bool | None
+) -> bool:
+    for name, x in (("query", query), ("key", key)):
+        check_floating(name, x)
+    if sharded is None:
+        return not method.replicated_queries or queries_are_parts(axes, query, key)
+    if not check_flag("queries_sharded", sharded) and not method.replicated_queries:
+        raise ValueError(f"queries_sharded: wanted True or None for {method.name!r}, got False")
+    return sharded
+
+
+def _scores(method: AbstractMethod, axes: Axes, sharded: bool, operands: Operands) -> Scores:
+    """The shape of a device's bias and mask. Raises as `check_heads`."""
+    batch, query_len, heads, _ = operands.query.shape
+    key_len, kv_heads = operands.key.shape[1:3]
+    if method.exchanged(axes):
+        check_heads(method, heads, kv_heads, lax.axis_size(method.exchanged(axes)))
+    split = method.split(axes, operands, sharded)
+    devices = lax.axis_size(axes)
+
+    def part(size: int, over: Axes) -> int:
+        return size // lax.axis_size(over) if over else size
+
+    rows = query_len * devices if sharded else query_len
+    return (
+        batch,
+        part(heads, split.heads),
+        part(rows, split.queries),
+        part(key_len * devices, split.keys),
+    )

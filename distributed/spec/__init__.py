@@ -1,1 +1,0 @@
-"""How an attention is sharded over a mesh: `parallel=`, sharding plans and layouts."""
