@@ -60,7 +60,7 @@ from .call._state import share as share
 from .call._state import unfused as unfused
 from .call._target import AssumedGPU as AssumedGPU
 from .call._target import Device as Device
-from .dispatch._beside import beside as beside
+from .dispatch._attend_and_merge import attend_and_merge as attend_and_merge
 from .dispatch._derivative import AbstractDerivative as AbstractDerivative
 from .dispatch._derivative import Saved as Saved
 from .dispatch._derivative import keep_moved as keep_moved
@@ -73,7 +73,7 @@ from .dispatch._linear import AbstractLinearMap as AbstractLinearMap
 from .dispatch._linear import linear_call as linear_call
 from .dispatch._lowering import PLATFORMS as PLATFORMS
 from .dispatch._lowering import platform_here as platform_here
-from .dispatch._onto import attend_onto as attend_onto
+from .dispatch._overlap import overlap_transfer as overlap_transfer
 from .dispatch._registry import attend as attend
 from .dispatch._registry import candidates as candidates
 from .dispatch._registry import differentiated_by_jax as differentiated_by_jax

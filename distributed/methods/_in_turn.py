@@ -20,15 +20,15 @@ from energy_attn.kernels.internal import (
     Saved,
     Settings,
     TangentSums,
-    attend_onto,
+    attend_and_merge,
     backward_onto,
-    beside,
     cast_like,
     cotangents,
     differentiated_by_jax,
     empty_like,
     function_call,
     keep_moved,
+    overlap_transfer,
     tangent_along,
     tangent_of,
     tangent_sums,
@@ -176,7 +176,7 @@ def _attend(
         state: AttentionState, keys: Tree, turn: int | Array, arriving: Tree | None
     ) -> tuple[AttentionState, Tree | None]:
         here = _with_keys(operands, keys, turns, turn)
-        return attend_onto(state, names, wide, here, arriving)
+        return attend_and_merge(state, names, wide, here, arriving)
 
     found = _fold(visit, empty_like(wide, operands), _own(operands), turns)
     return rounded(found, operands, settings)
@@ -221,7 +221,7 @@ class _OfTurns(AbstractDerivative):
             along = cotangents(directions.query, *changes, bias, directions.score_arrays)
             given = _with_keys(operands, keys, turns, turn)
             found = tangent_sums(given, self.settings, state.lse, along)
-            found, arriving = beside(found, arriving)
+            found, arriving = overlap_transfer(found, arriving)
             return added(sums, found), arriving
 
         out, lse = (lax.full_like(x, 0.0, dtype=state.lse.dtype) for x in state)

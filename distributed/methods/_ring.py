@@ -16,7 +16,7 @@ from energy_attn.kernels.internal import (
     Operands,
     Settings,
     attend,
-    attend_onto,
+    attend_and_merge,
     check_choice,
     check_flag,
     check_floating_dtype,
@@ -180,7 +180,7 @@ def _queries_around(
             bias=part(operands.bias, 2, place, query_len),
             mask=part(operands.mask, 2, place, query_len),
         )
-        state, following = attend_onto(state, names, wide, here, hop(query, axes))
+        state, following = attend_and_merge(state, names, wide, here, hop(query, axes))
         return (transfer(lambda x: hop(x, axes), state), following), None
 
     steps = jnp.arange(lax.axis_size(axes), dtype=jnp.int32)

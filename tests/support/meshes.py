@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.distributed.merge._strategies import STRATEGIES
-from energy_attn.kernels.dispatch import _onto
+from energy_attn.kernels.dispatch import _attend_and_merge
 from energy_attn.kernels.xla import _by_head
 from tests.support.compare import close
 from tests.support.problems import Problem, cotangents
@@ -29,8 +29,8 @@ def mesh_of(kind: str) -> Mesh:
 
 def in_parts(monkeypatch) -> None:
     """Makes rings compute a query at a time, and gradients of a head at a time, as they do where these are large."""
-    monkeypatch.setattr(_onto, "PART", 1)
-    monkeypatch.setattr(_onto, "LEAST_PART", 1)
+    monkeypatch.setattr(_attend_and_merge, "PART", 1)
+    monkeypatch.setattr(_attend_and_merge, "LEAST_PART", 1)
     monkeypatch.setattr(_by_head, "LEAST", 0)
 
 

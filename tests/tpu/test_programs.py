@@ -26,7 +26,7 @@ from energy_attn.distributed import (
     sharded_attention,
 )
 from energy_attn.kernels import AttentionState, local_attention, merge
-from energy_attn.kernels.dispatch._onto import PART
+from energy_attn.kernels.dispatch._attend_and_merge import PART
 from tests.support.schedule import trained, waits
 from tests.support.selection import few
 

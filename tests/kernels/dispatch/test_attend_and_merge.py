@@ -10,8 +10,8 @@ import pytest
 from energy_attn.kernels import AttentionState, empty_state, merge
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import positioned, with_wide_out
-from energy_attn.kernels.dispatch import _onto
-from energy_attn.kernels.dispatch._onto import attend_onto
+from energy_attn.kernels.dispatch import _attend_and_merge
+from energy_attn.kernels.dispatch._attend_and_merge import attend_and_merge
 from energy_attn.kernels.dispatch._registry import attend
 from energy_attn.kernels.xla import _by_head
 from energy_attn.kernels.xla._by_head import backward_onto
@@ -43,8 +43,8 @@ def cases(*usual):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Parts of a few queries, one of them with what is left."""
-    monkeypatch.setattr(_onto, "PART", 1)
-    monkeypatch.setattr(_onto, "LEAST_PART", 2)
+    monkeypatch.setattr(_attend_and_merge, "PART", 1)
+    monkeypatch.setattr(_attend_and_merge, "LEAST_PART", 2)
 
 
 def some_keys(operands, where):
@@ -64,7 +64,9 @@ def union(arrays, problem, kernel):
     operands, settings = positioned(call.operands), with_wide_out(call.settings)
     half = operands.key.shape[1] // 2
     state = attend(["reference"], settings, some_keys(operands, slice(half)))
-    return attend_onto(state, [kernel], settings, some_keys(operands, slice(half, None)), None)[0]
+    return attend_and_merge(
+        state, [kernel], settings, some_keys(operands, slice(half, None)), None
+    )[0]
 
 
 @cases(BLOCKWISE)
@@ -144,7 +146,7 @@ def test_what_is_not_finite_in_a_state():
     @jax.jit
     def run(state, arrays):
         call = check_call(**arrays, is_causal=True)
-        return attend_onto(state, ["blockwise"], call.settings, call.operands, None)[0]
+        return attend_and_merge(state, ["blockwise"], call.settings, call.operands, None)[0]
 
     found = jax.device_get(run(AttentionState(*map(array, start)), arrays))
     rows = [0, 1, 4, 5, 6]
@@ -159,7 +161,7 @@ def test_memory():
 
     def step(state, query, key):
         call = check_call(query, key, key)
-        return attend_onto(state, ["blockwise"], call.settings, call.operands, None)[0]
+        return attend_and_merge(state, ["blockwise"], call.settings, call.operands, None)[0]
 
     for run, args in (merge, (state, state)), (step, (state, query, key)):
         program = jax.jit(run, donate_argnums=0).lower(*args).compile()

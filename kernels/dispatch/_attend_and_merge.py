@@ -1,4 +1,4 @@
-"""Attention onto the state of other keys: what a ring of keys does in each step."""
+"""Attention merged into the state of other keys: one step of a ring of keys."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from jaxtyping import Array
 from ..call._kernel import Candidate
 from ..call._operands import Operands, Settings, is_static, with_default_positions
 from ..call._state import AttentionState, merge
-from ._beside import beside
+from ._overlap import overlap_transfer
 from ._registry import attend
 
 Tree = TypeVar("Tree")
@@ -23,37 +23,36 @@ Tree = TypeVar("Tree")
 PART, LEAST_PART = 32 << 20, 512
 
 
-def attend_onto(
+def attend_and_merge(
     state: AttentionState,
     names: Sequence[Candidate],
     settings: Settings,
     operands: Operands,
-    arriving: Tree,
+    in_flight: Tree,
 ) -> tuple[AttentionState, Tree]:
-    """`merge(state, attend(names, settings, operands))`, in parts of the queries; and `arriving`.
+    """`merge(state, attend(names, settings, operands))`, in parts of the queries; and `in_flight`.
 
-    `state` is of other keys, of the types of a call's. The attention is `beside` what is arriving.
+    `state` is of other keys, of the types of a call's. The transfer of `in_flight` overlaps with the attention.
     Raises as `attend`.
     """
     query_len, size = operands.query.shape[1], _part_len(state)
     if not is_static(query_len) or query_len <= size:
-        found, arriving = beside(attend(names, settings, operands), arriving)
-        return merge(state, found), arriving
+        found, in_flight = overlap_transfer(attend(names, settings, operands), in_flight)
+        return merge(state, found), in_flight
     operands = with_default_positions(operands, settings)
     settings = settings._replace(part=True)
 
-    def add(first: int | Array, size: int, whole: AttentionState) -> AttentionState:
-        here = jax.tree.map(functools.partial(_cut, first=first, size=size, axis=1), whole)
-        rows = _rows(operands, first, size)
-        found = merge(here, attend(names, settings, rows))
+    def merge_rows(first: int | Array, size: int, state: AttentionState) -> AttentionState:
+        rows = jax.tree.map(functools.partial(_cut, first=first, size=size, axis=1), state)
+        rows = merge(rows, attend(names, settings, _rows(operands, first, size)))
         return jax.tree.map(
-            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, first, 1), whole, found
+            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, first, 1), state, rows
         )
 
     parts, rest = divmod(query_len, size)
-    state = lax.fori_loop(0, parts, lambda i, whole: add(i * size, size, whole), state)
-    state = add(query_len - rest, rest, state) if rest else state
-    return beside(state, arriving)
+    state = lax.fori_loop(0, parts, lambda i, x: merge_rows(i * size, size, x), state)
+    state = merge_rows(query_len - rest, rest, state) if rest else state
+    return overlap_transfer(state, in_flight)
 
 
 def _part_len(state: AttentionState) -> int:
