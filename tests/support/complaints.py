@@ -1,5 +1,7 @@
 """Wrong input, and what a good complaint about it is."""
 
+import builtins
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -68,3 +70,9 @@ def outcome(function, names, arguments):
         assert message.partition(":")[0].partition(".")[0] in names, message
         assert "wanted " in message and "got " in message, message
         return None
+
+
+def refused(wanted):
+    """Raises what `wanted` says: the name of an error's kind, and a pattern of the message behind it."""
+    kind, _, message = wanted.partition(" ")
+    return pytest.raises(getattr(builtins, kind), match=message)

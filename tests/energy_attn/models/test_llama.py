@@ -11,14 +11,14 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
-from energy_attn.models import DecoderCache, LinearRope, Llama
+from energy_attn.models import LinearRope, Llama
 from tests.support.compare import close
+from tests.support.complaints import refused
 from tests.support.llama import CONFIG, build, numpy_llama
 from tests.support.selection import few
 
 VARIANTS = {
     "grouped": CONFIG,
-    "multi-head": dataclasses.replace(CONFIG, num_key_value_heads=4),
     "multi-query": dataclasses.replace(CONFIG, num_key_value_heads=1),
     "tied": dataclasses.replace(CONFIG, tie_word_embeddings=True),
     "wide heads, biases, scaled rope": dataclasses.replace(
@@ -52,16 +52,6 @@ def test_positions_are_explicit():
     logits, energies = numpy_llama(model, tokens, positions)
     there = positions >= 0
     close((np.asarray(got.logits)[there], got.energies), (logits[there], energies))
-
-
-@pytest.mark.full
-def test_padding_changes_nothing():
-    model, tokens = build(), random_tokens(1, 5)
-    padded = jnp.concatenate([jnp.zeros((1, 3), jnp.int32), tokens], 1)
-    positions = jnp.array([[-1, -1, -1, 0, 1, 2, 3, 4]], jnp.int32)
-    np.testing.assert_allclose(
-        model(padded, positions).logits[:, 3:], model(tokens).logits, rtol=1e-12, atol=1e-12
-    )
 
 
 @pytest.mark.full
@@ -119,37 +109,6 @@ def test_equals_the_plain_loop_with_gradients():
 
     called, looped = both(model)
     close(called, looped, tolerance=1e-9)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["grouped", "tied"])
-def test_gradient_reaches_every_weight(name):
-    model, tokens = build(VARIANTS[name]), random_tokens(2, 40)
-
-    def loss(model):
-        out = model(tokens, return_energies=True)
-        logits = jax.nn.log_softmax(out.logits[:, :-1])
-        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)
-        return out.energies.mean() - picked.mean()
-
-    value, grads = jax.jit(jax.value_and_grad(loss))(model)
-    read = np.unique(tokens)
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        grad = np.asarray(grad)
-        assert np.isfinite(grad).all()
-        if "embed_tokens" in jax.tree_util.keystr(path) and name != "tied":
-            grad = grad[read]  # only rows that are not read have no gradient
-        assert np.all(grad != 0), jax.tree_util.keystr(path)
-    # along a random direction, the derivative equals a difference quotient
-    leaves, tree = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    way = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    slope = sum(float((g * w).sum()) for g, w in zip(jax.tree.leaves(grads), way, strict=True))
-    moved = [
-        loss(jax.tree.unflatten(tree, [x + h * w for x, w in zip(leaves, way, strict=True)]))
-        for h in (1e-5, -1e-5)
-    ]
-    assert abs(float(moved[0] - moved[1]) / 2e-5 - slope) < 1e-6 * max(1.0, abs(slope))
 
 
 PARALLEL = {
@@ -316,150 +275,63 @@ def test_no_batch_and_no_time():
         assert logits.shape == (*shape, 40)
 
 
-def test_names_are_those_of_hugging_face():
-    """`model.layers.0.self_attn.q_proj.weight` is `layers[0].self_attn.q_proj.weight`, and so on."""
-    layer = {
-        "input_layernorm.weight": (24,),
-        "self_attn.q_proj.weight": (32, 24),
-        "self_attn.k_proj.weight": (16, 24),
-        "self_attn.v_proj.weight": (16, 24),
-        "self_attn.o_proj.weight": (24, 32),
-        "post_attention_layernorm.weight": (24,),
-        "mlp.gate_proj.weight": (36, 24),
-        "mlp.up_proj.weight": (36, 24),
-        "mlp.down_proj.weight": (24, 36),
-    }
-    names = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
-        for path, leaf in jax.tree_util.tree_leaves_with_path(build())
-    }
-    assert names == {
-        "embed_tokens.weight": (40, 24),
-        **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()},
-        "norm.weight": (24,),
-        "lm_head.weight": (40, 24),
-    }
-
-
-BAD_CONFIGS = [
-    ({"hidden_size": 24.0}, TypeError, "hidden_size: wanted an integer, got float 24.0"),
-    ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers: wanted at least 1, got 0"),
-    ({"vocab_size": True}, TypeError, "vocab_size"),
-    (
-        {"num_key_value_heads": 3},
-        ValueError,
-        "num_key_value_heads: wanted a divisor of the 4 heads",
-    ),
-    ({"head_dim": 7}, ValueError, "head_dim: wanted an even number"),
-    ({"head_dim": None, "hidden_size": 30}, ValueError, "hidden_size: wanted a multiple of the 4"),
-    ({"head_dim": 0}, ValueError, "head_dim: wanted at least 2"),
-    ({"num_attention_heads": "4"}, TypeError, "num_attention_heads: wanted an integer"),
-    ({"rope_theta": 0.0}, ValueError, "rope_theta: wanted at least 1"),
-    ({"tie_word_embeddings": "no"}, TypeError, "tie_word_embeddings"),
-    ({"rms_norm_eps": float("nan")}, ValueError, "rms_norm_eps"),
-]
-
-
-@pytest.mark.parametrize(("change", "kind", "message"), BAD_CONFIGS, ids=lambda x: str(x)[:40])
-def test_bad_config(change, kind, message, unchecked):
-    with pytest.raises(kind, match=message):
-        dataclasses.replace(CONFIG, **change)
-
-
-def small_cache(model):
-    return model.empty_cache(1, 8)
-
-
-BAD_CALLS = {
-    "tokens as a list": (TypeError, "tokens: wanted a JAX", lambda m, t: m([[1, 2]])),
-    "tokens as floats": (TypeError, "tokens: wanted an integer", lambda m, t: m(t / 2)),
-    "tokens unbatched": (ValueError, "tokens: wanted shape", lambda m, t: m(t[0])),
-    "positions as floats": (
-        TypeError,
-        "positions: wanted an integer",
-        lambda m, t: m(t, t / 2),
-    ),
-    "positions too few": (ValueError, "positions: wanted", lambda m, t: m(t, t[:, :3])),
-    "cache of another type": (
-        TypeError,
-        "cache: wanted a DecoderCache",
-        lambda m, t: m(t, cache=(t,)),
-    ),
-    "cache of another batch": (
-        ValueError,
-        r"cache.layers\[0\].key: wanted shape \(1, slots, 2, 8\)",
-        lambda m, t: m(t, cache=m.empty_cache(2, 8)),
-    ),
-    "cache of another model": (
-        ValueError,
-        "cache: wanted the 2 layers of the model, got 1",
-        lambda m, t: m(t, cache=build(VARIANTS["one layer"]).empty_cache(1, 8)),
-    ),
-    "positions beside a cache": (
-        ValueError,
-        "positions: wanted None beside a cache",
-        lambda m, t: m(t, t, small_cache(m)),
-    ),
-    "lengths without a cache": (
-        ValueError,
-        "lengths: wanted None without a cache",
-        lambda m, t: m(t, lengths=t[0, :1]),
-    ),
-    "parallel beside a cache of one device": (
-        ValueError,
-        "parallel: wanted None or the cache's, None",
-        lambda m, t: m(t, cache=small_cache(m), parallel=SequenceParallel()),
-    ),
-    "no prompt": (
-        ValueError,
-        "at least one token",
-        lambda m, t: m.prefill(t[:, :0], small_cache(m)),
-    ),
-    "chunk size 0": (
-        ValueError,
-        "chunk_size",
-        lambda m, t: m.prefill(t, small_cache(m), chunk_size=0),
-    ),
-    "chunk size 2.0": (
-        TypeError,
-        "chunk_size: wanted an integer",
-        lambda m, t: m.prefill(t, small_cache(m), chunk_size=2.0),
-    ),
-    "prompt without cache": (TypeError, "cache: wanted", lambda m, t: m.prefill(t, None)),
-    "negative slots": (
-        ValueError,
-        "slots: wanted at least 1, got -1",
-        lambda m, t: m.empty_cache(1, -1),
-    ),
-    "outside a mesh": (
-        ValueError,
-        "parallel",
-        lambda m, t: m.empty_cache(1, 8, parallel=SequenceParallel()),
-    ),
-    "axis names as parallel": (
-        TypeError,
-        "parallel: wanted a SequenceParallel",
-        lambda m, t: m.empty_cache(1, 8, parallel=("node",)),
-    ),
-    "config as a dictionary": (
-        TypeError,
-        "config: wanted a LlamaConfig",
-        lambda m, t: Llama({}, key=jax.random.key(0)),
-    ),
-    "no key": (TypeError, "key", lambda m, t: Llama(CONFIG, key=0.5)),
-    "integer weights": (
-        TypeError,
-        "dtype: wanted",
-        lambda m, t: Llama(CONFIG, jnp.int32, key=jax.random.key(0)),
-    ),
+BAD_CONFIGS = {
+    "TypeError hidden_size: wanted an integer, got float 24.0": {"hidden_size": 24.0},
+    "ValueError num_hidden_layers: wanted at least 1, got 0": {"num_hidden_layers": 0},
+    "TypeError vocab_size": {"vocab_size": True},
+    "ValueError num_key_value_heads: wanted a divisor of the 4 heads": {"num_key_value_heads": 3},
+    "ValueError head_dim: wanted an even number": {"head_dim": 7},
+    "ValueError hidden_size: wanted a multiple of the 4": {"head_dim": None, "hidden_size": 30},
+    "ValueError head_dim: wanted at least 2": {"head_dim": 0},
+    "TypeError num_attention_heads: wanted an integer": {"num_attention_heads": "4"},
+    "ValueError rope_theta: wanted at least 1": {"rope_theta": 0.0},
+    "TypeError tie_word_embeddings": {"tie_word_embeddings": "no"},
+    "ValueError rms_norm_eps": {"rms_norm_eps": float("nan")},
 }
 
 
-@pytest.mark.parametrize(("kind", "message", "call"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_bad_call(kind, message, call, unchecked):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("wanted", "change"), BAD_CONFIGS.items(), ids=BAD_CONFIGS)
+def test_bad_config(wanted, change, unchecked):
+    with refused(wanted):
+        dataclasses.replace(CONFIG, **change)
+
+
+BAD_CALLS = {
+    "TypeError tokens: wanted a JAX": lambda m, t: m([[1, 2]]),
+    "TypeError tokens: wanted an integer": lambda m, t: m(t / 2),
+    "ValueError tokens: wanted shape": lambda m, t: m(t[0]),
+    "TypeError positions: wanted an integer": lambda m, t: m(t, t / 2),
+    "ValueError positions: wanted": lambda m, t: m(t, t[:, :3]),
+    "TypeError cache: wanted a DecoderCache": lambda m, t: m(t, cache=(t,)),
+    r"ValueError cache.layers\[0\].key: wanted shape \(1, slots, 2, 8\)": lambda m, t: m(
+        t, cache=m.empty_cache(2, 8)
+    ),
+    "ValueError cache: wanted the 2 layers of the model, got 1": lambda m, t: m(
+        t, cache=build(VARIANTS["one layer"]).empty_cache(1, 8)
+    ),
+    "ValueError positions: wanted None beside a cache": lambda m, t: m(t, t, m.empty_cache(1, 8)),
+    "ValueError lengths: wanted None without a cache": lambda m, t: m(t, lengths=t[0, :1]),
+    "ValueError parallel: wanted None or the cache's, None": lambda m, t: m(
+        t, cache=m.empty_cache(1, 8), parallel=SequenceParallel()
+    ),
+    "ValueError at least one token": lambda m, t: m.prefill(t[:, :0], m.empty_cache(1, 8)),
+    "ValueError chunk_size": lambda m, t: m.prefill(t, m.empty_cache(1, 8), chunk_size=0),
+    "TypeError chunk_size: wanted an integer": lambda m, t: m.prefill(
+        t, m.empty_cache(1, 8), chunk_size=2.0
+    ),
+    "TypeError cache: wanted": lambda m, t: m.prefill(t, None),
+    "ValueError slots: wanted at least 1, got -1": lambda m, t: m.empty_cache(1, -1),
+    "ValueError parallel": lambda m, t: m.empty_cache(1, 8, parallel=SequenceParallel()),
+    "TypeError parallel: wanted a SequenceParallel": lambda m, t: m.empty_cache(
+        1, 8, parallel=("node",)
+    ),
+    "TypeError config: wanted a LlamaConfig": lambda m, t: Llama({}, key=jax.random.key(0)),
+    "TypeError key": lambda m, t: Llama(CONFIG, key=0.5),
+    "TypeError dtype: wanted": lambda m, t: Llama(CONFIG, jnp.int32, key=jax.random.key(0)),
+}
+
+
+@pytest.mark.parametrize(("wanted", "call"), BAD_CALLS.items(), ids=BAD_CALLS)
+def test_bad_call(wanted, call, unchecked):
+    with refused(wanted):
         call(build(), random_tokens(1, 4))
-
-
-def test_cache_is_exported():
-    assert isinstance(build().empty_cache(1, 1), DecoderCache)
