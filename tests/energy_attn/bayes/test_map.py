@@ -188,40 +188,6 @@ def test_extragradient_finds_its_step():
 
 
 @pytest.mark.full
-def test_joint_descent_on_gamma_diverges():
-    """Why none of the above is gradient descent: the saddle repels it, at the rate that its own Hessian says.
-
-    With step η the linearised map has, for each eigenvalue σ of Σ, the factor 1 + η (σ + √(σ² + 4))/2 > 1.
-    """
-    query, key, value, _ = random_keys("float64", seeds=4)
-    F = measure(query, key, value)
-    slopes = jax.grad(lambda *pair: gamma(F, *pair).sum(), (0, 1))
-    attention = np.asarray(F.attention())
-    step, steps = 0.1, 200
-
-    @jax.jit
-    def descend(source, point):
-        def body(pair, _):
-            pair = tuple(x - step * slope for x, slope in zip(pair, slopes(*pair), strict=True))
-            return pair, pair
-
-        return jax.lax.scan(body, (source, point), length=steps)[1]
-
-    start = attention + 1e-9
-    sources, points = map(np.asarray, descend(jnp.zeros_like(attention), jnp.asarray(start)))
-    error = np.linalg.norm(points[:, :, 0, 0] - attention[:, 0, 0], axis=-1)
-    assert (error[-1] > 0.1).all(), "a start 1e-9 away from attention ends far from it"
-    # while it is near, the fastest direction takes over, and grows by its factor in each step
-    early = 60
-    growth = (error[early] / error[early - 10]) ** 0.1
-    covariance = np.asarray(F.covariance())[:, 0, 0]
-    sigma = np.linalg.eigvalsh(covariance)
-    factors = 1 + step * (sigma + np.sqrt(sigma**2 + 4)) / 2
-    assert (growth > factors[:, 0] - 1e-3).all() and (growth < factors[:, -1] + 1e-3).all()
-    assert (factors > 1).all()
-
-
-@pytest.mark.full
 def test_keys_over_eight_devices():
     """Keys sharded over a mesh give the same points."""
     rng = np.random.default_rng(8)

@@ -120,6 +120,25 @@ def test_what_cannot_be_done_is_said(more, message, folder, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        *(
+            (["--mesh", x], f"wanted 8 or 2x4, or other sizes, got {x!r}")
+            for x in ("2y4", "0x4", "")
+        ),
+        *((["--stop", x], f"by number, 2 or 2,7, got {x!r}") for x in ("foo", "2,", "2;7")),
+        (["--method", "star"], "invalid choice: 'star'"),
+    ],
+)
+def test_options_that_are_none(more, message, folder, capsys):
+    """A traceback, or an option that is taken for another."""
+    with pytest.raises(SystemExit):
+        command(folder, *more)
+    said = capsys.readouterr().err
+    assert message in said and more[0] in said
+
+
 def test_missing_files_are_named(folder, tmp_path, capsys):
     for name in (str(tmp_path / "none"), "organisation/model"):
         assert main(["generate", "--model", name, "--prompt", "a"]) == 2
@@ -154,20 +173,6 @@ def test_a_tokenizer_that_panics(tmp_path):
     path.write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match="Git LFS pointer: git lfs pull"):
         tokenizer_of(tmp_path, 1)
-
-
-@pytest.mark.parametrize("mesh", ["2y4", "0x4", "1x2x3", ""])
-def test_a_mesh_that_is_none(mesh, folder, capsys):
-    with pytest.raises(SystemExit):
-        command(folder, "--mesh", mesh)
-    assert f"--mesh: wanted 8 or 2x4, or other sizes, got {mesh!r}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("tokens", ["foo", "2,", "2;7"])
-def test_tokens_that_are_none(tokens, folder, capsys):
-    with pytest.raises(SystemExit):
-        command(folder, "--stop", tokens)
-    assert f"--stop: wanted tokens by number, 2 or 2,7, got {tokens!r}" in capsys.readouterr().err
 
 
 def test_prompts(folder, tmp_path, monkeypatch, capsys):
@@ -239,9 +244,3 @@ def test_a_reader_that_leaves(folder):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 128 + signal.SIGPIPE
-
-
-def test_a_method_that_is_none(folder, capsys):
-    with pytest.raises(SystemExit):
-        command(folder, "--method", "star")
-    assert "invalid choice: 'star'" in capsys.readouterr().err

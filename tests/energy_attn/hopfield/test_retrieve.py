@@ -85,7 +85,7 @@ def found():
 
 @pytest.mark.smoke
 def test_steps_are_the_update(found):
-    """A step that is not softmax(βxXᵀ)X, an energy without its constants, a path of other states' energies."""
+    """A step that is not softmax(βxXᵀ)X, an energy without its constants or that rises, a path of other states'."""
     for row, X, xi in each_row(MEMORIES, STATE):
         steps = int(found.stats["steps"][row])
         path = [energy(X, xi, 1.5)]
@@ -96,17 +96,11 @@ def test_steps_are_the_update(found):
         np.testing.assert_allclose(found.stats["path"][(slice(None), *row)], path, rtol=1e-12)
         close(found.point[row], xi, tolerance=1e-12)
         np.testing.assert_allclose(found.value[row], path[-1], rtol=1e-12)
-
-
-def test_energy_falls_and_is_bounded(found):
-    """Energies that rise on the way; or outside 0 ≤ E ≤ 2M² although the state is within the memories' radius."""
-    path = np.asarray(found.stats["path"])
-    M2 = np.repeat((MEMORIES**2).sum(-1).max(1), N // K, 1)[:, None]
-    assert np.diff(path, axis=0).max() < 1e-13
-    assert path[0].max() > path[-1].max()
+    assert (found.result == Result.converged).all() and (found.stats["residual"] <= 1e-2).all()
+    # energies fall, and are within Ramsauer's bounds where the state is within the memories' radius
+    path, M2 = found.stats["path"], np.repeat((MEMORIES**2).sum(-1).max(1), N // K, 1)[:, None]
+    assert np.diff(path, axis=0).max() < 1e-13 and path[0].max() > path[-1].max()
     assert (path[1:] >= 0).all() and (path[1:] <= 2 * M2).all()
-    assert (found.result == Result.converged).all()
-    assert (found.stats["residual"] <= 1e-2).all()
 
 
 def test_kinds_of_fixed_points():
@@ -386,19 +380,14 @@ VALID = {"state": a(B, T, N, H), "memories": a(B, S, K, H)}
 @pytest.mark.parametrize(
     ("changes", "error", "got", "wanted"),
     [
-        ({"state": None}, TypeError, "None", "array"),
         ({"state": a(5)}, ValueError, "float32[5]", "(B, T, N, H) or (T, N, H)"),
-        ({"state": a(B, T, 3, H)}, ValueError, "float32[2,3,3,5]", "multiple of the 2"),
         ({"memories": [1.0]}, TypeError, "list", "array"),
-        ({"memories": a(B, S, K, H, dtype="bfloat16")}, TypeError, "bfloat16", "dtype of state"),
         ({"memories": a(B, S, K, H + 1)}, ValueError, "float32[2,17,2,6]", "(2, S, K, 5)"),
         ({"mask": a(B, S)}, TypeError, "float32[2,17]", "boolean"),
         ({"scale": 0.0}, ValueError, "0.0", "above zero"),
         ({"scale": array(-1.0, "float32")}, ValueError, "-1.0", "above zero"),
-        ({"scale": a(3)}, ValueError, "float32[3]", "scalar"),
         ({"scale": "hot"}, TypeError, "str 'hot'", "number"),
         ({"throw": 1}, TypeError, "int 1", "True or False"),
-        ({"inverse_temperature": 1.0}, TypeError, "'inverse_temperature'", "one of the options"),
         ({"beta": 1.0}, TypeError, "'beta'", "one of the options"),
         ({"scale": 1.0, "energy": ea.FreeEnergy(scale=2.0)}, ValueError, "1.0", "scale float 2.0"),
         ({"energy": 1.0}, TypeError, "float 1.0", "FreeEnergy"),

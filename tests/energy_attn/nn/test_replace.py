@@ -96,23 +96,6 @@ def test_outputs_and_gradients(model, key):
     close(both(ours, inputs()), both(theirs, inputs()), tolerance=1e-12)
 
 
-def test_stacked_layers_scan(model):
-    """Parameters of stacked layers that a scan no longer finds along their first axis."""
-    x = normal(4, T, 8)
-
-    @eqx.filter_jit
-    def run(stacked, x):
-        arrays, static = eqx.partition(stacked, eqx.is_array)
-
-        def step(x, arrays):
-            layer = eqx.combine(arrays, static)
-            return x + layer(x, x, x, inference=True), None
-
-        return jax.lax.scan(step, x, arrays)[0]
-
-    close(run(ea.replace_attention(model).stacked, x), run(model.stacked, x), tolerance=1e-12)
-
-
 def test_options_of_stacked_layers(model):
     """Arrays of options that a scan, or a map over layers, cuts along an axis that the layers alone have."""
     x, heads = normal(4, T, 8), np.arange(1, 3) / 4

@@ -49,11 +49,7 @@ NAMES = (
 @pytest.mark.parametrize(
     ("name", "sunk"),
     few_rows(
-        [
-            ("decode_few", True),
-            ("value_narrower", False),
-            *itertools.product(NAMES, (False, True)),
-        ],
+        [("decode_few", True), ("value_narrower", False), *itertools.product(NAMES, (False, True))],
         2,
     ),
 )

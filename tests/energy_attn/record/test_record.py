@@ -183,10 +183,7 @@ def with_gradient(model):
 
 
 # What runs in several of these is met in those that are kept.
-@pytest.mark.parametrize(
-    "name",
-    few(list(MODELS), "scan of checkpoint", "custom_vjp"),
-)
+@pytest.mark.parametrize("name", few(list(MODELS), "scan of checkpoint", "custom_vjp"))
 def test_values_names_and_gradients(name):
     """A value of another layer, one that a transformation loses or repeats, a name that is none, a penalty whose
     gradient is silently zero, or a changed output."""
@@ -341,20 +338,9 @@ def sharded(mesh):
     return Scan(stacked(parallel=SequenceParallel(tuple(mesh.axis_names))))
 
 
-def test_sharded_keys():
-    """Values of one shard instead of all keys, or a mesh that recording leaves."""
-    mesh = mesh_of("2x4 explicit")
-    with jax.set_mesh(mesh):
-        out, seen = ea.record(sharded(mesh), "energy")(X)
-    (wanted, figures), *_ = exact()
-    close(out, wanted)
-    close(seen, {"layers.energy": {"energy": figures["energy"]}})
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["8", "2x4 explicit"])
-def test_gradients_of_sharded_keys(kind):
-    """A penalty on figures of all keys whose gradient is that of one shard."""
+@pytest.mark.parametrize("kind", few(["8", "2x4 explicit"], "2x4 explicit"))
+def test_sharded_keys(kind):
+    """Values of one shard in the place of all keys, or their gradient; a mesh that recording leaves."""
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         (out, seen), gradient = with_gradient(sharded(mesh))
@@ -426,8 +412,7 @@ def test_energies_take_no_pass():
 
 
 @pytest.mark.parametrize(
-    "name",
-    few(["plain", "jit", "scan", "checkpoint", "scan of checkpoint"], "scan of checkpoint"),
+    "name", few(["plain", "jit", "scan", "checkpoint", "scan of checkpoint"], "scan of checkpoint")
 )
 def test_gradients_within(name):
     """The backward pass recorded as if it were another call, or the forward one not at all."""

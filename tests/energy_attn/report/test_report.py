@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import energy_attn as ea
@@ -188,45 +187,6 @@ def test_llama_with_a_cache(model, tokens):
 
     whole, rest = run(model, tokens)
     close(figures(rest), {name: x[:, :, 4:] for name, x in figures(whole).items()}, tolerance=1e-10)
-
-
-@pytest.mark.full
-def test_in_a_training_step(model, tokens):
-    """A report that fails in a compiled step, changes the training, or has no gradient where the loss has one."""
-
-    @eqx.filter_jit
-    def step(model, weight):
-        def loss(model):
-            logits = model(tokens[:, :-1]).logits
-            data = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-            report = ea.energy_report(model, tokens[:, :-1])
-            return data + weight * (report.effective_keys**2).sum(), (data, report)
-
-        return eqx.filter_value_and_grad(loss, has_aux=True)(model)
-
-    def query_weights(model):
-        return model.layers[0].self_attn.q_proj.weight
-
-    (_, (data, report)), gradient = step(model, jnp.zeros(()))
-    alone = jax.jit(jax.grad(lambda m: _data(m, tokens)))(model)
-    np.testing.assert_allclose(query_weights(gradient), query_weights(alone), atol=1e-12)
-    # along its gradient, the penalty rises by the norm of the gradient
-    _, steep = step(model, jnp.ones(()))
-    slope = jax.tree.map(jnp.subtract, steep, gradient)
-    length = jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(slope)))
-
-    def penalty(size):
-        there = jax.tree.map(lambda x, d: x + size / length * d, model, slope)
-        (total, (data, _)), _ = step(there, jnp.ones(()))
-        return total - data
-
-    np.testing.assert_allclose((penalty(1e-5) - penalty(-1e-5)) / 2e-5, length, rtol=1e-5)
-    assert length > 1 and report.entropy.shape == (2, 4) and np.isfinite(data)
-
-
-def _data(model, tokens):
-    logits = model(tokens[:, :-1]).logits
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 @pytest.mark.full
