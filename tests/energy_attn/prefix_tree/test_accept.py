@@ -228,43 +228,6 @@ def test_lossless(name, zeros):
         assert max(map(len, found)) == extent - 1  # deep paths are accepted at all
 
 
-def test_choosing_the_longest_root_is_not_lossless():
-    """That the enumeration can tell: roots taken as sampled, and the one with the longest path chosen."""
-    tree, chances = jax.device_get(TREES["roots"]()), target(5)
-    words = words_of(tree)
-    draws = np.array(list(itertools.product(range(V), repeat=len(words))), np.int32)
-    weights = np.prod([chances(word)[draws[:, i]] for i, word in enumerate(words)], axis=0)
-    choice = np.zeros((len(draws), tree.tokens.shape[1]), np.int32)
-    choice[:, : len(words)] = draws
-    trees_ = jax.tree.map(lambda x: np.broadcast_to(x, (len(draws), *x.shape[1:])), tree)
-    path = np.asarray(longest_chosen_path(trees_, choice, None).path)
-    first = np.array([words[slot][0] for slot in path[:, 0]])
-    assert abs(weights[first == 2].sum() - chances(())[2]) > 0.1
-
-
-def coins(P, Q, rows):
-    """The distribution of one token if each drafted row tosses its own coin and the first accepted one is taken."""
-    found, left = np.zeros(len(P)), 1.0
-    for token in rows:
-        accepted = min(1.0, P[token] / Q[token])
-        found[token] += left * accepted
-        left *= 1 - accepted
-    rest = np.maximum(P - Q, 0)
-    return found + left * rest / rest.sum()
-
-
-def test_coins_for_each_row_are_not_lossless():
-    """The counter-example: two drafted rows with their own coins never give the third token; ours gives P."""
-    P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.6, 0.3, 0.1])
-    rows = np.argsort(-Q)[:2]  # a beam of two: the drafter's likeliest
-    np.testing.assert_allclose(coins(P, Q, rows), [5 / 6, 1 / 6, 0], atol=1e-15)
-    np.testing.assert_allclose(coins(P, Q, rows), [0.834, 0.166, 0], atol=1e-3)
-    tree = jax.device_get(pack(jnp.asarray(rows[None, :, None])))
-    ours = emitted(tree, lambda word: P, context=True)
-    law_of_first = [sum(w for word, w in ours.items() if word[0] == n) for n in range(3)]
-    np.testing.assert_allclose(law_of_first, P, atol=1e-15)
-
-
 @partial(jax.jit, static_argnames=("top_k", "context"))
 def sampled(tree, logits, key, temperature, top_k, top_p, context):
     context_logits = logits[:, -1] if context else None

@@ -123,57 +123,6 @@ def test_reference(beam, lengths):
         np.testing.assert_array_equal(x, want, name)
 
 
-@many
-@hypothesis.given(BEAMS, LENGTHS, st.permutations(range(M)))
-def test_order_of_candidates(beam, lengths, order):
-    """Prefixes that are found only in the row above, so that the tree depends on the order of candidates."""
-
-    def named(tree, b):
-        """The tree without slot numbers: each prefix, and the prefixes that it sees."""
-        size, mask = int(tree.size[b]), np.asarray(tree.mask[b])
-        tokens, parent = np.asarray(tree.tokens[b]), np.asarray(tree.parent[b])
-        spelled = [tuple(tokens[line(parent, n)].tolist()) for n in range(size)]
-        return {
-            spelled[n]: {spelled[a] for a in np.flatnonzero(mask[n, :size])} for n in range(size)
-        }
-
-    given = (beam, lengths), (beam[:, order], lengths[:, order])
-    one, other = (jax.device_get(packed(*arguments)[0]) for arguments in given)
-    for b in range(B):
-        assert named(one, b) == named(other, b)
-    np.testing.assert_array_equal(one.size, other.size)
-
-
-WORDS = "Mars is a red reddish when dark".split()
-EXAMPLE = ["Mars is a red", "Mars is reddish when", "Mars is dark red"]
-
-
-def test_worked_example():
-    """The example of the text that describes the algorithm: tokens, indices, unpacker and mask as printed there."""
-    beam = np.array([[[WORDS.index(word) for word in row.split()] for row in EXAMPLE]])
-    tree = pack(jnp.asarray(beam))
-    size = int(tree.size[0])
-    words = [WORDS[token] for token in np.asarray(tree.tokens[0, :size])]
-    assert words == "Mars is a red reddish when dark red".split()
-    _, indices = np.unique(np.asarray(tree.unpacker[0]), return_index=True)
-    assert indices.tolist() == [0, 1, 2, 3, 6, 7, 10, 11]
-    assert tree.unpacker.tolist() == [[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 7]]]
-    printed = [
-        "Y.......",
-        "YY......",
-        "YYY.....",
-        "YYYY....",
-        "YY..Y...",
-        "YY..YY..",
-        "YY....Y.",
-        "YY....YY",
-    ]
-    mask = np.asarray(tree.mask[0, :size, :size])
-    assert ["".join("Y" if x else "." for x in row) for row in mask] == printed
-    assert (np.asarray(tree.mask[0, size:]) == np.eye(12, dtype=bool)[size:]).all()
-    assert not tree.mask[0, :size, size:].any()
-
-
 def test_segments_roots_and_equal_rows():
     """A prefix from a row that is not the one above; rows of three segments; several roots; rows that share all."""
     rows = [[5, 1, 1, 1], [6, 1, 1, 1], [5, 1, 2, 2], [5, 1, 2, 3], [5, 1, 1, 4], [6, 1, 1, 1]]
@@ -316,19 +265,6 @@ def test_from_parents(data):
             assert tree.unpacker[b, n].tolist() == path + [-1] * (SLOTS - len(path))
 
 
-def test_from_parents_is_pack():
-    """A tree of a beam that differs from the tree of the beam's parents."""
-    beam = np.random.default_rng(3).integers(0, 2, (B, M, C))
-
-    @jax.jit
-    def both(beam):
-        tree = pack(beam)
-        again = tree_from_parents(tree.tokens, tree.parent, C, tree.size)
-        return [x._replace(unpacker=()) for x in (tree, again)]
-
-    same(*both(beam))
-
-
 def test_token_tree():
     """A rank of another position, parents looked up among later choices, and roots of another row."""
     choices = [(1, 0), (0,), (2,), (0, 1, 1), (1,), (0, 1), (0, 0)]
@@ -425,26 +361,20 @@ def test_grow_to_the_end():
 BEAM, NODES = np.zeros((2, 3, 4), np.int32), np.zeros((2, 5), np.int32)
 HUGE = jax.ShapeDtypeStruct((1, 2**16, 2**15), jnp.int32)
 PACK = (
-    ({"beam": [[[1]]]}, TypeError, "beam", "list", "array"),
     ({"beam": BEAM.astype("float32")}, TypeError, "beam", "float32[2,3,4]", "integer"),
-    ({"beam": BEAM > 0}, TypeError, "beam", "bool[2,3,4]", "integer"),
     ({"beam": BEAM[0]}, ValueError, "beam", "int32[3,4]", "(B, M, C)"),
     ({"beam": BEAM[:, :0]}, ValueError, "beam", "int32[2,0,4]", "candidates"),
     ({"beam": BEAM[..., :0]}, ValueError, "beam", "int32[2,3,0]", "tokens"),
     ({"lengths": [1]}, TypeError, "lengths", "list [1]", "array"),
-    ({"lengths": np.ones((2, 3), "float32")}, TypeError, "lengths", "float32[2,3]", "integer"),
     ({"lengths": BEAM[..., 0, 0]}, ValueError, "lengths", "int32[2]", "(2, 3)"),
     ({"lengths": BEAM[..., 0] + 5}, ValueError, "lengths", "5 at [0, 0]", "from 0 to 4"),
-    ({"lengths": BEAM[..., 0] - 1}, ValueError, "lengths", "-1 at [0, 0]", "from 0 to 4"),
     ({"capacity": 0}, ValueError, "capacity", "0", "at least 1"),
     ({"capacity": 2.0}, TypeError, "capacity", "float 2.0", "integer"),
-    ({"capacity": np.asarray(3, np.int32)}, TypeError, "capacity", "int32[]", "integer"),
     ({"pad_token": 0.5}, TypeError, "pad_token", "float 0.5", "integer"),
     ({"pad_token": 2**31}, ValueError, "pad_token", str(2**31), "int32"),
 )
 PARENTS = (
     ({"tokens": NODES[0]}, ValueError, "tokens", "int32[5]", "(B, L)"),
-    ({"tokens": NODES > 0}, TypeError, "tokens", "bool[2,5]", "integer"),
     ({"tokens": NODES[:, :0]}, ValueError, "tokens", "int32[2,0]", "at least 1 slot"),
     ({"parent": NODES[:, :4]}, ValueError, "parent", "int32[2,4]", "(2, 5)"),
     ({"parent": NODES - 2}, ValueError, "parent", "-2 for slot 0 of row 0", "before the child"),
@@ -453,21 +383,17 @@ PARENTS = (
     ({"depth": 2}, ValueError, "parent", "3 to slot 2 of row 0", "depth = 2"),
     ({"size": NODES[:, 0] + 6}, ValueError, "size", "6 at [0]", "from 0 to 5"),
     ({"size": NODES}, ValueError, "size", "int32[2,5]", "(2)"),
-    ({"size": 5}, TypeError, "size", "int 5", "array"),
 )
 CHOICES = (
     ({"choices": 3}, TypeError, "choices", "int 3", "sequence"),
-    ({"choices": "01"}, TypeError, "choices", "str '01'", "sequence"),
     ({"choices": [0, 1]}, TypeError, "choices", "int 0", "tuples of ranks"),
     ({"choices": [(0.5,)]}, TypeError, "choices", "float 0.5", "integer"),
     ({"choices": [()]}, ValueError, "choices", "()", "1 to 2 ranks"),
     ({"choices": [(3,)]}, ValueError, "choices", "(3,)", "ranks below 3"),
-    ({"choices": [(-1,)]}, ValueError, "choices", "(-1,)", "ranks below 3"),
     ({"choices": [(0,), (0, 0), (0, 0, 0)]}, ValueError, "choices", "(0, 0, 0)", "1 to 2 ranks"),
     ({"choices": [(0,), (1, 0)]}, ValueError, "choices", "(1, 0)", "(1,), the parent"),
     ({"choices": [(0,), (1,), (0,)]}, ValueError, "choices", "(0,) twice", "once"),
     ({"root": NODES}, ValueError, "root", "int32[2,5]", "(B)"),
-    ({"root": NODES[:, 0] > 0}, TypeError, "root", "bool[2]", "integer"),
     ({"candidates": BEAM[:1]}, ValueError, "candidates", "int32[1,3,4]", "(2, D, R)"),
     ({"candidates": BEAM.astype("int16")}, TypeError, "candidates", "int16", "root, int32"),
 )
@@ -483,9 +409,7 @@ GROW = (
         "(2, 5, C)",
     ),
     ({"logits": LOGITS[:, 1:]}, ValueError, "logits", "float32[2,4,3]", "(2, 5, V)"),
-    ({"logits": LOGITS[..., 0]}, ValueError, "logits", "float32[2,5]", "(2, 5, V)"),
     ({"logits": LOGITS[..., :0]}, ValueError, "logits", "float32[2,5,0]", "at least 1"),
-    ({"logits": LOGITS > 0}, TypeError, "logits", "bool", "float32"),
     ({"count": 0}, ValueError, "count", "0", "at least 1"),
     ({"count": None}, TypeError, "count", "None", "integer"),
 )
@@ -570,12 +494,7 @@ FUZZED = {
     token_tree: {"choices": [(0,)], "root": NODES[:, 0], "candidates": BEAM[:, :2, :3]},
     grow: {"tree": chain, "logits": LOGITS, "count": 1},
     accept_greedy: {"tree": chain, "logits": LOGITS},
-    verify: {
-        "tree": chain,
-        "logits": LOGITS,
-        "temperature": 0.5,
-        "key": lambda: jax.random.key(0),
-    },
+    verify: {"tree": chain, "logits": LOGITS, "temperature": 0.5, "key": lambda: jax.random.key(0)},
 }
 
 

@@ -95,24 +95,6 @@ def test_extremes():
         assert np.isneginf(found).all() and tokens.tolist() == [0, 0, 2]
 
 
-def test_draws():
-    """Draws of a wrong distribution, or that depend on each other: counts of neighbouring pairs against the product."""
-    logits, number = rows_of_logits()[0], 40000
-    draw = jax.jit(lambda rows: sample_tokens(jax.random.key(2), rows, 1.5, 6, 0.9))
-    tokens = draw(np.broadcast_to(logits, (number, 11)))
-    assert tokens.dtype == jnp.int32
-    P = distribution(logits, 1.5, 6, 0.9)
-    pairs = np.zeros((11, 11))
-    tokens = np.asarray(tokens)
-    np.add.at(pairs, (tokens[::2], tokens[1::2]), 1)
-    want = np.outer(P, P) * number / 2
-    assert (pairs[want == 0] == 0).all()
-    seen = want > 0
-    statistic = ((pairs - want)[seen] ** 2 / want[seen]).sum()
-    freedom = seen.sum() - 1
-    assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
-
-
 @pytest.mark.usefixtures("unchecked", "user_settings")
 def test_bad_input():
     """Settings that give NaN, an empty row, or an error of XLA's; and that arrays pass where numbers do."""
