@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.distributed.cache._cache import KVCache
 from energy_attn.distributed.cache._quantize import quantize
@@ -266,29 +265,6 @@ def test_one_device():
     close(state.out, out, "attention")
     close(state.lse, energy, "energy")
     assert np.isneginf(np.asarray(state.lse)[2]).all() and not np.asarray(state.out)[2].any()
-
-
-@pytest.mark.full
-def test_same_as_attention():
-    """`positions`, `keys` and `parallel` mean to `ea.attention` what they mean to `attend`."""
-
-    @jax.jit
-    def run():
-        cache, state, query = ragged(parallel_of("8"))
-        return state, ea.attention(
-            jnp.asarray(query),
-            cache.keys(),
-            cache.values(),
-            is_causal=True,
-            query_positions=jnp.asarray(LAST),
-            key_positions=cache.positions,
-            parallel=cache.parallel,
-            return_energy=True,
-        )
-
-    with jax.set_mesh(mesh_of("8")):
-        (out, lse), found = jax.device_get(run())
-    close(found, (out, lse))
 
 
 def test_rows_and_heads_split():

@@ -4,7 +4,6 @@ The judge is dense attention in float64 over the slots: their eight bits times t
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -202,27 +201,6 @@ def test_trees(kind, as_stored, monkeypatch):
         exact = jax.jit(run)(*new_tokens())
     for mine, widened in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
         np.testing.assert_allclose(mine, widened, rtol=ROUNDING, atol=ROUNDING)
-
-
-def in_place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An array of a cache, sharded as it is."""
-    mesh = jax.sharding.get_mesh()
-    spec = jax.P(None, mesh.axis_names) if x.ndim > 1 else jax.P()
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["8", "2x4 explicit"])
-def test_collectives(kind, as_stored):
-    """Scales or keys that are sent: a step sends what it does over a cache that is not quantised."""
-    found, spread = [], parallel_of(kind)
-    with jax.set_mesh(mesh_of(kind)):
-        for quantize in "int8", None:
-            cache = jax.eval_shape(partial(filled, spread, quantize=quantize), *new_tokens())
-            step = jax.jit(KVCache.attend).lower(jax.tree.map(in_place, cache), queries())
-            found.append(sent(step.compile()))
-    assert len(as_stored) == 1
-    assert found[0] == found[1] != []
 
 
 @pytest.mark.parametrize("method", few(["ring", "gather"], "ring"))

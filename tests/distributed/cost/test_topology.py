@@ -73,10 +73,7 @@ def test_every_machine_is_known(kind, platform, name, inside):
 def test_axes_between_hosts():
     """A slow axis that is not the first, or one that a mesh of one host has; an axis over hosts and devices."""
     hosts = mesh((4, 8), "NVIDIA H100 80GB HBM3")
-    assert seen(cost.topology_of_mesh(hosts)) == (
-        "dgx_h100",
-        ["400 Gbit/s", "NVLink 4"],
-    )
+    assert seen(cost.topology_of_mesh(hosts)) == ("dgx_h100", ["400 Gbit/s", "NVLink 4"])
     turned = Mesh(hosts.devices.T, NAMES[1:])
     assert seen(cost.topology_of_mesh(turned))[1] == ["NVLink 4", "400 Gbit/s"]
     assert [link.devices for link in cost.topology_of_mesh(turned).links] == [8, 4]

@@ -51,17 +51,6 @@ def test_tangents(way):
     assert found(*way, tangent=True) == TANGENTS[way]
 
 
-@pytest.mark.parametrize("merge", cost.MERGES)
-def test_the_tangent_of_a_tree_is_one_sum(merge):
-    """Of R (H + 1) numbers, by whatever merge, where all devices have the queries."""
-    shape = cost.Shape(1, 2, 16, 8, 4, 2, 3, "bfloat16")
-    plain, moved = (
-        cost.transfers("tree", merge, shape, cost.topology("ethernet", (2,), nodes=2), tangent=x)
-        for x in (False, True)
-    )
-    assert moved == (*plain, cost.Transfer("all-reduce", 2 * 8 * (3 + 1) * 4, (0, 1)))
-
-
 def test_states():
     """Where `out` and `lse` are one array, in `lse`'s dtype, and where `out` keeps its own."""
     assert found("ulysses") == [*EXCHANGED, *exchange(STATE)]
@@ -84,20 +73,3 @@ def test_gradients(narrow):
     hops = [x for size in (K, V) for x in (permute(size), permute(wide * size), permute(size))]
     assert found("hybrid", sizes=(2, 2), **options) == [*EXCHANGED, *hops, *BACK]
     assert found("ulysses", **options) == [*EXCHANGED, *BACK]
-
-
-@pytest.mark.parametrize(("keys", "count"), {1: 1, 7: 7, 9: 3, 32: 8}.items())
-def test_pieces(keys, count):
-    """Keys gathered in more pieces than there are, or in more than eight."""
-    shape = cost.Shape(1, 4, 4 * keys, 2, 1, 2, dtype="float32", queries_sharded=True)
-    transfers = cost.transfers("gather", None, shape, cost.topology("ethernet", nodes=4))
-    assert [(t.bytes, t.count) for t in transfers] == [(keys * 8 // count, count)] * 2
-
-
-def test_copies_of_keys():
-    """One head of keys that all devices take, and six that four devices cannot share as they are."""
-    for kv_heads, copies in ((1, 4), (6, 2)):
-        shape = cost.Shape(1, 8, 16, 12, kv_heads, 2, dtype="float32", queries_sharded=True)
-        transfers = cost.transfers("ulysses", None, shape, cost.topology("ethernet", nodes=4))
-        keys = 4 * kv_heads * 2 * 4
-        assert [t.bytes for t in transfers[1:3]] == [copies * keys] * 2
