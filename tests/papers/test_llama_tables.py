@@ -24,7 +24,6 @@ BYTES = dataclasses.replace(CONFIG, vocab_size=256)
 
 paper = module("_tables_paper")
 run = module("_tables_run")
-report = module("_tables_report")
 
 
 @pytest.fixture(scope="module")
