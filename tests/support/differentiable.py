@@ -364,12 +364,7 @@ CASES = {
         scored,
         lambda: rows() | SOURCE | drawn(13, score=(2, 3, 5), **PARAMETERS),
     ),
-    "sparse": Case(
-        "energy_attn.Tsallis",
-        sparse,
-        lambda: rows() | SOURCE | BIAS,
-        tolerance=1e-5,
-    ),
+    "sparse": Case("energy_attn.Tsallis", sparse, lambda: rows() | SOURCE | BIAS, tolerance=1e-5),
     "local_attention": Case(
         "energy_attn.kernels.local_attention",
         functools.partial(local_attention, implementation="decode"),

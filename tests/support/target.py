@@ -39,9 +39,6 @@ def nodes(number: int, devices: int, capability: tuple[int, int] = (9, 0)) -> Me
     said = f"cuda_compute_capability {{ major: {major} minor: {minor} }}"
     text = text.replace("cuda_compute_capability { major: 9 }", said)
     described = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="",
-        topology=f"{number}x1x{devices}",
-        target_config=text,
+        platform="cuda", topology_name="", topology=f"{number}x1x{devices}", target_config=text
     )
     return Mesh(np.array(described.devices).reshape(number, devices), ("node", "device"))
