@@ -100,10 +100,10 @@ from .scores._structure import ScoreStructure as ScoreStructure
 from .scores._structure import split_score as split_score
 from .xla._blocks import outer as outer
 from .xla._blocks import product as product
-from .xla._blockwise import Arriving as Arriving
+from .xla._blockwise import InFlight as InFlight
 from .xla._blockwise import cast_like as cast_like
 from .xla._blockwise import empty_like as empty_like
-from .xla._by_head import backward_onto as backward_onto
+from .xla._by_head import backward_by_head as backward_by_head
 from .xla._softmax import softmax as softmax
 from .xla._tangent import TangentSums as TangentSums
 from .xla._tangent import tangent_of as tangent_of

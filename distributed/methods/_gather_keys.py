@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import Arriving
+from energy_attn.kernels.internal import InFlight
 
 from ..cost._shape import pieces
 from ..merge._packing import joined
@@ -54,18 +54,18 @@ class Pieces(AbstractTurns):
         # Gradients are scattered one turn later: no transfer needs the result of its own turn.
         def step(carry: tuple[Keys, Gradients], turn: Array) -> tuple[tuple[Keys, Gradients], Keys]:
             here, so_far = carry
-            coming = Arriving(self._fetch(own, turn + 1), self._scatter(so_far.keys))
+            coming = InFlight(self._fetch(own, turn + 1), self._scatter(so_far.keys))
             arrived, found = visit(here, so_far, turn, coming)
             return (arrived.others, found), arrived.sums
 
         last = self.count - 1
         if last == 0:
-            _, found = visit(self.first(own), None, 0, Arriving())
+            _, found = visit(self.first(own), None, 0, InFlight())
             return found._replace(keys=self._scatter(found.keys))
-        arrived, found = visit(self.first(own), None, 0, Arriving(self._fetch(own, 1)))
+        arrived, found = visit(self.first(own), None, 0, InFlight(self._fetch(own, 1)))
         middle = jnp.arange(1, last, dtype=jnp.int32)
         (here, so_far), homes = lax.scan(step, (arrived.others, found), middle)
-        arrived, found = visit(here, so_far, last, Arriving(None, self._scatter(so_far.keys)))
+        arrived, found = visit(here, so_far, last, InFlight(None, self._scatter(so_far.keys)))
 
         def together(home: Array, *last: Array) -> Array:
             whole = jnp.moveaxis(jnp.concatenate([home, *(x[None] for x in last)]), 0, 1)

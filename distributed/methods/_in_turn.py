@@ -14,14 +14,14 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     AbstractDerivative,
     AbstractFunction,
-    Arriving,
     Candidate,
+    InFlight,
     Operands,
     Saved,
     Settings,
     TangentSums,
     attend_and_merge,
-    backward_onto,
+    backward_by_head,
     cast_like,
     cotangents,
     differentiated_by_jax,
@@ -62,7 +62,7 @@ class Gradients(NamedTuple):
 
 # The keys of a turn, the gradients so far, the turn's number, and what arrives meanwhile; then that,
 # and the gradients of these keys, and of what stays so far.
-Visit = Callable[[Any, Gradients | None, int | Array, Arriving], tuple[Arriving, Gradients]]
+Visit = Callable[[Any, Gradients | None, int | Array, InFlight], tuple[InFlight, Gradients]]
 
 
 class AbstractTurns(abc.ABC):
@@ -152,9 +152,9 @@ def _fold(
     own: Tree,
     turns: AbstractTurns,
 ) -> Found:
-    """`visit(found, here, turn, arriving)` of all turns.
+    """`visit(found, here, turn, in_flight)` of all turns.
 
-    It also returns what is `arriving` meanwhile: the next ones, or None in the last turn.
+    `visit` also returns `in_flight`, the keys of the next turn; None in the last.
     """
 
     def step(carry: tuple[Found, Tree], turn: Array) -> Any:
@@ -173,10 +173,10 @@ def _attend(
     wide = with_wide_out(settings)
 
     def visit(
-        state: AttentionState, keys: Tree, turn: int | Array, arriving: Tree | None
+        state: AttentionState, keys: Tree, turn: int | Array, in_flight: Tree | None
     ) -> tuple[AttentionState, Tree | None]:
         here = _with_keys(operands, keys, turns, turn)
-        return attend_and_merge(state, names, wide, here, arriving)
+        return attend_and_merge(state, names, wide, here, in_flight)
 
     found = _fold(visit, empty_like(wide, operands), _own(operands), turns)
     return rounded(found, operands, settings)
@@ -214,15 +214,15 @@ class _OfTurns(AbstractDerivative):
 
         @jax.checkpoint
         def visit(
-            sums: TangentSums, here: Tree, turn: int | Array, arriving: Tree | None
+            sums: TangentSums, here: Tree, turn: int | Array, in_flight: Tree | None
         ) -> tuple[TangentSums, Tree | None]:
             keys, changes = cast("tuple[Keys, Keys]", turns.joined(here))
             bias = turns.cut(directions.bias, 3, turn)
             along = cotangents(directions.query, *changes, bias, directions.score_arrays)
             given = _with_keys(operands, keys, turns, turn)
             found = tangent_sums(given, self.settings, state.lse, along)
-            found, arriving = overlap_transfer(found, arriving)
-            return added(sums, found), arriving
+            found, in_flight = overlap_transfer(found, in_flight)
+            return added(sums, found), in_flight
 
         out, lse = (lax.full_like(x, 0.0, dtype=state.lse.dtype) for x in state)
         zero = TangentSums(out, lse, lse)
@@ -235,24 +235,26 @@ class _OfTurns(AbstractDerivative):
 
         @jax.checkpoint
         def once(
-            keys: Any, staying: Gradients | None, turn: int | Array, arriving: Arriving
-        ) -> tuple[Arriving, Gradients]:
+            keys: Any, staying: Gradients | None, turn: int | Array, in_flight: InFlight
+        ) -> tuple[InFlight, Gradients]:
             here = _with_keys(operands, keys, turns, turn)
             d_query = None if staying is None else staying.query
-            found, arriving = backward_onto(d_query, here, settings, state, cotangent, arriving)
+            found, in_flight = backward_by_head(
+                d_query, here, settings, state, cotangent, in_flight
+            )
             query, key, value, bias, *_ = found = keep_moved(found, moved)
             if bias is not None and operands.bias is not None:
                 bias = turns.uncut(bias, operands.bias, 3, turn)
             others = bias, found.score_arrays
             if staying is not None:
                 others = added(others, (staying.bias, staying.score_arrays))
-            return arriving, Gradients(Keys(key, value), query, *others)
+            return in_flight, Gradients(Keys(key, value), query, *others)
 
         def visit(
-            keys: Any, so_far: Gradients | None, turn: int | Array, arriving: Arriving
-        ) -> tuple[Arriving, Gradients]:
+            keys: Any, so_far: Gradients | None, turn: int | Array, in_flight: InFlight
+        ) -> tuple[InFlight, Gradients]:
             staying = None if so_far is None else so_far._replace(keys=Keys(None, None))
-            return once(keys, staying, turn, arriving)
+            return once(keys, staying, turn, in_flight)
 
         found = turns.backward(visit, _own(operands))
         given = cotangents(found.query, *found.keys, found.bias, found.score_arrays)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import Arriving
+from energy_attn.kernels.internal import InFlight
 
 from ._arguments import Axes
 from ._direction import AbstractWay
@@ -56,7 +56,7 @@ class Around(AbstractTurns):
             sums = None if so_far is None else so_far.keys
             if self.gradient_dtype is not None and sums is not None:
                 sums = Keys(*(None if x is None else x.astype(self.gradient_dtype) for x in sums))
-            going = Arriving(keys if onward else None, self.way.apart(sums))
+            going = InFlight(keys if onward else None, self.way.apart(sums))
             arrived, found = visit(keys, so_far, step, self.way.hop(going, self.axes))
             if so_far is not None:
                 sums = _as(self.way.joined(arrived.sums), so_far.keys)

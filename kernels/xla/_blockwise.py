@@ -46,22 +46,22 @@ from ._tangent import tangent
 Gradients = tuple[Any, Any, Any]  # of queries, keys and values
 
 
-class Arriving(NamedTuple):
-    """Arrays on their way from other devices during a backward, used only after all its products.
+class InFlight(NamedTuple):
+    """Arrays in flight from other devices during a backward, used only after all its products.
 
-    XLA begins a transfer as late as it may: then it has to begin these before the products.
+    XLA starts a transfer as late as it can, and so starts these before the products.
 
     Attributes:
         others: anything.
-        sums: cotangents of these keys and values, to which the backward's are added. Where nobody wants
-            them, as in a product with the Hessian, they are neither sent nor computed.
+        sums: cotangents of these keys and values, to which the backward's are added. In a program that does not
+            use them, such as a Hessian-vector product, they are neither sent nor computed.
     """
 
     others: Any = None
     sums: Any = None
 
 
-NOTHING = Arriving()
+NOTHING_IN_FLIGHT = InFlight()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,17 +196,17 @@ def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
     return delta if cotangent.lse is None else delta - cotangent.lse
 
 
-def after_products(gradients: Gradients, arriving: Arriving) -> tuple[Gradients, Arriving]:
-    """Gradients of queries, keys and values, and what arrives meanwhile; used when all of it is there.
+def after_products(gradients: Gradients, in_flight: InFlight) -> tuple[Gradients, InFlight]:
+    """Returns both behind optimization barriers, so that the transfers overlap with the products of a backward.
 
-    In a program that wants no gradients of keys and values, the sums of these are not waited for.
+    A program that uses no gradients of keys and values does not wait for the sums of these.
     """
-    if not jax.tree.leaves(arriving):
-        return gradients, arriving
+    if not jax.tree.leaves(in_flight):
+        return gradients, in_flight
     queries, keys, values = gradients
-    queries, others = lax.optimization_barrier((queries, arriving.others))
-    gradients, sums = lax.optimization_barrier(((queries, keys, values), arriving.sums))
-    return gradients, Arriving(others, sums)
+    queries, others = lax.optimization_barrier((queries, in_flight.others))
+    gradients, sums = lax.optimization_barrier(((queries, keys, values), in_flight.sums))
+    return gradients, InFlight(others, sums)
 
 
 # The cotangents that are summed over all blocks: of the bias, by blocks, and of the score's arrays.
@@ -245,10 +245,10 @@ def backward_wide(
     settings: Settings,
     state: AttentionState,
     cotangent: AttentionState,
-    arriving: Arriving = NOTHING,
+    in_flight: InFlight = NOTHING_IN_FLIGHT,
     sizes: BlockSizes = BLOCK_SIZES,
-) -> tuple[Operands, Arriving]:
-    """As `backward`, with cotangents in the dtype of the scores, for further sums; and `arriving`.
+) -> tuple[Operands, InFlight]:
+    """As `backward`, with cotangents in the dtype of the scores, for further sums; and `in_flight`.
 
     `state` may be that of more keys than these; weights are then relative to all of them.
     """
@@ -257,7 +257,7 @@ def backward_wide(
     none = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=wide), differentiated(operands))
     (batch, query_len), key_len = query.shape[:2], key.shape[1]
     if batch == 0 or query_len == 0 or key_len == 0:
-        return none, arriving
+        return none, in_flight
     given = backward_rows(operands, settings, state, cotangent)
     blocks = BlockedOperands(operands._replace(query=given.query), settings, sizes)
     g = blocks.grid
@@ -331,7 +331,7 @@ def backward_wide(
 
     count = numbers(g.kv_heads * g.query_blocks)
     (gradients, kept), _ = lax.scan(one_block_of_queries, (start, (biases, no_arrays)), count)
-    (queries, keys, values), arriving = after_products(gradients, arriving)
+    (queries, keys, values), in_flight = after_products(gradients, in_flight)
     biases, arrays = kept
     if bias is not None and biases is not None:
         biases = biases[:, :, : bias.shape[2], : bias.shape[3]]
@@ -342,7 +342,7 @@ def backward_wide(
         bias=biases,
         score_arrays=arrays,
     )
-    return found, arriving
+    return found, in_flight
 
 
 def on_side(x: Array) -> Array:

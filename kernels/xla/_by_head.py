@@ -1,4 +1,4 @@
-"""The gradients of some of the keys of an attention, one key head at a time: what a ring of keys does in each step."""
+"""The gradients of some keys of an attention, one key head at a time: one step of the backward of a ring of keys."""
 
 from typing import Any
 
@@ -9,21 +9,21 @@ from jaxtyping import Array
 
 from ..call._operands import Operands, Settings, differentiated, is_static
 from ..call._state import AttentionState
-from ._blockwise import NOTHING, Arriving, after_products, backward_wide
+from ._blockwise import NOTHING_IN_FLIGHT, InFlight, after_products, backward_wide
 
 # The bytes of queries in the dtype of the scores from which on heads are computed one by one: scratch,
 # blocks of rows and keys and their gradients, is several times as much.
 LEAST = 32 << 20
 
 
-def backward_onto(
+def backward_by_head(
     d_query: Array | None,
     operands: Operands,
     settings: Settings,
     state: AttentionState,
     cotangent: AttentionState,
-    arriving: Arriving = NOTHING,
-) -> tuple[Operands, Arriving]:
+    in_flight: InFlight = NOTHING_IN_FLIGHT,
+) -> tuple[Operands, InFlight]:
     """`backward_wide`, with `d_query` (None: zero) added to the cotangent of the queries.
 
     Of large calls one key head at a time. Heads share no more than the arrays of the score, and what
@@ -31,9 +31,9 @@ def backward_onto(
     """
     heads, kv_heads = operands.query.shape[2], operands.key.shape[2]
     if kv_heads == 1 or not _is_large(operands.query, state):
-        found, arriving = backward_wide(operands, settings, state, cotangent, arriving)
+        found, in_flight = backward_wide(operands, settings, state, cotangent, in_flight)
         query = found.query if d_query is None else found.query + d_query
-        return found._replace(query=query), arriving
+        return found._replace(query=query), in_flight
     if settings.score is not None and operands.head_indices is None:
         operands = operands._replace(head_indices=jnp.arange(heads, dtype=jnp.int32))
 
@@ -58,8 +58,8 @@ def backward_onto(
     if d_query is not None:
         sums = sums._replace(query=d_query)
     found = lax.fori_loop(0, kv_heads, add, sums)
-    (query, key, value), arriving = after_products(found[:3], arriving)
-    return found._replace(query=query, key=key, value=value), arriving
+    (query, key, value), in_flight = after_products(found[:3], in_flight)
+    return found._replace(query=query, key=key, value=value), in_flight
 
 
 def _is_large(query: Array, state: AttentionState) -> bool:

@@ -14,7 +14,7 @@ from energy_attn.kernels.dispatch import _attend_and_merge
 from energy_attn.kernels.dispatch._attend_and_merge import attend_and_merge
 from energy_attn.kernels.dispatch._registry import attend
 from energy_attn.kernels.xla import _by_head
-from energy_attn.kernels.xla._by_head import backward_onto
+from energy_attn.kernels.xla._by_head import backward_by_head
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.naive import assert_all_close, assert_close, longer
@@ -121,7 +121,7 @@ def test_gradients_by_head(monkeypatch):
         call = check_call(**arrays, **problem.options)
         state = attend(["blockwise"], call.settings, call.operands)
         given = call.operands, call.settings, state, cotangent
-        return [backward_onto(x, *given)[0] for x in (so_far, None)]
+        return [backward_by_head(x, *given)[0] for x in (so_far, None)]
 
     so_far = np.cos(problem.query)
     exact = dense_vjp(problem, *map(np.asarray, cotangent))
