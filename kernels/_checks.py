@@ -134,8 +134,8 @@ def as_ids(x: jax.Array | np.ndarray) -> Any:
 
     Traced ones that 32 bits need not hold are of 64 bits, where JAX has these on.
     """
-    wide = isinstance(x, jax.core.Tracer) and not np.can_cast(x.dtype, np.int32)
-    return x.astype(jax.dtypes.canonicalize_dtype(np.int64) if wide else np.int32)
+    needs_int64 = isinstance(x, jax.core.Tracer) and not np.can_cast(x.dtype, np.int32)
+    return x.astype(jax.dtypes.canonicalize_dtype(np.int64) if needs_int64 else np.int32)
 
 
 def check_floating_dtype(name: str, x: object) -> jnp.dtype:

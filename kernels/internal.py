@@ -37,7 +37,7 @@ from .call._operands import cotangents as cotangents
 from .call._operands import is_static as is_static
 from .call._operands import out_dtype as out_dtype
 from .call._operands import with_default_positions as with_default_positions
-from .call._operands import with_wide_out as with_wide_out
+from .call._operands import with_unrounded_out as with_unrounded_out
 from .call._operands import without_lengths as without_lengths
 from .call._options import KernelOptions as KernelOptions
 from .call._options import RowOptions as RowOptions

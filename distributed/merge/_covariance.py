@@ -76,17 +76,17 @@ def _tangent(
     axes: Axes, state: CovarianceState, merged: CovarianceState, change: CovarianceState
 ) -> CovarianceState:
     whole = AttentionState(merged.out, merged.lse)
-    wide = state.lse.dtype
+    dtype = state.lse.dtype
     portion = share(state.lse, merged.lse)
     present = portion != 0
     energy = jnp.where(present, change.lse, 0.0)
-    apart = state.out.astype(wide) - merged.out.astype(wide)
-    moved = change.out.astype(wide)
+    apart = state.out.astype(dtype) - merged.out.astype(dtype)
+    moved = change.out.astype(dtype)
     crossed = apart[..., :, None] * moved[..., None, :]
     excess = covariance_term(state, whole) - portion[..., None, None] * merged.covariance.astype(
-        wide
+        dtype
     )
-    own = change.covariance.astype(wide) + crossed + crossed.swapaxes(-1, -2)
+    own = change.covariance.astype(dtype) + crossed + crossed.swapaxes(-1, -2)
     covariance = portion[..., None, None] * own + excess * energy[..., None, None]
     out = portion[..., None] * (moved + apart * energy[..., None])
     here = CovarianceState(
@@ -96,8 +96,7 @@ def _tangent(
     )
     summed = transfer(lambda x: lax.psum(x, axes), _packed(here))
     found = _unpacked(summed, state.out.shape[-1])
-    dtype = state.out.dtype
-    return CovarianceState(found.covariance.astype(dtype), found.out.astype(dtype), found.lse)
+    return CovarianceState(*(x.astype(y.dtype) for x, y in zip(found, state, strict=True)))
 
 
 # A state as a message: one line of numbers for each row.

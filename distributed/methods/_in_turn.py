@@ -33,7 +33,7 @@ from energy_attn.kernels.internal import (
     tangent_of,
     tangent_sums,
     wanting,
-    with_wide_out,
+    with_unrounded_out,
 )
 
 from ._arguments import Axes, rounded
@@ -170,15 +170,15 @@ def _fold(
 def _attend(
     names: Names, settings: Settings, turns: AbstractTurns, operands: Operands
 ) -> AttentionState:
-    wide = with_wide_out(settings)
+    unrounded = with_unrounded_out(settings)
 
     def visit(
         state: AttentionState, keys: Tree, turn: int | Array, in_flight: Tree | None
     ) -> tuple[AttentionState, Tree | None]:
         here = _with_keys(operands, keys, turns, turn)
-        return attend_and_merge(state, names, wide, here, in_flight)
+        return attend_and_merge(state, names, unrounded, here, in_flight)
 
-    found = _fold(visit, empty_like(wide, operands), _own(operands), turns)
+    found = _fold(visit, empty_like(unrounded, operands), _own(operands), turns)
     return rounded(found, operands, settings)
 
 

@@ -173,13 +173,13 @@ class _Fold(AbstractFunction):
 def _fold_tangent(
     axes: Axes, state: AttentionState, merged: AttentionState, change: AttentionState
 ) -> AttentionState:
-    wide = state.lse.dtype
+    dtype = state.lse.dtype
     # a part without keys has no weight, whatever it holds, and must not make a NaN
     present = holds_keys(state.lse)
     portion = share(state.lse, merged.lse)
     energy = jnp.where(present, change.lse, 0.0)
-    apart = state.out.astype(wide) - merged.out.astype(wide)
-    out = change.out.astype(wide) + apart * energy[..., None]
+    apart = state.out.astype(dtype) - merged.out.astype(dtype)
+    out = change.out.astype(dtype) + apart * energy[..., None]
     out = jnp.where(present[..., None], out * portion[..., None], 0.0)
     moved = transfer(lambda x: lax.psum(x, axes), AttentionState(out, portion * energy))
     return AttentionState(moved.out.astype(state.out.dtype), moved.lse)

@@ -23,7 +23,7 @@ from energy_attn.kernels.internal import (
     empty_like,
     lse_dtype,
     vary_together,
-    with_wide_out,
+    with_unrounded_out,
 )
 
 from ..merge._packing import transfer
@@ -127,7 +127,7 @@ class Ring(AbstractMethod):
             return keys_around(self, names, settings, operands, axes)
         if queries_sharded:
             return _queries_around(names, settings, axes, operands)
-        state = fold_across("ring", axes, attend(names, with_wide_out(settings), operands))
+        state = fold_across("ring", axes, attend(names, with_unrounded_out(settings), operands))
         return rounded(state, operands, settings)
 
     def _rotates_keys(self, operands: Operands, queries_sharded: bool) -> bool:
@@ -166,7 +166,7 @@ def keys_around(
 def _queries_around(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> AttentionState:
-    query_len, wide = operands.query.shape[1], with_wide_out(settings)
+    query_len, unrounded = operands.query.shape[1], with_unrounded_out(settings)
     positions = whole(operands.query_positions, query_len, axes)
     segments = whole(operands.query_segments, query_len, axes)
 
@@ -180,10 +180,10 @@ def _queries_around(
             bias=part(operands.bias, 2, place, query_len),
             mask=part(operands.mask, 2, place, query_len),
         )
-        state, following = attend_and_merge(state, names, wide, here, hop(query, axes))
+        state, following = attend_and_merge(state, names, unrounded, here, hop(query, axes))
         return (transfer(lambda x: hop(x, axes), state), following), None
 
     steps = jnp.arange(lax.axis_size(axes), dtype=jnp.int32)
-    start = empty_like(wide, operands), operands.query
+    start = empty_like(unrounded, operands), operands.query
     (state, _), _ = lax.scan(step, start, steps)
     return rounded(state, operands, settings)

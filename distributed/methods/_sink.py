@@ -9,7 +9,7 @@ from energy_attn.kernels.internal import (
     CheckedCall,
     Settings,
     with_sink,
-    with_wide_out,
+    with_unrounded_out,
     without_lengths,
 )
 
@@ -23,5 +23,5 @@ def attend_with_sink(
     if sink is None:
         return run(call.settings)
     rows = without_lengths(call.operands).query_positions
-    state = with_sink(run(with_wide_out(call.settings)), sink, rows)
+    state = with_sink(run(with_unrounded_out(call.settings)), sink, rows)
     return rounded(state, call.operands, call.settings)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Candidate, Operands, Settings, attend, with_wide_out
+from energy_attn.kernels.internal import Candidate, Operands, Settings, attend, with_unrounded_out
 
 from .. import cost
 from ..merge._packing import joined
@@ -91,7 +91,7 @@ class Tree(AbstractMethod):
         """One kernel and one fold of states. Raises as `attend` does."""
         if queries_sharded:
             return _of_shards(names, settings, operands, axes, self.merge)
-        state = attend(names, with_wide_out(settings), operands)
+        state = attend(names, with_unrounded_out(settings), operands)
         merge = choose_merge(self.merge, state, axes, self.topology)
         return rounded(fold_across(merge, axes, state), operands, settings)
 
@@ -108,7 +108,7 @@ def _of_shards(
     Raises as `attend` does.
     """
     devices, query_len = lax.axis_size(axes), operands.query.shape[1]
-    state = attend(names, with_wide_out(settings), with_all_queries(operands, axes))
+    state = attend(names, with_unrounded_out(settings), with_all_queries(operands, axes))
 
     def by_device(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], devices, query_len, *x.shape[2:]), 1, 0)

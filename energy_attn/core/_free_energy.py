@@ -38,7 +38,7 @@ from energy_attn.kernels.internal import (
     split_mask,
     split_score,
     varying_axes,
-    with_wide_out,
+    with_unrounded_out,
 )
 from energy_attn.kernels.masks import AbstractMask
 
@@ -272,12 +272,12 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
     if len(calls) == 1:
         return attend_checked(calls[0], check_at(calls[0], source, parts[0]), parts[0].sink)
 
-    def wide(call: Prepared, arrays: Arrays) -> AttentionState:
+    def unrounded(call: Prepared, arrays: Arrays) -> AttentionState:
         given = check_at(call, source, arrays)
-        given = given._replace(settings=with_wide_out(given.settings))
+        given = given._replace(settings=with_unrounded_out(given.settings))
         return attend_checked(call, given, arrays.sink)
 
-    out, lse = functools.reduce(merge, map(wide, calls, parts))
+    out, lse = functools.reduce(merge, map(unrounded, calls, parts))
     return AttentionState(out.astype(parts[0].value.dtype), lse)
 
 

@@ -30,7 +30,7 @@ from energy_attn.kernels.internal import (
     check_shape,
     check_sink,
     received,
-    with_wide_out,
+    with_unrounded_out,
 )
 from energy_attn.kernels.scores import AbstractScore
 
@@ -168,7 +168,7 @@ def _partial_state(
     sink: Array | None = None,
 ) -> AttentionState:
     """The state of a part of the keys, to be merged with others. Raises as the kernels do."""
-    call = call._replace(settings=with_wide_out(call.settings))
+    call = call._replace(settings=with_unrounded_out(call.settings))
     return attend_sharded(plan, names, call, sink)
 
 

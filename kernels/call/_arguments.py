@@ -206,12 +206,12 @@ def check_scale(scale: object) -> Any:
 def _scaled(
     query: Array, key: Array, scale: float | Array | None, tokens: Tokens
 ) -> tuple[Array, Array, float]:
-    scale, wide = check_scale(scale), lse_dtype(query.dtype)
+    scale, dtype = check_scale(scale), lse_dtype(query.dtype)
     if scale is None:
         return query, key, query.shape[-1] ** -0.5
     if not isinstance(scale, jax.Array):
-        if abs(scale) > float(jnp.finfo(wide).max):
-            raise ValueError(f"scale: wanted a number within {wide}, got {scale}")
+        if abs(scale) > float(jnp.finfo(dtype).max):
+            raise ValueError(f"scale: wanted a number within {dtype}, got {scale}")
         return query, key, scale
     # An array may be traced and differentiated (an inverse temperature). It multiplies the query,
     # in the dtype of the scores, so that it rounds no more than a number would. Its derivative sums over all
@@ -219,7 +219,7 @@ def _scaled(
     if tokens.query_positions is not None or tokens.query_lengths is not None:
         positions: Any = tokens.with_positions(query.shape[1], key.shape[1]).query_positions
         query = jnp.where(positions[:, :, None, None] >= 0, query, 0)
-    return query.astype(wide) * scale.astype(wide), key.astype(wide), 1.0
+    return query.astype(dtype) * scale.astype(dtype), key.astype(dtype), 1.0
 
 
 def _with_source(
@@ -227,10 +227,10 @@ def _with_source(
 ) -> tuple[Array, Array, float]:
     # scale q·k + ζ·v = [scale q, ζ]·[k, v]: a source is extra width of query and key, again in the
     # dtype of the scores.
-    wide = lse_dtype(query.dtype, source.dtype)
+    dtype = lse_dtype(query.dtype, source.dtype)
     source, value = _as_split(source, query), _as_split(value, key)
-    query = jnp.concatenate([query.astype(wide) * scale, source.astype(wide)], -1)
-    key = jnp.concatenate([key.astype(wide), value.astype(wide)], -1)
+    query = jnp.concatenate([query.astype(dtype) * scale, source.astype(dtype)], -1)
+    key = jnp.concatenate([key.astype(dtype), value.astype(dtype)], -1)
     return query, key, 1.0
 
 

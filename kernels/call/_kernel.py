@@ -79,7 +79,7 @@ class AbstractKernel(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, call: KernelCall) -> AttentionState:
-        """The state: `out` `[B, T, N, Hv]` in value's dtype; `lse` `[B, T, N]`, natural, wide.
+        """The state: `out` `[B, T, N, Hv]` in value's dtype; `lse` `[B, T, N]`, natural, in float32 or float64.
 
         Fully masked rows have `out = 0` and `lse = -inf`.
         """

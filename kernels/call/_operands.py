@@ -78,7 +78,7 @@ class Settings(NamedTuple):
         scale: the factor of the scores.
         rule: the static structure of the mask. Its `window` is how far a query sees before and after
             it; a kernel that takes no other masks than `All`, `Causal` and `Window` needs no more.
-        wide: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
+        unrounded: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
         score: what is static in the score, or None: the scaled product itself.
         scored_width: where a score and a source are given, how many features of query and key make
             the product that the score is of; the product of the others, the source and the value, is
@@ -91,12 +91,12 @@ class Settings(NamedTuple):
     Examples:
         >>> from energy_attn.kernels import Settings
         >>> Settings._fields
-        ('scale', 'rule', 'wide', 'score', 'scored_width', 'learnt', 'part')
+        ('scale', 'rule', 'unrounded', 'score', 'scored_width', 'learnt', 'part')
     """
 
     scale: float
     rule: Structure
-    wide: bool = False
+    unrounded: bool = False
     score: ScoreStructure | None = None
     scored_width: int | None = None
     learnt: bool = True
@@ -256,16 +256,16 @@ def present_keys(operands: Operands) -> Array | None:
 
 
 def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
-    """The dtype of `out`: that of `value` as it is read, or that of `lse` where the settings are wide."""
+    """The dtype of `out`: that of `value` as it is read, or that of `lse` where it stays unrounded."""
     read = operands.query if operands.value_scale is not None else operands.value
-    if settings.wide:
+    if settings.unrounded:
         return lse_dtype(operands.query.dtype, read.dtype)
     return jnp.dtype(read.dtype)
 
 
-def with_wide_out(settings: Settings) -> Settings:
+def with_unrounded_out(settings: Settings) -> Settings:
     """Settings of a part that will be merged, so that `out` is rounded once, after the merge."""
-    return settings._replace(wide=True)
+    return settings._replace(unrounded=True)
 
 
 def is_static(*sizes: object) -> bool:

@@ -88,8 +88,8 @@ def lse_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
 
     float64 if any is float64, else float32.
     """
-    wide = any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes)
-    return jnp.dtype(jnp.float64 if wide else jnp.float32)
+    any_float64 = any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes)
+    return jnp.dtype(jnp.float64 if any_float64 else jnp.float32)
 
 
 def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
@@ -337,13 +337,13 @@ def share(part: Array, whole: Array) -> Array:
 
 def covariance_term(part: CovarianceState, whole: AttentionState) -> Array:
     """The term of a part in the covariance of the whole, in the dtype of `lse`."""
-    wide = part.lse.dtype
+    dtype = part.lse.dtype
     portion = share(part.lse, whole.lse)
     # zeroed before it is multiplied, so that a part without keys makes no NaN in a derivative either
     some = holds_keys(part.lse)[..., None]
-    out = jnp.where(some, part.out.astype(wide), 0.0)
-    covariance = jnp.where(some[..., None], part.covariance.astype(wide), 0.0)
-    apart = out - whole.out.astype(wide)
+    out = jnp.where(some, part.out.astype(dtype), 0.0)
+    covariance = jnp.where(some[..., None], part.covariance.astype(dtype), 0.0)
+    apart = out - whole.out.astype(dtype)
     return (covariance + apart[..., :, None] * apart[..., None, :]) * portion[..., None, None]
 
 

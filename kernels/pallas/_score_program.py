@@ -321,13 +321,13 @@ def _each(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=256)
 def score_program(
-    structure: ScoreStructure, types: tuple[Any, ...], target: Target, wide: bool
+    structure: ScoreStructure, types: tuple[Any, ...], target: Target, x64: bool
 ) -> ScoreProgram:
-    """The program of a score with arrays of shapes and dtypes `types`; `wide`: whether JAX has 64 bits.
+    """The program of a score with arrays of shapes and dtypes `types`; `x64`: whether JAX has 64 bits.
 
     Raises `NotImplementedError` if kernels for the target cannot run it.
     """
-    del wide
+    del x64
     with without_mesh():
         found = ScoreProgram(structure, types)
         found.check(target)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from .._varying import vary_together
 from ..call._kernel import Candidate
-from ..call._operands import Operands, Settings, with_wide_out
+from ..call._operands import Operands, Settings, with_unrounded_out
 from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, precision
 from ..dispatch._registry import attend
 from ..xla._blocks import BlockedOperands, outer
@@ -75,7 +75,7 @@ def attention_and_expectation(
     operands: Operands,
 ) -> AttentionState:
     """The state whose `out`, in the dtype of `lse`, has the expectation behind attention. Raises as `attend`."""
-    state = attend(names, with_wide_out(settings), operands)
+    state = attend(names, with_unrounded_out(settings), operands)
     mean = weighted_sum(part, width, settings, operands, state.lse)
     return AttentionState(jnp.concatenate([state.out, mean], -1), state.lse)
 
@@ -149,15 +149,15 @@ def _reduce_blocks(
 ) -> Array:
     operands, rows = vary_together((operands, rows))
     (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
-    wide = lse_dtype(operands.query.dtype)
+    dtype = lse_dtype(operands.query.dtype)
     if 0 in (batch, query_len, key_len):
         shape = (batch, query_len, heads, width)
-        return lax.full_like(operands.query, start, dtype=wide, shape=shape)
+        return lax.full_like(operands.query, start, dtype=dtype, shape=shape)
     blocks = BlockedOperands(operands, settings)
 
     def terms(at: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
         return (of_block(blocks.scores_of(query, key, at), *keys, *rows),)
 
-    values = (blocks.value.astype(wide),)
+    values = (blocks.value.astype(dtype),)
     (found,) = reduce_blocks(terms, join, start, (width,), blocks, query_len, rows, values)
     return found

@@ -44,10 +44,10 @@ def sample(
     operands, seeds = vary_together((operands, seeds))
     (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
     if 0 in (batch, query_len, key_len):
-        wide = lse_dtype(operands.query.dtype)
+        dtype = lse_dtype(operands.query.dtype)
         shape = (batch, query_len, heads)
         index = lax.full_like(operands.query, -1, dtype=jnp.int32, shape=(*shape, number))
-        return Draw(index, lax.full_like(operands.query, -jnp.inf, dtype=wide, shape=shape))
+        return Draw(index, lax.full_like(operands.query, -jnp.inf, dtype=dtype, shape=shape))
     blocks = BlockedOperands(operands, settings)
     g = blocks.grid
     seeds = whole_queries(g, seeds)

@@ -208,9 +208,9 @@ def push_forward(
 
 
 def _lse_operands(value: Array, out: Array, lse: Array) -> tuple[Array, Array, Array]:
-    wide, width = lse.dtype, out.shape[-1]
+    dtype, width = lse.dtype, out.shape[-1]
     high = lse.astype(out.dtype)
-    low = (lse - high.astype(wide)).astype(out.dtype)
+    low = (lse - high.astype(dtype)).astype(out.dtype)
     parts = jnp.stack([high, low], -1)
     parts = jnp.pad(parts, [(0, 0)] * 3 + [(0, width - 2)])
     ones = (jnp.arange(width) < 2).astype(value.dtype)

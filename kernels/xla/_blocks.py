@@ -201,7 +201,7 @@ def inner(a: Array, b: Array, precision: lax.Precision | None) -> Array:
 def _dot(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precision | None) -> Array:
     def dot(a: Array, b: Array) -> Array:
         axes = ((contract[0],), (contract[1],)), ((), ())
-        wide = lse_dtype(a.dtype)
-        return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=wide)
+        dtype = lse_dtype(a.dtype)
+        return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
 
     return each_entry(dot, a, b)

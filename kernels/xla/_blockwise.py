@@ -118,7 +118,7 @@ def forward(
         return state, jnp.zeros_like(state.lse)
     blocks = BlockedOperands(operands, settings, sizes)
     g = blocks.grid
-    wide = lse_dtype(operands.query.dtype)
+    dtype = lse_dtype(operands.query.dtype)
     # Of hidden keys the scores are replaced; of hidden values a block at a time is zero.
     keys, values = (whole_keys(g, x) for x in (operands.key, value))
 
@@ -137,8 +137,8 @@ def forward(
                 weights = jnp.exp((scores - shift) * blocks.unit)
                 decay = jnp.exp((maximum - shift) * blocks.unit)
                 total = total * decay + weights.sum(-1, keepdims=True)
-                # The weights stay in the wide dtype, and the values are cast to it.
-                weighed = blocks.product(weights, blocks.take_values(values, here).astype(wide))
+                # The weights stay in the dtype of the scores, and the values are cast to it.
+                weighed = blocks.product(weights, blocks.take_values(values, here).astype(dtype))
                 return new, total, sums * decay + weighed
 
             return when(blocks.meet(here), attend, *carry), None
@@ -161,8 +161,8 @@ def empty_like(settings: Settings, operands: Operands) -> AttentionState:
     """The state of no keys, of the types of the state of `operands`."""
     shape = (*operands.query.shape[:-1], operands.value.shape[-1])
     out = lax.full_like(operands.value, 0.0, shape=shape, dtype=out_dtype(operands, settings))
-    wide = lse_dtype(operands.query.dtype)
-    return AttentionState(out, lax.full_like(out, -jnp.inf, shape=shape[:-1], dtype=wide))
+    dtype = lse_dtype(operands.query.dtype)
+    return AttentionState(out, lax.full_like(out, -jnp.inf, shape=shape[:-1], dtype=dtype))
 
 
 def backward(
@@ -185,14 +185,14 @@ def backward(
     Returns cotangents in the form of the operands, None for masks and positions. Plain JAX, and so
     differentiable itself.
     """
-    found, _ = backward_wide(operands, settings, state, cotangent, sizes=sizes)
+    found, _ = backward_unrounded(operands, settings, state, cotangent, sizes=sizes)
     return cast_like(found, operands)
 
 
 def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
     """`δ` of `backward`, `[B, T, N]`. A cotangent of `lse` that is None is zero."""
-    wide = state.lse.dtype
-    delta = (cotangent.out.astype(wide) * state.out.astype(wide)).sum(-1)
+    dtype = state.lse.dtype
+    delta = (cotangent.out.astype(dtype) * state.out.astype(dtype)).sum(-1)
     return delta if cotangent.lse is None else delta - cotangent.lse
 
 
@@ -240,7 +240,7 @@ def cast_like(found: Operands, operands: Operands) -> Operands:
     return map_some(lambda x, like: x.astype(like.dtype), found, operands)
 
 
-def backward_wide(
+def backward_unrounded(
     operands: Operands,
     settings: Settings,
     state: AttentionState,
@@ -253,8 +253,8 @@ def backward_wide(
     `state` may be that of more keys than these; weights are then relative to all of them.
     """
     query, key, value, bias = operands[:4]
-    wide = lse_dtype(query.dtype)
-    none = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=wide), differentiated(operands))
+    dtype = lse_dtype(query.dtype)
+    none = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype), differentiated(operands))
     (batch, query_len), key_len = query.shape[:2], key.shape[1]
     if batch == 0 or query_len == 0 or key_len == 0:
         return none, in_flight
@@ -284,7 +284,7 @@ def backward_wide(
             return (
                 blocks.to_keys(query_side, d_raw, d_scores),
                 blocks.product(out_side, weights),
-                blocks.to_queries(key.astype(wide), d_raw, d_scores),
+                blocks.to_queries(key.astype(dtype), d_raw, d_scores),
                 (None if bias is None else d_scores, d_arrays),
             )
 
@@ -326,7 +326,7 @@ def backward_wide(
     # The loop over keys is the inner one: what is done with queries alone is done once, where no block is skipped.
     def one_block_of_queries(carry: tuple[Gradients, Kept], n: Array) -> Any:
         at = blocks.index_of_queries(n)
-        sides = [on_side(take_queries(g, x, at).astype(wide)) for x in (blocks.query, outs)]
+        sides = [on_side(take_queries(g, x, at).astype(dtype)) for x in (blocks.query, outs)]
         return lax.scan(functools.partial(one_block, at, sides), carry, numbers(g.key_blocks))
 
     count = numbers(g.kv_heads * g.query_blocks)

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from ..call._operands import Operands, Settings, differentiated, is_static
 from ..call._state import AttentionState
-from ._blockwise import NOTHING_IN_FLIGHT, InFlight, after_products, backward_wide
+from ._blockwise import NOTHING_IN_FLIGHT, InFlight, after_products, backward_unrounded
 
 # The bytes of queries in the dtype of the scores from which on heads are computed one by one: scratch,
 # blocks of rows and keys and their gradients, is several times as much.
@@ -24,14 +24,14 @@ def backward_by_head(
     cotangent: AttentionState,
     in_flight: InFlight = NOTHING_IN_FLIGHT,
 ) -> tuple[Operands, InFlight]:
-    """`backward_wide`, with `d_query` (None: zero) added to the cotangent of the queries.
+    """`backward_unrounded`, with `d_query` (None: zero) added to the cotangent of the queries.
 
     Of large calls one key head at a time. Heads share no more than the arrays of the score, and what
     broadcasts over heads.
     """
     heads, kv_heads = operands.query.shape[2], operands.key.shape[2]
     if kv_heads == 1 or not _is_large(operands.query, state):
-        found, in_flight = backward_wide(operands, settings, state, cotangent, in_flight)
+        found, in_flight = backward_unrounded(operands, settings, state, cotangent, in_flight)
         query = found.query if d_query is None else found.query + d_query
         return found._replace(query=query), in_flight
     if settings.score is not None and operands.head_indices is None:
@@ -43,7 +43,7 @@ def backward_by_head(
             AttentionState(*(_cut(x, 2, head, kv_heads) for x in of_all))
             for of_all in (state, cotangent)
         )
-        found, _ = backward_wide(here, settings, mine, given)
+        found, _ = backward_unrounded(here, settings, mine, given)
         return sums._replace(
             query=_added(sums.query, found.query, 2, head),
             key=_added(sums.key, found.key, 2, head),

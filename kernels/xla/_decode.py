@@ -211,9 +211,9 @@ def per_head(operands: Operands, settings: Settings) -> AttentionState:
     batch, query_len, heads, width = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
-    wide = lse_dtype(query.dtype)
+    dtype = lse_dtype(query.dtype)
     einsum = functools.partial(
-        jnp.einsum, precision=precision(query.dtype), preferred_element_type=wide
+        jnp.einsum, precision=precision(query.dtype), preferred_element_type=dtype
     )
     present = zero_absent(operands)
     if operands.value_scale is None:

@@ -20,7 +20,7 @@ def tangent(
     The formulas are those of the blockwise `tangent`.
     """
     operands = hide_unreachable(operands, settings)
-    seen, wide = holds_keys(state.lse)[..., None], state.lse.dtype
+    seen, dtype = holds_keys(state.lse)[..., None], state.lse.dtype
     moved = zero_absent(
         operands._replace(query=directions.query, key=directions.key, value=directions.value)
     )
@@ -29,7 +29,7 @@ def tangent(
     batch, query_len, heads = query.shape[:3]
     kv_heads, key_len = key.shape[2], key.shape[1]
     einsum = functools.partial(
-        jnp.einsum, precision=precision(query.dtype), preferred_element_type=wide
+        jnp.einsum, precision=precision(query.dtype), preferred_element_type=dtype
     )
 
     def products(query: Array, key: Array) -> Array:
@@ -38,7 +38,7 @@ def tangent(
 
     def mean(weights: Array, value: Array) -> Array:
         grouped = weights.reshape(batch, kv_heads, heads // kv_heads, query_len, key_len)
-        out = einsum("bkgts,bskv->btkgv", grouped, value.astype(wide))
+        out = einsum("bkgts,bskv->btkgv", grouped, value.astype(dtype))
         return out.reshape(batch, query_len, heads, value.shape[-1])
 
     pairs: list[tuple[Array, Array]] = []
@@ -55,8 +55,8 @@ def tangent(
         changes = [] if along is None else [along]
     weights, total, _ = softmax(masked_scores(scores, operands, None, settings))
     if directions.bias is not None:
-        changes.append(directions.bias.astype(wide))
-    sums, energy = jnp.zeros_like(state.out, dtype=wide), jnp.zeros_like(state.lse)
+        changes.append(directions.bias.astype(dtype))
+    sums, energy = jnp.zeros_like(state.out, dtype=dtype), jnp.zeros_like(state.lse)
     if changes:
         weighed = weights * sum(changes)
         sums, energy = mean(weighed, value), weighed.sum(-1).transpose(0, 2, 1)

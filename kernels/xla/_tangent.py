@@ -82,10 +82,10 @@ def tangent_sums(
 ) -> TangentSums:
     """The sums of a tangent over keys, which may be some of those that `lse` is of; in the dtype of the scores."""
     (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
-    wide, width = lse_dtype(operands.query.dtype), operands.value.shape[-1]
+    dtype, width = lse_dtype(operands.query.dtype), operands.value.shape[-1]
     if 0 in (batch, query_len, key_len):
         shape = (batch, query_len, heads)
-        zero = lax.full_like(operands.query, 0.0, dtype=wide, shape=(*shape, width))
+        zero = lax.full_like(operands.query, 0.0, dtype=dtype, shape=(*shape, width))
         return TangentSums(zero, *(lax.full_like(zero, 0.0, shape=shape) for _ in range(2)))
     seen = holds_keys(lse)  # fully masked rows get no weight, and are not read
     operands = operands._replace(query=jnp.where(seen[..., None], operands.query, 0))
@@ -116,14 +116,14 @@ def tangent_sums(
             changes += [x for x in (along, *(y for _, y in moved)) if x is not None]
         weights = exp_from(blocks.masked(raw, added, at), lse)
         if bias is not None:
-            changes.append(blocks.score_block(bias, at).astype(wide))
+            changes.append(blocks.score_block(bias, at).astype(dtype))
         sums, energy = (blocks.full(0.0, *lse.shape[:2], size) for size in (width, 1))
         if changes:
             weighed = weights * functools.reduce(jnp.add, changes)
-            sums = blocks.product(weighed, value.astype(wide))
+            sums = blocks.product(weighed, value.astype(dtype))
             energy = weighed.sum(-1, keepdims=True)
         if value_change is not None:
-            sums = sums + blocks.product(weights, value_change.astype(wide))
+            sums = sums + blocks.product(weights, value_change.astype(dtype))
         return sums, energy, weights.sum(-1, keepdims=True)
 
     found = reduce_blocks(terms, jnp.add, 0.0, (width, 1, 1), blocks, query_len, rows, keys)

@@ -146,12 +146,12 @@ def need_of(
 ) -> Need:
     """What the kernel holds and reads."""
     query, key, value = operands[:3]
-    wide, value_wide = power(query.shape[3]), power(value.shape[3])
-    query_bytes = wide * query.dtype.itemsize
-    row_bytes = wide * key.dtype.itemsize + value_wide * value.dtype.itemsize
+    width, value_width = power(query.shape[3]), power(value.shape[3])
+    query_bytes = width * query.dtype.itemsize
+    row_bytes = width * key.dtype.itemsize + value_width * value.dtype.itemsize
     moving = 2 if kind == "tangent" else 1
     both = (
-        wide + value_wide
+        width + value_width
     )  # the tangent holds one sum, and products of rows and of their directions
     return Need(
         kind,
@@ -161,7 +161,7 @@ def need_of(
         moving * query_bytes if kind in ("forward", "tangent") else row_bytes,
         moving * row_bytes + 4 * _numbers(operands, settings, kind, pairs),
         0 if score is None else 4 * moving * len(score.sizes),
-        {"forward": value_wide, "query": wide, "key": both, "tangent": both}[kind],
+        {"forward": value_width, "query": width, "key": both, "tangent": both}[kind],
         max(query.dtype.itemsize, value.dtype.itemsize) > 2,
         score is not None,
         pairs is not None,

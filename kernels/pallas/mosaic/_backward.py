@@ -66,19 +66,19 @@ def backward(
 def _of_queries(operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool) -> Array:
     query, key, value, d_out = map(aligned, (*operands[:3], rows.d_out))
     parts = plan.splits * plan.batch
-    wide = query.dtype if plan.splits == 1 else jnp.float32
+    partial_dtype = query.dtype if plan.splits == 1 else jnp.float32
     given = visibility_of(operands, plan)
     found = tile_ranges(operands, given, plan, of_keys=False)
     (d_query,) = tiles.call(
         _query_kernel,
         plan,
         (query, key, value, d_out, _numbers(rows, plan), given, found),
-        [result_like(query, (parts, *query.shape[1:]), wide)],
+        [result_like(query, (parts, *query.shape[1:]), partial_dtype)],
         [
             tiles.tile_memory((plan.consumers, ROWS, plan.width), query.dtype),
             tiles.tile_memory((plan.consumers, ROWS, plan.value_width), value.dtype),
             tiles.ring(plan, plan.keys, (plan.width, plan.value_width), key.dtype),
-            tiles.tile_memory((plan.consumers, ROWS, chunk(plan.width)), wide),
+            tiles.tile_memory((plan.consumers, ROWS, chunk(plan.width)), partial_dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=plan.consumers),
         ],
         programs=plan.row_tiles * plan.heads * parts,

@@ -39,20 +39,20 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     batch, tokens, heads, _ = query.shape
     parts = plan.splits * batch
     dtype = out_dtype(operands, plan.settings)
-    wide = dtype if plan.splits == 1 else jnp.float32
+    partial_dtype = dtype if plan.splits == 1 else jnp.float32
     out, lse = tiles.call(
         _kernel,
         plan,
         (query, key, value, given, tile_ranges(operands, given, plan, of_keys=False)),
         [
-            result_like(query, (parts, tokens, heads, plan.value_width), wide),
+            result_like(query, (parts, tokens, heads, plan.value_width), partial_dtype),
             result_like(query, (parts, heads, plan.row_tiles * plan.row_times), jnp.float32),
         ],
         [
             tiles.tile_memory((plan.consumers, ROWS, plan.width), query.dtype),
             tiles.ring(plan, plan.keys, [plan.width], key.dtype),
             tiles.ring(plan, plan.keys, [plan.value_width], value.dtype),
-            tiles.tile_memory((plan.consumers, ROWS, chunk(plan.value_width)), wide),
+            tiles.tile_memory((plan.consumers, ROWS, chunk(plan.value_width)), partial_dtype),
             plgpu.Barrier(num_barriers=plan.consumers),
             plgpu.Barrier(num_arrivals=plan.consumers),
         ],

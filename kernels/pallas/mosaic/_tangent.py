@@ -73,7 +73,7 @@ def tangent(
     given = visibility_of(operands, plan)
     batch, tokens, heads, _ = query.shape
     parts, length = plan.splits * batch, plan.row_tiles * plan.row_times
-    wide = state.out.dtype if plan.splits == 1 else jnp.float32
+    partial_dtype = state.out.dtype if plan.splits == 1 else jnp.float32
     d_out, d_lse = tiles.call(
         _kernel,
         plan,
@@ -83,13 +83,13 @@ def tangent(
             tile_ranges(operands, given, plan, of_keys=False),
         ),
         [
-            result_like(query, (parts, tokens, heads, plan.value_width), wide),
+            result_like(query, (parts, tokens, heads, plan.value_width), partial_dtype),
             result_like(query, (parts, heads, length), jnp.float32),
         ],
         [
             [tiles.tile_memory((plan.consumers, ROWS, plan.width), query.dtype) for _ in rows],
             tiles.ring(plan, plan.keys, [x.shape[-1] for x in keys if x is not None], key.dtype),
-            tiles.tile_memory((plan.consumers, ROWS, chunk(plan.value_width)), wide),
+            tiles.tile_memory((plan.consumers, ROWS, chunk(plan.value_width)), partial_dtype),
             plgpu.Barrier(num_arrivals=len(rows), num_barriers=plan.consumers),
         ],
         programs=plan.row_tiles * heads * parts,

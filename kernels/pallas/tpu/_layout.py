@@ -232,13 +232,13 @@ def _memory(
     if kind == "tangent":  # the directions, and the result beside the state
         blocks *= 2
     # scores and arrays of their size; float32 products take three 16-bit parts of each operand
-    wide = query.dtype.itemsize == 4
-    arrays = (4 if kind == "forward" else 6) + wide
+    is_float32 = query.dtype.itemsize == 4
+    arrays = (4 if kind == "forward" else 6) + is_float32
     if score is not None:  # products, positions, and each table's entries and indices
         arrays += 4 + 2 * len(score.sizes)
         blocks += 4 * row_block * 4 * sum(max(size, 8) for size in (8, *score.sizes))
     scores = row_block * key_block * 4 * arrays
-    parts = 6 * (row_block + key_block) * (width + value_width) if wide else 0
+    parts = 6 * (row_block + key_block) * (width + value_width) if is_float32 else 0
     return blocks + sums + scores + parts
 
 

@@ -402,7 +402,7 @@ def test_natural_logarithm():
     close(MERGE(one, three), (np.array([0.75]), np.log(4)), tolerance=1e-15)
 
 
-def test_lse_stays_wide_beside_narrow_out():
+def test_lse_stays_float32_beside_16_bit_out():
     """Eight shards in bfloat16: with lse rounded to it too, as one of the paper's listings does, F errs by 0.01."""
     rng = np.random.default_rng(0)
     scores = 3 * rng.standard_normal((8, 512, ROWS))

@@ -9,7 +9,7 @@ import pytest
 
 from energy_attn.kernels import AttentionState, empty_state, merge
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._operands import positioned, with_wide_out
+from energy_attn.kernels.call._operands import positioned, with_unrounded_out
 from energy_attn.kernels.dispatch import _attend_and_merge
 from energy_attn.kernels.dispatch._attend_and_merge import attend_and_merge
 from energy_attn.kernels.dispatch._registry import attend
@@ -61,7 +61,7 @@ def some_keys(operands, where):
 def union(arrays, problem, kernel):
     """The state of all keys: that of the first, which JAX differentiates, and the others by the kernel onto it."""
     call = check_call(**arrays, **problem.options)
-    operands, settings = positioned(call.operands), with_wide_out(call.settings)
+    operands, settings = positioned(call.operands), with_unrounded_out(call.settings)
     half = operands.key.shape[1] // 2
     state = attend(["reference"], settings, some_keys(operands, slice(half)))
     return attend_and_merge(

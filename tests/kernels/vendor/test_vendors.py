@@ -635,8 +635,8 @@ def test_a_broken_energy_is_none_of_no_keys(broken):
     lse = np.zeros(shape[:-1], np.float32)
     lse[0, 1, 0] = broken
     given = jnp.zeros(shape, jnp.bfloat16), jnp.asarray(lse), call.operands
-    for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
-        settings = call.settings._replace(wide=wide)
+    for unrounded, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
+        settings = call.settings._replace(unrounded=unrounded)
         run = jax.jit(functools.partial(_adapter.vendor_state, settings=settings))
         out, energy = map(np.asarray, run(*given))
         assert out.dtype == dtype and energy.dtype == jnp.float32
