@@ -378,11 +378,3 @@ def test_options_make_the_energy():
         ea.MultiheadAttention(2, 8, energy=ea.FreeEnergy(), is_causal=True, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"causal: wanted one of the options scale, is_causal"):
         ea.MultiheadAttention(2, 8, causal=True, key=jax.random.key(0))
-
-
-def test_a_call_has_no_options_of_the_energy():
-    """An option given to the module and to its call: one of them silently left out, or Python's own error."""
-    energy, x = ea.FreeEnergy(scale=0.3), jnp.ones((3, 2, 4))
-    for call in (energy, energy.at, energy.attention):
-        with pytest.raises(TypeError, match=r"scale: wanted one of the options query_seq_lengths"):
-            call(x, x, x, scale=0.5)

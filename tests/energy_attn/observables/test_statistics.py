@@ -36,14 +36,7 @@ def largest(problem: Problem, precision=np.float64) -> np.ndarray:
 
 
 KINDS = "dot", "while"
-NAMES = (
-    "everything",
-    "grouped",
-    "value_narrower",
-    "mask_nothing",
-    "no_keys",
-    "scale_negative_source",
-)
+NAMES = "everything grouped value_narrower mask_nothing no_keys scale_negative_source".split()
 
 
 @pytest.mark.parametrize(

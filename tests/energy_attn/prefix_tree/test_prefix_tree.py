@@ -403,10 +403,7 @@ GROW = (
     ({"tree": None}, TypeError, "tree", "None", "PrefixTree"),
     (
         {"tree": lambda: pack(jnp.asarray(BEAM), capacity=5)},
-        ValueError,
-        "tree.unpacker",
-        "int32[2,3,4]",
-        "(2, 5, C)",
+        *(ValueError, "tree.unpacker", "int32[2,3,4]", "(2, 5, C)"),
     ),
     ({"logits": LOGITS[:, 1:]}, ValueError, "logits", "float32[2,4,3]", "(2, 5, V)"),
     ({"logits": LOGITS[..., :0]}, ValueError, "logits", "float32[2,5,0]", "at least 1"),

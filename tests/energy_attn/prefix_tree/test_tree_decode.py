@@ -300,10 +300,7 @@ BAD = {
     "no array": (lambda: {"value": [1.0]}, TypeError, "value", "list", "array"),
     "source": (
         lambda: {"source": zeros(B, L, N, H)},
-        ValueError,
-        "source",
-        "7,4,3",
-        "(3, 7, 4, 5)",
+        *(ValueError, "source", "7,4,3", "(3, 7, 4, 5)"),
     ),
     "tree": (lambda: {"tree": None}, TypeError, "tree", "None", "PrefixTree"),
     "its rows": (

@@ -197,15 +197,6 @@ def test_values_names_and_gradients(name):
     close(gradient, wanted, tolerance=1e-9)
 
 
-@pytest.mark.smoke
-def test_eager():
-    """Values that only a compiled function has."""
-    out, seen = ea.record(Chain(layers()[:1]), "energy")(X)
-    wanted, figures = dense(WEIGHTS[0], X)
-    close(out, wanted)
-    close(seen, {"layers[0].energy": {"energy": figures["energy"]}})
-
-
 @pytest.mark.parametrize("name", few(["plain", "scan of checkpoint"], "scan of checkpoint"))
 def test_forward_mode(name):
     """Tangents that stop where values leave a loop."""
@@ -251,8 +242,9 @@ def test_vmap_within_and_around():
     assert seen["energy"].shape == seen["query"].shape[:3] == (3, T, N)
 
 
+@pytest.mark.smoke
 def test_reversed_scan_keeps_its_order():
-    """Steps in the order of time instead of that of the layers."""
+    """Steps in the order of time instead of that of the layers; eagerly, not compiled."""
     model = stacked()
 
     def run(x):
