@@ -60,14 +60,11 @@ def test_sound_repository(sound):
     ("where", "line"),
     [
         ("kernels/_b.py", "import energy_attn"),
-        ("kernels/_b.py", "from energy_attn import free_energy"),
         ("kernels/_b.py", "from energy_attn import distributed"),
         ("kernels/_b.py", "def f():\n    import energy_attn.distributed.runtime._mesh"),
         ("kernels/_b.py", "from ..distributed import merge_across"),
-        ("kernels/_b.py", "from .. import distributed"),
         ("kernels/__init__.py", "from .._energy import free_energy"),
         ("distributed/_b.py", "from energy_attn._energy import free_energy"),
-        ("distributed/_b.py", "from ..models import llama"),
         ("distributed/_b.py", "from kernels import merge"),
         ("energy_attn/_b.py", "import distributed"),
         ("tests/test_b.py", "import kernels._b"),
@@ -122,11 +119,8 @@ def test_long_module_is_found(sound):
 @pytest.mark.parametrize(
     ("where", "text"),
     [
-        ("kernels/_walk.py", "b = 1\n"),
         ("distributed/_spread_rows.py", "b = 1\n"),
         ("kernels/_b.py", "def warp(logits):\n    return logits\n"),
-        ("kernels/_b.py", "def _spread_rows(rows):\n    return rows\n"),
-        ("energy_attn/_b.py", "class ways:\n    pass\n"),
         ("energy_attn/_b.py", "def retrieve(state, inverse_temperature=1.0):\n    return state\n"),
         ("energy_attn/_b.py", "find = lambda travels: travels\n"),
     ],
@@ -142,10 +136,7 @@ def test_old_name_is_found(sound, where, text):
     [
         ("kernels/_b.py", '"""One. Raises nothing."""\n'),
         ("kernels/_b.py", "# the points\n# of rest\n"),
-        ("energy_attn/_b.py", '"""Draws with\n    returning."""\n'),
-        ("docs/page.md", "Rows that see no key.\n"),
         ("docs/page.md", "keys spread over\nthe mesh\n"),
-        ("README.md", "keys spread over eight devices on the mesh\n"),
         ("tests/test_b.py", "# the roll call\n"),
     ],
 )

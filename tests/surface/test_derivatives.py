@@ -25,7 +25,7 @@ from tests.support.selection import few
 ROOT = Path(__file__).resolve().parents[2]
 # The public ways to a state, and what is made of states by a rule of its own.
 QUICK = """attention free_energy local_attention states Gibbs conjugate saddle_attention gamma
-    shifted_energy penalties""".split()
+    shifted_energy penalties Llama""".split()
 # One of each kind of rule: what else is public is made of these.
 RULES = """free_energy attention scores sparse local_attention Gibbs conjugate saddle_attention retrieve
     KVCache tree_decode states folds ring_attention gather_attention layouts""".split()

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.distributed import make_mesh
 from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, shard
 from tests.support.compare import same
 from tests.support.complaints import refused
@@ -716,37 +716,6 @@ def test_where_weights_lie(tmp_path, monkeypatch):
     odd = dataclasses.replace(CONFIG, vocab_size=25)
     odd = shard(eqx.filter_eval_shape(Llama, odd, key=jax.random.key(0)), mesh)
     assert odd.embed_tokens.weight.sharding.spec == odd.lm_head.weight.sharding.spec == P(None)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("tensor", ["tensor", "none"], ids=["split", "replicated"])
-def test_logits_on_a_mesh(tensor, tmp_path):
-    """Weights replicated, or split beside a sharded cache, against one device."""
-    tensors = {name: x for name, x in arrays().items() if "layers.1" not in name}
-    write(tmp_path, tensors, SAID | {"num_hidden_layers": 1})
-    draw = np.random.default_rng(3)
-    tokens = jnp.asarray(draw.integers(0, 24, (2, 15)), jnp.int32)
-    want = Llama.load(tmp_path, dtype="float64")(tokens).logits
-    mesh = make_mesh((4, 2), ("sequence", "tensor"))
-    model = Llama.load(tmp_path, mesh=mesh, dtype="float64", tensor=tensor)
-    heads = (tensor,) if tensor in mesh.axis_names else ()
-    parallel = SequenceParallel("sequence", merge="allreduce", heads=heads)
-
-    @jax.jit
-    def read(model, tokens, cache):
-        whole = model(tokens, parallel=parallel).logits
-        return whole, model.prefill(tokens[:, :14], cache)
-
-    with jax.set_mesh(mesh):
-        whole, out = read(model, tokens, model.empty_cache(2, 16, parallel=parallel))
-        step = jax.jit(lambda model, tokens, cache: model(tokens, cache=cache))
-        step = step.lower(model, tokens[:, 14:], out.cache).compile()
-        last = step(model, tokens[:, 14:], out.cache)
-    np.testing.assert_allclose(whole, want, rtol=1e-11, atol=1e-11)
-    for got, position in ((out, 13), (last, 14)):
-        np.testing.assert_allclose(got.logits[:, 0], want[:, position], rtol=1e-11, atol=1e-11)
-    # sums over heads, over the MLP and over the cache's devices: no weight and no slot is moved
-    assert {one.kind for one in collectives(step)} == {"all-reduce"}
 
 
 # The high-water mark of a process that reads 208 MiB onto a mesh, each weight on two devices of four.

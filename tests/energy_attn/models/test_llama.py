@@ -86,31 +86,6 @@ def test_attention_is_ours_to_choose():
     assert np.abs(window - plain)[:, 4:].min(-1).max() > 1e-3
 
 
-def loop_over_layers(model, tokens):
-    """The same layers, with the plainest attention."""
-    x = model.embed_tokens(tokens)
-    rope = model.rope(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
-    for layer in model.layers:
-        q, k, v = layer.self_attn.project(layer.input_layernorm(x), rope)
-        out = ea.attention(q, k, v, is_causal=True, implementation="reference")
-        x = x + layer.self_attn.o_proj(out.reshape(*tokens.shape, -1))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.norm(x) @ model.lm_head.weight.T
-
-
-def test_equals_the_plain_loop_with_gradients():
-    model, tokens = build(VARIANTS["one layer"]), random_tokens(2, 10)
-    weight = np.random.default_rng(5).standard_normal((2, 10, CONFIG.vocab_size))
-
-    @jax.jit
-    def both(model):
-        ways = (lambda m: m(tokens).logits), (lambda m: loop_over_layers(m, tokens))
-        return [jax.value_and_grad(lambda m, f=f: (f(m) * weight).sum())(model) for f in ways]
-
-    called, looped = both(model)
-    close(called, looped, tolerance=1e-9)
-
-
 PARALLEL = {
     "one device, chunks": (None, 5, 1),
     "2×4, chunks": (SequenceParallel(("node", "device")), 5, 2),
