@@ -23,12 +23,12 @@ def vary_together(tree: _Tree, axes: Sequence[str] = ()) -> _Tree:
 
     def vary(x: Array) -> Array:
         missing = tuple(sorted(union - varying_axes(x)))
-        return apply_widened(lambda x: lax.pcast(x, missing, to="varying"), x) if missing else x
+        return apply_in_float32(lambda x: lax.pcast(x, missing, to="varying"), x) if missing else x
 
     return jax.tree.map(vary, tree)
 
 
-def apply_widened(collective: Callable[[Array], Array], x: Array) -> Array:
+def apply_in_float32(collective: Callable[[Array], Array], x: Array) -> Array:
     """`collective(x)`, where it or its derivative reduces over devices: 16 bits are reduced in 32.
 
     Left to XLA:CPU, widening bfloat16 in a `jax.shard_map` over some axes of a mesh aborts the

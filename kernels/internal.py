@@ -19,7 +19,7 @@ from ._checks import check_shape as check_shape
 from ._checks import received as received
 from ._private import private_names as private_names
 from ._program import bind as bind
-from ._varying import apply_widened as apply_widened
+from ._varying import apply_in_float32 as apply_in_float32
 from ._varying import vary_together as vary_together
 from ._varying import varying_axes as varying_axes
 from .call._arguments import CheckedCall as CheckedCall
@@ -29,7 +29,7 @@ from .call._arguments import check_scores as check_scores
 from .call._arguments import check_source as check_source
 from .call._arguments import check_window as check_window
 from .call._eight_bits import dequantize as dequantize
-from .call._eight_bits import widened as widened
+from .call._eight_bits import dequantized as dequantized
 from .call._kernel import Candidate as Candidate
 from .call._operands import Operands as Operands
 from .call._operands import Settings as Settings

@@ -97,7 +97,7 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
     found = transfers(method, merge, shape, topology)
     mine = local_rows(shape, topology)
     gathered = method == "tree" and shape.queries_sharded
-    states = (mine * topology.devices if gathered else mine) * (shape.state + shape.wide_bytes)
+    states = (mine * topology.devices if gathered else mine) * (shape.state + shape.lse_bytes)
     arriving = sum(_arriving(transfer, topology) for transfer in found)
     query = mine * shape.width * shape.bytes
     return sum(kv_shard(shape, topology)) + query + states + arriving

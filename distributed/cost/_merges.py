@@ -13,15 +13,15 @@ _MANY_CHIPS = 64
 
 
 def _allreduce(shape: Shape, topology: Topology) -> Iterator[Transfer]:
-    yield Transfer("all-reduce", shape.rows * shape.wide_bytes, topology.axes)
+    yield Transfer("all-reduce", shape.rows * shape.lse_bytes, topology.axes)
     yield Transfer("all-reduce", shape.rows * shape.state, topology.axes)
 
 
 def _gather(shape: Shape, topology: Topology) -> Iterator[Transfer]:
     size, tpu = shape.rows * shape.state, topology.platform == "tpu"
     if tpu and shape.out_width > 0:  # energies fill rows of outputs
-        row = shape.out_width * shape.wide_bytes
-        size = row * (shape.rows + -(-shape.rows * shape.wide_bytes // row))
+        row = shape.out_width * shape.lse_bytes
+        size = row * (shape.rows + -(-shape.rows * shape.lse_bytes // row))
     one_slice = all(link.torus for link in topology.links)
     if tpu and one_slice and topology.devices >= _MANY_CHIPS:
         yield Transfer("all-reduce", topology.devices * size, topology.axes)
@@ -84,7 +84,7 @@ def exchanged(rows: int, shape: Shape, topology: Topology) -> Iterator[Transfer]
 
 def summed(rows: int, shape: Shape, topology: Topology) -> Iterator[Transfer]:
     """A scatter of states by a maximum and a reduce-scatter of sums, likewise."""
-    yield Transfer("all-reduce", rows * shape.wide_bytes, topology.axes)
+    yield Transfer("all-reduce", rows * shape.lse_bytes, topology.axes)
     yield Transfer("reduce-scatter", rows * shape.state, topology.axes)
 
 

@@ -106,7 +106,7 @@ def transfers(
         check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
     )
     dtype = derivatives.get("gradient_dtype")
-    size = shape.wide_bytes
+    size = shape.lse_bytes
     if dtype is not None:
         size = check_floating_dtype("gradient_dtype", dtype).itemsize
     if back:
@@ -196,9 +196,9 @@ def local_rows(shape: Shape, topology: Topology) -> int:
     return shape.batch * -(-shape.queries // shards) * shape.heads
 
 
-def _widened(size: int, shape: Shape) -> int:
+def _tangent_bytes(size: int, shape: Shape) -> int:
     """Bytes of the tangents of arrays of `size` bytes: what is only moved has them in `lse`'s dtype."""
-    return size // shape.bytes * shape.wide_bytes
+    return size // shape.bytes * shape.lse_bytes
 
 
 def _scattered(merge: str, shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transfer]:
@@ -209,7 +209,7 @@ def _scattered(merge: str, shape: Shape, topology: Topology, tangent: bool) -> I
     folds = tuple(scatter(mine * topology.devices, shape, topology))
     yield from folds
     if tangent:
-        yield Transfer("all-gather", _widened(query, shape), axes)
+        yield Transfer("all-gather", _tangent_bytes(query, shape), axes)
         yield from (fold for fold in folds if fold.kind != "all-reduce")  # but for the maximum
 
 
@@ -247,7 +247,7 @@ def _queries(shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transf
     # queries with the states of the keys that they have seen; the last hop brings them home
     query, state = rows * shape.width * shape.bytes, rows * shape.state
     yield from _positions(shape.queries, shape, topology, axes)
-    tangents = (_widened(query, shape), state) if tangent else ()
+    tangents = (_tangent_bytes(query, shape), state) if tangent else ()
     for size in (query, state, *tangents):
         yield Transfer("collective-permute", size, axes, devices)
 
@@ -263,7 +263,7 @@ def _exchanged(
     keys = [copies * size for size in kv_shard(shape, topology)]
     sizes = (rows * shape.width * shape.bytes, *keys)
     # the state of all keys: `out` in its own dtype, unless packed
-    rounded = shape.out_width * shape.bytes + shape.wide_bytes
+    rounded = shape.out_width * shape.bytes + shape.lse_bytes
     state = rows * (shape.state if topology.platform == "cpu" else rounded)
     if devices > 1:
         yield from _positions(shape.queries, shape, topology, last)
@@ -273,7 +273,7 @@ def _exchanged(
     if devices > 1:
         yield Transfer("all-to-all", state, last)
     if devices > 1 and (tangent or back):  # an exchange's transpose is the one that undoes it
-        yield from (Transfer("all-to-all", _widened(size, shape), last) for size in sizes)
+        yield from (Transfer("all-to-all", _tangent_bytes(size, shape), last) for size in sizes)
         yield Transfer("all-to-all", state, last)
 
 

@@ -86,14 +86,14 @@ class Shape:
         return check_floating_dtype("dtype", self.dtype).itemsize
 
     @property
-    def wide_bytes(self) -> int:
+    def lse_bytes(self) -> int:
         """Of one number of `lse`, and of whatever is summed."""
         return max(self.bytes, 4)
 
     @property
     def state(self) -> int:
         """Bytes of one row's state, where it is folded: $H_v + 1$ numbers of `lse`'s dtype."""
-        return (self.out_width + 1) * self.wide_bytes
+        return (self.out_width + 1) * self.lse_bytes
 
 
 def key_copies(heads: int, kv_heads: int, devices: int) -> int | None:

@@ -9,7 +9,7 @@ from jax import lax
 from energy_attn.kernels import AttentionState, merge, merge_all
 
 from ._abstract import AbstractMessageMerge, Axes
-from ._packing import as_invariant, narrowed, permuted, widened
+from ._packing import as_invariant, narrowed, permuted, promoted
 
 
 class Butterfly(AbstractMessageMerge):
@@ -23,7 +23,7 @@ class Butterfly(AbstractMessageMerge):
     automatic = True
 
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
-        return as_invariant(narrowed(exchanged(widened(state), axes), state), axes)
+        return as_invariant(narrowed(exchanged(promoted(state), axes), state), axes)
 
     def fold_messages(
         self,

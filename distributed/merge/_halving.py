@@ -9,7 +9,7 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState, merge
 
 from ._abstract import AbstractMerge, Axes
-from ._packing import as_invariant, narrowed, permuted, widened
+from ._packing import as_invariant, narrowed, permuted, promoted
 
 
 class Halving(AbstractMerge):
@@ -33,7 +33,7 @@ class Halving(AbstractMerge):
         missing = -rows % lax.axis_size(axes)
         out = jnp.pad(state.out.reshape(rows, width), ((0, missing), (0, 0)))
         lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
-        part = widened(AttentionState(out, lse))
+        part = promoted(AttentionState(out, lse))
         for axis in reversed(axes):
             part = _reduced(part, axis)
         fast = fast_axis([lax.axis_size(axis) for axis in axes])

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     AbstractFunction,
-    apply_widened,
+    apply_in_float32,
     function_call,
     vary_together,
 )
@@ -62,7 +62,7 @@ class _AsBits(AbstractFunction):
 
     def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
         # Integers have no tangents, so tangents are sent as floats; the transpose of a gather is a sum.
-        return function_call(self, primals), apply_widened(self.collective, tangents)
+        return function_call(self, primals), apply_in_float32(self.collective, tangents)
 
 
 def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
@@ -140,7 +140,7 @@ def permuted(
     return transfer(lambda x: lax.ppermute(x, axis, pairs), state)
 
 
-def widened(state: AttentionState) -> AttentionState:
+def promoted(state: AttentionState) -> AttentionState:
     """`out` in `lse`'s dtype: a state that is folded more than once is rounded only at the end."""
     return AttentionState(state.out.astype(state.lse.dtype), state.lse)
 

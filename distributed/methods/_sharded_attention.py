@@ -17,7 +17,7 @@ from energy_attn.kernels.internal import (
     Settings,
     attend,
     check_taylor,
-    widened,
+    dequantized,
     with_default_positions,
 )
 
@@ -61,7 +61,7 @@ def _sharded(
 ) -> AttentionState:
     plan = unsharded_if_empty(plan, operands)
     if not isinstance(plan.method, Tree):  # other methods take keys apart
-        operands = widened(operands)
+        operands = dequantized(operands)
     operands = with_indices(plan, settings, operands)
     return run_sharded(plan, functools.partial(_method(plan), names, settings), operands)
 

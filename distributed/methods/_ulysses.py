@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Candidate, Operands, Settings, apply_widened, attend
+from energy_attn.kernels.internal import Candidate, Operands, Settings, apply_in_float32, attend
 
 from ..cost._shape import key_copies
 from ..merge._packing import moved, transfer
@@ -95,7 +95,9 @@ def exchange_heads(
 
     def keys_to_heads(x: Array) -> Array:
         # the derivative of copies is a sum
-        return to_heads(x if copies == 1 else apply_widened(lambda x: jnp.repeat(x, copies, 2), x))
+        return to_heads(
+            x if copies == 1 else apply_in_float32(lambda x: jnp.repeat(x, copies, 2), x)
+        )
 
     heads = operands.head_indices
     if settings.score is not None:

@@ -18,7 +18,7 @@ from ..core._free_energy import (
     energy_at,
     state_at,
 )
-from ..observables._at_source import widened
+from ..observables._at_source import promoted
 from ..observables._sinks import sinks_as_keys
 from ._keys import KeySet, prepare_keys, sum_of_sources, tilt_keys
 
@@ -201,7 +201,7 @@ class Gibbs(AbstractConjugate):
     def prepared_keys(self) -> tuple[Calls, Parts]:
         """The same of the keys of each part, which has its sink beside them."""
         calls, parts = _prepared(_tilted(self))
-        return calls, widened(parts)
+        return calls, promoted(parts)
 
 
 def _prepared(parts: tuple[KeySet, ...]) -> tuple[Calls, Parts]:

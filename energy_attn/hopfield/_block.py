@@ -130,7 +130,7 @@ class EnergyAttentionBlock(eqx.Module):
         """$E$ of the tokens, in nats over $β$.
 
         Args:
-            x: tokens $g$, `[B, T, width]` or `[T, width]`; 16-bit tokens are widened to float32.
+            x: tokens $g$, `[B, T, width]` or `[T, width]`; 16-bit tokens are promoted to float32.
             mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, of four axes,
                 each 1 or that of `[B, num_heads, T, T]`: which token (third axis) sees which (fourth).
             lengths: `[B]` integers; tokens from this index on are absent.
@@ -143,22 +143,21 @@ class EnergyAttentionBlock(eqx.Module):
             ValueError: shapes that do not match.
         """
         cite("hoover")
-        wide = self._widened(x)
+        x = self._promoted(x)
         query, key = (
-            jnp.einsum("nyd,...td->...tny", weight.astype(wide.dtype), wide)
+            jnp.einsum("nyd,...td->...tny", weight.astype(x.dtype), x)
             for weight in (self.query_weight, self.key_weight)
         )
         # only the energies are used, and they do not depend on the values
         value = jax.lax.stop_gradient(key[..., :1])
         # the keys of the passes are disjoint: their free energies add by logaddexp
         parts = [
-            energy(query, key, value, **arrays)
-            for energy, arrays in self._passes(wide, mask, lengths)
+            energy(query, key, value, **arrays) for energy, arrays in self._passes(x, mask, lengths)
         ]
-        whole = softmax(jnp.stack(parts, -1)).lse if parts else jnp.full((), -jnp.inf, wide.dtype)
+        whole = softmax(jnp.stack(parts, -1)).lse if parts else jnp.full((), -jnp.inf, x.dtype)
         seen = holds_keys(whole)
         whole = jnp.broadcast_to(jnp.where(seen, whole, 0.0), query.shape[:-1])
-        return -whole.sum((-2, -1)) / self._beta(wide.dtype)
+        return -whole.sum((-2, -1)) / self._beta(x.dtype)
 
     def __call__(
         self,
@@ -171,10 +170,10 @@ class EnergyAttentionBlock(eqx.Module):
 
         Returns `[B, T, width]` or `[T, width]`, in float32 (float64).
         """
-        wide = self._widened(x)
-        return -jax.grad(lambda x: self.energy(x, mask=mask, lengths=lengths).sum())(wide)
+        x = self._promoted(x)
+        return -jax.grad(lambda x: self.energy(x, mask=mask, lengths=lengths).sum())(x)
 
-    def _widened(self, x: Array) -> Array:
+    def _promoted(self, x: Array) -> Array:
         x = check_floating("x", x)
         if x.ndim not in (2, 3) or x.shape[-1] != self.width:
             raise ValueError(

@@ -22,7 +22,7 @@ from ..core._citation import cite
 from ..core._free_energy import Arrays
 from ..core._solution import Result, Solution, raise_on_failure, without_derivative
 from ..gibbs._free_energy import FreeEnergy, prepare_at
-from ..observables._at_source import widened
+from ..observables._at_source import promoted
 from ..solvers import FixedPoint
 from ..solvers._abstract import check_solver
 from ._checks import check_positive
@@ -124,12 +124,12 @@ def retrieve(
     solver = check_solver(solver, FixedPoint)
     throw = check_flag("throw", throw)
     call, arrays = prepare_at(energy, state, memories, memories, None, mask, rows)
-    (arrays,) = widened((arrays,))
-    wide = arrays.query.dtype
-    tolerance = _TOLERANCE[wide.name] if solver.tolerance is None else float(solver.tolerance)
+    (arrays,) = promoted((arrays,))
+    dtype = arrays.query.dtype
+    tolerance = _TOLERANCE[dtype.name] if solver.tolerance is None else float(solver.tolerance)
     cite("ramsauer")
     static = RetrievalOptions(call, solver.max_steps, tolerance)
-    solution = _solve(static, jnp.asarray(beta, wide), arrays)
+    solution = _solve(static, jnp.asarray(beta, dtype), arrays)
     return raise_on_failure(solution, throw, "retrieve", collective=call.plan is not None)
 
 

@@ -41,15 +41,17 @@ from energy_attn.kernels.internal import (
 from ..core._free_energy import Arrays, Calls, Parts, Prepared, Source, check_at, state_at
 
 
-def widened(parts: Parts) -> Parts:
-    """Arrays with 16-bit ones widened to float32, the precision of energies."""
+def promoted(parts: Parts) -> Parts:
+    """Arrays with 16-bit ones promoted to float32, the precision of energies."""
     dtype = lse_dtype(*(x.query.dtype for x in parts))
 
-    def wide(x: Array) -> Array:
+    def promote(x: Array) -> Array:
         same = isinstance(x, jax.Array) and x.dtype == dtype
         return x if same else jnp.asarray(x, dtype)
 
-    return tuple(x._replace(query=wide(x[0]), key=wide(x[1]), value=wide(x[2])) for x in parts)
+    return tuple(
+        x._replace(query=promote(x[0]), key=promote(x[1]), value=promote(x[2])) for x in parts
+    )
 
 
 def check_row_vectors(name: str, x: object, parts: Parts) -> Array:

@@ -37,7 +37,7 @@ class AbstractMeasure(eqx.Module):
 
     @abc.abstractmethod
     def prepared(self) -> tuple[Calls, Parts]:
-        """The prepared calls, widened, with the source of the measure as part of their scores."""
+        """The prepared calls, promoted, with the source of the measure as part of their scores."""
 
     @abc.abstractmethod
     def prepared_keys(self) -> tuple[Calls, Parts]:

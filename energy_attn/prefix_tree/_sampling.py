@@ -31,13 +31,13 @@ def process_logits(
     are kept. The result is in float32 or wider. A row of minus infinities is unchanged; NaN is
     never excluded. The settings must have passed `check_sampling`.
     """
-    wide = lse_dtype(logits.dtype)
-    logits = logits.astype(wide)
+    dtype = lse_dtype(logits.dtype)
+    logits = logits.astype(dtype)
     # Relative to the largest, and with a temperature that is not flushed to zero: a small one gives
     # minus infinity for the others, and no NaN.
     largest = logits.max(-1, keepdims=True)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    temperature = jnp.maximum(jnp.asarray(temperature, wide), jnp.finfo(wide).tiny)
+    temperature = jnp.maximum(jnp.asarray(temperature, dtype), jnp.finfo(dtype).tiny)
     scaled = (logits - largest) / temperature
     kept = scaled.shape[-1] if top_k is None else min(top_k, scaled.shape[-1])
     if kept == scaled.shape[-1] and top_p is None:
@@ -46,7 +46,7 @@ def process_logits(
     values, tokens = lax.top_k(scaled, kept)  # ties in order of their tokens
     last = jnp.full((*scaled.shape[:-1], 1), kept - 1, jnp.int32)
     if top_p is not None:
-        top_p = jnp.asarray(top_p, wide)
+        top_p = jnp.asarray(top_p, dtype)
         reached = jnp.cumsum(jax.nn.softmax(values, -1), -1)
         short = (reached < top_p).sum(-1, keepdims=True, dtype=jnp.int32)
         # the sum may round up to 1 before the last token

@@ -121,9 +121,9 @@ def landscape(
     energy = FreeEnergy() if energy is None else energy
     if not isinstance(energy, FreeEnergy):
         raise TypeError(f"energy: wanted a FreeEnergy, got {received(energy)}")
-    wide = lse_dtype(query.dtype)
+    dtype = lse_dtype(query.dtype)
 
-    query, key, value = (jnp.asarray(x, wide) for x in (query, key, value))
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
 
     def at(queries: Array, value: Array = value, bias: Array | None = bias) -> Gibbs:
         return energy.at(

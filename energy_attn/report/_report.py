@@ -223,7 +223,7 @@ def _joined(reports: list[EnergyReport]) -> EnergyReport:
 
 
 def _observed(measure: Gibbs) -> tuple[Array, Rows]:
-    """Attention, widened, and the figures of its rows."""
+    """Attention, promoted, and the figures of its rows."""
     found = row_observables(*measure.prepared())
     return found.out, Rows(*found[:-1])
 

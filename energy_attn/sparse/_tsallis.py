@@ -22,7 +22,7 @@ from energy_attn.kernels.internal import (
 from ..core._citation import cite
 from ..core._directions import directional, unmoved
 from ..core._free_energy import Calls, Parts, Source
-from ..observables._at_source import HashablePartial, score_maximum_at, sum_over_keys, widened
+from ..observables._at_source import HashablePartial, promoted, score_maximum_at, sum_over_keys
 from ..observables._sinks import sinks_as_keys
 
 _MOST_STEPS = 200
@@ -92,7 +92,7 @@ def tsallis_state(
             )
     cite("entmax")
     dtype = parts[0].value.dtype
-    calls, parts = sinks_as_keys(calls, widened(parts))
+    calls, parts = sinks_as_keys(calls, promoted(parts))
     # the threshold is found by XLA's operations, whatever else the call may be computed by
     calls = tuple(x._replace(names=("blockwise",)) for x in calls)
     given = parts, None if source is None else jnp.asarray(source)

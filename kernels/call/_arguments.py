@@ -62,7 +62,7 @@ def check_call(
     """Checks every argument of `local_attention` but `implementation`; returns operands and settings.
 
     `scored_width`: of the settings, where a source is in query and key already. `scales`: of keys and
-    values that are int8, which are widened here if a source or an array for `scale` has to be joined to them.
+    values that are int8, which are dequantized here if a source or an array for `scale` has to be joined to them.
 
     Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """

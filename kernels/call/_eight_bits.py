@@ -14,7 +14,7 @@ def dequantize(x: Array, scale: Array | None, dtype: DTypeLike) -> Array:
     return (x.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
-def widened(operands: Operands) -> Operands:
+def dequantized(operands: Operands) -> Operands:
     """Operands with keys and values in the dtype of the query, in place of eight bits and scales."""
     dtype = operands.query.dtype
     return operands._replace(

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from ..masks._abstract import AbstractMask
 from ..masks._all import All
 from ..masks._lengths import Lengths
-from ._eight_bits import widened
+from ._eight_bits import dequantized
 from ._operands import (
     KernelCall,
     Operands,
@@ -124,7 +124,7 @@ class AbstractKernel(abc.ABC):
     def reads_eight_bits(self, call: KernelCall) -> bool:
         """Whether `forward` reads keys and values of eight bits as they are stored, in a call with scales.
 
-        If not, as by default, it gets them widened to the dtype of the query, and no scales; so do the other
+        If not, as by default, it gets them dequantized to the dtype of the query, and no scales; so do the other
         methods always. Looks at shapes and dtypes.
         """
         del call
@@ -230,10 +230,10 @@ def check_call_of(kernel: AbstractKernel, call: KernelCall) -> None:
 
 
 def as_read(kernel: AbstractKernel, call: KernelCall) -> KernelCall:
-    """What a kernel gets: positions unless it knows lengths, keys and values widened unless it reads eight bits."""
+    """Operands as a kernel takes them: positions unless it takes lengths, dequantized unless it reads eight bits."""
     operands = call.operands if Lengths in kernel.masks else without_lengths(call.operands)
     if operands.key_scale is not None and not kernel.reads_eight_bits(call):
-        operands = widened(operands)
+        operands = dequantized(operands)
     return call._replace(operands=operands)
 
 

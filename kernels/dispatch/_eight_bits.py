@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from ..call._eight_bits import widened
+from ..call._eight_bits import dequantized
 from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings, hide_unreachable, is_static
 from ..call._state import AttentionState
@@ -28,7 +28,7 @@ def attend_eight_bits(
 ) -> AttentionState:
     """The state of operands with scales, by the first of `kernels` that fits.
 
-    Derivatives are those of widened operands, of which `attend(names, settings, operands)` gives the state, in both
+    Derivatives are those of dequantized operands, of which `attend(names, settings, operands)` gives the state, in both
     modes. Raises as `run_when_lowered` does, and there as `attend`.
     """
     return function_call(_EightBits(attend, names, kernels, settings), operands)
@@ -57,25 +57,27 @@ class _EightBits(AbstractFunction):
 
         def run(*moving: Any) -> AttentionState:
             found = dict(zip(moved, moving, strict=True))
-            return self._of_widened(tree.unflatten(found.get(i, x) for i, x in enumerate(leaves)))
+            return self._of_dequantized(
+                tree.unflatten(found.get(i, x) for i, x in enumerate(leaves))
+            )
 
         return jax.jvp(run, [leaves[i] for i in moved], [changes[i] for i in moved])
 
     def _by_kernel(self, operands: Operands) -> AttentionState:
         return state_of(self.kernels, self.settings, operands)
 
-    def _of_widened(self, operands: Operands) -> AttentionState:
-        return self.attend(self.names, self.settings, widened(operands))
+    def _of_dequantized(self, operands: Operands) -> AttentionState:
+        return self.attend(self.names, self.settings, dequantized(operands))
 
 
-# XLA:TPU widens eight bits inside a product. Of eight bits times their scale it still writes keys or values
+# XLA:TPU casts eight bits inside a product. Of eight bits times their scale it still writes keys or values
 # to memory (libtpu 0.0.52), and for a Pallas kernel both: so scores and weights are scaled in their place.
 def _in_place(operands: Operands, settings: Settings) -> AttentionState:
     return per_head(hide_unreachable(operands, settings), settings)
 
 
 def _pays(operands: Operands) -> bool:
-    """Whether the scores take at most a quarter of the memory that widened keys and values would.
+    """Whether the scores take at most a quarter of the memory that dequantized keys and values would.
 
     In float16 weights times a scale would underflow; float64 is no dtype of TPUs.
     """

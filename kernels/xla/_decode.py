@@ -104,7 +104,7 @@ def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
     batch, query_len, heads, _ = query.shape
     key_len, kv_heads, value_width = value.shape[1:]
     # XLA:CPU multiplies 32 bits fastest with weights as [S, rows], and 16 bits as [rows, S]: otherwise it
-    # widens all values first.
+    # casts all values first.
     keys_first = query.dtype.itemsize != 2
     scores = diagonal_scores(operands, settings, keys_first)
     value = value.reshape(batch, key_len, kv_heads * value_width)
@@ -205,7 +205,7 @@ def _not_finite_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array,
 
 
 def per_head(operands: Operands, settings: Settings) -> AttentionState:
-    """The state by products batched over heads; of eight bits, too, which are widened inside the products."""
+    """The state by products batched over heads; of eight bits, too, which are cast inside the products."""
     # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, which T = 1 does not.
     query, key, value = operands[:3]
     batch, query_len, heads, width = query.shape

@@ -265,7 +265,7 @@ def test_decode_is_assembled_well(rows, tmp_path):
 
 
 CACHED = 128 * 1024
-PARTS = 10 * 2**20  # bytes of those of up to 528 programs; widened keys and values take 512 MiB
+PARTS = 10 * 2**20  # bytes of those of up to 528 programs; dequantized keys and values take 512 MiB
 # The same of a step over a cache of eight bits, with the copies of scales and positions, and the most instructions of
 # a tile. Of eight queries CUDA 13 makes two programs to a multiprocessor, in two turns: 231 registers for 128.
 EIGHT_BITS = {
@@ -302,7 +302,7 @@ def step_over_a_cache(devices, queries, dtype, quantize="int8", folder=None):
 @pytest.mark.toolkits
 @pytest.mark.parametrize(("queries", "dtype"), few_rows(list(EIGHT_BITS)))
 def test_decode_of_eight_bits(queries, dtype, tmp_path):
-    """Keys or values that are widened in memory, of 256 MiB in bfloat16 each; registers that are spilled or, of one
+    """Keys or values that are dequantized in memory, of 256 MiB in bfloat16 each; registers that are spilled or, of one
     query, too many for four programs on a multiprocessor; tiles of which too few are on their way."""
     program = step_over_a_cache(1, queries, dtype, folder=tmp_path)
     assert program.kernels == DECODE
@@ -320,7 +320,7 @@ def test_decode_of_eight_bits(queries, dtype, tmp_path):
 
 @pytest.mark.full
 def test_eight_bits_over_a_node():
-    """Keys that a device widens or sends; other collectives than over a cache that is not quantised."""
+    """Keys that a device dequantizes or sends; other collectives than over a cache that is not quantised."""
     program, plain = (step_over_a_cache(8, 1, "bfloat16", x) for x in ("int8", None))
     assert program.kernels == DECODE
     assert program.memory.temp_size_in_bytes < PARTS

@@ -1,4 +1,4 @@
-"""How keys and values of eight bits are read, on any platform: by the branch that TPUs take, or not widened."""
+"""How keys and values of eight bits are read, on any platform: by the branch that TPUs take, or not dequantized."""
 
 import types
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ def read_as_stored(monkeypatch) -> Iterator[list]:
 
 
 def read_by_kernels(monkeypatch) -> Iterator[None]:
-    """Fails where a kernel gets keys and values widened, for a fixture."""
+    """Fails where a kernel gets keys and values dequantized, for a fixture."""
 
-    def widen(operands):
-        raise AssertionError(f"widened keys of {operands.key.shape}")
+    def fail(operands):
+        raise AssertionError(f"dequantized keys of {operands.key.shape}")
 
-    jax.clear_caches()  # of programs that widen
+    jax.clear_caches()  # of programs that dequantize
     with monkeypatch.context() as patch:
-        patch.setattr(_kernel, "widened", widen)
+        patch.setattr(_kernel, "dequantized", fail)
         yield

@@ -77,9 +77,9 @@ class RMSNorm(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Each vector brought to mean square 1, then scaled."""
-        wide = x.astype(lse_dtype(x.dtype))
-        wide *= lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * jnp.expand_dims(self.weight, range(x.ndim - 1))
+        promoted = x.astype(lse_dtype(x.dtype))
+        promoted *= lax.rsqrt(jnp.mean(promoted * promoted, -1, keepdims=True) + self.eps)
+        return promoted.astype(x.dtype) * jnp.expand_dims(self.weight, range(x.ndim - 1))
 
 
 class LlamaMLP(eqx.Module):

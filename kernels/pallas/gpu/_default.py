@@ -39,7 +39,7 @@ class Need(NamedTuple):
         float32: whether products are of float32.
         scored: whether there is a score.
         listed: whether the tiles that a tile meets are in a list, whose next entry is loaded first.
-        eight_bits: whether keys and values are of eight bits, and widened in registers.
+        eight_bits: whether keys and values are of eight bits, and cast in registers.
     """
 
     kind: Kind
@@ -70,7 +70,7 @@ class Need(NamedTuple):
 
         Triton holds a tile for each stage where the products of warp groups read them from shared
         memory, and one less, of three stages or more, where few rows go through products of single warps. These
-        exchange 16-bit weights there. Of eight bits it holds one less, and a widened tile, which is as large.
+        exchange 16-bit weights there. Of eight bits it holds one less, and a cast tile, which is as large.
         """
         by_groups = own >= WARP_GROUP and not self.float32
         held = stages if by_groups or stages < 3 else stages - 1

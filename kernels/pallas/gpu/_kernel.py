@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 
 from ..._checks import received
-from ...call._eight_bits import widened
+from ...call._eight_bits import dequantized
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import KernelCall, Operands, Settings
 from ...call._state import AttentionState
@@ -66,11 +66,11 @@ class PallasGPU(AbstractKernel):
         """
         operands, settings, _ = call
         check_capability(self.name, (8, 0))
-        wide = operands if operands.key_scale is None else jax.eval_shape(widened, operands)
-        check_operands(wide, DTYPES, ("bias", "mask"))
+        plain = operands if operands.key_scale is None else jax.eval_shape(dequantized, operands)
+        check_operands(plain, DTYPES, ("bias", "mask"))
         self._plan(operands, settings, "forward")
         for kind in ("query", "key"):
-            self._plan(wide, settings, kind)
+            self._plan(plain, settings, kind)
         try:
             # late: JAX 0.11 deprecates its Triton backend, and a later one may lack it
             from . import _backward, _forward  # noqa: F401
@@ -83,7 +83,7 @@ class PallasGPU(AbstractKernel):
         """Those of bfloat16 and float32 queries that fit into one tile of rows, which reads each key once.
 
         In float16, weights times a scale would underflow. Pallas counts offsets in signed 32 bits up to 2^32
-        bytes, so that arrays of more than 2^31 numbers and at most as many bytes are widened, too.
+        bytes, so that arrays of more than 2^31 numbers and at most as many bytes are dequantized, too.
         """
         query, *stored = call.operands[:3]
         few_rows = query.shape[1] * query.shape[2] <= OWN * stored[0].shape[2]

@@ -1,6 +1,6 @@
 """Keys and values as the GPU kernel of the state reads them: of eight bits with a scale, or as they are.
 
-Eight bits are whole numbers, exact in any dtype of a query. So they are widened in registers without rounding,
+Eight bits are whole numbers, exact in any dtype of a query. So they are cast in registers without rounding,
 and the scale of a key multiplies its scores, that of a value the weights, in float32.
 """
 
@@ -39,7 +39,7 @@ def load(
     dtype: DTypeLike,
     full: bool,
 ) -> Loaded:
-    """A tile, zero outside of the array unless it is `full`; eight bits are widened to `dtype`."""
+    """A tile, zero outside of the array unless it is `full`; eight bits are cast to `dtype`."""
     numbers = tiles.load_keys(plan, stored.numbers, at, tile, width, full)
     if stored.scale is None:
         return Loaded(numbers, None)

@@ -32,13 +32,13 @@ COUNTS = 23, 9, 0  # no row reaches all of eight devices, and one none of them
 
 @pytest.fixture
 def as_stored(monkeypatch):
-    jax.clear_caches()  # of the programs of other tests, which widen
+    jax.clear_caches()  # of the programs of other tests, which dequantize
     yield from read_as_stored(monkeypatch)
     jax.clear_caches()
 
 
 @pytest.fixture
-def not_widened(monkeypatch):
+def not_dequantized(monkeypatch):
     yield from read_by_kernels(monkeypatch)
 
 
@@ -159,7 +159,7 @@ def test_attend(kind, as_stored):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_attend_on_gpus(kind, not_widened):
+def test_attend_on_gpus(kind, not_dequantized):
     """The same in the kernel for GPUs, which takes no array for a mask; scales that are sent."""
     asked = {name: call for name, call in CALLS.items() if name != "mask"}
     spread = spread_of(kind)
@@ -199,12 +199,12 @@ def test_trees(kind, as_stored, monkeypatch):
         monkeypatch.undo()
         jax.clear_caches()
         exact = jax.jit(run)(*new_tokens())
-    for mine, widened in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
-        np.testing.assert_allclose(mine, widened, rtol=ROUNDING, atol=ROUNDING)
+    for mine, dequantized in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
+        np.testing.assert_allclose(mine, dequantized, rtol=ROUNDING, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("method", few(["ring", "gather"], "ring"))
-def test_other_methods_widen(method, as_stored):
+def test_other_methods_dequantize(method, as_stored):
     """Eight bits that a ring takes for keys."""
     with jax.set_mesh(mesh_of("8")):
         spread = SequenceParallel("device", method=method, queries_sharded=True)

@@ -1,4 +1,4 @@
-"""Keys and values of eight bits with scales: read as they are stored, as on a TPU or a GPU, or widened.
+"""Keys and values of eight bits with scales: read as they are stored, as on a TPU or a GPU, or dequantized.
 
 Scales are zero or powers of two, so that what is stored is the same number in every dtype, and the judge takes it as
 it is.
@@ -15,7 +15,7 @@ import pytest
 from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.dispatch._eight_bits import attend_eight_bits
-from energy_attn.kernels.internal import attend, candidates, check_call, widened
+from energy_attn.kernels.internal import attend, candidates, check_call, dequantized
 from tests.support.arrays import array
 from tests.support.compare import close, same
 from tests.support.eight_bits import read_as_stored, read_by_kernels
@@ -37,7 +37,7 @@ def as_stored(monkeypatch):
 
 
 @pytest.fixture
-def not_widened(monkeypatch):
+def not_dequantized(monkeypatch):
     yield from read_by_kernels(monkeypatch)
 
 
@@ -63,8 +63,8 @@ def call(arrays, problem, attend=attend, names=None, **options):
     return attend(candidates(names), checked.settings, checked.operands)
 
 
-def of_widened(names, settings, operands):
-    return attend(names, settings, widened(operands))
+def of_dequantized(names, settings, operands):
+    return attend(names, settings, dequantized(operands))
 
 
 def judged(problems, narrow, wide):
@@ -104,7 +104,7 @@ FEW_ROWS = [
 
 
 @judged(FEW_ROWS, ("grouped",), ("heads_16_2", "predicates"))
-def test_on_a_gpu(name, dtype, not_widened):
+def test_on_a_gpu(name, dtype, not_dequantized):
     """The same in the kernel for GPUs; a scale beyond the keys, one that only a part of the programs has."""
     dtype = jnp.dtype(dtype)
     problem, arrays = stored(NAMED[name], dtype)
@@ -114,7 +114,7 @@ def test_on_a_gpu(name, dtype, not_widened):
 
 @pytest.mark.parametrize("problem", few(["everything", "decode_ragged"], "decode_ragged"))
 def test_derivatives(problem, as_stored):
-    """A derivative that differs from that of widened keys, to the last bit, in either mode; the scales' included."""
+    """A derivative that differs by a bit from that of dequantized keys, in either mode; the scales' included."""
     problem, arrays = stored(PROBLEMS[problem], jnp.float32)
     fixed = {name: arrays.pop(name) for name in KEYS}
     moved = tangents(problem)
@@ -132,13 +132,13 @@ def test_derivatives(problem, as_stored):
         along = jax.jvp(lambda x: state(arrays | x), [query], [{"query": directions["query"]}])
         return back(found), jax.jvp(state, [arrays], [directions])[1], along[1]
 
-    both = jax.jit(lambda x: [derivatives(x, f) for f in (attend, of_widened)])
+    both = jax.jit(lambda x: [derivatives(x, f) for f in (attend, of_dequantized)])
     found, exact = both(arrays)
     same(found, exact)
     assert all(np.abs(x).max() > 0 for x in found[0][0].values())
 
 
-def test_what_is_widened(as_stored):
+def test_what_is_dequantized(as_stored):
     """A source, an array for the scale, float16, float64 or another kernel's name that is lost on eight bits."""
     problem, arrays = stored(PROBLEMS["grouped"], jnp.float32)
     source = array(np.ones((*problem.query.shape[:3], WIDTH)), jnp.float32)
@@ -153,7 +153,7 @@ def test_what_is_widened(as_stored):
     ):
 
         def both(given, options=options):
-            return [call(given, problem, x, **options) for x in (attend, of_widened)]
+            return [call(given, problem, x, **options) for x in (attend, of_dequantized)]
 
         found, exact = jax.jit(both)(arrays | more)
         same(found, exact)
@@ -186,7 +186,7 @@ def test_values_that_are_not_finite(as_stored):
     assert as_stored
 
 
-def test_values_that_are_not_finite_on_a_gpu(not_widened):
+def test_values_that_are_not_finite_on_a_gpu(not_dequantized):
     """The same, in a tile that other slots share."""
     check_not_finite(GPU)
 
@@ -223,17 +223,17 @@ def test_vmap(as_stored):
 
         return out(arrays["query"]), jax.vjp(out, arrays["query"])[1](arrays["query"])
 
-    both = jax.jit(jax.vmap(lambda x: [derivatives(x, f) for f in (attend, of_widened)]))
+    both = jax.jit(jax.vmap(lambda x: [derivatives(x, f) for f in (attend, of_dequantized)]))
     close(*both(arrays), tolerance=32 * float(jnp.finfo(jnp.float32).eps))
     assert as_stored
 
 
-def test_default_is_widened():
-    """Another program for CPUs than that of widened keys and values."""
+def test_default_is_dequantized():
+    """Another program for CPUs than that of dequantized keys and values."""
     problem, arrays = stored(HEADS["heads_8_8"], jnp.bfloat16)
     found, exact = (
         jax.jit(lambda arrays, x=x: call(arrays, problem, x)).lower(arrays).compile()
-        for x in (attend, of_widened)
+        for x in (attend, of_dequantized)
     )
     one, other = (x.cost_analysis() for x in (found, exact))
     assert one == other
