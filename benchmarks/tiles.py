@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, PyTree
 
 from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
-from energy_attn.kernels.internal import Kind
+from energy_attn.kernels.internal import KernelKind
 
 from .attention import arrays
 
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
         steps = f" of {self.least_steps}" if self.least_steps != 4 else ""
         return f"{self.rows} x {self.keys}, {self.warps} warps, {self.stages} stages, {self.each}{steps}"
 
-    def tiles(self, kind: Kind, cores: int) -> GPUTiles:
+    def tiles(self, kind: KernelKind, cores: int) -> GPUTiles:
         """The same for a kernel on a GPU of so many multiprocessors."""
         sizes = self._asdict()
         return GPUTiles(kind, programs=sizes.pop("each") * cores, **sizes)
@@ -56,7 +56,7 @@ class Call(NamedTuple):
         few_keys: as in `GPUTiles`.
     """
 
-    kind: Kind
+    kind: KernelKind
     queries: int
     keys: int
     heads: int
@@ -103,7 +103,7 @@ def _sizes(*sizes: tuple[Any, ...]) -> tuple[Sizes, ...]:
     return tuple(Sizes(*x) for x in sizes)
 
 
-_MANY: dict[Kind, tuple[Sizes, ...]] = {
+_MANY: dict[KernelKind, tuple[Sizes, ...]] = {
     "forward": _sizes(
         *((128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 8, 2)),
         *((128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (64, 128, 4, 2)),

@@ -81,7 +81,7 @@ from .dispatch._registry import explain as explain
 from .dispatch._registry import tried as tried
 from .dispatch._taylor import check_taylor as check_taylor
 from .masks._structure import window_structure as window_structure
-from .pallas.gpu._sizes import Kind as Kind
+from .pallas.gpu._sizes import KernelKind as KernelKind
 from .reductions._covariance import centred as centred
 from .reductions._covariance import covariance as covariance
 from .reductions._expectation import BlockTerm as BlockTerm

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ._chip import Chip
-from ._sizes import LEAST, GPUTiles, Kind
+from ._sizes import LEAST, GPUTiles, KernelKind
 
 # Sums over many rows: a program keeps OWN rows, or keys, and iterates over as many keys; over half in the
 # backward and the tangent, which have twice as many operands and sums.
@@ -42,7 +42,7 @@ class Need(NamedTuple):
         eight_bits: whether keys and values are of eight bits, and cast in registers.
     """
 
-    kind: Kind
+    kind: KernelKind
     rows: int
     keys: int
     tiled: int

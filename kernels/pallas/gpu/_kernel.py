@@ -15,7 +15,7 @@ from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ._default import OWN
 from ._plan import Plan, make_plan
-from ._sizes import DTYPES, GPUPlan, Kind
+from ._sizes import DTYPES, GPUPlan, KernelKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class PallasGPU(AbstractKernel):
         with _target(platform):
             return tangent(operands, found, state, directions, interpret=platform != "cuda")
 
-    def _plan(self, operands: Operands, settings: Settings, kind: Kind) -> Plan:
+    def _plan(self, operands: Operands, settings: Settings, kind: KernelKind) -> Plan:
         if self.plan is None:
             return make_plan(operands, settings, kind)
         return make_plan(operands, settings, kind, self.plan)

@@ -13,7 +13,7 @@ from .._score import score_of
 from .._score_program import ScoreProgram, Target
 from ._chip import Chip, target_chip
 from ._default import Need, default_tiles
-from ._sizes import FEW_KEYS, MOST_ROWS, GPUPlan, GPUTiles, Kind, power
+from ._sizes import FEW_KEYS, MOST_ROWS, GPUPlan, GPUTiles, KernelKind, power
 
 # What Triton has, in all versions of JAX, for a score and its derivatives (1 - x² in them since JAX 0.12).
 TARGET = Target(
@@ -95,7 +95,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    operands: Operands, settings: Settings, kind: Kind, given: GPUPlan | None = None
+    operands: Operands, settings: Settings, kind: KernelKind, given: GPUPlan | None = None
 ) -> Plan:
     """The plan of one kernel of a call, by tiles that are given, or chosen.
 
@@ -140,7 +140,7 @@ def make_plan(
 def need_of(
     operands: Operands,
     settings: Settings,
-    kind: Kind,
+    kind: KernelKind,
     score: ScoreProgram | None,
     pairs: Pairwise | None,
 ) -> Need:
@@ -169,7 +169,9 @@ def need_of(
     )
 
 
-def _numbers(operands: Operands, settings: Settings, kind: Kind, pairs: Pairwise | None) -> int:
+def _numbers(
+    operands: Operands, settings: Settings, kind: KernelKind, pairs: Pairwise | None
+) -> int:
     """Those that a program loads beside each key, or each row, that it iterates over."""
     compared = 0
     if pairs is not None:

@@ -5,8 +5,8 @@ from typing import Literal, get_args
 
 from ..._checks import check_choice, check_flag, check_integer, received
 
-Kind = Literal["forward", "query", "key", "tangent"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KernelKind = Literal["forward", "query", "key", "tangent"]
+KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
 # None of 8 bits: Pallas counts offsets in signed 32 bits up to 2^32 bytes, which are as many numbers.
 DTYPES = ("float16", "bfloat16", "float32")
 LEAST = 16  # the smallest tile that tensor cores take
@@ -58,7 +58,7 @@ class GPUTiles:
         132
     """
 
-    kind: Kind
+    kind: KernelKind
     rows: int
     keys: int
     warps: int = 4
@@ -127,7 +127,7 @@ class GPUPlan:
         ):
             raise TypeError(f"tiles: wanted a tuple of GPUTiles, got {received(self.tiles)}")
 
-    def find(self, kind: Kind, **call: str | int | bool | None) -> GPUTiles | None:
+    def find(self, kind: KernelKind, **call: str | int | bool | None) -> GPUTiles | None:
         """The first tiles for a kernel of a call, which says all that tiles may ask for; None: there are none.
 
         What the call says is None, such as a device that is not known, fits only tiles that do not ask for it.
