@@ -1,4 +1,4 @@
-"""What the commands of this folder share: options, and files of results."""
+"""Helpers of the commands of this folder: options, and files of results."""
 
 import argparse
 import json

@@ -152,7 +152,7 @@ WIDTHS = 128, 64
 def calls(
     shrink: int = 1, dtype: str = "bfloat16", widths: tuple[int, ...] | None = None
 ) -> Iterator[Call]:
-    """What is tuned: prefill and its derivatives, and decode with few rows from a long cache and from a short one.
+    """The calls to tune: prefill and its derivatives, and decode with few rows from a long and from a short cache.
 
     By default of the widths 128 and 64, and few rows of 128 alone.
     """
@@ -186,7 +186,7 @@ def cores_here() -> int:
 
 
 def program(call: Call, tiles: GPUTiles | None) -> Callable[..., PyTree]:
-    """What runs a call, `call.steps` times, by some tiles of one kernel and by the library's own of the others."""
+    """The program of a call, `call.steps` times, by given tiles of one kernel and the default ones of the others."""
     kernel = PallasGPU(GPUPlan() if tiles is None else GPUPlan((tiles,)))
     causal = call.queries > 1
     attend = functools.partial(local_attention, is_causal=causal, implementation=kernel)

@@ -17,7 +17,7 @@ _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
 
 
 class _Use(NamedTuple):
-    """What one part of the library calls: the versions known to have it, and our names to theirs."""
+    """The private names that one part of the library uses: the versions known to have them, and our names to theirs."""
 
     versions: str
     names: dict[str, str]

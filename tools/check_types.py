@@ -86,7 +86,7 @@ def misjudged(source: str, report: str) -> Iterator[str]:
 
 
 def pyright(root: Path, python: str) -> str:
-    """What pyright, installed beside this Python, says about the planted mistakes, as JSON."""
+    """Runs the pyright installed beside this Python on the planted mistakes; its output as JSON."""
     command = [
         sys.executable,
         "-m",

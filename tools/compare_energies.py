@@ -123,7 +123,7 @@ def derivatives(f: Callable[[Any], Any], x: Any) -> dict[str, Any]:
 
 
 def on_one_device(energy: ea.FreeEnergy, formula: Formula) -> dict[str, Pair]:
-    """What is found of an energy, and what is right."""
+    """The derivatives of an energy, and the exact ones."""
     x, ours, theirs = both(energy, formula)
     found, right = derivatives(ours, x), derivatives(theirs, x)
     return {name: (found[name], right[name]) for name in found}
@@ -208,7 +208,7 @@ def judged(run: Callable[[], Any]) -> Any:
 
 
 def measured() -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is found of each energy."""
+    """The measured errors of each energy."""
     with exact():
         for name, energy in energies().items():
             given = energy, FORMULAS[name]

@@ -1,4 +1,4 @@
-"""What libraries of attention differentiate: each mode of each installed library, against dense float64.
+"""Derivatives of attention libraries: each mode of each installed library, against dense float64.
 
     python tools/compare_modes.py
 
@@ -90,7 +90,7 @@ def judged(run: Callable[[], Any], exact: list[np.ndarray]) -> str:
 
 
 def of_jax(out: Function, lse: Function | None, exact: dict[str, Any]) -> dict[str, Any]:
-    """What a library of JAX differentiates, and the temporary memory of its programs at T = 4096."""
+    """The derivatives that a library of JAX has, and the temporary memory of its programs at T = 4096."""
     x, d = (tuple(map(jnp.asarray, y)) for y in (X, D))
 
     def run(mode: Function) -> Callable[[], Any]:
@@ -148,7 +148,7 @@ def fa4(exact: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_torch(attend: Function, exact: dict[str, Any]) -> dict[str, Any]:
-    """What a function of PyTorch differentiates, by `torch.func`."""
+    """The derivatives that a function of PyTorch has by `torch.func`."""
     import torch
 
     x, d = (tuple(torch.from_numpy(z).transpose(1, 2) for z in y) for y in (X, D))
@@ -212,7 +212,7 @@ LIBRARIES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
 
 
 def measured(kept: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is found of each library that is installed, and what was kept of the others."""
+    """The results of each library that is installed, and the stored ones of the others."""
     exact = wanted()
     for name, (package, library) in LIBRARIES.items():
         try:

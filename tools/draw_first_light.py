@@ -132,7 +132,7 @@ def between(text: str, begin: str, part: str, end: str) -> str:
 
 
 def kept(docs: Path = DOCS) -> Steps | None:
-    """What has been measured; None if nothing has."""
+    """The measured steps; None if there are none."""
     path = docs / FILE
     return json.loads(path.read_text(encoding="utf-8"))["steps"] if path.exists() else None
 

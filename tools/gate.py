@@ -45,7 +45,7 @@ class Stage:
 
 
 def git(*arguments: str) -> str:
-    """What git prints."""
+    """The output of a git command."""
     command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -52,7 +52,7 @@ def cut(whole: Path) -> None:
 
 @cache
 def characters() -> frozenset[str]:
-    """What the font can draw, and what is never drawn: spaces and invisible operators."""
+    """The characters of the font, and those that are never drawn: spaces and invisible operators."""
     invisible = {chr(c) for c in range(0x2061, 0x2065)} | {"\n", " ", "\xa0"}
     return frozenset(map(chr, TTFont(FONT).getBestCmap())) | invisible
 

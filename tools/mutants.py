@@ -157,7 +157,7 @@ def _say(row: tuple[Mutant, str | None, float]) -> bool:
 
 
 def wrong_entries(root: Path = ROOT) -> Iterator[str]:
-    """What is wrong in the lists, without running a test."""
+    """The errors in the lists of mutants, found without running a test."""
     seen: set[str] = set()
     for mutant in mutants(root):
         text = (root / mutant.file).read_text(encoding="utf-8")

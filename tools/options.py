@@ -18,7 +18,7 @@ def declared(options: griffe.Class | griffe.Alias) -> dict[str, griffe.Attribute
 
 
 def default_of(option: griffe.Attribute) -> str:
-    """What stands behind `=`: an option that may be None is None if not given."""
+    """The default that a signature shows: None for an option that may be None."""
     return "None" if str(option.annotation).endswith("| None") else "..."
 
 

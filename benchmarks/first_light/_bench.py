@@ -50,7 +50,7 @@ class Job(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What the process of the measurements is told, and the steps share.
+    """The options of the measuring process, and state that its steps share.
 
     Attributes:
         out, copy: folders of the results.

@@ -67,7 +67,7 @@ class Case:
         return {"is_causal": self.causal, "local_window_size": self.window, **self.arrays}
 
     def by_kernel(self, name: str) -> Callable[..., Named]:
-        """What is asked, by a kernel, of the operands."""
+        """Returns the function of the operands that computes the results by a kernel."""
 
         def attend(*inputs: Array) -> tuple[Array, Array]:
             found = local_attention(*inputs, implementation=name, **self.options)
@@ -88,7 +88,7 @@ class Case:
 
     @functools.cached_property
     def wanted(self) -> Named:
-        """What is asked, in float64: by the judge of the tests, or, of what is too large for it, on the device."""
+        """The exact results: by the reference of the tests, or on the device in float64 where that is too slow."""
         if self.query[1] * self.query[2] * self.key[1] > MOST_SCORES:
             return self.by_head()
         query, key, value, *rest = (np.asarray(x, np.float64) for x in self.operands)
@@ -103,7 +103,7 @@ class Case:
         return found
 
     def by_head(self) -> Named:
-        """What is asked, by `blockwise` in float64, a head at a time: all at once would not fit beside the rest."""
+        """The results by `blockwise` in float64, a head at a time, as all heads would not fit into memory."""
         group = self.query[2] // self.key[2]
         with jax.enable_x64(True):
             run = self.by_kernel("blockwise")

@@ -1,4 +1,4 @@
-"""What has been measured: one JSON file, complete after every measurement."""
+"""The record of the measurements: one JSON file, complete after every measurement."""
 
 import contextlib
 import json

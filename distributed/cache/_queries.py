@@ -25,7 +25,7 @@ Measure = TypeVar("Measure", covariant=True)
 
 @runtime_checkable
 class EnergyLike(Protocol[Measure]):
-    """What a cache wants of an energy, such as `energy_attn.FreeEnergy`: a frozen dataclass.
+    """The interface of an energy that a cache uses, such as `energy_attn.FreeEnergy`: a frozen dataclass.
 
     Attributes:
         local_window_size: how far from a query its keys may lie, or None.

@@ -237,7 +237,7 @@ def _around(
 def _positions(
     length: int, shape: Shape, topology: Topology, axes: tuple[int, ...]
 ) -> Iterator[Transfer]:
-    """What is gathered at the start, where each device gives the positions of its own part."""
+    """The gather of positions at the start, of which each device gives its own."""
     if shape.causal:
         yield Transfer("all-gather", 4 * -(-length // topology.devices), axes)
 

@@ -63,7 +63,7 @@ def saving(folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]]) ->
 
 
 def steady(folder: Path, names: Sequence[str], read: Callable[[], Found]) -> Found:
-    """What `read` returns, begun anew where a save replaced one of the files `names` meanwhile.
+    """Returns `read()`, repeated where a save replaced one of the files `names` meanwhile.
 
     Raises as `read`, and `ValueError` where files are replaced whenever it is tried.
     """
@@ -84,7 +84,7 @@ def steady(folder: Path, names: Sequence[str], read: Callable[[], Found]) -> Fou
 
 
 def _seen(folder: Path, names: Sequence[str]) -> list[tuple[int, ...] | None]:
-    """What tells each file from one that replaces it; None for one that is not there."""
+    """The identity of each file, which changes when it is replaced; None if it does not exist."""
     seen = []
     for name in names:
         try:

@@ -20,7 +20,7 @@ _PAUSE = 0.05  # seconds between attempts to connect
 
 
 class Participant(NamedTuple):
-    """What this process tells the coordinator."""
+    """The message of a process to the coordinator."""
 
     coordinator: str  # host:port
     process: int

@@ -53,7 +53,7 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself, and its tensors."""
+    """The metadata of a file, and its tensors."""
 
     about: dict[str, str]
     tensors: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""What is asked of a Gibbs measure by functions: the paper's Γ, and attention as its saddle point.
+"""Functions of a Gibbs measure: the paper's Γ, and attention as its saddle point.
 
 The conjugate of the free energy, the rate function and the maximum a posteriori are methods of
 [`Gibbs`][energy_attn.Gibbs].

@@ -55,7 +55,7 @@ class ScoreMoments(NamedTuple):
 
 
 class AttentionStatistics(NamedTuple):
-    """What [`Gibbs.statistics`][energy_attn.Gibbs.statistics] finds of each row in one pass.
+    """The result of [`Gibbs.statistics`][energy_attn.Gibbs.statistics]: statistics of each row, from one pass.
 
     Attributes:
         out: attention, the mean of the values, `[B, T, N, Hv]`; zero in a fully masked row.

@@ -1,4 +1,4 @@
-"""What can be asked of the Gibbs measure of the keys."""
+"""The observables of a Gibbs measure, as methods."""
 
 import abc
 from collections.abc import Sequence

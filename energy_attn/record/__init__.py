@@ -1,1 +1,1 @@
-"""What energies say while a model runs, out of the transformations that it is made of."""
+"""Records the observables of each energy while a model runs, through JAX's transformations."""

@@ -1,4 +1,4 @@
-"""What a recording asks of the measure of each energy that runs."""
+"""The observables that a recording takes of each energy."""
 
 import inspect
 from collections.abc import Callable

@@ -21,7 +21,7 @@ from ..core._tag import tag_p
 
 
 class Seen(eqx.Module):
-    """What one tag carried. `axes`: where each axis before those of the values is from, in order:
+    """The values of one tag. `axes`: where each axis before those of the values is from, in order:
     `"scan"`, `"vmap"` or `"device"`.
     """
 

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """What one call in a function says: of one layer, or of one for each step of the loops around it."""
+    """The figures of one call in a function: of one layer, or of one for each step of the loops around it."""
 
     rows: Rows
     names: tuple[str, ...]

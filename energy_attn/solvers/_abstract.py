@@ -1,4 +1,4 @@
-"""What all solvers have, and the check that a function knows the one it was given."""
+"""The base class of all solvers, and the check that a function supports the one it is given."""
 
 import abc
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""What a kernel is given: the arrays of a call, and its static options."""
+"""The operands of a kernel, which are the arrays of a call, and its static settings."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

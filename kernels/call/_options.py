@@ -10,7 +10,7 @@ from ._kernel import Candidate
 
 
 class ScoreOptions(TypedDict, total=False):
-    """What the scores are, which keys a query may see, and by which kernel."""
+    """Options for the scores, for the keys that a query may see, and for the kernel."""
 
     scale: float | Float[Array, ""] | None
     r"""The factor of $q \cdot k$, an inverse temperature; None is $1/\sqrt{H}$. A scalar array may be

@@ -20,7 +20,7 @@ from .._checks import (
 
 
 class AttentionState(NamedTuple):
-    r"""What a set of keys $A$ contributes to attention: $(\nabla F_A, F_A)$.
+    r"""The state of attention over a set of keys $A$: $(\nabla F_A, F_A)$.
 
     $$F_A = \log \sum_{a \in A} e^{s_a}, \qquad \nabla F_A = \sum_{a \in A} e^{s_a - F_A}\, v_a$$
 
@@ -49,7 +49,7 @@ class AttentionState(NamedTuple):
 
 
 class CovarianceState(NamedTuple):
-    r"""What a set of keys $A$ contributes to attention and to its covariance:
+    r"""The state of attention over a set of keys $A$ with the covariance of its values:
     $(\nabla^2 F_A, \nabla F_A, F_A)$.
 
     $$\nabla^2 F_A = \sum_{a \in A} P_a\, (v_a - \mathrm{out})(v_a - \mathrm{out})^T,

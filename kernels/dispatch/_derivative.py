@@ -28,7 +28,7 @@ Kernels = tuple[AbstractKernel, ...]
 
 
 class Saved(NamedTuple):
-    """What the derivatives of a state are at.
+    """The residuals that the derivatives of a state are computed from.
 
     Attributes:
         operands: of the call.

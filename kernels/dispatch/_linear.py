@@ -131,7 +131,7 @@ class _MappedMap(_Mapped, AbstractLinearMap):
         return jax.vmap(function, in_axes=axes)(fixed, moving)
 
     def transpose(self, fixed: Any, moving: Any, cotangent: Any) -> Any:
-        """That of the map for each index; what all indices share gets the sum."""
+        """The transpose of the map for each index, summed for arguments that all indices share."""
 
         def one(fixed: Any, cotangent: Any) -> Any:
             return self.linear_map.transpose(fixed, moving, cotangent)

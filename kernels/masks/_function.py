@@ -14,7 +14,7 @@ from ._interval import Interval
 
 
 class Function(AbstractMask):
-    r"""What a function says: $\mathrm{visible}_{ij} = f(p_i, p_j, \theta)$.
+    r"""The mask that a function computes: $\mathrm{visible}_{ij} = f(p_i, p_j, \theta)$.
 
     Blocks of keys that it hides are not read: a table of them is found by the function itself, once in
     a call. Kernels in Pallas compute what depends on one position alone (`ids[query]`) once in a call,
@@ -75,7 +75,7 @@ class Function(AbstractMask):
         return tuple(x.ndim - self.batched for x in self.parameters)
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """What the function says. Raises if that is not boolean or does not broadcast."""
+        """The function's result. Raises if it is not boolean or does not broadcast."""
         found = check_boolean("function's result", self.function(query, key, *self.parameters))
         shape = jnp.broadcast_shapes(query.shape, key.shape)
         if not broadcasts(found.shape, shape):

@@ -61,7 +61,7 @@ class BlockTable(AbstractMask):
         return (*self.rule.ranks, 2, 2)
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """What the rule says."""
+        """Whether the rule shows the key; the tables do not change it."""
         return self.rule.visible(query, key)
 
     def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:

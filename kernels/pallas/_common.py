@@ -1,4 +1,4 @@
-"""What all kernels written in Pallas share."""
+"""Helpers of all kernels written in Pallas."""
 
 import inspect
 from typing import Any

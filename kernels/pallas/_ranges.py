@@ -23,7 +23,7 @@ from ._rows import (
 
 @runtime_checkable
 class Tiling(Protocol):
-    """What a plan says of its tiles.
+    """The tiling of a plan.
 
     Attributes:
         settings: those of the call.

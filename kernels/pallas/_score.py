@@ -1,4 +1,4 @@
-"""What a score reads, computed from its arrays for a kernel, and the way back from what a kernel sums."""
+"""The inputs of a score, computed from its arrays for a kernel, and the cotangents of these from a kernel's sums."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ def score_of(operands: Operands, settings: Settings, target: Target) -> ScorePro
 
 
 def score_numbers(operands: Operands, program: ScoreProgram | None) -> Numbers:
-    """What the score reads, `[B or 1, N or 1]` and `[B or 1, N or 1, D]`; nothing without one."""
+    """The inputs of the score, `[B or 1, N or 1]` and `[B or 1, N or 1, D]`; empty without a score."""
     if program is None:
         return Numbers()
     return program.outside(operands.score_arrays, *_indices(operands))

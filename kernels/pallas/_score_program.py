@@ -27,14 +27,14 @@ _TYPES = "float32", "int32", "bool"
 
 
 class Target(NamedTuple):
-    """What the compiler of a kernel knows: names of primitives and of dtypes."""
+    """The primitives and dtypes that the compiler of a kernel supports, by name."""
 
     primitives: frozenset[str]
     dtypes: frozenset[str]
 
 
 class Numbers(NamedTuple):
-    """What a score reads that depends on batch and head alone.
+    """The inputs of a score that depend on batch and head alone.
 
     Attributes:
         floats: floating numbers.

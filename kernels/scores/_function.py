@@ -14,7 +14,7 @@ from ._abstract import AbstractScore, At
 
 
 class Function(AbstractScore):
-    r"""What a function says: $g(s) = f(s; i, a, h, \theta)$.
+    r"""The score that a function computes: $g(s) = f(s; i, a, h, \theta)$.
 
     Args:
         function: `function(score, at, *parameters)`, elementwise, to an array of the shape and dtype of
@@ -53,7 +53,7 @@ class Function(AbstractScore):
         self.parameters = tuple(map(_parameter, parameters))
 
     def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
-        """What the function says."""
+        """The function's result."""
         return self.function(score, at, *self.parameters)
 
 

@@ -1,4 +1,4 @@
-"""What is static in a score, beside its arrays."""
+"""The static structure of a score: the score without its arrays."""
 
 import weakref
 from collections.abc import Sequence

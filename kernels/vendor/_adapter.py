@@ -1,4 +1,4 @@
-"""What the adapters of vendors' kernels share: the calls they decline, lengths, the cotangent of lse, the tangent.
+"""Helpers of the adapters of vendors' kernels: declined calls, lengths, the cotangent of lse, the tangent.
 
 Those kernels take one width, positions that count from 0, and a cotangent of `out` alone. None has a
 derivative in a direction.
@@ -83,7 +83,7 @@ class VendorGPU(AbstractKernel):
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
-        """That of pallas_gpu: the vendor has none, or none for all widths."""
+        """The tangent by pallas_gpu: the vendor has none, or none for all widths."""
         return push_forward(PallasGPU(), call, state, directions)
 
 
@@ -176,7 +176,7 @@ def may_be_empty(operands: Operands) -> bool:
 def without_empty(
     operands: Operands, state: AttentionState, cotangent: AttentionState
 ) -> tuple[AttentionState, AttentionState]:
-    """What a vendor's backward is given of both, so that nothing comes from a row without keys."""
+    """State and cotangent by which a vendor's backward adds nothing from rows without keys."""
     if not may_be_empty(operands):
         return state, cotangent
     rows = holds_keys(state.lse)

@@ -64,7 +64,7 @@ def _check_here(found: Capability) -> None:
 
 
 def _configured(operands: Operands, settings: Settings) -> tuple[Any, Any]:
-    """What the package is told of a call, and its kernels. A right side of 0 alone is its causal attention."""
+    """The package's configuration of a call, and its backend. A right side of 0 alone is its causal attention."""
     left, right = (window_side(x, operands.key.shape[1]) for x in settings.rule.window)
     causal = left is None and right == 0
     window = (None, None) if causal else (left, right)

@@ -114,7 +114,7 @@ class Splash(AbstractKernel):
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
-        """That of pallas_tpu: the vendor has none."""
+        """The tangent by pallas_tpu: the vendor has none."""
         operands, settings, platform = call
         with _as_expected():  # JAX 0.8 lowers ours, too, in 32 bits alone
             return push_forward(PallasTPU(), call, state, directions)

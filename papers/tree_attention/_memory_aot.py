@@ -79,7 +79,7 @@ def local(case: Case, query: Any, key: Any, value: Any) -> Any:
 
 
 def row(case: Case) -> dict[str, Any]:
-    """What the compiled program of a case holds on a device, and what the model and the paper say."""
+    """The memory of the compiled program of a case on a device, beside that by the model and by the paper."""
     target = TARGETS[case.target, case.devices]
     mesh = Mesh(np.array(target.describe()), (AXIS,))
     split = P(None, AXIS)

@@ -59,7 +59,7 @@ class Network:
 
     @staticmethod
     def missing() -> str | None:
-        """What is not here and has to be; None if a network can be made."""
+        """The first missing requirement; None if a network can be made."""
         if not sys.platform.startswith("linux") or os.geteuid() != 0:
             return "root on Linux"
         if not os.access("/dev/net/tun", os.R_OK | os.W_OK):

@@ -1,4 +1,4 @@
-"""What `latency.py` says of its measurements: the machine, rows, a table, and a plot."""
+"""The report of `latency.py`: the machine, rows, a table, and a plot."""
 
 import collections
 import importlib.metadata
@@ -33,7 +33,7 @@ COLOURS = {
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge a figure."""
+    """The machine and the versions that the figures were measured with."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {

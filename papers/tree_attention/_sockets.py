@@ -1,4 +1,4 @@
-"""What plain sockets find of a network, run on each host by `Network.measure`: python _sockets.py HOST ADDRESS ...
+"""Measures a network by plain sockets; `Network.measure` runs it on each host: python _sockets.py HOST ADDRESS ...
 
 The first host times messages to the second and back, then large ones that every host sends to the next at once.
 """
@@ -18,7 +18,7 @@ PORT, PINGS, BULK = 7000, 30, 1 << 22
 
 
 def measure(host: int, addresses: list[str]) -> dict[str, float]:
-    """What this host finds; of the round trip, what the first does."""
+    """The measurements of this host; the first alone times round trips."""
     with socket.create_server((addresses[host], PORT)) as server:
         line = _connect(addresses[(host + 1) % len(addresses)])
         before, _ = server.accept()

@@ -1,4 +1,4 @@
-"""What `tables.py` says: its measurements, the paper's, compiled programs; and a plot."""
+"""The report of `tables.py`: its measurements, the paper's, compiled programs; and a plot."""
 
 from pathlib import Path
 from typing import Any

@@ -113,7 +113,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def sent(compiled: Any, steps: int = 1) -> dict[str, dict[str, int]]:
-    """What a program sends in one of its steps: by kind, collectives and bytes."""
+    """The collectives and bytes that a program sends in one of its steps, by kind."""
     kinds: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for found in collectives(compiled):
         assert found.count is not None and found.count % steps == 0, found
@@ -125,7 +125,7 @@ def sent(compiled: Any, steps: int = 1) -> dict[str, dict[str, int]]:
 def predicted(
     method: str, config: LlamaConfig, keys: int, dtype: str, topology: cost.Topology
 ) -> dict[str, dict[str, int]]:
-    """What the cost model says that a step sends by one of `METHODS`."""
+    """The collectives and bytes of a step by one of `METHODS`, as the cost model predicts them."""
     shape = attention_of(config, keys, dtype)
     name, _, merge = method.partition(", ")
     merge = merge or cost.choose_merge(shape, topology)

@@ -19,7 +19,7 @@ from _problem import HEADS, WIDTH, Problem
 
 
 class Plan(NamedTuple):
-    """What a host is told."""
+    """The instructions of a host."""
 
     host: int
     hosts: int

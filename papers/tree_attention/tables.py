@@ -113,7 +113,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def by_processes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is found by each number of processes; ends with the first that fails."""
+    """The measurements by each number of processes; ends with the first that fails."""
     for number in args.processes:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "result.json")

@@ -1,1 +1,1 @@
-"""What all families of decoders share: the abstract decoder, its configuration, cache and outputs."""
+"""The base of all families of decoders: the abstract decoder, its configuration, cache and outputs."""

@@ -8,7 +8,7 @@ from ._decoder import AbstractDecoder
 
 
 class Family(NamedTuple):
-    """What it takes to read the checkpoints of one `model_type`.
+    """The functions that read the checkpoints of one `model_type`.
 
     Attributes:
         read: returns the configuration that the fields of a `config.json` describe; raises

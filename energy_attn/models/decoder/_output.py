@@ -1,4 +1,4 @@
-"""What a decoder returns."""
+"""The outputs of a decoder."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

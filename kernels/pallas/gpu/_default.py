@@ -24,7 +24,7 @@ LEAST_STEPS = 4
 
 
 class Need(NamedTuple):
-    """What one kernel of a call holds and reads.
+    """The memory that one kernel of a call holds and reads.
 
     A program keeps an own tile, of rows, and iterates over others, of keys; the other way round in the
     kernel of the gradients in keys and values.

@@ -144,7 +144,7 @@ def need_of(
     score: ScoreProgram | None,
     pairs: Pairwise | None,
 ) -> Need:
-    """What the kernel holds and reads."""
+    """The memory that the kernel holds and reads."""
     query, key, value = operands[:3]
     width, value_width = power(query.shape[3]), power(value.shape[3])
     query_bytes = width * query.dtype.itemsize

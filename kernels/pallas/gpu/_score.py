@@ -21,7 +21,7 @@ Seen = Array | None
 
 
 class OfRows(NamedTuple):
-    """What the scores of a tile read of its rows."""
+    """The inputs of a tile's scores that depend on its rows."""
 
     rows: tiles.Rows
     position: Array | None
@@ -44,7 +44,7 @@ class TileScores:
         self._row_axis = int(keys_first)
 
     def of_rows(self, rows: tiles.Rows) -> OfRows | None:
-        """What is read once for a tile of rows; None without a score."""
+        """The inputs that are read once for a tile of rows; None without a score."""
         program = self._plan.score
         if program is None:
             return None

@@ -35,7 +35,7 @@ from ._tile import Ref, Ring
 
 
 class Keys(NamedTuple):
-    """What is copied of a tile of keys; None for what the directions do not need."""
+    """The buffers of a tile of keys; None where the directions do not need them."""
 
     key: Any
     value: Any

@@ -190,7 +190,7 @@ _INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
 def load(ref: Ref, layout: Any) -> Array:
-    """What is in memory, in registers of a layout."""
+    """Loads from memory into registers of a layout."""
     here: Any = ref
     return plgpu.load(here, *_INDEX, layout=layout, optimized=False)
 

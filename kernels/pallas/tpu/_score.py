@@ -29,7 +29,7 @@ class BlockScores:
 
     @property
     def unit(self) -> float:
-        """What the maximum of `in_units` is multiplied with for that of the scores: positive."""
+        """The positive factor from the maximum of `in_units` to that of the scores."""
         plain = self._at.score is None and self._at.settings.scale != 0
         return abs(self._at.settings.scale) if plain else 1.0
 
@@ -126,7 +126,7 @@ def _add_by_entry(sums: Ref, x: Array, index: Array) -> None:
 
 
 def block_numbers(operands: Operands, at: Layout) -> Numbers:
-    """What the score reads, for each row: `[B or 1, P, 1, R]`, and of tables `[B or 1, P, D, R]`."""
+    """The inputs of the score for each row, `[B or 1, P, 1, R]`, and of tables `[B or 1, P, D, R]`."""
     return _folded(score_numbers(operands, at.score), at)
 
 

@@ -1,4 +1,4 @@
-"""What the TPU kernels share: the specs of their blocks, and the parts of one step."""
+"""Helpers of the TPU kernels: the specs of their blocks, and the parts of one step."""
 
 import functools
 import math
