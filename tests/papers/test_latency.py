@@ -23,8 +23,6 @@ EXCHANGES = "allreduce gather butterfly halving hierarchical auto".split()
 METHODS = {"no exchange", "pmax + psum + psum", "ring, queries", "ring, keys"}
 METHODS |= {f"tree, {name}" for name in EXCHANGES}
 SCATTERS = {"scatter, sums", "scatter, exchange"}
-
-
 network = module("_network")
 problem = module("_problem")
 report = module("_report")

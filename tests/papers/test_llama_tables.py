@@ -20,8 +20,6 @@ from tests.support.papers import TREE_ATTENTION, fits, module, refused
 PROMPT, TOKENS, REPETITIONS, DEVICES = 32, 4, 3, 8
 # as little work for the compiler as possible: it takes all the time
 BYTES = dataclasses.replace(CONFIG, vocab_size=256)
-
-
 paper = module("_tables_paper")
 run = module("_tables_run")
 

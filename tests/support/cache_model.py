@@ -12,8 +12,6 @@ from tests.support.meshes import parallel_of
 from tests.support.problems import Problem
 
 B, K, N, H, V = 3, 2, 4, 3, 5
-
-
 append = jax.jit(KVCache.append)
 
 

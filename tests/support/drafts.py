@@ -13,8 +13,6 @@ B, L, S, K, N, H, V = 3, 7, 11, 2, 4, 3, 5
 
 # A tree with two roots and slots to spare, a path that fills its row, and none at all.
 PARENTS = [-1, 0, 0, 1, 1, -1], [-1, 0, 1, 2, 3, 4, 5], []
-
-
 COUNTS = 11, 0, 4  # of the context: no row reaches all of eight devices, and one none of them
 
 

@@ -7,23 +7,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import (
-    methods,
-    shard_sequence,
-    sharded_attention,
-    unshard_sequence,
-)
+from energy_attn.distributed import methods, shard_sequence, sharded_attention, unshard_sequence
 from tests.support.problems import Problem, everything
 
 AXES = ("node", "device")
-
-
 METHODS = ("tree", "ring", "ulysses", "hybrid", "gather")
-
-
 ROWS = ("query", "source", "query_positions", "query_segment_ids")
-
-
 COLUMNS = ("key", "value", "key_positions", "key_segment_ids")
 
 
@@ -46,16 +35,9 @@ def square(name, length, heads=8, kv_heads=8) -> Problem:
 
 
 SELF = square("self", 16)
-
-
 GROUPED = square("self grouped", 16, heads=4, kv_heads=2)
-
-
 ODD = square("self odd", 13)
-
-
 DECODE = replace(square("self decode", 16), name="decode")
-
 
 DECODE = replace(
     DECODE,
@@ -67,7 +49,6 @@ DECODE = replace(
     query_positions=np.asarray([[12], [9]], np.int32),
     query_segment_ids=np.asarray([[1], [0]], np.int32),
 )
-
 
 EMPTY = replace(SELF, name="empty", mask=np.zeros((1, 1, 1, 1), bool))
 

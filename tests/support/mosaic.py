@@ -19,7 +19,6 @@ from tests.support.reference import dense
 
 HERE = platform_here()
 
-
 runs = pytest.mark.skipif(
     HERE != "cuda" and jax.__version_info__ < (0, 12),
     reason="wanted a GPU, or the interpreter, which JAX has from 0.12 on",

@@ -131,9 +131,8 @@ def _all_problems():
     B, N, T, S = 2, 2, 5, 7  # the sizes that _make gives when told nothing
     yield _make("plain")
     yield _make("scale", scale=0.7)
-    yield _make(
-        "scale_zero_source", scale=0.0, source=True
-    )  # ζ/scale as extra head dimensions would be NaN
+    # ζ/scale as extra head dimensions would be NaN
+    yield _make("scale_zero_source", scale=0.0, source=True)
     yield _make("scale_negative_source", scale=-0.6, source=True)
 
     # Shapes.

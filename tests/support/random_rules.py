@@ -10,17 +10,9 @@ from energy_attn import masks
 from tests.support.arrays import array
 
 LAST = 2**31 - 1
-
-
 NEAR = [st.integers(x, x + 6) for x in (0, 2**30 - 3, LAST - 6)]
-
-
 sides = st.none() | st.one_of(st.integers(0, 4), *NEAR, st.integers(0, 2**40))
-
-
 lengths = st.integers(0, 9) | st.integers(0, LAST)
-
-
 tables = st.lists(st.integers(0, 2), max_size=6).map(lambda x: array(x, np.int32))
 
 
@@ -29,10 +21,7 @@ def near(query, key, step):
 
 
 positions = st.one_of(st.just(-1), *NEAR, st.integers(0, LAST))
-
-
 places = st.permutations([-1, *range(17), 2**31 - 1]).map(lambda x: x[:18])
-
 
 single = st.one_of(
     st.builds(masks.All),
@@ -43,7 +32,6 @@ single = st.one_of(
     st.builds(masks.Segments, tables, st.none() | tables),
     st.builds(functools.partial(masks.Function, near), st.integers(1, 3)),
 )
-
 
 rules = st.recursive(
     single,
@@ -73,7 +61,6 @@ JOINED = {
     ),
     "not both": ~(masks.Lengths(7, 5) & masks.Function(near, 2)),
 }
-
 
 blocks = st.lists(positions, min_size=3, max_size=3)
 

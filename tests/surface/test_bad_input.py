@@ -48,15 +48,11 @@ from tests.support.complaints import (
 )
 
 pytestmark = pytest.mark.usefixtures("unchecked", "user_settings")
-
-
 VALID = {"query": a(B, T, N, H), "key": a(B, S, K, H), "value": a(B, S, K, V)}
 ONE = {name: a(*x.shape[1:]) for name, x in VALID.items()}  # unbatched
 X = a(5, 8)
 FLAT = Mesh(np.array(jax.devices()), ("device",))
 EXPLICIT = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Explicit,))
-
-
 SEGMENTS = {"key_segment_ids": a(B, S, dtype="int32")}
 ROW_SEGMENTS = {"query_segment_ids": a(B, T, dtype="int32")}
 
@@ -524,9 +520,8 @@ FUZZED = {
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings(
-    "ignore:A JAX array is being set as static"
-)  # Equinox, before our error
+# Equinox, before our error
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
 @pytest.mark.parametrize("function", FUZZED, ids=lambda f: f.__name__)
 @given(data=st.data())
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))

@@ -187,9 +187,8 @@ def test_decode_step_in_place(B, dtype):
         compiled = jax.jit(step, donate_argnums=0).lower(cache, query, new).compile()
     shard = cache.key.nbytes // 8
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * shard
-    assert (
-        compiled.memory_analysis().temp_size_in_bytes < shard / 2
-    )  # what a block of keys takes, and no copy
+    # what a block of keys takes, and no copy
+    assert compiled.memory_analysis().temp_size_in_bytes < shard / 2
     assert sum(c.bytes for c in collectives(compiled)) <= 2 * 4 * (64 + 2) * 4
 
 

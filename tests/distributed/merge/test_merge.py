@@ -124,8 +124,6 @@ def test_energies(kind, merge):
 
 
 ROUNDS = {1: 0, 2: 1, 3: 2, 4: 2, 5: 3, 6: 3, 7: 3, 8: 3}
-
-
 SIZES = [(1,), (3,), (5,), (6,), (7,), (2, 3), (3, 2), (2, 2, 2)]
 # What the other merges do does not depend on the number.
 COUNTING = ("butterfly", "halving", "hierarchical")

@@ -42,7 +42,6 @@ except Exception as error:
     raise
 """
 
-
 Found = list[dict[str, dict]]
 
 

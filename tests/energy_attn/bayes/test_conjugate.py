@@ -371,18 +371,6 @@ def test_units_and_origin_of_values_do_not_matter(solver):
 
 
 @pytest.mark.full
-def test_width_of_real_heads():
-    """1024 keys of width 64 in float32."""
-    query, key, value, generators = random_keys("float32", seeds=3, keys=1024, width=64)
-    weights = np.stack([rng.dirichlet(np.ones(1024)) for rng in generators])
-    point = np.einsum("bs,bsv->bv", weights, np.asarray(value[:, :, 0]))[:, None, None]
-    solve = jax.jit(lambda point, *arrays: measure(*arrays).rate(point))
-    solution = solve(jnp.asarray(point, "float32"), query, key, value)
-    assert (np.asarray(solution.result) == CONVERGED).all()
-    assert (np.asarray(solution.value) > 0).all() and np.isfinite(solution.source).all()
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_rounding_is_allowed_for(dtype):
     """With a tolerance of zero the solver stops at the rounding error and reports that it converged."""

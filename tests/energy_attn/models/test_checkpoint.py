@@ -269,9 +269,8 @@ def test_reads_what_others_wrote(dtype, tmp_path):
     assert_same(model, tensors)
     wide = Llama.load(str(tmp_path), dtype="float64")
     assert_same(wide, {name: x.astype("float64") for name, x in tensors.items()})
-    assert not any(
-        leaf.committed for leaf in jax.tree.leaves(model)
-    )  # moves to the device of other arrays
+    # moves to the device of other arrays
+    assert not any(leaf.committed for leaf in jax.tree.leaves(model))
 
 
 def test_float64_without_64_bits(tmp_path, user_settings):
@@ -691,9 +690,8 @@ SPLIT = {
 
 def test_where_weights_lie(tmp_path, monkeypatch):
     """Each device has only its part; abstract weights, arrays and files agree."""
-    monkeypatch.setattr(
-        "energy_attn.distributed.runtime._safetensors._PIECE", 200
-    )  # bytes: 3 rows of 16
+    # bytes: 3 rows of 16
+    monkeypatch.setattr("energy_attn.distributed.runtime._safetensors._PIECE", 200)
     tensors = arrays()
     write(tmp_path, tensors)
     mesh = make_mesh((4, 2), ("sequence", "tensor"))

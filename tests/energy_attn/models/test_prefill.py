@@ -244,9 +244,8 @@ def test_heads_on_an_axis_of_their_own(model, tokens, alone, tmp_path):
         again = KVCache.load(tmp_path, parallel=parallel, block_size=1)
     np.testing.assert_array_equal(again.keys()[:, again.slots.slot(np.arange(5))], key)
     layers, width = CONFIG.num_hidden_layers, CONFIG.hidden_size
-    merged = (
-        2 * (8 // 2) * (CONFIG.head_dim + 2)
-    )  # maxima, numerators, denominators: half the heads
+    # maxima, numerators, denominators: half the heads
+    merged = 2 * (8 // 2) * (CONFIG.head_dim + 2)
     summed = 2 * 2 * width  # behind attention and the MLP
     assert {c.kind for c in sent} == {"all-reduce"}
     assert sum(c.bytes * c.count for c in sent) == 8 * layers * (merged + summed)

@@ -201,7 +201,6 @@ CHOICES = [(0,), (1,), (2,), (0, 0), (1, 0), (1, 1)]
 RANKS = [[[1, 1, 2], [0, 2, 2]]]  # siblings that hold equal tokens, with children under either
 BRANCHED = [[0, 2, 2, 1, 0, 1, 2]], [[-1, 0, 0, 1, 2, 2, 3]]  # equal siblings again
 
-
 TREES = {
     "beam": lambda: pack(jnp.asarray(BEAM)),
     "roots": lambda: pack(jnp.asarray(ROOTS)),

@@ -256,9 +256,8 @@ def test_large_scores(alpha, size):
     def sort(query, key, value):
         s = jnp.einsum("btnh,bsnh->bnts", query, key)
         p = sorted_weights(alpha, s)
-        best = jax.lax.stop_gradient(
-            p
-        )  # at a maximum: their derivative would be rounding times a large score
+        # at a maximum: their derivative would be rounding times a large score
+        best = jax.lax.stop_gradient(p)
         found = (best * s).sum(-1) + entropy(alpha, best)
         return jnp.einsum("bnts,bsnv->btnv", p, value), found.transpose(0, 2, 1)
 
