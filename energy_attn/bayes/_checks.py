@@ -13,7 +13,7 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ..core._free_energy import Calls
+from ..functional._free_energy import Calls
 from ..observables._measure import AbstractMeasure
 from ..solvers import AbstractSolver, Newton, Optax, Optimistic
 

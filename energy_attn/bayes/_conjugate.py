@@ -5,8 +5,8 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import check_flag
 
-from ..core._free_energy import Calls, Parts, state_at
-from ..core._solution import Result, Solution, raise_on_failure, without_derivative
+from ..functional._free_energy import Calls, Parts, state_at
+from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import check_row_vectors
 from ..solvers import AbstractSolver, Newton, Optax
 from ..solvers._abstract import check_solver

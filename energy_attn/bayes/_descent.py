@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..core._solution import Result
+from ..functional._solution import Result
 
 Tree = TypeVar("Tree")
 

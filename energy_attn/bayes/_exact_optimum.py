@@ -9,8 +9,8 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import AbstractFunction, function_call
 
-from ..core._directions import directional
-from ..core._free_energy import Arrays, Calls, Parts
+from ..functional._directions import directional
+from ..functional._free_energy import Arrays, Calls, Parts
 from ..observables._at_source import state_at
 
 

@@ -9,8 +9,8 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import check_flag
 
-from ..core._free_energy import Calls, Parts
-from ..core._solution import Result, Solution, raise_on_failure, without_derivative
+from ..functional._free_energy import Calls, Parts
+from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import check_row_vectors, covariance_product
 from ..solvers import AbstractSolver, Mirror, Newton, Optax
 from ..solvers._abstract import check_solver

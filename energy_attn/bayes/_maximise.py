@@ -13,9 +13,9 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import AbstractFunction, function_call, holds_keys, with_zeros
 
-from ..core._directions import directional, unmoved
-from ..core._free_energy import Calls, Parts
-from ..core._solution import Result
+from ..functional._directions import directional, unmoved
+from ..functional._free_energy import Calls, Parts
+from ..functional._solution import Result
 from ..observables._at_source import covariance_at, state_at, support_at
 from ..solvers import AbstractSolver, Optax
 from ._checks import tolerance_in

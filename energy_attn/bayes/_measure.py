@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float
 
-from ..core._solution import Solution
+from ..functional._solution import Solution
 from ..observables._measure import AbstractMeasure
 from ..solvers import Mirror, Newton, Optax
 from . import _conjugate, _map
@@ -78,7 +78,7 @@ class AbstractConjugate(AbstractMeasure):
             >>> bool(jnp.allclose(solution.value, -F(), atol=1e-4))
             True
         """
-        return _conjugate.conjugate(*self.prepared(), point, regulariser, solver, throw)
+        return _conjugate.conjugate(*self._prepared(), point, regulariser, solver, throw)
 
     def rate(
         self,
@@ -129,7 +129,7 @@ class AbstractConjugate(AbstractMeasure):
             >>> bool((solution.value > 0).all())
             True
         """
-        return _conjugate.rate(*self.prepared(), point, regulariser, solver, throw)
+        return _conjugate.rate(*self._prepared(), point, regulariser, solver, throw)
 
     def map(
         self,
@@ -195,4 +195,4 @@ class AbstractConjugate(AbstractMeasure):
             >>> bool(jnp.allclose(F.map().point, F.attention(), atol=1e-4))
             True
         """
-        return _map.map_attention(*self.prepared(), regulariser, solver, start, throw)
+        return _map.map_attention(*self._prepared(), regulariser, solver, start, throw)

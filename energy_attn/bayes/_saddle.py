@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from energy_attn.kernels.internal import check_flag, received
 
-from ..core._free_energy import Calls, Parts
-from ..core._solution import Result, Solution, raise_on_failure, without_derivative
+from ..functional._free_energy import Calls, Parts
+from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import (
     check_row_vectors,
     covariance_product,
@@ -75,7 +75,7 @@ def gamma(
         >>> bool(jnp.allclose(jnp.stack(slopes), 0, atol=1e-5))
         True
     """
-    calls, parts = check_measure(F).prepared()
+    calls, parts = check_measure(F)._prepared()
     source = check_row_vectors("source", source, parts)
     point = check_row_vectors("point", point, parts)
     return (source * point).sum(-1) - state_at(calls, source, parts).lse
@@ -135,7 +135,7 @@ def saddle_attention(
         >>> bool(jnp.allclose(ea.bayes.saddle_attention(F).point, F.attention(), atol=1e-4))
         True
     """
-    calls, parts = check_measure(F).prepared()
+    calls, parts = check_measure(F)._prepared()
     solver = check_solver(solver, Extragradient, Optimistic, Newton)
     check_solver_mesh(calls, solver)
     check_flag("throw", throw)

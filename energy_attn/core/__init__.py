@@ -1,3 +1,1 @@
-"""The free energy, attention as its gradient, and what the other folders share."""
-
-from ._softmax import shifted_energy as shifted_energy
+"""The free energy as an Equinox module, and the measure that it is of given keys."""

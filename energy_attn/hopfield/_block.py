@@ -27,8 +27,8 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask, Window
 
-from ..core._citation import cite
-from ..gibbs._free_energy import FreeEnergy
+from ..core._module import FreeEnergy
+from ..functional._citation import cite
 from ._checks import check_positive
 
 

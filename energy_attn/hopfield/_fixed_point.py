@@ -17,8 +17,8 @@ from energy_attn.kernels.internal import (
     product,
 )
 
-from ..core._directions import directional, unmoved
-from ..core._free_energy import Arrays, Prepared
+from ..functional._directions import directional, unmoved
+from ..functional._free_energy import Arrays, Prepared
 from ..observables._at_source import covariance_at, mean_over_keys, state_at, support_at
 
 # The allowed rounding error of energies, in multiples of the dtype's precision.

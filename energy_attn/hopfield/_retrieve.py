@@ -18,10 +18,11 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..core._citation import cite
-from ..core._free_energy import Arrays
-from ..core._solution import Result, Solution, raise_on_failure, without_derivative
-from ..gibbs._free_energy import FreeEnergy, prepare_at
+from ..core._keys import prepare_at
+from ..core._module import FreeEnergy
+from ..functional._citation import cite
+from ..functional._free_energy import Arrays
+from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import promoted
 from ..solvers import FixedPoint
 from ..solvers._abstract import check_solver

@@ -28,9 +28,10 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..core._free_energy import attention_and_energy
-from ..core._options import ModuleOptions
-from ..gibbs._free_energy import FreeEnergy, prepare_at
+from ..core._keys import prepare_at
+from ..core._module import FreeEnergy
+from ..functional._free_energy import attention_and_energy
+from ..functional._options import ModuleOptions
 
 
 class MultiheadAttention(eqx.Module):
@@ -77,7 +78,7 @@ class MultiheadAttention(eqx.Module):
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> x = jnp.ones((7, 16))
-        >>> layer = ea.MultiheadAttention(4, 16, num_kv_heads=2, is_causal=True, key=jax.random.key(0))
+        >>> layer = ea.nn.MultiheadAttention(4, 16, num_kv_heads=2, is_causal=True, key=jax.random.key(0))
         >>> out, energy = layer(x, x, x, return_energy=True)
         >>> out.shape, energy.shape
         ((7, 16), (7, 4))

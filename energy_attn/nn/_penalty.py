@@ -13,7 +13,7 @@ from energy_attn.kernels.internal import (
     holds_keys,
 )
 
-from ..core._citation import cite
+from ..functional._citation import cite
 
 
 def lse_penalty(

@@ -12,15 +12,15 @@ from jaxtyping import PyTree
 
 from energy_attn.kernels.internal import check_options, received
 
-from ..core._options import ModuleOptions
-from ..gibbs._free_energy import FreeEnergy
+from ..core._module import FreeEnergy
+from ..functional._options import ModuleOptions
 from ._multihead import MultiheadAttention
 
 Model = TypeVar("Model", bound=PyTree)
 
 _NAMES = {
     eqx.nn.MultiheadAttention: "equinox.nn.MultiheadAttention",
-    MultiheadAttention: "energy_attn.MultiheadAttention",
+    MultiheadAttention: "energy_attn.nn.MultiheadAttention",
 }
 # The fields of Equinox's layer, which ours has, too.
 _MODULES = ("query_proj", "key_proj", "value_proj", "output_proj", "dropout")
@@ -37,7 +37,7 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
       F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + \zeta \cdot v_a)$$
 
     Every `equinox.nn.MultiheadAttention` in the pytree becomes a
-    [`MultiheadAttention`][energy_attn.MultiheadAttention] with the projections and the dropout of the
+    [`MultiheadAttention`][energy_attn.nn.MultiheadAttention] with the projections and the dropout of the
     old one: weights, biases, probability and inference flag are the same objects. It is called in the
     same way, and gives the same outputs, gradients and random dropout to rounding (but for fully masked
     rows, which are zero before the output projection), and the energies too. Layers that were
@@ -88,7 +88,7 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
 def restore_attention(model: Model) -> Model:
     """A model with Equinox's attention in place of ours: what `replace_attention` did, undone.
 
-    Every [`MultiheadAttention`][energy_attn.MultiheadAttention] in the pytree becomes an
+    Every [`MultiheadAttention`][energy_attn.nn.MultiheadAttention] in the pytree becomes an
     `equinox.nn.MultiheadAttention` with the projections and the dropout of the old one. Which
     `implementation` the layer used is forgotten.
 

@@ -38,7 +38,7 @@ from energy_attn.kernels.internal import (
     support_function,
 )
 
-from ..core._free_energy import Arrays, Calls, Parts, Prepared, Source, check_at, state_at
+from ..functional._free_energy import Arrays, Calls, Parts, Prepared, Source, check_at, state_at
 
 
 def promoted(parts: Parts) -> Parts:

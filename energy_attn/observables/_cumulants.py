@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import ScoreBlock, outer, precision, received
 
-from ..core._free_energy import Calls, Parts, both_computed
+from ..functional._free_energy import Calls, Parts, both_computed
 from ._at_source import (
     centred_parts,
     check_row_vectors,

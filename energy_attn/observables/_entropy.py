@@ -17,7 +17,7 @@ from energy_attn.kernels.internal import (
     product,
 )
 
-from ..core._free_energy import (
+from ..functional._free_energy import (
     Arrays,
     Calls,
     Parts,

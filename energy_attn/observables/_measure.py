@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import check_integer, check_key
 
-from ..core._free_energy import Calls, Parts
+from ..functional._free_energy import Calls, Parts
 from . import _cumulants, _sample
 from ._at_source import check_row_vectors, covariance_at, covariance_product, score_maximum_at
 from ._entropy import (
@@ -36,11 +36,11 @@ class AbstractMeasure(eqx.Module):
     """
 
     @abc.abstractmethod
-    def prepared(self) -> tuple[Calls, Parts]:
+    def _prepared(self) -> tuple[Calls, Parts]:
         """The prepared calls, promoted, with the source of the measure as part of their scores."""
 
     @abc.abstractmethod
-    def prepared_keys(self) -> tuple[Calls, Parts]:
+    def _prepared_keys(self) -> tuple[Calls, Parts]:
         """The same of the keys alone, without the sinks."""
 
     @overload
@@ -80,7 +80,7 @@ class AbstractMeasure(eqx.Module):
             >>> bool(jnp.allclose(along, F.covariance(u), atol=1e-5))
             True
         """
-        calls, parts = self.prepared()
+        calls, parts = self._prepared()
         if tangent is None:
             return covariance_at(calls, None, parts).covariance
         tangent = check_row_vectors("tangent", tangent, parts)
@@ -124,7 +124,7 @@ class AbstractMeasure(eqx.Module):
             >>> F.cumulant([u, u, u]).shape  # the third central moment: skewness
             (5, 2)
         """
-        return _cumulants.cumulant(*self.prepared(), tangents)
+        return _cumulants.cumulant(*self._prepared(), tangents)
 
     def moment(self, tangents: Sequence[Float[Array, "*B T N Hv"]]) -> Float[Array, "*B T N"]:
         r"""The joint moment of the values along tangents: a derivative of the partition function.
@@ -154,7 +154,7 @@ class AbstractMeasure(eqx.Module):
             >>> bool(jnp.allclose(variance, F.cumulant([u, u]), atol=1e-5))
             True
         """
-        return _cumulants.moment(*self.prepared(), tangents)
+        return _cumulants.moment(*self._prepared(), tangents)
 
     def entropy(self) -> Float[Array, "*B T N"]:
         r"""The entropy of each attention row.
@@ -179,7 +179,7 @@ class AbstractMeasure(eqx.Module):
             >>> float(F.entropy()[0, 0])  # five keys of equal weight: log 5
             1.609...
         """
-        mean, lse = mean_score(*self.prepared())
+        mean, lse = mean_score(*self._prepared())
         return entropy_of(mean, lse)
 
     def renyi(self, order: float) -> Float[Array, "*B T N"]:
@@ -215,7 +215,7 @@ class AbstractMeasure(eqx.Module):
             >>> bool((F.renyi(2) < F.entropy()).all()), float(F.renyi(0)[0, 0])  # log 5
             (True, 1.609...)
         """
-        return renyi(*self.prepared(), order)
+        return renyi(*self._prepared(), order)
 
     def statistics(self) -> AttentionStatistics:
         r"""Attention, energy, entropy and mean score of each row, in one kernel pass.
@@ -244,7 +244,7 @@ class AbstractMeasure(eqx.Module):
             >>> bool(jnp.allclose(entropy, F.entropy(), atol=1e-5)), out.shape
             (True, (5, 2, 4))
         """
-        return attention_statistics(*self.prepared())
+        return attention_statistics(*self._prepared())
 
     def score_max(self) -> Float[Array, "*B T N"]:
         r"""The largest score of each row.
@@ -271,7 +271,7 @@ class AbstractMeasure(eqx.Module):
             >>> float(ea.FreeEnergy().at(q, k, k).score_max()[0, 0])
             6.0
         """
-        return score_maximum_at(*self.prepared_keys())
+        return score_maximum_at(*self._prepared_keys())
 
     def score_moments(self) -> ScoreMoments:
         r"""Mean and variance of the scores of each row: minus its internal energy, and its heat capacity.
@@ -294,7 +294,7 @@ class AbstractMeasure(eqx.Module):
             >>> mean.shape, bool((variance > 0).all())
             ((5, 2), True)
         """
-        return score_statistics(*self.prepared(), width=1).scores
+        return score_statistics(*self._prepared(), width=1).scores
 
     def temperature_sensitivity(self) -> Float[Array, "*B T N Hv"]:
         r"""The derivative of attention in the inverse temperature: the covariance of scores and values.
@@ -319,7 +319,7 @@ class AbstractMeasure(eqx.Module):
             >>> bool(jnp.allclose(found, difference, atol=1e-4))
             True
         """
-        return score_statistics(*self.prepared()).cross_covariance
+        return score_statistics(*self._prepared()).cross_covariance
 
     def sample(self, *, key: PRNGKeyArray, count: int = 1) -> Int[Array, "*B T N count"]:
         r"""Draws keys for each query and head from its attention weights.
@@ -357,4 +357,4 @@ class AbstractMeasure(eqx.Module):
         """
         check_integer("count", count, least=1)
         check_key("key", key)
-        return _sample.sample_keys(*self.prepared(), key, count)
+        return _sample.sample_keys(*self._prepared(), key, count)

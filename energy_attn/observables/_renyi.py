@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import check_finite_number, holds_keys, received
 
-from ..core._free_energy import Calls, Parts, state_at
+from ..functional._free_energy import Calls, Parts, state_at
 from ._at_source import HashablePartial, score_maximum_at, sum_over_keys
 from ._entropy import entropy_of, mean_score
 

@@ -16,7 +16,7 @@ from energy_attn.kernels.internal import (
     uniform,
 )
 
-from ..core._free_energy import Arrays, Calls, Parts, Prepared, check_at
+from ..functional._free_energy import Arrays, Calls, Parts, Prepared, check_at
 from ._at_source import HashablePartial, run_reduction
 
 # Numbers that no block of keys folds into the seeds: of the choice among devices, and among parts.

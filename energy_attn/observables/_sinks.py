@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from energy_attn.kernels.internal import lse_dtype
 
-from ..core._free_energy import Arrays, Calls, Parts, Prepared
+from ..functional._free_energy import Arrays, Calls, Parts, Prepared
 
 
 def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:

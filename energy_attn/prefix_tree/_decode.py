@@ -34,7 +34,7 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.scores import AbstractScore
 
-from ..core._citation import cite
+from ..functional._citation import cite
 from ._accept import Accepted
 from ._tree import PrefixTree, check_tree, gather_slots
 

@@ -9,9 +9,9 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import holds_keys, received
 
-from ..core._tag import AbstractRecorder
-from ..gibbs._free_energy import measure_of
-from ..gibbs._gibbs import Gibbs
+from ..core._gibbs import Gibbs
+from ..core._module import measure_of
+from ..functional._tag import AbstractRecorder
 from ..observables._entropy import row_observables
 
 # The fields of an energy report.
@@ -88,7 +88,7 @@ def figures_of(measure: Gibbs, names: tuple[str, ...]) -> dict[str, Array]:
     """Figures of each row by their names, by as few passes as they need."""
     found: dict[str, Array] = {}
     if {"heat_capacity", "variance"} & set(names):
-        found = row_observables(*measure.prepared())._asdict()
+        found = row_observables(*measure._prepared())._asdict()
     elif names:
         found = {"energy": measure()}
         if set(names) - {"energy"}:

@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import bind
 
-from ..core._tag import tag_p
+from ..functional._tag import tag_p
 
 
 class Seen(eqx.Module):

@@ -11,9 +11,9 @@ from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import received
 
-from ..core._tag import recorders
-from ..gibbs._free_energy import FreeEnergy
-from ..gibbs._gibbs import Gibbs
+from ..core._gibbs import Gibbs
+from ..core._module import FreeEnergy
+from ..functional._tag import recorders
 from ._figures import Recorder, recorder
 from ._lift import Asked, Seen, lift
 
@@ -31,7 +31,7 @@ def record(
     $$f(x) \quad\to\quad \bigl(f(x),\; (F_i, H_i, \dots)_i\bigr)$$
 
     for each call $i$, in order, of a [`FreeEnergy`][energy_attn.FreeEnergy] (a call, `attention` or
-    `at`), of a [`MultiheadAttention`][energy_attn.MultiheadAttention], of
+    `at`), of a [`MultiheadAttention`][energy_attn.nn.MultiheadAttention], of
     [`attention`][energy_attn.attention] or of [`free_energy`][energy_attn.free_energy] inside `function`.
 
         out, seen = ea.record(model)(x)
@@ -86,12 +86,12 @@ def record(
         >>> import equinox as eqx, jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> class Block(eqx.Module):
-        ...     attention: ea.MultiheadAttention
+        ...     attention: ea.nn.MultiheadAttention
         ...     def __call__(self, x):
         ...         return x + self.attention(x, x, x)
         >>> keys = jax.random.split(jax.random.key(0), 2)
         >>> model = eqx.nn.Sequential([
-        ...     eqx.nn.Lambda(Block(ea.MultiheadAttention(4, 16, key=key))) for key in keys
+        ...     eqx.nn.Lambda(Block(ea.nn.MultiheadAttention(4, 16, key=key))) for key in keys
         ... ])
         >>> x = jax.random.normal(jax.random.key(1), (7, 16))
         >>> out, seen = ea.record(model, "entropy", mean=lambda F: F.attention())(x)

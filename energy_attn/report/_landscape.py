@@ -17,8 +17,8 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ..gibbs._free_energy import FreeEnergy
-from ..gibbs._gibbs import Gibbs
+from ..core._gibbs import Gibbs
+from ..core._module import FreeEnergy
 from ..hopfield._checks import check_positive
 from ..observables._at_source import covariance_at
 
@@ -135,7 +135,7 @@ def landscape(
             query_positions=jnp.zeros(len(queries), jnp.int32),
         )
 
-    calls, parts = at(query[None]).prepared()
+    calls, parts = at(query[None])._prepared()
     at_zero = covariance_at(calls, None, parts)
     covariance, attention = at_zero.covariance[0, 0], at_zero.out[0, 0]
     if directions is None:

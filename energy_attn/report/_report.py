@@ -21,9 +21,9 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..core._options import EnergyOptions
-from ..gibbs._free_energy import measure_at, measure_of
-from ..gibbs._gibbs import Gibbs
+from ..core._gibbs import Gibbs
+from ..core._module import measure_at, measure_of
+from ..functional._options import EnergyOptions
 from ..nn._multihead import MultiheadAttention
 from ..observables._entropy import row_observables
 from ._layers import Rows, layers_of
@@ -119,7 +119,7 @@ def energy_report(
 
     - `energy_report(F)`: the measure of one attention, [`energy.at(...)`][energy_attn.FreeEnergy];
     - `energy_report(layer, query, key_, value, mask=None, **options)` for a
-      [`MultiheadAttention`][energy_attn.MultiheadAttention]: inputs as in its call, or with a
+      [`MultiheadAttention`][energy_attn.nn.MultiheadAttention]: inputs as in its call, or with a
       batch axis before them; `process_heads`, positions and the lengths of padded rows
       (`query_seq_lengths`, `key_value_seq_lengths`) are options. Dropout is off;
     - `energy_report(model, tokens, positions=None, cache=None, **options)` for a decoder, such as
@@ -161,7 +161,7 @@ def energy_report(
         (2, 4)
         >>> ea.energy_report(model, tokens, per_query=True).entropy.shape
         (2, 1, 8, 4)
-        >>> layer = ea.MultiheadAttention(4, 16, key=jax.random.key(0))
+        >>> layer = ea.nn.MultiheadAttention(4, 16, key=jax.random.key(0))
         >>> own = lambda x: layer(x, x, layer(x, x, x))  # a model of one's own
         >>> ea.energy_report(own, jnp.ones((7, 16))).entropy.shape
         (2, 4)
@@ -224,7 +224,7 @@ def _joined(reports: list[EnergyReport]) -> EnergyReport:
 
 def _observed(measure: Gibbs) -> tuple[Array, Rows]:
     """Attention, promoted, and the figures of its rows."""
-    found = row_observables(*measure.prepared())
+    found = row_observables(*measure._prepared())
     return found.out, Rows(*found[:-1])
 
 

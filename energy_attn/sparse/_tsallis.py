@@ -19,9 +19,9 @@ from energy_attn.kernels.internal import (
     unfused,
 )
 
-from ..core._citation import cite
-from ..core._directions import directional, unmoved
-from ..core._free_energy import Calls, Parts, Source
+from ..functional._citation import cite
+from ..functional._directions import directional, unmoved
+from ..functional._free_energy import Calls, Parts, Source
 from ..observables._at_source import HashablePartial, promoted, score_maximum_at, sum_over_keys
 from ..observables._sinks import sinks_as_keys
 

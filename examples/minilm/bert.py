@@ -1,4 +1,4 @@
-"""A BERT whose attention is `energy_attn.MultiheadAttention`, and its weights from a safetensors file.
+"""A BERT whose attention is `energy_attn.nn.MultiheadAttention`, and its weights from a safetensors file.
 
 Source: Devlin et al. (arXiv 1810.04805); the weights are those of all-MiniLM-L6-v2, trained as in Wang et al. (arXiv
 2002.10957) and Reimers and Gurevych (arXiv 1908.10084).
@@ -64,7 +64,7 @@ class Embeddings(eqx.Module):
 class Layer(eqx.Module):
     r"""$y = \mathrm{norm}(x + \mathrm{attention}(x))$, then $\mathrm{norm}(y + \mathrm{MLP}(y))$."""
 
-    attention: ea.MultiheadAttention
+    attention: ea.nn.MultiheadAttention
     attention_norm: eqx.nn.LayerNorm
     up: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -73,7 +73,7 @@ class Layer(eqx.Module):
     def __init__(self, config: dict[str, Any], *, key: PRNGKeyArray) -> None:
         keys, width = jax.random.split(key, 3), config["hidden_size"]
         inner, eps = config["intermediate_size"], config["layer_norm_eps"]
-        self.attention = ea.MultiheadAttention(
+        self.attention = ea.nn.MultiheadAttention(
             config["num_attention_heads"],
             width,
             use_query_bias=True,

@@ -63,7 +63,7 @@ def weights_of(model: Bert, encoded: Encoded) -> Float[Array, "layers B T heads 
     return jnp.stack([_layer_weights(*at) for at in _layers(model, encoded)])
 
 
-def _layers(model: Bert, encoded: Encoded) -> list[tuple[ea.MultiheadAttention, Array, Array]]:
+def _layers(model: Bert, encoded: Encoded) -> list[tuple[ea.nn.MultiheadAttention, Array, Array]]:
     """Each layer's attention, its input, and the lengths. All layers have equal shapes and share one program."""
     inputs = jnp.moveaxis(encoded.states[:, :-1], 1, 0)
     return [
@@ -72,14 +72,14 @@ def _layers(model: Bert, encoded: Encoded) -> list[tuple[ea.MultiheadAttention, 
 
 
 @eqx.filter_jit
-def _layer_report(layer: ea.MultiheadAttention, x: Array, lengths: Array) -> ea.EnergyReport:
+def _layer_report(layer: ea.nn.MultiheadAttention, x: Array, lengths: Array) -> ea.EnergyReport:
     return ea.energy_report(
         layer, x, x, x, query_seq_lengths=lengths, key_value_seq_lengths=lengths
     )
 
 
 @eqx.filter_jit
-def _layer_weights(layer: ea.MultiheadAttention, x: Array, lengths: Array) -> Array:
+def _layer_weights(layer: ea.nn.MultiheadAttention, x: Array, lengths: Array) -> Array:
     query, key, _ = jax.vmap(lambda x: layer.project(x, x, x))(x)
     return ea.attention(
         query, key, one_hot(key), query_seq_lengths=lengths, key_value_seq_lengths=lengths
@@ -155,7 +155,7 @@ def _doubled(tree: Any) -> Any:
 
 @eqx.filter_jit
 def _row(
-    layer: ea.MultiheadAttention, x: Float[Array, "T width"], indices: Int[Array, " 1+tokens"]
+    layer: ea.nn.MultiheadAttention, x: Float[Array, "T width"], indices: Int[Array, " 1+tokens"]
 ) -> tuple[ea.EnergyReport, dict[str, Array]]:
     """The report and the arrays of the example, for the query at the first index."""
     query, key, value = (heads[:, HEAD : HEAD + 1] for heads in layer.project(x, x, x))

@@ -45,7 +45,7 @@ def test_taylor_series():
 
 def test_output_projection_folds_into_the_values():
     """Equation 20: the sum of the heads' gradients, with W_O in their values, is the block's output."""
-    layer = ea.MultiheadAttention(3, 12, key=jax.random.key(0))
+    layer = ea.nn.MultiheadAttention(3, 12, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (6, 12))
 
     @eqx.filter_jit

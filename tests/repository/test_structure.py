@@ -222,7 +222,7 @@ def test_arguments_after_value_are_given_by_name():
     # as jax.nn and Equinox have it, whose places these take
     assert found == {
         "energy_attn.attention": ["bias", "mask"],
-        "energy_attn.MultiheadAttention.__call__": ["mask"],
+        "energy_attn.nn.MultiheadAttention.__call__": ["mask"],
     }
 
 

@@ -19,7 +19,6 @@ import energy_attn as ea
 from energy_attn import masks
 from energy_attn import scores as ready
 from energy_attn.bayes import gamma, saddle_attention
-from energy_attn.core import shifted_energy
 from energy_attn.distributed import (
     KVCache,
     SequenceParallel,
@@ -30,6 +29,7 @@ from energy_attn.distributed import (
     sharded_attention,
     unshard_sequence,
 )
+from energy_attn.functional import shifted_energy
 from energy_attn.hopfield import EnergyAttentionBlock, retrieve
 from energy_attn.kernels import (
     AttentionState,
@@ -211,7 +211,7 @@ def plane(**arrays: Any) -> Any:
 @functools.cache
 def split_layer() -> tuple[Any, Any]:
     sizes = {"num_heads": 2, "query_size": 4, "num_kv_heads": 1, "dropout_p": 0.4}
-    made = ea.MultiheadAttention(**sizes, scale=jnp.asarray(0.8), key=jax.random.key(0))
+    made = ea.nn.MultiheadAttention(**sizes, scale=jnp.asarray(0.8), key=jax.random.key(0))
     return eqx.partition(made, eqx.is_array)
 
 
@@ -386,7 +386,7 @@ CASES = {
     "Gibbs": Case(
         """energy_attn.Gibbs energy_attn.Gibbs.__call__ energy_attn.Gibbs.attention
         energy_attn.Gibbs.tilt energy_attn.Gibbs.merge energy_attn.Gibbs.__or__
-        energy_attn.Gibbs.prepared energy_attn.FreeEnergy.at""",
+        energy_attn.FreeEnergy.at""",
         lambda tilt, source, bias, query, key, value, scale: (
             (F := union(query, key, value, scale, tilt))(source),
             F.attention(),
@@ -452,7 +452,7 @@ CASES = {
         lambda: drawn(15, scores=(3, 5)) | {"where": SEEN[0, 0]},
     ),
     "shifted_energy": Case(
-        "energy_attn.core.shifted_energy",
+        "energy_attn.functional.shifted_energy",
         lambda scores, shift: (shifted_energy(scores, shift), sum(shifted_energy(scores))),
         lambda: drawn(16, scores=(3, 5), shift=(3,)),
     ),
@@ -476,8 +476,8 @@ CASES = {
         tolerance=1e-4,
     ),
     "MultiheadAttention": Case(
-        """energy_attn.MultiheadAttention energy_attn.MultiheadAttention.__call__
-        energy_attn.MultiheadAttention.project""",
+        """energy_attn.nn.MultiheadAttention energy_attn.nn.MultiheadAttention.__call__
+        energy_attn.nn.MultiheadAttention.project""",
         layer,
         lambda: {"layer": split_layer()[0]} | drawn(18, query=(3, 4), key_=(5, 4), value=(5, 4)),
     ),

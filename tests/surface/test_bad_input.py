@@ -17,7 +17,6 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.core import shifted_energy
 from energy_attn.distributed import (
     SequenceParallel,
     cost,
@@ -28,6 +27,7 @@ from energy_attn.distributed import (
     shard_sequence,
     sharded_attention,
 )
+from energy_attn.functional import shifted_energy
 from energy_attn.kernels import AttentionState, empty_state, local_attention, merge, merge_all
 from tests.support.arrays import array
 from tests.support.complaints import (
@@ -198,7 +198,7 @@ def on_mesh(call):
 
 
 def layer(**changes):
-    return ea.MultiheadAttention(
+    return ea.nn.MultiheadAttention(
         **{"num_heads": 2, "query_size": 8, "key": jax.random.key(0), **changes}
     )
 
@@ -527,7 +527,7 @@ FUZZED = {
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_anything_else(function, data):
     """Every other failure: an AttributeError, an IndexError, XLA's own message, or a NaN as the result."""
-    signature = inspect.signature(ea.MultiheadAttention if function is layer else function)
+    signature = inspect.signature(ea.nn.MultiheadAttention if function is layer else function)
     names = set(signature.parameters)
     name = data.draw(st.sampled_from(sorted(names)))
     arguments = {**FUZZED[function], name: data.draw(ANYTHING)}

@@ -27,7 +27,7 @@ F = energy.at(q, k, v, key_value_seq_lengths=lengths)
 energy(q, k, v, source=q).sum()
 out, energies = energy.attention(q, k, v, return_energy=True)
 F.tilt(q).attention().sum() + F.covariance(q).sum() + F.entropy().sum()
-layer = ea.MultiheadAttention(4, 16, is_causal=True, key=jax.random.key(0))
+layer = ea.nn.MultiheadAttention(4, 16, is_causal=True, key=jax.random.key(0))
 out, energies = layer(q[0, :, 0], q[0, :, 0], q[0, :, 0], return_energy=True)
 
 ea.FreeEnergy(causal=True)  # mistake
@@ -47,8 +47,8 @@ F.cumulant(3)  # mistake
 F.sample(3)  # mistake
 F.score_moments().median  # mistake
 F | 0.5  # mistake
-ea.MultiheadAttention(4, 16, is_casual=True, key=jax.random.key(0))  # mistake
-ea.MultiheadAttention(4, 16, energy="reference", key=jax.random.key(0))  # mistake
+ea.nn.MultiheadAttention(4, 16, is_casual=True, key=jax.random.key(0))  # mistake
+ea.nn.MultiheadAttention(4, 16, energy="reference", key=jax.random.key(0))  # mistake
 layer(q, k, v, return_energy=True).sum()  # mistake
 layer(q, k, v, query_position=lengths)  # mistake
 

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from energy_attn.distributed.internal import Part, Tensor, files, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
-from ...core._progress import Progress, progress_of
+from ...functional._progress import Progress, progress_of
 from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._family import Family

@@ -12,7 +12,7 @@ from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.distributed.internal import check_mesh
 from energy_attn.kernels.internal import check_integer, received
 
-from ...core._attention import attention
+from ...functional._attention import attention
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
 from ._cache import DecoderCache, TreeOutput, check_cache

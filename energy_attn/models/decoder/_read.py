@@ -18,7 +18,7 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ...core._attention import attention
+from ...functional._attention import attention
 from ...prefix_tree import PrefixTree, tree_decode
 from ._cache import DecoderCache, TreeOutput, check_cache
 from ._output import Trace, joined

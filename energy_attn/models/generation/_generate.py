@@ -22,8 +22,8 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ...core._citation import cite
-from ...core._progress import Progress
+from ...functional._citation import cite
+from ...functional._progress import Progress
 from ...prefix_tree._sampling import check_sampling
 from ...prefix_tree._tree import is_concrete
 from ..decoder._config import AbstractDecoderConfig

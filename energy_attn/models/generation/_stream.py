@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import received
 
-from ...core._progress import Progress, progress_of
+from ...functional._progress import Progress, progress_of
 
 # Compiled programs call the functions below with the number of a listener, so that another listener
 # does not compile the program again. Listeners are registered here while they listen.

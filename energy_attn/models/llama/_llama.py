@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import check_floating_dtype, check_key, lse_dtype, received
 
-from ...core._citation import cite
+from ...functional._citation import cite
 from ..checkpoint._load import load
 from ..checkpoint._save import save
 from ..decoder._decoder import AbstractDecoder

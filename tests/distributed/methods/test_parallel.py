@@ -496,9 +496,9 @@ def test_modules():
     """A module whose `parallel` field is forgotten on the way to the kernel would be right, and slow."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((13, 8)))
     options = {"num_heads": 4, "query_size": 8, "num_kv_heads": 2, "key": jax.random.key(0)}
-    alone = ea.MultiheadAttention(**options, energy=ea.FreeEnergy(is_causal=True))
+    alone = ea.nn.MultiheadAttention(**options, energy=ea.FreeEnergy(is_causal=True))
     energy = ea.FreeEnergy(is_causal=True, parallel=SequenceParallel("device"))
-    spread = ea.MultiheadAttention(**options, energy=energy)
+    spread = ea.nn.MultiheadAttention(**options, energy=energy)
     with jax.set_mesh(mesh_of("8")):
         compiled = jax.jit(lambda x: spread(x, x, x, return_energy=True)).lower(x).compile()
         close(compiled(x), alone(x, x, x, return_energy=True))

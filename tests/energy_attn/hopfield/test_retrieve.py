@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn import masks
-from energy_attn.core._solution import Result
 from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.functional._solution import Result
 from energy_attn.hopfield import retrieve
 from energy_attn.kernels._checks import received
 from energy_attn.solvers import FixedPoint

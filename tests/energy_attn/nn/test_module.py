@@ -53,7 +53,7 @@ def layers(**options):
     """Equinox's layer and ours with its weights."""
     options = {"num_heads": HEADS, **SIZES, **BIASES, **options}
     theirs = drawn(eqx.nn.MultiheadAttention, **options)
-    return theirs, copied(drawn(ea.MultiheadAttention, **options), theirs)
+    return theirs, copied(drawn(ea.nn.MultiheadAttention, **options), theirs)
 
 
 def copied(ours, theirs):
@@ -152,7 +152,7 @@ def test_learnable_scale():
 def test_equal_keys_give_equal_parameters(options):
     """A model rebuilt from its seed with other weights: keys split in another order, or another initialiser."""
     options = {"num_heads": 4, "query_size": 12, **options}
-    both = eqx.nn.MultiheadAttention, ea.MultiheadAttention
+    both = eqx.nn.MultiheadAttention, ea.nn.MultiheadAttention
     theirs, ours = eqx.filter_jit(lambda key: [f(**options, key=key) for f in both])(
         jax.random.key(3)
     )
@@ -281,7 +281,7 @@ def test_grouped_heads():
     """Heads that read the wrong key/value head, or lose its gradients: repeating the projections for Equinox must give
     the same."""
     options = {"num_heads": 6, "query_size": 12, "use_key_bias": True, "use_value_bias": True}
-    ours = drawn(ea.MultiheadAttention, **options, num_kv_heads=2)
+    ours = drawn(ea.nn.MultiheadAttention, **options, num_kv_heads=2)
     assert ours.key_proj.weight.shape == (2 * 2, 12)
     theirs = drawn(eqx.nn.MultiheadAttention, **options)
 
@@ -313,7 +313,7 @@ def test_grouped_heads():
 @pytest.mark.full
 def test_causal_positions_and_energies():
     """Causality, positions or energies that do not reach the kernel, or reach it for the wrong head."""
-    causal = ea.MultiheadAttention(
+    causal = ea.nn.MultiheadAttention(
         3, 12, energy=ea.FreeEnergy(is_causal=True), key=jax.random.key(0)
     )
     theirs = copied_to_equinox(causal)
@@ -371,10 +371,12 @@ def test_warns_once_and_of_nothing_else():
 def test_options_make_the_energy():
     """An option that the layer takes and does not hand on, or one that an `energy` beside it overrides."""
     options = {"scale": 0.3, "is_causal": True, "local_window_size": (3, 0)}
-    layer = ea.MultiheadAttention(2, 8, **options, key=jax.random.key(0))
-    given = ea.MultiheadAttention(2, 8, energy=ea.FreeEnergy(**options), key=jax.random.key(0))
+    layer = ea.nn.MultiheadAttention(2, 8, **options, key=jax.random.key(0))
+    given = ea.nn.MultiheadAttention(2, 8, energy=ea.FreeEnergy(**options), key=jax.random.key(0))
     assert eqx.tree_equal(layer, given)
     with pytest.raises(ValueError, match=r"energy: wanted either .* got both, is_causal="):
-        ea.MultiheadAttention(2, 8, energy=ea.FreeEnergy(), is_causal=True, key=jax.random.key(0))
+        ea.nn.MultiheadAttention(
+            2, 8, energy=ea.FreeEnergy(), is_causal=True, key=jax.random.key(0)
+        )
     with pytest.raises(TypeError, match=r"causal: wanted one of the options scale, is_causal"):
-        ea.MultiheadAttention(2, 8, causal=True, key=jax.random.key(0))
+        ea.nn.MultiheadAttention(2, 8, causal=True, key=jax.random.key(0))

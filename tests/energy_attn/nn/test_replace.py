@@ -65,7 +65,7 @@ def test_every_layer_and_back(model):
     the way back."""
     swapped = ea.replace_attention(model)
     ours = (swapped.blocks[0], swapped.named["cross"], swapped.stacked)
-    assert all(type(x) is ea.MultiheadAttention for x in ours)
+    assert all(type(x) is ea.nn.MultiheadAttention for x in ours)
     assert swapped.tied is swapped.blocks[0]
     assert swapped.named["cross"].dropout.inference and swapped.blocks[0].dropout.p == 0.3
     assert swapped.stacked.query_proj.weight.shape == (3, 8, 8)
@@ -172,7 +172,7 @@ def test_what_cannot_be_done_is_said(model):
         ea.replace_attention(model.head)
     with pytest.raises(TypeError, match="causal"):
         ea.replace_attention(model, causal=True)
-    with pytest.raises(ValueError, match=r"pytree with energy_attn.MultiheadAttention in it"):
+    with pytest.raises(ValueError, match=r"pytree with energy_attn.nn.MultiheadAttention in it"):
         ea.restore_attention(model)
     for options in (
         {"is_causal": True},
@@ -184,7 +184,7 @@ def test_what_cannot_be_done_is_said(model):
         (field,) = options
         with pytest.raises(ValueError, match=rf"model\.blocks\[0\]\.energy\.{field}: wanted"):
             ea.restore_attention(ea.replace_attention(model, **options))
-    grouped = drawn(ea.MultiheadAttention, num_heads=4, query_size=8, num_kv_heads=2)
+    grouped = drawn(ea.nn.MultiheadAttention, num_heads=4, query_size=8, num_kv_heads=2)
     with pytest.raises(ValueError, match=r"model\[0\]: wanted as many key heads .* got 2 of 4"):
         ea.restore_attention([grouped])
     chosen = ea.replace_attention(model, implementation="blockwise")

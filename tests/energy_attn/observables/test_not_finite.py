@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
-from energy_attn.core import shifted_energy
 from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.functional import shifted_energy
 from energy_attn.solvers import Newton
 from tests.support.measures import measure
 from tests.support.selection import few

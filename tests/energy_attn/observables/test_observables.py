@@ -299,5 +299,5 @@ def test_nothing_asked():
         for name, ask in EMPTY.items():
             for x in jax.tree.leaves(ask(measure(*given), given[0])):
                 assert x.shape[:3] == shape[:3], name
-    layer = ea.MultiheadAttention(2, 4, dtype=key.dtype, key=jax.random.key(0))
+    layer = ea.nn.MultiheadAttention(2, 4, dtype=key.dtype, key=jax.random.key(0))
     assert layer(*[jnp.zeros((0, 4))] * 3).shape == (0, 4)

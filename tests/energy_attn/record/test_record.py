@@ -509,7 +509,7 @@ def test_scores_and_sinks():
 
 def test_dropout_is_not_recorded():
     """The kept keys of a call with dropout as another energy, or instead of it."""
-    make = functools.partial(ea.MultiheadAttention, N, WIDTH, dropout_p=0.5, dtype=jnp.float64)
+    make = functools.partial(ea.nn.MultiheadAttention, N, WIDTH, dropout_p=0.5, dtype=jnp.float64)
 
     @jax.jit
     def run(x, keys):

@@ -104,7 +104,7 @@ def test_layer():
     """Options of the layer that do not reach its report, a batch axis too many, or other heads than it attends with."""
     options = {"scale": 0.7, "is_causal": True, "local_window_size": (3, 0)}
     layer = drawn(
-        ea.MultiheadAttention,
+        ea.nn.MultiheadAttention,
         **{"num_heads": 4, "query_size": 12, "num_kv_heads": 2, "dropout_p": 0.5},
         energy=ea.FreeEnergy(**options),
     )
@@ -140,7 +140,7 @@ def heads(layer, *inputs, at=()):
 
 def test_rule_of_a_call():
     """A report of a layer that leaves out the rule of a call, beside that of its energy."""
-    layer = drawn(ea.MultiheadAttention, num_heads=2, query_size=8, is_causal=True)
+    layer = drawn(ea.nn.MultiheadAttention, num_heads=2, query_size=8, is_causal=True)
     x = np.random.default_rng(1).standard_normal((2, 5, 8))
     rule = ~ea.masks.Prefix(2)
     run = eqx.filter_jit(
@@ -214,12 +214,12 @@ def test_keys_on_eight_devices(model):
 class Own(eqx.Module):
     """A model of one's own: two layers of three heads in a loop, and one of two heads behind another."""
 
-    loop: ea.MultiheadAttention
+    loop: ea.nn.MultiheadAttention
     last: dict
 
     def __init__(self, *, key):
         def layer(key, heads=3):
-            return ea.MultiheadAttention(heads, 6, dtype=jnp.float64, is_causal=True, key=key)
+            return ea.nn.MultiheadAttention(heads, 6, dtype=jnp.float64, is_causal=True, key=key)
 
         self.loop = eqx.filter_vmap(layer)(jax.random.split(key))
         self.last = {"a": layer(key, 2)}
@@ -256,7 +256,7 @@ def test_any_model():
 
 def test_rows_of_any_model():
     """Rows of layers whose shapes differ put together, an option that does not reach the function, an empty report."""
-    one, x = drawn(ea.MultiheadAttention, num_heads=2, query_size=6), np.ones((5, 6))
+    one, x = drawn(ea.nn.MultiheadAttention, num_heads=2, query_size=6), np.ones((5, 6))
 
     def traced(function, **options):
         run = functools.partial(ea.energy_report, function, per_query=True, **options)
@@ -289,7 +289,7 @@ def test_sixteen_bits():
 
 def test_bad_input(unchecked, model, tokens):
     """A message that does not name the wrong argument."""
-    layer = drawn(ea.MultiheadAttention, num_heads=2, query_size=4, dtype=jnp.float32)
+    layer = drawn(ea.nn.MultiheadAttention, num_heads=2, query_size=4, dtype=jnp.float32)
     x = jnp.asarray(np.zeros((2, 3, 4), np.float32))
     one, fewer = (jnp.asarray(np.zeros(shape, np.float32)) for shape in ((3, 4), (1, 3, 4)))
     for call, error, words in (

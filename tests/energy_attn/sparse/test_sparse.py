@@ -307,9 +307,11 @@ def test_cache_sends_two_numbers_a_row():
 def test_layers_and_wrong_ones():
     """A layer that forgets the regulariser; what has no measure of Gibbs; wrong numbers."""
     energy = ea.FreeEnergy(regulariser=ea.Tsallis())
-    layer = ea.MultiheadAttention(num_heads=2, query_size=4, key=jax.random.key(0), energy=energy)
+    layer = ea.nn.MultiheadAttention(
+        num_heads=2, query_size=4, key=jax.random.key(0), energy=energy
+    )
     x = jnp.asarray(RNG.standard_normal((5, 4)), layer.query_proj.weight.dtype)
-    plain = ea.MultiheadAttention(num_heads=2, query_size=4, key=jax.random.key(0))
+    plain = ea.nn.MultiheadAttention(num_heads=2, query_size=4, key=jax.random.key(0))
     found, other = eqx.filter_jit(lambda *layers: [f(x, x, x) for f in layers])(layer, plain)
     assert not np.allclose(found, other)
     q = jnp.ones((1, 3, 2, 4))

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from energy_attn.kernels.internal import check_flag, check_source, received
 
 from ..bayes._measure import AbstractConjugate
-from ..core._free_energy import (
+from ..functional._free_energy import (
     Calls,
     Parts,
     attention_and_energy,
@@ -80,7 +80,7 @@ class Gibbs(AbstractConjugate):
             TypeError: `source` is not a floating array.
             ValueError: `source` has another shape.
         """
-        calls, parts = _prepared(self.parts)
+        calls, parts = _calls(self.parts)
         if source is not None:
             check_source(source, parts[0].query, parts[0].value)
         total = sum_of_sources(self.source, source)
@@ -111,7 +111,7 @@ class Gibbs(AbstractConjugate):
             in a fully masked row.
         """
         check_flag("return_energy", return_energy)
-        calls, parts = _prepared(self.parts)
+        calls, parts = _calls(self.parts)
         out, energy = both_computed(*attention_and_energy(calls, parts, self.source))
         out = out.astype(self.parts[0].value.dtype)
         return (out, energy) if return_energy else out
@@ -194,17 +194,17 @@ class Gibbs(AbstractConjugate):
         """`self.merge(other)`."""
         return self.merge(other) if isinstance(other, Gibbs) else NotImplemented
 
-    def prepared(self) -> tuple[Calls, Parts]:
+    def _prepared(self) -> tuple[Calls, Parts]:
         """The prepared calls, in the precision of energies, with the source in their scores, and sinks as keys."""
-        return sinks_as_keys(*self.prepared_keys())
+        return sinks_as_keys(*self._prepared_keys())
 
-    def prepared_keys(self) -> tuple[Calls, Parts]:
+    def _prepared_keys(self) -> tuple[Calls, Parts]:
         """The same of the keys of each part, which has its sink beside them."""
-        calls, parts = _prepared(_tilted(self))
+        calls, parts = _calls(_tilted(self))
         return calls, promoted(parts)
 
 
-def _prepared(parts: tuple[KeySet, ...]) -> tuple[Calls, Parts]:
+def _calls(parts: tuple[KeySet, ...]) -> tuple[Calls, Parts]:
     calls, arrays = zip(*map(prepare_keys, parts), strict=True)
     return calls, arrays
 

@@ -102,7 +102,7 @@ def shifted_energy(
 
     Examples:
         >>> import jax, jax.numpy as jnp
-        >>> from energy_attn.core import shifted_energy
+        >>> from energy_attn.functional import shifted_energy
         >>> scores = jnp.array([1.0, 3.0])
         >>> energy, shift = shifted_energy(scores)
         >>> bool(jnp.allclose(energy + shift, jax.nn.logsumexp(scores)))

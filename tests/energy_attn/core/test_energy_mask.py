@@ -72,8 +72,8 @@ def test_modules_and_caches():
 
     @jax.jit
     def run(key):
-        layer = ea.MultiheadAttention(2, 4, mask=rule, dropout_p=0.3, key=key)
-        plain = ea.MultiheadAttention(2, 4, dropout_p=0.3, key=key)
+        layer = ea.nn.MultiheadAttention(2, 4, mask=rule, dropout_p=0.3, key=key)
+        plain = ea.nn.MultiheadAttention(2, 4, dropout_p=0.3, key=key)
         cache = KVCache.empty(1, 16, 2, 3, dtype=jnp.float64).append(k, v)
         hole = ~(masks.Prefix(4) & ~masks.Prefix(2))  # all but positions 2 and 3
         energy = ea.FreeEnergy(is_causal=True, mask=hole)

@@ -1,64 +1,68 @@
-"""The keys of a measure, and how the rows score them: the arguments of one call."""
+"""The keys of a measure, and the energy that scores them: the arguments of one call."""
 
+import abc
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import Candidate, join_masks, lse_dtype
+from energy_attn.kernels.internal import RowOptions, check_options, join_masks, lse_dtype
 from energy_attn.kernels.masks import AbstractMask
-from energy_attn.kernels.scores import AbstractScore
 
-from ..core._free_energy import Arrays, Prepared, check_at, prepare
+from ..functional._free_energy import Arrays, Prepared, check_at, prepare
+from ..functional._options import EnergyOptions
+
+
+class AbstractEnergy(eqx.Module):
+    """The options of a call, and a mask besides that of the call."""
+
+    mask: eqx.AbstractVar[AbstractMask | None]
+
+    @abc.abstractmethod
+    def _options(self) -> EnergyOptions: ...
 
 
 class KeySet(eqx.Module):
-    """Queries, keys and values, what else scores and masks them, and the options of the call.
+    """Queries, keys and values, and the energy by which the rows score the keys.
 
-    `rule`: the energy's own mask. `rows`: lengths, positions and segment ids by the names of their
-    options, without those not given.
+    `rows`: lengths, positions and segment ids by the names of their options, without those not given.
     """
 
+    energy: AbstractEnergy
     query: Float[Array, "*B T N H"]
     key: Float[Array, "*B S K H"]
     value: Float[Array, "*B S K Hv"]
     bias: Float[Array, "..."] | None
     mask: Bool[Array, "..."] | AbstractMask | None
-    rule: AbstractMask | None
     rows: dict[str, Int[Array, "..."]]
-    scale: float | Float[Array, ""] | None
-    is_causal: bool = eqx.field(static=True)
-    local_window_size: int | tuple[int, int] | None = eqx.field(static=True)
-    implementation: Candidate | Sequence[Candidate] | None = eqx.field(static=True)
-    parallel: SequenceParallel | None = eqx.field(static=True)
-    score: AbstractScore | None
-    sink: Float[Array, "..."] | None = None
     source: Float[Array, "*B T N Hv"] | None = None  # at which the scores are
 
 
 # Functions, as a bound method of an Equinox module is a module, which takes time to make.
 def prepare_keys(keys: KeySet) -> tuple[Prepared, Arrays]:
     """The prepared call, with the source in its scores. Raises as `free_energy` does."""
-    call, arrays = prepare(
-        keys.query,
-        keys.key,
-        keys.value,
-        keys.bias,
-        join_masks(keys.rule, keys.mask),
-        scale=keys.scale,
-        is_causal=keys.is_causal,
-        local_window_size=keys.local_window_size,
-        implementation=keys.implementation,
-        parallel=keys.parallel,
-        score=keys.score,
-        sink=keys.sink,
-        **keys.rows,
-    )
+    given = keys.query, keys.key, keys.value, keys.bias, keys.mask
+    rows: Any = keys.rows
+    call, arrays = prepare_at(keys.energy, *given, rows)
     return (call, arrays) if keys.source is None else _tilted(call, arrays, keys.source)
+
+
+def prepare_at(
+    energy: AbstractEnergy,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Array | AbstractMask | None,
+    rows: RowOptions,
+) -> tuple[Prepared, Arrays]:
+    """The prepared call of an energy. Raises as `FreeEnergy.at`."""
+    check_options(rows, RowOptions)
+    mask = join_masks(energy.mask, mask)
+    return prepare(query, key, value, bias, mask, **energy._options(), **rows)
 
 
 def tilt_keys(keys: KeySet, source: Float[Array, "*B T N Hv"]) -> KeySet:

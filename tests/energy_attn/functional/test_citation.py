@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import energy_attn as ea
-from energy_attn.core import _citation
 from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.functional import _citation
 from energy_attn.models import Llama, LlamaConfig, PromptLookup, generate
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -161,7 +161,9 @@ def test_learnt():
 def layers():
     """One with a score, the same without it, and rows for both."""
     energy = ea.FreeEnergy(score=scores.SoftCap(0.5))
-    layer = ea.MultiheadAttention(num_heads=2, query_size=4, key=jax.random.key(0), energy=energy)
+    layer = ea.nn.MultiheadAttention(
+        num_heads=2, query_size=4, key=jax.random.key(0), energy=energy
+    )
     x = jnp.asarray(normal(3, 5, 4), layer.query_proj.weight.dtype)
     return layer, eqx.tree_at(lambda x: x.energy, layer, ea.FreeEnergy()), x
 

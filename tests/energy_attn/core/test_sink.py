@@ -389,7 +389,7 @@ def test_score():
 
 def layer_with_sink(**options):
     sink = jnp.asarray(sink_of(PROBLEMS["plain"])[:2])
-    layer = ea.MultiheadAttention(2, 6, sink=sink, key=jax.random.key(0), **options)
+    layer = ea.nn.MultiheadAttention(2, 6, sink=sink, key=jax.random.key(0), **options)
     return layer, jax.random.normal(jax.random.key(1), (5, 6))
 
 

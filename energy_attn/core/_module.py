@@ -25,12 +25,12 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 from energy_attn.kernels.scores import AbstractScore
 
-from ..core._free_energy import Arrays, Prepared, attention_and_energy, energy_at, prepare
-from ..core._options import AttentionOptions, EnergyOptions
-from ..core._tag import recorders, tagged
+from ..functional._free_energy import attention_and_energy, energy_at
+from ..functional._options import AttentionOptions, EnergyOptions
+from ..functional._tag import recorders, tagged
 from ..sparse._tsallis import Tsallis, tsallis_state
 from ._gibbs import Gibbs
-from ._keys import KeySet, prepare_keys
+from ._keys import AbstractEnergy, KeySet, prepare_at, prepare_keys
 
 
 def _hashable(
@@ -42,7 +42,7 @@ def _hashable(
     return implementation
 
 
-class FreeEnergy(eqx.Module):
+class FreeEnergy(AbstractEnergy):
     r"""The free energy as a module: options are fields, a call returns energies.
 
     `energy.at(query, key, value)` is the free energy as a function of the source alone, a
@@ -281,21 +281,6 @@ def _tagged(
     return tagged(name, source, query, key, value, bias, mask, **energy._options(), **rows)
 
 
-def prepare_at(
-    energy: FreeEnergy,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    mask: Array | AbstractMask | None,
-    rows: RowOptions,
-) -> tuple[Prepared, Arrays]:
-    """The prepared call of an energy. Raises as `FreeEnergy.at`."""
-    check_options(rows, RowOptions)
-    mask = join_masks(energy.mask, mask)
-    return prepare(query, key, value, bias, mask, **energy._options(), **rows)
-
-
 def measure_at(
     energy: FreeEnergy,
     query: Array,
@@ -309,8 +294,7 @@ def measure_at(
     _check_gibbs(energy)
     check_options(rows, RowOptions)
     given: Any = {name: x for name, x in rows.items() if x is not None}
-    options = energy._options()
-    return Gibbs((KeySet(query, key, value, bias, mask, energy.mask, given, **options),))
+    return Gibbs((KeySet(energy, query, key, value, bias, mask, given),))
 
 
 def measure_of(

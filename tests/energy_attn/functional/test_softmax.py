@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
-from energy_attn.core import shifted_energy
+from energy_attn.functional import shifted_energy
 from tests.support.compare import close
 from tests.support.naive import assert_close
 from tests.support.reference import largest

@@ -34,7 +34,7 @@ def optimum(query):
     """The point of a map, as if a solver had found it."""
     F = measure(query)
     found = lax.stop_gradient(F.attention(return_energy=True))
-    return with_exact_derivative(*F.prepared(), *reversed(found))[1]
+    return with_exact_derivative(*F._prepared(), *reversed(found))[1]
 
 
 ANSWERS = {

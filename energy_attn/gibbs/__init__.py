@@ -1,1 +1,0 @@
-"""The free energy as an Equinox module, and the Gibbs measure of the keys that it defines."""
