@@ -354,7 +354,7 @@ def test_sixteen_bits(slots, options):
 
 
 def test_quantize():
-    """An error above max|x| / 254 per head and token; zeros, and NaNs that come back as numbers."""
+    """An error above max|x| / 254 per head and token; zeros, NaNs that come back as numbers; scales on every device."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, 3, 16)) * 10.0 ** rng.integers(-9, 9, (64, 3, 1))
     x[0, 0], x[1, 1, 3] = 0, np.nan
@@ -370,6 +370,8 @@ def test_quantize():
         key, value = tokens(3, 5, jnp.float32)
         cache = started(key, value, dtype=jnp.float32, quantize="int8")
         assert cache.key.dtype == jnp.int8 and cache.key_scale.shape == (B, 48, K)
+        scales = empty(quantize="int8").key_scale.addressable_shards  # each device has its own
+        assert [x.data.shape for x in scales] == 8 * [(B, 6, K)]
         for b, row in enumerate(held(cache)):
             for n, pair in row.items():
                 for x, exact in zip(pair, (np.asarray(y)[b, n] for y in (key, value)), strict=True):
