@@ -31,8 +31,8 @@ def vary_together(tree: _Tree, axes: Sequence[str] = ()) -> _Tree:
 def apply_in_float32(collective: Callable[[Array], Array], x: Array) -> Array:
     """`collective(x)`, where it or its derivative reduces over devices: 16 bits are reduced in 32.
 
-    Left to XLA:CPU, widening bfloat16 in a `jax.shard_map` over some axes of a mesh aborts the
-    process: "Invalid binary instruction opcode copy" (JAX 0.8 to 0.12).
+    XLA:CPU aborts on sums of bfloat16 in a `jax.shard_map` over some axes of a mesh: "Invalid binary instruction
+    opcode copy" (JAX 0.8 to 0.12; red without the cast: `test_bfloat16_beside_another_axis`).
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
         return collective(x)

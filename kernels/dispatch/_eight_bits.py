@@ -71,7 +71,8 @@ class _EightBits(AbstractFunction):
 
 
 # XLA:TPU casts eight bits inside a product. Of eight bits times their scale it still writes keys or values
-# to memory (libtpu 0.0.52), and for a Pallas kernel both: so scores and weights are scaled in their place.
+# to memory (libtpu 0.0.52), and for a Pallas kernel both: so scores and weights are scaled in their place. Red with
+# keys and values dequantized: `test_nothing_is_dequantized` of tests/tpu.
 def _in_place(operands: Operands, settings: Settings) -> AttentionState:
     return per_head(hide_unreachable(operands, settings), settings)
 

@@ -1,7 +1,8 @@
 """Functions with a derivative of their own, for both modes: what `jax.custom_jvp` is, as a primitive.
 
-In a second derivative of a `lax.scan`, JAX 0.10 loses the rules of a `custom_jvp` in its body and
-differentiates the functions themselves (JAX 0.12 does not). Of a primitive it knows nothing else.
+In `grad(grad(f))` and `jvp` of `grad` of an `f` with a `lax.scan`, JAX 0.10.2 ignores the rules of a `custom_jvp` in
+its body and differentiates the functions themselves; JAX 0.12.0 does not. A primitive has no other rules
+(`test_compositions`, "loop").
 """
 
 import abc
@@ -48,7 +49,7 @@ def function_call(function: AbstractFunction, args: PyTree) -> Any:
     return call.result.unflatten(function_call_p.bind(*flat, program=program, call=call))
 
 
-# No tuple: JAX 0.8 makes weak references to static arguments.
+# No tuple: JAX 0.8 makes weak references to static arguments, which tuples do not support.
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """A function with the structures of its argument and of its result; static."""

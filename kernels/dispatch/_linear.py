@@ -49,7 +49,7 @@ def linear_call(linear_map: AbstractLinearMap, fixed: PyTree, moving: PyTree) ->
     return call.result.unflatten(linear_call_p.bind(*flat, program=program, call=call))
 
 
-# No tuple: JAX 0.8 makes weak references to static arguments.
+# No tuple: JAX 0.8 makes weak references to static arguments, which tuples do not support.
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """A map with the structures of its arguments and of its result; static."""

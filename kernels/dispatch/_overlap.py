@@ -15,7 +15,7 @@ def overlap_transfer(computed: Computed, in_flight: Tree) -> tuple[Computed, Tre
     """Returns both behind an optimization barrier, so that XLA overlaps the transfer with the computation.
 
     XLA:TPU starts a transfer as late as it can, after all products if sums or copies of their results could
-    hide it. Behind the barrier these cannot, so the products do.
+    hide it. Behind the barrier these cannot, so the products do (red without: `test_a_ring_sends_while_it_computes`).
     """
     return function_call(_OverlapTransfer(), (computed, in_flight))
 

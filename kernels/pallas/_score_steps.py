@@ -121,7 +121,8 @@ def run(steps: Sequence[Step], found: dict[Any, Any]) -> None:
     for step in steps:
         given = [value(found, x) for x in step.inputs]
         if step.primitive.name == "sign" and jnp.issubdtype(given[0].dtype, jnp.integer):
-            # of whole divisions: to lower it for TPUs, JAX 0.10 wants one at hand
+            # Of whole divisions. JAX 0.10 lowers `sign` for TPUs only where there is one; red then:
+            # `test_functions_of_scores` of tests/tpu, with `sign` in the kernel's TARGET.
             one = np.ones((), given[0].dtype)[()]
             found[step.outputs[0]] = lax.clamp(-one, given[0], one)
             continue

@@ -75,6 +75,7 @@ def _sums(
     """Outputs before division, totals and energies of an entry of the batch."""
     maximum = maximum_of(scores, pieces)
     # Of the shape that the product had, so that XLA:CPU writes them over it: a second array would cost page faults.
+    # Guarded by `test_weights_are_written_over_the_scores`.
     weights = exp_from(scores, safe_shift(maximum))
     total, lse, _ = normalised(weights.sum(0, keepdims=True), maximum)
     return weighed_sum(weights, value, shown, pieces), total[0], lse[0]

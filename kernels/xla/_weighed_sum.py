@@ -42,11 +42,12 @@ def weighed_sum(
     piece = together * min(count, key_len // together)
     count, steps = piece // together, -(-key_len // piece)
 
-    # one axis of heads and widths: a key head alone has an axis of size 1, for which XLA:CPU copies all values
+    # One axis of heads and widths: for a key head alone, an axis of size 1, XLA:CPU copies all values
+    # (`test_values_of_one_key_head_are_not_copied`).
     joined = value.reshape(key_len, kv_heads * width)
 
     def add_piece(i: Array, sums: Array) -> Array:
-        # Tied to the step: else XLA moves the values' cast to integers before the loop, as a copy of all.
+        # Tied to the step: else XLA moves the values' cast before the loop, as a copy of all (red in the same test).
         values, i = lax.optimization_barrier((joined, i))
         # the last piece overlaps the one before; keys in both count once
         first = jnp.minimum(i * piece, key_len - piece)
@@ -83,5 +84,6 @@ def maximum_of(scores: Float[Array, "S R"], pieces: Pieces) -> Float[Array, "1 R
 
 def _reduced(f: Callable[[Array, Array], Array], x: Array, start: float) -> Array:
     # XLA:CPU gives sums and maxima to YNNPACK, and writes their operand to memory first. Of other functions it
-    # makes one loop with the operand: so a + b is written a - (-b).
+    # makes one loop with the operand: so a + b is written a - (-b). Red with a + b, on JAX 0.10.2 and 0.12.0:
+    # `test_weights_are_written_over_the_scores`.
     return lax.reduce(x, jnp.asarray(start, x.dtype), f, (0,))

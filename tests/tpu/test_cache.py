@@ -50,7 +50,7 @@ def sent(program):
 
 @every_chip
 @pytest.mark.parametrize("rows", [1, 8])
-def test_nothing_is_widened(chip, rows):
+def test_nothing_is_dequantized(chip, rows):
     """Keys or values in the query's dtype; float32 scores, and once more as weights, are 1/32 of these."""
     assert temporary(compiled(chip, 1, rows=rows)) < WIDENED / 30
 

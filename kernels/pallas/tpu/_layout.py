@@ -20,7 +20,7 @@ MOST_LISTED = 2**16  # of four bytes each, beside the ranges
 
 
 # What Mosaic has, in all versions of JAX, for a score and its derivatives (1 - x² in them since 0.12). Not the sign (of
-# the derivative of abs), for which JAX 0.10 wants a TPU at hand where it compiles ahead of time, too.
+# the derivative of abs), which JAX 0.10 lowers only where there is a TPU, not ahead of time ("Unsupported TPU device").
 TARGET = Target(
     frozenset(
         "abs add add_any and broadcast_in_dim ceil clamp convert_element_type cos custom_jvp_call div "
