@@ -30,13 +30,13 @@ class AbstractWay(abc.ABC):
 
     @abc.abstractmethod
     def hop(self, tree: Any, axes: Axes) -> Any:
-        """What a tree in that form brings in one hop."""
+        """Sends a tree in that form one hop on, and returns what arrives."""
 
     @abc.abstractmethod
     def cut(
         self, x: Array | None, axis: int, turn: int | Array, size: int, axes: Axes
     ) -> Array | None:
-        """What of an array of all keys belongs to the `size` ones of a turn, unless it is broadcast along them."""
+        """The part of an array of all keys for the `size` keys of a turn; all of it if it is broadcast along them."""
 
     @abc.abstractmethod
     def uncut(self, found: Array, like: Array, axis: int, turn: int | Array, axes: Axes) -> Array:

@@ -83,11 +83,11 @@ class AbstractTurns(abc.ABC):
 
     @abc.abstractmethod
     def first(self, own: Tree) -> Tree:
-        """What is here in turn 0 of arrays `[B, S, ...]`, of which each device has its `own`."""
+        """The arrays `[B, S, ...]` of turn 0, from each device's `own`."""
 
     @abc.abstractmethod
     def following(self, here: Tree, own: Tree, turn: int | Array) -> Tree:
-        """What comes for the turn after this one."""
+        """The arrays of the turn after this one."""
 
     @abc.abstractmethod
     def joined(self, here: Tree) -> Tree:
@@ -95,7 +95,7 @@ class AbstractTurns(abc.ABC):
 
     @abc.abstractmethod
     def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
-        """What of an array of all keys belongs to those of a turn, unless it is broadcast along them."""
+        """The part of an array of all keys for the keys of a turn; all of it if it is broadcast along them."""
 
     @abc.abstractmethod
     def uncut(self, found: Array, like: Array, axis: int, turn: int | Array) -> Array:

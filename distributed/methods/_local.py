@@ -24,10 +24,9 @@ from ._arguments import (
     check_axes,
     check_local,
     queries_are_parts,
-    unbatched,
 )
 from ._methods import check_method
-from ._sink import attend_with_sink
+from ._sink import finished, settings_beside
 
 
 def sharded_attention(
@@ -114,10 +113,8 @@ def sharded_attention(
         scores=functools.partial(_scores, way, axes, sharded),
     )
     sink = check_sink(sink, query)
-    state = attend_with_sink(
-        lambda settings: way.attend(names, settings, call.operands, axes, sharded), call, sink
-    )
-    return state if call.batched else unbatched(state)
+    state = way.attend(names, settings_beside(sink, call), call.operands, axes, sharded)
+    return finished(state, sink, call)
 
 
 def _are_sharded(

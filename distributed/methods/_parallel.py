@@ -45,7 +45,7 @@ class SequenceParallel:
         queries_sharded: whether queries are sharded; None: where there are as many as keys. Set it
             for a chunk of a prompt that continues from a cache.
         heads: other mesh axes, over which the heads are sharded, in a cache too: for tensor
-            parallelism. Heads do not meet, so that it costs nothing here.
+            parallelism. Heads are independent, so this adds no communication.
         batch: other mesh axes, over which the rows of the batch are sharded, in a cache too: for data
             parallelism. Name them where they are automatic, as XLA may gather rows that are sharded
             over axes that nobody named; of explicit axes the types of the arrays tell. Rows that a `jax.vmap`

@@ -29,7 +29,7 @@ from ._plan import (
     other_explicit_axes,
     reshard_explicit,
 )
-from ._sink import attend_with_sink
+from ._sink import finished, settings_beside
 from ._tree import Tree
 
 
@@ -44,14 +44,11 @@ def attend_sharded(
     A length that is no multiple of the number of devices is padded with absent keys and queries.
     The result is sharded as the queries are. Raises as the kernels do.
     """
-
-    def run(settings: Settings) -> AttentionState:
-        if plan is None:
-            return attend(names, settings, call.operands)
-        check_taylor(call.operands)
-        return _sharded(plan, tuple(names), settings, call.operands)
-
-    return attend_with_sink(run, call, sink)
+    settings = settings_beside(sink, call)
+    if plan is None:
+        return finished(attend(names, settings, call.operands), sink, call)
+    check_taylor(call.operands)
+    return finished(_sharded(plan, tuple(names), settings, call.operands), sink, call)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.

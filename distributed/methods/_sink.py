@@ -1,7 +1,5 @@
 """A sink, merged once with the state of all keys."""
 
-from collections.abc import Callable
-
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
@@ -13,15 +11,17 @@ from energy_attn.kernels.internal import (
     without_lengths,
 )
 
-from ._arguments import rounded
+from ._arguments import rounded, unbatched
 
 
-def attend_with_sink(
-    run: Callable[[Settings], AttentionState], call: CheckedCall, sink: Array | None
-) -> AttentionState:
-    """`run(call.settings)`, the state of all keys of a call, merged with that of a checked sink."""
-    if sink is None:
-        return run(call.settings)
-    rows = without_lengths(call.operands).query_positions
-    state = with_sink(run(with_unrounded_out(call.settings)), sink, rows)
-    return rounded(state, call.operands, call.settings)
+def settings_beside(sink: Array | None, call: CheckedCall) -> Settings:
+    """The settings of the keys of a call, whose state is rounded once it is merged with that of a sink."""
+    return call.settings if sink is None else with_unrounded_out(call.settings)
+
+
+def finished(state: AttentionState, sink: Array | None, call: CheckedCall) -> AttentionState:
+    """The state of all keys of a call, merged with that of a checked sink, with a batch axis if the call had one."""
+    if sink is not None:
+        rows = without_lengths(call.operands).query_positions
+        state = rounded(with_sink(state, sink, rows), call.operands, call.settings)
+    return state if call.batched else unbatched(state)

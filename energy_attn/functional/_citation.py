@@ -1,4 +1,4 @@
-"""What to cite: this library, and the papers whose ideas a program uses."""
+"""Citations of this library, and of the papers whose ideas a program uses."""
 
 import importlib.metadata
 from typing import NamedTuple

@@ -270,26 +270,16 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
     """
     source = None if calls[0].at_zero else _unless_zero(source)
     if len(calls) == 1:
-        return attend_checked(calls[0], check_at(calls[0], source, parts[0]), parts[0].sink)
+        call, arrays = calls[0], parts[0]
+        return attend_sharded(call.plan, call.names, check_at(call, source, arrays), arrays.sink)
 
     def unrounded(call: Prepared, arrays: Arrays) -> AttentionState:
         given = check_at(call, source, arrays)
         given = given._replace(settings=with_unrounded_out(given.settings))
-        return attend_checked(call, given, arrays.sink)
+        return attend_sharded(call.plan, call.names, given, arrays.sink)
 
     out, lse = functools.reduce(merge, map(unrounded, calls, parts))
     return AttentionState(out.astype(parts[0].value.dtype), lse)
-
-
-def attend_checked(
-    static: Prepared, call: CheckedCall, sink: Array | None = None
-) -> AttentionState:
-    """The state of a checked call, by the implementations and over the mesh of a prepared call.
-
-    With a checked sink, if any. Raises as the kernels do.
-    """
-    state = attend_sharded(static.plan, static.names, call, sink)
-    return state if call.batched else jax.tree.map(lambda x: x[0], state)
 
 
 def _shared(out: Array, lse: Array) -> tuple[Array, Array]:

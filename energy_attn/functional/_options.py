@@ -8,7 +8,7 @@ from energy_attn.kernels.masks import AbstractMask
 
 
 class EnergyOptions(ScoreOptions, total=False):
-    """What an energy is, whatever the queries and keys that it is asked about."""
+    """The options of an energy, which do not depend on queries and keys."""
 
     sink: Float[Array, "... N"] | None
     r"""$b$, `[N]` or `[B, N]`: the score, in nats, of one more outcome whose value is zero,

@@ -51,7 +51,7 @@ class Result(enum.IntEnum):
 
 
 class Solution(eqx.Module):
-    """What a solver found, whether it converged, and its statistics.
+    """The result of a solver, whether it converged, and its statistics.
 
     Attributes:
         value: the optimal value of each problem.

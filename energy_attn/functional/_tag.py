@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 
 class AbstractRecorder(abc.ABC):
-    """What a recording asks of each energy that runs; hashable, as programs are cached by it."""
+    """The figures that a recording computes of each energy that runs; hashable, as programs are cached by it."""
 
     @abc.abstractmethod
     def observe(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from energy_attn.distributed.internal import attend_sharded
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     CheckedCall,
@@ -22,7 +23,6 @@ from ..functional._free_energy import (
     Calls,
     Parts,
     Prepared,
-    attend_checked,
     both_computed,
     check_at,
 )
@@ -140,7 +140,7 @@ def _attention_and_score(call: Prepared, arrays: Arrays) -> AttentionState:
 def _with_keys(call: Prepared, arrays: Arrays, value: Array) -> tuple[Array, Array, Array]:
     """Attention over values that end in the keys, the energies, and the mean of linear scores."""
     given = check_at(call, None, arrays._replace(value=value))
-    out, lse = attend_checked(call, given)
+    out, lse = attend_sharded(call.plan, call.names, given)
     query = _asked(given, lse)
     mean = dot_rows(query, out[..., -query.shape[-1] :])
     return out, lse, given.settings.scale * mean

@@ -141,31 +141,19 @@ class Pullback(AbstractLinearMap):
         return AttentionState._make(None if x is None else y for x, y in kept)
 
 
-def differentiable_attention(
-    kernels: Kernels, settings: Settings, operands: Operands
-) -> AttentionState:
+@dataclasses.dataclass(frozen=True)
+class Attention(AbstractFunction):
     """The state by the first of `kernels` that fits; `out` and `lse` are differentiable, in both modes.
 
     First derivatives are the kernel's own `tangent` and `backward`, each of which is the transpose of
     the other; those of higher order are JAX's, of the blockwise ones. Raises as `run_when_lowered`.
     """
-    return function_call(_Attention(kernels, settings), operands)
-
-
-def state_of(kernels: Kernels, settings: Settings, operands: Operands) -> AttentionState:
-    """The state by the first of `kernels` that fits, without derivatives."""
-    return run_when_lowered(_forward, empty_like, kernels, settings, operands)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attention(AbstractFunction):
-    """The state by the first of `kernels` that fits."""
 
     kernels: Kernels
     settings: Settings
 
     def apply(self, args: Operands) -> AttentionState:
-        return state_of(self.kernels, self.settings, args)
+        return run_when_lowered(_forward, empty_like, self.kernels, self.settings, args)
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
         state, rest = function_call(_WithRest(self.kernels, self.settings), primals)

@@ -13,7 +13,7 @@ from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings, hide_unreachable, is_static
 from ..call._state import AttentionState
 from ..xla._decode import per_head
-from ._derivative import state_of
+from ._derivative import Attention
 from ._function import AbstractFunction, function_call
 
 Attend = Callable[[tuple[Any, ...], Settings, Operands], AttentionState]  # hashable
@@ -64,7 +64,7 @@ class _EightBits(AbstractFunction):
         return jax.jvp(run, [leaves[i] for i in moved], [changes[i] for i in moved])
 
     def _by_kernel(self, operands: Operands) -> AttentionState:
-        return state_of(self.kernels, self.settings, operands)
+        return Attention(self.kernels, self.settings).apply(operands)
 
     def _of_dequantized(self, operands: Operands) -> AttentionState:
         return self.attend(self.names, self.settings, dequantized(operands))

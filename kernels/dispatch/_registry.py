@@ -25,8 +25,9 @@ from ..xla._blockwise import Blockwise
 from ..xla._decode import Decode
 from ..xla._decode_cpu import DecodeCPU
 from ..xla._reference import Reference
-from ._derivative import differentiable_attention
+from ._derivative import Attention
 from ._eight_bits import attend_eight_bits
+from ._function import function_call
 from ._lowering import Program, first_fitting, why_unfit
 from ._taylor import check_taylor
 
@@ -181,7 +182,7 @@ def _attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands
         return attend_eight_bits(_attend, names, kernels, settings, operands)
     if kernels[0].differentiated_by_jax:
         return kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
-    return differentiable_attention(kernels, settings, operands)
+    return function_call(Attention(kernels, settings), operands)
 
 
 def explain(

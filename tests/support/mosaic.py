@@ -9,7 +9,7 @@ import pytest
 
 from energy_attn.kernels import KernelCall
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._kernel import check_call_of
+from energy_attn.kernels.call._kernel import as_read, check_call_of
 from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
 from energy_attn.kernels.pallas.mosaic._plan import TileSizes
@@ -94,7 +94,7 @@ def state_of(given):
     def run(arrays):
         call = check_call(**arrays, **given.options)
         check_call_of(KERNEL, KernelCall(call.operands, call.settings))
-        return KERNEL.forward(KernelCall(call.operands, call.settings, HERE))
+        return KERNEL.forward(as_read(KERNEL, KernelCall(call.operands, call.settings, HERE)))
 
     return run
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from energy_attn.kernels import AttentionState, KernelCall
 from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._kernel import as_read
 from energy_attn.kernels.call._operands import cotangents as directions_of
 from tests.support.arrays import array
 from tests.support.naive import assert_close, has_judge, longer, naive
@@ -31,7 +32,9 @@ def pushed(kernel, problem, dtype, moving, platform):
     def run(arrays, state, directions):
         call = check_call(**arrays, **problem.options)
         moved = directions_of(*(directions.get(name) for name in ALL), None)
-        return kernel.tangent(KernelCall(call.operands, call.settings, platform), state, moved)
+        return kernel.tangent(
+            as_read(kernel, KernelCall(call.operands, call.settings, platform)), state, moved
+        )
 
     arrays, directions = (with_holes(x, problem) for x in (arrays, directions))
     return run(arrays, state, directions), rounded, exact

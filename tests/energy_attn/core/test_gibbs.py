@@ -432,10 +432,10 @@ def test_gradients_are_of_all_arrays():
         return total(energy.at(query, key, value, mask=keys.mask, **keys.rows).tilt(source))
 
     found = eqx.filter_jit(eqx.filter_grad(total))(F)
-    arguments = keys.query, keys.key, keys.value, F.source, keys.scale
+    arguments = keys.query, keys.key, keys.value, F.source, keys.energy.scale
     wanted = jax.jit(jax.grad(by_arguments, range(5)))(*arguments)
     (of_keys,) = found.parts
-    gradients = of_keys.query, of_keys.key, of_keys.value, found.source, of_keys.scale
+    gradients = of_keys.query, of_keys.key, of_keys.value, found.source, of_keys.energy.scale
     close(gradients, wanted, tolerance=1e-12)
     assert all(x.any() for x in wanted) and of_keys.mask is None
 

@@ -14,7 +14,7 @@ import pytest
 
 from energy_attn.kernels import KernelCall
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._kernel import check_call_of
+from energy_attn.kernels.call._kernel import as_read, check_call_of
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.call._state import AttentionState
 from energy_attn.kernels.call._target import AssumedGPU, lowered_for
@@ -51,8 +51,10 @@ def state_and_gradients(given, dtype, which="both"):
     @jax.jit
     def run(arrays):
         call = check_call(**arrays, **given.options)
-        state = KERNEL.forward(KernelCall(call.operands, call.settings, HERE))
-        found = KERNEL.backward(KernelCall(call.operands, call.settings, HERE), state, cotangent)
+        state = KERNEL.forward(as_read(KERNEL, KernelCall(call.operands, call.settings, HERE)))
+        found = KERNEL.backward(
+            as_read(KERNEL, KernelCall(call.operands, call.settings, HERE)), state, cotangent
+        )
         return state._asdict() | {name: getattr(found, name) for name in arrays}
 
     return run
