@@ -97,7 +97,12 @@ class SequenceParallel:
         check_topology(topology, len(names))
         if not isinstance(method, AbstractMethod):
             check_choice("method", method, (*METHODS, "auto"))
-        elif isinstance(method, Tree) and (merge, topology) == ("auto", None):
+        elif isinstance(method, Tree):
+            for name, x, usual in (("merge", merge, "auto"), ("topology", topology, None)):
+                if x != usual:
+                    raise ValueError(
+                        f"{name}: wanted {usual!r} beside a methods.Tree, which has its own, got {x!r}"
+                    )
             merge, topology = method.merge, method.topology
         if method != "auto":
             check_method(method).check_axes(names)

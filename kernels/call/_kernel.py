@@ -22,7 +22,7 @@ from ._operands import (
     with_moved,
     without_lengths,
 )
-from ._state import AttentionState
+from ._state import AttentionState, holds_keys
 
 
 class AbstractKernel(abc.ABC):
@@ -168,24 +168,30 @@ class AbstractJAXKernel(AbstractKernel):
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """JAX's derivative of `forward`."""
-        del state
-        given = differentiated(call.operands)
-        found, pull = jax.vjp(functools.partial(self._of_moved, call), given)
+        """JAX's derivative of `forward`. Rows without keys pass nothing on."""
+        found, pull = jax.vjp(
+            functools.partial(self._of_moved, call), differentiated(call.operands)
+        )
         if cotangent.lse is None:
             cotangent = cotangent._replace(lse=jnp.zeros_like(found.lse))
-        return pull(cotangent)[0]
+        return pull(_of_rows_with_keys(state, cotangent))[0]
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
-        """JAX's derivative of `forward`."""
-        del state
+        """JAX's derivative of `forward`, which is often NaN in rows without keys: there it is zero."""
         given = map_some(lambda _, x: x, directions, call.operands)
-        return jax.jvp(functools.partial(self._of_moved, call), (given,), (directions,))[1]
+        run = functools.partial(self._of_moved, call)
+        return _of_rows_with_keys(state, jax.jvp(run, (given,), (directions,))[1])
 
     def _of_moved(self, call: KernelCall, moved: Operands) -> AttentionState:
         return self.forward(call._replace(operands=with_moved(call.operands, moved)))
+
+
+def _of_rows_with_keys(state: AttentionState, change: AttentionState) -> AttentionState:
+    """A tangent or cotangent of a state, zero in its rows without keys."""
+    rows = holds_keys(state.lse)
+    return AttentionState(jnp.where(rows[..., None], change.out, 0), jnp.where(rows, change.lse, 0))
 
 
 Candidate = str | AbstractKernel  # what may compute a call: a name of the registry, or a kernel

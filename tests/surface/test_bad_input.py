@@ -247,6 +247,13 @@ PARALLEL = (
     (partial(SequenceParallel, ("x", "x")), ValueError, "axes", "('x', 'x')", "different"),
     (partial(SequenceParallel, method="star"), ValueError, "method", "'star'", "'tree'"),
     (partial(SequenceParallel, merge=None), ValueError, "merge", "None", "'allreduce'"),
+    (
+        lambda: SequenceParallel(method=methods.Tree("gather"), merge="ring"),
+        ValueError,
+        "merge",
+        "'ring'",
+        "beside a methods.Tree",
+    ),
     (partial(SequenceParallel, "x", merge="hierarchical"), ValueError, "merge", "one", "two or"),
     (
         partial(SequenceParallel, "x", "hybrid"),

@@ -119,10 +119,11 @@ def test_products(kernel):
     assert {moving: products(*moving) / loops for moving in wanted} == wanted
 
 
+@pytest.mark.parametrize("problem", ["causal", "ragged_keys"])
 @pytest.mark.parametrize(("kernel", "dtype"), few_rows(BORROWED))
-def test_vendors(kernel, dtype):
-    """A vendor's kernel, which has no tangent, without ours."""
-    check_tangent(KERNELS[kernel], PROBLEMS["causal"], ALL, jnp.dtype(dtype), kernel)
+def test_vendors(kernel, dtype, problem):
+    """A vendor's kernel, which has no tangent, without ours; or lengths that the vendor's takes and ours does not."""
+    check_tangent(KERNELS[kernel], PROBLEMS[problem], ALL, jnp.dtype(dtype), kernel)
 
 
 def test_declined():

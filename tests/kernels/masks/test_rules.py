@@ -31,8 +31,8 @@ from energy_attn.kernels.xla._index import Index
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.complaints import a, complains
-from tests.support.problems import PROBLEMS, _make, cast, cotangents
-from tests.support.reference import dense, dense_vjp, visible
+from tests.support.problems import PROBLEMS, _make, cast, cotangents, tangents
+from tests.support.reference import dense, dense_jvp, dense_vjp, visible
 from tests.support.rules import IDS, LENGTHS, RULES, UNKNOWN
 from tests.support.selection import few
 
@@ -241,6 +241,14 @@ def test_a_kernel_of_ones_own(mesh):
         state, gradients = run(arrays, given)
     check(AttentionState(*state), problem)
     close(gradients, dense_vjp(problem, *given), tolerance=1e-12)
+    change = tangents(problem)
+    with jax.set_mesh(two) if mesh else contextlib.nullcontext():
+        along = jax.jit(
+            lambda x, dx: jax.jvp(
+                lambda x: ea.attention(**x, **problem.options, **options), (x,), (dx,)
+            )[1]
+        )(arrays, {name: jnp.asarray(x) for name, x in change.items()})
+    close(AttentionState(*along), dense_jvp(problem, change), tolerance=1e-12)
 
 
 def test_kernels_and_names_are_tried_in_turn():
