@@ -2,7 +2,6 @@
 
 import abc
 import math
-from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from energy_attn.kernels import AttentionState
@@ -10,6 +9,24 @@ from energy_attn.kernels.internal import Candidate, Operands, Settings
 
 from ..cost._shape import key_copies
 from ._arguments import Axes
+
+
+class LocalCall(NamedTuple):
+    """A call on one device, inside `jax.shard_map`.
+
+    Attributes:
+        names: the implementations to try, or kernels.
+        settings: the static options.
+        operands: the arrays of this device, split as `AbstractMethod.split` says.
+        axes: the mesh axes that share the sequence.
+        queries_sharded: whether queries are a part, or equal on all devices.
+    """
+
+    names: tuple[Candidate, ...]
+    settings: Settings
+    operands: Operands
+    axes: Axes
+    queries_sharded: bool
 
 
 class Split(NamedTuple):
@@ -51,15 +68,8 @@ class AbstractMethod(abc.ABC):
     whole_sequences: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def attend(
-        self,
-        names: Sequence[Candidate],
-        settings: Settings,
-        operands: Operands,
-        axes: Axes,
-        queries_sharded: bool,
-    ) -> AttentionState:
-        """The state of this device's queries, inside `jax.shard_map`; its operands are split by `split`."""
+    def attend(self, call: LocalCall) -> AttentionState:
+        """The state of this device's queries. Raises as kernels do."""
 
     @abc.abstractmethod
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:

@@ -1,12 +1,11 @@
 """Attention over keys of all devices, gathered piece by piece."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Candidate, Operands, Settings, vary_together
+from energy_attn.kernels.internal import Operands, vary_together
 
-from ._abstract import AbstractMethod, Split
+from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
 from ._gather_keys import Pieces
 from ._in_turn import attend_in_turn
@@ -55,15 +54,8 @@ class Gather(AbstractMethod):
         del operands, queries_sharded
         return Split(heads=(), queries=axes, keys=(), rows=axes)
 
-    def attend(
-        self,
-        names: Sequence[Candidate],
-        settings: Settings,
-        operands: Operands,
-        axes: Axes,
-        queries_sharded: bool,
-    ) -> AttentionState:
+    def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `attend` does."""
-        operands = vary_together(operands, axes)
-        pieces = Pieces(axes, operands.key.shape[1])
-        return attend_in_turn(tuple(names), settings, pieces, operands)
+        operands = vary_together(call.operands, call.axes)
+        pieces = Pieces(call.axes, operands.key.shape[1])
+        return attend_in_turn(call.names, call.settings, pieces, operands)

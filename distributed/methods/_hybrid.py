@@ -1,17 +1,14 @@
 """Ulysses and the ring together: heads exchanged along the fast axis, keys around the slow ones."""
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 
 from jax.typing import DTypeLike
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Candidate, Operands, Settings, vary_together
+from energy_attn.kernels.internal import Operands, vary_together
 
-from ._abstract import AbstractMethod, Split
+from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
-from ._in_turn import Names
 from ._ring import check_ring, keys_around
 from ._ulysses import exchange_heads
 
@@ -77,19 +74,12 @@ class Hybrid(AbstractMethod):
         del operands, queries_sharded
         return Split(heads=axes[-1:], queries=axes[:-1], keys=(), rows=axes[:-1])
 
-    def attend(
-        self,
-        names: Sequence[Candidate],
-        settings: Settings,
-        operands: Operands,
-        axes: Axes,
-        queries_sharded: bool,
-    ) -> AttentionState:
+    def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `attend` does, and as `check_both_ways` where keys go around both ways."""
-        run = functools.partial(self._around, tuple(names), settings, axes[:-1])
-        return exchange_heads(run, settings, operands, axes[-1:], axes[:-1])
+        around, exchanged = call.axes[:-1], call.axes[-1:]
 
-    def _around(
-        self, names: Names, settings: Settings, axes: Axes, operands: Operands
-    ) -> AttentionState:
-        return keys_around(self, names, settings, vary_together(operands, axes), axes)
+        def run(operands: Operands) -> AttentionState:
+            operands = vary_together(operands, around)
+            return keys_around(self, call._replace(operands=operands, axes=around))
+
+        return exchange_heads(run, call._replace(axes=exchanged), around)

@@ -16,7 +16,7 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ._abstract import AbstractMethod, check_heads
+from ._abstract import AbstractMethod, LocalCall, check_heads
 from ._arguments import (
     Axes,
     AxisName,
@@ -113,7 +113,8 @@ def sharded_attention(
         scores=functools.partial(_scores, way, axes, sharded),
     )
     sink = check_sink(sink, query)
-    state = way.attend(names, settings_beside(sink, call), call.operands, axes, sharded)
+    local = LocalCall(names, settings_beside(sink, call), call.operands, axes, sharded)
+    state = way.attend(local)
     return finished(state, sink, call)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    Candidate,
     Operands,
     Settings,
     attend,
@@ -27,7 +25,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ..merge._packing import transfer
-from ._abstract import AbstractMethod, Split
+from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes, rounded
 from ._direction import BothWays, OneWay, by_halves, check_both_ways, joined_halves
 from ._hops import hop, origin, part, whole
@@ -112,19 +110,12 @@ class Ring(AbstractMethod):
             return Split(heads=(), queries=rows, keys=(), rows=rows)
         return Split(heads=(), queries=(), keys=axes, rows=())
 
-    def attend(
-        self,
-        names: Sequence[Candidate],
-        settings: Settings,
-        operands: Operands,
-        axes: Axes,
-        queries_sharded: bool,
-    ) -> AttentionState:
+    def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `attend` does, and as `check_both_ways` where keys go around both ways."""
-        operands = vary_together(operands, axes)
-        names = tuple(names)
+        call = call._replace(operands=vary_together(call.operands, call.axes))
+        names, settings, operands, axes, queries_sharded = call
         if self._rotates_keys(operands, queries_sharded):
-            return keys_around(self, names, settings, operands, axes)
+            return keys_around(self, call)
         if queries_sharded:
             return _queries_around(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, with_unrounded_out(settings), operands))
@@ -151,10 +142,9 @@ def check_ring(method: Any) -> None:
         object.__setattr__(method, "gradient_dtype", dtype)
 
 
-def keys_around(
-    method: Any, names: Names, settings: Settings, operands: Operands, axes: Axes
-) -> AttentionState:
+def keys_around(method: Any, call: LocalCall) -> AttentionState:
     """The state of this device's queries, as keys go around, by a `Ring` or a `Hybrid`."""
+    names, settings, operands, axes, _ = call
     size, dtype = operands.key.shape[1], method.gradient_dtype
     if not method.bidirectional:
         return attend_in_turn(names, settings, Around(axes, size, dtype, OneWay()), operands)

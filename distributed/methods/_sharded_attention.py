@@ -21,6 +21,7 @@ from energy_attn.kernels.internal import (
     with_default_positions,
 )
 
+from ._abstract import LocalCall
 from ._arguments import Axes
 from ._plan import (
     ShardingPlan,
@@ -60,7 +61,7 @@ def _sharded(
     if not isinstance(plan.method, Tree):  # other methods take keys apart
         operands = dequantized(operands)
     operands = with_indices(plan, settings, operands)
-    return run_sharded(plan, functools.partial(_method(plan), names, settings), operands)
+    return run_sharded(plan, functools.partial(_attend, plan, names, settings), operands)
 
 
 def with_indices(plan: ShardingPlan, settings: Settings, operands: Operands) -> Operands:
@@ -147,10 +148,13 @@ def _run_sharded(
     return jax.tree.map(lambda x: x[:, :number], found)
 
 
-def _method(plan: ShardingPlan) -> Callable[..., AttentionState]:
+def _attend(
+    plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
+) -> AttentionState:
     if not plan.sequence:
-        return attend
-    return functools.partial(plan.method.attend, axes=plan.sequence, queries_sharded=plan.queries)
+        return attend(names, settings, operands)
+    call = LocalCall(names, settings, operands, plan.sequence, plan.queries)
+    return plan.method.attend(call)
 
 
 def _axes(axes: Axes) -> Axes | None:

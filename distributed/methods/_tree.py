@@ -1,7 +1,6 @@
 """Tree attention: local kernels, then one associative reduction over the mesh."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,13 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Candidate, Operands, Settings, attend, with_unrounded_out
+from energy_attn.kernels.internal import Operands, attend, with_unrounded_out
 
 from .. import cost
 from ..merge._packing import joined
 from ..merge._scatter import exchange
 from ..merge._strategies import STRATEGIES, MergeOption, check_merge
-from ._abstract import AbstractMethod, Split
+from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes, check_topology, rounded
 from ._merge import choose_merge, fold_across
 
@@ -80,33 +79,22 @@ class Tree(AbstractMethod):
         del operands
         return Split(heads=(), queries=(), keys=axes, rows=axes if queries_sharded else ())
 
-    def attend(
-        self,
-        names: Sequence[Candidate],
-        settings: Settings,
-        operands: Operands,
-        axes: Axes,
-        queries_sharded: bool,
-    ) -> AttentionState:
+    def attend(self, call: LocalCall) -> AttentionState:
         """One kernel and one fold of states. Raises as `attend` does."""
-        if queries_sharded:
-            return _of_shards(names, settings, operands, axes, self.merge)
+        if call.queries_sharded:
+            return _of_shards(call, self.merge)
+        names, settings, operands, axes, _ = call
         state = attend(names, with_unrounded_out(settings), operands)
         merge = choose_merge(self.merge, state, axes, self.topology)
         return rounded(fold_across(merge, axes, state), operands, settings)
 
 
-def _of_shards(
-    names: Sequence[Candidate],
-    settings: Settings,
-    operands: Operands,
-    axes: Axes,
-    merge: str,
-) -> AttentionState:
+def _of_shards(call: LocalCall, merge: str) -> AttentionState:
     """The state of this device's queries; bias and mask are for all of them.
 
     Raises as `attend` does.
     """
+    names, settings, operands, axes, _ = call
     devices, query_len = lax.axis_size(axes), operands.query.shape[1]
     state = attend(names, with_unrounded_out(settings), with_all_queries(operands, axes))
 

@@ -2,18 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Candidate, Operands, Settings, apply_in_float32, attend
+from energy_attn.kernels.internal import Operands, apply_in_float32, attend
 
 from ..cost._shape import key_copies
 from ..merge._packing import moved, transfer
-from ._abstract import AbstractMethod, Split
+from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
 from ._hops import whole
 
@@ -59,31 +59,20 @@ class Ulysses(AbstractMethod):
         del operands, queries_sharded
         return Split(heads=axes, queries=(), keys=(), rows=())
 
-    def attend(
-        self,
-        names: Sequence[Candidate],
-        settings: Settings,
-        operands: Operands,
-        axes: Axes,
-        queries_sharded: bool,
-    ) -> AttentionState:
+    def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `attend` does."""
-        run = functools.partial(attend, names, settings)
-        return exchange_heads(run, settings, operands, axes)
+        return exchange_heads(functools.partial(attend, call.names, call.settings), call)
 
 
 def exchange_heads(
-    over_sequence: Callable[[Operands], AttentionState],
-    settings: Settings,
-    operands: Operands,
-    axes: Axes,
-    around: Axes = (),
+    over_sequence: Callable[[Operands], AttentionState], call: LocalCall, around: Axes = ()
 ) -> AttentionState:
-    """The state of this device's queries, by `over_sequence` for its heads, of which `axes` hold the sequence.
+    """The state of this device's queries, by `over_sequence` for its heads, of which the axes hold the sequence.
 
     Bias and mask are for these heads. Positions and segments of keys are those of all devices of `axes` and `around`,
     those of queries of all on `axes`; or they are its own. Raises as `over_sequence` does.
     """
+    _, settings, operands, axes, _ = call
 
     def exchange(x: Array) -> Array:
         return lax.all_to_all(x, axes, 2, 1, tiled=True)
