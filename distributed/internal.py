@@ -18,6 +18,7 @@ from .methods._layout import sequence_order as sequence_order
 from .methods._layout import warn_of_idle_devices as warn_of_idle_devices
 from .methods._layout import with_local_positions as with_local_positions
 from .methods._layout import with_positions as with_positions
+from .methods._methods import METHODS as METHODS
 from .methods._plan import ShardingPlan as ShardingPlan
 from .methods._plan import check_mesh as check_mesh
 from .methods._plan import in_shard_map as in_shard_map

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.distributed.internal import METHODS
 
 from ..models import AbstractDrafter, Generation, ModelDrafter, PromptLookup, generate, load
 from ._devices import enough_devices, simulate_devices
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--mesh", type=_mesh, default=(), help="devices to shard the context over: 8, or 2x4")
     add("--tensor", type=int, default=1, help="devices to split the weights over (%(default)s)")
-    methods = "auto", "tree", "ring", "ulysses", "hybrid", "gather"
+    methods = "auto", *METHODS
     add("--method", default="auto", choices=methods, help="to read the prompt by (%(default)s)")
     add("--max-new-tokens", type=int, default=128, help="tokens to generate (%(default)s)")
     add("--temperature", type=float, default=0.0, help="0: the likeliest token (%(default)s)")
