@@ -16,7 +16,7 @@ from .runner import ONE_PASS, OURS, Case, Run, Sides
 
 BLOCK = 512
 CAUSAL = "our causal attention"
-Rule = Callable[[int], masks.AbstractMask]  # for a length
+MaskOf = Callable[[int], masks.AbstractMask]  # for a length
 
 
 def _chosen(query: Array, key: Array, blocks: Array, size: Array) -> Array:
@@ -35,8 +35,8 @@ def given_blocks(length: int, share: float = 0.1) -> masks.AbstractMask:
     return masks.Function(_chosen, blocks, size)
 
 
-def _table(rule: Rule) -> Rule:
-    return lambda length: masks.tabulate(rule(length), length, block=min(BLOCK, length))
+def _table(mask: MaskOf) -> MaskOf:
+    return lambda length: masks.tabulate(mask(length), length, block=min(BLOCK, length))
 
 
 def _longformer(length: int) -> masks.AbstractMask:
@@ -44,16 +44,16 @@ def _longformer(length: int) -> masks.AbstractMask:
     return masks.Window(near, near) | masks.Prefix(shared) | masks.Lengths(length, shared)
 
 
-def _case(name: str, make: Rule, causal: bool = False, backward: bool = False) -> Case:
+def _case(name: str, make: MaskOf, causal: bool = False, backward: bool = False) -> Case:
     def sides(T: int, **given: Any) -> Sides:
         query, key, value = arrays(T=T, **given)
 
-        def attend(rule: masks.AbstractMask, *x: Array) -> Array:
-            out = functools.partial(energy_attn.attention, mask=rule)
+        def attend(mask: masks.AbstractMask, *x: Array) -> Array:
+            out = functools.partial(energy_attn.attention, mask=mask)
             return (gradient(out) if backward else out)(*x)
 
-        def run(rule: masks.AbstractMask) -> Run:
-            return functools.partial(jax.jit(attend), rule, query, key, value)
+        def run(mask: masks.AbstractMask) -> Run:
+            return functools.partial(jax.jit(attend), mask, query, key, value)
 
         full = masks.Causal() if causal else masks.All()
         return {

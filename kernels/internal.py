@@ -28,6 +28,8 @@ from .call._arguments import check_scale as check_scale
 from .call._arguments import check_scores as check_scores
 from .call._arguments import check_source as check_source
 from .call._arguments import check_window as check_window
+from .call._canonical import join_masks as join_masks
+from .call._canonical import split_mask as split_mask
 from .call._eight_bits import dequantize as dequantize
 from .call._eight_bits import dequantized as dequantized
 from .call._kernel import Candidate as Candidate
@@ -43,8 +45,6 @@ from .call._options import KernelOptions as KernelOptions
 from .call._options import RowOptions as RowOptions
 from .call._options import ScoreOptions as ScoreOptions
 from .call._options import check_options as check_options
-from .call._rules import join_masks as join_masks
-from .call._rules import split_mask as split_mask
 from .call._sink import check_sink as check_sink
 from .call._sink import with_sink as with_sink
 from .call._state import State as State

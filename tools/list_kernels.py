@@ -50,7 +50,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "key_segment_ids": jnp.zeros((1, ROWS), jnp.int32),
     },
     "positions": lambda: {"key_positions": jnp.zeros((1, ROWS), jnp.int32)},
-    "rules that compose": lambda: {"mask": masks.Causal() | masks.Prefix(100)},
+    "masks that compose": lambda: {"mask": masks.Causal() | masks.Prefix(100)},
     "boolean masks, biases": lambda: {
         "mask": jnp.ones((1, 1, ROWS, ROWS), bool),
         "bias": jnp.zeros((1, 1, ROWS, ROWS), jnp.float32),

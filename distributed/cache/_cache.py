@@ -278,7 +278,7 @@ class KVCache(eqx.Module):
             source: the source $\zeta$, `[B, T, N, Hv]`; None means zero.
             lengths: how many of the queries each row really has, as given to `append`.
             query_positions: `[B, T]` integers: the tokens that the queries belong to, instead.
-            mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, by slot as
+            mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, by slot as
                 `keys()`.
             sink: $b$, `[N]` or `[B, N]`: the score of one more outcome, whose value is zero,
                 $F = \log(e^{F_{cache}} + e^b)$; None: there is none.

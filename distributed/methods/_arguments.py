@@ -73,14 +73,14 @@ def check_local(
     """
     names = candidates(options.get("implementation"))
     query, key, value, source, bias, mask = arrays
-    rule, mask = split_mask(mask)
-    call = check_call(query, key, value, source, None, rule, **options)
+    predicate, mask = split_mask(mask)
+    call = check_call(query, key, value, source, None, predicate, **options)
     wanted = {"key_positions": "keys"} | ({"query_positions": "queries"} if queries else {})
     for name, what in wanted.items():
         if call.compares and options.get(name) is None:
             raise ValueError(
                 f"{name}: wanted the global positions of this device's {what}, as is_causal, "
-                f"local_window_size, key_value_seq_lengths, a rule or a score compare them; got None"
+                f"local_window_size, key_value_seq_lengths, a mask or a score compare them; got None"
             )
     operands = without_lengths(call.operands)
     bias, mask = check_scores(bias, mask, scores(operands))

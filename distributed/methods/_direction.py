@@ -189,7 +189,7 @@ def by_halves(operands: Operands) -> Operands:
         value=below(operands.value),
         query_positions=again(operands.query_positions),
         query_segments=again(operands.query_segments),
-        rule_arrays=tuple(map(again, operands.rule_arrays)),
+        mask_arrays=tuple(map(again, operands.mask_arrays)),
     )
 
 

@@ -66,7 +66,7 @@ def sharded_attention(
         value: `[B, S, K, Hv]`, likewise.
         source: `[B, T, N, Hv]`, as `query`.
         bias: broadcastable to the part of `[B, N, T, S]` that the method says.
-        mask: boolean, likewise; or a rule of
+        mask: boolean, likewise; or a mask of
             [`masks`][energy_attn.kernels.masks.AbstractMask], of global positions.
         sink: $b$, `[N]` or `[B, N]`: the score of one more outcome, whose value is zero,
             $F = \log(e^{F_{keys}} + e^b)$, merged once, after the fold; None: there is none.

@@ -65,7 +65,7 @@ def _sharded(
 
 
 def with_indices(plan: ShardingPlan, settings: Settings, operands: Operands) -> Operands:
-    """Operands with what rule and score read, since a device's part does not count from 0."""
+    """Operands with what mask and score read, since a device's part does not count from 0."""
     if plan.sequence:
         operands = with_default_positions(operands, settings)
     if settings.score is None:
@@ -237,7 +237,7 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         key_positions=spec(operands.key_positions, batch, columns),
         query_segments=spec(operands.query_segments, batch, rows),
         key_segments=spec(operands.key_segments, batch, columns),
-        rule_arrays=tuple(spec(x, batch, *(None,) * (x.ndim - 1)) for x in operands.rule_arrays),
+        mask_arrays=tuple(spec(x, batch, *(None,) * (x.ndim - 1)) for x in operands.mask_arrays),
         score_arrays=tuple(PartitionSpec() for _ in operands.score_arrays),
         batch_indices=spec(operands.batch_indices, batch),
         head_indices=spec(operands.head_indices, heads),

@@ -57,7 +57,7 @@ class FreeEnergy(AbstractEnergy):
         local_window_size: `(left, right)` or one int: how far from a query its keys may lie.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
         parallel: how keys are sharded over the current mesh.
-        mask: a rule of `energy_attn.masks`, besides causality, the window and the mask of a call. Its
+        mask: a mask of `energy_attn.masks`, besides causality, the window and the mask of a call. Its
             arrays are leaves.
         score: a score of `energy_attn.scores`, a function $g$ of the scaled product in the place of the
             product itself. Its arrays are leaves.
@@ -114,7 +114,7 @@ class FreeEnergy(AbstractEnergy):
             raise TypeError(f"name: wanted a text or None, got {received(self.name)}")
         if self.mask is not None and not isinstance(self.mask, AbstractMask):
             raise TypeError(
-                f"mask: wanted a rule of energy_attn.masks or None (arrays go to the call), "
+                f"mask: wanted a mask of energy_attn.masks or None (arrays go to the call), "
                 f"got {received(self.mask)}"
             )
         if not isinstance(self.regulariser, Tsallis | None):
@@ -140,7 +140,7 @@ class FreeEnergy(AbstractEnergy):
             key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
             value: `[B, S, K, Hv]` or `[S, K, Hv]`.
             bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
-            mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, shaped like
+            mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, shaped like
                 `bias`, True where a key takes part.
             **rows: which queries and keys there are, and where.
 

@@ -93,7 +93,7 @@ def attention(
         key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
         bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
-        mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
+        mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
             boolean, shaped like `bias`, True where a key takes part.
         return_energy: whether to return `(out, energy)`.
         return_residual: as in `jax.nn`: whether to return `(out, residual)`, where the residual is

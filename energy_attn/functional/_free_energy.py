@@ -114,7 +114,7 @@ def free_energy(
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
         source: $\zeta$, `[B, T, N, Hv]`, one for each query and head; None is zero.
         bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
-        mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
+        mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
             boolean, shaped like `bias`, True where a key takes part.
         **options: the keys of `AttentionOptions`, which says what each does.
 
@@ -189,7 +189,7 @@ def prepare(
     if parallel is not None and compares:
         size = query.shape[-3], key.shape[-3]
         if plan is not None:
-            warn_of_idle_devices(parallel, plan, given.settings.rule.window, traced, *size)
+            warn_of_idle_devices(parallel, plan, given.settings.mask.window, traced, *size)
         if plan is not None and plan.local:
             traced = with_local_positions(parallel, plan.queries, traced, *size)
         else:

@@ -24,7 +24,7 @@ class ModuleOptions(EnergyOptions, total=False):
     """The fields of a `FreeEnergy`."""
 
     mask: AbstractMask | None
-    """A rule of `energy_attn.masks`, besides causality, the window and the mask of a call."""
+    """A mask of `energy_attn.masks`, besides causality, the window and the mask of a call."""
 
 
 class AttentionOptions(EnergyOptions, RowOptions, total=False):

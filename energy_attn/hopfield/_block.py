@@ -131,7 +131,7 @@ class EnergyAttentionBlock(eqx.Module):
 
         Args:
             x: tokens $g$, `[B, T, width]` or `[T, width]`; 16-bit tokens are promoted to float32.
-            mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, of four axes,
+            mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, of four axes,
                 each 1 or that of `[B, num_heads, T, T]`: which token (third axis) sees which (fourth).
             lengths: `[B]` integers; tokens from this index on are absent.
 
@@ -193,7 +193,7 @@ class EnergyAttentionBlock(eqx.Module):
         if self.exclude_self:
             if whole.mask is None and not isinstance(mask, AbstractMask):
                 return self._two_passes(x, mask, lengths)
-            # rules compare the positions that two passes would change
+            # masks compare the positions that two passes would change
             others = ~Window(0, 0) if whole.mask is None else whole.mask & ~Window(0, 0)
             whole = dataclasses.replace(whole, mask=others)
         sizes = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}

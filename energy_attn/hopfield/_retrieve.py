@@ -76,7 +76,7 @@ def retrieve(
         state: the first $x$, `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
             The arithmetic is in float32 or wider.
         memories: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
-        mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, of four axes,
+        mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, of four axes,
             each 1 or that of `[B, N, T, S]`; True where a state may see a memory.
         scale: $\beta$, positive, the inverse temperature: how sharply memories are told apart. None is
             that of `energy`, or 1 without one.

@@ -1,4 +1,4 @@
-"""Rules that compose: which key positions a query position sees.
+"""Masks that compose: which key positions a query position sees.
 
 Examples:
     >>> import jax
@@ -9,4 +9,4 @@ Examples:
     (1, 8, 2, 4)
 """
 
-from energy_attn.kernels.masks import *  # noqa: F403  # one list of the rules, there
+from energy_attn.kernels.masks import *  # noqa: F403  # one list of the masks, there

@@ -255,7 +255,7 @@ class MultiheadAttention(eqx.Module):
             query: `[T, query_size]`.
             key_: `[S, key_size]`.
             value: `[S, value_size]`.
-            mask: boolean `[T, S]` or `[num_heads, T, S]`, False hides a key; or a rule of
+            mask: boolean `[T, S]` or `[num_heads, T, S]`, False hides a key; or a mask of
                 `energy_attn.masks`.
             key: a `jax.random.key` for dropout.
             inference: overrides the field of the same name in `dropout`.

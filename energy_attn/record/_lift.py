@@ -75,13 +75,13 @@ def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     if not inside or (primitive.name in _REMAT and params["differentiated"]):
         # Nothing to see; or the backward pass computes again what the forward pass has shown.
         return bind(primitive, params, args), []
-    rule = _RULES.get(primitive.name)
-    if rule is None:
+    mask = _RULES.get(primitive.name)
+    if mask is None:
         raise NotImplementedError(
             f"record: wanted energies inside what runs a known number of times, as jit, vmap, scan and "
             f"checkpoint do, got {inside[0]!r} inside {primitive.name!r}"
         )
-    return rule(equation, args, asked)
+    return mask(equation, args, asked)
 
 
 def _programs(params: Any) -> Iterator[Jaxpr]:

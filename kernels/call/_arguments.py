@@ -25,10 +25,10 @@ from .._checks import (
     received,
 )
 from ..scores._check import check_score
+from ._canonical import Tokens, canonical_mask, split_mask, with_lengths
 from ._eight_bits import dequantize
 from ._operands import Operands, Settings
 from ._options import KernelOptions, check_options
-from ._rules import Tokens, canonical_mask, split_mask, with_lengths
 from ._state import lse_dtype
 
 
@@ -39,7 +39,7 @@ class CheckedCall(NamedTuple):
         operands: the arrays.
         settings: the static options.
         batched: whether the user's arrays had a batch axis.
-        compares: whether a rule, a score, or lengths of keys, say something of positions.
+        compares: whether a mask, a score, or lengths of keys, say something of positions.
     """
 
     operands: Operands
@@ -94,7 +94,7 @@ def check_call(
 
     batch = query.shape[0]
     scores = (batch, heads, query_len, key_len)
-    rule, mask = split_mask(mask)
+    predicate, mask = split_mask(mask)
     bias, mask = check_scores(bias, mask, scores)
     is_causal = check_flag("is_causal", options.get("is_causal", False))
     window = check_window(options.get("local_window_size"))
@@ -126,7 +126,7 @@ def check_call(
             query_positions=_among(query_positions, lengths[0], query_len),
             key_positions=_among(key_positions, lengths[1], key_len),
         )
-    canonical = canonical_mask(rule, is_causal, window, tokens, batch, query_len, key_len)
+    canonical = canonical_mask(predicate, is_causal, window, tokens, batch, query_len, key_len)
 
     if source is not None or isinstance(options.get("scale"), jax.Array):
         key, value = (
@@ -150,7 +150,7 @@ def check_call(
     settings = Settings(scale, canonical.structure)
     if score is not None:
         settings = settings._replace(score=score, scored_width=scored_width)
-    compares = settings.compares or lengths[1] is not None or rule is not None
+    compares = settings.compares or lengths[1] is not None or predicate is not None
     return CheckedCall(operands, settings, batched, compares)
 
 

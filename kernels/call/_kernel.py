@@ -41,8 +41,8 @@ class AbstractKernel(abc.ABC):
         interpreted: other platforms on which it runs slowly, if asked for by name.
         exported: whether JAX guarantees that later versions run a program with it, serialised by
             `jax.export`.
-        masks: the classes of rules that it knows, `All` among them. A call with any other is not
-            given to it. `AbstractMask` stands for all rules. With `Lengths` among them it gets
+        masks: the classes of masks that it knows, `All` among them. A call with any other is not
+            given to it. `AbstractMask` stands for all masks. With `Lengths` among them it gets
             `query_lengths` and `key_lengths` as they are; otherwise positions in their place.
         scores: whether it computes scores of `energy_attn.scores`; if not, it gets no call with one.
         differentiated_by_jax: whether all derivatives are JAX's own of `forward`, those of any order and that in
@@ -205,11 +205,11 @@ def knows_rest(kernel: AbstractKernel) -> bool:
 def check_call_of(kernel: AbstractKernel, call: KernelCall) -> None:
     """Raises `NotImplementedError` with the reason for calls that a kernel does not take.
 
-    Also for rules that it does not know, so that none is ever ignored, and for ids of 64 bits, so that none
+    Also for masks that it does not know, so that none is ever ignored, and for ids of 64 bits, so that none
     is cut off.
     """
     operands, settings, _ = call
-    unknown = [x.__name__ for x in settings.rule.classes if not issubclass(x, kernel.masks)]
+    unknown = [x.__name__ for x in settings.mask.classes if not issubclass(x, kernel.masks)]
     if unknown:
         known = " or ".join(x.__name__ for x in kernel.masks)
         raise NotImplementedError(

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..masks._abstract import AbstractMask
-from ..masks._structure import Structure
+from ..masks._structure import MaskStructure
 from ..masks._visibility import reachable
 from ..scores._structure import BoundScore, ScoreStructure, floating
-from ._rules import Tokens
+from ._canonical import Tokens
 from ._state import lse_dtype
 
 
@@ -25,13 +25,13 @@ class Operands(NamedTuple):
         bias: None, or floating of four axes that broadcast to `[B, N, T, S]`.
         mask: None, or boolean of four axes that broadcast to `[B, N, T, S]`.
         query_positions: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'. Where
-            the rule compares positions and None is given, they count from 0.
+            the mask compares positions and None is given, they count from 0.
         key_positions: None, or int32 `[B, S]` or `[1, S]`.
         query_segments: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'. Of 64 bits if
             they are traced and may need them, for kernels made of XLA's operations alone.
         key_segments: None, or `[B, S]` or `[1, S]` likewise.
-        rule_arrays: those of the rule of the settings, each with a first axis of `B` or 1. A kernel
-            that knows no rule with arrays gets none.
+        mask_arrays: those of the mask of the settings, each with a first axis of `B` or 1. A kernel
+            that knows no mask with arrays gets none.
         score_arrays: those of the score of the settings. A kernel that knows no scores gets none.
         batch_indices: None, or int32 `[B]`, for a score: which entries of the whole batch these are;
             None: from 0.
@@ -48,7 +48,7 @@ class Operands(NamedTuple):
         >>> import jax.numpy as jnp
         >>> from energy_attn.kernels import Operands
         >>> x = jnp.ones((1, 6, 2, 4))
-        >>> Operands(x, x, x, None, None, None, None).rule_arrays
+        >>> Operands(x, x, x, None, None, None, None).mask_arrays
         ()
     """
 
@@ -61,7 +61,7 @@ class Operands(NamedTuple):
     key_positions: Array | None
     query_segments: Array | None = None
     key_segments: Array | None = None
-    rule_arrays: tuple[Array, ...] = ()
+    mask_arrays: tuple[Array, ...] = ()
     score_arrays: tuple[Any, ...] = ()
     batch_indices: Array | None = None
     head_indices: Array | None = None
@@ -76,7 +76,7 @@ class Settings(NamedTuple):
 
     Attributes:
         scale: the factor of the scores.
-        rule: the static structure of the mask. Its `window` is how far a query sees before and after
+        mask: the static structure of the mask. Its `window` is how far a query sees before and after
             it; a kernel that takes no other masks than `All`, `Causal` and `Window` needs no more.
         unrounded: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
         score: what is static in the score, or None: the scaled product itself.
@@ -91,11 +91,11 @@ class Settings(NamedTuple):
     Examples:
         >>> from energy_attn.kernels import Settings
         >>> Settings._fields
-        ('scale', 'rule', 'unrounded', 'score', 'scored_width', 'learnt', 'part')
+        ('scale', 'mask', 'unrounded', 'score', 'scored_width', 'learnt', 'part')
     """
 
     scale: float
-    rule: Structure
+    mask: MaskStructure
     unrounded: bool = False
     score: ScoreStructure | None = None
     scored_width: int | None = None
@@ -104,8 +104,8 @@ class Settings(NamedTuple):
 
     @property
     def compares(self) -> bool:
-        """Whether the rule or the score reads positions."""
-        return self.rule.constrains or (self.score is not None and self.score.compares)
+        """Whether the mask or the score reads positions."""
+        return self.mask.constrains or (self.score is not None and self.score.compares)
 
 
 class KernelCall(NamedTuple):
@@ -135,7 +135,7 @@ def cotangents(
     bias: Array | None,
     score_arrays: tuple[Array | None, ...] = (),
 ) -> Operands:
-    """Cotangents in the form of the operands: None for masks, positions, segments and rules."""
+    """Cotangents in the form of the operands: None for masks, positions and segments."""
     arrays: Any = query, key, value, bias, *[None] * 6, score_arrays
     return Operands(*arrays)
 
@@ -166,8 +166,8 @@ def with_moved(operands: Operands, moved: Operands) -> Operands:
 
 
 def bound(settings: Settings, operands: Operands) -> AbstractMask:
-    """The rule of a call, whose arrays have a first axis of the batch, for `visible` and its like."""
-    return settings.rule.bind(operands.rule_arrays)
+    """The mask of a call, whose arrays have a first axis of the batch, for `visible` and its like."""
+    return settings.mask.bind(operands.mask_arrays)
 
 
 def bound_score(settings: Settings, operands: Operands) -> BoundScore | None:
@@ -178,7 +178,7 @@ def bound_score(settings: Settings, operands: Operands) -> BoundScore | None:
 
 
 def with_default_positions(operands: Operands, settings: Settings) -> Operands:
-    """Operands with positions in place of lengths, and counted from 0 where rule or score read them.
+    """Operands with positions in place of lengths, and counted from 0 where mask or score read them.
 
     For operands of which each device gets a part.
     """
@@ -207,15 +207,15 @@ def positioned(operands: Operands) -> Operands:
 def all_meet(operands: Operands, settings: Settings) -> bool:
     """Whether positions count from 0, and by a window each query sees a key and each key is seen."""
     query_len, key_len = operands.query.shape[1], operands.key.shape[1]
-    left, right = settings.rule.window
-    counted = operands.query_positions is None and settings.rule.is_window
+    left, right = settings.mask.window
+    counted = operands.query_positions is None and settings.mask.is_window
     counted = counted and is_static(query_len, key_len)
     return counted and query_len - key_len <= left and key_len - query_len <= right
 
 
 def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
-    """Positions where the rule reads them, and position -1 (absent, never read) for keys that no query sees."""
-    if settings.rule.constrains:
+    """Positions where the mask reads them, and position -1 (absent, never read) for keys that no query sees."""
+    if settings.mask.constrains:
         operands = positioned(operands)
     queries, keys = operands.query_positions, operands.key_positions
     if queries is None or keys is None or queries.shape[1] == 0:

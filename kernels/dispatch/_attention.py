@@ -38,7 +38,7 @@ def local_attention(
         source: the source $\zeta$, `[B, T, N, Hv]`; None means zero and costs nothing.
         bias: added to the scaled scores; four axes (leading ones may be left out), each of size 1
             or that of `[B, N, T, S]`.
-        mask: a rule of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
+        mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
             boolean, shaped like `bias`, True where a key takes part.
         **options: the keys of `KernelOptions`, which says what each does.
 

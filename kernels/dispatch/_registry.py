@@ -72,9 +72,9 @@ def implementations() -> tuple[str, ...]:
 
     "Plain": full, causal or windowed attention, with positions that count from 0, and without arrays
     of masks, biases or positions; `cudnn` and `splash` take lengths, and `splash` takes segments. Those for one
-    platform know the rules [`Causal`][energy_attn.kernels.masks.Causal] and
+    platform know the masks [`Causal`][energy_attn.kernels.masks.Causal] and
     [`Window`][energy_attn.kernels.masks.Window], and `Segments` and `Lengths` joined to them by `&`;
-    those for all platforms know every rule, and those made of Pallas all that compare numbers of a query with
+    those for all platforms know every mask, and those made of Pallas all that compare numbers of a query with
     numbers of a key.
 
     `"xla"`, as in `jax.nn`, stands for those made of XLA's operations. Kernels for another platform

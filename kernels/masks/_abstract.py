@@ -1,4 +1,4 @@
-"""The abstract class of a rule, and how rules are joined."""
+"""The abstract class of a mask, and how masks are joined."""
 
 import abc
 from typing import Any, ClassVar, NoReturn
@@ -11,17 +11,17 @@ from ._interval import Interval
 
 
 class AbstractMask(eqx.Module):
-    r"""A rule: which key positions a query position sees. Rules are joined by `&`, `|` and `~`.
+    r"""A mask: which key positions a query position sees. Masks are joined by `&`, `|` and `~`.
 
     $$\mathrm{mask}_{ij} = \mathrm{visible}(p_i, p_j)$$
 
-    A rule is said of positions, not of places in an array, so that it is the same for a shard, a cache
+    A mask is said of positions, not of places in an array, so that it is the same for a shard, a cache
     or a draft tree. Its arrays (integers or booleans) are leaves of the module, so that a new length is
-    no new program; all else is static and hashable. Tokens of negative position are absent: no rule,
-    and no `~`, makes them visible. A rule has no truth value: `and`, `or` and `not` raise `TypeError`.
+    no new program; all else is static and hashable. Tokens of negative position are absent: no mask,
+    and no `~`, makes them visible. A mask has no truth value: `and`, `or` and `not` raise `TypeError`.
 
     The methods take arrays that broadcast, and arrays of one batch entry; where an array has an axis of
-    the batch, they are mapped over it. A rule of one's own is a subclass with these methods. Vendors'
+    the batch, they are mapped over it. A mask of one's own is a subclass with these methods. Vendors'
     kernels decline it; those of XLA's operations compute with it, and so do those of Pallas if it
     compares numbers of a query with numbers of a key, however these are found.
 
@@ -34,8 +34,8 @@ class AbstractMask(eqx.Module):
     Examples:
         >>> import jax.numpy as jnp
         >>> from energy_attn import masks
-        >>> rule = masks.Causal() & ~masks.Prefix(1)
-        >>> rule.visible(jnp.array([[2]]), jnp.array([[0, 1, 2, 3]])).tolist()
+        >>> mask = masks.Causal() & ~masks.Prefix(1)
+        >>> mask.visible(jnp.array([[2]]), jnp.array([[0, 1, 2, 3]])).tolist()
         [[False, True, True, False]]
     """
 
@@ -44,7 +44,7 @@ class AbstractMask(eqx.Module):
     @property
     @abc.abstractmethod
     def ranks(self) -> tuple[int, ...]:
-        """The number of axes of each array of the rule, without that of the batch."""
+        """The number of axes of each array of the mask, without that of the batch."""
 
     @abc.abstractmethod
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
@@ -65,43 +65,43 @@ class AbstractMask(eqx.Module):
         """
 
     def __and__(self, other: "AbstractMask") -> "And":
-        return And(self, _rule("&", other))
+        return And(self, _checked("&", other))
 
     def __or__(self, other: "AbstractMask") -> "Or":
-        return Or(self, _rule("|", other))
+        return Or(self, _checked("|", other))
 
     def __invert__(self) -> "Not":
         return Not(self)
 
-    # What is left of the operator is no rule: the same errors. NumPy's arrays would take rules for
+    # What is left of the operator is no mask: the same errors. NumPy's arrays would take masks for
     # their elements.
     __array_ufunc__: ClassVar[None] = None
 
     # `first and second` would be the second alone
     def __bool__(self) -> NoReturn:
         raise TypeError(
-            f"bool: wanted rules joined by &, | or ~, as `and`, `or` and `not` ask for a truth value, "
+            f"bool: wanted masks joined by &, | or ~, as `and`, `or` and `not` ask for a truth value, "
             f"got {received(self)}, which has none"
         )
 
     def __rand__(self, other: Any) -> "And":
-        return And(_rule("&", other), self)
+        return And(_checked("&", other), self)
 
     def __ror__(self, other: Any) -> "Or":
-        return Or(_rule("|", other), self)
+        return Or(_checked("|", other), self)
 
 
-def _rule(name: str, x: Any) -> AbstractMask:
+def _checked(name: str, x: Any) -> AbstractMask:
     if not isinstance(x, AbstractMask):
-        raise TypeError(f"{name}: wanted a rule of energy_attn.masks, got {received(x)}")
+        raise TypeError(f"{name}: wanted a mask of energy_attn.masks, got {received(x)}")
     return x
 
 
 class And(AbstractMask):
-    """`first & second`: what both rules show.
+    """`first & second`: what both masks show.
 
     Raises:
-        TypeError: either is no rule.
+        TypeError: either is no mask.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -117,8 +117,8 @@ class And(AbstractMask):
     by_intervals = True
 
     def __check_init__(self) -> None:
-        _rule("first", self.first)
-        _rule("second", self.second)
+        _checked("first", self.first)
+        _checked("second", self.second)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -139,10 +139,10 @@ class And(AbstractMask):
 
 
 class Or(AbstractMask):
-    """`first | second`: what either rule shows.
+    """`first | second`: what either mask shows.
 
     Raises:
-        TypeError: either is no rule.
+        TypeError: either is no mask.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -158,8 +158,8 @@ class Or(AbstractMask):
     by_intervals = True
 
     def __check_init__(self) -> None:
-        _rule("first", self.first)
-        _rule("second", self.second)
+        _checked("first", self.first)
+        _checked("second", self.second)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -180,10 +180,10 @@ class Or(AbstractMask):
 
 
 class Not(AbstractMask):
-    """`~rule`: what the rule hides.
+    """`~mask`: what the mask hides.
 
     Raises:
-        TypeError: `rule` is no rule.
+        TypeError: `mask` is no mask.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -193,26 +193,26 @@ class Not(AbstractMask):
         [[False, False, True, True]]
     """
 
-    rule: AbstractMask
+    mask: AbstractMask
 
     by_intervals = True
 
     def __check_init__(self) -> None:
-        _rule("rule", self.rule)
+        _checked("mask", self.mask)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of the rule."""
-        return self.rule.ranks
+        """Those of the mask."""
+        return self.mask.ranks
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Hidden by the rule."""
-        return ~self.rule.visible(query, key)
+        """Hidden by the mask."""
+        return ~self.mask.visible(query, key)
 
     def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """Whether the rule need not show all pairs."""
-        return ~self.rule.all_visible(query, key)
+        """Whether the mask need not show all pairs."""
+        return ~self.mask.all_visible(query, key)
 
     def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """Whether the rule shows no pair."""
-        return ~self.rule.any_visible(query, key)
+        """Whether the mask shows no pair."""
+        return ~self.mask.any_visible(query, key)

@@ -1,4 +1,4 @@
-"""The rule that hides nothing."""
+"""The mask that hides nothing."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -8,7 +8,7 @@ from ._interval import Interval
 
 
 class All(AbstractMask):
-    """Every query sees every key: the neutral rule of `&`; `~All()` hides everything.
+    """Every query sees every key: the neutral mask of `&`; `~All()` hides everything.
 
     Examples:
         >>> import jax.numpy as jnp

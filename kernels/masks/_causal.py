@@ -1,4 +1,4 @@
-"""The rule that hides what comes later."""
+"""The mask that hides what comes later."""
 
 from jaxtyping import Array, Bool, Int
 

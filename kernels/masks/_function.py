@@ -1,4 +1,4 @@
-"""The rule by any function of positions."""
+"""The mask by any function of positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ class Function(AbstractMask):
             gets an entry.
 
     Raises:
-        TypeError: no function, or a parameter that is no array of integers or booleans: a rule has no
+        TypeError: no function, or a parameter that is no array of integers or booleans: a mask has no
             derivative.
         ValueError: a function that cannot be hashed.
 
@@ -99,6 +99,6 @@ def _parameter(x: object) -> Any:
     array = x if isinstance(x, np.generic) else check_array("parameters", x)
     if not (jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_):
         raise TypeError(
-            f"parameters: wanted integers or booleans, as a rule has no derivative, got {received(x)}"
+            f"parameters: wanted integers or booleans, as a mask has no derivative, got {received(x)}"
         )
     return array

@@ -1,4 +1,4 @@
-"""The rule of ragged rows."""
+"""The mask of ragged rows."""
 
 import functools
 from typing import Any

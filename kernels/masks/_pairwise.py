@@ -1,7 +1,7 @@
-"""A rule cut into what is known of a query alone, of a key alone, and what compares the two.
+"""A mask cut into what is known of a query alone, of a key alone, and what compares the two.
 
 Kernels in Pallas read tiles of numbers, one of each query and one of each key, and compare them; they
-cannot look into a table by both. What a rule looks up or computes of one token alone (the id of its
+cannot look into a table by both. What a mask looks up or computes of one token alone (the id of its
 segment, whether it is before a length) is computed outside of the kernel, by any of XLA's operations.
 """
 
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from .._program import bind, inlined, without_mesh
 from .._varying import vary_together
-from ._structure import Structure
+from ._structure import MaskStructure
 
 # Each number of a token is an array in memory, a tile of which is read with a tile of queries or keys.
 MOST_NUMBERS = 16
@@ -52,7 +52,7 @@ class _Step(NamedTuple):
 
 
 class Pairwise:
-    """A rule as a kernel computes it: numbers of tokens, and operations on tiles of pairs; static.
+    """A mask as a kernel computes it: numbers of tokens, and operations on tiles of pairs; static.
 
     It is made of the program of `visible` for one pair, so that all of its operations on pairs are
     elementwise.
@@ -63,7 +63,7 @@ class Pairwise:
         of_keys: how many numbers of each key.
     """
 
-    def __init__(self, structure: Structure, arrays: Sequence[jax.ShapeDtypeStruct]):
+    def __init__(self, structure: MaskStructure, arrays: Sequence[jax.ShapeDtypeStruct]):
         def one_pair(query: Array, key: Array, arrays: Sequence[Array]) -> Array:
             return structure.bind(arrays).visible(query, key)
 
@@ -91,7 +91,7 @@ class Pairwise:
     def features(
         self, arrays: Sequence[Array], queries: Int[Array, "b T"], keys: Int[Array, "c S"]
     ) -> Features:
-        """The numbers of queries and keys from their positions, and the arrays of the rule.
+        """The numbers of queries and keys from their positions, and the arrays of the mask.
 
         Arrays have a first axis of the batch, of 1 or `B`. Numbers of absent tokens mean nothing.
         """
@@ -140,7 +140,7 @@ class Pairwise:
             # constants, as of the remainder by a number, which tiles would read from memory
             with jax.ensure_compile_time_eval():
                 found = bind(equation.primitive, equation.params, [self._known[x] for x in inputs])
-            # as NumPy's: JAX's lie on the mesh in force, and the rule may be met on another
+            # as NumPy's: JAX's lie on the mesh in force, and the mask may be met on another
             plain = (
                 x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in found
             )
@@ -163,7 +163,7 @@ class Pairwise:
         def of_both(x: int) -> bool:
             return self._sides[x] == _QUERY | _KEY
 
-        wanted = "mask: wanted a rule that compares numbers of a query with numbers of a key, got"
+        wanted = "mask: wanted a mask that compares numbers of a query with numbers of a key, got"
         for equation, inputs, outputs in self._of_pairs:
             name = equation.primitive.name
             many = name == "select_n" and len(inputs) > 3
@@ -180,7 +180,7 @@ class Pairwise:
                     return f"{wanted} {self._types[x].dtype}[{shape}] in place of one number"
         most = max(self.of_queries, self.of_keys)
         if most > MOST_NUMBERS:
-            return f"mask: wanted a rule that compares at most {MOST_NUMBERS} numbers, got {most}"
+            return f"mask: wanted a mask that compares at most {MOST_NUMBERS} numbers, got {most}"
         return None
 
     def _evaluated(
@@ -215,13 +215,13 @@ class Pairwise:
 
 
 @functools.lru_cache(maxsize=256)
-def _pairwise(structure: Structure, types: tuple[tuple[Any, Any], ...]) -> Pairwise:
+def _pairwise(structure: MaskStructure, types: tuple[tuple[Any, Any], ...]) -> Pairwise:
     with without_mesh():
         return Pairwise(structure, [jax.ShapeDtypeStruct(*x) for x in types])
 
 
-def pairwise(structure: Structure, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> Pairwise:
-    """A rule for kernels, of arrays with a first axis of the batch; the same object for equal types."""
+def pairwise(structure: MaskStructure, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> Pairwise:
+    """A mask for kernels, of arrays with a first axis of the batch; the same object for equal types."""
     return _pairwise(structure, tuple((x.shape[1:], jnp.dtype(x.dtype)) for x in arrays))
 
 

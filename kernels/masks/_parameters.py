@@ -1,4 +1,4 @@
-"""The arrays of rules, from numbers and arrays of integers."""
+"""The arrays of masks, from numbers and arrays of integers."""
 
 from typing import Any
 

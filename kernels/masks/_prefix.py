@@ -1,4 +1,4 @@
-"""The rule that shows what comes first."""
+"""The mask that shows what comes first."""
 
 import functools
 
@@ -28,8 +28,8 @@ class Prefix(AbstractMask):
     Examples:
         >>> import jax.numpy as jnp
         >>> from energy_attn import masks
-        >>> rule, tokens = masks.Causal() | masks.Prefix(2), jnp.arange(3)
-        >>> rule.visible(tokens[:, None], tokens[None]).astype(int).tolist()
+        >>> mask, tokens = masks.Causal() | masks.Prefix(2), jnp.arange(3)
+        >>> mask.visible(tokens[:, None], tokens[None]).astype(int).tolist()
         [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
 

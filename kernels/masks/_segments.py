@@ -1,4 +1,4 @@
-"""The rule of documents that are packed into one row."""
+"""The mask of documents that are packed into one row."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""The rule that knows which of its blocks have anything to see."""
+"""The mask that knows which of its blocks have anything to see."""
 
 import functools
 
@@ -16,17 +16,17 @@ _size = functools.partial(check_integer, "block, query_len and key_len", least=1
 
 
 class BlockTable(AbstractMask):
-    r"""A rule, and a table of its blocks, made once by [`tabulate`][energy_attn.kernels.masks.tabulate].
+    r"""A mask, and a table of its blocks, made once by [`tabulate`][energy_attn.kernels.masks.tabulate].
 
-    It shows what the rule shows, for all positions. Which blocks of queries and keys are read, and which
-    need no mask, is looked up, where another rule by function is evaluated for all pairs in each call. The
+    It shows what the mask shows, for all positions. Which blocks of queries and keys are read, and which
+    need no mask, is looked up, where another mask by function is evaluated for all pairs in each call. The
     table is made for positions below `query_len` and `key_len`, in blocks that need not be those of a
-    kernel, a shard or a cache; past its end only the rule itself tells.
+    kernel, a shard or a cache; past its end only the mask itself tells.
 
     Attributes:
-        rule: the rule. To replace its arrays is to make the table wrong; make another.
+        mask: the mask. To replace its arrays is to make the table wrong; make another.
         some: how many blocks before a corner have a visible pair, $\sum_{i<x,\,j<y} \mathrm{some}_{ij}$:
-            int32 `[x + 1, y + 1]`, or `[B, x + 1, y + 1]` where the rule's arrays have a batch axis.
+            int32 `[x + 1, y + 1]`, or `[B, x + 1, y + 1]` where the mask's arrays have a batch axis.
         whole: how many have no hidden pair, likewise.
         block: the number of queries, and of keys, in a block.
         query_len: the number of query positions in the table.
@@ -42,7 +42,7 @@ class BlockTable(AbstractMask):
         ([[1, 1], [2, 3]], [[0, 0], [1, 1]])
     """
 
-    rule: AbstractMask
+    mask: AbstractMask
     some: Int[Array | np.ndarray, "*B x y"] = eqx.field(
         converter=functools.partial(integers, "some", rank=2)
     )
@@ -57,23 +57,23 @@ class BlockTable(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of the rule, and two tables."""
-        return (*self.rule.ranks, 2, 2)
+        """Those of the mask, and two tables."""
+        return (*self.mask.ranks, 2, 2)
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Whether the rule shows the key; the tables do not change it."""
-        return self.rule.visible(query, key)
+        """Whether the mask shows the key; the tables do not change it."""
+        return self.mask.visible(query, key)
 
     def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """Whether a block that the intervals touch has a visible pair, and the rule may show one."""
+        """Whether a block that the intervals touch has a visible pair, and the mask may show one."""
         found, _ = self._count(self.some, query, key)
-        return self.rule.any_visible(query, key) & ((found > 0) | self._past_end(query, key))
+        return self.mask.any_visible(query, key) & ((found > 0) | self._past_end(query, key))
 
     def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """Whether all blocks that the intervals touch have no hidden pair, or the rule shows all."""
+        """Whether all blocks that the intervals touch have no hidden pair, or the mask shows all."""
         found, blocks = self._count(self.whole, query, key)
         whole = (found == blocks) & ~self._past_end(query, key)
-        return self.rule.all_visible(query, key) | whole
+        return self.mask.all_visible(query, key) | whole
 
     def _count(
         self, table: Array | np.ndarray, query: Interval, key: Interval

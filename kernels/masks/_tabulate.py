@@ -1,4 +1,4 @@
-"""Tables of the blocks of rules."""
+"""Tables of the blocks of masks."""
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,25 @@ from ._visibility import in_blocks, tabulated
 
 
 def tabulate(
-    rule: AbstractMask, query_len: int, key_len: int | None = None, *, block: int = 128
+    mask: AbstractMask, query_len: int, key_len: int | None = None, *, block: int = 128
 ) -> BlockTable:
-    r"""The same rule with a table of its blocks, to be used in many calls: layers, heads and steps.
+    r"""The same mask with a table of its blocks, to be used in many calls: layers, heads and steps.
 
     $$\mathrm{some}_{xy} = \bigvee_{i \in x,\, j \in y} \mathrm{visible}_{ij}, \qquad
       \mathrm{whole}_{xy} = \bigwedge_{i \in x,\, j \in y} \mathrm{visible}_{ij}$$
 
-    The rule is evaluated once for all pairs, one block at a time, so memory is that of the table. The
-    table is an argument of a compiled program, like all arrays of rules.
+    The mask is evaluated once for all pairs, one block at a time, so memory is that of the table. The
+    table is an argument of a compiled program, like all arrays of masks.
 
     Args:
-        rule: any rule; its arrays may have a batch axis, as those of a call.
+        mask: any mask; its arrays may have a batch axis, as those of a call.
         query_len: positions of queries from 0 that the table is made for.
         key_len: those of keys; None: the same.
         block: the number of queries, and of keys, in a block. Smaller ones skip more of the pairs that
             are hidden, as far as the blocks of a kernel follow them.
 
     Raises:
-        TypeError: no rule, or sizes that are not ints.
+        TypeError: no mask, or sizes that are not ints.
         ValueError: sizes below 1.
 
     Source: `create_block_mask` of flex attention (arXiv 2412.05496).
@@ -43,16 +43,16 @@ def tabulate(
         >>> table = masks.tabulate(masks.Causal() & strided, 24, block=4)
         >>> q = jax.random.normal(jax.random.key(0), (1, 24, 2, 4))
         >>> out = ea.attention(q, q, q, mask=table)
-        >>> bool(jnp.allclose(out, ea.attention(q, q, q, mask=table.rule), atol=1e-6))
+        >>> bool(jnp.allclose(out, ea.attention(q, q, q, mask=table.mask), atol=1e-6))
         True
     """
-    if not isinstance(rule, AbstractMask):
-        raise TypeError(f"rule: wanted a rule of energy_attn.masks, got {received(rule)}")
+    if not isinstance(mask, AbstractMask):
+        raise TypeError(f"mask: wanted a mask of energy_attn.masks, got {received(mask)}")
     query_len = check_integer("query_len", query_len, least=1)
     key_len = query_len if key_len is None else check_integer("key_len", key_len, least=1)
     block = check_integer("block", block, least=1)
-    leaves, tree = jax.tree.flatten(rule)
-    ranks = rule.ranks
+    leaves, tree = jax.tree.flatten(mask)
+    ranks = mask.ranks
     arrays = [
         jnp.asarray(x)[None] if x.ndim == rank else jnp.asarray(x)
         for x, rank in zip(leaves, ranks, strict=True)
@@ -66,7 +66,7 @@ def tabulate(
     )
     if not batched:
         some, whole = some[0], whole[0]
-    return BlockTable(rule, some, whole, block, query_len, key_len)
+    return BlockTable(mask, some, whole, block, query_len, key_len)
 
 
 def _corners(x: Array) -> Array:

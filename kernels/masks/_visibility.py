@@ -1,4 +1,4 @@
-"""Which tokens see which by a rule, pair by pair and block by block; absent ones see nothing."""
+"""Which tokens see which by a mask, pair by pair and block by block; absent ones see nothing."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -20,54 +20,54 @@ _ROWS, _KEYS = 256, 1024  # the pairs that are compared at a time, where interva
 
 
 def visible(
-    rule: AbstractMask, query: Int[Array, "..."], key: Int[Array, "..."]
+    mask: AbstractMask, query: Int[Array, "..."], key: Int[Array, "..."]
 ) -> Bool[Array, "..."]:
     """Which queries see which keys, by position; the arguments broadcast.
 
-    A query or key with a negative position is absent. The arrays of the rule have an axis of the batch
+    A query or key with a negative position is absent. The arrays of the mask have an axis of the batch
     in front, as positions have.
     """
-    return _where((query >= 0) & (key >= 0), rule, lambda rule: rule.visible, query, key)
+    return _where((query >= 0) & (key >= 0), mask, lambda mask: mask.visible, query, key)
 
 
-def may_meet(rule: AbstractMask, query: Interval, key: Interval) -> Bool[Array, "..."]:
+def may_meet(mask: AbstractMask, query: Interval, key: Interval) -> Bool[Array, "..."]:
     """Whether any query of one block might see any key of another; the intervals broadcast.
 
     Never false where a pair is visible; may be true where none is.
     """
     some = (query.low <= query.high) & (key.low <= key.high)
-    return _where(some, rule, lambda rule: rule.any_visible, query, key)
+    return _where(some, mask, lambda mask: mask.any_visible, query, key)
 
 
-def must_meet(rule: AbstractMask, query: Interval, key: Interval) -> Bool[Array, "..."]:
+def must_meet(mask: AbstractMask, query: Interval, key: Interval) -> Bool[Array, "..."]:
     """Whether every present query of one block sees every key of another; the intervals broadcast.
 
     `key.low` is over all keys of the block, and so negative if any is absent. Never true where a
     pair is hidden; may be false where none is.
     """
-    return _where(key.low >= 0, rule, lambda rule: rule.all_visible, query, key)
+    return _where(key.low >= 0, mask, lambda mask: mask.all_visible, query, key)
 
 
 def _where(
     some: Array,
-    rule: AbstractMask,
+    mask: AbstractMask,
     method: Callable[[Any], Any],
     query: Array | Interval,
     key: Array | Interval,
 ) -> Array:
-    if isinstance(rule, All):
+    if isinstance(mask, All):
         return some
-    arrays = jax.tree.leaves(rule)
+    arrays = jax.tree.leaves(mask)
     if all(x.shape[0] == 1 for x in arrays):
-        return some & method(jax.tree.map(lambda x: x[0], rule))(query, key)
+        return some & method(jax.tree.map(lambda x: x[0], mask))(query, key)
 
     # over the batch, of which an array or the positions may have one entry for all
     def entry(x: Array) -> Array:
         return x[0] if x.shape[0] == 1 else x
 
-    given = rule, query, key
+    given = mask, query, key
     axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, given)
-    return some & jax.vmap(lambda rule, query, key: method(rule)(query, key), in_axes=axes)(
+    return some & jax.vmap(lambda mask, query, key: method(mask)(query, key), in_axes=axes)(
         *jax.tree.map(entry, given)
     )
 
@@ -78,7 +78,7 @@ def may_share(query: Interval, key: Interval) -> Bool[Array, "..."]:
 
 
 def reachable(
-    rule: AbstractMask, query: Int[Array, "#B T"], key: Int[Array, "#B S"]
+    mask: AbstractMask, query: Int[Array, "#B T"], key: Int[Array, "#B S"]
 ) -> Bool[Array, "_ S"]:
     """Which keys any query may see.
 
@@ -87,15 +87,15 @@ def reachable(
     """
     query_len, key_len = query.shape[1], key.shape[1]
     known = isinstance(query_len, int) and isinstance(key_len, int)  # not symbols
-    if not isinstance(rule, WINDOWS):
+    if not isinstance(mask, WINDOWS):
         rows, keys = (min(_ROWS, query_len), min(_KEYS, key_len)) if known else (query_len, key_len)
-        found = _pairs(rule, in_blocks(query, rows), in_blocks(key, keys), "keys")
+        found = _pairs(mask, in_blocks(query, rows), in_blocks(key, keys), "keys")
         return found.reshape(found.shape[0], -1)[:, :key_len] if key_len else key >= 0
-    blocks = 1 if isinstance(rule, (All, Causal)) or not known else min(query_len, _MOST_BLOCKS)
+    blocks = 1 if isinstance(mask, (All, Causal)) or not known else min(query_len, _MOST_BLOCKS)
     low, high = interval(in_blocks(query, -(-query_len // blocks)))
     own = Interval(key[:, :, None], key[:, :, None])
     queries = Interval(low[:, None, :], high[:, None, :])
-    return (key >= 0) & may_meet(rule, queries, own).any(-1)
+    return (key >= 0) & may_meet(mask, queries, own).any(-1)
 
 
 def in_blocks(x: Array, size: int) -> Array:
@@ -110,15 +110,15 @@ Pair = tuple[Int[Array, "#B query_blocks rows"], Int[Array, "#B key_blocks keys"
 
 
 def meeting(
-    rule: AbstractMask, positions: Pair | None, segments: Pair | None
+    mask: AbstractMask, positions: Pair | None, segments: Pair | None
 ) -> Bool[Array, "_ query_blocks key_blocks"] | None:
     """Which blocks of queries might see any key of which blocks of keys; None for all."""
     meet = None
     if positions is not None:
-        if told_by_intervals(rule):
-            meet = may_meet(rule, *_facing(*map(interval, positions)))
+        if told_by_intervals(mask):
+            meet = may_meet(mask, *_facing(*map(interval, positions)))
         else:
-            meet = _pairs(rule, *positions, "blocks")
+            meet = _pairs(mask, *positions, "blocks")
     if segments is not None:
         share = may_share(*_facing(*(Interval(x.min(-1), x.max(-1)) for x in segments)))
         meet = share if meet is None else meet & share
@@ -130,7 +130,7 @@ def _facing(queries: Interval, keys: Interval) -> tuple[Interval, Interval]:
 
 
 def _pairs(
-    rule: AbstractMask,
+    mask: AbstractMask,
     queries: Int[Array, "#B x rows"],
     keys: Int[Array, "#B y keys"],
     of: Literal["blocks", "keys"],
@@ -139,11 +139,11 @@ def _pairs(
 
     One block of pairs is in memory at a time, and is computed unless intervals tell.
     """
-    rule, queries, keys = vary_together((rule, queries, keys))
+    mask, queries, keys = vary_together((mask, queries, keys))
     rows, columns = interval(queries), interval(keys)
-    may = may_meet(rule, *_facing(rows, columns))
+    may = may_meet(mask, *_facing(rows, columns))
     ends = Interval(keys.min(-1), keys.max(-1))
-    whole = may & must_meet(rule, *_facing(rows, ends))
+    whole = may & must_meet(mask, *_facing(rows, ends))
 
     def of_keys(given: tuple[Array, Array, Array]) -> Array:
         key, may, whole = given
@@ -152,7 +152,7 @@ def _pairs(
             query, may, whole = given
 
             def compared() -> Array:
-                return visible(rule, query[:, :, None], key[:, None, :]).any(1)
+                return visible(mask, query[:, :, None], key[:, None, :]).any(1)
 
             def told() -> Array:
                 return jnp.broadcast_to(whole[:, None], (len(whole), key.shape[1]))
@@ -167,8 +167,8 @@ def _pairs(
 
 
 def tabulated(
-    rule: AbstractMask, queries: Int[Array, "#B x rows"], keys: Int[Array, "#B y keys"]
+    mask: AbstractMask, queries: Int[Array, "#B x rows"], keys: Int[Array, "#B y keys"]
 ) -> tuple[Bool[Array, "b x y"], Bool[Array, "b x y"]]:
     """Which pairs of blocks have a visible pair, and which no hidden one of present tokens."""
-    some, broken = (_pairs(x, queries, keys, "blocks") for x in (rule, Not(rule)))
+    some, broken = (_pairs(x, queries, keys, "blocks") for x in (mask, Not(mask)))
     return some, ~broken

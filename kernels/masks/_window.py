@@ -1,4 +1,4 @@
-"""The rule that hides what is far."""
+"""The mask that hides what is far."""
 
 import equinox as eqx
 from jaxtyping import Array, Bool, Int

@@ -27,7 +27,7 @@ class Tiling(Protocol):
 
     Attributes:
         settings: those of the call.
-        pairs: its rule for tiles, None if that is a window.
+        pairs: its mask for tiles, None if that is a window.
         key_len: `S`.
         row_times, keys: the queries and the keys of a tile.
         key_tiles: how many tiles the keys have.
@@ -81,14 +81,14 @@ def tile_ranges(
     """The range of tiles that each tile of queries, or of keys, iterates over; None without arrays.
 
     First and one past the last tile that it might see; then first and one past the last of a run of
-    them that needs no mask, because every present row sees every key. Under a rule that is not a
+    them that needs no mask, because every present row sees every key. Under a mask that is not a
     window, a list of tiles, in numbers of tiles of queries.
     """
-    rule = bound(plan.settings, operands)
-    meets = meeting_blocks(visibility, rule, plan.row_times, plan.keys)
+    mask = bound(plan.settings, operands)
+    meets = meeting_blocks(visibility, mask, plan.row_times, plan.keys)
     if meets is None:
         return None
-    whole = jnp.broadcast_to(_whole(visibility, rule, plan), meets.shape)
+    whole = jnp.broadcast_to(_whole(visibility, mask, plan), meets.shape)
     if of_keys:
         meets, whole = meets.swapaxes(1, 2), whole.swapaxes(1, 2)
     if plan.pairs is not None:
@@ -103,7 +103,7 @@ def tile_ranges(
 
 
 def _whole(
-    visibility: Visibility, rule: AbstractMask, plan: Tiling
+    visibility: Visibility, mask: AbstractMask, plan: Tiling
 ) -> Bool[Array, "b row_tiles key_tiles"]:
     """The pairs of tiles in which all present rows see all keys."""
     query_len, keys = plan.row_times, plan.keys
@@ -112,7 +112,7 @@ def _whole(
     if visibility.row_positions is not None and visibility.key_positions is not None:
         of_rows = interval(_tiles(visibility.row_positions, query_len))
         of_keys = _ends(visibility.key_positions, keys)
-        whole &= must_meet(rule, *_facing(of_rows, of_keys))
+        whole &= must_meet(mask, *_facing(of_rows, of_keys))
     if visibility.row_segments is not None and visibility.key_segments is not None:
         of_rows, of_keys = _facing(
             _ends(visibility.row_segments, query_len), _ends(visibility.key_segments, keys)

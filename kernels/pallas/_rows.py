@@ -35,24 +35,24 @@ def unpack_rows(x: Array, query_len: int, heads: int) -> Array:
 
 
 def pairs_of(operands: Operands, settings: Settings) -> Pairwise | None:
-    """The rule of a call as kernels compute it; None for a window.
+    """The mask of a call as kernels compute it; None for a window.
 
-    Raises `NotImplementedError` for a rule that no kernel computes.
+    Raises `NotImplementedError` for a mask that no kernel computes.
     """
-    if settings.rule.is_window:
+    if settings.mask.is_window:
         return None
-    found = pairwise(settings.rule, operands.rule_arrays)
+    found = pairwise(settings.mask, operands.mask_arrays)
     if found.problem is not None:
         raise NotImplementedError(f"{found.problem} (blockwise takes it)")
     return found
 
 
 def features_of(operands: Operands, pairs: Pairwise | None) -> Features:
-    """The numbers of queries and of keys that the rule compares, of operands with positions."""
+    """The numbers of queries and of keys that the mask compares, of operands with positions."""
     queries, keys = operands.query_positions, operands.key_positions
     if pairs is None or queries is None or keys is None:
         return Features()
-    return pairs.features(operands.rule_arrays, queries, keys)
+    return pairs.features(operands.mask_arrays, queries, keys)
 
 
 class Visibility(NamedTuple):
@@ -65,7 +65,7 @@ class Visibility(NamedTuple):
         key_positions: int32 `[B or 1, C]`; -1 for keys that pad a block.
         row_segments: int32 `[B or 1, R]`.
         key_segments: int32 `[B or 1, C]`.
-        features: other numbers that the rule compares, int32 likewise.
+        features: other numbers that the mask compares, int32 likewise.
     """
 
     row_positions: Int[Array, "b R"] | None
@@ -104,7 +104,7 @@ def visibility_of(
 
 
 def meeting_blocks(
-    visibility: Visibility, rule: AbstractMask, row_block: int, key_block: int
+    visibility: Visibility, mask: AbstractMask, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
     """Which blocks of rows might see any key of which blocks of keys; None for all."""
 
@@ -115,7 +115,7 @@ def meeting_blocks(
             x.reshape(len(x), -1, block) for x, block in ((rows, row_block), (keys, key_block))
         )
 
-    return meeting(rule, cut(*visibility[:2]), cut(*visibility[2:4]))
+    return meeting(mask, cut(*visibility[:2]), cut(*visibility[2:4]))
 
 
 def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:

@@ -110,7 +110,7 @@ def check_plain(
         raise NotImplementedError(f"scale: wanted a number above 0, got {settings.scale}")
     # With unequal numbers of queries and keys, some kernels align the first of each and some the last.
     # With equal numbers, every row sees at least its own key.
-    if settings.rule.constrains and query.shape[1] != key.shape[1]:
+    if settings.mask.constrains and query.shape[1] != key.shape[1]:
         raise NotImplementedError(
             "query: wanted as many queries as keys where positions are compared, got "
             f"{query.shape[1]} and {key.shape[1]}"
@@ -157,7 +157,7 @@ def _seeing(operands: Operands, settings: Settings) -> Array:
     """Which queries are there and see a key, by lengths, `[B, T, 1]`; of a window, its first."""
     queries, keys = (x[:, None] for x in lengths(operands))
     rows = jnp.arange(operands.query.shape[1], dtype=jnp.int32)[None]
-    first = jnp.maximum(rows - min(settings.rule.window[0], operands.key.shape[1]), 0)
+    first = jnp.maximum(rows - min(settings.mask.window[0], operands.key.shape[1]), 0)
     return ((rows < queries) & (first < keys))[..., None]
 
 

@@ -56,8 +56,8 @@ class CuDNN(VendorGPU):
                 raise NotImplementedError(
                     f"{name}: wanted at least {FEWEST_ROWS} rows, got {x.shape[1]}"
                 )
-        left, right = settings.rule.window
-        if settings.rule.constrains and right != 0:
+        left, right = settings.mask.window
+        if settings.mask.constrains and right != 0:
             raise NotImplementedError(
                 f"local_window_size: wanted no keys after the query's, got {(left, right)}"
             )
@@ -115,7 +115,7 @@ def _unused_but_lengths(operands: Operands) -> list[Array]:
 
 def _options(operands: Operands, settings: Settings) -> dict[str, Any]:
     """The parameters of both primitives."""
-    (left, right), found = settings.rule.window, private_names("cudnn")
+    (left, right), found = settings.mask.window, private_names("cudnn")
     left = window_side(left, operands.key.shape[1])
     padding = "PADDING_" if has_lengths(operands) else ""
     mask = f"{padding}CAUSAL" if right == 0 else "PADDING" if padding else "NO_MASK"

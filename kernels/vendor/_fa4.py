@@ -65,7 +65,7 @@ def _check_here(found: Capability) -> None:
 
 def _configured(operands: Operands, settings: Settings) -> tuple[Any, Any]:
     """The package's configuration of a call, and its backend. A right side of 0 alone is its causal attention."""
-    left, right = (window_side(x, operands.key.shape[1]) for x in settings.rule.window)
+    left, right = (window_side(x, operands.key.shape[1]) for x in settings.mask.window)
     causal = left is None and right == 0
     window = (None, None) if causal else (left, right)
     config = _package().Config(

@@ -55,7 +55,7 @@ def _options(settings: Settings, keys: int) -> dict[str, Any]:
     # -1 for an unbounded side
     left, right = (
         -1 if size is None else size
-        for size in (window_side(x, keys) for x in settings.rule.window)
+        for size in (window_side(x, keys) for x in settings.mask.window)
     )
     return {
         "softmax_scale": settings.scale,

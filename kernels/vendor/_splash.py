@@ -86,7 +86,7 @@ class Splash(AbstractKernel):
         """One kernel, after a copy of the operands with heads in front."""
         operands, settings, platform = call
         query, key, value = _scaled(zero_beyond(operands), settings)
-        found = _kernel(settings.rule.window, self._cut(query, key, settings), platform != "tpu")
+        found = _kernel(settings.mask.window, self._cut(query, key, settings), platform != "tpu")
         with _as_expected():
             out, (lse,) = jax.vmap(found)(query, key, value, _segments(operands))
         state = vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
@@ -100,7 +100,7 @@ class Splash(AbstractKernel):
         """Two kernels: one for the gradient of queries, one for the others; one where keys are one block."""
         operands, settings, platform = call
         query, key, value = _scaled(zero_beyond(operands), settings)
-        found = _kernel(settings.rule.window, self._cut(query, key, settings), platform != "tpu")
+        found = _kernel(settings.mask.window, self._cut(query, key, settings), platform != "tpu")
         shown, cotangent = without_empty(operands, state, cotangent)
         d_out = cotangent.out.astype(value.dtype)
         rows = (shown.lse, d_out, backward_delta(shown, cotangent))
@@ -122,10 +122,10 @@ class Splash(AbstractKernel):
     def _cut(self, query: Array, key: Array, settings: Settings) -> "_Cut":
         """The blocks of queries and keys, heads in front."""
         rows, keys = query.shape[2], key.shape[2]
-        seen = min(keys, sum(settings.rule.window) + 1)
+        seen = min(keys, sum(settings.mask.window) + 1)
 
         def fits(block: int) -> bool:
-            whole = block == keys and not settings.rule.constrains
+            whole = block == keys and not settings.mask.constrains
             return block <= self.computed or self.fewest * block <= seen or whole
 
         of_rows, of_keys = (

@@ -31,7 +31,7 @@ class BlockVisibility:
         self._rule = bound(settings, operands)
         self._lengths = operands.query.shape[1], operands.key.shape[1]
         self._pads = _pads(grid, operands)
-        self._constrains = settings.rule.constrains
+        self._constrains = settings.mask.constrains
         self._positions = self._cut(operands.query_positions, operands.key_positions, fill=-1)
         self._segments = self._cut(operands.query_segments, operands.key_segments, fill=0)
         meet = meeting(self._rule, self._positions, self._segments)
@@ -82,7 +82,7 @@ class BlockVisibility:
         return jnp.tile(queries, g.group)[None, :, None], keys[None, None, :]
 
     def hide(self, scores: Array, at: Index) -> Array:
-        """The scores of a block, minus infinity where its rule or segments hide a key."""
+        """The scores of a block, minus infinity where its mask or segments hide a key."""
         if self._positions is not None:
             seen = visible(self._rule, *self.positions(at))
             scores = jnp.where(seen, scores, -jnp.inf)

@@ -35,7 +35,7 @@ class BlockedOperands:
     """The operands of a call, cut by a grid; a block of scores is `[B, rows, keys]`."""
 
     def __init__(self, operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES):
-        self.grid = g = grid(operands, settings.rule, sizes)
+        self.grid = g = grid(operands, settings.mask, sizes)
         self.settings = settings
         self.score = bound_score(settings, operands)
         self._batches, self._heads = operands.batch_indices, operands.head_indices

@@ -36,7 +36,7 @@ PIECES, LEAST_PIECE, MOST_PIECE = 8, 128, 1024
 
 
 class AbstractDecode(AbstractKernel):
-    """Few queries and many keys, of any rule and score; what such kernels differ in is their `forward`."""
+    """Few queries and many keys, of any mask and score; what such kernels differ in is their `forward`."""
 
     interpreted = ()
     exported = True

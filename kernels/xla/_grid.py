@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ..call._operands import Operands, is_static
-from ..masks._structure import Structure
+from ..masks._structure import MaskStructure
 from ._index import Index
 from ._slice import Corner, add_at, slice_at
 
@@ -25,7 +25,7 @@ class BlockSizes(NamedTuple):
         least_rows: query rows of each batch entry, even if a block then has more than `rows`.
         keys: keys in a block.
         keys_of_few_rows: keys in a block of at most half of `rows`.
-        sparse: most rows and keys in a block under a rule that is not a window, so that more blocks
+        sparse: most rows and keys in a block under a mask that is not a window, so that more blocks
             are skipped. As fast as larger ones (CPU), which need fewer products of statistics.
     """
 
@@ -59,24 +59,24 @@ class Grid(NamedTuple):
         return self.group * self.queries
 
 
-def grid(operands: Operands, rule: Structure, sizes: BlockSizes) -> Grid:
+def grid(operands: Operands, mask: MaskStructure, sizes: BlockSizes) -> Grid:
     """The grid with the fewest blocks within `sizes`, evenly filled, or of whole blocks of a table.
 
-    Under a rule that hides what comes later the numbers of blocks are even, so that no block holds parts of both of the
+    Under a mask that hides what comes later the numbers of blocks are even, so that no block holds parts of both of the
     two distant pieces of a sequence that the zigzag layout puts on a device.
     """
     batch, query_len, heads, _ = operands.query.shape
     key_len, kv_heads = operands.key.shape[1:3]
     group = heads // kv_heads
-    rows = sizes.rows if rule.is_window else min(sizes.rows, sizes.sparse)
+    rows = sizes.rows if mask.is_window else min(sizes.rows, sizes.sparse)
     least = min(sizes.least_rows, rows)
     most = max(rows // max(batch, 1), least) if is_static(batch) else least
-    causal = rule.window[1] == 0
-    queries, query_blocks = _cut(query_len, group, most, causal, rule.block)
+    causal = mask.window[1] == 0
+    queries, query_blocks = _cut(query_len, group, most, causal, mask.block)
     few = is_static(batch) and 2 * batch * group * queries <= sizes.rows
     most = sizes.keys_of_few_rows if few else sizes.keys
-    most = most if rule.is_window else min(most, sizes.sparse)
-    keys, key_blocks = _cut(key_len, 1, most, causal, rule.block)
+    most = most if mask.is_window else min(most, sizes.sparse)
+    keys, key_blocks = _cut(key_len, 1, most, causal, mask.block)
     return Grid(kv_heads, group, queries, query_blocks, keys, key_blocks)
 
 

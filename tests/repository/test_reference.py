@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.special
 
+from tests.support.masks import RULES
 from tests.support.naive import assert_close, expected
 from tests.support.problems import PROBLEMS, Problem, tangents
 from tests.support.reference import (
@@ -19,7 +20,6 @@ from tests.support.reference import (
     shifted,
     visible,
 )
-from tests.support.rules import RULES
 
 problems = pytest.mark.parametrize("problem", list(PROBLEMS.values()), ids=str)
 

@@ -591,7 +591,7 @@ WITHOUT = {
         energy_attn.Result energy_attn.prefix_tree.PrefixTree energy_attn.prefix_tree.Accepted
         energy_attn.models.Generation energy_attn.models.LlamaConfig energy_attn.models.ModelDrafter
         energy_attn.models.PromptLookup energy_attn.distributed.Collective""",
-    "of solvers, rules and costs, which have no floating arrays": """energy_attn.solvers.
+    "of solvers, masks and costs, which have no floating arrays": """energy_attn.solvers.
         energy_attn.kernels.masks. energy_attn.distributed.cost.
         energy_attn.distributed.methods.""",
     "of text, pictures, files, processes and programs": """energy_attn.citation energy_attn.plot.

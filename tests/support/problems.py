@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from tests.support.arrays import array
-from tests.support.rules import RULES
+from tests.support.masks import RULES
 
 ARRAYS = ("query", "key", "value", "source", "bias")
 
@@ -193,7 +193,7 @@ def _all_problems():
     yield _make("segments", **packed)
     yield _make("segments_causal", **packed, is_causal=True, N=4, K=2, source=True)
 
-    # Rules that compose.
+    # Masks that compose.
     for name in RULES:
         yield _make(f"rule_{name}", B=2, T=9, S=11, N=2, K=1, rule=name)
     yield _make("rule_positions", **shuffled, rule="nested", source=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tests.support.rules import RULES
+from tests.support.masks import RULES
 
 if TYPE_CHECKING:
     from tests.support.problems import Problem

@@ -20,10 +20,10 @@ from energy_attn.kernels.xla._decode_cpu import DecodeCPU
 from energy_attn.kernels.xla._grid import BlockSizes
 from energy_attn.kernels.xla._weighed_sum import Pieces
 from tests.support.compare import same
+from tests.support.masks import RULES
 from tests.support.naive import assert_all_close, select
 from tests.support.problems import BLOCKS, HEADS, LARGE, PROBLEMS, Problem, cast, cotangents
 from tests.support.reference import visible
-from tests.support.rules import RULES
 
 EVERY = PROBLEMS | BLOCKS | LARGE | HEADS
 ALL = frozenset(EVERY)

@@ -22,7 +22,7 @@ from ._sizes import DTYPES, GPUPlan, KernelKind
 class PallasGPU(AbstractKernel):
     r"""Flash attention, and decoding with the keys of a query split over the chip.
 
-    Forward, backward and tangent with masks by position, segment and rule. Keys and values are read in place,
+    Forward, backward and tangent with masks by position, segment and mask. Keys and values are read in place,
     never copied; those of eight bits with scales as they are stored, where rows are few. Programs skip tiles
     that their rows cannot see, and mask only tiles that need it. Gradients and tangents have a relative error of about
     $10^{-7}\,\lvert F\rvert$, which is large for large scores: 1% from $10^5$ on.
@@ -59,7 +59,7 @@ class PallasGPU(AbstractKernel):
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float64 and empty axes; for widths
-        whose tiles do not fit on the chip; for rules that look into a table by query and key, or
+        whose tiles do not fit on the chip; for masks that look into a table by query and key, or
         compute with them what tiles do not; for scores of other functions or larger tables than
         tiles compute, and a source beside a score; for GPUs older than compute capability 8.0, which
         XLA's Triton does not compile for; and for versions of JAX without Pallas on Triton.

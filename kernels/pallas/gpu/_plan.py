@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 
     Attributes:
         settings: those of the call.
-        pairs: its rule for tiles, None if that is a window.
+        pairs: its mask for tiles, None if that is a window.
         batch, query_len, key_len, kv_heads, group: `B`, `T`, `S`, `K` and `N / K`.
         width, value_width: `H` and `Hv`.
         row_times, row_heads, rows, keys: the tiles of rows and of keys; the last two are powers
@@ -103,7 +103,7 @@ def make_plan(
     "key" for that of the gradients in keys and values, "tangent" for that of the state's derivative
     in a direction, whose arrays take as much memory again.
 
-    Raises `NotImplementedError` if no tiles fit into shared memory, or the given ones do not, or for a rule
+    Raises `NotImplementedError` if no tiles fit into shared memory, or the given ones do not, or for a mask
     or a score that tiles do not tell.
     """
     score = score_of(operands, settings, TARGET)
@@ -178,7 +178,7 @@ def _numbers(
         compared = pairs.of_queries if kind == "key" else pairs.of_keys
     segments = int(operands.key_segments is not None)
     placed = operands.key_positions is not None
-    if settings.rule.constrains and (segments or pairs is not None):
+    if settings.mask.constrains and (segments or pairs is not None):
         placed = True  # by `hide_unreachable`
     energies = 2 if kind == "key" else 0  # of rows, lse and delta
     scales = sum(x is not None for x in (operands.key_scale, operands.value_scale))

@@ -40,7 +40,7 @@ class ProgramIndex(NamedTuple):
 def program_index(plan: Plan, *, of_keys: bool) -> ProgramIndex:
     """The index of this program, whose tile is of rows or of keys; tiles vary fastest.
 
-    Under a causal rule the last rows see most keys, and most rows see the first keys. These tiles
+    Under a causal mask the last rows see most keys, and most rows see the first keys. These tiles
     start first, and short iterations come last.
     """
     tiles = plan.key_tiles if of_keys else plan.row_tiles
@@ -245,13 +245,13 @@ def seen(
         return number if ref is None else load(ref, (_row_of(ref, at), number), there, -1)
 
     found = facing(rows.time, key)[1] < plan.key_len
-    if plan.settings.rule.constrains or visibility.row_positions is not None:
+    if plan.settings.mask.constrains or visibility.row_positions is not None:
         # positions that are not given count from 0
         of_rows = of(visibility.row_positions, rows.time, rows.there)
         of_keys = of(visibility.key_positions, key, None)
         positions = facing(of_rows, of_keys)
         if plan.pairs is None:
-            found &= visible(plan.settings.rule.bind(), *positions)
+            found &= visible(plan.settings.mask.bind(), *positions)
         else:
             i, j = (-2, -1) if keys_first else (-1, -2)
             found &= plan.pairs.visible(
@@ -275,7 +275,7 @@ def zero_hidden(
     plan: Plan, visibility: Visibility, at: ProgramIndex, tile: Array, *arrays: Array
 ) -> tuple[Array, ...]:
     """Tiles of keys or values, or numbers of each key, with zeros for keys that no row of the call sees."""
-    key, right = tile * plan.keys + numbers(plan.keys), plan.settings.rule.window[1]
+    key, right = tile * plan.keys + numbers(plan.keys), plan.settings.mask.window[1]
     if visibility.key_positions is not None:
         there = (
             load(visibility.key_positions, (_row_of(visibility.key_positions, at), key), None) >= 0
@@ -318,7 +318,7 @@ def tile_range(
 ) -> TileRange:
     """The tiles that this program's tile, of rows or of keys, iterates over.
 
-    From `tile_ranges`, or if that is None from the rule with positions that count from 0.
+    From `tile_ranges`, or if that is None from the mask with positions that count from 0.
     """
     tile = at.tile if of_keys else divide(at.tile, plan.head_tiles)[0]
     if isinstance(found, BlockList):
@@ -328,12 +328,12 @@ def tile_range(
     sides = (plan.row_times, plan.query_len), (plan.keys, plan.key_len)
     (block, size), (other, others) = sides[::-1] if of_keys else sides
     unit = plan.head_tiles if of_keys else 1
-    if not plan.settings.rule.constrains:
+    if not plan.settings.mask.constrains:
         # rows mask the keys that pad the last tile; keys need not mask the rows that do
         whole = -(-others // other) if of_keys else others // other
         ends: Any = (np.int32(unit * x) for x in (0, -(-others // other), 0, whole))
         return TileRange(*ends)
-    left, right = (min(side, size + others) for side in plan.settings.rule.window)
+    left, right = (min(side, size + others) for side in plan.settings.mask.window)
     if of_keys:
         left, right = right, left
     least, most = tile * block, jnp.minimum((tile + 1) * block, size) - 1

@@ -112,8 +112,8 @@ class Plan(NamedTuple):
 
     def hides(self, key_positions: Any) -> bool:
         """Whether there may be keys that no row of the call sees, whose values may be anything."""
-        rule = self.settings.rule
-        return key_positions is not None or self.key_len > self.query_len + rule.window[1]
+        mask = self.settings.mask
+        return key_positions is not None or self.key_len > self.query_len + mask.window[1]
 
 
 def make_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:

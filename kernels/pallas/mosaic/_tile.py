@@ -268,7 +268,7 @@ def tile_range(
 ) -> TileRange:
     """The tiles that this program iterates over: of keys, its share of those of its rows; or of rows, `of_keys`.
 
-    From `tile_ranges`, or if that is None from the rule with positions that count from 0.
+    From `tile_ranges`, or if that is None from the mask with positions that count from 0.
     """
     if found is not None:
         batch = row_of(found, at, 1)
@@ -289,12 +289,12 @@ def tile_range(
 def _by_window(plan: Plan, tile: Array, of_keys: bool) -> tuple[Array, Array, Array, Array]:
     own = plan.query_len, plan.row_times
     other = plan.key_len, plan.keys
-    window = plan.settings.rule.window
+    window = plan.settings.mask.window
     # a query sees the keys of a window around it, and a key is seen by those of its reflection
     if of_keys:
         own, other, window = other, own, window[::-1]
     (own_len, own_tile), (other_len, size) = own, other
-    if not plan.settings.rule.constrains:
+    if not plan.settings.mask.constrains:
         number = math.ceil(other_len / size)
         # rows mask the keys that pad the last tile; rows that pad it have no weight
         whole = number if of_keys else other_len // size
@@ -352,8 +352,8 @@ def seen(
         return spread(rows, row, int(keys_first)), spread(keys, key, int(not keys_first))
 
     found = numbers(None, None)[1] < plan.key_len
-    if plan.settings.rule.constrains or visibility.row_positions is not None:
-        found &= visible(plan.settings.rule.bind(), *numbers(*visibility[:2]))
+    if plan.settings.mask.constrains or visibility.row_positions is not None:
+        found &= visible(plan.settings.mask.bind(), *numbers(*visibility[:2]))
     if visibility.row_segments is not None:
         found &= jnp.equal(*numbers(*visibility[2:4]))
     return found
@@ -372,7 +372,7 @@ def zero_hidden(
             there = of_rows(positions, step) >= 0
         else:
             number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + start
-            there = number < plan.query_len + plan.settings.rule.window[1]
+            there = number < plan.query_len + plan.settings.mask.window[1]
         part = values.at[:, pl.ds(column, step)]
         x = load(part, TILE)
         part[...] = jnp.where(there, x, jnp.zeros_like(x))

@@ -32,7 +32,7 @@ class PallasTPU(AbstractKernel):
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float16, float64 and empty axes;
-        for widths whose blocks do not fit on the chip, or too many blocks; for rules that look into
+        for widths whose blocks do not fit on the chip, or too many blocks; for masks that look into
         a table by query and key, or compute with them what blocks do not; and for scores of other
         functions or larger tables than blocks compute, and a source beside a score.
         """

@@ -104,7 +104,7 @@ class Layout(NamedTuple):
         key_block: keys in a block.
         granted: bytes of the chip's memory that the kernels ask for.
         bounded: whether keys past the end are told only by their index in the last block.
-        pairs: the rule of the call for blocks, None if that is a window.
+        pairs: the mask of the call for blocks, None if that is a window.
         settings: those of the call.
         score: the call's score, if it has one.
     """
@@ -144,7 +144,7 @@ def layout(
     """The layout and the blocks of a call's kernels: "forward", "backward" or "tangent".
 
     Without sizes, those for the chip that the program is lowered for. Raises `NotImplementedError` if no
-    block fits into its memory, or too many are needed, or for a rule or a score that blocks do not tell.
+    block fits into its memory, or too many are needed, or for a mask or a score that blocks do not tell.
     """
     sizes = sizes or sizes_on(target_chip())
     score = score_of(operands, settings, TARGET)
@@ -163,8 +163,8 @@ def layout(
     if few and kind != "backward":
         name = "keys_of_few_rows"
     # blocks larger than on the smallest chip only where a row sees four of them: the first is waited for,
-    # and a part of the last is hidden by a causal rule or a window
-    seen = min(keys, (sum(settings.rule.window) + 1) * key_fold)
+    # and a part of the last is hidden by a causal mask or a window
+    seen = min(keys, (sum(settings.mask.window) + 1) * key_fold)
     most_keys = min(getattr(sizes, name), max(getattr(LAYOUT_SIZES, name), seen // 4))
     unit = math.lcm(sizes.lanes, key_fold)  # a block holds all heads of its keys
     most_rows = sizes.rows
@@ -200,7 +200,7 @@ def layout(
     if pairs is not None and listed > MOST_LISTED:
         raise NotImplementedError(
             f"query: wanted at most {MOST_LISTED} pairs of blocks of {row_block} rows and {key_block} "
-            f"keys in a batch under a rule other than causality and windows, got {listed}"
+            f"keys in a batch under a mask other than causality and windows, got {listed}"
         )
     return found
 
@@ -245,7 +245,7 @@ def _memory(
 def fold_rows(x: Array, at: Layout, fill: float = 0) -> Array:
     """`[B, T, N, ...]` to rows `[B, P, R, ...]`, ordered by (time, head).
 
-    Blocks then cover short intervals of positions, so that few of them meet under a causal rule.
+    Blocks then cover short intervals of positions, so that few of them meet under a causal mask.
     """
     batch, query_len, heads, *rest = x.shape
     x = x.reshape(batch, query_len, at.heads, at.row_fold, *rest).swapaxes(2, 3)

@@ -94,7 +94,7 @@ def hide(
     conditions: list[Any] = []
     if "row_positions" in visibility:
         if at.pairs is None:
-            conditions.append(visible(at.settings.rule.bind(), *pair("positions")))
+            conditions.append(visible(at.settings.mask.bind(), *pair("positions")))
         else:
             conditions.append(
                 at.pairs.visible(*pair("positions"), *_features(visibility, at, turned))
@@ -114,7 +114,7 @@ def hide(
 def _features(
     visibility: dict[str, Ref], at: Layout, turned: bool
 ) -> tuple[list[Array], list[Array]]:
-    """The numbers of rows and of keys that the rule compares, which face each other."""
+    """The numbers of rows and of keys that the mask compares, which face each other."""
     if at.pairs is None:
         return [], []
     rows = [visibility[feature("row", i)][...] for i in range(at.pairs.of_queries)]

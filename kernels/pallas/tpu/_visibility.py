@@ -29,7 +29,7 @@ class BlockVisibility(NamedTuple):
 
     Attributes:
         arrays: int32 `[B or 1, 1, R]` of rows and `[B or 1, 1, C]` of keys, by name: positions,
-            segments, heads, and other numbers that the rule compares, if needed. Heads of keys are
+            segments, heads, and other numbers that the mask compares, if needed. Heads of keys are
             for one block.
         meets: which blocks of rows might see which of keys, `[B or 1, rows, keys]`; None for all.
         open: in which of them all present rows see all keys, the same; None for all.
@@ -54,8 +54,8 @@ def block_visibility(operands: Operands, at: Layout) -> BlockVisibility:
     features = features_of(operands, at.pairs)
     features = features._replace(queries=tuple(_repeated(x, at.row_fold) for x in features.queries))
     found = visibility_of(folded, at.settings, features, at.row_block, key_block)
-    rule = bound(at.settings, operands)
-    meets = meeting_blocks(found, rule, at.row_block, key_block)
+    mask = bound(at.settings, operands)
+    meets = meeting_blocks(found, mask, at.row_block, key_block)
     names = ("row_positions", "key_positions", "row_segments", "key_segments")
     arrays = {n: x[:, None] for n, x in zip(names, found[:4], strict=True) if x is not None}
     for side, numbers in zip(("row", "key"), found.features, strict=True):
@@ -68,15 +68,15 @@ def block_visibility(operands: Operands, at: Layout) -> BlockVisibility:
         rows = jnp.arange(at.row_blocks * at.row_block, dtype=jnp.int32)
         arrays["row_heads"] = (rows % at.row_fold // group)[None, None]
         arrays["key_heads"] = jnp.arange(at.key_block, dtype=jnp.int32)[None, None] % at.key_fold
-    return BlockVisibility(arrays, meets, _open(found, rule, at, key_block))
+    return BlockVisibility(arrays, meets, _open(found, mask, at, key_block))
 
 
 def feature(side: str, number: int) -> str:
-    """The name of an array of numbers that the rule compares, of the side "row" or "key"."""
+    """The name of an array of numbers that the mask compares, of the side "row" or "key"."""
     return f"{side}_feature_{number}"
 
 
-def _open(found: Visibility, rule: AbstractMask, at: Layout, key_block: int) -> Any:
+def _open(found: Visibility, mask: AbstractMask, at: Layout, key_block: int) -> Any:
     conditions = []
 
     def cut(rows: Array, keys: Array) -> tuple[Array, Array]:
@@ -88,7 +88,7 @@ def _open(found: Visibility, rule: AbstractMask, at: Layout, key_block: int) -> 
     if found.row_positions is not None and found.key_positions is not None:
         rows, keys = cut(found.row_positions, found.key_positions)
         all_keys = Interval(keys.min(-1), keys.max(-1))
-        conditions.append(must_meet(rule, interval(rows), all_keys))
+        conditions.append(must_meet(mask, interval(rows), all_keys))
     if found.row_segments is not None and found.key_segments is not None:
         rows, keys = cut(found.row_segments, found.key_segments)
         # as no minimum exceeds a maximum, all four are equal

@@ -37,10 +37,10 @@ from tests.support.cache_model import (
     tokens,
 )
 from tests.support.compare import close
+from tests.support.masks import RULES
 from tests.support.meshes import mesh_of, parallel_of
 from tests.support.problems import Problem
 from tests.support.reference import dense, dense_vjp
-from tests.support.rules import RULES
 from tests.support.selection import few, few_rows
 
 
@@ -118,7 +118,7 @@ def test_rows_on_another_axis(explicit, tmp_path):
 
 @pytest.mark.parametrize("name", few(list(RULES), "documents_function"))
 def test_rules(name):
-    """A rule that compares slots instead of tokens; causality by default beside a rule that shows later tokens."""
+    """A mask that compares slots instead of tokens; causality by default beside a mask that shows later tokens."""
     rule = RULES[name].of(B)
 
     @jax.jit

@@ -17,11 +17,11 @@ from energy_attn.distributed import KVCache, SequenceParallel, collectives, make
 from energy_attn.prefix_tree import pack, tree_decode
 from tests.support.arrays import array
 from tests.support.eight_bits import read_as_stored, read_by_kernels
+from tests.support.masks import RULES
 from tests.support.meshes import mesh_of, parallel_of
 from tests.support.naive import assert_all_close
 from tests.support.problems import Problem
 from tests.support.reference import rows
-from tests.support.rules import RULES
 from tests.support.selection import few
 from tests.support.sinks import with_key
 
@@ -134,7 +134,7 @@ def mesh_for(kind: str | None) -> Mesh:
 
 @pytest.mark.parametrize("kind", few([*KINDS, HEADS], HEADS))
 def test_attend(kind, as_stored):
-    """The scale of another slot, on a device that has a part of them; a rule, a window or a mask that slots shift.
+    """The scale of another slot, on a device that has a part of them; a mask, a window or a mask that slots shift.
 
     A sink merged on every device, a score of products without their scale; scales that are not sharded as their keys
     are, or sent: more than a state for each call.

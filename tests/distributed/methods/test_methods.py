@@ -29,6 +29,7 @@ from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.masks._structure import window_structure
 from energy_attn.kernels.xla._blocks import BlockedOperands
 from tests.support.compare import close
+from tests.support.masks import RULES
 from tests.support.meshes import check, in_parts, mesh_of, on_host
 from tests.support.methods import (
     AXES,
@@ -49,7 +50,6 @@ from tests.support.methods import (
 from tests.support.naive import assert_all_close
 from tests.support.problems import Problem, _make, cast, cotangents
 from tests.support.reference import dense
-from tests.support.rules import RULES
 from tests.support.selection import few, few_rows, pairwise
 
 FEW = square("self few", 3)
@@ -173,7 +173,7 @@ def test_merges(merge):
             check(found, replace(problem, name=DECODE.name))
 
 
-# Of what a mesh sees of a rule, each kind with each method, and each of both in each layout: numbers, arrays of a row
+# Of what a mesh sees of a mask, each kind with each method, and each of both in each layout: numbers, arrays of a row
 # of the batch, a function and its constants, and a function in a table.
 KINDS = ("longformer", "prefix_rows", "documents_function", "table")
 RULE_ROWS = pairwise(METHODS, ("contiguous", "striped", "zigzag"), KINDS)
@@ -182,7 +182,7 @@ RULE_ROWS = pairwise(METHODS, ("contiguous", "striped", "zigzag"), KINDS)
 @pytest.mark.full
 @pytest.mark.parametrize(("method", "layout", "rule"), RULE_ROWS)
 def test_rules(method, layout, rule):
-    """A rule that compares places instead of positions, or that sees the arrays of another batch entry."""
+    """A mask that compares places instead of positions, or that sees the arrays of another batch entry."""
     problem = replace(_make("rule", B=2, T=16, S=16, N=8, V=3, source=True), rule=rule)
     judged(problem, SequenceParallel(AXES, method, layout=layout))
 
@@ -304,7 +304,7 @@ INSIDE_ROWS = [
 def test_inside_shard_map(name, problem):
     """The functions by themselves: what each wants of bias and positions, and the gradients of sharded arrays.
 
-    A rule of a device's own positions; one that is cut as if it were a part of the sequence.
+    A mask of a device's own positions; one that is cut as if it were a part of the sequence.
     """
     judged_inside(name, problem, "device" if name in ("tree", "ulysses") else AXES)
 
@@ -326,7 +326,7 @@ def test_rings_in_parts(name, monkeypatch):
 @pytest.mark.parametrize("name", few(list(INSIDE), *list(INSIDE)[:1]))
 @pytest.mark.usefixtures("unchecked")
 def test_rules_want_positions(name):
-    """Positions that count from the first of a shard, where a rule compares them."""
+    """Positions that count from the first of a shard, where a mask compares them."""
     problem = replace(
         POSITIONED,
         rule="prefix",
@@ -357,7 +357,7 @@ def test_rules_of_a_sharded_batch(rule):
 
 @pytest.mark.usefixtures("user_settings")
 def test_a_rule_that_divides():
-    """The constants in a rule's program, which JAX traces for devices' parts inside of `jax.shard_map`."""
+    """The constants in a mask's program, which JAX traces for devices' parts inside of `jax.shard_map`."""
     places = np.arange(16)
     seen = (places[:, None] // 5 == places // 5) | (places % 7 == 0)
     problem = replace(_make("divides", B=2, T=16, S=16, H=4), mask=seen[None, None])
@@ -377,7 +377,7 @@ def test_a_rule_that_divides():
 
 @pytest.mark.usefixtures("user_settings")
 def test_a_rule_on_another_mesh():
-    """Constants in a rule's program that lie on the mesh where it was met first."""
+    """Constants in a mask's program that lie on the mesh where it was met first."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 16, 2, 4)), jnp.float32)
     rule = masks.Function(lambda query, key: query % 11 >= key % 11)
     places = np.arange(16)
@@ -394,7 +394,7 @@ def test_a_rule_on_another_mesh():
 
 
 def test_a_rule_in_ones_own_shard_map():
-    """`parallel=` inside `jax.shard_map`, whose layout tells the positions; a rule that is an argument there."""
+    """`parallel=` inside `jax.shard_map`, whose layout tells the positions; a mask that is an argument there."""
     problem = replace(_make("rule", B=2, T=16, S=16, N=8), rule="prefix_rows")
     parallel = SequenceParallel("device", "ring", layout="zigzag")
     rows = P(None, "device")

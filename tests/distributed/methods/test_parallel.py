@@ -378,7 +378,7 @@ def test_inside_shard_map_costs_the_kernel():
 
 
 def test_not_jitted_inside_shard_map():
-    """The energy by a rule that JAX cannot run in a `shard_map` that is not jitted."""
+    """The energy by a mask that JAX cannot run in a `shard_map` that is not jitted."""
     problem = PROBLEMS["plain"]
     query, key, value = (np.concatenate([x] * 4) for x in problem.arrays.values())
     with jax.set_mesh(mesh_of("8")):

@@ -21,7 +21,7 @@ def energies():
 
 
 # What a mesh or a cache could take for something else: a function of products, a table of pairs of positions, an
-# array of batch, position and head, rules of positions and of batches, and a sink. Other formulas have one of these.
+# array of batch, position and head, masks of positions and of batches, and a sink. Other formulas have one of these.
 STRUCTURES = "gemma2", "graphormer", "forgetting", "longformer", "documents", "gpt_oss"
 
 

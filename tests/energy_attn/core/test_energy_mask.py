@@ -28,7 +28,7 @@ def normal(seed, *shape):
 
 @pytest.mark.parametrize("array", [pytest.param(False, marks=pytest.mark.full), True])
 def test_rule_of_an_energy(array):
-    """A method, a gradient or a transformation that forgets the rule, or the array beside it."""
+    """A method, a gradient or a transformation that forgets the mask, or the array beside it."""
     rng = np.random.default_rng(5)
     given = rng.random((2, 1, LENGTH, LENGTH)) < 0.7
     call = {"mask": jnp.asarray(given)} if array else {}
@@ -63,7 +63,7 @@ def test_rule_of_an_energy(array):
 
 
 def test_modules_and_caches():
-    """Dropout, which has a mask of its own, or a cache without the rule."""
+    """Dropout, which has a mask of its own, or a cache without the mask."""
     x, rule = normal(0, LENGTH, 4), masks.Causal() | masks.Prefix(2)
     dense_ = jnp.asarray((I[:, None] >= I) | (I < 2)[None])
     near = jnp.asarray(I[None] - I[:, None] >= -3)
@@ -110,5 +110,5 @@ def test_block():
 def test_wrong_masks(unchecked):
     """An array among the fields, where it would be a leaf of every model."""
     for wrong in (jnp.ones((1, 1, 2, 2), bool), masks.Causal):
-        with pytest.raises(TypeError, match=r"mask: wanted a rule of energy_attn.masks or None"):
+        with pytest.raises(TypeError, match=r"mask: wanted a mask of energy_attn.masks or None"):
             ea.FreeEnergy(mask=wrong)

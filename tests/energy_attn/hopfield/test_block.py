@@ -95,7 +95,7 @@ def test_causality_and_nobody():
 
 @pytest.mark.parametrize("exclude_self", few([True, False], True))
 def test_rules(exclude_self):
-    """A rule that is taken for the positions of one pass, counted from the end; that shows a token to itself; or one of
+    """A mask that is taken for the positions of one pass, counted from the end; that shows a token to itself; or one of
     the call that takes the place of the energy's.
     """
     own = ea.FreeEnergy(mask=~masks.Prefix(1))

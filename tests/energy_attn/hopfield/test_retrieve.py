@@ -273,7 +273,7 @@ def test_hidden_memories(on_one_device):
 
 @pytest.mark.full
 def test_rule():
-    """A rule that the steps know and the number of memories, or the nearest one, does not."""
+    """A mask that the steps know and the number of memories, or the nearest one, does not."""
     rule = masks.Prefix(jnp.asarray([2, 9])) & ~masks.Window(0, 0)
     solver = FixedPoint(max_steps=1000)
     found = retrieve(jnp.asarray(STATE), jnp.asarray(MEMORIES), mask=rule, scale=1.5, solver=solver)
@@ -299,7 +299,7 @@ def over_devices(explicit, run, **options):
 
 @pytest.mark.parametrize("explicit", few([False, True], True))
 def test_spread_over_devices(explicit):
-    """Memories that a device does not see, in the update, the constants or the nearest; a rule that some lack."""
+    """Memories that a device does not see, in the update, the constants or the nearest; a mask that some lack."""
     rule = masks.Function(lambda query, key: key != 3)
     check_hidden(over_devices(explicit, partly_hidden, mask=rule)[1])
 

@@ -139,7 +139,7 @@ def heads(layer, *inputs, at=()):
 
 
 def test_rule_of_a_call():
-    """A report of a layer that leaves out the rule of a call, beside that of its energy."""
+    """A report of a layer that leaves out the mask of a call, beside that of its energy."""
     layer = drawn(ea.nn.MultiheadAttention, num_heads=2, query_size=8, is_causal=True)
     x = np.random.default_rng(1).standard_normal((2, 5, 8))
     rule = ~ea.masks.Prefix(2)

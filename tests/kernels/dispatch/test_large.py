@@ -13,7 +13,7 @@ from energy_attn.kernels import AttentionState, local_attention, scores
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.problems import Problem, cast, cotangents, tangents
-from tests.support.random_rules import places, rules, seen
+from tests.support.random_masks import places, rules, seen
 from tests.support.reference import dense, dense_jvp, dense_vjp
 from tests.support.traits import RUNNABLE, SMALL
 

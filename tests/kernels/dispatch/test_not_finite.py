@@ -179,7 +179,7 @@ def test_absent_queries_have_no_scale():
     ],
 )
 def test_queries_without_keys_ask_nothing(rule):
-    """The same of a row that is fully masked by a rule alone, where no positions are given."""
+    """The same of a row that is fully masked by a mask alone, where no positions are given."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(2, size, 2, 3)) for size in (6, 3, 3))
 

@@ -1,4 +1,4 @@
-"""Rules against Python's integers, up to the last position of 32 bits: pairs, intervals, and the laws of joining."""
+"""Masks against Python's integers, up to the last position of 32 bits: pairs, intervals, and the laws of joining."""
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from energy_attn.kernels.masks._interval import Interval, interval
 from energy_attn.kernels.masks._structure import structure_of
 from energy_attn.kernels.masks._visibility import may_meet, meeting, must_meet, reachable, visible
 from tests.support.arrays import array
-from tests.support.random_rules import JOINED, SINGLE, blocks, rules, seen, sees, with_batch
+from tests.support.random_masks import JOINED, SINGLE, blocks, rules, seen, sees, with_batch
 
 
 @given(rules, blocks, blocks)
 def test_positions(rule, queries, keys):
     """A window whose end overflows, and so hides every key; skipped blocks with a visible pair, unmasked blocks with a
-    hidden one, by any composition of rules; `~` that shows absent tokens."""
+    hidden one, by any composition of masks; `~` that shows absent tokens."""
     query, key = (array(x, np.int32)[None] for x in (queries, keys))
     exact, rule = seen(rule, queries, keys), with_batch(rule)
     np.testing.assert_array_equal(visible(rule, query[:, :, None], key[:, None])[0], exact)
@@ -31,7 +31,7 @@ def test_positions(rule, queries, keys):
 
 @pytest.mark.parametrize("name", SINGLE | JOINED)
 def test_intervals(name):
-    """A block with a hidden pair that is told to need no mask, or one that is skipped with a visible pair; simple rules
+    """A block with a hidden pair that is told to need no mask, or one that is skipped with a visible pair; simple masks
     tell exactly: no block of theirs is computed in vain."""
     rule = (SINGLE | JOINED)[name]
     pairs = np.asarray([[sees(rule, i, j) for j in range(8)] for i in range(8)])
@@ -87,7 +87,7 @@ present = st.lists(st.integers(0, 7), min_size=3, max_size=3)
 @given(rules, rules, present, present)
 @settings(max_examples=6)
 def test_de_morgan(first, second, queries, keys):
-    """Joined rules whose intervals break the laws that their pairs keep."""
+    """Joined masks whose intervals break the laws that their pairs keep."""
     query, key = array(queries, np.int32)[:, None], array(keys, np.int32)[None]
     of_queries, of_keys = (Interval(x.min(), x.max()) for x in (query, key))
     for mine, theirs in (
@@ -101,7 +101,7 @@ def test_de_morgan(first, second, queries, keys):
 
 
 def test_one_structure_for_all_numbers():
-    """A prefix of another length that is another program, or another rule that is not."""
+    """A prefix of another length that is another program, or another mask that is not."""
     same = {structure_of(masks.Causal() | masks.Prefix(n)) for n in (3, 4, jnp.int32(5))}
     assert len(same) == 1
     others = {structure_of(masks.Causal() & masks.Prefix(3)), structure_of(~masks.Prefix(3))}

@@ -1,6 +1,6 @@
-"""Rules in kernels that compare numbers of tokens: what is cut out of a rule, and any composition in tiles.
+"""Masks in kernels that compare numbers of tokens: what is cut out of a mask, and any composition in tiles.
 
-The rules of `support/rules.py`, their gradients and tangents go through these kernels in `test_local_attention.py` and
+The masks of `support/masks.py`, their gradients and tangents go through these kernels in `test_local_attention.py` and
 `test_tangents.py`.
 """
 
@@ -23,7 +23,7 @@ from energy_attn.kernels.pallas._rows import block_list
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.problems import _make, cast, cotangents, tangents
-from tests.support.random_rules import JOINED, blocks, places, rules, seen, with_batch
+from tests.support.random_masks import JOINED, blocks, places, rules, seen, with_batch
 from tests.support.reference import dense, dense_jvp, dense_vjp
 from tests.support.traits import SMALL
 
@@ -109,7 +109,7 @@ def of_both(query, key, table):
     ],
 )
 def test_declined(rule, reason):
-    """A rule whose program a kernel's compiler refuses, or that it computes wrongly, in place of one that declines."""
+    """A mask whose program a kernel's compiler refuses, or that it computes wrongly, in place of one that declines."""
     x = array(np.ones((1, 8, 1, 16)), np.float32)
     call = check_call(x, x, x, mask=rule)
     for kernel in KERNELS:

@@ -1,4 +1,4 @@
-"""Tables of the blocks of rules: what they say of any intervals, and how many blocks a kernel then computes."""
+"""Tables of the blocks of masks: what they say of any intervals, and how many blocks a kernel then computes."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.complaints import complains
 from tests.support.problems import _make, cast
-from tests.support.random_rules import JOINED, rules, sees
+from tests.support.random_masks import JOINED, rules, sees
 from tests.support.reference import dense
 from tests.support.selection import few
 from tests.support.traits import SMALL_LAYOUT, SMALL_TILES
@@ -86,7 +86,7 @@ def named(query, key, blocks):
 
 
 def traced(function, *rules):
-    """A function of a rule as part of a program: nothing is compiled but what is returned."""
+    """A function of a mask as part of a program: nothing is compiled but what is returned."""
     return jax.tree.map(np.asarray, jax.jit(function)(*rules))
 
 
@@ -221,7 +221,7 @@ def test_on_a_mesh(method):
 @pytest.mark.parametrize(
     ("call", "error", "name", "received", "wanted"),
     [
-        (lambda: masks.tabulate(lambda q, k: q > k, 4), TypeError, "rule", "function", "a rule"),
+        (lambda: masks.tabulate(lambda q, k: q > k, 4), TypeError, "mask", "function", "a mask"),
         (lambda: masks.tabulate(RULE, 0), ValueError, "query_len", "0", "at least 1"),
         (lambda: masks.tabulate(RULE, 4, 2.5), TypeError, "key_len", "2.5", "integer"),
         (lambda: masks.tabulate(RULE, 4, block=-1), ValueError, "block", "-1", "at least 1"),
@@ -229,5 +229,5 @@ def test_on_a_mesh(method):
 )
 @pytest.mark.usefixtures("unchecked")
 def test_mistakes(call, error, name, received, wanted):
-    """A table of no blocks, or a function without its rule."""
+    """A table of no blocks, or a function without its mask."""
     complains(call, error, name, received, wanted)

@@ -70,7 +70,7 @@ def test_who_counts(rule, T, S, counted):
 
     def places(arrays):
         call = check_call(**arrays, **RULES[rule])
-        blocks = grid(call.operands, call.settings.rule, SIZES)
+        blocks = grid(call.operands, call.settings.mask, SIZES)
         found.append(
             with_block_positions(call.operands, call.settings, blocks).key_positions is None
         )

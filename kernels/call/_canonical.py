@@ -1,4 +1,4 @@
-"""The rule of a call: from `mask=`, `is_causal=` and `local_window_size=` to what kernels take."""
+"""The mask of a call: from `mask=`, `is_causal=` and `local_window_size=` to what kernels take."""
 
 import functools
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from ..masks._all import All
 from ..masks._causal import Causal
 from ..masks._lengths import Lengths
 from ..masks._segments import Segments, looked_up
-from ..masks._structure import WINDOWS, Structure, structure_of, window_mask, window_structure
+from ..masks._structure import WINDOWS, MaskStructure, structure_of, window_mask, window_structure
 from ..masks._visibility import visible
 from ..masks._window import Window
 
@@ -53,41 +53,41 @@ def shortened(positions: Array, lengths: Array | np.ndarray | None) -> Array:
 class CanonicalMask(NamedTuple):
     """The mask of a call as kernels take it: its structure, its arrays with a batch axis, and the tokens."""
 
-    structure: Structure
+    structure: MaskStructure
     arrays: tuple[Array, ...]
     tokens: Tokens
 
 
 class Masks(NamedTuple):
-    """A rule and an array, both of which hide keys: an energy's own, and that of a call."""
+    """A mask and an array, both of which hide keys: an energy's own, and that of a call."""
 
-    rule: AbstractMask
+    mask: AbstractMask
     array: Any
 
 
-def join_masks(rule: AbstractMask | None, mask: object) -> Any:
-    """A rule, or None, and what `mask=` is, in one mask for `split_mask`."""
-    own, array = split_mask(mask)
-    if rule is None:
+def join_masks(own: AbstractMask | None, mask: object) -> Any:
+    """A mask, or None, and what `mask=` is, in one mask for `split_mask`."""
+    given, array = split_mask(mask)
+    if own is None:
         return mask
-    rule = rule if own is None else rule & own
-    return rule if array is None else Masks(rule, array)
+    both = own if given is None else own & given
+    return both if array is None else Masks(both, array)
 
 
 def split_mask(mask: object) -> tuple[AbstractMask | None, Any]:
-    """`mask=` as a rule or None, and as anything else or None.
+    """`mask=` as a mask or None, and as anything else or None.
 
-    Raises `TypeError` for a class of rules, of which an instance was meant.
+    Raises `TypeError` for a class of masks, of which an instance was meant.
     """
     if isinstance(mask, Masks):
         return mask
     if isinstance(mask, type) and issubclass(mask, AbstractMask):
-        raise TypeError(f"mask: wanted a rule, as {mask.__name__}(...), got the class itself")
+        raise TypeError(f"mask: wanted a mask, as {mask.__name__}(...), got the class itself")
     return (mask, None) if isinstance(mask, AbstractMask) else (None, mask)
 
 
 def canonical_mask(
-    rule: AbstractMask | None,
+    mask: AbstractMask | None,
     is_causal: bool,
     window: tuple[int, int] | None,
     tokens: Tokens,
@@ -95,18 +95,18 @@ def canonical_mask(
     query_len: int,
     key_len: int,
 ) -> CanonicalMask:
-    """Returns the conjunction of a rule, causality and a window, in the form that most kernels take.
+    """Returns the conjunction of a mask, causality and a window, in the form that most kernels take.
 
-    Of the rules that `&` joins, `Causal` and `Window` become one; `Segments` become those of the tokens unless
+    Of the masks that `&` joins, `Causal` and `Window` become one; `Segments` become those of the tokens unless
     these have some; `Lengths` become those of the tokens, or absent positions where positions are given.
-    Raises `TypeError` and `ValueError` for arrays of the rule that do not fit the call.
+    Raises `TypeError` and `ValueError` for arrays of the mask that do not fit the call.
     """
     left, right = window or (None, None)
     right = 0 if is_causal else right
-    if rule is None:
+    if mask is None:
         return CanonicalMask(window_structure(left, right), (), tokens)
     rest: list[AbstractMask] = []
-    for x in _joined(_with_batch(rule, batch)):
+    for x in _joined(_with_batch(mask, batch)):
         if isinstance(x, Causal):
             right = 0
         elif isinstance(x, Window):
@@ -118,19 +118,19 @@ def canonical_mask(
         elif not isinstance(x, All):
             rest.append(x)
     window_rule = window_mask(left, right)
-    rule = rest.pop(0) if rest and isinstance(window_rule, All) else window_rule
+    mask = rest.pop(0) if rest and isinstance(window_rule, All) else window_rule
     for x in rest:
-        rule = rule & x
-    arrays, structure = tuple(jax.tree.leaves(rule)), structure_of(rule)
-    if not isinstance(rule, WINDOWS):
+        mask = mask & x
+    arrays, structure = tuple(jax.tree.leaves(mask)), structure_of(mask)
+    if not isinstance(mask, WINDOWS):
         _check_traceable(structure, tuple((x.shape, x.dtype) for x in arrays))
     return CanonicalMask(structure, arrays, tokens)
 
 
-def _with_batch(rule: AbstractMask, batch: int) -> AbstractMask:
-    leaves, tree = jax.tree.flatten_with_path(rule)
+def _with_batch(mask: AbstractMask, batch: int) -> AbstractMask:
+    leaves, tree = jax.tree.flatten_with_path(mask)
     arrays = []
-    for (path, x), rank in zip(leaves, rule.ranks, strict=True):
+    for (path, x), rank in zip(leaves, mask.ranks, strict=True):
         name = f"mask{jax.tree_util.keystr(path)}"
         if not (
             isinstance(x, (jax.Array, np.ndarray))
@@ -148,10 +148,10 @@ def _with_batch(rule: AbstractMask, batch: int) -> AbstractMask:
     return jax.tree.unflatten(tree, arrays)
 
 
-def _joined(rule: AbstractMask) -> list[AbstractMask]:
-    if isinstance(rule, And):
-        return _joined(rule.first) + _joined(rule.second)
-    return [rule]
+def _joined(mask: AbstractMask) -> list[AbstractMask]:
+    if isinstance(mask, And):
+        return _joined(mask.first) + _joined(mask.second)
+    return [mask]
 
 
 def _least(a: int | None, b: int | None) -> int | None:
@@ -172,9 +172,9 @@ def with_lengths(tokens: Tokens, queries: Any, keys: Any) -> Tokens:
     )
 
 
-def _with_segments(rule: Segments, tokens: Tokens, query_len: int, key_len: int) -> Tokens:
-    of_queries: Any = rule.query_ids
-    of_keys: Any = of_queries if rule.key_ids is None else rule.key_ids
+def _with_segments(mask: Segments, tokens: Tokens, query_len: int, key_len: int) -> Tokens:
+    of_queries: Any = mask.query_ids
+    of_keys: Any = of_queries if mask.key_ids is None else mask.key_ids
     known = isinstance(query_len, int) and isinstance(key_len, int)  # not symbols
     named = ("query_ids", of_queries, query_len), ("key_ids", of_keys, key_len)
     short = [x for x in named if known and x[1].shape[1] < x[2]]
@@ -204,8 +204,8 @@ def _with_segments(rule: Segments, tokens: Tokens, query_len: int, key_len: int)
 
 
 @functools.lru_cache(maxsize=256)
-def _check_traceable(structure: Structure, arrays: tuple[Any, ...]) -> None:
-    """Raises `ValueError` if a rule closes over what is traced, and whatever it itself raises."""
+def _check_traceable(structure: MaskStructure, arrays: tuple[Any, ...]) -> None:
+    """Raises `ValueError` if a mask closes over what is traced, and whatever it itself raises."""
 
     def run(query: Array, key: Array, *arrays: Array) -> Array:
         return visible(structure.bind(arrays), query, key)

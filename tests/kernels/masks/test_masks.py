@@ -1,4 +1,4 @@
-"""Rules in a call: which kernels take them, how they pass through JAX's transformations, and wrong ones.
+"""Masks in a call: which kernels take them, how they pass through JAX's transformations, and wrong ones.
 
 States and gradients by every implementation are in `test_local_attention.py`, through the problems named `rule_...`.
 """
@@ -31,9 +31,9 @@ from energy_attn.kernels.xla._index import Index
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.complaints import a, complains
+from tests.support.masks import IDS, LENGTHS, RULES, UNKNOWN
 from tests.support.problems import PROBLEMS, _make, cast, cotangents, tangents
 from tests.support.reference import dense, dense_jvp, dense_vjp, visible
-from tests.support.rules import IDS, LENGTHS, RULES, UNKNOWN
 from tests.support.selection import few
 
 IDS, LENGTHS = IDS[:2], LENGTHS[:2]
@@ -48,7 +48,7 @@ def check(state: AttentionState, problem):
 
 @pytest.mark.parametrize("name", sorted(UNKNOWN))
 def test_who_takes_what(name):
-    """A vendor's kernel that ignores a rule which it does not know: a wrong answer, and fast; ours that declines it."""
+    """A vendor's kernel that ignores a mask which it does not know: a wrong answer, and fast; ours that declines it."""
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     rule = RULES[name].of(1)
     call, plain = check_call(x, x, x, mask=rule), check_call(x, x, x)
@@ -74,7 +74,7 @@ def test_who_takes_what(name):
 
 
 def test_simple_rules_are_options():
-    """A rule that most kernels know in another form, and so is declined by them, or compiled again."""
+    """A mask that most kernels know in another form, and so is declined by them, or compiled again."""
     ids = jnp.asarray(IDS)[:, :9]
     rule = masks.Causal() & masks.Window(4, 7) & masks.Segments(ids) & masks.Lengths(LENGTHS)
     arrays, _ = cast(PROBLEM, jnp.float32)
@@ -87,7 +87,7 @@ def test_simple_rules_are_options():
         key_segment_ids=ids,
         key_value_seq_lengths=jnp.asarray(LENGTHS),
     )
-    assert found.settings == wanted.settings and found.settings.rule.window == (4, 0)
+    assert found.settings == wanted.settings and found.settings.mask.window == (4, 0)
     jax.tree.map(np.testing.assert_array_equal, found.operands, wanted.operands)
 
 
@@ -149,7 +149,7 @@ def test_one_program_for_all_lengths():
 @pytest.mark.parametrize("implementation", XLA)
 @pytest.mark.parametrize("name", ["documents_function", "parity"])
 def test_hidden_keys_are_not_read(implementation, name):
-    """NaN times a weight of zero, of a key that a rule hides from all queries, where intervals do not tell."""
+    """NaN times a weight of zero, of a key that a mask hides from all queries, where intervals do not tell."""
     problem = PROBLEMS[f"rule_{name}"]
     problem = dataclasses.replace(problem, query=problem.query[:, :1])
     hidden = ~visible(problem).any((1, 2))[..., None, None]
@@ -214,7 +214,7 @@ class Mine(AbstractJAXKernel):
         if q is None:
             q, k = (jnp.arange(x.shape[1])[None] for x in (query, key))
         seen = (q[:, :, None] >= 0) & (k[:, None] >= 0)
-        if settings.rule.constrains:
+        if settings.mask.constrains:
             seen &= k[:, None] <= q[:, :, None]
         scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
         lse = jax.nn.logsumexp(scores, axis=-1)
@@ -326,17 +326,17 @@ def closing(length):
         (lambda: masks.Function(3), TypeError, "function", "int 3", "function"),
         (lambda: masks.Function(len, a(2)), TypeError, "parameters", "float32[2]", "no derivative"),
         (lambda: masks.Function(len, 1, batched=True), ValueError, "parameters", "scalar", "batch"),
-        (lambda: masks.Causal() & a(2, dtype="bool"), TypeError, "&", "bool[2]", "rule"),
-        (lambda: np.ones(2, bool) | masks.Causal(), TypeError, "|", "bool[2]", "rule"),
-        (lambda: masks.Causal | masks.Prefix(3), TypeError, "|", "Causal", "rule"),
+        (lambda: masks.Causal() & a(2, dtype="bool"), TypeError, "&", "bool[2]", "mask"),
+        (lambda: np.ones(2, bool) | masks.Causal(), TypeError, "|", "bool[2]", "mask"),
+        (lambda: masks.Causal | masks.Prefix(3), TypeError, "|", "Causal", "mask"),
         (lambda: masks.Causal() and masks.Prefix(2), TypeError, "bool", "Causal()", "&, | or ~"),
         (lambda: masks.Causal() or masks.Prefix(2), TypeError, "bool", "Causal()", "&, | or ~"),
         (lambda: not masks.Causal(), TypeError, "bool", "Causal()", "&, | or ~"),
-        (lambda: masks.And(masks.Causal(), 3), TypeError, "second", "int 3", "rule"),
-        (lambda: masks.And(a(2), masks.Causal()), TypeError, "first", "float32[2]", "rule"),
-        (lambda: masks.Or("x", masks.Causal()), TypeError, "first", "str 'x'", "rule"),
-        (lambda: masks.Or(masks.Causal(), masks.Causal), TypeError, "second", "Causal", "rule"),
-        (lambda: masks.Not(None), TypeError, "rule", "NoneType None", "rule"),
+        (lambda: masks.And(masks.Causal(), 3), TypeError, "second", "int 3", "mask"),
+        (lambda: masks.And(a(2), masks.Causal()), TypeError, "first", "float32[2]", "mask"),
+        (lambda: masks.Or("x", masks.Causal()), TypeError, "first", "str 'x'", "mask"),
+        (lambda: masks.Or(masks.Causal(), masks.Causal), TypeError, "second", "Causal", "mask"),
+        (lambda: masks.Not(None), TypeError, "mask", "NoneType None", "mask"),
         (
             lambda: local_attention(X, X, X, mask=masks.Causal),
             TypeError,
@@ -376,7 +376,7 @@ def closing(length):
 )
 @pytest.mark.usefixtures("unchecked")
 def test_wrong_rules(call, error, name, received, wanted):
-    """A rule that broadcasts over what it was not meant for, or fails where a program is lowered, far from the user."""
+    """A mask that broadcasts over what it was not meant for, or fails where a program is lowered, far from the user."""
     complains(call, error, name, received, wanted)
 
 

@@ -1,4 +1,4 @@
-"""Random rules and a few that are chosen, and their definition in Python's integers."""
+"""Random masks and a few that are chosen, and their definition in Python's integers."""
 
 import functools
 
@@ -42,7 +42,7 @@ rules = st.recursive(
 )
 
 
-# Each class, and each way to join: what is asked of many rules of the full suite is asked of these in each run.
+# Each class, and each way to join: what is asked of many masks of the full suite is asked of these in each run.
 TABLE = np.repeat(np.arange(3, dtype=np.int32), (4, 2, 4))
 SINGLE = {
     "all": masks.All(),
@@ -94,7 +94,7 @@ def sees(rule, query: int, key: int) -> bool:
         case masks.Or():
             return sees(rule.first, query, key) or sees(rule.second, query, key)
         case masks.Not():
-            return not sees(rule.rule, query, key)
+            return not sees(rule.mask, query, key)
     raise AssertionError(f"no definition of {rule}")
 
 

@@ -1,4 +1,4 @@
-"""Rules as users join them, each with its definition in NumPy: a prefix-LM, documents, and what no kernel knows."""
+"""Masks as users join them, each with its definition in NumPy: a prefix-LM, documents, and what no kernel knows."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ IDS = np.stack([np.repeat([0, 1, 2], x) for x in ([5, 4, 7], [2, 9, 5], [7, 1, 8
 
 
 class Parity(masks.AbstractMask):
-    """A rule that nobody knows: positions whose sum is a multiple of a number."""
+    """A mask that nobody knows: positions whose sum is a multiple of a number."""
 
     number: np.ndarray
 
@@ -85,14 +85,14 @@ def _above(q, k):
 
 
 class Case(NamedTuple):
-    """A rule for some batch entries, and whether entry `b` sees, of arrays of numbers that broadcast."""
+    """A mask for some batch entries, and whether entry `b` sees, of arrays of numbers that broadcast."""
 
     rule: masks.AbstractMask
     sees: Callable
     tabulated: bool = False
 
     def of(self, batch: int) -> masks.AbstractMask:
-        """The rule for so many entries."""
+        """The mask for so many entries."""
         if self.tabulated:
             return _table()
         return jax.tree.map(lambda x: x[:batch] if x.ndim and len(x) == ROWS else x, self.rule)
