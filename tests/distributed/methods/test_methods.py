@@ -323,23 +323,6 @@ def test_rings_in_parts(name, monkeypatch):
     judged_inside(name, POSITIONED)
 
 
-@pytest.mark.parametrize("name", few(list(INSIDE), *list(INSIDE)[:1]))
-@pytest.mark.usefixtures("unchecked")
-def test_rules_want_positions(name):
-    """Positions that count from the first of a shard, where a mask compares them."""
-    problem = replace(
-        POSITIONED,
-        rule="prefix",
-        bias=None,
-        is_causal=False,
-        local_window_size=None,
-        key_positions=None,
-    )
-    arrays, _ = cast(problem, jnp.float64)
-    with jax.set_mesh(mesh_of("2x4")), pytest.raises(ValueError, match="^key_positions: wanted"):
-        jax.eval_shape(inside(name, problem, AXES), arrays)
-
-
 @pytest.mark.parametrize(
     "rule", few(["prefix_rows", "documents", "documents_function"], "documents_function")
 )

@@ -22,7 +22,7 @@ from energy_attn.kernels import local_attention
 from tests.support.compare import close
 from tests.support.meshes import SHAPES, batches_psum, check, mesh_of, on_host, parallel_of
 from tests.support.problems import PROBLEMS, Problem, _make, cast, cotangents, everything
-from tests.support.reference import dense, dense_covariance, dense_vjp
+from tests.support.reference import dense, dense_vjp
 from tests.support.selection import few, few_rows
 
 EVEN = everything("even", B=2, T=5, S=16)  # S divides by 8, as arrays sharded by their types must
@@ -96,19 +96,6 @@ def test_queries_and_heads_split(name, method):
         check(run(*on_host(problem)), problem)
 
 
-@pytest.mark.full
-def test_not_jitted():
-    """Eager calls, whose arrays live on one device until they are spread, and the unsharded call beside them."""
-    problem = PROBLEMS["decode_ragged"]
-    arrays, _ = cast(problem, jnp.float64)
-    given = cotangents(problem, jnp.float64)
-    with jax.set_mesh(mesh_of("2x4")):
-        spread = state_and_gradients(problem, parallel=SequenceParallel())(arrays, given)
-        check(spread, problem)
-        again = state_and_gradients(problem)(arrays, given)
-    close(spread, again)
-
-
 def typed(arrays, mesh, axes, batch=None):
     """The arrays placed on a mesh; keys, values and their biases sharded along their sequence."""
     specs = {"key": P(batch, axes), "value": P(batch, axes), "bias": P(None, None, None, axes)}
@@ -141,19 +128,11 @@ def test_types_say_how(kind):
     assert out.sharding.is_fully_replicated and energy.sharding.is_fully_replicated
 
 
-def test_types_not_jitted():
-    """The same eagerly and unbatched, where the sequence is the first axis."""
-    mesh = mesh_of("2x4 explicit")
-    problem = replace(PROBLEMS["plain"], key=EVEN.key, value=EVEN.value)
-    out, _ = dense(problem)
-    with jax.set_mesh(mesh):
-        arrays = typed(problem.arrays, mesh, ("node", "device"))
-        first = {name: jax.reshard(x[0], P(*x.sharding.spec[1:])) for name, x in arrays.items()}
-        close(ea.attention(**first), out[0])
-
-
 def test_types_that_differ():
-    """Arrays whose types are split otherwise than the keys' refused by JAX deep inside: they are brought together."""
+    """Arrays whose types are split otherwise than the keys' refused by JAX deep inside: they are brought together.
+
+    Eagerly, with a batch and without one.
+    """
     problem = replace(PROBLEMS["plain"], query=EVEN.query[..., :2, :], key=EVEN.key, value=EVEN.key)
     mesh, whole = mesh_of("2x4 explicit"), problem.arrays
     placed = [
@@ -164,6 +143,8 @@ def test_types_that_differ():
         for specs in placed:
             arrays = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in whole.items()}
             close(ea.attention(**arrays), dense(problem)[0], str(specs))
+        first = {n: jax.reshard(x[0], P(*specs[n][1:])) for n, x in arrays.items()}
+        close(ea.attention(**first), dense(problem)[0][0], "the sequence is the first axis")
 
 
 @pytest.mark.full
@@ -438,73 +419,6 @@ def test_mapped_rows_of_sharded_heads():
     close(gradients, dense_vjp(problem, cotangent[0], np.zeros(cotangent[1].shape)))
 
 
-@pytest.mark.full
-@batches_psum
-def test_inside_transformations():
-    """Under `vmap`, `lax.scan` and `jax.checkpoint`, as a model uses it, keys are spread as they are alone."""
-    problem = PROBLEMS["plain"]
-    arrays, _ = cast(problem, jnp.float64)
-    parallel = SequenceParallel("device")
-    direction = problem.rng("direction").standard_normal(dense(problem)[0].shape)
-
-    def attention(query, key, value):
-        return ea.attention(query, key, value, parallel=parallel)
-
-    def scanned(query, key, value):
-        def step(query, _):
-            return query, attention(query, key, value)
-
-        return jax.lax.scan(step, query, None, length=2)[1].mean(0)
-
-    ways = {"vmap": jax.vmap(attention), "scan": scanned, "remat": jax.checkpoint(attention)}
-
-    def slope(arrays, how):
-        given = (arrays[name] for name in ("query", "key", "value"))
-        return (direction * how(*given)).sum()
-
-    @jax.jit
-    def run(arrays):
-        return {way: jax.grad(slope)(arrays, how) for way, how in ways.items()}
-
-    with jax.set_mesh(mesh_of("8")):
-        found = run(arrays)
-    exact = dense_vjp(problem, direction, np.zeros(direction.shape[:-1]))
-    for way, gradients in found.items():
-        close(gradients, exact, way)
-
-
-@pytest.mark.full
-def test_second_derivatives():
-    """∇²F across devices that is zero or wrong: by each order of the two modes, and by the reference."""
-    problem = PROBLEMS["decode_cache"]
-    arrays, _ = cast(problem, jnp.float64)
-    zeros, parallel = np.zeros(problem.query.shape), SequenceParallel()
-
-    def total(source, implementation=None):
-        options = problem.options | {"parallel": parallel, "implementation": implementation}
-        return ea.free_energy(**arrays, source=source, **options).sum()
-
-    with jax.set_mesh(mesh_of("2x4")):
-        plain = jax.hessian(functools.partial(total, implementation="reference"))
-        for hessian in (jax.jacrev(jax.grad(total)), jax.hessian(total), plain):
-            found = jax.device_get(jax.jit(hessian)(zeros))
-            close(np.einsum("btnvbtnw->btnvw", found), dense_covariance(problem))
-
-
-@pytest.mark.full
-def test_modules():
-    """A module whose `parallel` field is forgotten on the way to the kernel would be right, and slow."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((13, 8)))
-    options = {"num_heads": 4, "query_size": 8, "num_kv_heads": 2, "key": jax.random.key(0)}
-    alone = ea.nn.MultiheadAttention(**options, energy=ea.FreeEnergy(is_causal=True))
-    energy = ea.FreeEnergy(is_causal=True, parallel=SequenceParallel("device"))
-    spread = ea.nn.MultiheadAttention(**options, energy=energy)
-    with jax.set_mesh(mesh_of("8")):
-        compiled = jax.jit(lambda x: spread(x, x, x, return_energy=True)).lower(x).compile()
-        close(compiled(x), alone(x, x, x, return_energy=True))
-    assert collectives(compiled)
-
-
 # --- what is sent
 
 B, T, N, K, H = 2, 3, 4, 2, 8
@@ -547,12 +461,9 @@ def test_decode_sends_two_all_reduces(kind):
     """
     for keys in (64, 512):
         assert sent(kind, keys, decode) == STATE
+    # sums narrowed to bfloat16 on their way: the energies of 8 shards would err by 0.16
+    assert sent(kind, 64, decode, dtype="bfloat16") == STATE
     assert sum(size for _, size in STATE) == 4 * T * (B * H * N + 2 * B * N)  # MATH: b d + 2 b n_h
-
-
-def test_energies_are_sent_wide():
-    """Sums narrowed to bfloat16 on their way: the energies of 8 shards would err by 0.16."""
-    assert sent("8", 64, decode, dtype="bfloat16") == STATE
 
 
 def test_training_sends_one_more():

@@ -18,9 +18,9 @@ from tests.support.compare import close
 from tests.support.measures import measure
 from tests.support.meshes import mesh_of
 from tests.support.naive import naive
-from tests.support.problems import _make, cast, everything
+from tests.support.problems import cast, everything
 from tests.support.reference import dense, dense_vjp, rows
-from tests.support.selection import few_rows
+from tests.support.selection import few, few_rows
 
 STAGES, LENGTH, WIDTH, PARTS = 2, 16, 16, 2
 AXES = ("node", "device")
@@ -99,21 +99,7 @@ def test_pipeline(method, layout):
     close(found, exact)
 
 
-def test_a_step_of_decoding():
-    """Queries that are equal on all devices, by their type, taken for a part of them."""
-    problem = _make("step", B=2, T=1, S=16)
-    keys = P(None, "device")
-
-    def attend(query, key, value):
-        return ea.attention(query, key, value, parallel=SequenceParallel("device"))
-
-    run = jax.shard_map(attend, in_specs=(P(), keys, keys), out_specs=P())
-    with jax.set_mesh(mesh_of("8")):
-        close(jax.jit(run)(*problem.arrays.values()), dense(problem)[0])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("method", ["tree", "ring"])
+@pytest.mark.parametrize("method", few(["tree", "ring"], "tree"))
 def test_queries_on_all_devices(method):
     """A step of decoding: queries taken for a part of them, attention that is summed over devices, an observable."""
     whole = everything("inside", B=2, T=5, S=16)

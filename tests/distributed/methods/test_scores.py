@@ -137,21 +137,6 @@ def test_a_ring_in_parts(order, monkeypatch):
         close(derivatives(run, order, specs), wanted(order))
 
 
-@pytest.mark.full
-def test_explicit_axes():
-    """The same by types alone."""
-    mesh = make_mesh((2, 2, 2), ("b", "h", "s"), explicit=True)
-    specs = dict.fromkeys(ARRAYS, P("b", "s", "h")), {"gain": P("h"), "level": P("b")}
-
-    def run(x):
-        arrays, parameters = x
-        options = {"score": CASE.make(parameters), "return_energy": True}
-        return number(ea.attention(**arrays, is_causal=True, **options))
-
-    with jax.set_mesh(mesh):
-        close(derivatives(run, first, specs), wanted(first))
-
-
 INSIDE = ("tree", "ring", "ulysses", "hybrid", "gather")
 
 
@@ -177,15 +162,6 @@ def test_inside_shard_map(method):
     places = jnp.arange(T, dtype=jnp.int32)[None]
     with jax.set_mesh(make_mesh((2, 2), ("n", "s"), devices=jax.devices()[:4])):
         close(derivatives(inside(method, places), first), wanted(first))
-
-
-@pytest.mark.parametrize("method", few(INSIDE, "tree"))
-def test_a_score_wants_positions(method):
-    """Positions that count from the first of a shard, where a score reads them."""
-    x = jax.tree.map(jnp.asarray, (ARRAYS, CASE.parameters))
-    with jax.set_mesh(make_mesh((2, 2), ("n", "s"), devices=jax.devices()[:4])):
-        with pytest.raises(ValueError, match=r"^key_positions: wanted .* score"):
-            jax.eval_shape(inside(method, None), x)
 
 
 def test_cache_and_trees():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from energy_attn import masks, scores
 from energy_attn.distributed import collectives, methods, sharded_attention
 from energy_attn.kernels import AttentionState
 from tests.support.compare import close
@@ -121,15 +122,6 @@ def test_plain_and_unequal_shards():
     close(found, [x[0] for x in dense(problem)])
 
 
-def test_no_keys_at_all():
-    """Shards of length 0: the fold of eight empty states is empty, not NaN."""
-    problem = PROBLEMS["no_keys"]
-    arrays, _ = cast(problem, jnp.float64)
-    with jax.set_mesh(mesh_of("2x4")):
-        out, lse = jax.jit(tree(("node", "device"), problem))(arrays, {})
-    assert not np.asarray(out).any() and np.isneginf(lse).all()
-
-
 def test_one_axis_of_two():
     """Keys along one axis, queries along the other: a fold over both would mix queries."""
     problem = replace(PROBLEMS["plain"], key=EVERYTHING.key, value=EVERYTHING.value)
@@ -149,21 +141,34 @@ def test_one_axis_of_two():
     assert [c.group_size for c in collectives(compiled)] == [4, 4]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"is_causal": True}, {"local_window_size": 2}, {"key_value_seq_lengths": np.asarray([2])}],
-)
-def test_positions_must_be_given(options):
-    """Causal attention by the shards' own counts: wrong on all devices but one, and nobody would be told."""
-    arrays, _ = cast(replace(PROBLEMS["primes"]), jnp.float64)
-    options = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-    with jax.set_mesh(mesh_of("8")), pytest.raises(ValueError, match="key_positions"):
-        spread = jax.shard_map(
-            lambda q: sharded_attention(q, q, q, axis_name="device", **options),
-            in_specs=P(),
-            out_specs=P(),
+COMPARED = {
+    "is_causal": True,
+    "local_window_size": 2,
+    "key_value_seq_lengths": np.asarray([2]),
+    "mask": masks.Prefix(2),
+    "score": scores.Distance(jnp.abs),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_positions_must_be_given(name):
+    """Positions by the shards' own counts: wrong on all devices but one, and nobody would be told."""
+    query, option = jnp.ones((1, 16, 8, 4)), COMPARED[name]
+    options = {name: jnp.asarray(option) if isinstance(option, np.ndarray) else option}
+
+    def spread(specs, **given):
+        return jax.shard_map(
+            lambda q: sharded_attention(q, q, q, axis_name="device", **options, **given),
+            in_specs=specs,
+            out_specs=specs,
         )
-        jax.eval_shape(spread, arrays["query"])
+
+    with jax.set_mesh(mesh_of("8")):
+        with pytest.raises(ValueError, match="^key_positions: wanted the global positions"):
+            jax.eval_shape(spread(P()), query)
+        keys = jnp.zeros((1, 2), jnp.int32)
+        with pytest.raises(ValueError, match="^query_positions: wanted the global positions"):
+            jax.eval_shape(spread(P(None, "device"), method="ring", key_positions=keys), query)
 
 
 def test_outside_shard_map():

@@ -11,12 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.bayes import gamma, saddle_attention
-from energy_attn.distributed import SequenceParallel
 from energy_attn.solvers import Extragradient, Mirror, Newton, Optax, Optimistic
 from tests.support.arrays import array
 from tests.support.complaints import complains
@@ -185,30 +182,6 @@ def test_extragradient_finds_its_step():
         solution, exact = run(jnp.asarray(beta / np.sqrt(8)))
         assert (np.asarray(solution.result) == CONVERGED).all()
         np.testing.assert_allclose(solution.point, exact, atol=1e-6)
-
-
-@pytest.mark.full
-def test_keys_over_eight_devices():
-    """Keys sharded over a mesh give the same points."""
-    rng = np.random.default_rng(8)
-    query, key, value = (
-        jnp.asarray(rng.standard_normal(s)) for s in ((1, 3, 2, 3), (1, 16, 1, 3), (1, 16, 1, 2))
-    )
-
-    def run(**options):
-        def both(key, value):
-            F = measure(query, key, value, **options)
-            return [f(F).point for f in (ea.Gibbs.map, saddle_attention)]
-
-        return jax.jit(both)
-
-    wanted = run()(key, value)
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    with jax.set_mesh(mesh):
-        spread = [jax.device_put(x, NamedSharding(mesh, P(None, "x"))) for x in (key, value)]
-        found = run(parallel=SequenceParallel(axes=("x",)))(*spread)
-    for a, b in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -92,21 +92,6 @@ def test_modules_and_caches():
         close(*pair, name, 1e-12)
 
 
-@pytest.mark.full
-def test_block():
-    """A block that changes positions."""
-    x, rule = normal(0, LENGTH, 4), masks.Causal() | masks.Prefix(2)
-    whole = jnp.asarray((I[:, None] >= I) | (I < 2)[None])
-
-    @jax.jit
-    def run(key):
-        Block = ea.hopfield.EnergyAttentionBlock
-        block = Block(4, 2, free_energy=ea.FreeEnergy(mask=rule), key=key)
-        return block(x), Block(4, 2, key=key)(x, mask=whole[None, None])
-
-    close(*run(jax.random.key(0)), tolerance=1e-12)
-
-
 def test_wrong_masks(unchecked):
     """An array among the fields, where it would be a leaf of every model."""
     for wrong in (jnp.ones((1, 1, 2, 2), bool), masks.Causal):

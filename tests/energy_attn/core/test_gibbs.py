@@ -16,16 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import energy_attn as ea
-from energy_attn.kernels import local_attention
 from tests.support.compare import close
 from tests.support.complaints import a, complains
-from tests.support.distributions import statistic
 from tests.support.measures import answers, few_answers, measure
-from tests.support.meshes import mesh_of, parallel_of
 from tests.support.observables import directions, exact
 from tests.support.problems import PROBLEMS, Problem, cast, cotangents
-from tests.support.programs import instructions
-from tests.support.reference import dense, dense_vjp, rows
+from tests.support.reference import dense_vjp
 from tests.support.selection import few, few_rows
 
 # Bias, mask, source, causality, a window, ragged rows, segments, grouped heads, fully masked rows.
@@ -66,61 +62,6 @@ def everything(F: ea.Gibbs, along) -> dict:
 
 
 ARRAYS, ALONG, MASK = PROBLEM.arrays, directions(PROBLEM), PROBLEM.mask
-
-
-# What the gradient in the source and the methods cost.
-def compiled(f, query_length, key_length):
-    shapes = (1, query_length, 4, 16), (1, key_length, 2, 16)
-    query, key = (jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)
-    return jax.jit(f).lower(query, key, key).compile()
-
-
-def cost(program) -> tuple[float, int]:
-    """Floating-point operations, and products of matrices: two in a pass, of scores and of values."""
-    products = sum(n for (_, name), n in instructions(program).items() if name == "dot")
-    return program.cost_analysis()["flops"], products
-
-
-def ask(question):
-    """A question to the measure, of its arrays."""
-    return lambda *arrays: question(ea.FreeEnergy(is_causal=True).at(*arrays))
-
-
-def kernel(*arrays):
-    return tuple(local_attention(*arrays, is_causal=True))
-
-
-def gradient(F):
-    query, value = F.parts[0].query, F.parts[0].value
-    zeros = np.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
-    return jax.grad(lambda source: F(source).sum())(zeros)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("length", [1, 70])
-def test_gradient_in_the_source_is_one_pass(length):
-    """A gradient that is not attention to the last bit, or costs a second pass, or a source of zeros in memory."""
-    queries = jax.random.normal(jax.random.key(0), (1, length, 4, 16), jnp.float32)
-    key, value = jax.random.normal(jax.random.key(1), (2, 1, 130, 2, 16), jnp.float32)
-    both = jax.jit(ask(lambda F: (gradient(F), F.attention())))(queries, key, value)
-    np.testing.assert_array_equal(*both)
-    wanted = compiled(lambda *x: kernel(*x)[0], length, 130)
-    found = compiled(ask(gradient), length, 130)
-    assert not instructions(found) - instructions(wanted)
-    np.testing.assert_allclose(cost(found), cost(wanted), rtol=0.02)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("length", [1, 70])
-def test_methods_share_passes(length):
-    """A second pass for the energies beside attention, or for a question that is asked twice."""
-
-    for one, two in (
-        (kernel, ask(lambda F: (F(), F.attention(), F.attention(return_energy=True)))),
-        (ask(lambda F: F.entropy()), ask(lambda F: (F.entropy(), F.entropy()))),
-    ):
-        alone, both = (compiled(f, length, 130) for f in (one, two))
-        np.testing.assert_allclose(cost(both), cost(alone), rtol=0.03)
 
 
 # The monoid.
@@ -226,35 +167,6 @@ def test_each_part_has_its_own_energy():
     close(found, exact(whole, found), "own energies", tolerance=1e-10)
 
 
-@pytest.mark.full
-def test_gradients():
-    """A gradient of a union in the arrays of one part, or in the tilt, that is not that of the whole.
-
-    That of the whole is tested by differences of the definitions in `test_observables.py`.
-    """
-    blind = np.isneginf(dense(PROBLEM)[1])
-
-    def total(arrays, cuts):
-        F = functools.reduce(ea.Gibbs.merge, parts(arrays, MASK, PROBLEM, cuts))
-        F, (u, v, w, _) = F.tilt(arrays["source"]), map(jnp.asarray, ALONG)
-        found = [F.entropy(), F.cumulant([u, v, w]), *F.score_moments()]
-        found.append(jnp.where(blind, 0.0, F()))
-        vectors = (
-            F.attention(),
-            F.covariance(v),
-            F.temperature_sensitivity(),
-            F.covariance()[..., 0],
-        )
-        found += [(u * x).sum(-1) for x in vectors]
-        return sum((w[..., i % 3] * x).sum() for i, x in enumerate(found))
-
-    whole, two = (
-        jax.jit(jax.grad(functools.partial(total, cuts=cuts)))(ARRAYS) for cuts in ((), (5,))
-    )
-    close(two, jax.device_get(whole), "gradients", 1e-9)
-    assert blind.any() and not np.asarray(two["query"])[blind].any()
-
-
 @pytest.mark.parametrize("hidden", few([False, True], True))
 def test_nothing_in_one_part(hidden):
     """NaN, or a gradient, from keys that are not there or that no row sees, before the others and after them."""
@@ -322,58 +234,6 @@ def test_union_in_sixteen_bits(dtype, ask, user_settings, unchecked):
         assert error <= 2 * allowed + 1e-5, (name, error, allowed)
 
 
-@pytest.mark.full
-def test_samples_of_a_union():
-    """A part that is drawn from with a wrong chance, or indices that count from each part's first key."""
-
-    @jax.jit
-    def draw(arrays, key):
-        A, B, C = parts(arrays, MASK, PROBLEM)
-        source = arrays["source"]
-        return (A.tilt(source) | (B | C).tilt(source)).sample(key=key, count=2000)
-
-    drawn = np.asarray(draw(ARRAYS, jax.random.key(0)))
-    assert abs(statistic(drawn, rows(PROBLEM).weights)) < 4
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["8", "8 explicit", "2x4"])
-def test_parts_on_different_meshes(kind):
-    """Keys that are counted once a device, or queries whose gradient is: one part is sharded, the other is not."""
-    problem = replace(PROBLEMS["grouped"], is_causal=False)
-    rng = np.random.default_rng(0)
-    query, tilt, along = (rng.standard_normal((2, 5, 6, 5)) for _ in range(3))
-    key, value = rng.standard_normal((2, 2, 19, 2, 5))
-    problem = replace(problem, query=query, key=key, value=value, source=tilt)
-    given = [
-        jnp.asarray(x) for x in (query, key[:, :16], value[:, :16], key[:, 16:], value[:, 16:])
-    ]
-    weights = jnp.asarray(rng.standard_normal(query.shape))
-
-    def few(F, along):
-        return few_answers(F, [along]) | {"heat capacity": F.score_moments().variance}
-
-    def run(parallel, tilt, along, query, *arrays):
-        def total(query, *arrays):
-            A, B = measure(query, *arrays[:2], parallel=parallel), measure(query, *arrays[2:])
-            found = few((A | B).tilt(tilt), along), few((B | A).tilt(tilt), along)
-            return sum((weights * (x["product"] + x["attention"])).sum() for x in found), found
-
-        return jax.grad(total, range(len(arrays) + 1), has_aux=True)(query, *arrays)
-
-    fixed = jnp.asarray(tilt), jnp.asarray(along)
-    wanted, (alone, _) = jax.jit(functools.partial(run, None))(*fixed, *given)
-    np.testing.assert_allclose(alone["entropy"], exact(problem)["entropy"], atol=1e-11)
-    with jax.set_mesh(mesh_of(kind)):
-        parallel, axes = parallel_of(kind), tuple(mesh_of(kind).axis_names)
-        sharding = jax.NamedSharding(mesh_of(kind), jax.P(None, axes))
-        given[1:3] = jax.device_put(given[1:3], sharding)
-        found, each = jax.device_get(jax.jit(functools.partial(run, parallel))(*fixed, *given))
-    for answers_ in each:
-        close(answers_, jax.device_get(alone), kind, tolerance=1e-10)
-    close(found, jax.device_get(wanted), tolerance=1e-10)
-
-
 # The pytree.
 def small(batch=3, **rows):
     """A tilted measure of a batch, with arrays for all that has a batch axis."""
@@ -413,43 +273,6 @@ def test_passes_transformations(way):
     if way in ("carry", "xs"):
         wanted = jax.tree.map(lambda x: np.stack([x, x]), wanted)
     close(jax.device_get(TRANSFORMED[way](F)), wanted, way, 1e-12)
-
-
-@pytest.mark.full
-def test_gradients_are_of_all_arrays():
-    """An array whose gradient is cut off: through the measure they are those through the arguments."""
-    F = small()
-    (keys,) = F.parts
-
-    def total(F):
-        found = [*three(F), F.covariance(F.source), *F.score_moments()]
-        found += [F.temperature_sensitivity(), F.cumulant([F.source] * 3), F.moment([F.source] * 2)]
-        # a fully masked row has an energy of minus infinity, whose square would make every gradient NaN
-        return sum((jnp.where(jnp.isneginf(x), 0.0, x) ** 2).sum() for x in found)
-
-    def by_arguments(query, key, value, source, scale):
-        energy = ea.FreeEnergy(scale=scale, is_causal=True)
-        return total(energy.at(query, key, value, mask=keys.mask, **keys.rows).tilt(source))
-
-    found = eqx.filter_jit(eqx.filter_grad(total))(F)
-    arguments = keys.query, keys.key, keys.value, F.source, keys.energy.scale
-    wanted = jax.jit(jax.grad(by_arguments, range(5)))(*arguments)
-    (of_keys,) = found.parts
-    gradients = of_keys.query, of_keys.key, of_keys.value, found.source, of_keys.energy.scale
-    close(gradients, wanted, tolerance=1e-12)
-    assert all(x.any() for x in wanted) and of_keys.mask is None
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["8", "8 explicit"])
-def test_sharded_leaves(kind):
-    """A measure put on devices as other pytrees are, and asked there."""
-    F = measure(*jax.random.normal(jax.random.key(0), (3, 8, 5, 2, 3)))
-    F, wanted = F | F.tilt(F.parts[0].query), three(F | F.tilt(F.parts[0].query))
-    mesh = mesh_of(kind)
-    with jax.set_mesh(mesh):
-        spread = jax.device_put(F, jax.NamedSharding(mesh, jax.P("device")))
-        close(jax.device_get(jax.jit(three)(spread)), jax.device_get(wanted), kind, 1e-12)
 
 
 def test_saved_and_loaded(tmp_path):

@@ -6,7 +6,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import energy_attn as ea
@@ -66,7 +65,6 @@ def tilted(F):
 
 QUESTIONS = {
     "observables": lambda F: answers(F, ALONG),
-    "tilted": lambda F: some(tilted(F)),
     "joined": lambda F: some(F.tilt(jnp.asarray(ALONG[0])) | F),
     # at a point inside the hull of the values that a row sees
     "bayes": lambda F: F.conjugate(0.9 * F.attention() + 0.1 * tilted(F).attention()).value,
@@ -120,57 +118,14 @@ def test_measures(question):
     close(run(energy_of), run(as_bias), tolerance=tolerance)
 
 
-@pytest.mark.full
-def test_samples():
-    """Draws from the products' own softmax."""
-
-    @jax.jit
-    def draw(key):
-        return [f(ARRAYS, PARAMETERS).sample(key=key, count=50) for f in (energy_of, as_bias)]
-
-    np.testing.assert_array_equal(*draw(jax.random.key(0)))
-
-
-@pytest.mark.full
-def test_learnt():
-    """Parameters that an optimiser does not find in a module, or that do not learn: a slope is found again."""
-    truth = ea.FreeEnergy(score=scores.ALiBi(jnp.asarray([0.5, 0.1, 0.2, 1.0])), is_causal=True)
-    arrays = jax.tree.map(jnp.asarray, ARRAYS)
-    target = jax.jit(lambda: truth.attention(**arrays))()
-    module = ea.FreeEnergy(score=scores.ALiBi(jnp.zeros(N)), is_causal=True)
-    optimiser = optax.adam(0.05)
-    given = optimiser.init(eqx.filter(module, eqx.is_inexact_array))
-
-    @eqx.filter_jit
-    def step(module, given):
-        loss = eqx.filter_value_and_grad(
-            lambda m: jnp.square(m.attention(**arrays) - target).mean()
-        )
-        value, gradient = loss(module)
-        with jax.numpy_dtype_promotion("standard"):
-            updates, given = optimiser.update(gradient, given)
-        return value, eqx.apply_updates(module, updates), given
-
-    losses = []
-    for _ in range(150):
-        value, module, given = step(module, given)
-        losses.append(float(value))
-    assert losses[-1] < 1e-4 * losses[0]
-
-
-def layers():
-    """One with a score, the same without it, and rows for both."""
+def test_layers():
+    """A layer whose energy has a score that it forgets; numbers in it that are taken for parameters."""
     energy = ea.FreeEnergy(score=scores.SoftCap(0.5))
     layer = ea.nn.MultiheadAttention(
         num_heads=2, query_size=4, key=jax.random.key(0), energy=energy
     )
+    plain = eqx.tree_at(lambda x: x.energy, layer, ea.FreeEnergy())
     x = jnp.asarray(normal(3, 5, 4), layer.query_proj.weight.dtype)
-    return layer, eqx.tree_at(lambda x: x.energy, layer, ea.FreeEnergy()), x
-
-
-def test_layers():
-    """A layer whose energy has a score that it forgets; numbers in it that are taken for parameters."""
-    layer, plain, x = layers()
     assert jax.tree.leaves(eqx.filter(layer.energy, eqx.is_array)) == []
     run = jax.jit(lambda layer: layer.energy.attention(*layer.project(x, x, x)))
     found, other = (eqx.filter_jit(run)(model) for model in (layer, plain))
@@ -180,11 +135,3 @@ def test_layers():
     capped = replace(problem, scale=0.0, bias=0.5 * np.tanh(rows(problem).scores / 0.5))
     close(np.asarray(found)[None], dense(capped)[0])
     assert not np.allclose(found, other)
-
-
-@pytest.mark.full
-def test_reports():
-    """A report that forgets the score."""
-    layer, plain, x = layers()
-    report = ea.energy_report(layer, x, x, x)
-    assert not np.allclose(report.entropy, ea.energy_report(plain, x, x, x).entropy)

@@ -125,41 +125,6 @@ def test_infinities():
     assert np.isnan(out[0, 0]).all() and np.isnan(energy[0, 0])
 
 
-FORWARD, REVERSE = jax.jacfwd, jax.jacrev
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner"), few_rows([(FORWARD, jax.grad), (REVERSE, jax.grad), (FORWARD, FORWARD)])
-)
-def test_second_order(outer, inner):
-    """A second derivative that misses the sink: of both kinds, by both modes one after the other."""
-    query, key, value = np.random.default_rng(0).standard_normal((3, 3, 2, 2))
-    arrays = query, key, value, np.array([0.4, -0.8])
-
-    def ours(query, key, value, sink):
-        out, energy = ea.attention(
-            query, key, value, sink=sink, return_energy=True, implementation="blockwise"
-        )
-        return jnp.sin(out).sum() + (energy**2).sum()
-
-    def naive(query, key, value, sink):
-        scores = jnp.einsum("tnh,snh->tns", query, key) / 2**0.5
-        scores = jnp.concatenate([scores, jnp.broadcast_to(sink[None, :, None], (3, 2, 1))], -1)
-        energy = jax.nn.logsumexp(scores, axis=-1)
-        weights = jnp.exp(scores - energy[..., None])
-        out = jnp.einsum("tns,snh->tnh", weights[..., :-1], value)
-        return jnp.sin(out).sum() + (energy**2).sum()
-
-    all_four = 0, 1, 2, 3
-    found, wanted = jax.jit(
-        lambda *x: (
-            outer(inner(ours, all_four), all_four)(*x),
-            jax.hessian(naive, all_four)(*x),
-        )
-    )(*arrays)
-    close(found, wanted)
-
-
 def with_sink(problem: Problem, sink: np.ndarray) -> Problem:
     """Under the same name, by which its directions are drawn."""
     return replace(with_key(problem, sink), name=problem.name)
@@ -369,22 +334,6 @@ def test_sixteen_bits():
     # the weights are rounded to bfloat16 for the product with the values; twice would be a half more
     assert np.abs(np.asarray(out, np.float64) - wanted[0]).max() < 2.5 * half
     np.testing.assert_allclose(energy, wanted[1], rtol=2e-6)
-
-
-@pytest.mark.full
-def test_score():
-    """A sink that the score is applied to, as to the keys' products, or that follows a path of its own without one."""
-    problem = PROBLEMS["grouped"]
-    sink = sink_of(problem)
-
-    @jax.jit
-    def run(arrays, sink):
-        F = ea.FreeEnergy(score=ea.scores.SoftCap(0.5), sink=sink).at(**arrays)
-        return few_answers(F, directions(problem))
-
-    capped = replace(problem, scale=0.0, bias=0.5 * np.tanh(rows(problem).scores / 0.5))
-    found = run(problem.arrays, sink)
-    close(found, exact(with_sink(capped, sink), found))
 
 
 def layer_with_sink(**options):

@@ -192,17 +192,6 @@ def test_unbatched():
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=case)
 
 
-def test_value_of_another_width():
-    """A value width taken from the key."""
-    query, key, value = (
-        normal(*shape).astype(np.float32) for shape in ((2, 5, 6, 4), (2, 7, 2, 4), (2, 7, 2, 9))
-    )
-    out = jax.jit(functools.partial(ea.attention, is_causal=True))(query, key, value)
-    assert out.shape == (2, 5, 6, 9)
-    exact, _ = dense(Problem("wide", query, key, value, is_causal=True))
-    np.testing.assert_allclose(out, exact, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", few(["float16", "bfloat16", "float32"], "bfloat16"))
 def test_return_energy(dtype):
     """The energy in a narrow dtype, of a wrong shape, or not the one that normalises `out`."""

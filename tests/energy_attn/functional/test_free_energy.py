@@ -17,13 +17,11 @@ import energy_attn as ea
 from energy_attn.kernels import local_attention
 from tests.support.compare import close
 from tests.support.naive import assert_all_close
-from tests.support.problems import PROBLEMS, Problem, cast, cotangents, tangents
+from tests.support.problems import PROBLEMS, Problem, cast, cotangents
 from tests.support.programs import instructions
 from tests.support.reference import (
     dense,
     dense_covariance,
-    dense_hvp,
-    dense_jvp,
     dense_vjp,
     rows,
     visible,
@@ -189,28 +187,6 @@ def test_hessian_is_covariance(implementation, name):
     np.testing.assert_allclose(np.abs(found).sum(), np.abs(diagonal).sum(), err_msg="rows mix")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("implementation", EVERY)
-def test_second_derivatives_in_everything(implementation):
-    """Mixed second derivatives that are lost where the source and the arrays are differentiated together."""
-    problem = PROBLEMS["decode_source"]
-    arrays, _ = cast(problem, jnp.float64)
-    out, _ = dense(problem)
-    _, dlse = cotangents(problem, jnp.float64)
-    direction = tangents(problem)
-
-    @jax.jit
-    def run(arrays, direction):
-        def total(arrays):
-            return (dlse * energies(arrays, problem, implementation)).sum()
-
-        return jax.vjp(jax.grad(total), arrays)[1](direction)[0]
-
-    found = run(arrays, {name: jnp.asarray(d) for name, d in direction.items()})
-    for name, exact in dense_hvp(problem, 0 * out, np.asarray(dlse), direction).items():
-        np.testing.assert_allclose(found[name], exact, rtol=0, atol=1e-9, err_msg=name)
-
-
 @pytest.mark.parametrize("implementation", few(EVERY, "blockwise"))
 def test_third_cumulant(implementation):
     """A derivative of third order that is zero or wrong where reverse mode of any order is promised."""
@@ -227,42 +203,6 @@ def test_third_cumulant(implementation):
     centred = np.einsum("btnv,bsnv->bnts", direction, r.value)
     centred -= np.einsum("btnv,btnv->bnt", direction, r.out)[..., None]
     close(third(jnp.zeros(())), np.sum(r.weights * centred**3), implementation)
-
-
-FORWARD = {
-    "jvp": lambda f, x, d: jax.jvp(f, (x,), (d,))[1],
-    "linearize": lambda f, x, d: jax.linearize(f, x)[1](d),
-    "jacfwd": lambda f, x, d: jax.tree.map(
-        lambda j, d: jnp.tensordot(j, d, d.ndim), jax.jacfwd(f)(x), d
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    few_rows([("decode_source", "decode"), *(("value_narrower", x) for x in EVERY)]),
-)
-def test_forward_mode(name, implementation):
-    """Tangents of the energy and of attention that are zero or wrong, by any of JAX's forward modes."""
-    problem = PROBLEMS[name]
-    arrays, _ = cast(problem, jnp.float64)
-    direction = tangents(problem)
-
-    @jax.jit
-    def run(arrays, direction):
-        along = functools.partial(attend, problem=problem, implementation=implementation)
-        pair = [FORWARD[mode](along, arrays, direction) for mode in ("jvp", "linearize")]
-        query, dquery = ({"query": tree["query"]} for tree in (arrays, direction))
-        by_jacobian = FORWARD["jacfwd"](lambda x: along(arrays | x)[1].sum(), query, dquery)
-        return pair, by_jacobian["query"]
-
-    pair, by_jacobian = run(arrays, {n: jnp.asarray(d) for n, d in direction.items()})
-    dout, dlse = dense_jvp(problem, direction)
-    for out, energy in pair:
-        close(out, dout, "tangent of attention")
-        close(energy, dlse, "tangent of the energy")
-    _, alone = dense_jvp(problem, {"query": direction["query"]})
-    close(by_jacobian, alone.sum(), "jacfwd")
 
 
 @pytest.mark.parametrize("implementation", few(EVERY, "blockwise"))
@@ -393,37 +333,6 @@ def test_source_of_another_dtype(implementation, dtype, source_dtype):
         np.testing.assert_allclose(found, at + 2 * np.asarray(given), rtol=0, atol=0.02)
 
 
-@pytest.mark.full
-def test_vmap():
-    """A batching rule that pairs up the wrong axes: unbatched calls under `vmap` are a batched call."""
-    problem = PROBLEMS["ragged"]
-    arrays, _ = cast(problem, jnp.float64)
-    given = cotangents(problem, jnp.float64)
-    lengths = problem.options
-
-    @jax.jit
-    @jax.vmap
-    def run(arrays, lengths, cotangent):
-        def pair(arrays):
-            rest = dict(arrays)
-
-            def total(source):
-                energy = ea.free_energy(
-                    **rest, source=source, **lengths, implementation="blockwise"
-                )
-                return energy.sum(), energy
-
-            return jax.grad(total, has_aux=True)(rest.pop("source"))
-
-        found, back = jax.vjp(pair, arrays)
-        return found, back(cotangent)[0]
-
-    (out, energy), gradients = run(arrays, lengths, given)
-    close(out, dense(problem)[0], "attention")
-    close(energy, dense(problem)[1], "energy")
-    check_gradients(gradients, dense_vjp(problem, *map(np.asarray, given)), problem)
-
-
 @pytest.mark.parametrize("implementation", few([None, "blockwise"], None))
 def test_jit_and_eager_agree(implementation):
     """A decision by values at trace time, or one that is kept for the next call: zero and nonzero sources in turn."""
@@ -441,66 +350,6 @@ def test_jit_and_eager_agree(implementation):
                 value, found = call(kind(given))
                 close(found, out)
                 close(value, energy.sum())
-
-
-def temperature(arrays, scale, problem):
-    """F, its derivatives in the scale, and Jacobians of attention: one program."""
-
-    def energy(arrays, scale):
-        return energies(arrays, problem, "blockwise", scale=scale)
-
-    def attention(query, scale):
-        def total(source):
-            return energy(arrays | {"query": query, "source": source}, scale).sum()
-
-        return jax.grad(total)(zero(problem))
-
-    def slopes(arrays, scale):
-        return jax.grad(lambda *x: energy(*x).sum(), argnums=(0, 1))(arrays, scale)
-
-    jacobian, sensitivity = jax.jacrev(attention, argnums=(0, 1))(arrays["query"], scale)
-    return {
-        "energy": energy(arrays, scale),
-        "slope": jax.jacrev(energy, argnums=1)(arrays, scale),
-        "gradients": slopes(arrays, scale)[0],
-        "curvature": jax.grad(lambda scale: slopes(arrays, scale)[1])(scale),
-        "sensitivity": sensitivity,
-        "jacobian": jacobian,
-    }
-
-
-@pytest.mark.full
-def test_temperature_identities():
-    """A derivative in the inverse temperature that disagrees with thermodynamics (MATH, section 1).
-
-    `H = F − β ∂F/∂β` is the entropy, `∂²F/∂β²` the variance of the scores, `∂_β ∇F = Cov(s, v)`, `∂_q ∇F = scale
-    Cov(v, k)`, and the gradients of F in query, key and value are `scale Σ P k`, `scale P q` and `P ζ = 0`.
-    """
-    problem = replace(PROBLEMS["value_narrower"], is_causal=True, scale=0.8)
-    arrays, _ = cast(problem, jnp.float64)
-    run = jax.jit(functools.partial(temperature, problem=problem))
-    found = run(arrays, jnp.asarray(problem.scale))
-    r, scale = rows(problem), problem.scale
-    P = r.weights  # [B, N, T, S]
-    seen = P > 0
-    entropy = -np.sum(P * np.log(np.where(seen, P, 1)), axis=-1).transpose(0, 2, 1)
-    close(found["energy"] - scale * found["slope"], entropy, "entropy")
-    scores = np.where(seen, r.scores, 0) / scale  # β times these are the scores
-    mean = np.sum(P * scores, axis=-1, keepdims=True)
-    centred = scores - mean
-    close(found["curvature"], np.sum(P * centred**2), "variance of the scores")
-    sensitivity = np.einsum("bnts,bsnv->btnv", P * centred, r.value)
-    close(found["sensitivity"], sensitivity, "Cov(s, v)")
-    keys = np.einsum("bnts,bsnh->btnh", P, r.key)
-    covariance = np.einsum("bnts,bsnv,bsnh->btnvh", P, r.value, r.key)
-    covariance -= np.einsum("btnv,btnh->btnvh", r.out, keys)
-    jacobian = np.einsum("btnvbtnh->btnvh", np.asarray(found["jacobian"]))
-    close(jacobian, scale * covariance, "scale Cov(v, k)")
-    close(found["gradients"]["query"], scale * keys, "gradient in the query")
-    each = scale * np.einsum("bnts,btnh->bsnh", P, r.query)  # of each query head
-    B, S, K, H = problem.key.shape
-    close(found["gradients"]["key"], each.reshape(B, S, K, -1, H).sum(3), "gradient in the key")
-    assert not np.asarray(found["gradients"]["value"]).any()
 
 
 @pytest.mark.parametrize(
@@ -544,11 +393,16 @@ def test_gradient_is_the_kernel(shape, dtype):
         )
         return np.array([analysis["flops"], analysis["bytes accessed"], *sizes])
 
+    def of_measure(query, key, value):
+        F = ea.FreeEnergy().at(query, key, value)
+        return jax.grad(lambda source: F(source).sum())(np.zeros((B, T, N, H), dtype))
+
     both = functools.partial(gradient, energy=True)
     with_energy = functools.partial(ea.attention, return_energy=True)
     by_hand = compile_(lambda *x: local_attention(*x).out)
     state = compile_(lambda *x: tuple(local_attention(*x)))
-    same = [(gradient, by_hand), (ea.attention, by_hand), (both, state), (with_energy, state)]
+    same = [(f, by_hand) for f in (gradient, of_measure, ea.attention)]
+    same += [(f, state) for f in (both, with_energy)]
     for function, kernel in same:
         compiled = compile_(function)
         np.testing.assert_allclose(cost(compiled), cost(kernel), rtol=0.02)

@@ -182,20 +182,6 @@ def test_derivatives():
     )
 
 
-@pytest.mark.full
-def test_second_derivatives():
-    """A rule that cannot be differentiated again, or whose derivative has the solution as a constant."""
-
-    @jax.jit
-    def second(memories, beta):
-        slopes = jax.grad(lambda *x: along(*x, STATE)[0], argnums=(0, 1))(memories, beta)
-        return (slopes[0] * DIRECTION).sum() + 0.3 * slopes[1]
-
-    behind2, behind, here, ahead, ahead2 = settled(np.arange(-2, 3) * 1e-3)
-    wanted = (16 * (ahead + behind) - (ahead2 + behind2) - 30 * here) / 12e-6
-    np.testing.assert_allclose(second(MEMORIES, 1.5), wanted, rtol=1e-4)
-
-
 def path_and_value(memories):
     found = retrieve(jnp.asarray(STATE), memories, scale=1.5)
     return found.stats["path"].sum(), found.value.sum(), found.stats["steps"]
@@ -302,24 +288,6 @@ def test_spread_over_devices(explicit):
     """Memories that a device does not see, in the update, the constants or the nearest; a mask that some lack."""
     rule = masks.Function(lambda query, key: key != 3)
     check_hidden(over_devices(explicit, partly_hidden, mask=rule)[1])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("explicit", [False, True])
-def test_gradients_over_devices(on_one_device, explicit):
-    """Gradients of a memory that its own device does not compute, or of β on one device alone."""
-    gradient = functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
-
-    def run(memories, beta, parallel):
-        return gradient(functools.partial(partly_hidden, parallel=parallel))(memories, beta)
-
-    slopes, found = over_devices(explicit, run)
-    wanted, alone = on_one_device
-    np.testing.assert_allclose(found.point, alone.point, atol=1e-9)
-    np.testing.assert_allclose(found.value, alone.value, rtol=1e-12)
-    same(found.stats["nearest"], alone.stats["nearest"])
-    for mine, exact in zip(slopes, wanted, strict=True):
-        np.testing.assert_allclose(mine, exact, atol=1e-8)
 
 
 def test_no_memories():

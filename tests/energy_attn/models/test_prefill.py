@@ -85,34 +85,6 @@ def test_every_method_reads_the_same(method, explicit, model, tokens, alone):
     close(found, (first, second, np.asarray(LENGTHS)), tolerance=1e-9)
 
 
-@pytest.mark.full
-def test_weights_of_sixteen_bits_and_keys_of_eight(model, tokens):
-    """Rounding over a mesh costs as much as on one device; no states are folded in 16 bits."""
-    few = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float64), few)
-    lengths = jnp.asarray(LENGTHS)
-    ends = (lengths - 1)[:, None, None]
-
-    @jax.jit
-    def errors(few, wide, tokens, caches):
-        want = wide(tokens).logits
-        off = few(tokens).logits.astype(jnp.float64) - want
-        last = jnp.take_along_axis(want, ends, axis=1)
-        prefill = functools.partial(few.prefill, tokens, lengths=lengths, chunk_size=CHUNK)
-        found = [prefill(cache).logits.astype(jnp.float64) - last for cache in caches]
-        return jnp.abs(off).max(), [jnp.abs(x).max() for x in found]
-
-    with jax.set_mesh(make_mesh((2, 4))):
-        kinds = {"quantize": None}, {"quantize": "int8"}
-        caches = [
-            few.empty_cache(2, 48, parallel=SequenceParallel(), block_size=2, **kind)
-            for kind in kinds
-        ]
-        plain, (spread, quantized) = errors(few, wide, tokens, caches)
-    assert 0 < spread < 1.5 * plain
-    assert spread != quantized < 3 * plain
-
-
 VOCABULARY, PIECE = 32768, 64  # of a bigger model, and of its prompts
 
 

@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import SequenceParallel, make_mesh
 from tests.support.complaints import a, complains
 
 # Three values in the plane, so that a point is their mean by one set of weights alone; and five that are hidden.
@@ -73,21 +70,11 @@ def test_planes(found):
 
 
 @pytest.mark.full
-def test_sixteen_bits_and_devices():
-    """Rates of 16-bit sums; keys on other devices that F or I leaves out."""
+def test_sixteen_bits():
+    """Rates of 16-bit sums."""
     half = plane(jnp.bfloat16)
     assert half.rate.dtype == half.free_energy.dtype == jnp.float32
     assert half.rate[POINTS // 2, POINTS // 2] < 1e-5
-    mesh = make_mesh((2, 4))
-    with jax.set_mesh(mesh):
-        key, value = (
-            jax.device_put(x, NamedSharding(mesh, P(("node", "device")))) for x in (KEY, VALUE)
-        )
-        rest = {"directions": DIRECTIONS, "bias": BIAS, "mask": MASK}
-        options = {name: jnp.asarray(x) for name, x in rest.items()}
-        energy = ea.FreeEnergy(scale=SCALE, parallel=SequenceParallel(("node", "device")))
-        options |= {"extent": EXTENT, "points": POINTS, "energy": energy}
-        agrees(ea.landscape(jnp.asarray(QUERY), key, value, **options))
 
 
 @pytest.mark.full

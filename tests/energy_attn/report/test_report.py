@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
-from energy_attn.distributed import SequenceParallel, collectives
 from energy_attn.models import LlamaConfig
 from tests.support.compare import close, same
 from tests.support.llama import build
 from tests.support.measures import measure
-from tests.support.meshes import mesh_of
 from tests.support.problems import PROBLEMS, Problem, cast
 from tests.support.reference import dense, rows
 from tests.support.selection import few
@@ -187,28 +185,6 @@ def test_llama_with_a_cache(model, tokens):
 
     whole, rest = run(model, tokens)
     close(figures(rest), {name: x[:, :, 4:] for name, x in figures(whole).items()}, tolerance=1e-10)
-
-
-@pytest.mark.full
-def test_keys_on_eight_devices(model):
-    """Reports of single shards, or keys that every device holds."""
-    tokens = jax.random.randint(jax.random.key(2), (1, 16), 0, 11, jnp.int32)
-    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, 16, 2, 4), jnp.float64)
-    parallel = SequenceParallel("device")
-
-    def of_model(parallel, model, tokens):
-        return ea.energy_report(model, tokens, parallel=parallel)
-
-    def of_arrays(parallel, *arrays):
-        return ea.energy_report(measure(*arrays, parallel=parallel, is_causal=True))
-
-    for report, given in ((of_model, (model, tokens)), (of_arrays, (q, k, v))):
-        alone = jax.jit(functools.partial(report, None))(*given)
-        with jax.set_mesh(mesh_of("8")):
-            spread = jax.jit(functools.partial(report, parallel)).lower(*given).compile()
-            found = jax.device_get(spread(*given))
-        close(figures(found), figures(alone), tolerance=1e-9)
-        assert collectives(spread)
 
 
 class Own(eqx.Module):

@@ -275,37 +275,6 @@ def test_identity_and_commutativity(dtypes, parts):
     same(MERGE(first, last), MERGE(last, first))
 
 
-@every_dtype
-def test_merge_all_at_once(dtypes):
-    """`merge_all` equals repeated `merge`, values and gradients, with empty parts among the others."""
-    parts = typed(with_empty(random_parts()), dtypes)
-    check(state_and_gradients(*as_jax(parts)), parts, left_comb(parts), "merge_all")
-
-
-@pytest.mark.parametrize("dtypes", few(DTYPES[1:4], DTYPES[1]), ids="-".join)
-def test_an_empty_part_is_the_identity_whatever_its_out(dtypes):
-    """The out of a part without keys may be any memory contents."""
-    parts = typed(random_parts(parts=2, rows=4), dtypes)
-    parts.lse[0] = -np.inf
-    parts.out[0] = np.array([np.nan, np.inf, -np.inf, 7.0])[:, None]
-    found = state_and_gradients(*as_jax(parts))
-    same((found["out"], found["lse"]), parts.at(1))
-    check(found, parts, (0, 1), "a part without keys")
-    assert not np.asarray(found["dout"][0], float).any() and not np.asarray(found["dlse"][0]).any()
-
-
-@every_dtype
-def test_empty_merged_with_empty_is_empty(dtypes):
-    """−inf − (−inf) and 0/0: NaN in the state, or in the gradients only, where `where` hides it forward."""
-    parts = typed(random_parts(parts=2, rows=4), dtypes)
-    parts.lse[:] = -np.inf
-    parts.out[:, ::2] = np.nan
-    found = {name: np.asarray(x, float) for name, x in state_and_gradients(*as_jax(parts)).items()}
-    assert np.isneginf(found.pop("lse")).all()
-    for name, array in found.items():
-        np.testing.assert_array_equal(array, 0, err_msg=name)
-
-
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 @pytest.mark.parametrize("beside", [0.5, -np.inf, np.nan])
 def test_what_is_broken_reaches_the_whole(broken, beside):
@@ -364,15 +333,18 @@ def test_states_from_elsewhere(kind, dtype):
     np.testing.assert_array_equal(np.asarray(state.out, float)[there], out.astype(float)[there])
 
 
-@pytest.mark.parametrize("shift", [1e4, -1e4])
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
 @every_dtype
 def test_shift(dtypes, shift):
-    """Without the maximum taken out, e^{1e4} overflows, and with lse ≈ −1e4 every part looks empty."""
+    """Without the maximum taken out, e^{1e4} overflows, and with lse ≈ −1e4 every part looks empty; a NaN from parts
+    without keys, some of a row or all. Values and gradients are those of `merge` in turn."""
     parts = random_parts()
     parts = typed(with_empty(parts._replace(lse=parts.lse + shift)), dtypes)
     found = state_and_gradients(*as_jax(parts))
     check(found, parts, left_comb(parts), f"shifted by {shift}")
-    if dtypes[1] == "float64":  # the shift itself rounds there by 1e-12, in float32 by 1e-3
+    if (
+        shift and dtypes[1] == "float64"
+    ):  # the shift itself rounds there by 1e-12, in float32 by 1e-3
         still = state_and_gradients(*as_jax(parts._replace(lse=parts.lse - shift)))
         np.testing.assert_allclose(found["lse"], still["lse"] + shift, rtol=0, atol=1e-10)
         for name in ("out", "dout", "dlse"):
@@ -391,33 +363,6 @@ def test_far_apart():
     np.testing.assert_allclose(found["dlse"][nearer, [0, 1, 2]], parts.dlse, rtol=0, atol=1e-6)
     further = found["dout"][1 - nearer, [0, 1, 2]], found["dlse"][1 - nearer, [0, 1, 2]]
     assert not any(np.asarray(x).any() for x in further)
-
-
-def test_natural_logarithm():
-    """Some kernels report lse in base 2: n equal parts then merge to log2 n instead of log n."""
-    eight = AttentionState(jnp.ones((8, 1)), jnp.zeros(8))
-    close(MERGE_ALL(eight).lse, np.log(8), tolerance=1e-15)
-    one = AttentionState(jnp.array([0.0]), jnp.array(0.0))
-    three = AttentionState(jnp.array([1.0]), jnp.log(jnp.array(3.0)))
-    close(MERGE(one, three), (np.array([0.75]), np.log(4)), tolerance=1e-15)
-
-
-def test_lse_stays_float32_beside_16_bit_out():
-    """Eight shards in bfloat16: with lse rounded to it too, as one of the paper's listings does, F errs by 0.01."""
-    rng = np.random.default_rng(0)
-    scores = 3 * rng.standard_normal((8, 512, ROWS))
-    lse = np.log(np.exp(scores).sum(1))
-    whole = np.log(np.exp(scores).sum((0, 1)))
-    parts = AttentionState(
-        jnp.asarray(rng.standard_normal((8, ROWS, WIDTH)), jnp.bfloat16),
-        jnp.asarray(lse, jnp.float32),
-    )
-    one_by_one = functools.reduce(MERGE, [AttentionState(*(x[i] for x in parts)) for i in range(8)])
-    for state in (MERGE_ALL(parts), one_by_one):
-        assert state.out.dtype == jnp.bfloat16 and state.lse.dtype == jnp.float32
-        assert largest(np.asarray(state.lse, float) - whole) < 4e-6
-    rounded = np.asarray(lse.astype(jnp.bfloat16), float)
-    assert largest(np.log(np.exp(rounded).sum(0)) - whole) > 1e-3
 
 
 # Derivatives beyond the first gradient; in float64, where a wrong term cannot hide in rounding.
@@ -462,20 +407,6 @@ def test_second_derivatives():
     for product in products(state, tangent):
         for actual, expected, mask in zip(product, wanted, (there[..., None], there), strict=True):
             close(actual, np.where(mask, expected, 0), tolerance=1e-7)
-
-
-def test_forward_mode():
-    """dlse = Σ w_i dlse_i, dout = Σ w_i (dout_i + (out_i − out) dlse_i); tangents of empty parts count for nothing."""
-    parts = with_empty(random_parts(parts=5, rows=4))
-    direction = random_parts(seed=1, parts=5, rows=4)
-    out, _, weights = fold(parts.out, parts.lse)
-    there = np.isfinite(parts.lse)[..., None]
-    shift = np.where(there, parts.out, 0) - out
-    dlse = (weights * direction.lse).sum(0)
-    dout = (weights[..., None] * (direction.out + shift * direction.lse[..., None])).sum(0)
-    tangent = AttentionState(jnp.asarray(direction.out), jnp.asarray(direction.lse))
-    found = jax.jit(lambda *args: jax.jvp(merge_all, *args)[1])((as_jax(parts)[0],), (tangent,))
-    close(found, (dout, dlse), tolerance=1e-14)
 
 
 # Shapes.

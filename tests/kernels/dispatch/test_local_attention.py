@@ -38,7 +38,6 @@ from tests.support.problems import (
 )
 from tests.support.reference import (
     dense,
-    dense_covariance,
     dense_hvp,
     dense_jvp,
     dense_vjp,
@@ -55,7 +54,6 @@ from tests.support.traits import (
     attend,
     check,
     exactest,
-    of_any_rows,
     state_and_gradients,
     takes,
 )
@@ -186,9 +184,6 @@ SECOND_CASES = [
     for x, name, mode in [row]
     if takes(x, name)
 ]
-COVARIANCE_CASES = few_rows(
-    list(itertools.product(RUNNABLE, ("reverse over reverse", "forward over reverse"))), 0
-)
 
 
 def as_jax(arrays: dict, implementation: str) -> dict:
@@ -307,25 +302,6 @@ class TestEveryImplementation:
             exact = sum((exact[name] * direction[name]).sum() for name in exact)
         what = f"{implementation}, {problem}, {mode}"
         close(product, exact, what, near(implementation))
-
-    @pytest.mark.parametrize(("implementation", "mode"), COVARIANCE_CASES)
-    def test_hessian_in_source_is_covariance(self, implementation, mode):
-        """∇²F that is not the covariance of the values: the library's first identity, by the users' own call."""
-        problem = PROBLEMS["window_causal"]
-        arrays = arrays_of(implementation, problem)
-
-        def energy(source, rest):
-            return attend(rest | {"source": source}, problem, of_any_rows(implementation)).lse.sum()
-
-        outer = jax.jacfwd if mode == "forward over reverse" else jax.jacrev
-        source = arrays.pop("source")
-        hessian = np.asarray(jax.jit(outer(jax.jacrev(energy)))(source, arrays))
-        diagonal = np.einsum("btnvbtnw->btnvw", hessian)
-        what = f"{implementation}, {mode}"
-        close(diagonal, dense_covariance(problem), what, near(implementation))
-        np.testing.assert_allclose(
-            np.abs(hessian).sum(), np.abs(diagonal).sum(), err_msg="rows mix"
-        )
 
     @each_that_takes("positions_causal", first=("pallas_gpu",))
     def test_vmap(self, implementation):

@@ -1,6 +1,5 @@
 """Tables of the blocks of masks: what they say of any intervals, and how many blocks a kernel then computes."""
 
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 import energy_attn as ea
 from energy_attn import masks
-from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.masks._interval import Interval
@@ -201,21 +199,6 @@ def test_rows_of_a_batch():
     np.testing.assert_allclose(jax.grad(total)(x, table), wanted, atol=1e-12)
     one = jax.vmap(jax.grad(lambda x, rule: total(x[None], rule)))(x, table)
     np.testing.assert_allclose(one, wanted, atol=1e-12)
-
-
-@pytest.mark.parametrize("method", few(["ring", "tree"], "ring"))
-def test_on_a_mesh(method):
-    """A table that is taken for that of a shard's own positions."""
-    problem = _make("table on a mesh", B=1, T=32, S=32, N=1, H=4)
-    places = np.arange(32)
-    blocks = SPOTS[places // 4][:, places // 4] & (places <= places[:, None])
-    problem = dataclasses.replace(problem, mask=blocks[None, None])
-    arrays, _ = cast(problem, jnp.float64)
-    table = traced(lambda rule: masks.tabulate(rule, 32, block=4), masks.Causal() & RULE)
-    with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
-        run = functools.partial(ea.attention, parallel=SequenceParallel("device", method))
-        found = jax.jit(run)(**arrays, mask=table)
-    close(found, dense(problem)[0], tolerance=1e-12)
 
 
 @pytest.mark.parametrize(

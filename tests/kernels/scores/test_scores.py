@@ -233,33 +233,6 @@ def test_vmap_of_a_score_without_arrays(kernel):
     close(found, jax.tree.map(lambda *x: np.stack(x), *wanted), tolerance=ROUNDED)
 
 
-def test_vmap_of_a_bias():
-    """A gradient of a bias that is one for all rows of a call."""
-    _, bias, query, key = drawn_slopes()
-
-    def gradient(bias, query, key):
-        def total(bias):
-            options = {"bias": bias, "implementation": "decode_cpu"}
-            return local_attention(query, key, key, **options).out.sum()
-
-        return jax.grad(total)(bias)
-
-    @jax.jit
-    def run(bias, query, key):
-        return [
-            jax.vmap(gradient, (axis, 0, 0))(bias if axis == 0 else bias[0], query, key)
-            for axis in (0, None)
-        ]
-
-    wanted = [
-        np.stack(
-            [judged(b, *x, dout=1.0, dlse=0.0)[1] for b, *x in zip(y, query, key, strict=True)]
-        )
-        for y in (bias, bias[[0, 0, 0]])
-    ]
-    close(run(bias, query, key), wanted, tolerance=ROUNDED)
-
-
 @pytest.mark.parametrize("name", ["pallas_gpu", "pallas_tpu", "cudnn", "flash", "fa4", "splash"])
 def test_who_declines(name):
     """A kernel that ignores a score: a wrong answer, and fast."""

@@ -21,7 +21,7 @@ from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _probe, _registry
 from energy_attn.kernels.vendor import _adapter, _cudnn, _fa4, _flash_attn, _splash
 from tests.support.naive import assert_all_close, select
-from tests.support.problems import PROBLEMS, _make, cast, cotangents
+from tests.support.problems import _make, cast, cotangents
 from tests.support.reference import visible
 from tests.support.selection import few, few_rows
 
@@ -521,19 +521,6 @@ def test_declines(name, changes, dtype, reason, monkeypatch):
     call = check_call(**cast(problem, dtype)[0], **problem.options)
     with pytest.raises(NotImplementedError, match=reason):
         check_call_of(KERNELS[name](), KernelCall(call.operands, call.settings))
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("problem", [PROBLEMS[n] for n in ("everything", "decode_cache")], ids=str)
-def test_declines_the_general_case(name, problem):
-    """An option that the checks omit."""
-
-    def declines(arrays):
-        call = check_call(**arrays, **problem.options)
-        with pytest.raises(NotImplementedError):
-            KERNELS[name]().check(KernelCall(call.operands, call.settings))
-
-    jax.eval_shape(declines, {n: x.astype(jnp.bfloat16) for n, x in problem.arrays.items()})
 
 
 @pytest.mark.parametrize(
