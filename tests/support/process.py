@@ -13,7 +13,6 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -37,7 +36,7 @@ from energy_attn.distributed import (
 from energy_attn.distributed.merge._strategies import MERGES
 from energy_attn.distributed.runtime import _files
 from energy_attn.models import Llama, LlamaConfig
-from tests.support.problems import PROBLEMS, Problem, everything, tangents
+from tests.support.problems import Problem, everything, tangents
 from tests.support.reference import dense, dense_jvp, dense_vjp
 
 AXES = ("node", "device")
@@ -74,19 +73,6 @@ def decode(merge: str) -> dict:
         "bits": zlib.crc32(fetch(out).tobytes()),
         "largest group": max(c.group_size for c in collectives(compiled)),
     }
-
-
-def padded() -> dict:
-    """Replicated arrays whose keys are fewer than fill the devices: 13, with positions and a window."""
-    problem = PROBLEMS["decode_source"]
-    arrays, given = place((problem.arrays, array_options(problem)), jax.P())
-    options = problem.options | given
-
-    @jax.jit
-    def step(arrays):
-        return ea.free_energy(**arrays, **options, parallel=SequenceParallel())
-
-    return {"errors": {"energy": worst(step(arrays), dense(problem)[1])}}
 
 
 def prefill() -> dict:
@@ -139,35 +125,6 @@ def sequence(method: str) -> dict:
     for name, x, y in zip(("out", "energy"), (out, energy), dense(problem), strict=True):
         errors[name] = worst(x, y)
     return {"errors": errors}
-
-
-def train() -> dict:
-    """A step of gradient descent on a layer whose weights every process has, over a sequence that none has whole."""
-    problem = Problem("train", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value)
-    rate = 0.1
-    _, _, N, H = problem.query.shape
-    weight = np.random.default_rng(0).standard_normal((H, H))
-    given = place(weight, jax.P())
-    sharded = [place(mine(x), KEYS) for x in (problem.query, problem.key, problem.value)]
-
-    @jax.jit
-    def step(weight, query, key, value):
-        def loss(weight):
-            out = jax.shard_map(
-                lambda q, k, v: sharded_attention(q, k, v, axis_name=AXES, method="ring").out,
-                in_specs=(KEYS,) * 3,
-                out_specs=KEYS,
-            )(query @ weight, key, value)
-            return (out**2).sum()
-
-        return weight - rate * jax.grad(loss)(weight)
-
-    after = step(given, *sharded)
-    moved = replace(problem, query=problem.query @ weight)
-    out = dense(moved)[0]
-    dquery = dense_vjp(moved, 2 * out, np.zeros(out.shape[:3]))["query"]
-    exact = weight - rate * np.einsum("btnh,btng->hg", problem.query, dquery)
-    return {"errors": {"weight": worst(after, exact)}, "bits": zlib.crc32(fetch(after).tobytes())}
 
 
 def cache() -> dict:
@@ -251,10 +208,6 @@ def shared_folder(name: str) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def array_options(problem: Problem) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x) for name, x in problem.options.items() if isinstance(x, jax.Array)}
-
-
 def worst(x: jax.Array, exact: np.ndarray) -> float:
     got = fetch(x)
     assert got.shape == exact.shape and got.dtype == np.float64
@@ -263,10 +216,8 @@ def worst(x: jax.Array, exact: np.ndarray) -> float:
 
 SCENARIOS = {
     **{f"decode {merge}": functools.partial(decode, merge) for merge in MERGES},
-    "padded": padded,
     "prefill": prefill,
     **{method: functools.partial(sequence, method) for method in ("hybrid", "gather")},
-    "train": train,
     "cache": cache,
     "checkpoint": checkpoint,
 }

@@ -218,7 +218,7 @@ def sharded(method="tree", axis_name="device", **changes):
     return inside(lambda: sharded_attention(**given, axis_name=axis_name, method=method).out)
 
 
-tree, ring = partial(sharded, "tree"), partial(sharded, "ring")
+tree = partial(sharded, "tree")
 ulysses, gather = partial(sharded, "ulysses"), partial(sharded, "gather")
 
 
@@ -234,54 +234,39 @@ def split_key_without_mesh():
     return ea.attention(a(1, 1, 2, 4), *[jax.device_put(a(1, 8, 2, 4), place)] * 2)
 
 
+spec, across, energies, shard = SequenceParallel, merge_across, logsumexp_across, shard_sequence
+TWO = cost.topology("ethernet", (2,), nodes=2)
+HALF, INTS = a(2, dtype="bfloat16"), a(4, dtype="int32")
 PARALLEL = (
     (on_mesh(partial(spread, "node")), ValueError, "parallel", "'node'", "('device',)"),
-    (
-        inside(lambda: shard_sequence(a(8), SequenceParallel("device"), axis=0)),
-        *(ValueError, "parallel", "'device'", "no surrounding"),
-    ),
+    (inside(partial(shard, a(1, 8), spec("device"))), ValueError, "parallel", "'device'", "no sur"),
     (inside(partial(spread, "device", bias=a(1, 1, 1, 1))), ValueError, "bias", "float32", "None"),
     (split_key_without_mesh, ValueError, "key", "none", "mesh in force"),
-    (partial(SequenceParallel, ()), TypeError, "axes", "tuple ()", "names"),
-    (partial(SequenceParallel, ("x", 3)), TypeError, "axes", "('x', 3)", "names"),
-    (partial(SequenceParallel, ("x", "x")), ValueError, "axes", "('x', 'x')", "different"),
-    (partial(SequenceParallel, method="star"), ValueError, "method", "'star'", "'tree'"),
-    (partial(SequenceParallel, merge=None), ValueError, "merge", "None", "'allreduce'"),
+    (partial(spec, ()), TypeError, "axes", "tuple ()", "names"),
+    (partial(spec, ("x", 3)), TypeError, "axes", "('x', 3)", "names"),
+    (partial(spec, ("x", "x")), ValueError, "axes", "('x', 'x')", "different"),
+    (partial(spec, method="star"), ValueError, "method", "'star'", "'tree'"),
+    (partial(spec, merge=None), ValueError, "merge", "None", "'allreduce'"),
+    (partial(spec, method=methods.Tree(), merge="ring"), ValueError, "merge", "'ring'", "beside a"),
+    (partial(spec, "x", merge="hierarchical"), ValueError, "merge", "one", "two or"),
+    (partial(spec, "x", "hybrid"), ValueError, "method", "one", "two or more mesh axes"),
+    (partial(spec, topology="tpu"), TypeError, "topology", "'tpu'", "cost.Topology"),
+    (partial(spec, "x", topology=TWO), ValueError, "topology", "2", "each of the 1 mesh axes"),
     (
-        lambda: SequenceParallel(method=methods.Tree("gather"), merge="ring"),
+        on_mesh(partial(spread, spec("device", "ulysses"))),
         ValueError,
-        "merge",
-        "'ring'",
-        "beside a methods.Tree",
+        "query",
+        "4",
+        "multiple of 8",
     ),
-    (partial(SequenceParallel, "x", merge="hierarchical"), ValueError, "merge", "one", "two or"),
-    (
-        partial(SequenceParallel, "x", "hybrid"),
-        *(ValueError, "method", "one", "two or more mesh axes"),
-    ),
-    (partial(SequenceParallel, topology="tpu"), TypeError, "topology", "'tpu'", "cost.Topology"),
-    (
-        partial(SequenceParallel, "x", topology=cost.topology("ethernet", (2,), nodes=2)),
-        *(ValueError, "topology", "2", "each of the 1 mesh axes"),
-    ),
-    (
-        on_mesh(partial(spread, SequenceParallel("device", "ulysses"))),
-        *(ValueError, "query", "4", "multiple of 8, so that 8 devices"),
-    ),
-    (
-        on_mesh(partial(spread, SequenceParallel("device", layout="striped"), is_causal=True)),
-        *(ValueError, "key.shape[1]", "7", "multiple of 8"),
-    ),
-    (partial(shard_sequence, a(1, 8), ZIGZAG), ValueError, "parallel", "none", "mesh in force"),
-    (partial(shard_sequence, a(1, 8), 3), TypeError, "parallel", "int 3", "SequenceParallel"),
-    (
-        on_mesh(partial(shard_sequence, a(1, 8), ZIGZAG)),
-        *(ValueError, "x.shape[1]", "8", "multiple of 16"),
-    ),
-    (on_mesh(partial(shard_sequence, [1.0], ZIGZAG)), TypeError, "x", "list", "array"),
-    (on_mesh(partial(shard_sequence, a(8), ZIGZAG)), ValueError, "axis", "1", "1 axes of x"),
-    (partial(SequenceParallel, batch=3), TypeError, "batch", "int 3", "names"),
-    (partial(SequenceParallel, layout="spiral"), ValueError, "layout", "'spiral'", "'contiguous'"),
+    (on_mesh(partial(spread, ZIGZAG, is_causal=True)), ValueError, "key.shape[1]", "7", "of 16"),
+    (partial(shard, a(1, 8), ZIGZAG), ValueError, "parallel", "none", "mesh in force"),
+    (partial(shard, a(1, 8), 3), TypeError, "parallel", "int 3", "SequenceParallel"),
+    (on_mesh(partial(shard, a(1, 8), ZIGZAG)), ValueError, "x.shape[1]", "8", "multiple of 16"),
+    (on_mesh(partial(shard, [1.0], ZIGZAG)), TypeError, "x", "list", "array"),
+    (on_mesh(partial(shard, a(8), ZIGZAG)), ValueError, "axis", "1", "1 axes of x"),
+    (partial(spec, batch=3), TypeError, "batch", "int 3", "names"),
+    (partial(spec, layout="spiral"), ValueError, "layout", "'spiral'", "'contiguous'"),
     (partial(make_mesh, "24"), TypeError, "shape", "str '24'", "sequence of integers"),
     (partial(make_mesh, (2.0, 4)), TypeError, "shape", "float 2.0", "integer"),
     (partial(make_mesh, (-2, -4)), ValueError, "shape", "-2", "at least 1"),
@@ -293,38 +278,39 @@ PARALLEL = (
     (partial(make_mesh, (2, 4), ("x", "x")), ValueError, "axis_names", "('x', 'x')", "different"),
     (partial(make_mesh, (2, 1), devices=["a", "b"]), TypeError, "devices", "['a', 'b']", "devices"),
     (partial(make_mesh, (2, 4), explicit="yes"), TypeError, "explicit", "'yes'", "True or False"),
-    (partial(merge_across, STATE, "device"), ValueError, "axis_name", "'device'", "shard_map"),
-    (inside(partial(merge_across, STATE, "device", "star")), ValueError, "merge", "star", "gather"),
+    (partial(across, STATE, "device"), ValueError, "axis_name", "'device'", "shard_map"),
+    (inside(partial(across, STATE, "device", "star")), ValueError, "merge", "star", "gather"),
     (
-        inside(partial(merge_across, STATE, "device", "hierarchical")),
-        *(ValueError, "merge", "one", "two or more"),
+        inside(partial(across, STATE, "device", "hierarchical")),
+        ValueError,
+        "merge",
+        "one",
+        "two or",
+    ),
+    (inside(partial(across, STATE, "device", topology=3)), TypeError, "topology", "int 3", "cost."),
+    (inside(partial(across, STATE, 0)), TypeError, "axis_name", "int 0", "name"),
+    (inside(partial(across, STATE, ())), TypeError, "axis_name", "tuple ()", "name"),
+    (inside(partial(across, tuple(STATE), "device")), TypeError, "state", "tuple", "State"),
+    (inside(partial(across, state(lse=a(3)), "device")), ValueError, "state.lse", "[3]", "2"),
+    (
+        inside(partial(energies, a(3), ("x", "x"))),
+        ValueError,
+        "axis_name",
+        "('x', 'x')",
+        "different",
     ),
     (
-        inside(partial(merge_across, STATE, "device", topology=3)),
-        *(TypeError, "topology", "int 3", "cost.Topology"),
+        inside(partial(energies, HALF, "device")),
+        TypeError,
+        "lse",
+        "bfloat16[2]",
+        "float32 or float64",
     ),
-    (inside(partial(merge_across, STATE, 0)), TypeError, "axis_name", "int 0", "name"),
-    (inside(partial(merge_across, STATE, ())), TypeError, "axis_name", "tuple ()", "name"),
-    (inside(partial(merge_across, tuple(STATE), "device")), TypeError, "state", "tuple", "State"),
-    (inside(partial(merge_across, state(lse=a(3)), "device")), ValueError, "state.lse", "[3]", "2"),
-    (
-        inside(partial(logsumexp_across, a(3), ("device", "device"))),
-        *(ValueError, "axis_name", "('device', 'device')", "different"),
-    ),
-    (
-        inside(partial(logsumexp_across, a(3, dtype="bfloat16"), "device")),
-        *(TypeError, "lse", "bfloat16[3]", "float32 or float64"),
-    ),
-    (partial(logsumexp_across, a(3), "device"), ValueError, "axis_name", "'device'", "shard_map"),
+    (partial(energies, a(3), "device"), ValueError, "axis_name", "'device'", "shard_map"),
     (tree("x"), ValueError, "axis_name", "'x'", "shard_map"),
     (tree(is_casual=True), TypeError, "is_casual", "'is_casual'", "is_causal"),
-    (tree(is_causal=True), ValueError, "key_positions", "None", "global positions"),
     (lambda: sharded(methods.Tree("star"))(), ValueError, "merge", "'star'", "'butterfly'"),
     (tree(queries_sharded=1), TypeError, "queries_sharded", "int 1", "True or False"),
-    (
-        tree(is_causal=True, queries_sharded=True, key_positions=a(B, S, dtype="int32")),
-        *(ValueError, "query_positions", "None", "global positions"),
-    ),
     (tree(bias=a(B, N, T, S + 1)), ValueError, "bias", "[2,4,3,8]", "(2, 4, 3, 7)"),
     (partial(methods.Ring, "values"), ValueError, "rotate", "'values'", "'queries'"),
     (partial(methods.Ring, gradient_dtype="int8"), TypeError, "gradient_dtype", "int8", "float"),
@@ -332,36 +318,20 @@ PARALLEL = (
     (sharded("star"), ValueError, "method", "'star'", "'ulysses'"),
     (sharded(3), TypeError, "method", "int 3", "methods.Ring()"),
     (gather(queries_sharded=False), ValueError, "queries_sharded", "False", "'gather'"),
-    (
-        sharded(methods.Ring("keys"), bias=a(B, N, T, S)),
-        *(ValueError, "bias", "[2,4,3,7]", "(2, 4, 3, 56)"),
-    ),
-    (ring(is_causal=True), ValueError, "key_positions", "None", "global positions"),
+    (sharded(methods.Ring("keys"), bias=a(B, N, T, S)), ValueError, "bias", "[2,4,3,7]", "3, 56)"),
     (ulysses(), ValueError, "query", "4", "multiple of 8, so that 8 devices"),
     (sharded("hybrid", ("device",)), ValueError, "method", "one", "two or more mesh axes"),
     (gather(bias=a(B, N, T, S)), ValueError, "bias", "[2,4,3,7]", "(2, 4, 3, 56)"),
 )
 STATES = (
-    (
-        partial(merge, tuple(STATE), STATE),
-        *(TypeError, "a", "tuple of float32[2,3], float32[2]", "State"),
-    ),
+    (partial(merge, tuple(STATE), STATE), TypeError, "a", "tuple of float32[2,3], flo", "State"),
     (partial(merge, STATE, state(out=[1.0])), TypeError, "b.out", "list", "array"),
     (partial(merge, state(a(2, 3, dtype="int32")), STATE), TypeError, "a.out", "int32", "float32"),
-    (
-        partial(merge, STATE, state(lse=a(2, dtype="bfloat16"))),
-        *(TypeError, "b.lse", "bfloat16[2]", "wider"),
-    ),
-    (
-        partial(merge, STATE, state(a(2, 3, dtype="float16"))),
-        *(TypeError, "b.out", "float16", "dtype of a's"),
-    ),
+    (partial(merge, STATE, state(lse=HALF)), TypeError, "b.lse", "bfloat16[2]", "wider"),
+    (partial(merge, STATE, state(a(2, 3, dtype="float16"))), TypeError, "b.out", "float16", "a's"),
     (partial(merge, state(lse=a(2, 3)), STATE), ValueError, "a.lse", "float32[2,3]", "(2)"),
     (partial(merge, STATE, state(a(2, 4))), ValueError, "b.out", "float32[2,4]", "shape of a's"),
-    (
-        partial(merge, AttentionState(a(), a()), STATE),
-        *(ValueError, "a.out", "float32[]", "width axis"),
-    ),
+    (partial(merge, state(a(), a()), STATE), ValueError, "a.out", "float32[]", "width axis"),
     (partial(merge_all, [STATE, STATE]), TypeError, "stacked", "list", "AttentionState"),
     (partial(merge_all, STATE, 1), ValueError, "axis", "1", "one of the 1 axes of stacked.lse"),
     (partial(merge_all, STATE, 0.0), TypeError, "axis", "float 0.0", "integer"),
@@ -394,14 +364,8 @@ SOFTMAX = (
 )
 MODULES = (
     (partial(ea.FreeEnergy, scale=NAN), ValueError, "scale", "nan", "finite"),
-    (
-        partial(ea.FreeEnergy, implementation="fast"),
-        *(ValueError, "implementation", "'fast'", "'reference'"),
-    ),
-    (
-        partial(ea.FreeEnergy, parallel="device"),
-        *(TypeError, "parallel", "str 'device'", "SequenceParallel"),
-    ),
+    (partial(ea.FreeEnergy, implementation="fast"), ValueError, "implementation", "'fast'", "'ref"),
+    (partial(ea.FreeEnergy, parallel="device"), TypeError, "parallel", "str 'device'", "Sequence"),
     (partial(layer, num_heads=0), ValueError, "num_heads", "0", "at least 1"),
     (partial(layer, query_size=1), ValueError, "query_size", "1", "at least 2"),
     (partial(layer, key_size=0), ValueError, "key_size", "0", "at least 1"),
@@ -421,7 +385,10 @@ MODULES = (
     (partial(call_layer, mask=a(5, 5)), TypeError, "mask", "float32[5,5]", "boolean"),
     (
         partial(call_layer, mask=a(3, 5, 5, dtype="bool")),
-        *(ValueError, "mask", "bool[3,5,5]", "broadcastable to (2, 5, 5)"),
+        ValueError,
+        "mask",
+        "bool[3,5,5]",
+        "to (2, 5, 5)",
     ),
     (partial(call_layer, dropout_p=0.5, key=3), TypeError, "key", "int 3", "jax.random.key"),
     (
@@ -430,15 +397,9 @@ MODULES = (
     ),
     (partial(call_layer, inference="yes"), TypeError, "inference", "str 'yes'", "True or False"),
     (partial(call_layer, return_energy=1), TypeError, "return_energy", "int 1", "True or False"),
-    (
-        partial(call_layer, query_positions=a(4, dtype="int32")),
-        *(ValueError, "query_positions", "int32[4]", "(5,)"),
-    ),
+    (partial(call_layer, query_positions=INTS), ValueError, "query_positions", "int32[4]", "(5,)"),
     (partial(call_layer, process_heads=3), TypeError, "process_heads", "int 3", "function"),
-    (
-        partial(call_layer, process_heads=lambda *heads: None),
-        *(TypeError, "process_heads", "None", "three arrays"),
-    ),
+    (partial(call_layer, process_heads=print), TypeError, "process_heads", "None", "three arrays"),
     (
         partial(call_layer, process_heads=lambda *heads: heads[:2]),
         *(ValueError, "process_heads", "[(5, 2, 4), (5, 2, 4)]", "shapes"),

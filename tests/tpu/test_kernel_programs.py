@@ -132,13 +132,6 @@ def test_tangent_of_decode_copies_nothing(chip, heads, kv_heads):
     assert temporary(program) < 0.001 * size(*shapes)
 
 
-def test_prefill_of_the_paper():
-    """More than one copy of the operands and of the result, with as many key heads as heads."""
-    shapes = operands(8192, 8192, 16, 16)
-    program = compiled("v5p", functools.partial(attention, is_causal=True), *shapes, kernels=1)
-    assert temporary(program) < 1.05 * (size(*shapes) + size(shapes[0]))
-
-
 @pytest.mark.parametrize(
     ("queries", "keys", "width", "value_width", "dtype"),
     few_rows(

@@ -16,7 +16,7 @@ from energy_attn import scores
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
 from energy_attn.prefix_tree import pack, tree_decode
 from tests.support.arrays import array
-from tests.support.eight_bits import read_as_stored, read_by_kernels
+from tests.support.eight_bits import read_as_stored
 from tests.support.masks import RULES
 from tests.support.meshes import mesh_of, parallel_of
 from tests.support.naive import assert_all_close
@@ -35,11 +35,6 @@ def as_stored(monkeypatch):
     jax.clear_caches()  # of the programs of other tests, which dequantize
     yield from read_as_stored(monkeypatch)
     jax.clear_caches()
-
-
-@pytest.fixture
-def not_dequantized(monkeypatch):
-    yield from read_by_kernels(monkeypatch)
 
 
 def new_tokens(dtype=jnp.float32) -> tuple[jax.Array, ...]:
@@ -155,30 +150,6 @@ def test_attend(kind, as_stored):
         check(found[name], replace(problem, **said), name)
     check(sink, with_key(problem, SINK), "sink")
     check(score, capped(problem), "score")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_attend_on_gpus(kind, not_dequantized):
-    """The same in the kernel for GPUs, which takes no array for a mask; scales that are sent."""
-    asked = {name: call for name, call in CALLS.items() if name != "mask"}
-    spread = spread_of(kind)
-
-    def ask(cache, query):
-        return {
-            name: cache.attend(query, implementation="pallas_gpu", **call())
-            for name, (call, _) in asked.items()
-        }
-
-    def program(quantize):
-        run = jax.jit(lambda key, value, query: ask(filled(spread, key, value, quantize), query))
-        return run.lower(*new_tokens(), queries()).compile()
-
-    with jax.set_mesh(mesh_of(kind or "8")):
-        assert sent(program("int8")) == sent(program(None))
-        problem, found, _ = ran(spread, ask, queries())
-    for name, (_, said) in asked.items():
-        check(found[name], replace(problem, **said), name)
 
 
 @pytest.mark.full

@@ -343,6 +343,15 @@ def test_states_are_sent_in_their_dtype(dtype):
         hold("tree", merge, shape, (2, 2))
 
 
+def test_states_of_a_platform():
+    """Where `out` and `lse` are one array, in `lse`'s dtype, and where `out` keeps its own."""
+    shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, "bfloat16", queries_sharded=True)
+    for platform, each in (("cpu", (3 + 1) * 4), ("gpu", 3 * 2 + 4)):
+        there = dataclasses.replace(topology((4,)), platform=platform)
+        *_, states = cost.transfers("ulysses", None, shape, there)
+        assert (states.kind, states.bytes) == ("all-to-all", 2 * 8 * each)
+
+
 def test_one_list_of_merges():
     """A strategy that type checkers or the page about choosing do not know, or that `"auto"` should not choose."""
     assert cost.MERGES == tuple(STRATEGIES) == get_args(MergeName)
@@ -488,63 +497,47 @@ def test_many_rows_over_many_hosts():
         assert cost.volume("tree", "halving", shape, network) == pytest.approx(sent)
 
 
+LINK, TWO, ONE_HOST = cost.Link(2, 0, 1), topology((2,)), ("tree", "gather", DECODE)
+SHARDED = dataclasses.replace(DECODE, queries_sharded=True)
 WRONG = {
     "ValueError devices: .*at least 1, got 0": lambda: cost.Link(0, 0, 1),
     "ValueError latency: .*0 or more, got -1.0": lambda: cost.Link(2, -1.0, 1),
     "ValueError bandwidth: .*above 0, got 0": lambda: cost.Link(2, 0, 0),
     "TypeError links: .*tuple of Link, got list": lambda: cost.Topology("x", [1]),
     "ValueError links: .*got none": lambda: cost.Topology("x", ()),
-    "ValueError all_reduce: wanted one of 'ring', 'tree', 'levels', got str 'star'": lambda: (
-        cost.Topology("x", (cost.Link(2, 0, 1),), "star")
+    "ValueError all_reduce: .*'levels', got str 'star'": lambda: cost.Topology(
+        "x", (LINK,), "star"
     ),
-    "ValueError launch: .*0 or more, got -1": lambda: cost.Topology(
-        "x", (cost.Link(2, 0, 1),), launch=-1
-    ),
+    "ValueError launch: .*0 or more, got -1": lambda: cost.Topology("x", (LINK,), launch=-1),
     "ValueError kv_heads: .*4 heads, got 3": lambda: cost.Shape(1, 1, 8, 4, 3, 2),
     "ValueError keys: .*at least 0, got -8": lambda: cost.Shape(1, 1, -8, 4, 4, 2),
     "TypeError dtype: .*float16": lambda: cost.Shape(1, 1, 8, 4, 4, 2, dtype="int8"),
-    "ValueError method: wanted one of 'tree', 'ring', 'ulysses', 'hybrid', 'gather', got str 'star'": lambda: (
-        cost.volume("star", None, DECODE, topology((2,)))
+    "ValueError method: .*'gather', got str 'star'": lambda: cost.volume("star", None, DECODE, TWO),
+    "ValueError merge: .*got str 'keys'": lambda: cost.volume("tree", "keys", DECODE, TWO),
+    "ValueError merge: .*two or more mesh axes for 'hierarchical', slow ones first, got one": (
+        lambda: cost.volume("tree", "hierarchical", DECODE, TWO)
     ),
-    "ValueError merge: wanted one of 'allreduce', .*got str 'keys'": lambda: cost.volume(
-        "tree", "keys", DECODE, topology((2,))
-    ),
-    "ValueError merge: wanted two or more mesh axes for 'hierarchical', slow ones first, got one": lambda: (
-        cost.volume("tree", "hierarchical", DECODE, topology((2,)))
-    ),
-    "TypeError shape: wanted a Shape, got int 3": lambda: cost.latency(
-        "tree", "gather", 3, topology((2,))
-    ),
-    "TypeError topology: wanted a Topology, got str 'dgx'": lambda: cost.latency(
-        "tree", "gather", DECODE, "dgx"
-    ),
-    "TypeError tangent: wanted": lambda: cost.transfers(
-        "tree", "gather", DECODE, topology((2,)), tangent=1
-    ),
+    "TypeError shape: .* got int 3": lambda: cost.latency("tree", "gather", 3, TWO),
+    "TypeError topology: .* got str 'dgx'": lambda: cost.latency(*ONE_HOST, "dgx"),
+    "TypeError tangent: wanted": lambda: cost.transfers(*ONE_HOST, TWO, tangent=1),
     "ValueError gradient: wanted False for 'tree' with merge='gather', got True": lambda: (
-        cost.latency("tree", "gather", DECODE, topology((2,)), gradient=True)
+        cost.latency(*ONE_HOST, TWO, gradient=True)
     ),
     "ValueError gradient: wanted False beside tangent=True": lambda: cost.volume(
-        "ring", "keys", DECODE, topology((2,)), gradient=True, tangent=True
+        "ring", "keys", DECODE, TWO, gradient=True, tangent=True
     ),
     "TypeError gradient_dtype: wanted": lambda: cost.transfers(
-        "ring", "keys", DECODE, topology((2,)), gradient_dtype="int8"
+        "ring", "keys", DECODE, TWO, gradient_dtype="int8"
     ),
-    "TypeError shape: wanted a Shape": lambda: cost.choose_method(3, topology((2,))),
-    "ValueError method: wanted sharded queries for 'ulysses'": lambda: cost.volume(
-        "ulysses", None, DECODE, topology((2,))
+    "TypeError shape: wanted a Shape": lambda: cost.choose_method(3, TWO),
+    "ValueError method: .*sharded queries for 'u": lambda: cost.volume(
+        "ulysses", None, DECODE, TWO
     ),
     "ValueError method: .*share 4 heads of queries and 2 of keys for 'ulysses', got 3": lambda: (
-        cost.volume(
-            "ulysses", None, dataclasses.replace(DECODE, queries_sharded=True), topology((3,))
-        )
+        cost.volume("ulysses", None, SHARDED, topology((3,)))
     ),
-    "ValueError method: wanted two or more mesh axes for 'hybrid', slow ones first, got one": lambda: (
-        cost.volume("hybrid", None, DECODE, topology((2,)))
-    ),
-    "ValueError method: wanted sharded queries for 'gather'": lambda: cost.volume(
-        "gather", None, DECODE, topology((2,))
-    ),
+    "ValueError method: .*two or more .*'hybrid'": lambda: cost.volume("hybrid", None, DECODE, TWO),
+    "ValueError method: .*sharded queries for 'g": lambda: cost.volume("gather", None, DECODE, TWO),
 }
 
 

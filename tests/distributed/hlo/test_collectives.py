@@ -84,21 +84,19 @@ def test_one_collective(f, mesh, ins, outs, kind, size, groups):
     assert found.groups == groups and not found.across_slices
 
 
-def test_a_tuple_is_one_collective():
-    """A variadic all-reduce counted once per array, or only its first array counted."""
-    program = compiled(
-        lambda n, d: lax.psum((n, d), BOTH), GRID, (P(BOTH), P(BOTH)), P(), X, ((8,), jnp.float32)
-    )
+def test_several():
+    """A variadic all-reduce counted once per array, or only its first array counted; two that depend on each other
+    listed in another order, or as one; bfloat16 reported where XLA:CPU widens it."""
+    both = P(BOTH), P(BOTH)
+    program = compiled(lambda n, d: lax.psum((n, d), BOTH), GRID, both, P(), X, ((8,), jnp.float32))
     (found,) = collectives(program)
     assert summary([found]) == [("all-reduce", (16 + 1) * 4, 8, 1)]
-    assert found.dtypes == ("f32", "f32")
-    assert found.shapes == ((1, 16), (1,))
-
-
-def test_in_the_order_of_the_program():
-    """Two all-reduces that depend on each other listed in another order, or as one."""
+    assert (found.dtypes, found.shapes) == (("f32", "f32"), ((1, 16), (1,)))
     f = compiled(lambda x: lax.psum(lax.psum(x, "device"), "node"), GRID, P(BOTH), P(), X)
     assert [c.groups for c in collectives(f)] == [DEVICES, NODES]
+    f = compiled(lambda x: lax.psum(x, "x"), FLAT, P("x"), P(), ((8, 16), jnp.bfloat16))
+    (found,) = collectives(f)
+    assert found.bytes == {"bf16": 2, "f32": 4}[found.dtypes[0]] * 16
 
 
 @pytest.mark.parametrize(
@@ -116,13 +114,6 @@ def test_dtypes(dtype, name, bits):
     (found,) = collectives(compiled(hop, FLAT, P("x"), P("x"), ((8, 16), dtype)))
     assert (found.dtypes, found.shapes) == ((name,), ((1, 16),))
     assert found.bytes == 16 * bits // 8
-
-
-def test_what_is_sent_not_what_was_written():
-    """bfloat16 reported where XLA:CPU widens it: the bytes must be those of the dtype that is named."""
-    f = compiled(lambda x: lax.psum(x, "x"), FLAT, P("x"), P(), ((8, 16), jnp.bfloat16))
-    (found,) = collectives(f)
-    assert found.bytes == {"bf16": 2, "f32": 4}[found.dtypes[0]] * 16
 
 
 def test_nested_loops_multiply():
@@ -266,50 +257,94 @@ def test_asynchronous_pairs(text, kind, size):
     assert summary([found]) == [(kind, size, 4, 1)]
 
 
-def test_asynchronous_wrapper():
-    """The wrapped computation of async-start counted again for the update and the done that name it."""
-    wrapped = computation(
-        "w", Q4, f"ROOT %r = f32[1]{{0}} reduce-scatter(%q), {REST}, dimensions={{0}}"
-    )
-    found = one(
-        P4,
+REDUCED = f"ROOT %r = f32[4]{{0}} all-reduce(%q), {REST}"
+GATHER = (
+    "%g = f32[32]{0} all-gather(%q), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, "
+    'use_global_device_ids=true, frontend_attributes={chain_id="0"}'
+)
+AROUND = 'frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1},{1,2}}"}'
+NAMED = r'metadata={op_name="f(\"a, b)\") all-reduce(%p), {" source_file="x}.py"}'
+# What a parser may get wrong: the computations in front, the lines of the program, and what is found.
+WRITINGS = {
+    "a wrapped computation that start, update and done name": (
+        computation("w", Q4, f"ROOT %r = f32[1]{{0}} reduce-scatter(%q), {REST}, dimensions={{0}}"),
         "%s = ((f32[4]{0}), f32[1]{0}, u32[]) async-start(%p), calls=%w",
         "%u = ((f32[4]{0}), f32[1]{0}, u32[]) async-update(%s), calls=%w",
         "ROOT %d = f32[1]{0} async-done(%u), calls=%w",
-        before=wrapped,
-    )
-    assert summary([found]) == [("reduce-scatter", 16, 4, 1)]
-
-
-def test_one_collective_spread_over_fusions():
-    """XLA:TPU v5e repeats a gather in a start, in each matmul beside it, and in a done: three for one."""
-    link = "%g = f32[32]{0} all-gather(%q), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, "
-    link += 'use_global_device_ids=true, frontend_attributes={chain_id="0"}'
-    ends = {
-        "start": 'ROOT %c = (f32[4]{0}, u32[]{:S(2)}) custom-call(%g), custom_call_target="AsyncCollectiveStart"',
-        "beside": "ROOT %c = f32[32]{0} negate(%g)",
-        "done": 'ROOT %c = f32[32]{0} custom-call(%g), custom_call_target="AsyncCollectiveDone"',
-    }
-    before = "".join(computation(name, Q4, link, end) for name, end in ends.items())
-    found = one(
-        P4,
+        [("reduce-scatter", 16, 4, 1)],
+    ),
+    "XLA:TPU v5e repeats a gather in a start, in each matmul beside it, and in a done": (
+        computation(
+            "start",
+            *(Q4, GATHER),
+            "ROOT %c = (f32[4]{0}, u32[]{:S(2)}) custom-call(%g), "
+            'custom_call_target="AsyncCollectiveStart"',
+        )
+        + computation("beside", Q4, GATHER, "ROOT %c = f32[32]{0} negate(%g)")
+        + computation(
+            "done",
+            *(Q4, GATHER),
+            'ROOT %c = f32[32]{0} custom-call(%g), custom_call_target="AsyncCollectiveDone"',
+        ),
         "%a = (f32[4]{0}, u32[]{:S(2)}) fusion(%p), kind=kCustom, calls=%start",
         "%b = f32[32]{0} fusion(%p), kind=kOutput, calls=%beside",
         "ROOT %c = f32[32]{0} fusion(%p), kind=kCustom, calls=%done",
-        before=before,
-    )
-    assert summary([found]) == [("all-gather", 16, 8, 1)]
-
-
-def test_called_twice():
-    """A computation that two instructions call counted once; a fusion not looked into."""
-    text = entry(
-        P4,
+        [("all-gather", 16, 8, 1)],
+    ),
+    "a computation that two instructions call, one of them a fusion": (
+        computation("f", Q4, REDUCED),
         "%a = f32[4]{0} fusion(%p), kind=kCustom, calls=%f",
         "ROOT %b = f32[4]{0} call(%a), to_apply=%f",
-        before=computation("f", Q4, f"ROOT %r = f32[4]{{0}} all-reduce(%q), {REST}"),
-    )
-    assert summary(collectives_in(text)) == 2 * [("all-reduce", 16, 4, 1)]
+        2 * [("all-reduce", 16, 4, 1)],
+    ),
+    "a permute that XLA:GPU took apart, beside a device's traffic with its own host": (
+        "",
+        "%t = token[] after-all()",
+        f"%s = (f32[4]{{0}}, u32[], token[]) send(%p, %t), channel_id=1, {AROUND}",
+        f"%r = (f32[4]{{0}}, u32[], token[]) recv(%t), channel_id=1, {AROUND}",
+        "%h = (f32[4]{0}, u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true",
+        "ROOT %rd = (f32[4]{0}, token[]) recv-done(%r), channel_id=1",
+        [("collective-permute", 16, 3, 1)],
+    ),
+    "branches that are not a list": (
+        computation("yes", Q4, REDUCED) + computation("no", Q4, "ROOT %r = f32[4]{0} negate(%q)"),
+        "%b = pred[] constant(true)",
+        "ROOT %r = f32[4]{0} conditional(%b, %p, %p), true_computation=%yes, false_computation=%no",
+        [("all-reduce", 16, 4, None)],
+    ),
+    "an only branch, which a choice between platforms leaves, always runs": (
+        computation("yes", Q4, REDUCED),
+        "%i = s32[] constant(0)",
+        "ROOT %r = f32[4]{0} conditional(%i, %p), branch_computations={%yes}",
+        [("all-reduce", 16, 4, 1)],
+    ),
+    "operands that carry their types, and names without %": (
+        "",
+        f"ROOT r = (f32[4]{{0}}, f32[4]{{0}}) all-reduce(f32[4]{{0}} p, f32[4]{{0}} p), {REST}",
+        [("all-reduce", 32, 4, 1)],
+    ),
+    "metadata that looks like HLO": (
+        "",
+        f"%a = f32[4]{{0}} negate(%p), {NAMED}",
+        f"ROOT %r = f32[4]{{0}} all-reduce(%a), {NAMED}, {REST}",
+        [("all-reduce", 16, 4, 1)],
+    ),
+    "offsets and the output buffer of a ragged all-to-all": (
+        "",
+        "%o = s64[8]{0} parameter(1)",
+        f"ROOT %r = f32[4]{{0}} ragged-all-to-all(%p, %p, %o, %o, %o, %o), {REST}",
+        [("ragged-all-to-all", 16, 4, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRITINGS)
+def test_writings(what):
+    """Instructions counted again, passed over, or cut short; a second program of a text that is not read."""
+    before, *lines, wanted = WRITINGS[what]
+    text = entry(P4.replace("%p", "p") if "names without" in what else P4, *lines, before=before)
+    assert summary(collectives_in(text)) == wanted
+    assert summary(collectives_in(text + "\n\n" + text)) == 2 * wanted
 
 
 @pytest.mark.parametrize(
@@ -457,20 +492,6 @@ def test_between_slices(transfer, target, kind, groups):
     assert found.across_slices
 
 
-def test_send_and_receive():
-    """A permute that XLA:GPU took apart left out, or a device's traffic with its own host counted."""
-    pairs = 'frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1},{1,2}}"}'
-    text = entry(
-        P4,
-        "%t = token[] after-all()",
-        f"%s = (f32[4]{{0}}, u32[], token[]) send(%p, %t), channel_id=1, {pairs}",
-        f"%r = (f32[4]{{0}}, u32[], token[]) recv(%t), channel_id=1, {pairs}",
-        "%h = (f32[4]{0}, u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true",
-        "ROOT %rd = (f32[4]{0}, token[]) recv-done(%r), channel_id=1",
-    )
-    assert summary(collectives_in(text)) == [("collective-permute", 16, 3, 1)]
-
-
 def loop(start, step, limit, direction="LT", dtype="s32", config="", hoisted="constant"):
     """A while loop as XLA:TPU prints it, with a permute in its body and an all-reduce in its condition."""
     state = f"({dtype}[]{{:T(128)}}, f32[4]{{0:T(128)S(1)}}, {dtype}[]{{:T(128)}})"
@@ -581,70 +602,12 @@ def test_followed_counters_agree_with_the_compiler():
     assert math.fsum(c.count or math.nan for c in found) == 4 * (7 + 7)
 
 
-def test_old_conditionals():
-    """Branches named by true_computation and false_computation, not as a list, looked over."""
-    yes = computation("yes", Q4, f"ROOT %r = f32[4]{{0}} all-reduce(%q), {REST}")
-    no = computation("no", Q4, "ROOT %r = f32[4]{0} negate(%q)")
-    found = one(
-        P4,
-        "%b = pred[] constant(true)",
-        "ROOT %r = f32[4]{0} conditional(%b, %p, %p), true_computation=%yes, false_computation=%no",
-        before=yes + no,
-    )
-    assert summary([found]) == [("all-reduce", 16, 4, None)]
-
-
-def test_an_only_branch():
-    """What a choice between platforms leaves of a conditional, counted as if it might not run."""
-    yes = computation("yes", Q4, f"ROOT %r = f32[4]{{0}} all-reduce(%q), {REST}")
-    found = one(
-        P4,
-        "%i = s32[] constant(0)",
-        "ROOT %r = f32[4]{0} conditional(%i, %p), branch_computations={%yes}",
-        before=yes,
-    )
-    assert summary([found]) == [("all-reduce", 16, 4, 1)]
-
-
-def test_old_operands_and_names():
-    """Text whose operands carry their types, and whose names carry no %, not read."""
-    text = entry(
-        "p = f32[4]{0} parameter(0)",
-        f"ROOT r = (f32[4]{{0}}, f32[4]{{0}}) all-reduce(f32[4]{{0}} p, f32[4]{{0}} p), {REST}",
-    )
-    assert summary(collectives_in(text)) == [("all-reduce", 32, 4, 1)]
-
-
-def test_brackets_and_commas_in_strings():
-    """Metadata that looks like HLO cutting an instruction short, or counted as a collective itself."""
-    metadata = r'metadata={op_name="f(\"a, b)\") all-reduce(%p), {" source_file="x}.py"}'
-    found = one(
-        P4,
-        f"%a = f32[4]{{0}} negate(%p), {metadata}",
-        f"ROOT %r = f32[4]{{0}} all-reduce(%a), {metadata}, {REST}",
-    )
-    assert summary([found]) == [("all-reduce", 16, 4, 1)]
-
-
 def test_long_operand_lists():
     """The comments that XLA prints between many operands taken for part of a name."""
     shapes = ", ".join(["f32[4]{0}"] * 5 + ["/*index=5*/f32[4]{0}", "f32[4]{0}"])
     names = ", ".join(["%p"] * 5 + ["/*index=5*/%p", "%p"])
     found = one(P4, f"ROOT %r = ({shapes}) all-to-all({names}), {REST}")
     assert (found.bytes, found.shapes) == (7 * 16, 7 * ((4,),))
-
-
-def test_ragged():
-    """The offsets and the output buffer of a ragged all-to-all counted as payload."""
-    text = "ROOT %r = f32[4]{0} ragged-all-to-all(%p, %p, %o, %o, %o, %o), "
-    found = one(P4, "%o = s64[8]{0} parameter(1)", text + REST)
-    assert summary([found]) == [("ragged-all-to-all", 16, 4, 1)]
-
-
-def test_several_modules():
-    """Only the first program of a text read, or names of one looked up in the other."""
-    text = entry(P4, f"ROOT %r = f32[4]{{0}} all-reduce(%p), {REST}")
-    assert collectives_in(text + "\n\n" + text) == 2 * collectives_in(text)
 
 
 @pytest.mark.parametrize(

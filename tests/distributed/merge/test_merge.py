@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, logsumexp_across, merge_across
-from energy_attn.kernels import AttentionState, merge_all
+from energy_attn.kernels import AttentionState
 from tests.support.compare import close
-from tests.support.meshes import batches_psum, merges_for, mesh_of, parallel_of
+from tests.support.meshes import merges_for, mesh_of, parallel_of
 from tests.support.selection import few, few_rows
 
 ROWS, WIDTH = (2, 3), 4
@@ -189,27 +189,6 @@ def test_a_ring_of_any_length_is_one_loop():
     assert text(64).count("\n") == text(32).count("\n")
 
 
-def test_forward_mode():
-    """A derivative of a fold that is another in forward mode: the rule is written for it and transposed by JAX."""
-    given = parts("empty shards")
-    rng = np.random.default_rng(3)
-    change = AttentionState(*(rng.standard_normal(x.shape) for x in given))
-    with jax.set_mesh(mesh_of("2x4")):
-        axes = parallel_of("2x4").axes
-        fold = jax.shard_map(
-            lambda out, lse: merge_across(AttentionState(out[0], lse[0]), axes, "gather"),
-            in_specs=P(axes),
-            out_specs=P(),
-        )
-        found = jax.jit(lambda x, dx: jax.jvp(fold, tuple(x), tuple(dx)))(given, change)
-    weight, energy = weights_of(given.lse)
-    out = given.out
-    whole = np.einsum("i...,i...h->...h", weight, out)
-    moved = change.out + (out - whole) * change.lse[..., None]
-    of_out = np.einsum("i...,i...h->...h", weight, moved)
-    close(found, ((whole, energy), (of_out, (weight * change.lse).sum(0))))
-
-
 def test_halving_is_equal_on_all_devices():
     """A share that a device keeps, rounded in another way than the one that it sends: by one bit, on some devices."""
     rng = np.random.default_rng(0)
@@ -224,26 +203,6 @@ def test_halving_is_equal_on_all_devices():
         run = jax.shard_map(fold, in_specs=P(axes), out_specs=P(axes), check_vma=False)
         found = [np.asarray(x) for x in jax.jit(run)(out, lse)]
     assert all((x == x[0]).all() for x in found)
-
-
-def test_axes_one_by_one():
-    """A fold over one axis that reaches over the other, or a result that depends on the order of folding."""
-    state = parts("empty shards")
-
-    def f(state):
-        state = AttentionState(state.out[0], state.lse[0])
-        within = merge_across(state, "device")
-        by_steps = merge_across(within, "node")
-        other_way = merge_across(merge_across(state, "node"), "device")
-        return jax.tree.map(lambda x: x[None], within), by_steps, other_way
-
-    with jax.set_mesh(mesh_of("2x4")):
-        within, *both = jax.jit(
-            jax.shard_map(f, in_specs=P(("node", "device")), out_specs=(P("node"), P(), P()))
-        )(state)
-    halves = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), state)
-    close(within, jax.jit(jax.vmap(merge_all))(halves))
-    close(both, [jax.jit(merge_all)(state)] * 2)
 
 
 @pytest.mark.parametrize(
@@ -270,22 +229,3 @@ def test_narrow_outputs(dtype, merge):
     np.testing.assert_allclose(
         merged.out.astype(np.float64), exact, rtol=0, atol=eps * np.abs(exact).max()
     )
-
-
-@batches_psum
-def test_second_derivative():
-    """A maximum that is differentiated, or held constant where it must not be: the Hessian of F in the parts' energies.
-
-    `∂²F/∂F_i∂F_j = w_i (δ_ij − w_j)`, in forward over reverse mode.
-    """
-    lse = np.random.default_rng(2).standard_normal(8)
-    lse[3] = -np.inf
-    with jax.set_mesh(mesh_of("8")):
-        energy = jax.shard_map(
-            lambda x: logsumexp_across(x[0], "device", "butterfly"),
-            in_specs=P("device"),
-            out_specs=P(),
-        )
-        hessian = jax.jit(jax.hessian(energy))(lse)
-    weight = scipy.special.softmax(lse)
-    close(hessian, np.diag(weight) - np.outer(weight, weight))

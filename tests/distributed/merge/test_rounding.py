@@ -20,6 +20,7 @@ WAYS = {
     "keys rotate": {"method": "ring"},
     "queries and keys": {"queries_sharded": True},
     ROTATED: {"queries_sharded": True, "method": "ring"},
+    **{x: {"queries_sharded": True, "method": x} for x in ("ulysses", "hybrid", "gather")},
 }
 
 

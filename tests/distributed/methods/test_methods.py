@@ -47,8 +47,7 @@ from tests.support.methods import (
     square,
     state_and_gradients,
 )
-from tests.support.naive import assert_all_close
-from tests.support.problems import Problem, _make, cast, cotangents
+from tests.support.problems import Problem, _make, cast
 from tests.support.reference import dense
 from tests.support.selection import few, few_rows, pairwise
 
@@ -78,7 +77,7 @@ OTHERS = [
     *((method, "contiguous", EMPTY) for method in METHODS),
     *((method, layout, SELF) for method in METHODS for layout in ("striped", "zigzag")),
 ]
-REFUSED = ("ulysses", "contiguous", GROUPED)  # see `test_heads_must_divide`
+REFUSED = ("ulysses", "contiguous", GROUPED)  # see `tests/surface/test_bad_input.py`
 OTHERS = [row for row in OTHERS if str(row) not in map(str, [*FIRST, REFUSED])]
 SMOKE = [pytest.param(*row, marks=pytest.mark.smoke) for row in FIRST]
 
@@ -138,19 +137,6 @@ def test_states_are_rounded_once():
     assert (np.asarray(out) == once).mean() > 0.98
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("method", METHODS)
-def test_sixteen_bits(method):
-    """States or gradients rounded to 16 bits on their way: the error of naive attention on one device bounds it."""
-    run = jax.jit(state_and_gradients(SELF, SequenceParallel(AXES, method)))
-    arrays, _ = cast(SELF, jnp.bfloat16)
-    with jax.set_mesh(mesh_of("2x4")):
-        (out, energy), gradients = run(arrays, cotangents(SELF, jnp.bfloat16))
-    found = {"out": out, "lse": energy} | gradients
-    found = {name: np.asarray(x) for name, x in found.items()}
-    assert_all_close(found, SELF, jnp.dtype("bfloat16"), "both", label=method)
-
-
 @pytest.mark.parametrize("merge", few(cost.MERGES, "hierarchical"))
 def test_merges(merge):
     """A merge strategy that is right only in the middle of its range: few keys, none, and fully masked rows.
@@ -185,22 +171,6 @@ def test_rules(method, layout, rule):
     """A mask that compares places instead of positions, or that sees the arrays of another batch entry."""
     problem = replace(_make("rule", B=2, T=16, S=16, N=8, V=3, source=True), rule=rule)
     judged(problem, SequenceParallel(AXES, method, layout=layout))
-
-
-def test_layout_of_a_plain_causal_call():
-    """Positions that count from 0 on every device, or in the order of the layout, where the call names none itself."""
-    plain = replace(_make("layout", B=1, T=16, S=16, N=8, H=5), source=None)
-    problem = replace(plain, is_causal=True, local_window_size=(9, 0))
-    parallel = SequenceParallel(AXES, "ulysses", layout="zigzag")
-
-    @jax.jit
-    def run(arrays):
-        moved = {name: shard_sequence(x, parallel) for name, x in arrays.items()}
-        out = ea.attention(**moved, **problem.options, parallel=parallel)
-        return unshard_sequence(out, parallel)
-
-    with jax.set_mesh(mesh_of("2x4")):
-        close(run(problem.arrays), dense(problem)[0])
 
 
 def test_orders():
@@ -402,18 +372,6 @@ def test_replicas_agree_to_the_bit():
     with jax.set_mesh(mesh_of("8")):
         out = run(**arrays)
         assert len({np.asarray(s.data).tobytes() for s in out.addressable_shards}) == 1
-
-
-def test_heads_must_divide():
-    """Two heads for eight devices: an error that names them, not XLA's."""
-    arrays, _ = cast(GROUPED, jnp.float64)
-    with jax.set_mesh(mesh_of("8")), pytest.raises(ValueError, match="query: .*multiple of 8,"):
-        ea.attention(
-            arrays["query"],
-            arrays["key"],
-            arrays["value"],
-            parallel=SequenceParallel("device", "ulysses"),
-        )
 
 
 @pytest.mark.full

@@ -105,29 +105,6 @@ def typed(arrays, mesh, axes, batch=None):
     }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["8 explicit", "2x4 explicit"])
-def test_types_say_how(kind):
-    """Keys whose type says that they are sharded, gathered nevertheless; or gradients that come in another sharding."""
-    axes = SHAPES[kind.split()[0]][1]
-    arrays, given = on_host(EVEN)
-    run = jax.jit(state_and_gradients(EVEN))
-    mesh = mesh_of(kind)
-    with jax.set_mesh(mesh):
-        arrays = typed(arrays, mesh, axes)
-        given = jax.device_put(given, NamedSharding(mesh, P()))
-        compiled = run.lower(arrays, given).compile()
-        found = compiled(arrays, given)
-    check(found, EVEN)
-    (out, energy), gradients = found
-    gathered = [c.shapes for c in collectives(compiled) if c.kind == "all-gather"]
-    state = (*EVEN.query.shape[:-1], EVEN.value.shape[-1] + 1)
-    assert all(shape[-4:] == state for shapes in gathered for shape in shapes), gathered
-    for name, gradient in gradients.items():
-        assert gradient.sharding.is_equivalent_to(arrays[name].sharding, gradient.ndim), name
-    assert out.sharding.is_fully_replicated and energy.sharding.is_fully_replicated
-
-
 def test_types_that_differ():
     """Arrays whose types are split otherwise than the keys' refused by JAX deep inside: they are brought together.
 

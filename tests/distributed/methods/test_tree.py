@@ -169,10 +169,3 @@ def test_positions_must_be_given(name):
         keys = jnp.zeros((1, 2), jnp.int32)
         with pytest.raises(ValueError, match="^query_positions: wanted the global positions"):
             jax.eval_shape(spread(P(None, "device"), method="ring", key_positions=keys), query)
-
-
-def test_outside_shard_map():
-    """An unbound axis that ends in JAX's NameError."""
-    query = jnp.ones((1, 2, 3, 4))
-    with pytest.raises(ValueError, match="axis_name"):
-        sharded_attention(query, query, query, axis_name="device")

@@ -201,20 +201,25 @@ class Rendezvous:
         self._threads[-1].start()
 
 
-def test_all_come():
-    meeting = Rendezvous(3)
-    meeting.start("late", 2)  # before there is a coordinator
-    meeting.start("first", 0)
-    meeting.start("other", 1)
-    assert meeting.finish() == {"first": None, "other": None, "late": None}
+MEETINGS = {  # of so many, in so many seconds: who comes, with another count, and what is said to each
+    "late, before there is a coordinator": (3, 20, [(2,), (0,), (1,)], None),
+    "missing": (4, 1, [(0,), (1,)], "process 2, 3 of 4 did not come"),
+    "twice": (3, 20, [(0,), (1,), (1,)], "process_id: wanted a different one in each"),
+    "counts": (2, 20, [(0,), (1, 3)], "num_processes: wanted the same number in all"),
+}
 
 
-def test_missing_process_is_named_everywhere():
-    meeting = Rendezvous(4, timeout=1)
-    for process in (0, 1):
-        meeting.start(str(process), process)
-    for text in meeting.finish().values():
-        assert text is not None and text.startswith("process 2, 3 of 4 did not come")
+@pytest.mark.parametrize("what", MEETINGS)
+def test_meetings(what):
+    """A process that waits for ever, or is not told of what is wrong with another one."""
+    processes, timeout, who, said = MEETINGS[what]
+    meeting = Rendezvous(processes, timeout)
+    for i, participant in enumerate(who):
+        meeting.start(str(i), *participant)
+    found = meeting.finish()
+    assert len(found) == len(who)
+    for text in found.values():
+        assert text is None if said is None else text is not None and text.startswith(said)
 
 
 def test_nobody_at_the_address():
@@ -226,22 +231,6 @@ def test_nobody_at_the_address():
         f"coordinator_address: process 1 of 2 could not meet process 0 at {meeting.address}"
     )
     assert "within 1 s" in text and "refused" in text
-
-
-def test_same_number_twice():
-    meeting = Rendezvous(3)
-    for name, process in (("0", 0), ("1", 1), ("another 1", 1)):
-        meeting.start(name, process)
-    for text in meeting.finish().values():
-        assert text is not None and text.startswith("process_id: wanted a different one in each")
-
-
-def test_different_counts():
-    meeting = Rendezvous(2)
-    meeting.start("0", 0)
-    meeting.start("1", 1, processes=3)
-    for text in meeting.finish().values():
-        assert text is not None and text.startswith("num_processes: wanted the same number in all")
 
 
 def test_port_taken():

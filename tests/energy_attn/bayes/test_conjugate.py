@@ -141,28 +141,6 @@ def test_second_derivatives_are_implicit(solved):
 
 
 @pytest.mark.full
-def test_third_derivative_of_the_rate(solved):
-    """The derivative of Σ(ζ(z))⁻¹: what a rule that holds its own Hessian constant would get as zero."""
-    solution, _ = solved
-    arrays = jnp.asarray(PROBLEM.query), jnp.asarray(PROBLEM.value)
-
-    def slope(point):
-        return (jax.grad(lambda x: total(x, *arrays)[0])(point) * WEIGHTS).sum()
-
-    def curve(point):
-        return (jax.grad(slope)(point) * WEIGHTS).sum()
-
-    third = np.asarray(jax.jit(jax.grad(curve))(jnp.asarray(POINT)))
-    r = rows(replace(PROBLEM, source=solution.source))
-    centred = r.value[:, None] - r.out[:, :, None]  # [B, T, S, N, V]
-    along = np.einsum("btnvw,btnw->btnv", pseudo_inverse(solution), WEIGHTS)
-    twice = np.einsum("btsnv,btnv->bnts", centred, along) ** 2
-    cumulant = np.einsum("bnts,bnts,btsnv->btnv", r.weights, twice, centred)
-    wanted = -np.einsum("btnvw,btnw->btnv", pseudo_inverse(solution), cumulant)
-    np.testing.assert_allclose(third[SOLID], wanted[SOLID], rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.full
 def test_outside_of_the_hull():
     """+inf and a hyperplane between the point and every value: off a point, off a segment, beyond a polygon."""
     rng = np.random.default_rng(4)

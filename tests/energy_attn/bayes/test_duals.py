@@ -235,17 +235,3 @@ def test_rules():
     wanted = run(query, jnp.asarray(shown))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-9)
-
-
-@pytest.mark.full
-def test_without_jit_and_batch():
-    """An eager call of a tilted union without a batch axis: the same solution as within the batch."""
-    query, key, value, point, source = (
-        jnp.asarray(x[1]) for x in (PROBLEM.query, PROBLEM.key, PROBLEM.value, POINT, A)
-    )
-    one = measure(query, key[:5], value[:5]) | measure(query, key[5:], value[5:])
-    many = measure(query[None], key[None], value[None]).tilt(source[None])
-    found, wanted = one.tilt(source).rate(point), many.rate(point[None])
-    np.testing.assert_allclose(found.value, wanted.value[0], atol=1e-9)
-    assert found.source.shape == point.shape
-    assert found.stats["path"].shape == (65, *point.shape[:-1])

@@ -257,22 +257,6 @@ def test_hidden_memories(on_one_device):
     assert not gradient[0][1].any() and not gradient[0][0, hidden].any()
 
 
-@pytest.mark.full
-def test_rule():
-    """A mask that the steps know and the number of memories, or the nearest one, does not."""
-    rule = masks.Prefix(jnp.asarray([2, 9])) & ~masks.Window(0, 0)
-    solver = FixedPoint(max_steps=1000)
-    found = retrieve(jnp.asarray(STATE), jnp.asarray(MEMORIES), mask=rule, scale=1.5, solver=solver)
-    for b, t, n in ((0, 0, 1), (0, 2, 3), (1, 1, 0)):
-        seen = (np.arange(S) < (2, 9)[b]) & (np.arange(S) != t)
-        X = MEMORIES[b, seen, n // (N // K)].T
-        wanted = settle(X, STATE[b, t, n], 1.5)
-        np.testing.assert_allclose(found.point[b, t, n], wanted, atol=1e-8)
-        np.testing.assert_allclose(found.value[b, t, n], energy(X, wanted, 1.5), atol=1e-9)
-        nearest = np.flatnonzero(seen)[(X.T @ wanted).argmax()]
-        assert int(found.stats["nearest"][b, t, n]) == nearest
-
-
 def over_devices(explicit, run, **options):
     """`run` of memories that lie on a mesh."""
     mesh = make_mesh((2, 4), explicit=explicit)

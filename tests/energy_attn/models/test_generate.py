@@ -403,42 +403,34 @@ def ones(*shape):
     return np.ones(shape, np.int32)
 
 
-TOKENS = ones(1, 3)
+TOKENS, C, score = ones(1, 3), ones(1, 1, 2), score_continuations
+
+
+def sampled(model, **options):
+    return generate(model, TOKENS, 3, key=jax.random.key(0), **options)
+
+
 BAD = {
     "TypeError model: wanted an AbstractDecoder": lambda m: generate(None, TOKENS, 3),
     "ValueError max_new_tokens: wanted at least 1, got 0": lambda m: generate(m, TOKENS, 0),
     "TypeError tokens: wanted an integer array": lambda m: generate(m, TOKENS / 1, 3),
-    "ValueError tokens: .* at least one integer, got list .* as number 1": lambda m: generate(
+    "ValueError tokens: .* one integer, got list .* as number 1": lambda m: generate(
         m, [[1], []], 3
     ),
     "ValueError tokens: .* at least one integer, got str 'abc'": lambda m: generate(m, ["abc"], 3),
     "ValueError tokens: wanted at least one prompt": lambda m: generate(m, [], 3),
-    "ValueError lengths: wanted None beside a list": lambda m: generate(
-        m, [[1]], 3, lengths=ones(1)
-    ),
-    "ValueError lengths: wanted at least 1": lambda m: generate(m, TOKENS, 3, lengths=0 * ones(1)),
-    "ValueError key: wanted a jax.random.key at temperature 1.0": lambda m: generate(
-        m, TOKENS, 3, temperature=1.0
-    ),
-    "ValueError temperature": lambda m: generate(
-        m, TOKENS, 3, temperature=-1.0, key=jax.random.key(0)
-    ),
-    "ValueError top_p": lambda m: generate(
-        m, TOKENS, 3, temperature=1.0, top_p=0.0, key=jax.random.key(0)
-    ),
-    "TypeError drafter: wanted None or an AbstractDrafter": lambda m: generate(
-        m, TOKENS, 3, drafter=m
-    ),
-    "TypeError eos_token_id: wanted a token or a sequence of tokens": lambda m: generate(
-        m, TOKENS, 3, eos_token_id="end"
-    ),
+    "ValueError lengths: .*None beside a list": lambda m: generate(m, [[1]], 3, lengths=ones(1)),
+    "ValueError lengths: .*at least 1": lambda m: generate(m, TOKENS, 3, lengths=0 * ones(1)),
+    "ValueError key: .* at temperature 1.0": lambda m: generate(m, TOKENS, 3, temperature=1.0),
+    "ValueError temperature": lambda m: sampled(m, temperature=-1.0),
+    "ValueError top_p": lambda m: sampled(m, temperature=1.0, top_p=0.0),
+    "TypeError drafter: wanted None or an Abs": lambda m: generate(m, TOKENS, 3, drafter=m),
+    "TypeError eos_token_id: wanted a token": lambda m: generate(m, TOKENS, 3, eos_token_id="end"),
     "ValueError tokens: .*, got 13": lambda m: generate(m, [[1, 13, 2]], 3),
     "ValueError tokens: .*, got 4294967298": lambda m: generate(m, [[1, 2**32 + 2]], 3),
-    "ValueError continuations: wanted tokens from 0 to 12": lambda m: score_continuations(
-        m, TOKENS, -ones(1, 1, 2)
-    ),
-    r"ValueError prompt_lengths: wanted 0 to 3, got \[4\]": lambda m: score_continuations(
-        m, TOKENS, ones(1, 1, 2), prompt_lengths=jnp.array([4])
+    "ValueError continuations: wanted tokens from 0 to 12": lambda m: score(m, TOKENS, -C),
+    r"ValueError prompt_lengths: wanted 0 to 3, got \[4\]": lambda m: score(
+        m, TOKENS, C, prompt_lengths=jnp.array([4])
     ),
     "TypeError key: wanted a jax.random.key": lambda m: generate(m, TOKENS, 3, key="abc"),
     "ValueError top_k: wanted at least 1": lambda m: generate(m, TOKENS, 3, top_k=-3),
@@ -453,19 +445,13 @@ BAD = {
     ).commit(None, TreeOutput(TOKENS[None] / 1, (TOKENS,) * 2, (TOKENS,) * 2)),
     "ValueError parallel": lambda m: generate(m, TOKENS, 3, parallel=SequenceParallel()),
     "ValueError ngram: wanted at least 1": lambda m: PromptLookup(ngram=0),
-    "TypeError model: wanted an AbstractDecoder.* got LlamaConfig": lambda m: ModelDrafter(
-        m.config
-    ),
+    "TypeError model: .*AbstractDecoder.* got LlamaConfig": lambda m: ModelDrafter(m.config),
     "ValueError nodes: wanted at least 5, got 4": lambda m: ModelDrafter(m, length=4, nodes=4),
-    r"ValueError continuations: wanted shape \(1, M, C\)": lambda m: score_continuations(
+    r"ValueError continuations: wanted shape \(1, M, C\)": lambda m: score(
         m, TOKENS, ones(2, 3, 4)
     ),
-    "TypeError continuations: wanted an integer array": lambda m: score_continuations(
-        m, TOKENS, jnp.ones((1, 3, 4))
-    ),
-    "ValueError lengths: wanted integers from 0 to 4": lambda m: score_continuations(
-        m, TOKENS, ones(1, 1, 4), lengths=5 * ones(1, 1)
-    ),
+    "TypeError continuations: wanted an integer array": lambda m: score(m, TOKENS, C / 1),
+    "ValueError lengths: .*from 0 to 2": lambda m: score(m, TOKENS, C, lengths=5 * ones(1, 1)),
     "ValueError cache.layers": lambda m: m.read_tree(pack(ones(2, 1, 1)), m.empty_cache(1, 4)),
     "TypeError read: wanted a TreeOutput": lambda m: m.empty_cache(1, 4).commit(None, None),
 }

@@ -240,9 +240,6 @@ BAD = {
         *(TypeError, "tangents", "float32", "sequence"),
     ),
     "second": (lambda: measure(Q, K, V).cumulant([U, Q]), ValueError, "tangents[1]", "5]", "6)"),
-    "source": (lambda: measure(Q, K, V).tilt(Q), ValueError, "source", "5]", "6)"),
-    "option": (lambda: measure(Q, K, V, causal=True), TypeError, "causal", "'", "one of"),
-    "keys": (lambda: measure(Q, V, V), ValueError, "key", "6]", "5)"),
     "energy": (lambda: ea.lse_penalty(3.0), TypeError, "energy", "float", "array"),
     "where": (lambda: ea.lse_penalty(E, where=E), TypeError, "where", "float32", "boolean"),
     "where's shape": (

@@ -29,14 +29,9 @@ def of_arrays(query, key, value, directions, bias):
     return ea.landscape(query, key, value, **options)
 
 
-def plane(dtype=np.float64):
-    arrays = (QUERY, KEY, VALUE, DIRECTIONS, BIAS)
-    return of_arrays(*(jnp.asarray(x, dtype) for x in arrays))
-
-
 @pytest.fixture(scope="module")
 def found():
-    return plane()
+    return of_arrays(*map(jnp.asarray, (QUERY, KEY, VALUE, DIRECTIONS, BIAS)))
 
 
 def agrees(found, atol=1e-9):
@@ -67,14 +62,6 @@ def agrees(found, atol=1e-9):
 def test_planes(found):
     """Axes swapped, a plane beside attention, hidden values that widen the hull, a finite rate outside it."""
     agrees(found)
-
-
-@pytest.mark.full
-def test_sixteen_bits():
-    """Rates of 16-bit sums."""
-    half = plane(jnp.bfloat16)
-    assert half.rate.dtype == half.free_energy.dtype == jnp.float32
-    assert half.rate[POINTS // 2, POINTS // 2] < 1e-5
 
 
 @pytest.mark.full

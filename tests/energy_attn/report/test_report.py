@@ -12,11 +12,12 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.models import LlamaConfig
-from tests.support.compare import close, same
+from tests.support.compare import close
 from tests.support.llama import build
 from tests.support.measures import measure
+from tests.support.observables import exactly
 from tests.support.problems import PROBLEMS, Problem, cast
-from tests.support.reference import dense, rows
+from tests.support.reference import dense
 from tests.support.selection import few
 from tests.support.weights import drawn
 
@@ -26,17 +27,11 @@ CONFIG = LlamaConfig(11, 16, 8, 2, 4, 2, rope_theta=100.0)
 
 def exact(problem):
     """The five numbers of each row, `[B, T, N]`, from the dense weights."""
-    r = rows(problem)
-    scores = np.where(np.isfinite(r.scores), r.scores, 0)
-    mean = (r.weights * scores).sum(-1)
-    heat = (r.weights * (scores - mean[..., None]) ** 2).sum(-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        entropy = -np.where(r.weights > 0, r.weights * np.log(r.weights), 0).sum(-1)
-    apart = r.value[:, None] - r.out[:, :, None]  # [B, T, S, N, V]
-    variance = np.einsum("bnts,btsnv->btn", r.weights, apart**2)
-    entropy, heat = entropy.transpose(0, 2, 1), heat.transpose(0, 2, 1)
-    effective = np.where(np.isfinite(r.lse), np.exp(entropy), 0)
-    return dict(zip(FIELDS, (r.lse, entropy, heat, variance, effective), strict=True))
+    found, (_, energy) = exactly(problem), dense(problem)
+    variance = np.trace(found["covariance"], axis1=-2, axis2=-1)
+    effective = np.where(np.isfinite(energy), np.exp(found["entropy"]), 0)
+    figures = energy, found["entropy"], found["heat capacity"], variance, effective
+    return dict(zip(FIELDS, figures, strict=True))
 
 
 def means(found):
@@ -134,20 +129,6 @@ def heads(layer, *inputs, at=()):
         (x @ weight.T).reshape(*x.shape[:2], n, -1)
         for x, (weight, n) in zip(inputs, weights, strict=True)
     ]
-
-
-def test_rule_of_a_call():
-    """A report of a layer that leaves out the mask of a call, beside that of its energy."""
-    layer = drawn(ea.nn.MultiheadAttention, num_heads=2, query_size=8, is_causal=True)
-    x = np.random.default_rng(1).standard_normal((2, 5, 8))
-    rule = ~ea.masks.Prefix(2)
-    run = eqx.filter_jit(
-        lambda layer, x: ea.energy_report(layer, x, x, x, rule, per_query=True).energy
-    )
-    mask = np.arange(5) >= 2
-    problem = Problem("rule", *heads(layer, x, x, x), mask=mask[None, None, None], is_causal=True)
-    close(run(layer, x), exact(problem)["energy"][None])
-    assert (exact(problem)["energy"][:, :2] == -np.inf).all()
 
 
 def test_llama(model, tokens):
@@ -248,19 +229,6 @@ def test_rows_of_any_model():
         traced(lambda x: jax.vmap(one)(*[one(x, x, x)[None]] * 3))
     with pytest.raises(ValueError, match="wanted one that calls a FreeEnergy"):
         traced(jnp.sin)
-
-
-def test_sixteen_bits():
-    """Figures rounded to bfloat16, or arrays rounded before they are reduced."""
-    arrays = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, 9, 2, 4)), jnp.bfloat16)
-
-    @jax.jit
-    def run(arrays):
-        return [ea.energy_report(measure(*x)) for x in (arrays, arrays.astype(jnp.float32))]
-
-    found, wide = run(arrays)
-    assert found.energy.dtype == jnp.float32
-    same(figures(found), figures(wide))
 
 
 def test_bad_input(unchecked, model, tokens):

@@ -138,12 +138,6 @@ def test_mosaic_gpu():
     assert calls(named, abstract(), "cuda") == {"mosaic_gpu_v2"}
 
 
-def test_splash():
-    """Splash, which is called by private names, not chosen by default."""
-    choice = _registry.explain(_registry.tried(), *_call(), "tpu")
-    assert choice.name == "splash", choice
-
-
 def _call():
     return Settings(64**-0.5, window_structure(right=0)), Operands(*abstract(), *[None] * 4)
 

@@ -450,70 +450,49 @@ def test_global_state_in_the_backward(vendor):
 ALL = ("cudnn", "flash", "fa4", "splash")
 BASE = _make("vendor_base", B=1, T=128, S=128, N=2, H=64)
 POSITIONS = np.arange(128, dtype=np.int32)[None]
+IDS = {"query_segment_ids": POSITIONS, "key_segment_ids": POSITIONS}
+LENGTH = {"key_value_seq_lengths": POSITIONS[0, 5:6]}
+
+
+def each(change):
+    return {name: change(getattr(BASE, name)) for name in ("query", "key", "value")}
+
+
+HALF = {name: x[:, :64] for name, x in each(lambda x: x).items() if name != "query"}
+WIDTHS = "query: wanted a width that is a multiple of 8 up to .*, got "
 DECLINED = (
-    (ALL, {}, "float32", "query: wanted .*, got float32"),
-    (ALL, {"source": 0 * BASE.query}, "bfloat16", "query: wanted .*, got float32"),
-    (ALL, {"bias": np.zeros((1, 1, 1, 1))}, "bfloat16", "bias: wanted None"),
-    (ALL, {"mask": np.ones((1, 1, 1, 1), bool)}, "bfloat16", "mask: wanted None"),
-    (ALL, {"query_positions": POSITIONS}, "bfloat16", "query_positions: wanted None"),
-    (
-        ("flash", "fa4"),
-        {"key_value_seq_lengths": POSITIONS[0, 5:6]},
-        "bfloat16",
-        "positions: wanted None",
-    ),
-    (
-        ("cudnn", "flash", "fa4"),
-        {"query_segment_ids": POSITIONS, "key_segment_ids": POSITIONS},
-        "bfloat16",
-        "query_segments: wanted None",
-    ),
-    (ALL, {"scale": 0.0}, "bfloat16", "scale: wanted a number above 0, got 0.0"),
-    (ALL, {"scale": -0.5}, "bfloat16", "scale: wanted a number above 0, got -0.5"),
-    (ALL, {"value": BASE.value[..., :8]}, "bfloat16", "value: wanted query's width, 64, got 8"),
-    (ALL, {"query": BASE.query[:, :0]}, "bfloat16", "query: wanted no empty axis"),
-    (
-        ALL,
-        {"key": BASE.key[:, :64], "value": BASE.value[:, :64], "is_causal": True},
-        "bfloat16",
-        "query: wanted as many queries as keys .*, got 128 and 64",
-    ),
-    (
-        ALL,
-        {n: getattr(BASE, n)[..., :5] for n in ("query", "key", "value")},
-        "bfloat16",
-        "query: wanted a width that is a multiple of 8 up to .*, got 5",
-    ),
-    (
-        ALL,
-        {n: np.concatenate([getattr(BASE, n)] * 5, -1) for n in ("query", "key", "value")},
-        "bfloat16",
-        "query: wanted a width that is a multiple of 8 up to .*, got 320",
-    ),
-    (("cudnn",), {"query": BASE.query[:, :63]}, "bfloat16", "query: wanted at least 64 rows"),
-    (("cudnn",), {"local_window_size": 5}, "bfloat16", "window_size: wanted no keys after"),
-    (("splash",), {}, "float16", "query: wanted bfloat16, got float16"),
-    (("splash",), {"query": BASE.query[:, :63]}, "bfloat16", "query: wanted a multiple of 128"),
-    (
-        ("splash",),
-        {
-            "query_segment_ids": POSITIONS,
-            "key_segment_ids": POSITIONS,
-            "key_value_seq_lengths": POSITIONS[0, 5:6],
-        },
-        "bfloat16",
-        "query_segment_ids: wanted None beside lengths",
-    ),
-    (("splash",), {"scale": 0.3}, "bfloat16", "scale: wanted a power of two, got 0.3"),
+    (ALL, {"source": 0 * BASE.query}, "query: wanted .*, got float32"),
+    (ALL, {"bias": np.zeros((1, 1, 1, 1))}, "bias: wanted None"),
+    (ALL, {"mask": np.ones((1, 1, 1, 1), bool)}, "mask: wanted None"),
+    (ALL, {"query_positions": POSITIONS}, "query_positions: wanted None"),
+    (("flash", "fa4"), LENGTH, "positions: wanted None"),
+    (("cudnn", "flash", "fa4"), IDS, "query_segments: wanted None"),
+    (ALL, {"scale": 0.0}, "scale: wanted a number above 0, got 0.0"),
+    (ALL, {"scale": -0.5}, "scale: wanted a number above 0, got -0.5"),
+    (ALL, {"value": BASE.value[..., :8]}, "value: wanted query's width, 64, got 8"),
+    (ALL, {"query": BASE.query[:, :0]}, "query: wanted no empty axis"),
+    (ALL, HALF | {"is_causal": True}, "query: wanted as many queries as keys .*, got 128 and 64"),
+    (ALL, each(lambda x: x[..., :5]), f"{WIDTHS}5"),
+    (ALL, each(lambda x: np.concatenate([x] * 5, -1)), f"{WIDTHS}320"),
+    (("cudnn",), {"query": BASE.query[:, :63]}, "query: wanted at least 64 rows"),
+    (("cudnn",), {"local_window_size": 5}, "window_size: wanted no keys after"),
+    (("splash",), {"query": BASE.query[:, :63]}, "query: wanted a multiple of 128"),
+    (("splash",), IDS | LENGTH, "query_segment_ids: wanted None beside lengths"),
+    (("splash",), {"scale": 0.3}, "scale: wanted a power of two, got 0.3"),
 )
+DECLINED = [
+    *((*row, "bfloat16") for row in DECLINED),
+    (ALL, {}, "query: wanted .*, got float32", "float32"),
+    (("splash",), {}, "query: wanted bfloat16, got float16", "float16"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "dtype", "reason"),
+    ("name", "changes", "reason", "dtype"),
     [(name, *case) for names, *case in DECLINED for name in names],
     ids=lambda x: x if isinstance(x, str) and ":" not in x else "",
 )
-def test_declines(name, changes, dtype, reason, monkeypatch):
+def test_declines(name, changes, reason, dtype, monkeypatch):
     """A call that the kernel takes and computes wrongly, or fails at."""
     for module in (_flash_attn, _fa4):
         monkeypatch.setattr(module, "_package", lambda: None)
