@@ -208,7 +208,7 @@ def by_place(function) -> list[str]:
     if {"query", "value"} & set(names):
         last = max(i for i, n in enumerate(names) if n in ("query", "key", "key_", "value"))
         return names[last + 1 :]
-    return [name for name in names if name in ("bias", "mask", "where")]
+    return [name for name in names[1:] if name in ("bias", "mask", "where")]  # not what is asked
 
 
 def test_arguments_after_value_are_given_by_name():
