@@ -1,4 +1,4 @@
-"""Which tiles of keys the GPU kernels' tiles of rows iterate over, and among them those without a mask."""
+"""The tiles of keys that each tile of rows iterates over in the GPU kernels, and those that need no mask."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,24 +53,24 @@ class Tiling(Protocol):
 def visibility_of(operands: Operands, plan: Tiling) -> Visibility:
     """Positions and segments of queries and of keys, padded to whole tiles.
 
-    Positions that are not given stay None: kernels count them.
+    Positions that are None stay None: the kernels then count from 0.
     """
-    tokens = operands.query_positions, operands.query_segments, plan.pairs
-    if any(x is not None for x in tokens):
+    compared = operands.query_positions, operands.query_segments, plan.pairs
+    if any(x is not None for x in compared):
         operands = hide_unreachable(operands, plan.settings)
     features = features_of(operands, plan.pairs)
 
-    def fill(x: Array | None, tile: int, value: int) -> Any:
+    def padded(x: Array | None, tile: int, value: int) -> Any:
         return None if x is None else pad_to_blocks(x, 1, tile, value)
 
     return Visibility(
-        fill(operands.query_positions, plan.row_times, -1),
-        fill(operands.key_positions, plan.keys, -1),
-        fill(operands.query_segments, plan.row_times, 0),
-        fill(operands.key_segments, plan.keys, 0),
+        padded(operands.query_positions, plan.row_times, -1),
+        padded(operands.key_positions, plan.keys, -1),
+        padded(operands.query_segments, plan.row_times, 0),
+        padded(operands.key_segments, plan.keys, 0),
         Features(
-            tuple(fill(x, plan.row_times, 0) for x in features.queries),
-            tuple(fill(x, plan.keys, 0) for x in features.keys),
+            tuple(padded(x, plan.row_times, 0) for x in features.queries),
+            tuple(padded(x, plan.keys, 0) for x in features.keys),
         ),
     )
 
@@ -80,46 +80,48 @@ def tile_ranges(
 ) -> Int[Array, "4 b tiles"] | BlockList | None:
     """The range of tiles that each tile of queries, or of keys, iterates over; None without arrays.
 
-    First and one past the last tile that it might see; then first and one past the last of a run of
-    them that needs no mask, because every present row sees every key. Under a mask that is not a
-    window, a list of tiles, in numbers of tiles of queries.
+    The four numbers are the first and one past the last tile that it might see, then the first and one
+    past the last of a run of tiles in which every present row sees every key, so that no mask is
+    needed. Under a mask that is not a window, returns a `BlockList` of tiles of queries.
     """
     mask = bound(plan.settings, operands)
-    meets = meeting_blocks(visibility, mask, plan.row_times, plan.keys)
-    if meets is None:
+    may_meet = meeting_blocks(visibility, mask, plan.row_times, plan.keys)
+    if may_meet is None:
         return None
-    whole = jnp.broadcast_to(_whole(visibility, mask, plan), meets.shape)
+    all_visible = jnp.broadcast_to(_all_visible(visibility, mask, plan), may_meet.shape)
     if of_keys:
-        meets, whole = meets.swapaxes(1, 2), whole.swapaxes(1, 2)
+        may_meet, all_visible = may_meet.swapaxes(1, 2), all_visible.swapaxes(1, 2)
     if plan.pairs is not None:
-        return block_list(meets, whole)
-    first = whole.argmax(-1).astype(jnp.int32)
-    after = jnp.arange(whole.shape[-1], dtype=jnp.int32)[None, None, :] >= first[..., None]
-    broken = ~whole & after
-    stop = jnp.where(broken.any(-1), broken.argmax(-1), whole.shape[-1]).astype(jnp.int32)
-    found = jnp.stack([*block_spans(meets), first, jnp.where(whole.any(-1), stop, first)])
-    # the same queries are in a tile for each group of heads
-    return found * plan.head_tiles if of_keys else found
+        return block_list(may_meet, all_visible)
+    first = all_visible.argmax(-1).astype(jnp.int32)
+    at_or_after = (
+        jnp.arange(all_visible.shape[-1], dtype=jnp.int32)[None, None, :] >= first[..., None]
+    )
+    broken = ~all_visible & at_or_after
+    stop = jnp.where(broken.any(-1), broken.argmax(-1), all_visible.shape[-1]).astype(jnp.int32)
+    ranges = jnp.stack([*block_spans(may_meet), first, jnp.where(all_visible.any(-1), stop, first)])
+    # each tile of queries occurs once for every tile of heads
+    return ranges * plan.head_tiles if of_keys else ranges
 
 
-def _whole(
+def _all_visible(
     visibility: Visibility, mask: AbstractMask, plan: Tiling
 ) -> Bool[Array, "b row_tiles key_tiles"]:
-    """The pairs of tiles in which all present rows see all keys."""
+    """Whether all present rows see all keys, for each pair of tiles."""
     query_len, keys = plan.row_times, plan.keys
-    whole = jnp.arange(plan.key_tiles, dtype=jnp.int32) < plan.key_len // keys
-    whole = whole[None, None, :]
+    all_visible = jnp.arange(plan.key_tiles, dtype=jnp.int32) < plan.key_len // keys
+    all_visible = all_visible[None, None, :]
     if visibility.row_positions is not None and visibility.key_positions is not None:
         of_rows = interval(_tiles(visibility.row_positions, query_len))
         of_keys = _ends(visibility.key_positions, keys)
-        whole &= must_meet(mask, *_facing(of_rows, of_keys))
+        all_visible &= must_meet(mask, *_facing(of_rows, of_keys))
     if visibility.row_segments is not None and visibility.key_segments is not None:
         of_rows, of_keys = _facing(
             _ends(visibility.row_segments, query_len), _ends(visibility.key_segments, keys)
         )
         # as low <= high, all four are then equal
-        whole &= (of_rows.low == of_keys.high) & (of_rows.high == of_keys.low)
-    return whole
+        all_visible &= (of_rows.low == of_keys.high) & (of_rows.high == of_keys.low)
+    return all_visible
 
 
 def _tiles(x: Array, tile: int) -> Array:

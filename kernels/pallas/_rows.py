@@ -1,8 +1,8 @@
 """Operands in the layout of hand-written kernels: rows that share a key head, in whole blocks.
 
 A row is a query of one head. The rows of the `N / K` heads that share a key head are on one axis,
-ordered by (head, time) and padded to whole blocks with rows that see nothing. So the heads of few
-queries fill a block, and no key is repeated.
+ordered by (head, time) and padded to whole blocks with rows that see no keys. The heads of few
+queries thus fill a block, and keys are not repeated.
 """
 
 import math
@@ -20,35 +20,35 @@ from ..masks._visibility import meeting
 
 def pack_rows(x: Array, kv_heads: int, block: int, fill: float = 0) -> Array:
     """`[B, T, N, ...]` to rows `[B, K, R, ...]`, `R` a multiple of `block`."""
-    batch, query_len, heads, *rest = x.shape
-    x = x.reshape(batch, query_len, kv_heads, heads // kv_heads, *rest)
-    x = x.transpose(0, 2, 3, 1, *range(4, x.ndim)).reshape(batch, kv_heads, -1, *rest)
+    batch, query_len, heads, *trailing = x.shape
+    x = x.reshape(batch, query_len, kv_heads, heads // kv_heads, *trailing)
+    x = x.transpose(0, 2, 3, 1, *range(4, x.ndim)).reshape(batch, kv_heads, -1, *trailing)
     return pad_to_blocks(x, 2, block, fill)
 
 
 def unpack_rows(x: Array, query_len: int, heads: int) -> Array:
     """The inverse of `pack_rows`: rows `[B, K, R, ...]` to `[B, T, N, ...]`."""
-    batch, kv_heads, _, *rest = x.shape
+    batch, kv_heads, _, *trailing = x.shape
     group = heads // kv_heads
-    x = x[:, :, : group * query_len].reshape(batch, kv_heads, group, query_len, *rest)
-    return x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(batch, query_len, heads, *rest)
+    x = x[:, :, : group * query_len].reshape(batch, kv_heads, group, query_len, *trailing)
+    return x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(batch, query_len, heads, *trailing)
 
 
 def pairs_of(operands: Operands, settings: Settings) -> Pairwise | None:
-    """The mask of a call as kernels compute it; None for a window.
+    """The pairwise form of a call's mask, which kernels compute; None for a window.
 
     Raises `NotImplementedError` for a mask that no kernel computes.
     """
     if settings.mask.is_window:
         return None
-    found = pairwise(settings.mask, operands.mask_arrays)
-    if found.problem is not None:
-        raise NotImplementedError(f"{found.problem} (blockwise takes it)")
-    return found
+    pairs = pairwise(settings.mask, operands.mask_arrays)
+    if pairs.problem is not None:
+        raise NotImplementedError(f"{pairs.problem} (blockwise takes it)")
+    return pairs
 
 
 def features_of(operands: Operands, pairs: Pairwise | None) -> Features:
-    """The numbers of queries and of keys that the mask compares, of operands with positions."""
+    """The numbers of queries and of keys that the mask compares; none without positions."""
     queries, keys = operands.query_positions, operands.key_positions
     if pairs is None or queries is None or keys is None:
         return Features()
@@ -121,35 +121,35 @@ def meeting_blocks(
 def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
     """The first and one past the last block `y` that each block `x` meets; 0 and 0 for none."""
     number = meets.shape[-1]
-    some = meets.any(-1)
-    first = jnp.where(some, meets.argmax(-1), 0)
-    stop = jnp.where(some, number - meets[..., ::-1].argmax(-1), 0)
+    any_meets = meets.any(-1)
+    first = jnp.where(any_meets, meets.argmax(-1), 0)
+    stop = jnp.where(any_meets, number - meets[..., ::-1].argmax(-1), 0)
     return first.astype(jnp.int32), stop.astype(jnp.int32)
 
 
 class BlockList(NamedTuple):
-    """The blocks `y` that each block `x` meets, in a list, as they may lie anywhere.
+    """A list of the blocks `y` that each block `x` meets, which need not be consecutive.
 
     Attributes:
         order: the numbers of the blocks: first those in which all see all, then the others that meet.
         stop: how many meet.
-        whole: how many of these need no mask.
+        unmasked: how many of these need no mask.
     """
 
     order: Int[Array, "b x y"]
     stop: Int[Array, "b x"]
-    whole: Int[Array, "b x"]
+    unmasked: Int[Array, "b x"]
 
 
-def block_list(meets: Bool[Array, "b x y"], whole: Bool[Array, "#b #x #y"]) -> BlockList:
+def block_list(meets: Bool[Array, "b x y"], all_visible: Bool[Array, "#b #x #y"]) -> BlockList:
     """The list for blocks that meet, and among them those that need no mask."""
-    whole = whole & meets
+    all_visible = all_visible & meets
     number = meets.shape[-1]
-    # of one operand: XLA:TPU compiles a sort of two for long
-    kind = jnp.where(whole, 0, jnp.where(meets, 1, 2)).astype(jnp.int32)
+    # sort one operand rather than two: XLA:TPU compiles the latter slowly
+    kind = jnp.where(all_visible, 0, jnp.where(meets, 1, 2)).astype(jnp.int32)
     blocks = lax.broadcasted_iota(jnp.int32, kind.shape, kind.ndim - 1)
     order = jnp.sort(kind * number + blocks, axis=-1) % number
-    return BlockList(order, *(x.sum(-1, dtype=jnp.int32) for x in (meets, whole)))
+    return BlockList(order, *(x.sum(-1, dtype=jnp.int32) for x in (meets, all_visible)))
 
 
 def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:

@@ -1,4 +1,4 @@
-"""The inputs of a score, computed from its arrays for a kernel, and the cotangents of these from a kernel's sums."""
+"""The inputs that a kernel's score needs, computed from the score's arrays, and their derivatives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,17 +38,19 @@ def score_directions(
     operands: Operands, program: ScoreProgram | None, directions: Operands
 ) -> Numbers | None:
     """The change of the numbers and tables in the directions of the score's arrays; None: none move."""
-    moved = directions.score_arrays
-    if program is None or all(x is None for x in moved):
+    directions_of_arrays = directions.score_arrays
+    if program is None or all(x is None for x in directions_of_arrays):
         return None
-    given = _moving(operands)
-    along = [
-        jnp.zeros_like(x) if moved[i] is None else moved[i].astype(x.dtype)
-        for i, x in given.items()
+    arrays = _differentiable(operands)
+    tangents = [
+        jnp.zeros_like(x)
+        if directions_of_arrays[i] is None
+        else directions_of_arrays[i].astype(x.dtype)
+        for i, x in arrays.items()
     ]
-    run = _of_moving(operands, program)
-    _, found = jax.jvp(run, (list(given.values()),), (along,))
-    return found
+    numbers_of = _numbers_of_moving(operands, program)
+    _, changes = jax.jvp(numbers_of, (list(arrays.values()),), (tangents,))
+    return changes
 
 
 def score_cotangents(
@@ -57,19 +59,21 @@ def score_cotangents(
     """The cotangents of the score's arrays, from those of its numbers `[B, T, N]` and tables for each row."""
     if program is None:
         return ()
-    given = _moving(operands)
-    numbers, back = jax.vjp(_of_moving(operands, program), list(given.values()))
+    differentiable = _differentiable(operands)
+    numbers, pullback = jax.vjp(
+        _numbers_of_moving(operands, program), list(differentiable.values())
+    )
 
     def summed(x: Array, like: Array) -> Array:
         x = x.sum(1)
         axes = tuple(i for i in (0, 1) if like.shape[i] < x.shape[i])
         return x.sum(axes, keepdims=True)
 
-    (found,) = back(jax.tree.map(summed, rows._replace(fixed=()), numbers))
-    arrays: list[Any] = [None] * len(operands.score_arrays)
-    for i, x in zip(given, found, strict=True):
-        arrays[i] = x
-    return tuple(arrays)
+    (array_cotangents,) = pullback(jax.tree.map(summed, rows._replace(fixed=()), numbers))
+    cotangents: list[Any] = [None] * len(operands.score_arrays)
+    for i, x in zip(differentiable, array_cotangents, strict=True):
+        cotangents[i] = x
+    return tuple(cotangents)
 
 
 def _indices(operands: Operands) -> tuple[Array, Array]:
@@ -80,20 +84,20 @@ def _indices(operands: Operands) -> tuple[Array, Array]:
     return batches, heads
 
 
-def _moving(operands: Operands) -> dict[int, Array]:
+def _differentiable(operands: Operands) -> dict[int, Array]:
     """The arrays that have derivatives, by their number."""
     return {i: x for i, x in enumerate(operands.score_arrays) if floating(x)}
 
 
-def _of_moving(operands: Operands, program: ScoreProgram) -> Any:
+def _numbers_of_moving(operands: Operands, program: ScoreProgram) -> Any:
     """The function from these arrays to the numbers that have derivatives."""
-    places = tuple(_moving(operands))
+    indices = tuple(_differentiable(operands))
 
-    def run(given: Sequence[Array]) -> Numbers:
+    def numbers_of(moving: Sequence[Array]) -> Numbers:
         arrays = list(operands.score_arrays)
-        for i, x in zip(places, given, strict=True):
+        for i, x in zip(indices, moving, strict=True):
             arrays[i] = x
-        found = program.outside(arrays, *_indices(operands))
-        return found._replace(fixed=())
+        numbers = program.outside(arrays, *_indices(operands))
+        return numbers._replace(fixed=())
 
-    return run
+    return numbers_of

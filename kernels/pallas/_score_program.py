@@ -1,6 +1,6 @@
-"""A score taken apart for a kernel: what depends on batch and head alone, tables by position, and the rest.
+"""Splits a score into numbers by batch and head, tables by position, and the operations on each entry.
 
-The first is computed outside of the kernel, so that it gets numbers for each head and no gathers.
+The numbers and the tables are computed outside of the kernel, so that the kernel has no gathers.
 """
 
 import functools
@@ -63,7 +63,7 @@ class _Lookup(NamedTuple):
 
 
 class ScoreProgram:
-    """A score as a kernel computes it. All that it is given are tiles of the same shape.
+    """A score as a kernel computes it, on tiles that all have the same shape.
 
     Attributes:
         name: of the score.
@@ -73,16 +73,16 @@ class ScoreProgram:
 
     def __init__(self, structure: ScoreStructure, types: tuple[Any, ...]):
         self.name, self.compares = structure.name, structure.compares
-        found = traced(structure, types)
-        self._inputs, self._arrays, self._known = found.inputs, found.arrays, found.known
+        program = traced(structure, types)
+        self._inputs, self._arrays, self._known = program.inputs, program.arrays, program.known
         self._outside: list[Step] = []
         self._inside: list[Step] = []
         self._lookups: list[_Lookup] = []
         self._same: dict[Any, Any] = {}
         self._joined: dict[Any, tuple[Any, ...]] = {}
-        for step in found.steps:
+        for step in program.steps:
             self._sort(step)
-        self._output = self._of(found.output)
+        self._output = self._of(program.output)
         used = [x for step in self._inside for x in step.inputs]
         used += [x.index for x in self._lookups] + [self._output]
         numbers = dict.fromkeys(x for x in used if isinstance(x, Name) and not x.reads & _INSIDE)
@@ -106,27 +106,27 @@ class ScoreProgram:
         """Numbers `[B or 1, N or 1]` and tables `[B or 1, N or 1, D]`, for indices `[B]` and `[N]`."""
 
         def one(batch: Array, head: Array) -> Numbers:
-            found = self._known | dict(zip(self._arrays, arrays, strict=True))
-            found |= {self._inputs["batch"]: batch, self._inputs["head"]: head}
-            run(self._outside, found)
-            floats = (found[x].reshape(()) for x in self._floats)
-            fixed = (found[x].reshape(()).astype(jnp.int32) for x in self._fixed)
+            values = self._known | dict(zip(self._arrays, arrays, strict=True))
+            values |= {self._inputs["batch"]: batch, self._inputs["head"]: head}
+            run(self._outside, values)
+            floats = (values[x].reshape(()) for x in self._floats)
+            fixed = (values[x].reshape(()).astype(jnp.int32) for x in self._fixed)
             return Numbers(
-                tuple(floats), tuple(_row(x, found) for x in self._lookups), tuple(fixed)
+                tuple(floats), tuple(_row(x, values) for x in self._lookups), tuple(fixed)
             )
 
-        def cut(x: Array, of: frozenset[str]) -> Array:
-            x = x if "batch" in of else x[:1]
-            return x if "head" in of else x[:, :1]
+        def cut(x: Array, reads: frozenset[str]) -> Array:
+            x = x if "batch" in reads else x[:1]
+            return x if "head" in reads else x[:, :1]
 
         over_heads = jax.vmap(one, (None, 0))
-        found = jax.vmap(over_heads, (0, None))(batch, head)
-        of = Numbers(
+        numbers = jax.vmap(over_heads, (0, None))(batch, head)
+        depends_on = Numbers(
             tuple(x.reads for x in self._floats),
             tuple(reads((x.table, *x.starts)) for x in self._lookups),
             tuple(x.reads for x in self._fixed),
         )
-        return Numbers(*(tuple(map(cut, *x)) for x in zip(found, of, strict=True)))
+        return Numbers(*(tuple(map(cut, *x)) for x in zip(numbers, depends_on, strict=True)))
 
     def indices(self, places: dict[str, Array], numbers: Numbers) -> list[Array]:
         """The index of each table; with tiles of positions "query" and "key" and of numbers."""
@@ -134,41 +134,42 @@ class ScoreProgram:
             return []
 
         def one(places: dict[str, Array], numbers: Numbers) -> list[Array]:
-            found = self._given(places, numbers)
-            run([x for x in self._inside if x.reads <= _POSITIONS], found)
+            values = self._inputs_of(places, numbers)
+            run([x for x in self._inside if x.reads <= _POSITIONS], values)
             return [
-                jnp.broadcast_to(value(found, x.index), ()).astype(jnp.int32) for x in self._lookups
+                jnp.broadcast_to(value(values, x.index), ()).astype(jnp.int32)
+                for x in self._lookups
             ]
 
-        found = _each(one)(places, numbers)
+        indices = _each(one)(places, numbers)
         return [
             index if x.fill else jnp.clip(index, 0, x.size - 1)
-            for index, x in zip(found, self._lookups, strict=True)
+            for index, x in zip(indices, self._lookups, strict=True)
         ]
 
     def score(self, raw: Array, places: dict[str, Array], numbers: Numbers) -> Array:
-        """The scores of a tile of scaled products, with entries in the place of tables."""
+        """The scores of a tile of scaled products; `numbers.tables` holds the entries looked up."""
 
         def one(raw: Array, places: dict[str, Array], numbers: Numbers) -> Array:
-            found = self._given(places, numbers)
-            found[self._inputs["raw"]] = raw
-            found |= {x.output: y for x, y in zip(self._lookups, numbers.tables, strict=True)}
-            run(self._inside, found)
-            return jnp.broadcast_to(value(found, self._output), ())
+            values = self._inputs_of(places, numbers)
+            values[self._inputs["raw"]] = raw
+            values |= {x.output: y for x, y in zip(self._lookups, numbers.tables, strict=True)}
+            run(self._inside, values)
+            return jnp.broadcast_to(value(values, self._output), ())
 
         return _each(one)(raw, places, numbers)
 
-    def pull(
+    def vjp(
         self, raw: Array, places: dict[str, Array], numbers: Numbers
     ) -> tuple[Array, Callable[[Array], Any]]:
-        """The scores, and what takes their cotangents to those of products, floats and entries."""
+        """The scores, and the pullback to the cotangents of products, floats and entries."""
 
-        def of(raw: Array, floats: Any, entries: Any) -> Array:
+        def score_of(raw: Array, floats: Any, entries: Any) -> Array:
             return self.score(raw, places, Numbers(floats, entries, numbers.fixed))
 
-        return jax.vjp(of, raw, numbers.floats, numbers.tables)
+        return jax.vjp(score_of, raw, numbers.floats, numbers.tables)
 
-    def along(
+    def jvp(
         self,
         raw: Array,
         places: dict[str, Array],
@@ -176,18 +177,18 @@ class ScoreProgram:
         change: Array | None,
         changes: Numbers | None,
     ) -> Array:
-        """The derivative of the scores in a direction of products, or of floats and entries, or both."""
+        """The derivative of the scores in a direction of the products, of floats and entries, or of both."""
 
-        def of(raw: Array, floats: Any, entries: Any) -> Array:
+        def score_of(raw: Array, floats: Any, entries: Any) -> Array:
             return self.score(raw, places, Numbers(floats, entries, numbers.fixed))
 
-        given = raw, numbers.floats, numbers.tables
+        primals = raw, numbers.floats, numbers.tables
         if changes is None:
             assert change is not None
-            return jax.jvp(lambda raw: of(raw, *given[1:]), given[:1], (change,))[1]
+            return jax.jvp(lambda raw: score_of(raw, *primals[1:]), primals[:1], (change,))[1]
         if change is None:
-            return jax.jvp(functools.partial(of, raw), given[1:], changes[:2])[1]
-        return jax.jvp(of, given, (change, *changes[:2]))[1]
+            return jax.jvp(functools.partial(score_of, raw), primals[1:], changes[:2])[1]
+        return jax.jvp(score_of, primals, (change, *changes[:2]))[1]
 
     def check(self, target: Target) -> None:
         """Raises `NotImplementedError` for what the target lacks, in the score or either derivative."""
@@ -200,13 +201,13 @@ class ScoreProgram:
             (places["key"],) * len(self._fixed),
         )
 
-        def all_of_it(raw: Array, places: dict[str, Array], numbers: Numbers) -> Any:
-            found, back = self.pull(raw, places, numbers)
-            along = self.along(raw, places, numbers, raw, numbers)
-            return self.indices(places, numbers), found, back(raw), along
+        def derivatives(raw: Array, places: dict[str, Array], numbers: Numbers) -> Any:
+            scores, pullback = self.vjp(raw, places, numbers)
+            tangent = self.jvp(raw, places, numbers, raw, numbers)
+            return self.indices(places, numbers), scores, pullback(raw), tangent
 
         self._check(jax.make_jaxpr(self.score)(raw, places, numbers).jaxpr, target)
-        self._check(jax.make_jaxpr(all_of_it)(raw, places, numbers).jaxpr, target)
+        self._check(jax.make_jaxpr(derivatives)(raw, places, numbers).jaxpr, target)
 
     def _check(self, jaxpr: Any, target: Target) -> None:
         for eqn in jaxpr.eqns:
@@ -214,8 +215,8 @@ class ScoreProgram:
                 raise self._declined(f"functions that kernels compute, got {eqn.primitive.name}")
             for x in eqn.outvars:
                 if x.aval.dtype.name not in target.dtypes:
-                    known = " or ".join(sorted(target.dtypes))
-                    raise self._declined(f"numbers of {known}, got {x.aval.dtype}")
+                    dtypes = " or ".join(sorted(target.dtypes))
+                    raise self._declined(f"numbers of {dtypes}, got {x.aval.dtype}")
             for inner in eqn.params.values():
                 if isinstance(inner, ClosedJaxpr):
                     self._check(inner.jaxpr, target)
@@ -226,16 +227,16 @@ class ScoreProgram:
     def _of(self, x: Any) -> Any:
         return self._same.get(x, x) if isinstance(x, Name) else x
 
-    def _given(self, places: dict[str, Array], numbers: Numbers) -> dict[Any, Any]:
-        found = dict(self._constants)
-        found |= {self._inputs[name]: x for name, x in places.items()}
-        found |= zip(self._floats, numbers.floats, strict=True)
+    def _inputs_of(self, places: dict[str, Array], numbers: Numbers) -> dict[Any, Any]:
+        values = dict(self._constants)
+        values |= {self._inputs[name]: x for name, x in places.items()}
+        values |= zip(self._floats, numbers.floats, strict=True)
         for name, x in zip(self._fixed, numbers.fixed, strict=True):
-            found[name] = x != 0 if name.dtype == jnp.bool_ else x
-        return found
+            values[name] = x != 0 if name.dtype == jnp.bool_ else x
+        return values
 
     def _sort(self, step: Step) -> None:
-        """Puts a step where it is computed."""
+        """Adds a step to those outside of the kernel, those inside, or the lookups."""
         step = step._replace(inputs=tuple(map(self._of, step.inputs)))
         for x in step.outputs:
             x.reads = step.reads
@@ -299,11 +300,11 @@ class ScoreProgram:
         return _Lookup(table, tuple(by_axis), axis, by_axis[axis], fill, output)
 
 
-def _row(x: _Lookup, found: dict[Any, Any]) -> Array:
+def _row(x: _Lookup, values: dict[Any, Any]) -> Array:
     """The entries of a table at a batch and head."""
-    table = jnp.asarray(value(found, x.table))
+    table = jnp.asarray(value(values, x.table))
     starts = [
-        jnp.int32(0) if i == x.axis else jnp.asarray(value(found, y)).reshape(()).astype(jnp.int32)
+        jnp.int32(0) if i == x.axis else jnp.asarray(value(values, y)).reshape(()).astype(jnp.int32)
         for i, y in enumerate(x.starts)
     ]
     sizes = [x.size if i == x.axis else 1 for i in range(table.ndim)]
@@ -315,7 +316,7 @@ def _row(x: _Lookup, found: dict[Any, Any]) -> Array:
 
 
 def _each(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` of numbers for each entry of a tile."""
+    """`f`, mapped over the entries of a tile."""
     return jax.vmap(jax.vmap(f))
 
 
@@ -323,12 +324,12 @@ def _each(f: Callable[..., Any]) -> Callable[..., Any]:
 def score_program(
     structure: ScoreStructure, types: tuple[Any, ...], target: Target, x64: bool
 ) -> ScoreProgram:
-    """The program of a score with arrays of shapes and dtypes `types`; `x64`: whether JAX has 64 bits.
+    """The program of a score with arrays of shapes and dtypes `types`.
 
     Raises `NotImplementedError` if kernels for the target cannot run it.
     """
-    del x64
+    del x64  # a key of the cache, as it changes what is traced
     with without_mesh():
-        found = ScoreProgram(structure, types)
-        found.check(target)
-    return found
+        program = ScoreProgram(structure, types)
+        program.check(target)
+    return program

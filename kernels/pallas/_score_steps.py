@@ -1,4 +1,4 @@
-"""The steps of a score: its jaxpr with calls inlined, each value with what it depends on."""
+"""The steps of a score: its jaxpr with calls inlined, where each value knows the inputs it depends on."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -60,17 +60,17 @@ def traced(structure: ScoreStructure, types: tuple[Any, ...]) -> Traced:
     """
 
     def score(raw: Any, query: Any, key: Any, batch: Any, head: Any, *arrays: Any) -> Any:
-        given = [x.astype(jnp.float32) if floating(x) else x for x in arrays]
-        at = At(batch, head, query, key)
+        arrays_float32 = [x.astype(jnp.float32) if floating(x) else x for x in arrays]
+        index = At(batch, head, query, key)
         if not structure.compares:
-            at = At(batch, head, None, None)  # pyright: ignore[reportArgumentType]
-        return structure.bind(given)(raw, at)
+            index = At(batch, head, None, None)  # pyright: ignore[reportArgumentType]
+        return structure.bind(arrays_float32)(raw, index)
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    given = (jax.ShapeDtypeStruct(*x) for x in types)
+    array_types = (jax.ShapeDtypeStruct(*x) for x in types)
     raw = jax.ShapeDtypeStruct((), jnp.float32)
     try:
-        program = jax.make_jaxpr(score)(raw, *[number] * 4, *given)
+        program = jax.make_jaxpr(score)(raw, *[number] * 4, *array_types)
     except (TypeError, ValueError, IndexError) as reason:
         raise NotImplementedError(
             f"score: wanted a function that takes single numbers, got {structure.name} with {reason} "
@@ -82,25 +82,25 @@ def traced(structure: ScoreStructure, types: tuple[Any, ...]) -> Traced:
         name: Name(x.aval, frozenset({name})) for name, x in zip(names, variables, strict=False)
     }
     arrays = [Name(x.aval) for x in variables[len(names) :]]
-    found = Traced(inputs, arrays, {}, [], None)
-    (output,) = _recorded(program, [*inputs.values(), *arrays], found)
-    return found._replace(output=output)
+    trace = Traced(inputs, arrays, {}, [], None)
+    (output,) = _recorded(program, [*inputs.values(), *arrays], trace)
+    return trace._replace(output=output)
 
 
-def _recorded(program: ClosedJaxpr, inputs: Sequence[Any], into: Traced) -> list[Any]:
+def _recorded(program: ClosedJaxpr, inputs: Sequence[Any], trace: Traced) -> list[Any]:
     """Adds the steps of a program for given inputs; returns its outputs."""
 
     def constant(x: Any) -> Name:
         name = Name(jax.typeof(x))
-        into.known[name] = np.asarray(x)
+        trace.known[name] = np.asarray(x)
         return name
 
     def number(x: Literal) -> Any:
         return np.asarray(x.val, getattr(x.aval, "dtype", None))[()]
 
-    def add(equation: JaxprEqn, given: tuple[Any, ...]) -> tuple[Name, ...]:
+    def add(equation: JaxprEqn, operands: tuple[Any, ...]) -> tuple[Name, ...]:
         outputs = tuple(Name(x.aval) for x in equation.outvars)
-        into.steps.append(Step(equation.primitive, equation.params, given, outputs))
+        trace.steps.append(Step(equation.primitive, equation.params, operands, outputs))
         return outputs
 
     return inlined(program, inputs, constant, number, add)
@@ -111,19 +111,19 @@ def reads(values: Sequence[Any]) -> frozenset[str]:
     return frozenset().union(*(x.reads for x in values if isinstance(x, Name)))
 
 
-def value(found: dict[Any, Any], x: Any) -> Any:
+def value(values: dict[Any, Any], x: Any) -> Any:
     """The value of a name, or a number itself."""
-    return found[x] if isinstance(x, Name) else x
+    return values[x] if isinstance(x, Name) else x
 
 
-def run(steps: Sequence[Step], found: dict[Any, Any]) -> None:
-    """Adds the values of the outputs of steps to `found`."""
+def run(steps: Sequence[Step], values: dict[Any, Any]) -> None:
+    """Evaluates steps and adds the values of their outputs to `values`."""
     for step in steps:
-        given = [value(found, x) for x in step.inputs]
-        if step.primitive.name == "sign" and jnp.issubdtype(given[0].dtype, jnp.integer):
-            # Of whole divisions. JAX 0.10 lowers `sign` for TPUs only where there is one; red then:
-            # `test_functions_of_scores` of tests/tpu, with `sign` in the kernel's TARGET.
-            one = np.ones((), given[0].dtype)[()]
-            found[step.outputs[0]] = lax.clamp(-one, given[0], one)
+        operands = [value(values, x) for x in step.inputs]
+        if step.primitive.name == "sign" and jnp.issubdtype(operands[0].dtype, jnp.integer):
+            # From integer divisions. JAX cannot lower `sign` for TPUs ahead of time; if it can, the test
+            # `test_functions_of_scores` of tests/tpu passes with `sign` in the kernel's TARGET.
+            one = np.ones((), operands[0].dtype)[()]
+            values[step.outputs[0]] = lax.clamp(-one, operands[0], one)
             continue
-        found |= zip(step.outputs, bind(step.primitive, step.params, given), strict=True)
+        values |= zip(step.outputs, bind(step.primitive, step.params, operands), strict=True)

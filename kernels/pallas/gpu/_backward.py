@@ -36,16 +36,16 @@ def backward(
     *,
     interpret: bool,
 ) -> Operands:
-    """The cotangents of query, key, value and score, by plans for "query" and "key"."""
+    """The cotangents of query, key, value and score, by the plans of the two kernels."""
     query, key, value = operands[:3]
-    given_rows = backward_rows(operands, query_plan.settings, state, cotangent)
-    lse = given_rows.lse * tiles.LOG2_E  # in bits
-    d_out = given_rows.d_out.astype(value.dtype)
-    arrays = (given_rows.query, key, value, d_out, lse, given_rows.delta)
+    rows = backward_rows(operands, query_plan.settings, state, cotangent)
+    lse = rows.lse * tiles.LOG2_E  # in bits
+    d_out = rows.d_out.astype(value.dtype)
+    arrays = (rows.query, key, value, d_out, lse, rows.delta)
     numbers = score_numbers(operands, query_plan.score)
 
     def run(kernel: Callable[..., None], plan: Plan, *like: Array) -> tuple[list[Array], Numbers]:
-        given = visibility_of(operands, plan)
+        visibility = visibility_of(operands, plan)
         of_keys = kernel is _key_kernel
         count = plan.key_tiles if of_keys else plan.row_tiles
         sums = Numbers() if of_keys else sums_like(plan, numbers, query)
@@ -64,9 +64,9 @@ def backward(
             compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
             interpret=interpret,
             name="attention_backward_" + ("key" if of_keys else "query"),
-        )(*arrays, given, tile_ranges(operands, given, plan, of_keys=of_keys), numbers)
-        found = [part.sum(0).astype(x.dtype) for part, x in zip(parts, like, strict=True)]
-        return found, jax.tree.map(lambda x: x.sum(0), sums)
+        )(*arrays, visibility, tile_ranges(operands, visibility, plan, of_keys=of_keys), numbers)
+        cotangents = [part.sum(0).astype(x.dtype) for part, x in zip(parts, like, strict=True)]
+        return cotangents, jax.tree.map(lambda x: x.sum(0), sums)
 
     (d_query,), sums = run(_query_kernel, query_plan, query)
     (d_key, d_value), _ = run(_key_kernel, key_plan, key, value)
@@ -84,42 +84,42 @@ def _query_kernel(
     lse_ref: Ref,
     delta_ref: Ref,
     visibility: Visibility,
-    found: Ref | BlockList | None,
+    ranges: Ref | BlockList | None,
     numbers: Numbers,
     results: list[Ref],
     sums_refs: Numbers,
 ) -> None:
-    at = tiles.program_index(plan, of_keys=False)
-    rows = tiles.rows(plan, at.tile, at.kv_head)
-    query = tiles.load_rows(query_ref, at, rows, plan.width)
-    d_out = tiles.load_rows(out_ref, at, rows, plan.value_width)
-    lse = tiles.load_numbers(lse_ref, at, rows, jnp.inf)
-    delta = tiles.load_numbers(delta_ref, at, rows, 0.0)
-    score = TileScores(plan, numbers, visibility, at)
-    own = score.of_rows(rows)
+    program = tiles.program_index(plan, of_keys=False)
+    rows = tiles.rows(plan, program.tile, program.kv_head)
+    query = tiles.load_rows(query_ref, program, rows, plan.width)
+    d_out = tiles.load_rows(out_ref, program, rows, plan.value_width)
+    lse = tiles.load_numbers(lse_ref, program, rows, jnp.inf)
+    delta = tiles.load_numbers(delta_ref, program, rows, 0.0)
+    score = TileScores(plan, numbers, visibility, program)
+    row_inputs = score.row_inputs(rows)
 
     def step(tile: Array, carry: tuple[Array, Numbers], masked: bool) -> tuple[Array, Numbers]:
-        sums, of_score = carry
-        key = tiles.load_keys(plan, key_ref, at, tile, plan.width, not masked)
-        scores, pull = score.pull(tiles.product(query, key, 1, 1), own, tile)
+        sums, score_sums = carry
+        key = tiles.load_keys(plan, key_ref, program, tile, plan.width, not masked)
+        scores, pull = score.vjp(tiles.product(query, key, 1, 1), row_inputs, tile)
         seen = None
         if masked:
-            seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
+            seen = tiles.seen(plan, visibility, program, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
         weights = exp2(scores, score.unit, lse[:, None])
-        value = tiles.load_keys(plan, value_ref, at, tile, plan.value_width, not masked)
+        value = tiles.load_keys(plan, value_ref, program, tile, plan.value_width, not masked)
         if masked:
-            key, value = tiles.zero_hidden(plan, visibility, at, tile, key, value)
+            key, value = tiles.zero_hidden(plan, visibility, program, tile, key, value)
         d_scores = weights * (tiles.product(d_out, value, 1, 1) - delta[:, None])
         d_scores, added = pull(d_scores, seen)
-        of_score = jax.tree.map(jnp.add, of_score, added)
-        return sums + tiles.product(d_scores.astype(key.dtype), key, 1, 0), of_score
+        score_sums = jax.tree.map(jnp.add, score_sums, added)
+        return sums + tiles.product(d_scores.astype(key.dtype), key, 1, 0), score_sums
 
-    over = tiles.tile_range(plan, found, at, of_keys=False)
+    tile_range = tiles.tile_range(plan, ranges, program, of_keys=False)
     start = jnp.zeros(query.shape, jnp.float32), score.no_sums()
-    sums, of_score = tiles.loop_over(plan, over, at, step, start)
-    tiles.store_rows(results[0], at, rows, sums * plan.settings.scale, plan.width)
-    score.store(sums_refs, rows, of_score)
+    sums, score_sums = tiles.loop_over(plan, tile_range, program, step, start)
+    tiles.store_rows(results[0], program, rows, sums * plan.settings.scale, plan.width)
+    score.store(sums_refs, rows, score_sums)
 
 
 def _key_kernel(
@@ -132,40 +132,40 @@ def _key_kernel(
     lse_ref: Ref,
     delta_ref: Ref,
     visibility: Visibility,
-    found: Ref | BlockList | None,
+    ranges: Ref | BlockList | None,
     numbers: Numbers,
     results: list[Ref],
     _: Numbers,
 ) -> None:
-    at = tiles.program_index(plan, of_keys=True)
-    key = tiles.load_keys(plan, key_ref, at, at.tile, plan.width, False)
-    value = tiles.load_keys(plan, value_ref, at, at.tile, plan.value_width, False)
-    key, value = tiles.zero_hidden(plan, visibility, at, at.tile, key, value)
-    score = TileScores(plan, numbers, visibility, at, keys_first=True)
+    program = tiles.program_index(plan, of_keys=True)
+    key = tiles.load_keys(plan, key_ref, program, program.tile, plan.width, False)
+    value = tiles.load_keys(plan, value_ref, program, program.tile, plan.value_width, False)
+    key, value = tiles.zero_hidden(plan, visibility, program, program.tile, key, value)
+    score = TileScores(plan, numbers, visibility, program, keys_first=True)
 
     def step(tile: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
         d_key, d_value = carry
-        rows = tiles.rows(plan, tile, at.kv_head)
-        query = tiles.load_rows(query_ref, at, rows, plan.width)
+        rows = tiles.rows(plan, tile, program.kv_head)
+        query = tiles.load_rows(query_ref, program, rows, plan.width)
         # keys in front, so that sums over rows are plain products
         product = tiles.product(key, query, 1, 1)
-        scores, pull = score.pull(product, score.of_rows(rows), at.tile)
+        scores, pull = score.vjp(product, score.row_inputs(rows), program.tile)
         seen = None
         if masked:
-            seen = tiles.seen(plan, visibility, at, rows, at.tile, keys_first=True)
+            seen = tiles.seen(plan, visibility, program, rows, program.tile, keys_first=True)
             scores = jnp.where(seen, scores, -jnp.inf)
-        lse = tiles.load_numbers(lse_ref, at, rows, jnp.inf)
+        lse = tiles.load_numbers(lse_ref, program, rows, jnp.inf)
         weights = exp2(scores, score.unit, lse[None, :])
-        d_out = tiles.load_rows(out_ref, at, rows, plan.value_width)
+        d_out = tiles.load_rows(out_ref, program, rows, plan.value_width)
         d_value += tiles.product(weights.astype(d_out.dtype), d_out, 1, 0)
-        delta = tiles.load_numbers(delta_ref, at, rows, 0.0)
+        delta = tiles.load_numbers(delta_ref, program, rows, 0.0)
         d_scores = weights * (tiles.product(value, d_out, 1, 1) - delta[None, :])
         d_scores, _ = pull(d_scores, seen)
         return d_key + tiles.product(d_scores.astype(query.dtype), query, 1, 0), d_value
 
     start = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     # Keys that pad the last tile are zero, and their sums are not stored.
-    over = tiles.tile_range(plan, found, at, of_keys=True)
-    d_key, d_value = tiles.loop_over(plan, over, at, step, start)
-    tiles.store_keys(plan, results[0], at, d_key * plan.settings.scale, plan.width)
-    tiles.store_keys(plan, results[1], at, d_value, plan.value_width)
+    tile_range = tiles.tile_range(plan, ranges, program, of_keys=True)
+    d_key, d_value = tiles.loop_over(plan, tile_range, program, step, start)
+    tiles.store_keys(plan, results[0], program, d_key * plan.settings.scale, plan.width)
+    tiles.store_keys(plan, results[1], program, d_value, plan.value_width)

@@ -1,4 +1,4 @@
-"""The GPU that a program is lowered for: what it holds, and its kind."""
+"""The GPU that a program is lowered for."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ _LEAST_MEMORY = 99
 
 
 class Chip(NamedTuple):
-    """A GPU; by default of the class of H100, for programs whose devices are not known.
+    """A GPU; the defaults are those of an H100, for programs whose devices are not known.
 
     Attributes:
         memory: the bytes of shared memory that one program may take of a multiprocessor.
@@ -25,10 +25,10 @@ class Chip(NamedTuple):
 
 
 def target_chip() -> Chip:
-    """The GPU of the program being lowered, which need not be there.
+    """The GPU of the program being lowered, which need not be attached.
 
-    A call is checked when it is traced, before any program is known, and so for the default; it is checked
-    again, and its tiles are chosen, when its program is lowered.
+    While a call is traced this is the default; the call is checked again, and its tiles are chosen, when
+    its program is lowered.
     """
     device = target_device()
     capability = getattr(device, "compute_capability", None)

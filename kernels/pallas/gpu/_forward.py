@@ -27,7 +27,7 @@ from ._stored import Stored, load, times, zero_hidden
 
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
-    """The state of a call, by a plan for "forward"."""
+    """The state of a call."""
     query, key, value = operands[:3]
     visibility = visibility_of(operands, plan)
     shape = (plan.splits, *query.shape[:-1])
@@ -63,33 +63,33 @@ def _kernel(
     keys: Stored,
     values: Stored,
     visibility: Visibility,
-    found: Ref | BlockList | None,
+    ranges: Ref | BlockList | None,
     numbers: Numbers,
     out_ref: Ref,
     lse_ref: Ref,
 ) -> None:
-    at = tiles.program_index(plan, of_keys=False)
-    rows = tiles.rows(plan, at.tile, at.kv_head)
-    score = TileScores(plan, numbers, visibility, at)
-    own = score.of_rows(rows)
+    program = tiles.program_index(plan, of_keys=False)
+    rows = tiles.rows(plan, program.tile, program.kv_head)
+    score = TileScores(plan, numbers, visibility, program)
+    row_inputs = score.row_inputs(rows)
     exp2 = functools.partial(tiles.exp2_from, unit=score.unit, interpret=interpret)
-    query = tiles.load_rows(query_ref, at, rows, plan.width)
+    query = tiles.load_rows(query_ref, program, rows, plan.width)
 
     def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         maximum, total, sums = carry
-        key = load(plan, keys, at, tile, plan.width, query.dtype, not masked)
+        key = load(plan, keys, program, tile, plan.width, query.dtype, not masked)
         product = times(tiles.product(query, key.numbers, 1, 1), key.scale)
-        scores = score.scores(product, own, tile)
+        scores = score.scores(product, row_inputs, tile)
         if masked:
-            seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
+            seen = tiles.seen(plan, visibility, program, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
         new = jnp.maximum(maximum, scores.max(1))
         shift = jnp.where(new > -jnp.inf, new, 0.0) if masked else new
         weights = exp2(scores, shift[:, None])
         decay = exp2(maximum, shift)
-        value = load(plan, values, at, tile, plan.value_width, query.dtype, not masked)
+        value = load(plan, values, program, tile, plan.value_width, query.dtype, not masked)
         if masked:
-            value = zero_hidden(plan, visibility, at, tile, value)
+            value = zero_hidden(plan, visibility, program, tile, value)
         scaled = times(weights, value.scale).astype(value.numbers.dtype)
         added = tiles.product(scaled, value.numbers, 1, 0)
         return new, total * decay + weights.sum(1), sums * decay[:, None] + added
@@ -99,17 +99,16 @@ def _kernel(
         jnp.zeros(plan.rows, jnp.float32),
         jnp.zeros((plan.rows, tiles.power(plan.value_width)), jnp.float32),
     )
-    over = tiles.tile_range(plan, found, at, of_keys=False)
-    maximum, total, sums = tiles.loop_over(plan, over, at, step, start)
+    tile_range = tiles.tile_range(plan, ranges, program, of_keys=False)
+    maximum, total, sums = tiles.loop_over(plan, tile_range, program, step, start)
     maximum *= score.unit
-    total = jnp.where(
-        maximum < jnp.inf, total, jnp.nan
-    )  # a product may be finite, and its score overflow
-    absent = tiles.absent_rows(visibility, at, rows)
+    # the score of a finite product may overflow
+    total = jnp.where(maximum < jnp.inf, total, jnp.nan)
+    absent = tiles.absent_rows(visibility, program, rows)
     if absent is not None:
         total = jnp.where(absent, 0.0, total)
     empty = total == 0
     out = jnp.where(empty[:, None], 0.0, sums / jnp.where(empty, 1.0, total)[:, None])
-    tiles.store_rows(out_ref, at, rows, out, plan.value_width)
+    tiles.store_rows(out_ref, program, rows, out, plan.value_width)
     lse = jnp.where(empty, -jnp.inf, (maximum + jnp.log2(total)) / tiles.LOG2_E)
-    tiles.store_numbers(lse_ref, at, rows, lse)
+    tiles.store_numbers(lse_ref, program, rows, lse)

@@ -72,7 +72,7 @@ class PallasGPU(AbstractKernel):
         for kind in ("query", "key"):
             self._plan(plain, settings, kind)
         try:
-            # late: JAX 0.11 deprecates its Triton backend, and a later one may lack it
+            # imported late: JAX deprecates its Triton backend, and a later version may lack it
             from . import _backward, _forward  # noqa: F401
         except ImportError as reason:
             raise NotImplementedError(
@@ -80,10 +80,10 @@ class PallasGPU(AbstractKernel):
             ) from reason
 
     def reads_eight_bits(self, call: KernelCall) -> bool:
-        """Those of bfloat16 and float32 queries that fit into one tile of rows, which reads each key once.
+        """Whether queries are bfloat16 or float32 and fit into one tile of rows, which reads each key once.
 
-        In float16, weights times a scale would underflow. Pallas counts offsets in signed 32 bits up to 2^32
-        bytes, so that arrays of more than 2^31 numbers and at most as many bytes are dequantized, too.
+        In float16, weights times a scale would underflow. Pallas computes offsets in signed 32 bits for
+        arrays of up to 2^32 bytes, so arrays of more than 2^31 and at most 2^32 numbers are dequantized.
         """
         query, *stored = call.operands[:3]
         few_rows = query.shape[1] * query.shape[2] <= OWN * stored[0].shape[2]
@@ -95,9 +95,9 @@ class PallasGPU(AbstractKernel):
         operands, settings, platform = call
         from ._forward import forward
 
-        found = self._plan(operands, settings, "forward")
+        plan = self._plan(operands, settings, "forward")
         with _target(platform):
-            return forward(operands, found, interpret=platform != "cuda")
+            return forward(operands, plan, interpret=platform != "cuda")
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -124,11 +124,11 @@ class PallasGPU(AbstractKernel):
         from ._tangent import tangent
 
         try:
-            found = self._plan(operands, settings, "tangent")
+            plan = self._plan(operands, settings, "tangent")
         except NotImplementedError:
             return None
         with _target(platform):
-            return tangent(operands, found, state, directions, interpret=platform != "cuda")
+            return tangent(operands, plan, state, directions, interpret=platform != "cuda")
 
     def _plan(self, operands: Operands, settings: Settings, kind: KernelKind) -> Plan:
         if self.plan is None:
@@ -138,16 +138,16 @@ class PallasGPU(AbstractKernel):
 
 @contextlib.contextmanager
 def _target(platform: str | None) -> Iterator[None]:
-    """Names a GPU to JAX 0.11 or newer if it has none, for lowering on another machine.
+    """Names a GPU to JAX if it has none, for lowering on another machine (`tests/cuda`).
 
-    Older versions assume compute capability 9.0 by themselves. The kernels do not depend on it, and
-    XLA compiles them for the GPU of the program.
+    Versions before 0.11 assume compute capability 9.0 instead. The kernels do not depend on it, and XLA
+    compiles them for the GPU of the program.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    here = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
-    devices = (here, mesh.abstract_device)
-    known = platform != "cuda" or "gpu" in (getattr(x, "platform", x) for x in devices)
-    if known or jax.__version_info__ < (0, 11):
+    default_device = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    devices = (default_device, mesh.abstract_device)
+    has_gpu = platform != "cuda" or "gpu" in (getattr(x, "platform", x) for x in devices)
+    if has_gpu or jax.__version_info__ < (0, 11):
         yield
         return
     gpu = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")

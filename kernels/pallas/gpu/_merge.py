@@ -1,4 +1,4 @@
-"""The merge of the parts that programs have computed which split the keys."""
+"""The merge of the parts that programs compute when they split the keys."""
 
 import functools
 
@@ -13,14 +13,14 @@ from .._common import result_like
 from . import _tile as tiles
 from ._sizes import LEAST
 
-# The terms that a program adds: each of its threads has loaded 32.
+# The terms that a program adds: 32 for each of its threads.
 TERMS = 4096
 
 
 def merge(
     parts: AttentionState, query: Array, dtype: jnp.dtype, *, interpret: bool
 ) -> AttentionState:
-    """The merge of parts `[splits, ...]` in one kernel, which starts when the one before it has ended."""
+    """The merge of parts `[splits, ...]`, in one kernel."""
     splits, *shape, width = parts.out.shape
     flat = [x.reshape(splits, -1, *x.shape[4:]) for x in parts]
     rows = flat[1].shape[1]
@@ -40,24 +40,24 @@ def merge(
 
 
 def _kernel(block: int, parts_ref: Ref, lses_ref: Ref, out_ref: Ref, lse_ref: Ref) -> None:
-    row, at = pl.program_id(0), pl.program_id(1)
+    row, column_block = pl.program_id(0), pl.program_id(1)
     splits, _, width = parts_ref.shape
     split = tiles.numbers(tiles.power(splits))
-    column = at * block + tiles.numbers(block)
-    there, inside = split < splits, column < width
+    column = column_block * block + tiles.numbers(block)
+    is_part, in_width = split < splits, column < width
     state = fold(
         AttentionState(
             tiles.load(
                 parts_ref,
                 (split[:, None], row, column[None, :]),
-                there[:, None] & inside[None, :],
+                is_part[:, None] & in_width[None, :],
             ),
-            tiles.load(lses_ref, (split, row), there, -jnp.inf),
+            tiles.load(lses_ref, (split, row), is_part, -jnp.inf),
         ),
         lambda x: x.max(0, keepdims=True),
         lambda pair: (pair[0].sum(0, keepdims=True), pair[1].sum(0, keepdims=True)),
     )
-    # sums of one element: in kernels for Triton, JAX 0.8 has no slices
+    # sums over an axis of one element, as JAX's lowering to Triton has no slices
     out, lse = (x.sum(0) for x in state)
-    triton.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=inside)
-    triton.store(lse_ref.at[row], lse, mask=at == 0)
+    triton.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=in_width)
+    triton.store(lse_ref.at[row], lse, mask=column_block == 0)

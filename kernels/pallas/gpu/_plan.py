@@ -1,4 +1,4 @@
-"""How the GPU kernels cut a call into tiles and programs, by shapes alone; without Pallas."""
+"""The tiles and programs of a call for the GPU kernels, by shapes alone; does not import Pallas."""
 
 import dataclasses
 import math
@@ -6,16 +6,14 @@ from typing import NamedTuple
 
 from ...call._operands import Operands, Settings
 from ...masks._pairwise import Pairwise
-from .._rows import (
-    pairs_of,
-)
+from .._rows import pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target
 from ._chip import Chip, target_chip
 from ._default import Need, default_tiles
 from ._sizes import FEW_KEYS, MOST_ROWS, GPUPlan, GPUTiles, KernelKind, power
 
-# What Triton has, in all versions of JAX, for a score and its derivatives (1 - x² in them since JAX 0.12).
+# The primitives that every supported JAX lowers to Triton, for a score and its derivatives.
 TARGET = Target(
     frozenset(
         "abs add add_any and atan2 broadcast_in_dim cbrt ceil clamp convert_element_type cos cosh "
@@ -95,16 +93,12 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    operands: Operands, settings: Settings, kind: KernelKind, given: GPUPlan | None = None
+    operands: Operands, settings: Settings, kind: KernelKind, user_plan: GPUPlan | None = None
 ) -> Plan:
-    """The plan of one kernel of a call, by tiles that are given, or chosen.
+    """The plan of one kernel of a call, with the user's tiles if they are for it, else the default ones.
 
-    `kind` is "forward" for the kernel of the state, "query" for that of the gradient in the queries,
-    "key" for that of the gradients in keys and values, "tangent" for that of the state's derivative
-    in a direction, whose arrays take as much memory again.
-
-    Raises `NotImplementedError` if no tiles fit into shared memory, or the given ones do not, or for a mask
-    or a score that tiles do not tell.
+    Raises `NotImplementedError` if no tiles fit into shared memory, or the user's do not, or for a mask
+    or a score that the kernels do not compute.
     """
     score = score_of(operands, settings, TARGET)
     query, _, value = operands[:3]
@@ -113,7 +107,7 @@ def make_plan(
     group = heads // kv_heads
     pairs = pairs_of(operands, settings)
     need, chip = need_of(operands, settings, kind, score, pairs), target_chip()
-    tiles = None if given is None else _given(operands, need, given, chip)
+    tiles = None if user_plan is None else _user_tiles(operands, need, user_plan, chip)
     if tiles is None:
         tiles = default_tiles(need, chip)
     if tiles is None:
@@ -122,19 +116,19 @@ def make_plan(
             f"got {width} beside values of {value_width}"
         )
     row_heads = min(group, tiles.rows)
-    found = Plan(
+    plan = Plan(
         settings,
         pairs,
         *(batch, query_len, key_len, kv_heads, group, width, value_width),
         *(tiles.rows // row_heads, row_heads, tiles.rows, tiles.keys),
         *(1, tiles.warps, tiles.stages, score),
     )
-    own, steps = found.row_tiles, found.key_tiles
+    kept, steps = plan.row_tiles, plan.key_tiles
     if kind == "key":
-        own, steps = steps, own
-    programs = batch * kv_heads * own
+        kept, steps = steps, kept
+    programs = batch * kv_heads * kept
     splits = min(tiles.programs // programs, steps // tiles.least_steps)
-    return found._replace(splits=max(splits, 1))
+    return plan._replace(splits=max(splits, 1))
 
 
 def need_of(
@@ -150,9 +144,8 @@ def need_of(
     query_bytes = width * query.dtype.itemsize
     row_bytes = width * key.dtype.itemsize + value_width * value.dtype.itemsize
     moving = 2 if kind == "tangent" else 1
-    both = (
-        width + value_width
-    )  # the tangent holds one sum, and products of rows and of their directions
+    # the tangent holds one sum, and products of rows and of their directions
+    width_sum = width + value_width
     return Need(
         kind,
         power(query.shape[1] * (query.shape[2] // key.shape[2])),
@@ -161,7 +154,7 @@ def need_of(
         moving * query_bytes if kind in ("forward", "tangent") else row_bytes,
         moving * row_bytes + 4 * _numbers(operands, settings, kind, pairs),
         0 if score is None else 4 * moving * len(score.sizes),
-        {"forward": value_width, "query": width, "key": both, "tangent": both}[kind],
+        {"forward": value_width, "query": width, "key": width_sum, "tangent": width_sum}[kind],
         max(query.dtype.itemsize, value.dtype.itemsize) > 2,
         score is not None,
         pairs is not None,
@@ -172,7 +165,7 @@ def need_of(
 def _numbers(
     operands: Operands, settings: Settings, kind: KernelKind, pairs: Pairwise | None
 ) -> int:
-    """Those that a program loads beside each key, or each row, that it iterates over."""
+    """The 32-bit numbers that a program loads beside each key, or row, that it iterates over."""
     compared = 0
     if pairs is not None:
         compared = pairs.of_queries if kind == "key" else pairs.of_keys
@@ -185,10 +178,10 @@ def _numbers(
     return compared + segments + int(placed) + energies + scales
 
 
-def _given(operands: Operands, need: Need, given: GPUPlan, chip: Chip) -> GPUTiles | None:
-    """The tiles of a plan that are for a kernel of a call, no larger than the call; None: there are none."""
+def _user_tiles(operands: Operands, need: Need, user_plan: GPUPlan, chip: Chip) -> GPUTiles | None:
+    """The user's tiles for a kernel of a call, no larger than the call; None if there are none."""
     query, _, value = operands[:3]
-    found = given.find(
+    chosen = user_plan.find(
         need.kind,
         device=chip.kind,
         dtype=query.dtype.name if query.dtype == value.dtype else None,
@@ -198,10 +191,10 @@ def _given(operands: Operands, need: Need, given: GPUPlan, chip: Chip) -> GPUTil
         score=need.scored,
         few_keys=value.shape[1] <= FEW_KEYS,
     )
-    if found is None:
+    if chosen is None:
         return None
     tiles = dataclasses.replace(
-        found, rows=min(found.rows, need.rows), keys=min(found.keys, need.keys)
+        chosen, rows=min(chosen.rows, need.rows), keys=min(chosen.keys, need.keys)
     )
     sides = (tiles.keys, tiles.rows) if need.kind == "key" else (tiles.rows, tiles.keys)
     if not need.fitting(*sides, tiles.stages, chip):

@@ -1,4 +1,4 @@
-"""Scores of tiles in the GPU kernels: the products themselves or by a score, with its derivatives."""
+"""The scores of tiles in the GPU kernels: scaled products, or a function of them with its derivatives."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,10 +17,10 @@ from ._plan import Plan
 from ._sizes import power
 
 # Where a tile may see; None: everywhere.
-Seen = Array | None
+Visible = Array | None
 
 
-class OfRows(NamedTuple):
+class RowInputs(NamedTuple):
     """The inputs of a tile's scores that depend on its rows."""
 
     rows: tiles.Rows
@@ -34,32 +34,33 @@ class TileScores:
     def __init__(
         self,
         plan: Plan,
-        given: Numbers,
+        numbers: Numbers,
         visibility: Visibility,
-        at: tiles.ProgramIndex,
+        program: tiles.ProgramIndex,
         *,
         keys_first: bool = False,
     ):
-        self._plan, self._given, self._visibility, self._at = plan, given, visibility, at
+        self._plan, self._numbers = plan, numbers
+        self._visibility, self._program = visibility, program
         self._row_axis = int(keys_first)
 
-    def of_rows(self, rows: tiles.Rows) -> OfRows | None:
+    def row_inputs(self, rows: tiles.Rows) -> RowInputs | None:
         """The inputs that are read once for a tile of rows; None without a score."""
-        program = self._plan.score
-        if program is None:
+        score = self._plan.score
+        if score is None:
             return None
         position = rows.time
-        if program.compares and self._visibility.row_positions is not None:
-            position = self._position(self._visibility.row_positions, rows.time, rows.there)
-        return OfRows(rows, position, self.numbers(self._given, rows))
+        if score.compares and self._visibility.row_positions is not None:
+            position = self._position(self._visibility.row_positions, rows.time, rows.in_bounds)
+        return RowInputs(rows, position, self.row_numbers(self._numbers, rows))
 
-    def numbers(self, given: Numbers, rows: tiles.Rows) -> Numbers:
-        """The numbers of a tile's rows."""
+    def row_numbers(self, numbers: Numbers, rows: tiles.Rows) -> Numbers:
+        """The numbers, without tables, of a tile's rows."""
 
         def read(refs: Sequence[Ref]) -> tuple[Array, ...]:
             return tuple(tiles.load(x, self._heads(x, rows.head), None) for x in refs)
 
-        return Numbers(read(given.floats), (), read(given.fixed))
+        return Numbers(read(numbers.floats), (), read(numbers.fixed))
 
     @property
     def unit(self) -> float:
@@ -67,98 +68,100 @@ class TileScores:
         scale = self._plan.settings.scale
         return scale * tiles.LOG2_E if scale > 0 and self._plan.score is None else tiles.LOG2_E
 
-    def scores(self, product: Array, own: OfRows | None, tile: Array) -> Array:
+    def scores(self, product: Array, row_inputs: RowInputs | None, tile: Array) -> Array:
         """The scores of a tile of keys, or those of a tile of rows, in units."""
         scale = self._plan.settings.scale
-        if own is None or self._plan.score is None:
+        if row_inputs is None or self._plan.score is None:
             return product if scale > 0 else product * scale
-        places, numbers, _ = self._read(own, tile, product.shape)
+        places, numbers, _ = self._read(row_inputs, tile, product.shape)
         return self._plan.score.score(product * scale, places, numbers)
 
-    def pull(
-        self, product: Array, own: OfRows | None, tile: Array
-    ) -> tuple[Array, Callable[[Array, Seen], tuple[Array, Numbers]]]:
+    def vjp(
+        self, product: Array, row_inputs: RowInputs | None, tile: Array
+    ) -> tuple[Array, Callable[[Array, Visible], tuple[Array, Numbers]]]:
         """`scores`, and what takes their cotangents to those of scaled products and to `no_sums`.
 
         The latter are empty if keys come first.
         """
-        if own is None or self._plan.score is None:
-            found = self.scores(product, own, tile)
-            return found, lambda cotangent, seen: (cotangent, Numbers())
-        places, numbers, indices = self._read(own, tile, product.shape)
+        if row_inputs is None or self._plan.score is None:
+            scores = self.scores(product, row_inputs, tile)
+            return scores, lambda cotangent, visible: (cotangent, Numbers())
+        places, numbers, indices = self._read(row_inputs, tile, product.shape)
         raw = product * self._plan.settings.scale
-        found, pullback = self._plan.score.pull(raw, places, numbers)
+        scores, pullback = self._plan.score.vjp(raw, places, numbers)
 
-        def back(cotangent: Array, seen: Seen) -> tuple[Array, Numbers]:
-            to_raw, floats, entries = jax.tree.map(lambda x: _shown(x, seen), pullback(cotangent))
+        def back(cotangent: Array, visible: Visible) -> tuple[Array, Numbers]:
+            d_raw, floats, entries = jax.tree.map(
+                lambda x: _zero_hidden(x, visible), pullback(cotangent)
+            )
             if self._row_axis == 1:
-                return to_raw, Numbers()
+                return d_raw, Numbers()
             tables = map(_by_entry, entries, indices, self._sizes)
-            return to_raw, Numbers(tuple(x.sum(1) for x in floats), tuple(tables))
+            return d_raw, Numbers(tuple(x.sum(1) for x in floats), tuple(tables))
 
-        return found, back
+        return scores, back
 
-    def along(
+    def jvp(
         self,
         change: Array | None,
         product: Array,
-        own: OfRows | None,
+        row_inputs: RowInputs | None,
         tile: Array,
-        seen: Seen,
-        moving: tuple[Numbers, Numbers] | None,
+        visible: Visible,
+        directions: tuple[Numbers, Numbers] | None,
     ) -> Array | None:
         """The change of the scores by that of the scaled products and of numbers and tables."""
-        if own is None or self._plan.score is None:
+        if row_inputs is None or self._plan.score is None:
             return change
-        places, numbers, indices = self._read(own, tile, product.shape)
+        places, numbers, indices = self._read(row_inputs, tile, product.shape)
         changes = None
-        if moving is not None:
-            given, of_rows = moving
-            floats = (self._across(x, product.shape) for x in of_rows.floats)
-            entries = self._entries(given.tables, indices, own.rows, 0.0)
+        if directions is not None:
+            d_numbers, row_directions = directions
+            floats = (self._across(x, product.shape) for x in row_directions.floats)
+            entries = self._entries(d_numbers.tables, indices, row_inputs.rows, 0.0)
             changes = Numbers(tuple(floats), entries)
         raw = product * self._plan.settings.scale
-        return _shown(self._plan.score.along(raw, places, numbers, change, changes), seen)
+        return _zero_hidden(self._plan.score.jvp(raw, places, numbers, change, changes), visible)
 
     def no_sums(self) -> Numbers:
         """Zeros to add to: for each row, one of each number, and of each table as many as its entries."""
         rows = self._plan.rows
         return Numbers(
-            tuple(jnp.zeros(rows, jnp.float32) for _ in self._given.floats),
+            tuple(jnp.zeros(rows, jnp.float32) for _ in self._numbers.floats),
             tuple(jnp.zeros((rows, power(size)), jnp.float32) for size in self._sizes),
         )
 
     def store(self, refs: Numbers, rows: tiles.Rows, sums: Numbers) -> None:
         """Stores these sums to this program's share of `sums_like`."""
         for ref, x in zip(refs.floats, sums.floats, strict=True):
-            index = (self._at.split, self._at.batch, rows.time, rows.head)
-            triton.store(ref.at[index], x, mask=rows.there)
+            index = (self._program.split, self._program.batch, rows.time, rows.head)
+            triton.store(ref.at[index], x, mask=rows.in_bounds)
         for ref, x, size in zip(refs.tables, sums.tables, self._sizes, strict=True):
-            tiles.store_rows(ref, self._at, rows, x, size)
+            tiles.store_rows(ref, self._program, rows, x, size)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
         return () if self._plan.score is None else self._plan.score.sizes
 
     def _read(
-        self, own: OfRows, tile: Array, shape: tuple[int, ...]
+        self, row_inputs: RowInputs, tile: Array, shape: tuple[int, ...]
     ) -> tuple[dict[str, Array], Numbers, list[Array]]:
         """Positions, numbers and entries in the shape of a tile, and the indices of the entries."""
-        program: ScoreProgram | None = self._plan.score
-        assert program is not None
+        score: ScoreProgram | None = self._plan.score
+        assert score is not None
         places = {}
-        if program.compares and own.position is not None:
+        if score.compares and row_inputs.position is not None:
             key = tile * self._plan.keys + tiles.numbers(self._plan.keys)
             if self._visibility.key_positions is not None:
                 key = self._position(self._visibility.key_positions, key, None)
             key = jnp.expand_dims(key, self._row_axis)
             places = {
-                "query": self._across(own.position, shape),
+                "query": self._across(row_inputs.position, shape),
                 "key": jnp.broadcast_to(key, shape),
             }
-        numbers = jax.tree.map(lambda x: self._across(x, shape), own.numbers)
-        indices = program.indices(places, numbers)
-        entries = self._entries(self._given.tables, indices, own.rows, jnp.nan)
+        numbers = jax.tree.map(lambda x: self._across(x, shape), row_inputs.numbers)
+        indices = score.indices(places, numbers)
+        entries = self._entries(self._numbers.tables, indices, row_inputs.rows, jnp.nan)
         return places, numbers._replace(tables=entries), indices
 
     def _across(self, x: Array, shape: tuple[int, ...]) -> Array:
@@ -168,22 +171,22 @@ class TileScores:
     def _heads(self, x: Ref, head: Array) -> tuple[Array, Array]:
         # idle rows read the last head: of a number that they have not, a score might be NaN
         head = jnp.minimum(head, x.shape[1] - 1)
-        batch, none = self._at.batch, jnp.zeros_like(self._at.batch)
+        batch, none = self._program.batch, jnp.zeros_like(self._program.batch)
         return batch if x.shape[0] > 1 else none, head if x.shape[1] > 1 else none
 
-    def _position(self, x: Array | Ref, index: Array, there: Array | None) -> Array:
-        return tiles.load(x, (self._at.batch if x.shape[0] > 1 else 0, index), there, -1)
+    def _position(self, x: Array | Ref, index: Array, in_bounds: Array | None) -> Array:
+        return tiles.load(x, (self._program.batch if x.shape[0] > 1 else 0, index), in_bounds, -1)
 
     def _entries(
         self, tables: Sequence[Ref], indices: Sequence[Array], rows: tiles.Rows, other: float
     ) -> tuple[Array, ...]:
-        found = []
+        entries = []
         for table, index in zip(tables, indices, strict=True):
             head = jnp.expand_dims(rows.head, 1 - self._row_axis)
-            inside = jnp.minimum(jnp.maximum(index, 0), table.shape[2] - 1)
-            entry = tiles.load(table, (*self._heads(table, head), inside), None)
-            found.append(jnp.where(index == inside, entry, other))
-        return tuple(found)
+            clipped = jnp.minimum(jnp.maximum(index, 0), table.shape[2] - 1)
+            entry = tiles.load(table, (*self._heads(table, head), clipped), None)
+            entries.append(jnp.where(index == clipped, entry, other))
+        return tuple(entries)
 
 
 def sums_like(plan: Plan, numbers: Numbers, like: Array) -> Numbers:
@@ -196,9 +199,9 @@ def sums_like(plan: Plan, numbers: Numbers, like: Array) -> Numbers:
     )
 
 
-def _shown(x: Array, seen: Seen) -> Array:
+def _zero_hidden(x: Array, visible: Visible) -> Array:
     """Zero where hidden, where products may be of what is not there."""
-    return x if seen is None else jnp.where(seen, x, 0.0)
+    return x if visible is None else jnp.where(visible, x, 0.0)
 
 
 def _by_entry(x: Array, index: Array, size: int) -> Array:
@@ -206,8 +209,8 @@ def _by_entry(x: Array, index: Array, size: int) -> Array:
     column = tiles.numbers(power(size))[None, :]
 
     def add(entry: Array, total: Array) -> Array:
-        found = jnp.where(index == entry, x, 0.0).sum(1)
-        return total + jnp.where(column == entry, found[:, None], 0.0)
+        entry_sums = jnp.where(index == entry, x, 0.0).sum(1)
+        return total + jnp.where(column == entry, entry_sums[:, None], 0.0)
 
     start = jnp.zeros((len(x), power(size)), jnp.float32)
     return lax.fori_loop(jnp.int32(0), jnp.int32(size), add, start)

@@ -7,7 +7,7 @@ from ..._checks import check_choice, check_flag, check_integer, received
 
 KernelKind = Literal["forward", "query", "key", "tangent"]
 KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
-# None of 8 bits: Pallas counts offsets in signed 32 bits up to 2^32 bytes, which are as many numbers.
+# Not 8 bits: Pallas computes offsets in signed 32 bits for arrays of up to 2^32 bytes, here as many numbers.
 DTYPES = ("float16", "bfloat16", "float32")
 LEAST = 16  # the smallest tile that tensor cores take
 FEW_KEYS = 16384  # of a short cache
@@ -128,14 +128,11 @@ class GPUPlan:
             raise TypeError(f"tiles: wanted a tuple of GPUTiles, got {received(self.tiles)}")
 
     def find(self, kind: KernelKind, **call: str | int | bool | None) -> GPUTiles | None:
-        """The first tiles for a kernel of a call, which says all that tiles may ask for; None: there are none.
-
-        What the call says is None, such as a device that is not known, fits only tiles that do not ask for it.
-        """
+        """The first tiles whose fields are all None or equal to those of the call; None if there are none."""
         for tiles in self.tiles:
-            asked = {name: getattr(tiles, name) for name in call}
+            wanted = {name: getattr(tiles, name) for name in call}
             if tiles.kind == kind and all(
-                x is None or x == call[name] for name, x in asked.items()
+                x is None or x == call[name] for name, x in wanted.items()
             ):
                 return tiles
         return None

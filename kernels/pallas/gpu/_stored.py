@@ -1,7 +1,7 @@
-"""Keys and values as the GPU kernel of the state reads them: of eight bits with a scale, or as they are.
+"""Loads keys and values in the GPU kernel of the state, with scales if they are of eight bits.
 
-Eight bits are whole numbers, exact in any dtype of a query. So they are cast in registers without rounding,
-and the scale of a key multiplies its scores, that of a value the weights, in float32.
+Integers of eight bits are exact in the dtype of any query, so they are cast in registers without rounding. The
+scale of a key multiplies its scores, that of a value the weights, in float32.
 """
 
 from typing import NamedTuple
@@ -33,31 +33,31 @@ class Loaded(NamedTuple):
 def load(
     plan: Plan,
     stored: Stored,
-    at: tiles.ProgramIndex,
+    program: tiles.ProgramIndex,
     tile: Array,
     width: int,
     dtype: DTypeLike,
     full: bool,
 ) -> Loaded:
     """A tile, zero outside of the array unless it is `full`; eight bits are cast to `dtype`."""
-    numbers = tiles.load_keys(plan, stored.numbers, at, tile, width, full)
+    numbers = tiles.load_keys(plan, stored.numbers, program, tile, width, full)
     if stored.scale is None:
         return Loaded(numbers, None)
     key = tile * plan.keys + tiles.numbers(plan.keys)
-    there = None if full or plan.full_keys else key < plan.key_len
-    scale = tiles.load(stored.scale, (at.batch, key, at.kv_head), there)
+    in_bounds = None if full or plan.full_keys else key < plan.key_len
+    scale = tiles.load(stored.scale, (program.batch, key, program.kv_head), in_bounds)
     return Loaded(numbers.astype(dtype), scale)
 
 
 def zero_hidden(
-    plan: Plan, visibility: Visibility, at: tiles.ProgramIndex, tile: Array, loaded: Loaded
+    plan: Plan, visibility: Visibility, program: tiles.ProgramIndex, tile: Array, loaded: Loaded
 ) -> Loaded:
-    """A tile with zeros for keys that no row of the call sees: in the scale, where eight bits are finite."""
+    """A tile with zeros for keys that no row of the call sees; with eight bits, zero scales suffice."""
     numbers, scale = loaded
     if scale is None:
-        (numbers,) = tiles.zero_hidden(plan, visibility, at, tile, numbers)
+        (numbers,) = tiles.zero_hidden(plan, visibility, program, tile, numbers)
     else:
-        (scale,) = tiles.zero_hidden(plan, visibility, at, tile, scale)
+        (scale,) = tiles.zero_hidden(plan, visibility, program, tile, scale)
     return Loaded(numbers, scale)
 
 

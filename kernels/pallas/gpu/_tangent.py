@@ -33,9 +33,9 @@ def tangent(
     *,
     interpret: bool,
 ) -> AttentionState:
-    """The derivative of the state in a direction, by a plan for "tangent"."""
+    """The derivative of the state in a direction."""
     query, key, value = operands[:3]
-    given = visibility_of(operands, plan)
+    visibility = visibility_of(operands, plan)
     parts = pl.pallas_call(
         functools.partial(_kernel, plan, tiles.exp2_of(interpret=interpret)),
         grid=(plan.row_tiles * plan.kv_heads * plan.batch * plan.splits,),
@@ -49,8 +49,8 @@ def tangent(
         interpret=interpret,
         name="attention_tangent",
     )(
-        *(query, key, value, moving_arrays(directions), *state, given),
-        tile_ranges(operands, given, plan, of_keys=False),
+        *(query, key, value, moving_arrays(directions), *state, visibility),
+        tile_ranges(operands, visibility, plan, of_keys=False),
         score_numbers(operands, plan.score),
         score_directions(operands, plan.score, directions),
     )
@@ -69,40 +69,41 @@ def _kernel(
     out_ref: Ref,
     lse_ref: Ref,
     visibility: Visibility,
-    found: Ref | BlockList | None,
+    ranges: Ref | BlockList | None,
     numbers: Numbers,
     d_numbers: Numbers | None,
     d_out_ref: Ref,
     d_lse_ref: Ref,
 ) -> None:
-    at = tiles.program_index(plan, of_keys=False)
-    rows = tiles.rows(plan, at.tile, at.kv_head)
-    query = tiles.load_rows(query_ref, at, rows, plan.width)
+    program = tiles.program_index(plan, of_keys=False)
+    rows = tiles.rows(plan, program.tile, program.kv_head)
+    query = tiles.load_rows(query_ref, program, rows, plan.width)
     d_query = None
     if "query" in moving:
-        d_query = tiles.load_rows(moving["query"], at, rows, plan.width)
-    lse = tiles.load_numbers(lse_ref, at, rows, -jnp.inf)
-    some = holds_keys(lse)
-    shift = jnp.where(
-        some, lse * tiles.LOG2_E, jnp.inf
-    )  # in bits; a row without keys has no weight
-    score = TileScores(plan, numbers, visibility, at)
-    own = score.of_rows(rows)
-    score_moving = None if d_numbers is None else (d_numbers, score.numbers(d_numbers, rows))
-    scores_move = bool(moving.keys() & {"query", "key"}) or score_moving is not None
+        d_query = tiles.load_rows(moving["query"], program, rows, plan.width)
+    lse = tiles.load_numbers(lse_ref, program, rows, -jnp.inf)
+    has_keys = holds_keys(lse)
+    # in bits; a row without keys has no weight
+    shift = jnp.where(has_keys, lse * tiles.LOG2_E, jnp.inf)
+    score = TileScores(plan, numbers, visibility, program)
+    row_inputs = score.row_inputs(rows)
+    score_directions = (
+        None if d_numbers is None else (d_numbers, score.row_numbers(d_numbers, rows))
+    )
+    scores_move = bool(moving.keys() & {"query", "key"}) or score_directions is not None
 
     def step(tile: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
         total, sums = carry
 
         def keys(ref: Ref, width: int) -> Array:
-            x = tiles.load_keys(plan, ref, at, tile, width, not masked)
-            return tiles.zero_hidden(plan, visibility, at, tile, x)[0] if masked else x
+            x = tiles.load_keys(plan, ref, program, tile, width, not masked)
+            return tiles.zero_hidden(plan, visibility, program, tile, x)[0] if masked else x
 
         key = keys(key_ref, plan.width)
         product = tiles.product(query, key, 1, 1)
-        scores, seen = score.scores(product, own, tile), None
+        scores, seen = score.scores(product, row_inputs, tile), None
         if masked:
-            seen = tiles.seen(plan, visibility, at, rows, tile, keys_first=False)
+            seen = tiles.seen(plan, visibility, program, rows, tile, keys_first=False)
             scores = jnp.where(seen, scores, -jnp.inf)
         weights = exp2(scores, score.unit, shift[:, None])
         d_scores = []
@@ -114,7 +115,7 @@ def _kernel(
             change: Any = None
             if d_scores:
                 change = sum(d_scores[1:], d_scores[0]) * plan.settings.scale
-            change = score.along(change, product, own, tile, seen, score_moving)
+            change = score.jvp(change, product, row_inputs, tile, seen, score_directions)
             terms = weights * change
             total += terms.sum(1)
             value = keys(value_ref, plan.value_width)
@@ -128,10 +129,12 @@ def _kernel(
         jnp.zeros(plan.rows, jnp.float32),
         jnp.zeros((plan.rows, tiles.power(plan.value_width)), jnp.float32),
     )
-    over = tiles.tile_range(plan, found, at, of_keys=False)
-    total, sums = tiles.loop_over(plan, over, at, step, start)
+    tile_range = tiles.tile_range(plan, ranges, program, of_keys=False)
+    total, sums = tiles.loop_over(plan, tile_range, program, step, start)
     if scores_move:
-        out = tiles.load_rows(out_ref, at, rows, plan.value_width)
+        out = tiles.load_rows(out_ref, program, rows, plan.value_width)
         sums -= total[:, None] * out.astype(jnp.float32)
-    tiles.store_rows(d_out_ref, at, rows, jnp.where(some[:, None], sums, 0.0), plan.value_width)
-    tiles.store_numbers(d_lse_ref, at, rows, jnp.where(some, total, 0.0))
+    tiles.store_rows(
+        d_out_ref, program, rows, jnp.where(has_keys[:, None], sums, 0.0), plan.value_width
+    )
+    tiles.store_numbers(d_lse_ref, program, rows, jnp.where(has_keys, total, 0.0))

@@ -1,8 +1,7 @@
 """The GPU kernels' operations on tiles: load and store, iterate, and mask their scores.
 
-Arrays are read and written in place, `[B, T, N, H]` and `[B, S, K, H]`, by the indices of rows, heads
-and columns. Loads mask what lies outside an array, so that any widths and lengths fit into tiles,
-whose sizes are powers of two.
+Arrays `[B, T, N, H]` and `[B, S, K, H]` are read and written in place. Tiles have sizes that are powers of
+two, and loads mask what lies outside of an array.
 """
 
 import struct
@@ -40,8 +39,7 @@ class ProgramIndex(NamedTuple):
 def program_index(plan: Plan, *, of_keys: bool) -> ProgramIndex:
     """The index of this program, whose tile is of rows or of keys; tiles vary fastest.
 
-    Under a causal mask the last rows see most keys, and most rows see the first keys. These tiles
-    start first, and short iterations come last.
+    The tiles with the longest iterations under a causal mask start first: the last rows, the first keys.
     """
     tiles = plan.key_tiles if of_keys else plan.row_tiles
     i, tile = divide(pl.program_id(0), tiles)
@@ -63,19 +61,21 @@ def numbers(size: int) -> Int[Array, " size"]:
     return lax.iota(jnp.int32, size)
 
 
-def load(ref: Array | Ref, index: tuple[Any, ...], there: Array | None, other: float = 0) -> Array:
-    """The elements at `index`, `other` where they do not exist (`there`; None: all do)."""
-    here: Any = ref.at[index]
-    if there is None:
-        return triton.load(here)
-    return triton.load(here, mask=there, other=other)
+def load(
+    ref: Array | Ref, index: tuple[Any, ...], in_bounds: Array | None, other: float = 0
+) -> Array:
+    """The elements at `index`, or `other` where `in_bounds` is false; None: all are in bounds."""
+    ref_slice: Any = ref.at[index]
+    if in_bounds is None:
+        return triton.load(ref_slice)
+    return triton.load(ref_slice, mask=in_bounds, other=other)
 
 
 class Columns(NamedTuple):
     """The columns of a tile over an array's last axis: their indices, and which exist."""
 
     number: Int[Array, "1 width"]
-    there: Bool[Array, "1 width"] | None
+    in_bounds: Bool[Array, "1 width"] | None
 
 
 def columns(width: int) -> Columns:
@@ -89,45 +89,44 @@ class Rows(NamedTuple):
 
     time: Int[Array, " rows"]
     head: Int[Array, " rows"]
-    there: Bool[Array, " rows"] | None
+    in_bounds: Bool[Array, " rows"] | None
 
 
 def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
     """The rows of a tile."""
     time, head = divide(numbers(plan.rows), plan.row_heads)
-    if plan.full_rows:
-        there = None
-    else:
-        there = time < plan.row_times
+    in_bounds = None if plan.full_rows else time < plan.row_times
     of_time, of_head = divide(tile, plan.head_tiles)
     time += of_time * plan.row_times
     head += of_head * plan.row_heads
-    if there is not None:
-        there &= (time < plan.query_len) & (head < plan.group)
-    return Rows(time, head + kv_head * plan.group, there)
+    if in_bounds is not None:
+        in_bounds &= (time < plan.query_len) & (head < plan.group)
+    return Rows(time, head + kv_head * plan.group, in_bounds)
 
 
-def load_rows(ref: Ref, at: ProgramIndex, rows: Rows, width: int) -> Array:
+def load_rows(ref: Ref, program: ProgramIndex, rows: Rows, width: int) -> Array:
     """`[rows, width]` of an array `[B, T, N, width]`, zero outside of it."""
-    index, there = _row_index(rows, columns(width))
-    return load(ref, (at.batch, *index), there)
+    index, in_bounds = _row_index(rows, columns(width))
+    return load(ref, (program.batch, *index), in_bounds)
 
 
-def store_rows(ref: Ref, at: ProgramIndex, rows: Rows, x: Array, width: int) -> None:
+def store_rows(ref: Ref, program: ProgramIndex, rows: Rows, x: Array, width: int) -> None:
     """Stores `[rows, width]` to this program's share of `[splits, B, T, N, width]`."""
-    index, there = _row_index(rows, columns(width))
-    triton.store(ref.at[(at.split, at.batch, *index)], x.astype(ref.dtype), mask=there)
+    index, in_bounds = _row_index(rows, columns(width))
+    index = program.split, program.batch, *index
+    triton.store(ref.at[index], x.astype(ref.dtype), mask=in_bounds)
 
 
-def store_numbers(ref: Ref, at: ProgramIndex, rows: Rows, x: Array) -> None:
+def store_numbers(ref: Ref, program: ProgramIndex, rows: Rows, x: Array) -> None:
     """Stores one number for each row to this program's share of `[splits, B, T, N]`."""
-    triton.store(ref.at[(at.split, at.batch, rows.time, rows.head)], x, mask=rows.there)
+    index = program.split, program.batch, rows.time, rows.head
+    triton.store(ref.at[index], x, mask=rows.in_bounds)
 
 
 def _row_index(rows: Rows, columns: Columns) -> tuple[tuple[Array, Array, Array], Any]:
     time, head = rows.time[:, None], rows.head[:, None]
-    there = None if rows.there is None else rows.there[:, None]
-    return (time, head, columns.number), _both(there, columns.there, len(rows.time))
+    in_bounds = None if rows.in_bounds is None else rows.in_bounds[:, None]
+    return (time, head, columns.number), _both(in_bounds, columns.in_bounds, len(rows.time))
 
 
 def _both(a: Array | None, b: Array | None, size: int) -> Array | None:
@@ -136,31 +135,37 @@ def _both(a: Array | None, b: Array | None, size: int) -> Array | None:
     return a if b is None else a & b
 
 
-def load_numbers(ref: Ref, at: ProgramIndex, rows: Rows, other: float) -> Float[Array, " rows"]:
+def load_numbers(
+    ref: Ref, program: ProgramIndex, rows: Rows, other: float
+) -> Float[Array, " rows"]:
     """One number for each row, of an array `[B, T, N]`; `other` outside of it."""
-    return load(ref, (at.batch, rows.time, rows.head), rows.there, other)
+    return load(ref, (program.batch, rows.time, rows.head), rows.in_bounds, other)
 
 
 def load_keys(
-    plan: Plan, ref: Array | Ref, at: ProgramIndex, tile: Array, width: int, full: bool
+    plan: Plan, ref: Array | Ref, program: ProgramIndex, tile: Array, width: int, full: bool
 ) -> Array:
     """`[keys, width]` of an array `[B, S, K, width]`, zero outside of it unless the tile is `full`."""
-    index, there = _key_index(plan, at, tile, width, full)
-    return load(ref, (at.batch, *index), there)
+    index, in_bounds = _key_index(plan, program, tile, width, full)
+    return load(ref, (program.batch, *index), in_bounds)
 
 
-def store_keys(plan: Plan, ref: Ref, at: ProgramIndex, x: Array, width: int) -> None:
+def store_keys(plan: Plan, ref: Ref, program: ProgramIndex, x: Array, width: int) -> None:
     """Stores `[keys, width]` to this program's share of `[splits, B, S, K, width]`."""
-    index, there = _key_index(plan, at, at.tile, width, False)
-    triton.store(ref.at[(at.split, at.batch, *index)], x.astype(ref.dtype), mask=there)
+    index, in_bounds = _key_index(plan, program, program.tile, width, False)
+    triton.store(
+        ref.at[(program.split, program.batch, *index)], x.astype(ref.dtype), mask=in_bounds
+    )
 
 
 def _key_index(
-    plan: Plan, at: ProgramIndex, tile: Array, width: int, full: bool
+    plan: Plan, program: ProgramIndex, tile: Array, width: int, full: bool
 ) -> tuple[Any, Any]:
     key, column = tile * plan.keys + numbers(plan.keys), columns(width)
-    there = None if full or plan.full_keys else (key < plan.key_len)[:, None]
-    return (key[:, None], at.kv_head, column.number), _both(there, column.there, plan.keys)
+    in_bounds = None if full or plan.full_keys else (key < plan.key_len)[:, None]
+    return (key[:, None], program.kv_head, column.number), _both(
+        in_bounds, column.in_bounds, plan.keys
+    )
 
 
 Exp2 = Callable[[Array, float, Array], Array]
@@ -168,25 +173,15 @@ Exp2 = Callable[[Array, float, Array], Array]
 
 def exp2_of(*, interpret: bool) -> Exp2:
     """The function $2^{x u - m}$ of float32 tiles `x`, a number `u` and what `m` is for each row."""
-    return _interpreted_exp2 if interpret else _exp2
+    return (lambda x, unit, shift: jnp.exp2(x * unit - shift)) if interpret else _exp2
 
 
 def exp2_from(x: Array, shift: Array, *, unit: float, interpret: bool) -> Array:
-    """The function $2^{(x - m) u}$, which is 1 where `x` is `m`, however large: the weights of a softmax.
-
-    In `exp2_of` the product is not rounded and `m` is, which from 1e9 on is no small difference.
-    """
+    """The function $2^{(x - m) u}$, exactly 1 where `x` equals `m`, unlike `exp2_of` for large numbers."""
     if interpret:
         return jnp.exp2((unfused(x) - shift) * unit)
-    (found,) = triton.elementwise_inline_asm(
-        "{ .reg .f32 %x; sub.rn.ftz.f32 %x, $1, $2; mul.rn.ftz.f32 %x, %x, 0f"
-        f"{_bits(unit)}; ex2.approx.ftz.f32 $0, %x; }}",
-        args=[x, jnp.broadcast_to(shift, x.shape)],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return found
+    scaled = f"sub.rn.ftz.f32 %x, $1, $2; mul.rn.ftz.f32 %x, %x, 0f{_bits(unit)}"
+    return _ptx_exp2(scaled, x, shift)
 
 
 def _bits(x: float) -> str:
@@ -194,24 +189,24 @@ def _bits(x: float) -> str:
     return struct.pack(">f", x).hex().upper()
 
 
-def _interpreted_exp2(x: Array, unit: float, shift: Array) -> Array:
-    return jnp.exp2(x * unit - shift)
-
-
-def _exp2(x: Array, unit: float, shift: Array) -> Array:
-    """By two instructions for each element, a fused multiply-add and the power; zero below normal numbers.
-
-    JAX makes six of it: two for the first, and the power with a guard that keeps subnormal results. No weight
-    of a softmax is the worse without, as its largest is 1.
-    """
-    (found,) = triton.elementwise_inline_asm(
-        f"{{ .reg .f32 %x; fma.rn.ftz.f32 %x, $1, 0f{_bits(unit)}, $2; ex2.approx.ftz.f32 $0, %x; }}",
-        args=[x, jnp.broadcast_to(-shift, x.shape)],
+def _ptx_exp2(instructions: str, x: Array, shift: Array) -> Array:
+    """The power of two of what PTX instructions compute in `%x` from an element of a tile and its shift."""
+    (out,) = triton.elementwise_inline_asm(
+        f"{{ .reg .f32 %x; {instructions}; ex2.approx.ftz.f32 $0, %x; }}",
+        args=[x, jnp.broadcast_to(shift, x.shape)],
         constraints="=f,f,f",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
-    return found
+    return out
+
+
+def _exp2(x: Array, unit: float, shift: Array) -> Array:
+    """Two instructions for each element; flushes subnormal results to zero.
+
+    JAX would emit six, with guards for subnormal numbers, which do not matter beside the largest weight of 1.
+    """
+    return _ptx_exp2(f"fma.rn.ftz.f32 %x, $1, 0f{_bits(unit)}, $2", x, -shift)
 
 
 def product(a: Array, b: Array, a_axis: int, b_axis: int) -> Float[Array, "i j"]:
@@ -228,7 +223,7 @@ def product(a: Array, b: Array, a_axis: int, b_axis: int) -> Float[Array, "i j"]
 def seen(
     plan: Plan,
     visibility: Visibility,
-    at: ProgramIndex,
+    program: ProgramIndex,
     rows: Rows,
     tile: Array,
     *,
@@ -236,68 +231,68 @@ def seen(
 ) -> Bool[Array, "i j"]:
     """Which rows of a tile see which keys of another, `[rows, keys]` or `[keys, rows]`."""
     key = tile * plan.keys + numbers(plan.keys)
+    i, j = (-2, -1) if keys_first else (-1, -2)
 
     def facing(of_rows: Array, of_keys: Array) -> tuple[Array, Array]:
-        i, j = (-2, -1) if keys_first else (-1, -2)
         return jnp.expand_dims(of_rows, i), jnp.expand_dims(of_keys, j)
 
-    def of(ref: Array | Ref | None, number: Array, there: Array | None) -> Array:
-        return number if ref is None else load(ref, (_row_of(ref, at), number), there, -1)
+    def read(ref: Array | Ref | None, default: Array, in_bounds: Array | None) -> Array:
+        if ref is None:
+            return default
+        return load(ref, (_batch_of(ref, program), default), in_bounds, -1)
 
-    found = facing(rows.time, key)[1] < plan.key_len
+    see = facing(rows.time, key)[1] < plan.key_len
     if plan.settings.mask.constrains or visibility.row_positions is not None:
         # positions that are not given count from 0
-        of_rows = of(visibility.row_positions, rows.time, rows.there)
-        of_keys = of(visibility.key_positions, key, None)
+        of_rows = read(visibility.row_positions, rows.time, rows.in_bounds)
+        of_keys = read(visibility.key_positions, key, None)
         positions = facing(of_rows, of_keys)
         if plan.pairs is None:
-            found &= visible(plan.settings.mask.bind(), *positions)
+            see &= visible(plan.settings.mask.bind(), *positions)
         else:
-            i, j = (-2, -1) if keys_first else (-1, -2)
-            found &= plan.pairs.visible(
+            see &= plan.pairs.visible(
                 *positions,
                 [
-                    jnp.expand_dims(of(x, rows.time, rows.there), i)
+                    jnp.expand_dims(read(x, rows.time, rows.in_bounds), i)
                     for x in visibility.features.queries
                 ],
-                [jnp.expand_dims(of(x, key, None), j) for x in visibility.features.keys],
+                [jnp.expand_dims(read(x, key, None), j) for x in visibility.features.keys],
             )
     if visibility.row_segments is not None:
         of_rows, of_keys = facing(
-            of(visibility.row_segments, rows.time, rows.there),
-            of(visibility.key_segments, key, None),
+            read(visibility.row_segments, rows.time, rows.in_bounds),
+            read(visibility.key_segments, key, None),
         )
-        found &= of_rows == of_keys
-    return found
+        see &= of_rows == of_keys
+    return see
 
 
 def zero_hidden(
-    plan: Plan, visibility: Visibility, at: ProgramIndex, tile: Array, *arrays: Array
+    plan: Plan, visibility: Visibility, program: ProgramIndex, tile: Array, *arrays: Array
 ) -> tuple[Array, ...]:
     """Tiles of keys or values, or numbers of each key, with zeros for keys that no row of the call sees."""
     key, right = tile * plan.keys + numbers(plan.keys), plan.settings.mask.window[1]
     if visibility.key_positions is not None:
-        there = (
-            load(visibility.key_positions, (_row_of(visibility.key_positions, at), key), None) >= 0
-        )
+        positions = visibility.key_positions
+        present = load(positions, (_batch_of(positions, program), key), None) >= 0
     elif plan.key_len > plan.query_len + right:  # positions count from 0
-        there = key < plan.query_len + right
+        present = key < plan.query_len + right
     else:
         return arrays
     return tuple(
-        jnp.where(jnp.expand_dims(there, tuple(range(1, x.ndim))), x, jnp.zeros_like(x))
+        jnp.where(jnp.expand_dims(present, tuple(range(1, x.ndim))), x, jnp.zeros_like(x))
         for x in arrays
     )
 
 
 def absent_rows(
-    visibility: Visibility, at: ProgramIndex, rows: Rows
+    visibility: Visibility, program: ProgramIndex, rows: Rows
 ) -> Bool[Array, " rows"] | None:
     """Which rows are absent, by their position; None if none are."""
     if visibility.row_positions is None:
         return None
-    index = (_row_of(visibility.row_positions, at), rows.time)
-    return load(visibility.row_positions, index, rows.there, -1) < 0
+    index = (_batch_of(visibility.row_positions, program), rows.time)
+    return load(visibility.row_positions, index, rows.in_bounds, -1) < 0
 
 
 class TileRange(NamedTuple):
@@ -314,42 +309,44 @@ class TileRange(NamedTuple):
 
 
 def tile_range(
-    plan: Plan, found: Ref | BlockList | None, at: ProgramIndex, *, of_keys: bool
+    plan: Plan, ranges: Ref | BlockList | None, program: ProgramIndex, *, of_keys: bool
 ) -> TileRange:
     """The tiles that this program's tile, of rows or of keys, iterates over.
 
     From `tile_ranges`, or if that is None from the mask with positions that count from 0.
     """
-    tile = at.tile if of_keys else divide(at.tile, plan.head_tiles)[0]
-    if isinstance(found, BlockList):
-        return _listed(plan, found, at, tile, of_keys=of_keys)
-    if found is not None:
-        return TileRange(*(found[i, _row_of(found, at, 1), tile] for i in range(4)))
+    tile = program.tile if of_keys else divide(program.tile, plan.head_tiles)[0]
+    if isinstance(ranges, BlockList):
+        return _list_range(plan, ranges, program, tile, of_keys=of_keys)
+    if ranges is not None:
+        return TileRange(*(ranges[i, _batch_of(ranges, program, 1), tile] for i in range(4)))
     sides = (plan.row_times, plan.query_len), (plan.keys, plan.key_len)
-    (block, size), (other, others) = sides[::-1] if of_keys else sides
+    (own_block, own_len), (other_block, other_len) = sides[::-1] if of_keys else sides
     unit = plan.head_tiles if of_keys else 1
     if not plan.settings.mask.constrains:
         # rows mask the keys that pad the last tile; keys need not mask the rows that do
-        whole = -(-others // other) if of_keys else others // other
-        ends: Any = (np.int32(unit * x) for x in (0, -(-others // other), 0, whole))
-        return TileRange(*ends)
-    left, right = (min(side, size + others) for side in plan.settings.mask.window)
+        all_visible = -(-other_len // other_block) if of_keys else other_len // other_block
+        bounds: Any = (
+            np.int32(unit * x) for x in (0, -(-other_len // other_block), 0, all_visible)
+        )
+        return TileRange(*bounds)
+    left, right = (min(side, own_len + other_len) for side in plan.settings.mask.window)
     if of_keys:
         left, right = right, left
-    least, most = tile * block, jnp.minimum((tile + 1) * block, size) - 1
-    first, _ = divide(jnp.maximum(least - left, 0), other)
-    stop, _ = divide(jnp.minimum(most + right + 1, others) + (other - 1), other)
-    begin, _ = divide(jnp.maximum(most - left, 0) + (other - 1), other)
-    end, _ = divide(jnp.minimum(least + right + 1, others), other)
+    least, most = tile * own_block, jnp.minimum((tile + 1) * own_block, own_len) - 1
+    first, _ = divide(jnp.maximum(least - left, 0), other_block)
+    stop, _ = divide(jnp.minimum(most + right + 1, other_len) + (other_block - 1), other_block)
+    begin, _ = divide(jnp.maximum(most - left, 0) + (other_block - 1), other_block)
+    end, _ = divide(jnp.minimum(least + right + 1, other_len), other_block)
     first, stop, begin, end = (unit * x for x in (jnp.minimum(first, stop), stop, begin, end))
     return TileRange(first, stop, begin, end)
 
 
-def _listed(
-    plan: Plan, found: BlockList, at: ProgramIndex, tile: Array, *, of_keys: bool
+def _list_range(
+    plan: Plan, blocks: BlockList, program: ProgramIndex, tile: Array, *, of_keys: bool
 ) -> TileRange:
-    order: Any = found.order
-    batch = _row_of(order, at)
+    order: Any = blocks.order
+    batch = _batch_of(order, program)
     # the same queries are in a tile for each group of heads
     unit = plan.head_tiles if of_keys else 1
 
@@ -357,15 +354,15 @@ def _listed(
         of_list, of_head = divide(i, unit)
         return order[batch, tile, of_list] * unit + of_head
 
-    stop, whole = (x[batch, tile] * unit for x in (found.stop, found.whole))
+    stop, unmasked = (x[batch, tile] * unit for x in (blocks.stop, blocks.unmasked))
     zero = jnp.zeros_like(stop)
-    return TileRange(zero, stop, zero, whole, number)
+    return TileRange(zero, stop, zero, unmasked, number)
 
 
 def loop_over(
     plan: Plan,
-    over: TileRange,
-    at: ProgramIndex,
+    tile_range: TileRange,
+    program: ProgramIndex,
     step: Callable[[Any, Carry, bool], Carry],
     x: Carry,
 ) -> Carry:
@@ -373,10 +370,10 @@ def loop_over(
 
     First the tiles that need no mask, then those around them.
     """
-    first, stop, begin, end, number = over
+    first, stop, begin, end, number = tile_range
     if plan.splits > 1:
         share, _ = divide(jnp.asarray(stop - first + (plan.splits - 1), jnp.int32), plan.splits)
-        first = first + at.split * share
+        first = first + program.split * share
         stop = jnp.minimum(first + share, stop)
     if not isinstance(first, np.integer):
         # the run is within the share, even if either is empty
@@ -387,7 +384,7 @@ def loop_over(
         return i if number is None else number(i)
 
     x = lax.fori_loop(begin, end, lambda i, x: step(tile_at(i), x, False), x)
-    if isinstance(over.end, np.integer) and over.end == over.stop:
+    if isinstance(tile_range.end, np.integer) and tile_range.end == tile_range.stop:
         return x
 
     def around(i: Array, x: Carry) -> Carry:
@@ -396,5 +393,5 @@ def loop_over(
     return lax.fori_loop(first, stop - (end - begin), around, x)
 
 
-def _row_of(ref: Array | Ref, at: ProgramIndex, axis: int = 0) -> Any:
-    return 0 if ref.shape[axis] == 1 else at.batch
+def _batch_of(ref: Array | Ref, program: ProgramIndex, axis: int = 0) -> Any:
+    return 0 if ref.shape[axis] == 1 else program.batch

@@ -47,7 +47,7 @@ def backward(
     *,
     interpret: bool,
 ) -> Operands:
-    """The cotangents of query, key and value, by plans for both kernels."""
+    """The cotangents of query, key and value, by the plans of the two kernels."""
     rows = backward_rows(operands, query_plan.settings, state, cotangent)
     query_len, kv_heads = operands.query.shape[1], query_plan.kv_heads
     operands = operands._replace(query=rows.query)
@@ -56,23 +56,23 @@ def backward(
         rows = BackwardRows(*(stack_heads(x, kv_heads) for x in rows))
     operands = zero_hidden_keys(operands, query_plan, operands)
     rows = rows._replace(d_out=rows.d_out.astype(operands.value.dtype))
-    d_query = _of_queries(operands, query_plan, rows, interpret)
+    d_query = _query_gradient(operands, query_plan, rows, interpret)
     if query_plan.packed:
         d_query = unstack_heads(d_query, query_len)
-    d_key, d_value = _of_keys(operands, key_plan, rows, interpret)
+    d_key, d_value = _key_gradients(operands, key_plan, rows, interpret)
     return cotangents(d_query, d_key, d_value, None)
 
 
-def _of_queries(operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool) -> Array:
+def _query_gradient(operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool) -> Array:
     query, key, value, d_out = map(aligned, (*operands[:3], rows.d_out))
     parts = plan.splits * plan.batch
     partial_dtype = query.dtype if plan.splits == 1 else jnp.float32
-    given = visibility_of(operands, plan)
-    found = tile_ranges(operands, given, plan, of_keys=False)
+    visibility = visibility_of(operands, plan)
+    ranges = tile_ranges(operands, visibility, plan, of_keys=False)
     (d_query,) = tiles.call(
         _query_kernel,
         plan,
-        (query, key, value, d_out, _numbers(rows, plan), given, found),
+        (query, key, value, d_out, _numbers(rows, plan), visibility, ranges),
         [result_like(query, (parts, *query.shape[1:]), partial_dtype)],
         [
             tiles.tile_memory((plan.consumers, ROWS, plan.width), query.dtype),
@@ -87,17 +87,17 @@ def _of_queries(operands: Operands, plan: Plan, rows: BackwardRows, interpret: b
     return sum_of_parts(d_query[:, : plan.query_len], plan, query.dtype)
 
 
-def _of_keys(
+def _key_gradients(
     operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool
 ) -> Sequence[Array]:
     query, key, value, d_out = map(aligned, (*operands[:3], rows.d_out))
-    given = visibility_of(operands, plan)
-    over = tile_ranges(operands, given, plan, of_keys=True)
+    visibility = visibility_of(operands, plan)
+    ranges = tile_ranges(operands, visibility, plan, of_keys=True)
     numbers = plgpu.SMEM((plan.stages, 2, plan.row_times), jnp.float32)
-    found = tiles.call(
+    sums = tiles.call(
         _key_kernel,
         plan,
-        (query, key, value, d_out, _numbers(rows, plan), given, over),
+        (query, key, value, d_out, _numbers(rows, plan), visibility, ranges),
         [result_like(query, x.shape, x.dtype) for x in (key, value)],
         [
             tiles.tile_memory((plan.consumers, ROWS, plan.width), key.dtype),
@@ -108,7 +108,7 @@ def _of_keys(
         programs=plan.key_tiles * plan.kv_heads * plan.batch,
         interpret=interpret,
     )
-    return [x[:, : plan.key_len] for x in found]
+    return [x[:, : plan.key_len] for x in sums]
 
 
 def _numbers(rows: BackwardRows, plan: Plan) -> Float[Array, "B N 2 R"]:
@@ -126,7 +126,7 @@ def _query_kernel(
     out_ref: Ref,
     numbers_ref: Ref,
     visibility: Visibility,
-    found: Ref | None,
+    ranges: Ref | None,
     d_query_ref: Ref,
     query_tile: Ref,
     out_tile: Ref,
@@ -134,21 +134,23 @@ def _query_kernel(
     result_tile: Ref,
     ready: Any,
 ) -> None:
-    at = tiles.program_index(plan, plan.row_tiles, plan.heads)
-    over = tiles.tile_range(plan, found, at)
+    program = tiles.program_index(plan, plan.row_tiles, plan.heads)
+    tile_range = tiles.tile_range(plan, ranges, program)
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
-        tile = over.tile(i)
-        return [([tiles.keys_of(plan, ref, at, tile) for ref in (key_ref, value_ref)], ring)]
+        tile = tile_range.tile(i)
+        return [([tiles.keys_of(plan, ref, program, tile) for ref in (key_ref, value_ref)], ring)]
 
     def compute(group: Array) -> None:
-        row = at.tile * plan.row_times + group * ROWS
-        here = at.batch, pl.ds(row, ROWS), at.head
+        row = program.tile * plan.row_times + group * ROWS
+        row_slice = program.batch, pl.ds(row, ROWS), program.head
         query, d_out = query_tile.at[group], out_tile.at[group]
-        plgpu.copy_gmem_to_smem(query_ref.at[here], query, ready.at[group])
-        plgpu.copy_gmem_to_smem(out_ref.at[here], d_out, ready.at[group])
+        plgpu.copy_gmem_to_smem(query_ref.at[row_slice], query, ready.at[group])
+        plgpu.copy_gmem_to_smem(out_ref.at[row_slice], d_out, ready.at[group])
         lse, delta = (
-            tiles.load(numbers_ref.at[at.batch, at.head, i, pl.ds(row, ROWS)], tiles.OF_ROWS)
+            tiles.load(
+                numbers_ref.at[program.batch, program.head, i, pl.ds(row, ROWS)], tiles.OF_ROWS
+            )
             for i in range(2)
         )
         plgpu.barrier_wait(ready.at[group])
@@ -159,21 +161,21 @@ def _query_kernel(
             scores = tiles.products((query, key)) * factor
             weights = jnp.exp2(scores - tiles.of_rows(lse, plan.keys))
             if masked:
-                first = over.tile(i) * plan.keys
-                see = tiles.seen(plan, visibility, at, row, first, weights.shape)
-                weights = jnp.where(see, weights, 0.0)
+                first = tile_range.tile(i) * plan.keys
+                visible = tiles.seen(plan, visibility, program, row, first, weights.shape)
+                weights = jnp.where(visible, weights, 0.0)
             d_weights = tiles.products((d_out, value))
             d_scores = weights * (d_weights - tiles.of_rows(delta, plan.keys))
             sums = tiles.add_product(sums, d_scores.astype(key.dtype), key, interpret)
             plgpu.barrier_arrive(ring.free.at[slot])
             return sums
 
-        sums = over.loop(step, tiles.constant((ROWS, plan.width), 0.0, tiles.TILE))
-        part = at.split * plan.batch + at.batch
-        there = d_query_ref.at[part, pl.ds(row, ROWS), at.head]
-        tiles.store(sums * plan.settings.scale, result_tile.at[group], there)
+        sums = tile_range.loop(step, tiles.constant((ROWS, plan.width), 0.0, tiles.TILE))
+        part = program.split * plan.batch + program.batch
+        result_slice = d_query_ref.at[part, pl.ds(row, ROWS), program.head]
+        tiles.store(sums * plan.settings.scale, result_tile.at[group], result_slice)
 
-    tiles.share(plan, over.steps, sources, compute)
+    tiles.share(plan, tile_range.steps, sources, compute)
 
 
 def _key_kernel(
@@ -185,7 +187,7 @@ def _key_kernel(
     out_ref: Ref,
     numbers_ref: Ref,
     visibility: Visibility,
-    found: Ref | None,
+    ranges: Ref | None,
     d_key_ref: Ref,
     d_value_ref: Ref,
     key_tile: Ref,
@@ -193,44 +195,44 @@ def _key_kernel(
     ring: Ring,
     ready: Any,
 ) -> None:
-    at = tiles.program_index(plan, plan.key_tiles, plan.kv_heads)
-    over = tiles.tile_range(plan, found, at, of_keys=True)
+    program = tiles.program_index(plan, plan.key_tiles, plan.kv_heads)
+    tile_range = tiles.tile_range(plan, ranges, program, of_keys=True)
 
     def rows_at(i: Array) -> tuple[Array, Array]:
-        """The first row of a step, and its head: all heads of the group for a tile of rows, then the next."""
+        """The first row of a step, and its head, which varies faster than the tile of rows."""
         number, head = tiles.divide(i, plan.group)
-        return over.tile(number) * plan.row_times, at.head * plan.group + head
+        return tile_range.tile(number) * plan.row_times, program.head * plan.group + head
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
         row, head = rows_at(i)
         rows = pl.ds(row, plan.row_times)
         refs = (
-            *(x.at[at.batch, rows, head] for x in (query_ref, out_ref)),
-            numbers_ref.at[at.batch, head, :, rows],
+            *(x.at[program.batch, rows, head] for x in (query_ref, out_ref)),
+            numbers_ref.at[program.batch, head, :, rows],
         )
         return [(refs, ring)]
 
     def compute(group: Array) -> None:
-        first = at.tile * plan.keys + group * ROWS
-        here = at.batch, pl.ds(first, ROWS), at.head
+        first = program.tile * plan.keys + group * ROWS
+        key_slice = program.batch, pl.ds(first, ROWS), program.head
         key, value = key_tile.at[group], value_tile.at[group]
-        plgpu.copy_gmem_to_smem(key_ref.at[here], key, ready.at[group])
-        plgpu.copy_gmem_to_smem(value_ref.at[here], value, ready.at[group])
+        plgpu.copy_gmem_to_smem(key_ref.at[key_slice], key, ready.at[group])
+        plgpu.copy_gmem_to_smem(value_ref.at[key_slice], value, ready.at[group])
         plgpu.barrier_wait(ready.at[group])
         factor = plan.settings.scale * tiles.LOG2_E
 
         def step(i: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
             slot, (query, d_out, numbers) = tiles.filled(plan, ring, i)
             d_key, d_value = carry
-            # in this order: the sums, two tiles and few numbers more fit into the registers
+            # in this order the sums, two tiles and few other numbers fit into the registers
             scores = tiles.products((key, query))
             lse = tiles.load(numbers.at[0], tiles.OF_COLUMNS)
             weights = jnp.exp2(scores * factor - tiles.of_columns(lse, ROWS))
             if masked:
                 row, _ = rows_at(i)
                 shape = weights.shape
-                see = tiles.seen(plan, visibility, at, row, first, shape, keys_first=True)
-                weights = jnp.where(see, weights, 0.0)
+                visible = tiles.seen(plan, visibility, program, row, first, shape, keys_first=True)
+                weights = jnp.where(visible, weights, 0.0)
             added = weights.astype(d_out.dtype), d_out
             d_value = tiles.add_product(d_value, *added, interpret)
             d_weights = tiles.products((value, d_out))
@@ -245,9 +247,9 @@ def _key_kernel(
             tiles.constant((ROWS, width), 0.0, tiles.TILE)
             for width in (plan.width, plan.value_width)
         )
-        d_key, d_value = over.loop(step, (d_key, d_value), plan.group)
-        # nobody else reads these tiles, and the products that did are done
-        tiles.store(d_key * plan.settings.scale, key, d_key_ref.at[here])
-        tiles.store(d_value, value, d_value_ref.at[here])
+        d_key, d_value = tile_range.loop(step, (d_key, d_value), plan.group)
+        # the products that read these tiles have ended, so they can hold the results
+        tiles.store(d_key * plan.settings.scale, key, d_key_ref.at[key_slice])
+        tiles.store(d_value, value, d_value_ref.at[key_slice])
 
-    tiles.share(plan, over.steps * plan.group, sources, compute)
+    tiles.share(plan, tile_range.steps * plan.group, sources, compute)

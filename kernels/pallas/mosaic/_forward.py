@@ -1,4 +1,4 @@
-"""The Hopper kernel of the state: online softmax over tiles of keys, in two groups of warps by turns.
+"""The Hopper kernel of the state: online softmax over tiles of keys, in two alternating groups of warps.
 
 One group of warps starts the copies of keys and values into shared memory, some tiles ahead. Each of
 the others computes on 64 rows: while one multiplies, the other takes its softmax. Where rows are few,
@@ -28,14 +28,14 @@ from ._tile import Ref, Ring
 
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
-    """The state of a call, by a plan."""
+    """The state of a call."""
     if plan.packed:
         rows = pack_heads(operands, plan.settings)
         state = forward(rows, plan._replace(packed=False), interpret=interpret)
         length = operands.query.shape[1]
         return AttentionState(*(unstack_heads(x, length) for x in state))
     query, key, value = map(aligned, operands[:3])
-    given = visibility_of(operands, plan)
+    visibility = visibility_of(operands, plan)
     batch, tokens, heads, _ = query.shape
     parts = plan.splits * batch
     dtype = out_dtype(operands, plan.settings)
@@ -43,7 +43,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     out, lse = tiles.call(
         _kernel,
         plan,
-        (query, key, value, given, tile_ranges(operands, given, plan, of_keys=False)),
+        (query, key, value, visibility, tile_ranges(operands, visibility, plan, of_keys=False)),
         [
             result_like(query, (parts, tokens, heads, plan.value_width), partial_dtype),
             result_like(query, (parts, heads, plan.row_tiles * plan.row_times), jnp.float32),
@@ -74,7 +74,7 @@ def _kernel(
     key_ref: Ref,
     value_ref: Ref,
     visibility: Visibility,
-    found: Ref | None,
+    ranges: Ref | None,
     out_ref: Ref,
     lse_ref: Ref,
     query_tile: Ref,
@@ -84,23 +84,23 @@ def _kernel(
     query_ready: Any,
     turn: Any,
 ) -> None:
-    at = tiles.program_index(plan, plan.row_tiles, plan.heads)
-    over = tiles.tile_range(plan, found, at)
+    program = tiles.program_index(plan, plan.row_tiles, plan.heads)
+    tile_range = tiles.tile_range(plan, ranges, program)
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
         return [
-            ([tiles.keys_of(plan, ref, at, over.tile(i))], ring)
+            ([tiles.keys_of(plan, ref, program, tile_range.tile(i))], ring)
             for ref, ring in ((key_ref, keys), (value_ref, values))
         ]
 
     def compute(group: Array) -> None:
-        row = at.tile * plan.row_times + group * ROWS
-        own = query_tile.at[group]
-        here = at.batch, pl.ds(row, ROWS), at.head
-        plgpu.copy_gmem_to_smem(query_ref.at[here], own, query_ready.at[group])
+        row = program.tile * plan.row_times + group * ROWS
+        query = query_tile.at[group]
+        row_slice = program.batch, pl.ds(row, ROWS), program.head
+        plgpu.copy_gmem_to_smem(query_ref.at[row_slice], query, query_ready.at[group])
         plgpu.barrier_wait(query_ready.at[group])
         scale = plan.settings.scale
-        # of scores here, which are products, their opposites or zeros by the sign of the scale
+        # scores here are products, negated products or zeros, by the sign of the scale
         unit = abs(scale) or 1.0
         bits = unit * tiles.LOG2_E
 
@@ -113,17 +113,17 @@ def _kernel(
             maximum, total, sums = carry
             _, slot = tiles.divide(i, plan.stages)
             plgpu.barrier_wait(keys.ready.at[slot])
-            scores = tiles.products((own, keys.tiles[0].at[slot]), meanwhile=change_turns)
+            scores = tiles.products((query, keys.tiles[0].at[slot]), meanwhile=change_turns)
             plgpu.barrier_arrive(keys.free.at[slot])
             if scale <= 0:  # the largest score is not that of the largest product
                 scores = scores * math.copysign(bool(scale), scale)
             if masked:
-                key = over.tile(i) * plan.keys
-                see = tiles.seen(plan, visibility, at, row, key, scores.shape)
-                scores = jnp.where(see, scores, -jnp.inf)
+                key = tile_range.tile(i) * plan.keys
+                visible = tiles.seen(plan, visibility, program, row, key, scores.shape)
+                scores = jnp.where(visible, scores, -jnp.inf)
             new = jnp.maximum(maximum, scores.max(1))
             shift = jnp.where(new > -jnp.inf, new, 0.0) if masked else new
-            # the difference first: it is 0 where the score is the maximum, however large, and a fused product is not
+            # subtract first: the difference is 0 where the score is the maximum, which a fused product rounds
             weights = jnp.exp2((scores - tiles.of_rows(shift, plan.keys)) * bits)
             decay = jnp.exp2((maximum - shift) * bits)
             total = total * decay + weights.sum(1)
@@ -132,8 +132,8 @@ def _kernel(
             change_turns()
             plgpu.barrier_wait(values.ready.at[slot])
             if masked and plan.hides(visibility.key_positions):
-                hidden = visibility, at, over.tile(i), values.tiles[0].at[slot]
-                # the first group is done with its product when the other comes to the values
+                hidden = visibility, program, tile_range.tile(i), values.tiles[0].at[slot]
+                # the first group's product has ended when the other reads the values
                 pl.when(group == 0)(lambda: tiles.zero_hidden(plan, *hidden))
             sums = tiles.add_product(sums, narrow, values.tiles[0].at[slot], interpret)
             plgpu.barrier_arrive(values.free.at[slot])
@@ -145,22 +145,23 @@ def _kernel(
             tiles.constant((ROWS, plan.value_width), 0.0, tiles.TILE),
         )
         pl.when(group == 1)(change_turns)  # half a step behind
-        carry = over.loop(step, start)
+        carry = tile_range.loop(step, start)
         pl.when(group == 0)(change_turns)
         maximum, total, sums = carry
         largest = maximum * unit
-        total = jnp.where(
-            largest < math.inf, total, math.nan
-        )  # a product may be finite, and its score overflow
+        # the score of a finite product may overflow
+        total = jnp.where(largest < math.inf, total, math.nan)
         if visibility.row_positions is not None:
-            positions = tiles.load_numbers(visibility.row_positions, at, row, ROWS, tiles.OF_ROWS)
+            positions = tiles.load_numbers(
+                visibility.row_positions, program, row, ROWS, tiles.OF_ROWS
+            )
             total = jnp.where(positions >= 0, total, 0.0)
-        part = at.split * plan.batch + at.batch
+        part = program.split * plan.batch + program.batch
         lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
-        lse_ref.at[part, at.head, pl.ds(row, ROWS)][...] = lse
+        lse_ref.at[part, program.head, pl.ds(row, ROWS)][...] = lse
         divisor = tiles.of_rows(total, plan.value_width)
         out = jnp.where(divisor == 0, 0.0, sums / jnp.where(divisor == 0, 1.0, divisor))
-        there = out_ref.at[part, pl.ds(row, ROWS), at.head]
-        tiles.store(out, out_tile.at[group], there)
+        result_slice = out_ref.at[part, pl.ds(row, ROWS), program.head]
+        tiles.store(out, out_tile.at[group], result_slice)
 
-    tiles.share(plan, over.steps, sources, compute)
+    tiles.share(plan, tile_range.steps, sources, compute)

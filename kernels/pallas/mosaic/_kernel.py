@@ -21,10 +21,10 @@ _MISCOMPILED = range(12080, 12091)
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGPU(AbstractKernel):
-    """Flash attention for compute capability 9.0 by its copy engine and its products of warp groups.
+    """Flash attention for compute capability 9.0, with its copy engine and its products of warp groups.
 
-    Forward, backward and tangent with masks by position and segment; keys of few rows are split over the
-    chip. The derivatives of the widest heads are those of the blockwise implementation.
+    Forward, backward and tangent with masks by position and segment; where rows are few, their keys are
+    split over the chip. The widest heads use the derivatives of the blockwise implementation.
 
     Attributes:
         sizes: the tiles; by default `TILE_SIZES`.
@@ -52,7 +52,7 @@ class MosaicGPU(AbstractKernel):
         _check_target()
         make_plan(operands, settings, self.sizes)
         try:
-            # late: not all versions of JAX have it
+            # imported late: not all versions of JAX have Mosaic GPU
             from . import _backward, _forward, _tangent  # noqa: F401
         except (ImportError, AttributeError) as reason:
             raise NotImplementedError(
@@ -64,8 +64,8 @@ class MosaicGPU(AbstractKernel):
         operands, settings, platform = call
         from ._forward import forward
 
-        found = make_plan(operands, settings, self.sizes)
-        return forward(operands, found, interpret=platform != "cuda")
+        plan = make_plan(operands, settings, self.sizes)
+        return forward(operands, plan, interpret=platform != "cuda")
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -93,16 +93,16 @@ class MosaicGPU(AbstractKernel):
         """
         operands, settings, platform = call
         try:
-            found = tangent_plan(operands, settings, moving_arrays(directions), self.sizes)
+            plan = tangent_plan(operands, settings, moving_arrays(directions), self.sizes)
         except NotImplementedError:
             return None
         from ._tangent import tangent
 
-        return tangent(operands, found, state, directions, interpret=platform != "cuda")
+        return tangent(operands, plan, state, directions, interpret=platform != "cuda")
 
 
 def _check_target() -> None:
-    """Declines GPUs of another capability, and CUDA that miscompiles."""
+    """Raises `NotImplementedError` for GPUs of another capability, and for a CUDA that miscompiles."""
     check_capability("mosaic_gpu", (9, 0), (10, 0))
     version = _runtime_version()
     if version is not None and version in _MISCOMPILED:
@@ -114,8 +114,8 @@ def _check_target() -> None:
 
 @functools.cache
 def _runtime_version() -> int | None:
-    """The version of CUDA's runtime at hand, as 12080 for 12.8."""
+    """The version of the installed CUDA runtime, such as 12080 for 12.8; None if there is none."""
     try:
         return private_names("cuda_versions").versions.cuda_runtime_get_version()
-    except Exception:  # whatever is raised where no CUDA is
+    except Exception:  # without CUDA, this raises various exceptions
         return None

@@ -1,4 +1,4 @@
-"""How the Hopper kernels cut a call into tiles and programs, by shapes alone; without Pallas."""
+"""The tiles and programs of a call for the Hopper kernels, by shapes alone; does not import Pallas."""
 
 import dataclasses
 import math
@@ -19,16 +19,16 @@ from ...call._operands import (
 from .._rows import pad_to_blocks
 
 ROWS = 64  # the rows that one group of warps multiplies at a time
-# Bytes of shared memory that tiles may take, of 227 KiB that a program may take of a multiprocessor:
-# the rest is for barriers, and for sums over the warps of a group.
+# Bytes of shared memory for tiles, of the 227 KiB that a program may use; the rest is for barriers, and for
+# sums over the warps of a group.
 SHARED = 225 * 1024
-# The registers of a thread for the tiles of a gradient, where one group of warps computes and where two
-# do. The rest, of 255 and of 168, is for addresses, masks and numbers of rows. CUDA 13 ignores what
-# moves registers between the groups ("to maintain compatibility across compilation units").
+# The registers of a thread for the tiles of a gradient, where one group of warps computes and where two do.
+# The rest, of 255 and of 168, is for addresses, masks and numbers of rows: CUDA 13 ignores
+# `set_max_registers`, which would move registers between the groups.
 REGISTERS, REGISTERS_OF_TWO = 208, 144
-# The keys or rows of a step of a gradient: products take no fewer from rows of 128 bytes.
+# The keys or rows of a step of a gradient; the least that products of rows of 128 bytes take.
 STEP = 64
-NUMBERS = 8  # the bytes of a row's numbers in the backward: its energy and delta
+NUMBERS = 8  # the bytes of a row's lse and delta in the backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Plan(NamedTuple):
         return math.ceil(self.key_len / self.keys)
 
     def hides(self, key_positions: Any) -> bool:
-        """Whether there may be keys that no row of the call sees, whose values may be anything."""
+        """Whether there may be keys that no row of the call sees, whose values may be NaN."""
         mask = self.settings.mask
         return key_positions is not None or self.key_len > self.query_len + mask.window[1]
 
@@ -121,20 +121,22 @@ def make_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SI
 
     Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
     """
-    found = _rows_plan(operands, settings, sizes)
-    value_width = found.value_width
-    # sums and scores are in registers, half a number of each column in each thread
+    plan = _rows_plan(operands, settings, sizes)
+    value_width = plan.value_width
+    # sums and scores are in registers: each thread has half a number for every column
     if value_width > 128:
-        found = found._replace(consumers=1, row_times=ROWS)
-    few = found.consumers == 1
-    keys = min(sizes.keys, ROWS if few else 128)
+        plan = plan._replace(consumers=1, row_times=ROWS)
+    single = plan.consumers == 1
+    keys = min(sizes.keys, ROWS if single else 128)
     itemsize = operands.value.dtype.itemsize
-    of_row = found.width * itemsize + chunk(value_width) * 4  # results in float32
-    own, of_key = found.row_times * of_row, (found.width + value_width) * itemsize
-    while keys > ROWS and own + 2 * keys * of_key > SHARED:
+    bytes_per_row = plan.width * itemsize + chunk(value_width) * 4  # results in float32
+    row_bytes, bytes_per_key = plan.row_times * bytes_per_row, (plan.width + value_width) * itemsize
+    while keys > ROWS and row_bytes + 2 * keys * bytes_per_key > SHARED:
         keys //= 2
-    stages = fitting(own, keys * of_key, sizes.stages_of_few if few else sizes.stages)
-    return _split(found._replace(keys=keys, stages=stages), sizes)
+    stages = fitting(
+        row_bytes, keys * bytes_per_key, sizes.stages_of_few if single else sizes.stages
+    )
+    return _split(plan._replace(keys=keys, stages=stages), sizes)
 
 
 def query_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:
@@ -142,10 +144,10 @@ def query_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_S
 
     Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
     """
-    found = _rows_plan(operands, settings, sizes)
-    both = (found.width + found.value_width) * operands.value.dtype.itemsize
-    most = _consumers(sizes, found.width)
-    return _over_keys(found, sizes, most, both + chunk(found.width) * 4, both)
+    plan = _rows_plan(operands, settings, sizes)
+    bytes_per_key = (plan.width + plan.value_width) * operands.value.dtype.itemsize
+    most = _consumers(sizes, plan.width)
+    return _over_keys(plan, sizes, most, bytes_per_key + chunk(plan.width) * 4, bytes_per_key)
 
 
 def tangent_plan(
@@ -155,16 +157,16 @@ def tangent_plan(
 
     Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
     """
-    found = _rows_plan(operands, settings, sizes)
-    width, value_width = found.width, found.value_width
+    plan = _rows_plan(operands, settings, sizes)
+    width, value_width = plan.width, plan.value_width
     itemsize = operands.value.dtype.itemsize
-    of_row = (1 + ("query" in moving)) * width * itemsize + chunk(value_width) * 4
+    bytes_per_row = (1 + ("query" in moving)) * width * itemsize + chunk(value_width) * 4
     widths = width, value_width * scores_move(moving)
     widths += width * ("key" in moving), value_width * ("value" in moving)
-    # rows wider than 128 leave neither memory nor, for their places, registers to a second group
-    beyond = max(width - 128, 0)
-    most = min(_consumers(sizes, value_width + beyond // 4), 1 if beyond else sizes.consumers)
-    return _over_keys(found, sizes, most, of_row, sum(widths) * itemsize)
+    # rows wider than 128 leave neither the memory nor the registers for a second group
+    excess = max(width - 128, 0)
+    most = min(_consumers(sizes, value_width + excess // 4), 1 if excess else sizes.consumers)
+    return _over_keys(plan, sizes, most, bytes_per_row, sum(widths) * itemsize)
 
 
 def scores_move(moving: Container[str]) -> bool:
@@ -177,22 +179,24 @@ def key_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZ
 
     Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
     """
-    found = _rows_plan(operands, settings, sizes)
-    width, value_width, itemsize = found.width, found.value_width, operands.value.dtype.itemsize
-    most = 1 if found.key_len <= ROWS else sizes.consumers
+    plan = _rows_plan(operands, settings, sizes)
+    width, value_width, itemsize = plan.width, plan.value_width, operands.value.dtype.itemsize
+    most = 1 if plan.key_len <= ROWS else sizes.consumers
     consumers = min(most, _consumers(sizes, width + value_width))
-    both = (width + value_width) * itemsize
-    stages = _stages(sizes, consumers * ROWS * both, both + NUMBERS)
-    return found._replace(consumers=consumers, row_times=STEP, keys=consumers * ROWS, stages=stages)
+    bytes_per_key = (width + value_width) * itemsize
+    stages = _stages(sizes, consumers * ROWS * bytes_per_key, bytes_per_key + NUMBERS)
+    return plan._replace(consumers=consumers, row_times=STEP, keys=consumers * ROWS, stages=stages)
 
 
-def _over_keys(found: Plan, sizes: TileSizes, consumers: int, of_row: int, of_key: int) -> Plan:
+def _over_keys(
+    plan: Plan, sizes: TileSizes, consumers: int, bytes_per_row: int, bytes_per_key: int
+) -> Plan:
     """A plan whose programs iterate over keys, by the bytes of shared memory of a row and of a key."""
-    consumers = min(found.consumers, consumers)
+    consumers = min(plan.consumers, consumers)
     rows = consumers * ROWS
-    stages = _stages(sizes, rows * of_row, of_key)
-    found = found._replace(consumers=consumers, row_times=rows, keys=STEP, stages=stages)
-    return _split(found, sizes)
+    stages = _stages(sizes, rows * bytes_per_row, bytes_per_key)
+    plan = plan._replace(consumers=consumers, row_times=rows, keys=STEP, stages=stages)
+    return _split(plan, sizes)
 
 
 def _rows_plan(operands: Operands, settings: Settings, sizes: TileSizes) -> Plan:
@@ -212,7 +216,7 @@ def _rows_plan(operands: Operands, settings: Settings, sizes: TileSizes) -> Plan
 
 
 def _split(plan: Plan, sizes: TileSizes) -> Plan:
-    """A plan with the keys of a tile of rows split over programs, where these are fewer than fill the chip."""
+    """A plan that splits the keys of each tile of rows over programs if the tiles alone do not fill the chip."""
     programs = plan.batch * plan.heads * plan.row_tiles
     if programs >= sizes.programs:
         return plan
@@ -225,7 +229,7 @@ def _consumers(sizes: TileSizes, columns: int) -> int:
 
     Raises `NotImplementedError` if not even one has the registers.
     """
-    # beside the sums there are two tiles of products, and one of 16 bits
+    # besides the sums there are two tiles of products, and one of 16 bits
     registers = columns // 2 + STEP + STEP // 4
     if registers > REGISTERS:
         raise NotImplementedError(
@@ -234,12 +238,12 @@ def _consumers(sizes: TileSizes, columns: int) -> int:
     return 1 if registers > REGISTERS_OF_TWO else sizes.consumers
 
 
-def _stages(sizes: TileSizes, own: int, item: int) -> int:
-    return fitting(own, STEP * item, sizes.stages_backward)
+def _stages(sizes: TileSizes, resident_bytes: int, bytes_per_item: int) -> int:
+    return fitting(resident_bytes, STEP * bytes_per_item, sizes.stages_backward)
 
 
 def check_widths(width: int, value_width: int) -> None:
-    """Declines widths that the instructions for copies and products do not take."""
+    """Raises `NotImplementedError` for widths that the instructions for copies and products do not take."""
     for name, size, most in (("query", width, 512), ("value", value_width, 256)):
         if size % 16 or size > most:
             raise NotImplementedError(
@@ -247,22 +251,22 @@ def check_widths(width: int, value_width: int) -> None:
             )
 
 
-def fitting(held: int, step: int, most: int) -> int:
-    """How many tiles of `step` bytes fit into shared memory beside `held` bytes: 2 to `most`.
+def fitting(resident_bytes: int, step_bytes: int, most: int) -> int:
+    """How many tiles of `step_bytes` fit into shared memory beside `resident_bytes`: 2 to `most`.
 
     Raises `NotImplementedError` if two do not.
     """
-    stages = min((SHARED - held) // step, most)
+    stages = min((SHARED - resident_bytes) // step_bytes, most)
     if stages < 2:
         raise NotImplementedError(
             f"query: wanted widths whose tiles fit into {SHARED >> 10} KiB of shared memory, "
-            f"got {held} bytes of rows beside {step} of keys and values"
+            f"got {resident_bytes} bytes of rows beside {step_bytes} of keys and values"
         )
     return stages
 
 
 def chunk(width: int) -> int:
-    """The columns of a result that leave through shared memory at a time."""
+    """The number of columns of a result that are written through shared memory at a time."""
     return math.gcd(width, 64)
 
 
@@ -287,26 +291,26 @@ def pack_heads(operands: Operands, settings: Settings) -> Operands:
 
 def stack_heads(x: Array, kv_heads: int) -> Array:
     """`[B, T, N, ...]` to `[B, T * N / K, K, ...]`."""
-    batch, query_len, heads, *rest = x.shape
+    batch, query_len, heads, *trailing = x.shape
     group = heads // kv_heads
-    x = x.reshape(batch, query_len, kv_heads, group, *rest).swapaxes(2, 3)
-    return x.reshape(batch, query_len * group, kv_heads, *rest)
+    x = x.reshape(batch, query_len, kv_heads, group, *trailing).swapaxes(2, 3)
+    return x.reshape(batch, query_len * group, kv_heads, *trailing)
 
 
 def unstack_heads(x: Array, query_len: int) -> Array:
     """The inverse of `stack_heads`."""
-    batch, rows, kv_heads, *rest = x.shape
-    x = x.reshape(batch, query_len, rows // query_len, kv_heads, *rest).swapaxes(2, 3)
-    return x.reshape(batch, query_len, rows // query_len * kv_heads, *rest)
+    batch, rows, kv_heads, *trailing = x.shape
+    x = x.reshape(batch, query_len, rows // query_len, kv_heads, *trailing).swapaxes(2, 3)
+    return x.reshape(batch, query_len, rows // query_len * kv_heads, *trailing)
 
 
 def aligned(x: Array) -> Array:
-    """`[B, L, N, H]` with zeros behind, to whole groups of 8 tokens: copies take these, or fewer than 8."""
+    """`[B, L, N, H]` padded to a multiple of 8 tokens, as copies need, unless there are fewer than 8."""
     return x if x.shape[1] < 8 else pad_to_blocks(x, 1, 8, 0)
 
 
 def zero_hidden_keys(operands: Operands, plan: Plan, arrays: Operands) -> Operands:
-    """Operands, or directions of theirs, with zeros for keys that no row of the call sees, which may be anything."""
+    """Operands, or directions, with zeros for keys that no row of the call sees, which may be NaN."""
     if not plan.hides(operands.key_positions):
         return arrays
     hidden = hide_unreachable(operands, plan.settings)
@@ -314,13 +318,13 @@ def zero_hidden_keys(operands: Operands, plan: Plan, arrays: Operands) -> Operan
 
 
 def numbers_of_rows(x: Float[Array, "B T N"], plan: Plan, fill: float) -> Float[Array, "B N R"]:
-    """A number for each row, in float32 and whole tiles."""
+    """One float32 number for each row, padded to whole tiles."""
     x = x.astype(jnp.float32).swapaxes(1, 2)
     return pad_to_blocks(x, 2, plan.row_times, fill)
 
 
 def sum_of_parts(x: Array, plan: Plan, dtype: DTypeLike) -> Array:
-    """The sum over the programs that share the keys of a tile, of results that each of them has."""
+    """The sum of the results of the programs that share the keys of a tile."""
     if plan.splits == 1:
         return x
     return x.reshape(plan.splits, plan.batch, *x.shape[1:]).sum(0).astype(dtype)

@@ -51,7 +51,7 @@ def tangent(
     *,
     interpret: bool,
 ) -> AttentionState:
-    """The derivative of the state in a direction, by a plan for it."""
+    """The derivative of the state in a direction."""
     if plan.packed:
         kv_heads, length = plan.kv_heads, operands.query.shape[1]
         operands = pack_heads(operands, plan.settings)
@@ -59,8 +59,8 @@ def tangent(
         if directions.query is not None:
             directions = directions._replace(query=stack_heads(directions.query, kv_heads))
         rows = plan._replace(packed=False)
-        found = tangent(operands, rows, state, directions, interpret=interpret)
-        return AttentionState(*(unstack_heads(x, length) for x in found))
+        d_state = tangent(operands, rows, state, directions, interpret=interpret)
+        return AttentionState(*(unstack_heads(x, length) for x in d_state))
     moving = moving_arrays(zero_hidden_keys(operands, plan, directions))
     operands = zero_hidden_keys(operands, plan, operands)
     query, key, value = map(aligned, operands[:3])
@@ -70,21 +70,21 @@ def tangent(
     scores = scores_move(moving)
     rows = [x for x in (query, d_query) if x is not None]
     keys = Keys(key, value if scores else None, d_key, d_value)
-    given = visibility_of(operands, plan)
+    visibility = visibility_of(operands, plan)
     batch, tokens, heads, _ = query.shape
-    parts, length = plan.splits * batch, plan.row_tiles * plan.row_times
+    splits_and_batch, length = plan.splits * batch, plan.row_tiles * plan.row_times
     partial_dtype = state.out.dtype if plan.splits == 1 else jnp.float32
     d_out, d_lse = tiles.call(
         _kernel,
         plan,
         (
             *(rows, keys, pad_to_blocks(state.out, 1, plan.row_times, 0) if scores else None),
-            *(numbers_of_rows(state.lse, plan, -jnp.inf), given),
-            tile_ranges(operands, given, plan, of_keys=False),
+            *(numbers_of_rows(state.lse, plan, -jnp.inf), visibility),
+            tile_ranges(operands, visibility, plan, of_keys=False),
         ),
         [
-            result_like(query, (parts, tokens, heads, plan.value_width), partial_dtype),
-            result_like(query, (parts, heads, length), jnp.float32),
+            result_like(query, (splits_and_batch, tokens, heads, plan.value_width), partial_dtype),
+            result_like(query, (splits_and_batch, heads, length), jnp.float32),
         ],
         [
             [tiles.tile_memory((plan.consumers, ROWS, plan.width), query.dtype) for _ in rows],
@@ -92,11 +92,11 @@ def tangent(
             tiles.tile_memory((plan.consumers, ROWS, chunk(plan.value_width)), partial_dtype),
             plgpu.Barrier(num_arrivals=len(rows), num_barriers=plan.consumers),
         ],
-        programs=plan.row_tiles * heads * parts,
+        programs=plan.row_tiles * heads * splits_and_batch,
         interpret=interpret,
     )
-    found = d_out[:, : plan.query_len], d_lse[:, :, : plan.query_len].swapaxes(1, 2)
-    pairs = zip(found, state, strict=True)
+    partial = d_out[:, : plan.query_len], d_lse[:, :, : plan.query_len].swapaxes(1, 2)
+    pairs = zip(partial, state, strict=True)
     return AttentionState(*(sum_of_parts(x, plan, like.dtype) for x, like in pairs))
 
 
@@ -108,7 +108,7 @@ def _kernel(
     out_ref: Ref | None,
     lse_ref: Ref,
     visibility: Visibility,
-    found: Ref | None,
+    ranges: Ref | None,
     d_out_ref: Ref,
     d_lse_ref: Ref,
     row_tiles: Sequence[Ref],
@@ -116,21 +116,21 @@ def _kernel(
     result_tile: Ref,
     ready: Any,
 ) -> None:
-    at = tiles.program_index(plan, plan.row_tiles, plan.heads)
-    over = tiles.tile_range(plan, found, at)
+    program = tiles.program_index(plan, plan.row_tiles, plan.heads)
+    tile_range = tiles.tile_range(plan, ranges, program)
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
-        tile = over.tile(i)
+        tile = tile_range.tile(i)
         present = (ref for ref in keys if ref is not None)
-        return [([tiles.keys_of(plan, ref, at, tile) for ref in present], ring)]
+        return [([tiles.keys_of(plan, ref, program, tile) for ref in present], ring)]
 
     def compute(group: Array) -> None:
-        row = at.tile * plan.row_times + group * ROWS
-        here = at.batch, pl.ds(row, ROWS), at.head
-        query, *d_query = own = [tile.at[group] for tile in row_tiles]
-        for ref, tile in zip(rows, own, strict=True):
-            plgpu.copy_gmem_to_smem(ref.at[here], tile, ready.at[group])
-        lse = tiles.load(lse_ref.at[at.batch, at.head, pl.ds(row, ROWS)], tiles.OF_ROWS)
+        row = program.tile * plan.row_times + group * ROWS
+        row_slice = program.batch, pl.ds(row, ROWS), program.head
+        query, *d_query = tiles_of_rows = [tile.at[group] for tile in row_tiles]
+        for ref, tile in zip(rows, tiles_of_rows, strict=True):
+            plgpu.copy_gmem_to_smem(ref.at[row_slice], tile, ready.at[group])
+        lse = tiles.load(lse_ref.at[program.batch, program.head, pl.ds(row, ROWS)], tiles.OF_ROWS)
         # a row without keys has no weight
         shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * tiles.LOG2_E)
         plgpu.barrier_wait(ready.at[group])
@@ -139,15 +139,15 @@ def _kernel(
         def step(i: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
             total, sums = carry
             slot, filled = tiles.filled(plan, ring, i)
-            left = iter(filled)
-            tile = Keys(*(None if ref is None else next(left) for ref in keys))
+            remaining = iter(filled)
+            tile = Keys(*(None if ref is None else next(remaining) for ref in keys))
             scores = tiles.products((query, tile.key)) * (scale * tiles.LOG2_E)
             weights = jnp.exp2(scores - tiles.of_rows(shift, plan.keys))
             if masked:
-                first = over.tile(i) * plan.keys
-                see = tiles.seen(plan, visibility, at, row, first, weights.shape)
-                weights = jnp.where(see, weights, 0.0)
-            # in this order: the sums, two tiles and one of 16 bits fit into the registers
+                first = tile_range.tile(i) * plan.keys
+                visible = tiles.seen(plan, visibility, program, row, first, weights.shape)
+                weights = jnp.where(visible, weights, 0.0)
+            # in this order the sums, two tiles and one of 16 bits fit into the registers
             if tile.d_value is not None:
                 added = weights.astype(tile.d_value.dtype), tile.d_value
                 sums = tiles.add_product(sums, *added, interpret)
@@ -167,15 +167,15 @@ def _kernel(
             tiles.constant((ROWS,), 0.0, tiles.OF_ROWS),
             tiles.constant((ROWS, plan.value_width), 0.0, tiles.TILE),
         )
-        total, sums = over.loop(step, start)
-        part = at.split * plan.batch + at.batch
+        total, sums = tile_range.loop(step, start)
+        part = program.split * plan.batch + program.batch
         total = jnp.where(lse == -jnp.inf, 0.0, total)
-        d_lse_ref.at[part, at.head, pl.ds(row, ROWS)][...] = total
+        d_lse_ref.at[part, program.head, pl.ds(row, ROWS)][...] = total
         if out_ref is not None:
-            out = tiles.load(out_ref.at[here], tiles.TILE).astype(jnp.float32)
+            out = tiles.load(out_ref.at[row_slice], tiles.TILE).astype(jnp.float32)
             sums -= tiles.of_rows(total, plan.value_width) * out
         sums = jnp.where(tiles.of_rows(lse, plan.value_width) == -jnp.inf, 0.0, sums)
-        there = d_out_ref.at[part, pl.ds(row, ROWS), at.head]
-        tiles.store(sums, result_tile.at[group], there)
+        result_slice = d_out_ref.at[part, pl.ds(row, ROWS), program.head]
+        tiles.store(sums, result_tile.at[group], result_slice)
 
-    tiles.share(plan, over.steps, sources, compute)
+    tiles.share(plan, tile_range.steps, sources, compute)

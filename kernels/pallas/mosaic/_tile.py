@@ -1,7 +1,7 @@
 """The Hopper kernels' operations on tiles: their memory, products, masks, and the order of iteration.
 
-Tiles of 16 bits lie in shared memory as the tensor cores read them, and are filled and emptied by the
-copy engine, which reads zeros beyond an array and writes nothing there.
+Tiles of 16 bits are in shared memory, in the order in which the tensor cores read them. The copy engine
+fills and empties them; beyond an array it reads zeros and writes nothing.
 """
 
 import inspect
@@ -34,7 +34,7 @@ OF_ROWS, OF_COLUMNS = TILE.reduce(1), TILE.reduce(0)  # of a number for each row
 
 @runtime_checkable
 class Ref(Protocol):
-    """An array in a memory of the GPU, or a part of one, in any order there; for which JAX has no public name."""
+    """A reference to an array, or a slice of one, in a GPU's memory; JAX has no public name for it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -45,16 +45,6 @@ class Ref(Protocol):
     def transpose(self, permutation: tuple[int, int], /) -> Any: ...
     def __getitem__(self, index: Any, /) -> Array: ...
     def __setitem__(self, index: Any, value: Array, /) -> None: ...
-
-
-def _interpreted(interpret: bool) -> dict[str, Any]:
-    """The option by which a kernel runs in JAX's interpreter of barriers and copies, from 0.12 on.
-
-    It raises where accesses to memory are not ordered by barriers.
-    """
-    if not interpret:
-        return {}
-    return {"interpret": plgpu.InterpretGPUParams(detect_races=True)}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def tile_memory(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -77,7 +67,7 @@ class Ring(NamedTuple):
 
 
 def ring(plan: Plan, rows: int, widths: Sequence[int], dtype: DTypeLike, *more: Any) -> Ring:
-    """The scratch memory of the tiles of a plan's stages, some by widths; and `more`."""
+    """A ring of a plan's stages, with a tile for each of `widths`, and `more` scratch memory."""
     memory = *(tile_memory((plan.stages, rows, width), dtype) for width in widths), *more
     free = plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
     ready = plgpu.Barrier(num_arrivals=len(memory), num_barriers=plan.stages)
@@ -94,12 +84,15 @@ def call(
     programs: int,
     interpret: bool,
 ) -> Sequence[Array]:
-    """The results of a kernel, of a plan, `interpret`, and what is in memory: inputs, results and scratch."""
+    """Runs `kernel(plan, interpret, *inputs, *results, *scratch)`, all but the first two being references."""
     arrays, tree = jax.tree.flatten(inputs)
+    options: dict[str, Any] = {}
+    if interpret:  # raises if barriers do not order accesses to memory
+        options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(*refs: Any) -> None:
-        given = jax.tree.unflatten(tree, refs[: len(arrays)])
-        kernel(plan, interpret, *given, *refs[len(arrays) :])
+        input_refs = jax.tree.unflatten(tree, refs[: len(arrays)])
+        kernel(plan, interpret, *input_refs, *refs[len(arrays) :])
 
     return plgpu.kernel(
         run,
@@ -110,7 +103,7 @@ def call(
         num_threads=plan.consumers + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **_interpreted(interpret),
+        **options,
     )(*arrays)
 
 
@@ -120,7 +113,7 @@ def share(
     sources: Callable[[Array], Sequence[tuple[Sequence[Any], Ring]]],
     compute: Callable[[Array], None],
 ) -> None:
-    """Gives each group of warps its work: the last copies what each step reads, the others compute."""
+    """Runs `compute` in all groups of warps but the last, which copies the tiles that each step reads."""
     group = lax.axis_index("group")
 
     @pl.when(group == plan.consumers)
@@ -137,20 +130,20 @@ def share(
                     plgpu.copy_gmem_to_smem(ref, tile.at[slot], ready.at[slot])
 
     @pl.when(group < plan.consumers)
-    def rest() -> None:
+    def compute_group() -> None:
         if plan.consumers > 1:
             plgpu.set_max_registers(COMPUTING, action="increase")
         compute(group)
 
 
-def store(x: Array, own: Ref, there: Ref) -> None:
-    """Writes a tile from registers into an array, some columns at a time through shared memory."""
-    (rows, columns), width = own.shape, there.shape[1]
+def store(x: Array, buffer: Ref, target: Ref) -> None:
+    """Writes a tile from registers to an array, a few columns at a time through a buffer in shared memory."""
+    (rows, columns), width = buffer.shape, target.shape[1]
     for column in range(0, width, columns):
-        own[...] = lax.slice(x, (0, column), (rows, column + columns)).astype(own.dtype)
+        buffer[...] = lax.slice(x, (0, column), (rows, column + columns)).astype(buffer.dtype)
         plgpu.commit_smem()
-        tile: Any = own
-        plgpu.copy_smem_to_gmem(tile, there.at[:, pl.ds(column, columns)])
+        tile: Any = buffer
+        plgpu.copy_smem_to_gmem(tile, target.at[:, pl.ds(column, columns)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=column + columns < width)
 
 
@@ -177,22 +170,22 @@ def products(*pairs: tuple[Ref, Ref], meanwhile: Callable[[], None] | None = Non
 
 def add_product(sums: Array, a: Array, b: Ref, interpret: bool) -> Array:
     """`sums + a @ b`, of a tile in registers and one in shared memory."""
-    if interpret:  # as the interpreter lacks products of tiles in registers
+    if interpret:  # the interpreter lacks products of tiles in registers
         added = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # the tensor cores read as the copy engine does, in no need of a fence
+        plgpu.commit_smem()  # the tensor cores would read shared memory without a fence
         return sums + added
-    held: Any = plgpu.WGMMAAccumulatorRef.init(sums)
-    return pl.run_state(lambda sums: plgpu.wgmma(sums, a, b))(held)
+    accumulator: Any = plgpu.WGMMAAccumulatorRef.init(sums)
+    return pl.run_state(lambda sums: plgpu.wgmma(sums, a, b))(accumulator)
 
 
-# before JAX 0.12 it has the argument for an index, too
+# older versions of JAX have an argument for an index
 _INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
 def load(ref: Ref, layout: Any) -> Array:
-    """Loads from memory into registers of a layout."""
-    here: Any = ref
-    return plgpu.load(here, *_INDEX, layout=layout, optimized=False)
+    """Loads from memory into registers, in a layout."""
+    source: Any = ref
+    return plgpu.load(source, *_INDEX, layout=layout, optimized=False)
 
 
 def constant(shape: tuple[int, ...], value: float, layout: Any) -> Array:
@@ -264,20 +257,20 @@ class TileRange(NamedTuple):
 
 
 def tile_range(
-    plan: Plan, found: Ref | None, at: ProgramIndex, *, of_keys: bool = False
+    plan: Plan, ranges: Ref | None, program: ProgramIndex, *, of_keys: bool = False
 ) -> TileRange:
     """The tiles that this program iterates over: of keys, its share of those of its rows; or of rows, `of_keys`.
 
     From `tile_ranges`, or if that is None from the mask with positions that count from 0.
     """
-    if found is not None:
-        batch = row_of(found, at, 1)
-        first, stop, begin, end = (found[i, batch, at.tile] for i in range(4))
+    if ranges is not None:
+        batch = batch_of(ranges, program, 1)
+        first, stop, begin, end = (ranges[i, batch, program.tile] for i in range(4))
     else:
-        first, stop, begin, end = _by_window(plan, at.tile, of_keys)
+        first, stop, begin, end = _by_window(plan, program.tile, of_keys)
     if plan.splits > 1:
         share, _ = divide(stop - first + (plan.splits - 1), plan.splits)
-        first = first + at.split * share
+        first = first + program.split * share
         stop = jnp.minimum(first + share, stop)
     # the run is within the share, even if either is empty
     stop = jnp.maximum(first, stop)
@@ -287,18 +280,18 @@ def tile_range(
 
 
 def _by_window(plan: Plan, tile: Array, of_keys: bool) -> tuple[Array, Array, Array, Array]:
-    own = plan.query_len, plan.row_times
-    other = plan.key_len, plan.keys
+    own_sizes = plan.query_len, plan.row_times
+    other_sizes = plan.key_len, plan.keys
     window = plan.settings.mask.window
     # a query sees the keys of a window around it, and a key is seen by those of its reflection
     if of_keys:
-        own, other, window = other, own, window[::-1]
-    (own_len, own_tile), (other_len, size) = own, other
+        own_sizes, other_sizes, window = other_sizes, own_sizes, window[::-1]
+    (own_len, own_tile), (other_len, size) = own_sizes, other_sizes
     if not plan.settings.mask.constrains:
         number = math.ceil(other_len / size)
         # rows mask the keys that pad the last tile; rows that pad it have no weight
-        whole = number if of_keys else other_len // size
-        first, stop, end = (jnp.int32(x) for x in (0, number, whole))
+        all_visible = number if of_keys else other_len // size
+        first, stop, end = (jnp.int32(x) for x in (0, number, all_visible))
         return first, stop, first, end
     left, right = (min(x, own_len + other_len) for x in window)
     least = tile * own_tile
@@ -310,27 +303,27 @@ def _by_window(plan: Plan, tile: Array, of_keys: bool) -> tuple[Array, Array, Ar
     return first, stop, begin, end
 
 
-def keys_of(plan: Plan, ref: Ref, at: ProgramIndex, tile: Array) -> Ref:
+def keys_of(plan: Plan, ref: Ref, program: ProgramIndex, tile: Array) -> Ref:
     """A tile of the keys that a program's rows see."""
-    kv_head, _ = divide(at.head, plan.group)
-    return ref.at[at.batch, pl.ds(tile * plan.keys, plan.keys), kv_head]
+    kv_head, _ = divide(program.head, plan.group)
+    return ref.at[program.batch, pl.ds(tile * plan.keys, plan.keys), kv_head]
 
 
-def row_of(ref: Ref, at: ProgramIndex, axis: int = 0) -> Any:
-    """The row of the batch in an array that may have one for all."""
-    return 0 if ref.shape[axis] == 1 else at.batch
+def batch_of(ref: Ref, program: ProgramIndex, axis: int = 0) -> Any:
+    """The batch index into an array whose batch axis may be 1."""
+    return 0 if ref.shape[axis] == 1 else program.batch
 
 
-def load_numbers(ref: Ref, at: ProgramIndex, start: Array, size: int, layout: Any) -> Array:
+def load_numbers(ref: Ref, program: ProgramIndex, start: Array, size: int, layout: Any) -> Array:
     """`size` of the numbers `[b, L]` of queries or keys, from `start`."""
-    here = ref.at[row_of(ref, at), pl.ds(start, size)]
-    return load(here, layout)
+    numbers = ref.at[batch_of(ref, program), pl.ds(start, size)]
+    return load(numbers, layout)
 
 
 def seen(
     plan: Plan,
     visibility: Visibility,
-    at: ProgramIndex,
+    program: ProgramIndex,
     row: Array,
     key: Array,
     shape: tuple[int, ...],
@@ -338,29 +331,29 @@ def seen(
     keys_first: bool = False,
 ) -> Bool[Array, "rows keys"]:
     """Which rows from `row` on see which keys from `key` on, in a tile of a shape, rows by keys or `keys_first`."""
-    kinds = (OF_ROWS, of_rows), (OF_COLUMNS, of_columns)
+    layouts = (OF_ROWS, of_rows), (OF_COLUMNS, of_columns)
 
     def spread(ref: Ref | None, start: Array, axis: int) -> Array:
         if ref is None:  # positions that are not given count from 0
             return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) + start
-        layout, across = kinds[axis]
-        return across(load_numbers(ref, at, start, shape[axis], layout), shape[1 - axis])
+        layout, across = layouts[axis]
+        return across(load_numbers(ref, program, start, shape[axis], layout), shape[1 - axis])
 
     def numbers(rows: Ref | None, keys: Ref | None) -> tuple[Array, Array]:
         if rows is None or keys is None:
             rows = keys = None
         return spread(rows, row, int(keys_first)), spread(keys, key, int(not keys_first))
 
-    found = numbers(None, None)[1] < plan.key_len
+    see = numbers(None, None)[1] < plan.key_len
     if plan.settings.mask.constrains or visibility.row_positions is not None:
-        found &= visible(plan.settings.mask.bind(), *numbers(*visibility[:2]))
+        see &= visible(plan.settings.mask.bind(), *numbers(*visibility[:2]))
     if visibility.row_segments is not None:
-        found &= jnp.equal(*numbers(*visibility[2:4]))
-    return found
+        see &= jnp.equal(*numbers(*visibility[2:4]))
+    return see
 
 
 def zero_hidden(
-    plan: Plan, visibility: Visibility, at: ProgramIndex, tile: Array, values: Ref
+    plan: Plan, visibility: Visibility, program: ProgramIndex, tile: Array, values: Ref
 ) -> None:
     """Zeros the values, in shared memory, of the keys of a tile that no row of the call sees."""
     start, width = tile * plan.keys, values.shape[1]
@@ -368,12 +361,12 @@ def zero_hidden(
     for column in range(0, width, step):
         shape = plan.keys, step
         if visibility.key_positions is not None:
-            positions = load_numbers(visibility.key_positions, at, start, plan.keys, OF_ROWS)
-            there = of_rows(positions, step) >= 0
+            positions = load_numbers(visibility.key_positions, program, start, plan.keys, OF_ROWS)
+            present = of_rows(positions, step) >= 0
         else:
             number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + start
-            there = number < plan.query_len + plan.settings.mask.window[1]
+            present = number < plan.query_len + plan.settings.mask.window[1]
         part = values.at[:, pl.ds(column, step)]
         x = load(part, TILE)
-        part[...] = jnp.where(there, x, jnp.zeros_like(x))
+        part[...] = jnp.where(present, x, jnp.zeros_like(x))
     plgpu.commit_smem()

@@ -32,15 +32,11 @@ _CHIPS = {
 
 
 def chip_of(kind: str | None) -> Chip:
-    """The TPU of a kind; one that is not known is taken for the smallest."""
+    """The TPU of a kind; the smallest for unknown kinds."""
     return Chip() if kind is None else _CHIPS.get(kind, Chip())
 
 
 def target_chip() -> Chip:
-    """The TPU of the program being lowered, which need not be there.
-
-    A call is checked when it is traced, before any program is known, and so for the smallest; its blocks
-    are chosen when its program is lowered.
-    """
+    """The TPU of the program being lowered, which need not be attached; the smallest while tracing."""
     device = target_device()
     return chip_of(None if device is None else device.device_kind)

@@ -24,59 +24,59 @@ from ._step import HIDDEN, dot, hide, load_present, visit, zero_past_end
 from ._visibility import BlockRanges, block_ranges, block_visibility
 
 
-def forward(operands: Operands, at: Layout, *, interpret: bool) -> AttentionState:
-    """The state of a call, by the layout of its forward pass."""
-    settings = at.settings
+def forward(operands: Operands, layout: Layout, *, interpret: bool) -> AttentionState:
+    """The state of a call."""
+    settings = layout.settings
     query, key, value = operands[:3]
-    if settings.part:  # else XLA copies the whole array in front of a loop over its parts
+    if settings.part:  # else XLA copies the whole array before a loop over its parts
         query = with_layout_constraint(query, ArrayLayout((0, 1, 2, 3)))
     batch = query.shape[0]
-    visibility = block_visibility(operands, at)
-    grid = Grid(at, batch)
+    visibility = block_visibility(operands, layout)
+    grid = Grid(layout, batch)
     splits = grid.splits
-    ranges = block_ranges(visibility, at, batch, splits=splits)
-    of_score = block_numbers(operands, at)
+    ranges = block_ranges(visibility, layout, batch, splits=splits)
+    numbers = block_numbers(operands, layout)
     width, value_width = query.shape[-1], value.shape[-1]
-    found_dtype = out_dtype(operands, settings) if splits == 1 else jnp.float32
-    rows = at.row_blocks * at.row_block
+    partial_dtype = out_dtype(operands, settings) if splits == 1 else jnp.float32
+    rows = layout.row_blocks * layout.row_block
     specs = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=grid.sizes,
         in_specs=[
             grid.of_rows(width),
-            grid.of_keys(width, tall=at.tall_key),
-            grid.of_keys(value_width, tall=at.tall_value),
+            grid.of_keys(width, tall=layout.tall_key),
+            grid.of_keys(value_width, tall=layout.tall_value),
             grid.of_visibility(visibility),
-            number_specs(of_score, at, grid.row),
+            number_specs(numbers, layout, grid.row),
         ],
         out_specs=grid.of_parts(value_width),
         scratch_shapes=[
-            pltpu.VMEM((at.row_block, 1), jnp.float32),
-            pltpu.VMEM((at.row_block, 1), jnp.float32),
-            pltpu.VMEM((at.row_block, value_width), jnp.float32),
+            pltpu.VMEM((layout.row_block, 1), jnp.float32),
+            pltpu.VMEM((layout.row_block, 1), jnp.float32),
+            pltpu.VMEM((layout.row_block, value_width), jnp.float32),
         ],
     )
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, at=at, range_index=grid.range_index),
+        functools.partial(_kernel, layout=layout, range_index=grid.range_index),
         grid_spec=specs,
         out_shape=[
-            result_like(query, (splits, batch, at.heads, rows, value_width), found_dtype),
-            result_like(query, (splits, batch, at.heads, 1, rows), jnp.float32),
+            result_like(query, (splits, batch, layout.heads, rows, value_width), partial_dtype),
+            result_like(query, (splits, batch, layout.heads, 1, rows), jnp.float32),
         ],
-        compiler_params=compiler_params(at, len(grid.sizes)),
+        compiler_params=compiler_params(layout, len(grid.sizes)),
         interpret=interpret,
         name="attention_forward",
     )(
         ranges,
-        fold_rows(query, at),
-        fold_keys(key, at, tall=at.tall_key),
-        fold_keys(value, at, tall=at.tall_value),
+        fold_rows(query, layout),
+        fold_keys(key, layout, tall=layout.tall_key),
+        fold_keys(value, layout, tall=layout.tall_value),
         visibility.arrays,
-        of_score,
+        numbers,
     )
     state = AttentionState(out, lse.squeeze(-2))
     state = merge_all(state) if splits > 1 else AttentionState(out[0], state.lse[0])
-    out, lse = (unfold_rows(x, at) for x in state)
+    out, lse = (unfold_rows(x, layout) for x in state)
     return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
 
@@ -86,14 +86,14 @@ def _kernel(
     key: Ref,
     value: Ref,
     visibility: dict[str, Ref],
-    of_score: Numbers,
+    numbers: Numbers,
     out: Ref,
     lse: Ref,
     maximum: Ref,
     total: Ref,
     sums: Ref,
     *,
-    at: Layout,
+    layout: Layout,
     range_index: Callable[..., Any],
 ) -> None:
     """One step, of a block of rows and a block of keys; statistics stay in scratch memory.
@@ -102,7 +102,7 @@ def _kernel(
     out `[rows, Hv]`, lse `[1, rows]`; maximum and total `[rows, 1]`, sums `[rows, Hv]`, float32.
     """
     b, p, s, i, j = map(pl.program_id, range(5))
-    score = BlockScores(at, of_score, visibility)
+    score = BlockScores(layout, numbers, visibility)
 
     @pl.when(j == 0)
     def _() -> None:
@@ -112,10 +112,10 @@ def _kernel(
 
     @visit(ranges, range_index(b, s, i), j, visibility)
     def _(block: Array, compared: dict[str, Ref]) -> None:
-        zero_past_end(value, block, at, tall=at.tall_value)
-        product = dot(query[...], key[...], (1, 0 if at.tall_key else 1))
+        zero_past_end(value, block, layout, tall=layout.tall_value)
+        product = dot(query[...], key[...], (1, 0 if layout.tall_key else 1))
         scores = score.in_units(product)
-        scores = hide(scores, compared, block, at, turned=False)
+        scores = hide(scores, compared, block, layout, turned=False)
         old = maximum[...]
         new = jnp.maximum(old, scores.max(-1, keepdims=True))
         shift = jnp.where(new == HIDDEN, 0.0, new)
@@ -123,9 +123,9 @@ def _kernel(
         decay = jnp.exp((old - shift) * score.unit)
         maximum[...] = new
         total[...] = total[...] * decay + weights.sum(-1, keepdims=True)
-        values = load_present(value, compared, tall=at.tall_value)
-        found = dot(weights.astype(value.dtype), values, (1, 1 if at.tall_value else 0))
-        sums[...] = sums[...] * decay + found
+        values = load_present(value, compared, tall=layout.tall_value)
+        product_sums = dot(weights.astype(value.dtype), values, (1, 1 if layout.tall_value else 0))
+        sums[...] = sums[...] * decay + product_sums
 
     @pl.when(j == pl.num_programs(4) - 1)
     def _() -> None:
@@ -133,9 +133,8 @@ def _kernel(
         if "row_positions" in visibility:  # absent rows, as blocks that all rows see are not masked
             empty |= visibility["row_positions"][...].T < 0
         divisor, largest = jnp.where(empty, 1.0, total[...]), maximum[...] * score.unit
-        divisor = jnp.where(
-            largest == math.inf, math.nan, divisor
-        )  # a product may be finite, and its score overflow
+        # the score of a finite product may overflow
+        divisor = jnp.where(largest == math.inf, math.nan, divisor)
         out[...] = jnp.where(empty, 0.0, sums[...] / divisor).astype(out.dtype)
-        # the column of energies is written as a row: a column takes 128 times the memory
+        # the column is written as a row: a column takes 128 times the memory
         lse[...] = jnp.where(empty, HIDDEN, largest + jnp.log(divisor)).T

@@ -6,7 +6,7 @@ from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
 from ...masks._abstract import AbstractMask
-from ._layout import LayoutSizes, layout
+from ._layout import LayoutSizes, make_layout
 
 _DTYPES = ("bfloat16", "float32")  # the compiler does not load float16
 
@@ -21,7 +21,7 @@ class PallasTPU(AbstractKernel):
     the key heads to the front if the width is a multiple of 128.
     """
 
-    sizes: LayoutSizes | None = None  # the largest blocks; by default by the chip
+    sizes: LayoutSizes | None = None  # the largest blocks; None: those for the chip
 
     name = "pallas_tpu"
     platforms = ("tpu",)
@@ -32,22 +32,21 @@ class PallasTPU(AbstractKernel):
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float16, float64 and empty axes;
-        for widths whose blocks do not fit on the chip, or too many blocks; for masks that look into
-        a table by query and key, or compute with them what blocks do not; and for scores of other
-        functions or larger tables than blocks compute, and a source beside a score.
+        for widths whose blocks do not fit on the chip, or too many blocks; for masks and scores that the
+        kernel does not compute, and a source beside a score.
         """
         operands, settings, _ = call
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "backward"):
-            layout(operands, settings, kind, self.sizes)
+            make_layout(operands, settings, kind, self.sizes)
 
     def forward(self, call: KernelCall) -> AttentionState:
         """The online softmax over blocks of keys."""
         operands, settings, platform = call
         from ._forward import forward  # late: Pallas takes long to import
 
-        found = layout(operands, settings, "forward", self.sizes)
-        return forward(operands, found, interpret=platform != "tpu")
+        layout = make_layout(operands, settings, "forward", self.sizes)
+        return forward(operands, layout, interpret=platform != "tpu")
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -56,8 +55,8 @@ class PallasTPU(AbstractKernel):
         operands, settings, platform = call
         from ._backward import backward
 
-        found = layout(operands, settings, "backward", self.sizes)
-        return backward(operands, found, state, cotangent, interpret=platform != "tpu")
+        layout = make_layout(operands, settings, "backward", self.sizes)
+        return backward(operands, layout, state, cotangent, interpret=platform != "tpu")
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
@@ -70,7 +69,7 @@ class PallasTPU(AbstractKernel):
         from ._tangent import tangent
 
         try:
-            found = layout(operands, settings, "tangent", self.sizes)
+            layout = make_layout(operands, settings, "tangent", self.sizes)
         except NotImplementedError:
             return None
-        return tangent(operands, found, state, directions, interpret=platform != "tpu")
+        return tangent(operands, layout, state, directions, interpret=platform != "tpu")

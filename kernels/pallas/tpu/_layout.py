@@ -1,4 +1,4 @@
-"""The layout of a call for the TPU kernels: heads folded into other axes, blocks that fit on a chip."""
+"""The layout of a call for the TPU kernels: heads folded into other axes, and blocks that fit on a chip."""
 
 import math
 from typing import NamedTuple
@@ -12,15 +12,15 @@ from .._score import score_of
 from .._score_program import ScoreProgram, Target
 from ._chip import Chip, target_chip
 
-# What every chip grants a kernel. Of 1 MiB for scalars the ranges of blocks may take a half, 16 bytes for
-# each block.
+# The memory that every chip grants a kernel. The ranges of blocks may take half of the 1 MiB for scalars, at 16
+# bytes for each block.
 LEAST_GRANTED = 16 * 2**20
 MOST_RANGES = 2**15
 MOST_LISTED = 2**16  # of four bytes each, beside the ranges
 
 
-# What Mosaic has, in all versions of JAX, for a score and its derivatives (1 - x² in them since 0.12). Not the sign (of
-# the derivative of abs), which JAX 0.10 lowers only where there is a TPU, not ahead of time ("Unsupported TPU device").
+# The primitives that every supported JAX lowers to Mosaic, for a score and its derivatives. Without `sign`, the
+# derivative of abs, which is not lowered ahead of time (`test_functions_of_scores` of tests/tpu).
 TARGET = Target(
     frozenset(
         "abs add add_any and broadcast_in_dim ceil clamp convert_element_type cos custom_jvp_call div "
@@ -33,17 +33,17 @@ TARGET = Target(
 
 
 class LayoutSizes(NamedTuple):
-    """How large blocks may be; static. Tests pass smaller ones, the chip's tiles among them.
+    """How large blocks may be; static.
 
     Attributes:
         rows: rows (queries times heads) in a block.
         keys: keys in a block.
-        few_rows: rows so few that reading keys takes longer than computing with them, even where
+        few_rows: the most rows for which reading keys takes longer than computing with them, even where
             every row is compared with the keys of all heads.
-        keys_of_few_rows: keys in a block then. Reading such a block takes a microsecond or
-            more, several times the overhead of a step.
+        keys_of_few_rows: keys in a block then. Reading such a block takes a microsecond or more,
+            several times the overhead of a step.
         keys_backward: keys in a block of the backward.
-        memory: bytes that the arrays of a step may take, by an estimate that leaves a quarter out.
+        memory: bytes that the arrays of a step may take, by `_memory`; three quarters of what is granted.
         lanes: the last axis of the chip's tiles.
         sublanes: the axis before it.
     """
@@ -62,10 +62,10 @@ LAYOUT_SIZES = LayoutSizes()
 
 
 def sizes_on(chip: Chip) -> LayoutSizes:
-    """The largest blocks on a chip, of whose memory a kernel takes a half at most.
+    """The largest blocks on a chip, whose kernels may take half of its memory.
 
-    More keys in a block mean fewer steps, and fewer instructions for each key where XLA's schedules of a
-    step showed it: in the forward only beside matrix units of 256 columns.
+    Larger blocks mean fewer steps. In the forward, XLA's schedules have fewer instructions for each key
+    only on chips with matrix units of 256 columns.
     """
     if chip.memory // 2 <= LEAST_GRANTED:
         return LAYOUT_SIZES
@@ -103,8 +103,8 @@ class Layout(NamedTuple):
         row_block: rows in a block.
         key_block: keys in a block.
         granted: bytes of the chip's memory that the kernels ask for.
-        bounded: whether keys past the end are told only by their index in the last block.
-        pairs: the mask of the call for blocks, None if that is a window.
+        bounded: whether keys past the end are hidden by their index, as there are no positions.
+        pairs: the pairwise form of the call's mask, None if it is a window.
         settings: those of the call.
         score: the call's score, if it has one.
     """
@@ -135,7 +135,7 @@ class Layout(NamedTuple):
         return math.ceil(self.keys / self.key_block)
 
 
-def layout(
+def make_layout(
     operands: Operands,
     settings: Settings,
     kind: str,
@@ -143,27 +143,28 @@ def layout(
 ) -> Layout:
     """The layout and the blocks of a call's kernels: "forward", "backward" or "tangent".
 
-    Without sizes, those for the chip that the program is lowered for. Raises `NotImplementedError` if no
-    block fits into its memory, or too many are needed, or for a mask or a score that blocks do not tell.
+    Sizes default to those for the chip that the program is lowered for. Raises `NotImplementedError` if
+    no block fits into its memory, or too many are needed, or for a mask or a score that the kernels do not
+    compute.
     """
     sizes = sizes or sizes_on(target_chip())
     score = score_of(operands, settings, TARGET)
     pairs = pairs_of(operands, settings)
     batch, query_len, heads, width = operands.query.shape
     _, key_len, kv_heads, value_width = operands.value.shape
-    few = query_len * heads <= sizes.few_rows
+    few_rows = query_len * heads <= sizes.few_rows
     tall = bool(width % sizes.lanes), bool(value_width % sizes.lanes)
     as_written = kv_heads in (1, 2, 4) or (
         kv_heads % 8 == 0 and math.lcm(sizes.lanes, kv_heads) <= sizes.keys
     )
-    front = 1 if few and as_written and not any(tall) else kv_heads
+    front = 1 if few_rows and as_written and not any(tall) else kv_heads
     row_fold, key_fold = heads // front, kv_heads // front
     rows, keys = query_len * row_fold, key_len * key_fold
     name = "keys" if kind == "forward" else "keys_backward"
-    if few and kind != "backward":
+    if few_rows and kind != "backward":
         name = "keys_of_few_rows"
-    # blocks larger than on the smallest chip only where a row sees four of them: the first is waited for,
-    # and a part of the last is hidden by a causal mask or a window
+    # blocks larger than on the smallest chip only where a row sees four of them: the first is not overlapped
+    # with computation, and a causal mask or a window hides a part of the last
     seen = min(keys, (sum(settings.mask.window) + 1) * key_fold)
     most_keys = min(getattr(sizes, name), max(getattr(LAYOUT_SIZES, name), seen // 4))
     unit = math.lcm(sizes.lanes, key_fold)  # a block holds all heads of its keys
@@ -177,7 +178,7 @@ def layout(
             bounded = keys % key_block > 0 and not positions
             granted = max(LEAST_GRANTED, needed * 4 // 3)
             numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block, granted
-            found = Layout(*numbers, bounded, pairs, settings, score)
+            planned = Layout(*numbers, bounded, pairs, settings, score)
             break
         if key_block > unit and key_block >= row_block:
             most_keys = key_block // 2
@@ -190,19 +191,19 @@ def layout(
                 f"query: wanted widths whose blocks fit into {sizes.memory >> 20} MiB, got {width} "
                 f"beside values of {value_width}"
             )
-    ranges = batch * max(found.row_blocks, found.key_blocks if kind == "backward" else 0)
+    ranges = batch * max(planned.row_blocks, planned.key_blocks if kind == "backward" else 0)
     if ranges > MOST_RANGES:
         raise NotImplementedError(
             f"query: wanted at most {MOST_RANGES} blocks of {row_block} rows or {key_block} keys in a "
             f"batch, got {ranges}"
         )
-    listed = batch * found.row_blocks * found.key_blocks
+    listed = batch * planned.row_blocks * planned.key_blocks
     if pairs is not None and listed > MOST_LISTED:
         raise NotImplementedError(
             f"query: wanted at most {MOST_LISTED} pairs of blocks of {row_block} rows and {key_block} "
             f"keys in a batch under a mask other than causality and windows, got {listed}"
         )
-    return found
+    return planned
 
 
 def _even(size: int, most: int, unit: int) -> int:
@@ -242,31 +243,37 @@ def _memory(
     return blocks + sums + scores + parts
 
 
-def fold_rows(x: Array, at: Layout, fill: float = 0) -> Array:
+def fold_rows(x: Array, layout: Layout, fill: float = 0) -> Array:
     """`[B, T, N, ...]` to rows `[B, P, R, ...]`, ordered by (time, head).
 
-    Blocks then cover short intervals of positions, so that few of them meet under a causal mask.
+    Blocks then cover short intervals of positions, so that fewer pairs of them meet under a causal mask.
     """
-    batch, query_len, heads, *rest = x.shape
-    x = x.reshape(batch, query_len, at.heads, at.row_fold, *rest).swapaxes(2, 3)
-    return pack_rows(x.reshape(batch, at.rows, at.heads, *rest), at.heads, at.row_block, fill)
+    batch, query_len, heads, *trailing = x.shape
+    x = x.reshape(batch, query_len, layout.heads, layout.row_fold, *trailing).swapaxes(2, 3)
+    return pack_rows(
+        x.reshape(batch, layout.rows, layout.heads, *trailing), layout.heads, layout.row_block, fill
+    )
 
 
-def unfold_rows(x: Array, at: Layout) -> Array:
+def unfold_rows(x: Array, layout: Layout) -> Array:
     """The inverse of `fold_rows`."""
-    batch, _, _, *rest = x.shape
-    x = unpack_rows(x, at.rows, at.heads).reshape(batch, -1, at.row_fold, at.heads, *rest)
-    return x.swapaxes(2, 3).reshape(batch, -1, at.heads * at.row_fold, *rest)
+    batch, _, _, *trailing = x.shape
+    x = unpack_rows(x, layout.rows, layout.heads).reshape(
+        batch, -1, layout.row_fold, layout.heads, *trailing
+    )
+    return x.swapaxes(2, 3).reshape(batch, -1, layout.heads * layout.row_fold, *trailing)
 
 
-def fold_keys(x: Array, at: Layout, *, tall: bool) -> Array:
+def fold_keys(x: Array, layout: Layout, *, tall: bool) -> Array:
     """`[B, S, K, W]` to `[B, P, C, W]`, or to `[B, P, W, C]` if `tall`."""
-    x = pack_rows(x.reshape(x.shape[0], at.keys, at.heads, x.shape[-1]), at.heads, 1)
+    x = pack_rows(x.reshape(x.shape[0], layout.keys, layout.heads, x.shape[-1]), layout.heads, 1)
     return x.swapaxes(2, 3) if tall else x
 
 
-def unfold_keys(x: Array, at: Layout, *, tall: bool) -> Array:
+def unfold_keys(x: Array, layout: Layout, *, tall: bool) -> Array:
     """The inverse of `fold_keys`."""
     x = x.swapaxes(2, 3) if tall else x
     batch, width = x.shape[0], x.shape[-1]
-    return unpack_rows(x, at.keys, at.heads).reshape(batch, -1, at.heads * at.key_fold, width)
+    return unpack_rows(x, layout.keys, layout.heads).reshape(
+        batch, -1, layout.heads * layout.key_fold, width
+    )

@@ -18,22 +18,22 @@ from ._visibility import BlockRanges, feature
 HIDDEN = -math.inf
 
 
-def key_spec(width: int, at: Layout, block: Callable[..., Any], *, tall: bool) -> pl.BlockSpec:
+def key_spec(width: int, layout: Layout, block: Callable[..., Any], *, tall: bool) -> pl.BlockSpec:
     """The spec of a block of keys or values; `block` returns its index."""
 
-    def where(b: Array, p: Array, *others: Array | BlockRanges) -> tuple[int | Array, ...]:
-        number = block(b, *others)
+    def index_map(b: Array, p: Array, *rest: Array | BlockRanges) -> tuple[int | Array, ...]:
+        number = block(b, *rest)
         return (b, p, 0, number) if tall else (b, p, number, 0)
 
-    shape = (width, at.key_block) if tall else (at.key_block, width)
-    return pl.BlockSpec((None, None, *shape), where)
+    shape = (width, layout.key_block) if tall else (layout.key_block, width)
+    return pl.BlockSpec((None, None, *shape), index_map)
 
 
 def step(ranges: BlockRanges, range_index: Array, number: Array) -> Array:
-    """The block of a step of a range; steps past the end repeat the last, so that nothing is read."""
+    """The block of a step of a range; steps past the end repeat the last block, which is not read again."""
     first, stop = ranges.first[range_index], ranges.stop[range_index]
-    place = jnp.minimum(first + number, jnp.maximum(stop - 1, 0))
-    return place if ranges.order is None else ranges.order[place]
+    index = jnp.minimum(first + number, jnp.maximum(stop - 1, 0))
+    return index if ranges.order is None else ranges.order[index]
 
 
 def visit(
@@ -44,46 +44,48 @@ def visit(
 ) -> Callable[[Callable[[Array, dict[str, Ref]], None]], None]:
     """Decorates the body of a step, which takes a block and the arrays to compare for its mask.
 
-    In a run of blocks where all rows see all keys, most of a long causal context, positions and
-    segments are not compared.
+    Positions and segments are not compared in the run of blocks where all rows see all keys, which is
+    most of a long causal context.
     """
     first, stop, open_first, open_stop = (x[range_index] for x in ranges[:4])
-    place = first + number
+    index = first + number
     heads = {name: x for name, x in visibility.items() if name.endswith("heads")}
 
     def run(do: Callable[[Array, dict[str, Ref]], None]) -> None:
         if len(heads) == len(visibility):
-            pl.when(place < stop)(lambda: do(place, visibility))
+            pl.when(index < stop)(lambda: do(index, visibility))
             return
-        block = place if ranges.order is None else step(ranges, range_index, number)
-        is_open = (open_first <= place) & (place < open_stop)
-        pl.when((place < stop) & is_open)(lambda: do(block, heads))
-        pl.when((place < stop) & jnp.logical_not(is_open))(lambda: do(block, visibility))
+        block = index if ranges.order is None else step(ranges, range_index, number)
+        is_open = (open_first <= index) & (index < open_stop)
+        pl.when((index < stop) & is_open)(lambda: do(block, heads))
+        pl.when((index < stop) & jnp.logical_not(is_open))(lambda: do(block, visibility))
 
     return run
 
 
 def visibility_specs(
-    visibility: dict[str, Array], at: Layout, row: Callable[..., Any], key: Callable[..., Any]
+    visibility: dict[str, Array], layout: Layout, row: Callable[..., Any], key: Callable[..., Any]
 ) -> dict[str, pl.BlockSpec]:
     """The specs of the visibility arrays; `row` and `key` return the index of a block."""
 
     def spec(name: str, x: Array) -> pl.BlockSpec:
-        index, block = (row, at.row_block) if name.startswith("row") else (key, at.key_block)
+        block_index, block = (
+            (row, layout.row_block) if name.startswith("row") else (key, layout.key_block)
+        )
 
-        def where(*step: Array | BlockRanges) -> tuple[Any, ...]:
-            b, _, *others = step
-            # arrays may be one for the whole batch, or one block for all blocks
-            number = index(b, *others) if x.shape[-1] > block else 0
+        def index_map(*step: Array | BlockRanges) -> tuple[Any, ...]:
+            b, _, *rest = step
+            # an array may be shared by the whole batch, or have one block for all blocks
+            number = block_index(b, *rest) if x.shape[-1] > block else 0
             return b if len(x) > 1 else 0, 0, number
 
-        return pl.BlockSpec((None, 1, block), where)
+        return pl.BlockSpec((None, 1, block), index_map)
 
     return {name: spec(name, x) for name, x in visibility.items()}
 
 
 def hide(
-    scores: Array, visibility: dict[str, Ref], key_block: Array, at: Layout, *, turned: bool
+    scores: Array, visibility: dict[str, Ref], key_block: Array, layout: Layout, *, turned: bool
 ) -> Array:
     """Scores `[rows, keys]` of a block, or `[keys, rows]` if `turned`, -inf where hidden."""
 
@@ -93,16 +95,16 @@ def hide(
 
     conditions: list[Any] = []
     if "row_positions" in visibility:
-        if at.pairs is None:
-            conditions.append(visible(at.settings.mask.bind(), *pair("positions")))
+        if layout.pairs is None:
+            conditions.append(visible(layout.settings.mask.bind(), *pair("positions")))
         else:
             conditions.append(
-                at.pairs.visible(*pair("positions"), *_features(visibility, at, turned))
+                layout.pairs.visible(*pair("positions"), *_features(visibility, layout, turned))
             )
-    if at.bounded:
-        shape, axis = ((at.key_block, 1), 0) if turned else ((1, at.key_block), 1)
-        number = key_block * at.key_block + lax.broadcasted_iota(jnp.int32, shape, axis)
-        conditions.append(number < at.keys)
+    if layout.bounded:
+        shape, axis = ((layout.key_block, 1), 0) if turned else ((1, layout.key_block), 1)
+        number = key_block * layout.key_block + lax.broadcasted_iota(jnp.int32, shape, axis)
+        conditions.append(number < layout.keys)
     for name in ("segments", "heads"):
         if f"row_{name}" in visibility:
             conditions.append(operator.eq(*pair(name)))
@@ -112,27 +114,24 @@ def hide(
 
 
 def _features(
-    visibility: dict[str, Ref], at: Layout, turned: bool
+    visibility: dict[str, Ref], layout: Layout, turned: bool
 ) -> tuple[list[Array], list[Array]]:
-    """The numbers of rows and of keys that the mask compares, which face each other."""
-    if at.pairs is None:
+    """The numbers of rows and of keys that the mask compares, as columns and rows that broadcast."""
+    if layout.pairs is None:
         return [], []
-    rows = [visibility[feature("row", i)][...] for i in range(at.pairs.of_queries)]
-    keys = [visibility[feature("key", i)][...] for i in range(at.pairs.of_keys)]
+    rows = [visibility[feature("row", i)][...] for i in range(layout.pairs.of_queries)]
+    keys = [visibility[feature("key", i)][...] for i in range(layout.pairs.of_keys)]
     return ([x if turned else x.T for x in rows], [x.T if turned else x for x in keys])
 
 
-def zero_past_end(x: Ref, key_block: Array, at: Layout, *, tall: bool) -> None:
-    """Writes zeros past the end of keys or values in their last block.
+def zero_past_end(x: Ref, key_block: Array, layout: Layout, *, tall: bool) -> None:
+    """Writes zeros past the end of keys or values in their last block, where memory might hold NaN."""
+    remainder = layout.keys % layout.key_block
+    if remainder:
 
-    A weight of zero times what is there might be NaN.
-    """
-    inside = at.keys % at.key_block
-    if inside:
-
-        @pl.when(key_block == at.key_blocks - 1)
+        @pl.when(key_block == layout.key_blocks - 1)
         def _() -> None:
-            past = (slice(None), slice(inside, None)) if tall else slice(inside, None)
+            past = (slice(None), slice(remainder, None)) if tall else slice(remainder, None)
             x[past] = jnp.zeros_like(x[past])
 
 
@@ -141,8 +140,8 @@ def load_present(x: Ref, visibility: dict[str, Ref], *, tall: bool) -> Array:
     if "key_positions" not in visibility:
         return x[...]
     positions = visibility["key_positions"][...]
-    there = (positions if tall else positions.T) >= 0
-    return jnp.where(there, x[...], jnp.zeros((), x.dtype))
+    present = (positions if tall else positions.T) >= 0
+    return jnp.where(present, x[...], jnp.zeros((), x.dtype))
 
 
 def dot(a: Array, b: Array, over: tuple[int, int]) -> Array:

@@ -18,7 +18,7 @@ from energy_attn.kernels.call._operands import cotangents as directions_of
 from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.tpu._grid import Grid
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
-from energy_attn.kernels.pallas.tpu._layout import layout
+from energy_attn.kernels.pallas.tpu._layout import make_layout
 from energy_attn.kernels.vendor._cudnn import CuDNN
 from energy_attn.kernels.vendor._fa4 import FA4
 from energy_attn.kernels.vendor._flash_attn import FlashAttn
@@ -145,7 +145,7 @@ def test_keys_are_split():
     """Cases whose keys are all of one program, and say nothing of the sum over several."""
     plan = make_plan(*call_of(HEADS["heads_16_2"]), "tangent", SMALL_TILES)
     operands, settings = call_of(HEADS["heads_8_8"])
-    at = layout(operands, settings, "tangent", KERNELS["tpu, keys split"].sizes)
+    at = make_layout(operands, settings, "tangent", KERNELS["tpu, keys split"].sizes)
     assert plan.splits > 1
     assert Grid(at, len(operands.query)).splits > 1 and at.key_blocks % 2 == 1
 

@@ -170,7 +170,7 @@ def test_list_of_blocks():
     meets, whole = random.random((2, 5, 7)) < 0.5, random.random((2, 5, 7)) < 0.5
     found = jax.tree.map(np.asarray, jax.jit(block_list)(meets, whole))
     for b, x in np.ndindex(2, 5):
-        stop, first = found.stop[b, x], found.whole[b, x]
+        stop, first = found.stop[b, x], found.unmasked[b, x]
         order = found.order[b, x]
         assert sorted(order) == list(range(7))
         np.testing.assert_array_equal(np.sort(order[:stop]), np.flatnonzero(meets[b, x]))

@@ -16,7 +16,7 @@ from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.masks._interval import Interval
 from energy_attn.kernels.pallas._ranges import tile_ranges, visibility_of
 from energy_attn.kernels.pallas.gpu._plan import make_plan
-from energy_attn.kernels.pallas.tpu._layout import layout
+from energy_attn.kernels.pallas.tpu._layout import make_layout
 from energy_attn.kernels.pallas.tpu._visibility import block_ranges, block_visibility
 from energy_attn.kernels.xla._blocks import BlockedOperands
 from energy_attn.kernels.xla._grid import BlockSizes
@@ -107,7 +107,7 @@ def test_blocks_that_are_computed():
         call = call_of(masks.tabulate(rule, 32, block=4))
         blocks = BlockedOperands(call.operands, call.settings, BlockSizes(4, 4, 4, 4))
         of_tpu = SMALL_LAYOUT._replace(rows=4, keys_of_few_rows=4)
-        at = layout(call.operands, call.settings, "forward", of_tpu)
+        at = make_layout(call.operands, call.settings, "forward", of_tpu)
         assert (at.row_block, at.key_block) == (4, 4)
         numbers = jnp.arange(8)
         over_keys = jax.vmap(lambda i, j: blocks.meet(Index(0, i, j)), (None, 0))
@@ -136,7 +136,7 @@ def test_tiles_that_are_computed():
 
     for axis, found in zip((1, 0), traced(read, masks.Function(wide, NAMED)), strict=True):
         np.testing.assert_array_equal(found.stop[0], SPOTS.sum(axis))
-        np.testing.assert_array_equal(found.whole[0], SPOTS.sum(axis))
+        np.testing.assert_array_equal(found.unmasked[0], SPOTS.sum(axis))
 
 
 def wide(query, key, blocks):

@@ -11,7 +11,7 @@ import pytest
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.pallas.tpu._chip import chip_of
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
-from energy_attn.kernels.pallas.tpu._layout import layout, sizes_on
+from energy_attn.kernels.pallas.tpu._layout import make_layout, sizes_on
 from tests.support.problems import BLOCKS, HEADS, cast
 from tests.support.selection import few_rows
 from tests.support.traits import SMALL_LAYOUT, check
@@ -36,7 +36,7 @@ def test_forms(form, problem):
     sizes = FORMS[form]
     call = check_call(**cast(problem, jnp.float32)[0], **problem.options)
     for kind in ("forward", "backward", "tangent"):
-        at = layout(call.operands, call.settings, kind, sizes)
+        at = make_layout(call.operands, call.settings, kind, sizes)
         assert at.key_blocks > 1
         assert (form == "keys last") == (at.tall_key or at.tall_value)
         if form == "heads in front":
@@ -82,7 +82,7 @@ def _plan(kind, queries, name="forward", width=128, **options):
 
     def plan(query, key):
         call = check_call(query, key, key, **options)
-        found.append(layout(call.operands, call.settings, name, sizes_on(chip_of(kind))))
+        found.append(make_layout(call.operands, call.settings, name, sizes_on(chip_of(kind))))
 
     jax.eval_shape(plan, *(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes))
     return found[0]
