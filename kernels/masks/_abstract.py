@@ -15,19 +15,19 @@ class AbstractMask(eqx.Module):
 
     $$\mathrm{mask}_{ij} = \mathrm{visible}(p_i, p_j)$$
 
-    A mask is said of positions, not of places in an array, so that it is the same for a shard, a cache
-    or a draft tree. Its arrays (integers or booleans) are leaves of the module, so that a new length is
-    no new program; all else is static and hashable. Tokens of negative position are absent: no mask,
+    A mask is a function of positions, not of indices into an array, so that it is the same for a shard, a
+    cache or a draft tree. Its arrays (integers or booleans) are leaves of the module, so that a new length
+    does not recompile; all else is static and hashable. Tokens of negative position are absent: no mask,
     and no `~`, makes them visible. A mask has no truth value: `and`, `or` and `not` raise `TypeError`.
 
-    The methods take arrays that broadcast, and arrays of one batch entry; where an array has an axis of
-    the batch, they are mapped over it. A mask of one's own is a subclass with these methods. Vendors'
-    kernels decline it; those of XLA's operations compute with it, and so do those of Pallas if it
-    compares numbers of a query with numbers of a key, however these are found.
+    The methods take positions that broadcast, and see arrays of one batch entry; where an array has a batch
+    axis, they are mapped over it. Subclass this to define your own mask. Vendors' kernels decline it; kernels
+    made of XLA's operations compute it, and so do Pallas kernels if it compares numbers of a query with
+    numbers of a key.
 
     Attributes:
-        by_intervals: whether `any_visible` decides which blocks of keys are read. Otherwise, as if it is
-            not said, a table of blocks is found by `visible`, once in a call.
+        by_intervals: whether `any_visible` decides which blocks of keys are read. Otherwise `visible` is
+            evaluated for a table of blocks, once in a call. False by default.
 
     Source: the `Mask` of tokamax, and flex attention (arXiv 2412.05496) for its masks by function.
 
@@ -73,11 +73,10 @@ class AbstractMask(eqx.Module):
     def __invert__(self) -> "Not":
         return Not(self)
 
-    # What is left of the operator is no mask: the same errors. NumPy's arrays would take masks for
-    # their elements.
+    # Without this, `array & mask` would be evaluated for each element of a NumPy array.
     __array_ufunc__: ClassVar[None] = None
 
-    # `first and second` would be the second alone
+    # otherwise `first and second` would be `second`
     def __bool__(self) -> NoReturn:
         raise TypeError(
             f"bool: wanted masks joined by &, | or ~, as `and`, `or` and `not` ask for a truth value, "

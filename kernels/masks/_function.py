@@ -16,9 +16,9 @@ from ._interval import Interval
 class Function(AbstractMask):
     r"""The mask that a function computes: $\mathrm{visible}_{ij} = f(p_i, p_j, \theta)$.
 
-    Blocks of keys that it hides are not read: a table of them is found by the function itself, once in
-    a call. Kernels in Pallas compute what depends on one position alone (`ids[query]`) once in a call,
-    too, and the rest in tiles; they decline what looks into a table by both (`table[query, key]`).
+    Blocks of keys that it hides are not read: the function is evaluated for all pairs, once in a call. Pallas
+    kernels compute what depends on one position alone (`ids[query]`) once in a call, too, and the rest in
+    tiles; they decline tables by query and key (`table[query, key]`).
 
     Args:
         function: `function(query_positions, key_positions, *parameters)`, elementwise on int32 arrays
@@ -76,20 +76,20 @@ class Function(AbstractMask):
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
         """The function's result. Raises if it is not boolean or does not broadcast."""
-        found = check_boolean("function's result", self.function(query, key, *self.parameters))
+        result = check_boolean("function's result", self.function(query, key, *self.parameters))
         shape = jnp.broadcast_shapes(query.shape, key.shape)
-        if not broadcasts(found.shape, shape):
+        if not broadcasts(result.shape, shape):
             raise ValueError(
-                f"function: wanted a result with axes of 1 or those of {shape}, got {received(found)}"
+                f"function: wanted a result with axes of 1 or those of {shape}, got {received(result)}"
             )
-        return jnp.broadcast_to(found, shape)
+        return jnp.broadcast_to(result, shape)
 
     def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """True: intervals do not tell."""
+        """True, as intervals do not determine it."""
         return jnp.ones(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
 
     def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """False: intervals do not tell."""
+        """False, as intervals do not determine it."""
         return jnp.zeros(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
 
 

@@ -1,4 +1,4 @@
-"""Intervals of positions, which tell of a block of them."""
+"""Intervals of positions, which summarise a block of tokens."""
 
 from typing import NamedTuple
 

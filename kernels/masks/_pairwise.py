@@ -1,8 +1,8 @@
-"""A mask cut into what is known of a query alone, of a key alone, and what compares the two.
+"""Splits a mask into numbers of queries, numbers of keys, and the comparison of the two.
 
-Kernels in Pallas read tiles of numbers, one of each query and one of each key, and compare them; they
-cannot look into a table by both. What a mask looks up or computes of one token alone (the id of its
-segment, whether it is before a length) is computed outside of the kernel, by any of XLA's operations.
+Pallas kernels read tiles of numbers, for queries and for keys, and compare them; they cannot index a table by
+both. What depends on one token alone (the id of its segment, whether it is before a length) is computed outside
+of the kernel, by any of XLA's operations.
 """
 
 import functools
@@ -20,9 +20,9 @@ from .._program import bind, inlined, without_mesh
 from .._varying import vary_together
 from ._structure import MaskStructure
 
-# Each number of a token is an array in memory, a tile of which is read with a tile of queries or keys.
+# Each number is an array in memory, of which a tile is read with each tile of queries or keys.
 MOST_NUMBERS = 16
-# What kernels do with whole tiles of pairs, and what changes no array of one element.
+# The operations that kernels apply to tiles of pairs, and those that do not change arrays of one element.
 _ELEMENTWISE = frozenset(
     "and or xor not eq ne lt le gt ge add sub mul neg abs sign max min clamp div rem shift_left "
     "shift_right_arithmetic shift_right_logical".split()
@@ -30,7 +30,7 @@ _ELEMENTWISE = frozenset(
 _SAME = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p pcast pvary".split()
 )
-_QUERY, _KEY = 1, 2  # what a value depends on; 3: on both
+_QUERY, _KEY = 1, 2  # flags: whether a value depends on the query, on the key
 
 
 class Features(NamedTuple):
@@ -54,8 +54,7 @@ class _Step(NamedTuple):
 class Pairwise:
     """A mask as a kernel computes it: numbers of tokens, and operations on tiles of pairs; static.
 
-    It is made of the program of `visible` for one pair, so that all of its operations on pairs are
-    elementwise.
+    It evaluates the jaxpr of `visible` for one pair, so that all operations on pairs are elementwise.
 
     Attributes:
         problem: why no kernel computes it; None if one does.
@@ -74,16 +73,16 @@ class Pairwise:
         self._known: dict[int, Any] = {}
         self._steps: list[_Step] = []
         sides = [_QUERY, _KEY] + [0] * len(arrays)
-        given = [
+        inputs = [
             self._slot(x.aval, side) for x, side in zip(program.jaxpr.invars, sides, strict=True)
         ]
-        self._query, self._key, *self._arrays = given
+        self._query, self._key, *self._arrays = inputs
         constant = self._constant
-        (self._result,) = inlined(program, given, constant, lambda x: constant(x.val), self._add)
+        (self._result,) = inlined(program, inputs, constant, lambda x: constant(x.val), self._add)
         self._of_pairs, needed = self._live([self._result], pairs=True)
-        found = sorted(needed - {self._query, self._key} - self._known.keys())
+        numbers = sorted(needed - {self._query, self._key} - self._known.keys())
         self._numbers = tuple(
-            tuple(x for x in found if (self._sides[x] == _KEY) == of_keys) for of_keys in (0, 1)
+            tuple(x for x in numbers if (self._sides[x] == _KEY) == of_keys) for of_keys in (0, 1)
         )
         self.of_queries, self.of_keys = map(len, self._numbers)
         self.problem = self._problem()
@@ -137,14 +136,14 @@ class Pairwise:
         side = functools.reduce(int.__or__, (self._sides[x] for x in inputs), 0)
         outputs = [self._slot(x.aval, side) for x in equation.outvars]
         if all(x in self._known for x in inputs):
-            # constants, as of the remainder by a number, which tiles would read from memory
+            # fold constants, which tiles would otherwise read from memory
             with jax.ensure_compile_time_eval():
-                found = bind(equation.primitive, equation.params, [self._known[x] for x in inputs])
-            # as NumPy's: JAX's lie on the mesh in force, and the mask may be met on another
-            plain = (
-                x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in found
+                values = bind(equation.primitive, equation.params, [self._known[x] for x in inputs])
+            # as NumPy arrays: JAX's would be on the current mesh, and the mask may be used on another
+            constants = (
+                x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in values
             )
-            self._known.update(zip(outputs, plain, strict=True))
+            self._known.update(zip(outputs, constants, strict=True))
         else:
             self._steps.append(_Step(equation, inputs, tuple(outputs)))
         return outputs
@@ -163,21 +162,24 @@ class Pairwise:
         def of_both(x: int) -> bool:
             return self._sides[x] == _QUERY | _KEY
 
-        wanted = "mask: wanted a mask that compares numbers of a query with numbers of a key, got"
+        expected = "mask: wanted a mask that compares numbers of a query with numbers of a key, got"
         for equation, inputs, outputs in self._of_pairs:
             name = equation.primitive.name
-            many = name == "select_n" and len(inputs) > 3
-            if many or name not in _ELEMENTWISE | _SAME | {"select_n", "convert_element_type"}:
-                return f"{wanted} the operation {name} of both"
+            many_cases = name == "select_n" and len(inputs) > 3
+            if many_cases or name not in _ELEMENTWISE | _SAME | {
+                "select_n",
+                "convert_element_type",
+            }:
+                return f"{expected} the operation {name} of both"
             for x in (*inputs, *outputs):
                 if self._types[x].dtype not in (jnp.bool_, jnp.int32):
-                    return f"{wanted} {self._types[x].dtype}" + " of both" * of_both(x)
+                    return f"{expected} {self._types[x].dtype}" + " of both" * of_both(x)
         numbers = [*self._of_pairs, _Step(None, self._numbers[0] + self._numbers[1], ())]  # pyright: ignore[reportArgumentType]
         for _, inputs, outputs in numbers:
             for x in (*inputs, *outputs):
                 if self._types[x].size != 1:
                     shape = ",".join(map(str, self._types[x].shape))
-                    return f"{wanted} {self._types[x].dtype}[{shape}] in place of one number"
+                    return f"{expected} {self._types[x].dtype}[{shape}] in place of one number"
         most = max(self.of_queries, self.of_keys)
         if most > MOST_NUMBERS:
             return f"mask: wanted a mask that compares at most {MOST_NUMBERS} numbers, got {most}"
@@ -196,22 +198,22 @@ class Pairwise:
             values = self._known | {token: position.reshape(1, 1)}
             values |= dict(zip(self._arrays, arrays, strict=True))
             for equation, inputs, outputs in steps:
-                found = vary_together([values[x] for x in inputs])
-                found = bind(equation.primitive, equation.params, found)
-                values |= dict(zip(outputs, found, strict=True))
+                operands = vary_together([values[x] for x in inputs])
+                operands = bind(equation.primitive, equation.params, operands)
+                values |= dict(zip(outputs, operands, strict=True))
             return tuple(values[x].reshape(()).astype(jnp.int32) for x in numbers)
 
         if not numbers:
             return ()
-        given = positions, tuple(arrays)
-        single = all(x.shape[0] == 1 for x in jax.tree.leaves(given))
-        axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, given)
-        given = jax.tree.map(lambda x: x[0] if x.shape[0] == 1 else x, given)
-        # numbers that no position enters are repeated
+        batched = positions, tuple(arrays)
+        one_batch = all(x.shape[0] == 1 for x in jax.tree.leaves(batched))
+        axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, batched)
+        batched = jax.tree.map(lambda x: x[0] if x.shape[0] == 1 else x, batched)
+        # numbers that do not depend on the position are repeated
         one_row = jax.vmap(one_token, in_axes=(0, None))
-        if single:
-            return tuple(x[None] for x in one_row(*given))
-        return jax.vmap(one_row, in_axes=axes)(*given)
+        if one_batch:
+            return tuple(x[None] for x in one_row(*batched))
+        return jax.vmap(one_row, in_axes=axes)(*batched)
 
 
 @functools.lru_cache(maxsize=256)
@@ -221,7 +223,7 @@ def _pairwise(structure: MaskStructure, types: tuple[tuple[Any, Any], ...]) -> P
 
 
 def pairwise(structure: MaskStructure, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> Pairwise:
-    """A mask for kernels, of arrays with a first axis of the batch; the same object for equal types."""
+    """The mask as kernels compute it, cached by structure and types; arrays have a batch axis."""
     return _pairwise(structure, tuple((x.shape[1:], jnp.dtype(x.dtype)) for x in arrays))
 
 
@@ -232,13 +234,15 @@ def _on_tiles(equation: JaxprEqn, values: Sequence[Array]) -> Array:
     if name == "convert_element_type":
         new = equation.params["new_dtype"]
         return values[0] != 0 if new == jnp.bool_ else values[0].astype(new)
-    if name == "sign":  # Mosaic lowers it only where a TPU is
+    if (
+        name == "sign"
+    ):  # Mosaic does not lower it ahead of time; see TARGET in kernels/pallas/tpu/_layout.py
         (x,) = values
         return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
     shape = jnp.broadcast_shapes(*(x.shape for x in values))
     values = [jnp.broadcast_to(x, shape) for x in values]
     if name == "select_n" and values[1].dtype == jnp.bool_:
-        # compilers of kernels select numbers
-        which, no, yes = values
-        return (which & yes) | (~which & no)
+        # compilers of kernels only select numbers
+        condition, if_false, if_true = values
+        return (condition & if_true) | (~condition & if_false)
     return bind(equation.primitive, equation.params, values)[0]

@@ -9,7 +9,7 @@ from .._checks import as_ids, as_int32, check_int32, check_integer, received
 
 
 def ids(name: str, x: object) -> Any:
-    """Returns a table of ids, `[L]` or `[B, L]`, of which only equality counts. Raises as `integers`."""
+    """Returns a table of ids, `[L]` or `[B, L]`, that are only compared for equality. Raises as `integers`."""
     return as_ids(_of_rank(name, x, 1))
 
 
@@ -22,26 +22,26 @@ def integers(name: str, x: object, rank: int) -> Any:
 
 
 def lengths(name: str, x: object) -> Any:
-    """`integers` of no axis, or an int, that are not negative where they are known; else `ValueError`.
+    """A scalar array of integers, or one with a batch axis; an int becomes an array, and is not static.
 
-    An int becomes an array: another number is then no new program.
+    Raises as `integers`, and `ValueError` for negative numbers unless they are traced.
     """
-    found: Any
+    array: Any
     if isinstance(x, int):
-        found = np.asarray(integers(name, np.asarray(check_integer(name, x)), 0))
+        array = np.asarray(integers(name, np.asarray(check_integer(name, x)), 0))
     else:
-        found = integers(name, x, 0)
-    if not isinstance(found, jax.core.Tracer) and found.size:
-        if (least := int(np.asarray(found).min())) < 0:
+        array = integers(name, x, 0)
+    if not isinstance(array, jax.core.Tracer) and array.size:
+        if (least := int(np.asarray(array).min())) < 0:
             raise ValueError(f"{name}: wanted at least 0, got {least}")
-    return found
+    return array
 
 
 def _of_rank(name: str, x: object, rank: int) -> Any:
     array = check_int32(name, x)
     if array.ndim not in (rank, rank + 1):
-        wanted = ", ".join(("L",) * rank)
+        axes = ", ".join(("L",) * rank)
         raise ValueError(
-            f"{name}: wanted shape ({wanted}) or ({', '.join(('B', *('L',) * rank))}), got {received(x)}"
+            f"{name}: wanted shape ({axes}) or ({', '.join(('B', *('L',) * rank))}), got {received(x)}"
         )
     return array

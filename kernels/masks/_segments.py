@@ -51,23 +51,24 @@ class Segments(AbstractMask):
         return (1,) if self.key_ids is None else (1, 1)
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Whether the ids are equal, and there are any."""
+        """Whether both positions are in the tables, with equal ids."""
         keys = self.query_ids if self.key_ids is None else self.key_ids
-        (mine, some), (theirs, others) = looked_up(self.query_ids, query), looked_up(keys, key)
-        return (mine == theirs) & some & others
+        query_id, query_in_table = looked_up(self.query_ids, query)
+        key_id, key_in_table = looked_up(keys, key)
+        return (query_id == key_id) & query_in_table & key_in_table
 
     def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """True: intervals do not tell."""
+        """True, as intervals do not determine it."""
         return jnp.ones(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
 
     def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """False: intervals do not tell."""
+        """False, as intervals do not determine it."""
         return jnp.zeros(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
 
 
 def looked_up(table: Array | np.ndarray, positions: Array) -> tuple[Array, Array]:
-    """The ids `[L]` of positions, and whether the table has them."""
-    inside = (positions >= 0) & (positions < len(table))
+    """The ids at positions, from a table `[L]`, and whether the table has them."""
+    in_table = (positions >= 0) & (positions < len(table))
     if len(table) == 0:
-        return positions, inside
-    return jnp.asarray(table)[jnp.where(inside, positions, 0)], inside
+        return positions, in_table
+    return jnp.asarray(table)[jnp.where(in_table, positions, 0)], in_table

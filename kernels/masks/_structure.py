@@ -15,7 +15,7 @@ from ._interval import FAR
 from ._table import BlockTable
 from ._window import Window
 
-# Masks of these classes are windows: how far a query sees before and after it says all.
+# Masks of these classes are fully described by their window.
 WINDOWS = (All, Causal, Window)
 
 
@@ -49,15 +49,15 @@ class MaskStructure:
         return f"MaskStructure({self._tree})"
 
 
-# Each lives as long as a program that holds it.
+# A structure lives as long as a program that holds it.
 _KNOWN: "weakref.WeakValueDictionary[Any, MaskStructure]" = weakref.WeakValueDictionary()
 
 
 def structure_of(mask: AbstractMask) -> MaskStructure:
     """The structure of a mask, whose arrays are its leaves."""
     tree = jax.tree.structure(mask)
-    found = _KNOWN.get(tree)
-    return _KNOWN.setdefault(tree, MaskStructure(tree)) if found is None else found
+    structure = _KNOWN.get(tree)
+    return _KNOWN.setdefault(tree, MaskStructure(tree)) if structure is None else structure
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,7 +79,7 @@ def parts(mask: AbstractMask) -> list[AbstractMask]:
 
 
 def told_by_intervals(mask: AbstractMask) -> bool:
-    """Whether intervals of positions tell which blocks are read: of all masks that it joins, or by a table."""
+    """Whether intervals of positions determine which blocks are read, for all masks that it joins."""
     if isinstance(mask, BlockTable):
         return True
     return mask.by_intervals and all(map(told_by_intervals, _inner(mask)))
@@ -87,8 +87,8 @@ def told_by_intervals(mask: AbstractMask) -> bool:
 
 def _inner(mask: AbstractMask) -> list[AbstractMask]:
     fields = tuple(vars(mask).values())
-    found = jax.tree.leaves(fields, is_leaf=lambda x: isinstance(x, AbstractMask))
-    return [x for x in found if isinstance(x, AbstractMask)]
+    leaves = jax.tree.leaves(fields, is_leaf=lambda x: isinstance(x, AbstractMask))
+    return [x for x in leaves if isinstance(x, AbstractMask)]
 
 
 def _window(mask: AbstractMask) -> tuple[int, int]:

@@ -18,13 +18,13 @@ _size = functools.partial(check_integer, "block, query_len and key_len", least=1
 class BlockTable(AbstractMask):
     r"""A mask, and a table of its blocks, made once by [`tabulate`][energy_attn.kernels.masks.tabulate].
 
-    It shows what the mask shows, for all positions. Which blocks of queries and keys are read, and which
-    need no mask, is looked up, where another mask by function is evaluated for all pairs in each call. The
-    table is made for positions below `query_len` and `key_len`, in blocks that need not be those of a
-    kernel, a shard or a cache; past its end only the mask itself tells.
+    It shows what the mask shows, for all positions. The blocks of queries and keys that are read, and those
+    that need no mask, are looked up, where other masks by function are evaluated for all pairs in each call.
+    The table is for positions below `query_len` and `key_len`, in blocks that need not be those of a kernel, a
+    shard or a cache; past its end the mask itself is evaluated.
 
     Attributes:
-        mask: the mask. To replace its arrays is to make the table wrong; make another.
+        mask: the mask. If its arrays are replaced, the table is wrong; make another.
         some: how many blocks before a corner have a visible pair, $\sum_{i<x,\,j<y} \mathrm{some}_{ij}$:
             int32 `[x + 1, y + 1]`, or `[B, x + 1, y + 1]` where the mask's arrays have a batch axis.
         whole: how many have no hidden pair, likewise.
@@ -66,14 +66,14 @@ class BlockTable(AbstractMask):
 
     def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
         """Whether a block that the intervals touch has a visible pair, and the mask may show one."""
-        found, _ = self._count(self.some, query, key)
-        return self.mask.any_visible(query, key) & ((found > 0) | self._past_end(query, key))
+        count, _ = self._count(self.some, query, key)
+        return self.mask.any_visible(query, key) & ((count > 0) | self._past_end(query, key))
 
     def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
         """Whether all blocks that the intervals touch have no hidden pair, or the mask shows all."""
-        found, blocks = self._count(self.whole, query, key)
-        whole = (found == blocks) & ~self._past_end(query, key)
-        return self.mask.all_visible(query, key) | whole
+        count, blocks = self._count(self.whole, query, key)
+        in_table = (count == blocks) & ~self._past_end(query, key)
+        return self.mask.all_visible(query, key) | in_table
 
     def _count(
         self, table: Array | np.ndarray, query: Interval, key: Interval
@@ -85,8 +85,8 @@ class BlockTable(AbstractMask):
             first = jnp.clip(low // self.block, 0, size - 1)
             sides.append((first, jnp.clip(high // self.block + 1, first, size - 1)))
         (top, bottom), (left, right) = sides
-        found = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
-        return found, (bottom - top) * (right - left)
+        total = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
+        return total, (bottom - top) * (right - left)
 
     def _past_end(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
         return (query.high >= self.query_len) | (key.high >= self.key_len)

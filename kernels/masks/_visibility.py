@@ -1,4 +1,4 @@
-"""Which tokens see which by a mask, pair by pair and block by block; absent ones see nothing."""
+"""Evaluates masks for pairs of tokens and pairs of blocks; absent tokens see nothing."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,7 +16,10 @@ from ._interval import Interval, interval
 from ._structure import WINDOWS, told_by_intervals
 
 _MOST_BLOCKS = 1024  # blocks of queries that are compared with every key
-_ROWS, _KEYS = 256, 1024  # the pairs that are compared at a time, where intervals do not decide
+_ROWS, _KEYS = (
+    256,
+    1024,
+)  # the pairs that are compared at a time, where intervals do not determine it
 
 
 def visible(
@@ -27,7 +30,7 @@ def visible(
     A query or key with a negative position is absent. The arrays of the mask have an axis of the batch
     in front, as positions have.
     """
-    return _where((query >= 0) & (key >= 0), mask, lambda mask: mask.visible, query, key)
+    return _where_present((query >= 0) & (key >= 0), mask, lambda mask: mask.visible, query, key)
 
 
 def may_meet(mask: AbstractMask, query: Interval, key: Interval) -> Bool[Array, "..."]:
@@ -35,8 +38,8 @@ def may_meet(mask: AbstractMask, query: Interval, key: Interval) -> Bool[Array, 
 
     Never false where a pair is visible; may be true where none is.
     """
-    some = (query.low <= query.high) & (key.low <= key.high)
-    return _where(some, mask, lambda mask: mask.any_visible, query, key)
+    present = (query.low <= query.high) & (key.low <= key.high)
+    return _where_present(present, mask, lambda mask: mask.any_visible, query, key)
 
 
 def must_meet(mask: AbstractMask, query: Interval, key: Interval) -> Bool[Array, "..."]:
@@ -45,30 +48,30 @@ def must_meet(mask: AbstractMask, query: Interval, key: Interval) -> Bool[Array,
     `key.low` is over all keys of the block, and so negative if any is absent. Never true where a
     pair is hidden; may be false where none is.
     """
-    return _where(key.low >= 0, mask, lambda mask: mask.all_visible, query, key)
+    return _where_present(key.low >= 0, mask, lambda mask: mask.all_visible, query, key)
 
 
-def _where(
-    some: Array,
+def _where_present(
+    present: Array,
     mask: AbstractMask,
     method: Callable[[Any], Any],
     query: Array | Interval,
     key: Array | Interval,
 ) -> Array:
     if isinstance(mask, All):
-        return some
+        return present
     arrays = jax.tree.leaves(mask)
     if all(x.shape[0] == 1 for x in arrays):
-        return some & method(jax.tree.map(lambda x: x[0], mask))(query, key)
+        return present & method(jax.tree.map(lambda x: x[0], mask))(query, key)
 
-    # over the batch, of which an array or the positions may have one entry for all
+    # arrays and positions may have a batch axis of 1
     def entry(x: Array) -> Array:
         return x[0] if x.shape[0] == 1 else x
 
-    given = mask, query, key
-    axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, given)
-    return some & jax.vmap(lambda mask, query, key: method(mask)(query, key), in_axes=axes)(
-        *jax.tree.map(entry, given)
+    batched = mask, query, key
+    axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, batched)
+    return present & jax.vmap(lambda mask, query, key: method(mask)(query, key), in_axes=axes)(
+        *jax.tree.map(entry, batched)
     )
 
 
@@ -86,16 +89,18 @@ def reachable(
     the positions of successive queries.
     """
     query_len, key_len = query.shape[1], key.shape[1]
-    known = isinstance(query_len, int) and isinstance(key_len, int)  # not symbols
+    static = isinstance(query_len, int) and isinstance(key_len, int)  # not symbols
     if not isinstance(mask, WINDOWS):
-        rows, keys = (min(_ROWS, query_len), min(_KEYS, key_len)) if known else (query_len, key_len)
-        found = _pairs(mask, in_blocks(query, rows), in_blocks(key, keys), "keys")
-        return found.reshape(found.shape[0], -1)[:, :key_len] if key_len else key >= 0
-    blocks = 1 if isinstance(mask, (All, Causal)) or not known else min(query_len, _MOST_BLOCKS)
+        rows, keys = (
+            (min(_ROWS, query_len), min(_KEYS, key_len)) if static else (query_len, key_len)
+        )
+        visible_keys = _compare_pairs(mask, in_blocks(query, rows), in_blocks(key, keys), "keys")
+        return visible_keys.reshape(visible_keys.shape[0], -1)[:, :key_len] if key_len else key >= 0
+    blocks = 1 if isinstance(mask, (All, Causal)) or not static else min(query_len, _MOST_BLOCKS)
     low, high = interval(in_blocks(query, -(-query_len // blocks)))
-    own = Interval(key[:, :, None], key[:, :, None])
+    single_keys = Interval(key[:, :, None], key[:, :, None])
     queries = Interval(low[:, None, :], high[:, None, :])
-    return (key >= 0) & may_meet(mask, queries, own).any(-1)
+    return (key >= 0) & may_meet(mask, queries, single_keys).any(-1)
 
 
 def in_blocks(x: Array, size: int) -> Array:
@@ -116,59 +121,63 @@ def meeting(
     meet = None
     if positions is not None:
         if told_by_intervals(mask):
-            meet = may_meet(mask, *_facing(*map(interval, positions)))
+            meet = may_meet(mask, *facing(*map(interval, positions)))
         else:
-            meet = _pairs(mask, *positions, "blocks")
+            meet = _compare_pairs(mask, *positions, "blocks")
     if segments is not None:
-        share = may_share(*_facing(*(Interval(x.min(-1), x.max(-1)) for x in segments)))
+        share = may_share(*facing(*(Interval(x.min(-1), x.max(-1)) for x in segments)))
         meet = share if meet is None else meet & share
     return meet
 
 
-def _facing(queries: Interval, keys: Interval) -> tuple[Interval, Interval]:
+def facing(queries: Interval, keys: Interval) -> tuple[Interval, Interval]:
     return Interval(*(x[:, :, None] for x in queries)), Interval(*(x[:, None, :] for x in keys))
 
 
-def _pairs(
+def _compare_pairs(
     mask: AbstractMask,
     queries: Int[Array, "#B x rows"],
     keys: Int[Array, "#B y keys"],
-    of: Literal["blocks", "keys"],
+    result: Literal["blocks", "keys"],
 ) -> Bool[Array, "b _ _"]:
     """Which pairs of blocks have a visible pair, `[b, x, y]`, or which keys any query sees, `[b, y, keys]`.
 
-    One block of pairs is in memory at a time, and is computed unless intervals tell.
+    One block of pairs is in memory at a time, and is evaluated only if intervals do not determine it.
     """
     mask, queries, keys = vary_together((mask, queries, keys))
     rows, columns = interval(queries), interval(keys)
-    may = may_meet(mask, *_facing(rows, columns))
-    ends = Interval(keys.min(-1), keys.max(-1))
-    whole = may & must_meet(mask, *_facing(rows, ends))
+    may = may_meet(mask, *facing(rows, columns))
+    key_range = Interval(keys.min(-1), keys.max(-1))
+    all_visible = may & must_meet(mask, *facing(rows, key_range))
 
-    def of_keys(given: tuple[Array, Array, Array]) -> Array:
-        key, may, whole = given
+    def key_block(block: tuple[Array, Array, Array]) -> Array:
+        key, may, all_visible = block
 
-        def of_queries(given: tuple[Array, Array, Array]) -> Array:
-            query, may, whole = given
+        def query_block(block: tuple[Array, Array, Array]) -> Array:
+            query, may, all_visible = block
 
             def compared() -> Array:
                 return visible(mask, query[:, :, None], key[:, None, :]).any(1)
 
-            def told() -> Array:
-                return jnp.broadcast_to(whole[:, None], (len(whole), key.shape[1]))
+            def known() -> Array:
+                return jnp.broadcast_to(all_visible[:, None], (len(all_visible), key.shape[1]))
 
-            return lax.cond((may & ~whole).any(), compared, told)
+            return lax.cond((may & ~all_visible).any(), compared, known)
 
-        found = lax.map(of_queries, (queries.swapaxes(0, 1), may.T, whole.T))  # [x, b, keys]
-        return found.any(0) if of == "keys" else found.any(-1).swapaxes(0, 1)
+        visible_pairs = lax.map(
+            query_block, (queries.swapaxes(0, 1), may.T, all_visible.T)
+        )  # [x, b, keys]
+        return visible_pairs.any(0) if result == "keys" else visible_pairs.any(-1).swapaxes(0, 1)
 
-    given = keys.swapaxes(0, 1), jnp.moveaxis(may, 2, 0), jnp.moveaxis(whole, 2, 0)
-    return jnp.moveaxis(lax.map(of_keys, given), 0, 1 if of == "keys" else 2)
+    blocks = keys.swapaxes(0, 1), jnp.moveaxis(may, 2, 0), jnp.moveaxis(all_visible, 2, 0)
+    return jnp.moveaxis(lax.map(key_block, blocks), 0, 1 if result == "keys" else 2)
 
 
 def tabulated(
     mask: AbstractMask, queries: Int[Array, "#B x rows"], keys: Int[Array, "#B y keys"]
 ) -> tuple[Bool[Array, "b x y"], Bool[Array, "b x y"]]:
-    """Which pairs of blocks have a visible pair, and which no hidden one of present tokens."""
-    some, broken = (_pairs(x, queries, keys, "blocks") for x in (mask, Not(mask)))
-    return some, ~broken
+    """Which pairs of blocks have a visible pair, and which have no hidden pair of present tokens."""
+    any_visible, any_hidden = (
+        _compare_pairs(x, queries, keys, "blocks") for x in (mask, Not(mask))
+    )
+    return any_visible, ~any_hidden

@@ -44,8 +44,8 @@ class Window(AbstractMask):
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Whether the key is within the window."""
-        apart = key - query
-        return self._within(apart, apart)
+        distance = key - query
+        return self._within(distance, distance)
 
     def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
         """Whether the interval of the keys meets the windows of the queries."""
@@ -55,7 +55,7 @@ class Window(AbstractMask):
         """Whether the windows of the first and of the last query hold all keys."""
         return self._within(key.low - query.high, key.high - query.low)
 
-    def _within(self, before: Array, after: Array) -> Array:
+    def _within(self, last_distance: Array, first_distance: Array) -> Array:
         # Differences of positions cannot overflow; the sum of a position and a window might.
         left, right = (FAR if x is None else min(x, FAR) for x in (self.left, self.right))
-        return (before >= -left) & (after <= right)
+        return (last_distance >= -left) & (first_distance <= right)

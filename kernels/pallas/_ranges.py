@@ -9,7 +9,7 @@ from ..call._operands import Operands, Settings, bound, hide_unreachable
 from ..masks._abstract import AbstractMask
 from ..masks._interval import Interval, interval
 from ..masks._pairwise import Features, Pairwise
-from ..masks._visibility import must_meet
+from ..masks._visibility import facing, must_meet
 from ._rows import (
     BlockList,
     Visibility,
@@ -114,9 +114,9 @@ def _all_visible(
     if visibility.row_positions is not None and visibility.key_positions is not None:
         of_rows = interval(_tiles(visibility.row_positions, query_len))
         of_keys = _ends(visibility.key_positions, keys)
-        all_visible &= must_meet(mask, *_facing(of_rows, of_keys))
+        all_visible &= must_meet(mask, *facing(of_rows, of_keys))
     if visibility.row_segments is not None and visibility.key_segments is not None:
-        of_rows, of_keys = _facing(
+        of_rows, of_keys = facing(
             _ends(visibility.row_segments, query_len), _ends(visibility.key_segments, keys)
         )
         # as low <= high, all four are then equal
@@ -131,7 +131,3 @@ def _tiles(x: Array, tile: int) -> Array:
 def _ends(x: Array, tile: int) -> Interval:
     x = _tiles(x, tile)
     return Interval(x.min(-1), x.max(-1))
-
-
-def _facing(rows: Interval, keys: Interval) -> tuple[Interval, Interval]:
-    return Interval(*(x[:, :, None] for x in rows)), Interval(*(x[:, None, :] for x in keys))

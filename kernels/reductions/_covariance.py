@@ -26,12 +26,12 @@ def covariance(
     operands, origin = centred(operands)
     out, lse = attend(names, settings, operands)
     width = out.shape[-1]
-    found = weighted_sum(_scatter, width * width, settings, operands, lse, out)
-    found = found.reshape(*out.shape, width)
-    found = (found + found.swapaxes(-1, -2)) / 2
+    matrix = weighted_sum(_scatter, width * width, settings, operands, lse, out)
+    matrix = matrix.reshape(*out.shape, width)
+    matrix = (matrix + matrix.swapaxes(-1, -2)) / 2
     origin = jnp.repeat(origin, out.shape[2] // operands.key.shape[2], axis=2)
     out = jnp.where(holds_keys(lse)[..., None], out + origin, 0.0)
-    return CovarianceState(found.astype(out.dtype), out, lse)
+    return CovarianceState(matrix.astype(out.dtype), out, lse)
 
 
 def centred(arrays: Any) -> tuple[Any, Array]:
@@ -55,10 +55,10 @@ def _scatter(block: ScoreBlock, mean: Array) -> Array:
 
     # One factor is relative to the mean of each row; one column of the matrix at a time.
     @jax.checkpoint
-    def column(taken: tuple[Array, Array]) -> Array:
-        value, centre = taken
-        apart = value[:, None, :] - centre[:, :, None]
-        return product(block.weights * apart, values, exact)
+    def column(column_values: tuple[Array, Array]) -> Array:
+        value, centre = column_values
+        centred_column = value[:, None, :] - centre[:, :, None]
+        return product(block.weights * centred_column, values, exact)
 
     columns = lax.map(column, (jnp.moveaxis(values, -1, 0), jnp.moveaxis(mean, -1, 0)))
     return jnp.moveaxis(columns, 0, 2).reshape(*mean.shape[:2], -1)

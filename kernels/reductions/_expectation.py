@@ -13,7 +13,7 @@ from ..call._operands import Operands, Settings, with_unrounded_out
 from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, precision
 from ..dispatch._registry import attend
 from ..xla._blocks import BlockedOperands, outer
-from ..xla._index import Index
+from ..xla._grid import Index
 from ..xla._reduce import Arrays, reduce_blocks
 
 
@@ -31,14 +31,12 @@ class ScoreBlock(NamedTuple):
     value: Float[Array, "B keys width"]
 
 
-# From a block, and arrays with a line for each row, to the terms to be summed: [B, rows, outputs].
+# From a block, and arrays with an entry for each row, to the terms to be summed: [B, rows, outputs].
 BlockTerm = Callable[..., Array]
-# The same from the scores and values of a block, for any reduction over blocks.
-_BlockFunction = Callable[..., Array]
 
 
 def expectation(
-    part: BlockTerm,
+    block_sums: BlockTerm,
     width: int,
     names: Sequence[Candidate],
     settings: Settings,
@@ -49,64 +47,63 @@ def expectation(
 
     $$\mathrm{out} = \sum_a P_a f_a, \qquad \mathrm{lse} = F$$
 
-    The result is a state. States of disjoint keys merge as those of attention do, if `part` is linear
-    in the weights and `rows` are the same for all. The energies are from the implementation that `names`
-    choose. Raises as `attend`.
+    States of disjoint keys merge as those of attention do, if `block_sums` is linear in the weights and `rows`
+    are the same for all. Raises as `attend`.
 
     Args:
-        part: $\sum_a P_a f_a$ over one block, `part(block, *rows)`.
+        block_sums: $\sum_a P_a f_a$ over one block, `block_sums(block, *rows)`.
         width: the size of $f_a$.
-        names: the implementations to try.
+        names: the implementations of attention to try, for the energies.
         settings: of the call.
         operands: of the call.
-        *rows: more arguments of `part`, `[B, T, N, W]` each.
+        *rows: more arguments of `block_sums`, `[B, T, N, W]` each.
     """
     state = attend(names, settings, operands)
     return AttentionState(
-        weighted_sum(part, width, settings, operands, state.lse, *rows), state.lse
+        weighted_sum(block_sums, width, settings, operands, state.lse, *rows), state.lse
     )
 
 
 def attention_and_expectation(
-    part: BlockTerm,
+    block_sums: BlockTerm,
     width: int,
     names: Sequence[Candidate],
     settings: Settings,
     operands: Operands,
 ) -> AttentionState:
-    """The state whose `out`, in the dtype of `lse`, has the expectation behind attention. Raises as `attend`."""
+    """The state whose `out`, in the dtype of `lse`, is attention followed by the expectation."""
     state = attend(names, with_unrounded_out(settings), operands)
-    mean = weighted_sum(part, width, settings, operands, state.lse)
+    mean = weighted_sum(block_sums, width, settings, operands, state.lse)
     return AttentionState(jnp.concatenate([state.out, mean], -1), state.lse)
 
 
 def weighted_sum(
-    part: BlockTerm,
+    block_sums: BlockTerm,
     width: int,
     settings: Settings,
     operands: Operands,
     lse: Float[Array, "B T N"],
     *rows: Float[Array, "B T N _"],
 ) -> Float[Array, "B T N width"]:
-    """The sum of `part` over all keys, with weights relative to given energies."""
+    """The sum of `block_sums` over all keys, with weights relative to the energies `lse`."""
     # the weights of a fully masked row are zero
     lse = jnp.where(holds_keys(lse), lse, jnp.inf)[..., None]
 
     def sums(scores: Array, value: Array, lse: Array, *rows: Array) -> Array:
-        return part(ScoreBlock(scores, exp_from(scores, lse), value), *rows)
+        return block_sums(ScoreBlock(scores, exp_from(scores, lse), value), *rows)
 
     return _reduce_blocks(sums, jnp.add, 0.0, width, settings, operands, lse, *rows)
 
 
 def score_sums(
-    part: Callable[..., Array],
+    block_sums: Callable[..., Array],
     width: int,
     settings: Settings,
     operands: Operands,
     *rows: Float[Array, "B T N _"],
 ) -> Float[Array, "B T N width"]:
-    """The sum over all keys of `part(scores, value, *rows)`, of a block, `[B, rows, width]`."""
-    return _reduce_blocks(part, jnp.add, 0.0, width, settings, operands, *rows)
+    """The sum over all keys of `block_sums(scores, value, *rows)`, `[B, rows, width]` for each block."""
+    return _reduce_blocks(block_sums, jnp.add, 0.0, width, settings, operands, *rows)
 
 
 def support_function(
@@ -134,12 +131,12 @@ def _largest_score(scores: Array, value: Array) -> Array:
 
 
 def _largest(scores: Array, value: Array, direction: Array) -> Array:
-    along = outer(direction, value, precision(direction.dtype))
-    return jnp.where(jnp.isneginf(scores), -jnp.inf, along).max(-1, keepdims=True)
+    products = outer(direction, value, precision(direction.dtype))
+    return jnp.where(jnp.isneginf(scores), -jnp.inf, products).max(-1, keepdims=True)
 
 
 def _reduce_blocks(
-    of_block: _BlockFunction,
+    block_terms: Callable[..., Array],
     join: Callable[[Array, Array], Array],
     start: float,
     width: int,
@@ -155,9 +152,9 @@ def _reduce_blocks(
         return lax.full_like(operands.query, start, dtype=dtype, shape=shape)
     blocks = BlockedOperands(operands, settings)
 
-    def terms(at: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
-        return (of_block(blocks.scores_of(query, key, at), *keys, *rows),)
+    def terms(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
+        return (block_terms(blocks.scores_of(query, key, index), *keys, *rows),)
 
     values = (blocks.value.astype(dtype),)
-    (found,) = reduce_blocks(terms, join, start, (width,), blocks, query_len, rows, values)
-    return found
+    (result,) = reduce_blocks(terms, join, start, (width,), blocks, query_len, rows, values)
+    return result

@@ -16,8 +16,7 @@ from .._varying import vary_together
 from ..call._operands import Operands, Settings
 from ..call._state import exp_from, lse_dtype, safe_shift, share
 from ..xla._blocks import BlockedOperands
-from ..xla._grid import join_queries, take_queries, whole_queries
-from ..xla._index import Index, numbers
+from ..xla._grid import Index, join_queries, numbers, pad_queries, take_queries
 
 
 class Draw(NamedTuple):
@@ -37,9 +36,9 @@ def sample(
 ) -> Draw:
     """Draws `number` keys for each row, with replacement, from $P_a = e^{s_a - F}$.
 
-    `seeds` are the data of a random key for each row, so that the draw of a row does not depend on
-    the rows beside it. Each block takes two new random numbers for a draw, so that probabilities are
-    resolved equally well among many keys and few.
+    `seeds` are the data of a random key for each row, so that a row's draw does not depend on other rows.
+    Each block takes two new random numbers for a draw, so that probabilities are resolved equally well
+    among many keys and few.
     """
     operands, seeds = vary_together((operands, seeds))
     (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
@@ -50,22 +49,22 @@ def sample(
         return Draw(index, lax.full_like(operands.query, -jnp.inf, dtype=dtype, shape=shape))
     blocks = BlockedOperands(operands, settings)
     g = blocks.grid
-    seeds = whole_queries(g, seeds)
+    seeds = pad_queries(g, seeds)
 
-    def one_block_of_queries(at: Index) -> Draw:
-        keys = take_queries(g, seeds, at)
+    def one_block_of_queries(query_index: Index) -> Draw:
+        keys = take_queries(g, seeds, query_index)
 
         def one_block_of_keys(drawn: Draw, j: Array) -> tuple[Draw, None]:
-            here = at._replace(key=j)
+            index = query_index._replace(key=j)
 
             def draw() -> Draw:
                 chances = _uniform(keys, j, (2, number), drawn.lse.dtype)
-                index, lse = _draw(blocks.scores(here), chances[:, :, 1])
+                indices, lse = _draw(blocks.scores(index), chances[:, :, 1])
                 first = j.astype(jnp.int32) * g.keys
-                new = Draw(jnp.where(index < 0, -1, index + first), lse)
+                new = Draw(jnp.where(indices < 0, -1, indices + first), lse)
                 return merge_draws(drawn, new, chances[:, :, 0])
 
-            meet = blocks.meet(here)
+            meet = blocks.meet(index)
             return (draw() if meet is None else lax.cond(meet, draw, lambda: drawn)), None
 
         lse = blocks.full(-jnp.inf, batch, g.rows)

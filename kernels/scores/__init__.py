@@ -1,4 +1,4 @@
-"""Scores: what a query and a key say of each other beyond their product, said once for all kernels."""
+"""Scores: functions of the product of a query and a key and of their positions, for all kernels."""
 
 from ._abstract import AbstractScore as AbstractScore
 from ._abstract import At as At

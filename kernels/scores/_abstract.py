@@ -35,17 +35,16 @@ class AbstractScore(eqx.Module):
 
     $$s_a = g(\mathrm{scale}\; q \cdot k_a;\ i, a, h, \theta) + b_a + \zeta \cdot v_a$$
 
-    The source stays outside, so that $F$ remains the generating function of the values. Masks come
-    after: a hidden key is hidden whatever $g$ says of it, but $g$ and its derivatives must be finite
-    for all pairs of positions.
+    The source is added outside of $g$, so that $F$ remains the generating function of the values. Masks are
+    applied afterwards; $g$ and its derivatives must be finite for hidden pairs, too.
 
     The floating arrays of the module are its parameters $\theta$, which are differentiated, in both
     modes and to any order; `__call__` gets them in the dtype of the scores. Python numbers among its
     fields are parameters that are not learnt. All else is static, and so hashable.
 
-    A score of one's own is a subclass with a `__call__`, or a
-    [`Function`][energy_attn.kernels.scores.Function]. Kernels that cannot compute it decline, and
-    those of XLA's operations compute any.
+    Define your own score as a subclass with a `__call__`, or as a
+    [`Function`][energy_attn.kernels.scores.Function]. Kernels that cannot compute it decline; those made of
+    XLA's operations compute any.
 
     Attributes:
         compares: whether it reads the positions `at.query` and `at.key`, which are None otherwise.

@@ -43,7 +43,7 @@ class ALiBi(AbstractScore):
                 f"slopes: wanted either them or num_heads, got {received(slopes)} and {num_heads}"
             )
         if num_heads is not None:
-            slopes = jnp.asarray(_of_paper(check_integer("num_heads", num_heads, least=1)))
+            slopes = jnp.asarray(_paper_slopes(check_integer("num_heads", num_heads, least=1)))
         self.slopes = check_parameter("slopes", slopes, ("N",))
 
     def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
@@ -56,8 +56,8 @@ class ALiBi(AbstractScore):
         return (self.slopes,)
 
 
-def _of_paper(heads: int) -> np.ndarray:
-    whole = 2 ** int(math.log2(heads))
-    slopes = 2.0 ** (-8 * np.arange(1, whole + 1) / whole)
-    between = 2.0 ** (-4 * np.arange(1, 2 * (heads - whole), 2) / whole)
+def _paper_slopes(heads: int) -> np.ndarray:
+    power = 2 ** int(math.log2(heads))
+    slopes = 2.0 ** (-8 * np.arange(1, power + 1) / power)
+    between = 2.0 ** (-4 * np.arange(1, 2 * (heads - power), 2) / power)
     return np.concatenate([slopes, between]).astype(np.float32)

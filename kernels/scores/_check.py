@@ -1,4 +1,4 @@
-"""Checks what a score does, once for each structure and shapes: by its jaxpr, at no cost in a call."""
+"""Checks a score by its jaxpr, once for each structure and shapes."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ from .._program import without_mesh
 from ._abstract import AbstractScore, At
 from ._structure import ScoreStructure, floating, split_score
 
-# What mixes entries of an array: by these a score would depend on which keys are beside it.
+# Operations that mix entries of an array, so that a score would depend on the other keys in its block.
 _MIXING = (
     *("dot_general", "conv_general_dilated", "sort", "top_k", "rev", "transpose", "slice"),
     *("dynamic_slice", "dynamic_update_slice", "pad", "scatter", "scatter-add", "fft"),
@@ -46,8 +46,8 @@ def check_score(
                 f"score: wanted arrays of {structure.name} with an entry for each of the {shape[1]} "
                 f"heads, got {received(x)}"
             )
-    known = shape[:2] if all(isinstance(x, int) for x in shape[:2]) else (1, shape[1])
-    _check(structure, tuple((x.shape, x.dtype) for x in arrays), known, jnp.dtype(dtype))
+    batch_and_heads = shape[:2] if all(isinstance(x, int) for x in shape[:2]) else (1, shape[1])
+    _check(structure, tuple((x.shape, x.dtype) for x in arrays), batch_and_heads, jnp.dtype(dtype))
     return structure, tuple(jnp.asarray(x) for x in arrays)
 
 
@@ -62,47 +62,47 @@ def _check(
         np.arange(size, dtype=np.int32).reshape([-1 if i == axis else 1 for i in range(4)])
         for size, axis in sizes
     )
-    places = At(*numbers)
+    indices_of_scores = At(*numbers)
     if not structure.compares:
-        places = At(*places[:2], None, None)  # pyright: ignore[reportArgumentType]
+        indices_of_scores = At(*indices_of_scores[:2], None, None)  # pyright: ignore[reportArgumentType]
 
     def run(score: Array, at: At, *arrays: Array) -> Array:
-        given = (x.astype(dtype) if floating(x) else x for x in arrays)
-        return structure.bind(tuple(given))(score, at)
+        cast = (x.astype(dtype) if floating(x) else x for x in arrays)
+        return structure.bind(tuple(cast))(score, at)
 
     types = [jax.ShapeDtypeStruct(*x) for x in arrays]
     traced = jax.make_jaxpr(run, return_shape=True)
     with without_mesh():
-        program, found = traced(jax.ShapeDtypeStruct(shape, dtype), places, *types)
-    if not hasattr(found, "dtype") or found.shape != shape:
+        program, out = traced(jax.ShapeDtypeStruct(shape, dtype), indices_of_scores, *types)
+    if not hasattr(out, "dtype") or out.shape != shape:
         raise ValueError(
             f"score: wanted scores of the shape that {structure.name} was given, {shape}, "
-            f"got {found if hasattr(found, 'shape') else received(found)}"
+            f"got {out if hasattr(out, 'shape') else received(out)}"
         )
-    if found.dtype != dtype:
+    if out.dtype != dtype:
         raise TypeError(
             f"score: wanted scores of the dtype that {structure.name} was given, {dtype}, got "
-            f"{found.dtype}"
+            f"{out.dtype}"
         )
     if any(isinstance(x, jax.core.Tracer) for x in program.consts):
         raise ValueError(
             f"score: wanted arrays that are traced as parameters of {structure.name}, got a function "
             "that closes over them"
         )
-    known = [None, places.batch, places.head]
-    known += [None] * (len(program.jaxpr.invars) - 3)
-    count = 1 + len(jax.tree.leaves(places))
+    indices = [None, indices_of_scores.batch, indices_of_scores.head]
+    indices += [None] * (len(program.jaxpr.invars) - 3)
+    count = 1 + len(jax.tree.leaves(indices_of_scores))
     mixed = [True] * count + [False] * (len(program.jaxpr.invars) - count)
     with without_mesh(), jax.ensure_compile_time_eval():
-        _walk(structure.name, program, known, mixed)
+        _check_program(structure.name, program, indices, mixed)
 
 
-def _walk(
-    name: str, program: ClosedJaxpr, known: list[Any], mixed: list[bool]
+def _check_program(
+    name: str, program: ClosedJaxpr, indices: list[Any], mixed: list[bool]
 ) -> tuple[list[Any], list[bool]]:
-    """Follows what is known of indices, and which values have an entry for each score."""
+    """Checks each step; returns the known values of the outputs, and whether they have an entry for each score."""
     jaxpr = program.jaxpr
-    values = dict(zip(jaxpr.invars, known, strict=True))
+    values = dict(zip(jaxpr.invars, indices, strict=True))
     entries = dict(zip(jaxpr.invars, mixed, strict=True))
     values |= zip(jaxpr.constvars, program.consts, strict=True)
 
@@ -110,17 +110,17 @@ def _walk(
         return x.val if isinstance(x, Literal) else values.get(x)
 
     for eqn in jaxpr.eqns:
-        given = [value(x) for x in eqn.invars]
-        some = [not isinstance(x, Literal) and entries.get(x, False) for x in eqn.invars]
+        operands = [value(x) for x in eqn.invars]
+        mixed_operands = [not isinstance(x, Literal) and entries.get(x, False) for x in eqn.invars]
         inner = _inner(eqn)
-        if inner is not None and len(inner.jaxpr.invars) == len(given):
-            found, spread = _walk(name, inner, given, some)
+        if inner is not None and len(inner.jaxpr.invars) == len(operands):
+            constants, depends = _check_program(name, inner, operands, mixed_operands)
         else:
-            _check_step(name, eqn, given, some)
-            found = _evaluated(eqn, given)
-            spread = [any(some)] * len(eqn.outvars)
-        values |= zip(eqn.outvars, found, strict=True)
-        entries |= zip(eqn.outvars, spread, strict=True)
+            _check_step(name, eqn, operands, mixed_operands)
+            constants = _constants(eqn, operands)
+            depends = [any(mixed_operands)] * len(eqn.outvars)
+        values |= zip(eqn.outvars, constants, strict=True)
+        entries |= zip(eqn.outvars, depends, strict=True)
     return [value(x) for x in jaxpr.outvars], [
         not isinstance(x, Literal) and entries.get(x, False) for x in jaxpr.outvars
     ]
@@ -135,22 +135,22 @@ def _inner(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _type(x: Literal | Var) -> Any:
-    return x.aval
+    return x.aval  # which is declared as the abstract class of types
 
 
-def _check_step(name: str, eqn: JaxprEqn, given: list[Any], some: list[bool]) -> None:
+def _check_step(name: str, eqn: JaxprEqn, operands: list[Any], mixed_operands: list[bool]) -> None:
     step = eqn.primitive.name
     mixes = step in _MIXING or step.startswith(_MIXING_STARTS)
-    # an index is put together of several arrays
+    # indices are concatenated from several arrays
     if step == "concatenate":
         mixes = not jnp.issubdtype(_type(eqn.outvars[0]).dtype, jnp.integer)
-    if (mixes and any(some)) or (step == "gather" and some[0]):
+    if (mixes and any(mixed_operands)) or (step == "gather" and mixed_operands[0]):
         raise ValueError(
             f"score: wanted an elementwise function of scores and places, got {name}, which takes "
             f"{step} of them"
         )
-    if step == "gather" and given[1] is not None:
-        sizes, index = _type(eqn.invars[0]).shape, np.asarray(given[1])
+    if step == "gather" and operands[1] is not None:
+        sizes, index = _type(eqn.invars[0]).shape, np.asarray(operands[1])
         for place, axis in enumerate(eqn.params["dimension_numbers"].start_index_map):
             least, most = index[..., place].min(), index[..., place].max()
             if not 0 <= least <= most < sizes[axis]:
@@ -160,10 +160,10 @@ def _check_step(name: str, eqn: JaxprEqn, given: list[Any], some: list[bool]) ->
                 )
 
 
-def _evaluated(eqn: JaxprEqn, given: list[Any]) -> list[Any]:
+def _constants(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     unknown = [None] * len(eqn.outvars)
-    whole = all(x is not None for x in given) and not eqn.primitive.multiple_results
+    all_known = all(x is not None for x in operands) and not eqn.primitive.multiple_results
     small = all(math.prod(_type(x).shape) <= 2**16 for x in eqn.outvars)
-    if not whole or not small or eqn.effects or _inner(eqn) is not None:
+    if not all_known or not small or eqn.effects or _inner(eqn) is not None:
         return unknown
-    return [eqn.primitive.bind(*given, **eqn.params)]
+    return [eqn.primitive.bind(*operands, **eqn.params)]

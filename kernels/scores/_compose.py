@@ -41,8 +41,8 @@ class Compose(AbstractScore):
 
     def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
         """The scores of the last."""
-        for each in self.scores:
-            score = each(score, at)
+        for g in self.scores:
+            score = g(score, at)
         return score
 
     def per_head(self) -> tuple[Any, ...]:

@@ -18,10 +18,10 @@ def check_parameter(
     """
     if shape or hasattr(x, "shape"):
         check_shape(name, check_floating(name, x), shape)
-        known = not isinstance(x, jax.core.Tracer) and not shape
+        is_number = not isinstance(x, jax.core.Tracer) and not shape
     else:
         check_finite_number(name, x)
-        known = True
-    if above_zero and known and not float(x) > 0:  # pyright: ignore[reportArgumentType]  # a number
+        is_number = True
+    if above_zero and is_number and not float(x) > 0:  # pyright: ignore[reportArgumentType]  # a number
         raise ValueError(f"{name}: wanted a number above zero, got {received(x)}")
     return x

@@ -21,8 +21,6 @@ Buckets = Callable[[Array], Array]
 class RelativeBias(AbstractScore):
     r"""A learnt bias for each head and distance: $g(s) = s + \theta_{h,\, \mathrm{bucket}(a - i)}$.
 
-    Nothing of the size of the scores is made.
-
     Attributes:
         table: $\theta$, `[N, D]`, a floating array.
         buckets: a function from the position of the key less that of the query, int32, to an index
@@ -65,12 +63,12 @@ class RelativeBias(AbstractScore):
 
     def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
         """The scores, and the entry of the table for each."""
-        apart = at.key - at.query
+        distance = at.key - at.query
         if self.buckets is None:
             farthest = self.table.shape[1] // 2
-            index = jnp.clip(apart, -farthest, farthest) + farthest
+            index = jnp.clip(distance, -farthest, farthest) + farthest
         else:
-            index = self.buckets(apart)
+            index = self.buckets(distance)
         return score + self.table[at.head, index]
 
     def per_head(self) -> tuple[Any, ...]:
@@ -86,7 +84,7 @@ class _T5Buckets:
 
     def __call__(self, apart: Int[Array, "..."]) -> Int[Array, "..."]:
         number = self.num_buckets // 2 if self.bidirectional else self.num_buckets
-        # not `where` of two numbers, which has 64 bits where JAX has them, and TPUs have not
+        # `jnp.where` of two numbers would have 64 bits if JAX has them enabled, which TPUs lack
         first = number * (apart > 0).astype(apart.dtype) if self.bidirectional else 0
         distance = jnp.abs(apart) if self.bidirectional else jnp.maximum(-apart, 0)
         exact = number // 2
@@ -98,9 +96,9 @@ class _T5Buckets:
     def _starts(self, exact: int, number: int) -> list[int]:
         """The least distances of the buckets after that of `exact`, as float32 rounds their logarithms."""
         distances = np.arange(exact, self.max_distance + 1, dtype=np.float32)
-        along = np.log(distances / np.float32(exact)) / np.log(self.max_distance / exact)
-        found = exact + (along.astype(np.float32) * (number - exact)).astype(np.int64)
-        return [int(exact + np.argmax(found >= x)) for x in range(exact + 1, number)]
+        fraction = np.log(distances / np.float32(exact)) / np.log(self.max_distance / exact)
+        buckets = exact + (fraction.astype(np.float32) * (number - exact)).astype(np.int64)
+        return [int(exact + np.argmax(buckets >= x)) for x in range(exact + 1, number)]
 
 
 def t5_buckets(

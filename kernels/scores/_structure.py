@@ -25,21 +25,21 @@ class ScoreStructure:
 
     def __init__(self, tree: Any, static: tuple[Any, ...]):
         self._tree = tree
-        self._static = static  # a pair of each leaf: whether it is an array, and what it is if not
+        self._static = static  # for each leaf, whether it is an array, and its value if not
         score = self.bind([None] * sum(array for array, _ in static))
         self.name = type(score).__name__
         self.compares = bool(score.compares)
 
     def bind(self, arrays: Sequence[Any]) -> AbstractScore:
         """The score with its arrays, in the order of its leaves."""
-        given = iter(arrays)
-        return self._tree.unflatten([next(given) if array else x for array, x in self._static])
+        remaining = iter(arrays)
+        return self._tree.unflatten([next(remaining) if array else x for array, x in self._static])
 
     def __repr__(self) -> str:
         return f"ScoreStructure({self._tree})"
 
 
-# Each lives as long as a program that holds it.
+# A structure lives as long as a program that holds it.
 _KNOWN: "weakref.WeakValueDictionary[Any, ScoreStructure]" = weakref.WeakValueDictionary()
 
 
@@ -65,20 +65,22 @@ def split_score(score: object) -> tuple[ScoreStructure | None, tuple[Any, ...]]:
     static = tuple((True, None) if isinstance(x, _ARRAYS) else (False, x) for x in leaves)
     key = tree, tuple((array, type(x), x) for array, x in static)  # 1 is not True
     try:
-        found = _KNOWN.get(key)
+        structure = _KNOWN.get(key)
     except TypeError as reason:
         raise TypeError(
             f"score: wanted a module of arrays and of what can be hashed, got {received(score)}: "
             f"{reason}"
         ) from None
-    return _KNOWN.setdefault(key, ScoreStructure(tree, static)) if found is None else found, arrays
+    return _KNOWN.setdefault(
+        key, ScoreStructure(tree, static)
+    ) if structure is None else structure, arrays
 
 
 class BoundScore(NamedTuple):
     """A score with arrays: a function of scaled products, with both derivatives.
 
-    Floating arrays count in the dtype of the products. If they are not `learnt`, `pull` returns zeros
-    for them: XLA does not drop from a loop what is summed in it and not read.
+    Floating arrays are cast to the dtype of the products. If they are not `learnt`, `vjp` returns zeros for
+    them, as XLA does not remove sums that are not read from a loop.
     """
 
     structure: ScoreStructure
@@ -87,49 +89,48 @@ class BoundScore(NamedTuple):
 
     def __call__(self, raw: Array, at: At) -> Array:
         """The scores of scaled products."""
-        return self._of(raw, self.arrays, at)
+        return self._scores(raw, self.arrays, at)
 
-    def pull(self, raw: Array, at: At) -> tuple[Array, Any]:
-        """The scores, and what takes their cotangents to those of the products and of the arrays."""
-        moving = self._moving(raw.dtype)
+    def vjp(self, raw: Array, at: At) -> tuple[Array, Any]:
+        """The scores, and the pullback to the cotangents of the products and of the arrays."""
+        arrays = self._cast(raw.dtype)
         if not self.learnt:
-            found, to_product = jax.vjp(lambda raw: self._of(raw, moving, at), raw)
-            zeros = tuple(jnp.zeros_like(x) if floating(x) else None for x in moving)
-            return found, lambda cotangent: (*to_product(cotangent), zeros)
-        found, pullback = jax.vjp(lambda raw, moving: self._of(raw, moving, at), raw, moving)
+            scores, pullback_raw = jax.vjp(lambda raw: self._scores(raw, arrays, at), raw)
+            zeros = tuple(jnp.zeros_like(x) if floating(x) else None for x in arrays)
+            return scores, lambda cotangent: (*pullback_raw(cotangent), zeros)
+        scores, pullback = jax.vjp(lambda raw, arrays: self._scores(raw, arrays, at), raw, arrays)
 
-        def back(cotangent: Array) -> tuple[Array, tuple[Any, ...]]:
-            to_raw, to_arrays = pullback(cotangent)
-            return to_raw, tuple(
-                to if floating(x) else None for to, x in zip(to_arrays, moving, strict=True)
+        def floating_cotangents(cotangent: Array) -> tuple[Array, tuple[Any, ...]]:
+            d_raw, d_arrays = pullback(cotangent)
+            return d_raw, tuple(
+                d_array if floating(x) else None
+                for d_array, x in zip(d_arrays, arrays, strict=True)
             )
 
-        return found, back
+        return scores, floating_cotangents
 
-    def along(
+    def jvp(
         self, raw: Array, at: At, change: Array | None, changes: Sequence[Any]
     ) -> tuple[Array, Array | None]:
-        """The scores, and their derivative in directions of products and arrays; None: not moved."""
-        moving = self._moving(raw.dtype)
-        moved = {i: x.astype(raw.dtype) for i, x in enumerate(changes) if x is not None}
-        given: Any = {i: moving[i] for i in moved}
-        moved: Any = moved
+        """The scores, and their derivative in directions of products and arrays; None: no directions."""
+        arrays = self._cast(raw.dtype)
+        tangents: Any = {i: x.astype(raw.dtype) for i, x in enumerate(changes) if x is not None}
+        primals: Any = {i: arrays[i] for i in tangents}
         if change is not None:
-            given, moved = given | {-1: raw}, moved | {-1: change}
-
-        if not moved:
+            primals, tangents = primals | {-1: raw}, tangents | {-1: change}
+        if not tangents:
             return self(raw, at), None
 
-        def of(some: dict[int, Array]) -> Array:
-            arrays = tuple(some.get(i, x) for i, x in enumerate(moving))
-            return self._of(some.get(-1, raw), arrays, at)
+        def scores(primals: dict[int, Array]) -> Array:
+            replaced = tuple(primals.get(i, x) for i, x in enumerate(arrays))
+            return self._scores(primals.get(-1, raw), replaced, at)
 
-        return jax.jvp(of, (given,), (moved,))
+        return jax.jvp(scores, (primals,), (tangents,))
 
-    def _moving(self, dtype: jnp.dtype) -> tuple[Any, ...]:
+    def _cast(self, dtype: jnp.dtype) -> tuple[Any, ...]:
         return tuple(x.astype(dtype) if floating(x) else x for x in self.arrays)
 
-    def _of(self, raw: Array, arrays: Sequence[Any], at: At) -> Array:
+    def _scores(self, raw: Array, arrays: Sequence[Any], at: At) -> Array:
         cast = [jnp.asarray(x, raw.dtype) if floating(x) else x for x in arrays]
         return self.structure.bind(cast)(raw, at)
 

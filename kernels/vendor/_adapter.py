@@ -1,6 +1,6 @@
-"""Helpers of the adapters of vendors' kernels: declined calls, lengths, the cotangent of lse, the tangent.
+"""Helpers of the adapters of vendors' kernels: checks, lengths, the cotangent of lse, the tangent.
 
-Those kernels take one width, positions that count from 0, and a cotangent of `out` alone. None has a
+Vendors' kernels take one width, positions that count from 0, and a cotangent of `out` alone, and have no
 derivative in a direction.
 """
 
@@ -46,7 +46,7 @@ class VendorGPU(AbstractKernel):
         """`out` `[B, T, N, H]`, and `lse` `[B, N, T]` in float32, both of any value in rows without keys."""
 
     @abc.abstractmethod
-    def pull(
+    def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """The cotangents of query, key and value, of any value where these are absent. `lse` as of `attend`."""
@@ -68,15 +68,15 @@ class VendorGPU(AbstractKernel):
         the missing term $P_a \dot{lse}$ at the same width.
         """
         operands = call.operands
-        inner = zero_beyond(operands)
-        shown, cotangent = without_empty(operands, state, cotangent)
-        lse, dtype = shown.lse.swapaxes(1, 2), operands.value.dtype
-        out, d_out = shown.out.astype(dtype), cotangent.out.astype(dtype)
-        query, key, value = self.pull(call._replace(operands=inner), lse, out, d_out)
+        present = zero_beyond(operands)
+        vendor_rows, cotangent = without_empty(operands, state, cotangent)
+        lse, dtype = vendor_rows.lse.swapaxes(1, 2), operands.value.dtype
+        out, d_out = vendor_rows.out.astype(dtype), cotangent.out.astype(dtype)
+        query, key, value = self.pull_back(call._replace(operands=present), lse, out, d_out)
         if cotangent.lse is not None:
             ones, zero, parts = _lse_operands(operands.value, out, cotangent.lse)
-            other = call._replace(operands=inner._replace(value=ones))
-            more_query, more_key, _ = self.pull(other, lse, zero, parts)
+            other = call._replace(operands=present._replace(value=ones))
+            more_query, more_key, _ = self.pull_back(other, lse, zero, parts)
             query, key = _add(query, more_query), _add(key, more_key)
         return present_cotangents(operands, state, query, key, value)
 
@@ -90,14 +90,11 @@ class VendorGPU(AbstractKernel):
 def check_plain(
     kernel: AbstractKernel, operands: Operands, settings: Settings, widest: int
 ) -> None:
-    """Declines calls that a vendor's kernel for widths up to `widest` does not compute correctly.
-
-    Raises `NotImplementedError` with the reason.
-    """
+    """Raises `NotImplementedError` for calls that a vendor's kernel for widths up to `widest` gets wrong."""
     query, key, value = operands[:3]
-    known = {"query_lengths", "key_lengths"}
-    known |= {"query_segments", "key_segments"} if Segments in kernel.masks else set()
-    check_operands(operands, _DTYPES, [x for x in Operands._fields[3:] if x not in known])
+    supported = {"query_lengths", "key_lengths"}
+    supported |= {"query_segments", "key_segments"} if Segments in kernel.masks else set()
+    check_operands(operands, _DTYPES, [x for x in Operands._fields[3:] if x not in supported])
     width = query.shape[-1]
     if width > widest or width % 8 != 0:
         raise NotImplementedError(
@@ -123,7 +120,7 @@ def window_side(size: int, keys: int) -> int | None:
 
 
 def lengths(operands: Operands) -> tuple[Array, Array]:
-    """The lengths of queries and of keys, `[B]`, none beyond the arrays."""
+    """The lengths of queries and of keys, `[B]`, clipped to those of the arrays."""
     batch, query_len = operands.query.shape[:2]
     pairs = (operands.query_lengths, query_len), (operands.key_lengths, operands.key.shape[1])
     queries, keys = (
@@ -133,7 +130,7 @@ def lengths(operands: Operands) -> tuple[Array, Array]:
 
 
 def zero_beyond(operands: Operands) -> Operands:
-    """Operands with zeros where the lengths say that nothing is, which weights of zero then multiply."""
+    """Operands with zeros beyond the lengths, so that weights of zero do not multiply NaN."""
     if not has_lengths(operands):
         return operands
     query, key, value, *_ = zero_absent(positioned(operands))
@@ -143,26 +140,30 @@ def zero_beyond(operands: Operands) -> Operands:
 def vendor_state(out: Array, lse: Array, operands: Operands, settings: Settings) -> AttentionState:
     """The state from a vendor's outputs, with NaN where the energy is not finite.
 
-    Lengths tell which rows see no key. All others see one in calls that pass `check_plain`, so such an energy
-    comes from a NaN or an overflow, for which FlashAttention-2 writes plus infinity, as for no keys.
+    Rows that lengths mask fully get minus infinity. In calls that pass `check_plain` no others are fully masked,
+    so such an energy comes from a NaN or an overflow, for which FlashAttention-2 writes plus infinity.
     """
     broken = ~jnp.isfinite(lse)
     lse = jnp.where(broken, jnp.nan, lse)
     out = jnp.where(broken[..., None], jnp.nan, out.astype(out_dtype(operands, settings)))
     state = AttentionState(out, lse)
-    return only(_seeing(operands, settings), state, -jnp.inf) if has_lengths(operands) else state
+    return (
+        keep_rows(_sees_keys(operands, settings), state, -jnp.inf)
+        if has_lengths(operands)
+        else state
+    )
 
 
-def _seeing(operands: Operands, settings: Settings) -> Array:
-    """Which queries are there and see a key, by lengths, `[B, T, 1]`; of a window, its first."""
+def _sees_keys(operands: Operands, settings: Settings) -> Array:
+    """Which queries are present and see a key, by lengths, `[B, T, 1]`; under a window, its first key."""
     queries, keys = (x[:, None] for x in lengths(operands))
     rows = jnp.arange(operands.query.shape[1], dtype=jnp.int32)[None]
     first = jnp.maximum(rows - min(settings.mask.window[0], operands.key.shape[1]), 0)
     return ((rows < queries) & (first < keys))[..., None]
 
 
-def only(rows: Array, state: AttentionState, lse: float) -> AttentionState:
-    """A state, or a cotangent, with zeros for `out` and this `lse` but in these rows, `[B, T, N or 1]`."""
+def keep_rows(rows: Array, state: AttentionState, lse: float) -> AttentionState:
+    """A state, or a cotangent, with `out` 0 and this `lse` outside of these rows, `[B, T, N or 1]`."""
     out = jnp.where(rows[..., None], state.out, 0)
     energies = None if state.lse is None else jnp.where(rows, state.lse, lse)
     return AttentionState(out, energies)  # pyright: ignore[reportArgumentType]
@@ -176,17 +177,17 @@ def may_be_empty(operands: Operands) -> bool:
 def without_empty(
     operands: Operands, state: AttentionState, cotangent: AttentionState
 ) -> tuple[AttentionState, AttentionState]:
-    """State and cotangent by which a vendor's backward adds nothing from rows without keys."""
+    """State and cotangent for a vendor's backward in which rows without keys contribute nothing."""
     if not may_be_empty(operands):
         return state, cotangent
     rows = holds_keys(state.lse)
-    return only(rows, state, FAR), only(rows, cotangent, 0)
+    return keep_rows(rows, state, FAR), keep_rows(rows, cotangent, 0)
 
 
 def present_cotangents(
     operands: Operands, state: AttentionState, query: Array, key: Array, value: Array
 ) -> Operands:
-    """Cotangents with zeros where lengths say that nothing is, and where a query sees no key."""
+    """Cotangents with zeros beyond the lengths, and where a query sees no key."""
     if may_be_empty(operands):
         query = jnp.where(holds_keys(state.lse)[..., None], query, 0)
     if has_lengths(operands):

@@ -1,9 +1,8 @@
 """The cudnn implementation: NVIDIA's flash attention, with lse in float32.
 
-`jax.nn.dot_product_attention(implementation="cudnn", return_residual=True)` rounds lse to 16 bits,
-has no derivative of it, and queries the GPU at hand, where a program may be compiled for another. So
-this calls the two primitives of JAX beneath it, for one device: a forward with softmax statistics in
-float32, and a backward from them.
+`jax.nn.dot_product_attention(implementation="cudnn", return_residual=True)` rounds lse to 16 bits, has no
+derivative of it, and queries the attached GPU rather than the program's. This calls the two primitives beneath
+it instead: a forward with softmax statistics in float32, and a backward from them.
 """
 
 import functools
@@ -21,11 +20,10 @@ from ..masks._structure import WINDOWS
 from ._adapter import VendorGPU, check_plain, lengths, window_side
 
 FEWEST_ROWS = 64  # of queries and of keys; other kernels split the keys of few rows
-# The widest calls, backwards too, by the major capability; of a GPU that is not known yet, the largest. What cuDNN
-# says of itself: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html. From 10.0 on,
-# forwards take more than backwards.
+# The widest calls, by the major compute capability, of both forwards and backwards, from cuDNN's documentation:
+# https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html.
 WIDEST, WIDE = {9: 256}, 128
-LEAST_OF_WIDE = 91300  # before, some of the wide backwards were wrong; as cuDNN counts its versions
+LEAST_OF_WIDE = 91300  # cuDNN 9.13; some of the wide backwards were wrong in earlier versions
 BROKEN = (91000, 91001)
 
 
@@ -48,8 +46,10 @@ class CuDNN(VendorGPU):
         """
         operands, settings, _ = call
         check_capability(self.name, (8, 0))
-        found = target_capability()
-        check_plain(self, operands, settings, 256 if found is None else WIDEST.get(found[0], WIDE))
+        capability = target_capability()
+        check_plain(
+            self, operands, settings, 256 if capability is None else WIDEST.get(capability[0], WIDE)
+        )
         _check_version(operands.query.shape[-1])
         for name, x in (("query", operands.query), ("key", operands.key)):
             if x.shape[1] < FEWEST_ROWS:
@@ -67,23 +67,22 @@ class CuDNN(VendorGPU):
         """The primitive of the forward."""
         operands, settings, _ = call
         query, key, value = operands[:3]
-        given = query, key, value, *_unused_but_lengths(operands)
+        arrays = query, key, value, *_unused_but_lengths(operands)
         options = _options(operands, settings)
-        return tuple(private_names("cudnn").forward.bind(*given, **options, is_training=True))
+        return tuple(private_names("cudnn").forward.bind(*arrays, **options, is_training=True))
 
-    def pull(
+    def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """The primitive of the backward."""
         operands, settings, _ = call
         query, key, value = operands[:3]
-        given = query, key, value, *_unused_but_lengths(operands), lse, out, d_out
-        found = private_names("cudnn").backward.bind(*given, **_options(operands, settings))
-        return tuple(found)
+        arrays = query, key, value, *_unused_but_lengths(operands), lse, out, d_out
+        return tuple(private_names("cudnn").backward.bind(*arrays, **_options(operands, settings)))
 
 
 def _check_version(width: int) -> None:
-    """Declines versions of cuDNN with known faults. Where none is installed, a later one will run the program."""
+    """Raises `NotImplementedError` for versions of cuDNN with known faults; passes where none is installed."""
     version = _version()
     if version is None:
         return
@@ -101,12 +100,12 @@ def _check_version(width: int) -> None:
 def _version() -> int | None:
     try:
         return private_names("cuda_versions").versions.cudnn_get_version()
-    except Exception:  # whatever is raised where no CUDA is, or no cuDNN
+    except Exception:  # without CUDA or cuDNN, this raises various exceptions
         return None
 
 
 def _unused_but_lengths(operands: Operands) -> list[Array]:
-    """Bias, lengths of queries and keys, offsets and pages, of which none is used but lengths."""
+    """Bias, lengths of queries and keys, offsets and pages; all are empty except the lengths."""
     unused = [jnp.zeros(0, operands.query.dtype)] * 7
     if has_lengths(operands):
         unused[1:3] = lengths(operands)
@@ -115,21 +114,20 @@ def _unused_but_lengths(operands: Operands) -> list[Array]:
 
 def _options(operands: Operands, settings: Settings) -> dict[str, Any]:
     """The parameters of both primitives."""
-    (left, right), found = settings.mask.window, private_names("cudnn")
+    (left, right), names = settings.mask.window, private_names("cudnn")
     left = window_side(left, operands.key.shape[1])
     padding = "PADDING_" if has_lengths(operands) else ""
     mask = f"{padding}CAUSAL" if right == 0 else "PADDING" if padding else "NO_MASK"
-    # since JAX 0.12: functions of the scores that cuDNN compiles into its kernel
-    newer = {"score_mod_name", "score_mod_jaxpr"} & inspect.signature(
-        found.lowering
-    ).parameters.keys()
+    # parameters of newer versions of JAX for functions of the scores
+    parameters = inspect.signature(names.lowering).parameters
+    score_options = {"score_mod_name", "score_mod_jaxpr"} & parameters.keys()
     return {
         "scale": settings.scale,
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),  # no bias, and no gradient of one
-        "mask_type": found.Mask[mask],
-        "layout": found.Layout.BTNH.value,
+        "mask_type": names.Mask[mask],
+        "layout": names.Layout.BTNH.value,
         # the query's own key is included
         "sliding_window_length": None if left is None else left + 1,
-    } | dict.fromkeys(newer)
+    } | dict.fromkeys(score_options)

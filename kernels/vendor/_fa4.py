@@ -1,7 +1,7 @@
 """The fa4 implementation: FlashAttention-4's kernels in CuTe, from fa4-jax.
 
-This calls the package's functions for one device, whose backward takes the state of any kernel. Its primitives around
-them add derivatives and a vmap rule; `dispatch/` has its own.
+This calls the package's functions for one device, without its primitives around them, which add derivatives and a vmap
+rule: `dispatch/` has its own.
 """
 
 from typing import Any
@@ -32,10 +32,10 @@ class FA4(VendorGPU):
         GPUs than the one at hand, for which the package compiles; and without fa4-jax.
         """
         operands, settings, _ = call
-        found = target_capability()
-        if found is not None:
-            _check_here(found)
-        check_plain(self, operands, settings, WIDEST[9 if found is None else found[0]])
+        capability = target_capability()
+        if capability is not None:
+            _check_attached(capability)
+        check_plain(self, operands, settings, WIDEST[9 if capability is None else capability[0]])
         _package()
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
@@ -44,7 +44,7 @@ class FA4(VendorGPU):
         config, backend = _configured(operands, settings)
         return backend.fwd_lse(config, *operands[:3], ())
 
-    def pull(
+    def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """The package's backward."""
@@ -53,18 +53,21 @@ class FA4(VendorGPU):
         return backend.vjp(config, *operands[:3], out, lse, d_out, None, ())
 
 
-def _check_here(found: Capability) -> None:
-    """Declines GPUs that the package has no kernels for, or does not compile for: it asks JAX for the one at hand."""
-    here = capability_of(jax.devices()[0])
-    if found != here or found[0] not in WIDEST:
+def _check_attached(capability: Capability) -> None:
+    """Raises `NotImplementedError` for GPUs without kernels, and for others than the attached one.
+
+    The package compiles its kernels for the GPU that JAX lists first.
+    """
+    attached = capability_of(jax.devices()[0])
+    if capability != attached or capability[0] not in WIDEST:
         raise NotImplementedError(
             f"fa4: wanted a program for the GPU at hand, and one of compute capability "
-            f"{', '.join(map(str, WIDEST))}, got a program for {found} and {here} at hand"
+            f"{', '.join(map(str, WIDEST))}, got a program for {capability} and {attached} at hand"
         )
 
 
 def _configured(operands: Operands, settings: Settings) -> tuple[Any, Any]:
-    """The package's configuration of a call, and its backend. A right side of 0 alone is its causal attention."""
+    """The package's configuration of a call, and its backend."""
     left, right = (window_side(x, operands.key.shape[1]) for x in settings.mask.window)
     causal = left is None and right == 0
     window = (None, None) if causal else (left, right)

@@ -1,8 +1,7 @@
 """The flash implementation: FlashAttention-2's own kernels, from flash-attn-jax.
 
-This calls the package's functions for one device. Its primitive around them adds partitioning and a
-vmap rule (whose gradients return in another order); `dispatch/_lowering.py` has already merged the
-batch axes and chosen a program for one device.
+This calls the package's functions for one device, without its primitive around them, which adds partitioning
+and a vmap rule: `dispatch/_lowering.py` has its own.
 """
 
 import ctypes
@@ -42,7 +41,7 @@ class FlashAttn(VendorGPU):
         operands, settings, _ = call
         return _package().forward(*operands[:3], **_options(settings, operands.key.shape[1]))
 
-    def pull(
+    def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """The package's backward."""
@@ -69,8 +68,8 @@ def _options(settings: Settings, keys: int) -> dict[str, Any]:
 def _package() -> Any:
     """The functions of flash-attn-jax, whose lse is `[B, N, T]`."""
     try:
-        found = private_names("flash")
-        # the library it asks for the number of multiprocessors when a program is lowered
+        functions = private_names("flash")
+        # the package loads this library when it lowers a program
         ctypes.CDLL("libcudart.so")
     except (NotImplementedError, OSError) as reason:
         raise NotImplementedError(
@@ -78,4 +77,4 @@ def _package() -> Any:
             "or older), libcudart.so.12 (pip install nvidia-cuda-runtime-cu12) and libcudart.so "
             f"of a CUDA toolkit, got {reason}"
         ) from reason
-    return found
+    return functions

@@ -27,7 +27,7 @@ from ..pallas.tpu._kernel import PallasTPU
 from ..xla._blockwise import backward_delta
 from ._adapter import (
     check_plain,
-    only,
+    keep_rows,
     present_cotangents,
     push_forward,
     vendor_state,
@@ -38,9 +38,8 @@ from ._adapter import (
 
 _LEAST = 128  # rows in a block
 _MOST = 32768  # rows; masks are cut into blocks on the host, one by one
-_NO_KEY = (
-    -1e38
-)  # energies of rows without keys are below: a hidden pair's score is -0.7 of the largest float32
+# Rows without keys have a lower energy: the score of a hidden pair is -0.7 times the largest float32.
+_NO_KEY = -1e38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +85,15 @@ class Splash(AbstractKernel):
         """One kernel, after a copy of the operands with heads in front."""
         operands, settings, platform = call
         query, key, value = _scaled(zero_beyond(operands), settings)
-        found = _kernel(settings.mask.window, self._cut(query, key, settings), platform != "tpu")
-        with _as_expected():
-            out, (lse,) = jax.vmap(found)(query, key, value, _segments(operands))
+        kernel = _kernel(
+            settings.mask.window, self._blocks(query, key, settings), platform != "tpu"
+        )
+        with _splash_config():
+            out, (lse,) = jax.vmap(kernel)(query, key, value, _segments(operands))
         state = vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
         if operands.query_segments is None:
             return state
-        return only(~(state.lse < _NO_KEY), state, -jnp.inf)
+        return keep_rows(~(state.lse < _NO_KEY), state, -jnp.inf)
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -100,15 +101,17 @@ class Splash(AbstractKernel):
         """Two kernels: one for the gradient of queries, one for the others; one where keys are one block."""
         operands, settings, platform = call
         query, key, value = _scaled(zero_beyond(operands), settings)
-        found = _kernel(settings.mask.window, self._cut(query, key, settings), platform != "tpu")
-        shown, cotangent = without_empty(operands, state, cotangent)
+        kernel = _kernel(
+            settings.mask.window, self._blocks(query, key, settings), platform != "tpu"
+        )
+        vendor_rows, cotangent = without_empty(operands, state, cotangent)
         d_out = cotangent.out.astype(value.dtype)
-        rows = (shown.lse, d_out, backward_delta(shown, cotangent))
-        with _as_expected():
-            pulled = jax.vmap(functools.partial(_pull, found))(
+        rows = (vendor_rows.lse, d_out, backward_delta(vendor_rows, cotangent))
+        with _splash_config():
+            cotangents = jax.vmap(functools.partial(_backward, kernel))(
                 _segments(operands), query, key, value, *(x.swapaxes(1, 2) for x in rows)
             )
-        query, key, value = (x.swapaxes(1, 2) for x in pulled)
+        query, key, value = (x.swapaxes(1, 2) for x in cotangents)
         return present_cotangents(operands, state, query * settings.scale, key, value)
 
     def tangent(
@@ -116,48 +119,51 @@ class Splash(AbstractKernel):
     ) -> AttentionState | None:
         """The tangent by pallas_tpu: the vendor has none."""
         operands, settings, platform = call
-        with _as_expected():  # JAX 0.8 lowers ours, too, in 32 bits alone
+        with _splash_config():
             return push_forward(PallasTPU(), call, state, directions)
 
-    def _cut(self, query: Array, key: Array, settings: Settings) -> "_Cut":
+    def _blocks(self, query: Array, key: Array, settings: Settings) -> "_Blocks":
         """The blocks of queries and keys, heads in front."""
         rows, keys = query.shape[2], key.shape[2]
         seen = min(keys, sum(settings.mask.window) + 1)
 
         def fits(block: int) -> bool:
-            whole = block == keys and not settings.mask.constrains
-            return block <= self.computed or self.fewest * block <= seen or whole
+            all_keys = block == keys and not settings.mask.constrains
+            return block <= self.computed or self.fewest * block <= seen or all_keys
 
-        of_rows, of_keys = (
+        row_block, key_block = (
             next(b for b in self.blocks if n % b == 0 and fits(b)) for n in (rows, keys)
         )
-        return _Cut(rows, keys, of_rows, of_keys, min(of_keys, self.computed))
+        return _Blocks(rows, keys, row_block, key_block, min(key_block, self.computed))
 
 
-class _Cut(NamedTuple):
-    """The numbers of rows and keys, in all, in a block, and of keys that are computed with at once."""
+class _Blocks(NamedTuple):
+    """The numbers of rows and keys, of those in a block, and of keys that are multiplied at once."""
 
     rows: int
     keys: int
-    of_rows: int
-    of_keys: int
+    row_block: int
+    key_block: int
     computed: int
 
     @property
     def fused(self) -> bool:
         """Whether one kernel computes all gradients.
 
-        It writes a part of that of queries for each block of keys, rounded to bfloat16. One block is exact.
+        It rounds the gradients of queries to bfloat16 for each block of keys, so only one block is exact.
         """
-        return self.keys == self.of_keys
+        return self.keys == self.key_block
 
 
 def _segments(operands: Operands) -> Any:
-    """The ids of queries and keys, `[B, T]` and `[B, S]`, or None; by lengths, 0 and, where nothing is, -1."""
+    """The ids of queries and keys, `[B, T]` and `[B, S]`, or None; with lengths, 0, and -1 beyond them."""
     ids: Any = operands.query_segments, operands.key_segments
     if has_lengths(operands):
-        placed: Any = positioned(operands)
-        ids = (jnp.minimum(x, 0) for x in (placed.query_positions, placed.key_positions))
+        with_positions: Any = positioned(operands)
+        ids = (
+            jnp.minimum(x, 0)
+            for x in (with_positions.query_positions, with_positions.key_positions)
+        )
     elif operands.query_segments is None:
         return None
     rows = operands.query.shape[0]
@@ -172,10 +178,10 @@ def _scaled(operands: Operands, settings: Settings) -> list[Array]:
     return [x.swapaxes(1, 2) for x in (query * settings.scale, key, value)]
 
 
-def _pull(found: Any, segments: Any, query: Array, *others: Array) -> tuple[Array, Array, Array]:
+def _backward(kernel: Any, segments: Any, query: Array, *rest: Array) -> tuple[Array, Array, Array]:
     """The cotangents of one batch entry's scaled queries, keys and values."""
-    key, value, lse, d_out, delta = others
-    options, blocks = dict(found.kwargs), found.kwargs["block_sizes"]
+    key, value, lse, d_out, delta = rest
+    options, blocks = dict(kernel.kwargs), kernel.kwargs["block_sizes"]
     for name in ("block_sizes", "save_residuals", "residual_checkpoint_name"):
         del options[name]
     options |= {x: getattr(blocks, x) for x in ("q_layout", "k_layout", "v_layout")}
@@ -185,7 +191,7 @@ def _pull(found: Any, segments: Any, query: Array, *others: Array) -> tuple[Arra
         bq=blocks.block_q_dkv,
         bkv=blocks.block_kv_dkv,
         bkv_compute=blocks.block_kv_dkv_compute,
-        mask_info=found.dkv_mask_info,
+        mask_info=kernel.dkv_mask_info,
         use_fused_bwd_kernel=blocks.use_fused_bwd_kernel,
         **options,
     )
@@ -195,38 +201,38 @@ def _pull(found: Any, segments: Any, query: Array, *others: Array) -> tuple[Arra
         *arrays,
         bq=blocks.block_q_dq,
         bkv=blocks.block_kv_dq,
-        mask_info=found.dq_mask_info,
+        mask_info=kernel.dq_mask_info,
         **options,
     )
     return d_query, d_key, d_value
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(window: tuple[int, int], cut: _Cut, interpret: bool) -> Any:
+def _kernel(window: tuple[int, int], blocks: _Blocks, interpret: bool) -> Any:
     splash = private_names("splash")
-    of_query = None if cut.fused else cut.of_rows
+    query_kernel_block = None if blocks.fused else blocks.row_block
     sizes = splash.BlockSizes(
-        block_q=cut.of_rows,
-        block_kv=cut.of_keys,
-        block_kv_compute=cut.computed,
-        block_q_dkv=cut.of_rows,
-        block_kv_dkv=cut.of_keys,
-        block_kv_dkv_compute=cut.computed,
-        block_q_dq=of_query,
-        block_kv_dq=of_query and cut.of_keys,
-        use_fused_bwd_kernel=cut.fused,
+        block_q=blocks.row_block,
+        block_kv=blocks.key_block,
+        block_kv_compute=blocks.computed,
+        block_q_dkv=blocks.row_block,
+        block_kv_dkv=blocks.key_block,
+        block_kv_dkv_compute=blocks.computed,
+        block_q_dq=query_kernel_block,
+        block_kv_dq=query_kernel_block and blocks.key_block,
+        use_fused_bwd_kernel=blocks.fused,
     )
     # One mask serves all heads. The result is cached across traces, so it must not be traced.
     with jax.ensure_compile_time_eval():
-        found = splash.make(
-            mask=splash.masks.MultiHeadMask([_mask(splash.masks, window, cut[:2])]),
+        kernel = splash.make(
+            mask=splash.masks.MultiHeadMask([_mask(splash.masks, window, blocks[:2])]),
             block_sizes=sizes,
             save_residuals=True,
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,
         )
-        return jax.tree.map(np.asarray, found)
+        return jax.tree.map(np.asarray, kernel)
 
 
 def _mask(masks: Any, window: tuple[int, int], shape: tuple[int, int]) -> Any:
@@ -239,11 +245,10 @@ def _mask(masks: Any, window: tuple[int, int], shape: tuple[int, int]) -> Any:
 
 
 @contextlib.contextmanager
-def _as_expected() -> Iterator[None]:
-    """The configuration that these kernels expect: 32 bits, free promotion of dtypes and ranks.
+def _splash_config() -> Iterator[None]:
+    """The configuration that these kernels expect: 32 bits, and free promotion of dtypes and ranks.
 
-    And no check that results state which mesh axes of a `jax.shard_map` they vary over, which these
-    do not; the check is for tracing, and a program that is being lowered has passed it.
+    Their results do not state which mesh axes of a `jax.shard_map` they vary over, so that check is off.
     """
     with (
         jax.enable_x64(False),

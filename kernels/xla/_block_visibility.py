@@ -6,12 +6,11 @@ from jaxtyping import Array, Bool
 from ..call._operands import Operands, Settings, all_meet, bound, hide_unreachable, positioned
 from ..masks._interval import Interval
 from ..masks._visibility import may_meet, meeting, visible
-from ._grid import Grid, pad
-from ._index import Index
+from ._grid import Grid, Index, pad
 
 
 def with_block_positions(operands: Operands, settings: Settings, grid: Grid) -> Operands:
-    """Operands with the positions that blocks read: None where a block counts them from its index."""
+    """Operands with the positions that blocks read; None where a block computes them from its index."""
     if all_meet(operands, settings):
         return operands
     operands = hide_unreachable(operands, settings)
@@ -28,13 +27,13 @@ class BlockVisibility:
 
     def __init__(self, operands: Operands, settings: Settings, grid: Grid):
         self._grid = grid
-        self._rule = bound(settings, operands)
+        self._mask = bound(settings, operands)
         self._lengths = operands.query.shape[1], operands.key.shape[1]
         self._pads = _pads(grid, operands)
         self._constrains = settings.mask.constrains
         self._positions = self._cut(operands.query_positions, operands.key_positions, fill=-1)
         self._segments = self._cut(operands.query_segments, operands.key_segments, fill=0)
-        meet = meeting(self._rule, self._positions, self._segments)
+        meet = meeting(self._mask, self._positions, self._segments)
         self._meet = None if meet is None else meet.any(0)
 
     def _cut(
@@ -48,61 +47,61 @@ class BlockVisibility:
         queries = queries.reshape(-1, g.query_blocks, g.queries)
         return queries, keys.reshape(-1, g.key_blocks, g.keys)
 
-    def meet(self, at: Index) -> Bool[Array, ""] | None:
-        """Whether any query of the block may see any of its keys; None if all see all."""
-        found = None if self._meet is None else self._meet[at.query, at.key]
+    def meet(self, index: Index) -> Bool[Array, ""] | None:
+        """Whether any query of the block may see any of its keys; None if all do."""
+        meet = None if self._meet is None else self._meet[index.query, index.key]
         g = self._grid
         if (
             self._positions is not None
             or not self._constrains
             or g.query_blocks * g.key_blocks == 1
         ):
-            return found
-        first = self._first(at)
-        ends = zip(first, (g.queries, g.keys), self._lengths, strict=True)
-        last = (jnp.minimum(x + size, length) - 1 for x, size, length in ends)
-        here = may_meet(self._rule, *map(Interval, first, last))
-        return here if found is None else found & here
+            return meet
+        first = self._first(index)
+        sizes = zip(first, (g.queries, g.keys), self._lengths, strict=True)
+        last = (jnp.minimum(x + size, length) - 1 for x, size, length in sizes)
+        by_position = may_meet(self._mask, *map(Interval, first, last))
+        return by_position if meet is None else meet & by_position
 
-    def _first(self, at: Index) -> tuple[Array, Array]:
+    def _first(self, index: Index) -> tuple[Array, Array]:
         """The first position of a block's queries, and of its keys."""
-        queries, keys = (jnp.asarray(x, jnp.int32) for x in at[1:])
+        queries, keys = (jnp.asarray(x, jnp.int32) for x in index[1:])
         return queries * self._grid.queries, keys * self._grid.keys
 
-    def positions(self, at: Index) -> tuple[Array, Array]:
+    def positions(self, index: Index) -> tuple[Array, Array]:
         """The positions of a block's rows and keys, `[B or 1, rows, 1]` and `[B or 1, 1, keys]`."""
         if self._positions is not None:
-            return self._facing(self._positions, at)
+            return self._facing(self._positions, index)
         g = self._grid
         sizes = zip((g.queries, g.keys), (g.query_blocks, g.key_blocks), strict=True)
         queries, keys = (
             _counted(first, *size, length)
-            for first, size, length in zip(self._first(at), sizes, self._lengths, strict=True)
+            for first, size, length in zip(self._first(index), sizes, self._lengths, strict=True)
         )
         return jnp.tile(queries, g.group)[None, :, None], keys[None, None, :]
 
-    def hide(self, scores: Array, at: Index) -> Array:
+    def hide(self, scores: Array, index: Index) -> Array:
         """The scores of a block, minus infinity where its mask or segments hide a key."""
         if self._positions is not None:
-            seen = visible(self._rule, *self.positions(at))
-            scores = jnp.where(seen, scores, -jnp.inf)
+            is_visible = visible(self._mask, *self.positions(index))
+            scores = jnp.where(is_visible, scores, -jnp.inf)
         elif self._constrains or self._pads:
-            queries, keys = self.positions(at)
+            queries, keys = self.positions(index)
             if self._constrains:
-                scores = jnp.where(self._rule.visible(queries, keys), scores, -jnp.inf)
+                scores = jnp.where(self._mask.visible(queries, keys), scores, -jnp.inf)
             if self._pads:
                 scores = jnp.where(keys >= 0, scores, -jnp.inf)
         if self._segments is not None:
-            queries, keys = self._facing(self._segments, at)
+            queries, keys = self._facing(self._segments, index)
             scores = jnp.where(queries == keys, scores, -jnp.inf)
         return scores
 
-    def _facing(self, numbers: tuple[Array, Array], at: Index) -> tuple[Array, Array]:
-        queries, keys = (x[:, i] for x, i in zip(numbers, at[1:], strict=True))
+    def _facing(self, numbers: tuple[Array, Array], index: Index) -> tuple[Array, Array]:
+        queries, keys = (x[:, i] for x, i in zip(numbers, index[1:], strict=True))
         return jnp.tile(queries, (1, self._grid.group))[:, :, None], keys[:, None, :]
 
 
 def _counted(first: Array, size: int, blocks: int, length: int) -> Array:
-    """The positions of a block from its first one; -1 for what fills the last block."""
-    found = first + jnp.arange(size, dtype=jnp.int32)
-    return found if size * blocks == length else jnp.where(found < length, found, -1)
+    """Consecutive positions from `first` on; -1 for the padding of the last block."""
+    positions = first + jnp.arange(size, dtype=jnp.int32)
+    return positions if size * blocks == length else jnp.where(positions < length, positions, -1)

@@ -1,33 +1,29 @@
 """The scores of a call in blocks."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..call._operands import (
-    Operands,
-    Settings,
-    bound_score,
-    present_keys,
-    zero_absent,
-)
+from ..call._operands import Operands, Settings, bound_score, present_keys, zero_absent
 from ..call._state import lse_dtype, precision, unfused
 from ..scores._abstract import At
 from ._block_visibility import BlockVisibility, with_block_positions
-from ._entries import each_entry
 from ._grid import (
     BLOCK_SIZES,
     BlockSizes,
+    Index,
     grid,
     pad,
+    pad_keys,
+    pad_queries,
     take_keys,
     take_queries,
-    whole_keys,
-    whole_queries,
 )
-from ._index import Index
 from ._slice import Corner, add_at, slice_at
 
 
@@ -40,8 +36,8 @@ class BlockedOperands:
         self.score = bound_score(settings, operands)
         self._batches, self._heads = operands.batch_indices, operands.head_indices
         exact = precision(operands.query.dtype)
-        given = self.score, operands.bias, settings.scored_width
-        self._plain = settings.scale > 0 and all(x is None for x in given)
+        others = self.score, operands.bias, settings.scored_width
+        self._plain = settings.scale > 0 and all(x is None for x in others)
         # Positive, so that the largest score has the largest multiple.
         self.unit = settings.scale if self._plain else 1.0
         self.outer = functools.partial(outer, precision=exact)
@@ -49,16 +45,16 @@ class BlockedOperands:
         self.operands = operands = with_block_positions(operands, settings, g)
         self.visibility = BlockVisibility(operands, settings, g)
         self.meet = self.visibility.meet
-        clear = zero_absent(operands)
-        self.query = whole_queries(g, clear.query)
-        self.key = whole_keys(g, clear.key)
-        self.value = whole_keys(g, clear.value)
-        shown = present_keys(operands)
-        if shown is not None:
-            shown = jnp.broadcast_to(shown, (shown.shape[0], operands.key.shape[1]))
-            shown = pad(shown, 1, g.keys * g.key_blocks)
-            shown = shown.reshape(shown.shape[0], g.key_blocks, g.keys)
-        self._shown = shown
+        zeroed = zero_absent(operands)
+        self.query = pad_queries(g, zeroed.query)
+        self.key = pad_keys(g, zeroed.key)
+        self.value = pad_keys(g, zeroed.value)
+        present = present_keys(operands)
+        if present is not None:
+            present = jnp.broadcast_to(present, (present.shape[0], operands.key.shape[1]))
+            present = pad(present, 1, g.keys * g.key_blocks)
+            present = present.reshape(present.shape[0], g.key_blocks, g.keys)
+        self._present = present
         self.bias = self.pad_scores(operands.bias)
         self.mask = self.pad_scores(operands.mask)
 
@@ -70,81 +66,88 @@ class BlockedOperands:
         return lax.full_like(self.query, fill, dtype=lse_dtype(self.query.dtype), shape=shape)
 
     def index_of_queries(self, n: Array) -> Index:
-        """The `n`-th block of queries, those of a key head together; its keys are to be named."""
+        """The index of the `n`-th block of queries, those of a key head being consecutive; `key` is `n`."""
         queries = jnp.asarray(self.grid.query_blocks, n.dtype)
         return Index(lax.div(n, queries), lax.rem(n, queries), n)
 
-    def take_values(self, values: Array, at: Index) -> Array:
-        """One block of `values`, whole blocks of the operands', with zeros in absent slots."""
-        block = take_keys(self.grid, values, at)
-        return (
-            block if self._shown is None else jnp.where(self._shown[:, at.key, :, None], block, 0)
-        )
+    def take_values(self, values: Array, index: Index) -> Array:
+        """One block of `values`, padded to whole blocks, with zeros in absent slots."""
+        block = take_keys(self.grid, values, index)
+        if self._present is None:
+            return block
+        return jnp.where(self._present[:, index.key, :, None], block, 0)
 
-    def scores(self, at: Index) -> Array:
+    def scores(self, index: Index) -> Array:
         """The scores of one block, `[B, rows, keys]`, minus infinity where a key is hidden."""
-        query, key = take_queries(self.grid, self.query, at), take_keys(self.grid, self.key, at)
-        return self.scores_of(query, key, at)
+        query, key = (
+            take_queries(self.grid, self.query, index),
+            take_keys(self.grid, self.key, index),
+        )
+        return self.scores_of(query, key, index)
 
-    def scores_of(self, query: Array, key: Array, at: Index) -> Array:
-        """The same from the queries and keys of the block."""
+    def scores_of(self, query: Array, key: Array, index: Index) -> Array:
+        """`scores`, from the queries and keys of the block."""
         raw, added = self.products(query, key)
         if self.score is not None:
-            raw = self.score(raw, self.indices(at))
-        return self.masked(raw, added, at)
+            raw = self.score(raw, self.indices(index))
+        return self.masked(raw, added, index)
 
-    def unscaled(self, query: Array, key: Array, at: Index) -> Array:
-        """`scores_of` divided by `unit`: numbers that are rounded, whatever XLA fuses with a product."""
+    def unscaled(self, query: Array, key: Array, index: Index) -> Array:
+        """`scores_of` divided by `unit`; XLA cannot fuse the multiplication with a following subtraction."""
         if self._plain:
-            return self.masked(self.outer(query, key), None, at)
-        return unfused(self.scores_of(query, key, at))
+            return self.masked(self.outer(query, key), None, index)
+        return unfused(self.scores_of(query, key, index))
 
     def products(self, query: Array, key: Array) -> tuple[Array, Array | None]:
-        """The scaled products of a block that its scores are of, and those that are added to them."""
+        """The scaled products that a block's scores are a function of, and those added to the scores."""
         scale, width = self.settings.scale, self.settings.scored_width
         if width is None:
             return self.outer(query, key) * scale, None
         scored, added = (self.outer(query[..., x], key[..., x]) for x in _both_sides(width))
         return scored * scale, added * scale
 
-    def to_keys(self, queries: Array, to_raw: Array, to_scores: Array) -> Array:
-        """The cotangents `[B, W, keys]` of keys by those of products and scores; queries `[B, W, rows]`."""
+    def to_keys(self, queries: Array, d_raw: Array, d_scores: Array) -> Array:
+        """The cotangents `[B, W, keys]` of keys from those of products and scores; queries `[B, W, rows]`."""
         width = self.settings.scored_width
         if width is None:
-            return self.product(queries, to_raw)
-        pairs = zip(_both_sides(width), (to_raw, to_scores), strict=True)
-        return jnp.concatenate([self.product(queries[:, x], to) for x, to in pairs], -2)
+            return self.product(queries, d_raw)
+        pairs = zip(_both_sides(width), (d_raw, d_scores), strict=True)
+        return jnp.concatenate(
+            [self.product(queries[:, x], cotangents) for x, cotangents in pairs], -2
+        )
 
-    def to_queries(self, keys: Array, to_raw: Array, to_scores: Array) -> Array:
+    def to_queries(self, keys: Array, d_raw: Array, d_scores: Array) -> Array:
         """The cotangents `[B, rows, W]` of queries likewise; keys `[B, keys, W]`."""
         width = self.settings.scored_width
         if width is None:
-            return self.product(to_raw, keys)
-        pairs = zip(_both_sides(width), (to_raw, to_scores), strict=True)
-        return jnp.concatenate([self.product(to, keys[..., x]) for x, to in pairs], -1)
+            return self.product(d_raw, keys)
+        pairs = zip(_both_sides(width), (d_raw, d_scores), strict=True)
+        return jnp.concatenate(
+            [self.product(cotangents, keys[..., x]) for x, cotangents in pairs], -1
+        )
 
-    def indices(self, at: Index) -> At:
+    def indices(self, index: Index) -> At:
         """Batch, head and positions of the scores of a block, for a score."""
         g = self.grid
-        at = Index(*(x.astype(jnp.int32) for x in at))
+        index = Index(*(x.astype(jnp.int32) for x in index))
         batch = jnp.arange(self.query.shape[0], dtype=jnp.int32)
-        head = at.head * g.group + jnp.arange(g.group, dtype=jnp.int32)
+        head = index.head * g.group + jnp.arange(g.group, dtype=jnp.int32)
         batch = batch if self._batches is None else self._batches
         head = head if self._heads is None else self._heads[head]
         head = jnp.repeat(head, g.queries)[None, :, None]
         if self.settings.score is None or not self.settings.score.compares:
             return At(batch[:, None, None], head, None, None)  # pyright: ignore[reportArgumentType]
-        return At(batch[:, None, None], head, *self.visibility.positions(at))
+        return At(batch[:, None, None], head, *self.visibility.positions(index))
 
-    def masked(self, scores: Array, added: Array | None, at: Index) -> Array:
+    def masked(self, scores: Array, added: Array | None, index: Index) -> Array:
         """The scores of a block with what is added, minus infinity where a key is hidden."""
         if added is not None:
             scores = scores + added
         if self.bias is not None:
-            scores = scores + self.score_block(self.bias, at).astype(scores.dtype)
+            scores = scores + self.score_block(self.bias, index).astype(scores.dtype)
         if self.mask is not None:
-            scores = jnp.where(self.score_block(self.mask, at), scores, -jnp.inf)
-        return self.visibility.hide(scores, at)
+            scores = jnp.where(self.score_block(self.mask, index), scores, -jnp.inf)
+        return self.visibility.hide(scores, index)
 
     def pad_scores(self, x: Array | None) -> Array | None:
         """An array that broadcasts to the scores, padded to whole blocks."""
@@ -154,26 +157,26 @@ class BlockedOperands:
         x = x if x.shape[2] == 1 else pad(x, 2, g.queries * g.query_blocks)
         return x if x.shape[3] == 1 else pad(x, 3, g.keys * g.key_blocks)
 
-    def score_block(self, x: Array, at: Index) -> Array:
+    def score_block(self, x: Array, index: Index) -> Array:
         """One block `[B, rows, keys]` of an array that `pad_scores` returns."""
         g = self.grid
-        block = slice_at(x, *self._corner(x.shape, at))
+        block = slice_at(x, *self._corner(x.shape, index))
         block = jnp.broadcast_to(block, (x.shape[0], g.group, g.queries, g.keys))
         return block.reshape(x.shape[0], g.rows, g.keys)
 
-    def _corner(self, shape: tuple[int, ...], at: Index) -> tuple[Corner, tuple[int, ...]]:
+    def _corner(self, shape: tuple[int, ...], index: Index) -> tuple[Corner, tuple[int, ...]]:
         g = self.grid
         steps = (g.group, g.queries, g.keys)
         start = (
-            i * step if n > 1 else 0 * i for n, i, step in zip(shape[1:], at, steps, strict=True)
+            i * step if n > 1 else 0 * i for n, i, step in zip(shape[1:], index, steps, strict=True)
         )
         sizes = (min(n, step) for n, step in zip(shape[1:], steps, strict=True))
-        return (0 * at.head, *start), (shape[0], *sizes)
+        return (0 * index.head, *start), (shape[0], *sizes)
 
-    def add_to_bias(self, total: Array, block: Array, at: Index) -> Array:
+    def add_to_bias(self, total: Array, block: Array, index: Index) -> Array:
         """Adds the gradient of one block of scores to that of the (padded) bias."""
         g = self.grid
-        start, sizes = self._corner(total.shape, at)
+        start, sizes = self._corner(total.shape, index)
         block = block.reshape(-1, g.group, g.queries, g.keys)
         axes = tuple(i for i in range(4) if sizes[i] == 1 and block.shape[i] > 1)
         return add_at(total, block.sum(axes, keepdims=True), start)
@@ -205,3 +208,11 @@ def _dot(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precision
         return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
 
     return each_entry(dot, a, b)
+
+
+def each_entry(f: Callable[..., Any], first: Array, *rest: Array | None) -> Any:
+    """`jax.vmap(f)`; for a batch of one, `f` without a batch axis, which XLA:CPU runs faster."""
+    if first.shape[0] != 1:
+        return jax.vmap(f)(first, *rest)
+    out = f(first[0], *(x if x is None else x[0] for x in rest))
+    return jax.tree.map(lambda x: x[None], out)

@@ -31,15 +31,16 @@ from ._blocks import BlockedOperands
 from ._grid import (
     BLOCK_SIZES,
     BlockSizes,
+    Index,
     add_to_keys,
     add_to_queries,
     join_queries,
+    numbers,
+    pad_keys,
+    pad_queries,
     take_keys,
     take_queries,
-    whole_keys,
-    whole_queries,
 )
-from ._index import Index, numbers
 from ._softmax import normalised
 from ._tangent import tangent
 
@@ -49,7 +50,7 @@ Gradients = tuple[Any, Any, Any]  # of queries, keys and values
 class InFlight(NamedTuple):
     """Arrays in flight from other devices during a backward, used only after all its products.
 
-    XLA starts a transfer as late as it can, and so starts these before the products.
+    XLA starts a transfer as late as possible, so this makes it start these before the products.
 
     Attributes:
         others: anything.
@@ -85,7 +86,7 @@ class Blockwise(AbstractKernel):
         return self.forward_and_rest(call)[0]
 
     def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
-        """The same, with the rest."""
+        """`forward`, and the rounding error of `lse`."""
         operands, settings, _ = call
         return forward(operands, settings, self.sizes)
 
@@ -107,9 +108,9 @@ class Blockwise(AbstractKernel):
 def forward(
     operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES
 ) -> tuple[AttentionState, Array]:
-    """`(out, lse)` by online softmax over blocks of keys, and what rounding took from `lse`; takes every call.
+    """`(out, lse)` by online softmax over blocks of keys, and the rounding error of `lse`.
 
-    JAX's derivative of it would store every block; `backward` is its derivative.
+    JAX's derivative of this would store every block; `backward` is used instead.
     """
     batch, query_len = operands.query.shape[:2]
     value = operands.value
@@ -119,29 +120,29 @@ def forward(
     blocks = BlockedOperands(operands, settings, sizes)
     g = blocks.grid
     dtype = lse_dtype(operands.query.dtype)
-    # Of hidden keys the scores are replaced; of hidden values a block at a time is zero.
-    keys, values = (whole_keys(g, x) for x in (operands.key, value))
+    # Not zeroed where absent: scores of hidden keys are replaced, and values are zeroed block by block.
+    keys, values = (pad_keys(g, x) for x in (operands.key, value))
 
     def one_block_of_queries(n: Array) -> tuple[Array, Array, Array]:
-        at = blocks.index_of_queries(n)
+        query_index = blocks.index_of_queries(n)
 
         def one_block_of_keys(carry: tuple[Array, ...], j: Array) -> Any:
-            here = at._replace(key=j)
+            index = query_index._replace(key=j)
 
             def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
-                query, key = take_queries(g, blocks.query, here), take_keys(g, keys, here)
-                scores = blocks.unscaled(query, key, here)
+                query, key = take_queries(g, blocks.query, index), take_keys(g, keys, index)
+                scores = blocks.unscaled(query, key, index)
                 new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
                 shift = safe_shift(new)
-                # The difference first: it is 0 where the score is the maximum, however large.
+                # Subtract first: the difference is exactly 0 where the score is the maximum.
                 weights = jnp.exp((scores - shift) * blocks.unit)
                 decay = jnp.exp((maximum - shift) * blocks.unit)
                 total = total * decay + weights.sum(-1, keepdims=True)
-                # The weights stay in the dtype of the scores, and the values are cast to it.
-                weighed = blocks.product(weights, blocks.take_values(values, here).astype(dtype))
+                # Values are cast to the dtype of the weights, which is that of the scores.
+                weighed = blocks.product(weights, blocks.take_values(values, index).astype(dtype))
                 return new, total, sums * decay + weighed
 
-            return when(blocks.meet(here), attend, *carry), None
+            return when(blocks.meet(index), attend, *carry), None
 
         start = (
             blocks.full(-jnp.inf, batch, g.rows, 1),
@@ -152,8 +153,8 @@ def forward(
         total, lse, rest = normalised(total, maximum * blocks.unit)
         return (sums / total).astype(out_dtype(operands, settings)), lse, rest
 
-    found = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
-    out, lse, rest = (join_queries(g, x, query_len) for x in found)
+    rows = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
+    out, lse, rest = (join_queries(g, x, query_len) for x in rows)
     return AttentionState(out, lse[..., 0]), rest[..., 0]
 
 
@@ -185,8 +186,8 @@ def backward(
     Returns cotangents in the form of the operands, None for masks and positions. Plain JAX, and so
     differentiable itself.
     """
-    found, _ = backward_unrounded(operands, settings, state, cotangent, sizes=sizes)
-    return cast_like(found, operands)
+    cotangents, _ = backward_unrounded(operands, settings, state, cotangent, sizes=sizes)
+    return cast_like(cotangents, operands)
 
 
 def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
@@ -210,8 +211,8 @@ def after_products(gradients: Gradients, in_flight: InFlight) -> tuple[Gradients
     return gradients, InFlight(others, sums)
 
 
-# The cotangents that are summed over all blocks: of the bias, by blocks, and of the score's arrays.
-Kept = tuple[Array | None, tuple[Array | None, ...]]
+# The cotangents of the bias and of the score's arrays, which all blocks share.
+SharedCotangents = tuple[Array | None, tuple[Array | None, ...]]
 
 
 class BackwardRows(NamedTuple):
@@ -228,17 +229,19 @@ def backward_rows(
 ) -> BackwardRows:
     """The rows of a backward, with zeros in fully masked ones."""
     query, d_out = operands.query, cotangent.out
-    seen = holds_keys(state.lse)
-    hiding = operands.query_segments, operands.mask, operands.bias
-    if any(x is not None for x in hiding) or not all_meet(operands, settings):
-        query, d_out = (jnp.where(seen[..., None], x, 0) for x in (query, d_out))
-    lse = jnp.where(seen, state.lse, jnp.inf)
-    return BackwardRows(query, d_out, lse, jnp.where(seen, backward_delta(state, cotangent), 0.0))
+    has_keys = holds_keys(state.lse)
+    masks = operands.query_segments, operands.mask, operands.bias
+    if any(x is not None for x in masks) or not all_meet(operands, settings):
+        query, d_out = (jnp.where(has_keys[..., None], x, 0) for x in (query, d_out))
+    lse = jnp.where(has_keys, state.lse, jnp.inf)
+    return BackwardRows(
+        query, d_out, lse, jnp.where(has_keys, backward_delta(state, cotangent), 0.0)
+    )
 
 
-def cast_like(found: Operands, operands: Operands) -> Operands:
+def cast_like(cotangents: Operands, operands: Operands) -> Operands:
     """Cotangents in the dtypes of their operands."""
-    return map_some(lambda x, like: x.astype(like.dtype), found, operands)
+    return map_some(lambda x, like: x.astype(like.dtype), cotangents, operands)
 
 
 def backward_unrounded(
@@ -255,33 +258,35 @@ def backward_unrounded(
     """
     query, key, value, bias = operands[:4]
     dtype = lse_dtype(query.dtype)
-    none = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype), differentiated(operands))
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype), differentiated(operands))
     (batch, query_len), key_len = query.shape[:2], key.shape[1]
     if batch == 0 or query_len == 0 or key_len == 0:
-        return none, in_flight
-    given = backward_rows(operands, settings, state, cotangent)
-    blocks = BlockedOperands(operands._replace(query=given.query), settings, sizes)
+        return zeros, in_flight
+    rows = backward_rows(operands, settings, state, cotangent)
+    blocks = BlockedOperands(operands._replace(query=rows.query), settings, sizes)
     g = blocks.grid
-    outs = whole_queries(g, given.d_out)
-    lse = whole_queries(g, given.lse[..., None], jnp.inf)  # no weight in rows that fill a block
-    delta = whole_queries(g, given.delta[..., None])
-    no_arrays = jax.tree.map(lambda x: blocks.full(0.0, *x.shape), none.score_arrays)
+    outs = pad_queries(g, rows.d_out)
+    lse = pad_queries(g, rows.lse[..., None], jnp.inf)  # no weight in rows that fill a block
+    delta = pad_queries(g, rows.delta[..., None])
+    no_arrays = jax.tree.map(lambda x: blocks.full(0.0, *x.shape), zeros.score_arrays)
 
-    # A derivative of this derivative stores only the index of a block, and what `on_side` makes of its queries.
+    # A derivative of this derivative stores only the index of a block and its transposed queries.
     @jax.checkpoint
-    def pulled(here: Index, query_side: Array, out_side: Array) -> tuple[Array, Array, Array, Kept]:
-        def pull() -> tuple[Array, Array, Array, Kept]:
+    def pulled(
+        index: Index, query_side: Array, out_side: Array
+    ) -> tuple[Array, Array, Array, SharedCotangents]:
+        def pull() -> tuple[Array, Array, Array, SharedCotangents]:
             query, out, shift, change = (
-                take_queries(g, x, here) for x in (blocks.query, outs, lse, delta)
+                take_queries(g, x, index) for x in (blocks.query, outs, lse, delta)
             )
-            key, value = (take_keys(g, x, here) for x in (blocks.key, blocks.value))
+            key, value = (take_keys(g, x, index) for x in (blocks.key, blocks.value))
             raw, added = blocks.products(query, key)
-            scored, back = raw, None
+            scored, pullback = raw, None
             if blocks.score is not None:
-                scored, back = blocks.score.pull(raw, blocks.indices(here))
-            weights = exp_from(blocks.masked(scored, added, here), shift)
+                scored, pullback = blocks.score.vjp(raw, blocks.indices(index))
+            weights = exp_from(blocks.masked(scored, added, index), shift)
             d_scores = weights * (blocks.outer(out, value.astype(out.dtype)) - change)
-            d_raw, d_arrays = (d_scores, ()) if back is None else back(d_scores)
+            d_raw, d_arrays = (d_scores, ()) if pullback is None else pullback(d_scores)
             return (
                 blocks.to_keys(query_side, d_raw, d_scores),
                 blocks.product(out_side, weights),
@@ -289,7 +294,7 @@ def backward_unrounded(
                 (None if bias is None else d_scores, d_arrays),
             )
 
-        def nothing() -> tuple[Array, Array, Array, Kept]:
+        def nothing() -> tuple[Array, Array, Array, SharedCotangents]:
             return (
                 blocks.full(0.0, batch, key.shape[-1], g.keys),
                 blocks.full(0.0, batch, value.shape[-1], g.keys),
@@ -297,25 +302,25 @@ def backward_unrounded(
                 (None if bias is None else blocks.full(0.0, batch, g.rows, g.keys), no_arrays),
             )
 
-        meet = blocks.meet(here)
+        meet = blocks.meet(index)
         return pull() if meet is None else lax.cond(meet, pull, nothing)
 
     def one_block(
-        at: Index, sides: list[Array], carry: tuple[Gradients, Kept], j: Array
-    ) -> tuple[tuple[Gradients, Kept], None]:
+        query_index: Index, sides: list[Array], carry: tuple[Gradients, SharedCotangents], j: Array
+    ) -> tuple[tuple[Gradients, SharedCotangents], None]:
         (queries, keys, values), (biases, arrays) = carry
-        here = at._replace(key=j)
-        to_keys, to_values, to_queries, (d_scores, d_arrays) = pulled(here, *sides)
-        # Else XLA would transpose the products, and sum over the first axis of both factors.
-        to_keys, to_values = lax.optimization_barrier((to_keys, to_values))
+        index = query_index._replace(key=j)
+        d_keys, d_values, d_queries, (d_scores, d_arrays) = pulled(index, *sides)
+        # Without the barrier XLA transposes the products, and sums over the first axis of both factors.
+        d_keys, d_values = lax.optimization_barrier((d_keys, d_values))
         if biases is not None:
-            biases = blocks.add_to_bias(biases, d_scores, here)
-        found = (
-            add_to_queries(g, queries, to_queries * settings.scale, here),
-            add_to_keys(g, keys, to_keys.transpose(0, 2, 1) * settings.scale, here),
-            add_to_keys(g, values, to_values.transpose(0, 2, 1), here),
+            biases = blocks.add_to_bias(biases, d_scores, index)
+        added = (
+            add_to_queries(g, queries, d_queries * settings.scale, index),
+            add_to_keys(g, keys, d_keys.transpose(0, 2, 1) * settings.scale, index),
+            add_to_keys(g, values, d_values.transpose(0, 2, 1), index),
         )
-        return (found, (biases, jax.tree.map(jnp.add, arrays, d_arrays))), None
+        return (added, (biases, jax.tree.map(jnp.add, arrays, d_arrays))), None
 
     start = (
         blocks.full(0.0, *blocks.query.shape),
@@ -324,30 +329,34 @@ def backward_unrounded(
     )
     biases = None if blocks.bias is None else blocks.full(0.0, *blocks.bias.shape)
 
-    # The loop over keys is the inner one: what is done with queries alone is done once, where no block is skipped.
-    def one_block_of_queries(carry: tuple[Gradients, Kept], n: Array) -> Any:
-        at = blocks.index_of_queries(n)
-        sides = [on_side(take_queries(g, x, at).astype(dtype)) for x in (blocks.query, outs)]
-        return lax.scan(functools.partial(one_block, at, sides), carry, numbers(g.key_blocks))
+    # The inner loop is over keys, so that queries are transposed once for all of their blocks of keys.
+    def one_block_of_queries(carry: tuple[Gradients, SharedCotangents], n: Array) -> Any:
+        query_index = blocks.index_of_queries(n)
+        sides = [
+            transposed(take_queries(g, x, query_index).astype(dtype)) for x in (blocks.query, outs)
+        ]
+        return lax.scan(
+            functools.partial(one_block, query_index, sides), carry, numbers(g.key_blocks)
+        )
 
     count = numbers(g.kv_heads * g.query_blocks)
-    (gradients, kept), _ = lax.scan(one_block_of_queries, (start, (biases, no_arrays)), count)
+    (gradients, shared), _ = lax.scan(one_block_of_queries, (start, (biases, no_arrays)), count)
     (queries, keys, values), in_flight = after_products(gradients, in_flight)
-    biases, arrays = kept
+    biases, arrays = shared
     if bias is not None and biases is not None:
         biases = biases[:, :, : bias.shape[2], : bias.shape[3]]
-    found = none._replace(
+    cotangents = zeros._replace(
         query=queries[:, :query_len],
         key=keys[:, :key_len],
         value=values[:, :key_len],
         bias=biases,
         score_arrays=arrays,
     )
-    return found, in_flight
+    return cotangents, in_flight
 
 
-def on_side(x: Array) -> Array:
-    """`[B, rows, W]` as `[B, W, rows]` in memory, whose sums over rows are plain matrix products."""
+def transposed(x: Array) -> Array:
+    """`[B, rows, W]` as `[B, W, rows]` in memory, so that sums over rows are plain matrix products."""
     return lax.optimization_barrier(x.transpose(0, 2, 1))
 
 

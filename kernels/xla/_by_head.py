@@ -1,4 +1,4 @@
-"""The gradients of some keys of an attention, one key head at a time: one step of the backward of a ring of keys."""
+"""The gradients of an attention, one key head at a time: a step of the backward of a ring of keys."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from ..call._operands import Operands, Settings, differentiated, is_static
 from ..call._state import AttentionState
 from ._blockwise import NOTHING_IN_FLIGHT, InFlight, after_products, backward_unrounded
 
-# The bytes of queries in the dtype of the scores from which on heads are computed one by one: scratch,
-# blocks of rows and keys and their gradients, is several times as much.
+# Heads are computed one by one if queries in the dtype of the scores take more bytes than this: blocks of rows
+# and keys and their gradients take several times as much.
 LEAST = 32 << 20
 
 
@@ -26,30 +26,29 @@ def backward_by_head(
 ) -> tuple[Operands, InFlight]:
     """`backward_unrounded`, with `d_query` (None: zero) added to the cotangent of the queries.
 
-    Of large calls one key head at a time. Heads share no more than the arrays of the score, and what
-    broadcasts over heads.
+    Large calls are computed one key head at a time.
     """
     heads, kv_heads = operands.query.shape[2], operands.key.shape[2]
     if kv_heads == 1 or not _is_large(operands.query, state):
-        found, in_flight = backward_unrounded(operands, settings, state, cotangent, in_flight)
-        query = found.query if d_query is None else found.query + d_query
-        return found._replace(query=query), in_flight
+        cotangents, in_flight = backward_unrounded(operands, settings, state, cotangent, in_flight)
+        query = cotangents.query if d_query is None else cotangents.query + d_query
+        return cotangents._replace(query=query), in_flight
     if settings.score is not None and operands.head_indices is None:
         operands = operands._replace(head_indices=jnp.arange(heads, dtype=jnp.int32))
 
     def add(head: Array, sums: Operands) -> Operands:
-        here = _of_head(operands, head)
-        mine, given = (
-            AttentionState(*(_cut(x, 2, head, kv_heads) for x in of_all))
-            for of_all in (state, cotangent)
+        head_state, head_cotangent = (
+            AttentionState(*(_cut(x, 2, head, kv_heads) for x in all_heads))
+            for all_heads in (state, cotangent)
         )
-        found, _ = backward_unrounded(here, settings, mine, given)
+        head_operands = _of_head(operands, head)
+        added, _ = backward_unrounded(head_operands, settings, head_state, head_cotangent)
         return sums._replace(
-            query=_added(sums.query, found.query, 2, head),
-            key=_added(sums.key, found.key, 2, head),
-            value=_added(sums.value, found.value, 2, head),
-            bias=_added(sums.bias, found.bias, 1, head),
-            score_arrays=jax.tree.map(jnp.add, sums.score_arrays, found.score_arrays),
+            query=_added(sums.query, added.query, 2, head),
+            key=_added(sums.key, added.key, 2, head),
+            value=_added(sums.value, added.value, 2, head),
+            bias=_added(sums.bias, added.bias, 1, head),
+            score_arrays=jax.tree.map(jnp.add, sums.score_arrays, added.score_arrays),
         )
 
     sums = jax.tree.map(
@@ -57,9 +56,9 @@ def backward_by_head(
     )
     if d_query is not None:
         sums = sums._replace(query=d_query)
-    found = lax.fori_loop(0, kv_heads, add, sums)
-    (query, key, value), in_flight = after_products(found[:3], in_flight)
-    return found._replace(query=query, key=key, value=value), in_flight
+    cotangents = lax.fori_loop(0, kv_heads, add, sums)
+    (query, key, value), in_flight = after_products(cotangents[:3], in_flight)
+    return cotangents._replace(query=query, key=key, value=value), in_flight
 
 
 def _is_large(query: Array, state: AttentionState) -> bool:
@@ -88,9 +87,9 @@ def _cut(x: Any, axis: int, number: Array, count: int) -> Any:
 
 
 def _added(sums: Any, part: Any, axis: int, number: Array) -> Any:
-    """Sums with a part added to those of its place along an axis."""
+    """Adds the `number`-th part along an axis, or the whole array if it has no such axis."""
     if sums is None or sums.shape == part.shape:
         return sums if sums is None else sums + part
     size = part.shape[axis]
-    here = lax.dynamic_slice_in_dim(sums, number * size, size, axis)
-    return lax.dynamic_update_slice_in_dim(sums, here + part, number * size, axis)
+    old = lax.dynamic_slice_in_dim(sums, number * size, size, axis)
+    return lax.dynamic_update_slice_in_dim(sums, old + part, number * size, axis)

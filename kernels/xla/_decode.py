@@ -36,7 +36,7 @@ PIECES, LEAST_PIECE, MOST_PIECE = 8, 128, 1024
 
 
 class AbstractDecode(AbstractKernel):
-    """Few queries and many keys, of any mask and score; what such kernels differ in is their `forward`."""
+    """Few queries and many keys, with any mask and score; subclasses define `forward`."""
 
     interpreted = ()
     exported = True
@@ -46,11 +46,11 @@ class AbstractDecode(AbstractKernel):
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """The backward of the blockwise implementation, from energies of the products that it computes itself."""
+        """The blockwise backward, with energies recomputed from the same products that it computes."""
         operands, settings, _ = call
         no_values = operands._replace(value=operands.value[..., :0])
-        (_, lse), rest = _blockwise.forward(no_values, settings)
-        state, cotangent = state._replace(lse=lse), divided(cotangent, rest)
+        (_, lse), rounding = _blockwise.forward(no_values, settings)
+        state, cotangent = state._replace(lse=lse), divided(cotangent, rounding)
         return _blockwise.backward(operands, settings, state, cotangent)
 
     def tangent(
@@ -110,12 +110,12 @@ def _block_diagonal(operands: Operands, settings: Settings) -> AttentionState:
     value = value.reshape(batch, key_len, kv_heads * value_width)
     if not keys_first:
         weights, total, lse = softmax(scores)
-        weighed = functools.partial(product, precision=None)
-        out, total = _summed(weighed, weights, value, 2, operands), total[..., 0]
+        weighted_sum = functools.partial(product, precision=None)
+        out, total = _summed(weighted_sum, weights, value, 2, operands), total[..., 0]
     else:
         weights, total, lse = softmax(scores, axis=1)
-        weighed = functools.partial(inner, precision=precision(query.dtype))
-        out, total = _summed(weighed, weights, value, 1, operands), total[:, 0]
+        weighted_sum = functools.partial(inner, precision=precision(query.dtype))
+        out, total = _summed(weighted_sum, weights, value, 1, operands), total[:, 0]
     out = out.reshape(batch, kv_heads, heads // kv_heads, query_len, kv_heads, value_width)
     out = jnp.einsum("bkgtkh->bkgth", out)
     return state_of_rows(out, total, lse, operands, settings)
@@ -141,9 +141,9 @@ def diagonal_scores(operands: Operands, settings: Settings, keys_first: bool) ->
     query, key = operands[:2]
     batch, query_len, heads, width = query.shape
     key_len, kv_heads = key.shape[1:3]
-    here = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
+    identity = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
     query = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
-    query = query.transpose(0, 2, 3, 1, 4)[:, :, :, :, None, :] * here
+    query = query.transpose(0, 2, 3, 1, 4)[:, :, :, :, None, :] * identity
     # the barrier keeps XLA from rebuilding this array inside the product
     query = lax.optimization_barrier(query.reshape(batch, heads * query_len, kv_heads * width))
     key, exact = key.reshape(batch, key_len, kv_heads * width), precision(query.dtype)
@@ -155,7 +155,7 @@ def diagonal_scores(operands: Operands, settings: Settings, keys_first: bool) ->
 
 
 def _summed(
-    weighed: Callable[[Array, Array], Array],
+    weighted_sum: Callable[[Array, Array], Array],
     weights: Array,
     value: Array,
     axis: int,
@@ -163,32 +163,34 @@ def _summed(
 ) -> Array:
     """`weighed(weights, value)` without absent slots; `axis` of the weights is that of the keys.
 
-    The weight of an absent slot is zero, but its value may not be finite, and a copy of all values
-    with zeros there would take as long as the sum. So absent slots take part, and only if the sum is
-    not finite it is computed again in pieces, with zeros.
+    The weight of an absent slot is zero, but its value may not be finite, and copying all values with
+    zeros there would take as long as the sum. So the sum includes absent slots, and is computed again in
+    pieces, with zeros, only if it is not finite.
     """
-    weights, shown, key_len = weights.astype(value.dtype), present_keys(operands), value.shape[1]
-    if shown is not None and not is_static(key_len):
-        value = jnp.where(shown[:, :, None], value, 0)
-    found = weighed(weights, value)
-    if shown is None or not is_static(key_len) or key_len == 0:
-        return found
+    weights, present, key_len = weights.astype(value.dtype), present_keys(operands), value.shape[1]
+    if present is not None and not is_static(key_len):
+        value = jnp.where(present[:, :, None], value, 0)
+    out = weighted_sum(weights, value)
+    if present is None or not is_static(key_len) or key_len == 0:
+        return out
     piece = min(max(-(-key_len // PIECES), LEAST_PIECE), MOST_PIECE, key_len)
-    shown = jnp.broadcast_to(shown, value.shape[:2])
+    present = jnp.broadcast_to(present, value.shape[:2])
 
     def sum_in_pieces() -> Array:
         def add(i: Array, total: Array) -> Array:
             # the last piece overlaps the one before; keys in both count once
             first = jnp.minimum(i * piece, key_len - piece)
-            new = jnp.arange(piece)[None] + first >= i * piece
-            values, some = (lax.dynamic_slice_in_dim(x, first, piece, 1) for x in (value, shown))
-            values = jnp.where((some & new)[:, :, None], values, 0)
+            is_new = jnp.arange(piece)[None] + first >= i * piece
+            values, present_piece = (
+                lax.dynamic_slice_in_dim(x, first, piece, 1) for x in (value, present)
+            )
+            values = jnp.where((present_piece & is_new)[:, :, None], values, 0)
             parts = lax.dynamic_slice_in_dim(weights, first, piece, axis)
-            return total + weighed(parts, values)
+            return total + weighted_sum(parts, values)
 
-        return lax.fori_loop(0, -(-key_len // piece), add, lax.full_like(found, 0))
+        return lax.fori_loop(0, -(-key_len // piece), add, lax.full_like(out, 0))
 
-    return lax.cond(_not_finite(found), sum_in_pieces, lambda: found)
+    return lax.cond(_not_finite(out), sum_in_pieces, lambda: out)
 
 
 # One condition for everything that is vmapped over: with a condition for each, lax.cond becomes a
@@ -205,7 +207,7 @@ def _not_finite_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array,
 
 
 def per_head(operands: Operands, settings: Settings) -> AttentionState:
-    """The state by products batched over heads; of eight bits, too, which are cast inside the products."""
+    """The state by products batched over heads; keys and values of eight bits are cast inside the products."""
     # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, which T = 1 does not.
     query, key, value = operands[:3]
     batch, query_len, heads, width = query.shape

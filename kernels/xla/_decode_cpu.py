@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float
 from ..call._kernel import check_operands
 from ..call._operands import KernelCall, hide_unreachable, present_keys
 from ..call._state import AttentionState, exp_from, safe_shift
+from ._blocks import each_entry
 from ._decode import AbstractDecode, check_rows, diagonal_scores, state_of_rows
-from ._entries import each_entry
 from ._softmax import normalised
 from ._weighed_sum import Pieces, maximum_of, weighed_sum
 
@@ -22,13 +22,13 @@ PIECES = Pieces()
 class DecodeCPU(AbstractDecode):
     """XLA's operations as XLA:CPU runs them fastest, for few queries and many key heads.
 
-    Scores are those of `decode`, and so is memory, O(T·N·S). XLA would send pieces of the values between the devices
-    of a program that it partitions: such programs have `decode`.
+    Scores and memory, O(T·N·S), are those of `decode`, which is used in programs that XLA partitions: there it would
+    send pieces of the values between devices.
 
     Attributes:
         pieces: how values are read.
         most: rows of a key head, for each key head: with many more, the products of `decode` and `blockwise` are
-            faster. Chosen by measurement on JAX 0.10 and 0.12; the former alone could do with 8.
+            faster. Chosen by measurement.
     """
 
     pieces: Pieces = PIECES
@@ -54,14 +54,16 @@ class DecodeCPU(AbstractDecode):
         """One product for all scores, and one pass over the values."""
         operands, settings, _ = call
         operands = hide_unreachable(operands, settings)
-        value, shown = operands.value, present_keys(operands)
+        value, present = operands.value, present_keys(operands)
         batch, query_len, heads = operands.query.shape[:3]
         key_len, kv_heads = value.shape[1:3]
-        if shown is not None:
-            shown = jnp.broadcast_to(shown, (batch, key_len))
+        if present is not None:
+            present = jnp.broadcast_to(present, (batch, key_len))
         pieces = self.pieces._replace(numbers=self.pieces.numbers // batch)
         scores = diagonal_scores(operands, settings, keys_first=True)
-        sums, total, lse = each_entry(functools.partial(_sums, pieces=pieces), scores, value, shown)
+        sums, total, lse = each_entry(
+            functools.partial(_sums, pieces=pieces), scores, value, present
+        )
         sums = sums.reshape(batch, kv_heads, heads // kv_heads, query_len, -1)
         return state_of_rows(sums, total, lse, operands, settings)
 
@@ -69,13 +71,13 @@ class DecodeCPU(AbstractDecode):
 def _sums(
     scores: Float[Array, "S rows"],
     value: Float[Array, "S K W"],
-    shown: Bool[Array, " S"] | None,
+    present: Bool[Array, " S"] | None,
     pieces: Pieces,
 ) -> tuple[Float[Array, "K R W"], Float[Array, " rows"], Float[Array, " rows"]]:
     """Outputs before division, totals and energies of an entry of the batch."""
     maximum = maximum_of(scores, pieces)
-    # Of the shape that the product had, so that XLA:CPU writes them over it: a second array would cost page faults.
-    # Guarded by `test_weights_are_written_over_the_scores`.
+    # In the shape of the product, so that XLA:CPU writes the weights over it; a second array would cost page
+    # faults (`test_weights_are_written_over_the_scores`).
     weights = exp_from(scores, safe_shift(maximum))
     total, lse, _ = normalised(weights.sum(0, keepdims=True), maximum)
-    return weighed_sum(weights, value, shown, pieces), total[0], lse[0]
+    return weighed_sum(weights, value, present, pieces), total[0], lse[0]

@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from ..call._operands import Operands, Settings, bound_score, hide_unreachable, zero_absent
 from ..call._state import AttentionState, holds_keys, precision
-from ._reference import masked_scores, place
+from ._reference import masked_scores, score_index
 from ._softmax import softmax
 from ._tangent import tangent_of
 
@@ -20,12 +20,12 @@ def tangent(
     The formulas are those of the blockwise `tangent`.
     """
     operands = hide_unreachable(operands, settings)
-    seen, dtype = holds_keys(state.lse)[..., None], state.lse.dtype
-    moved = zero_absent(
+    has_keys, dtype = holds_keys(state.lse)[..., None], state.lse.dtype
+    directions_present = zero_absent(
         operands._replace(query=directions.query, key=directions.key, value=directions.value)
     )
     query, key, value = zero_absent(operands)[:3]
-    query = jnp.where(seen, query, 0)
+    query = jnp.where(has_keys, query, 0)
     batch, query_len, heads = query.shape[:3]
     kv_heads, key_len = key.shape[2], key.shape[1]
     einsum = functools.partial(
@@ -42,25 +42,25 @@ def tangent(
         return out.reshape(batch, query_len, heads, value.shape[-1])
 
     pairs: list[tuple[Array, Array]] = []
-    if moved.query is not None:
-        pairs.append((jnp.where(seen, moved.query, 0), key))
-    if moved.key is not None:
-        pairs.append((query, moved.key))
+    if directions_present.query is not None:
+        pairs.append((jnp.where(has_keys, directions_present.query, 0), key))
+    if directions_present.key is not None:
+        pairs.append((query, directions_present.key))
     changes = [products(*x) * settings.scale for x in pairs]
     scores, score = products(query, key) * settings.scale, bound_score(settings, operands)
     if score is not None:
         change = functools.reduce(jnp.add, changes) if changes else None
-        at = place(operands, settings)
-        scores, along = score.along(scores, at, change, directions.score_arrays)
-        changes = [] if along is None else [along]
+        index = score_index(operands, settings)
+        scores, d_scores = score.jvp(scores, index, change, directions.score_arrays)
+        changes = [] if d_scores is None else [d_scores]
     weights, total, _ = softmax(masked_scores(scores, operands, None, settings))
     if directions.bias is not None:
         changes.append(directions.bias.astype(dtype))
     sums, energy = jnp.zeros_like(state.out, dtype=dtype), jnp.zeros_like(state.lse)
     if changes:
-        weighed = weights * sum(changes)
-        sums, energy = mean(weighed, value), weighed.sum(-1).transpose(0, 2, 1)
-    if moved.value is not None:
-        sums = sums + mean(weights, moved.value)
+        terms = weights * sum(changes)
+        sums, energy = mean(terms, value), terms.sum(-1).transpose(0, 2, 1)
+    if directions_present.value is not None:
+        sums = sums + mean(weights, directions_present.value)
     total = total.transpose(0, 2, 1, 3)
     return tangent_of(state, AttentionState(sums / total, energy / total[..., 0]))

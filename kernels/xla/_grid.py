@@ -1,4 +1,4 @@
-"""How queries and keys are cut into blocks, and joined again."""
+"""Cuts queries and keys into blocks, and joins them again."""
 
 import math
 from typing import NamedTuple
@@ -9,7 +9,6 @@ from jaxtyping import Array
 
 from ..call._operands import Operands, is_static
 from ..masks._structure import MaskStructure
-from ._index import Index
 from ._slice import Corner, add_at, slice_at
 
 
@@ -21,7 +20,7 @@ class BlockSizes(NamedTuple):
 
     Attributes:
         rows: query rows in a block, of all heads that share a key head and of the whole batch. (The
-            batch stays in one block, so that one that is sharded over devices stays where it is.)
+            batch is not cut, so that it can be sharded over devices.)
         least_rows: query rows of each batch entry, even if a block then has more than `rows`.
         keys: keys in a block.
         keys_of_few_rows: keys in a block of at most half of `rows`.
@@ -37,6 +36,19 @@ class BlockSizes(NamedTuple):
 
 
 BLOCK_SIZES = BlockSizes()
+
+
+def numbers(count: int) -> Array:
+    """The numbers of blocks or heads, to loop over. Unsigned, so that JAX adds no code for negative indices."""
+    return jnp.arange(count, dtype=jnp.uint32)
+
+
+class Index(NamedTuple):
+    """The indices of a block: key head, block of queries, block of keys."""
+
+    head: Array
+    query: Array
+    key: Array
 
 
 class Grid(NamedTuple):
@@ -62,8 +74,8 @@ class Grid(NamedTuple):
 def grid(operands: Operands, mask: MaskStructure, sizes: BlockSizes) -> Grid:
     """The grid with the fewest blocks within `sizes`, evenly filled, or of whole blocks of a table.
 
-    Under a mask that hides what comes later the numbers of blocks are even, so that no block holds parts of both of the
-    two distant pieces of a sequence that the zigzag layout puts on a device.
+    Under a causal mask the numbers of blocks are even, so that no block holds parts of both pieces of a sequence
+    that the zigzag layout puts on a device.
     """
     batch, query_len, heads, _ = operands.query.shape
     key_len, kv_heads = operands.key.shape[1:3]
@@ -73,8 +85,8 @@ def grid(operands: Operands, mask: MaskStructure, sizes: BlockSizes) -> Grid:
     most = max(rows // max(batch, 1), least) if is_static(batch) else least
     causal = mask.window[1] == 0
     queries, query_blocks = _cut(query_len, group, most, causal, mask.block)
-    few = is_static(batch) and 2 * batch * group * queries <= sizes.rows
-    most = sizes.keys_of_few_rows if few else sizes.keys
+    few_rows = is_static(batch) and 2 * batch * group * queries <= sizes.rows
+    most = sizes.keys_of_few_rows if few_rows else sizes.keys
     most = most if mask.is_window else min(most, sizes.sparse)
     keys, key_blocks = _cut(key_len, 1, most, causal, mask.block)
     return Grid(kv_heads, group, queries, query_blocks, keys, key_blocks)
@@ -83,7 +95,7 @@ def grid(operands: Operands, mask: MaskStructure, sizes: BlockSizes) -> Grid:
 def _cut(size: int, group: int, most: int, even: bool, unit: int | None) -> tuple[int, int]:
     """The length of a block of at most `most // group`, and the number of blocks.
 
-    If it is in whole units, of which one may have twice as many, blocks of a table are not cut.
+    Blocks of a table, of `unit` tokens, are not cut; a unit may have up to twice as many rows.
     """
     if unit is not None and is_static(size) and unit * group <= 2 * most and unit < size:
         length = max(most // group // unit, 1) * unit
@@ -103,7 +115,7 @@ def _number(size: int, most: int, even: bool) -> int:
 def cut_queries(grid: Grid, x: Array) -> Array:
     """`[B, T, N, W]` to `[K, blocks, B, rows, W]`, rows ordered by (head of the group, time)."""
     batch, _, _, width = x.shape
-    x = whole_queries(grid, x)
+    x = pad_queries(grid, x)
     x = x.reshape(batch, grid.query_blocks, grid.queries, grid.kv_heads, grid.group, width)
     x = x.transpose(3, 1, 0, 4, 2, 5)
     return x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.rows, width)
@@ -121,54 +133,54 @@ def join_queries(grid: Grid, x: Array, query_len: int) -> Array:
 def cut_keys(grid: Grid, x: Array) -> Array:
     """`[B, S, K, W]` to `[K, blocks, B, keys, W]`."""
     batch, _, kv_heads, width = x.shape
-    x = whole_keys(grid, x)
+    x = pad_keys(grid, x)
     x = x.reshape(batch, grid.key_blocks, grid.keys, kv_heads, width)
     return x.transpose(3, 1, 0, 2, 4)
 
 
-def whole_queries(grid: Grid, x: Array, fill: float = 0) -> Array:
+def pad_queries(grid: Grid, x: Array, fill: float = 0) -> Array:
     """`[B, T, N, W]` padded to whole blocks of queries."""
     return pad(x, 1, grid.queries * grid.query_blocks, fill)
 
 
-def whole_keys(grid: Grid, x: Array) -> Array:
+def pad_keys(grid: Grid, x: Array) -> Array:
     """`[B, S, K, W]` padded to whole blocks of keys."""
     return pad(x, 1, grid.keys * grid.key_blocks)
 
 
-def take_queries(grid: Grid, x: Array, at: Index) -> Array:
-    """One block `[B, rows, W]` of whole blocks of queries, with no copy of the others."""
+def take_queries(grid: Grid, x: Array, index: Index) -> Array:
+    """One block `[B, rows, W]` of padded queries, without a copy of the others."""
     batch, _, _, width = x.shape
-    block = slice_at(x, _queries(grid, at), (batch, grid.queries, grid.group, width))
+    block = slice_at(x, _query_corner(grid, index), (batch, grid.queries, grid.group, width))
     return block.transpose(0, 2, 1, 3).reshape(batch, grid.rows, width)
 
 
-def take_keys(grid: Grid, x: Array, at: Index) -> Array:
-    """One block `[B, keys, W]` of whole blocks of keys likewise."""
+def take_keys(grid: Grid, x: Array, index: Index) -> Array:
+    """One block `[B, keys, W]` of padded keys, without a copy of the others."""
     batch, _, _, width = x.shape
-    return slice_at(x, _keys(grid, at), (batch, grid.keys, 1, width))[:, :, 0]
+    return slice_at(x, _key_corner(grid, index), (batch, grid.keys, 1, width))[:, :, 0]
 
 
-def add_to_queries(grid: Grid, total: Array, block: Array, at: Index) -> Array:
-    """Whole blocks of queries with one added in place."""
+def add_to_queries(grid: Grid, total: Array, block: Array, index: Index) -> Array:
+    """Padded queries with a block added in place."""
     batch, _, width = block.shape
     block = block.reshape(batch, grid.group, grid.queries, width)
-    return add_at(total, block.transpose(0, 2, 1, 3), _queries(grid, at))
+    return add_at(total, block.transpose(0, 2, 1, 3), _query_corner(grid, index))
 
 
-def add_to_keys(grid: Grid, total: Array, block: Array, at: Index) -> Array:
-    """Whole blocks of keys with one added in place."""
-    return add_at(total, block[:, :, None], _keys(grid, at))
+def add_to_keys(grid: Grid, total: Array, block: Array, index: Index) -> Array:
+    """Padded keys with a block added in place."""
+    return add_at(total, block[:, :, None], _key_corner(grid, index))
 
 
-def _queries(grid: Grid, at: Index) -> Corner:
-    zero = np.zeros((), at.query.dtype)
-    return zero, at.query * grid.queries, at.head * grid.group, zero
+def _query_corner(grid: Grid, index: Index) -> Corner:
+    zero = np.zeros((), index.query.dtype)
+    return zero, index.query * grid.queries, index.head * grid.group, zero
 
 
-def _keys(grid: Grid, at: Index) -> Corner:
-    zero = np.zeros((), at.key.dtype)
-    return zero, at.key * grid.keys, at.head, zero
+def _key_corner(grid: Grid, index: Index) -> Corner:
+    zero = np.zeros((), index.key.dtype)
+    return zero, index.key * grid.keys, index.head, zero
 
 
 def pad(x: Array, axis: int, size: int, fill: float = 0) -> Array:

@@ -1,7 +1,4 @@
-"""Sums or maxima over keys, block by block, written so that JAX differentiates them.
-
-To any order and in both modes, and without storing a block.
-"""
+"""Sums or maxima over keys, block by block, which JAX differentiates to any order without storing a block."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +8,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from ._blocks import BlockedOperands
-from ._grid import cut_keys, cut_queries, join_queries
-from ._index import Index, numbers
+from ._grid import Index, cut_keys, cut_queries, join_queries, numbers
 
 Arrays = tuple[Array, ...]
 # From the index of a block, its queries and keys, and trees of more arrays of its rows [B, rows, W]
@@ -21,7 +17,7 @@ BlockFunction = Callable[[Index, Array, Array, Any, Any], Arrays]
 
 
 def reduce_blocks(
-    of_block: BlockFunction,
+    block_terms: BlockFunction,
     join: Callable[[Array, Array], Array],
     start: float,
     widths: tuple[int, ...],
@@ -35,23 +31,23 @@ def reduce_blocks(
     `rows` is a tree of `[B, T, N, W]`, and `keys` of `[B, S, K, W]`. A block in which no query sees a key is skipped.
     """
     g, batch = blocks.grid, blocks.query.shape[0]
-    # The results of rows that fill the last block are dropped.
+    # The results of rows that pad the last block are dropped.
     rows = jax.tree.map(lambda x: cut_queries(g, x), (blocks.query, rows))
     keys = jax.tree.map(lambda x: cut_keys(g, x), (blocks.key, keys))
 
-    def nothing() -> Arrays:
+    def no_terms() -> Arrays:
         return tuple(blocks.full(start, batch, g.rows, width) for width in widths)
 
-    # A derivative stores the arguments, and computes the block again.
+    # A derivative stores the arguments and recomputes the block.
     @jax.checkpoint
-    def one(at: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
+    def one_block(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
         def visible() -> Arrays:
-            return of_block(at, query, key, rows, keys)
+            return block_terms(index, query, key, rows, keys)
 
-        meet = blocks.meet(at)
-        return visible() if meet is None else lax.cond(meet, visible, nothing)
+        meet = blocks.meet(index)
+        return visible() if meet is None else lax.cond(meet, visible, no_terms)
 
-    # Loops take blocks as scanned inputs, so that each step returns the cotangents of its own.
+    # Blocks are scanned inputs, so that the transposed loops return the cotangents of each block.
     def one_head(taken: tuple[Any, ...]) -> Arrays:
         h, rows, keys = taken
 
@@ -60,11 +56,11 @@ def reduce_blocks(
 
             def one_block_of_keys(carry: Arrays, taken: tuple[Any, ...]) -> Any:
                 j, (key, keys) = taken
-                found = one(Index(h, i, j), query, key, rows, keys)
-                return tuple(map(join, carry, found)), None
+                terms = one_block(Index(h, i, j), query, key, rows, keys)
+                return tuple(map(join, carry, terms)), None
 
             over = numbers(g.key_blocks), keys
-            return lax.scan(one_block_of_keys, nothing(), over)[0]
+            return lax.scan(one_block_of_keys, no_terms(), over)[0]
 
         return lax.map(one_block_of_queries, (numbers(g.query_blocks), rows))
 

@@ -50,14 +50,14 @@ class Reference(AbstractJAXKernel):
         group = heads // kv_heads
 
         def products(query: Array, key: Array) -> Array:
-            found = jnp.einsum(
+            out = jnp.einsum(
                 "btkgh,bskh->bkgts",
                 query.reshape(batch, query_len, kv_heads, group, query.shape[-1]),
                 key,
                 precision=precision(query.dtype),
                 preferred_element_type=lse_dtype(query.dtype),
             )
-            return found.reshape(batch, heads, query_len, key_len)
+            return out.reshape(batch, heads, query_len, key_len)
 
         def scores(query: Array) -> Array:
             inner = settings.scored_width
@@ -65,9 +65,9 @@ class Reference(AbstractJAXKernel):
             raw = products(query[..., :inner], key[..., :inner])
             return masked(raw, operands, settings, added)
 
-        if operands.mask is not None:  # in derivatives, rows without keys are multiplied with zeros
-            seen = holds_keys(scores(jax.lax.stop_gradient(query)).max(-1, initial=-jnp.inf))
-            query = jnp.where(seen.transpose(0, 2, 1)[..., None], query, 0)
+        if operands.mask is not None:  # derivatives multiply rows without keys by zeros
+            has_keys = holds_keys(scores(jax.lax.stop_gradient(query)).max(-1, initial=-jnp.inf))
+            query = jnp.where(has_keys.transpose(0, 2, 1)[..., None], query, 0)
         weights, total, lse = softmax(scores(query))
         weights = (weights / total).astype(value.dtype)
         out = jnp.einsum(
@@ -92,20 +92,20 @@ def masked(
 ) -> Array:
     """Scores from products of queries and keys: scaled, biased, minus infinity where hidden.
 
-    `added`: products that are no part of what a score is of.
+    `added` are products that are added to the scores, not part of the score's argument.
     """
     raw, score = products * settings.scale, bound_score(settings, operands)
-    scores = raw if score is None else score(raw, place(operands, settings))
+    scores = raw if score is None else score(raw, score_index(operands, settings))
     return masked_scores(
         scores, operands, None if added is None else added * settings.scale, settings
     )
 
 
-def place(operands: Operands, settings: Settings) -> At:
-    """Where the scores `[B, N, T, S]` are, for a score."""
+def score_index(operands: Operands, settings: Settings) -> At:
+    """The batch, head and positions of the scores `[B, N, T, S]`, for a score."""
     batch, _, heads, _ = operands.query.shape
-    counted = (operands.batch_indices, batch), (operands.head_indices, heads)
-    batches, heads = (jnp.arange(size, dtype=jnp.int32) if x is None else x for x, size in counted)
+    indices = (operands.batch_indices, batch), (operands.head_indices, heads)
+    batches, heads = (jnp.arange(size, dtype=jnp.int32) if x is None else x for x, size in indices)
     queries, keys = None, None
     if settings.score is not None and settings.score.compares:
         operands = positioned(operands)
@@ -128,12 +128,12 @@ def masked_scores(
         scores = scores + operands.bias.astype(scores.dtype)
     queries, keys = operands.query_positions, operands.key_positions
     if queries is not None and keys is not None:
-        seen = visible(bound(settings, operands), queries[:, :, None], keys[:, None, :])
-        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        is_visible = visible(bound(settings, operands), queries[:, :, None], keys[:, None, :])
+        scores = jnp.where(is_visible[:, None], scores, -jnp.inf)
     queries, keys = operands.query_segments, operands.key_segments
     if queries is not None and keys is not None:
-        shared = queries[:, :, None] == keys[:, None, :]
-        scores = jnp.where(shared[:, None], scores, -jnp.inf)
+        same_segment = queries[:, :, None] == keys[:, None, :]
+        scores = jnp.where(same_segment[:, None], scores, -jnp.inf)
     if operands.mask is not None:
         scores = jnp.where(operands.mask, scores, -jnp.inf)
     return scores

@@ -1,8 +1,7 @@
-"""Parts of arrays, without copies of the whole.
+"""Primitives that slice an array, and add to a slice, which remain slices under `jax.vmap`.
 
-JAX makes a gather of a slice under `jax.vmap`, and a scatter of an update, though each entry be cut at the same place.
-XLA's partitioner aborts on such a gather of an array that is split along several axes. So both are operations of their
-own, linear and each in the other's transpose, which under `jax.vmap` remain what they are.
+Under `jax.vmap` JAX turns `lax.dynamic_slice` into a gather, and an update into a scatter, even if all entries are cut
+at the same place. XLA's partitioner aborts on such a gather of an array that is sharded along several axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,8 +40,7 @@ def add_at(total: Array, part: Array, corner: Corner) -> Array:
 def _slice(x: Array, *corner: ArrayLike, sizes: tuple[int, ...]) -> Array:
     if x.dtype.itemsize != 2:
         return lax.dynamic_slice(x, corner, sizes)
-    # XLA:CPU slices 16-bit floats through a float32 copy of the whole array, but integers without: in a `lax.scan`
-    # over a bfloat16 array of 32 MiB, 64 MiB of temporaries on JAX 0.10.2, 0.1 on 0.12.0.
+    # Older versions of XLA:CPU slice 16-bit floats, but not integers, through a float32 copy of the whole array.
     bits = lax.bitcast_convert_type(x, jnp.uint16)
     return lax.bitcast_convert_type(lax.dynamic_slice(bits, corner, sizes), x.dtype)
 
@@ -54,10 +52,10 @@ def _add(total: Array, part: Array, *corner: ArrayLike) -> Array:
 
 def _slice_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sizes: tuple[int, ...]) -> Any:
     (x, *corner), (change, *_) = primals, tangents
-    found = slice_at(x, tuple(corner), sizes)
+    out = slice_at(x, tuple(corner), sizes)
     if isinstance(change, ad.Zero):
-        return found, ad.Zero(jax.typeof(found).to_tangent_aval())  # pyright: ignore[reportAttributeAccessIssue]
-    return found, slice_at(change, tuple(corner), sizes)
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())  # pyright: ignore[reportAttributeAccessIssue]
+    return out, slice_at(change, tuple(corner), sizes)
 
 
 def _slice_transpose(
@@ -72,11 +70,11 @@ def _slice_transpose(
 
 def _add_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     (total, part, *corner), (d_total, d_part, *_) = primals, tangents
-    found = add_at(total, part, tuple(corner))
+    out = add_at(total, part, tuple(corner))
     if isinstance(d_part, ad.Zero):
-        return found, d_total
+        return out, d_total
     d_total = ad.instantiate_zeros(d_total)
-    return found, add_at(d_total, d_part, tuple(corner))
+    return out, add_at(d_total, d_part, tuple(corner))
 
 
 def _add_transpose(
@@ -88,13 +86,13 @@ def _add_transpose(
             *(ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (total, part)),
             *none,
         ]
-    to_total = cotangent if ad.is_undefined_primal(total) else None
-    to_part = (
+    d_total = cotangent if ad.is_undefined_primal(total) else None
+    d_part = (
         slice_at(cotangent, tuple(corner), part.aval.shape)
         if ad.is_undefined_primal(part)
         else None
     )
-    return [to_total, to_part, *none]
+    return [d_total, d_part, *none]
 
 
 def _slice_batch(
@@ -102,11 +100,11 @@ def _slice_batch(
 ) -> tuple[Array, int]:
     (x, *corner), (axis, *of_corner) = flat, axes
     if axis is None or any(y is not None for y in of_corner):
-        given = [y if y is None else 0 for y in axes]
+        in_axes = [y if y is None else 0 for y in axes]
         flat = [y if z is None else jnp.moveaxis(y, z, 0) for y, z in zip(flat, axes, strict=True)]
-        return jax.vmap(lambda *y: _slice(*y, sizes=sizes), in_axes=given)(*flat), 0
+        return jax.vmap(lambda *y: _slice(*y, sizes=sizes), in_axes=in_axes)(*flat), 0
     x = jnp.moveaxis(x, axis, 0)
-    return slice_at(x, _longer(corner), (len(x), *sizes)), 0
+    return slice_at(x, _with_batch(corner), (len(x), *sizes)), 0
 
 
 def _add_batch(flat: Sequence[Any], axes: Sequence[int | None]) -> tuple[Array, int]:
@@ -117,10 +115,10 @@ def _add_batch(flat: Sequence[Any], axes: Sequence[int | None]) -> tuple[Array, 
         jnp.broadcast_to(x, (count, *x.shape)) if y is None else jnp.moveaxis(x, y, 0)
         for x, y in zip(flat[:2], axes[:2], strict=True)
     )
-    return add_at(total, part, _longer(flat[2:])), 0
+    return add_at(total, part, _with_batch(flat[2:])), 0
 
 
-def _longer(corner: Sequence[Any]) -> Corner:
+def _with_batch(corner: Sequence[Any]) -> Corner:
     return (np.zeros((), corner[0].dtype), *corner)
 
 

@@ -1,4 +1,4 @@
-"""The softmax of a row of scores and its free energy, written once."""
+"""The softmax of a row of scores and its free energy."""
 
 from typing import NamedTuple
 
@@ -38,16 +38,15 @@ def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
 
 
 def normalised(total: Array, maximum: Array) -> tuple[Array, Array, Array]:
-    """`total` and `lse` of a `Softmax`, from the sum of its weights and the largest score; and what `lse` lost.
+    """`total` and `lse` of a `Softmax`, from the sum of its weights and the largest score.
 
-    That is the rest of the energy, `F - lse`, which no derivative is taken of.
+    Also returns the rounding error of `lse`, `F - lse`, as a constant for derivatives.
     """
-    some = holds_keys(maximum)
-    total = jnp.where(some, total, 1.0)
-    total = jnp.where(
-        maximum == jnp.inf, jnp.nan, total
-    )  # of products that are finite, weights are
+    has_keys = holds_keys(maximum)
+    total = jnp.where(has_keys, total, 1.0)
+    # the weights are finite even if a score is not
+    total = jnp.where(maximum == jnp.inf, jnp.nan, total)
     energy = jnp.log(total)
-    lse = jnp.where(some, maximum + energy, -jnp.inf)
-    rest = jnp.where(some, (maximum - lse) + energy, 0.0)
-    return total, lse, lax.stop_gradient(rest)
+    lse = jnp.where(has_keys, maximum + energy, -jnp.inf)
+    rounding = jnp.where(has_keys, (maximum - lse) + energy, 0.0)
+    return total, lse, lax.stop_gradient(rounding)

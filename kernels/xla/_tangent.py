@@ -10,8 +10,7 @@ from jaxtyping import Array
 from ..call._operands import Operands, Settings, zero_absent
 from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype
 from ._blocks import BlockedOperands
-from ._grid import BLOCK_SIZES, BlockSizes
-from ._index import Index
+from ._grid import BLOCK_SIZES, BlockSizes, Index
 from ._reduce import reduce_blocks
 
 Rows = tuple[Array, Array | None]
@@ -31,7 +30,7 @@ class TangentSums(NamedTuple):
     total: Array
 
     def means(self) -> AttentionState:
-        """The first two, with weights whose sum is 1; of all keys of a row, or none."""
+        """The first two divided by the total, which is of all keys of a row, or none."""
         total = lax.stop_gradient(self.total)
         total = jnp.where(total == 0, 1.0, total)
         return AttentionState(self.out / total[..., None], self.lse / total)
@@ -87,18 +86,18 @@ def tangent_sums(
         shape = (batch, query_len, heads)
         zero = lax.full_like(operands.query, 0.0, dtype=dtype, shape=(*shape, width))
         return TangentSums(zero, *(lax.full_like(zero, 0.0, shape=shape) for _ in range(2)))
-    seen = holds_keys(lse)  # fully masked rows get no weight, and are not read
-    operands = operands._replace(query=jnp.where(seen[..., None], operands.query, 0))
+    has_keys = holds_keys(lse)  # fully masked rows get no weight, and are not read
+    operands = operands._replace(query=jnp.where(has_keys[..., None], operands.query, 0))
     blocks = BlockedOperands(operands, settings, sizes)
-    moved = zero_absent(
+    direction = zero_absent(
         blocks.operands._replace(query=directions.query, key=directions.key, value=directions.value)
     )
-    query = None if moved.query is None else jnp.where(seen[..., None], moved.query, 0)
-    rows = jnp.where(seen, lse, jnp.inf)[..., None], query
-    keys = blocks.value, moved.key, moved.value
+    query = None if direction.query is None else jnp.where(has_keys[..., None], direction.query, 0)
+    rows = jnp.where(has_keys, lse, jnp.inf)[..., None], query
+    keys = blocks.value, direction.key, direction.value
     bias, score_arrays = blocks.pad_scores(directions.bias), directions.score_arrays
 
-    def terms(at: Index, query: Array, key: Array, rows: Rows, keys: Keys) -> tuple[Array, ...]:
+    def terms(index: Index, query: Array, key: Array, rows: Rows, keys: Keys) -> tuple[Array, ...]:
         (lse, query_change), (value, key_change, value_change) = rows, keys
         pairs: list[tuple[Array, Array]] = []
         if query_change is not None:
@@ -110,21 +109,25 @@ def tangent_sums(
         if blocks.score is None:
             changes += [blocks.products(*x)[0] for x in pairs]
         else:
-            moved = [blocks.products(*x) for x in pairs]
-            change = functools.reduce(jnp.add, (x for x, _ in moved)) if moved else None
-            raw, along = blocks.score.along(raw, blocks.indices(at), change, score_arrays)
-            changes += [x for x in (along, *(y for _, y in moved)) if x is not None]
-        weights = exp_from(blocks.masked(raw, added, at), lse)
+            pair_products = [blocks.products(*x) for x in pairs]
+            change = (
+                functools.reduce(jnp.add, (x for x, _ in pair_products)) if pair_products else None
+            )
+            raw, d_scores = blocks.score.jvp(raw, blocks.indices(index), change, score_arrays)
+            changes += [x for x in (d_scores, *(y for _, y in pair_products)) if x is not None]
+        weights = exp_from(blocks.masked(raw, added, index), lse)
         if bias is not None:
-            changes.append(blocks.score_block(bias, at).astype(dtype))
+            changes.append(blocks.score_block(bias, index).astype(dtype))
         sums, energy = (blocks.full(0.0, *lse.shape[:2], size) for size in (width, 1))
         if changes:
-            weighed = weights * functools.reduce(jnp.add, changes)
-            sums = blocks.product(weighed, value.astype(dtype))
-            energy = weighed.sum(-1, keepdims=True)
+            d_weights = weights * functools.reduce(jnp.add, changes)
+            sums = blocks.product(d_weights, value.astype(dtype))
+            energy = d_weights.sum(-1, keepdims=True)
         if value_change is not None:
             sums = sums + blocks.product(weights, value_change.astype(dtype))
         return sums, energy, weights.sum(-1, keepdims=True)
 
-    found = reduce_blocks(terms, jnp.add, 0.0, (width, 1, 1), blocks, query_len, rows, keys)
-    return TangentSums(found[0], *(x[..., 0] for x in found[1:]))
+    sums_over_keys = reduce_blocks(
+        terms, jnp.add, 0.0, (width, 1, 1), blocks, query_len, rows, keys
+    )
+    return TangentSums(sums_over_keys[0], *(x[..., 0] for x in sums_over_keys[1:]))

@@ -26,8 +26,7 @@ from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import check_call_of
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.xla._blocks import BlockedOperands
-from energy_attn.kernels.xla._grid import BlockSizes
-from energy_attn.kernels.xla._index import Index
+from energy_attn.kernels.xla._grid import BlockSizes, Index
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.complaints import a, complains

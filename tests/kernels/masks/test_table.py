@@ -19,8 +19,7 @@ from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.tpu._layout import make_layout
 from energy_attn.kernels.pallas.tpu._visibility import block_ranges, block_visibility
 from energy_attn.kernels.xla._blocks import BlockedOperands
-from energy_attn.kernels.xla._grid import BlockSizes
-from energy_attn.kernels.xla._index import Index
+from energy_attn.kernels.xla._grid import BlockSizes, Index
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.complaints import complains
