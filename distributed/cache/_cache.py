@@ -1,4 +1,4 @@
-"""A cache of keys and values: fixed in size, sharded over devices, written where its slots are."""
+"""A cache of keys and values of fixed size, sharded over devices."""
 
 import dataclasses
 import os
@@ -185,8 +185,8 @@ class KVCache(eqx.Module):
     ) -> "KVCache":
         """The cache with new tokens after those of each row.
 
-        Each device writes its own tokens, so that nothing is sent. Rows may be of
-        different lengths. Derivatives flow from what is read to what was appended.
+        Each device writes its own tokens, without communication. Rows may have different lengths.
+        Differentiable from what is read to what was appended.
 
         Args:
             key: `[B, T, K, H]` in the cache's `dtype`, equal on all devices that share a row.
@@ -209,7 +209,7 @@ class KVCache(eqx.Module):
         return self._written(key, value, self._fitting(counts, tokens))
 
     def _fitting(self, counts: Array, tokens: int) -> Array:
-        """`counts` if each row has room for as many tokens, of `tokens` at most; else an error."""
+        """`counts`, or an error at run time if a row has no room for as many tokens."""
         starts = None if self.window is not None else self.starts
         return fitting(self._sharding(), self.capacity, starts, self.lengths, counts, tokens)
 
@@ -219,9 +219,9 @@ class KVCache(eqx.Module):
         if self.key_scale is not None:
             (key, key_scale), (value, value_scale) = quantize(new.key), quantize(new.value)
             new = Stored(key, value, key_scale, value_scale)
-        is_ring, place = self.window is not None, self._sharding()
+        is_ring, sharding = self.window is not None, self._sharding()
         stored, starts, ends = write_tokens(
-            place, self.slots, is_ring, self._stored(), new, self.starts, self.lengths, counts
+            sharding, self.slots, is_ring, self._stored(), new, self.starts, self.lengths, counts
         )
         return dataclasses.replace(self, **stored._asdict(), starts=starts, lengths=ends)
 
@@ -249,8 +249,8 @@ class KVCache(eqx.Module):
         if count is None:
             first = check_whole("before", before, rows)
         else:
-            held = self.lengths - self.starts
-            first = self.starts + jnp.minimum(check_whole("count", count, rows), held)
+            stored = self.lengths - self.starts
+            first = self.starts + jnp.minimum(check_whole("count", count, rows), stored)
         starts = jnp.clip(first, self.starts, self.lengths)
         return dataclasses.replace(self, starts=starts)
 
@@ -299,8 +299,10 @@ class KVCache(eqx.Module):
             NotImplementedError: the implementation named declines the call.
         """
         names, options = check_scores(options, mask, self.window)
-        asked = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
-        rows: RowOptions = {"query_positions": asked, "key_positions": self.positions}
+        positions = check_queries(
+            query, self.key, self.dtype, self.lengths, lengths, query_positions
+        )
+        rows: RowOptions = {"query_positions": positions, "key_positions": self.positions}
         stored, scales = (self.key, self.value), (self.key_scale, self.value_scale)
         call = check_call(query, *stored, source, None, mask, scales=scales, **options, **rows)
         plan = sharding_plan(self.parallel, *call.operands[:3])
@@ -330,10 +332,12 @@ class KVCache(eqx.Module):
             >>> bool(jnp.allclose(jnp.exp(F.entropy()), 5))  # five tokens of equal weight
             True
         """
-        asked = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
-        own = energy_of_cache(energy, self.window, self.parallel)
-        rows = {"query_positions": asked, "key_positions": self.positions}
-        return own.at(query, self.keys(), self.values(), **rows)
+        positions = check_queries(
+            query, self.key, self.dtype, self.lengths, lengths, query_positions
+        )
+        cache_energy = energy_of_cache(energy, self.window, self.parallel)
+        rows = {"query_positions": positions, "key_positions": self.positions}
+        return cache_energy.at(query, self.keys(), self.values(), **rows)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the cache into a folder of safetensors files, exactly, one file per process.
@@ -353,14 +357,10 @@ class KVCache(eqx.Module):
                 raised in all of them, and the old cache stays.
         """
         arrays = self._stored()._asdict() | {"starts": self.starts, "lengths": self.lengths}
-        about = {
-            "slots": self.slots,
-            "window": self.window,
-            "dtype": self.dtype.name,
-            "stored": self.key.dtype.name,
-        }
         arrays = {name: x for name, x in arrays.items() if x is not None}
-        write(check_path(path), arrays, about)
+        metadata = {"slots": self.slots, "window": self.window}
+        metadata |= {"dtype": self.dtype.name, "stored": self.key.dtype.name}
+        write(check_path(path), arrays, metadata)
 
     @staticmethod
     def load(
@@ -388,10 +388,10 @@ class KVCache(eqx.Module):
                 states is allocated; a cache of float64 where JAX's 64 bits are off; a capacity below
                 what the rows hold (with a window: not above the window); no mesh in force.
         """
-        found = reload(check_path(path), parallel, capacity, block_size)
-        about, starts, lengths = found.about, found.starts, found.lengths
-        window, dtype = about.window, about.dtype
-        return KVCache(*found.stored, starts, lengths, about.slots, window, dtype, parallel)
+        loaded = reload(check_path(path), parallel, capacity, block_size)
+        metadata, starts, lengths = loaded.metadata, loaded.starts, loaded.lengths
+        window, dtype = metadata.window, metadata.dtype
+        return KVCache(*loaded.stored, starts, lengths, metadata.slots, window, dtype, parallel)
 
     def _sharding(self) -> CacheSharding | None:
         return cache_sharding(self.parallel, self.key, self.slots.devices)

@@ -34,7 +34,7 @@ def check_path(path: object) -> Path:
     return Path(os.fsdecode(path))
 
 
-def write(path: Path, arrays: Mapping[str, Array], about: Mapping[str, Any]) -> None:
+def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
     """Writes `arrays` into the folder `path`, one file per process, in place of an older save.
 
     Every block of an array is written once, by the process that holds its first copy. All processes
@@ -54,22 +54,22 @@ def write(path: Path, arrays: Mapping[str, Array], about: Mapping[str, Any]) -> 
                 )
                 label = f"{name}@{','.join(map(str, begins))}"
                 pieces[label] = np.ascontiguousarray(shard.data)
-    about = dict(about) | {"shapes": {name: x.shape for name, x in arrays.items()}}
-    mine, processes = jax.process_index(), jax.process_count()
+    metadata = dict(metadata) | {"shapes": {name: x.shape for name, x in arrays.items()}}
+    rank, processes = jax.process_index(), jax.process_count()
     with _files.saving(path, _OURS, named) as save:
         files = [f"{i:05d}-of-{processes:05d}-{save}.safetensors" for i in range(processes)]
-        metadata = {KEY: json.dumps(about | {"save": save})}
+        file_metadata = {KEY: json.dumps(metadata | {"save": save})}
         shapes = {label: (piece.shape, piece.dtype) for label, piece in pieces.items()}
         with _files.together(path):
-            _safetensors.write(path / files[mine], metadata, shapes, pieces.values())
+            _safetensors.write(path / files[rank], file_metadata, shapes, pieces.values())
             _files.sync(path)
         with _files.together(path):
-            if mine == 0:
-                _name(path, files, save)
+            if rank == 0:
+                _write_index(path, files, save)
 
 
-def _name(path: Path, files: list[str], save: str) -> None:
-    """Writes the index: from here on a reader finds these files."""
+def _write_index(path: Path, files: list[str], save: str) -> None:
+    """Writes the index, by which readers find these files."""
     for name in files:
         if not (path / name).is_file():
             raise OSError(f"{path}: wanted a folder that all processes see, got one without {name}")
@@ -85,14 +85,14 @@ def index(path: Path) -> tuple[list[str], str | None]:
     """
     file = path / INDEX
     if not file.exists():
-        there = sorted(os.listdir(path)) if path.is_dir() else []
-        old = [found for name in there if (found := _OLD.fullmatch(name))]
-        if any(int(found[1]) != len(old) for found in old):
+        names = sorted(os.listdir(path)) if path.is_dir() else []
+        unindexed = [found for name in names if (found := _OLD.fullmatch(name))]
+        if any(int(found[1]) != len(unindexed) for found in unindexed):
             raise ValueError(
                 f"path: wanted a folder with all files of one KVCache.save, got {path} with "
-                f"{len(old)} of {int(old[0][1])}"
+                f"{len(unindexed)} of {int(unindexed[0][1])}"
             )
-        return [found[0] for found in old], None
+        return [found[0] for found in unindexed], None
     try:
         _files.check_file(file)
         match json.loads(file.read_bytes()):
@@ -107,5 +107,5 @@ def index(path: Path) -> tuple[list[str], str | None]:
 
 
 def named(path: Path) -> set[str]:
-    """The files that the index of a folder names. Raises `ValueError` as `index`."""
+    """The files in the index of a folder. Raises `ValueError` as `index`."""
     return set(index(path)[0])

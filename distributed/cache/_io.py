@@ -1,4 +1,4 @@
-"""Reading a saved cache: checked before anything is allocated, and each part put on its device."""
+"""Reads a saved cache: checks it before anything is allocated, and puts each part on its device."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ Piece = tuple[tuple[int, ...], np.ndarray]
 Block = tuple[tuple[int, ...], Tensor]
 
 
-class About(NamedTuple):
+class Metadata(NamedTuple):
     """The metadata of a file of a saved cache."""
 
     save: str | None
@@ -52,7 +52,7 @@ class Saved:
         lengths: `[B]`, as saved.
     """
 
-    about: About
+    metadata: Metadata
     starts: np.ndarray
     lengths: np.ndarray
 
@@ -64,54 +64,54 @@ class Saved:
             )
         files = [path / name for name in names]
         headers = [_safetensors.header(file) for file in files]
-        texts = [header.about.get(_files.KEY) for header in headers]
-        self.about = _about(files[0], texts[0])
+        texts = [header.metadata.get(_files.KEY) for header in headers]
+        self.metadata = _read_metadata(files[0], texts[0])
         for file, text in zip(files, texts, strict=True):
-            if text != texts[0] or self.about.save != save:
+            if text != texts[0] or self.metadata.save != save:
                 raise ValueError(f"{file}: wanted a file of the same KVCache.save as the others")
-        self._blocks = {name: [] for name in self.about.arrays}
+        self._blocks = {name: [] for name in self.metadata.arrays}
         for label, tensor in itertools.chain(*(header.tensors.items() for header in headers)):
-            name, begins = _place(label, tensor, self.about)
+            name, begins = _checked_block(label, tensor, self.metadata)
             self._blocks[name].append((begins, tensor))
         for name, blocks in self._blocks.items():
-            _check_cover(path, name, blocks, self.about.arrays[name][0])
-        self.starts, self.lengths = map(self._whole, ("starts", "lengths"))
-        held = self.lengths - self.starts
-        if min(self.starts.min(), held.min()) < 0 or held.max() > self.about.slots.capacity:
+            _check_cover(path, name, blocks, self.metadata.arrays[name][0])
+        self.starts, self.lengths = map(self._read_all, ("starts", "lengths"))
+        stored = self.lengths - self.starts
+        if min(self.starts.min(), stored.min()) < 0 or stored.max() > self.metadata.slots.capacity:
             raise ValueError(
-                f"{path}: wanted rows of 0 to {self.about.slots.capacity} tokens, "
-                f"got {held.tolist()} from {self.starts.tolist()}"
+                f"{path}: wanted rows of 0 to {self.metadata.slots.capacity} tokens, "
+                f"got {stored.tolist()} from {self.starts.tolist()}"
             )
 
     def pieces(self, name: str) -> Iterator[Piece]:
         """The saved blocks of an array, read one at a time."""
         for begins, tensor in self._blocks[name]:
-            whole = tuple((0, size) for size in tensor.shape)
+            all_of_tensor = tuple((0, size) for size in tensor.shape)
             assert tensor.dtype is not None
-            yield begins, _safetensors.read(tensor, [whole], tensor.dtype)[whole]
+            yield begins, _safetensors.read(tensor, [all_of_tensor], tensor.dtype)[all_of_tensor]
 
-    def _whole(self, name: str) -> np.ndarray:
-        """A whole array, on this process's host."""
-        whole = np.zeros(*self.about.arrays[name])
+    def _read_all(self, name: str) -> np.ndarray:
+        """An array in host memory."""
+        array = np.zeros(*self.metadata.arrays[name])
         for begins, piece in self.pieces(name):
-            whole[_block(begins, piece.shape)] = piece
-        return whole
+            array[_block(begins, piece.shape)] = piece
+        return array
 
 
-def _about(file: Path, text: str | None) -> About:
-    """The metadata of a file, checked for consistency; raises `ValueError` naming the file."""
+def _read_metadata(file: Path, text: str | None) -> Metadata:
+    """The checked metadata of a file; raises `ValueError` naming the file."""
     try:
-        stated = json.loads(text or "null")
-        slots = Slots(*(check_integer("slots", size, 1) for size in stated["slots"]))
+        fields = json.loads(text or "null")
+        slots = Slots(*(check_integer("slots", size, 1) for size in fields["slots"]))
         if slots.capacity % slots.stripe:
             raise ValueError(f"slots: wanted whole blocks on every device, got {slots}")
-        dtype = check_floating_dtype("dtype", stated["dtype"])
+        dtype = check_floating_dtype("dtype", fields["dtype"])
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise ValueError(f"dtype: wanted JAX's 64 bits on (jax_enable_x64), got {dtype}")
-        stored = np.dtype(np.int8) if stated["stored"] == "int8" else dtype
+        stored = np.dtype(np.int8) if fields["stored"] == "int8" else dtype
         shapes = {
             name: tuple(check_integer(name, size, 1) for size in shape)
-            for name, shape in stated["shapes"].items()
+            for name, shape in fields["shapes"].items()
         }
         rows, _, heads, _ = shapes["key"]
         arrays = {
@@ -125,25 +125,27 @@ def _about(file: Path, text: str | None) -> About:
             arrays |= {"key_scale": scale, "value_scale": scale}
         if shapes != {name: shape for name, (shape, _) in arrays.items()}:
             raise ValueError(f"shapes: wanted those of a cache with {slots}, got {shapes}")
-        return About(stated.get("save"), slots, check_room(stated["window"], slots), dtype, arrays)
+        return Metadata(
+            fields.get("save"), slots, check_room(fields["window"], slots), dtype, arrays
+        )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{file}: wanted what KVCache.save says of a cache, got {error}"
         ) from error
 
 
-def _place(label: str, tensor: Tensor, about: About) -> tuple[str, tuple[int, ...]]:
+def _checked_block(label: str, tensor: Tensor, metadata: Metadata) -> tuple[str, tuple[int, ...]]:
     """The array that a tensor is a block of, and its start; raises `ValueError` naming its file."""
     name, _, begins = label.partition("@")
-    shape, dtype = about.arrays.get(name, ((), None))
+    shape, dtype = metadata.arrays.get(name, ((), None))
     places = tuple(int(begin) for begin in begins.split(",") if re.fullmatch(r"\d{1,18}", begin))
     fits = (
         tensor.dtype is not None
         and tensor.dtype == dtype
         and len(places) == len(tensor.shape) == len(shape)
         and all(
-            size >= 1 and begin % size == 0 and begin + size <= whole
-            for begin, size, whole in zip(places, tensor.shape, shape, strict=True)
+            size >= 1 and begin % size == 0 and begin + size <= length
+            for begin, size, length in zip(places, tensor.shape, shape, strict=True)
         )
     )
     if not fits:
@@ -158,8 +160,8 @@ def _check_cover(path: Path, name: str, blocks: Sequence[Block], shape: Sequence
     """Raises `ValueError` unless blocks of one shape, each at a multiple of it, cover an array."""
     sizes = {tensor.shape for _, tensor in blocks}
     places = {begins for begins, _ in blocks}
-    seen = len(places) * math.prod(min(sizes, default=()))
-    if len(sizes) != 1 or len(places) != len(blocks) or seen != math.prod(shape):
+    covered = len(places) * math.prod(min(sizes, default=()))
+    if len(sizes) != 1 or len(places) != len(blocks) or covered != math.prod(shape):
         raise ValueError(
             f"{path}: wanted all {math.prod(shape)} numbers of {name} once, got {len(blocks)} "
             f"blocks of shapes {sorted(sizes)}"
@@ -173,7 +175,7 @@ def _block(begins: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 class Reloaded(NamedTuple):
     """A saved cache on the mesh in force: its metadata, with the new slots, and its arrays."""
 
-    about: About
+    metadata: Metadata
     stored: Stored
     starts: Array
     lengths: Array
@@ -187,12 +189,12 @@ def reload(
     None means as saved. Raises as `KVCache.load`.
     """
     saved = steady(path, [_files.INDEX], lambda: Saved(path))
-    about, old = saved.about, saved.about.slots
+    metadata, old = saved.metadata, saved.metadata.slots
     capacity = check_integer("capacity", old.capacity if capacity is None else capacity, 1)
     block = check_integer("block_size", old.block if block_size is None else block_size, 1)
-    rows, _, heads, *_ = about.arrays["key"][0]
+    rows, _, heads, *_ = metadata.arrays["key"][0]
     new = layout(capacity, block, parallel, rows, heads)
-    window = check_room(about.window, new)
+    window = check_room(metadata.window, new)
     starts, lengths = saved.starts, saved.lengths
     if window is not None:
         starts = np.maximum(starts, lengths - new.capacity)
@@ -202,8 +204,8 @@ def reload(
             f"capacity: wanted at least the {needed} tokens that a row holds, got {new.capacity}"
         )
     stored = restore(saved, old, new, starts, lengths, parallel)
-    numbers = (jax.device_put(x, sharding_of(parallel, 1)) for x in (starts, lengths))
-    return Reloaded(about._replace(slots=new, window=window), stored, *numbers)
+    starts_and_lengths = (jax.device_put(x, sharding_of(parallel, 1)) for x in (starts, lengths))
+    return Reloaded(metadata._replace(slots=new, window=window), stored, *starts_and_lengths)
 
 
 def restore(
@@ -219,45 +221,47 @@ def restore(
     Of each row the tokens from `starts` up to `lengths` are kept; slots without one are zero.
     """
 
-    def to(rows: slice, slots: slice) -> np.ndarray:
+    def new_slots(rows: slice, slots: slice) -> np.ndarray:
         tokens = old.held(np.arange(slots.start, slots.stop)[None], lengths[rows, None])
         return np.where(tokens < starts[rows, None], -1, new.slot(tokens))
 
     def read(name: str) -> Array | None:
-        if name not in saved.about.arrays:
+        if name not in saved.metadata.arrays:
             return None
-        rows, _, *rest = saved.about.arrays[name][0]
-        shape = rows, new.capacity, *rest
-        return _moved(saved.pieces(name), shape, sharding_of(parallel, len(shape)), to)
+        rows, _, *trailing = saved.metadata.arrays[name][0]
+        shape = rows, new.capacity, *trailing
+        return _in_new_slots(
+            saved.pieces(name), shape, sharding_of(parallel, len(shape)), new_slots
+        )
 
     return Stored(*map(read, Stored._fields))
 
 
-def _moved(
+def _in_new_slots(
     pieces: Iterator[Piece],
     shape: tuple[int, ...],
     sharding: NamedSharding | None,
-    to: Callable[[slice, slice], np.ndarray],
+    new_slots: Callable[[slice, slice], np.ndarray],
 ) -> Array:
     parts = [tuple(slice(0, size) for size in shape)]
     if sharding is not None:
         parts = list(sharding.addressable_devices_indices_map(shape).values())
     bounds = {_slots_of(part, shape) for part in parts}
-    found: dict[tuple[int, int], np.ndarray] = {}
+    buffers: dict[tuple[int, int], np.ndarray] = {}
     for begins, piece in pieces:
         rows, slots, *rest = _block(begins, piece.shape)
-        new = to(rows, slots)
+        new = new_slots(rows, slots)
         for first, last in bounds:
-            if (first, last) not in found:
-                found[first, last] = np.zeros((shape[0], last - first, *shape[2:]), piece.dtype)
+            if (first, last) not in buffers:
+                buffers[first, last] = np.zeros((shape[0], last - first, *shape[2:]), piece.dtype)
             row, slot = np.nonzero((new >= first) & (new < last))
-            place = (rows.start + row, new[row, slot] - first, *rest)
-            found[first, last][place] = piece[row, slot]
+            index = (rows.start + row, new[row, slot] - first, *rest)
+            buffers[first, last][index] = piece[row, slot]
     if sharding is None:
-        return jnp.asarray(found[0, shape[1]])
+        return jnp.asarray(buffers[0, shape[1]])
 
-    def part(at: Any) -> np.ndarray:
-        return found[_slots_of(at, shape)][at[0], :, *at[2:]]
+    def part(index: Any) -> np.ndarray:
+        return buffers[_slots_of(index, shape)][index[0], :, *index[2:]]
 
     return jax.make_array_from_callback(shape, sharding, part)
 

@@ -1,4 +1,4 @@
-"""Eight-bit numbers with one scale per vector, for what is stored."""
+"""Eight-bit quantization with one scale per vector."""
 
 import dataclasses
 from typing import NoReturn
@@ -21,8 +21,8 @@ def quantize(
     up to the rounding of float32, in which all of it is computed. A vector with a NaN or an
     infinity is read back as NaN. Differentiated it raises `TypeError`: rounding has no derivative.
     """
-    found: tuple[Array, Array] = function_call(_Quantize(), x)
-    return found
+    quantized: tuple[Array, Array] = function_call(_Quantize(), x)
+    return quantized
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Queries to a cache: where they stand, and the energy that is asked about its tokens."""
+"""The positions of queries to a cache, and its energy."""
 
 import dataclasses
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable

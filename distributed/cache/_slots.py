@@ -1,4 +1,4 @@
-"""The arithmetic of a block-cyclic cache, between tokens and slots, for NumPy and JAX alike."""
+"""The arithmetic of a block-cyclic cache between tokens and slots, for NumPy and JAX."""
 
 from typing import NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ class Slots(NamedTuple):
     devices: int
 
     @property
-    def here(self) -> int:
+    def per_device(self) -> int:
         """The slots of one device."""
         return self.capacity // self.devices
 
@@ -41,8 +41,8 @@ class Slots(NamedTuple):
 
     def below(self, device: Index, token: Index) -> Index:
         """How many tokens before `token` a device holds."""
-        rest = token % self.stripe - device * self.block
-        return token // self.stripe * self.block + rest.clip(0, self.block)
+        in_stripe = token % self.stripe - device * self.block
+        return token // self.stripe * self.block + in_stripe.clip(0, self.block)
 
     def token(self, device: Index, count: Index) -> Index:
         """The token that a device holds as its `count`-th, from 0."""
@@ -52,14 +52,14 @@ class Slots(NamedTuple):
         """The index of a token among the slots of all devices."""
         within = token % self.capacity
         device = within // self.block % self.devices
-        return device * self.here + within // self.stripe * self.block + within % self.block
+        return device * self.per_device + within // self.stripe * self.block + within % self.block
 
     def held(self, slot: Index, length: Index) -> Index:
-        """The newest of the tokens below `length` that a slot may hold; negative if none has come.
+        """The newest of the tokens below `length` that a slot may hold; negative if there is none.
 
         `slot` counts the slots of all devices, and broadcasts against `length`.
         """
-        first = self.token(slot // self.here, slot % self.here)
-        behind = first >= length % self.capacity
-        laps = length // self.capacity - behind.astype(length.dtype)
+        first = self.token(slot // self.per_device, slot % self.per_device)
+        not_yet = first >= length % self.capacity
+        laps = length // self.capacity - not_yet.astype(length.dtype)
         return first + self.capacity * laps

@@ -1,4 +1,4 @@
-"""Writing tokens into the slots of a cache: each device writes its own, and nothing else moves."""
+"""Writes tokens into the slots of a cache: each device writes its own, without communication."""
 
 import dataclasses
 import functools
@@ -104,11 +104,11 @@ def blank(
 
     def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         spec = spec_of(parallel, len(shape))
-        made = _zeros(shape, jnp.dtype(dtype), spec)()
+        array = _zeros(shape, jnp.dtype(dtype), spec)()
         if parallel is None or spec is None:
-            return made
+            return array
         # inside of another jit, out_shardings do not set the types of explicit axes
-        return reshard_explicit(jax.sharding.get_abstract_mesh(), parallel.axes, made, spec)
+        return reshard_explicit(jax.sharding.get_abstract_mesh(), parallel.axes, array, spec)
 
     def scale(shape: tuple[int, ...]) -> Array | None:
         return zeros(shape[:-1], jnp.float32) if dtype == jnp.int8 else None
@@ -134,26 +134,26 @@ def cache_sharding(
     `ValueError` if no mesh is in force, or one that has another number of devices along the cache's
     axes.
     """
-    found = 1 if parallel is None else check_mesh(parallel)
-    of_type = jax.typeof(key).sharding.mesh
+    mesh_devices = 1 if parallel is None else check_mesh(parallel)
+    key_mesh = jax.typeof(key).sharding.mesh
     batch, sequence, heads = (mesh_axes_of(key, axis) for axis in range(3))
     if parallel is not None:
         batch, heads = parallel.batch or batch, parallel.heads or heads
         sequence = parallel.axes
     else:
-        found = math.prod(of_type.shape[axis] for axis in sequence)
-    if found != devices:
+        mesh_devices = math.prod(key_mesh.shape[axis] for axis in sequence)
+    if mesh_devices != devices:
         raise ValueError(
             f"parallel: wanted a mesh in force with the {devices} devices along the sequence that "
-            f"the cache was made for, got one with {found}; save and load move a cache to another"
+            f"the cache was made for, got one with {mesh_devices}; save and load move a cache to another"
         )
     if not batch + sequence + heads:
         return None
     mesh = jax.sharding.get_abstract_mesh()
-    return CacheSharding(of_type if mesh.empty else mesh, batch, sequence, heads)
+    return CacheSharding(key_mesh if mesh.empty else mesh, batch, sequence, heads)
 
 
-# Compiled here, so that a call outside of jit runs as one program.
+# Jitted so that a call outside of `jax.jit` runs as one program.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def append(
     sharding: CacheSharding | None,
@@ -177,18 +177,18 @@ def append(
         device = (
             lax.axis_index(sharding.sequence) if sharding and sharding.sequence else jnp.int32(0)
         )
-        # A device's part of consecutive tokens is consecutive among its own.
+        # A device's tokens among consecutive ones are consecutive in its own slots.
         first = slots.below(device, lengths)[:, None]
-        mine = first + jnp.arange(slots.most(tokens), dtype=jnp.int32)[None]
-        token = slots.token(device, mine) - lengths[:, None]
+        local_index = first + jnp.arange(slots.most(tokens), dtype=jnp.int32)[None]
+        token = slots.token(device, local_index) - lengths[:, None]
         # absent tokens go after the last slot, each to its own index
-        nowhere = slots.here + mine - first
-        slot = jnp.where(token < counts[:, None], mine % slots.here, nowhere)
+        out_of_range = slots.per_device + local_index - first
+        slot = jnp.where(token < counts[:, None], local_index % slots.per_device, out_of_range)
 
         def put(buffer: Array | None, new: Array | None) -> Any:
             if buffer is None or new is None:
                 return None
-            taken = jax.vmap(lambda x, at: jnp.take(x, at, 0, mode="clip"))(new, token)
+            taken = jax.vmap(lambda x, i: jnp.take(x, i, 0, mode="clip"))(new, token)
             return _write(buffer, taken, slot)
 
         ends = lengths + counts
@@ -230,18 +230,17 @@ def fitting(
     """
 
     def local(starts: Array | None, lengths: Array, counts: Array) -> Array:
-        known = (counts >= 0) & (counts <= tokens)
-        fits = known if starts is None else known & (lengths + counts - starts <= capacity)
-        which = jnp.where(known.all(), 1, 0)
-        counts = eqx.branched_error_if(counts, ~fits, which, _ERRORS)
+        valid = (counts >= 0) & (counts <= tokens)
+        fits = valid if starts is None else valid & (lengths + counts - starts <= capacity)
+        message = jnp.where(valid.all(), 1, 0)
+        counts = eqx.branched_error_if(counts, ~fits, message, _ERRORS)
         return jnp.where(fits, counts, 0)
 
     if sharding is None:
         return local(starts, lengths, counts)
-    # Each device checks for itself: otherwise one would, and would have to tell the others. A callback
-    # that raises needs a region in which no axis is left to the compiler.
+    # Each device checks for itself, without communication. A callback that raises needs all axes to be manual.
     kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
-    ask = jax.shard_map(
+    check = jax.shard_map(
         local,
         mesh=sharding.mesh,
         in_specs=sharding.rows,
@@ -249,15 +248,15 @@ def fitting(
         axis_names={axis for axis, kind in kinds if kind != AxisType.Manual},
         check_vma=False,  # the branch that raises returns counts of an invariant type
     )
-    return ask(
+    return check(
         *reshard_explicit(sharding.mesh, sharding.axes, (starts, lengths, counts), sharding.rows)
     )
 
 
 def positions_from(first: Array, counts: Array, tokens: int) -> Array:
     """Positions `[B, tokens]` from `first` `[B]` on; -1 after the row's `counts`."""
-    each = jnp.arange(tokens, dtype=jnp.int32)[None]
-    return jnp.where(each < counts[:, None], first[:, None] + each, -1)
+    offset = jnp.arange(tokens, dtype=jnp.int32)[None]
+    return jnp.where(offset < counts[:, None], first[:, None] + offset, -1)
 
 
 def _write(buffer: Array, new: Array, slot: Array) -> Array:
@@ -272,15 +271,14 @@ def _scatter(buffer: Array, new: Array, slot: Array) -> Array:
     return jax.vmap(row)(buffer, new, slot)
 
 
-# Before JAX 0.12 XLA:CPU scatters bfloat16 through float32, the whole buffer for each token; and bits that
-# are scattered instead are a copy of the buffer. This choice is one fused loop over the buffer, in place,
-# which stores only what is new.
+# Older versions of XLA:CPU scatter bfloat16 through float32, the whole buffer for each token, and copy the buffer
+# if its bits are scattered. This is one fused loop over the buffer, in place, which stores only what is new.
 def _choose(buffer: Array, new: Array, slot: Array) -> Array:
     slots, tokens = buffer.shape[1], new.shape[1]
 
     def row(buffer: Array, new: Array, slot: Array) -> Array:
-        none, each = jnp.full(slots, tokens, jnp.int32), jnp.arange(tokens, dtype=jnp.int32)
-        token = none.at[slot].set(each, mode="drop", unique_indices=True)
+        no_token, index = jnp.full(slots, tokens, jnp.int32), jnp.arange(tokens, dtype=jnp.int32)
+        token = no_token.at[slot].set(index, mode="drop", unique_indices=True)
         is_new = jnp.expand_dims(token < tokens, range(1, buffer.ndim))
         return jnp.where(is_new, jnp.take(new, token, 0, mode="clip"), buffer)
 
@@ -292,7 +290,7 @@ def _in_branch(buffer: Array, new: Array, slot: Array) -> Array:
     return linear_call(_InBranch(buffer.shape[1]), slot, (buffer, new))
 
 
-# A write is linear in what is written and what is kept, so that no derivative goes through the branch or the bits.
+# A write is linear in the buffer and in the new entries; its derivatives bypass the branch and the bits.
 @dataclasses.dataclass(frozen=True)
 class _InBranch(AbstractLinearMap):
     """The buffer with new entries, from slots and the two arrays."""
@@ -300,7 +298,7 @@ class _InBranch(AbstractLinearMap):
     slots: int
 
     def apply(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
-        """Written in a branch, which XLA:CPU does not fuse with what reads the buffer: that would copy it."""
+        """Writes in a branch, so that XLA:CPU does not fuse the write with a read, which would copy the buffer."""
         buffer, new, fixed = vary_together((*self._both(fixed, moving), fixed))
         write = _choose if buffer.dtype == jnp.bfloat16 else _scatter
         return lax.cond(
@@ -315,7 +313,7 @@ class _InBranch(AbstractLinearMap):
         return _scatter(*self._both(fixed, moving), fixed)
 
     def transpose(self, fixed: Array, moving: Any, cotangent: Array) -> tuple[Any, Any]:
-        """The cotangent of the new entries is read where they were written; of the old ones, the rest."""
+        """Reads the cotangent of the new entries at their slots; that of the buffer is zero there."""
         buffer, new = moving
 
         def row(cotangent: Array, slot: Array) -> Array:
@@ -337,7 +335,6 @@ class _InBranch(AbstractLinearMap):
         return buffer, new
 
 
-# Computed from two numbers per row, so that no state has to be kept consistent.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def positions(sharding: CacheSharding | None, slots: Slots, starts: Array, lengths: Array) -> Array:
     """The token in each slot, `[B, S]`; -1 in empty ones."""
@@ -346,8 +343,8 @@ def positions(sharding: CacheSharding | None, slots: Slots, starts: Array, lengt
         device = (
             lax.axis_index(sharding.sequence) if sharding and sharding.sequence else jnp.int32(0)
         )
-        here = device * slots.here + jnp.arange(slots.here, dtype=jnp.int32)
-        token = slots.held(here[None], lengths[:, None])
+        slot = device * slots.per_device + jnp.arange(slots.per_device, dtype=jnp.int32)
+        token = slots.held(slot[None], lengths[:, None])
         return jnp.where(token >= starts[:, None], token, -1)
 
     if sharding is None:

@@ -56,8 +56,8 @@ def volume(
         >>> round(cost.volume("ring", "keys", shape, mesh) / cost.volume("tree", "allreduce", shape, mesh))
         315077
     """
-    found = transfers(method, merge, shape, topology, **derivatives)
-    return float(sum(sent(transfer, topology) for transfer in found))
+    predicted = transfers(method, merge, shape, topology, **derivatives)
+    return float(sum(sent(transfer, topology) for transfer in predicted))
 
 
 def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> int:
@@ -94,12 +94,12 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
         >>> round(ring / tree, 3)
         3.0
     """
-    found = transfers(method, merge, shape, topology)
-    mine = local_rows(shape, topology)
+    predicted = transfers(method, merge, shape, topology)
+    rows = local_rows(shape, topology)
     gathered = method == "tree" and shape.queries_sharded
-    states = (mine * topology.devices if gathered else mine) * (shape.state + shape.lse_bytes)
-    arriving = sum(_arriving(transfer, topology) for transfer in found)
-    query = mine * shape.width * shape.bytes
+    states = (rows * topology.devices if gathered else rows) * (shape.state + shape.lse_bytes)
+    arriving = sum(_arriving(transfer, topology) for transfer in predicted)
+    query = rows * shape.width * shape.bytes
     return sum(kv_shard(shape, topology)) + query + states + arriving
 
 
@@ -142,8 +142,8 @@ def latency(
         >>> min(merges, key=lambda merge: cost.latency("tree", merge, shape, mesh))
         'butterfly'
     """
-    found = transfers(method, merge, shape, topology, **derivatives)
-    return sum(transfer.count * seconds(transfer, topology) for transfer in found)
+    predicted = transfers(method, merge, shape, topology, **derivatives)
+    return sum(transfer.count * seconds(transfer, topology) for transfer in predicted)
 
 
 def choose_merge(shape: Shape, topology: Topology) -> str:
@@ -176,9 +176,9 @@ def choose_method(shape: Shape, topology: Topology) -> str:
 
     For queries on all devices (decode) it is the tree, which sends nothing that grows with the keys.
     For sharded queries it is the method with the least time by the model, each with its best merge,
-    among those that need at most twice the memory of the leanest (a tree holds the states of all
-    queries on every device, a gather two pieces of all keys). Ulysses and the hybrid take part where the
-    devices that exchange heads can share them out.
+    among those that need at most twice the memory of the smallest (a tree holds the states of all
+    queries on every device, a gather two pieces of all keys). Ulysses and the hybrid are considered if the
+    devices can divide the heads.
 
     Args:
         shape: the sizes.
@@ -208,8 +208,12 @@ def choose_method(shape: Shape, topology: Topology) -> str:
         levels = method != "hybrid" or len(topology.links) > 1
         if levels and shares_heads(method, shape, topology):
             merges[method] = None
-    held = {method: memory(method, merge, shape, topology) for method, merge in merges.items()}
-    lean = [method for method in merges if held[method] <= 2 * min(held.values())]
+    bytes_by_method = {
+        method: memory(method, merge, shape, topology) for method, merge in merges.items()
+    }
+    lean = [
+        method for method in merges if bytes_by_method[method] <= 2 * min(bytes_by_method.values())
+    ]
     return min(lean, key=lambda method: latency(method, merges[method], shape, topology))
 
 

@@ -1,4 +1,4 @@
-"""The network of a mesh, from what its devices say of themselves."""
+"""The network of a mesh, from the attributes of its devices."""
 
 import dataclasses
 import itertools
@@ -18,12 +18,12 @@ from ._topology import Link, Topology
 
 
 def topology_of_mesh(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Topology:
-    """The network of a mesh, from what its devices say of themselves.
+    """The network of a mesh, from the attributes of its devices.
 
-    `Device.device_kind` says which machine it is. Along an axis that changes `Device.slice_index`
-    (without one, `process_index`), devices talk over the network between slices or hosts. On TPUs
-    `Device.coords` say how many chips neighbours of the mesh are apart, and whether the ends of an axis
-    along one dimension of the torus are joined; devices of one chip share its links.
+    `Device.device_kind` determines the machine. Along an axis that changes `Device.slice_index` (without
+    one, `process_index`), devices communicate over the network between slices or hosts. On TPUs
+    `Device.coords` determine how many chips neighbours of the mesh are apart, and whether the ends of an
+    axis along one dimension of the torus are joined; devices of one chip share its links.
 
     Args:
         mesh: with its devices, also those of `jax.experimental.topologies`.
@@ -57,7 +57,7 @@ def topology_of_mesh(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Top
 
 
 def usual_topology(mesh: AbstractMesh, axes: tuple[str, ...]) -> Topology:
-    """The network of some axes of the mesh in force, by its devices where they are at hand."""
+    """The network of some axes of the mesh in force, from its devices where they are known."""
     device: Any = getattr(mesh, "abstract_device", None)
     platform = getattr(device, "platform", None) or jax.default_backend()
     kind = getattr(device, "device_kind", None) or ""
@@ -69,7 +69,7 @@ def usual_topology(mesh: AbstractMesh, axes: tuple[str, ...]) -> Topology:
 
 
 def of_sizes(sizes: tuple[int, ...], platform: str, kind: str, processes: int) -> Topology:
-    """The network of axes whose devices are not at hand: the first is between processes, TPUs are in one slice."""
+    """The network of axes with unknown devices: the first is between processes, TPUs are in one slice."""
     name = _name(platform, kind, processes > 1)
     if processes > 1 and platform != "tpu":
         return topology(name, sizes[1:], nodes=sizes[0])
@@ -79,28 +79,28 @@ def of_sizes(sizes: tuple[int, ...], platform: str, kind: str, processes: int) -
 def _devices(mesh: AbstractMesh, kind: str) -> np.ndarray | None:
     """The devices of a mesh: those of the mesh in force, or all, in their order, if they are as many."""
     try:
-        found: Mesh = private_names("mesh").in_force()
+        mesh_in_force: Mesh = private_names("mesh").in_force()
     except NotImplementedError:
-        found = Mesh(np.empty((), object), ())
-    if not found.empty and tuple(found.shape.items()) == tuple(mesh.shape.items()):
-        return found.devices
-    every = jax.devices()
+        mesh_in_force = Mesh(np.empty((), object), ())
+    if not mesh_in_force.empty and tuple(mesh_in_force.shape.items()) == tuple(mesh.shape.items()):
+        return mesh_in_force.devices
+    all_devices = jax.devices()
     sizes = tuple(mesh.shape.values())
-    if len(every) != math.prod(sizes) or kind not in ("", every[0].device_kind):
+    if len(all_devices) != math.prod(sizes) or kind not in ("", all_devices[0].device_kind):
         return None
-    return np.array(every, dtype=object).reshape(sizes)
+    return np.array(all_devices, dtype=object).reshape(sizes)
 
 
-def _name(platform: str, kind: str, several: bool) -> str:
+def _name(platform: str, kind: str, between_processes: bool) -> str:
     """The row of the table for devices of a kind, in several processes or one."""
     if platform == "cpu":
-        return "ethernet" if several else "simulated"
-    known = (
+        return "ethernet" if between_processes else "simulated"
+    matching = (
         name
         for name, machine in INTERCONNECTS.items()
         if any(f" {words} " in f" {kind} " for words in machine.kinds)
     )
-    return next(known, "tpu_v5p" if platform == "tpu" else "dgx_h100")
+    return next(matching, "tpu_v5p" if platform == "tpu" else "dgx_h100")
 
 
 def _of_devices(devices: np.ndarray, axes: Sequence[int]) -> Topology:
@@ -119,7 +119,7 @@ def _of_devices(devices: np.ndarray, axes: Sequence[int]) -> Topology:
 
 
 def _on_chips(machine: Interconnect, link: Link, devices: np.ndarray, axis: int) -> Link:
-    """A chip's link as the devices along an axis have it: shared, and longer where chips are apart."""
+    """A chip's link along an axis, adjusted for devices that share it and for the distance of chips."""
     places = np.empty(devices.size, object)
     for i, device in enumerate(devices.flat):
         places[i] = (network_part(device), *device.coords)

@@ -1,7 +1,7 @@
-"""The networks of machines by name: one table, and topologies laid over its rows.
+"""The networks of machines by name.
 
-Figures are published by the makers, one direction, per device; what they do not publish is marked as assumed. They
-rank strategies; they are no measurement.
+Figures are published by the makers, for one direction and device; others are marked as assumed. They serve to rank
+strategies, and are not measurements.
 """
 
 import dataclasses
@@ -34,9 +34,7 @@ class Interconnect(NamedTuple):
     def link(self, devices: int, within: int, slow: bool) -> Link:
         """Along an axis of so many devices, between hosts of `within` devices or inside of one."""
         link = self.between if slow else self.inside
-        if (
-            slow and self.platform == "cpu"
-        ):  # the devices of a process share its host's network card
+        if slow and self.platform == "cpu":  # devices of a process share its host's network card
             link = dataclasses.replace(link, bandwidth=link.bandwidth / within, sharing=within)
         return dataclasses.replace(link, devices=devices)
 
@@ -168,18 +166,20 @@ def topology(
     links = [machine.link(size, within, slow=False) for size in sizes]
     if nodes is not None:
         links.insert(0, machine.link(check_integer("nodes", nodes, least=1), within, slow=True))
-    for field, given in (("latency", latency), ("bandwidth", bandwidth)):
-        if given is None:
+    for field, option in (("latency", latency), ("bandwidth", bandwidth)):
+        if option is None:
             continue
-        rest = [getattr(link, field) for link in links[1:]]
-        numbers = given if isinstance(given, Sequence) else [given, *rest]
+        defaults = [getattr(link, field) for link in links[1:]]
+        numbers = option if isinstance(option, Sequence) else [option, *defaults]
         if len(numbers) != len(links):
             raise ValueError(
-                f"{field}: wanted one number, or one for each of {len(links)} axes, got {given}"
+                f"{field}: wanted one number, or one for each of {len(links)} axes, got {option}"
             )
         links = [
             dataclasses.replace(link, **{field: x}) for link, x in zip(links, numbers, strict=True)
         ]
-    found = machine.over(name, links)
-    given = {"launch": launch, "overhead": overhead}
-    return dataclasses.replace(found, **{key: x for key, x in given.items() if x is not None})
+    interconnect = machine.over(name, links)
+    options = {"launch": launch, "overhead": overhead}
+    return dataclasses.replace(
+        interconnect, **{key: x for key, x in options.items() if x is not None}
+    )

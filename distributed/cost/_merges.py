@@ -1,4 +1,4 @@
-"""The collectives of each merge strategy, predicted: where all devices have the queries, and of a scatter of states."""
+"""The predicted collectives of each merge strategy, and of a scatter of states."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,8 +7,8 @@ from ._shape import Shape
 from ._topology import Topology
 from ._transfer import Transfer
 
-# From this many chips of one slice on, XLA:TPU makes of a small gather a sum of what each puts
-# among zeros, as in `tests/tpu/test_programs.py`.
+# With at least this many chips in a slice, XLA:TPU turns a small gather into an all-reduce of arrays padded with
+# zeros (`tests/tpu/test_programs.py`).
 _MANY_CHIPS = 64
 
 
@@ -37,14 +37,14 @@ def _exchanges(state: int, topology: Topology, axes: tuple[int, ...]) -> Iterato
     """A butterfly's permutes over these axes, of states of so many bytes."""
     for axis in reversed(axes):
         size = topology.links[axis].devices
-        odd, have = size // (size & -size), 1
-        while have < odd:  # Bruck's all-gather among neighbours
-            sent = min(have, odd - have)
-            yield Transfer("collective-permute", sent * state, (axis,), 1, have)
-            have += sent
-        while have < size:
-            yield Transfer("collective-permute", state, (axis,), 1, have, pairs=True)
-            have *= 2
+        odd, held = size // (size & -size), 1
+        while held < odd:  # Bruck's all-gather among neighbours
+            sent = min(held, odd - held)
+            yield Transfer("collective-permute", sent * state, (axis,), 1, held)
+            held += sent
+        while held < size:
+            yield Transfer("collective-permute", state, (axis,), 1, held, pairs=True)
+            held *= 2
 
 
 def _hierarchical(shape: Shape, topology: Topology) -> Iterator[Transfer]:

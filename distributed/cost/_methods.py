@@ -1,7 +1,4 @@
-"""The collectives that each method sends, predicted.
-
-Volumes, memory and times of the cost model all follow from these lists.
-"""
+"""The predicted collectives of each method, from which volumes, memory and times follow."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,7 +20,7 @@ from ._shape import Shape, key_copies, pieces
 from ._topology import Topology
 from ._transfer import Transfer
 
-# What goes around a ring takes the place that a merge strategy has for the tree.
+# For a ring, `merge` names the arrays that go around; for the tree, the merge strategy.
 ROTATED = ("keys", "queries")
 METHODS = {
     "tree": MERGES,
@@ -102,34 +99,37 @@ def transfers(
     if METHODS[method] == (None,):
         check_sharded(method, shape, topology)
     check_options(derivatives, Derivatives)
-    along, back = (
+    with_tangent, gradient = (
         check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
     )
     dtype = derivatives.get("gradient_dtype")
     size = shape.lse_bytes
     if dtype is not None:
         size = check_floating_dtype("gradient_dtype", dtype).itemsize
-    if back:
-        check_gradient(method, merge, along)
-    home = size if back else 0
+    if gradient:
+        check_gradient(method, merge, with_tangent)
+    gradient_bytes = size if gradient else 0
     if topology.devices == 1:
         return ()
     if method in ("ulysses", "hybrid"):
-        return tuple(_exchanged(method, shape, topology, along, home))
+        return tuple(_exchanged(method, shape, topology, with_tangent, gradient_bytes))
     if method == "gather":
-        return tuple(_gathered(shape, topology, along))
+        return tuple(_gathered(shape, topology, with_tangent))
     if method == "ring" and merge == "keys":
         keys = kv_shard(shape, topology)
         positions = _positions(shape.keys, shape, topology, topology.axes)
-        return (*positions, *_around(keys, shape, topology, topology.axes, along, home))
+        return (
+            *positions,
+            *_around(keys, shape, topology, topology.axes, with_tangent, gradient_bytes),
+        )
     # where all devices have the queries, a ring passes each device's state around, too
     strategy = str(merge) if method == "tree" else "ring"
     if not shape.queries_sharded:
         tangent = Transfer("all-reduce", shape.rows * shape.state, topology.axes)
-        return (*FOLDED[strategy](shape, topology), *[tangent] * along)
+        return (*FOLDED[strategy](shape, topology), *[tangent] * with_tangent)
     if method == "ring":
-        return tuple(_queries(shape, topology, along))
-    return tuple(_scattered(strategy, shape, topology, along))
+        return tuple(_queries(shape, topology, with_tangent))
+    return tuple(_scattered(strategy, shape, topology, with_tangent))
 
 
 def check_sizes(shape: object, topology: object) -> None:
@@ -197,16 +197,16 @@ def local_rows(shape: Shape, topology: Topology) -> int:
 
 
 def _tangent_bytes(size: int, shape: Shape) -> int:
-    """Bytes of the tangents of arrays of `size` bytes: what is only moved has them in `lse`'s dtype."""
+    """Bytes of the tangents, in `lse`'s dtype, of arrays of `size` bytes that are only sent."""
     return size // shape.bytes * shape.lse_bytes
 
 
 def _scattered(merge: str, shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transfer]:
-    mine, axes = local_rows(shape, topology), topology.axes
-    query = mine * shape.width * shape.bytes
+    rows, axes = local_rows(shape, topology), topology.axes
+    query = rows * shape.width * shape.bytes
     yield Transfer("all-gather", query, axes)
     scatter = summed if merge == "allreduce" else exchanged
-    folds = tuple(scatter(mine * topology.devices, shape, topology))
+    folds = tuple(scatter(rows * topology.devices, shape, topology))
     yield from folds
     if tangent:
         yield Transfer("all-gather", _tangent_bytes(query, shape), axes)
@@ -219,18 +219,20 @@ def _around(
     topology: Topology,
     axes: tuple[int, ...],
     tangent: bool,
-    back: int,
+    gradient_bytes: int,
 ) -> Iterator[Transfer]:
-    """Keys and values of these sizes on their way around a ring, and gradients in `back` bytes, unless 0."""
+    """Keys and values of these sizes around a ring, and their gradients if `gradient_bytes` is not 0."""
     hops = math.prod(topology.links[axis].devices for axis in axes) - 1
     for size in sizes if hops else ():
         yield Transfer("collective-permute", size, axes, hops)
-        if (tangent or back) and hops > 1:  # again; XLA merges an only hop with the same one before
+        if (
+            tangent or gradient_bytes
+        ) and hops > 1:  # again; XLA merges an only hop with the same one before
             yield Transfer("collective-permute", size, axes, hops)
         if tangent:  # directions
             yield Transfer("collective-permute", size, axes, hops)
-        if back:  # gradients behind their keys, and home
-            yield Transfer("collective-permute", size // shape.bytes * back, axes, hops)
+        if gradient_bytes:  # gradients behind their keys, and home
+            yield Transfer("collective-permute", size // shape.bytes * gradient_bytes, axes, hops)
             yield Transfer("collective-permute", size, axes)
 
 
@@ -253,11 +255,11 @@ def _queries(shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transf
 
 
 def _exchanged(
-    method: str, shape: Shape, topology: Topology, tangent: bool, back: int
+    method: str, shape: Shape, topology: Topology, tangent: bool, gradient_bytes: int
 ) -> Iterator[Transfer]:
     """Heads exchanged for sequence along all axes, or along the last, and keys around the others."""
     axes = topology.axes
-    around, last = (axes[:-1], axes[-1:]) if method == "hybrid" else ((), axes)
+    ring_axes, exchange_axes = (axes[:-1], axes[-1:]) if method == "hybrid" else ((), axes)
     devices, rows = _exchanging(method, topology), local_rows(shape, topology)
     copies = key_copies(shape.heads, shape.kv_heads, devices) or 1
     keys = [copies * size for size in kv_shard(shape, topology)]
@@ -266,15 +268,19 @@ def _exchanged(
     rounded = shape.out_width * shape.bytes + shape.lse_bytes
     state = rows * (shape.state if topology.platform == "cpu" else rounded)
     if devices > 1:
-        yield from _positions(shape.queries, shape, topology, last)
-        yield from (Transfer("all-to-all", size, last) for size in sizes)
+        yield from _positions(shape.queries, shape, topology, exchange_axes)
+        yield from (Transfer("all-to-all", size, exchange_axes) for size in sizes)
     yield from _positions(shape.keys, shape, topology, axes)
-    yield from _around(keys, shape, topology, around, tangent, back)
+    yield from _around(keys, shape, topology, ring_axes, tangent, gradient_bytes)
     if devices > 1:
-        yield Transfer("all-to-all", state, last)
-    if devices > 1 and (tangent or back):  # an exchange's transpose is the one that undoes it
-        yield from (Transfer("all-to-all", _tangent_bytes(size, shape), last) for size in sizes)
-        yield Transfer("all-to-all", state, last)
+        yield Transfer("all-to-all", state, exchange_axes)
+    if devices > 1 and (
+        tangent or gradient_bytes
+    ):  # an exchange's transpose is the one that undoes it
+        yield from (
+            Transfer("all-to-all", _tangent_bytes(size, shape), exchange_axes) for size in sizes
+        )
+        yield Transfer("all-to-all", state, exchange_axes)
 
 
 def _gathered(shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transfer]:

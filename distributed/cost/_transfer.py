@@ -1,4 +1,4 @@
-"""A predicted collective, and what it costs on a network: bytes sent, seconds."""
+"""A predicted collective, and its cost on a network: bytes sent and seconds."""
 
 import dataclasses
 import math
@@ -40,12 +40,12 @@ class Transfer:
 def sent(transfer: Transfer, topology: Topology) -> float:
     """Bytes that one device, the busiest, puts on links: for all runs of a transfer."""
     devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
-    others = devices - 1
+    peers = devices - 1
     part = {
-        "all-reduce": 2.0 if topology.all_reduce == "tree" else 2 * others / devices,
-        "all-gather": others,
-        "reduce-scatter": others / devices,
-        "all-to-all": others / devices,
+        "all-reduce": 2.0 if topology.all_reduce == "tree" else 2 * peers / devices,
+        "all-gather": peers,
+        "reduce-scatter": peers / devices,
+        "all-to-all": peers / devices,
         "collective-permute": 1,
     }
     return part[transfer.kind] * transfer.bytes * transfer.count
@@ -68,14 +68,14 @@ def seconds(transfer: Transfer, topology: Topology) -> float:
 def _around(transfer: Transfer, links: list[Link], topology: Topology) -> float:
     """One ring over all devices; or, for sums, two trees."""
     devices = math.prod(link.devices for link in links)
-    hops, above, slowest = 0.0, 0, math.inf
+    hops, inner, slowest = 0.0, 0, math.inf
     for i, link in enumerate(links):
         blocks = math.prod(x.devices for x in links[: i + 1])
-        hops += (blocks - above) / devices * link.latency  # the ring's hops at this level
-        above = blocks
+        hops += (blocks - inner) / devices * link.latency  # the ring's hops at this level
+        inner = blocks
         slowest = min(slowest, link.bandwidth * (devices // blocks))
     if topology.all_reduce == "ring":
-        # a receiver's announcement goes against the ring, so that each step waits for the slowest hop
+        # receivers announce themselves in the other direction, so each step waits for the slowest hop
         hops = max(link.latency for link in links)
     hops *= devices - 1
     if transfer.kind == "all-reduce":
@@ -88,43 +88,47 @@ def _around(transfer: Transfer, links: list[Link], topology: Topology) -> float:
 
 def _levels(transfer: Transfer, links: list[Link], topology: Topology) -> float:
     """Axis by axis, each holding what the slower ones gathered, or the faster ones cut."""
-    seconds, above = 0.0, 1
+    seconds, gathered = 0.0, 1
     devices = math.prod(link.devices for link in links)
     for link in links:
         gathers = 2 if transfer.kind == "all-reduce" else 1
         shard = transfer.bytes if transfer.kind == "all-gather" else transfer.bytes / devices
-        payload = shard * above * (link.devices - 1)
+        payload = shard * gathered * (link.devices - 1)
         seconds += gathers * (_rounds(link) * link.latency + payload / link.bandwidth)
-        above *= link.devices
+        gathered *= link.devices
     return seconds
 
 
 def _permute(transfer: Transfer, links: list[Link], topology: Topology) -> float:
     """A message of each device, those of a ring over several axes one from each block of devices."""
     *slow, fast = links
-    places = transfer.distance % fast.devices
-    hops = min(places, fast.devices - places) if fast.torus and not slow else 1
+    distance = transfer.distance % fast.devices
+    hops = min(distance, fast.devices - distance) if fast.torus and not slow else 1
     devices = math.prod(link.devices for link in links)
     turns = _turns(topology) if transfer.pairs or devices == 2 else 1
-    # messages that pass through others' links share them
+    # messages through the links of other devices share these
     seconds = hops * (fast.latency + turns * transfer.bytes / fast.bandwidth)
-    alone = [link.latency + transfer.bytes / (link.bandwidth * link.sharing) for link in slow]
-    return max([seconds, *alone])
+    slow_seconds = [
+        link.latency + transfer.bytes / (link.bandwidth * link.sharing) for link in slow
+    ]
+    return max([seconds, *slow_seconds])
 
 
 def _exchange(transfer: Transfer, links: list[Link], topology: Topology) -> float:
     """All to all: each device's part for every other, over the links between them."""
-    seconds, rest = 0.0, float(transfer.bytes)
+    seconds, remaining = 0.0, float(transfer.bytes)
     for link in links:
-        crossing = rest * (link.devices - 1) / link.devices
+        crossing = remaining * (link.devices - 1) / link.devices
         # around a torus a part travels a quarter of the way on average, in both directions
-        crowd = max(1.0, link.devices / 4) if link.torus else 1.0
+        congestion = max(1.0, link.devices / 4) if link.torus else 1.0
         if link.devices == 2:
-            crowd = _turns(topology)
-        seconds = max(seconds, _rounds(link) * link.latency) + crowd * crossing / link.bandwidth
-        rest -= crossing
-    others = math.prod(link.devices for link in links) - 1
-    return seconds + (others - 1) * topology.overhead
+            congestion = _turns(topology)
+        seconds = (
+            max(seconds, _rounds(link) * link.latency) + congestion * crossing / link.bandwidth
+        )
+        remaining -= crossing
+    peers = math.prod(link.devices for link in links) - 1
+    return seconds + (peers - 1) * topology.overhead
 
 
 def _rounds(link: Link) -> int:
@@ -132,5 +136,5 @@ def _rounds(link: Link) -> int:
 
 
 def _turns(topology: Topology) -> float:
-    """How much longer two devices take that send to each other: gloo's take turns on a connection."""
+    """The factor for two devices that send to each other, which with gloo take turns on a connection."""
     return 2.0 if topology.all_reduce == "ring" else 1.0

@@ -22,8 +22,8 @@ Kind = Literal[
     "collective-broadcast",
 ]
 _KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
-# Between TPU slices, XLA leaves collectives to a runtime on the hosts: it prints a `send` to that
-# runtime, and names the collective and its members in the attributes.
+# Between TPU slices, a runtime on the hosts performs collectives: XLA prints a `send` to that runtime, whose
+# attributes hold the collective and its members.
 _MEGASCALE: dict[str, Kind] = {
     "ALL_GATHER": "all-gather",
     "ALL_REDUCE": "all-reduce",
@@ -131,15 +131,15 @@ def collectives_in(text: str) -> tuple[Collective, ...]:
 
     Raises `ValueError` for text that is no HLO or holds a collective that is not understood.
     """
-    found = [
-        _collective(module, found)
+    called = [
+        _collective(module, call)
         for module in parse(text)
-        for found in _found(module, module.entry)
+        for call in _collective_calls(module, module.entry)
     ]
-    return tuple(c for c in found if c.group_size != 1)
+    return tuple(c for c in called if c.group_size != 1)
 
 
-class _Found(NamedTuple):
+class _CollectiveCall(NamedTuple):
     """A collective of a computation, and how often one call of the outermost one runs it."""
 
     computation: str
@@ -148,35 +148,37 @@ class _Found(NamedTuple):
     times: int | None
 
 
-def _found(module: Module, name: str) -> Iterator[_Found]:
+def _collective_calls(module: Module, name: str) -> Iterator[_CollectiveCall]:
     computation = module.computations[name]
     starts = any("AsyncCollectiveStart" in x.rest for x in computation.values())
     for x in computation.values():
         kind = _kind(x)
         if kind is not None:
-            # XLA:TPU may divide one collective among several fusions, beside their own work. Each
-            # repeats the instruction, marked as a link of a chain; the first holds the start.
+            # XLA:TPU may split a collective over several fusions. Each repeats the instruction, with a
+            # `chain_id`; the first holds the start.
             if starts or "chain_id" not in x.frontend_attributes:
-                yield _Found(name, x, kind, 1)
+                yield _CollectiveCall(name, x, kind, 1)
         elif x.opcode == "while":
             for part, extra in (("condition", 1), ("body", 0)):
-                inside = [found for called in x.called(part) for found in _found(module, called)]
+                inside = [
+                    call for called in x.called(part) for call in _collective_calls(module, called)
+                ]
                 trips = trip_count(module, name, x) if inside else None
-                for found in inside:
-                    times = found.times
+                for call in inside:
+                    times = call.times
                     if times is not None:
                         times = None if trips is None else (trips + extra) * times
-                    yield found._replace(times=times)
+                    yield call._replace(times=times)
         elif x.opcode == "conditional":
             branches = x.called("branch_computations", "true_computation", "false_computation")
             for branch in branches:
-                for found in _found(module, branch):
-                    # an only branch always runs: what is left of a choice between platforms
-                    yield found if len(branches) == 1 else found._replace(times=None)
-        # the rest of an asynchronous pair names the computation that its start has run
+                for call in _collective_calls(module, branch):
+                    # a single branch always runs; it is left of a choice between platforms
+                    yield call if len(branches) == 1 else call._replace(times=None)
+        # the update and the end of an asynchronous pair name the computation of its start
         elif not x.opcode.endswith(("-update", "-done")):
             for called in x.called("calls", "to_apply", "called_computations"):
-                yield from _found(module, called)
+                yield from _collective_calls(module, called)
 
 
 def _kind(x: Instruction) -> Kind | None:
@@ -188,14 +190,14 @@ def _kind(x: Instruction) -> Kind | None:
         if transfer not in _MEGASCALE:
             raise ValueError(f"text: {x.name} sends between slices by {transfer}, not understood")
         return _MEGASCALE[transfer]
-    # a permute taken apart by XLA:GPU, unless it is a host's own traffic
+    # a permute that XLA:GPU decomposed, unless it is a transfer to the host
     return None if x.attributes.get("is_host_transfer") == "true" else "collective-permute"
 
 
-def _collective(module: Module, found: _Found) -> Collective:
-    name, x, kind, times = found
-    # Operands, never results: those of a start repeat the operands. After the first operand of
-    # these two come a token, or where to put things.
+def _collective(module: Module, call: _CollectiveCall) -> Collective:
+    name, x, kind, times = call
+    # Operands, as the results of a start repeat them. The other operands of these two are a token, or offsets
+    # of outputs.
     first = kind == "ragged-all-to-all" or x.opcode == "send"
     operands = x.operands[:1] if first else x.operands
     computation = module.computations[name]

@@ -84,13 +84,13 @@ def _lists(text: str) -> list[list[int]]:
 
 def _chains(pairs: list[list[int]]) -> list[list[int]]:
     """Connected components of source → target, each in the order in which data moves where it has one."""
-    of: dict[int, list[int]] = {}
+    chains: dict[int, list[int]] = {}
     for source, target in pairs:
-        ahead, behind = of.setdefault(source, [source]), of.setdefault(target, [target])
-        if ahead is not behind:
-            ahead.extend(behind)
-            of.update(dict.fromkeys(behind, ahead))
-    return list({id(chain): chain for chain in of.values()}.values())
+        start, end = chains.setdefault(source, [source]), chains.setdefault(target, [target])
+        if start is not end:
+            start.extend(end)
+            chains.update(dict.fromkeys(end, start))
+    return list({id(chain): chain for chain in chains.values()}.values())
 
 
 def _listed(text: str) -> list[list[int]]:
@@ -152,4 +152,4 @@ def _slices(target: str) -> list[list[int]]:
 def _spans(text: str) -> list[int]:
     """`0:3,7` is 0, 1, 2, 3, 7."""
     bounds = ([int(n) for n in item.split(":")] for item in text.split(","))
-    return [n for first, *last in bounds for n in range(first, (last or [first])[0] + 1)]
+    return [n for first, *stop in bounds for n in range(first, (stop or [first])[0] + 1)]

@@ -1,8 +1,7 @@
 """Trip counts of the loops of a compiled program.
 
-XLA:CPU and XLA:GPU print the trip count that they found beside the loop. XLA:TPU drops it, so there
-the loop is interpreted: the integers of its state are computed step by step until its condition
-fails. Values that depend on an argument stay unknown.
+XLA:CPU and XLA:GPU print the trip count beside the loop. XLA:TPU does not, so there the integers of the loop's
+state are computed step by step until its condition fails. Values that depend on an argument are unknown.
 """
 
 import dataclasses
@@ -51,9 +50,9 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     `None` where that depends on data, or the counter does not end within `_STEPS`. The condition
     runs once more than the body.
     """
-    known = _config(loop).get("known_trip_count")
-    if known is not None:
-        return int(known["n"])
+    known_trip_count = _config(loop).get("known_trip_count")
+    if known_trip_count is not None:
+        return int(known_trip_count["n"])
     state = _Call(module, computation, None).value(loop.operands[0])
     (condition,), (body,) = loop.called("condition"), loop.called("body")
     for step in range(_STEPS):
@@ -78,7 +77,7 @@ def _config(instruction: Instruction) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A computation with its arguments (`None`: unknown ones), and the values found so far.
+    """A computation with its arguments (`None`: unknown ones), and the values computed so far.
 
     A value is an integer, a tuple of values, or `None` where it is unknown.
     """
@@ -86,15 +85,15 @@ class _Call:
     module: Module
     computation: str
     arguments: tuple | None
-    seen: dict[str, Any] = dataclasses.field(default_factory=dict)
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def result(self) -> Any:
         return self.value(self.module.roots[self.computation])
 
     def value(self, name: str) -> Any:
-        if name not in self.seen:
-            self.seen[name] = self.compute(self.module.computations[self.computation][name])
-        return self.seen[name]
+        if name not in self.values:
+            self.values[name] = self.compute(self.module.computations[self.computation][name])
+        return self.values[name]
 
     def compute(self, x: Instruction) -> Any:
         if x.opcode == "parameter":
@@ -104,12 +103,12 @@ class _Call:
         if x.opcode == "tuple":
             return tuple(map(self.value, x.operands))
         if x.opcode == "get-tuple-element":
-            of = self.value(x.operands[0])
-            return of[int(x.attributes["index"])] if isinstance(of, tuple) else None
+            elements = self.value(x.operands[0])
+            return elements[int(x.attributes["index"])] if isinstance(elements, tuple) else None
         if x.opcode in _COPIES:
             return self.value(x.operands[0])
         if x.opcode == "convert":
-            return _held(x.shape, self.value(x.operands[0]))
+            return _wrapped(x.shape, self.value(x.operands[0]))
         if x.opcode in ("call", "fusion"):
             (called,) = x.called("calls", "to_apply")
             return _Call(self.module, called, tuple(map(self.value, x.operands))).result()
@@ -119,11 +118,11 @@ class _Call:
         if operation is None:
             return None
         a, b = map(self.value, x.operands)
-        known = isinstance(a, int) and isinstance(b, int)
-        return _held(x.shape, operation(a, b)) if known else None
+        are_known = isinstance(a, int) and isinstance(b, int)
+        return _wrapped(x.shape, operation(a, b)) if are_known else None
 
 
-def _held(shape: str, value: int | None) -> int | None:
+def _wrapped(shape: str, value: int | None) -> int | None:
     """An integer wrapped around to the dtype of a shape; `None` if it would round."""
     dtype = _INTEGER.match(shape)
     if dtype is None or value is None:

@@ -5,8 +5,7 @@
       [ROOT ]%name = shape opcode(operands), attribute=value, ...
     }
 
-One scanner, `split`, handles brackets, strings and comments, and cuts everything. Lines are cut into
-their parts when the text is read; shapes and attributes are parsed on demand, as only a few of
+`split` handles brackets, strings and comments. Shapes and attributes are parsed on demand, as only a few of
 thousands of instructions matter.
 """
 
@@ -37,8 +36,8 @@ def split(text: str, start: int = 0) -> tuple[list[str], int]:
             depth -= 1
         elif token[0] == "," and depth == 0:
             cuts.append(token.end())
-    ends = [cut - 1 for cut in cuts[1:]] + [end]
-    items = (text[a:b].strip() for a, b in zip(cuts, ends, strict=True))
+    stops = [cut - 1 for cut in cuts[1:]] + [end]
+    items = (text[a:b].strip() for a, b in zip(cuts, stops, strict=True))
     items = (item.partition("*/")[2] if item.startswith("/*") else item for item in items)
     return [item for item in items if item], end
 
@@ -143,29 +142,32 @@ def parse(text: str) -> list[Module]:
     modules = []
     for part in re.split(r"^(?=HloModule )", text, flags=re.MULTILINE)[1:]:
         header, *lines = part.split("\n")
-        entry, inside = "", None
+        entry, computation = "", None
         computations: dict[str, dict[str, Instruction]] = {}
         roots: dict[str, str] = {}
         for line in lines:
-            if inside is None:
+            if computation is None:
                 if line.endswith("{") and not line[0].isspace():
-                    inside = re.split(r"[ (]", line.removeprefix("ENTRY ").lstrip("%"))[0]
-                    computations[inside] = {}
-                    entry = inside if line.startswith("ENTRY ") else entry
+                    computation = re.split(r"[ (]", line.removeprefix("ENTRY ").lstrip("%"))[0]
+                    computations[computation] = {}
+                    entry = computation if line.startswith("ENTRY ") else entry
             elif line.startswith("}"):
-                inside = None
+                computation = None
             elif line.strip():
                 try:
-                    read = _instruction(line)
+                    instruction = _instruction(line)
                 except (ValueError, IndexError):
                     raise ValueError(f"text: wanted an HLO instruction, got {line!r}") from None
-                computations[inside][read.name] = read
+                computations[computation][instruction.name] = instruction
                 if line.lstrip().startswith("ROOT "):
-                    roots[inside] = read.name
+                    roots[computation] = instruction.name
         if not entry:
             raise ValueError(f"text: wanted an ENTRY computation in {header[:60]!r}")
-        about = _pairs(header)
-        replicas, partitions = about.get("replica_count", "1"), about.get("num_partitions", "1")
+        attributes = _pairs(header)
+        replicas, partitions = (
+            attributes.get("replica_count", "1"),
+            attributes.get("num_partitions", "1"),
+        )
         modules.append(Module(int(replicas), int(partitions), entry, computations, roots))
     if not modules:
         raise ValueError(f"text: wanted HLO text, 'HloModule ...', got {text[:60]!r}")

@@ -1,1 +1,1 @@
-"""Merge strategies: how the states of all devices become one that all of them have."""
+"""Merge strategies: algorithms that reduce the states of all devices to one, equal on all of them."""

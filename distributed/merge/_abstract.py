@@ -1,4 +1,4 @@
-"""A merge strategy: the abstract class that each of them fills in."""
+"""The abstract class of a merge strategy."""
 
 import abc
 from collections.abc import Callable
@@ -12,13 +12,13 @@ Axes = tuple[str, ...]
 
 
 class AbstractMerge(abc.ABC):
-    """How the states of all devices become one that all of them have: what it computes and sends.
+    """Reduces the states of all devices to one, equal on all of them.
 
-    Nothing here is differentiated: the derivative of a fold is the same for every strategy, and
-    `merge_across` has it.
+    Strategies are not differentiated: the derivative of a fold is the same for all, and `merge_across`
+    defines it.
 
     Attributes:
-        name: what `merge=` calls it.
+        name: its name, for `merge=`.
         least_axes: how many mesh axes it needs.
         automatic: whether `"auto"` considers it.
     """
@@ -37,7 +37,7 @@ class AbstractMerge(abc.ABC):
 
 
 class AbstractMessageMerge(AbstractMerge):
-    """A strategy that only moves states, so that states of any kind fold by it: covariances too."""
+    """A strategy that only sends states and merges them locally, and so works for states of any kind."""
 
     @abc.abstractmethod
     def fold_messages(
@@ -47,7 +47,7 @@ class AbstractMessageMerge(AbstractMerge):
         unpack: Callable[[AttentionState], Any],
         pack: Callable[[Any], AttentionState],
     ) -> Any:
-        """The fold of states that travel as messages: `unpack` makes states of them, `pack` messages.
+        """The fold of states that are sent as messages; `unpack` converts these to states, `pack` back.
 
         The result varies over `axes` by its type, and is equal on all devices.
         """

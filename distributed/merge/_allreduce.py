@@ -14,8 +14,7 @@ from ._scatter import sums
 class Allreduce(AbstractMerge):
     """One maximum of `lse`, then numerator and denominator in one sum.
 
-    Over several axes it is one reduction over all of them: XLA knows the network, and cuts it into
-    a reduce-scatter, a sum over the slow axis and a gather where that is better.
+    Over several axes it is one reduction over all of them, which XLA may split by the topology of the network.
     """
 
     name = "allreduce"
@@ -23,8 +22,7 @@ class Allreduce(AbstractMerge):
     automatic = True
 
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
-        # The quotient is taken in lse's dtype and only then narrowed: XLA would otherwise be free
-        # to narrow the sum that is sent.
+        # The division is in lse's dtype; otherwise XLA could send the sum in a narrower one.
         def total(pair: tuple[Array, Array]) -> AttentionState:
             return transfer(lambda x: lax.psum(x, axes), AttentionState(*pair))
 

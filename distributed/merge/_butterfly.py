@@ -41,13 +41,13 @@ def exchanged(
     unpack: Callable[[AttentionState], Any] = lambda state: state,
     pack: Callable[[Any], AttentionState] = lambda state: state,
 ) -> AttentionState:
-    """The exchanges of a butterfly, of messages: `unpack` makes states of them, `pack` messages."""
+    """The exchanges of a butterfly; `unpack` converts messages to states, `pack` back."""
     for axis in reversed(axes):
         devices = lax.axis_size(axis)
         odd = devices // (devices & -devices)
         state = pack(merge_all(unpack(_neighbours(state, axis, odd)), axis=0))
         step = odd
-        while step < devices:  # with the device that many before or after
+        while step < devices:  # exchange with the device `step` before or after
             pairs = [(i, i - step if i // step % 2 else i + step) for i in range(devices)]
             state = pack(merge(unpack(state), unpack(permuted(state, axis, pairs))))
             step *= 2
@@ -60,14 +60,14 @@ def _neighbours(state: AttentionState, axis: str, count: int) -> AttentionState:
     J. Bruck et al., Efficient algorithms for all-to-all communications in multiport
     message-passing systems, IEEE TPDS 8 (1997): each round doubles what a device has.
     """
-    found, have = AttentionState(state.out[None], state.lse[None]), 1
-    while have < count:
-        sent = AttentionState(*(x[: count - have] for x in found))
+    states, held = AttentionState(state.out[None], state.lse[None]), 1
+    while held < count:
+        sent = AttentionState(*(x[: count - held] for x in states))
         devices = range(lax.axis_size(axis))
-        pairs = [(i, i - i % count + (i - have) % count) for i in devices]
+        pairs = [(i, i - i % count + (i - held) % count) for i in devices]
         arrived = permuted(sent, axis, pairs)
-        found = AttentionState(*map(lambda *x: jnp.concatenate(x), found, arrived))
-        have = found.lse.shape[0]
-    # each has found itself first, then the next ones around the circle
-    place = lax.axis_index(axis) % count
-    return AttentionState(*(jnp.roll(x, place, axis=0) for x in found))
+        states = AttentionState(*map(lambda *x: jnp.concatenate(x), states, arrived))
+        held = states.lse.shape[0]
+    # each device has its own state first, then those of the following devices
+    rank = lax.axis_index(axis) % count
+    return AttentionState(*(jnp.roll(x, rank, axis=0) for x in states))

@@ -1,4 +1,4 @@
-"""Folding the covariances of all devices, by the law of total covariance, in one reduction."""
+"""Merges the covariances of all devices by the law of total covariance, in one reduction."""
 
 import dataclasses
 import functools
@@ -23,17 +23,17 @@ from ._strategies import COVARIANCE_MERGES, STRATEGIES
 
 
 def check_covariance_merge(merge: str) -> None:
-    """Raises `ValueError` for a checked `merge=` by which covariances do not fold.
+    """Raises `ValueError` for strategies that do not fold covariances.
 
-    They do not by a sum, which would need the mean of all keys beforehand.
+    Those are sums, which would need the mean of all keys first.
     """
     if merge not in (*COVARIANCE_MERGES, "auto"):
-        known = ", ".join(map(repr, COVARIANCE_MERGES))
-        raise ValueError(f"merge: wanted {known} or 'auto' for covariances, got {merge!r}")
+        names = ", ".join(map(repr, COVARIANCE_MERGES))
+        raise ValueError(f"merge: wanted {names} or 'auto' for covariances, got {merge!r}")
 
 
 def covariance_merge(merge: str) -> str:
-    """The strategy for covariances: the one that is named if they fold by it, else the butterfly."""
+    """The named strategy if it folds covariances, else the butterfly."""
     return merge if merge in COVARIANCE_MERGES else "butterfly"
 
 
@@ -63,8 +63,8 @@ def _merged(merge: str, axes: Axes, state: CovarianceState) -> CovarianceState:
     width, dtype = state.out.shape[-1], state.out.dtype
     message = _packed(CovarianceState(*(x.astype(state.lse.dtype) for x in state)))
     unpack = functools.partial(_unpacked, width=width)
-    found = strategy.fold_messages(message, axes, unpack, _packed)
-    covariance, out, lse = as_invariant(found, axes)
+    covariance_state = strategy.fold_messages(message, axes, unpack, _packed)
+    covariance, out, lse = as_invariant(covariance_state, axes)
     return CovarianceState(covariance.astype(dtype), out.astype(dtype), lse)
 
 
@@ -75,31 +75,31 @@ def _merged(merge: str, axes: Axes, state: CovarianceState) -> CovarianceState:
 def _tangent(
     axes: Axes, state: CovarianceState, merged: CovarianceState, change: CovarianceState
 ) -> CovarianceState:
-    whole = AttentionState(merged.out, merged.lse)
+    merged_state = AttentionState(merged.out, merged.lse)
     dtype = state.lse.dtype
-    portion = share(state.lse, merged.lse)
-    present = portion != 0
+    weight = share(state.lse, merged.lse)
+    present = weight != 0
     energy = jnp.where(present, change.lse, 0.0)
-    apart = state.out.astype(dtype) - merged.out.astype(dtype)
-    moved = change.out.astype(dtype)
-    crossed = apart[..., :, None] * moved[..., None, :]
-    excess = covariance_term(state, whole) - portion[..., None, None] * merged.covariance.astype(
-        dtype
-    )
-    own = change.covariance.astype(dtype) + crossed + crossed.swapaxes(-1, -2)
-    covariance = portion[..., None, None] * own + excess * energy[..., None, None]
-    out = portion[..., None] * (moved + apart * energy[..., None])
-    here = CovarianceState(
+    offset = state.out.astype(dtype) - merged.out.astype(dtype)
+    d_out = change.out.astype(dtype)
+    outer = offset[..., :, None] * d_out[..., None, :]
+    d_weights = covariance_term(state, merged_state) - weight[
+        ..., None, None
+    ] * merged.covariance.astype(dtype)
+    d_covariance = change.covariance.astype(dtype) + outer + outer.swapaxes(-1, -2)
+    covariance = weight[..., None, None] * d_covariance + d_weights * energy[..., None, None]
+    out = weight[..., None] * (d_out + offset * energy[..., None])
+    terms = CovarianceState(
         jnp.where(present[..., None, None], covariance, 0.0),
         jnp.where(present[..., None], out, 0.0),
-        portion * energy,
+        weight * energy,
     )
-    summed = transfer(lambda x: lax.psum(x, axes), _packed(here))
-    found = _unpacked(summed, state.out.shape[-1])
-    return CovarianceState(*(x.astype(y.dtype) for x, y in zip(found, state, strict=True)))
+    summed = transfer(lambda x: lax.psum(x, axes), _packed(terms))
+    d_state = _unpacked(summed, state.out.shape[-1])
+    return CovarianceState(*(x.astype(y.dtype) for x, y in zip(d_state, state, strict=True)))
 
 
-# A state as a message: one line of numbers for each row.
+# A covariance state is sent with `out` and the covariance concatenated.
 def _packed(state: CovarianceState) -> AttentionState:
     flat: Array = state.covariance.reshape(*state.lse.shape, state.out.shape[-1] ** 2)
     return AttentionState(jnp.concatenate([state.out, flat], -1), state.lse)

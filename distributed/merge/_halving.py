@@ -13,11 +13,10 @@ from ._packing import as_invariant, narrowed, permuted, promoted
 
 
 class Halving(AbstractMerge):
-    r"""A reduce-scatter of states, then a gather of shares: $2 \lceil\log_2 p\rceil$ permutes an axis, and one.
+    r"""A reduce-scatter of states, then a gather: $2 \lceil\log_2 p\rceil$ permutes for each axis, and one more.
 
-    Each sends half of what is left, $\frac{p-1}{p}$ of a state there and as much back: what a ring sends in
-    $2 (p - 1)$ steps. A row is folded by one device, from which all others have it, so all results are
-    bitwise equal.
+    Each permute sends half of the remaining rows, in total $\frac{p-1}{p}$ of a state each way, as much as a
+    ring in $2 (p - 1)$ steps. One device folds each row, so all results are bitwise equal.
 
     R. Rabenseifner, Optimization of collective reduction operations, ICCS 2004; in the form for any
     number of devices, J. L. Träff, Optimal, non-pipelined reduce-scatter and allreduce algorithms
@@ -35,26 +34,26 @@ class Halving(AbstractMerge):
         lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
         part = promoted(AttentionState(out, lse))
         for axis in reversed(axes):
-            part = _reduced(part, axis)
+            part = _reduce_scatter(part, axis)
         fast = fast_axis([lax.axis_size(axis) for axis in axes])
-        # A compiler may compute a share twice, where it is kept and where it is sent, and round it in two
-        # ways. So nobody keeps the share that it folded: all have it from the device that did.
+        # A compiler may compute a share twice, where it is kept and where it is sent, with different rounding.
+        # So each device sends its share away, and receives it back in the gather.
         devices = lax.axis_size(axes[fast])
         pairs = [(i, (i - 1) % devices) for i in range(devices)]
         part = permuted(narrowed(part, state), axes[fast], pairs)
         for i, axis in enumerate(axes):
-            part = _gathered(part, axis, 1 if i == fast else 0)
+            part = _all_gather(part, axis, 1 if i == fast else 0)
         out, lse = (x[:rows] for x in part)
         return as_invariant(AttentionState(out.reshape(state.out.shape), lse.reshape(shape)), axes)
 
 
 def rounds(devices: int) -> list[tuple[int, int]]:
-    """How far the shares of each round go, and how many: half of those that are left."""
-    rounds, left = [], devices
-    while left > 1:
-        step = -(-left // 2)
-        rounds.append((step, left - step))
-        left = step
+    """The distance and the number of the shares that are sent in each round: half of the remaining ones."""
+    rounds, remaining = [], devices
+    while remaining > 1:
+        step = -(-remaining // 2)
+        rounds.append((step, remaining - step))
+        remaining = step
     return rounds
 
 
@@ -63,42 +62,42 @@ def fast_axis(sizes: Sequence[int]) -> int:
     return max((i for i, size in enumerate(sizes) if size > 1), default=0)
 
 
-def _cut(state: AttentionState, begin: int, end: int) -> AttentionState:
+def _rows(state: AttentionState, begin: int, end: int) -> AttentionState:
     return AttentionState(state.out[begin:end], state.lse[begin:end])
 
 
-def _joined(*states: AttentionState) -> AttentionState:
+def _concatenated(*states: AttentionState) -> AttentionState:
     return AttentionState(*(jnp.concatenate(x) for x in zip(*states, strict=True)))
 
 
-def _reduced(state: AttentionState, axis: str) -> AttentionState:
+def _reduce_scatter(state: AttentionState, axis: str) -> AttentionState:
     """This device's share of the rows, over all devices of an axis."""
-    devices, here = lax.axis_size(axis), lax.axis_index(axis)
+    devices, rank = lax.axis_size(axis), lax.axis_index(axis)
 
     def shares(x: Array) -> Array:
-        # share i is that of the device i places on
-        return jnp.roll(x.reshape(devices, x.shape[0] // devices, *x.shape[1:]), -here, axis=0)
+        # share i belongs to the device i ranks further
+        return jnp.roll(x.reshape(devices, x.shape[0] // devices, *x.shape[1:]), -rank, axis=0)
 
     state = AttentionState(*map(shares, state))
     for step, sent in rounds(devices):
         pairs = [(i, (i + step) % devices) for i in range(devices)]
-        arrived = permuted(_cut(state, step, step + sent), axis, pairs)
-        state = _joined(merge(arrived, _cut(state, 0, sent)), _cut(state, sent, step))
+        arrived = permuted(_rows(state, step, step + sent), axis, pairs)
+        state = _concatenated(merge(arrived, _rows(state, 0, sent)), _rows(state, sent, step))
     return AttentionState(*(x[0] for x in state))
 
 
-def _gathered(state: AttentionState, axis: str, ahead: int) -> AttentionState:
-    """The shares of all devices of an axis, in order: the same rounds backwards.
+def _all_gather(state: AttentionState, axis: str, offset: int) -> AttentionState:
+    """The shares of all devices of an axis, in order, by the rounds of `_reduce_scatter` in reverse.
 
-    A device comes with the share of the one that is `ahead` places on.
+    Each device starts with the share of the device `offset` ranks further.
     """
-    devices, here = lax.axis_size(axis), lax.axis_index(axis)
+    devices, rank = lax.axis_size(axis), lax.axis_index(axis)
     state = AttentionState(*(x[None] for x in state))
     for step, sent in reversed(rounds(devices)):
         pairs = [(i, (i - step) % devices) for i in range(devices)]
-        state = _joined(state, permuted(_cut(state, 0, sent), axis, pairs))
+        state = _concatenated(state, permuted(_rows(state, 0, sent), axis, pairs))
 
     def ordered(x: Array) -> Array:
-        return jnp.roll(x, here + ahead, axis=0).reshape(devices * x.shape[1], *x.shape[2:])
+        return jnp.roll(x, rank + offset, axis=0).reshape(devices * x.shape[1], *x.shape[2:])
 
     return AttentionState(*map(ordered, state))

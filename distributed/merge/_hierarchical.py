@@ -12,9 +12,9 @@ from ._scatter import exchange
 
 
 class Hierarchical(AbstractMerge):
-    """Each device of the last axis folds its share of the rows; only shares cross the other axes.
+    """Each device of the last axis folds its share of the rows; only shares are sent over the other axes.
 
-    It is to states what a reduce-scatter, a sum and a gather are to numbers.
+    For states, this is what a reduce-scatter, an all-reduce and an all-gather are for sums.
     """
 
     name = "hierarchical"
@@ -29,8 +29,8 @@ class Hierarchical(AbstractMerge):
         missing = share * devices - rows
         out = jnp.pad(state.out.reshape(rows, width), ((0, missing), (0, 0)))
         lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
-        cut = AttentionState(out.reshape(devices, share, width), lse.reshape(devices, share))
-        mine = narrowed(exchanged(exchange(cut, (fast,)), tuple(slow)), state)
-        whole = transfer(lambda x: lax.all_gather(x, fast, tiled=True), mine)
-        out, lse = (x[:rows] for x in whole)
+        shares = AttentionState(out.reshape(devices, share, width), lse.reshape(devices, share))
+        folded = narrowed(exchanged(exchange(shares, (fast,)), tuple(slow)), state)
+        gathered = transfer(lambda x: lax.all_gather(x, fast, tiled=True), folded)
+        out, lse = (x[:rows] for x in gathered)
         return as_invariant(AttentionState(out.reshape(state.out.shape), lse.reshape(shape)), axes)

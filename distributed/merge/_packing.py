@@ -25,9 +25,9 @@ Tree = TypeVar("Tree")
 def transfer(collective: Callable[[Any], Any], state: AttentionState) -> AttentionState:
     """Applies one collective, which maps over trees and keeps last axes, to both arrays of a state.
 
-    On CPUs they are sent as one array, in `lse`'s dtype: gloo would send each by itself. Elsewhere
-    they are sent as a pair: XLA joins the two without copying, and `lse` as one more lane of `out`
-    would fill up the next 128 lanes of a TPU.
+    On CPUs they are sent as one array, in `lse`'s dtype, as gloo would send each separately. Elsewhere they
+    are sent as a pair, which XLA combines without copying; `lse` as another lane of `out` would be padded to
+    128 lanes on TPUs.
     """
 
     def packed(out: Array, lse: Array) -> AttentionState:
@@ -35,17 +35,16 @@ def transfer(collective: Callable[[Any], Any], state: AttentionState) -> Attenti
         joined = collective(joined)
         return AttentionState(joined[..., :-1].astype(out.dtype), joined[..., -1])
 
-    def apart(out: Array, lse: Array) -> AttentionState:
+    def pair(out: Array, lse: Array) -> AttentionState:
         return AttentionState(*collective((out, lse)))
 
-    return lax.platform_dependent(*vary_together(state), cpu=packed, default=apart)
+    return lax.platform_dependent(*vary_together(state), cpu=packed, default=pair)
 
 
 def moved(collective: Callable[[Array], Array], x: Array) -> Array:
     """Applies a collective that moves numbers without computing with them to an array.
 
-    XLA:CPU widens 16-bit floats and would send twice the bytes (`collectives` shows it); there they are
-    sent as integers.
+    On CPUs 16-bit floats are sent as integers, as XLA would widen them and send twice the bytes.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
         return collective(x)
@@ -61,7 +60,7 @@ class _AsBits(AbstractFunction):
         return lax.platform_dependent(args, cpu=as_integers, default=self.collective)
 
     def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
-        # Integers have no tangents, so tangents are sent as floats; the transpose of a gather is a sum.
+        # Integers have no tangents; in float32, as the transpose of a gather is a sum.
         return function_call(self, primals), apply_in_float32(self.collective, tangents)
 
 
@@ -83,10 +82,9 @@ def joined(x: Array, axes: tuple[str, ...], axis: int) -> Array:
 def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
     """The states of all devices, on a leading axis. It has no derivative.
 
-    XLA:TPU does not join the gathers of two arrays (see `test_tpu_programs.py`). There they
-    are sent as the bits of one, `lse` in rows of its own below those of `out`; unless the
-    mesh has an automatic axis that no surrounding `shard_map` has taken, over which XLA may have
-    split the rows.
+    XLA:TPU does not combine the gathers of two arrays (`tests/tpu`), so they are sent there as the bits of
+    one, with `lse` in rows below those of `out`; except where the mesh has an automatic axis, over which XLA
+    may have sharded the rows.
     """
 
     def gather(x: Tree) -> Tree:
@@ -95,10 +93,10 @@ def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
     def stacked(out: Array, lse: Array) -> AttentionState:
         unit = jnp.dtype(f"uint{8 * min(out.dtype.itemsize, lse.dtype.itemsize)}")
         bits = [lax.bitcast_convert_type(x, unit) for x in (out, lse)]
-        above, below = bits[0].reshape(-1, out.shape[-1]), bits[1].reshape(-1)
-        below = jnp.pad(below, (0, -below.size % out.shape[-1])).reshape(-1, out.shape[-1])
-        joined = gather(jnp.concatenate([above, below]))
-        devices, rows = joined.shape[0], above.shape[0]
+        out_rows, lse_rows = bits[0].reshape(-1, out.shape[-1]), bits[1].reshape(-1)
+        lse_rows = jnp.pad(lse_rows, (0, -lse_rows.size % out.shape[-1])).reshape(-1, out.shape[-1])
+        joined = gather(jnp.concatenate([out_rows, lse_rows]))
+        devices, rows = joined.shape[0], out_rows.shape[0]
         outs = joined[:, :rows].reshape(devices, *bits[0].shape)
         lses = joined[:, rows:].reshape(devices, -1)[:, : bits[1].size]
         lses = lses.reshape(devices, *bits[1].shape)
@@ -120,12 +118,12 @@ def gathered(state: AttentionState, axes: tuple[str, ...]) -> AttentionState:
 def as_invariant(tree: Tree, axes: tuple[str, ...]) -> Tree:
     """Arrays that are equal on all devices of `axes`, with a type that does not vary over them.
 
-    JAX has no cast from varying to invariant (as of 0.12), but a maximum over groups of one device
-    each has that type and sends nothing. It is taken of bits, as XLA:CPU returns minus infinity for
-    the maximum of a NaN. It has no derivative.
+    JAX has no cast from varying to invariant, but a maximum over groups of one device each has that type
+    and sends nothing. It is of bits, as XLA:CPU returns minus infinity for the maximum of a NaN. It has no
+    derivative.
     """
-    alone = [[i] for i in range(lax.axis_size(axes))]
-    largest = functools.partial(lax.pmax, axis_name=axes, axis_index_groups=alone)
+    groups = [[i] for i in range(lax.axis_size(axes))]
+    largest = functools.partial(lax.pmax, axis_name=axes, axis_index_groups=groups)
 
     def cast(x: Array) -> Array:
         return as_bits(largest, x) if jnp.issubdtype(x.dtype, jnp.floating) else largest(x)
@@ -141,7 +139,7 @@ def permuted(
 
 
 def promoted(state: AttentionState) -> AttentionState:
-    """`out` in `lse`'s dtype: a state that is folded more than once is rounded only at the end."""
+    """`out` in `lse`'s dtype, so that a state that is folded repeatedly is rounded only at the end."""
     return AttentionState(state.out.astype(state.lse.dtype), state.lse)
 
 

@@ -11,10 +11,9 @@ from ._packing import as_invariant, permuted
 
 
 class Ring(AbstractMerge):
-    """Every state to every device, one step at a time: $p - 1$ steps of one state.
+    """Every state goes around the ring of devices, in $p - 1$ steps.
 
-    [`Ring`][energy_attn.distributed.methods.Ring] folds so where all devices have the
-    same queries.
+    [`Ring`][energy_attn.distributed.methods.Ring] uses it where all devices have the same queries.
     """
 
     name = "ring"
@@ -26,16 +25,14 @@ class Ring(AbstractMerge):
         pairs = [(i, (i + 1) % devices) for i in range(devices)]
         state = vary_together(state, axes)
 
-        def step(here: AttentionState, _: None) -> tuple[AttentionState, AttentionState]:
-            following = permuted(here, axes, pairs)
-            return following, following
+        def step(sent: AttentionState, _: None) -> tuple[AttentionState, AttentionState]:
+            received = permuted(sent, axes, pairs)
+            return received, received
 
-        # a loop, so that the program is as long for any number of devices
+        # a loop, so that the size of the program does not depend on the number of devices
         _, arrived = lax.scan(step, state, None, length=devices - 1)
-        # from device i come those of i - 1, i - 2, ..., i + 1
-        found = (
-            jnp.concatenate([x[::-1], own[None]]) for x, own in zip(arrived, state, strict=True)
-        )
+        # device i receives those of i - 1, i - 2, ..., i + 1
+        states = (jnp.concatenate([x[::-1], y[None]]) for x, y in zip(arrived, state, strict=True))
         first = lax.axis_index(axes) + 1
-        ranked = AttentionState(*(jnp.roll(x, first, axis=0) for x in found))
+        ranked = AttentionState(*(jnp.roll(x, first, axis=0) for x in states))
         return as_invariant(merge_all(ranked, axis=0), axes)

@@ -10,13 +10,13 @@ from ._packing import promoted, transfer
 
 
 def exchange(states: AttentionState, axes: tuple[str, ...]) -> AttentionState:
-    """The fold of states `[p, ...]` of which device i keeps row i, in `lse`'s dtype: one exchange of all to all."""
+    """The fold of states `[p, ...]` of which device i keeps row i, in `lse`'s dtype, by one all-to-all."""
     exchanged = transfer(lambda x: lax.all_to_all(x, axes, 0, 0), states)
     return merge_all(promoted(exchanged), axis=0)
 
 
 def sums(states: AttentionState, axes: tuple[str, ...]) -> AttentionState:
-    """The same by one maximum of `lse` and one reduce-scatter of sums."""
+    """As `exchange`, by one maximum of `lse` and one reduce-scatter of sums."""
 
     def total(pair: tuple[Array, Array]) -> AttentionState:
         return transfer(lambda x: lax.psum_scatter(x, axes), AttentionState(*pair))

@@ -1,4 +1,4 @@
-"""The merge strategies, in one list: names, types, checks and tables derive from it."""
+"""The list of merge strategies, from which names, types, checks and tables are derived."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ from ._halving import Halving
 from ._hierarchical import Hierarchical
 from ._ring import Ring
 
-# Type checkers read a Literal only where it is written out; a test holds it to the list below.
+# Type checkers need a literal; a test compares it with the list below.
 MergeName = Literal["allreduce", "gather", "butterfly", "hierarchical", "halving", "ring"]
 MergeOption = MergeName | Literal["auto"]
 

@@ -1,9 +1,8 @@
-"""Files that appear in a folder all at once: written under new names, synced, then named by an index.
+"""Atomic saves into a folder: files are written under new names, synced, then listed by an index.
 
-A save writes files whose names nobody reads yet, and last replaces the index, which names them. A
-save that is killed before that has changed nothing, and one that is killed after it is complete; the
-next save removes files that no index names. A lock keeps two saves into one folder apart: each would
-remove what the other has just written. A reader takes none, and starts over if files are replaced.
+A save that is killed before it replaces the index changes nothing; the next save removes files that are not in
+the index. A lock excludes other saves into the folder, as each would remove the files of the other. Readers take
+no lock, and start over if files are replaced.
 """
 
 import contextlib
@@ -22,12 +21,12 @@ from jax.experimental import multihost_utils
 
 from . import _lock
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 UNFINISHED = ".unfinished"
 IDENTITY = "[0-9a-f]{16}"  # of a save, in the names of its files
 
-_TRIES = 20  # of a reader, each of which ends before a save writes much
+_TRIES = 20  # of a reader; each ends before a save writes much
 _POINTER = b"version https://git-lfs"
 _NO_SYNC = errno.EINVAL, errno.ENOTSUP  # from file systems whose folders cannot be synced
 
@@ -37,20 +36,20 @@ def saving(folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]]) ->
     """The identity of a save, equal on all processes, whose files the block writes into `folder`.
 
     Before and after the block, process 0 removes files whose names match `ours` and are not in
-    `named(folder)`, the files that a reader looks for; if the block fails, it removes those with the
-    identity in their names. `named` raises `ValueError` where it cannot tell: then no older file is
-    removed. Raises `OSError` while another save into the folder is not over.
+    `named(folder)`, the files of the current index; if the block fails, it removes those with the identity
+    in their names. If `named` raises `ValueError`, no older file is removed. Raises `OSError` while another
+    save into the folder is running.
     """
     drawn = np.frombuffer(secrets.token_bytes(8), np.uint8)
     if jax.process_count() > 1:
         drawn = np.asarray(multihost_utils.broadcast_one_to_all(drawn))
     identity, first = drawn.tobytes().hex(), jax.process_index() == 0
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with together(folder):
             if first:
-                _make(folder)
+                _make_folder(folder)
                 with _naming(folder / _lock.NAME):
-                    held.enter_context(_lock.alone(folder))
+                    locks.enter_context(_lock.alone(folder))
                 clean(folder, ours, named)
         try:
             yield identity
@@ -62,38 +61,38 @@ def saving(folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]]) ->
             clean(folder, ours, named)
 
 
-def steady(folder: Path, names: Sequence[str], read: Callable[[], Found]) -> Found:
+def steady(folder: Path, names: Sequence[str], read: Callable[[], T]) -> T:
     """Returns `read()`, repeated where a save replaced one of the files `names` meanwhile.
 
     Raises as `read`, and `ValueError` where files are replaced whenever it is tried.
     """
     for _ in range(_TRIES):
-        before = _seen(folder, names)
+        old_state = _file_states(folder, names)
         try:
-            found = read()
+            result = read()
         except ValueError:
-            if _seen(folder, names) == before:
+            if _file_states(folder, names) == old_state:
                 raise
         else:
-            if _seen(folder, names) == before:
-                return found
+            if _file_states(folder, names) == old_state:
+                return result
     raise ValueError(
         f"{folder}: wanted files that stay while they are looked at, got new ones {_TRIES} times: "
         "others save there again and again"
     )
 
 
-def _seen(folder: Path, names: Sequence[str]) -> list[tuple[int, ...] | None]:
+def _file_states(folder: Path, names: Sequence[str]) -> list[tuple[int, ...] | None]:
     """The identity of each file, which changes when it is replaced; None if it does not exist."""
-    seen = []
+    states = []
     for name in names:
         try:
-            found = os.stat(folder / name)
+            status = os.stat(folder / name)
         except OSError:
-            seen.append(None)
+            states.append(None)
         else:
-            seen.append((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
-    return seen
+            states.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return states
 
 
 @contextlib.contextmanager
@@ -152,7 +151,7 @@ def sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Names a file in an error of the system that names none, as that of a full disk."""
+    """Adds a file's name to an error of the operating system without one, such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -173,7 +172,7 @@ def check_file(file: Path) -> None:
             raise ValueError(f"{file}: wanted the file itself, got a Git LFS pointer: git lfs pull")
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -185,12 +184,12 @@ def clean(
 ) -> None:
     """Removes files of all saves, or of one, that are not `named`; ignores files it cannot remove."""
     try:
-        kept = named(folder)
+        listed = named(folder)
     except ValueError:
         if not save:
             return
-        kept = set()  # what cannot be read is not of this save
+        listed = set()  # what cannot be read is not of this save
     for file in list(folder.iterdir()) if folder.is_dir() else []:
-        if ours.fullmatch(file.name) and save in file.name and file.name not in kept:
+        if ours.fullmatch(file.name) and save in file.name and file.name not in listed:
             with contextlib.suppress(OSError):
                 remove(file)

@@ -1,4 +1,4 @@
-"""Global arrays: made from the data of each process, and brought back."""
+"""Makes global arrays from the data of each process, and fetches them."""
 
 import itertools
 from typing import Any, TypeVar
@@ -151,9 +151,9 @@ def _placed(local: Array | np.ndarray, sharding: NamedSharding, replicated: bool
             sharding, part, part.shape if replicated else None
         )
     except ValueError as error:
-        held = "the whole array" if replicated else "this process's part of an array"
+        expected = "the whole array" if replicated else "this process's part of an array"
         raise ValueError(
-            f"local: wanted {held} that {sharding.spec} divides over the mesh "
+            f"local: wanted {expected} that {sharding.spec} divides over the mesh "
             f"{dict(sharding.mesh.shape)}, got {received(local)}: {error}"
         ) from error
 
@@ -165,8 +165,8 @@ def _placed_like(path: Any, leaf: Any, other: Any) -> Any:
     check_array(name, leaf)
     _check_concrete(name, leaf)
     if leaf.shape != other.shape or leaf.dtype != other.dtype:
-        wanted = f"{other.dtype}[{','.join(map(str, other.shape))}]"
-        raise ValueError(f"{name}: wanted {wanted} as in like, got {received(leaf)}")
+        expected = f"{other.dtype}[{','.join(map(str, other.shape))}]"
+        raise ValueError(f"{name}: wanted {expected} as in like, got {received(leaf)}")
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
             f"{name}: wanted a whole array, got one that is sharded over processes, {received(leaf)}"
@@ -174,8 +174,8 @@ def _placed_like(path: Any, leaf: Any, other: Any) -> Any:
     if other.sharding is None or (isinstance(other, jax.Array) and not other.committed):
         return leaf
     has_numbers = not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended)  # or random keys
-    whole = np.asarray(leaf) if has_numbers else leaf
-    return jax.make_array_from_callback(leaf.shape, other.sharding, lambda part: whole[part])
+    array = np.asarray(leaf) if has_numbers else leaf
+    return jax.make_array_from_callback(leaf.shape, other.sharding, lambda part: array[part])
 
 
 def _check_structure(tree: PyTree, like: PyTree) -> None:
@@ -185,9 +185,9 @@ def _check_structure(tree: PyTree, like: PyTree) -> None:
         [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(x)]
         for x in (like, tree)
     )
-    for wanted, got in itertools.zip_longest(*names, fillvalue="none"):
-        if wanted != got:
-            raise ValueError(f"tree: wanted a leaf {wanted} as in like, got {got}")
+    for expected, got in itertools.zip_longest(*names, fillvalue="none"):
+        if expected != got:
+            raise ValueError(f"tree: wanted a leaf {expected} as in like, got {got}")
     raise ValueError("tree: wanted the static fields of like, got others with the same leaves")
 
 

@@ -33,11 +33,11 @@ def initialize(
     variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` are
     read. Without any of these it is a program of one process, and the call does nothing.
 
-    Before JAX connects, the processes meet at the coordinator's address and wait for each other:
-    JAX by itself ends a process without an exception when another does not come (0.10 and 0.12). So
-    all of them must call this function, and none `jax.distributed.initialize`. A process that an exception ends
-    leaves at once with status 1 (functions registered with `atexit` before this call do not run):
-    JAX would let it wait for the others, and they for it.
+    Before JAX connects, the processes meet at the coordinator's address and wait for each other, as JAX
+    ends a process without an exception when another does not come. So all of them must call this
+    function, and none `jax.distributed.initialize`. A process that an exception ends exits at once with
+    status 1 (functions registered with `atexit` before this call do not run); JAX would let it wait for
+    the others, and they for it.
 
     Args:
         coordinator_address: `host:port` of process 0, where it listens and the others reach it.
@@ -97,15 +97,15 @@ def initialize(
         cluster_detection_method,
         initialization_timeout,
     )
-    given = {"coordinator_address": address, "num_processes": count, "process_id": process}
-    if all(x is None for x in given.values()):
+    arguments = {"coordinator_address": address, "num_processes": count, "process_id": process}
+    if all(x is None for x in arguments.values()):
         return
     if address is None or count is None or process is None:
-        missing = ", ".join(name for name, x in given.items() if x is None)
-        known = ", ".join(f"{name} = {x!r}" for name, x in given.items() if x is not None)
+        missing = ", ".join(name for name, x in arguments.items() if x is None)
+        passed = ", ".join(f"{name} = {x!r}" for name, x in arguments.items() if x is not None)
         raise ValueError(
-            f"{missing}: wanted all of {', '.join(given)}, or none on a cluster that JAX "
-            f"recognises; got None beside {known}"
+            f"{missing}: wanted all of {', '.join(arguments)}, or none on a cluster that JAX "
+            f"recognises; got None beside {passed}"
         )
     check_integer("num_processes", count, least=1)
     if not 0 <= process < count:
@@ -139,10 +139,10 @@ def initialize(
     )
 
 
-def _number(name: str, given: int | None) -> int | None:
+def _number(name: str, number: int | None) -> int | None:
     """An argument, or the environment variable where it is None."""
-    if given is not None:
-        return check_integer(name, given, least=0)
+    if number is not None:
+        return check_integer(name, number, least=0)
     text = os.environ.get(f"JAX_{name.upper()}")
     if text is None:
         return None
@@ -151,16 +151,16 @@ def _number(name: str, given: int | None) -> int | None:
     return int(text)
 
 
-def _device_ids(given: int | Sequence[int] | None) -> list[int] | None:
-    if given is None:
+def _device_ids(ids: int | Sequence[int] | None) -> list[int] | None:
+    if ids is None:
         text = os.environ.get("JAX_LOCAL_DEVICE_IDS")
         if not text:
             return None
         if not all(part.strip().isdecimal() for part in text.split(",")):
             raise ValueError(f"JAX_LOCAL_DEVICE_IDS: wanted integers and commas, got {text!r}")
         return [int(part) for part in text.split(",")]
-    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    return [check_integer("local_device_ids", x, least=0) for x in several]
+    listed = ids if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]
+    return [check_integer("local_device_ids", x, least=0) for x in listed]
 
 
 def _detected(
@@ -171,7 +171,7 @@ def _detected(
     method: str | None,
     seconds: int,
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Missing arguments, from the cluster that this runs on, if JAX recognises it."""
+    """The arguments, with missing ones from the cluster if JAX recognises it."""
     if method == "deactivate" or None not in (address, count, process, devices):
         return address, count, process, devices
     return private_names("cluster").Environment.auto_detect_unset_distributed_params(
@@ -180,7 +180,7 @@ def _detected(
 
 
 def _started() -> bool:
-    """Whether JAX has started its devices; False where that cannot be told, as JAX checks it too."""
+    """Whether JAX has started its devices; False if unknown, as JAX checks it, too."""
     try:
         return private_names("devices").started()
     except NotImplementedError:
@@ -188,10 +188,10 @@ def _started() -> bool:
 
 
 def _leave_on_failure() -> None:
-    """Lets a process that an exception ends exit at once, without waiting for the others.
+    """Lets a process that an exception ends exit at once.
 
-    At exit JAX waits for the other processes. They are in the middle of a collective with this one,
-    so the wait times out and aborts all of them, and the exception is lost among their messages.
+    Otherwise JAX waits at exit for the other processes, which wait for this one in a collective, until all
+    are aborted and the exception is lost among their messages.
     """
     failed = False
     report = sys.excepthook

@@ -1,7 +1,6 @@
 """The lock of a folder into which one process saves at a time.
 
-It is one of the operating system's, which ends with its process, on a file that is removed behind it.
-Several machines see it where their file system passes it on.
+It is a lock of the operating system on a file, which is removed afterwards; it ends with its process.
 """
 
 import contextlib
@@ -17,10 +16,9 @@ _NO_LOCK = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP  # from file systems withou
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, which the system takes back from a process that is killed.
+    """Holds the lock of a folder; does nothing where the system has no locks.
 
-    Raises `OSError`, which names the holder, where it is held. Where the system or the file system has
-    no locks, it holds nothing.
+    Raises `OSError`, with the name of the holder, if it is held.
     """
     if os.name != "posix":
         yield
@@ -32,7 +30,7 @@ def alone(folder: Path) -> Iterator[None]:
     finally:
         try:
             with contextlib.suppress(OSError):
-                os.unlink(file)  # still locked: whoever waits for this file finds that it is gone
+                os.unlink(file)  # while locked, so that waiting processes notice that it is gone
         finally:
             os.close(lock)
 

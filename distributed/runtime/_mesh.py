@@ -60,20 +60,22 @@ def make_mesh(
         isinstance(devices, Sequence) and all(isinstance(x, jax.Device) for x in devices)
     ):
         raise TypeError(f"devices: wanted a sequence of devices or None, got {received(devices)}")
-    found = jax.devices() if devices is None else list(devices)
-    if not found:
+    all_devices = jax.devices() if devices is None else list(devices)
+    if not all_devices:
         raise ValueError("devices: wanted at least one, got none")
     if shape is None:
-        shape = _default_shape(found, names)
+        shape = _default_shape(all_devices, names)
     if not isinstance(shape, Sequence) or isinstance(shape, str):
         raise TypeError(f"shape: wanted a sequence of integers, got {received(shape)}")
     shape = tuple(check_integer("shape", size, least=1) for size in shape)
     if len(shape) != len(names):
         raise ValueError(f"shape: wanted a size for each of the axes {names}, got {shape}")
-    if math.prod(shape) != len(found):
-        raise ValueError(f"shape: wanted sizes whose product is {len(found)} devices, got {shape}")
+    if math.prod(shape) != len(all_devices):
+        raise ValueError(
+            f"shape: wanted sizes whose product is {len(all_devices)} devices, got {shape}"
+        )
     kind = AxisType.Explicit if check_flag("explicit", explicit) else AxisType.Auto
-    return Mesh(_arranged(shape, found), names, axis_types=(kind,) * len(names))
+    return Mesh(_arranged(shape, all_devices), names, axis_types=(kind,) * len(names))
 
 
 def _default_shape(devices: Sequence[Any], names: tuple[str, ...]) -> tuple[int, ...]:
@@ -108,10 +110,10 @@ def _arranged(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
                 f"got {', '.join(map(str, parts))} of {len(parts)} slices"
             )
         return np.array(devices, dtype=object).reshape(shape)
-    left, slow = len(parts), []
+    remaining, slow = len(parts), []
     for size in shape:
-        slow.append(math.gcd(size, left))
-        left //= slow[-1]
+        slow.append(math.gcd(size, remaining))
+        remaining //= slow[-1]
     fast = [size // across for size, across in zip(shape, slow, strict=True)]
     return _linked(
         mesh_utils.create_hybrid_device_mesh,
@@ -127,15 +129,15 @@ def _linked(arrange: Callable[..., np.ndarray], *args: Any, **options: Any) -> n
     try:
         return arrange(*args, **options)
     except NotImplementedError:
-        # Sizes that are no products of the torus's axes: mesh axes then split those.
+        # Sizes that are no products of the torus's axes split these.
         return arrange(*args, **options, allow_split_physical_axes=True)
 
 
 def _sizes(devices: Sequence[Any], part: Callable[[Any], int | None]) -> list[int]:
     """The number of devices in each part; empty where slices are not told apart."""
     parts = [part(device) for device in devices]
-    several = len(set(parts)) > 1 or part is _process
-    return [parts.count(name) for name in dict.fromkeys(parts)] if several else []
+    distinct = len(set(parts)) > 1 or part is _process
+    return [parts.count(name) for name in dict.fromkeys(parts)] if distinct else []
 
 
 def network_part(device: Any) -> int:

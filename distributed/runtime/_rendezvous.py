@@ -1,9 +1,8 @@
-"""A rendezvous before JAX's own runtime connects: a missing process becomes an exception.
+"""A rendezvous before JAX's own runtime connects, so that a missing process raises an exception.
 
-JAX's client ends the whole process, without an exception, when the coordinator cannot be reached or
-another process does not come (SIGABRT in JAX 0.10 and 0.12); its service crashes when the port is
-taken. So the processes first meet over plain sockets at the coordinator's address, and go on when all
-have come.
+JAX's client aborts the process, without an exception, when the coordinator cannot be reached or another process
+does not come; its service crashes when the port is taken. So the processes first meet over plain sockets at the
+coordinator's address.
 """
 
 import contextlib
@@ -52,12 +51,12 @@ def coordinate(participant: Participant, bind: str) -> None:
         except OSError as error:
             raise RuntimeError(
                 f"coordinator_address: process 0 cannot listen at {bind}, where the others are to "
-                f"find it ({_said(error)}). Check that no other program, such as an earlier run, "
+                f"find it ({_message_of(error)}). Check that no other program, such as an earlier run, "
                 "has that port, and that the address is one of this host's"
             ) from error
         present: dict[socket.socket, int] = {}
         reason = _gather(listener, present, participant, end, opened)
-        # Closed before any process goes on: a port that is open after this is JAX's.
+        # Closed before any process continues, so that a port that is open afterwards is JAX's.
         listener.close()
         for connection in present:
             with contextlib.suppress(OSError):
@@ -84,7 +83,7 @@ def join(participant: Participant) -> None:
         try:
             with socket.create_connection(address, timeout=left) as connection:
                 connection.sendall(hello)
-                # The coordinator may have started its clock later: 2 s more for its answer.
+                # The coordinator may have started later: wait 2 s more for its answer.
                 connection.settimeout(left + 2)
                 line = connection.makefile("rb").readline(_LONGEST).rstrip()
             if line == _GO:
@@ -94,7 +93,7 @@ def join(participant: Participant) -> None:
                 raise RuntimeError(line.removeprefix(_NO).decode())
             last = "something answered that is not energy_attn's initialize(), or is JAX already"
         except OSError as error:
-            last = _said(error)
+            last = _message_of(error)
         time.sleep(_PAUSE)
     raise RuntimeError(
         f"coordinator_address: process {participant.process} of {participant.processes} could not meet process 0 "
@@ -187,12 +186,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _wait_for_port(address: tuple[str, int], end: float) -> None:
-    """Waits until JAX's service listens: its client would wait a second between attempts."""
+    """Waits until JAX's service listens, as its client waits a second between attempts."""
     while time.monotonic() < end:
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
             return
         time.sleep(_PAUSE)
 
 
-def _said(error: OSError) -> str:
+def _message_of(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__

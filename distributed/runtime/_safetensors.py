@@ -1,16 +1,10 @@
-"""safetensors files: read by their own library, a part of a tensor at a time, and written by us.
+"""Reads parts of tensors with the library safetensors, and writes files one tensor at a time.
 
-`safe_open(file, "numpy").get_slice(name)` maps the file and copies the slice that is asked for. For
-a matrix of 512 MiB in float32, or 256 in bfloat16, cut over eight devices by rows or by columns, it
-takes no other memory of the process than the parts themselves, in a third to three times the time of
-reads into buffers (safetensors 0.8 on Linux). The pages of the file that it maps are the system's to
-take back.
+`safe_open(file, "numpy").get_slice(name)` maps the file and copies only the requested slice. The library writes
+a file from all of its tensors at once; `write` needs memory for one, and syncs the file to disk.
 
-The library writes a file from all of its tensors at once: 256 MiB for four of 64, where one at a
-time is enough. So `write` is our own, and brings what it wrote to the disk.
-
-A file is the length of its header (8 bytes, little-endian), the header (JSON), and the tensors'
-numbers one behind the other. Source: the format's description in the documentation of safetensors.
+A file is the length of its header (8 bytes, little-endian), the header (JSON), and the numbers of the tensors in
+order. Source: the format's description in the documentation of safetensors.
 """
 
 import json
@@ -40,10 +34,7 @@ Part = tuple[tuple[int, int], ...]
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file. `dtype` is None for one that cannot be read.
-
-    The file stays open as long as one of its tensors is there, whatever takes its place in the folder.
-    """
+    """A tensor of a file, which keeps the file open; `dtype` is None if it cannot be read."""
 
     file: Path
     stored: Any
@@ -55,7 +46,7 @@ class Tensor(NamedTuple):
 class Header(NamedTuple):
     """The metadata of a file, and its tensors."""
 
-    about: dict[str, str]
+    metadata: dict[str, str]
     tensors: dict[str, Tensor]
 
 
@@ -69,23 +60,19 @@ def header(file: Path) -> Header:
     try:
         _files.check_file(file)
         with safe_open(file, "numpy") as opened:
-            found = {}
+            tensors = {}
             for name in opened.keys():
                 stored = opened.get_slice(name)
                 code, shape = stored.get_dtype(), tuple(stored.get_shape())
                 dtype = jnp.dtype(_DTYPES[code]) if code in _DTYPES else None
-                found[name] = Tensor(file, stored, shape, dtype, code)
-            return Header(opened.metadata() or {}, found)
+                tensors[name] = Tensor(file, stored, shape, dtype, code)
+            return Header(opened.metadata() or {}, tensors)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: wanted a safetensors file, got {error}") from error
 
 
 def read(tensor: Tensor, parts: Iterable[Part], dtype: np.dtype) -> dict[Part, np.ndarray]:
-    """Parts of a tensor in `dtype`.
-
-    Beside them no more than `_PIECE` bytes of the file are in memory, or one row, and the pages that
-    are mapped.
-    """
+    """Parts of a tensor in `dtype`; uses further memory of at most `_PIECE` bytes or one row."""
     return {part: _read(tensor, part, dtype) for part in parts}
 
 
@@ -97,18 +84,18 @@ def _read(tensor: Tensor, part: Part, dtype: np.dtype) -> np.ndarray:
     if dtype == tensor.dtype or not part:
         return tensor.stored[index].astype(dtype, copy=False)
     (first, last), *width = part
-    found = np.empty([end - start for start, end in part], dtype)
+    out = np.empty([end - start for start, end in part], dtype)
     row = math.prod(end - start for start, end in width) * tensor.dtype.itemsize
     step = max(1, _PIECE // row)
     for start in range(first, last, step):
         end = min(start + step, last)
-        found[start - first : end - first] = tensor.stored[(slice(start, end), *index[1:])]
-    return found
+        out[start - first : end - first] = tensor.stored[(slice(start, end), *index[1:])]
+    return out
 
 
 def write(
     file: Path,
-    about: Mapping[str, str],
+    metadata: Mapping[str, str],
     shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]],
     arrays: Iterable[np.ndarray],
 ) -> None:
@@ -116,7 +103,7 @@ def write(
 
     Raises `OSError` where the file cannot be written.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(about)}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -126,7 +113,7 @@ def write(
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # the numbers then begin where any dtype may
+    text += b" " * (-len(text) % 8)  # aligns the numbers for any dtype
 
     def pieces() -> Iterator[Any]:
         yield len(text).to_bytes(8, "little") + text

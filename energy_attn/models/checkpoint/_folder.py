@@ -85,7 +85,7 @@ def identity(folder: Path) -> str | None:
     """The save that the weights of a folder belong to; None where they do not name one."""
     try:
         if os.path.lexists(whole := inside(folder, WHOLE)):
-            return identity_of(safetensors.header(whole).about)
+            return identity_of(safetensors.header(whole).metadata)
         return index(folder)[1]
     except ValueError:
         return None

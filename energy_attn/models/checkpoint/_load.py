@@ -108,7 +108,7 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
     """The tensors in the files of a folder, by name, and their save; raises `ValueError`."""
     if os.path.lexists(whole := _folder.inside(folder, WHOLE)):
         header = safetensors.header(whole)
-        return header.tensors, _folder.identity_of(header.about)
+        return header.tensors, _folder.identity_of(header.metadata)
     if not _folder.inside(folder, INDEX).exists():
         if pickles := [file.name for kind in _PICKLES for file in folder.glob(kind)]:
             raise ValueError(
@@ -121,7 +121,7 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
         name: safetensors.header(_folder.inside(folder, name)) for name in set(where.values())
     }
     for name, header in headers.items():
-        other = _folder.identity_of(header.about)
+        other = _folder.identity_of(header.metadata)
         if save not in (None, other):
             raise ValueError(
                 f"{folder / name}: wanted a file of the save {save}, as {INDEX} says, got {other}"
