@@ -682,7 +682,7 @@ def test_splash_blocks(keys, blocks, kernels, monkeypatch):
     problem = _make("splash_blocks", *(1, keys, keys, 2), K=1, H=64, is_causal=True)
     call = check_call(**cast(problem, "bfloat16")[0], **problem.options)
     query, key = (x.swapaxes(1, 2) for x in call.operands[:2])
-    assert kernel._cut(query, key, call.settings).fused == (kernels == 1)
+    assert kernel._blocks(query, key, call.settings).fused == (kernels == 1)
     check("splash", problem, "bfloat16", ("both",))
 
 
@@ -703,7 +703,7 @@ def test_blocks_of_splash(queries, keys, options, blocks):
     def cut(query, key):
         call = check_call(query, key, key, **options)
         arrays = (x.swapaxes(1, 2) for x in call.operands[:2])
-        found.append(_splash.Splash()._cut(*arrays, call.settings))
+        found.append(_splash.Splash()._blocks(*arrays, call.settings))
 
     found = []
     shapes = (1, queries, 1, 64), (1, keys, 1, 64)
