@@ -27,7 +27,7 @@ def load(
 ) -> AbstractDecoder:
     """Reads a checkpoint in Hugging Face's format, of the family that its `config.json` names.
 
-    Otherwise as [`Llama.load`][energy_attn.models.Llama.load], where all is said of how files are read.
+    Files are read as by [`Llama.load`][energy_attn.models.Llama.load].
 
     Args:
         directory: the folder.

@@ -137,12 +137,12 @@ def accept_sampling(
     _check_logits(tree, logits, context_logits)
     check_key("key", key)
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p)
-    first, rest = jax.random.split(key)
-    choice = sample_tokens(rest, jnp.asarray(logits), temperature, top_k, top_p)
+    context_key, node_key = jax.random.split(key)
+    choice = sample_tokens(node_key, jnp.asarray(logits), temperature, top_k, top_p)
     if context_logits is None:
         context = jnp.where(tree.size > 0, as_int32(tree.tokens[:, 0]), -1)
     else:
-        context = sample_tokens(first, jnp.asarray(context_logits), temperature, top_k, top_p)
+        context = sample_tokens(context_key, jnp.asarray(context_logits), temperature, top_k, top_p)
     return longest_chosen_path(tree, choice, context)
 
 
@@ -203,27 +203,27 @@ def longest_chosen_path(tree: PrefixTree, choice: Array, context_choice: Array |
     slots, levels = tree.tokens.shape[1], tree.unpacker.shape[2]
     slot_index, level = (jnp.arange(n, dtype=jnp.int32)[None] for n in (slots, levels))
     used, tokens = slot_index < tree.size[:, None], as_int32(tree.tokens)
-    same = tree.tokens[:, :, None] == tree.tokens[:, None]
-    same &= tree.parent[:, :, None] == tree.parent[:, None]
-    is_first = ~(same & (slot_index[:, None] < slot_index[..., None])).any(-1)
+    same_edge = tree.tokens[:, :, None] == tree.tokens[:, None]
+    same_edge &= tree.parent[:, :, None] == tree.parent[:, None]
+    is_first = ~(same_edge & (slot_index[:, None] < slot_index[..., None])).any(-1)
     is_root = tree.parent < 0
-    wanted = jnp.take_along_axis(choice, jnp.where(is_root, 0, tree.parent), 1)
+    chosen = jnp.take_along_axis(choice, jnp.where(is_root, 0, tree.parent), 1)
     if context_choice is None:
-        wanted = jnp.where(is_root, tokens, wanted)
+        chosen = jnp.where(is_root, tokens, chosen)
     else:
-        wanted = jnp.where(is_root, context_choice[:, None], wanted)
-    matched = used & is_first & (wanted == tokens)
-    # a node is reached if none of its ancestors, itself among them, fails to match
+        chosen = jnp.where(is_root, context_choice[:, None], chosen)
+    matched = used & is_first & (chosen == tokens)
+    # a node is reached if it and all of its ancestors match
     reached = matched & ~(tree.mask & ~matched[:, None]).any(-1)
     nodes = jnp.where(reached, tree.depth + 1, 0)
     end = lax.argmax(nodes, 1, jnp.int32)  # the smallest slot of those with the longest path
     length = nodes.max(1)
     ancestors = jnp.take_along_axis(tree.mask, end[:, None, None], 1) & (length > 0)[:, None, None]
-    here = ancestors & (tree.depth[:, None] == level[..., None])
-    path = jnp.where(here, slot_index[:, None], -1).max(-1)
-    after = jnp.take_along_axis(choice, end[:, None], 1)[:, 0]
-    none = jnp.asarray(-1, jnp.int32) if context_choice is None else context_choice
-    return Accepted(path, length, jnp.where(length > 0, after, none))
+    on_level = ancestors & (tree.depth[:, None] == level[..., None])
+    path = jnp.where(on_level, slot_index[:, None], -1).max(-1)
+    next_token = jnp.take_along_axis(choice, end[:, None], 1)[:, 0]
+    fallback = jnp.asarray(-1, jnp.int32) if context_choice is None else context_choice
+    return Accepted(path, length, jnp.where(length > 0, next_token, fallback))
 
 
 def _largest(logits: Array) -> Array:

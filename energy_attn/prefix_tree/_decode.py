@@ -134,7 +134,7 @@ def tree_decode(
     # the context lies before all nodes, so that no causal mask is needed
     scores: Any = {"scale": scale, "score": score}
     positions = cache.lengths[:, None] + tree.depth
-    before = check_call(
+    context_call = check_call(
         query,
         cache.key,
         cache.value,
@@ -147,9 +147,9 @@ def tree_decode(
     )
     # after `reshard_explicit` the nodes are sharded differently
     context = _partial_state(
-        sharding_plan(cache.parallel, query, cache.key, cache.value), names, before, sink
+        sharding_plan(cache.parallel, query, cache.key, cache.value), names, context_call, sink
     )
-    # the mask says which nodes see which; only a score reads where they are
+    # the tree's mask replaces positions, which only a score reads
     rows: RowOptions = {}
     if score is not None:
         rows = {"query_positions": positions, "key_positions": positions}

@@ -66,18 +66,22 @@ def _grown(count: int, tree: PrefixTree, logits: Array) -> PrefixTree:
     # at most `count` of the best are children of one node
     scores = _scores(tree, logits)
     scores, tokens = lax.top_k(scores, min(count, scores.shape[2]))
-    offered = scores.shape[2]
-    scores, best = lax.top_k(scores.reshape(batch, slots * offered), min(count, slots * offered))
+    candidates = scores.shape[2]
+    scores, best = lax.top_k(
+        scores.reshape(batch, slots * candidates), min(count, slots * candidates)
+    )
     added = (scores > -jnp.inf).sum(-1, dtype=jnp.int32)
 
     rank = jnp.arange(slots, dtype=jnp.int32)[None] - tree.size[:, None]
     is_new = (rank >= 0) & (rank < added[:, None])
-    pick = gather_slots(best, jnp.where(is_new, rank, -1))
-    token = gather_slots(tokens.reshape(batch, slots * offered), pick).astype(tree.tokens.dtype)
+    selected = gather_slots(best, jnp.where(is_new, rank, -1))
+    token = gather_slots(tokens.reshape(batch, slots * candidates), selected).astype(
+        tree.tokens.dtype
+    )
     return tree_from_checked_parents(
         tree.unpacker.shape[2],
         jnp.where(is_new, token, tree.tokens),
-        jnp.where(is_new, pick // offered, tree.parent),
+        jnp.where(is_new, selected // candidates, tree.parent),
         jnp.minimum(tree.size + added, slots),
     )
 
@@ -94,5 +98,5 @@ def _scores(tree: PrefixTree, logits: Array) -> Array:
     path = gather_slots(edge, tree.unpacker).sum(-1)
     scores = jnp.where(jnp.isneginf(log_p), -jnp.inf, path[:, :, None] + log_p)
     scores = scores.at[rows, *index].set(-jnp.inf, mode="drop")
-    open_ = used & (tree.depth < tree.unpacker.shape[2] - 1)
-    return jnp.where(open_[:, :, None], scores, -jnp.inf)
+    can_grow = used & (tree.depth < tree.unpacker.shape[2] - 1)
+    return jnp.where(can_grow[:, :, None], scores, -jnp.inf)

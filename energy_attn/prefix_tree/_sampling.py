@@ -39,22 +39,22 @@ def process_logits(
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     temperature = jnp.maximum(jnp.asarray(temperature, dtype), jnp.finfo(dtype).tiny)
     scaled = (logits - largest) / temperature
-    kept = scaled.shape[-1] if top_k is None else min(top_k, scaled.shape[-1])
-    if kept == scaled.shape[-1] and top_p is None:
+    count = scaled.shape[-1] if top_k is None else min(top_k, scaled.shape[-1])
+    if count == scaled.shape[-1] and top_p is None:
         return scaled
     scaled = jnp.where(scaled == 0, 0, scaled)  # sorting distinguishes -0 from 0
-    values, tokens = lax.top_k(scaled, kept)  # ties in order of their tokens
-    last = jnp.full((*scaled.shape[:-1], 1), kept - 1, jnp.int32)
+    values, tokens = lax.top_k(scaled, count)  # ties in order of their tokens
+    last = jnp.full((*scaled.shape[:-1], 1), count - 1, jnp.int32)
     if top_p is not None:
         top_p = jnp.asarray(top_p, dtype)
         reached = jnp.cumsum(jax.nn.softmax(values, -1), -1)
-        short = (reached < top_p).sum(-1, keepdims=True, dtype=jnp.int32)
+        below = (reached < top_p).sum(-1, keepdims=True, dtype=jnp.int32)
         # the sum may round up to 1 before the last token
-        last = jnp.where(top_p < 1, jnp.minimum(short, last), last)
+        last = jnp.where(top_p < 1, jnp.minimum(below, last), last)
     value, token = (jnp.take_along_axis(x, last, -1) for x in (values, tokens))
     token_index = lax.broadcasted_iota(jnp.int32, scaled.shape, scaled.ndim - 1)
-    after = (scaled < value) | ((scaled == value) & (token_index > token))
-    return jnp.where(after, -jnp.inf, scaled)
+    excluded = (scaled < value) | ((scaled == value) & (token_index > token))
+    return jnp.where(excluded, -jnp.inf, scaled)
 
 
 @functools.partial(jax.jit, static_argnames="top_k")

@@ -141,11 +141,11 @@ def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Ar
     for _ in range(depth - 1):
         node = jnp.where(node >= 0, gather_slots(parent, node), -1)
         up.append(node)
-    chain = jnp.stack(up, -1)
-    count = (chain >= 0).sum(-1, dtype=jnp.int32)[:, :, None]
+    ancestors_upward = jnp.stack(up, -1)
+    count = (ancestors_upward >= 0).sum(-1, dtype=jnp.int32)[:, :, None]
     level = jnp.arange(depth, dtype=jnp.int32)[None, None]
-    back = jnp.take_along_axis(chain, jnp.maximum(count - 1 - level, 0), 2)
-    ancestors = jnp.where(level < count, back, -1)
+    from_root = jnp.take_along_axis(ancestors_upward, jnp.maximum(count - 1 - level, 0), 2)
+    ancestors = jnp.where(level < count, from_root, -1)
     tokens = jnp.where(used, tokens, jnp.zeros((), tokens.dtype))
     return tree_from_ancestors(tokens, ancestors, ancestors, size)
 
@@ -180,11 +180,11 @@ def _check_choices(choices: object, levels: int, ranks: int) -> list[tuple[int, 
                 f"the shape of candidates, got {path}"
             )
         paths.append(path)
-    known = set(paths)
-    if len(known) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise ValueError(f"choices: wanted each choice once, got {twice} twice")
+    distinct = set(paths)
+    if len(distinct) < len(paths):
+        repeated = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(f"choices: wanted each choice once, got {repeated} twice")
     for path in paths:
-        if len(path) > 1 and path[:-1] not in known:
+        if len(path) > 1 and path[:-1] not in distinct:
             raise ValueError(f"choices: wanted {path[:-1]}, the parent, among them, got {path}")
     return sorted(paths, key=lambda path: (len(path), path))

@@ -110,10 +110,10 @@ def unpack(x: Shaped[Array, "B L ..."], tree: PrefixTree) -> Shaped[Array, "B M 
 def gather_slots(x: Array, slots: Array) -> Array:
     """`x[b, slots[b, ...]]` for `x` `[B, L, ...]`; zeros where a slot is -1."""
     rows = jnp.arange(len(x), dtype=jnp.int32).reshape(-1, *[1] * (slots.ndim - 1))
-    there = slots >= 0
-    taken = x[rows, jnp.where(there, slots, 0)]
-    there = there.reshape(*there.shape, *[1] * (taken.ndim - there.ndim))
-    return jnp.where(there, taken, jnp.zeros((), x.dtype))
+    exists = slots >= 0
+    values = x[rows, jnp.where(exists, slots, 0)]
+    exists = exists.reshape(*exists.shape, *[1] * (values.ndim - exists.ndim))
+    return jnp.where(exists, values, jnp.zeros((), x.dtype))
 
 
 def check_tree(name: str, tree: object) -> PrefixTree:
@@ -163,12 +163,12 @@ def check_parents(name: str, parent: Array) -> None:
     """Raises `ValueError` if the array is concrete and a parent does not come before its child."""
     if not is_concrete(parent):
         return
-    found = np.asarray(parent)
-    wrong = np.argwhere((found < -1) | (found >= np.arange(found.shape[1])))
+    slots = np.asarray(parent)
+    wrong = np.argwhere((slots < -1) | (slots >= np.arange(slots.shape[1])))
     if len(wrong):
         row, slot = wrong[0].tolist()
         raise ValueError(
-            f"{name}: wanted -1 or a slot before the child's, got {found[row, slot]} "
+            f"{name}: wanted -1 or a slot before the child's, got {slots[row, slot]} "
             f"for slot {slot} of row {row}"
         )
 
@@ -177,15 +177,15 @@ def check_range(name: str, x: Array | np.ndarray, least: int, most: int) -> None
     """Raises `ValueError` if the array is concrete and one of its integers is out of range."""
     if not is_concrete(x):
         return
-    found = np.asarray(x)
-    wrong = np.argwhere((found < least) | (found > most))
-    if len(wrong):
-        index = tuple(wrong[0].tolist())
+    values = np.asarray(x)
+    invalid = np.argwhere((values < least) | (values > most))
+    if len(invalid):
+        index = tuple(invalid[0].tolist())
         raise ValueError(
-            f"{name}: wanted integers from {least} to {most}, got {found[index]} at {list(index)}"
+            f"{name}: wanted integers from {least} to {most}, got {values[index]} at {list(index)}"
         )
 
 
 def is_concrete(x: object) -> bool:
-    """Whether the values of an array can be read here: it is not traced, and all of it is on this process."""
+    """Whether an array's values can be read: it is not traced, and is fully addressable."""
     return not isinstance(x, Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)

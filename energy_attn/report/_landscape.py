@@ -125,7 +125,7 @@ def landscape(
 
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
 
-    def at(queries: Array, value: Array = value, bias: Array | None = bias) -> Gibbs:
+    def measure(queries: Array, value: Array = value, bias: Array | None = bias) -> Gibbs:
         return energy.at(
             queries[:, None],
             key[:, None],
@@ -135,7 +135,7 @@ def landscape(
             query_positions=jnp.zeros(len(queries), jnp.int32),
         )
 
-    calls, parts = at(query[None])._prepared()
+    calls, parts = measure(query[None])._prepared()
     at_zero = covariance_at(calls, None, parts)
     covariance, attention = at_zero.covariance[0, 0], at_zero.out[0, 0]
     if directions is None:
@@ -145,11 +145,11 @@ def landscape(
     fractions = jnp.linspace(-1.0, 1.0, points, dtype=attention.dtype)[None]
     sources, coordinates = sources[:, None] * fractions, coordinates[:, None] * fractions
     # each grid point is a separate query
-    F = at(jnp.broadcast_to(query, (points**2, *query.shape)))
+    F = measure(jnp.broadcast_to(query, (points**2, *query.shape)))
     energies = F(_plane(sources, directions))
     z = attention[None, None] + _plane(coordinates, directions)
     rates = F.rate(z, throw=False)
-    known = rates.converged | jnp.isposinf(rates.value)
+    is_valid = rates.converged | jnp.isposinf(rates.value)
     return Landscape(
         directions,
         attention,
@@ -157,8 +157,8 @@ def landscape(
         sources,
         energies.reshape(points, points),
         coordinates,
-        jnp.where(known, rates.value, jnp.nan).reshape(points, points),
-        None if value.shape[1] != 2 else _coordinates(at, query, value, attention, directions),
+        jnp.where(is_valid, rates.value, jnp.nan).reshape(points, points),
+        None if value.shape[1] != 2 else _coordinates(measure, query, value, attention, directions),
     )
 
 
@@ -206,16 +206,16 @@ def _extents(extent: object, directions: Array, covariance: Array) -> tuple[Arra
 
 def _plane(coordinates: Array, directions: Array) -> Array:
     first, second = jnp.meshgrid(*coordinates, indexing="ij")
-    both = jnp.stack([first.ravel(), second.ravel()], -1)
-    return (both @ directions)[:, None]
+    grid = jnp.stack([first.ravel(), second.ravel()], -1)
+    return (grid @ directions)[:, None]
 
 
 def _coordinates(
-    at: Callable[..., Gibbs], query: Array, value: Array, attention: Array, directions: Array
+    measure: Callable[..., Gibbs], query: Array, value: Array, attention: Array, directions: Array
 ) -> Array:
     def mean(value: Array) -> Array:  # of the keys that are not hidden, all with the same score
-        return at(0 * query[None], value, None).attention().sum()
+        return measure(0 * query[None], value, None).attention().sum()
 
-    seen = jax.grad(mean)(value)[:, :1] > 0
-    found = jnp.linalg.solve(directions.T, (value - attention[None]).T).T
-    return jnp.where(seen, found, jnp.nan)
+    is_visible = jax.grad(mean)(value)[:, :1] > 0
+    coordinates = jnp.linalg.solve(directions.T, (value - attention[None]).T).T
+    return jnp.where(is_visible, coordinates, jnp.nan)

@@ -36,8 +36,7 @@ def layers_of(function: Callable[..., Any], *inputs: Any, **options: Any) -> lis
 
 def _layers(name: str, seen: Seen) -> Layers:
     steps = [i for i, axis in enumerate(seen.axes) if axis == "scan"]
-    moved = (jnp.moveaxis(x, steps, range(len(steps))) for x in Rows(**seen.values))
-    energy, *others = moved
-    shape = energy.shape[: len(steps)]
-    rows = (x.reshape(-1, *x.shape[len(steps) :]) for x in (energy, *others))
+    figures = [jnp.moveaxis(x, steps, range(len(steps))) for x in Rows(**seen.values)]
+    shape = figures[0].shape[: len(steps)]
+    rows = (x.reshape(-1, *x.shape[len(steps) :]) for x in figures)
     return Layers(Rows(*rows), tuple(f"{name}{list(i) if i else ''}" for i in np.ndindex(*shape)))

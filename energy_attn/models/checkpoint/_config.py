@@ -15,13 +15,13 @@ from ..decoder._config import AbstractDecoderConfig
 from ..decoder._family import Family
 
 
-def read_json(path: str | os.PathLike[str], what: str) -> Mapping[str, Any]:
-    """The object in a JSON file; raises `ValueError`, which calls the file `what`."""
+def read_json(path: str | os.PathLike[str], kind: str) -> Mapping[str, Any]:
+    """The object in a JSON file; `kind` names the file in a `ValueError`."""
     try:
         check_file(Path(path))
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"path: wanted a {what}, got {path}: {error}") from error
+        raise ValueError(f"path: wanted a {kind}, got {path}: {error}") from error
     if not isinstance(entries, Mapping):
         raise ValueError(f"{path}: wanted a JSON object, got {received(entries)}")
     return entries
@@ -40,15 +40,15 @@ def family_of(entries: Mapping[str, Any], families: Mapping[str, Family]) -> Fam
     """The family that a `config.json` names; raises `ValueError` for one that is not known."""
     kind = entries.get("model_type")
     if not isinstance(kind, str) or kind not in families:
-        wanted = " or ".join(map(repr, families))
-        raise ValueError(f"model_type: wanted {wanted}, got {received(kind)}")
+        names = " or ".join(map(repr, families))
+        raise ValueError(f"model_type: wanted {names}, got {received(kind)}")
     return families[kind]
 
 
 def end_tokens(entries: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a text: one, a list, or none."""
-    ends = entries.get("eos_token_id")
-    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    tokens = entries.get("eos_token_id")
+    return tuple(tokens) if isinstance(tokens, list) else () if tokens is None else (tokens,)
 
 
 def with_end_tokens(config: Any, folder: Path) -> AbstractDecoderConfig:

@@ -1,9 +1,8 @@
-"""The folder of a checkpoint: which of its files are read, and which save they belong to.
+"""The folder of a checkpoint: the files that are read, and the save that they belong to.
 
-`save` writes under new names, and the checkpoint changes when the one file of weights, or the index
-of several, is replaced. Two files cannot be replaced at once, so the new `config.json` first waits
-beside the old one, under a name with the identity of its save, which the weights contain as well: a
-reader prefers it where it finds it, so that a save killed between the two replacements is complete.
+`save` writes files under new names, then replaces the file of weights, or the index of several, and then
+`config.json`. Until then the new `config.json` has a name with the identity of its save, which the weights contain as
+well. Readers prefer it to the old one, so that a save that is killed between the two replacements is complete.
 """
 
 import json
@@ -32,15 +31,17 @@ def checked(directory: object) -> Path:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of the folder; raises `ValueError` for what cannot be one, and what leads out of it."""
+    """A file of the folder; raises `ValueError` for an invalid name, and for a path outside of it."""
     root = folder.resolve()
-    homes = [root]
+    roots = [root]
     if root.parent.name == "snapshots":  # Hugging Face's cache: links to the folder of blobs
-        homes.append(root.parent.parent / "blobs")
+        roots.append(root.parent.parent / "blobs")
     file = folder / name
-    usable = "\0" not in name and max(map(len, file.parts)) < 256  # as systems have it
-    # by `os`, which takes a link to itself as it is
-    if not usable or not any(Path(os.path.realpath(file)).is_relative_to(home) for home in homes):
+    usable = "\0" not in name and max(map(len, file.parts)) < 256  # limits of file systems
+    # `os.path.realpath`, as `Path.resolve` raises for a link to itself
+    if not usable or not any(
+        Path(os.path.realpath(file)).is_relative_to(allowed) for allowed in roots
+    ):
         raise ValueError(
             f"directory: wanted files inside {folder}, got {received(name)}, which is not"
         )
@@ -62,14 +63,14 @@ def config(
             return _read(read_json(waiting, CONFIG), waiting, families)
     file = inside(folder, CONFIG)
     entries = read_json(file, CONFIG)
-    found = _read(entries, file, families)
-    other = identity_of(entries)
-    if None not in (save, other) and save != other:
+    loaded = _read(entries, file, families)
+    config_save = identity_of(entries)
+    if None not in (save, config_save) and save != config_save:
         raise ValueError(
-            f"{file}: wanted the one of the weights, whose {SAVE} is {save}, got {other}: "
+            f"{file}: wanted the one of the weights, whose {SAVE} is {save}, got {config_save}: "
             f"it is of another save; without {SAVE} it is taken for any weights"
         )
-    return found
+    return loaded
 
 
 def _read(
@@ -84,16 +85,16 @@ def _read(
 def identity(folder: Path) -> str | None:
     """The save that the weights of a folder belong to; None where they do not name one."""
     try:
-        if os.path.lexists(whole := inside(folder, WHOLE)):
-            return identity_of(safetensors.header(whole).metadata)
+        if os.path.lexists(file := inside(folder, WHOLE)):
+            return identity_of(safetensors.header(file).metadata)
         return index(folder)[1]
     except ValueError:
         return None
 
 
-def identity_of(about: Mapping[str, Any]) -> str | None:
+def identity_of(metadata: Mapping[str, Any]) -> str | None:
     """The save that the metadata of a file names; None if there is none."""
-    save = about.get(SAVE)
+    save = metadata.get(SAVE)
     return save if isinstance(save, str) and re.fullmatch(IDENTITY, save) else None
 
 
@@ -103,10 +104,10 @@ def index(folder: Path) -> tuple[dict[str, str], str | None]:
     try:
         check_file(file)
         entries = json.loads(file.read_text(encoding="utf-8"))
-        where, about = entries["weight_map"], entries.get("metadata") or {}
-        if not all(isinstance(name, str) for name in where.values()):
+        files, metadata = entries["weight_map"], entries.get("metadata") or {}
+        if not all(isinstance(name, str) for name in files.values()):
             raise ValueError("file names that are not strings")
-        return dict(where), identity_of(about)
+        return dict(files), identity_of(metadata)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: wanted the weight_map of a checkpoint, got {error!r}") from error
 

@@ -1,4 +1,4 @@
-"""Reads a decoder from a folder: Hugging Face's `config.json` and safetensors files."""
+"""Reads a decoder from a folder with Hugging Face's `config.json` and safetensors files."""
 
 import os
 import re
@@ -39,10 +39,7 @@ def load(
     tensor: str,
     progress: bool | Progress | None,
 ) -> Any:
-    """The decoder in a folder, of whichever of `families` its configuration names.
-
-    Everything is checked before the first weight is read. Raises as `Llama.load`.
-    """
+    """The decoder in a folder, of one of `families`. Raises as `Llama.load`, before it reads a weight."""
     folder = _folder.checked(directory)
     if not folder.is_dir():
         raise ValueError(
@@ -53,9 +50,9 @@ def load(
         dtype = check_floating_dtype("dtype", dtype)
 
     def read() -> tuple[AbstractDecoderConfig, Family, dict[str, Tensor]]:
-        found, save = _stored(folder)
+        tensors, save = _stored(folder)
         config, family = _folder.config(folder, families, save)
-        return with_end_tokens(config, folder), family, found
+        return with_end_tokens(config, folder), family, tensors
 
     config, family, found = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
     _check_layers(config, found)
@@ -70,7 +67,7 @@ def load(
     total, done, arrays = sum(leaf.size for leaf in leaves), 0, []
     with progress_of(f"reading {folder.name}", progress) as show:
         for name, source, target in zip(names, stored, targets, strict=True):
-            # one at a time, so that the host does not hold weights on their way to devices
+            # one at a time, so that the host holds at most one weight
             arrays.append(jax.block_until_ready(_array(source, target, dtype)))
             done += arrays[-1].size
             show(done / total, name)
@@ -80,13 +77,13 @@ def load(
 def _array(tensor: Tensor, sharding: NamedSharding | None, dtype: np.dtype) -> Array:
     """A tensor on its devices; this process reads the parts that its own devices hold."""
     if sharding is None:
-        whole = tuple((0, size) for size in tensor.shape)
-        return jax.device_put(safetensors.read(tensor, [whole], dtype)[whole])
+        bounds = tuple((0, size) for size in tensor.shape)
+        return jax.device_put(safetensors.read(tensor, [bounds], dtype)[bounds])
     indices = sharding.addressable_devices_indices_map(tensor.shape).values()
     parts = {_part(index, tensor.shape) for index in indices}
-    found = safetensors.read(tensor, parts, dtype)
+    data = safetensors.read(tensor, parts, dtype)
     return jax.make_array_from_callback(
-        tensor.shape, sharding, lambda index: found[_part(index, tensor.shape)]
+        tensor.shape, sharding, lambda index: data[_part(index, tensor.shape)]
     )
 
 
@@ -116,9 +113,9 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
                 "read, as nothing is unpickled; write it anew with save_pretrained of transformers"
             )
         raise ValueError(f"directory: wanted {WHOLE} or {INDEX} in it, got {folder}")
-    where, save = _folder.index(folder)
+    file_of, save = _folder.index(folder)
     headers = {
-        name: safetensors.header(_folder.inside(folder, name)) for name in set(where.values())
+        name: safetensors.header(_folder.inside(folder, name)) for name in set(file_of.values())
     }
     for name, header in headers.items():
         other = _folder.identity_of(header.metadata)
@@ -126,15 +123,15 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
             raise ValueError(
                 f"{folder / name}: wanted a file of the save {save}, as {INDEX} says, got {other}"
             )
-    for name, file in where.items():
+    for name, file in file_of.items():
         if name not in headers[file].tensors:
             raise ValueError(f"{name}: wanted it in {folder / file}, as {INDEX} says, got none")
-    return {name: headers[file].tensors[name] for name, file in where.items()}, save
+    return {name: headers[file].tensors[name] for name, file in file_of.items()}, save
 
 
 def _check_layers(config: AbstractDecoderConfig, stored: Mapping[str, Tensor]) -> None:
     """Raises `ValueError` for more layers than the files have, before the model is built."""
-    layers = {found[1] for name in stored if (found := _LAYER.match(name))}
+    layers = {match[1] for name in stored if (match := _LAYER.match(name))}
     if config.num_hidden_layers > len(layers):
         raise ValueError(
             f"num_hidden_layers: wanted at most the {len(layers)} layers whose tensors are in the "
@@ -152,12 +149,15 @@ def _matching(
     """The tensors of these names, all checked; raises `ValueError`, which names a wrong one."""
     unexpected = [name for name in stored if name not in names and not _ignored(name, config)]
     missing = [name for name in names if name not in stored]
-    for what, found in (("all tensors of the model", missing), ("no other tensors", unexpected)):
-        if found:
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            which = "without" if found is missing else "with"
+    for expected, wrong in (
+        ("all tensors of the model", missing),
+        ("no other tensors", unexpected),
+    ):
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            preposition = "without" if wrong is missing else "with"
             raise ValueError(
-                f"directory: wanted {what}, got it {which} {', '.join(found[:_SHOWN])}{more}"
+                f"directory: wanted {expected}, got it {preposition} {', '.join(wrong[:_SHOWN])}{more}"
             )
     first = stored[names[0]]
     for name, leaf in zip(names, leaves, strict=True):

@@ -1,4 +1,4 @@
-"""Writes a decoder into a folder as Hugging Face's `config.json` and safetensors files, all at once."""
+"""Writes a decoder into a folder as Hugging Face's `config.json` and safetensors files, atomically."""
 
 import contextlib
 import itertools
@@ -43,7 +43,7 @@ def save(model: AbstractDecoder, directory: object, max_shard_size: int) -> None
     groups = _groups(dict(zip(names, leaves, strict=True)), max_shard_size)
     first = jax.process_index() == 0
     with files.saving(folder, _OURS, _folder.in_use) as identity:
-        about = {"format": "pt", SAVE: identity}
+        metadata = {"format": "pt", SAVE: identity}
         parts = {WHOLE: groups[0]} if len(groups) == 1 else _numbered(groups, identity)
         arrays = map(_host, leaves)
         with files.together(folder):
@@ -52,8 +52,8 @@ def save(model: AbstractDecoder, directory: object, max_shard_size: int) -> None
                     for file, group in parts.items():
                         target = unfinished(file, identity) if file == WHOLE else file
                         shapes = {name: (leaf.shape, leaf.dtype) for name, leaf in group.items()}
-                        some = itertools.islice(arrays, len(group))
-                        safetensors.write(folder / target, about, shapes, some)
+                        group_arrays = itertools.islice(arrays, len(group))
+                        safetensors.write(folder / target, metadata, shapes, group_arrays)
                     _write_texts(folder, model, parts, identity)
             finally:
                 # every process takes part in gathering every weight
@@ -61,7 +61,7 @@ def save(model: AbstractDecoder, directory: object, max_shard_size: int) -> None
                     pass
         with files.together(folder):
             if first:
-                _place(folder, WHOLE if len(groups) == 1 else INDEX, identity)
+                _replace_weights(folder, WHOLE if len(groups) == 1 else INDEX, identity)
                 files.clean(folder, _THEIRS, _folder.in_use)
 
 
@@ -89,22 +89,22 @@ def _write_texts(
     folder: Path, model: AbstractDecoder, parts: dict[str, dict[str, Array]], identity: str
 ) -> None:
     """Writes the configuration, and the index of several files, under their waiting names."""
-    where = {name: file for file, group in parts.items() for name in group}
+    file_of = {name: file for file, group in parts.items() for name in group}
     leaves = [leaf for group in parts.values() for leaf in group.values()]
     entries = {**model.config.to_json(), "torch_dtype": leaves[0].dtype.name, SAVE: identity}
     texts: dict[str, Any] = {CONFIG: entries}
     if len(parts) > 1:
         total = sum(leaf.nbytes for leaf in leaves)
-        texts[INDEX] = {"metadata": {"total_size": total, SAVE: identity}, "weight_map": where}
+        texts[INDEX] = {"metadata": {"total_size": total, SAVE: identity}, "weight_map": file_of}
     for name, text in texts.items():
         files.write(
             folder / unfinished(name, identity), [(json.dumps(text, indent=2) + "\n").encode()]
         )
 
 
-def _place(folder: Path, weights: str, identity: str) -> None:
+def _replace_weights(folder: Path, weights: str, identity: str) -> None:
     """Replaces the old weights, then the old configuration."""
-    # readers prefer the one file, so an index has no effect as long as that exists
+    # readers prefer the single file, so that an index has no effect while it exists
     single = folder / WHOLE
     hidden = weights == INDEX and os.path.lexists(single)
     try:
@@ -121,6 +121,6 @@ def _place(folder: Path, weights: str, identity: str) -> None:
 
 def _host(leaf: Array) -> np.ndarray:
     """A weight on the host, gathered from all its devices."""
-    # through a new array, as a JAX array keeps the copy on the host once it was asked for it
+    # through a new array, as a JAX array caches its copy on the host
     parts = [shard.data for shard in leaf.addressable_shards]
     return fetch(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))

@@ -1,4 +1,4 @@
-"""Where the weights of a decoder lie on a mesh."""
+"""The sharding of a decoder's weights on a mesh."""
 
 from typing import Any, TypeVar
 
@@ -15,12 +15,12 @@ from ..decoder._decoder import AbstractDecoder
 Decoder = TypeVar("Decoder", bound=AbstractDecoder)
 Leaf = Array | jax.ShapeDtypeStruct
 
-# Each device has a part of the outputs of these maps, and of the inputs of the maps behind them, so
-# that one sum over the devices ends attention, and one the MLP.
+# Each device has a part of the outputs of these maps, and of the inputs of those that follow, so that attention and
+# the MLP each need one all-reduce.
 _OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _INPUTS = ("o_proj", "down_proj")
-# Split by rows, one for each token, so that each device has some of the logits. Split by columns, it
-# would have partial sums of all logits, the largest array of all.
+# Split by rows, one for each token, so that each device has some of the logits; split by columns, it would have
+# partial sums of all logits, the largest array.
 _VOCABULARY = ("embed_tokens", "lm_head")
 
 
@@ -88,12 +88,12 @@ def shardings(model: AbstractDecoder, mesh: object, tensor: object) -> list[Name
 
     def spec(path: tuple[Any, ...]) -> P:
         names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-        owner, what = ["", *names][-2:]
+        owner, field = ["", *names][-2:]
         if owner in _VOCABULARY:
             return P(vocabulary)
         if owner in _OUTPUTS:
             return P(split)
-        return P(None, split) if owner in _INPUTS and what == "weight" else P()
+        return P(None, split) if owner in _INPUTS and field == "weight" else P()
 
     leaves = jax.tree_util.tree_leaves_with_path(model)
     return [NamedSharding(mesh, spec(path)) for path, _ in leaves]

@@ -96,7 +96,7 @@ class DecoderCache(eqx.Module):
             tuple(commit(stored, accepted, key, value) for stored, key, value in new)
         )
 
-    def along(self, path: Array, read: TreeOutput, counts: Array) -> "DecoderCache":
+    def append_path(self, path: Array, read: TreeOutput, counts: Array) -> "DecoderCache":
         """Appends the first `counts` nodes of a path, for which the cache has room."""
         new = zip(self.layers, read.keys, read.values, strict=True)
         layers = (

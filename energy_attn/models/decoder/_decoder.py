@@ -145,7 +145,7 @@ class AbstractDecoder(eqx.Module):
         check_integer("chunk_size", chunk_size, 1)
         if time < 1:
             raise ValueError(f"tokens: wanted at least one token, got {received(tokens)}")
-        counts, wrong = fitting(self, tokens, cache, lengths, at_once=chunk_size)
+        counts, wrong = fitting(self, tokens, cache, lengths, chunk_size=chunk_size)
         x, cache = read_chunks(self, tokens, cache, counts, chunk_size, attend)
         x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
         return DecoderOutput(self.logits(x), cache, None)

@@ -1,4 +1,4 @@
-"""How a decoder reads tokens: alone, behind a cache, in chunks, and as a tree."""
+"""The forward passes of a decoder: without a cache, with one, in chunks, and of a tree."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,11 +35,11 @@ def read_alone(
 ) -> tuple[Array, Trace]:
     """Final hidden states of tokens that see each other causally, and a trace of attention."""
     batch, time = check_tokens("tokens", tokens).shape
-    turns = jnp.arange(time, dtype=jnp.int32)[None]
+    token_positions = jnp.arange(time, dtype=jnp.int32)[None]
     if positions is not None:
-        turns = positions = as_int32(check_tokens("positions", positions))
-        check_broadcastable("positions", turns, (batch, time))
-    rope = model.rope(turns)
+        token_positions = positions = as_int32(check_tokens("positions", positions))
+        check_broadcastable("positions", token_positions, (batch, time))
+    rope = model.rope(token_positions)
 
     def see(query: Array, key: Array, value: Array) -> tuple[Array, Trace]:
         out, energy = attend(
@@ -70,7 +70,7 @@ def read_on(
     *,
     split: bool = False,
 ) -> tuple[Array, DecoderCache, Trace]:
-    """Final hidden states of tokens behind those of the cache, the cache with them, and a trace.
+    """Final hidden states of tokens that follow those of the cache, the new cache, and a trace.
 
     The cache has room for `counts` tokens of each row. With `split`, each of the cache's devices
     reads its share of the tokens, whose number they divide; otherwise every device reads them all.
@@ -124,22 +124,24 @@ def read_chunks(
     devices = 1 if parallel is None else check_mesh(parallel)
 
     def read(carry: tuple[Array, Array, DecoderCache], chunk: Array) -> tuple[tuple, None]:
-        last, left, cache = carry
+        last, remaining, cache = carry
         split = devices > 1 and chunk.shape[1] >= devices
-        there = chunk.shape[1]
+        length = chunk.shape[1]
         if split:
-            chunk = jnp.pad(chunk, ((0, 0), (0, -there % devices)))
-        here = jnp.clip(left, 0, there)
-        positions = positions_from(cache.lengths, here, chunk.shape[1])
-        newest = jnp.maximum(cache.lengths + here - 1, 0)[:, None]
-        x, cache, _ = read_on(model, chunk, cache, here, attend, split=split)
+            chunk = jnp.pad(chunk, ((0, 0), (0, -length % devices)))
+        count = jnp.clip(remaining, 0, length)
+        positions = positions_from(cache.lengths, count, chunk.shape[1])
+        last_position = jnp.maximum(cache.lengths + count - 1, 0)[:, None]
+        x, cache, _ = read_on(model, chunk, cache, count, attend, split=split)
         if split and parallel is not None:
             positions = split_along(positions, 1, parallel)
-        # a sum of which each device computes a part, so that no device receives the others' tokens
-        newest = jnp.where((positions == newest)[:, :, None], x, 0).sum(1, keepdims=True)
-        last = jnp.where(here[:, None, None] > 0, newest, last)
-        tell(there)
-        return (last, left - here, cache), None
+        # a sum over devices, as indexing would gather all tokens
+        last_position = jnp.where((positions == last_position)[:, :, None], x, 0).sum(
+            1, keepdims=True
+        )
+        last = jnp.where(count[:, None, None] > 0, last_position, last)
+        tell(length)
+        return (last, remaining - count, cache), None
 
     # the short chunk comes first, so that those of one size can be scanned
     size = min(chunk_size, time)
@@ -174,13 +176,12 @@ def fitting(
     cache: DecoderCache,
     lengths: object,
     *,
-    at_once: int | None = None,
+    chunk_size: int | None = None,
     parallel: SequenceParallel | None = None,
 ) -> tuple[Array, Array]:
-    """How many of `tokens` fit into each row of the cache, and which rows were to get more.
+    """How many of `tokens` fit into each row of the cache, and for which rows this is too few.
 
-    `at_once`: the number read at a time, which is all that the ring of a window must have room for.
-    Raises as a call of the model does.
+    With a window, the cache needs room for `chunk_size` tokens only. Raises as a call of the model does.
     """
     batch, time = tokens.shape
     check_cache(cache, model.config, batch)
@@ -189,15 +190,15 @@ def fitting(
         raise ValueError(
             f"parallel: wanted None or the cache's, {first.parallel}, got {received(parallel)}"
         )
-    needed = time if first.window is None or at_once is None else min(time, at_once)
+    needed = time if first.window is None or chunk_size is None else min(time, chunk_size)
     room = first.capacity - (first.window or 0)
     if needed > room:
         raise ValueError(
             f"cache: wanted room for {needed} tokens at once, of {received(tokens)}, got {room}"
         )
-    wanted = check_counts(lengths, batch, time)
-    counts = first._fitting(wanted, time)
-    return counts, counts != wanted
+    requested = check_counts(lengths, batch, time)
+    counts = first._fitting(requested, time)
+    return counts, counts != requested
 
 
 def check_tokens(name: str, x: object) -> Any:

@@ -121,28 +121,28 @@ class PromptLookup(AbstractDrafter):
         slots: int,
         parallel: SequenceParallel | None,
     ) -> None:
-        """None: the text is all that it needs."""
+        """None, as drafts depend on the text alone."""
 
     def draft(
         self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: PyTree
     ) -> tuple[PrefixTree, PyTree]:
         """The tokens behind earlier occurrences of the last ones."""
         slots = text.shape[1]
-        each = jnp.arange(slots, dtype=jnp.int32)[None]
+        position = jnp.arange(slots, dtype=jnp.int32)[None]
         # same[e]: how many tokens before position e equal those before the end of the text
-        same = jnp.zeros(text.shape, jnp.int32)
-        equal = jnp.ones(text.shape, bool)
+        matched = jnp.zeros(text.shape, jnp.int32)
+        all_equal = jnp.ones(text.shape, bool)
         for back in range(1, min(self.ngram, slots) + 1):
-            wanted = _at(text, lengths[:, None] - back)
-            equal &= (jnp.roll(text, back, 1) == wanted) & (each >= back)
-            same += equal.astype(jnp.int32)
-        here = (each < lengths[:, None]) & (same > 0)
+            expected = _gather_tokens(text, lengths[:, None] - back)
+            all_equal &= (jnp.roll(text, back, 1) == expected) & (position >= back)
+            matched += all_equal.astype(jnp.int32)
+        candidate = (position < lengths[:, None]) & (matched > 0)
         # the longest ending first, then the latest occurrence
-        found = jnp.where(here, same * slots + each, -1)
-        score, _ = lax.top_k(found, min(self.candidates, slots))
+        scores = jnp.where(candidate, matched * slots + position, -1)
+        score, _ = lax.top_k(scores, min(self.candidates, slots))
         start = jnp.where(score >= 0, score % slots, lengths[:, None])
         follows = start[:, :, None] + jnp.arange(self.depth - 1, dtype=jnp.int32)[None, None]
-        drafted = _at(text, follows.reshape(len(text), -1)).reshape(follows.shape)
+        drafted = _gather_tokens(text, follows.reshape(len(text), -1)).reshape(follows.shape)
         last = last_of(text, lengths)[:, :, None]
         beam = jnp.concatenate([jnp.broadcast_to(last, (*start.shape, 1)), drafted], 2)
         counts = 1 + jnp.clip(lengths[:, None] - start, 0, self.depth - 1)
@@ -202,13 +202,13 @@ class ModelDrafter(AbstractDrafter):
     ) -> tuple[PrefixTree, DecoderCache]:
         """The likeliest continuations of each row."""
         # the cache lacks the tokens accepted since the last draft; the last token is the root
-        behind = lengths - 1 - state.lengths
-        each = state.lengths[:, None] + jnp.arange(self.depth, dtype=jnp.int32)[None]
-        _, state, _ = read_on(self.model, _at(text, each), state, behind)
+        missing = lengths - 1 - state.lengths
+        position = state.lengths[:, None] + jnp.arange(self.depth, dtype=jnp.int32)[None]
+        _, state, _ = read_on(self.model, _gather_tokens(text, position), state, missing)
         tokens = jnp.pad(last_of(text, lengths), ((0, 0), (0, self.nodes - 1)))
         parent = jnp.full(tokens.shape, -1, jnp.int32)
-        one = jnp.ones(len(text), jnp.int32)
-        tree = tree_from_parents(tokens, parent, self.depth, one)
+        ones = jnp.ones(len(text), jnp.int32)
+        tree = tree_from_parents(tokens, parent, self.depth, ones)
         levels = self.depth - 1
         for level in range(levels):
             count = (self.nodes - 1) * (level + 1) // levels - (self.nodes - 1) * level // levels
@@ -218,9 +218,9 @@ class ModelDrafter(AbstractDrafter):
 
 def last_of(text: Array, lengths: Array) -> Array:
     """The last of the first `lengths` tokens of each row, `[B, 1]`."""
-    return _at(text, lengths[:, None] - 1)
+    return _gather_tokens(text, lengths[:, None] - 1)
 
 
-def _at(text: Array, index: Array) -> Array:
+def _gather_tokens(text: Array, index: Array) -> Array:
     """`text[b, index[b]]`, with indices clipped to the text."""
     return jnp.take_along_axis(text, jnp.clip(index, 0, text.shape[1] - 1), axis=1)

@@ -158,20 +158,20 @@ def generate(
         raise TypeError(f"stream: wanted None or a function of tokens, got {received(stream)}")
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_integer("chunk_size", chunk_size, 1)
-    given = lengths
-    tokens, lengths = prompts(tokens, given, model.config.vocab_size)
-    longest = tokens.shape[1] if given is None else given
+    given_lengths = lengths
+    tokens, lengths = prompts(tokens, given_lengths, model.config.vocab_size)
+    longest = tokens.shape[1] if given_lengths is None else given_lengths
     _warn_beyond(model.config, longest, max_new_tokens)
     sampling = _sampling(model, temperature, top_k, top_p, key)
     slots = tokens.shape[1] + max_new_tokens
     cache = model.empty_cache(len(tokens), slots, parallel=parallel)
-    ends = _ends(model.config.eos_token_id if eos_token_id is None else eos_token_id)
+    stop = _stop_tokens(model.config.eos_token_id if eos_token_id is None else eos_token_id)
     with listening(stream, progress, tokens.shape[1]) as watch:
         loop = begin(
             *(model, drafter, tokens, lengths, cache, sampling),
-            *(ends, watch, max_new_tokens, chunk_size),
+            *(stop, watch, max_new_tokens, chunk_size),
         )
-        loop = run(model, drafter, sampling, ends, watch, loop)
+        loop = run(model, drafter, sampling, stop, watch, loop)
     return _generation(loop.text, loop.start, loop.known, loop.counts, max_new_tokens)
 
 
@@ -202,8 +202,8 @@ def check_vocabulary(name: str, tokens: Array | np.ndarray, counts: Array, vocab
     """Raises `ValueError` if one of the first `counts` of `tokens` is known to be outside `vocab`."""
     if is_concrete(tokens) and is_concrete(counts):
         tokens = np.asarray(tokens)
-        there = np.arange(tokens.shape[-1]) < np.asarray(counts)[..., None]
-        outside = tokens[there & ((tokens < 0) | (tokens >= vocab))]
+        exists = np.arange(tokens.shape[-1]) < np.asarray(counts)[..., None]
+        outside = tokens[exists & ((tokens < 0) | (tokens >= vocab))]
         if outside.size:
             raise ValueError(
                 f"{name}: wanted tokens from 0 to {vocab - 1}, the model's vocabulary, "
@@ -214,17 +214,17 @@ def check_vocabulary(name: str, tokens: Array | np.ndarray, counts: Array, vocab
 def _padded(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     if any(isinstance(row, jax.core.Tracer) for row in rows):
         raise TypeError("tokens: wanted an array [B, T] inside jax.jit, got a list of traced rows")
-    found = [np.asarray(row) for row in rows]
-    for index, row in enumerate(found):
+    arrays = [np.asarray(row) for row in rows]
+    for index, row in enumerate(arrays):
         if row.ndim != 1 or row.size == 0 or not np.issubdtype(row.dtype, np.integer):
             raise ValueError(
                 f"tokens: wanted sequences of at least one integer, got "
                 f"{received(rows[index])} as number {index}"
             )
-    counts = np.array([len(row) for row in found], np.int32)
-    padded = np.zeros((len(found), counts.max(initial=0)), np.int64)
-    for into, row in zip(padded, found, strict=True):
-        into[: len(row)] = row
+    counts = np.array([len(row) for row in arrays], np.int32)
+    padded = np.zeros((len(arrays), counts.max(initial=0)), np.int64)
+    for target, row in zip(padded, arrays, strict=True):
+        target[: len(row)] = row
     return padded, counts
 
 
@@ -235,8 +235,10 @@ def _sampling(
     top_p: float | Array | None,
     key: PRNGKeyArray | None,
 ) -> Sampling:
-    number = isinstance(temperature, (int, float, np.number)) and not isinstance(temperature, bool)
-    greedy = number and temperature == 0
+    is_number = isinstance(temperature, (int, float, np.number)) and not isinstance(
+        temperature, bool
+    )
+    greedy = is_number and temperature == 0
     temperature, top_k, top_p = check_sampling(1.0 if greedy else temperature, top_k, top_p)
     if key is not None:
         check_key("key", key)
@@ -267,7 +269,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=4)  # the caller of `generate`
 
 
-def _ends(tokens: object) -> Array:
+def _stop_tokens(tokens: object) -> Array:
     name = "eos_token_id"
     if isinstance(tokens, (int, np.integer)):
         tokens = (tokens,)

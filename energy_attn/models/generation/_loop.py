@@ -71,9 +71,9 @@ def begin(
     A row gets no tokens if the length of its prompt is out of range, or a token outside the vocabulary.
     """
     batch, time = tokens.shape
-    there = jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]
-    outside = (tokens < 0) | (tokens >= model.config.vocab_size)
-    wrong = (there & outside).any(1) | (lengths < 1) | (lengths > time)
+    exists = jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]
+    out_of_vocabulary = (tokens < 0) | (tokens >= model.config.vocab_size)
+    invalid = (exists & out_of_vocabulary).any(1) | (lengths < 1) | (lengths > time)
     lengths = jnp.clip(lengths, 1, time)
     tell = functools.partial(tell_read, watch)
     x, cache = read_chunks(model, tokens, cache, lengths, chunk_size, tell=tell)
@@ -82,7 +82,7 @@ def begin(
     text = jnp.pad(tokens, ((0, 0), (0, most)))
     state = None if drafter is None else drafter.start(tokens, lengths, time + most, cache.parallel)
     left, counts = jnp.full(batch, most, jnp.int32), jnp.zeros((3, batch), jnp.int32)
-    loop = Loop(text, lengths, lengths, jnp.where(wrong, 0, left), cache, state, counts)
+    loop = Loop(text, lengths, lengths, jnp.where(invalid, 0, left), cache, state, counts)
     return _extended(loop, first, *_ended(first, jnp.minimum(loop.left, 1), stop), watch)
 
 
@@ -97,12 +97,12 @@ def run(
 ) -> Loop:
     """Runs passes until no row wants more tokens; raises as the drafter does."""
 
-    def one(loop: Loop) -> Loop:
+    def one_pass(loop: Loop) -> Loop:
         if drafter is None:
             return _read(model, sampling, stop, watch, loop)
         return _verify(model, drafter, sampling, stop, watch, loop)
 
-    return lax.while_loop(lambda loop: (loop.left > 0).any(), one, loop)
+    return lax.while_loop(lambda loop: (loop.left > 0).any(), one_pass, loop)
 
 
 def _read(
@@ -113,8 +113,8 @@ def _read(
     x, cache, _ = read_on(model, last_of(loop.text, loop.known), loop.cache, number)
     depth = jnp.zeros(x.shape[:2], jnp.int32)
     new = _choose(sampling, model.logits(x), loop.known - 1, depth, 1)
-    none = jnp.zeros_like(number)
-    loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, none, none]))
+    zeros = jnp.zeros_like(number)
+    loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, zeros, zeros]))
     return _extended(loop, new, *_ended(new, number, stop), watch)
 
 
@@ -126,39 +126,39 @@ def _verify(
     watch: Array | None,
     loop: Loop,
 ) -> Loop:
-    """Adds the nodes that the model accepts of a drafted tree, and the token that it chooses behind them."""
+    """Adds the nodes of a drafted tree that the model accepts, and the token that it chooses next."""
     tree, state = drafter.draft(loop.text, loop.known, loop.state)
     check_shape(
         "drafter: its tree's tokens", check_tree("drafter", tree).tokens, (len(loop.known), "L")
     )
     root = last_of(loop.text, loop.known)[:, 0]
-    # Whatever was drafted, the root is the last token, so that a pass adds at least one token.
+    # The root is always the last token, so that a pass adds at least one token.
     tokens = as_int32(tree.tokens).at[:, 0].set(root)
     tree = tree._replace(tokens=tokens, size=jnp.maximum(tree.size, 1))
     levels = tree.unpacker.shape[2]
-    # A token outside the vocabulary is never accepted; read as NaN, it would reach all nodes.
-    known = tree._replace(tokens=jnp.clip(tokens, 0, model.config.vocab_size - 1))
-    read = model.read_tree(known, loop.cache)
+    # Tokens outside the vocabulary are never accepted, but their NaN would spread to all nodes.
+    clipped = tree._replace(tokens=jnp.clip(tokens, 0, model.config.vocab_size - 1))
+    read = model.read_tree(clipped, loop.cache)
     choice = _choose(sampling, read.logits, loop.known - 1, tree.depth, levels)
     accepted = longest_chosen_path(tree, choice, root)
-    each = jnp.arange(levels, dtype=jnp.int32)[None]
+    level = jnp.arange(levels, dtype=jnp.int32)[None]
     behind_root = jnp.roll(gather_slots(tree.tokens, accepted.path), -1, 1)
-    is_next = each == accepted.length[:, None] - 1
+    is_next = level == accepted.length[:, None] - 1
     new = jnp.where(is_next, accepted.token[:, None], behind_root)
     number, stopped = _ended(new, jnp.minimum(accepted.length, loop.left), stop)
-    kept = jnp.minimum(number, accepted.length - 1)
-    counts = jnp.stack([jnp.ones_like(kept), tree.size - 1, kept])
+    num_accepted = jnp.minimum(number, accepted.length - 1)
+    counts = jnp.stack([jnp.ones_like(num_accepted), tree.size - 1, num_accepted])
     counts = loop.counts + jnp.where((loop.left > 0)[None], counts, 0)
     # Stored: the root and all new tokens but the last, which is the next root.
-    cache = loop.cache.along(accepted.path, read, number)
+    cache = loop.cache.append_path(accepted.path, read, number)
     loop = loop._replace(cache=cache, state=state, counts=counts)
     return _extended(loop, new, number, stopped, watch)
 
 
 def _ended(new: Array, number: Array, stop: Array) -> tuple[Array, Array]:
-    """`number` cut behind the first of `new` that ends a row, and whether there is one."""
-    each = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    stops = (new[:, :, None] == stop[None, None]).any(2) & (each < number[:, None])
+    """`number` cut off after the first of `new` that ends a row, and whether there is one."""
+    index = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    stops = (new[:, :, None] == stop[None, None]).any(2) & (index < number[:, None])
     stopped = stops.any(1)
     return jnp.where(stopped, lax.argmax(stops, 1, jnp.int32) + 1, number), stopped
 

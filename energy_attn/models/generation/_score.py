@@ -74,35 +74,35 @@ def score_continuations(
         raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
     check_integer("chunk_size", chunk_size, 1)
     vocab = model.config.vocab_size
-    tokens, before = prompts(tokens, prompt_lengths, vocab, "prompt_lengths")
+    tokens, context_lengths = prompts(tokens, prompt_lengths, vocab, "prompt_lengths")
     beam, counts = check_beam(continuations, lengths, "continuations")
     check_shape("continuations", beam, (len(tokens), "M", "C"))
     check_vocabulary("continuations", continuations, counts, vocab)
     cache = model.empty_cache(len(tokens), tokens.shape[1], parallel=parallel)
-    return _score(model, tokens, before, as_int32(beam), counts, cache, chunk_size)
+    return _score(model, tokens, context_lengths, as_int32(beam), counts, cache, chunk_size)
 
 
 @functools.partial(jax.jit, static_argnums=6)
 def _score(
     model: AbstractDecoder,
     tokens: Array,
-    before: Array,
+    context_lengths: Array,
     beam: Array,
     counts: Array,
     cache: DecoderCache,
     chunk_size: int,
 ) -> Array:
     # the last token of the prompt is the root: its logits are for the first tokens
-    _, cache = read_chunks(model, tokens, cache, before - 1, chunk_size)
-    root = jnp.take_along_axis(tokens, before[:, None] - 1, axis=1)[:, :, None]
+    _, cache = read_chunks(model, tokens, cache, context_lengths - 1, chunk_size)
+    root = jnp.take_along_axis(tokens, context_lengths[:, None] - 1, axis=1)[:, :, None]
     root = jnp.broadcast_to(root, (*beam.shape[:2], 1))
     tree = pack(jnp.concatenate([root, beam], 2), lengths=counts + 1)
     # a token outside the vocabulary is read as NaN, which other branches would see
-    inside = jnp.clip(tree.tokens, 0, model.config.vocab_size - 1)
-    logits: Any = model.read_tree(tree._replace(tokens=inside), cache).logits
-    above = gather_slots(jax.nn.log_softmax(logits), tree.parent)
-    each = jnp.take_along_axis(above, inside[:, :, None], axis=2)[:, :, 0]
-    wrong = (tree.mask & (inside != tree.tokens)[:, None]).any(-1)
-    wrong |= ((before < 1) | (before > tokens.shape[1]))[:, None]
-    each = jnp.where(wrong, jnp.asarray(jnp.nan, each.dtype), each)
-    return unpack(each, tree)[:, :, 1:]
+    clipped = jnp.clip(tree.tokens, 0, model.config.vocab_size - 1)
+    logits: Any = model.read_tree(tree._replace(tokens=clipped), cache).logits
+    log_p = gather_slots(jax.nn.log_softmax(logits), tree.parent)
+    token_log_p = jnp.take_along_axis(log_p, clipped[:, :, None], axis=2)[:, :, 0]
+    invalid = (tree.mask & (clipped != tree.tokens)[:, None]).any(-1)
+    invalid |= ((context_lengths < 1) | (context_lengths > tokens.shape[1]))[:, None]
+    token_log_p = jnp.where(invalid, jnp.asarray(jnp.nan, token_log_p.dtype), token_log_p)
+    return unpack(token_log_p, tree)[:, :, 1:]

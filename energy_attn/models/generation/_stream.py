@@ -48,7 +48,7 @@ class _Listener:
         if self.error is None:
             try:
                 receiver(*told)
-            except BaseException as error:  # of any kind: the runtime would lose it
+            except BaseException as error:  # which the runtime would lose
                 self.error = error
 
 
@@ -67,8 +67,8 @@ def listening(
     number = next(_NUMBERS)
     watch = jnp.zeros((), jnp.int32) + number
     if isinstance(watch, jax.core.Tracer):
-        name, given = ("progress", progress) if stream is None else ("stream", stream)
-        raise ValueError(f"{name}: wanted none inside of jax.jit, got {received(given)}")
+        name, argument = ("progress", progress) if stream is None else ("stream", stream)
+        raise ValueError(f"{name}: wanted none inside of jax.jit, got {received(argument)}")
     with progress_of("reading", progress) as show:
         listener = _LISTENERS[number] = _Listener(stream, show, total)
         try:

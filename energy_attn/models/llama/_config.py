@@ -179,8 +179,8 @@ class LlamaConfig(AbstractDecoderConfig):
         default = entries["rope_scaling"] or {"rope_type": "default"}
         entries["rope_parameters"] = {**default, "rope_theta": self.rope_theta}
         # null, as transformers has default tokens for missing fields
-        ends = list(self.eos_token_id) or None
-        entries["bos_token_id"], entries["eos_token_id"] = None, ends
+        end_tokens = list(self.eos_token_id) or None
+        entries["bos_token_id"], entries["eos_token_id"] = None, end_tokens
         return entries
 
     @property

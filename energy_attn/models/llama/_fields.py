@@ -1,4 +1,4 @@
-"""The fields of a `config.json` that change nothing of what a Llama computes."""
+"""The fields of a `config.json` that do not change what a Llama computes."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -64,14 +64,14 @@ _ELSEWHERE: Mapping[str, Any] = {
 
 def check_fields(entries: Mapping[str, Any], read: Collection[str]) -> None:
     """Raises `ValueError` for fields beside those in `read` that may change what is computed."""
-    others = {
+    unknown = {
         name: value
         for name, value in entries.items()
         if not (name in read or name in _OF_NO_EFFECT or _is_llama(name, value))
     }
-    if others:
+    if unknown:
         raise ValueError(
-            f"{', '.join(others)}: wanted only fields and values that a Llama has, got {others}; "
+            f"{', '.join(unknown)}: wanted only fields and values that a Llama has, got {unknown}; "
             "delete from the file what changes nothing"
         )
 

@@ -155,10 +155,10 @@ class LlamaLayer(eqx.Module):
         rope: tuple[Array, Array],
         see: Callable[[Array, Array, Array], tuple[Array, Any]],
     ) -> tuple[Float[Array, "batch time width"], Any]:
-        """The stream behind the layer, and what `see(query, key, value)` returns beside its output."""
-        out, found = see(*self.self_attn.project(self.input_layernorm(x), rope))
+        """The stream after the layer, and the second result of `see(query, key, value)`."""
+        out, extra = see(*self.self_attn.project(self.input_layernorm(x), rope))
         x = x + self.self_attn.o_proj(lax.collapse(out, 2))
-        return x + self.mlp(self.post_attention_layernorm(x)), found
+        return x + self.mlp(self.post_attention_layernorm(x)), extra
 
 
 def dot(x: Array, weight: Array) -> Array:

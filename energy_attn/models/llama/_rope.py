@@ -1,4 +1,4 @@
-"""Rotary embedding: its frequencies, and how they are lowered for contexts longer than trained."""
+"""Rotary embedding, and the scaling of its frequencies for contexts longer than trained."""
 
 import math
 from dataclasses import dataclass
@@ -87,8 +87,8 @@ class Llama3Rope:
         """The lowered frequencies, in the same dtype."""
         turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
         low, high = self.low_freq_factor, self.high_freq_factor
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        return (1 - kept) * frequencies / self.factor + kept * frequencies
+        weight = np.clip((turns - low) / (high - low), 0, 1)
+        return (1 - weight) * frequencies / self.factor + weight * frequencies
 
 
 def check_positive(name: str, x: float) -> float:
@@ -104,15 +104,15 @@ def frequencies(
 ) -> Float[np.ndarray, " half"]:
     r"""$\theta^{-2i/H}$ for $i < H/2$, scaled: the angle in radians of a pair's turn per token.
 
-    At positions of 10^5 a last bit here is a hundredth of a radian, so each step is rounded where
-    PyTorch rounds it in float32. Only the power is computed in float64: NumPy's in float32 is coarser.
+    Each step is rounded as PyTorch rounds it in float32, as at positions of 10^5 a last bit here is a
+    hundredth of a radian. The power is computed in float64, as NumPy's in float32 is less accurate.
 
     Source: Su et al. (arXiv 2104.09864), equation 15.
     """
     exponent = np.arange(0, width, 2, dtype=dtype) / np.asarray(width, dtype)
     power = np.power(float(theta), exponent.astype(np.float64)).astype(dtype)
-    found = 1 / power
-    return found if scaling is None else scaling.scaled(found)
+    inverse = 1 / power
+    return inverse if scaling is None else scaling.scaled(inverse)
 
 
 def rotary(
