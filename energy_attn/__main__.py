@@ -1,14 +1,15 @@
 """`python -m energy_attn info | demo | generate`."""
 
 import argparse
+import contextlib
 import importlib
 import io
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from .cli._devices import simulate_devices
-from .cli._output import silence
 
 _ABOUT = "Attention as the gradient of a free energy."
 _COMMANDS = {
@@ -50,7 +51,11 @@ def _command() -> int:
         finally:  # argparse exits by an exception
             sys.stdout.flush()
     except BrokenPipeError:  # `| head`
-        silence(sys.stdout)
+        # otherwise Python flushes the buffer at exit, and prints an error
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
         return 128 + signal.SIGPIPE
 
 

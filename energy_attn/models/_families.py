@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from .checkpoint._load import load as load_family
-from .decoder._decoder import AbstractDecoder
-from .decoder._family import Family
+from .decoder._decoder import AbstractDecoder, Family
 from .llama._llama import LLAMA
 
 # By the `model_type` of their checkpoints.

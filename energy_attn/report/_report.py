@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from energy_attn.distributed import SequenceParallel
@@ -26,13 +27,31 @@ from ..core._module import measure_at, measure_of
 from ..functional._options import EnergyOptions
 from ..nn._multihead import MultiheadAttention
 from ..observables._entropy import row_observables
-from ._layers import Rows, layers_of
+from ..record._figures import recorder
+from ..record._lift import Seen
+from ..record._record import names_of, run_recorded
 
 if TYPE_CHECKING:  # `import energy_attn` loads no models
     from ..models.decoder._cache import DecoderCache
     from ..models.decoder._decoder import AbstractDecoder
 
 ProcessHeads = Callable[..., Sequence[Array]]
+
+
+class _Rows(NamedTuple):
+    """The figures of each row from which the others in a report follow, `[layers, ..., N]`."""
+
+    energy: Array
+    entropy: Array
+    heat_capacity: Array
+    variance: Array
+
+
+class _Layers(NamedTuple):
+    """The figures of one call in a function: of one layer, or of one for each step of the loops around it."""
+
+    rows: _Rows
+    names: tuple[str, ...]
 
 
 class EnergyReport(eqx.Module):
@@ -176,7 +195,7 @@ def energy_report(
     elif isinstance(model, Gibbs):
         rows = _of_measure(model, *inputs, **options)
     elif callable(model):
-        layers = layers_of(model, *inputs, **options)
+        layers = _layers_of(model, *inputs, **options)
         return _joined([_summary(x.rows, per_query, x.names) for x in layers])
     else:
         raise TypeError(
@@ -186,7 +205,21 @@ def energy_report(
     return _summary(rows, per_query)
 
 
-def _summary(rows: Rows, per_query: bool, names: tuple[str, ...] | None = None) -> EnergyReport:
+def _layers_of(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[_Layers]:
+    """The layers of a function, in the order of its calls. Raises as `record` and its result do."""
+    _, seen = run_recorded(recorder(_Rows._fields, {}), function, *inputs, **options)
+    return [_layers_of_call(name, x) for name, x in zip(names_of(seen), seen, strict=True)]
+
+
+def _layers_of_call(name: str, seen: Seen) -> _Layers:
+    steps = [i for i, axis in enumerate(seen.axes) if axis == "scan"]
+    figures = [jnp.moveaxis(x, steps, range(len(steps))) for x in _Rows(**seen.values)]
+    shape = figures[0].shape[: len(steps)]
+    rows = (x.reshape(-1, *x.shape[len(steps) :]) for x in figures)
+    return _Layers(_Rows(*rows), tuple(f"{name}{list(i) if i else ''}" for i in np.ndindex(*shape)))
+
+
+def _summary(rows: _Rows, per_query: bool, names: tuple[str, ...] | None = None) -> EnergyReport:
     """The report of the rows of layers."""
     seen = holds_keys(rows.energy)
     effective = jnp.where(seen, jnp.exp(rows.entropy), 0.0)
@@ -222,13 +255,13 @@ def _joined(reports: list[EnergyReport]) -> EnergyReport:
     return jax.tree.map(join, *arrays)
 
 
-def _observed(measure: Gibbs) -> tuple[Array, Rows]:
+def _observed(measure: Gibbs) -> tuple[Array, _Rows]:
     """Attention, promoted, and the figures of its rows."""
     found = row_observables(*measure._prepared())
-    return found.out, Rows(*found[:-1])
+    return found.out, _Rows(*found[:-1])
 
 
-def _of_measure(measure: Gibbs) -> Rows:
+def _of_measure(measure: Gibbs) -> _Rows:
     """The rows of one layer, in the shape of a model's."""
     return jax.tree.map(lambda x: x[None], _observed(measure)[1])
 
@@ -242,7 +275,7 @@ def _of_layer(
     *,
     process_heads: ProcessHeads | None = None,
     **rows: Unpack[RowOptions],
-) -> Rows:
+) -> _Rows:
     project = functools.partial(layer.project, mask=mask, process_heads=process_heads)
     batched = check_floating("query", query).ndim == 3
     for name, x in (("key_", key_), ("value", value)) if batched else ():
@@ -262,10 +295,10 @@ def _of_decoder(
     *,
     parallel: SequenceParallel | None = None,
     **options: Any,
-) -> Rows:
+) -> _Rows:
     def attend(
         query: Array, key: Array, value: Array, *, return_energy: bool, **call: Any
-    ) -> tuple[Array, Rows]:
+    ) -> tuple[Array, _Rows]:
         del return_energy  # as a report
         out, rows = _observed(measure_of(query, key, value, **call, **options))
         return out.astype(query.dtype), rows

@@ -12,7 +12,7 @@ from energy_attn.distributed.internal import check_file
 from energy_attn.kernels.internal import received
 
 from ..decoder._config import AbstractDecoderConfig
-from ..decoder._family import Family
+from ..decoder._decoder import Family
 
 
 def read_json(path: str | os.PathLike[str], kind: str) -> Mapping[str, Any]:

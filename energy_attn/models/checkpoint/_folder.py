@@ -16,7 +16,7 @@ from energy_attn.distributed.internal import IDENTITY, UNFINISHED, check_file, s
 from energy_attn.kernels.internal import received
 
 from ..decoder._config import AbstractDecoderConfig
-from ..decoder._family import Family
+from ..decoder._decoder import Family
 from ._config import family_of, naming, read_json
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

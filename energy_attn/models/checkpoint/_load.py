@@ -18,8 +18,7 @@ from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...functional._progress import Progress, progress_of
 from ..decoder._config import AbstractDecoderConfig
-from ..decoder._decoder import AbstractDecoder
-from ..decoder._family import Family
+from ..decoder._decoder import AbstractDecoder, Family
 from . import _folder
 from ._config import with_end_tokens
 from ._folder import CONFIG, INDEX, WHOLE

@@ -1,8 +1,8 @@
 """The abstract decoder: tokens in, logits out, alone, behind a cache, or as a tree."""
 
 import abc
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from ...functional._attention import attention
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
 from ._cache import DecoderCache, TreeOutput, check_cache
+from ._config import AbstractDecoderConfig
 from ._output import DecoderOutput
 from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read_tree
 
@@ -225,3 +226,16 @@ class AbstractDecoder(eqx.Module):
 
         # separate arrays for each layer, so that the cache can be donated
         return DecoderCache(tuple(make() for _ in range(self.config.num_hidden_layers)))
+
+
+class Family(NamedTuple):
+    """The functions that read the checkpoints of one `model_type`.
+
+    Attributes:
+        read: returns the configuration that the fields of a `config.json` describe; raises
+            `TypeError` or `ValueError` for what the family does not compute.
+        build: returns the decoder of a configuration, called as `build(config, key=key)`.
+    """
+
+    read: Callable[[Mapping[str, Any]], AbstractDecoderConfig]
+    build: Callable[..., AbstractDecoder]

@@ -20,8 +20,7 @@ from energy_attn.kernels.internal import check_floating_dtype, check_key, lse_dt
 from ...functional._citation import cite
 from ..checkpoint._load import load
 from ..checkpoint._save import save
-from ..decoder._decoder import AbstractDecoder
-from ..decoder._family import Family
+from ..decoder._decoder import AbstractDecoder, Family
 from ._config import LlamaConfig, read_config
 from ._layers import Embedding, Linear, LlamaLayer, RMSNorm, dot
 from ._rope import frequencies, rotary
