@@ -1,10 +1,8 @@
 """`python -m benchmarks.first_light`: what it records of kernels that are right, wrong, and worse. Never how fast."""
 
 import json
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import draw_first_light
 import numpy as np
@@ -16,10 +14,9 @@ from benchmarks.runner import OURS
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.xla._blockwise import Blockwise
-from tests.support.flags import environment
 from tests.support.selection import few
+from tests.support.spawn import spawn
 
-ROOT = Path(__file__).resolve().parents[2]
 CASES = [
     _check.Case("causal", (1, 9, 2, 8), (1, 9, 1, 8), "float32", causal=True),
     _check.Case("tangent", (1, 3, 2, 8), (1, 5, 2, 8), "float32", mode="tangent"),
@@ -190,17 +187,10 @@ def test_a_process_that_does_not_start(tmp_path, capsys):
 @pytest.mark.full
 def test_dry_run(tmp_path):
     """A step that raises on the way to its first program; a kernel for GPUs that no step names."""
-    arguments = ["benchmarks.first_light", "--dry-run", "--out", str(tmp_path)]
     copied = tmp_path / "copy"
     copied.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments, "--copy", str(copied)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = "--out", str(tmp_path), "--copy", str(copied)
+    printed = spawn("-m", "benchmarks.first_light", "--dry-run", *out)
     found = read(tmp_path)
     assert read(copied) == found and "failed" not in found
     assert set(found) == set(_steps.STEPS)
@@ -221,7 +211,7 @@ def test_dry_run(tmp_path):
     assert {"copy", "read", "matmul", "nothing"} == set(found["roof"])
     assert all("error" in x for x in found["torch"].values())  # there is no GPU
     said = "\n".join(_summary.summary(found))
-    assert "WRONG: 0" in said and said in done.stdout
+    assert "WRONG: 0" in said and said in printed
     draw_first_light.draw(found, tmp_path / "picture.svg")
     assert "| `pallas_gpu` | " in draw_first_light.section(found)
 

@@ -5,8 +5,6 @@ send between devices, which is what the method is for.
 """
 
 import functools
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
@@ -24,6 +22,7 @@ from tests.support.meshes import SHAPES, batches_psum, check, mesh_of, on_host, 
 from tests.support.problems import PROBLEMS, Problem, _make, cast, cotangents, everything
 from tests.support.reference import dense, dense_vjp
 from tests.support.selection import few, few_rows
+from tests.support.spawn import spawn
 
 EVEN = everything("even", B=2, T=5, S=16)  # S divides by 8, as arrays sharded by their types must
 
@@ -270,9 +269,7 @@ def test_bfloat16_beside_another_axis():
         (1, "tree", "hierarchical"),
         (1, "ring", "auto"),
     ]
-    code = BFLOAT16.replace("CASES", repr(cases))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "done\n", done.stderr[-3000:]
+    assert spawn("-c", BFLOAT16.replace("CASES", repr(cases)), devices=8) == "done\n"
 
 
 @pytest.mark.parametrize("implementation", few([None, "reference"], None))

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,9 +22,9 @@ from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, shard
 from tests.support.compare import same
 from tests.support.complaints import refused
 from tests.support.disk import Killed, contents, failing, meanwhile
-from tests.support.flags import environment
 from tests.support.llama import build
 from tests.support.selection import few, few_rows
+from tests.support.spawn import spawn
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
 load_file = pytest.importorskip("safetensors.numpy").load_file
@@ -763,10 +762,6 @@ def test_host_memory(tmp_path):
         header[name] = {"dtype": "F32", "shape": leaf.shape, "data_offsets": [begin, end]}
     rewritten(tmp_path / WHOLE, header, b"")
     os.truncate(tmp_path / WHOLE, (tmp_path / WHOLE).stat().st_size + end)  # zeros, not written
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, tmp_path], env=environment(4), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    beside, largest = map(float, done.stdout.split())
+    beside, largest = map(float, spawn("-c", PEAK, tmp_path, devices=4).split())
     assert largest == 64 * 1024
     assert 0 < beside < 1.2 * largest

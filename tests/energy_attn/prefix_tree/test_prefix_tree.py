@@ -123,22 +123,6 @@ def test_reference(beam, lengths):
         np.testing.assert_array_equal(x, want, name)
 
 
-def test_segments_roots_and_equal_rows():
-    """A prefix from a row that is not the one above; rows of three segments; several roots; rows that share all."""
-    rows = [[5, 1, 1, 1], [6, 1, 1, 1], [5, 1, 2, 2], [5, 1, 2, 3], [5, 1, 1, 4], [6, 1, 1, 1]]
-    tree = pack(jnp.asarray([rows]), capacity=12)
-    assert tree.unpacker[0].tolist() == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [0, 1, 8, 9],
-        [0, 1, 8, 10],
-        [0, 1, 2, 11],
-        [4, 5, 6, 7],
-    ]
-    assert tree.parent[0].tolist() == [-1, 0, 1, 2, -1, 4, 5, 6, 1, 8, 8, 2]
-    assert tree.size.tolist() == [12]
-
-
 @pytest.mark.parametrize("dtype", few(["uint8", "int16", "uint32", "int64"], "uint8"))
 def test_dtypes(dtype):
     """Tokens that leave in another dtype than they came in, or that wrap around in a narrower one."""

@@ -184,25 +184,6 @@ def test_vmap_folds_the_batch(kernels):
     np.testing.assert_array_equal(twice.lse, 6 * batch)
 
 
-def test_vmap_of_a_real_kernel(kernels, monkeypatch):
-    """Rows of the larger batch that return in another order."""
-    monkeypatch.setattr(Marked, "forward", lambda self, call: kernels["reference"].forward(call))
-    given = arrays()
-    queries = jnp.stack([given["query"], -2 * given["query"], 0 * given["query"]])
-    lengths = jnp.asarray([[7, 3], [1, 0], [5, 5]])
-
-    def run(query, lengths, implementation):
-        return local_attention(
-            **given | {"query": query}, key_value_seq_lengths=lengths, implementation=implementation
-        )
-
-    mapped = jax.vmap(functools.partial(run, implementation="mine"))(queries, lengths)
-    for i in range(3):
-        alone = run(queries[i], lengths[i], "reference")
-        np.testing.assert_allclose(mapped.out[i], alone.out, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(mapped.lse[i], alone.lse, rtol=1e-5, atol=1e-6)
-
-
 def test_vmap_with_a_bias():
     """The cotangent of a bias for the whole batch that is the sum over what is mapped, or that of its first."""
     # [mapped, B, T or S, N, H]
