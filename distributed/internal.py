@@ -14,10 +14,10 @@ from .merge._packing import as_invariant as as_invariant
 from .merge._scatter import exchange as exchange
 from .merge._scatter import sums as sums
 from .methods._arguments import Axes as Axes
+from .methods._arguments import unbatched as unbatched
+from .methods._layout import place_tokens as place_tokens
 from .methods._layout import sequence_order as sequence_order
 from .methods._layout import warn_of_idle_devices as warn_of_idle_devices
-from .methods._layout import with_local_positions as with_local_positions
-from .methods._layout import with_positions as with_positions
 from .methods._methods import METHODS as METHODS
 from .methods._plan import ShardingPlan as ShardingPlan
 from .methods._plan import check_mesh as check_mesh

@@ -23,12 +23,16 @@ from ._varying import apply_in_float32 as apply_in_float32
 from ._varying import vary_together as vary_together
 from ._varying import varying_axes as varying_axes
 from .call._arguments import CheckedCall as CheckedCall
+from .call._arguments import check_arrays as check_arrays
 from .call._arguments import check_call as check_call
 from .call._arguments import check_scale as check_scale
+from .call._arguments import check_scored as check_scored
 from .call._arguments import check_scores as check_scores
 from .call._arguments import check_source as check_source
 from .call._arguments import check_window as check_window
+from .call._canonical import Tokens as Tokens
 from .call._canonical import join_masks as join_masks
+from .call._canonical import shortened as shortened
 from .call._canonical import split_mask as split_mask
 from .call._eight_bits import dequantize as dequantize
 from .call._eight_bits import dequantized as dequantized
@@ -47,6 +51,7 @@ from .call._options import ScoreOptions as ScoreOptions
 from .call._options import check_options as check_options
 from .call._sink import check_sink as check_sink
 from .call._sink import with_sink as with_sink
+from .call._source import with_source as with_source
 from .call._state import State as State
 from .call._state import check_state as check_state
 from .call._state import covariance_term as covariance_term

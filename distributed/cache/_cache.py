@@ -17,7 +17,6 @@ from energy_attn.kernels.internal import (
     check_call,
     check_floating_dtype,
     check_integer,
-    check_sink,
     dequantize,
     received,
 )
@@ -304,9 +303,11 @@ class KVCache(eqx.Module):
         )
         rows: RowOptions = {"query_positions": positions, "key_positions": self.positions}
         stored, scales = (self.key, self.value), (self.key_scale, self.value_scale)
-        call = check_call(query, *stored, source, None, mask, scales=scales, **options, **rows)
+        call = check_call(
+            query, *stored, source, None, mask, scales=scales, sink=sink, **options, **rows
+        )
         plan = sharding_plan(self.parallel, *call.operands[:3])
-        return attend_sharded(plan, names, call, check_sink(sink, query))
+        return attend_sharded(plan, names, call.settings, call.operands)
 
     def at(
         self,

@@ -1,5 +1,6 @@
 """Axes and arguments of the functions that are called inside `jax.shard_map`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from energy_attn.kernels.internal import (
     KernelOptions,
     Operands,
     Settings,
+    Tokens,
     candidates,
     check_call,
     check_scores,
@@ -74,17 +76,23 @@ def check_local(
     names = candidates(options.get("implementation"))
     query, key, value, source, bias, mask = arrays
     predicate, mask = split_mask(mask)
-    call = check_call(query, key, value, source, None, predicate, **options)
+    place = functools.partial(_check_placed, queries)
+    call = check_call(query, key, value, source, None, predicate, place=place, **options)
+    operands = without_lengths(call.operands)
+    bias, mask = check_scores(bias, mask, scores(operands))
+    return names, call._replace(operands=operands._replace(bias=bias, mask=mask))
+
+
+def _check_placed(queries: bool, tokens: Tokens, reads: bool) -> Tokens:
+    """Raises `ValueError` where positions are read and a device has only a part of them, but they are not given."""
     wanted = {"key_positions": "keys"} | ({"query_positions": "queries"} if queries else {})
     for name, what in wanted.items():
-        if call.compares and options.get(name) is None:
+        if reads and getattr(tokens, name) is None:
             raise ValueError(
                 f"{name}: wanted the global positions of this device's {what}, as is_causal, "
                 f"local_window_size, key_value_seq_lengths, a mask or a score compare them; got None"
             )
-    operands = without_lengths(call.operands)
-    bias, mask = check_scores(bias, mask, scores(operands))
-    return names, call._replace(operands=operands._replace(bias=bias, mask=mask))
+    return tokens
 
 
 def rounded(state: AttentionState, operands: Operands, settings: Settings) -> AttentionState:

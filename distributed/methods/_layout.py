@@ -1,6 +1,7 @@
 """Layouts: the order of a sequence over the devices that share it."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
-from energy_attn.kernels.internal import as_int32, check_array, check_axis
+from energy_attn.kernels.internal import Tokens, check_array, check_axis, shortened
 
 from ._parallel import SequenceParallel
 from ._plan import ShardingPlan, check_mesh, is_explicit, split_along
@@ -154,34 +155,51 @@ def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:
     return jnp.where(place < piece, here * piece + place, back + place - piece)
 
 
-def with_local_positions(
+def place_tokens(
     parallel: SequenceParallel,
-    queries_sharded: bool,
-    options: dict[str, Any],
+    plan: ShardingPlan | None,
     query_len: int,
     key_len: int,
-) -> dict[str, Any]:
-    """As `with_positions`, for one device's part of a call inside `jax.shard_map`.
+    tokens: Tokens,
+    reads: bool,
+) -> Tokens:
+    """The tokens of a call, with the positions that a layout implies if they are read or tokens are absent.
 
-    Raises as `local_positions`.
+    Queries are in its order if there are as many as keys, else in their own. Given positions stay.
+
+    Raises as `sequence_order`; inside `jax.shard_map`, where arrays are one device's part, as `local_positions`.
     """
-    ordered = dict(options)
-    if options["key_positions"] is None:
-        ordered["key_positions"] = local_positions(parallel.layout, key_len, parallel.axes)
-    if options["query_positions"] is None and queries_sharded:
-        # queries as many as keys are in their order, others in their own, as outside shard_map
-        layout = parallel.layout if query_len == key_len else "contiguous"
-        ordered["query_positions"] = local_positions(layout, query_len, parallel.axes)
-    elif options["query_positions"] is None:
-        ordered["query_positions"] = jnp.arange(query_len, dtype=jnp.int32)[None]
-    return ordered
+    absent = tokens.query_lengths, tokens.query_positions, tokens.key_positions
+    local, alike = plan is not None and plan.local, query_len == key_len
+    if (not reads and all(x is None for x in absent)) or (
+        parallel.layout == "contiguous" and not local
+    ):
+        return tokens
+    if plan is not None and plan.local:
+        keys = local_positions(parallel.layout, key_len, parallel.axes)
+        queries = jnp.arange(query_len, dtype=jnp.int32)[None]
+        if plan.queries:
+            layout = parallel.layout if alike else "contiguous"
+            queries = local_positions(layout, query_len, parallel.axes)
+    else:
+        order = sequence_order(key_len, parallel, "key.shape[1]")
+        queries = order if alike else np.arange(query_len, dtype=np.int32)
+        keys, queries = jnp.asarray(order[None]), jnp.asarray(queries[None])
+    if tokens.query_positions is None:
+        # tokens below the length, wherever they are
+        positions = shortened(queries, tokens.query_lengths)
+        tokens = tokens._replace(query_positions=positions, query_lengths=None)
+    if tokens.key_positions is None:
+        positions = shortened(keys, tokens.key_lengths)
+        tokens = tokens._replace(key_positions=positions, key_lengths=None)
+    return tokens
 
 
 def warn_of_idle_devices(
     parallel: SequenceParallel,
     plan: ShardingPlan,
     window: tuple[int, int],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     query_len: int,
     key_len: int,
 ) -> None:
@@ -200,8 +218,8 @@ def warn_of_idle_devices(
         and window[1] == 0
         and query_len == key_len
         and whole >= _LONG
-        and options["query_positions"] is None
-        and options["key_positions"] is None
+        and options.get("query_positions") is None
+        and options.get("key_positions") is None
     ):
         warnings.warn(
             f"parallel: under a causal mask the last of {plan.devices} contiguous shards has "
@@ -210,30 +228,3 @@ def warn_of_idle_devices(
             UserWarning,
             stacklevel=2,
         )
-
-
-def with_positions(
-    parallel: SequenceParallel, options: dict[str, Any], query_len: int, key_len: int
-) -> dict[str, Any]:
-    """The options of a checked call with the positions that a layout implies.
-
-    Queries are in its order if there are as many as keys, else in their own. Given positions stay.
-
-    Raises as `sequence_order`.
-    """
-    if parallel.layout == "contiguous":
-        return options
-    keys = sequence_order(key_len, parallel, "key.shape[1]")
-    queries = keys if query_len == key_len else np.arange(query_len, dtype=np.int32)
-    ordered = dict(options)
-    for positions, lengths, tokens in (
-        ("query_positions", "query_seq_lengths", queries[None]),
-        ("key_positions", "key_value_seq_lengths", keys[None]),
-    ):
-        if options[positions] is None:
-            ordered[positions], ordered[lengths] = tokens, None
-            if options[lengths] is not None:
-                # tokens below the length, wherever they are
-                length = as_int32(options[lengths]).reshape(-1, 1)
-                ordered[positions] = jnp.where(tokens < length, tokens, jnp.int32(-1))
-    return ordered

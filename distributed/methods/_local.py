@@ -24,9 +24,10 @@ from ._arguments import (
     check_axes,
     check_local,
     queries_are_parts,
+    unbatched,
 )
 from ._methods import check_method
-from ._sink import finished, settings_beside
+from ._sink import keys_beside_sink, with_merged_sink
 
 
 def sharded_attention(
@@ -112,10 +113,10 @@ def sharded_attention(
         queries=sharded,
         scores=functools.partial(_scores, way, axes, sharded),
     )
-    sink = check_sink(sink, query)
-    local = LocalCall(names, settings_beside(sink, call), call.operands, axes, sharded)
-    state = way.attend(local)
-    return finished(state, sink, call)
+    operands = call.operands._replace(sink=check_sink(sink, query))
+    local = LocalCall(names, *keys_beside_sink(call.settings, operands), axes, sharded)
+    state = with_merged_sink(way.attend(local), call.settings, operands)
+    return state if call.batched else unbatched(state)
 
 
 def _are_sharded(

@@ -1,7 +1,7 @@
 """Attention over arrays that are sharded over a mesh, by their types or by `parallel=`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,12 +12,12 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     Candidate,
-    CheckedCall,
     Operands,
     Settings,
     attend,
     check_taylor,
     dequantized,
+    differentiated_by_jax,
     with_default_positions,
 )
 
@@ -30,26 +30,26 @@ from ._plan import (
     other_explicit_axes,
     reshard_explicit,
 )
-from ._sink import finished, settings_beside
+from ._sink import keys_beside_sink, with_merged_sink
 from ._tree import Tree
 
 
 def attend_sharded(
     plan: ShardingPlan | None,
-    names: Sequence[Candidate],
-    call: CheckedCall,
-    sink: Array | None = None,
+    names: tuple[Candidate, ...],
+    settings: Settings,
+    operands: Operands,
 ) -> AttentionState:
-    """The state of `call`, sharded over a mesh by `plan`; None: over none. With a checked `sink`, if any.
+    """The state of a call, sharded over a mesh by `plan`; None: over none.
 
     A length that is no multiple of the number of devices is padded with absent keys and queries.
     The result is sharded as the queries are. Raises as the kernels do.
     """
-    settings = settings_beside(sink, call)
-    if plan is None:
-        return finished(attend(names, settings, call.operands), sink, call)
-    check_taylor(call.operands)
-    return finished(_sharded(plan, tuple(names), settings, call.operands), sink, call)
+    if plan is not None or not differentiated_by_jax(names):
+        check_taylor(operands)
+    of_keys = keys_beside_sink(settings, operands)
+    run = attend if plan is None else functools.partial(_sharded, plan)
+    return with_merged_sink(run(names, *of_keys), settings, operands)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
@@ -245,6 +245,7 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         value_scale=spec(operands.value_scale, batch, keys, heads),
         query_lengths=spec(operands.query_lengths, batch),
         key_lengths=spec(operands.key_lengths, batch),
+        sink=PartitionSpec(),  # there is none here
     )
 
 

@@ -12,7 +12,6 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import (
     AbstractFunction,
-    CheckedCall,
     Operands,
     Settings,
     function_call,
@@ -41,17 +40,21 @@ class Reduction(NamedTuple):
 
 
 def sharded_reduction(
-    plan: ShardingPlan | None, reduction: Reduction, call: CheckedCall, *rows: Array
+    plan: ShardingPlan | None,
+    reduction: Reduction,
+    settings: Settings,
+    operands: Operands,
+    *rows: Array,
 ) -> Any:
-    """The result of `reduction` for all keys of a checked call, sharded over a mesh by `plan`.
+    """The result of `reduction` for all keys of a call, without its sink, sharded over a mesh by `plan`.
 
     All devices see all queries, whatever the method of `plan`: sharded ones are gathered, and each
     device keeps the results for its own. Raises as `reduction.find` does.
     """
-    operands = without_lengths(call.operands)
+    operands = without_lengths(operands._replace(sink=None))
     if plan is None:
-        return _unsharded(reduction, call.settings, operands, *rows)
-    return _sharded(plan, reduction, call.settings, operands, *rows)
+        return _unsharded(reduction, settings, operands, *rows)
+    return _sharded(plan, reduction, settings, operands, *rows)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.

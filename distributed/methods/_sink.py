@@ -1,27 +1,29 @@
 """A sink, merged once with the state of all keys."""
 
-from jaxtyping import Array
-
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    CheckedCall,
+    Operands,
     Settings,
     with_sink,
     with_unrounded_out,
     without_lengths,
 )
 
-from ._arguments import rounded, unbatched
+from ._arguments import rounded
 
 
-def settings_beside(sink: Array | None, call: CheckedCall) -> Settings:
-    """The settings of the keys of a call, whose state is rounded once it is merged with that of a sink."""
-    return call.settings if sink is None else with_unrounded_out(call.settings)
+def keys_beside_sink(settings: Settings, operands: Operands) -> tuple[Settings, Operands]:
+    """The call of the keys alone, whose state is rounded once it is merged with that of the sink."""
+    if operands.sink is None:
+        return settings, operands
+    return with_unrounded_out(settings), operands._replace(sink=None)
 
 
-def finished(state: AttentionState, sink: Array | None, call: CheckedCall) -> AttentionState:
-    """The state of all keys of a call, merged with that of a checked sink, with a batch axis if the call had one."""
-    if sink is not None:
-        rows = without_lengths(call.operands).query_positions
-        state = rounded(with_sink(state, sink, rows), call.operands, call.settings)
-    return state if call.batched else unbatched(state)
+def with_merged_sink(
+    state: AttentionState, settings: Settings, operands: Operands
+) -> AttentionState:
+    """The state of all keys of a call, merged with that of its sink, if it has one."""
+    if operands.sink is None:
+        return state
+    rows = without_lengths(operands).query_positions
+    return rounded(with_sink(state, operands.sink, rows), operands, settings)

@@ -49,7 +49,7 @@ def rate(
 def _solve(
     calls: Calls, parts: Parts, point: Array, regulariser: float | Array, solver: AbstractSolver
 ) -> Solution:
-    point = check_row_vectors("point", point, parts)
+    point = check_row_vectors("point", point, calls, parts)
     regulariser, bounded = check_regulariser(regulariser, point.dtype)
     solver = check_solver(solver, Newton, Optax)
     check_solver_mesh(calls, solver)

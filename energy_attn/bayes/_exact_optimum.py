@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import AbstractFunction, function_call
+from energy_attn.kernels.internal import AbstractFunction, Operands, function_call
 
 from ..functional._directions import directional
-from ..functional._free_energy import Arrays, Calls, Parts
+from ..functional._free_energy import Calls, Parts
 from ..observables._at_source import state_at
 
 
@@ -45,8 +45,8 @@ def default_start(calls: Calls, parts: Parts) -> Array:
     return state_at(calls, None, tuple(map(_without_scores, parts))).out
 
 
-def _without_scores(arrays: Arrays) -> Arrays:
-    bias = arrays.bias
+def _without_scores(operands: Operands) -> Operands:
+    bias = operands.bias
     if bias is not None:  # a bias of minus infinity hides a key
         bias = jnp.where(jnp.isneginf(bias), bias, 0.0)
-    return arrays._replace(query=jnp.zeros_like(arrays.query), bias=bias)
+    return operands._replace(query=jnp.zeros_like(operands.query), bias=bias)

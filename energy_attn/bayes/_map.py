@@ -41,7 +41,7 @@ def map_attention(
     if start is None:
         point = default_start(calls, parts)
     else:
-        point = check_row_vectors("start", start, parts)
+        point = check_row_vectors("start", start, calls, parts)
     found = _solve(SolverOptions(calls, solver, True), SolverInputs(parts, point, regulariser))
     value, point = with_exact_derivative(calls, parts, found.value, found.point)
     stats = without_derivative(found.stats, parts, "map")
@@ -50,7 +50,7 @@ def map_attention(
 
 
 def _mean_square_deviation(parts: Parts) -> Array:
-    values = [arrays.value for arrays in parts]
+    values = [x.value for x in parts]
     count = sum(value.shape[-3] for value in values)
     mean = sum(value.sum(-3, keepdims=True) for value in values) / count
     square = sum(((value - mean) ** 2).sum((-3, -1), keepdims=True) for value in values) / count

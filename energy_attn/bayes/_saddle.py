@@ -76,8 +76,8 @@ def gamma(
         True
     """
     calls, parts = check_measure(F)._prepared()
-    source = check_row_vectors("source", source, parts)
-    point = check_row_vectors("point", point, parts)
+    source = check_row_vectors("source", source, calls, parts)
+    point = check_row_vectors("point", point, calls, parts)
     return (source * point).sum(-1) - state_at(calls, source, parts).lse
 
 
@@ -145,7 +145,7 @@ def saddle_attention(
     else:
         if not isinstance(start, tuple) or len(start) != 2:
             raise TypeError(f"start: wanted a pair (source, point), got {received(start)}")
-        pair = jnp.concatenate([check_row_vectors("start", x, parts) for x in start], -1)
+        pair = jnp.concatenate([check_row_vectors("start", x, calls, parts) for x in start], -1)
     found = _solve(_SaddleOptions(calls, solver), _SaddleInputs(parts, pair))
     value, point = with_exact_derivative(calls, parts, found.value, found.point)
     stats = without_derivative(found.stats, parts, "saddle_attention")

@@ -9,10 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from energy_attn.kernels.internal import RowOptions, check_options, join_masks, lse_dtype
+from energy_attn.kernels.internal import (
+    Operands,
+    RowOptions,
+    check_options,
+    join_masks,
+    lse_dtype,
+    with_source,
+)
 from energy_attn.kernels.masks import AbstractMask
 
-from ..functional._free_energy import Arrays, Prepared, check_at, prepare
+from ..functional._free_energy import StaticCall, prepare
 from ..functional._options import EnergyOptions
 
 
@@ -42,12 +49,17 @@ class KeySet(eqx.Module):
 
 
 # Functions, as a bound method of an Equinox module is a module, which takes time to make.
-def prepare_keys(keys: KeySet) -> tuple[Prepared, Arrays]:
+def prepare_keys(keys: KeySet) -> tuple[StaticCall, Operands]:
     """The prepared call, with the source in its scores. Raises as `free_energy` does."""
-    given = keys.query, keys.key, keys.value, keys.bias, keys.mask
+    arguments = keys.query, keys.key, keys.value, keys.bias, keys.mask
     rows: Any = keys.rows
-    call, arrays = prepare_at(keys.energy, *given, rows)
-    return (call, arrays) if keys.source is None else _tilted(call, arrays, keys.source)
+    call, operands = prepare_at(keys.energy, *arguments, rows)
+    if keys.source is None:
+        return call, operands
+    source = jnp.asarray(keys.source if call.batched else keys.source[None])
+    settings, operands = with_source(call.settings, operands, source)
+    value = operands.value.astype(operands.query.dtype)
+    return call._replace(settings=settings), operands._replace(value=value)
 
 
 def prepare_at(
@@ -58,7 +70,7 @@ def prepare_at(
     bias: Array | None,
     mask: Array | AbstractMask | None,
     rows: RowOptions,
-) -> tuple[Prepared, Arrays]:
+) -> tuple[StaticCall, Operands]:
     """The prepared call of an energy. Raises as `FreeEnergy.at`."""
     check_options(rows, RowOptions)
     mask = join_masks(energy.mask, mask)
@@ -78,16 +90,3 @@ def sum_of_sources(
         return second if first is None else first
     wide = lse_dtype(first.dtype, second.dtype)
     return jnp.asarray(first, wide) + jnp.asarray(second, wide)
-
-
-def _tilted(call: Prepared, arrays: Arrays, source: Array) -> tuple[Prepared, Arrays]:
-    """The source as extra width of query and key, which are then in the dtype of the scores, as are the values."""
-    (query, key, *_), settings, batched, _ = check_at(call, source, arrays)
-    if not batched:
-        query, key = query[0], key[0]
-    options = {name: x for name, x in arrays.options.items() if name != "scale"}
-    static = dict(call.options) | {"scale": settings.scale}
-    value = arrays.value.astype(query.dtype)
-    arrays = arrays._replace(query=query, key=key, value=value, options=options)
-    width = None if settings.score is None else settings.scored_width
-    return call._replace(options=tuple(static.items()), scored_width=width), arrays

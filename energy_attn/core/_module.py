@@ -173,12 +173,12 @@ class FreeEnergy(AbstractEnergy):
         [`free_energy`][energy_attn.free_energy].
         """
         query = _tagged(self, source, query, key, value, bias, mask, rows)
-        call, arrays = prepare_at(self, query, key, value, bias, mask, rows)
+        call, operands = prepare_at(self, query, key, value, bias, mask, rows)
         if source is not None:
             check_source(source, query, value)
         if self.regulariser is not None:
-            return tsallis_state(self.regulariser, (call,), source, (arrays,)).lse
-        return energy_at((call,), source, (arrays,))
+            return tsallis_state(self.regulariser, (call,), source, (operands,)).lse
+        return energy_at((call,), source, (operands,))
 
     @overload
     def attention(
@@ -235,11 +235,11 @@ class FreeEnergy(AbstractEnergy):
         """
         check_flag("return_energy", return_energy)
         query = _tagged(self, None, query, key, value, bias, mask, rows)
-        call, arrays = prepare_at(self, query, key, value, bias, mask, rows)
+        call, operands = prepare_at(self, query, key, value, bias, mask, rows)
         if self.regulariser is not None:
-            out, energy = tsallis_state(self.regulariser, (call,), None, (arrays,))
+            out, energy = tsallis_state(self.regulariser, (call,), None, (operands,))
         else:
-            out, energy = attention_and_energy((call,), (arrays,))
+            out, energy = attention_and_energy((call,), (operands,))
         return (out, energy) if return_energy else out
 
     def _options(self) -> EnergyOptions:

@@ -129,8 +129,8 @@ def attention(
     if all([check_flag(name, flag) for name, flag in flags.items()]):
         raise ValueError("return_residual: wanted either it or return_energy, got both")
     query = tagged("attention", None, query, key, value, bias, mask, **options)
-    call, arrays = prepare(query, key, value, bias, mask, **options)
-    out, energy = attention_and_energy((call,), (arrays,))
+    call, operands = prepare(query, key, value, bias, mask, **options)
+    out, energy = attention_and_energy((call,), (operands,))
     if return_residual:
         return out, energy.astype(out.dtype)
     return (out, energy) if return_energy else out

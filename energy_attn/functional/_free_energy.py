@@ -1,6 +1,7 @@
 """The free energy, and attention as its gradient."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -16,29 +17,27 @@ from energy_attn.distributed.internal import (
     attend_sharded,
     in_shard_map,
     local_sharding_plan,
+    place_tokens,
     sharding_plan,
+    unbatched,
     warn_of_idle_devices,
-    with_local_positions,
-    with_positions,
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     Candidate,
-    CheckedCall,
-    RowOptions,
-    ScoreStructure,
+    Operands,
+    Settings,
     candidates,
-    check_call,
+    check_arrays,
     check_options,
-    check_sink,
+    check_scored,
     check_source,
     differentiated_by_jax,
     is_static,
     received,
     split_mask,
-    split_score,
     varying_axes,
-    with_unrounded_out,
+    with_source,
 )
 from energy_attn.kernels.masks import AbstractMask
 
@@ -48,41 +47,25 @@ from ._options import AttentionOptions
 from ._tag import recorders, tagged
 
 
-class Prepared(NamedTuple):
-    """The static part of a checked call.
+class StaticCall(NamedTuple):
+    """The static part of a checked call; its arrays are `Operands`.
 
-    `score`: what is static in the score. `at_zero`: whether the source is zero although it is a JAX
-    array. `scored_width`: how much of query and key the score is of, where a source is in them.
+    `batched`: whether the user's arrays had a batch axis. `at_zero`: whether the source is zero although it is a JAX
+    array.
     """
 
     names: tuple[Candidate, ...]
     plan: ShardingPlan | None
-    options: tuple[tuple[str, Any], ...]
-    score: ScoreStructure | None = None
+    settings: Settings
+    batched: bool
     at_zero: bool = False
-    scored_width: int | None = None
-
-
-class Arrays(NamedTuple):
-    """The arrays of a call, which may be traced, batched and differentiated; without the source.
-
-    `sink`: the scores of the outcome without a value, which no kernel is given.
-    """
-
-    query: Any
-    key: Any
-    value: Any
-    bias: Any
-    mask: Any
-    options: dict[str, Any]
-    sink: Any = None
 
 
 # A NumPy array is known to be zero or not when a call is traced; None is zero.
 Source = Array | np.ndarray | None
 # Calls with the same rows and disjoint keys, and the arrays of each.
-Calls = tuple[Prepared, ...]
-Parts = tuple[Arrays, ...]
+Calls = tuple[StaticCall, ...]
+Parts = tuple[Operands, ...]
 
 
 def free_energy(
@@ -140,10 +123,10 @@ def free_energy(
         True
     """
     query = tagged("free_energy", source, query, key, value, bias, mask, **options)
-    call, arrays = prepare(query, key, value, bias, mask, **options)
+    call, operands = prepare(query, key, value, bias, mask, **options)
     if source is not None:
         check_source(source, query, value)
-    return energy_at((call,), source, (arrays,))
+    return energy_at((call,), source, (operands,))
 
 
 def prepare(
@@ -153,67 +136,55 @@ def prepare(
     bias: Array | None = None,
     mask: object = None,
     **options: Unpack[AttentionOptions],
-) -> tuple[Prepared, Arrays]:
+) -> tuple[StaticCall, Operands]:
     """Checks the arguments of a call before any tracing, so that errors name the user's argument.
 
     Returns the static part of the call and its arrays. Raises as `free_energy` does.
     """
     check_options(options, AttentionOptions)
-    parallel, scale = options.get("parallel"), options.get("scale")
-    static: dict[str, Any] = {
-        "is_causal": options.get("is_causal", False),
-        "local_window_size": options.get("local_window_size"),
-    }
-    traced: dict[str, Any] = {name: options.get(name) for name in RowOptions.__annotations__}
-    (traced if isinstance(scale, jax.Array) else static)["scale"] = scale
-    score, traced["score"] = split_score(options.get("score"))
-    call = Prepared(candidates(options.get("implementation")), None, tuple(static.items()), score)
-    arrays = Arrays(query, key, value, bias, mask, traced)
+    scored: dict[str, Any] = dict(options)
+    names = candidates(scored.pop("implementation", None))
+    parallel = scored.pop("parallel", None)
     inside = in_shard_map(parallel)
     if inside:
-        _check_inside(arrays)
-    given = check_at(call, None, arrays)
-    arrays = arrays._replace(sink=check_sink(options.get("sink"), query))
-    if arrays.sink is not None:
+        _check_inside(bias, mask, options)
+    arrays = check_arrays(query, key, value)
+    sizes = arrays.query.shape[1], arrays.key.shape[1]
+    plan = (local_sharding_plan if inside else sharding_plan)(parallel, *arrays[:3])
+    place = None
+    if parallel is not None:
+        place = functools.partial(place_tokens, parallel, plan, *sizes)
+    call = check_scored(arrays, bias, mask, place=place, **scored)
+    if call.operands.sink is not None:
         cite("sinks")
-    if inside:
-        plan = local_sharding_plan(parallel, query, key, value)
-    else:
-        plan = sharding_plan(parallel, query, key, value)
-    if not differentiated_by_jax(call.names):
+    if not differentiated_by_jax(names):
         cite("milakov", "flash")
     if plan is not None and plan.axes:
         cite(plan.method.name)
-    rows = given.operands.key_positions, given.operands.query_lengths
-    compares = given.compares or any(x is not None for x in rows)
-    if parallel is not None and compares:
-        size = query.shape[-3], key.shape[-3]
-        if plan is not None:
-            warn_of_idle_devices(parallel, plan, given.settings.mask.window, traced, *size)
-        if plan is not None and plan.local:
-            traced = with_local_positions(parallel, plan.queries, traced, *size)
-        else:
-            traced = with_positions(parallel, traced, *size)
-    return call._replace(plan=plan), arrays._replace(options=traced)
+        if parallel is not None:
+            warn_of_idle_devices(parallel, plan, call.settings.mask.window, options, *sizes)
+    return StaticCall(names, plan, call.settings, call.batched), call.operands
 
 
-def _check_inside(arrays: Arrays) -> None:
+def _check_inside(bias: object, mask: object, options: Mapping[str, Any]) -> None:
     """Raises `ValueError` for arguments that a single device of a `jax.shard_map` cannot give for all keys."""
-    given = {"bias": arrays.bias, "mask": split_mask(arrays.mask)[1], **arrays.options}
+    arrays = {"bias": bias, "mask": split_mask(mask)[1], **options}
     for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
-        if given[name] is not None:
+        if arrays.get(name) is not None:
             other = "sharded_attention" if name in ("bias", "mask") else "positions"
             raise ValueError(
                 f"{name}: wanted None where parallel's axes are those of a surrounding "
-                f"jax.shard_map, got {received(given[name])}; {other} will do"
+                f"jax.shard_map, got {received(arrays[name])}; {other} will do"
             )
 
 
 def energy_at(calls: Calls, source: Source, parts: Parts) -> Array:
     """The energies of prepared calls over the union of their keys, at a checked source."""
-    if source is None or all(differentiated_by_jax(call.names) for call in calls):
-        return _shared(*state_at(calls, source, parts))[1]
-    return _energy(calls, source, parts)
+    return (
+        _shared(*state_at(calls, source, parts))[1]
+        if source is None
+        else _energy(calls, source, parts)
+    )
 
 
 def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> tuple[Array, Array]:
@@ -222,7 +193,7 @@ def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> t
         calls, source = _at_zero(calls, parts)
 
     def total(source: Array) -> tuple[Array, Array]:
-        energy = energy_at(calls, source, parts)
+        energy = _energy(calls, source, parts)
         return energy.sum(), energy
 
     return _shared(*jax.grad(total, has_aux=True)(source))
@@ -230,8 +201,8 @@ def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> t
 
 def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
     """A source of zeros, and the calls, which know that it is zero."""
-    query, value = parts[0].query, parts[0].value
-    shape = (*query.shape[:-1], value.shape[-1])
+    value = parts[0].value
+    shape = row_shape(calls[0], parts[0], value.shape[-1])
     zero: Any
     if is_static(*shape):
         # one element, broadcast: known to be zero, and it takes no memory
@@ -248,19 +219,18 @@ def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
     return calls, zero
 
 
-def _varying(call: Prepared, arrays: Arrays) -> frozenset[str]:
+def row_shape(call: StaticCall, operands: Operands, *widths: int) -> tuple[int, ...]:
+    """The shape of an array with numbers for each row, `[*B, T, N, ...]`."""
+    rows = operands.query.shape[:-1]
+    return (*(rows if call.batched else rows[1:]), *widths)
+
+
+def _varying(call: StaticCall, operands: Operands) -> frozenset[str]:
     """The mesh axes of a surrounding `jax.shard_map` that the energies of a call vary over."""
-    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
     if call.plan is not None and call.plan.local and not call.plan.queries:
         varying -= frozenset(call.plan.sequence)  # what is merged does not vary
     return varying
-
-
-def check_at(call: Prepared, source: Source, arrays: Arrays) -> CheckedCall:
-    """A prepared call at a source, in the form that kernels take."""
-    score = None if call.score is None else call.score.bind(arrays.options["score"])
-    options: Any = dict(call.options) | arrays.options | {"score": score}
-    return check_call(*arrays[:3], source, *arrays[3:5], call.scored_width, **options)
 
 
 def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
@@ -268,18 +238,18 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
 
     Both are differentiable. Raises as kernels do.
     """
+    batched, value = calls[0].batched, parts[0].value
     source = None if calls[0].at_zero else _unless_zero(source)
-    if len(calls) == 1:
-        call, arrays = calls[0], parts[0]
-        return attend_sharded(call.plan, call.names, check_at(call, source, arrays), arrays.sink)
-
-    def unrounded(call: Prepared, arrays: Arrays) -> AttentionState:
-        given = check_at(call, source, arrays)
-        given = given._replace(settings=with_unrounded_out(given.settings))
-        return attend_sharded(call.plan, call.names, given, arrays.sink)
-
-    out, lse = functools.reduce(merge, map(unrounded, calls, parts))
-    return AttentionState(out.astype(parts[0].value.dtype), lse)
+    if source is not None:
+        source = jnp.asarray(source if batched else source[None])
+    states = []
+    for call, operands in zip(calls, parts, strict=True):
+        settings, operands = with_source(call.settings, operands, source)
+        settings = settings._replace(unrounded=len(calls) > 1)  # rounded once, after the merge
+        states.append(attend_sharded(call.plan, call.names, settings, operands))
+    out, lse = functools.reduce(merge, states)
+    state = AttentionState(out.astype(value.dtype), lse)
+    return state if batched else unbatched(state)
 
 
 def _shared(out: Array, lse: Array) -> tuple[Array, Array]:
@@ -333,10 +303,16 @@ def _energy_jvp(
 ) -> tuple[Array, Array]:
     source, parts = _unless_zero(primals[0]), primals[1]
     change, changes = jax.tree.map(lambda x: None if isinstance(x, SymbolicZero) else x, tangents)
-    state = functools.partial(state_at, calls, source)
-    both = directional(state, parts, changes)
+    at_source, state = change is not None, functools.partial(state_at, calls, source)
+    if at_source and all(differentiated_by_jax(call.names) for call in calls):
+        both, at_source = (
+            directional(lambda x: state_at(calls, *x), primals, (change, changes)),
+            False,
+        )
+    else:
+        both = directional(state, parts, changes)
     found, along = (state(parts), None) if both is None else both
-    if change is None:
+    if not at_source:
         return found.lse, jnp.zeros_like(found.lse) if along is None else along.lse
     rate = (found.out.astype(found.lse.dtype) * change.astype(found.lse.dtype)).sum(-1)
     return found.lse, rate if along is None else rate + along.lse

@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import (
     AbstractFunction,
+    Operands,
     ScoreBlock,
     function_call,
     holds_keys,
@@ -18,7 +19,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ..functional._directions import directional, unmoved
-from ..functional._free_energy import Arrays, Prepared
+from ..functional._free_energy import StaticCall
 from ..observables._at_source import covariance_at, mean_over_keys, state_at, support_at
 
 # The allowed rounding error of energies, in multiples of the dtype's precision.
@@ -30,7 +31,7 @@ _BASE, _DIGITS = 1024, 3
 class RetrievalOptions(NamedTuple):
     """The static options of a retrieval; hashable."""
 
-    call: Prepared
+    call: StaticCall
     max_steps: int
     tolerance: float
 
@@ -60,17 +61,17 @@ class MemoryStats(NamedTuple):
     square: Array
 
 
-def state_at_point(call: Prepared, beta: Array, arrays: Arrays, point: Array) -> Any:
+def state_at_point(call: StaticCall, beta: Array, operands: Operands, point: Array) -> Any:
     """The state of the memories at a point: their weighted mean, and F."""
-    return state_at((call,), None, (arrays._replace(query=beta * point),))
+    return state_at((call,), None, (operands._replace(query=beta * point),))
 
 
-def memory_stats(call: Prepared, arrays: Arrays) -> MemoryStats:
+def memory_stats(call: StaticCall, operands: Operands) -> MemoryStats:
     """The number and the largest squared length of the memories that each row sees."""
-    squares = (arrays.value**2).sum(-1, keepdims=True)
-    one = jnp.ones_like(arrays.query[..., :1])
+    squares = (operands.value**2).sum(-1, keepdims=True)
+    one = jnp.ones_like(operands.query[..., :1])
     # with zero scores all memories have equal weights, and F is the logarithm of their number
-    uniform = arrays._replace(query=jnp.zeros_like(one), key=squares, value=squares)
+    uniform = operands._replace(query=jnp.zeros_like(one), key=squares, value=squares)
     longest, lse = _furthest_along(call, uniform, one, 0.0)
     return MemoryStats(lse, longest[..., 0])
 
@@ -88,24 +89,24 @@ def point_energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> A
 # The rule consists of differentiable calls, this function among them, so that it can be differentiated
 # again.
 def fixed_point(
-    static: RetrievalOptions, beta: Array, arrays: Arrays, stats: MemoryStats
+    static: RetrievalOptions, beta: Array, operands: Operands, stats: MemoryStats
 ) -> tuple[Array, Progress]:
-    """The fixed point of each row, starting from the query of `arrays`, and the iteration's state.
+    """The fixed point of each row, starting from the query of `operands`, and the iteration's state.
 
     Differentiable in the point alone; the caller must stop derivatives of the rest.
     """
-    return function_call(_FixedPoint(static), (beta, arrays, stats))
+    return function_call(_FixedPoint(static), (beta, operands, stats))
 
 
 @dataclasses.dataclass(frozen=True)
 class _FixedPoint(AbstractFunction):
     static: RetrievalOptions
 
-    def apply(self, args: tuple[Array, Arrays, MemoryStats]) -> tuple[Array, Progress]:
+    def apply(self, args: tuple[Array, Operands, MemoryStats]) -> tuple[Array, Progress]:
         return _iterate(self.static, *args)
 
-    def jvp(self, primals: tuple[Array, Arrays, MemoryStats], tangents: Any) -> tuple[Any, Any]:
-        beta, arrays, _ = primals
+    def jvp(self, primals: tuple[Array, Operands, MemoryStats], tangents: Any) -> tuple[Any, Any]:
+        beta, operands, _ = primals
         found = fixed_point(self.static, *primals)
         point, call = found[0], self.static.call
         # the point has taken the query's place
@@ -113,7 +114,9 @@ class _FixedPoint(AbstractFunction):
         state = directional(lambda x: state_at_point(call, x[0], x[1], point), inputs, changes)
         if state is None:
             return found, unmoved(found)
-        covariance = covariance_at((call,), None, (arrays._replace(query=beta * point),)).covariance
+        covariance = covariance_at(
+            (call,), None, (operands._replace(query=beta * point),)
+        ).covariance
         one = jnp.eye(point.shape[-1], dtype=point.dtype)
         jacobian = jnp.expand_dims(one, range(point.ndim - 1)) - beta * covariance
         along = jnp.linalg.solve(jacobian, state[1].out[..., None])[..., 0]
@@ -121,7 +124,7 @@ class _FixedPoint(AbstractFunction):
 
 
 def _iterate(
-    static: RetrievalOptions, beta: Array, arrays: Arrays, stats: MemoryStats
+    static: RetrievalOptions, beta: Array, operands: Operands, stats: MemoryStats
 ) -> tuple[Array, Progress]:
     call = static.call
     length = jnp.sqrt(stats.square)
@@ -133,7 +136,7 @@ def _iterate(
 
     def step(carry: tuple[Array, Progress]) -> tuple[Array, Progress]:
         point, progress = carry
-        here = state_at_point(call, beta, arrays, point)
+        here = state_at_point(call, beta, operands, point)
         energies = point_energy(beta, point, here.lse, stats)
         rose = energy_rises(progress, energies, beta, point, here.lse, stats)
         moved = jnp.sqrt(((here.out - point) ** 2).sum(-1))
@@ -160,7 +163,7 @@ def _iterate(
         stats.log_count > -jnp.inf,
     )
     # a fully masked row does not move, and ends at 0
-    point = jnp.where(start.running[..., None], arrays.query, 0.0)
+    point = jnp.where(start.running[..., None], operands.query, 0.0)
     return lax.while_loop(under_way, step, (point, start))
 
 
@@ -173,10 +176,10 @@ def energy_rises(
 
 
 def nearest_memory(
-    call: Prepared, beta: Array, arrays: Arrays, point: Array, stats: MemoryStats
+    call: StaticCall, beta: Array, operands: Operands, point: Array, stats: MemoryStats
 ) -> dict[str, Array]:
     """The memory of largest weight at a point: its index, its weight, and its cosine with the point."""
-    memories, width = arrays.value, point.shape[-1]
+    memories, width = operands.value, point.shape[-1]
     index = jnp.arange(memories.shape[-3], dtype=jnp.int32)
     digits = jnp.stack([index // _BASE**i % _BASE for i in range(_DIGITS)], -1)
     digits = digits.astype(memories.dtype)
@@ -184,7 +187,7 @@ def nearest_memory(
     digits = jnp.zeros_like(memories[..., :1]) + jnp.expand_dims(
         digits, (*range(memories.ndim - 3), -2)
     )
-    marked = arrays._replace(query=beta * point, value=jnp.concatenate([memories, digits], -1))
+    marked = operands._replace(query=beta * point, value=jnp.concatenate([memories, digits], -1))
     direction = jnp.concatenate([point, jnp.zeros_like(point, shape=(*point.shape[:-1], 4))], -1)
     doubt = jnp.sqrt((point**2).sum(-1) * stats.square)
     found, lse = _furthest_along(call, marked, direction, doubt)
@@ -207,15 +210,15 @@ def nearest_memory(
 
 
 def _furthest_along(
-    call: Prepared, arrays: Arrays, direction: Array, doubt: float | Array
+    call: StaticCall, operands: Operands, direction: Array, doubt: float | Array
 ) -> tuple[Array, Array]:
     # The value that lies furthest along a direction, and the energies; the weighted mean of several
     # that are equally far, within rounding of `doubt`.
-    top = support_at((call,), (arrays,), direction)
+    top = support_at((call,), (operands,), direction)
     floor = top - _ROUNDING * jnp.finfo(top.dtype).eps * lax.stop_gradient(doubt)
     rows = lax.stop_gradient(direction), floor[..., None]
-    width = 1 + arrays.value.shape[-1]
-    state = mean_over_keys((call,), None, (arrays,), _sum_furthest, width, *rows)
+    width = 1 + operands.value.shape[-1]
+    state = mean_over_keys((call,), None, (operands,), _sum_furthest, width, *rows)
     total, values = state.out[..., :1], state.out[..., 1:]
     return values / jnp.where(total > 0, total, 1.0), state.lse
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels.internal import (
+    Operands,
     RowOptions,
     check_flag,
     check_floating,
@@ -21,7 +22,6 @@ from energy_attn.kernels.masks import AbstractMask
 from ..core._keys import prepare_at
 from ..core._module import FreeEnergy
 from ..functional._citation import cite
-from ..functional._free_energy import Arrays
 from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import promoted
 from ..solvers import FixedPoint
@@ -124,13 +124,13 @@ def retrieve(
     energy, beta = _energy_and_beta(energy, scale, state.shape[-1])
     solver = check_solver(solver, FixedPoint)
     throw = check_flag("throw", throw)
-    call, arrays = prepare_at(energy, state, memories, memories, None, mask, rows)
-    (arrays,) = promoted((arrays,))
-    dtype = arrays.query.dtype
+    call, operands = prepare_at(energy, state, memories, memories, None, mask, rows)
+    (operands,) = promoted((operands,))
+    dtype = operands.query.dtype
     tolerance = _TOLERANCE[dtype.name] if solver.tolerance is None else float(solver.tolerance)
     cite("ramsauer")
     static = RetrievalOptions(call, solver.max_steps, tolerance)
-    solution = _solve(static, jnp.asarray(beta, dtype), arrays)
+    solution = _solve(static, jnp.asarray(beta, dtype), operands)
     return raise_on_failure(solution, throw, "retrieve", collective=call.plan is not None)
 
 
@@ -177,14 +177,20 @@ def _check_arrays(state: Array, memories: Array) -> None:
         )
 
 
+def _unbatched(solution: Solution) -> Solution:
+    first = jax.tree.map(lambda x: x[0], solution)
+    return dataclasses.replace(first, stats=first.stats | {"path": solution.stats["path"][:, 0]})
+
+
 # Compiled here, so that a call outside jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=0)
-def _solve(static: RetrievalOptions, beta: Array, arrays: Arrays) -> Solution:
-    call = static.call
-    memory = memory_stats(call, arrays)
-    found: Any = fixed_point(static, beta, arrays, memory)
+def _solve(static: RetrievalOptions, beta: Array, operands: Operands) -> Solution:
+    batched, call = static.call.batched, static.call._replace(batched=True)
+    static = static._replace(call=call)
+    memory = memory_stats(call, operands)
+    found: Any = fixed_point(static, beta, operands, memory)
     point, progress = found
-    here = state_at_point(call, beta, arrays, point)
+    here = state_at_point(call, beta, operands, point)
     value = point_energy(beta, point, here.lse, memory)
     seen = holds_keys(here.lse)
     # scores are β x·m and the mean of m is `out`, so the mean score needs no pass of its own
@@ -196,13 +202,14 @@ def _solve(static: RetrievalOptions, beta: Array, arrays: Arrays) -> Solution:
     path = jnp.where(after, value[None], jnp.concatenate([progress.path, value[None]]))
     counted = {"steps": progress.steps, "residual": progress.residual, "path": path}
     stats = {
-        **without_derivative(counted, (beta, arrays), "retrieve"),
+        **without_derivative(counted, (beta, operands), "retrieve"),
         "effective": jnp.where(seen, jnp.exp(entropy), 0.0),
-        **nearest_memory(call, beta, arrays, point, memory),
+        **nearest_memory(call, beta, operands, point, memory),
     }
     result = jnp.where(progress.running, int(Result.max_steps_reached), int(Result.converged))
     rose = progress.rose | energy_rises(progress, value, beta, point, here.lse, memory)
     result = jnp.where(rose, int(Result.energy_rose), result)
     result = jnp.where(jnp.isfinite(value), result, int(Result.not_finite))
     result = jnp.where(jnp.isneginf(memory.log_count), int(Result.no_keys), result)
-    return Solution(value, None, point, result.astype(jnp.int32), stats)
+    solution = Solution(value, None, point, result.astype(jnp.int32), stats)
+    return solution if batched else _unbatched(solution)

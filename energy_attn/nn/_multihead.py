@@ -363,8 +363,8 @@ class MultiheadAttention(eqx.Module):
         )
         keep = keep if mask is None else keep & jnp.broadcast_to(mask, shape)
         # by no method of the energy, which would be recorded, too
-        call, arrays = prepare_at(attend, query, key_, value, None, keep, options)
-        out, kept = attention_and_energy((call,), (arrays,))
+        call, operands = prepare_at(attend, query, key_, value, None, keep, options)
+        out, kept = attention_and_energy((call,), (operands,))
         energy = attend(query, key_, value, mask=mask, **options)
         # if the chance is zero nothing is kept
         kept_share = share(kept, energy) / (chance or 1.0)

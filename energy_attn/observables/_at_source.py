@@ -24,7 +24,7 @@ from energy_attn.distributed.internal import (
 from energy_attn.kernels import AttentionState, CovarianceState, merge
 from energy_attn.kernels.internal import (
     BlockTerm,
-    CheckedCall,
+    Operands,
     attention_and_expectation,
     centred,
     check_floating,
@@ -36,9 +36,10 @@ from energy_attn.kernels.internal import (
     score_maximum,
     score_sums,
     support_function,
+    with_source,
 )
 
-from ..functional._free_energy import Arrays, Calls, Parts, Prepared, Source, check_at, state_at
+from ..functional._free_energy import Calls, Parts, Source, StaticCall, row_shape, state_at
 
 
 def promoted(parts: Parts) -> Parts:
@@ -54,23 +55,22 @@ def promoted(parts: Parts) -> Parts:
     )
 
 
-def check_row_vectors(name: str, x: object, parts: Parts) -> Array:
+def check_row_vectors(name: str, x: object, calls: Calls, parts: Parts) -> Array:
     """Returns an array with one vector of the values' width per row, in the dtype of the arrays.
 
     Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
     """
-    query, value = parts[0].query, parts[0].value
-    array = check_floating(name, x)
-    check_shape(name, array, (*query.shape[:-1], value.shape[-1]))
-    return jnp.asarray(array, query.dtype)
+    first, array = parts[0], check_floating(name, x)
+    check_shape(name, array, row_shape(calls[0], first, first.value.shape[-1]))
+    return jnp.asarray(array, first.query.dtype)
 
 
 def covariance_at(calls: Calls, source: Source, parts: Parts) -> CovarianceState:
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
 
-    def one(call: Prepared, arrays: Arrays) -> CovarianceState:
+    def one(call: StaticCall, operands: Operands) -> CovarianceState:
         reduction = Reduction(HashablePartial(covariance, (call.names,)), fold_covariances)
-        return run_reduction(call, reduction, check_at(call, source, arrays))
+        return run_reduction(call, reduction, source, operands)
 
     return functools.reduce(merge, map(one, calls, parts))
 
@@ -84,6 +84,7 @@ def covariance_product(
     $\nabla F$ along it. Raises as the kernels do.
     """
     middle, origin = centred_parts(parts)
+    origin = origin if calls[0].batched else origin[0]
     zero = jnp.zeros_like(tangent)  # a traced zero, which can be differentiated in
     found, pull_back = jax.vjp(
         lambda source: state_at(calls, source, middle), zero if source is None else source
@@ -105,11 +106,11 @@ def centred_parts(parts: Parts) -> tuple[Parts, Array]:
 
 
 def attention_and_mean_over_keys(
-    call: Prepared, arrays: Arrays, term: BlockTerm, width: int
+    call: StaticCall, operands: Operands, term: BlockTerm, width: int
 ) -> AttentionState:
     """The state of a call, and behind its `out` the mean of a block term: two walks over the keys."""
     find = HashablePartial(attention_and_expectation, (term, width, call.names))
-    return run_reduction(call, Reduction(find, fold_states), check_at(call, None, arrays))
+    return run_reduction(call, Reduction(find, fold_states), None, operands)
 
 
 def mean_over_keys(
@@ -122,9 +123,9 @@ def mean_over_keys(
     `[*B, T, N, W]`. See `kernels.internal.expectation`. Raises as the kernels do.
     """
 
-    def one(call: Prepared, arrays: Arrays) -> AttentionState:
+    def one(call: StaticCall, operands: Operands) -> AttentionState:
         reduction = Reduction(HashablePartial(expectation, (term, width, call.names)), fold_states)
-        return run_reduction(call, reduction, check_at(call, source, arrays), *rows)
+        return run_reduction(call, reduction, source, operands, *rows)
 
     return functools.reduce(merge, map(one, calls, parts))
 
@@ -143,9 +144,9 @@ def sum_over_keys(
     See `kernels.internal.score_sums`.
     """
 
-    def one(call: Prepared, arrays: Arrays) -> Array:
+    def one(call: StaticCall, operands: Operands) -> Array:
         reduction = Reduction(HashablePartial(score_sums, (term, width)), fold_sums)
-        return run_reduction(call, reduction, check_at(call, source, arrays), *rows)
+        return run_reduction(call, reduction, source, operands, *rows)
 
     return functools.reduce(operator.add, map(one, calls, parts))
 
@@ -154,9 +155,9 @@ def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
     r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity in a fully masked row."""
     direction = jax.lax.stop_gradient(direction)
 
-    def one(call: Prepared, arrays: Arrays) -> Array:
+    def one(call: StaticCall, operands: Operands) -> Array:
         reduction = Reduction(HashablePartial(support_function), fold_maxima)
-        return run_reduction(call, reduction, check_at(call, None, arrays), direction)
+        return run_reduction(call, reduction, None, operands, direction)
 
     return functools.reduce(jnp.maximum, map(one, calls, parts))
 
@@ -164,9 +165,9 @@ def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
 def score_maximum_at(calls: Calls, parts: Parts, source: Source = None) -> Array:
     r"""$\max_a s_a$ over the keys that a row sees; minus infinity in a fully masked row."""
 
-    def one(call: Prepared, arrays: Arrays) -> Array:
+    def one(call: StaticCall, operands: Operands) -> Array:
         reduction = Reduction(HashablePartial(score_maximum), fold_maxima)
-        return run_reduction(call, reduction, check_at(call, source, arrays))
+        return run_reduction(call, reduction, source, operands)
 
     return functools.reduce(jnp.maximum, map(one, calls, parts))
 
@@ -181,12 +182,16 @@ class HashablePartial(NamedTuple):
         return self.function(*self.first, *others)
 
 
-def run_reduction(call: Prepared, reduction: Reduction, given: CheckedCall, *rows: Array) -> Any:
-    """Runs a reduction on a checked call; the result has a batch axis if the arrays had one.
+def run_reduction(
+    call: StaticCall, reduction: Reduction, source: Source, operands: Operands, *rows: Array
+) -> Any:
+    """Runs a reduction at a source; that, the rows and the result have a batch axis if the user's arrays had one.
 
     Raises as the reduction does.
     """
-    if given.batched:
-        return sharded_reduction(call.plan, reduction, given, *rows)
-    found = sharded_reduction(call.plan, reduction, given, *(x[None] for x in rows))
-    return jax.tree.map(lambda x: x[0], found)
+    if not call.batched:
+        source, rows = jax.tree.map(lambda x: x[None], (source, rows))
+    source = None if source is None else jnp.asarray(source)
+    at = with_source(call.settings, operands, source)
+    found = sharded_reduction(call.plan, reduction, *at, *rows)
+    return found if call.batched else jax.tree.map(lambda x: x[0], found)

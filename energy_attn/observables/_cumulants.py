@@ -26,7 +26,7 @@ _HIGHEST_ORDER = 8
 
 def cumulant(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
     """The joint cumulant of the values along tangents; see `AbstractMeasure.cumulant`."""
-    directions = _check_tangents(tangents, parts)
+    directions = _check_tangents(tangents, calls, parts)
     if len(directions) == 1:
         return (_mean(calls, parts) * directions[0]).sum(-1)
     if len(directions) == 2:
@@ -56,7 +56,7 @@ def cumulant(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
 
 def moment(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
     """The joint moment of the values along tangents; see `AbstractMeasure.moment`."""
-    directions = _check_tangents(tangents, parts)
+    directions = _check_tangents(tangents, calls, parts)
     if len(directions) == 1:
         return (_mean(calls, parts) * directions[0]).sum(-1)
     term = _CentredProducts((tuple(range(len(directions))),))
@@ -69,14 +69,14 @@ def _mean(calls: Calls, parts: Parts) -> Array:
     return both_computed(*state_at(calls, None, parts))[0]
 
 
-def _check_tangents(tangents: object, parts: Parts) -> list[Array]:
+def _check_tangents(tangents: object, calls: Calls, parts: Parts) -> list[Array]:
     if not isinstance(tangents, Sequence):
         raise TypeError(f"tangents: wanted a sequence of arrays, got {received(tangents)}")
     if not 1 <= len(tangents) <= _HIGHEST_ORDER:
         raise ValueError(
             f"tangents: wanted from one to {_HIGHEST_ORDER} arrays, got {len(tangents)}"
         )
-    return [check_row_vectors(f"tangents[{i}]", x, parts) for i, x in enumerate(tangents)]
+    return [check_row_vectors(f"tangents[{i}]", x, calls, parts) for i, x in enumerate(tangents)]
 
 
 class _CentredProducts(NamedTuple):

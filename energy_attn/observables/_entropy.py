@@ -6,10 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from energy_attn.distributed.internal import attend_sharded
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
-    CheckedCall,
+    Operands,
     ScoreBlock,
     dot_rows,
     holds_keys,
@@ -18,19 +17,11 @@ from energy_attn.kernels.internal import (
     product,
 )
 
-from ..functional._free_energy import (
-    Arrays,
-    Calls,
-    Parts,
-    Prepared,
-    both_computed,
-    check_at,
-)
+from ..functional._free_energy import Calls, Parts, StaticCall, both_computed, state_at
 from ._at_source import (
     attention_and_mean_over_keys,
     covariance_product,
     mean_over_keys,
-    state_at,
 )
 
 
@@ -113,7 +104,7 @@ def entropy_of(mean: Array, lse: Array) -> Array:
 
 def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
     """The means of the scores, and the energies, both `[*B, T, N]`. Raises as the kernels do."""
-    found = [_mean_score(call, arrays) for call, arrays in zip(calls, parts, strict=True)]
+    found = [_mean_score(call, operands) for call, operands in zip(calls, parts, strict=True)]
     if len(found) == 1:
         return found[0]
     mean, lse = functools.reduce(merge, (AttentionState(m[..., None], f) for m, f in found))
@@ -128,41 +119,39 @@ def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
     return AttentionStatistics(out[..., :-1], lse, entropy_of(mean, lse), mean)
 
 
-def _attention_and_score(call: Prepared, arrays: Arrays) -> AttentionState:
+def _attention_and_score(call: StaticCall, operands: Operands) -> AttentionState:
     """The state with the mean of the scores behind attention."""
-    if not _is_linear(call, arrays):
-        return attention_and_mean_over_keys(call, arrays, _score_term, 1)
-    width = arrays.value.shape[-1]
-    out, lse, mean = _with_keys(call, arrays, jnp.concatenate([arrays.value, arrays.key], -1))
+    if not _is_linear(call, operands):
+        return attention_and_mean_over_keys(call, operands, _score_term, 1)
+    width = operands.value.shape[-1]
+    out, lse, mean = _with_keys(call, operands, jnp.concatenate([operands.value, operands.key], -1))
     return AttentionState(jnp.concatenate([out[..., :width], mean[..., None]], -1), lse)
 
 
-def _with_keys(call: Prepared, arrays: Arrays, value: Array) -> tuple[Array, Array, Array]:
+def _with_keys(call: StaticCall, operands: Operands, value: Array) -> tuple[Array, Array, Array]:
     """Attention over values that end in the keys, the energies, and the mean of linear scores."""
-    given = check_at(call, None, arrays._replace(value=value))
-    out, lse = attend_sharded(call.plan, call.names, given)
-    query = _asked(given, lse)
-    mean = dot_rows(query, out[..., -query.shape[-1] :])
-    return out, lse, given.settings.scale * mean
+    out, lse = state_at((call,), None, (operands._replace(value=value),))
+    query = _scaled_queries(call, operands, lse)
+    return out, lse, dot_rows(query, out[..., -query.shape[-1] :])
 
 
-def _asked(given: CheckedCall, lse: Array) -> Array:
-    """The queries as they were given, with zeros in fully masked rows, which may hold anything."""
-    query = given.operands.query if given.batched else given.operands.query[0]
-    return jnp.where(holds_keys(lse)[..., None], query, 0.0)
+def _scaled_queries(call: StaticCall, operands: Operands, lse: Array) -> Array:
+    """The queries times the scale, with zeros in fully masked rows, which may hold anything."""
+    query = operands.query if call.batched else operands.query[0]
+    return call.settings.scale * jnp.where(holds_keys(lse)[..., None], query, 0.0)
 
 
-def _is_linear(call: Prepared, arrays: Arrays) -> bool:
+def _is_linear(call: StaticCall, operands: Operands) -> bool:
     """Whether the scores are linear in the keys: scaled products, and nothing else."""
-    return arrays.bias is None and call.score is None
+    return operands.bias is None and call.settings.score is None
 
 
-def _mean_score(call: Prepared, arrays: Arrays) -> tuple[Array, Array]:
-    if not _is_linear(call, arrays):
-        mean, lse = mean_over_keys((call,), None, (arrays,), _score_term, 1)
+def _mean_score(call: StaticCall, operands: Operands) -> tuple[Array, Array]:
+    if not _is_linear(call, operands):
+        mean, lse = mean_over_keys((call,), None, (operands,), _score_term, 1)
         return mean[..., 0], lse
     # attention with the keys as values yields their mean
-    _, lse, mean = _with_keys(call, arrays, arrays.key)
+    _, lse, mean = _with_keys(call, operands, operands.key)
     return mean, lse
 
 
@@ -182,14 +171,13 @@ def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) ->
         return _in_two_passes(calls, parts)
     # With values v' = [k, v] the score is u·v' for u = [scale q, 0], and Cov(v') u contains both
     # Cov(k) scale q and Cov(v, s).
-    call, arrays = calls[0], parts[0]
-    given = check_at(call, None, arrays)
-    query = given.operands.query if given.batched else given.operands.query[0]
-    along, size = query * given.settings.scale, query.shape[-1]
-    joined = arrays._replace(value=jnp.concatenate([arrays.key, arrays.value], -1))
-    tangent = jnp.pad(along, [(0, 0)] * (along.ndim - 1) + [(0, arrays.value.shape[-1])])
+    call, operands = calls[0], parts[0]
+    query = operands.query if call.batched else operands.query[0]
+    along, size = query * call.settings.scale, query.shape[-1]
+    joined = operands._replace(value=jnp.concatenate([operands.key, operands.value], -1))
+    tangent = jnp.pad(along, [(0, 0)] * (along.ndim - 1) + [(0, operands.value.shape[-1])])
     state, found = covariance_product(calls, None, (joined,), tangent)
-    along = _asked(given, state.lse) * given.settings.scale
+    along = _scaled_queries(call, operands, state.lse)
     mean = (along * state.out[..., :size]).sum(-1)
     variance = jnp.maximum((along * found[..., :size]).sum(-1), 0.0)
     scores = ScoreMoments(mean, variance)

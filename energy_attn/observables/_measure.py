@@ -83,7 +83,7 @@ class AbstractMeasure(eqx.Module):
         calls, parts = self._prepared()
         if tangent is None:
             return covariance_at(calls, None, parts).covariance
-        tangent = check_row_vectors("tangent", tangent, parts)
+        tangent = check_row_vectors("tangent", tangent, calls, parts)
         return covariance_product(calls, None, parts, tangent)[1]
 
     def cumulant(self, tangents: Sequence[Float[Array, "*B T N Hv"]]) -> Float[Array, "*B T N"]:

@@ -16,7 +16,7 @@ from energy_attn.kernels.internal import (
     uniform,
 )
 
-from ..functional._free_energy import Arrays, Calls, Parts, Prepared, check_at
+from ..functional._free_energy import Calls, Parts, StaticCall, row_shape
 from ._at_source import HashablePartial, run_reduction
 
 # Numbers that no block of keys folds into the seeds: of the choice among devices, and among parts.
@@ -28,23 +28,23 @@ def sample_keys(
 ) -> Int[Array, "*B T N count"]:
     """Draws keys of each row; see `AbstractMeasure.sample`."""
     parts = lax.stop_gradient(parts)
-    seeds = jax.random.bits(key, (*parts[0].query.shape[:-1], 2), jnp.uint32)
+    seeds = jax.random.bits(key, row_shape(calls[0], parts[0], 2), jnp.uint32)
     drawn = _sample_part(calls[0], parts[0], seeds, count)
-    first = parts[0].key.shape[-3]
-    for number, (call, arrays) in enumerate(zip(calls[1:], parts[1:], strict=True)):
+    first = parts[0].key.shape[1]
+    for number, (call, operands) in enumerate(zip(calls[1:], parts[1:], strict=True)):
         own = fold_in_seeds(seeds, _PARTS - number)
-        other = _sample_part(call, arrays, own, count)
+        other = _sample_part(call, operands, own, count)
         indices = jnp.where(other.indices < 0, -1, other.indices + first)
         chance = uniform(fold_in_seeds(own, _PARTS), (count,), drawn.lse.dtype)
         drawn = merge_draws(drawn, other._replace(indices=indices), chance)
-        first += arrays.key.shape[-3]
+        first += operands.key.shape[1]
     return drawn.indices
 
 
-def _sample_part(call: Prepared, arrays: Arrays, seeds: Array, count: int) -> Draw:
+def _sample_part(call: StaticCall, operands: Operands, seeds: Array, count: int) -> Draw:
     axes = () if call.plan is None else call.plan.sequence
     reduction = Reduction(HashablePartial(_drawn, (count, axes)), _fold_draws)
-    return run_reduction(call, reduction, check_at(call, None, arrays), seeds)[0]
+    return run_reduction(call, reduction, None, operands, seeds)[0]
 
 
 def _drawn(

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 
-from energy_attn.kernels.internal import lse_dtype
+from energy_attn.kernels.internal import Operands, Settings, lse_dtype, window_structure
 
-from ..functional._free_energy import Arrays, Calls, Parts, Prepared
+from ..functional._free_energy import Calls, Parts, StaticCall
 
 
 def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:
@@ -13,20 +13,30 @@ def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:
     A sink of plus infinity has the largest score that there is: all the weight, and differences of scores
     that are numbers.
     """
-    plain = tuple(arrays._replace(sink=None) for arrays in parts)
+    plain = tuple(operands._replace(sink=None) for operands in parts)
     own = [_as_key(*x) for x in zip(calls, parts, strict=True) if x[1].sink is not None]
-    return (*calls, *(call for call, _ in own)), (*plain, *(arrays for _, arrays in own))
+    return (*calls, *(call for call, _ in own)), (*plain, *(operands for _, operands in own))
 
 
-def _as_key(call: Prepared, arrays: Arrays) -> tuple[Prepared, Arrays]:
+def _as_key(call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]:
     """A key of zeros, whose value is zero and whose bias is the sink, for the queries that are there."""
-    shape = (*arrays.key.shape[:-3], 1, *arrays.key.shape[-2:])
-    key = jnp.zeros(shape, arrays.key.dtype)
-    value = jnp.zeros((*shape[:-1], arrays.value.shape[-1]), arrays.value.dtype)
-    sink = jnp.asarray(arrays.sink, lse_dtype(arrays.query.dtype))
+    key, value = (
+        jnp.zeros_like(x[:, :1], shape=(x.shape[0], 1, *x.shape[2:])) for x in operands[1:3]
+    )
+    sink = jnp.asarray(operands.sink, lse_dtype(operands.query.dtype))
     bias = jnp.where(jnp.isposinf(sink), jnp.finfo(sink.dtype).max, sink)[..., None, None]
-    rows = {name: arrays.options.get(name) for name in ("query_seq_lengths", "query_positions")}
+    positions, lengths = operands.query_positions, operands.query_lengths
+    own = Operands(
+        operands.query,
+        key,
+        value,
+        bias if bias.ndim == 4 else bias[None],
+        None,
+        positions,
+        None if positions is None else jnp.zeros((1, 1), positions.dtype),
+        query_lengths=lengths,
+    )
     # All devices have it, so that nothing is folded over them; one column of scores is dense.
     plan = None if call.plan is None else call.plan._replace(sequence=(), queries=False)
-    static = Prepared(("reference",), plan, (("scale", 1.0),), at_zero=call.at_zero)
-    return static, Arrays(arrays.query, key, value, bias, None, rows)
+    settings = Settings(1.0, window_structure())
+    return call._replace(names=("reference",), plan=plan, settings=settings), own

@@ -139,6 +139,7 @@ def tree_decode(
         cache.key,
         cache.value,
         source=source,
+        sink=sink,
         scales=(cache.key_scale, cache.value_scale),
         **scores,
         local_window_size=reach,
@@ -147,7 +148,7 @@ def tree_decode(
     )
     # after `reshard_explicit` the nodes are sharded differently
     context = _partial_state(
-        sharding_plan(cache.parallel, query, cache.key, cache.value), names, context_call, sink
+        sharding_plan(cache.parallel, query, cache.key, cache.value), names, context_call
     )
     # the tree's mask replaces positions, which only a score reads
     rows: RowOptions = {}
@@ -165,11 +166,9 @@ def _partial_state(
     plan: ShardingPlan | None,
     names: tuple[Candidate, ...],
     call: CheckedCall,
-    sink: Array | None = None,
 ) -> AttentionState:
     """The state of a part of the keys, to be merged with others. Raises as the kernels do."""
-    call = call._replace(settings=with_unrounded_out(call.settings))
-    return attend_sharded(plan, names, call, sink)
+    return attend_sharded(plan, names, with_unrounded_out(call.settings), call.operands)
 
 
 def commit(

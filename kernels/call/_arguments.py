@@ -7,7 +7,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from .._checks import (
@@ -25,11 +24,26 @@ from .._checks import (
     received,
 )
 from ..scores._check import check_score
-from ._canonical import Tokens, canonical_mask, split_mask, with_lengths
+from ._canonical import Tokens, canonical_mask, split_mask
 from ._eight_bits import dequantize
 from ._operands import Operands, Settings
 from ._options import KernelOptions, check_options
+from ._sink import check_sink
+from ._source import with_source
 from ._state import lse_dtype
+
+Scales = tuple[Array | None, Array | None]
+# What a layout says of a call's tokens, and whether masks, scores or lengths of keys read their positions.
+Place = Callable[[Tokens, bool], Tokens]
+
+
+class CheckedArrays(NamedTuple):
+    """Query, key and value with a batch axis, and whether the user's arrays had one."""
+
+    query: Array
+    key: Array
+    value: Array
+    batched: bool
 
 
 class CheckedCall(NamedTuple):
@@ -39,13 +53,11 @@ class CheckedCall(NamedTuple):
         operands: the arrays.
         settings: the static options.
         batched: whether the user's arrays had a batch axis.
-        compares: whether a mask, a score, or lengths of keys, say something of positions.
     """
 
     operands: Operands
     settings: Settings
     batched: bool
-    compares: bool
 
 
 def check_call(
@@ -55,25 +67,39 @@ def check_call(
     source: Array | np.ndarray | None = None,
     bias: object = None,
     mask: object = None,
-    scored_width: int | None = None,
-    scales: tuple[Array | None, Array | None] = (None, None),
+    scales: Scales = (None, None),
+    place: Place | None = None,
+    sink: object = None,
     **options: Unpack[KernelOptions],
 ) -> CheckedCall:
     """Checks every argument of `local_attention` but `implementation`; returns operands and settings.
 
-    `scored_width`: of the settings, where a source is in query and key already. `scales`: of keys and
-    values that are int8, which are dequantized here if a source or an array for `scale` has to be joined to them.
+    `scales`: of keys and values that are int8, which are dequantized if a source or an array for `scale` has to be
+    joined to them.
 
     Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """
     check_options(options, KernelOptions)
+    arrays = check_arrays(query, key, value, scales)
+    if source is not None:
+        shape = (*arrays.query.shape[:-1], arrays.value.shape[-1])
+        check_shape("source", check_floating("source", source), shape[0 if arrays.batched else 1 :])
+        source = jnp.asarray(source if arrays.batched else source[None])
+    call = check_scored(arrays, bias, mask, scales, place, sink, **options)
+    settings, operands = with_source(call.settings, call.operands, source)
+    return call._replace(settings=settings, operands=operands)
+
+
+def check_arrays(
+    query: object, key: object, value: object, scales: Scales = (None, None)
+) -> CheckedArrays:
+    """Checks query, key and value against each other. Raises as `check_call`."""
     query = jnp.asarray(check_floating("query", query))
     key = _of_keys("key", key, scales[0], query)
     value = _of_keys("value", value, scales[1], query)
     if query.ndim not in (3, 4):
         raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
-    batched = query.ndim == 4
-    *lead, query_len, heads, width = query.shape
+    *lead, _, heads, width = query.shape
     check_shape("key", key, (*lead, "S", "K", width))
     key_len, kv_heads = key.shape[-3:-1]
     check_shape("value", value, (*lead, key_len, kv_heads, "Hv"))
@@ -85,59 +111,51 @@ def check_call(
     for name, x in (("query", query), ("value", value)):
         if x.shape[-1] == 0:
             raise ValueError(f"{name}: wanted a width above zero, got {received(x)}")
-    if source is not None:
-        check_source(source, query, value)
-        source = jnp.asarray(source)
-    if not batched:
-        query, key, value = query[None], key[None], value[None]
-        source = None if source is None else source[None]
+    if query.ndim == 4:
+        return CheckedArrays(query, key, value, True)
+    return CheckedArrays(query[None], key[None], value[None], False)
 
-    batch = query.shape[0]
+
+def check_scored(
+    arrays: CheckedArrays,
+    bias: object = None,
+    mask: object = None,
+    scales: Scales = (None, None),
+    place: Place | None = None,
+    sink: object = None,
+    **options: Unpack[KernelOptions],
+) -> CheckedCall:
+    """Checks all else, by which checked arrays are scored. Raises as `check_call`."""
+    query, key, value, batched = arrays
+    batch, query_len, heads, _ = query.shape
+    key_len = key.shape[1]
     scores = (batch, heads, query_len, key_len)
     predicate, mask = split_mask(mask)
     bias, mask = check_scores(bias, mask, scores)
     is_causal = check_flag("is_causal", options.get("is_causal", False))
     window = check_window(options.get("local_window_size"))
+    score, score_arrays = check_score(options.get("score"), scores, lse_dtype(query.dtype))
 
-    query_positions, key_positions = (
-        _numbers(name, options.get(name), batch, size, batched)
-        for name, size in (("query_positions", query_len), ("key_positions", key_len))
-    )
-    lengths = tuple(
-        _lengths(name, options.get(name), batch, size, batched)
-        for name, size in (("query_seq_lengths", query_len), ("key_value_seq_lengths", key_len))
-    )
-
-    query_segment_ids = options.get("query_segment_ids")
-    key_segment_ids = options.get("key_segment_ids")
-    if (query_segment_ids is None) != (key_segment_ids is None):
-        missing = "query_segment_ids" if query_segment_ids is None else "key_segment_ids"
-        raise ValueError(f"{missing}: wanted an integer array beside the other's, got None")
-    tokens = Tokens(
-        query_positions,
-        key_positions,
-        _numbers("query_segment_ids", query_segment_ids, batch, query_len, batched, as_ids),
-        _numbers("key_segment_ids", key_segment_ids, batch, key_len, batched, as_ids),
-    )
-    if query_positions is None and key_positions is None:
-        tokens = with_lengths(tokens, *lengths)
-    else:
+    tokens = _check_tokens(options, batch, query_len, key_len, batched)
+    if place is not None:
+        reads = is_causal or window is not None or predicate is not None
+        reads = reads or (score is not None and score.compares)
+        tokens = place(tokens, reads or tokens.key_lengths is not None)
+    if tokens.query_positions is not None or tokens.key_positions is not None:
         tokens = tokens._replace(
-            query_positions=_among(query_positions, lengths[0], query_len),
-            key_positions=_among(key_positions, lengths[1], key_len),
+            query_positions=_among(tokens.query_positions, tokens.query_lengths, query_len),
+            key_positions=_among(tokens.key_positions, tokens.key_lengths, key_len),
+            query_lengths=None,
+            key_lengths=None,
         )
     canonical = canonical_mask(predicate, is_causal, window, tokens, batch, query_len, key_len)
 
-    if source is not None or isinstance(options.get("scale"), jax.Array):
+    if isinstance(options.get("scale"), jax.Array):
         key, value = (
             dequantize(x, scale, query.dtype) for x, scale in zip((key, value), scales, strict=True)
         )
         scales = None, None
     query, key, scale = _scaled(query, key, options.get("scale"), canonical.tokens)
-    if source is not None:
-        scored_width = scored_width or query.shape[-1]
-        query, key, scale = _with_source(query, key, value, source, scale)
-    score, score_arrays = check_score(options.get("score"), scores, lse_dtype(query.dtype))
     operands = Operands(
         query, key, value, bias, mask, *canonical.tokens[:4], canonical.arrays, score_arrays
     )
@@ -146,12 +164,30 @@ def check_call(
         value_scale=scales[1],
         query_lengths=canonical.tokens.query_lengths,
         key_lengths=canonical.tokens.key_lengths,
+        sink=check_sink(sink, query if batched else query[0]),
     )
-    settings = Settings(scale, canonical.structure)
-    if score is not None:
-        settings = settings._replace(score=score, scored_width=scored_width)
-    compares = settings.compares or lengths[1] is not None or predicate is not None
-    return CheckedCall(operands, settings, batched, compares)
+    return CheckedCall(operands, Settings(scale, canonical.structure, score=score), batched)
+
+
+def _check_tokens(
+    options: KernelOptions, batch: int, query_len: int, key_len: int, batched: bool
+) -> Tokens:
+    """Positions, segments and lengths as they are given."""
+    sizes = ("query", query_len), ("key", key_len)
+    of_queries, of_keys = (options.get(f"{side}_segment_ids") for side, _ in sizes)
+    if (of_queries is None) != (of_keys is None):
+        missing = "query_segment_ids" if of_queries is None else "key_segment_ids"
+        raise ValueError(f"{missing}: wanted an integer array beside the other's, got None")
+    numbers = (
+        _numbers(name, options.get(name), batch, size, batched, narrow)
+        for narrow, kind in ((as_int32, "positions"), (as_ids, "segment_ids"))
+        for name, size in ((f"{side}_{kind}", size) for side, size in sizes)
+    )
+    lengths = (
+        _lengths(name, options.get(name), batch, size, batched)
+        for name, size in (("query_seq_lengths", query_len), ("key_value_seq_lengths", key_len))
+    )
+    return Tokens(*numbers, *lengths)
 
 
 def _of_keys(name: str, x: Any, scale: Array | None, query: Array) -> Array:
@@ -220,28 +256,6 @@ def _scaled(
         positions: Any = tokens.with_positions(query.shape[1], key.shape[1]).query_positions
         query = jnp.where(positions[:, :, None, None] >= 0, query, 0)
     return query.astype(dtype) * scale.astype(dtype), key.astype(dtype), 1.0
-
-
-def _with_source(
-    query: Array, key: Array, value: Array, source: Array, scale: float
-) -> tuple[Array, Array, float]:
-    # scale q·k + ζ·v = [scale q, ζ]·[k, v]: a source is extra width of query and key, again in the
-    # dtype of the scores.
-    dtype = lse_dtype(query.dtype, source.dtype)
-    source, value = _as_split(source, query), _as_split(value, key)
-    query = jnp.concatenate([query.astype(dtype) * scale, source.astype(dtype)], -1)
-    key = jnp.concatenate([key.astype(dtype), value.astype(dtype)], -1)
-    return query, key, 1.0
-
-
-def _as_split(x: Array, like: Array) -> Array:
-    """`x` with all axes but the last sharded over explicit mesh axes as those of `like`."""
-    sharding: Any = jax.typeof(like).sharding
-    parts = sharding.spec[: like.ndim - 1]
-    mine = jax.typeof(x).sharding.spec[: like.ndim - 1]
-    if tuple(mine) == tuple(parts):
-        return x
-    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*parts)))
 
 
 def _four_axes(name: str, x: Array | np.ndarray, shape: tuple[int, int, int, int]) -> Array:
@@ -313,7 +327,7 @@ def _numbers(
     batch: int,
     size: int,
     batched: bool,
-    narrow: Callable[[Any], Any] = as_int32,
+    narrow: Callable[[Any], Any],
 ) -> Array | None:
     if x is None:
         return None

@@ -43,6 +43,8 @@ class Operands(NamedTuple):
         query_lengths: None, or int32 `[B]` or `[1]`, and no positions are given: queries from this index on are
             absent. A kernel gets positions in their place, unless `Lengths` is one of its `masks`.
         key_lengths: likewise.
+        sink: None, or floating `[N]` or `[B, N]`: the score of one more outcome, of value zero, which is merged once
+            with the state of all keys. No kernel gets it.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -69,6 +71,7 @@ class Operands(NamedTuple):
     value_scale: Array | None = None
     query_lengths: Array | None = None
     key_lengths: Array | None = None
+    sink: Array | None = None
 
 
 class Settings(NamedTuple):

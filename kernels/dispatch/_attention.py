@@ -9,7 +9,8 @@ from ..call._arguments import check_call
 from ..call._options import KernelOptions
 from ..call._state import AttentionState
 from ..masks._abstract import AbstractMask
-from ._registry import attend, candidates
+from ._registry import attend, candidates, differentiated_by_jax
+from ._taylor import check_taylor
 
 
 def local_attention(
@@ -66,5 +67,7 @@ def local_attention(
     """
     names = candidates(options.get("implementation"))
     call = check_call(query, key, value, source, bias, mask, **options)
+    if not differentiated_by_jax(names):
+        check_taylor(call.operands)
     state = attend(names, call.settings, call.operands)
     return state if call.batched else jax.tree.map(lambda x: x[0], state)

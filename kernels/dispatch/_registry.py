@@ -29,7 +29,6 @@ from ._derivative import Attention
 from ._eight_bits import attend_eight_bits
 from ._function import function_call
 from ._lowering import Program, first_fitting, why_unfit
-from ._taylor import check_taylor
 
 # In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,
 # which take most; and those made of XLA's operations, which run everywhere.
@@ -161,25 +160,20 @@ def _check_kernel(kernel: AbstractKernel) -> None:
         ) from None
 
 
-def attend(names: Sequence[Candidate], settings: Settings, operands: Operands) -> AttentionState:
-    """Runs the first of the implementations `names`, or kernels, that takes the call, compiled.
+# Compiled here, so that calls outside of jit are traced and compiled once for their shapes.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands) -> AttentionState:
+    """Runs the first of the implementations `names`, or kernels, that takes the call.
 
     Among kernels for single platforms, the choice is made when the program is lowered. Raises
     `NotImplementedError` if the only one declines, and an `ExceptionGroup` of all reasons if several
     do.
     """
-    if not differentiated_by_jax(names):
-        check_taylor(operands)
-    return _attend(tuple(names), settings, vary_together(operands))
-
-
-# Compiled here, so that calls outside of jit are traced and compiled once for their shapes.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands) -> AttentionState:
+    operands = vary_together(operands)
     kernels, _ = _accepting(names, settings, operands)
     if operands.key_scale is not None:
         operands = without_lengths(operands)
-        return attend_eight_bits(_attend, names, kernels, settings, operands)
+        return attend_eight_bits(attend, names, kernels, settings, operands)
     if kernels[0].differentiated_by_jax:
         return kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
     return function_call(Attention(kernels, settings), operands)
