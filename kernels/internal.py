@@ -22,6 +22,12 @@ from ._program import bind as bind
 from ._varying import apply_in_float32 as apply_in_float32
 from ._varying import vary_together as vary_together
 from ._varying import varying_axes as varying_axes
+from .autodiff._function import AbstractFunction as AbstractFunction
+from .autodiff._function import function_call as function_call
+from .autodiff._function import with_zeros as with_zeros
+from .autodiff._linear import AbstractLinearMap as AbstractLinearMap
+from .autodiff._linear import linear_call as linear_call
+from .autodiff._taylor import check_taylor as check_taylor
 from .call._arguments import CheckedCall as CheckedCall
 from .call._arguments import check_arrays as check_arrays
 from .call._arguments import check_call as check_call
@@ -71,11 +77,6 @@ from .dispatch._derivative import Saved as Saved
 from .dispatch._derivative import keep_moved as keep_moved
 from .dispatch._derivative import tangent_along as tangent_along
 from .dispatch._derivative import wanting as wanting
-from .dispatch._function import AbstractFunction as AbstractFunction
-from .dispatch._function import function_call as function_call
-from .dispatch._function import with_zeros as with_zeros
-from .dispatch._linear import AbstractLinearMap as AbstractLinearMap
-from .dispatch._linear import linear_call as linear_call
 from .dispatch._lowering import PLATFORMS as PLATFORMS
 from .dispatch._lowering import platform_here as platform_here
 from .dispatch._overlap import overlap_transfer as overlap_transfer
@@ -84,7 +85,6 @@ from .dispatch._registry import candidates as candidates
 from .dispatch._registry import differentiated_by_jax as differentiated_by_jax
 from .dispatch._registry import explain as explain
 from .dispatch._registry import tried as tried
-from .dispatch._taylor import check_taylor as check_taylor
 from .masks._structure import window_structure as window_structure
 from .pallas.gpu._sizes import KernelKind as KernelKind
 from .reductions._covariance import centred as centred

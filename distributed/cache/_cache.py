@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    RowOptions,
     ScoreOptions,
     check_call,
     check_floating_dtype,
@@ -298,14 +297,10 @@ class KVCache(eqx.Module):
             NotImplementedError: the implementation named declines the call.
         """
         names, options = check_scores(options, mask, self.window)
-        positions = check_queries(
-            query, self.key, self.dtype, self.lengths, lengths, query_positions
-        )
-        rows: RowOptions = {"query_positions": positions, "key_positions": self.positions}
+        places = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
+        scored: Any = {"query_positions": places, "key_positions": self.positions, **options}
         stored, scales = (self.key, self.value), (self.key_scale, self.value_scale)
-        call = check_call(
-            query, *stored, source, None, mask, scales=scales, sink=sink, **options, **rows
-        )
+        call = check_call(query, *stored, source, None, mask, scales, sink=sink, **scored)
         plan = sharding_plan(self.parallel, *call.operands[:3])
         return attend_sharded(plan, names, call.settings, call.operands)
 

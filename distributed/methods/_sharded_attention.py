@@ -245,7 +245,7 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         value_scale=spec(operands.value_scale, batch, keys, heads),
         query_lengths=spec(operands.query_lengths, batch),
         key_lengths=spec(operands.key_lengths, batch),
-        sink=PartitionSpec(),  # there is none here
+        sink=spec(operands.sink),
     )
 
 

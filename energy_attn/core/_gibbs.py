@@ -82,7 +82,7 @@ class Gibbs(AbstractConjugate):
         """
         calls, parts = _calls(self.parts)
         if source is not None:
-            check_source(source, parts[0].query, parts[0].value)
+            check_source(source, self.parts[0].query, self.parts[0].value)
         total = sum_of_sources(self.source, source)
         if total is None:
             return both_computed(*state_at(calls, None, parts))[1]

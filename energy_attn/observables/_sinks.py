@@ -20,22 +20,14 @@ def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:
 
 def _as_key(call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]:
     """A key of zeros, whose value is zero and whose bias is the sink, for the queries that are there."""
-    key, value = (
-        jnp.zeros_like(x[:, :1], shape=(x.shape[0], 1, *x.shape[2:])) for x in operands[1:3]
-    )
+    key, value = (jnp.zeros((len(x), 1, *x.shape[2:]), x.dtype) for x in operands[1:3])
     sink = jnp.asarray(operands.sink, lse_dtype(operands.query.dtype))
     bias = jnp.where(jnp.isposinf(sink), jnp.finfo(sink.dtype).max, sink)[..., None, None]
-    positions, lengths = operands.query_positions, operands.query_lengths
-    own = Operands(
-        operands.query,
-        key,
-        value,
-        bias if bias.ndim == 4 else bias[None],
-        None,
-        positions,
-        None if positions is None else jnp.zeros((1, 1), positions.dtype),
-        query_lengths=lengths,
-    )
+    bias, positions = bias if bias.ndim == 4 else bias[None], operands.query_positions
+    own = Operands(operands.query, key, value, bias, None, positions, None)
+    if positions is not None:
+        own = own._replace(key_positions=jnp.zeros((1, 1), positions.dtype))
+    own = own._replace(query_lengths=operands.query_lengths)
     # All devices have it, so that nothing is folded over them; one column of scores is dense.
     plan = None if call.plan is None else call.plan._replace(sequence=(), queries=False)
     settings = Settings(1.0, window_structure())

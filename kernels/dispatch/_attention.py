@@ -5,12 +5,12 @@ from typing import Unpack
 import jax
 from jaxtyping import Array, Bool, Float
 
+from ..autodiff._taylor import check_taylor
 from ..call._arguments import check_call
 from ..call._options import KernelOptions
 from ..call._state import AttentionState
 from ..masks._abstract import AbstractMask
 from ._registry import attend, candidates, differentiated_by_jax
-from ._taylor import check_taylor
 
 
 def local_attention(

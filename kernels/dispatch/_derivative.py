@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..call._kernel import AbstractKernel, knows_rest
+from ..autodiff._function import AbstractFunction, function_call
+from ..autodiff._linear import AbstractLinearMap, linear_call
+from ..call._kernel import AbstractKernel, as_read, knows_rest
 from ..call._operands import (
     KernelCall,
     Operands,
@@ -20,8 +22,6 @@ from ..call._operands import (
 from ..call._state import AttentionState, divided
 from ..xla._blockwise import Blockwise, empty_like
 from ..xla._tangent import tangent
-from ._function import AbstractFunction, function_call
-from ._linear import AbstractLinearMap, linear_call
 from ._lowering import run_when_lowered
 
 Kernels = tuple[AbstractKernel, ...]
@@ -153,7 +153,10 @@ class Attention(AbstractFunction):
     settings: Settings
 
     def apply(self, args: Operands) -> AttentionState:
-        return run_when_lowered(_forward, empty_like, self.kernels, self.settings, args)
+        first = self.kernels[0]
+        if first.platforms:
+            return run_when_lowered(_forward, empty_like, self.kernels, self.settings, args)
+        return first.forward(as_read(first, KernelCall(args, self.settings)))
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
         state, rest = function_call(_WithRest(self.kernels, self.settings), primals)

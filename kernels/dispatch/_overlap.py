@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from jax import lax
 
-from ._function import AbstractFunction, function_call
+from ..autodiff._function import AbstractFunction, function_call
 
 Computed = TypeVar("Computed")
 Tree = TypeVar("Tree")

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from .._checks import received
 from .._varying import vary_together
+from ..autodiff._function import function_call
 from ..call._kernel import AbstractKernel, Candidate, as_read, check_call_of
 from ..call._operands import KernelCall, Operands, Settings, is_static, without_lengths
 from ..call._state import AttentionState
@@ -27,7 +28,6 @@ from ..xla._decode_cpu import DecodeCPU
 from ..xla._reference import Reference
 from ._derivative import Attention
 from ._eight_bits import attend_eight_bits
-from ._function import function_call
 from ._lowering import Program, first_fitting, why_unfit
 
 # In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,

@@ -19,9 +19,9 @@ def read_as_stored(monkeypatch) -> Iterator[list]:
 
     with monkeypatch.context() as patch:
         patch.setattr(_eight_bits, "lax", types.SimpleNamespace(platform_dependent=branch))
-        _registry._attend.clear_cache()  # calls traced with the other branch, and then with this one
+        _registry.attend.clear_cache()  # calls traced with the other branch, and then with this one
         yield given
-    _registry._attend.clear_cache()
+    _registry.attend.clear_cache()
 
 
 def read_by_kernels(monkeypatch) -> Iterator[None]:

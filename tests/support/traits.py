@@ -126,7 +126,7 @@ def attend(
     if not isinstance(implementation, AbstractKernel):
         return local_attention(**arrays, **problem.options, implementation=implementation)
     call = _arguments.check_call(**arrays, **problem.options)
-    return _registry.attend([implementation], call.settings, call.operands)
+    return _registry.attend((implementation,), call.settings, call.operands)
 
 
 def arrays_of(implementation: str | AbstractKernel, problem: Problem, dtype=None):

@@ -63,9 +63,9 @@ def union(arrays, problem, kernel):
     call = check_call(**arrays, **problem.options)
     operands, settings = positioned(call.operands), with_unrounded_out(call.settings)
     half = operands.key.shape[1] // 2
-    state = attend(["reference"], settings, some_keys(operands, slice(half)))
+    state = attend(("reference",), settings, some_keys(operands, slice(half)))
     return attend_and_merge(
-        state, [kernel], settings, some_keys(operands, slice(half, None)), None
+        state, (kernel,), settings, some_keys(operands, slice(half, None)), None
     )[0]
 
 
@@ -119,7 +119,7 @@ def test_gradients_by_head(monkeypatch):
     @jax.jit
     def run(arrays, so_far):
         call = check_call(**arrays, **problem.options)
-        state = attend(["blockwise"], call.settings, call.operands)
+        state = attend(("blockwise",), call.settings, call.operands)
         given = call.operands, call.settings, state, cotangent
         return [backward_by_head(x, *given)[0] for x in (so_far, None)]
 
@@ -146,7 +146,7 @@ def test_what_is_not_finite_in_a_state():
     @jax.jit
     def run(state, arrays):
         call = check_call(**arrays, is_causal=True)
-        return attend_and_merge(state, ["blockwise"], call.settings, call.operands, None)[0]
+        return attend_and_merge(state, ("blockwise",), call.settings, call.operands, None)[0]
 
     found = jax.device_get(run(AttentionState(*map(array, start)), arrays))
     rows = [0, 1, 4, 5, 6]
@@ -161,7 +161,7 @@ def test_memory():
 
     def step(state, query, key):
         call = check_call(query, key, key)
-        return attend_and_merge(state, ["blockwise"], call.settings, call.operands, None)[0]
+        return attend_and_merge(state, ("blockwise",), call.settings, call.operands, None)[0]
 
     for run, args in (merge, (state, state)), (step, (state, query, key)):
         program = jax.jit(run, donate_argnums=0).lower(*args).compile()

@@ -249,7 +249,7 @@ def test_traced_once(monkeypatch):
         return attend_eight_bits(*given)
 
     monkeypatch.setattr(_registry, "attend_eight_bits", counting)
-    _registry._attend.clear_cache()
+    _registry.attend.clear_cache()
     for _ in range(3):
         call(arrays, problem, attend)
     assert len(traced) == 1

@@ -91,7 +91,7 @@ def test_symbolic_sizes(symbols, options, sizes):
 
     def run(*arrays):
         call = check_call(*arrays, **options)
-        return tuple(attend([kernel], call.settings, call.operands))
+        return tuple(attend((kernel,), call.settings, call.operands))
 
     def wanted(*arrays):
         return tuple(local_attention(*arrays, **options, implementation="reference"))

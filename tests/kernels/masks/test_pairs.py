@@ -146,7 +146,7 @@ def check_composition(kernel, rule, queries, keys):
 
     def attend(arrays):
         call = check_call(**arrays, **options, mask=rule)
-        return _registry.attend([kernel], call.settings, call.operands)
+        return _registry.attend((kernel,), call.settings, call.operands)
 
     @jax.jit
     def run(arrays, directions, dout, dlse):

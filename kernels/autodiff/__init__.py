@@ -1,0 +1,1 @@
+"""Functions with derivatives of their own, in both modes and to any order."""
