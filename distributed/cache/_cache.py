@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import equinox as eqx
 import jax

@@ -94,10 +94,6 @@ class Gibbs(AbstractConjugate):
     def attention(
         self, *, return_energy: Literal[True]
     ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
-    @overload
-    def attention(
-        self, *, return_energy: bool
-    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]: ...
     def attention(
         self, *, return_energy: bool = False
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:

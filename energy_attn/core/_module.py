@@ -10,13 +10,13 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import (
     Candidate,
+    Operands,
     RowOptions,
     candidates,
     check_flag,
     check_floating,
     check_options,
     check_scale,
-    check_source,
     check_window,
     join_masks,
     received,
@@ -25,12 +25,17 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 from energy_attn.kernels.scores import AbstractScore
 
-from ..functional._free_energy import attention_and_energy, energy_at
+from ..functional._free_energy import (
+    StaticCall,
+    attention_and_energy,
+    energy_at,
+    prepare_recorded,
+)
 from ..functional._options import AttentionOptions, EnergyOptions
 from ..functional._tag import recorders, tagged
 from ..sparse._tsallis import Tsallis, tsallis_state
 from ._gibbs import Gibbs
-from ._keys import AbstractEnergy, KeySet, prepare_at, prepare_keys
+from ._keys import AbstractEnergy, KeySet, prepare_keys
 
 
 def _hashable(
@@ -153,7 +158,12 @@ class FreeEnergy(AbstractEnergy):
             ValueError: shapes that do not match, values out of range.
             NotImplementedError: the energy has a regulariser, and so no measure of Gibbs.
         """
-        query = _tagged(self, None, query, key, value, bias, mask, rows)
+        if recorders.value:
+            _check_gibbs(self)
+            joined, options = join_masks(self.mask, mask), {**self._options(), **rows}
+            query = tagged(
+                self.name or "FreeEnergy", None, query, key, value, bias, joined, **options
+            )
         measure = measure_at(self, query, key, value, bias, mask, rows)
         prepare_keys(measure.parts[0])  # raises for arguments that do not fit
         return measure
@@ -172,10 +182,7 @@ class FreeEnergy(AbstractEnergy):
         """Energies `[B, T, N]` in nats; arguments and errors as in
         [`free_energy`][energy_attn.free_energy].
         """
-        query = _tagged(self, source, query, key, value, bias, mask, rows)
-        call, operands = prepare_at(self, query, key, value, bias, mask, rows)
-        if source is not None:
-            check_source(source, query, value)
+        call, operands = _prepare(self, source, query, key, value, bias, mask, rows)
         if self.regulariser is not None:
             return tsallis_state(self.regulariser, (call,), source, (operands,)).lse
         return energy_at((call,), source, (operands,))
@@ -206,19 +213,6 @@ class FreeEnergy(AbstractEnergy):
         **rows: Unpack[RowOptions],
     ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
 
-    @overload
-    def attention(
-        self,
-        query: Float[Array, "*B T N H"],
-        key: Float[Array, "*B S K H"],
-        value: Float[Array, "*B S K Hv"],
-        *,
-        bias: Float[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | AbstractMask | None = None,
-        return_energy: bool = False,
-        **rows: Unpack[RowOptions],
-    ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
-
     def attention(
         self,
         query: Float[Array, "*B T N H"],
@@ -234,8 +228,7 @@ class FreeEnergy(AbstractEnergy):
         `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
         """
         check_flag("return_energy", return_energy)
-        query = _tagged(self, None, query, key, value, bias, mask, rows)
-        call, operands = prepare_at(self, query, key, value, bias, mask, rows)
+        call, operands = _prepare(self, None, query, key, value, bias, mask, rows)
         if self.regulariser is not None:
             out, energy = tsallis_state(self.regulariser, (call,), None, (operands,))
         else:
@@ -263,7 +256,7 @@ def _check_gibbs(energy: FreeEnergy) -> None:
         )
 
 
-def _tagged(
+def _prepare(
     energy: FreeEnergy,
     source: Any,
     query: Array,
@@ -272,13 +265,14 @@ def _tagged(
     bias: Array | None,
     mask: Array | AbstractMask | None,
     rows: RowOptions,
-) -> Array:
-    """The query, with what is recorded of the call."""
-    if not recorders.value:
-        return query
-    _check_gibbs(energy)
-    mask, name = join_masks(energy.mask, mask), energy.name or "FreeEnergy"
-    return tagged(name, source, query, key, value, bias, mask, **energy._options(), **rows)
+) -> tuple[StaticCall, Operands]:
+    """The prepared call, with what is recorded of it."""
+    if recorders.value:
+        _check_gibbs(energy)
+    check_options(rows, RowOptions)
+    arguments = query, key, value, bias, join_masks(energy.mask, mask)
+    name = energy.name or "FreeEnergy"
+    return prepare_recorded(name, source, *arguments, **energy._options(), **rows)
 
 
 def measure_at(

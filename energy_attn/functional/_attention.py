@@ -7,9 +7,8 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.kernels.internal import check_flag
 from energy_attn.kernels.masks import AbstractMask
 
-from ._free_energy import attention_and_energy, prepare
+from ._free_energy import attention_and_energy, prepare_recorded
 from ._options import AttentionOptions
-from ._tag import tagged
 
 
 @overload
@@ -52,20 +51,6 @@ def attention(
     return_residual: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
-
-
-@overload
-def attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | AbstractMask | None = None,
-    *,
-    return_energy: bool = False,
-    return_residual: bool = False,
-    **options: Unpack[AttentionOptions],
-) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
 
 
 def attention(
@@ -128,8 +113,8 @@ def attention(
     flags = {"return_energy": return_energy, "return_residual": return_residual}
     if all([check_flag(name, flag) for name, flag in flags.items()]):
         raise ValueError("return_residual: wanted either it or return_energy, got both")
-    query = tagged("attention", None, query, key, value, bias, mask, **options)
-    call, operands = prepare(query, key, value, bias, mask, **options)
+    arguments = query, key, value, bias, mask
+    call, operands = prepare_recorded("attention", None, *arguments, **options)
     out, energy = attention_and_energy((call,), (operands,))
     if return_residual:
         return out, energy.astype(out.dtype)

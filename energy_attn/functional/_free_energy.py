@@ -122,11 +122,27 @@ def free_energy(
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
         True
     """
-    query = tagged("free_energy", source, query, key, value, bias, mask, **options)
-    call, operands = prepare(query, key, value, bias, mask, **options)
+    arguments = query, key, value, bias, mask
+    call, operands = prepare_recorded("free_energy", source, *arguments, **options)
+    return energy_at((call,), source, (operands,))
+
+
+def prepare_recorded(
+    name: str,
+    source: Source,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: object,
+    **options: Unpack[AttentionOptions],
+) -> tuple[StaticCall, Operands]:
+    """`prepare` for a call at a source, which is checked, and with what recorders at work ask of it by its name."""
+    query = tagged(name, source, query, key, value, bias, mask, **options)
+    prepared = prepare(query, key, value, bias, mask, **options)
     if source is not None:
         check_source(source, query, value)
-    return energy_at((call,), source, (operands,))
+    return prepared
 
 
 def prepare(

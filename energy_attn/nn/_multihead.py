@@ -211,26 +211,6 @@ class MultiheadAttention(eqx.Module):
         return_energy: Literal[True],
     ) -> tuple[Float[Array, "T output_size"], Float[Array, "T num_heads"]]: ...
 
-    @overload
-    def __call__(
-        self,
-        query: Float[Array, "T query_size"],
-        key_: Float[Array, "S key_size"],
-        value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | AbstractMask | None = None,
-        *,
-        key: PRNGKeyArray | None = None,
-        inference: bool | None = None,
-        deterministic: bool | None = None,
-        process_heads: Callable[..., Sequence[Array]] | None = None,
-        query_positions: Int[Array, " T"] | None = None,
-        key_positions: Int[Array, " S"] | None = None,
-        return_energy: bool = False,
-    ) -> (
-        Float[Array, "T output_size"]
-        | tuple[Float[Array, "T output_size"], Float[Array, "T num_heads"]]
-    ): ...
-
     def __call__(
         self,
         query: Float[Array, "T query_size"],
