@@ -2,7 +2,8 @@
 
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -12,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Array
 
 from .._checks import received
-from .._program import without_mesh
+from .._program import inlined, without_mesh
 from ._abstract import AbstractScore, At
 from ._structure import ScoreStructure, floating, split_score
 
@@ -89,41 +90,35 @@ def _check(
             f"score: wanted arrays that are traced as parameters of {structure.name}, got a function "
             "that closes over them"
         )
-    indices = [None, indices_of_scores.batch, indices_of_scores.head]
-    indices += [None] * (len(program.jaxpr.invars) - 3)
+    known = [None, indices_of_scores.batch, indices_of_scores.head]
     count = 1 + len(jax.tree.leaves(indices_of_scores))
-    mixed = [True] * count + [False] * (len(program.jaxpr.invars) - count)
+    inputs = [
+        _Value(known[i] if i < len(known) else None, i < count)
+        for i in range(len(program.jaxpr.invars))
+    ]
     with without_mesh(), jax.ensure_compile_time_eval():
-        _check_program(structure.name, program, indices, mixed)
+        _check_program(structure.name, program, inputs)
 
 
-def _check_program(
-    name: str, program: ClosedJaxpr, indices: list[Any], mixed: list[bool]
-) -> tuple[list[Any], list[bool]]:
-    """Checks each step; returns the known values of the outputs, and whether they have an entry for each score."""
-    jaxpr = program.jaxpr
-    values = dict(zip(jaxpr.invars, indices, strict=True))
-    entries = dict(zip(jaxpr.invars, mixed, strict=True))
-    values |= zip(jaxpr.constvars, program.consts, strict=True)
+class _Value(NamedTuple):
+    """A value of a score's program: what it is, None if not known, and whether it has an entry for each score."""
 
-    def value(x: Literal | Var) -> Any:
-        return x.val if isinstance(x, Literal) else values.get(x)
+    constant: Any
+    mixed: bool = False
 
-    for eqn in jaxpr.eqns:
-        operands = [value(x) for x in eqn.invars]
-        mixed_operands = [not isinstance(x, Literal) and entries.get(x, False) for x in eqn.invars]
+
+def _check_program(name: str, program: ClosedJaxpr, inputs: Sequence[_Value]) -> list[_Value]:
+    """Checks each step; returns what is known of the outputs."""
+
+    def add(eqn: JaxprEqn, operands: tuple[_Value, ...]) -> list[_Value]:
         inner = _inner(eqn)
         if inner is not None and len(inner.jaxpr.invars) == len(operands):
-            constants, depends = _check_program(name, inner, operands, mixed_operands)
-        else:
-            _check_step(name, eqn, operands, mixed_operands)
-            constants = _constants(eqn, operands)
-            depends = [any(mixed_operands)] * len(eqn.outvars)
-        values |= zip(eqn.outvars, constants, strict=True)
-        entries |= zip(eqn.outvars, depends, strict=True)
-    return [value(x) for x in jaxpr.outvars], [
-        not isinstance(x, Literal) and entries.get(x, False) for x in jaxpr.outvars
-    ]
+            return _check_program(name, inner, operands)
+        _check_step(name, eqn, operands)
+        mixed = any(x.mixed for x in operands)
+        return [_Value(x, mixed) for x in _constants(eqn, [x.constant for x in operands])]
+
+    return inlined(program, inputs, _Value, lambda x: _Value(x.val), add)
 
 
 def _inner(eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -138,19 +133,19 @@ def _type(x: Literal | Var) -> Any:
     return x.aval  # which is declared as the abstract class of types
 
 
-def _check_step(name: str, eqn: JaxprEqn, operands: list[Any], mixed_operands: list[bool]) -> None:
+def _check_step(name: str, eqn: JaxprEqn, operands: Sequence[_Value]) -> None:
     step = eqn.primitive.name
     mixes = step in _MIXING or step.startswith(_MIXING_STARTS)
     # indices are concatenated from several arrays
     if step == "concatenate":
         mixes = not jnp.issubdtype(_type(eqn.outvars[0]).dtype, jnp.integer)
-    if (mixes and any(mixed_operands)) or (step == "gather" and mixed_operands[0]):
+    if (mixes and any(x.mixed for x in operands)) or (step == "gather" and operands[0].mixed):
         raise ValueError(
             f"score: wanted an elementwise function of scores and places, got {name}, which takes "
             f"{step} of them"
         )
-    if step == "gather" and operands[1] is not None:
-        sizes, index = _type(eqn.invars[0]).shape, np.asarray(operands[1])
+    if step == "gather" and operands[1].constant is not None:
+        sizes, index = _type(eqn.invars[0]).shape, np.asarray(operands[1].constant)
         for place, axis in enumerate(eqn.params["dimension_numbers"].start_index_map):
             least, most = index[..., place].min(), index[..., place].max()
             if not 0 <= least <= most < sizes[axis]:
