@@ -12,7 +12,8 @@ from jaxtyping import Array
 from energy_attn.cli.demo import byte_llama, held_out_text
 from energy_attn.distributed import KVCache, SequenceParallel, make_mesh
 from energy_attn.models import AbstractDrafter, Llama, ModelDrafter, PromptLookup, generate
-from energy_attn.prefix_tree import PrefixTree, pack, pack_reference, tree_decode
+from energy_attn.prefix_tree import PrefixTree, pack, tree_decode
+from tests.support.tries import pack_by_tries
 
 from .runner import JAX_NN, OURS, Case, Found, Sides
 
@@ -28,7 +29,7 @@ def _pack(dtype: str, B: int, M: int, C: int) -> Sides:
     beam = jnp.asarray(np.stack(tokens, -1), dtype)
     return {
         OURS: lambda: functools.partial(jax.jit(pack), beam),
-        PYTHON: lambda: functools.partial(pack_reference, beam),
+        PYTHON: lambda: functools.partial(pack_by_tries, beam),
     }
 
 

@@ -603,7 +603,7 @@ WITHOUT = {
         energy_attn.models.generate energy_attn.kernels.scores.At energy_attn.kernels.scores.t5_buckets
         energy_attn.prefix_tree.accept_greedy energy_attn.prefix_tree.accept_sampling
         energy_attn.prefix_tree.verify energy_attn.prefix_tree.grow energy_attn.prefix_tree.pack
-        energy_attn.prefix_tree.pack_reference energy_attn.prefix_tree.token_tree
+        energy_attn.prefix_tree.token_tree
         energy_attn.prefix_tree.tree_from_parents""",
     "of constants": """energy_attn.kernels.empty_state energy_attn.models.LinearRope
         energy_attn.models.Llama3Rope energy_attn.models.LinearRope.scaled

@@ -21,7 +21,6 @@ from energy_attn.prefix_tree import (
     accept_greedy,
     grow,
     pack,
-    pack_reference,
     token_tree,
     tree_from_parents,
     unpack,
@@ -31,6 +30,7 @@ from tests.support.compare import same
 from tests.support.complaints import ANYTHING, complains, outcome
 from tests.support.meshes import mesh_of
 from tests.support.selection import few
+from tests.support.tries import pack_by_tries
 
 B, M, C = 2, 4, 3
 FULL, CUT, ROOMY = M * C, 5, M * C + 3
@@ -114,7 +114,7 @@ def test_laws(beam, lengths):
 def test_reference(beam, lengths):
     """The plain trie, which must agree in every slot."""
     full = packed(beam, lengths)[0]
-    reference = pack_reference(jnp.asarray(beam), jnp.asarray(lengths))
+    reference = pack_by_tries(jnp.asarray(beam), jnp.asarray(lengths))
     full, reference = jax.device_get((full, reference))
     used = np.arange(FULL) < full.size[:, None]
     for name, x, want in zip(PrefixTree._fields, full, reference, strict=True):
@@ -166,7 +166,7 @@ def test_on_a_mesh(kind):
     """Gathers whose sharding explicit axes cannot infer; beams whose batch is sharded."""
     rng = np.random.default_rng(2)
     beam = rng.integers(0, 2, (8, M, C))
-    want = pack_reference(jnp.asarray(beam))
+    want = pack_by_tries(jnp.asarray(beam))
     mesh = mesh_of(kind)
     spec = P("device") if kind == "8" else P()
 
@@ -197,9 +197,7 @@ def test_no_rows_of_a_batch():
         return [x.shape for x in jax.tree.leaves(found)]
 
     packed, nodes = empty(0, M, C), empty(0, FULL, C)
-    assert (
-        shapes(pack, beam) == [x.shape for x in pack_reference(beam)] == [x.shape for x in packed]
-    )
+    assert shapes(pack, beam) == [x.shape for x in pack_by_tries(beam)] == [x.shape for x in packed]
     assert shapes(unpack, packed.tokens, packed) == [(0, M, C)]
     made = shapes(tree_from_parents, packed.tokens, packed.parent, C)
     assert made == shapes(grow, nodes, logits, count=3) == [x.shape for x in nodes]
@@ -419,7 +417,6 @@ def as_given(x):
     ("function", "valid", "wrong"),
     [
         (pack, {"beam": BEAM}, PACK),
-        (pack_reference, {"beam": BEAM}, [row for row in PACK if "beam" in row[0]]),
         (tree_from_parents, {"tokens": NODES, "parent": CHAIN, "depth": 5}, PARENTS),
         (
             token_tree,
@@ -428,7 +425,7 @@ def as_given(x):
         ),
         (grow, {"tree": chain, "logits": LOGITS, "count": 1}, GROW),
     ],
-    ids=["pack", "reference", "parents", "choices", "grow"],
+    ids=["pack", "parents", "choices", "grow"],
 )
 def test_bad_input(function, valid, wrong):
     """Wrong dtypes, ranks, lengths, capacities and parents: errors by the argument's name, before compilation."""

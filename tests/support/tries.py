@@ -4,39 +4,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Integer
+from jax.typing import ArrayLike
 
-from ._pack import check_beam
-from ._tree import PrefixTree
+from energy_attn.prefix_tree import PrefixTree
 
 
-def pack_reference(
-    beam: Integer[Array, "B M C"], lengths: Integer[Array, "B M"] | None = None
-) -> PrefixTree:
-    """Computes what [`pack`][energy_attn.prefix_tree.pack] does by a trie of dictionaries: slow and plain.
-
-    Args:
-        beam: `[B, M, C]` integers.
-        lengths: `[B, M]` integers from 0 to `C`: the number of tokens of each candidate. None is
-            `C`.
-
-    Returns:
-        The tree in `M C` slots; unused slots hold token 0.
-
-    Raises:
-        TypeError: an argument is not an array of integers, or is traced.
-        ValueError: another rank, no candidates or tokens, or lengths out of range.
-
-    Source: the trie, de la Briandais (Western Joint Computer Conference, 1959).
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> from energy_attn.prefix_tree import pack_reference
-        >>> tree = pack_reference(jnp.array([[[5, 7, 7], [5, 7, 8]]]))
-        >>> tree.tokens.tolist(), tree.parent.tolist()
-        ([[5, 7, 7, 8, 0, 0]], [[-1, 0, 1, 1, -1, -1]])
-    """
-    beam, lengths = check_beam(beam, lengths)
+def pack_by_tries(beam: ArrayLike, lengths: ArrayLike | None = None) -> PrefixTree:
+    """The tree of a beam in `M C` slots, by a trie of dictionaries (de la Briandais, 1959)."""
+    beam = np.asarray(beam)
+    lengths = np.full(beam.shape[:2], beam.shape[2]) if lengths is None else lengths
     batch, rows, levels = beam.shape
     slots = rows * levels
     tokens = np.zeros((batch, slots), beam.dtype)
