@@ -131,14 +131,14 @@ def _attention_and_score(call: StaticCall, operands: Operands) -> AttentionState
 def _with_keys(call: StaticCall, operands: Operands, value: Array) -> tuple[Array, Array, Array]:
     """Attention over values that end in the keys, the energies, and the mean of linear scores."""
     out, lse = state_at((call,), None, (operands._replace(value=value),))
-    query = _scaled_queries(call, operands, lse)
-    return out, lse, dot_rows(query, out[..., -query.shape[-1] :])
+    query = _queries(call, operands, lse)
+    return out, lse, call.settings.scale * dot_rows(query, out[..., -query.shape[-1] :])
 
 
-def _scaled_queries(call: StaticCall, operands: Operands, lse: Array) -> Array:
-    """The queries times the scale, with zeros in fully masked rows, which may hold anything."""
+def _queries(call: StaticCall, operands: Operands, lse: Array) -> Array:
+    """The queries, with zeros in fully masked rows, which may hold anything."""
     query = operands.query if call.batched else operands.query[0]
-    return call.settings.scale * jnp.where(holds_keys(lse)[..., None], query, 0.0)
+    return jnp.where(holds_keys(lse)[..., None], query, 0.0)
 
 
 def _is_linear(call: StaticCall, operands: Operands) -> bool:
@@ -177,7 +177,7 @@ def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) ->
     joined = operands._replace(value=jnp.concatenate([operands.key, operands.value], -1))
     tangent = jnp.pad(along, [(0, 0)] * (along.ndim - 1) + [(0, operands.value.shape[-1])])
     state, found = covariance_product(calls, None, (joined,), tangent)
-    along = _scaled_queries(call, operands, state.lse)
+    along = _queries(call, operands, state.lse) * call.settings.scale
     mean = (along * state.out[..., :size]).sum(-1)
     variance = jnp.maximum((along * found[..., :size]).sum(-1), 0.0)
     scores = ScoreMoments(mean, variance)
