@@ -3,7 +3,6 @@
 Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs are read, never run.
 """
 
-import collections
 import functools
 import re
 
@@ -14,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, cost, methods, sharded_attention
+from tests.support.programs import by_kind, payload
 from tests.support.schedule import trained, waits
 from tests.support.target import nodes
 
@@ -61,19 +61,8 @@ def shards(program, keys):
     return (total - used.alias_size_in_bytes) / (2 * keys // 128 * HEADS * WIDTH * 2)
 
 
-def payload(program):
-    """Bytes by kind of collective, over all runs."""
-    found = collections.Counter()
-    for c in collectives(program):
-        found[c.kind] += c.bytes * c.count
-    return found
-
-
 def predicted(method, merge, keys):
-    found = collections.Counter()
-    for t in cost.transfers(method, merge, shape_of(keys), NODES):
-        found[t.kind] += t.bytes * t.count
-    return found
+    return by_kind(cost.transfers(method, merge, shape_of(keys), NODES))
 
 
 @pytest.mark.toolkits

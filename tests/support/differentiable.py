@@ -49,7 +49,7 @@ from tests.support.llama import CONFIG, build
 class Case:
     """A function of arrays by name, trees of them among these, integers too.
 
-    `covers`: the public names that it calls. `zero`: arguments whose derivative is zero, each with the reason.
+    `covers`: names of `energy_attn` that it calls. `zero`: arguments whose derivative is zero, each with the reason.
     `refused`: arguments whose derivative raises a `TypeError`, each with what the error says. `spread`: whether
     it needs devices. `tolerance`: of second derivatives, for solvers that stop before rounding.
     """
@@ -340,43 +340,40 @@ def folded(out: Any, lse: Any, covariance: Any) -> Any:
 LONG = drawn(4, query=(4, 2, 3), key=(4, 2, 3), value=(4, 2, 2), source=(4, 2, 2)) | SCALE
 BY_KEYS = {"key": HERE, "value": HERE, "bias": P(None, None, None, "x")}
 BY_ROWS = dict.fromkeys(("query", "key", "value", "source"), HERE)
-CONSTANT = (
-    "the optimum is the same for every start and regulariser: its derivatives are exact zeros"
-)
+CONSTANT = "the optimum is the same for every start and regulariser: exact zeros"
 PENALTY = drawn(12, x=(4,))["x"] * 2
 CASES = {
     "free_energy": Case(
-        "energy_attn.free_energy",
+        "free_energy",
         functools.partial(ea.free_energy, is_causal=True),
         lambda: rows() | BIAS | SOURCE | MASK | POSITIONS | SINK,
     ),
     "attention": Case(
-        "energy_attn.attention",
+        "attention",
         functools.partial(ea.attention, return_energy=True, mask=masks.Window(9, 2)),
         lambda: rows() | BIAS | SEGMENTS | SINK,
     ),
     "scores": Case(
         " ".join(
-            f"energy_attn.kernels.scores.{x} energy_attn.kernels.scores.{x}.__call__"
-            for x in """ALiBi Compose Distance Function RelativeBias SoftCap
-            Temperature""".split()
+            f"kernels.scores.{x} kernels.scores.{x}.__call__"
+            for x in "ALiBi Compose Distance Function RelativeBias SoftCap Temperature".split()
         ),
         scored,
         lambda: rows() | SOURCE | drawn(13, score=(2, 3, 5), **PARAMETERS),
     ),
-    "sparse": Case("energy_attn.Tsallis", sparse, lambda: rows() | SOURCE | BIAS, tolerance=1e-5),
+    "sparse": Case("Tsallis", sparse, lambda: rows() | SOURCE | BIAS, tolerance=1e-5),
     "local_attention": Case(
-        "energy_attn.kernels.local_attention",
+        "kernels.local_attention",
         functools.partial(local_attention, implementation="decode"),
         lambda: rows() | BIAS | SOURCE,
     ),
     "reference": Case(
-        "energy_attn.kernels.local_attention",
+        "kernels.local_attention",
         functools.partial(local_attention, implementation="reference"),
         lambda: rows() | BIAS | SOURCE,
     ),
     "FreeEnergy": Case(
-        "energy_attn.FreeEnergy energy_attn.FreeEnergy.__call__ energy_attn.FreeEnergy.attention",
+        "FreeEnergy FreeEnergy.__call__ FreeEnergy.attention",
         lambda scale, source, bias, **x: (
             ea.FreeEnergy(scale)(**x, source=source, bias=bias),
             ea.FreeEnergy(scale).attention(**x, bias=bias),
@@ -384,9 +381,7 @@ CASES = {
         lambda: rows() | BIAS | SOURCE,
     ),
     "Gibbs": Case(
-        """energy_attn.Gibbs energy_attn.Gibbs.__call__ energy_attn.Gibbs.attention
-        energy_attn.Gibbs.tilt energy_attn.Gibbs.merge energy_attn.Gibbs.__or__
-        energy_attn.FreeEnergy.at""",
+        "Gibbs Gibbs.__call__ Gibbs.attention Gibbs.tilt Gibbs.merge Gibbs.__or__ FreeEnergy.at",
         lambda tilt, source, bias, query, key, value, scale: (
             (F := union(query, key, value, scale, tilt))(source),
             F.attention(),
@@ -395,9 +390,8 @@ CASES = {
         lambda: rows() | BIAS | SOURCE | drawn(13, tilt=VECTORS),
     ),
     "observables": Case(
-        """energy_attn.Gibbs.covariance energy_attn.Gibbs.cumulant energy_attn.Gibbs.moment
-        energy_attn.Gibbs.entropy energy_attn.Gibbs.score_moments energy_attn.ScoreMoments
-        energy_attn.Gibbs.temperature_sensitivity""",
+        """Gibbs.covariance Gibbs.cumulant Gibbs.moment Gibbs.entropy Gibbs.score_moments
+        ScoreMoments Gibbs.temperature_sensitivity""",
         observables,
         lambda: (
             rows()
@@ -408,8 +402,7 @@ CASES = {
         ),
     ),
     "statistics": Case(
-        """energy_attn.Gibbs.statistics energy_attn.AttentionStatistics
-        energy_attn.Gibbs.score_max energy_attn.Gibbs.renyi""",
+        "Gibbs.statistics AttentionStatistics Gibbs.score_max Gibbs.renyi",
         lambda sink, **arrays: (
             (F := ea.FreeEnergy(arrays.pop("scale"), sink=sink).at(**arrays)).statistics(),
             F.score_max(),
@@ -419,45 +412,45 @@ CASES = {
         lambda: rows() | SINK,
     ),
     "conjugate": Case(
-        "energy_attn.Gibbs.conjugate energy_attn.Solution",
+        "Gibbs.conjugate Solution",
         conjugate,
         lambda: HULL | LAMBDA | {"point": POINT},
     ),
     "conjugate by Optax": Case(
-        "energy_attn.Gibbs.conjugate",
+        "Gibbs.conjugate",
         functools.partial(conjugate, solver=Optax(optax.lbfgs(), tolerance=1e-12, max_steps=200)),
         lambda: HULL | LAMBDA | {"point": POINT},
     ),
-    "rate": Case("energy_attn.Gibbs.rate", rate, lambda: HULL | LAMBDA | SOURCE | {"point": POINT}),
+    "rate": Case("Gibbs.rate", rate, lambda: HULL | LAMBDA | SOURCE | {"point": POINT}),
     "map": Case(
-        "energy_attn.Gibbs.map",
+        "Gibbs.map",
         mode,
         lambda: HULL | LAMBDA | {"start": POINT},
         zero={"start": CONSTANT, "regulariser": CONSTANT},
     ),
     "saddle_attention": Case(
-        "energy_attn.bayes.saddle_attention",
+        "bayes.saddle_attention",
         saddle,
         lambda: HULL | {"start": POINT},
         zero={"start": CONSTANT},
     ),
     "gamma": Case(
-        "energy_attn.bayes.gamma",
+        "bayes.gamma",
         lambda source, point, **x: gamma(measure(**x), source, point),
         lambda: rows() | SOURCE | {"point": POINT},
     ),
     "safe_softmax": Case(
-        "energy_attn.safe_softmax",
+        "safe_softmax",
         lambda scores, where: ea.safe_softmax(scores, where=where),
         lambda: drawn(15, scores=(3, 5)) | {"where": SEEN[0, 0]},
     ),
     "shifted_energy": Case(
-        "energy_attn.functional.shifted_energy",
+        "functional.shifted_energy",
         lambda scores, shift: (shifted_energy(scores, shift), sum(shifted_energy(scores))),
         lambda: drawn(16, scores=(3, 5), shift=(3,)),
     ),
     "penalties": Case(
-        "energy_attn.lse_penalty energy_attn.entropy_penalty",
+        "lse_penalty entropy_penalty",
         lambda energy, entropy: (
             ea.lse_penalty(energy),
             ea.entropy_penalty(entropy, low=0.3, high=0.4),
@@ -465,24 +458,23 @@ CASES = {
         lambda: {"energy": PENALTY, "entropy": PENALTY},
     ),
     "energy_report": Case(
-        "energy_attn.energy_report energy_attn.EnergyReport",
+        "energy_report EnergyReport",
         lambda **x: ea.energy_report(measure(**x), per_query=True),
         lambda: rows() | BIAS,
     ),
     "landscape": Case(
-        "energy_attn.landscape energy_attn.Landscape",
+        "landscape Landscape",
         plane,
         lambda: drawn(17, query=(3,), key=(5, 3), value=(5, 2), directions=(2, 2), bias=(5,)),
         tolerance=1e-4,
     ),
     "MultiheadAttention": Case(
-        """energy_attn.nn.MultiheadAttention energy_attn.nn.MultiheadAttention.__call__
-        energy_attn.nn.MultiheadAttention.project""",
+        "nn.MultiheadAttention nn.MultiheadAttention.__call__ nn.MultiheadAttention.project",
         layer,
         lambda: {"layer": split_layer()[0]} | drawn(18, query=(3, 4), key_=(5, 4), value=(5, 4)),
     ),
     "record": Case(
-        "energy_attn.record energy_attn.replace_attention energy_attn.restore_attention",
+        "record replace_attention restore_attention",
         swapped,
         lambda: (
             {"layer": split_theirs()[0]}
@@ -492,69 +484,66 @@ CASES = {
         ),
     ),
     "retrieve": Case(
-        "energy_attn.hopfield.retrieve",
+        "hopfield.retrieve",
         retrieved,
         lambda: drawn(19, state=(2, 2, 3), memories=(5, 1, 3)) | SCALE,
         zero={"state": "a fixed point does not change with the state that leads to it"},
     ),
     "EnergyAttentionBlock": Case(
-        """energy_attn.hopfield.EnergyAttentionBlock energy_attn.hopfield.EnergyAttentionBlock.energy
-        energy_attn.hopfield.EnergyAttentionBlock.__call__""",
+        """hopfield.EnergyAttentionBlock hopfield.EnergyAttentionBlock.energy
+        hopfield.EnergyAttentionBlock.__call__""",
         block,
         lambda: {"block": make_block()} | drawn(20, x=(4, 3)),
     ),
     "Llama": Case(
-        """energy_attn.models.Llama energy_attn.models.Llama.__call__ energy_attn.models.Llama.logits
-        energy_attn.models.DecoderOutput""",
+        "models.Llama models.Llama.__call__ models.Llama.logits models.DecoderOutput",
         logits,
         lambda: {"model": build(SMALL), "tokens": TOKENS} | drawn(21, x=(1, 2, 6)),
     ),
     "score_continuations": Case(
-        """energy_attn.models.score_continuations
-        energy_attn.models.Llama.read_tree energy_attn.models.TreeOutput energy_attn.models.DecoderCache
-        energy_attn.prefix_tree.unpack""",
+        """models.score_continuations models.Llama.read_tree models.TreeOutput
+        models.DecoderCache prefix_tree.unpack""",
         scores,
         lambda: {"model": build(SMALL), "tokens": TOKENS, "continuations": TOKENS[:, None, :2]},
     ),
     "KVCache": Case(
-        """energy_attn.distributed.KVCache energy_attn.distributed.KVCache.append
-        energy_attn.distributed.KVCache.attend energy_attn.distributed.KVCache.at
-        energy_attn.distributed.KVCache.keys energy_attn.distributed.KVCache.values""",
+        """distributed.KVCache distributed.KVCache.append distributed.KVCache.attend
+        distributed.KVCache.at distributed.KVCache.keys distributed.KVCache.values""",
         decode,
         lambda: CACHE | SCALE | SINK,
     ),
     "KVCache of eight bits": Case(
-        "energy_attn.distributed.KVCache.append",
+        "distributed.KVCache.append",
         rounded,
         lambda: {name: CACHE[name] for name in ("query", "key", "value")},
         refused=dict.fromkeys(("key", "value"), "quantize: wanted a cache that stores floating"),
     ),
     "tree_decode": Case(
-        "energy_attn.prefix_tree.tree_decode energy_attn.prefix_tree.commit",
+        "prefix_tree.tree_decode prefix_tree.commit",
         tree_nodes,
         lambda: NODES | SCALE | SINK,
     ),
     "states": Case(
-        """energy_attn.kernels.AttentionState energy_attn.kernels.CovarianceState
-        energy_attn.kernels.as_state energy_attn.kernels.merge energy_attn.kernels.merge_all""",
+        """kernels.AttentionState kernels.CovarianceState kernels.as_state kernels.merge
+        kernels.merge_all""",
         merged,
         lambda: STATES,
     ),
     "folds": Case(
-        "energy_attn.distributed.merge_across energy_attn.distributed.logsumexp_across",
+        "distributed.merge_across distributed.logsumexp_across",
         over_two(folded, out=HERE, lse=HERE, covariance=HERE),
         lambda: {name: x[:2] for name, x in STATES.items()},
         spread=True,
     ),
     "tree_attention": Case(
-        "energy_attn.distributed.sharded_attention",
+        "distributed.sharded_attention",
         over_two(functools.partial(sharded_attention, axis_name="x"), **BY_KEYS),
         lambda: LONG | SINK | drawn(11, bias=(1, 2, 1, 4)),
         spread=True,
     ),
     **{
         f"{method}_attention": Case(
-            "energy_attn.distributed.sharded_attention",
+            "distributed.sharded_attention",
             over_two(
                 functools.partial(sharded_attention, axis_name=axes, method=method), out, **specs
             ),
@@ -574,8 +563,7 @@ CASES = {
         )
     },
     "layouts": Case(
-        """energy_attn.distributed.shard_sequence energy_attn.distributed.unshard_sequence
-        energy_attn.distributed.SequenceParallel""",
+        "distributed.shard_sequence distributed.unshard_sequence distributed.SequenceParallel",
         spread,
         lambda: {name: LONG[name] for name in ("query", "key", "value")},
         spread=True,
@@ -584,30 +572,21 @@ CASES = {
 
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
-    "of types, which differentiate nothing": """energy_attn.kernels.Operands energy_attn.kernels.Settings
-        energy_attn.kernels.KernelCall
-        energy_attn.kernels.PallasGPU.reads_eight_bits energy_attn.kernels.PallasGPU.forward_and_rest
-        energy_attn.kernels.GPUPlan energy_attn.kernels.GPUTiles energy_attn.kernels.PallasGPU
-        energy_attn.Result energy_attn.prefix_tree.PrefixTree energy_attn.prefix_tree.Accepted
-        energy_attn.models.Generation energy_attn.models.LlamaConfig energy_attn.models.ModelDrafter
-        energy_attn.models.PromptLookup energy_attn.distributed.Collective""",
-    "of solvers, masks and costs, which have no floating arrays": """energy_attn.solvers.
-        energy_attn.kernels.masks. energy_attn.distributed.cost.
-        energy_attn.distributed.methods.""",
-    "of text, pictures, files, processes and programs": """energy_attn.citation energy_attn.plot.
-        energy_attn.kernels.implementations energy_attn.distributed.collectives
-        energy_attn.distributed.initialize energy_attn.distributed.make_mesh
-        energy_attn.distributed.fetch energy_attn.distributed.place energy_attn.distributed.place_like
-        energy_attn.models.shard energy_attn.models.load""",
-    "of integers: draws, tokens, trees, places and buckets": """energy_attn.Gibbs.sample
-        energy_attn.models.generate energy_attn.kernels.scores.At energy_attn.kernels.scores.t5_buckets
-        energy_attn.prefix_tree.accept_greedy energy_attn.prefix_tree.accept_sampling
-        energy_attn.prefix_tree.verify energy_attn.prefix_tree.grow energy_attn.prefix_tree.pack
-        energy_attn.prefix_tree.token_tree
-        energy_attn.prefix_tree.tree_from_parents""",
-    "of constants": """energy_attn.kernels.empty_state energy_attn.models.LinearRope
-        energy_attn.models.Llama3Rope energy_attn.models.LinearRope.scaled
-        energy_attn.models.Llama3Rope.scaled""",
-    "called by local_attention, which has the derivatives": """energy_attn.kernels.PallasGPU.forward
-        energy_attn.kernels.PallasGPU.tangent""",
+    "of types, which differentiate nothing": """kernels.Operands kernels.Settings kernels.KernelCall
+    kernels.PallasGPU.reads_eight_bits kernels.PallasGPU.forward_and_rest kernels.GPUPlan kernels.GPUTiles
+    kernels.PallasGPU Result prefix_tree.PrefixTree prefix_tree.Accepted models.Generation models.LlamaConfig
+    models.ModelDrafter models.PromptLookup distributed.Collective""",
+    "of solvers, masks and costs, which have no floating arrays": """solvers. kernels.masks.
+    distributed.cost. distributed.methods.""",
+    "of text, pictures, files, processes and programs": """citation plot. kernels.implementations
+    distributed.collectives distributed.initialize distributed.make_mesh distributed.fetch distributed.place
+    distributed.place_like models.shard models.load""",
+    "of integers: draws, tokens, trees, places and buckets": """Gibbs.sample models.generate
+    kernels.scores.At kernels.scores.t5_buckets prefix_tree.accept_greedy prefix_tree.accept_sampling
+    prefix_tree.verify prefix_tree.grow prefix_tree.pack prefix_tree.token_tree
+    prefix_tree.tree_from_parents""",
+    "of constants": """kernels.empty_state models.LinearRope models.Llama3Rope models.LinearRope.scaled
+    models.Llama3Rope.scaled""",
+    "called by local_attention, which has the derivatives": """kernels.PallasGPU.forward
+    kernels.PallasGPU.tangent""",
 }

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from energy_attn.distributed import KVCache, collectives
+from energy_attn.distributed import KVCache
 from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.meshes import parallel_of
 from tests.support.problems import Problem
@@ -81,7 +81,3 @@ def empty(kind, dtype=jnp.float64, capacity=48, **options):
     return KVCache.empty(
         B, capacity, K, H, V, dtype=dtype, block_size=2, parallel=parallel, **options
     )
-
-
-def sent(program):
-    return [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]

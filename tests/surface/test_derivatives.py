@@ -97,12 +97,13 @@ def public() -> Iterator[tuple[str, Any]]:
         thing = getattr(importlib.import_module(module), name)
         if inspect.ismodule(thing) or name.startswith("Abstract"):
             continue
-        yield f"{module}.{name}", thing
+        name = f"{module}.{name}".removeprefix("energy_attn.")
+        yield name, thing
         for method in dir(thing) if inspect.isclass(thing) else ():
             found = getattr(thing, method)
             listed = method == "__call__" or not method.startswith("_")
             if listed and inspect.isfunction(found) and (wanted(found) or returned(found)):
-                yield f"{module}.{name}.{method}", found
+                yield f"{name}.{method}", found
 
 
 def floats(annotation: object) -> bool:

@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn import masks
-from energy_attn.distributed import KVCache, SequenceParallel, collectives
+from energy_attn.distributed import KVCache, SequenceParallel
+from tests.support.programs import sent
 from tests.support.selection import few
 from tests.support.tpu import devices, every_chip, temporary
 
@@ -42,10 +43,6 @@ def compiled(chip, number, quantize="int8", rows=1, queries=1, **options):
         )
         step = jax.jit(functools.partial(KVCache.attend, **options))
         return step.lower(cache, query).compile()
-
-
-def sent(program):
-    return [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]
 
 
 @every_chip

@@ -3,7 +3,6 @@
 Programs are compiled for the paper's sizes (16 heads of 128, bfloat16, 640k and 5.12M keys) and read, never run.
 """
 
-import collections
 import functools
 import math
 import re
@@ -27,6 +26,7 @@ from energy_attn.distributed import (
 )
 from energy_attn.kernels import AttentionState, local_attention, merge
 from energy_attn.kernels.dispatch._attend_and_merge import PART
+from tests.support.programs import by_kind, payload
 from tests.support.schedule import trained, waits
 from tests.support.selection import few
 
@@ -84,19 +84,8 @@ def shards(program, pod):
     return (total - used.alias_size_in_bytes) / shard
 
 
-def payload(program):
-    """Bytes by kind of collective, all runs together."""
-    found = collections.Counter()
-    for c in collectives(program):
-        found[c.kind] += c.bytes * c.count
-    return found
-
-
 def predicted(method, merge, pod, **options):
-    found = collections.Counter()
-    for t in cost.transfers(method, merge, shape_of(KEYS[pod]), PODS[pod][2], **options):
-        found[t.kind] += t.bytes * t.count
-    return found
+    return by_kind(cost.transfers(method, merge, shape_of(KEYS[pod]), PODS[pod][2], **options))
 
 
 @pytest.mark.parametrize("pod", few(["v5p", "v5e", "v6e"], "v5p"))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.prefix_tree import pack, tree_decode
-from tests.support.drafts import sent
+from tests.support.programs import sent
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
 

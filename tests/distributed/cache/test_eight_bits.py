@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from energy_attn import scores
-from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
+from energy_attn.distributed import KVCache, SequenceParallel, make_mesh
 from energy_attn.prefix_tree import pack, tree_decode
 from tests.support.arrays import array
 from tests.support.eight_bits import read_as_stored
@@ -21,6 +21,7 @@ from tests.support.masks import RULES
 from tests.support.meshes import mesh_of, parallel_of
 from tests.support.naive import assert_all_close
 from tests.support.problems import Problem
+from tests.support.programs import sent
 from tests.support.reference import rows
 from tests.support.selection import few
 from tests.support.sinks import with_key
@@ -93,10 +94,6 @@ def capped(problem: Problem) -> Problem:
 
 def check(found, problem: Problem, what: str) -> None:
     assert_all_close(found._asdict(), problem, jnp.float32, "both", label=what)
-
-
-def sent(program) -> list[tuple]:
-    return [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]
 
 
 KINDS = [None, "8", "2x4", "8 explicit", "2x4 explicit"]

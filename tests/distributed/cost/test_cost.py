@@ -498,43 +498,31 @@ def test_many_rows_over_many_hosts():
 
 
 LINK, TWO, ONE_HOST = cost.Link(2, 0, 1), topology((2,)), ("tree", "gather", DECODE)
-SHARDED = dataclasses.replace(DECODE, queries_sharded=True)
+SHARDED, RING = dataclasses.replace(DECODE, queries_sharded=True), ("ring", "keys", DECODE)
 WRONG = {
     "ValueError devices: .*at least 1, got 0": lambda: cost.Link(0, 0, 1),
     "ValueError latency: .*0 or more, got -1.0": lambda: cost.Link(2, -1.0, 1),
     "ValueError bandwidth: .*above 0, got 0": lambda: cost.Link(2, 0, 0),
     "TypeError links: .*tuple of Link, got list": lambda: cost.Topology("x", [1]),
     "ValueError links: .*got none": lambda: cost.Topology("x", ()),
-    "ValueError all_reduce: .*'levels', got str 'star'": lambda: cost.Topology(
-        "x", (LINK,), "star"
-    ),
+    "ValueError all_reduce: .*got str 'star'": lambda: cost.Topology("x", (LINK,), "star"),
     "ValueError launch: .*0 or more, got -1": lambda: cost.Topology("x", (LINK,), launch=-1),
     "ValueError kv_heads: .*4 heads, got 3": lambda: cost.Shape(1, 1, 8, 4, 3, 2),
     "ValueError keys: .*at least 0, got -8": lambda: cost.Shape(1, 1, -8, 4, 4, 2),
     "TypeError dtype: .*float16": lambda: cost.Shape(1, 1, 8, 4, 4, 2, dtype="int8"),
     "ValueError method: .*'gather', got str 'star'": lambda: cost.volume("star", None, DECODE, TWO),
     "ValueError merge: .*got str 'keys'": lambda: cost.volume("tree", "keys", DECODE, TWO),
-    "ValueError merge: .*two or more mesh axes for 'hierarchical', slow ones first, got one": (
-        lambda: cost.volume("tree", "hierarchical", DECODE, TWO)
-    ),
+    "ValueError merge: .*two .* got one": lambda: cost.volume("tree", "hierarchical", DECODE, TWO),
     "TypeError shape: .* got int 3": lambda: cost.latency("tree", "gather", 3, TWO),
     "TypeError topology: .* got str 'dgx'": lambda: cost.latency(*ONE_HOST, "dgx"),
     "TypeError tangent: wanted": lambda: cost.transfers(*ONE_HOST, TWO, tangent=1),
-    "ValueError gradient: wanted False for 'tree' with merge='gather', got True": lambda: (
-        cost.latency(*ONE_HOST, TWO, gradient=True)
-    ),
-    "ValueError gradient: wanted False beside tangent=True": lambda: cost.volume(
-        "ring", "keys", DECODE, TWO, gradient=True, tangent=True
-    ),
-    "TypeError gradient_dtype: wanted": lambda: cost.transfers(
-        "ring", "keys", DECODE, TWO, gradient_dtype="int8"
-    ),
+    "ValueError gradient: .* 'tree' with": lambda: cost.latency(*ONE_HOST, TWO, gradient=True),
+    "ValueError gradient: .* tangent": lambda: cost.volume(*RING, TWO, gradient=True, tangent=True),
+    "TypeError gradient_dtype: wanted": lambda: cost.transfers(*RING, TWO, gradient_dtype="int8"),
     "TypeError shape: wanted a Shape": lambda: cost.choose_method(3, TWO),
-    "ValueError method: .*sharded queries for 'u": lambda: cost.volume(
-        "ulysses", None, DECODE, TWO
-    ),
-    "ValueError method: .*share 4 heads of queries and 2 of keys for 'ulysses', got 3": lambda: (
-        cost.volume("ulysses", None, SHARDED, topology((3,)))
+    "ValueError method: .* for 'u": lambda: cost.volume("ulysses", None, DECODE, TWO),
+    "ValueError method: .*share 4 heads of queries and 2 of keys .*, got 3": lambda: cost.volume(
+        "ulysses", None, SHARDED, topology((3,))
     ),
     "ValueError method: .*two or more .*'hybrid'": lambda: cost.volume("hybrid", None, DECODE, TWO),
     "ValueError method: .*sharded queries for 'g": lambda: cost.volume("gather", None, DECODE, TWO),

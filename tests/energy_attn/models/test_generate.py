@@ -414,9 +414,7 @@ BAD = {
     "TypeError model: wanted an AbstractDecoder": lambda m: generate(None, TOKENS, 3),
     "ValueError max_new_tokens: wanted at least 1, got 0": lambda m: generate(m, TOKENS, 0),
     "TypeError tokens: wanted an integer array": lambda m: generate(m, TOKENS / 1, 3),
-    "ValueError tokens: .* one integer, got list .* as number 1": lambda m: generate(
-        m, [[1], []], 3
-    ),
+    "ValueError tokens: .* got list .* as number 1": lambda m: generate(m, [[1], []], 3),
     "ValueError tokens: .* at least one integer, got str 'abc'": lambda m: generate(m, ["abc"], 3),
     "ValueError tokens: wanted at least one prompt": lambda m: generate(m, [], 3),
     "ValueError lengths: .*None beside a list": lambda m: generate(m, [[1]], 3, lengths=ones(1)),
@@ -429,17 +427,17 @@ BAD = {
     "ValueError tokens: .*, got 13": lambda m: generate(m, [[1, 13, 2]], 3),
     "ValueError tokens: .*, got 4294967298": lambda m: generate(m, [[1, 2**32 + 2]], 3),
     "ValueError continuations: wanted tokens from 0 to 12": lambda m: score(m, TOKENS, -C),
-    r"ValueError prompt_lengths: wanted 0 to 3, got \[4\]": lambda m: score(
-        m, TOKENS, C, prompt_lengths=jnp.array([4])
+    "ValueError prompt_lengths: .* 0 to 3": lambda m: score(
+        m, TOKENS, C, prompt_lengths=4 * C[0, 0, :1]
     ),
     "TypeError key: wanted a jax.random.key": lambda m: generate(m, TOKENS, 3, key="abc"),
     "ValueError top_k: wanted at least 1": lambda m: generate(m, TOKENS, 3, top_k=-3),
     "TypeError drafter: wanted a PrefixTree": lambda m: jax.eval_shape(
         lambda: generate(m, TOKENS, 3, drafter=Treeless()).tokens
     ),
-    r"TypeError tokens: wanted an array \[B, T\] inside jax.jit": lambda m: jax.jit(
-        lambda row: generate(m, [row], 3)
-    )(TOKENS[0]),
+    r"TypeError tokens: .*\[B, T\] inside": lambda m: jax.jit(lambda x: generate(m, [x], 3))(
+        C[0, 0]
+    ),
     "ValueError read: wanted the 1 layers of the cache, got 2": lambda m: m.empty_cache(
         1, 4
     ).commit(None, TreeOutput(TOKENS[None] / 1, (TOKENS,) * 2, (TOKENS,) * 2)),
@@ -447,9 +445,7 @@ BAD = {
     "ValueError ngram: wanted at least 1": lambda m: PromptLookup(ngram=0),
     "TypeError model: .*AbstractDecoder.* got LlamaConfig": lambda m: ModelDrafter(m.config),
     "ValueError nodes: wanted at least 5, got 4": lambda m: ModelDrafter(m, length=4, nodes=4),
-    r"ValueError continuations: wanted shape \(1, M, C\)": lambda m: score(
-        m, TOKENS, ones(2, 3, 4)
-    ),
+    r"ValueError continuations: .*\(1, M, C\)": lambda m: score(m, TOKENS, ones(2, 3, 4)),
     "TypeError continuations: wanted an integer array": lambda m: score(m, TOKENS, C / 1),
     "ValueError lengths: .*from 0 to 2": lambda m: score(m, TOKENS, C, lengths=5 * ones(1, 1)),
     "ValueError cache.layers": lambda m: m.read_tree(pack(ones(2, 1, 1)), m.empty_cache(1, 4)),

@@ -305,6 +305,13 @@ def test_wrong_kernels(wrong, error, name, received, wanted):
     complains(lambda: local_attention(X, X, X, implementation=wrong), error, name, received, wanted)
 
 
+I3 = np.ones(3, np.int32)
+
+
+def by(mask, x=X):
+    return lambda: ea.attention(x, x, x, mask=mask)
+
+
 def closing(length):
     return ea.attention(X, X, X, mask=masks.Function(lambda query, key: key < length))
 
@@ -336,37 +343,26 @@ def closing(length):
         (lambda: masks.Or("x", masks.Causal()), TypeError, "first", "str 'x'", "mask"),
         (lambda: masks.Or(masks.Causal(), masks.Causal), TypeError, "second", "Causal", "mask"),
         (lambda: masks.Not(None), TypeError, "mask", "NoneType None", "mask"),
+        (by(masks.Causal), TypeError, "mask", "class", "Causal(...)"),
         (
-            lambda: local_attention(X, X, X, mask=masks.Causal),
+            by(masks.Causal() | masks.Prefix(I3)),
+            ValueError,
+            "mask.second.length",
+            "[3]",
+            "batch, 2",
+        ),
+        (by(masks.Segments(I3[:, None])), ValueError, "mask.query_ids", "int32[3,1]", "batch, 2"),
+        (by(masks.Causal() & masks.Segments(I3)), ValueError, "mask.query_ids", "[1,3]", "0 to 3"),
+        (by(masks.Prefix(LENGTHS), X[0]), ValueError, "mask.length", "int32[2]", "batch, 1"),
+        (
+            by(masks.Function(lambda q, k: k - q)),
             TypeError,
-            "mask",
-            "class",
-            "Causal(...)",
+            "function's result",
+            "int32",
+            "boolean",
         ),
         (
-            lambda: ea.attention(X, X, X, mask=masks.Causal() | masks.Prefix(a(3, dtype="int32"))),
-            *(ValueError, "mask.second.length", "int32[3]", "batch, 2"),
-        ),
-        (
-            lambda: ea.attention(X, X, X, mask=masks.Segments(a(3, 4, dtype="int32"))),
-            *(ValueError, "mask.query_ids", "int32[3,4]", "batch, 2"),
-        ),
-        (
-            lambda: ea.attention(
-                X, X, X, mask=masks.Causal() & masks.Segments(a(3, dtype="int32"))
-            ),
-            *(ValueError, "mask.query_ids", "int32[1,3]", "position from 0 to 3"),
-        ),
-        (
-            lambda: ea.attention(X[0], X[0], X[0], mask=masks.Prefix(LENGTHS)),
-            *(ValueError, "mask.length", "int32[2]", "batch, 1"),
-        ),
-        (
-            lambda: ea.attention(X, X, X, mask=masks.Function(lambda q, k: k - q)),
-            *(TypeError, "function's result", "int32", "boolean"),
-        ),
-        (
-            lambda: ea.attention(X, X, X, mask=masks.Function(lambda q, k: (k < q)[0, 0])),
+            by(masks.Function(lambda q, k: (k < q)[0, 0])),
             *(ValueError, "function", "bool[2]", "(1, 3, 2)"),
         ),
         (lambda: jax.jit(closing)(3), ValueError, "function", "closes over", "parameters"),
