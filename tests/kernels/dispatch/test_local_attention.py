@@ -153,21 +153,21 @@ def paired(state, cotangent):
     return sum((x * d).sum() for x, d in zip(state, cotangent, strict=True))
 
 
+def pulled(f, x, cotangent):
+    return jax.vjp(f, x)[1](cotangent)[0]
+
+
+def pushed(f, x, direction):
+    return jax.jvp(f, (x,), (direction,))[1]
+
+
 # From a function, where, along what and the cotangents of its state: the Hessian of `paired` times the
 # direction; in forward mode twice, its product with the direction on both sides.
 SECOND_ORDER = {
-    "reverse over reverse": lambda f, x, d, c: jax.vjp(lambda x: jax.vjp(f, x)[1](c)[0], x)[1](d)[
-        0
-    ],
-    "forward over reverse": lambda f, x, d, c: jax.jvp(
-        lambda x: jax.vjp(f, x)[1](c)[0], (x,), (d,)
-    )[1],
-    "reverse over forward": lambda f, x, d, c: jax.grad(
-        lambda x: paired(jax.jvp(f, (x,), (d,))[1], c)
-    )(x),
-    "forward over forward": lambda f, x, d, c: paired(
-        jax.jvp(lambda x: jax.jvp(f, (x,), (d,))[1], (x,), (d,))[1], c
-    ),
+    "reverse over reverse": lambda f, x, d, c: pulled(lambda x: pulled(f, x, c), x, d),
+    "forward over reverse": lambda f, x, d, c: pushed(lambda x: pulled(f, x, c), x, d),
+    "reverse over forward": lambda f, x, d, c: pulled(lambda x: pushed(f, x, d), x, c),
+    "forward over forward": lambda f, x, d, c: paired(pushed(lambda x: pushed(f, x, d), x, d), c),
 }
 
 
@@ -281,9 +281,8 @@ class TestEveryImplementation:
 
         def both(arrays, direction):
             function = functools.partial(attend, problem=problem, implementation=implementation)
-            pushed = jax.jvp(function, (arrays,), (direction,))[1]
             linear = jax.linearize(function, arrays)[1](direction)
-            return pushed, linear
+            return pushed(function, arrays, direction), linear
 
         for state in jax.jit(both)(arrays, as_jax(direction, implementation)):
             close(state, exact, f"{implementation}, {problem}", near(implementation))

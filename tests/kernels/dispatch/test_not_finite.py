@@ -16,33 +16,16 @@ from tests.support.traits import RUNNABLE, of_any_rows
 TWO_NAMES = pytest.mark.parametrize("name", few(RUNNABLE, "blockwise", "pallas_gpu"))
 SHAPES = (2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6)
 LENGTHS = np.array([3, 9])
-COUNTED = np.arange(5)[None]
+COUNTED, NINE = np.arange(5)[None], np.arange(9)[None]
+HOLES = np.where(NINE % 3 == 1, -1, NINE)
+NARROW = {"local_window_size": 1, "key_positions": NINE}
+RAGGED = {"query_seq_lengths": np.array([2, 5]), "key_value_seq_lengths": LENGTHS}
 # The slots of the first batch entry that no query sees, for each way to hide them.
 ABSENT = {
-    "positions": (
-        {
-            "query_positions": COUNTED,
-            "key_positions": np.where(np.arange(9) % 3 == 1, -1, np.arange(9))[None],
-        },
-        slice(1, 9, 3),
-    ),
+    "positions": ({"query_positions": COUNTED, "key_positions": HOLES}, slice(1, 9, 3)),
     "causal": ({"is_causal": True}, slice(5, 9)),
-    "window": (
-        {
-            "local_window_size": 1,
-            "query_positions": np.array([[0, 1, 2, 7, 8]]),
-            "key_positions": np.arange(9)[None],
-        },
-        slice(4, 6),
-    ),
-    "queries": (
-        {
-            "is_causal": True,
-            "query_seq_lengths": np.array([2, 5]),
-            "key_value_seq_lengths": LENGTHS,
-        },
-        slice(2, 9),
-    ),
+    "window": (NARROW | {"query_positions": np.array([[0, 1, 2, 7, 8]])}, slice(4, 6)),
+    "queries": (RAGGED | {"is_causal": True}, slice(2, 9)),
 }
 # Those of `make test`: each kind, and each kernel, by programs that other tests run as well.
 FIRST = [
