@@ -1,4 +1,4 @@
-"""Small models trained twice, with this library's attention and with jax.nn's: what the scripts of papers share."""
+"""Trains a small model twice, with this library's attention and with jax.nn's; shared by scripts of papers."""
 
 import argparse
 import functools
@@ -29,20 +29,20 @@ SEED = 0
 
 
 class Experiment(NamedTuple):
-    """A model, what it is trained on, and what is said of it.
+    """A model, its training, and its evaluation.
 
     Attributes:
         path: the script; the files of results are beside it and have its name.
         about: its docstring.
         model: makes a model of an attention and a random key.
         data: draws a batch of so many entries of so many points, of a key.
-        loss: of a model, a batch and a key: what is minimised, and the error that is shown.
+        loss: of a model, a batch and a key: the loss, and the error to be shown.
         points: the number of points of each entry.
         steps: the number of training steps.
         rate: the learning rate at the start.
-        evaluate: what is found of a trained model, for the file of results.
-        describe: lines that say it.
-        draw: draws it into a part of a figure.
+        evaluate: returns the results of a trained model, for the file of results.
+        describe: returns lines of text about them.
+        draw: draws them into a part of a figure.
         portion: the height of that part beside that of the errors and the memory.
     """
 
@@ -67,21 +67,21 @@ def optimiser(rate: float, steps: int) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
 
 
-def train(of: Experiment, name: str, steps: int, most: int) -> tuple[Any, list[float]]:
+def train(experiment: Experiment, name: str, steps: int, most: int) -> tuple[Any, list[float]]:
     """The model after `steps` of a schedule of `most`, and the error of every step."""
-    adam = optimiser(of.rate, most)
+    adam = optimiser(experiment.rate, most)
 
     @functools.partial(eqx.filter_jit, donate="all-except-first")
     def step(key: PRNGKeyArray, model: Any, state: Any) -> tuple[Any, Any, Array]:
-        of_data, of_loss = jax.random.split(key)
-        data = of.data(of_data, of.batch, of.points)
-        (_, error), gradient = eqx.filter_value_and_grad(of.loss, has_aux=True)(
-            model, data, of_loss
+        data_key, loss_key = jax.random.split(key)
+        data = experiment.data(data_key, experiment.batch, experiment.points)
+        (_, error), gradient = eqx.filter_value_and_grad(experiment.loss, has_aux=True)(
+            model, data, loss_key
         )
         updates, state = adam.update(gradient, state)
         return eqx.apply_updates(model, updates), state, error
 
-    model = of.model(ATTENTION[name], jax.random.key(SEED))
+    model = experiment.model(ATTENTION[name], jax.random.key(SEED))
     state = adam.init(eqx.filter(model, eqx.is_array))
     errors = []
     for i in range(steps):
@@ -91,26 +91,26 @@ def train(of: Experiment, name: str, steps: int, most: int) -> tuple[Any, list[f
     return model, list(map(float, errors))
 
 
-def step_memory(of: Experiment, name: str, points: int) -> float:
+def step_memory(experiment: Experiment, name: str, points: int) -> float:
     """MiB of temporary memory of the compiled gradient of the loss of one entry."""
     key = jax.random.key(SEED)
-    arrays, rest = eqx.partition(of.model(ATTENTION[name], key), eqx.is_array)
-    data = jax.eval_shape(lambda: of.data(key, 1, points))
+    arrays, static = eqx.partition(experiment.model(ATTENTION[name], key), eqx.is_array)
+    data = jax.eval_shape(lambda: experiment.data(key, 1, points))
 
     def gradient(arrays: Any, data: Any, key: PRNGKeyArray) -> Any:
-        return jax.grad(lambda x: of.loss(eqx.combine(x, rest), data, key)[0])(arrays)
+        return jax.grad(lambda x: experiment.loss(eqx.combine(x, static), data, key)[0])(arrays)
 
     compiled = jax.jit(gradient).lower(arrays, data, key).compile()
     return round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 2)
 
 
-def draw(of: Experiment, result: dict[str, Any], path: Path) -> None:
+def draw(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
     """Errors and memory, above what the experiment draws. Raises `ImportError` without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5.6), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, of.portion))
+    above, below = figure.subfigures(2, 1, height_ratios=(1, experiment.portion))
     left, right = above.subplots(1, 2)
     size = max(result["steps"] // 100, 1)
     for (name, errors), style in zip(result["errors"].items(), ("-", "--"), strict=True):
@@ -126,51 +126,61 @@ def draw(of: Experiment, result: dict[str, Any], path: Path) -> None:
     for axes in (left, right):
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    of.draw(result, below)
+    experiment.draw(result, below)
     with matplotlib.rc_context({"svg.hashsalt": "energy_attn"}):
         figure.savefig(path, metadata={"Date": None})
 
 
-def run(of: Experiment, arguments: list[str] | None = None) -> int:
+def run(experiment: Experiment, arguments: list[str] | None = None) -> int:
     """Trains, measures, prints and writes; returns 0. Raises `OSError`."""
-    parser = argparse.ArgumentParser(description=of.about.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=of.path.parent, help="folder for the files")
-    parser.add_argument("--steps", type=int, default=of.steps, help="of training (%(default)s)")
+    parser = argparse.ArgumentParser(description=experiment.about.split("\n\n")[0])
+    parser.add_argument(
+        "--out", type=Path, default=experiment.path.parent, help="folder for the files"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=experiment.steps, help="of training (%(default)s)"
+    )
     parser.add_argument("--compared", type=int, default=300, help="of these with jax.nn's, too")
     parser.add_argument(
         "--points", type=int, nargs="+", default=LENGTHS, help="whose memory is compared"
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     began = time.perf_counter()
-    model, errors = train(of, "energy_attn", given.steps, given.steps)
-    _, others = train(of, "jax.nn", min(given.compared, given.steps), given.steps)
-    apart = np.abs(np.asarray(errors[: len(others)]) / np.asarray(others) - 1)
+    model, errors = train(experiment, "energy_attn", args.steps, args.steps)
+    _, reference_errors = train(experiment, "jax.nn", min(args.compared, args.steps), args.steps)
+    differences = np.abs(
+        np.asarray(errors[: len(reference_errors)]) / np.asarray(reference_errors) - 1
+    )
     result = {
-        "steps": given.steps,
+        "steps": args.steps,
         "errors": {
-            name: [float(f"{x:.5g}") for x in found]
-            for name, found in zip(ATTENTION, (errors, others), strict=True)
+            name: [float(f"{x:.5g}") for x in errors]
+            for name, errors in zip(ATTENTION, (errors, reference_errors), strict=True)
         },
         "largest_difference": {
-            str(n): float(f"{apart[:n].max():.1e}") for n in (10, 100, 300) if n <= len(others)
+            str(n): float(f"{differences[:n].max():.1e}")
+            for n in (10, 100, 300)
+            if n <= len(reference_errors)
         },
-        "points": list(given.points),
-        "memory": {name: [step_memory(of, name, n) for n in given.points] for name in ATTENTION},
-        **of.evaluate(model),
+        "points": list(args.points),
+        "memory": {
+            name: [step_memory(experiment, name, n) for n in args.points] for name in ATTENTION
+        },
+        **experiment.evaluate(model),
     }
     first, last = (float(np.mean(x)) for x in (errors[:50], errors[-50:]))
     print(f"error: {first:.3f} in the first 50 steps, {last:.4f} in the last")
     print("largest difference from jax.nn's errors, relative:", result["largest_difference"])
-    print(*of.describe(result), sep="\n")
-    for points, *sizes in zip(given.points, *result["memory"].values(), strict=True):
+    print(*experiment.describe(result), sep="\n")
+    for points, *sizes in zip(args.points, *result["memory"].values(), strict=True):
         print(f"{points:>5} points: {sizes[0]:8.1f} MiB, jax.nn {sizes[1]:8.1f} MiB")
-    given.out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     lines = [f" {json.dumps(name)}: {json.dumps(x)}" for name, x in result.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
-    (given.out / f"{of.path.stem}.json").write_text(text, encoding="utf-8")
+    (args.out / f"{experiment.path.stem}.json").write_text(text, encoding="utf-8")
     try:
-        draw(of, result, given.out / f"{of.path.stem}.svg")
+        draw(experiment, result, args.out / f"{experiment.path.stem}.svg")
     except ImportError:
         print("no figure: matplotlib is not installed", file=sys.stderr)
-    print(f"{time.perf_counter() - began:.0f} s; written to {given.out}")
+    print(f"{time.perf_counter() - began:.0f} s; written to {args.out}")
     return 0

@@ -24,15 +24,15 @@ WIDTH, HEADS, LAYERS, DESCENTS, HARMONICS, POINTS = 32, 4, 2, 4, 4, 24
 
 
 class Curve(eqx.Module):
-    """A curve at random places, some of whose values are given."""
+    """A curve at random places, some of whose values are observed."""
 
     place: Float[Array, " points"]
     value: Float[Array, " points"]
-    given: Bool[Array, " points"]
+    observed: Bool[Array, " points"]
 
 
 def curves(key: PRNGKeyArray, count: int, points: int) -> Curve:
-    """Random Fourier series at random places in [-1, 1], a quarter of the values given."""
+    """Random Fourier series at random places in [-1, 1], a quarter of the values observed."""
     keys = jax.random.split(key, 4)
     place = jax.random.uniform(keys[0], (count, points), minval=-1.0)
     orders = jnp.arange(1.0, HARMONICS + 1)
@@ -83,10 +83,14 @@ class Energy(eqx.Module):
         self.log_step = jnp.zeros(())
 
     def __call__(self, curve: Curve, y: Float[Array, " points"]) -> Float[Array, ""]:
-        """The energy; lower where the values fit the given ones."""
+        """The energy; lower where the values fit the observed ones."""
         angles = curve.place[:, None] * jnp.arange(1.0, HARMONICS + 1) * jnp.pi / 2
-        known = jnp.where(curve.given, curve.value, 0.0)
-        features = [jnp.stack([y, known, curve.given], -1), jnp.sin(angles), jnp.cos(angles)]
+        observed_values = jnp.where(curve.observed, curve.value, 0.0)
+        features = [
+            jnp.stack([y, observed_values, curve.observed], -1),
+            jnp.sin(angles),
+            jnp.cos(angles),
+        ]
         x = jax.vmap(self.enter)(jnp.concatenate(features, -1))
         for block in self.blocks:
             x = block(x)
@@ -107,32 +111,32 @@ class Energy(eqx.Module):
 def loss(model: Energy, batch: Curve, key: PRNGKeyArray) -> tuple[Array, Array]:
     """The mean square error of the values at the end of the descent, twice: its gradient is of second order."""
     del key
-    found, _ = jax.vmap(model.descend)(batch)
-    error = ((found - batch.value) ** 2).mean()
+    inferred, _ = jax.vmap(model.descend)(batch)
+    error = ((inferred - batch.value) ** 2).mean()
     return error, error
 
 
 def evaluate(model: Energy) -> dict[str, Any]:
-    """How well values that are not given are inferred, how energies fall, and some curves."""
+    """The error of inferred values, how often energies fall, and some curves."""
     test = curves(jax.random.key(SEED + 2), 256, POINTS)
-    found, energies = map(np.asarray, jax.jit(jax.vmap(model.descend))(test))
-    place, value, given = (np.asarray(x) for x in (test.place, test.value, test.given))
+    inferred, energies = map(np.asarray, jax.jit(jax.vmap(model.descend))(test))
+    place, value, observed = (np.asarray(x) for x in (test.place, test.value, test.observed))
     return {
         "hidden": {
-            "error": round(float(((found - value) ** 2)[~given].mean()), 4),
-            "variance": round(float(value[~given].var()), 4),
+            "error": round(float(((inferred - value) ** 2)[~observed].mean()), 4),
+            "variance": round(float(value[~observed].var()), 4),
         },
         "falls": float((np.diff(energies) < 0).mean()),
         "energies": np.round(energies[:8], 3).tolist(),
         "curves": [
-            [np.round(1.0 * x[i], 3).tolist() for x in (place, value, given, found)]
+            [np.round(1.0 * x[i], 3).tolist() for x in (place, value, observed, inferred)]
             for i in range(4)
         ],
     }
 
 
 def describe(result: dict[str, Any]) -> list[str]:
-    """The error of values that are not given, and whether the descent descends."""
+    """The error of inferred values, and how often the energy falls."""
     return [
         f"hidden values: {result['hidden']}",
         f"the energy falls in {result['falls']:.1%} of the steps of the descent",
@@ -141,20 +145,22 @@ def describe(result: dict[str, Any]) -> list[str]:
 
 def draw(result: dict[str, Any], figure: Any) -> None:
     """The energies on the way, and inferred curves."""
-    first, *others = figure.subplots(1, 1 + len(result["curves"]))
+    first, *panels = figure.subplots(1, 1 + len(result["curves"]))
     for energies in result["energies"]:
         first.plot(np.asarray(energies) - energies[0], "o-", color="#009e73", ms=3, lw=1)
     first.set(xlabel="step of the descent", title="Energy, from its start")
     first.spines[["top", "right"]].set_visible(False)
-    for axes, shown in zip(others, result["curves"], strict=True):
-        place, value, given, found = map(np.asarray, shown)
+    for axes, shown in zip(panels, result["curves"], strict=True):
+        place, value, observed, inferred = map(np.asarray, shown)
         order = np.argsort(place)
         axes.plot(place[order], value[order], color="0.7", label="curve")
-        axes.plot(place[order], found[order], color="#0072b2", label="inferred")
-        known = given.astype(bool)
-        axes.scatter(place[known], value[known], s=18, color="#d55e00", label="given", zorder=3)
+        axes.plot(place[order], inferred[order], color="#0072b2", label="inferred")
+        is_observed = observed.astype(bool)
+        axes.scatter(
+            place[is_observed], value[is_observed], s=18, color="#d55e00", label="observed", zorder=3
+        )
         axes.set(xticks=[], yticks=[])
-    others[-1].legend(frameon=False, fontsize=8)
+    panels[-1].legend(frameon=False, fontsize=8)
 
 
 EXPERIMENT = Experiment(

@@ -59,23 +59,23 @@ def measure(
     pool = radius * directions(random, max(sizes), width)
     columns = []
     for size in sizes:
-        which = random.integers(0, size, probes)
-        probe = pool[which] + NOISE * radius * directions(random, probes, width)
-        given = [jnp.asarray(x, jnp.float32) for x in (probe, pool)]
-        gaps = radius**2 - nearest_scores(pool[:size], which)
+        chosen = random.integers(0, size, probes)
+        probe = pool[chosen] + NOISE * radius * directions(random, probes, width)
+        arrays = [jnp.asarray(x, jnp.float32) for x in (probe, pool)]
+        gaps = radius**2 - nearest_scores(pool[:size], chosen)
         column = []
         for beta in betas:
-            found = settle(*given, jnp.asarray(size, jnp.int32), jnp.asarray(beta, jnp.float32))
-            point = np.asarray(found.point[:, 0], np.float64)
-            errors = np.linalg.norm(point - pool[which], axis=1) / radius
+            solution = settle(*arrays, jnp.asarray(size, jnp.int32), jnp.asarray(beta, jnp.float32))
+            point = np.asarray(solution.point[:, 0], np.float64)
+            errors = np.linalg.norm(point - pool[chosen], axis=1) / radius
             column.append(
                 {
                     "error": errors.mean(),
                     "retrieved": (errors < 0.1).mean(),
                     "separated": (gaps >= separation(beta, size, radius)).mean(),
-                    "effective": np.median(found.stats["effective"]),
-                    "steps": np.median(found.stats["steps"]),
-                    "at_rest": found.converged.mean(),
+                    "effective": np.median(solution.stats["effective"]),
+                    "steps": np.median(solution.stats["steps"]),
+                    "at_rest": solution.converged.mean(),
                 }
             )
         columns.append(column)
@@ -85,10 +85,10 @@ def measure(
     }
 
 
-def nearest_scores(memories: np.ndarray, which: np.ndarray) -> np.ndarray:
+def nearest_scores(memories: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """The largest inner product of each chosen memory with another one."""
-    scores = memories[which] @ memories.T
-    scores[np.arange(len(which)), which] = -np.inf
+    scores = memories[chosen] @ memories.T
+    scores[np.arange(len(chosen)), chosen] = -np.inf
     return scores.max(1)
 
 
@@ -116,10 +116,10 @@ def mean_field(beta: float, width: int) -> float | None:
     mean = weights.sum(1) / density.sum()  # Z exp(-κ)
     lean = (weights * cosines).sum(1) / weights.sum(1)  # A
     rays = rays[:, 0]
-    some = int(np.argmax(rays <= lean)) or len(rays)
-    held = (1 - rays[:some]) / (rays[:some] - lean[:some]) / mean[:some]
-    falls = np.flatnonzero(np.diff(held) < 0)
-    return float(1 + held[falls[0]]) if falls.size else None
+    end = int(np.argmax(rays <= lean)) or len(rays)
+    number = (1 - rays[:end]) / (rays[:end] - lean[:end]) / mean[:end]
+    falls = np.flatnonzero(np.diff(number) < 0)
+    return float(1 + number[falls[0]]) if falls.size else None
 
 
 def theorem_3(beta: float, width: int, failure: float) -> float:
@@ -154,10 +154,10 @@ def table(result: dict[str, Any]) -> str:
         "      " + "".join(f"{size:>6}" for size in result["memories"]) + "    mean f.  proved",
     ]
     for i, beta in enumerate(result["betas"]):
-        held, proved = (result[name][i] for name in ("mean_field", "theorem_3"))
+        field_number, proved = (result[name][i] for name in ("mean_field", "theorem_3"))
         errors = "".join(f"{error:>6.2f}" for error in result["error"][i])
-        held = "none" if held is None else f"{held:.0f}"
-        lines.append(f"{beta:>6.3g}{errors}{held:>12}{proved:>8.2g}")
+        field_number = "none" if field_number is None else f"{field_number:.0f}"
+        lines.append(f"{beta:>6.3g}{errors}{field_number:>12}{proved:>8.2g}")
     return "\n".join(lines)
 
 
@@ -237,29 +237,29 @@ def run(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--width", type=int, default=WIDTH, help="of a memory (%(default)s)")
     parser.add_argument("--probes", type=int, default=PROBES, help="for each number (%(default)s)")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     began = time.perf_counter()
     result = {
-        "width": given.width,
-        "probes": given.probes,
+        "width": args.width,
+        "probes": args.probes,
         "noise": NOISE,
         "seed": SEED,
         "max_steps": STEPS,
-        "memories": list(given.memories),
-        "betas": list(given.betas),
-        "mean_field": [mean_field(beta, given.width) for beta in given.betas],
-        "theorem_3": [theorem_3(beta, given.width, 0.5) for beta in given.betas],
-        **measure(tuple(given.memories), tuple(given.betas), given.width, given.probes),
+        "memories": list(args.memories),
+        "betas": list(args.betas),
+        "mean_field": [mean_field(beta, args.width) for beta in args.betas],
+        "theorem_3": [theorem_3(beta, args.width, 0.5) for beta in args.betas],
+        **measure(tuple(args.memories), tuple(args.betas), args.width, args.probes),
     }
     print(table(result))
-    given.out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     lines = [f" {json.dumps(name)}: {json.dumps(x)}" for name, x in result.items()]
-    (given.out / "capacity.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    (args.out / "capacity.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     try:
-        save(draw(result), given.out / "capacity.svg")
+        save(draw(result), args.out / "capacity.svg")
     except ImportError:
         print("no figure: matplotlib is not installed", file=sys.stderr)
-    print(f"\n{time.perf_counter() - began:.0f} s; written to {given.out}")
+    print(f"\n{time.perf_counter() - began:.0f} s; written to {args.out}")
     return 0
 
 

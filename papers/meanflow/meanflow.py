@@ -54,12 +54,12 @@ class Block(eqx.Module):
 
     def __call__(self, x: Float[Array, "points width"], times: Float[Array, " width"]) -> Array:
         """Returns `[points, width]`."""
-        shift, scale, gate, *others = jnp.split(self.modulation(jax.nn.silu(times)), 6)
+        shift, scale, gate, *mlp_modulation = jnp.split(self.modulation(jax.nn.silu(times)), 6)
         heads = jax.vmap(self.to_heads)(jax.vmap(self.norm)(x) * (1 + scale) + shift)
         query, key, value = jnp.split(heads.reshape(len(x), 3 * HEADS, -1), 3, axis=1)
         mixed = self.attend(query, key, value).reshape(x.shape)
         x = x + gate * jax.vmap(self.from_heads)(mixed)
-        shift, scale, gate = others
+        shift, scale, gate = mlp_modulation
         return x + gate * jax.vmap(self.perceptron)(jax.vmap(self.norm)(x) * (1 + scale) + shift)
 
 

@@ -1,4 +1,4 @@
-"""Attention over sharded keys, compiled for machines that are not here: what a program holds on a device."""
+"""The memory of attention over sharded keys, compiled ahead of time for other machines."""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,11 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.distributed import (
-    cost,
-    methods,
-    sharded_attention,
-)
+from energy_attn.distributed import cost, methods, sharded_attention
 
 AXIS = "device"
 TARGETS = {
@@ -69,13 +65,13 @@ CASES = (
 
 def local(case: Case, query: Any, key: Any, value: Any) -> Any:
     """The attention of a case, on one of its devices."""
-    said: dict[str, Any] = {"axis_name": AXIS, "method": METHODS[case.method]}
-    said |= {"queries_sharded": case.sharded}
+    options: dict[str, Any] = {"axis_name": AXIS, "method": METHODS[case.method]}
+    options |= {"queries_sharded": case.sharded}
     if case.sharded:
-        here = lax.axis_index(AXIS) * key.shape[1]
-        positions = here + jnp.arange(key.shape[1], dtype=jnp.int32)[None]
-        said |= {"is_causal": True, "query_positions": positions, "key_positions": positions}
-    return sharded_attention(query, key, value, **said).out
+        start = lax.axis_index(AXIS) * key.shape[1]
+        positions = start + jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+        options |= {"is_causal": True, "query_positions": positions, "key_positions": positions}
+    return sharded_attention(query, key, value, **options).out
 
 
 def row(case: Case) -> dict[str, Any]:
@@ -105,14 +101,14 @@ def row(case: Case) -> dict[str, Any]:
         causal=case.sharded,
         queries_sharded=case.sharded,
     )
-    said = case.method.partition(", ")[0], MERGES.get(case.method)
+    method_and_merge = case.method.partition(", ")[0], MERGES.get(case.method)
     return {
         **case._asdict(),
         "device": target.name,
         "arguments": used.argument_size_in_bytes,
         "temporaries": used.temp_size_in_bytes,
         "held": held(compiled),
-        "model": cost.memory(*said, shape, target.topology),
+        "model": cost.memory(*method_and_merge, shape, target.topology),
         "paper": None if case.sharded else paper(case),
     }
 

@@ -85,8 +85,8 @@ class Network:
             for host in range(len(self.addresses))
         ]
         try:
-            said = [process.communicate(timeout=2 * _SECONDS_TO_START)[0] for process in started]
-            return json.loads(said[0])
+            outputs = [process.communicate(timeout=2 * _SECONDS_TO_START)[0] for process in started]
+            return json.loads(outputs[0])
         finally:
             for process in started:
                 process.kill()  # nothing to one that has ended
@@ -132,8 +132,8 @@ def _hardware_address(host: int) -> bytes:
     return bytes((2, 0, 0, 0, 0, host))  # "locally administered"
 
 
-def _run(*command: str, given: str | None = None) -> None:
-    subprocess.run(command, check=True, input=given, text=True, stdout=subprocess.DEVNULL)
+def _run(*command: str, stdin: str | None = None) -> None:
+    subprocess.run(command, check=True, input=stdin, text=True, stdout=subprocess.DEVNULL)
 
 
 def _remove(names: Sequence[str]) -> None:
@@ -169,7 +169,7 @@ def _make_host(host: int, name: str, port: int, hosts: int, mbit: float) -> None
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{_address(host)} {socket.gethostname()}\n")
     # a file descriptor keeps its interface when that moves to another namespace
     _run("ip", "link", "set", "dev", name, "netns", name)
-    others = [other for other in range(hosts) if other != host]
+    peers = [other for other in range(hosts) if other != host]
     # Half a millisecond of the line in one piece at most, or small messages wait behind large ones.
     piece = int(min(65536, max(3000, mbit * 1e6 / 8 * 0.5e-3)))
     lines = [
@@ -182,10 +182,10 @@ def _make_host(host: int, name: str, port: int, hosts: int, mbit: float) -> None
         *[
             f"neigh add {_address(other)} lladdr {_hardware_address(other).hex(':')} dev eth0"
             " nud permanent"
-            for other in others
+            for other in peers
         ],
     ]
-    _run("ip", "-netns", name, "-batch", "-", given="\n".join(lines) + "\n")
+    _run("ip", "-netns", name, "-batch", "-", stdin="\n".join(lines) + "\n")
     # What is over the rate waits at the sender, where TCP sees it and holds back. Waiting in the
     # switch, acknowledgements would queue behind megabytes of data.
     bucket = f"rate {mbit:.6g}mbit burst {piece + 4096} limit 32m"
@@ -205,7 +205,7 @@ def wire_size(frame: bytes) -> int:
 
 
 class Cables:
-    """When what hosts send to each other arrives; a clock in seconds is given with each question.
+    """The arrival times of frames that hosts send to each other; callers pass the time in seconds.
 
     A frame occupies the cable from its sender and that to its receiver, each for size / rate, and
     the second not before the first; it arrives `latency_ms` after its last bit has left the second.
@@ -231,15 +231,15 @@ def _forward(ports: Sequence[int], cables: Cables) -> None:
     host_of = {_hardware_address(host): host for host in range(len(ports))}
     waiting: list[tuple[float, int, int, bytes]] = []  # due, frame's number, to, frame
     frames = 0
-    at = _OFFLOAD_HEADER.size
+    offset = _OFFLOAD_HEADER.size
     stop = sys.stdin.fileno()
     while True:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
-            _, _, to, frame = heapq.heappop(waiting)
+            _, _, target, frame = heapq.heappop(waiting)
             # a host that cannot take a frame loses it, and TCP sends it again
             with contextlib.suppress(OSError):
-                os.write(to, frame)
+                os.write(target, frame)
             now = time.monotonic()
         timeout = max(0.0, waiting[0][0] - now) if waiting else None
         readable, _, _ = select.select([stop, *ports], [], [], timeout)
@@ -251,7 +251,7 @@ def _forward(ports: Sequence[int], cables: Cables) -> None:
                 frame = os.read(port, _LARGEST_FRAME)
             except BlockingIOError:
                 continue
-            receiver = host_of.get(frame[at : at + 6])
+            receiver = host_of.get(frame[offset : offset + 6])
             if receiver is None:  # an interface's announcements to everybody
                 continue
             frames += 1
@@ -264,7 +264,7 @@ def _stop(*_: object) -> None:
 
 
 def _main(plan: dict[str, Any]) -> None:
-    """The switch: makes the hosts of a plan, says so, and forwards what they send until there is no input."""
+    """The switch: makes the hosts of a plan, prints "ready", and forwards frames until its input ends."""
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _stop)
     with _hosts(plan["names"], plan["mbit"]) as ports:

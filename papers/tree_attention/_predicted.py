@@ -34,7 +34,7 @@ class Point(NamedTuple):
 
     @property
     def resolved(self) -> bool:
-        """Whether the interval is narrower than the band: if not, the point says nothing of the model."""
+        """Whether the interval is narrower than the band; if not, the point does not test the model."""
         return 0 < self.low and self.high <= BAND**2 * self.low
 
     @property
@@ -44,10 +44,9 @@ class Point(NamedTuple):
 
 
 def topology(run: dict[str, Any], cores: int) -> cost.Topology:
-    """The network of a run: as plain sockets measured it (while all send, where that was measured), with
-    all its hosts on one machine's cores.
+    """The network of a run, as measured with plain sockets, with all hosts on the cores of one machine.
 
-    Over loopback nobody measured; there it is what a process of JAX stands for, if nobody says more.
+    Over loopback, which is not measured, it is the default for processes of JAX.
     """
     hosts, devices, seen = run["hosts"], run["devices"], run["network"].get("measured")
     within = (devices,) if devices > 1 else ()
@@ -64,16 +63,16 @@ def topology(run: dict[str, Any], cores: int) -> cost.Topology:
 
 
 def automatic(keys: int, hosts: int, devices: int) -> str:
-    """The strategy of `merge="auto"`, by the network that a process of JAX stands for."""
+    """The strategy of `merge="auto"`, by the default network for processes of JAX."""
     shape = cost.Shape(1, 1, keys, HEADS, HEADS, WIDTH, dtype="float32")
     run = {"hosts": hosts, "devices": devices, "network": {}}
     return cost.choose_merge(shape, topology(run, 1))
 
 
 def predict(result: dict[str, Any]) -> None:
-    """Puts the model's figures into the rows of a result of `latency.py`, by the model as it is now."""
+    """Updates the model's figures in the rows of a result of `latency.py`."""
     for run in result["runs"]:
-        here, heads = topology(run, result["machine"]["cores"]), result["heads"]
+        network, heads = topology(run, result["machine"]["cores"]), result["heads"]
         shape = cost.Shape(
             *(1, 1, run["keys"], heads, heads, result["width"]), dtype=result["dtype"]
         )
@@ -83,15 +82,15 @@ def predict(result: dict[str, Any]) -> None:
             if not merge:
                 continue
             if method == "scatter":
-                sent = tuple(SCATTERS[merge](shape.rows, shape, here))
+                sent = tuple(SCATTERS[merge](shape.rows, shape, network))
             else:
                 sent = cost.transfers(
-                    method, run["auto"] if merge == "auto" else merge, shape, here
+                    method, run["auto"] if merge == "auto" else merge, shape, network
                 )
             row["model"] = {
                 "bytes": sum(x.bytes * x.count for x in sent),
                 "rounds": sum(x.count for x in sent),
-                "ms": round(1e3 * sum(x.count * seconds(x, here) for x in sent), 3),
+                "ms": round(1e3 * sum(x.count * seconds(x, network) for x in sent), 3),
             }
 
 
@@ -125,7 +124,7 @@ def points(result: dict[str, Any]) -> Iterator[Point]:
 
 
 def _interval(turns: Sequence[float]) -> tuple[float, float]:
-    """Between which the median lies in 95 of 100 such measurements: ranks of a binomial."""
+    """A 95% confidence interval of the median, from ranks of a binomial."""
     ordered, count = sorted(turns), len(turns)
     rank, below = 0, 0.0
     while True:

@@ -9,10 +9,7 @@ HEADS, WIDTH = 16, 64
 
 
 class Problem(NamedTuple):
-    """One query over keys of which each device holds an equal part.
-
-    Any process can make any part, so that nothing has to be handed around.
-    """
+    """One query over keys of which each device holds an equal part; any process can make any part."""
 
     keys: int
     devices: int

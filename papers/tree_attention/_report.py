@@ -72,14 +72,14 @@ def rows(hosts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     A step lasts until the last host has its answer, so a turn counts as long as on the slowest.
     """
-    made = []
+    rows_by_method = []
     for name, first in hosts[0].items():
-        seen = [host[name] for host in hosts]
-        turns = [max(times) for times in zip(*(x["milliseconds"] for x in seen), strict=True)]
+        results = [host[name] for host in hosts]
+        turns = [max(times) for times in zip(*(x["milliseconds"] for x in results), strict=True)]
         kinds: collections.Counter[str] = collections.Counter()
         for kind, _, count in first["collectives"]:
             kinds[kind] += count
-        made.append(
+        rows_by_method.append(
             {
                 "method": name,
                 "median_ms": round(statistics.median(turns), 2),
@@ -89,36 +89,36 @@ def rows(hosts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "bytes": sum(size * count for _, size, count in first["collectives"]),
                 "rounds": sum(kinds.values()),
                 "collectives": dict(kinds),
-                "error": max(x["error"] for x in seen),
+                "error": max(x["error"] for x in results),
             }
         )
-    return made
+    return rows_by_method
 
 
 def table(run: dict[str, Any]) -> str:
     """A run in lines of text."""
     network, medians = run["network"], {row["method"]: row["median_ms"] for row in run["rows"]}
-    where = network["kind"]
+    network_line = network["kind"]
     if network.get("measured"):
         seen = network["measured"]
-        where += (
+        network_line += (
             f" of {network['mbit']:g} Mbit/s, {network['latency_ms']:g} ms"
             f" (sockets: {seen['mbit']:.0f} Mbit/s, {seen['round_trip_ms']:.2f} ms there and back)"
         )
     lines = [
-        f"\n{run['hosts']} hosts × {run['devices']}, S = {run['keys']}, {where}; "
+        f"\n{run['hosts']} hosts × {run['devices']}, S = {run['keys']}, {network_line}; "
         f"auto is {run['auto']}",
         f"{'':20} {'ms a step':>9} {'min … max':>17} {'× naive':>8} {'rounds':>6} "
         f"{'bytes':>9} {'error':>8}  model",
     ]
     for row in run["rows"]:
         model = row["model"]
-        said = f"{model['ms']:.2f} ms, {model['rounds']}, {model['bytes']} B" if model else ""
+        prediction = f"{model['ms']:.2f} ms, {model['rounds']}, {model['bytes']} B" if model else ""
         lines.append(
             f"{row['method']:20} {row['median_ms']:9.2f} "
             f"{row['min_ms']:7.2f} … {row['max_ms']:7.2f} "
             f"{medians[NAIVE] / row['median_ms']:8.2f} {row['rounds']:6} {row['bytes']:9} "
-            f"{row['error']:8.1e}  {said}"
+            f"{row['error']:8.1e}  {prediction}"
         )
     return "\n".join(lines)
 
@@ -134,15 +134,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
         runs = [run for run in result["runs"] if run["hosts"] == number]
         keys = [run["keys"] for run in runs]
         for place, (name, colour) in enumerate(COLOURS.items()):
-            found = [[row for row in run["rows"] if row["method"] == name] for run in runs]
-            if not all(found):
+            rows = [[row for row in run["rows"] if row["method"] == name] for run in runs]
+            if not all(rows):
                 continue
             lows, middles, highs = (
-                [row[0][what] for row in found] for what in ("min_ms", "median_ms", "max_ms")
+                [row[0][field] for row in rows] for field in ("min_ms", "median_ms", "max_ms")
             )
             below, above = (
-                [abs(middle - end) for middle, end in zip(middles, ends, strict=True)]
-                for ends in (lows, highs)
+                [abs(middle - end) for middle, end in zip(middles, bounds, strict=True)]
+                for bounds in (lows, highs)
             )
             panel.errorbar(
                 # a little beside each other
@@ -161,11 +161,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel_over_lengths(panel, keys, f"{number} hosts{each}", "keys")
     panels[0, 0].set_ylabel("ms for a decode step (median, min to max)")
     network = result["runs"][0]["network"]
-    what = network["kind"]
+    field = network["kind"]
     if "mbit" in network:
-        what += f": {network['mbit']:g} Mbit/s, {network['latency_ms']:g} ms"
+        field += f": {network['mbit']:g} Mbit/s, {network['latency_ms']:g} ms"
     figure.suptitle(
-        f"{what}; {result['heads']} heads of {result['width']}, {result['dtype']}, "
+        f"{field}; {result['heads']} heads of {result['width']}, {result['dtype']}, "
         f"jax {result['machine']['jax']}",
         fontsize=10,
     )

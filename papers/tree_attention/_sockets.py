@@ -20,36 +20,35 @@ PORT, PINGS, BULK = 7000, 30, 1 << 22
 def measure(host: int, addresses: list[str]) -> dict[str, float]:
     """The measurements of this host; the first alone times round trips."""
     with socket.create_server((addresses[host], PORT)) as server:
-        line = _connect(addresses[(host + 1) % len(addresses)])
-        before, _ = server.accept()
+        following = _connect(addresses[(host + 1) % len(addresses)])
+        previous, _ = server.accept()
     trips, rates = [0.0], []
-    with line, before:
-        for end in (line, before):
+    with following, previous:
+        for end in (following, previous):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(PINGS * (host < 2)):
             start = time.perf_counter()
             if host == 0:
-                line.sendall(b"?")
-                line.recv(1)
+                following.sendall(b"?")
+                following.recv(1)
             else:
-                before.sendall(before.recv(1))
+                previous.sendall(previous.recv(1))
             trips.append(time.perf_counter() - start)
         for _ in range(4):
-            line.sendall(b"?")  # all begin when the one before has come so far
-            before.recv(1)
-            sending = threading.Thread(target=line.sendall, args=(bytes(BULK),))
+            following.sendall(b"?")  # all begin together
+            previous.recv(1)
+            sending = threading.Thread(target=following.sendall, args=(bytes(BULK),))
             start = time.perf_counter()
             sending.start()
             missing = BULK
             while missing > 0:
-                missing -= len(before.recv(min(missing, 1 << 20)))
+                missing -= len(previous.recv(min(missing, 1 << 20)))
             rates.append(8e-6 * BULK / (time.perf_counter() - start))
             sending.join()
     return {
         "round_trip_ms": round(1e3 * statistics.median(trips), 3),
-        "mbit": round(
-            statistics.median(rates[1:]), 1
-        ),  # the first lets the connection find the rate
+        # without the first, in which the connection finds the rate
+        "mbit": round(statistics.median(rates[1:]), 1),
     }
 
 
@@ -58,7 +57,7 @@ def _connect(address: str) -> socket.socket:
     while True:
         try:
             return socket.create_connection((address, PORT), timeout=SECONDS)
-        except ConnectionRefusedError:  # the other host has not come so far
+        except ConnectionRefusedError:  # the other host does not listen yet
             if time.monotonic() > until:
                 raise
             time.sleep(0.02)

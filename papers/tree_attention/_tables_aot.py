@@ -1,4 +1,4 @@
-"""The paper's models compiled for machines that are not here: do they fit, and what do they send?
+"""The memory and communication of the paper's models, compiled ahead of time for other machines.
 
 Weights are abstract. Nothing is run.
 """
@@ -47,14 +47,14 @@ CASES = (
 
 
 def compile_case(case: Case, target: Target) -> dict[str, Any]:
-    """Compiles the reading of the prompt and a decode step; says what they hold and send."""
+    """Compiles the prefill and a decode step; returns the memory that they hold and the bytes that they send."""
     config = LLAMAS[case.model]
     model = abstract(config)  # made before the mesh is in force: nothing can be made on its devices
     mesh = Mesh(np.array(target.describe()), (AXIS,))
     model = shard(model, mesh, tensor=AXIS if case.split else "none")
     slots = case.prompt + CHUNK
 
-    def whole(*shape: int) -> jax.ShapeDtypeStruct:
+    def replicated(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, P()))
 
     def stored(x: Any) -> jax.ShapeDtypeStruct:
@@ -65,25 +65,27 @@ def compile_case(case: Case, target: Target) -> dict[str, Any]:
         parallel = SequenceParallel(AXIS, topology=target.topology)
         cache = jax.eval_shape(lambda m: m.empty_cache(1, slots, parallel=parallel), model)
         cache = jax.tree.map(stored, cache)
-        kept = jax.tree.map(lambda x: x.sharding, cache)
-        runs: dict[str, Any] = {"prompt": (reader(CHUNK), whole(1, case.prompt), (None, kept))}
+        cache_shardings = jax.tree.map(lambda x: x.sharding, cache)
+        runs: dict[str, Any] = {
+            "prompt": (reader(CHUNK), replicated(1, case.prompt), (None, cache_shardings))
+        }
         for name in ("tree", "ring, keys"):
-            runs[name] = decoder(METHODS[name], 1), whole(1, 1), (None, None, kept)
+            runs[name] = decoder(METHODS[name], 1), replicated(1, 1), (None, None, cache_shardings)
         programs = {
             name: jax.jit(run, donate_argnums=2, out_shardings=out)
             .lower(model, tokens, cache)
             .compile()
             for name, (run, tokens, out) in runs.items()
         }
-    found = {name: {"holds": held(x), "sends": sent(x)} for name, x in programs.items()}
-    for name in METHODS.keys() & found:
-        said = predicted(name, config, slots, "bfloat16", target.topology)
-        found[name]["attention_sends"] = said
+    programs_report = {name: {"holds": held(x), "sends": sent(x)} for name, x in programs.items()}
+    for name in METHODS.keys() & programs_report:
+        prediction = predicted(name, config, slots, "bfloat16", target.topology)
+        programs_report[name]["attention_sends"] = prediction
     return {
         "target": target.name,
         "memory": target.memory,
         "model": case.model,
         "weights": "split over the devices" if case.split else "whole on every device",
         "slots": slots,
-        "programs": found,
+        "programs": programs_report,
     }

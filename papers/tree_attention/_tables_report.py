@@ -19,14 +19,14 @@ def run_table(run: dict[str, Any]) -> str:
     for row in run["rows"]:
         tree = row["methods"]["tree"]["decode_s"]["mean"]
         for name, x in row["methods"].items():
-            sent, said = (
-                sum(kind["bytes"] for kind in x[which].values())
-                for which in ("sent_per_step", "predicted_per_step")
+            sent, prediction = (
+                sum(kind["bytes"] for kind in x[field].values())
+                for field in ("sent_per_step", "predicted_per_step")
             )
             lines.append(
                 f"{short(row['prompt']):>8} {time(row['prompt_s']):>15}  {name:14} "
                 f"{time(x['decode_s']):>16} {time(x['total_s']):>15} "
-                f"{x['decode_s']['mean'] / tree:7.2f} {sent:13} {said:13}"
+                f"{x['decode_s']['mean'] / tree:7.2f} {sent:13} {prediction:13}"
                 + ("" if x["same_tokens"] else "  other tokens than the tree's")
             )
     return "\n".join(lines)
@@ -42,14 +42,16 @@ def paper_table(rows: list[dict[str, Any]]) -> str:
         f"{'repeated':>9} | {'tree a step':>12} {'queries':>8} {'scatter':>8} {'prompt':>7}",
     ]
     for row in rows:
-        said, paper = row["predicted"], row["paper"]
+        prediction, paper = row["predicted"], row["paper"]
         ratio = paper["ring"]["mean"] / paper["tree"]["mean"]
-        ring, repeated = (1e3 * (said[name] - said["tree"]) for name in ("ring", "repeated"))
+        ring, repeated = (
+            1e3 * (prediction[name] - prediction["tree"]) for name in ("ring", "repeated")
+        )
         lines.append(
             f"{row['system']:12} {short(row['prompt']):>6} {time(paper['tree'], 2):>12} "
             f"{time(paper['ring'], 2):>12} {ratio:6.1f} | {1e3 * row['step_difference_s']:7.0f} "
-            f"{ring:7.1f} {repeated:9.1f} | {1e3 * said['tree']:12.2f} {1e3 * said['queries']:8.2f} "
-            f"{1e3 * said['scatter']:8.2f} {said['prompt']:7.2f}"
+            f"{ring:7.1f} {repeated:9.1f} | {1e3 * prediction['tree']:12.2f} {1e3 * prediction['queries']:8.2f} "
+            f"{1e3 * prediction['scatter']:8.2f} {prediction['prompt']:7.2f}"
         )
     return "\n".join(lines)
 
@@ -62,13 +64,14 @@ def case_table(case: dict[str, Any]) -> str:
     ]
     for name, x in case["programs"].items():
         kinds = ", ".join(
-            f"{kind['rounds']} {what} of {kind['bytes']} B" for what, kind in x["sends"].items()
+            f"{kind['rounds']} {collective} of {kind['bytes']} B"
+            for collective, kind in x["sends"].items()
         )
-        said = "; ".join(
-            f"attention by the model: {kind['rounds']} {what} of {kind['bytes']} B"
-            for what, kind in x.get("attention_sends", {}).items()
+        prediction = "; ".join(
+            f"attention by the model: {kind['rounds']} {collective} of {kind['bytes']} B"
+            for collective, kind in x.get("attention_sends", {}).items()
         )
-        lines.append(f"{name:12} {x['holds'] / 1e9:7.2f} GB  {kinds}  {said}")
+        lines.append(f"{name:12} {x['holds'] / 1e9:7.2f} GB  {kinds}  {prediction}")
     return "\n".join(lines)
 
 
@@ -100,13 +103,21 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for panel, system in zip(panels[0, len(runs) :], systems, strict=True):
         rows = [row for row in paper if row["system"] == system]
         prompts = [row["prompt"] for row in rows]
-        said = [row["predicted"] for row in rows]
+        predictions = [row["predicted"] for row in rows]
         differences = {
             "paper: (ring - tree) / 10": ([row["step_difference_s"] for row in rows], "k", "-"),
-            "model: ring of keys - tree": ([x["ring"] - x["tree"] for x in said], "#c44e52", "--"),
-            "with repeated keys": ([x["repeated"] - x["tree"] for x in said], "#dd8452", ":"),
-            "model: ring of queries": ([x["queries"] for x in said], "#8172b3", "--"),
-            "model: tree": ([x["tree"] for x in said], "#4c72b0", "--"),
+            "model: ring of keys - tree": (
+                [x["ring"] - x["tree"] for x in predictions],
+                "#c44e52",
+                "--",
+            ),
+            "with repeated keys": (
+                [x["repeated"] - x["tree"] for x in predictions],
+                "#dd8452",
+                ":",
+            ),
+            "model: ring of queries": ([x["queries"] for x in predictions], "#8172b3", "--"),
+            "model: tree": ([x["tree"] for x in predictions], "#4c72b0", "--"),
         }
         for name, (seconds, colour, line) in differences.items():
             milliseconds = [1e3 * x for x in seconds]
@@ -115,10 +126,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
         # two labels of the table's would lie on each other
         ticks = [x for x in prompts if not any(x / 1.3 < y < x for y in prompts)]
         panel_over_lengths(panel, ticks, f"{system}, {rows[0]['model']}", "prompt")
-    ours, theirs = (panels[0, place].get_legend_handles_labels() for place in (0, -1))
+    our_labels, paper_labels = (panels[0, place].get_legend_handles_labels() for place in (0, -1))
     style = {"frameon": False, "fontsize": 8}
-    figure.legend(*ours, loc="outside lower left", ncols=len(ours[1]), **style)
-    figure.legend(*theirs, loc="outside lower right", ncols=len(theirs[1]), **style)
+    figure.legend(*our_labels, loc="outside lower left", ncols=len(our_labels[1]), **style)
+    figure.legend(*paper_labels, loc="outside lower right", ncols=len(paper_labels[1]), **style)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
     print(f"wrote {path}")

@@ -1,10 +1,9 @@
-"""The protocol of tables 1 and 2 on the devices at hand: a prompt, then ten tokens by each method.
+"""The protocol of tables 1 and 2 on the available devices: a prompt, then ten tokens by each method.
 
     python examples/cluster/launch.py -n 2 -- papers/tree_attention/_tables_run.py PROMPTS RESULT
 
-is what `tables.py` runs for several processes; the first process writes what was found. The prompt is
-read alike whatever the method: each repetition reads it once, and every method decodes from a copy of
-the cache that this leaves.
+is what `tables.py` runs for several processes; the first process writes the results. Each repetition reads the
+prompt once, and every method decodes from a copy of the resulting cache.
 """
 
 import collections
@@ -51,15 +50,15 @@ HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
 def ring(rotate: Any) -> Callable[..., Any]:
     """Attention for a model's `attend=`, by a ring in which keys, or the queries' states, travel."""
 
-    def attend(query: Any, key: Any, value: Any, **said: Any) -> Any:
-        def here(query: Any, key: Any, value: Any, queries: Any, keys: Any) -> Any:
+    def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        def shard_attention(query: Any, key: Any, value: Any, queries: Any, keys: Any) -> Any:
             return tuple(
                 sharded_attention(
                     *(query, key, value),
                     axis_name=AXIS,
                     method=methods.Ring(rotate),
                     queries_sharded=False,
-                    is_causal=said["is_causal"],
+                    is_causal=options["is_causal"],
                     query_positions=queries,
                     key_positions=keys,
                 )
@@ -67,13 +66,13 @@ def ring(rotate: Any) -> Callable[..., Any]:
 
         sharded = P(None, AXIS)
         mapped = jax.shard_map(
-            here,
+            shard_attention,
             in_specs=(P(), sharded, sharded, P(), sharded),
             out_specs=P(),
             axis_names={AXIS},
             check_vma=False,  # each device folds the keys in the order in which they come
         )
-        return mapped(query, key, value, said["query_positions"], said["key_positions"])
+        return mapped(query, key, value, options["query_positions"], options["key_positions"])
 
     return attend
 
@@ -100,8 +99,8 @@ def decoder(attend: Callable[..., Any], tokens: int) -> Callable[..., Any]:
             token = lax.argmax(out.logits, 2, jnp.int32)
             return (token, out.cache), (token, out.logits)
 
-        (_, cache), found = lax.scan(step, (first, cache), None, length=tokens)
-        return *found, cache
+        (_, cache), outputs = lax.scan(step, (first, cache), None, length=tokens)
+        return *outputs, cache
 
     return decode
 
@@ -115,10 +114,10 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 def sent(compiled: Any, steps: int = 1) -> dict[str, dict[str, int]]:
     """The collectives and bytes that a program sends in one of its steps, by kind."""
     kinds: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for found in collectives(compiled):
-        assert found.count is not None and found.count % steps == 0, found
-        count = found.count // steps
-        kinds[found.kind].update({"rounds": count, "bytes": count * found.bytes})
+    for collective in collectives(compiled):
+        assert collective.count is not None and collective.count % steps == 0, collective
+        count = collective.count // steps
+        kinds[collective.kind].update({"rounds": count, "bytes": count * collective.bytes})
     return {kind: dict(counts) for kind, counts in kinds.items()}
 
 
@@ -141,11 +140,11 @@ def timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("begin")
     start = time.perf_counter()
-    found = jax.block_until_ready(run(*arguments))
+    result = jax.block_until_ready(run(*arguments))
     seconds = np.float64(time.perf_counter() - start)
     if jax.process_count() > 1:
         seconds = multihost_utils.process_allgather(seconds).max()
-    return float(seconds), found
+    return float(seconds), result
 
 
 def measure(
@@ -173,7 +172,7 @@ def measure(
     }
     reading: list[float] = []
     decoding: dict[str, list[float]] = {name: [] for name in METHODS}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for repetition in range(-1, repetitions):  # the first does not count
         blank = jax.block_until_ready(empty())
         seconds, (first, cache) = timed(read, model, tokens, blank)
@@ -181,7 +180,7 @@ def measure(
         turn = repetition % len(METHODS)  # none is always the first
         for name in (*METHODS, *METHODS)[turn : turn + len(METHODS)]:
             copied = jax.block_until_ready(copy(cache))
-            seconds, found[name] = timed(programs[name], model, first, copied)
+            seconds, results[name] = timed(programs[name], model, first, copied)
             decoding[name].append(seconds)
     reading, totals = reading[1:], {}
     for name, seconds in decoding.items():
@@ -192,7 +191,7 @@ def measure(
     return {
         "prompt": prompt,
         "slots": capacity,
-        "tokens": np.asarray(found["tree"][0].addressable_data(0)).ravel().tolist(),
+        "tokens": np.asarray(results["tree"][0].addressable_data(0)).ravel().tolist(),
         "prompt_s": summary(reading),
         "methods": {
             name: {
@@ -201,20 +200,22 @@ def measure(
                 "repetitions_s": decoding[name],
                 "sent_per_step": sent(program, count),
                 "predicted_per_step": predicted(name, model.config, capacity, dtype, topology),
-                **compared(found[name], found["tree"]),
+                **compared(results[name], results["tree"]),
             }
             for name, program in programs.items()
         },
     }
 
 
-def compared(found: Any, tree: Any) -> dict[str, Any]:
+def compared(result: Any, tree: Any) -> dict[str, Any]:
     """Whether tokens are those of the tree, on all devices, and how far the logits are off."""
-    token, logits, _ = found
-    wanted, near = (np.asarray(x.addressable_data(0)) for x in tree[:2])
-    same = [np.array_equal(shard.data, wanted) for shard in token.addressable_shards]
-    off = [abs(np.asarray(shard.data) - near).max() for shard in logits.addressable_shards]
-    return {"same_tokens": all(same), "logits_differ_by": float(max(off))}
+    token, logits, _ = result
+    expected, expected_logits = (np.asarray(x.addressable_data(0)) for x in tree[:2])
+    same = [np.array_equal(shard.data, expected) for shard in token.addressable_shards]
+    error = [
+        abs(np.asarray(shard.data) - expected_logits).max() for shard in logits.addressable_shards
+    ]
+    return {"same_tokens": all(same), "logits_differ_by": float(max(error))}
 
 
 def run(prompts: Sequence[int]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """One host of `latency.py`: times every method with the others, and checks every answer.
 
-Run as `python _worker.py PLAN`, with a plan in JSON (`Plan`); it writes what it found to a file.
+Run as `python _worker.py PLAN`, with a plan in JSON (`Plan`); it writes its measurements to a file.
 """
 
 import functools
@@ -90,7 +90,7 @@ def methods(axes: tuple[str, ...], devices: int) -> dict[str, Callable[..., Any]
 
 
 class Side:
-    """A compiled method on its arrays, and what has been seen of it."""
+    """A compiled method with its arrays and measurements."""
 
     def __init__(self, compiled: Any, arrays: list[Any], answer: np.ndarray | None) -> None:
         self.run = lambda: compiled(*arrays)
@@ -113,13 +113,13 @@ class Side:
         self.milliseconds.append(1e3 * (time.perf_counter() - start) / steps)
         if self.answer is not None:
             shards = [shard for out in outs for shard in out.addressable_shards]
-            self.error = max(self.error, *(self.off(shard) for shard in shards))
+            self.error = max(self.error, *(self.error_of(shard) for shard in shards))
 
-    def off(self, shard: Any) -> float:
-        """How far the answer of a device, of all heads or of its part of them, is from float64."""
-        found = np.asarray(shard.data, np.float64)[0, 0, 0]
-        parts = self.answer.reshape(-1, *found.shape)
-        return float(abs(found - parts[(shard.index[0].start or 0) % len(parts)]).max())
+    def error_of(self, shard: Any) -> float:
+        """The error of a device's answer, for all heads or its part of them, against float64."""
+        out = np.asarray(shard.data, np.float64)[0, 0, 0]
+        parts = self.answer.reshape(-1, *out.shape)
+        return float(abs(out - parts[(shard.index[0].start or 0) % len(parts)]).max())
 
 
 def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
@@ -137,14 +137,14 @@ def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
     sharded, everywhere = (NamedSharding(mesh, spec) for spec in (P(None, axes), P()))
     shard = functools.cache(problem.shard)
 
-    def mine(which: int) -> Callable[[Any], np.ndarray]:
+    def shard_of(part: int) -> Callable[[Any], np.ndarray]:
         each = keys // mesh.size
-        return lambda at: shard((at[1].start or 0) // each)[which]
+        return lambda index: shard((index[1].start or 0) // each)[part]
 
     query = problem.query()
     arrays = [
-        jax.make_array_from_callback(query.shape, everywhere, lambda at: query),
-        *[jax.make_array_from_callback(shape, sharded, mine(which)) for which in (0, 1)],
+        jax.make_array_from_callback(query.shape, everywhere, lambda index: query),
+        *[jax.make_array_from_callback(shape, sharded, shard_of(part)) for part in (0, 1)],
     ]
     answer = np.load(Path(plan.folder, "answers.npz"))[str(keys)]
     sides, sent = {}, {}
@@ -161,10 +161,15 @@ def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
         sides[name] = Side(compiled, arrays, None if name == "no exchange" else answer)
     for side in sides.values():
         side.turn(1)  # opens connections
-    # A method that takes seconds has fewer turns, of one step; all hosts must agree how many.
-    each, few = np.array([1e-3 * x.milliseconds.pop() for x in sides.values()]), min(5, plan.turns)
-    steps = np.where(each * (plan.steps + 1) * few > plan.seconds_per_method, 1, plan.steps)
-    turns = np.clip(plan.seconds_per_method / (each * (steps + 1)), few, plan.turns)
+    # A slow method has fewer turns, of one step; all hosts must agree on the number.
+    each, fewest_turns = (
+        np.array([1e-3 * x.milliseconds.pop() for x in sides.values()]),
+        min(5, plan.turns),
+    )
+    steps = np.where(
+        each * (plan.steps + 1) * fewest_turns > plan.seconds_per_method, 1, plan.steps
+    )
+    turns = np.clip(plan.seconds_per_method / (each * (steps + 1)), fewest_turns, plan.turns)
     agreed = multihost_utils.broadcast_one_to_all(np.stack([turns, steps]).astype(np.int32))
     for turn in range(plan.turns):
         for side, limit, count in zip(sides.values(), *agreed.tolist(), strict=True):
@@ -197,6 +202,6 @@ def main(plan: Plan) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     die_with_parent()
-    given = Plan(**json.loads(sys.argv[1]))
-    signal.alarm(given.seconds)  # whatever happens
-    Path(given.folder, f"{given.host}.json").write_text(json.dumps(main(given)))
+    own_plan = Plan(**json.loads(sys.argv[1]))
+    signal.alarm(own_plan.seconds)  # whatever happens
+    Path(own_plan.folder, f"{own_plan.host}.json").write_text(json.dumps(main(own_plan)))

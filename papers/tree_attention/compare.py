@@ -29,58 +29,58 @@ def main() -> None:
 
 def show(files: Sequence[Path]) -> list[Point]:
     """The exchanges of files, which have the model's figures anew; each is printed."""
-    found: list[Point] = []
+    all_points: list[Point] = []
     for path in files:
         result = json.loads(path.read_text())
         predict(result)
         path.write_text(json.dumps(result, indent=1) + "\n")
-        found += points(result)
-    for point in found:
+        all_points += points(result)
+    for point in all_points:
         print(
             f"{point.hosts} x {point.devices}, {point.mbit:g} Mbit/s, {point.latency_ms:g} ms, "
             f"S = {point.keys:6}, {point.method:18} {point.measured:9.2f} ms "
             f"({point.low:.2f} to {point.high:.2f}), model {point.predicted:9.2f}, "
             f"{point.ratio:5.2f}{'' if point.resolved else '  not resolved'}"
         )
-    ratios = [point.ratio for point in found if point.resolved] or [1.0]
+    ratios = [point.ratio for point in all_points if point.resolved] or [1.0]
     outside = sum(not 1 / BAND <= ratio <= BAND for ratio in ratios)
     print(
-        f"{len(found)} exchanges, {sum(x.resolved for x in found)} resolved: "
+        f"{len(all_points)} exchanges, {sum(x.resolved for x in all_points)} resolved: "
         f"{min(ratios):.2f} to {max(ratios):.2f} times the model's, {outside} outside a factor of {BAND}"
     )
-    return found
+    return all_points
 
 
 def draw(fitted: Sequence[Point], unseen: Sequence[Point], path: Path) -> None:
     """Measured against predicted, with the line where they are equal and a factor of 1.5 on both sides."""
     pyplot.rcParams.update({"svg.hashsalt": "energy_attn", "svg.fonttype": "none", "font.size": 9})
     figure, axes = pyplot.subplots(figsize=(6.4, 5.6), layout="constrained")
-    known = [point for point in (*fitted, *unseen) if point.resolved]
+    resolved = [point for point in (*fitted, *unseen) if point.resolved]
     span = [
-        min(point.predicted for point in known) / 2,
-        max(point.predicted for point in known) * 2,
+        min(point.predicted for point in resolved) / 2,
+        max(point.predicted for point in resolved) * 2,
     ]
     axes.plot(span, span, color="0.4", linewidth=0.8, zorder=0)
     low, high = ([end * factor for end in span] for factor in (1 / BAND, BAND))
     axes.fill_between(span, low, high, color="0.92", zorder=-1, label=f"within {BAND}")
     shown: set[str] = set()
-    both = [(method, found) for method in COLOURS for found in (fitted, unseen)]
-    for method, found in both:
-        mine = [point for point in found if point.resolved and point.method == method]
-        if not mine:
+    series = [(method, exchanges) for method in COLOURS for exchanges in (fitted, unseen)]
+    for method, exchanges in series:
+        selected = [point for point in exchanges if point.resolved and point.method == method]
+        if not selected:
             continue
         label = "_" if method in shown else method
         shown.add(method)
-        middles = [point.measured for point in mine]
+        middles = [point.measured for point in selected]
         axes.errorbar(
-            [point.predicted for point in mine],
+            [point.predicted for point in selected],
             middles,
             (
-                [max(0.0, point.measured - point.low) for point in mine],
-                [max(0.0, point.high - point.measured) for point in mine],
+                [max(0.0, point.measured - point.low) for point in selected],
+                [max(0.0, point.high - point.measured) for point in selected],
             ),
             color=COLOURS[method],
-            markerfacecolor="white" if found is unseen else COLOURS[method],
+            markerfacecolor="white" if exchanges is unseen else COLOURS[method],
             linestyle="none",
             marker="o",
             markersize=3.5,

@@ -1,4 +1,4 @@
-"""The paper's setting in little: decode steps over hosts on an emulated network.
+"""A small version of the paper's setting: decode steps over hosts on an emulated network.
 
     python papers/tree_attention/latency.py --hosts 2,4,8 --keys 8192,32768 --out results
 
@@ -105,7 +105,7 @@ def measure(network: Network | None, hosts: int, args: argparse.Namespace) -> li
         np.savez(Path(name, "answers.npz"), allow_pickle=False, **by_keys)
         with network or contextlib.nullcontext():
             measured = network.measure() if network else None
-            found = together(network, hosts, args, name)
+            measurements = together(network, hosts, args, name)
     kind = "emulated network" if network else "loopback"
     eps = float(np.finfo(np.float32).eps)
     return [
@@ -116,7 +116,7 @@ def measure(network: Network | None, hosts: int, args: argparse.Namespace) -> li
             "keys": problem.keys,
             "auto": automatic(problem.keys, hosts, args.devices),
             "tolerance": ROUNDINGS * eps * size,
-            "rows": rows([host[i] for host in found]),
+            "rows": rows([host[i] for host in measurements]),
         }
         for i, (problem, (_, size)) in enumerate(zip(problems, answers, strict=True))
     ]
@@ -142,8 +142,8 @@ def together(
     logs = [Path(folder, f"{host}.log") for host in range(hosts)]
     try:
         for host, log in enumerate(logs):
-            given = json.dumps(plan._replace(host=host)._asdict())
-            command = [sys.executable, str(WORKER), given]
+            worker_plan = json.dumps(plan._replace(host=host)._asdict())
+            command = [sys.executable, str(WORKER), worker_plan]
             if network:
                 command = network.command(host, command)
             with log.open("wb") as output:
@@ -159,8 +159,10 @@ def together(
             worker.kill()  # nothing to one that has ended
             worker.wait()
     if any(codes) or None in codes:
-        said = [f"--- host {i}, exit {codes[i]}\n{log.read_text()}" for i, log in enumerate(logs)]
-        raise SystemExit("\n".join([f"hosts failed, or took over {args.seconds} s:", *said]))
+        logs_text = [
+            f"--- host {i}, exit {codes[i]}\n{log.read_text()}" for i, log in enumerate(logs)
+        ]
+        raise SystemExit("\n".join([f"hosts failed, or took over {args.seconds} s:", *logs_text]))
     return [json.loads(Path(folder, f"{host}.json").read_text()) for host in range(hosts)]
 
 

@@ -55,17 +55,17 @@ def measure(dtype: str) -> list[dict[str, Any]]:
     """The figures of one dtype, a dictionary for each inverse temperature."""
     arrays, inside, outside = problem(dtype)
 
-    def at(scale: jax.Array) -> ea.Gibbs:
+    def gibbs(scale: jax.Array) -> ea.Gibbs:
         return ea.FreeEnergy(scale=scale).at(**arrays)
 
     def conjugate(solver: Any, point: jax.Array) -> Any:
-        return lambda scale: at(scale).conjugate(point, solver=solver, throw=False)
+        return lambda scale: gibbs(scale).conjugate(point, solver=solver, throw=False)
 
     def mode(solver: Any, regulariser: float | None) -> Any:
-        return lambda scale: at(scale).map(regulariser=regulariser, solver=solver, throw=False)
+        return lambda scale: gibbs(scale).map(regulariser=regulariser, solver=solver, throw=False)
 
     def saddle(solver: Any) -> Any:
-        return lambda scale: bayes.saddle_attention(at(scale), solver=solver, throw=False)
+        return lambda scale: bayes.saddle_attention(gibbs(scale), solver=solver, throw=False)
 
     most = {"max_steps": 10000, "tolerance": 1e-8 if dtype == "float64" else 1e-5}
     newton, lbfgs = solvers.Newton(max_steps=200), solvers.Optax(optax.lbfgs(), max_steps=200)
@@ -80,7 +80,7 @@ def measure(dtype: str) -> list[dict[str, Any]]:
         "saddle, optimistic": saddle(solvers.Optimistic(**most)),
     }
     compiled = {name: jax.jit(f) for name, f in programs.items()}
-    found = []
+    figures = []
     for beta in BETAS:
         scale = jnp.asarray(beta / np.sqrt(WIDTH), dtype)
         exact = np.asarray(ea.attention(**arrays, scale=scale))
@@ -92,8 +92,8 @@ def measure(dtype: str) -> list[dict[str, Any]]:
                 row[name]["error"] = float(abs(np.asarray(solution.point) - exact).max())
             if name == "outside":
                 row[name] = int((np.asarray(solution.result) == ea.Result.outside_hull).sum())
-        found.append(row)
-    return found
+        figures.append(row)
+    return figures
 
 
 def joint_descent(steps: int = 200, size: float = 0.1) -> dict[str, Any]:

@@ -79,29 +79,33 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         "heads": "2 RTX 4090, as in the paper",
     }
     figure, axes = pyplot.subplots(1, 3, figsize=(9.6, 3.8), layout="constrained")
-    for panel, (along, found) in zip(axes, panels.items(), strict=True):
+    for panel, (axis, panel_rows) in zip(axes, panels.items(), strict=True):
         for name, colour in COLOURS.items():
-            each = sorted((x for x in found if x["method"] == name), key=lambda x: x[along])
-            if not each:
+            sorted_rows = sorted(
+                (x for x in panel_rows if x["method"] == name), key=lambda x: x[axis]
+            )
+            if not sorted_rows:
                 continue
-            places = [x[along] * (x["width"] if along == "heads" else 1) for x in each]
+            places = [x[axis] * (x["width"] if axis == "heads" else 1) for x in sorted_rows]
             # a line for what is swept
-            styles = {"held": "o", "model": "-", "paper": ":"} if len(each) > 1 else {"held": "o"}
-            for what, style in styles.items():
-                sizes = [x[what] / 2**20 for x in each if x[what] is not None]
+            styles = (
+                {"held": "o", "model": "-", "paper": ":"} if len(sorted_rows) > 1 else {"held": "o"}
+            )
+            for figure_name, style in styles.items():
+                sizes = [x[figure_name] / 2**20 for x in sorted_rows if x[figure_name] is not None]
                 if len(sizes) == len(places):
-                    label = f"{name}, {'compiled' if what == 'held' else what}"
+                    label = f"{name}, {'compiled' if figure_name == 'held' else figure_name}"
                     panel.plot(places, sizes, style, color=colour, markersize=4, label=label)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2)
-        ticks = sorted({x[along] * (x["width"] if along == "heads" else 1) for x in found})
+        ticks = sorted({x[axis] * (x["width"] if axis == "heads" else 1) for x in panel_rows})
         panel.set_xticks(ticks, [f"{x // 1024}k" if x >= 2**16 else f"{x}" for x in ticks])
         lowest, highest = panel.get_ylim()
         sizes = [2**i for i in range(20) if lowest <= 2**i <= highest]
         panel.set_yticks(sizes, [f"{size:,}" for size in sizes])
         panel.minorticks_off()
-        panel.set_title(titles[along], fontsize=10)
-        panel.set_xlabel({"heads": "hidden size"}.get(along, along))
+        panel.set_title(titles[axis], fontsize=10)
+        panel.set_xlabel({"heads": "hidden size"}.get(axis, axis))
         panel.grid(axis="y", color="0.9", linewidth=0.8)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("MiB on a device, a decode step")

@@ -69,9 +69,9 @@ def arguments() -> argparse.Namespace:
     add("--name", default="tables", help="of the files there")
     args = parser.parse_args()
     counts = {"prompts": args.prompts, "devices": [args.devices], "processes": args.processes}
-    for name, given in counts.items():
-        if any(x is not None and x < 1 for x in given or ()):
-            parser.error(f"--{name}: wanted 1 or more, got {given}")
+    for name, values in counts.items():
+        if any(x is not None and x < 1 for x in values or ()):
+            parser.error(f"--{name}: wanted 1 or more, got {values}")
     for target in args.aot or ():
         if target not in TARGETS:
             parser.error(f"--aot: wanted some of {', '.join(TARGETS)}, got {target}")
@@ -97,9 +97,9 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     from _tables_run import REPETITIONS, run
 
     runs = []
-    for found in by_processes(args) if args.processes else [run(args.prompts)]:
-        runs.append(found)
-        print(run_table(found), flush=True)
+    for group_run in by_processes(args) if args.processes else [run(args.prompts)]:
+        runs.append(group_run)
+        print(run_table(group_run), flush=True)
     paper = beside_measured()
     print(paper_table(paper), *ASSUMPTIONS, sep="\n- ")
     return {
@@ -131,12 +131,12 @@ def compiled(args: argparse.Namespace) -> dict[str, Any]:
     from _tables_aot import CASES, TARGETS, compile_case
     from _tables_report import case_table
 
-    found = []
+    cases = []
     for case in CASES:
         if case.target in args.aot:
-            found.append(compile_case(case, TARGETS[case.target]))
-            print(case_table(found[-1]), flush=True)
-    return {"cases": found}
+            cases.append(compile_case(case, TARGETS[case.target]))
+            print(case_table(cases[-1]), flush=True)
+    return {"cases": cases}
 
 
 if __name__ == "__main__":
