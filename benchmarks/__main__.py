@@ -39,11 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in args.suites:
         if name not in SUITES:
             parser.error(f"SUITE: wanted some of {', '.join(SUITES)}, got {name!r}")
-    if (
-        "speculative" in args.suites
-    ):  # shards a cache; a number that the user has asked for comes later and counts
-        given = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {given}"
+    if "speculative" in args.suites:  # shards a cache; the user's own number comes later and counts
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {flags}"
     for name in args.suites or ["gpu" if platform_here() == "cuda" else "cpu"]:
         result = run(name, SUITES[name], args.repeats, args.shrink)
         path = args.out / f"{name}.json"

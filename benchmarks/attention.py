@@ -14,7 +14,7 @@ import energy_attn
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.internal import platform_here
 
-from .runner import JAX_NN, OURS, PYTORCH, Case, Found, Run, Sides, torch
+from .runner import JAX_NN, OURS, PYTORCH, Case, Output, Run, Sides, torch
 
 CUDNN, FLASH, BARE = "jax.nn, cuDNN", "flash-attn-jax", "the bare kernel"
 
@@ -38,19 +38,19 @@ def on_arrays(jobs: dict[str, Job], peer: Torch | None = None) -> Callable[..., 
     """The sides of jobs on the same query, key and value, jitted; and PyTorch's, if there is one."""
 
     def sides(dtype: str, **shape: int) -> Sides:
-        given = arrays(dtype, **shape)
+        inputs = arrays(dtype, **shape)
 
         def jitted(job: Job) -> Run:
-            return functools.partial(jax.jit(job), *given)
+            return functools.partial(jax.jit(job), *inputs)
 
         def of_torch(peer: Torch) -> Run:
             torch_, device = torch(), "cuda" if platform_here() == "cuda" else "cpu"
             # the same [B, T, N, H] layout in memory, viewed in PyTorch's order of axes
-            tensors = [torch_.from_dlpack(x).to(device).transpose(1, 2) for x in given]
+            tensors = [torch_.from_dlpack(x).to(device).transpose(1, 2) for x in inputs]
             return peer(torch_, *tensors)
 
-        found: Sides = {name: functools.partial(jitted, job) for name, job in jobs.items()}
-        return found | ({PYTORCH: functools.partial(of_torch, peer)} if peer else {})
+        all_sides: Sides = {name: functools.partial(jitted, job) for name, job in jobs.items()}
+        return all_sides | ({PYTORCH: functools.partial(of_torch, peer)} if peer else {})
 
     return sides
 
@@ -58,8 +58,8 @@ def on_arrays(jobs: dict[str, Job], peer: Torch | None = None) -> Callable[..., 
 def gradient(attend: Job) -> Job:
     """The gradients of the outputs' sum of squares."""
 
-    def loss(*given: Array) -> Array:
-        return (attend(*given).astype(jnp.float32) ** 2).sum()
+    def loss(*inputs: Array) -> Array:
+        return (attend(*inputs).astype(jnp.float32) ** 2).sum()
 
     return jax.grad(loss, argnums=(0, 1, 2))
 
@@ -89,27 +89,27 @@ def _torch_attention(causal: bool, backward: bool) -> Torch:
             with torch_.no_grad():
                 return attend(*tensors)
 
-        def both() -> Any:
+        def forward_backward() -> Any:
             leaves = [x.detach().requires_grad_() for x in tensors]
             (attend(*leaves).float() ** 2).sum().backward()
             return [x.grad for x in leaves]
 
-        return both if backward else forward
+        return forward_backward if backward else forward
 
     return peer
 
 
 def _attention(peers: tuple[str, ...], backward: bool = False) -> Callable[..., Sides]:
-    def sides(causal: bool = False, **given: Any) -> Sides:
+    def sides(causal: bool = False, **sizes: Any) -> Sides:
         jobs = {x: functools.partial(_ATTENTIONS[x], is_causal=causal) for x in (OURS, *peers)}
         if backward:
             jobs = {name: gradient(attend) for name, attend in jobs.items()}
-        return on_arrays(jobs, _torch_attention(causal, backward))(**given)
+        return on_arrays(jobs, _torch_attention(causal, backward))(**sizes)
 
     return sides
 
 
-def _gradient_of_energy(causal: bool = False, **given: Any) -> Sides:
+def _gradient_of_energy(causal: bool = False, **sizes: Any) -> Sides:
     """Ours is `jax.grad` of F; the peer is our own kernel called by hand."""
 
     def ours(q: Array, k: Array, v: Array) -> Array:
@@ -121,23 +121,23 @@ def _gradient_of_energy(causal: bool = False, **given: Any) -> Sides:
     def bare(q: Array, k: Array, v: Array) -> Array:
         return local_attention(q, k, v, is_causal=causal).out
 
-    return on_arrays({OURS: ours, BARE: bare})(**given)
+    return on_arrays({OURS: ours, BARE: bare})(**sizes)
 
 
 def _compilation(causal: bool, layers: int, dtype: str, **shape: int) -> Sides:
     """Compiling the gradient of so many attentions in a row, with JAX's caches in memory empty; and its memory."""
 
-    def compiled(attend: Job) -> Found:
+    def compiled(attend: Job) -> Output:
         def in_a_row(q: Array, k: Array, v: Array) -> Array:
             for _ in range(layers):
                 q = attend(q, k, v, is_causal=causal)
             return q
 
         jax.clear_caches()
-        given = [jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for x in shapes(**shape)]
-        program = jax.jit(gradient(in_a_row)).lower(*given).compile()
+        types = [jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for x in shapes(**shape)]
+        program = jax.jit(gradient(in_a_row)).lower(*types).compile()
         memory: Any = program.memory_analysis()
-        return Found(None, {"temporary_bytes": int(memory.temp_size_in_bytes)})
+        return Output(None, {"temporary_bytes": int(memory.temp_size_in_bytes)})
 
     return {
         name: lambda attend=_ATTENTIONS[name]: functools.partial(compiled, attend)

@@ -29,14 +29,14 @@ def _prefill(dtype: str, S: int) -> Sides:
         return out.logits, out.cache
 
     def ours() -> Run:
-        given = jnp.asarray(tokens, jnp.int32)
-        return lambda: read(model, given)[0]
+        inputs = jnp.asarray(tokens, jnp.int32)
+        return lambda: read(model, inputs)[0]
 
-    def theirs() -> Run:
-        peer, given = _peer(model), torch().from_numpy(tokens.astype(np.int64))
-        return _inference(lambda: peer(given, use_cache=True, logits_to_keep=1).logits)
+    def peer_run() -> Run:
+        peer, inputs = _peer(model), torch().from_numpy(tokens.astype(np.int64))
+        return _inference(lambda: peer(inputs, use_cache=True, logits_to_keep=1).logits)
 
-    return {OURS: ours, TRANSFORMERS: theirs}
+    return {OURS: ours, TRANSFORMERS: peer_run}
 
 
 def _decode(dtype: str, S: int, new: int) -> Sides:
@@ -61,11 +61,11 @@ def _decode(dtype: str, S: int, new: int) -> Sides:
         first = out.logits.argmax(-1).astype(jnp.int32).reshape(1, 1)
         return lambda: write(model, first, out.cache)
 
-    def theirs() -> Run:
-        peer, given = _peer(model), torch().from_numpy(tokens.astype(np.int64))
+    def peer_run() -> Run:
+        peer, inputs = _peer(model), torch().from_numpy(tokens.astype(np.int64))
         with torch().inference_mode():
-            read = peer(given, use_cache=True, logits_to_keep=1)
-        # transformers 5.24 calls it `cache`, and warns of the other name
+            read = peer(inputs, use_cache=True, logits_to_keep=1)
+        # newer versions of transformers call it `cache`, and warn of the other name
         named = "cache" in inspect.signature(peer.forward).parameters
         name = "cache" if named else "past_key_values"
         first, cache = read.logits.argmax(-1), read[name]
@@ -80,7 +80,7 @@ def _decode(dtype: str, S: int, new: int) -> Sides:
 
         return _inference(run)
 
-    return {OURS: ours, TRANSFORMERS: theirs}
+    return {OURS: ours, TRANSFORMERS: peer_run}
 
 
 def _peer(model: Llama) -> Any:

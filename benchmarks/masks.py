@@ -1,4 +1,4 @@
-"""Attention under masks of which few blocks are alive, beside attention to all keys or, for one, causal attention."""
+"""Attention under masks with few visible blocks, beside attention to all keys or causal attention."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def _chosen(query: Array, key: Array, blocks: Array, size: Array) -> Array:
 
 
 def given_blocks(length: int, share: float = 0.1) -> masks.AbstractMask:
-    """Each block of queries sees its own keys, and some see another: so many of all blocks are alive."""
+    """Each block of queries sees its own keys, and some see another block; `share` of all blocks are visible."""
     size = min(BLOCK, length)
     count = -(-length // size)
     blocks = np.tile(np.arange(count, dtype=np.int32)[:, None], (1, 2))
@@ -45,8 +45,8 @@ def _longformer(length: int) -> masks.AbstractMask:
 
 
 def _case(name: str, make: MaskOf, causal: bool = False, backward: bool = False) -> Case:
-    def sides(T: int, **given: Any) -> Sides:
-        query, key, value = arrays(T=T, **given)
+    def sides(T: int, **sizes: Any) -> Sides:
+        query, key, value = arrays(T=T, **sizes)
 
         def attend(mask: masks.AbstractMask, *x: Array) -> Array:
             out = functools.partial(energy_attn.attention, mask=mask)

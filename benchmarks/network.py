@@ -58,7 +58,7 @@ def _collectives(axis: str, devices: int) -> dict[Kind, Callable[[int, Array], A
 
 def measure(mesh: Mesh, repeats: int, shrink: int = 1) -> list[Timing]:
     """Times small and large collectives along each axis of several devices."""
-    found = []
+    timings = []
     for axis, devices in mesh.shape.items():
         if devices == 1:
             continue
@@ -67,8 +67,8 @@ def measure(mesh: Mesh, repeats: int, shrink: int = 1) -> list[Timing]:
                 length = -(-size // shrink // (4 * devices)) * devices  # an equal part for each
                 shape = (devices if kind == "all-gather" else 1, length)
                 each = _seconds(mesh, collective, shape, times, repeats)
-                found.append(Timing(axis, kind, 4 * length, each))
-    return found
+                timings.append(Timing(axis, kind, 4 * length, each))
+    return timings
 
 
 def _seconds(
@@ -123,16 +123,16 @@ def fit(timings: Sequence[Timing], axes: Sequence[str], usual: cost.Topology) ->
     matrix = np.array([[_modelled(timing, axes, by) for by in unknowns] for timing in timings])
     taken = np.array([timing.seconds for timing in timings])
     begin, _ = scipy.optimize.nnls(matrix / taken[:, None], np.ones_like(taken))
-    found = scipy.optimize.least_squares(
+    fitted = scipy.optimize.least_squares(
         lambda logarithms: np.log(matrix @ np.exp(logarithms) / taken),
         np.log(np.maximum(begin, 1e-12)),
         loss="soft_l1",
     )
-    launch, overhead, *pairs = (float(f"{x:.4g}") for x in np.exp(found.x))
-    left = iter(pairs)
+    launch, overhead, *pairs = (float(f"{x:.4g}") for x in np.exp(fitted.x))
+    numbers = iter(pairs)
     links = [
         dataclasses.replace(
-            link, latency=next(left), bandwidth=float(f"{1 / max(next(left), 1e-15):.4g}")
+            link, latency=next(numbers), bandwidth=float(f"{1 / max(next(numbers), 1e-15):.4g}")
         )
         if link.devices > 1
         else link
@@ -184,8 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_common(parser)
     args = parser.parse_args(arguments)
     initialize()
-    given = args.mesh
-    mesh = make_mesh(tuple(given.values()), tuple(given)) if given else make_mesh()
+    sizes = args.mesh
+    mesh = make_mesh(tuple(sizes.values()), tuple(sizes)) if sizes else make_mesh()
     if mesh.size == 1:
         parser.error("--mesh: wanted two or more devices, got one")
     timings = measure(mesh, args.repeats, args.shrink)

@@ -29,21 +29,21 @@ def _heat_capacity(query: Array, key: Array, value: Array) -> Array:
     return (weights * (scores - mean) ** 2).sum(-1).transpose(0, 2, 1)
 
 
-def _along(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+def _projections(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
     """The weights, and the values along the query, which is the tangent, minus their mean."""
     _, weights, _ = _weights(query, key)
-    along = jnp.einsum("btnh,bsnh->bnts", query, value)
-    return weights, along - (weights * along).sum(-1, keepdims=True)
+    projections = jnp.einsum("btnh,bsnh->bnts", query, value)
+    return weights, projections - (weights * projections).sum(-1, keepdims=True)
 
 
 def _covariance(query: Array, key: Array, value: Array) -> Array:
-    weights, along = _along(query, key, value)
-    return jnp.einsum("bnts,bsnh->btnh", weights * along, value)
+    weights, projections = _projections(query, key, value)
+    return jnp.einsum("bnts,bsnh->btnh", weights * projections, value)
 
 
 def _third(query: Array, key: Array, value: Array) -> Array:
-    weights, along = _along(query, key, value)
-    return (weights * along**3).sum(-1).transpose(0, 2, 1)
+    weights, projections = _projections(query, key, value)
+    return (weights * projections**3).sum(-1).transpose(0, 2, 1)
 
 
 def _gradient(entropy: Job) -> Job:

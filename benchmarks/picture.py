@@ -22,13 +22,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
         peers = row["times_faster"]
         places.append(top + _HEIGHT * (len(peers) - 1) / 2)
         for i, (peer, times) in enumerate(peers.items()):
-            where, lengths = bars.setdefault(peer, ([], []))
-            where.append(top + i * _HEIGHT)
+            heights, lengths = bars.setdefault(peer, ([], []))
+            heights.append(top + i * _HEIGHT)
             lengths.append(times)
         top += _HEIGHT * max(len(peers), 1) + 0.35
     figure, axes = pyplot.subplots(figsize=(7.5, 0.8 * top + 1.4), layout="constrained")
-    for peer, (where, lengths) in bars.items():
-        drawn = axes.barh(where, lengths, height=_HEIGHT, label=f"than {peer}")
+    for peer, (heights, lengths) in bars.items():
+        drawn = axes.barh(heights, lengths, height=_HEIGHT, label=f"than {peer}")
         axes.bar_label(drawn, fmt="%.2g×", padding=3, fontsize=9)
     axes.axvline(1, color="0.3", linewidth=1)
     axes.set_yticks(places, [_label(row) for row in result["times"]], fontsize=9)
@@ -36,8 +36,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("times faster (ratio of medians; right of 1 is faster)")
     about = result["machine"]
     on_cpu = f"{about['processor']}, {about['cores']} cores"
-    where = on_cpu if about["device"] == "cpu" else about["device"]
-    title = f"energy_attn {about['energy_attn']} on {where}, jax {about['jax']}"
+    device = on_cpu if about["device"] == "cpu" else about["device"]
+    title = f"energy_attn {about['energy_attn']} on {device}, jax {about['jax']}"
     axes.set_title(title, fontsize=10)
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
@@ -48,7 +48,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _label(row: dict[str, Any]) -> str:
-    of = row.get("of_bandwidth", {}).get(OURS)
-    read = "" if of is None else f", {of:.0%} of the bandwidth"
+    share = row.get("of_bandwidth", {}).get(OURS)
+    read = "" if share is None else f", {share:.0%} of the bandwidth"
     causal = ", causal" if row.get("causal") else ""
     return f"{row['name']}, {row['dtype']}{causal}\n{sizes_of(row)}{read}"

@@ -1,4 +1,4 @@
-"""Comparisons and their runner: all sides compiled and warmed up, in turn, in one process."""
+"""Runs comparisons: all sides are compiled and warmed up, then timed in turn in one process."""
 
 import importlib
 import importlib.util
@@ -29,8 +29,8 @@ Run = Callable[[], Any]  # starts a computation and returns its result, to be wa
 Sides = dict[str, Callable[[], Run]]  # makes each side's run; one that raises is absent
 
 
-class Found(NamedTuple):
-    """A result with figures of its own beside the time."""
+class Output(NamedTuple):
+    """A result with other figures than the time."""
 
     result: PyTree
     figures: dict[str, Any]
@@ -92,9 +92,9 @@ def traffic(size: int) -> Traffic:
 
 def torch() -> Any:
     """PyTorch, which takes all cores. Raises `ImportError` where it is not installed."""
-    found = importlib.import_module("torch")
-    found.set_num_threads(os.cpu_count() or 1)
-    return found
+    module = importlib.import_module("torch")
+    module.set_num_threads(os.cpu_count() or 1)
+    return module
 
 
 def wait(result: PyTree) -> None:
@@ -134,7 +134,7 @@ def _seconds(side: Run, number: int) -> float:
 def compare(case: Case, repeats: int, memory: Traffic | None = None) -> dict[str, Any]:
     """Times of all sides of a case, and the largest differences of the peers' results from ours, as JSON has them."""
     runs: dict[str, Run] = {}
-    found: dict[str, Found] = {}
+    outputs: dict[str, Output] = {}
     absent: dict[str, str] = {}
     for name, make in case.sides(dtype=case.dtype, **case.shape, **case.options).items():
         try:
@@ -147,20 +147,20 @@ def compare(case: Case, repeats: int, memory: Traffic | None = None) -> dict[str
             absent[name] = f"{type(reason).__name__}: {reason}".splitlines()[0]
         else:
             runs[name] = run
-            found[name] = result if isinstance(result, Found) else Found(result, {})
+            outputs[name] = result if isinstance(result, Output) else Output(result, {})
     differences = {
-        name: float(f"{difference(found[OURS].result, x.result):.2g}")
-        for name, x in found.items()
+        name: float(f"{difference(outputs[OURS].result, x.result):.2g}")
+        for name, x in outputs.items()
         if not name.startswith("our") and name != OURS
     }
     figures = {
-        figure: {name: x.figures[figure] for name, x in found.items()}
-        for figure in found[OURS].figures
+        figure: {name: x.figures[figure] for name, x in outputs.items()}
+        for figure in outputs[OURS].figures
     }
     # in turn with what is a share of it: machines change their speed
-    beside = memory if case.reads else None
-    seconds = measure(runs | ({"memory": beside.run} if beside else {}), repeats)
-    of_memory = seconds.pop("memory", ())
+    memory_traffic = memory if case.reads else None
+    seconds = measure(runs | ({"memory": memory_traffic.run} if memory_traffic else {}), repeats)
+    memory_seconds = seconds.pop("memory", ())
     medians = {name: statistics.median(x) for name, x in seconds.items()}
     row = {
         "name": case.name,
@@ -176,8 +176,8 @@ def compare(case: Case, repeats: int, memory: Traffic | None = None) -> dict[str
         "largest_difference": differences,
         "absent": absent,
     }
-    if case.reads and beside:
-        size, rate = case.reads(dtype=case.dtype, **case.shape), beside.rate(of_memory)
+    if case.reads and memory_traffic:
+        size, rate = case.reads(dtype=case.dtype, **case.shape), memory_traffic.rate(memory_seconds)
         row["GB_per_s"] = round(rate / 1e9, 2)
         row["of_bandwidth"] = {name: round(size / x / rate, 2) for name, x in medians.items()}
     return row
@@ -187,11 +187,11 @@ def _ms(seconds: float) -> float:
     return float(f"{1e3 * seconds:.4g}")
 
 
-def difference(ours: PyTree, theirs: PyTree) -> float:
+def difference(ours: PyTree, other: PyTree) -> float:
     """The largest difference of two results, relative to the largest entry of an array of ours; infinite for NaN."""
-    pairs = zip(_numbers(ours), _numbers(theirs), strict=True)
-    found = [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs]
-    return max((x if x >= 0 else math.inf for x in found), default=0.0)
+    pairs = zip(_numbers(ours), _numbers(other), strict=True)
+    errors = [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs]
+    return max((x if x >= 0 else math.inf for x in errors), default=0.0)
 
 
 def _numbers(result: PyTree) -> list[np.ndarray]:
@@ -212,9 +212,9 @@ def sizes_of(row: dict[str, Any]) -> str:
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
     against = "  ".join(f"{x:.2f}× faster than {name}" for name, x in row["times_faster"].items())
-    of = f"  {row['of_bandwidth'][OURS]:.2f} of the bandwidth" if "of_bandwidth" in row else ""
+    share = f"  {row['of_bandwidth'][OURS]:.2f} of the bandwidth" if "of_bandwidth" in row else ""
     about = f"{row['name']}, {row['dtype']}, {sizes_of(row)}"
-    return f"{about:80} {row['median_ms'][OURS]:8.4g} ms  {against}{of}"
+    return f"{about:80} {row['median_ms'][OURS]:8.4g} ms  {against}{share}"
 
 
 def run(suite: str, cases: Sequence[Case], repeats: int, shrink: int) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def machine() -> dict[str, Any]:
     if cpuinfo.is_file():
         lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
         model = next((v.strip() for k, _, v in lines if k.strip() == "model name"), model)
-    found = {
+    info = {
         "device": jax.devices()[0].device_kind,
         "processor": model,
         "cores": os.cpu_count(),
@@ -254,5 +254,5 @@ def machine() -> dict[str, Any]:
         "energy_attn": energy_attn.__version__,
     }
     if importlib.util.find_spec("torch"):
-        found["torch"] = str(torch().__version__)
-    return found
+        info["torch"] = str(torch().__version__)
+    return info

@@ -15,7 +15,7 @@ from energy_attn.models import AbstractDrafter, Llama, ModelDrafter, PromptLooku
 from energy_attn.prefix_tree import PrefixTree, pack, tree_decode
 from tests.support.tries import pack_by_tries
 
-from .runner import JAX_NN, OURS, Case, Found, Sides
+from .runner import JAX_NN, OURS, Case, Output, Sides
 
 PYTHON, DECODE = "plain Python", "our decode step"
 PLAIN, MODEL = "a token at a time", "drafts by a smaller model"
@@ -46,11 +46,11 @@ def _verify(dtype: str, L: int, S: int, N: int, K: int, H: int) -> Sides:
     cache = KVCache.empty(1, S, K, H, dtype=dtype).append(old_key, old_value)
 
     def dense(query: Array, key: Array, value: Array, tree: PrefixTree, cache: KVCache) -> Array:
-        there = (cache.positions >= 0)[:, None, None]
-        seen = jnp.broadcast_to(there, (1, 1, L, cache.capacity))
-        whole = (jnp.concatenate(x, 1) for x in ((cache.key, key), (cache.value, value)))
+        present = (cache.positions >= 0)[:, None, None]
+        seen = jnp.broadcast_to(present, (1, 1, L, cache.capacity))
+        all_keys = (jnp.concatenate(x, 1) for x in ((cache.key, key), (cache.value, value)))
         mask = jnp.concatenate((seen, tree.mask[:, None]), -1)
-        return jax.nn.dot_product_attention(query, *whole, mask=mask)
+        return jax.nn.dot_product_attention(query, *all_keys, mask=mask)
 
     def verify(query: Array, key: Array, value: Array, tree: PrefixTree, cache: KVCache) -> Array:
         return tree_decode(query, key, value, tree=tree, cache=cache).out
@@ -88,12 +88,14 @@ def _generate(dtype: str, B: int, T: int, new: int, devices: int) -> Sides:
     mesh = make_mesh((devices,), ("device",), devices=jax.devices()[:devices])
     parallel = SequenceParallel("device") if devices > 1 else None
 
-    def run(drafter: AbstractDrafter | None) -> Found:
+    def run(drafter: AbstractDrafter | None) -> Output:
         with jax.set_mesh(mesh):  # the same number of tokens for each
             options = {"drafter": drafter, "parallel": parallel, "eos_token_id": ()}
-            found = generate(models.model, tokens, new, **options)
+            generation = generate(models.model, tokens, new, **options)
         gains = ("tokens_per_pass", "acceptance_rate")
-        return Found(found.tokens, {x: round(float(getattr(found, x)), 3) for x in gains})
+        return Output(
+            generation.tokens, {x: round(float(getattr(generation, x)), 3) for x in gains}
+        )
 
     drafters = {
         OURS: PromptLookup(ngram=4, candidates=1, length=4),

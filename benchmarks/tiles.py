@@ -1,4 +1,4 @@
-"""Calls whose tiles are tuned, and the tiles to try: by `tune`, and by the step `sweep` of first light."""
+"""The calls whose tiles are tuned, and the tiles to try, for `tune` and for the step `sweep` of first light."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -160,8 +160,8 @@ def calls(
     narrow = dtype != "float32"
     for width in widths or WIDTHS:
         heads = max(2048 // width, 1) if shrink == 1 else 1
-        for kind, found in _MANY.items():
-            sizes = found if narrow else _FLOAT32
+        for kind, candidates in _MANY.items():
+            sizes = candidates if narrow else _FLOAT32
             yield Call(kind, length, length, heads, heads, width, dtype, sizes)
     for width in widths or WIDTHS[:1]:
         for rows in _FEW:
@@ -181,7 +181,7 @@ def trial_calls(dtype: str = "float32", widths: tuple[int, ...] | None = None) -
 
 
 def cores_here() -> int:
-    """The multiprocessors of the GPU at hand; those of an H100 where there is none."""
+    """The number of multiprocessors of the attached GPU, or of an H100."""
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 

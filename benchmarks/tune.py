@@ -1,4 +1,4 @@
-"""`python -m benchmarks.tune`: which tiles of `pallas_gpu` are fastest on the GPU at hand, kernel by kernel.
+"""`python -m benchmarks.tune`: finds the fastest tiles of each kernel of `pallas_gpu` on the attached GPU.
 
 It prints the `PallasGPU` with the tiles that are kept, and writes all times to `tune.json`.
 """
@@ -43,29 +43,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_common(parser)
     args = parser.parse_args(arguments)
-    here = platform_here()
-    if here != "cuda" and not args.dry_run:
-        parser.error(f"wanted a GPU of NVIDIA's, got {here}; --dry-run interprets short sequences")
+    platform = platform_here()
+    if platform != "cuda" and not args.dry_run:
+        parser.error(
+            f"wanted a GPU of NVIDIA's, got {platform}; --dry-run interprets short sequences"
+        )
     widths = tuple(dict.fromkeys(args.width or ())) or None
-    dtypes = dict.fromkeys(args.dtype or ["bfloat16" if here == "cuda" else "float32"])
-    found = [
+    dtypes = dict.fromkeys(args.dtype or ["bfloat16" if platform == "cuda" else "float32"])
+    tuned_calls = [
         call
         for dtype in dtypes
         for call in (
             trial_calls(dtype, widths) if args.dry_run else calls(args.shrink, dtype, widths)
         )
     ]
-    for call in found:
+    for call in tuned_calls:
         if reason := declined(call):
             asked = f"--dtype {call.dtype} --width {call.width}"
             parser.error(f"{asked}: pallas_gpu declines {call.label}: {reason}")
     chosen, rows = [], []
-    for call in found:
+    for call in tuned_calls:
         best, row = tune(call, args.repeats)
         rows.append(row)
-        kept = "kept" if best is not None else "not kept"
+        verdict = "kept" if best is not None else "not kept"
         out = f"{len(row['absent'])} of {len(call.candidates)} did not run"
-        print(f"{line(row)}; best: {row['best']}, {kept}; {out}", flush=True)
+        print(f"{line(row)}; best: {row['best']}, {verdict}; {out}", flush=True)
         chosen += [best] if best is not None else []
     result = {"machine": machine(), "times": rows, "dry_run": args.dry_run}
     write(args.out / "tune.json", result)
@@ -88,12 +90,12 @@ def compared(call: Call) -> Case:
 
     def sides(**_: object) -> Sides:
         arrays = call.arrays()
-        given: dict[str, GPUTiles | None] = {OURS: None, **call.tiles(cores_here())}
+        choices: dict[str, GPUTiles | None] = {OURS: None, **call.tiles(cores_here())}
 
         def run(tiles: GPUTiles | None) -> Run:
             return functools.partial(jax.jit(program(call, tiles)), *arrays)
 
-        return {name: functools.partial(run, tiles) for name, tiles in given.items()}
+        return {name: functools.partial(run, tiles) for name, tiles in choices.items()}
 
     return Case(call.label, call.dtype, call.shape | {"steps": call.steps}, sides)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Say where the repository's structure is broken, a line each; the exit status is 1 if it is anywhere.
+"""Print each violation of the repository's structure; the exit status is 1 if there is any.
 
 The rules:
 
@@ -56,10 +56,10 @@ DOOR = "internal"
 
 def sources(root: Path, folder: str) -> list[Path]:
     """Python files below `folder`, each once: linked folders are not entered."""
-    found = []
+    paths = []
     for directory, _, names in os.walk(root / folder):
-        found += [Path(directory, name) for name in names if name.endswith(".py")]
-    return sorted(found)
+        paths += [Path(directory, name) for name in names if name.endswith(".py")]
+    return sorted(paths)
 
 
 def module_name(root: Path, path: Path) -> str:
@@ -86,10 +86,10 @@ def imports(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def room_of(name: str) -> str | None:
     """The room that an imported name belongs to; None for other people's."""
-    first, *rest = name.split(".")
+    first, *inner = name.split(".")
     if first != "energy_attn":
         return None
-    return rest[0] if rest and rest[0] in LINKED else "energy_attn"
+    return inner[0] if inner and inner[0] in LINKED else "energy_attn"
 
 
 def exports(root: Path) -> list[tuple[str, str]]:
@@ -151,8 +151,8 @@ def folder_of(root: Path, name: str) -> str | None:
     for count in range(len(parts), 0, -1):
         path = Path("energy_attn", *parts[:count])
         if (root / path).is_dir() or (root / path.with_suffix(".py")).is_file():
-            found = path if (root / path).is_dir() else path.parent
-            return str(found.relative_to("energy_attn"))
+            folder = path if (root / path).is_dir() else path.parent
+            return str(folder.relative_to("energy_attn"))
     return None
 
 
@@ -192,7 +192,7 @@ def private_names(root: Path) -> Iterator[str]:
             if where == PRIVATE_NAMES:
                 continue
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            found = [
+            private = [
                 (line, name)
                 for line, name in imports(module_name(root, path), tree)
                 if is_private(name)
@@ -207,20 +207,20 @@ def private_names(root: Path) -> Iterator[str]:
             for node in ast.walk(tree):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     if "jax._" in node.value:
-                        found.append((node.lineno, node.value))
+                        private.append((node.lineno, node.value))
                 elif isinstance(node, ast.Attribute):
                     name = ast.unparse(node)
                     if name.split(".")[0] in bound and is_private(f"jax.{name}"):
-                        found.append((node.lineno, name))
-            for line, name in found:
+                        private.append((node.lineno, name))
+            for line, name in private:
                 yield f"{where}:{line}: {name} is private; {PRIVATE_NAMES} is for such names"
 
 
 def is_private(name: str) -> bool:
     """Whether a name of JAX's has a part that is private: `jax._src.core`, but not `jax.__version__`."""
-    first, *rest = name.split(".")
+    first, *parts = name.split(".")
     return first == "jax" and any(
-        part.startswith("_") and not part.startswith("__") for part in rest
+        part.startswith("_") and not part.startswith("__") for part in parts
     )
 
 
@@ -239,13 +239,13 @@ def undocumented_exports(root: Path) -> Iterator[str]:
         page.read_text(encoding="utf-8") for page in sorted((root / "docs" / "api").glob("*.md"))
     )
     shown = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
-    whole = set[str]()  # packages of which a page shows all that they export
+    all_shown = set[str]()  # packages of which a page shows all that they export
     for package, block in re.findall(r"^::: (\S+)\n((?: .*\n)+)", pages, re.MULTILINE):
         shown |= {f"{package}.{name}" for name in re.findall(r"^ +- (\w+)$", block, re.MULTILINE)}
         if "members:" not in block:
-            whole.add(package)
+            all_shown.add(package)
     for package, name in exports(root):
-        if package not in whole and f"{package}.{name}" not in shown:
+        if package not in all_shown and f"{package}.{name}" not in shown:
             yield f"docs/api: no page has `::: {package}.{name}`"
 
 
@@ -278,9 +278,9 @@ def old_phrases(root: Path) -> Iterator[str]:
         text = path.read_text(encoding="utf-8")
         for phrase, instead in OLD_PHRASES.items():
             pattern = rf"\b{phrase}\b".replace(" ", r"[\s#>]+")
-            for found in re.finditer(pattern, text, re.IGNORECASE):
-                line = 1 + text.count("\n", 0, found.start())
-                words = " ".join(found[0].split())
+            for match in re.finditer(pattern, text, re.IGNORECASE):
+                line = 1 + text.count("\n", 0, match.start())
+                words = " ".join(match[0].split())
                 yield f"{where}:{line}: {words!r}; wanted {instead}"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Say where types say nothing, a line each; the exit status is 1 if they do anywhere.
+"""Print each violation of the rules for types; the exit status is 1 if there is any.
 
 The rules:
 
@@ -50,22 +50,22 @@ def annotated(tree: ast.AST) -> Iterator[tuple[ast.arg, str]]:
 
 def any_parameters(root: Path, room: str) -> tuple[int, list[str]]:
     """How many parameters of a room are annotated, and those that are annotated `Any`: `file:line: function(name)`."""
-    total, found = 0, []
+    total, untyped = 0, []
     for path in sources(root, room):
         for x, function in annotated(ast.parse(path.read_text(encoding="utf-8"))):
             total += 1
             if says_nothing(x.annotation):
-                found.append(f"{path.relative_to(root)}:{x.lineno}: {function}({x.arg})")
-    return total, found
+                untyped.append(f"{path.relative_to(root)}:{x.lineno}: {function}({x.arg})")
+    return total, untyped
 
 
 def too_many_any(root: Path) -> Iterator[str]:
     """The rooms of whose annotated parameters more than `MOST` are `Any`, and these parameters."""
     for room in ROOMS:
-        total, found = any_parameters(root, room)
-        if len(found) > MOST * total:
-            yield f"{room}: {len(found)} of {total} annotated parameters are `Any`, more than {MOST:.0%}"
-            yield from found
+        total, untyped = any_parameters(root, room)
+        if len(untyped) > MOST * total:
+            yield f"{room}: {len(untyped)} of {total} annotated parameters are `Any`, more than {MOST:.0%}"
+            yield from untyped
 
 
 def misjudged(source: str, report: str) -> Iterator[str]:

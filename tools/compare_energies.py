@@ -1,4 +1,4 @@
-"""Which energies of docs/energies.md are right, in what, and by which kernels: against dense formulas in float64.
+"""Compares the energies of docs/energies.md, and their derivatives, with dense formulas in float64.
 
     python tools/compare_energies.py
 
@@ -47,8 +47,8 @@ def sections() -> Iterator[tuple[str, str, list[str]]]:
 
 def assigned(code: str) -> str:
     """The name that the last assignment of an energy in a block is to."""
-    found = [x for x in ast.parse(code).body if isinstance(x, ast.Assign)]
-    calls = [x for x in found if ast.unparse(x.value).startswith("ea.FreeEnergy(")]
+    assignments = [x for x in ast.parse(code).body if isinstance(x, ast.Assign)]
+    calls = [x for x in assignments if ast.unparse(x.value).startswith("ea.FreeEnergy(")]
     return ast.unparse(calls[-1].targets[0])
 
 
@@ -57,16 +57,16 @@ def energies() -> dict[str, ea.FreeEnergy]:
     drawn = np.random.default_rng(0).standard_normal((3, 2, LENGTH, 4, WIDTH))
     names: dict[str, Any] = {"eqx": eqx, "jax": jax, "jnp": jnp, "np": np, "ea": ea}
     names |= dict(zip(ROWS, map(jnp.asarray, drawn), strict=True))
-    found = {}
+    page_energies = {}
     for title, _, blocks in sections():
         for code in blocks:
             exec(compile(code, str(PAGE), "exec"), names)
             if title:
-                found[assigned(code)] = names[assigned(code)]
-    wide = jnp.zeros(()).dtype
+                page_energies[assigned(code)] = names[assigned(code)]
+    dtype = jnp.zeros(()).dtype
     return {
-        name: jax.tree.map(lambda x: x.astype(wide) if eqx.is_inexact_array(x) else x, energy)
-        for name, energy in found.items()
+        name: jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, energy)
+        for name, energy in page_energies.items()
     }
 
 
@@ -94,16 +94,16 @@ def both(
     energy: ea.FreeEnergy, formula: Formula
 ) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
     """A place, and `(out, energy)` there by the library and by the formula, as functions of it."""
-    learnt, rest = eqx.partition(energy, eqx.is_inexact_array)
+    learnt, static = eqx.partition(energy, eqx.is_inexact_array)
 
     def ours(x: Any) -> Any:
-        given = eqx.combine(x["energy"], rest)
-        return given.attention(*(x[name] for name in ROWS), return_energy=True)
+        combined = eqx.combine(x["energy"], static)
+        return combined.attention(*(x[name] for name in ROWS), return_energy=True)
 
-    def theirs(x: Any) -> Any:
+    def exact(x: Any) -> Any:
         return dense(formula, x["query"], x["key"], x["value"], jax.tree.leaves(x["energy"]))
 
-    return rows_of(formula) | {"energy": learnt}, ours, theirs
+    return rows_of(formula) | {"energy": learnt}, ours, exact
 
 
 def number(state: Any) -> Any:
@@ -118,34 +118,34 @@ def derivatives(f: Callable[[Any], Any], x: Any) -> dict[str, Any]:
     def gradient(x: Any) -> Any:
         return jax.value_and_grad(lambda x: number(f(x)), has_aux=True)(x)
 
-    ((_, state), slope), ((_, along), second) = jax.jit(lambda: jax.jvp(gradient, (x,), (u,)))()
-    return {"values": state, "gradients": slope, "jvp": along, "second order": second}
+    ((_, state), slope), ((_, tangent), second) = jax.jit(lambda: jax.jvp(gradient, (x,), (u,)))()
+    return {"values": state, "gradients": slope, "jvp": tangent, "second order": second}
 
 
 def on_one_device(energy: ea.FreeEnergy, formula: Formula) -> dict[str, Pair]:
     """The derivatives of an energy, and the exact ones."""
-    x, ours, theirs = both(energy, formula)
-    found, right = derivatives(ours, x), derivatives(theirs, x)
-    return {name: (found[name], right[name]) for name in found}
+    x, ours, exact = both(energy, formula)
+    results, expected = derivatives(ours, x), derivatives(exact, x)
+    return {name: (results[name], expected[name]) for name in results}
 
 
 def on_a_mesh(energy: ea.FreeEnergy, formula: Formula) -> Pair:
     """Values and gradients with the keys over eight devices."""
-    spread = dataclasses.replace(energy, parallel=SequenceParallel("device"))
-    x, ours, theirs = both(spread, formula)
+    sharded = dataclasses.replace(energy, parallel=SequenceParallel("device"))
+    x, ours, exact = both(sharded, formula)
 
     def run(f: Callable[[Any], Any]) -> Any:
         return jax.jit(jax.value_and_grad(lambda x: number(f(x)), has_aux=True))(x)
 
-    right = run(theirs)
+    expected = run(exact)
     with jax.set_mesh(make_mesh((8,), ("device",))):
-        return run(ours), right
+        return run(ours), expected
 
 
 def in_a_cache(energy: ea.FreeEnergy, formula: Formula) -> Pair:
     """The last tokens, decoded from a cache over eight devices."""
-    x, _, theirs = both(energy, formula)
-    right = jax.tree.map(lambda a: a[:, -LAST:], jax.jit(theirs)(x))
+    x, _, exact = both(energy, formula)
+    expected = jax.tree.map(lambda a: a[:, -LAST:], jax.jit(exact)(x))
     batch, length, heads, width = x["key"].shape
     with jax.set_mesh(make_mesh((8,), ("device",))):
         cache = KVCache.empty(
@@ -158,7 +158,7 @@ def in_a_cache(energy: ea.FreeEnergy, formula: Formula) -> Pair:
         def decode(cache: KVCache, query: Any) -> Any:
             return cache.at(query, energy=energy).attention(return_energy=True)
 
-        return decode(cache, x["query"][:, -LAST:]), right
+        return decode(cache, x["query"][:, -LAST:]), expected
 
 
 def kernels_of(energy: ea.FreeEnergy) -> list[str]:
@@ -186,9 +186,9 @@ def kernels_of(energy: ea.FreeEnergy) -> list[str]:
 
 def largest_error(pair: Pair) -> float:
     """Of all arrays, relative to the largest entry of each."""
-    found, right = map(jax.tree.leaves, pair)
+    results, expected = map(jax.tree.leaves, pair)
     worst = 0.0
-    for a, b in zip(found, right, strict=True):
+    for a, b in zip(results, expected, strict=True):
         a, b = np.asarray(a), np.asarray(b)
         if a.shape != b.shape or not np.isfinite(a).all():
             return float("inf")
@@ -199,37 +199,39 @@ def largest_error(pair: Pair) -> float:
 def judged(run: Callable[[], Any]) -> Any:
     """`yes` or `wrong`, of each pair; or the first words of the error."""
     try:
-        found = run()
+        pairs = run()
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
-    of = found if isinstance(found, dict) else {"": found}
-    said = {name: "yes" if largest_error(pair) < 1e-10 else "wrong" for name, pair in of.items()}
-    return said if isinstance(found, dict) else said[""]
+    named = pairs if isinstance(pairs, dict) else {"": pairs}
+    verdicts = {
+        name: "yes" if largest_error(pair) < 1e-10 else "wrong" for name, pair in named.items()
+    }
+    return verdicts if isinstance(pairs, dict) else verdicts[""]
 
 
 def measured() -> Iterator[tuple[str, dict[str, Any]]]:
     """The measured errors of each energy."""
     with exact():
         for name, energy in energies().items():
-            given = energy, FORMULAS[name]
-            of_one = judged(lambda given=given: on_one_device(*given))
+            arguments = energy, FORMULAS[name]
+            of_one = judged(lambda arguments=arguments: on_one_device(*arguments))
             if isinstance(of_one, str):
                 of_one = dict.fromkeys(("values", "gradients", "jvp", "second order"), of_one)
             yield (
                 name,
                 of_one
-                | {"mesh": judged(lambda given=given: on_a_mesh(*given))}
-                | {"cache": judged(lambda given=given: in_a_cache(*given))}
+                | {"mesh": judged(lambda arguments=arguments: on_a_mesh(*arguments))}
+                | {"cache": judged(lambda arguments=arguments: in_a_cache(*arguments))}
                 | {"kernels": kernels_of(energy)},
             )
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(results: dict[str, dict[str, Any]]) -> str:
     """A table in Markdown; an error is shown as `raises`."""
     titles = {assigned(code): title for title, _, blocks in sections() for code in blocks if title}
-    columns = list(next(iter(found.values())))
+    columns = list(next(iter(results.values())))
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
-    for name, row in found.items():
+    for name, row in results.items():
         anchor = re.sub(r"[^\w\s-]", "", titles[name]).lower().replace(" ", "-")
         cells = (", ".join(f"`{k}`" for k in x) if isinstance(x, list) else x for x in row.values())
         lines.append(
@@ -245,12 +247,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=FILE, help="the file of results")
     out = parser.parse_args().out
-    found = {}
+    results = {}
     for name, row in measured():
-        found[name] = row
+        results[name] = row
         print(name, *row.values(), flush=True)
-    out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    print(table(found))
+    out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    print(table(results))
     return 0
 
 

@@ -53,16 +53,16 @@ def compositions(f: Function) -> dict[str, Function]:
     def gradient(x: Any) -> Any:
         return jax.grad(lambda x: jnp.sin(f(*x)).sum())(x)
 
-    def along(x: Any, d: Any) -> Any:
+    def tangent(x: Any, d: Any) -> Any:
         return jax.jvp(lambda x: f(*x), (x,), (d,))[1]
 
     return {
         "grad": lambda x, d: gradient(x),
-        "jvp": along,
+        "jvp": tangent,
         "reverse over reverse": lambda x, d: jax.vjp(gradient, x)[1](d),
         "forward over reverse": lambda x, d: jax.jvp(gradient, (x,), (d,))[1],
-        "reverse over forward": lambda x, d: jax.grad(lambda x: jnp.sin(along(x, d)).sum())(x),
-        "forward over forward": lambda x, d: jax.jvp(lambda x: along(x, d), (x,), (d,))[1],
+        "reverse over forward": lambda x, d: jax.grad(lambda x: jnp.sin(tangent(x, d)).sum())(x),
+        "forward over forward": lambda x, d: jax.jvp(lambda x: tangent(x, d), (x,), (d,))[1],
     }
 
 
@@ -72,21 +72,21 @@ def wanted() -> dict[str, list[np.ndarray]]:
         x, d = (tuple(jnp.asarray(y, jnp.float64) for y in z) for z in (X, D))
         modes = compositions(lambda *x: dense(*x)[0])
         modes["cotangent of lse"] = compositions(lambda *x: dense(*x)[1])["grad"]
-        found = {name: jax.jit(mode)(x, d) for name, mode in modes.items()}
-        return {name: list(map(np.asarray, jax.tree.leaves(y))) for name, y in found.items()}
+        derivatives = {name: jax.jit(mode)(x, d) for name, mode in modes.items()}
+        return {name: list(map(np.asarray, jax.tree.leaves(y))) for name, y in derivatives.items()}
 
 
 def judged(run: Callable[[], Any], exact: list[np.ndarray]) -> str:
     """`yes`, `wrong`, `zero` where it should not be, or the first words of the error."""
     try:
-        found = [np.asarray(x) for x in run()]
+        results = [np.asarray(x) for x in run()]
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
     largest = max(np.abs(x).max() for x in exact)
-    differences = [np.abs(a - b).max() for a, b in zip(found, exact, strict=True)]
+    differences = [np.abs(a - b).max() for a, b in zip(results, exact, strict=True)]
     if max(differences) < 1e-4 * largest:
         return "yes"
-    return "zero" if not any(x.any() for x in found) else "wrong"
+    return "zero" if not any(x.any() for x in results) else "wrong"
 
 
 def of_jax(out: Function, lse: Function | None, exact: dict[str, Any]) -> dict[str, Any]:
@@ -96,16 +96,16 @@ def of_jax(out: Function, lse: Function | None, exact: dict[str, Any]) -> dict[s
     def run(mode: Function) -> Callable[[], Any]:
         return lambda: jax.tree.leaves(jax.jit(mode)(x, d))
 
-    found = {name: judged(run(mode), exact[name]) for name, mode in compositions(out).items()}
-    found["cotangent of lse"] = (
+    verdicts = {name: judged(run(mode), exact[name]) for name, mode in compositions(out).items()}
+    verdicts["cotangent of lse"] = (
         judged(run(compositions(lse)["grad"]), exact["cotangent of lse"]) if lse else "not returned"
     )
     long = (jax.ShapeDtypeStruct(LONG, jnp.float32),) * 3
     for name in ("grad", "jvp"):
-        if found[name] == "yes":
+        if verdicts[name] == "yes":
             program = jax.jit(compositions(out)[name]).lower(long, long).compile()
-            found[f"MiB of {name}"] = round(program.memory_analysis().temp_size_in_bytes / 2**20)
-    return found
+            verdicts[f"MiB of {name}"] = round(program.memory_analysis().temp_size_in_bytes / 2**20)
+    return verdicts
 
 
 def on_a_mesh(out: Function, exact: list[np.ndarray]) -> str:
@@ -118,23 +118,23 @@ def on_a_mesh(out: Function, exact: list[np.ndarray]) -> str:
         places = [shardings[0], shardings[1], shardings[1]]
         x, d = (tuple(map(jax.device_put, y, places)) for y in (X, D))
         mode = jax.jit(compositions(out)["jvp"])
-        found = judged(lambda: [mode(x, d)], exact)
+        verdict = judged(lambda: [mode(x, d)], exact)
         sent = sum(c.bytes for c in collectives(mode.lower(x, d).compile()))
-    return found if found != "yes" else f"yes, {sent / 1024:.0f} KiB"
+    return verdict if verdict != "yes" else f"yes, {sent / 1024:.0f} KiB"
 
 
 def ours(exact: dict[str, Any]) -> dict[str, Any]:
     """This library."""
-    found = of_jax(ea.attention, ea.free_energy, exact)
+    verdicts = of_jax(ea.attention, ea.free_energy, exact)
     over = SequenceParallel("device")
-    return found | {"mesh": on_a_mesh(lambda *x: ea.attention(*x, parallel=over), exact["jvp"])}
+    return verdicts | {"mesh": on_a_mesh(lambda *x: ea.attention(*x, parallel=over), exact["jvp"])}
 
 
 def jax_nn(exact: dict[str, Any]) -> dict[str, Any]:
     """`jax.nn.dot_product_attention`, which forms the matrix of weights; its residual has no derivative."""
     attend = jax.nn.dot_product_attention
-    found = of_jax(attend, lambda *x: attend(*x, return_residual=True)[1], exact)
-    return found | {"mesh": on_a_mesh(attend, exact["jvp"])}
+    verdicts = of_jax(attend, lambda *x: attend(*x, return_residual=True)[1], exact)
+    return verdicts | {"mesh": on_a_mesh(attend, exact["jvp"])}
 
 
 def fa4(exact: dict[str, Any]) -> dict[str, Any]:
@@ -159,18 +159,18 @@ def of_torch(attend: Function, exact: dict[str, Any]) -> dict[str, Any]:
     def gradient(*x: Any) -> Any:
         return torch.func.grad(total, (0, 1, 2))(*x)
 
-    def along(*x: Any) -> Any:
+    def tangent(*x: Any) -> Any:
         return torch.func.jvp(attend, x, d)[1]
 
     modes = {
         "grad": lambda: gradient(*x),
-        "jvp": lambda: [along(*x)],
+        "jvp": lambda: [tangent(*x)],
         "reverse over reverse": lambda: torch.func.vjp(gradient, *x)[1](d),
         "forward over reverse": lambda: torch.func.jvp(gradient, x, d)[1],
         "reverse over forward": lambda: torch.func.grad(
-            lambda *x: torch.sin(along(*x)).sum(), (0, 1, 2)
+            lambda *x: torch.sin(tangent(*x)).sum(), (0, 1, 2)
         )(*x),
-        "forward over forward": lambda: [torch.func.jvp(along, x, d)[1]],
+        "forward over forward": lambda: [torch.func.jvp(tangent, x, d)[1]],
     }
 
     def run(mode: Function) -> Callable[[], Any]:
@@ -182,7 +182,7 @@ def of_torch(attend: Function, exact: dict[str, Any]) -> dict[str, Any]:
 def sdpa(backend: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """`scaled_dot_product_attention` with one of its kernels."""
 
-    def found(exact: dict[str, Any]) -> dict[str, Any]:
+    def verdicts(exact: dict[str, Any]) -> dict[str, Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -191,7 +191,7 @@ def sdpa(backend: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
                 "cotangent of lse": "not returned"
             }
 
-    return found
+    return verdicts
 
 
 def flex(exact: dict[str, Any]) -> dict[str, Any]:
@@ -211,20 +211,20 @@ LIBRARIES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
 }
 
 
-def measured(kept: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def measured(stored: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The results of each library that is installed, and the stored ones of the others."""
     exact = wanted()
     for name, (package, library) in LIBRARIES.items():
         try:
             number = version(package)
         except PackageNotFoundError:
-            if name in kept:
-                yield name, kept[name]
+            if name in stored:
+                yield name, stored[name]
             continue
         yield name, {"version": f"{package} {number}", **library(exact)}
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(results: dict[str, dict[str, Any]]) -> str:
     """A table in Markdown; an error is shown as `raises`."""
 
     def cell(x: Any) -> str:
@@ -233,7 +233,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     lines = [["", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 1)]
     lines += [
         [f"{name}, {x['version']}", *(cell(x.get(column, "—")) for column in COLUMNS)]
-        for name, x in found.items()
+        for name, x in results.items()
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -245,10 +245,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=FILE, help="the file of results")
     out = parser.parse_args().out
-    kept = json.loads(out.read_text()) if out.exists() else {}
-    found = dict(measured(kept))
-    print(table(found))
-    out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    stored = json.loads(out.read_text()) if out.exists() else {}
+    results = dict(measured(stored))
+    print(table(results))
+    out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     return 0
 
 

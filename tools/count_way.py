@@ -70,8 +70,8 @@ def main() -> None:
     for frame in frames:
         place = Path(frame.f_code.co_filename).relative_to(ROOT)
         print(f"    {place}:{frame.f_code.co_firstlineno} {frame.f_code.co_qualname}")
-    found = sorted({name for f in frames for x in f.f_locals.values() for name in types(x)})
-    print(f"{len(found)} types on it: {', '.join(found)}")
+    type_names = sorted({name for f in frames for x in f.f_locals.values() for name in types(x)})
+    print(f"{len(type_names)} types on it: {', '.join(type_names)}")
     lines = {
         folder: sum(
             len((Path(place) / name).read_text(encoding="utf-8").splitlines())

@@ -26,13 +26,13 @@ def _steps(i: Any, j: Any) -> tuple[Any, Any]:
 
 def _t5() -> np.ndarray:
     """The buckets of distances from -63 to 63: 16 for each direction, 8 of them logarithmic, up to 128."""
-    found = []
-    for apart in range(1 - LENGTH, LENGTH):
-        far, bucket = abs(apart), abs(apart)
+    buckets = []
+    for distance in range(1 - LENGTH, LENGTH):
+        far, bucket = abs(distance), abs(distance)
         if far >= 8:
             bucket = min(8 + int(math.log(far / 8) / math.log(128 / 8) * 8 + 1e-9), 15)
-        found.append(bucket + (16 if apart > 0 else 0))
-    return np.array(found)
+        buckets.append(bucket + (16 if distance > 0 else 0))
+    return np.array(buckets)
 
 
 def _paths() -> np.ndarray:
@@ -69,8 +69,8 @@ def _alibi(x: Any, s: Any, b: Any, h: Any, i: Any, j: Any, p: Any) -> Any:
     return s - p[0][h] * abs(i - j)
 
 
-def _table(of: Callable[[Any, Any], tuple[Any, ...]]) -> Score:
-    return lambda x, s, b, h, i, j, p: s + p[0][(h, *of(i, j))]
+def _table(index: Callable[[Any, Any], tuple[Any, ...]]) -> Score:
+    return lambda x, s, b, h, i, j, p: s + p[0][(h, *index(i, j))]
 
 
 def _plain(x: Any, s: Any, b: Any, h: Any, i: Any, j: Any, p: Any) -> Any:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write what first light measured into docs/kernels.md, and draw docs/benchmarks/first_light.svg.
+"""Write the measurements of first light into docs/kernels.md, and draw docs/benchmarks/first_light.svg.
 
     python tools/draw_first_light.py
 
@@ -42,8 +42,8 @@ def _parts(steps: Steps) -> Iterator[str]:
     versions = [f"{name} {about[name]}" for name in names if name in about]
     roof = steps.get("roof", {})
     ceilings = [
-        f"{what} {roof[label][key] / 1e12:.3g} {unit}"
-        for what, label, key, unit in (
+        f"{name_of_ceiling} {roof[label][key] / 1e12:.3g} {unit}"
+        for name_of_ceiling, label, key, unit in (
             ("copying", "copy", "bytes_per_s", "TB/s"),
             ("reading", "read", "bytes_per_s", "TB/s"),
             ("a product in bfloat16", "matmul", "flop_per_s", "TFLOP/s"),
@@ -72,14 +72,14 @@ def _checked(results: Iterable[dict[str, Any]]) -> Iterator[Row]:
     kernels: dict[str, list[dict[str, Any]]] = {}
     for x in results:
         kernels.setdefault(x["kernel"] if "kernel" in x else "?", []).append(x)
-    for kernel, found in kernels.items():
+    for kernel, results_of_kernel in kernels.items():
         counts = [
-            sum(x.get("good") is True for x in found),
-            sum(x.get("good") is False for x in found),
-            sum("declined" in x for x in found),
-            sum("error" in x for x in found),
+            sum(x.get("good") is True for x in results_of_kernel),
+            sum(x.get("good") is False for x in results_of_kernel),
+            sum("declined" in x for x in results_of_kernel),
+            sum("error" in x for x in results_of_kernel),
         ]
-        errors = [float(x["of_tolerance"]) for x in found if "of_tolerance" in x]
+        errors = [float(x["of_tolerance"]) for x in results_of_kernel if "of_tolerance" in x]
         largest = f"{max(errors):.2g}" if errors else ""
         yield f"`{kernel}`", *map(str, counts), largest
 
@@ -101,13 +101,16 @@ def _microseconds(x: dict[str, Any]) -> str:
 
 
 def _pivot(results: Iterable[dict[str, Any]], row: Any, cell: Any, key: str) -> str:
-    found: dict[str, dict[str, str]] = {}
+    cells_by_row: dict[str, dict[str, str]] = {}
     kernels: dict[str, None] = {}
     for x in results:
         if key in x:
-            found.setdefault(row(x), {})[x["kernel"]] = cell(x)
+            cells_by_row.setdefault(row(x), {})[x["kernel"]] = cell(x)
             kernels.setdefault(x["kernel"])
-    rows = ((name, *(cells.get(kernel, "") for kernel in kernels)) for name, cells in found.items())
+    rows = (
+        (name, *(cells.get(kernel, "") for kernel in kernels))
+        for name, cells in cells_by_row.items()
+    )
     return table(("", *kernels), rows)
 
 
@@ -124,9 +127,9 @@ def page(text: str, steps: Steps | None) -> str:
 
 def between(text: str, begin: str, part: str, end: str) -> str:
     """The text with this part between two comments. Raises `ValueError` if it does not have them."""
-    before, found, rest = text.partition(begin)
-    _, ended, after = rest.partition(end)
-    if not (found and ended):
+    before, has_begin, remainder = text.partition(begin)
+    _, has_end, after = remainder.partition(end)
+    if not (has_begin and has_end):
         raise ValueError(f"wanted a page with {begin.strip()} and {end}")
     return f"{before}{begin}{part}\n{end}{after}"
 
@@ -158,14 +161,14 @@ def draw(steps: Steps, path: Path) -> None:
         ),
     )
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 6), layout="constrained")
-    for axis, (title, results, row, key, kept) in zip(axes, panels, strict=True):
-        shown = [x for x in results if key in x and kept(x)]
+    for axis, (title, results, row, key, selected) in zip(axes, panels, strict=True):
+        shown = [x for x in results if key in x and selected(x)]
         rows = list(dict.fromkeys(map(row, shown)))
         kernels = list(dict.fromkeys(x["kernel"] for x in shown))
         height = 0.8 / max(len(kernels), 1)
         for i, kernel in enumerate(kernels):
-            mine = {row(x): x[key] for x in shown if x["kernel"] == kernel}
-            lengths = [mine.get(name, math.nan) for name in rows]
+            values = {row(x): x[key] for x in shown if x["kernel"] == kernel}
+            lengths = [values.get(name, math.nan) for name in rows]
             axis.barh([j + i * height for j in range(len(rows))], lengths, height, label=kernel)
         axis.set_yticks([j + 0.4 for j in range(len(rows))], rows, fontsize=7)
         axis.invert_yaxis()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run what must hold before a change lands, and say what each part of it cost: `.ci/run`.
+"""Run the checks that a change must pass, and print the cost of each: `.ci/run`.
 
 Stages run one after the other, and the first that fails ends the run. At the end stand, for each stage and each folder
 of tests, seconds on the clock, seconds of all cores, and the number of cases.
@@ -54,22 +54,22 @@ def tests_of(name: str, root: Path = ROOT) -> str | None:
     """The folder of tests that guards a file of the repository."""
     first, *folders = Path(name).parent.parts or ("docs",)
     if first == "tests":
-        found = Path("tests", *folders)
-        return str(found) if folders and folders[0] not in ("support", "mutants") else None
+        folder = Path("tests", *folders)
+        return str(folder) if folders and folders[0] not in ("support", "mutants") else None
     if first == "energy_attn" and folders[:1] in (["masks"], ["scores"]):
         first = "kernels"  # names of that room, under a name for users
-    found = (
+    folder = (
         Path("tests", ELSEWHERE[first]) if first in ELSEWHERE else Path("tests", first, *folders)
     )
-    while not (root / found).is_dir():
-        found = found.parent
-    return str(found) if len(found.parts) > 1 else None
+    while not (root / folder).is_dir():
+        folder = folder.parent
+    return str(folder) if len(folder.parts) > 1 else None
 
 
 def touched(names: Iterable[str], root: Path = ROOT) -> list[str]:
     """The folders of tests that guard these files, none inside another."""
-    found = {folder for name in names if (folder := tests_of(name, root))}
-    return sorted(x for x in found if not any(y in found for y in map(str, Path(x).parents)))
+    guards = {folder for name in names if (folder := tests_of(name, root))}
+    return sorted(x for x in guards if not any(y in guards for y in map(str, Path(x).parents)))
 
 
 def rotation() -> tuple[str, ...]:
@@ -93,8 +93,8 @@ def run(stage: Stage) -> bool:
         stage.wall, stage.cpu = time.monotonic() - start, _cpu() - before
         for line in seconds:
             for folder, (took, cases) in json.loads(line).items():
-                found = stage.folders.setdefault(folder, [0.0, 0])
-                found[0], found[1] = found[0] + took, found[1] + cases
+                totals = stage.folders.setdefault(folder, [0.0, 0])
+                totals[0], totals[1] = totals[0] + took, totals[1] + cases
     return done.returncode == 0
 
 
@@ -106,12 +106,12 @@ def _cpu() -> float:
 @contextlib.contextmanager
 def beside(stage: Stage) -> Iterator[None]:
     """Run a stage while another does; what it prints comes afterwards."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         start = time.monotonic()
         process = subprocess.Popen(
             ["make", "--no-print-directory", *stage.arguments],
             cwd=ROOT,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
         )
         try:
@@ -120,8 +120,8 @@ def beside(stage: Stage) -> Iterator[None]:
             before = _cpu()  # which counts a process when it is waited for
             failed = process.wait() != 0
             stage.wall, stage.cpu = time.monotonic() - start, _cpu() - before
-            said.seek(0)
-            print(f"\n== {stage.name}, beside that\n{said.read()}", flush=True)
+            output.seek(0)
+            print(f"\n== {stage.name}, beside that\n{output.read()}", flush=True)
     if failed:
         raise SystemExit(f"gate: {stage.name} failed")
 
@@ -146,7 +146,7 @@ def main() -> int:
     # .ci/run has made the first environment, without which this program would not run.
     began = float(os.environ.get("GATE_BEGAN", time.time()))
     first = Stage("environment", (), wall=time.time() - began)
-    others = Stage("other environments (beside check)", ("environments",))
+    other_environments = Stage("other environments (beside check)", ("environments",))
     check, *rest = [
         Stage("check", ("check",)),
         Stage("tests", ("test",)),
@@ -156,10 +156,10 @@ def main() -> int:
         Stage("CUDA 12 programs", ("test-cuda", "CUDA=12", "CUDA_TESTS=toolkits", turn[0])),
         Stage("CUDA 13 programs", ("test-cuda", "CUDA=13", turn[0])),
     ]
-    stages = [first, others, check, *rest]
+    stages = [first, other_environments, check, *rest]
     failed = ""
     try:
-        with beside(others):
+        with beside(other_environments):
             if not run(check):
                 failed = check.name
         for stage in rest if not failed else ():

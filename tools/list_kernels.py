@@ -58,11 +58,8 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "scores": lambda: {"score": scores.SoftCap(jnp.float32(30.0))},
     "a source": lambda: {"source": jnp.zeros((1, ROWS, HEADS, WIDTH), jnp.bfloat16)},
 }
-ROWS, HEADS, WIDTH = (
-    128,
-    8,
-    64,
-)  # of a plain call that all take, but decode, which takes any of few rows
+# of a plain call that all take, but decode, which takes few rows
+ROWS, HEADS, WIDTH = 128, 8, 64
 ALIKE = {"8.0": "8.9", "10.0": "12.0"}  # those that share a column
 
 
@@ -83,11 +80,11 @@ class Call(NamedTuple):
         array: Any = jax.ShapeDtypeStruct
         query = array((1, self.queries, self.heads, self.width), jnp.dtype(self.dtype))
         key = array((1, self.keys, self.kv_heads, self.width), jnp.dtype(self.dtype))
-        found = Operands(query, key, key, None, None, None, None)
+        operands = Operands(query, key, key, None, None, None, None)
         if not self.segments:
-            return found
+            return operands
         rows, keys = (array((1, size), jnp.int32) for size in (self.queries, self.keys))
-        return found._replace(query_segments=rows, key_segments=keys)
+        return operands._replace(query_segments=rows, key_segments=keys)
 
     def kernel(self, platform: str, capability: str | None) -> str:
         """The kernel that it gets."""
@@ -127,8 +124,8 @@ def section(steps: Steps | None) -> str:
     if steps:
         checked = steps.get("check", {}).values()
         wrong = {x["kernel"] for x in checked if x.get("good") is False or "error" in x}
-        found = {x["kernel"] for x in checked if x.get("good")} - wrong
-        ran[steps["about"]["versions"]["capability"]] = ", ".join(f"`{x}`" for x in sorted(found))
+        correct = {x["kernel"] for x in checked if x.get("good")} - wrong
+        ran[steps["about"]["versions"]["capability"]] = ", ".join(f"`{x}`" for x in sorted(correct))
     ran[None] = "none"
     machines = list(MACHINES.values())
     last = [ran[capability] if platform != "cpu" else "those" for platform, capability in machines]
@@ -137,18 +134,18 @@ def section(steps: Steps | None) -> str:
 
 def reason(name: str, options: dict[str, Any]) -> str | None:
     """Why a kernel declines a call, or is not there."""
-    found: list[str | None] = []
+    reasons: list[str | None] = []
 
     def ask(query: Any) -> None:
         call = check_call(query, query, query, **options)
         try:
             explain((name,), call.settings, call.operands, "cuda")
-            found.append(None)
+            reasons.append(None)
         except NotImplementedError as declined:
-            found.append(str(declined))
+            reasons.append(str(declined))
 
     jax.eval_shape(ask, jax.ShapeDtypeStruct((1, ROWS, HEADS, WIDTH), jnp.bfloat16))
-    return found[0]
+    return reasons[0]
 
 
 def takes() -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Cuts the font of the documentation's equations out of a whole one, and says which characters it then has.
+"""Makes the font of the documentation's equations, a subset of another, and lists its characters.
 
     python tools/mathfont.py texgyretermes-math.otf
 
@@ -29,19 +29,18 @@ RANGES = (
 )
 
 
-def cut(whole: Path) -> None:
+def cut(source: Path) -> None:
     """Writes the part of a font that draws the characters in `RANGES`, sizes of operators and brackets included."""
     options = subset.Options(
         flavor="woff2", layout_features=["ssty"], hinting=False, drop_tables=["FFTM"]
     )
-    font = subset.load_font(str(whole), options)
+    font = subset.load_font(str(source), options)
     subsetter = subset.Subsetter(options)
     subsetter.populate(unicodes=[c for first, last in RANGES for c in range(first, last + 1)])
     subsetter.subset(font)
     (script,) = font["GSUB"].table.ScriptList.ScriptRecord
-    script.ScriptTag = (
-        "DFLT"  # "math" there, which browsers do not ask for: primes would be too small
-    )
+    # browsers do not look up "math", the original tag: primes would be too small
+    script.ScriptTag = "DFLT"
     names = {1: FAMILY, 2: "Regular", 3: FAMILY, 4: FAMILY, 6: FAMILY.replace(" ", "")}
     font["name"].names = [name for name in font["name"].names if name.nameID in (0, 13, 14)]
     for identifier, text in names.items():

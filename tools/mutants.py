@@ -63,16 +63,7 @@ def mutants(root: Path = ROOT) -> list[Mutant]:
 
 def copy_of(root: Path, to: Path) -> None:
     """Every file of a checkout that git does not ignore; programs compiled before serve the copy, too."""
-    listed = [
-        "git",
-        "-C",
-        str(root),
-        "ls-files",
-        "-z",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-    ]
+    listed = ["git", "-C", str(root), *"ls-files -z --cached --others --exclude-standard".split()]
     names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         if (root / name).exists() or (root / name).is_symlink():
@@ -87,13 +78,13 @@ def red(copy: Path, tests: str, full: bool) -> str | None:
     command = [sys.executable, "-m", "pytest", "-qx", "-rfE", "-p", "no:cacheprovider", tests]
     command += ["-m", "full"] if full else []
     # a fault of the last run is not read from bytecode; programs that were compiled before are
-    kept = {name: x for name, x in os.environ.items() if name != "CI"}
-    own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {name: x for name, x in os.environ.items() if name != "CI"}
+    copy_only = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
             command,
             cwd=copy,
-            env=kept | own,
+            env=environment | copy_only,
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -102,8 +93,8 @@ def red(copy: Path, tests: str, full: bool) -> str | None:
         return f"{tests} (no end in {SECONDS} s)"
     if done.returncode in (0, 5):  # all passed, or none was asked for
         return None
-    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return found[0] if found else f"{tests} (exit status {done.returncode})"
+    failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return failures[0] if failures else f"{tests} (exit status {done.returncode})"
 
 
 def judge(mutant: Mutant, copy: Path) -> str | None:
@@ -112,8 +103,8 @@ def judge(mutant: Mutant, copy: Path) -> str | None:
     sound = path.read_bytes()
     mutant.plant(copy)
     try:
-        known = red(copy, mutant.killed_by, mutant.full) if mutant.killed_by else None
-        return known or red(copy, mutant.guard, mutant.full)
+        named_test = red(copy, mutant.killed_by, mutant.full) if mutant.killed_by else None
+        return named_test or red(copy, mutant.guard, mutant.full)
     finally:
         path.write_bytes(sound)
 
@@ -123,14 +114,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="of a fault, or a part of it")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
-    given = parser.parse_args(arguments)
-    chosen = [x for x in mutants() if not given.names or any(n in x.name for n in given.names)]
+    args = parser.parse_args(arguments)
+    chosen = [x for x in mutants() if not args.names or any(n in x.name for n in args.names)]
     if not chosen:
-        parser.error(f"NAME: no fault has {given.names} in its name")
+        parser.error(f"NAME: no fault has {args.names} in its name")
 
     with tempfile.TemporaryDirectory() as folder:
         copies: queue.Queue[Path] = queue.Queue()
-        for i in range(given.jobs):
+        for i in range(args.jobs):
             copy_of(ROOT, Path(folder, str(i)))
             copies.put(Path(folder, str(i)))
 
@@ -141,7 +132,7 @@ def main(arguments: list[str]) -> int:
             finally:
                 copies.put(copy)
 
-        with ThreadPoolExecutor(given.jobs) as pool:
+        with ThreadPoolExecutor(args.jobs) as pool:
             wrong = sum(map(_say, pool.map(run, chosen)))
     print(f"{len(chosen) - wrong} of {len(chosen)} killed by the test that the list names")
     return int(wrong > 0)

@@ -11,10 +11,10 @@ import griffe
 
 def declared(options: griffe.Class | griffe.Alias) -> dict[str, griffe.Attribute]:
     """The keys of a `TypedDict`, those that it inherits first."""
-    found = {}
+    options_by_name = {}
     for base in options.resolved_bases:
-        found |= declared(base)
-    return found | options.attributes
+        options_by_name |= declared(base)
+    return options_by_name | options.attributes
 
 
 def default_of(option: griffe.Attribute) -> str:
@@ -62,7 +62,7 @@ def describe(
     for section in docstring.parsed:
         if isinstance(section, griffe.DocstringSectionParameters):
             named = [x for x in section.value if x.name.lstrip("*") != variadic]
-            own = {x.name for x in named}
+            described = {x.name for x in named}
             section.value = named + [
                 griffe.DocstringParameter(
                     x.name,
@@ -71,5 +71,5 @@ def describe(
                     value=default_of(x),
                 )
                 for x in options.values()
-                if x.name not in own
+                if x.name not in described
             ]

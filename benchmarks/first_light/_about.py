@@ -1,4 +1,4 @@
-"""The steps `about` and `roof`: which machine this is, and the ceilings of all that follows."""
+"""The steps `about` and `roof`: the machine and its peak rates."""
 
 import importlib.metadata
 import platform
@@ -30,18 +30,18 @@ def about(bench: Bench) -> None:
     """Versions, the device and its clocks; and which kernels take an ordinary call and compile."""
     with bench.record.guarded("about", "versions"):
         device = jax.devices()[0]
-        found: Result = {
+        device_info: Result = {
             "device": device.device_kind,
             "capability": getattr(device, "compute_capability", None),
             "python": platform.python_version(),
             "date": time.strftime("%Y-%m-%d"),
         }
-        bench.record.put("about", "versions", {**found, **_versions()})
+        bench.record.put("about", "versions", {**device_info, **_versions()})
     for name, command in _COMMANDS.items():
         with bench.record.guarded("about", name):
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            said = (done.stdout or done.stderr).strip().splitlines()
-            bench.record.put("about", name, {"said": said[-1][:300]})
+            output = (done.stdout or done.stderr).strip().splitlines()
+            bench.record.put("about", name, {"said": output[-1][:300]})
     shape = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
 
     def compiles(name: str) -> Job:
@@ -54,13 +54,13 @@ def about(bench: Bench) -> None:
 
 
 def _versions() -> Result:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def roof(bench: Bench) -> None:

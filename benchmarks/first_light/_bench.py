@@ -37,8 +37,8 @@ class Job(NamedTuple):
     Attributes:
         label: its name in its step.
         function, arrays: what is compiled, and for what; `arrays` may be shapes.
-        find: from the compiled function to what is found of it.
-        about: what else is written: the kernel and the sizes.
+        find: from the compiled function to its results.
+        about: other fields of the results: the kernel and the sizes.
     """
 
     label: str
@@ -85,14 +85,14 @@ class Bench:
 
     @property
     def workers(self) -> int:
-        """How many programs are compiled at once: XLA for CPUs may wait forever for itself where there are two."""
+        """How many programs are compiled at once; one on CPUs, where XLA may deadlock with two."""
         return 1 if self.trial else os.cpu_count() or 1
 
     def length(self, size: int) -> int:
         """A length of a sequence, divided in a trial."""
         return size if size <= SHORT else max(size // self.shrink, min(SHORT, 64))
 
-    def some(self, values: Sequence[T]) -> Sequence[T]:
+    def selected(self, values: Sequence[T]) -> Sequence[T]:
         """All of several shapes or plans; in a trial one."""
         return values[:1] if self.trial else values
 
@@ -111,8 +111,8 @@ class Bench:
             self.record.begin(step, [job.label for job in group], COMPILING)
             for job, ready in zip(group, _compiled(group, self.workers), strict=True):
                 with self.record.guarded(step, job.label):
-                    found = ready if isinstance(ready, dict) else job.find(ready)
-                    self.record.put(step, job.label, {**job.about, **found})
+                    figures = ready if isinstance(ready, dict) else job.find(ready)
+                    self.record.put(step, job.label, {**job.about, **figures})
         self.record.end()
 
     def timed(
@@ -123,12 +123,12 @@ class Bench:
         figures: Callable[[float], Result] = lambda _: {},
         **about: object,
     ) -> Job:
-        """A job of which the seconds of a call are found, and `figures` of them."""
+        """A job that measures the seconds of a call, and `figures` of them."""
         arrays = tuple(arrays)
 
         def find(run: Callable[..., Any]) -> Result:
-            found = seconds(run, arrays, 1 if self.trial else self.repeats)
-            return {**found, **figures(found["seconds"])}
+            timing = seconds(run, arrays, 1 if self.trial else self.repeats)
+            return {**timing, **figures(timing["seconds"])}
 
         return Job(label, function, arrays, find, about)
 
@@ -206,8 +206,8 @@ def normal(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> Array:
     def put(x: Array, y: Array, i: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, y, i, 1)
 
-    into = jax.jit(put, donate_argnums=0)
+    write = jax.jit(put, donate_argnums=0)
     x = jnp.zeros(shape, dtype)
     for i in range(pieces):
-        x = into(x, _normal(seed + 1000 * i, part, dtype), i * part[1])
+        x = write(x, _normal(seed + 1000 * i, part, dtype), i * part[1])
     return x

@@ -53,13 +53,13 @@ class Case:
         """Query, key and value; then three directions, or the cotangents of `out` and of `lse`."""
         seed = 10 * sum(map(ord, self.label))
         inputs = [(shape, self.dtype) for shape in (self.query, self.key, self.key)]
-        rest = {
+        extra = {
             "forward": [],
             "tangent": inputs,
             "backward": [(self.query, self.dtype), (self.query[:-1], "float32")],
         }
-        asked = [*inputs, *rest[self.mode]]
-        return tuple(normal(seed + i, *x) for i, x in enumerate(asked))
+        types = [*inputs, *extra[self.mode]]
+        return tuple(normal(seed + i, *x) for i, x in enumerate(types))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,37 +70,37 @@ class Case:
         """Returns the function of the operands that computes the results by a kernel."""
 
         def attend(*inputs: Array) -> tuple[Array, Array]:
-            found = local_attention(*inputs, implementation=name, **self.options)
-            return found.out, found.lse
+            state = local_attention(*inputs, implementation=name, **self.options)
+            return state.out, state.lse
 
         def run(*operands: Array) -> Named:
-            inputs, rest = operands[:3], operands[3:]
+            inputs, extra = operands[:3], operands[3:]
             if self.mode == "tangent":
-                (out, lse), (dout, dlse) = jax.jvp(attend, inputs, rest)
+                (out, lse), (dout, dlse) = jax.jvp(attend, inputs, extra)
                 return {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
             if self.mode == "forward":
                 return dict(zip(("out", "lse"), attend(*inputs), strict=True))
-            found, back = jax.vjp(attend, *inputs)
+            outputs, pullback = jax.vjp(attend, *inputs)
             names = ("out", "lse", "dq", "dk", "dv")
-            return dict(zip(names, (*found, *back(tuple(rest))), strict=True))
+            return dict(zip(names, (*outputs, *pullback(tuple(extra))), strict=True))
 
         return run
 
     @functools.cached_property
-    def wanted(self) -> Named:
-        """The exact results: by the reference of the tests, or on the device in float64 where that is too slow."""
+    def reference(self) -> Named:
+        """The exact results, by the reference of the tests or, where that is too slow, on the device in float64."""
         if self.query[1] * self.query[2] * self.key[1] > MOST_SCORES:
             return self.by_head()
-        query, key, value, *rest = (np.asarray(x, np.float64) for x in self.operands)
+        query, key, value, *extra = (np.asarray(x, np.float64) for x in self.operands)
         problem = Problem(self.label, query, key, value, **self.options)
-        found: Named = dict(zip(("out", "lse"), dense(problem), strict=True))
+        results: Named = dict(zip(("out", "lse"), dense(problem), strict=True))
         if self.mode == "tangent":
-            directions = dict(zip(("query", "key", "value"), rest, strict=True))
-            found |= zip(("dout", "dlse"), dense_jvp(problem, directions), strict=True)
+            directions = dict(zip(("query", "key", "value"), extra, strict=True))
+            results |= zip(("dout", "dlse"), dense_jvp(problem, directions), strict=True)
         elif self.mode == "backward":
-            dout, dlse = rest
-            found |= {f"d{name[0]}": x for name, x in dense_vjp(problem, dout, dlse).items()}
-        return found
+            dout, dlse = extra
+            results |= {f"d{name[0]}": x for name, x in dense_vjp(problem, dout, dlse).items()}
+        return results
 
     def by_head(self) -> Named:
         """The results by `blockwise` in float64, a head at a time, as all heads would not fit into memory."""
@@ -110,30 +110,32 @@ class Case:
 
             @jax.jit  # the operands as arguments: what a function closes over becomes a constant of its program
             def one(head: int, *operands: Array) -> Named:
-                at = (head if x.shape[:3] == self.query[:3] else head // group for x in operands)
-                of_head = (x[:, :, i, None] for x, i in zip(operands, at, strict=True))
+                heads = (head if x.shape[:3] == self.query[:3] else head // group for x in operands)
+                of_head = (x[:, :, i, None] for x, i in zip(operands, heads, strict=True))
                 return run(*(x.astype(jnp.float64) for x in of_head))
 
-            found = [jax.device_get(one(head, *self.operands)) for head in range(self.query[2])]
-        joined = {name: np.concatenate([x[name] for x in found], 2) for name in found[0]}
+            by_head = [jax.device_get(one(head, *self.operands)) for head in range(self.query[2])]
+        joined = {name: np.concatenate([x[name] for x in by_head], 2) for name in by_head[0]}
         for name in {"dk", "dv"} & set(joined):  # the sum over the heads of a group
             b, s, k, h = self.key
             joined[name] = joined[name].reshape(b, s, k, group, h).sum(3)
         return joined
 
 
-def difference(found: Named, wanted: Named) -> dict[str, float]:
+def errors_of(results: Named, reference: Named) -> dict[str, float]:
     """Relative in the norm; of lse the largest, absolute, and infinite where only one is finite."""
     errors = {}
-    for name, right in wanted.items():
-        got = np.asarray(found[name]).astype(np.float64)
+    for name, expected in reference.items():
+        actual = np.asarray(results[name]).astype(np.float64)
         if name == "lse":
-            both = np.isfinite(right)
-            same = (both == np.isfinite(got)).all()
-            largest = float(np.abs(got[both] - right[both]).max(initial=0))
-            errors[name] = largest if same else math.inf
+            finite = np.isfinite(expected)
+            same_finite = (finite == np.isfinite(actual)).all()
+            largest = float(np.abs(actual[finite] - expected[finite]).max(initial=0))
+            errors[name] = largest if same_finite else math.inf
         else:
-            errors[name] = float(np.linalg.norm(got - right) / max(np.linalg.norm(right), 1e-30))
+            errors[name] = float(
+                np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30)
+            )
     return errors
 
 
@@ -141,13 +143,13 @@ def compared(bench: Bench, step: str, cases: Sequence[Case]) -> None:
     """Each kernel on each case, all compiled together; and whether a second run repeats the first."""
 
     def find(case: Case, run: Callable[..., Any]) -> Result:
-        found, again = (jax.device_get(run(*case.operands)) for _ in range(2))
-        errors = difference(found, case.wanted)
-        moved = [name for name in found if found[name].tobytes() != again[name].tobytes()]
-        allowed, of_lse = ALLOWED[case.dtype]
-        parts = [x / (of_lse if name == "lse" else allowed) for name, x in errors.items()]
+        results, repeated = (jax.device_get(run(*case.operands)) for _ in range(2))
+        errors = errors_of(results, case.reference)
+        changed = [name for name in results if results[name].tobytes() != repeated[name].tobytes()]
+        allowed, allowed_lse = ALLOWED[case.dtype]
+        parts = [x / (allowed_lse if name == "lse" else allowed) for name, x in errors.items()]
         good = all(part <= 1 for part in parts)  # NaN is not
-        return {"good": good, "of_tolerance": float(np.max(parts)), **errors, "moved": moved}
+        return {"good": good, "of_tolerance": float(np.max(parts)), **errors, "moved": changed}
 
     jobs = [
         Job(
@@ -168,8 +170,8 @@ def check(bench: Bench) -> None:
     """Small shapes: values, energies and derivatives; and bits on a second run."""
     cases = list(_small(bench))
     if bench.trial:
-        kept = ("causal float32 64", "tangent float32 64", "decode with lengths", "positions")
-        cases = [case for case in cases if case.label in kept]
+        labels = ("causal float32 64", "tangent float32 64", "decode with lengths", "positions")
+        cases = [case for case in cases if case.label in labels]
     for i in range(0, len(cases), _AT_ONCE):
         compared(bench, "check", cases[i : i + _AT_ONCE])
 
@@ -216,7 +218,7 @@ def check_large(bench: Bench) -> None:
         Case(f"causal {long} 64", (1, long, 4, 64), (1, long, 4, 64), causal=True),
         Case(f"full {long} 128", (2, long, 2, 128), (2, long, 2, 128)),
     ]
-    for keys in map(bench.length, bench.some((2**20, 2**21, 2**22))):  # 2^31 elements at 2^21
+    for keys in map(bench.length, bench.selected((2**20, 2**21, 2**22))):  # 2^31 elements at 2^21
         shapes = (1, 1, 32, 128), (1, keys, 8, 128)
         cases.append(Case(f"decode {keys} keys", *shapes, mode="forward"))
     while cases:  # one at a time: the largest fill half of the memory

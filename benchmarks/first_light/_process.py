@@ -34,23 +34,23 @@ def supervise(bench: Bench, command: Sequence[str] = COMMAND) -> int:
         child = subprocess.Popen(
             [*command, json.dumps(dataclasses.astuple(bench))], env=environment
         )
-        said = _ended(child, bench)
-        if not said:
+        ending = _ended(child, bench)
+        if not ending:
             return 0
         record = bench.read()
         begun = record.under_way()
         if begun is None:
-            print(f"the process of the measurements {said}")
+            print(f"the process of the measurements {ending}")
             return 1
         step, labels, _ = begun
         record.end()
         if time.time() > bench.deadline:
             return 0
         if len(labels) > 1:
-            print(f"the process {said} while it compiled; from here on, one program at a time")
+            print(f"the process {ending} while it compiled; from here on, one program at a time")
             bench = dataclasses.replace(bench, alone=True)
         elif not record.known(step, labels[0]):
-            record.put(step, labels[0], {"error": f"the process {said}", "final": True})
+            record.put(step, labels[0], {"error": f"the process {ending}", "final": True})
 
 
 def _ended(child: subprocess.Popen[bytes], bench: Bench) -> str:

@@ -94,10 +94,10 @@ class Record:
     def under_way(self) -> tuple[str, list[str], float] | None:
         """The step, the labels, and the time by which they are to end; None if there is nothing."""
         try:
-            found = json.loads(self._now.read_text())
+            begun = json.loads(self._now.read_text())
         except FileNotFoundError:
             return None
-        return found["step"], found["labels"], found["until"]
+        return begun["step"], begun["labels"], begun["until"]
 
     @contextlib.contextmanager
     def guarded(self, step: str, label: str) -> Iterator[None]:
@@ -120,9 +120,9 @@ class Record:
 
 def failure(reason: BaseException) -> Result:
     """The result of a measurement that raises."""
-    said = "".join(traceback.format_exception_only(reason)).strip()
-    where = "".join(traceback.format_exception(reason))
-    return {"error": said[:1500], "where": where[-700:].replace(os.getcwd(), ".")}
+    message = "".join(traceback.format_exception_only(reason)).strip()
+    trace = "".join(traceback.format_exception(reason))
+    return {"error": message[:1500], "where": trace[-700:].replace(os.getcwd(), ".")}
 
 
 def _alive() -> bool:

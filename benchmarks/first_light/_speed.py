@@ -36,16 +36,16 @@ class Square(NamedTuple):
         b, t, n, h, causal = self
         return f"b{b} t{t} n{n} h{h} {'causal' if causal else 'full'}"
 
-    def flop(self, both: bool) -> float:
+    def flop(self, backward: bool) -> float:
         """Of the forward pass, or of it and the backward; of causal attention, half of the products."""
         b, t, n, h, causal = self
-        return 4 * b * t * t * n * h * (0.5 if causal else 1) * (3.5 if both else 1)
+        return 4 * b * t * t * n * h * (0.5 if causal else 1) * (3.5 if backward else 1)
 
 
 def squares(bench: Bench) -> Iterator[Square]:
     """16k tokens of 2048 features, or one sequence if that is longer."""
     shapes = itertools.product((8192, 2048, 32768), (128, 64), (True, False))
-    for t, h, causal in bench.some(list(shapes)):
+    for t, h, causal in bench.selected(list(shapes)):
         yield Square(16384 // t or 1, bench.length(t), 2048 // h, h, causal)
 
 
@@ -90,21 +90,21 @@ def _passes(
 ) -> Iterator[Job]:
     top = bench.ceiling("matmul", "flop_per_s")
 
-    def both(q: Array, k: Array, v: Array, d: Array) -> tuple[Array, ...]:
+    def forward_backward(q: Array, k: Array, v: Array, d: Array) -> tuple[Array, ...]:
         out, back = jax.vjp(attend, q, k, v)
         return back(d.astype(out.dtype))
 
-    passes = {"forward": (attend, arrays[:3]), "both": (both, arrays)}
-    for which, (run, given) in passes.items():
-        if which == "both" and name == EXAMPLE and square.causal:
+    passes = {"forward": (attend, arrays[:3]), "both": (forward_backward, arrays)}
+    for kind, (run, inputs) in passes.items():
+        if kind == "both" and name == EXAMPLE and square.causal:
             continue  # it has no causal backward
 
-        def figures(seconds: float, which: str = which) -> Result:
-            rate = square.flop(which == "both") / seconds
+        def figures(seconds: float, kind: str = kind) -> Result:
+            rate = square.flop(kind == "both") / seconds
             return {"tflop_per_s": rate / 1e12, "of_matmul": rate / top if top else None}
 
-        about = {"kernel": name, "pass": which, **square._asdict()}
-        yield bench.timed(f"{square.label} {which} {name}", run, given, figures, **about)
+        about = {"kernel": name, "pass": kind, **square._asdict()}
+        yield bench.timed(f"{square.label} {kind} {name}", run, inputs, figures, **about)
 
 
 # Caches of width 128: the batch, queries, heads, key heads and keys.
@@ -122,7 +122,7 @@ def decode(bench: Bench) -> None:
     }
     for name in ("xla", "cudnn"):
         attentions[f"jax.nn {name}"] = functools.partial(_dense, implementation=name)
-    for b, t, n, k, keys in bench.some(CACHES):
+    for b, t, n, k, keys in bench.selected(CACHES):
         s = bench.length(keys)
         sizes = {"batch": b, "queries": t, "heads": n, "kv_heads": k, "keys": s}
         shapes = (b, t, n, 128), (b, s, k, 128), (b, s, k, 128)

@@ -15,8 +15,8 @@ def summary(steps: Steps) -> Iterator[str]:
     """Short tables: what is wrong, what did not run, and what was fast."""
     yield "== ceilings"
     for label, x in steps.get("roof", {}).items():
-        found = (f"{k} {v:.4g}" for k, v in x.items() if isinstance(v, float))
-        yield f"  {label}: {', '.join(found)}"
+        figures = (f"{k} {v:.4g}" for k, v in x.items() if isinstance(v, float))
+        yield f"  {label}: {', '.join(figures)}"
     for title, lines in _lists(steps).items():
         yield f"== {title}: {len(lines)}"
         yield from (f"  {line}" for line in lines[:_MOST])
@@ -24,9 +24,9 @@ def summary(steps: Steps) -> Iterator[str]:
             yield f"  and {len(lines) - _MOST} more"
     yield "== TFLOP/s (causal: half the products counted)"
     rates = _groups(steps, ("prefill", "torch"), "tflop_per_s", "kernel")
-    for where, by_kernel in rates.items():
+    for shape, by_kernel in rates.items():
         ordered = sorted(by_kernel.items(), key=lambda item: -item[1])
-        yield f"  {where}: " + ", ".join(f"{name} {rate:.0f}" for name, rate in ordered)
+        yield f"  {shape}: " + ", ".join(f"{name} {rate:.0f}" for name, rate in ordered)
     yield "== decoding"
     for label, x in steps.get("decode", {}).items():
         if "us_per_step" in x:
@@ -36,39 +36,41 @@ def summary(steps: Steps) -> Iterator[str]:
             yield f"  {label}: {x['us_per_step']:.1f} us, {rate:.2f} TB/s{share}{small}"
     yield "== tiles: the best, beside those that are chosen"
     for call, seconds in _groups(steps, ("sweep",), "seconds", "tiles").items():
-        own = seconds.pop(OURS, None)
+        default_seconds = seconds.pop(OURS, None)
         for tiles in sorted(seconds, key=seconds.__getitem__)[:_BEST]:
-            gain = f", {own / seconds[tiles]:.2f} times as fast" if own else ""
+            gain = (
+                f", {default_seconds / seconds[tiles]:.2f} times as fast" if default_seconds else ""
+            )
             yield f"  {call}: {tiles}: {seconds[tiles] * 1e6:.1f} us{gain}"
 
 
 def _lists(steps: Steps) -> dict[str, list[str]]:
     """Results that are not figures, a line each, by what they are."""
     moves = "differs from run to run (gradients of queries by cudnn and flash may)"
-    found: dict[str, list[str]] = {"WRONG": [], moves: [], "declined": [], "did not run": []}
+    lists: dict[str, list[str]] = {"WRONG": [], moves: [], "declined": [], "did not run": []}
     for step, results in steps.items():
         for label, x in results.items():
-            where = f"{step}: {label}: "
+            prefix = f"{step}: {label}: "
             if x.get("good") is False:
                 errors = ", ".join(f"{k} {x[k]}" for k in x if k not in _KNOWN)
-                found["WRONG"].append(where + errors)
+                lists["WRONG"].append(prefix + errors)
             if x.get("moved"):
-                found[moves].append(where + ", ".join(x["moved"]))
+                lists[moves].append(prefix + ", ".join(x["moved"]))
             if "declined" in x:
-                found["declined"].append(where + x["declined"][:160])
+                lists["declined"].append(prefix + x["declined"][:160])
             if "error" in x:
-                found["did not run"].append(where + x["error"].splitlines()[0][:160])
-    return found
+                lists["did not run"].append(prefix + x["error"].splitlines()[0][:160])
+    return lists
 
 
 def _groups(
     steps: Steps, names: tuple[str, ...], figure: str, by: str
 ) -> dict[str, dict[str, float]]:
     """A figure of results that are not wrong, by the rest of the label and by its end, which the result names."""
-    found: dict[str, dict[str, float]] = {}
+    groups: dict[str, dict[str, float]] = {}
     for name in names:
         for label, x in steps.get(name, {}).items():
             if figure in x and x.get("good") is not False:
-                where = label.removesuffix(x[by]).rstrip(" :")
-                found.setdefault(where, {})[x[by]] = x[figure]
-    return found
+                key = label.removesuffix(x[by]).rstrip(" :")
+                groups.setdefault(key, {})[x[by]] = x[figure]
+    return groups

@@ -17,7 +17,9 @@ def sweep(bench: Bench) -> None:
     """Each kernel of `pallas_gpu` by all candidates; results that differ from those by its own tiles are wrong."""
     for call in trial_calls() if bench.trial else calls(bench.shrink):
         arrays = tuple(call.arrays())
-        find = functools.partial(_find, bench, call, arrays, functools.cache(_wanted(call, arrays)))
+        find = functools.partial(
+            _find, bench, call, arrays, functools.cache(_reference(call, arrays))
+        )
         choices = {OURS: None, **call.tiles(cores_here())}
         jobs = [
             Job(
@@ -32,7 +34,7 @@ def sweep(bench: Bench) -> None:
         bench.measure("sweep", jobs)
 
 
-def _wanted(call: Call, arrays: tuple[Array, ...]) -> Callable[[], PyTree]:
+def _reference(call: Call, arrays: tuple[Array, ...]) -> Callable[[], PyTree]:
     return lambda: jax.jit(program(call, None))(*arrays)
 
 
@@ -40,10 +42,10 @@ def _find(
     bench: Bench,
     call: Call,
     arrays: tuple[Array, ...],
-    wanted: Callable[[], PyTree],
+    reference: Callable[[], PyTree],
     run: Callable[..., Any],
 ) -> Result:
-    differs = difference(wanted(), run(*arrays))
-    found = seconds(run, arrays, 1 if bench.trial else bench.repeats)
-    found["seconds"] /= call.steps
-    return {"good": differs <= TOLERANCE, "difference": differs, **found}
+    differs = difference(reference(), run(*arrays))
+    timing = seconds(run, arrays, 1 if bench.trial else bench.repeats)
+    timing["seconds"] /= call.steps
+    return {"good": differs <= TOLERANCE, "difference": differs, **timing}

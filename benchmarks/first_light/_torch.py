@@ -24,51 +24,51 @@ def torch(bench: Bench) -> None:
     """The shapes of `prefill`. PyTorch measures in seconds what it takes Python to start another library."""
     from ._speed import squares
 
-    asked = {}
+    questions = {}
     for square in squares(bench):
         for name, backend in _BACKENDS.items():
-            for which in ("forward", "both"):
-                label = f"{square.label} {which} torch {name}"
+            for kind in ("forward", "both"):
+                label = f"{square.label} {kind} torch {name}"
                 if not bench.record.known("torch", label):
-                    about = {"kernel": f"torch {name}", "pass": which, **square._asdict()}
-                    question = json.dumps([label, backend, *square, which])
-                    asked[label] = about, square.flop(which == "both"), question
-    if not asked:
+                    about = {"kernel": f"torch {name}", "pass": kind, **square._asdict()}
+                    question = json.dumps([label, backend, *square, kind])
+                    questions[label] = about, square.flop(kind == "both"), question
+    if not questions:
         return
     bench.record.end()  # its own limit is that of the whole
     done = subprocess.run(
         [sys.executable, __file__],
-        input="\n".join(question for *_, question in asked.values()),
+        input="\n".join(question for *_, question in questions.values()),
         text=True,
         capture_output=True,
         timeout=max(bench.deadline - time.time(), 20),
     )
     for line in done.stdout.splitlines():
-        label, found = json.loads(line)
-        about, flop, _ = asked.pop(label)
-        if "seconds" in found:
-            found["tflop_per_s"] = flop / found["seconds"] / 1e12
-        bench.record.put("torch", label, {**about, **found})
-    for label, (about, *_) in asked.items():
-        said = (done.stderr.strip().splitlines() or ["ended early"])[-1][:800]
-        bench.record.put("torch", label, {**about, "error": said})
+        label, result = json.loads(line)
+        about, flop, _ = questions.pop(label)
+        if "seconds" in result:
+            result["tflop_per_s"] = flop / result["seconds"] / 1e12
+        bench.record.put("torch", label, {**about, **result})
+    for label, (about, *_) in questions.items():
+        error = (done.stderr.strip().splitlines() or ["ended early"])[-1][:800]
+        bench.record.put("torch", label, {**about, "error": error})
 
 
 def _measure(
-    backend: str, batch: int, length: int, heads: int, width: int, causal: bool, which: str
+    backend: str, batch: int, length: int, heads: int, width: int, causal: bool, kind: str
 ) -> dict[str, Any]:
     torch: Any = importlib.import_module("torch")
     attention: Any = importlib.import_module("torch.nn.attention")
-    shape, both = (batch, length, heads, width), which == "both"
+    shape, backward = (batch, length, heads, width), kind == "both"
     arrays = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     *leaves, cotangent = (x.transpose(1, 2) for x in arrays)
-    leaves = [x.requires_grad_(both) for x in leaves]
+    leaves = [x.requires_grad_(backward) for x in leaves]
 
     def run(times: int) -> None:
         for _ in range(times):
             with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
                 out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal)
-            if both:
+            if backward:
                 torch.autograd.grad(out, leaves, cotangent)
 
     run(3)
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     for line in sys.stdin:
         label, *question = json.loads(line)
         try:
-            found = _measure(*question)
-        except Exception as reason:  # whatever a backend does not take
-            found = {"error": repr(reason)[:500]}
-        print(json.dumps([label, found]), flush=True)
+            result = _measure(*question)
+        except Exception as reason:  # a backend may decline
+            result = {"error": repr(reason)[:500]}
+        print(json.dumps([label, result]), flush=True)

@@ -27,13 +27,13 @@ def held_out_text(root: str | Path | None = None) -> np.ndarray:
         FileNotFoundError: none of them can be read, as where Python is one zip file.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
-    found = []
+    sources = []
     for path in (root / name for name in HELD_OUT):
         try:
             # a pipe would block
-            found += [path.read_bytes()] if path.is_file() else []
+            sources += [path.read_bytes()] if path.is_file() else []
         except OSError:
             continue
-    if not found:
+    if not sources:
         raise FileNotFoundError(f"no sources of the standard library in {root}")
-    return np.frombuffer(b"\0".join(found), np.uint8)
+    return np.frombuffer(b"\0".join(sources), np.uint8)

@@ -78,10 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _mesh(text: str) -> tuple[int, ...]:
-    wanted = "8 or 2x4, or other sizes"
-    sizes = _numbers(text.lower(), "x", wanted)
+    expected = "8 or 2x4, or other sizes"
+    sizes = _numbers(text.lower(), "x", expected)
     if len(sizes) > 2 or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"wanted {expected}, got {text!r}")
     return sizes
 
 
@@ -89,11 +89,11 @@ def _tokens(text: str) -> tuple[int, ...]:
     return _numbers(text, ",", "tokens by number, 2 or 2,7")
 
 
-def _numbers(text: str, separator: str, wanted: str) -> tuple[int, ...]:
+def _numbers(text: str, separator: str, expected: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(separator))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"wanted {expected}, got {text!r}") from None
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -122,7 +122,7 @@ def _run(args: argparse.Namespace, count: int) -> int:
             )
         drafter = _drafter(args, mesh)
         writer = _Writer(tokenizer)
-        found = generate(
+        generation = generate(
             model,
             [tokens],
             args.max_new_tokens,
@@ -138,19 +138,19 @@ def _run(args: argparse.Namespace, count: int) -> int:
             chunk_size=args.chunk_size,
         )
     writer.end()
-    print(_summary(writer, found, len(tokens)), file=sys.stderr)
+    print(_summary(writer, generation, len(tokens)), file=sys.stderr)
     return 0
 
 
 def _text(file: Path) -> str:
     """The text in a file, or in standard input."""
-    given = str(file) == "-"
-    data = sys.stdin.buffer.read() if given else file.read_bytes()
+    is_stdin = str(file) == "-"
+    data = sys.stdin.buffer.read() if is_stdin else file.read_bytes()
     try:
         # line ends become those of Python
         return io.TextIOWrapper(io.BytesIO(data), "utf-8").read()
     except UnicodeDecodeError as error:
-        name = "standard input" if given else file
+        name = "standard input" if is_stdin else file
         raise ValueError(f"--prompt-file: wanted text in UTF-8, got {name}: {error}") from error
 
 
@@ -184,19 +184,19 @@ class _Writer:
         sys.stdout.write("\n")
 
 
-def _summary(writer: _Writer, found: Generation, prompt: int) -> str:
+def _summary(writer: _Writer, generation: Generation, prompt: int) -> str:
     first = writer.times[1] - writer.times[0]
     text = f"{prompt:,} tokens read and the first written in {first:.1f} s, compilation included"
     # the time before the second pass includes compilation
-    rest, seconds = (
+    remaining, seconds = (
         sum(writer.counts[3:]),
         writer.times[-1] - writer.times[min(2, len(writer.times) - 1)],
     )
-    if rest:
-        text += f"; then {rest / seconds:,.1f} tokens a second"
-    if int(found.drafted.sum()):
+    if remaining:
+        text += f"; then {remaining / seconds:,.1f} tokens a second"
+    if int(generation.drafted.sum()):
         text += (
-            f", {float(found.tokens_per_pass):.2f} a pass, "
-            f"{float(found.acceptance_rate):.0%} of the drafted tokens accepted"
+            f", {float(generation.tokens_per_pass):.2f} a pass, "
+            f"{float(generation.acceptance_rate):.0%} of the drafted tokens accepted"
         )
     return text

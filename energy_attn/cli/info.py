@@ -154,8 +154,8 @@ def _shapes(call: Example) -> str:
 def _devices() -> str:
     devices, processes = jax.devices(), jax.process_count()
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
-    where = "one process" if processes == 1 else f"{processes} processes"
-    return f"{len(devices)} × {devices[0].platform} ({kinds}), {where}, {os.cpu_count()} CPU cores"
+    process_text = "one process" if processes == 1 else f"{processes} processes"
+    return f"{len(devices)} × {devices[0].platform} ({kinds}), {process_text}, {os.cpu_count()} CPU cores"
 
 
 def _version(package: str) -> str:

@@ -157,7 +157,12 @@ def draw(result: dict[str, Any], figure: Any) -> None:
         axes.plot(place[order], inferred[order], color="#0072b2", label="inferred")
         is_observed = observed.astype(bool)
         axes.scatter(
-            place[is_observed], value[is_observed], s=18, color="#d55e00", label="observed", zorder=3
+            place[is_observed],
+            value[is_observed],
+            s=18,
+            color="#d55e00",
+            label="observed",
+            zorder=3,
         )
         axes.set(xticks=[], yticks=[])
     panels[-1].legend(frameon=False, fontsize=8)

@@ -120,10 +120,10 @@ def test_check(case, tmp_path, kernels, monkeypatch):
 def test_a_case_too_large_for_the_judge(mode, monkeypatch):
     """Heads in another order, a gradient of one head of a group, or an energy that is not in float64."""
     case = _check.Case("all", (2, 5, 4, 8), (2, 7, 2, 8), "float32", causal=True, mode=mode)
-    wanted = case.wanted
-    del case.__dict__["wanted"]
+    wanted = case.reference
+    del case.__dict__["reference"]
     monkeypatch.setattr(_check, "MOST_SCORES", 0)
-    found = case.wanted
+    found = case.reference
     assert set(found) == set(wanted)
     for name, x in wanted.items():
         np.testing.assert_allclose(found[name], x, rtol=1e-12, atol=1e-14, err_msg=name)
@@ -132,8 +132,8 @@ def test_a_case_too_large_for_the_judge(mode, monkeypatch):
 def test_an_energy_where_there_are_no_keys():
     """A state of no keys that is not, in a comparison of finite numbers alone."""
     wanted = {"lse": np.array([0.0, -np.inf])}
-    assert _check.difference({"lse": np.array([0.0, 1.0])}, wanted) == {"lse": np.inf}
-    assert _check.difference({"lse": np.array([0.5, -np.inf])}, wanted) == {"lse": 0.5}
+    assert _check.errors_of({"lse": np.array([0.0, 1.0])}, wanted) == {"lse": np.inf}
+    assert _check.errors_of({"lse": np.array([0.5, -np.inf])}, wanted) == {"lse": 0.5}
 
 
 @pytest.mark.usefixtures("user_settings")

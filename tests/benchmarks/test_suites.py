@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import llama, runner, speculative
-from benchmarks.runner import OURS, Case, Found
+from benchmarks.runner import OURS, Case, Output
 from energy_attn.models import Llama, LlamaConfig
 from tests.support.selection import few
 
@@ -62,10 +62,10 @@ def test_sides_of_one_case():
         raise ImportError("not installed")
 
     results = {
-        OURS: Found(jnp.ones(3), {"passes": 2}),
-        "peer": Found(jnp.asarray([1.0, 1.0, 1.5]), {"passes": 1}),
-        "none": Found(jnp.full(3, jnp.nan), {"passes": 0}),
-        "our attention": Found(jnp.zeros(1), {"passes": 1}),
+        OURS: Output(jnp.ones(3), {"passes": 2}),
+        "peer": Output(jnp.asarray([1.0, 1.0, 1.5]), {"passes": 1}),
+        "none": Output(jnp.full(3, jnp.nan), {"passes": 0}),
+        "our attention": Output(jnp.zeros(1), {"passes": 1}),
     }
     runs = {name: lambda x=x: lambda: x for name, x in results.items()}
     case = Case("job", "float32", {"T": 1000, "N": 1000}, lambda **_: runs | {"absent": fails})

@@ -121,14 +121,16 @@ def _machine(devices: list[Any]) -> str:
 
 
 def _passage(prompt: np.ndarray, decoded: np.ndarray) -> str:
-    before = readable(prompt[-400:]).split("\n", 1)[-1].split("\n")
-    ruled = "\n".join(f"  │ {line}" for line in before[:-1])
-    after = "\n".join(f"  ┃ {line}" for line in (before[-1] + readable(decoded)).split("\n"))
-    return f"  │ the prompt, its end\n  ┃ and what the model wrote\n\n{ruled}\n{after}"
+    prompt_lines = readable(prompt[-400:]).split("\n", 1)[-1].split("\n")
+    ruled = "\n".join(f"  │ {line}" for line in prompt_lines[:-1])
+    decoded_lines = "\n".join(
+        f"  ┃ {line}" for line in (prompt_lines[-1] + readable(decoded)).split("\n")
+    )
+    return f"  │ the prompt, its end\n  ┃ and what the model wrote\n\n{ruled}\n{decoded_lines}"
 
 
 def _equalities(tree: Decoded, alone: Decoded, dense: Decoded, context: int) -> list[Line]:
-    wrong = errors(tree.traces, tree.held, context)
+    wrong = errors(tree.traces, tree.cache_content, context)
     count = len(tree.tokens)
     same = [int((tree.tokens == other.tokens).sum()) for other in (dense, alone)]
     return [

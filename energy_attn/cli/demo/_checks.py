@@ -1,4 +1,4 @@
-"""The checks of the demo: attention again in float64 NumPy, and the communication that theory predicts."""
+"""The checks of the demo: attention in float64 NumPy, and the predicted communication."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from ...models import LlamaConfig
 from ...models.decoder._output import Trace
-from ._decode import Held
+from ._decode import CacheContent
 
 _EPS = float(np.finfo(np.float32).eps)
 
@@ -46,20 +46,20 @@ def float64_attention(
     return out.transpose(1, 0, 2), (highest + np.log(total))[..., 0].T, scores
 
 
-def errors(trace: Trace, held: Held, first: int) -> Errors:
+def errors(trace: Trace, cache_content: CacheContent, first: int) -> Errors:
     """Compares the attention of every layer and step with float64, from the same q, k and v.
 
     Args:
         trace: of the steps, `[layers, 1, steps, ...]`.
-        held: the content of the cache after the last step; slots are written once, so it is that of
+        cache_content: the content of the cache after the last step; slots are written once, so it is that of
             all steps.
         first: the position of the first step.
     """
     query, outs, energies = (np.asarray(x)[:, 0] for x in trace)
     steps = first + np.arange(query.shape[1])
-    seen = (held.positions >= 0) & (held.positions <= steps[:, None])
+    seen = (cache_content.positions >= 0) & (cache_content.positions <= steps[:, None])
     worst = np.zeros((len(query), 4))
-    for layer, (key, value) in enumerate(zip(held.key, held.value, strict=True)):
+    for layer, (key, value) in enumerate(zip(cache_content.key, cache_content.value, strict=True)):
         out, energy, scores = float64_attention(query[layer], key, value, seen)
         differences = energies[layer] - energy, outs[layer] - out
         worst[layer] = [np.abs(x).max() for x in (*differences, scores[:, seen], value)]

@@ -22,7 +22,7 @@ _CHUNK = 512  # bytes of the prompt read at a time
 _TEMPERATURE, _SEED = 0.5, 0  # of the draws: greedy text soon repeats itself
 
 
-class Held(NamedTuple):
+class CacheContent(NamedTuple):
     """The content of a cache: keys and values `[layers, S, K, H]`, and positions `[S]`, -1 if empty."""
 
     key: np.ndarray
@@ -37,15 +37,15 @@ class Decoded(NamedTuple):
         tokens: int `[count]`, the decoded bytes.
         prefill_seconds: the time for the prompt, without compilation.
         traces: query, output and energy of each layer and step, on the host.
-        held: the content of the cache after the last step, on the host.
-        start: the model, the first byte and the cache behind the prompt, from which the loop decodes.
+        cache_content: the content of the cache after the last step, on the host.
+        start: the model, the first byte and the cache of the prompt, from which the loop decodes.
         loop: the compiled loop, which consumes the cache that it is given.
     """
 
     tokens: np.ndarray
     prefill_seconds: float
     traces: Trace
-    held: Held
+    cache_content: CacheContent
     start: tuple[Llama, Array, DecoderCache]
     loop: jax.stages.Compiled
 
@@ -95,13 +95,13 @@ def unmerged(query: Array, key: Array, value: Array, **options: Any) -> Any:
     names = "query_positions", "key_positions"
     queries, keys = (options.pop(name) for name in names)
 
-    def here(query: Array, key: Array, value: Array, *positions: Array) -> Any:
+    def local_attention(query: Array, key: Array, value: Array, *positions: Array) -> Any:
         return attention(query, key, value, **options, **dict(zip(names, positions, strict=True)))
 
     split = P(None, parallel.axes)
     specs = P(), split, split, P(), split
-    alone = jax.shard_map(here, in_specs=specs, out_specs=P(), check_vma=False)
-    return alone(query, key, value, queries, keys)
+    mapped = jax.shard_map(local_attention, in_specs=specs, out_specs=P(), check_vma=False)
+    return mapped(query, key, value, queries, keys)
 
 
 def absent(query: Array, key: Array, value: Array, **_: object) -> tuple[Array, Array]:
@@ -117,8 +117,8 @@ def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
 
         def step(carry: tuple[Array, DecoderCache], _: None) -> tuple[Any, tuple[Array, Trace]]:
             token, cache = carry
-            x, after, trace = read_on(model, token, cache, one, attend)
-            return (_drawn(model.logits(x), after), after), (token[0, 0], trace)
+            x, new_cache, trace = read_on(model, token, cache, one, attend)
+            return (_drawn(model.logits(x), new_cache), new_cache), (token[0, 0], trace)
 
         (_, cache), (tokens, traces) = lax.scan(step, (first, cache), None, length=count)
         return tokens, traces, cache
@@ -171,15 +171,15 @@ def decode(
     began = time.perf_counter()
     first, cache = jax.block_until_ready(read(model, tokens, cache))
     prefill_seconds = time.perf_counter() - began
-    decoded, traces, after = loop(model, first, copied(cache))
+    decoded, traces, final_cache = loop(model, first, copied(cache))
     steps = jax.tree.map(lambda x: np.moveaxis(np.asarray(x)[:, :, :, 0], 0, 2), traces)
     key, value = (
-        np.stack([np.asarray(getattr(layer, name)[0]) for layer in after.layers])
+        np.stack([np.asarray(getattr(layer, name)[0]) for layer in final_cache.layers])
         for name in ("key", "value")
     )
-    held = Held(key, value, np.asarray(after.layers[0].positions[0]))
+    cache_content = CacheContent(key, value, np.asarray(final_cache.layers[0].positions[0]))
     text = np.asarray(decoded).astype(np.uint8)
-    return Decoded(text, prefill_seconds, steps, held, (model, first, cache), loop)
+    return Decoded(text, prefill_seconds, steps, cache_content, (model, first, cache), loop)
 
 
 @jax.jit
@@ -190,13 +190,13 @@ def copied(cache: DecoderCache) -> DecoderCache:
 
 def sent(loop: jax.stages.Compiled, count: int) -> Sent:
     """Counts the collectives of a step of a compiled loop of `count` bytes, their bytes, and the peak memory."""
-    found = collectives(loop)
+    operations = collectives(loop)
     memory: Any = loop.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
     peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
     return Sent(
-        tuple(sorted({c.kind for c in found})),
-        sum(c.count or 0 for c in found) // count,
-        sum(c.bytes * (c.count or 0) for c in found) // count,
+        tuple(sorted({c.kind for c in operations})),
+        sum(c.count or 0 for c in operations) // count,
+        sum(c.bytes * (c.count or 0) for c in operations) // count,
         peak,
     )

@@ -1,4 +1,4 @@
-"""The time of a decoded byte, and where it goes: programs with and without a part, which take turns."""
+"""The time of a decoded byte and of its parts: programs with and without a part, timed in turn."""
 
 import statistics
 import time
@@ -16,7 +16,7 @@ _ROUNDS = 5
 
 
 class Run(NamedTuple):
-    """A compiled loop over bytes, and from where it decodes: a number of times, on and on."""
+    """A compiled loop over bytes, its start, and the number of calls in a row."""
 
     decoded: Decoded
     loop: jax.stages.Compiled
@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Where the time of a byte over a mesh goes, in seconds.
+    """The parts of the time of a byte over a mesh, in seconds.
 
     Attributes:
         merging: how much longer a step takes than one in which each device attends to its own keys, and
@@ -49,8 +49,8 @@ def parts(tree: Decoded, alone: Decoded, mesh: jax.sharding.Mesh, over: Sequence
 
     def made(attend: Callable[..., Any], calls: int = 1) -> tuple[Run, Run]:
         with jax.set_mesh(mesh):
-            here = _made(tree, over, attend, calls)
-        return here, _made(alone, None, attend, calls)
+            sharded = _made(tree, over, attend, calls)
+        return sharded, _made(alone, None, attend, calls)
 
     runs = {"tree": Run(tree, tree.loop), "alone": Run(alone, alone.loop)}
     runs["bare"], runs["bare alone"] = made(absent)
