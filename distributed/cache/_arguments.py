@@ -36,7 +36,7 @@ def layout(
 
 
 def check_room(window: object, slots: Slots) -> int | None:
-    """Returns the window; raises `ValueError` if no new token has room beside it."""
+    """Returns the window; raises `ValueError` if it leaves no room for a new token."""
     if window is None:
         return None
     window = check_integer("window", window, least=0)

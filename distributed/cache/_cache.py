@@ -57,7 +57,7 @@ class KVCache(eqx.Module):
         lengths: `[B]`, the number of tokens appended to each row, and the position of the next one.
         slots: the layout: capacity, block and number of devices.
         window: how far back a query sees, or None: all the way.
-        dtype: the dtype of keys and values as given and as read.
+        dtype: the dtype of keys and values that are appended and read.
         parallel: the mesh axes over which slots are sharded, and how attention folds.
 
     Source: one cache shard per device as in Tree Attention (arXiv 2408.04093), section 5; dealt
@@ -116,11 +116,11 @@ class KVCache(eqx.Module):
             width: of a key.
             value_width: of a value; None: as of a key.
             dtype: of keys and values, given and read; float16, bfloat16, float32 or float64.
-            quantize: `"int8"` stores 8 bits per number and a float32 scale per head and token. What
-                is read back differs by at most 1/254 of the largest number of that head and token,
-                and the rounding of `dtype`. It cannot be differentiated. While attending, a device
-                may hold its share of keys and values in `dtype` once more; TPUs and NVIDIA's GPUs do
-                not for the few queries of a step without a source, in bfloat16 or float32.
+            quantize: `"int8"` stores 8 bits per number and a float32 scale per head and token. The
+                error is at most 1/254 of the largest number of that head and token, plus the rounding
+                of `dtype`. It cannot be differentiated. While attending, a device may hold its share
+                of keys and values in `dtype`, too; TPUs and NVIDIA's GPUs do not for the few queries of
+                a step without a source, in bfloat16 or float32.
             window: how many tokens before its own a query sees, as in
                 `local_window_size=(window, 0)`. Older tokens give way to new ones. Room for
                 the window and the largest append is needed.
@@ -218,10 +218,10 @@ class KVCache(eqx.Module):
             (key, key_scale), (value, value_scale) = quantize(new.key), quantize(new.value)
             new = Stored(key, value, key_scale, value_scale)
         is_ring, sharding = self.window is not None, self._sharding()
-        stored, starts, ends = write_tokens(
+        stored, starts, new_lengths = write_tokens(
             sharding, self.slots, is_ring, self._stored(), new, self.starts, self.lengths, counts
         )
-        return dataclasses.replace(self, **stored._asdict(), starts=starts, lengths=ends)
+        return dataclasses.replace(self, **stored._asdict(), starts=starts, lengths=new_lengths)
 
     def evict(
         self,
@@ -232,8 +232,8 @@ class KVCache(eqx.Module):
         """The cache without its oldest tokens, whose slots become free; no data moves.
 
         Args:
-            count: how many tokens of each row go, for all rows or `[B]`; at most those there are.
-            before: instead: the position before which tokens go, for all rows or `[B]`.
+            count: how many tokens of each row to evict, for all rows or `[B]`; all if there are fewer.
+            before: instead, the position before which tokens are evicted, for all rows or `[B]`.
 
         Raises:
             TypeError: no integers.
@@ -269,7 +269,7 @@ class KVCache(eqx.Module):
           \qquad \mathrm{out} = \nabla F(\zeta)$$
 
         By default the queries are those of the tokens appended last, so that a decode step is
-        `append`, then `attend`. For all else that the free energy knows there is `at`.
+        `append`, then `attend`. Other quantities of the free energy are methods of the result of `at`.
 
         Args:
             query: `[B, T, N, H]` in the cache's `dtype`; `K` divides `N`.
@@ -338,13 +338,13 @@ class KVCache(eqx.Module):
     def save(self, path: str | os.PathLike) -> None:
         """Writes the cache into a folder of safetensors files, exactly, one file per process.
 
-        All processes call it; each writes the slots on its devices. The files are on disk
-        before their index takes the old one's place: a save that is killed leaves the old cache or
-        the new one, and the next save removes what it left. When it returns, any process may load the folder.
+        All processes call it; each writes the slots on its devices. The files are on disk before their
+        index replaces the old one: a save that is killed leaves the old cache or the new one, and the next
+        save removes its files. When it returns, any process may load the folder.
 
         Args:
-            path: the folder, which all processes see; made if missing. Files of an earlier `save`,
-                by whatever number of processes, are replaced; others stay.
+            path: the folder, which all processes see; made if missing. Files of an earlier `save`, by any
+                number of processes, are replaced; others stay.
 
         Raises:
             TypeError: `path` is no path, or the cache is traced (inside `jax.jit`).
@@ -366,10 +366,10 @@ class KVCache(eqx.Module):
         capacity: int | None = None,
         block_size: int | None = None,
     ) -> "KVCache":
-        """Reads what `save` wrote onto the mesh in force, from whatever mesh it was saved.
+        """Reads a saved cache onto the mesh in force, which may differ from that of the save.
 
-        Each process reads the files and keeps the tokens of its own devices, bit by bit; where another
-        saves meanwhile, those of one save, though not the same for each process.
+        Each process reads the exact tokens of its own devices. If another process saves at the same time,
+        each reads the tokens of one save, which need not be the same for all.
 
         Args:
             path: the folder.

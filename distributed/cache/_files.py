@@ -86,13 +86,13 @@ def index(path: Path) -> tuple[list[str], str | None]:
     file = path / INDEX
     if not file.exists():
         names = sorted(os.listdir(path)) if path.is_dir() else []
-        unindexed = [found for name in names if (found := _OLD.fullmatch(name))]
-        if any(int(found[1]) != len(unindexed) for found in unindexed):
+        unindexed = [match for name in names if (match := _OLD.fullmatch(name))]
+        if any(int(match[1]) != len(unindexed) for match in unindexed):
             raise ValueError(
                 f"path: wanted a folder with all files of one KVCache.save, got {path} with "
                 f"{len(unindexed)} of {int(unindexed[0][1])}"
             )
-        return [found[0] for found in unindexed], None
+        return [match[0] for match in unindexed], None
     try:
         _files.check_file(file)
         match json.loads(file.read_bytes()):

@@ -85,7 +85,7 @@ def check_queries(
     query: object,
     key: Array,
     dtype: jnp.dtype,
-    ends: Int[Array, " B"],
+    cache_lengths: Int[Array, " B"],
     lengths: Int[Array, " B"] | None,
     positions: Int[Array, "..."] | None,
 ) -> Int[Array, "..."]:
@@ -95,10 +95,10 @@ def check_queries(
     positions.
     """
     query = check_stored("query", query, dtype)
-    check_shape("query", query, (len(ends), "T", "N", key.shape[-1]))
+    check_shape("query", query, (len(cache_lengths), "T", "N", key.shape[-1]))
     if positions is None:
-        counts = check_counts(lengths, len(ends), query.shape[1])
-        return positions_from(ends - counts, counts, query.shape[1])
+        counts = check_counts(lengths, len(cache_lengths), query.shape[1])
+        return positions_from(cache_lengths - counts, counts, query.shape[1])
     if lengths is not None:
         raise ValueError(
             "lengths: wanted None beside query_positions, which say what queries are absent, "

@@ -36,7 +36,7 @@ class Slots(NamedTuple):
         return self.block * self.devices
 
     def most(self, tokens: int) -> int:
-        """The most tokens of one device among so many consecutive ones."""
+        """The most tokens of one device among `tokens` consecutive ones."""
         return tokens // self.stripe * self.block + min(tokens % self.stripe, self.block)
 
     def below(self, device: Index, token: Index) -> Index:

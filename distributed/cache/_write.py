@@ -191,10 +191,10 @@ def append(
             taken = jax.vmap(lambda x, i: jnp.take(x, i, 0, mode="clip"))(new, token)
             return _write(buffer, taken, slot)
 
-        ends = lengths + counts
+        new_lengths = lengths + counts
         if is_ring:
-            starts = jnp.maximum(starts, ends - slots.capacity)
-        return Stored(*map(put, stored, new)), starts, ends
+            starts = jnp.maximum(starts, new_lengths - slots.capacity)
+        return Stored(*map(put, stored, new)), starts, new_lengths
 
     if sharding is None:
         return local(stored, new, starts, lengths, counts)

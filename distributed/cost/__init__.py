@@ -7,9 +7,9 @@ compare the two. `volume` and `latency` follow from the predicted ones, and `mer
 
 The model does not know how well a collective overlaps with computation, congestion, other users of
 a network, or the real speed of any machine. A compiled program holds no price of communication,
-either. Exchanges by gloo, measured over an emulated network of known latency and bandwidth, took what
-the model says within a factor of 1.5 where cores were idle (of 3.1 where they were busy). Those of GPUs
-and TPUs have not been measured: there its times rank strategies and are no measure of speed.
+either. Exchanges by gloo, measured over an emulated network of known latency and bandwidth, agree with
+the model within a factor of 1.5 where cores were idle (of 3.1 where they were busy). Those of GPUs and
+TPUs have not been measured: there its times only rank strategies.
 
 Examples:
     >>> from energy_attn.distributed import cost

@@ -115,8 +115,8 @@ def latency(
     $$t = \sum_c \mathrm{count}_c \left(\text{launch} + \text{hops}_c\, \alpha
       + \frac{\text{bytes}_c}{\beta}\right)$$
 
-    with the latencies $\alpha$ and bandwidths $\beta$ of the links that each collective crosses; how
-    many hops and bytes those are, [`Topology`][energy_attn.distributed.cost.Topology] says.
+    with the latencies $\alpha$ and bandwidths $\beta$ of the links that each collective crosses, and the
+    numbers of hops and bytes of [`Topology`][energy_attn.distributed.cost.Topology].
 
     Args:
         method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.

@@ -77,7 +77,7 @@ def of_sizes(sizes: tuple[int, ...], platform: str, kind: str, processes: int) -
 
 
 def _devices(mesh: AbstractMesh, kind: str) -> np.ndarray | None:
-    """The devices of a mesh: those of the mesh in force, or all, in their order, if they are as many."""
+    """The devices of a mesh: those of the mesh in force, or all devices, if their number is right."""
     try:
         mesh_in_force: Mesh = private_names("mesh").in_force()
     except NotImplementedError:
@@ -137,10 +137,10 @@ def _on_chips(machine: Interconnect, link: Link, devices: np.ndarray, axis: int)
         return int(np.minimum(steps, around).sum())
 
     row = np.moveaxis(places, axis, -1).reshape(-1, devices.shape[axis])[0]
-    # XLA lays its own ring over the chips of several dimensions, whatever their order
+    # XLA orders its own ring over the chips of several dimensions
     neighbours = max(1, min((apart(*pair) for pair in itertools.pairwise(row)), default=1))
     one_dimension = sum(len(set(steps)) > 1 for steps in zip(*row, strict=True)) == 1
-    # over a line, what goes around the end goes all the way back
+    # over a line, messages around the end travel all the way back
     line = one_dimension and apart(row[0], row[-1]) > neighbours
     stretch = neighbours * (2 if line else 1)
     return dataclasses.replace(

@@ -32,7 +32,7 @@ class Interconnect(NamedTuple):
     joined: int = 4
 
     def link(self, devices: int, within: int, slow: bool) -> Link:
-        """Along an axis of so many devices, between hosts of `within` devices or inside of one."""
+        """The link of an axis of `devices`, between hosts of `within` devices or inside of one."""
         link = self.between if slow else self.inside
         if slow and self.platform == "cpu":  # devices of a process share its host's network card
             link = dataclasses.replace(link, bandwidth=link.bandwidth / within, sharing=within)
@@ -91,7 +91,7 @@ INTERCONNECTS = {
     "tpu_v5p": _tpu(100e9, 6.25e9, ("TPU v5", "TPU v5p")),
     "tpu_v6e": _tpu(100e9, 12.5e9, ("TPU v6", "TPU v6e"), joined=16),
     "tpu_7x": _tpu(100e9, 12.5e9, ("TPU7x", "TPU v7", "TPU v7x")),
-    # gloo sends after the receiver has said where to: a message takes the 0.1 ms of a wire twice
+    # gloo waits for the receiver's buffer, so that a message takes the 0.1 ms of a wire twice
     "ethernet": Interconnect(
         *("cpu", Link(1, 0.0, 1e9, "loopback"), Link(1, 2e-4, 1.25e8, "Ethernet"), "ring", 1e-4),
         "1 Gbit/s Ethernet; gloo (gloo/transport/tcp/pair.cc), with launch and overhead as measured: docs/choosing.md",
@@ -131,9 +131,9 @@ def topology(
         name: of the kind of machine, as above.
         sizes: of the mesh axes inside a node (a host, or a TPU slice).
         nodes: how many nodes there are along a first, slow axis; None: no such axis.
-        latency: seconds of each axis, instead of those above; a single number is the first axis'. gloo's is the
-            round trip: it sends after the receiver has said where to.
-        bandwidth: bytes per second, likewise: what each device sends in one direction while all of them send.
+        latency: seconds of each axis, instead of those above; a single number is the first axis'. For gloo, which
+            waits for the receiver's buffer, the time of a round trip.
+        bandwidth: bytes per second, likewise, that each device sends in one direction while all of them send.
         launch: seconds that any collective takes before its first message; None: the machine's.
         overhead: seconds of a processor that each message takes; None: the machine's, 0.25 ms over Ethernet. Where
             all processes share the cores of one machine, it is as many times longer as there are devices for

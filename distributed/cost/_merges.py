@@ -34,7 +34,7 @@ def _butterfly(shape: Shape, topology: Topology) -> Iterator[Transfer]:
 
 
 def _exchanges(state: int, topology: Topology, axes: tuple[int, ...]) -> Iterator[Transfer]:
-    """A butterfly's permutes over these axes, of states of so many bytes."""
+    """A butterfly's permutes over these axes, of states of `state` bytes."""
     for axis in reversed(axes):
         size = topology.links[axis].devices
         odd, held = size // (size & -size), 1
@@ -83,7 +83,7 @@ def exchanged(rows: int, shape: Shape, topology: Topology) -> Iterator[Transfer]
 
 
 def summed(rows: int, shape: Shape, topology: Topology) -> Iterator[Transfer]:
-    """A scatter of states by a maximum and a reduce-scatter of sums, likewise."""
+    """A scatter of states by a maximum and a reduce-scatter of sums, for the rows of all devices."""
     yield Transfer("all-reduce", rows * shape.lse_bytes, topology.axes)
     yield Transfer("reduce-scatter", rows * shape.state, topology.axes)
 

@@ -30,7 +30,7 @@ METHODS = {
 
 
 class Derivatives(TypedDict, total=False):
-    """Which derivatives of an attention are counted, too; none of those that are not given."""
+    """The derivatives of an attention that are counted, too; none by default."""
 
     tangent: bool
     """Whether to add what the tangent of the state sends, in directions of query, key and value."""
@@ -161,7 +161,7 @@ def check_method(method: str, axes: int) -> None:
 
 
 def check_sharded(method: str, shape: Shape, topology: Topology) -> None:
-    """Raises `ValueError` where a method wants queries of its own on each device, or other heads."""
+    """Raises `ValueError` where a method needs sharded queries, or another number of heads."""
     if not shape.queries_sharded:
         raise ValueError(
             f"method: wanted sharded queries for {method!r}, got queries_sharded=False"
@@ -174,7 +174,7 @@ def check_sharded(method: str, shape: Shape, topology: Topology) -> None:
 
 
 def shares_heads(method: str, shape: Shape, topology: Topology) -> bool:
-    """Whether the devices of a mesh can share the heads out as a method wants."""
+    """Whether the devices of a mesh can divide the heads as a method needs."""
     devices = _exchanging(method, topology)
     return method == "gather" or key_copies(shape.heads, shape.kv_heads, devices) is not None
 
@@ -231,7 +231,7 @@ def _around(
             yield Transfer("collective-permute", size, axes, hops)
         if tangent:  # directions
             yield Transfer("collective-permute", size, axes, hops)
-        if gradient_bytes:  # gradients behind their keys, and home
+        if gradient_bytes:  # gradients, which follow their keys, and return to their devices
             yield Transfer("collective-permute", size // shape.bytes * gradient_bytes, axes, hops)
             yield Transfer("collective-permute", size, axes)
 
@@ -239,7 +239,7 @@ def _around(
 def _positions(
     length: int, shape: Shape, topology: Topology, axes: tuple[int, ...]
 ) -> Iterator[Transfer]:
-    """The gather of positions at the start, of which each device gives its own."""
+    """The gather of each device's positions at the start."""
     if shape.causal:
         yield Transfer("all-gather", 4 * -(-length // topology.devices), axes)
 

@@ -1,4 +1,4 @@
-"""The sizes of one attention, and how methods share its heads and keys out."""
+"""The sizes of one attention, and how methods divide its heads and keys."""
 
 import dataclasses
 import math
@@ -77,7 +77,7 @@ class Shape:
 
     @property
     def out_width(self) -> int:
-        """$H_v$, given or not."""
+        """$H_v$, by default `width`."""
         return self.width if self.value_width is None else self.value_width
 
     @property
@@ -87,7 +87,7 @@ class Shape:
 
     @property
     def lse_bytes(self) -> int:
-        """Of one number of `lse`, and of whatever is summed."""
+        """Of one number of `lse`, and of sums."""
         return max(self.bytes, 4)
 
     @property

@@ -17,13 +17,13 @@ class Link:
         name: for display.
         torus: whether it joins neighbours only, in both directions and around the end, so that a
             message to the device $d$ places on travels $d$ hops.
-        sharing: how many devices share a host's network card, each with its part of `bandwidth`; one that
-            sends alone has as many times as much.
+        sharing: how many devices share a host's network card; a device that sends alone has `sharing` times
+            its `bandwidth`.
 
     Raises:
         TypeError: a number of another type.
         ValueError: no devices, a negative or infinite latency, a bandwidth that is not positive,
-            or a card that nobody shares.
+            or `sharing` below 1.
 
     Source: R. Hockney, The communication challenge for MPP, Parallel Computing 20 (1994): a message of $n$
         bytes takes $\alpha + n / \beta$, of `latency` and `bandwidth`.

@@ -87,7 +87,7 @@ def _around(transfer: Transfer, links: list[Link], topology: Topology) -> float:
 
 
 def _levels(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """Axis by axis, each holding what the slower ones gathered, or the faster ones cut."""
+    """Axis by axis; the payload grows with the axes gathered before."""
     seconds, gathered = 0.0, 1
     devices = math.prod(link.devices for link in links)
     for link in links:

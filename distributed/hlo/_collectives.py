@@ -43,7 +43,7 @@ class Collective:
             the padding of layouts. For an all-gather that is the shard a device gives
             (`group_size` times as much comes out), for a reduce-scatter the whole array
             (1/`group_size` of it comes out), for an all-to-all everything a device holds, its own
-            part included. What crosses the links follows from it: a ring all-reduce over
+            part included. The bytes on the links follow from it: a ring all-reduce over
             $p$ devices sends $2 \frac{p-1}{p}$ `bytes` from each.
         group_size: devices that take part together: the largest of `groups`; 0 where there is none.
         count: how often each run of the program runs it: the product of the trip counts of the

@@ -51,7 +51,7 @@ def groups_of(module: Module, instruction: Instruction, kind: str) -> Groups:
 def _devices(
     module: Module, instruction: Instruction, kind: str, listed: list[list[int]]
 ) -> list[list[int]]:
-    # What the listed numbers count, and what an empty list stands for, depends on two attributes
+    # The meaning of the listed numbers, and of an empty list, depends on two attributes
     # (openxla.org/xla/operation_semantics, "Collective ops"; `GetCollectiveOpGroupMode`).
     replicas, partitions = range(module.replicas), range(module.partitions)
     if not listed and kind == "collective-permute":
@@ -116,7 +116,7 @@ def _mesh(mesh: str, devices: str | None, axes: str) -> list[list[int]]:
     parts = [
         (name, int(left or 1), int(size or sizes[name])) for name, left, size in _AXIS.findall(axes)
     ]
-    # every axis cut at the bounds of the parts that are asked of it
+    # every axis is split at the bounds of its parts
     factors: list[tuple[str, int, int]] = []
     for name, size in sizes.items():
         cuts = {1, size} | {c for n, left, s in parts if n == name for c in (left, left * s)}

@@ -1,4 +1,4 @@
-"""The merge strategy of halving and doubling: half as many rows in each round, and back."""
+"""The merge strategy of recursive halving and doubling of the rows."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Folding states of which each device keeps its own rows: for queries that are sharded."""
+"""Folds states so that each device keeps its own rows, for sharded queries."""
 
 from jax import lax
 from jaxtyping import Array

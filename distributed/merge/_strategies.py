@@ -23,7 +23,7 @@ COVARIANCE_MERGES = tuple(x.name for x in _LISTED if isinstance(x, AbstractMessa
 
 
 def check_merge(merge: str, axes: int) -> None:
-    """Raises `ValueError` unless `merge` is `"auto"`, or names a strategy for so many axes."""
+    """Raises `ValueError` unless `merge` is `"auto"`, or names a strategy for this number of axes."""
     check_choice("merge", merge, (*MERGES, "auto"))
     if merge != "auto":
         check_levels(merge, axes)
@@ -33,13 +33,13 @@ def check_levels(merge: str, axes: int) -> None:
     """Raises `ValueError` where a strategy needs more mesh axes."""
     least = STRATEGIES[merge].least_axes
     if axes < least:
-        wanted = {2: "two"}.get(least, str(least))
+        number = {2: "two"}.get(least, str(least))
         raise ValueError(
-            f"merge: wanted {wanted} or more mesh axes for {merge!r}, slow ones first, "
+            f"merge: wanted {number} or more mesh axes for {merge!r}, slow ones first, "
             f"got {'one' if axes == 1 else axes}"
         )
 
 
 def automatic_merges(axes: int) -> tuple[str, ...]:
-    """The strategies that `"auto"` chooses from over so many axes."""
+    """The strategies that `"auto"` chooses from over this number of axes."""
     return tuple(x.name for x in _LISTED if x.automatic and x.least_axes <= axes)

@@ -70,10 +70,10 @@ def place(
 
 
 def place_like(tree: Arrays, like: PyTree) -> Arrays:
-    """Puts the arrays of a tree where those of another one lie, as after it was read from a file.
+    """Gives the arrays of a tree the shardings of another one, for instance after reading it from a file.
 
-    `eqx.tree_deserialise_leaves` leaves all arrays on one device; a compiled function takes them as
-    others than those it was compiled for, and is compiled anew.
+    `eqx.tree_deserialise_leaves` leaves all arrays on one device, for which a compiled function is
+    compiled again.
 
     Args:
         tree: arrays (NumPy, or JAX on this process's devices), whole and equal in all processes; other
@@ -83,8 +83,8 @@ def place_like(tree: Arrays, like: PyTree) -> Arrays:
             [`shard`][energy_attn.models.shard] return them.
 
     Returns:
-        The tree with the shardings of `like`. Arrays that lie nowhere in particular there, as new ones
-        on the default device, stay where they are.
+        The tree with the shardings of `like`. Arrays that are uncommitted there, as new ones on the default
+        device, stay where they are.
 
     Raises:
         TypeError: a leaf that is not an array where `like` has one, or a traced one.

@@ -134,14 +134,14 @@ def _linked(arrange: Callable[..., np.ndarray], *args: Any, **options: Any) -> n
 
 
 def _sizes(devices: Sequence[Any], part: Callable[[Any], int | None]) -> list[int]:
-    """The number of devices in each part; empty where slices are not told apart."""
+    """The number of devices in each part; empty where devices have no slices."""
     parts = [part(device) for device in devices]
     distinct = len(set(parts)) > 1 or part is _process
     return [parts.count(name) for name in dict.fromkeys(parts)] if distinct else []
 
 
 def network_part(device: Any) -> int:
-    """The part of the slow network that a device is in: its slice, if it knows one; of CPUs, its process."""
+    """The part of the slow network that a device is in: its slice if it has one; for CPUs, its process."""
     part = None if device.platform == "cpu" else _slice(device)
     if part is None:
         return 0 if device.platform == "tpu" else _process(device)

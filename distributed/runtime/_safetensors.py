@@ -53,7 +53,7 @@ class Header(NamedTuple):
 def header(file: Path) -> Header:
     """The header of a file, checked against its size.
 
-    Raises `ValueError` naming the file where it is not there, truncated or no safetensors file.
+    Raises `ValueError` naming the file if it is missing, truncated or no safetensors file.
     """
     from safetensors import SafetensorError, safe_open  # late: most programs open no file
 
@@ -99,7 +99,7 @@ def write(
     shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]],
     arrays: Iterable[np.ndarray],
 ) -> None:
-    """Writes a new file of tensors of these shapes and dtypes, of which `arrays` gives one at a time.
+    """Writes a new file of tensors of these shapes and dtypes; `arrays` yields them one at a time.
 
     Raises `OSError` where the file cannot be written.
     """

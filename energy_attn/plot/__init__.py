@@ -1,4 +1,4 @@
-"""Plots of what the library computes; matplotlib is imported when one is drawn, and is not installed with the package.
+"""Plots of results of the library; matplotlib, which is an optional dependency, is imported when one is drawn.
 
 The extra `plot` installs it.
 

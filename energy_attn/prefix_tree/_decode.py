@@ -131,7 +131,7 @@ def tree_decode(
     mask = tree.mask
     if reach is not None:
         mask = mask & (tree.depth[:, :, None] - tree.depth[:, None, :] <= reach[0])
-    # the context lies before all nodes, so that no causal mask is needed
+    # the context precedes all nodes, so that no causal mask is needed
     scores: Any = {"scale": scale, "score": score}
     positions = cache.lengths[:, None] + tree.depth
     context_call = check_call(

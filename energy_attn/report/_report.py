@@ -231,8 +231,8 @@ def _summary(rows: _Rows, per_query: bool, names: tuple[str, ...] | None = None)
     def mean(x: Array) -> Array:
         return jnp.where(seen, x, 0.0).sum(axes) / jnp.maximum(count, 1.0)
 
-    energy, *others = map(mean, (*rows, effective))
-    return EnergyReport(jnp.where(count > 0, energy, -jnp.inf), *others, names=names)
+    energy, *rest = map(mean, (*rows, effective))
+    return EnergyReport(jnp.where(count > 0, energy, -jnp.inf), *rest, names=names)
 
 
 def _joined(reports: list[EnergyReport]) -> EnergyReport:
@@ -240,11 +240,13 @@ def _joined(reports: list[EnergyReport]) -> EnergyReport:
     heads = max(x.energy.shape[-1] for x in reports)
     names = tuple(name for x in reports for name in x.names or ())
 
-    def join(*of: Array) -> Array:
-        padding = ([(0, 0)] * (x.ndim - 1) + [(0, heads - x.shape[-1])] for x in of)
-        padded = [jnp.pad(x, p, constant_values=jnp.nan) for x, p in zip(of, padding, strict=True)]
+    def join(*arrays: Array) -> Array:
+        padding = ([(0, 0)] * (x.ndim - 1) + [(0, heads - x.shape[-1])] for x in arrays)
+        padded = [
+            jnp.pad(x, p, constant_values=jnp.nan) for x, p in zip(arrays, padding, strict=True)
+        ]
         if len({x.shape[1:] for x in padded}) > 1:
-            shapes = ", ".join(str(x.shape[1:-1]) for x in of)
+            shapes = ", ".join(str(x.shape[1:-1]) for x in arrays)
             raise ValueError(
                 f"per_query: wanted rows of one shape in all layers, got {shapes}; "
                 f"energy_attn.record returns those of each"
@@ -257,8 +259,8 @@ def _joined(reports: list[EnergyReport]) -> EnergyReport:
 
 def _observed(measure: Gibbs) -> tuple[Array, _Rows]:
     """Attention, promoted, and the figures of its rows."""
-    found = row_observables(*measure._prepared())
-    return found.out, _Rows(*found[:-1])
+    observables = row_observables(*measure._prepared())
+    return observables.out, _Rows(*observables[:-1])
 
 
 def _of_measure(measure: Gibbs) -> _Rows:
@@ -303,6 +305,6 @@ def _of_decoder(
         out, rows = _observed(measure_of(query, key, value, **call, **options))
         return out.astype(query.dtype), rows
 
-    found = model(tokens, positions, cache, parallel=parallel, return_energies=True, attend=attend)
-    rows: Any = found.energies
+    output = model(tokens, positions, cache, parallel=parallel, return_energies=True, attend=attend)
+    rows: Any = output.energies
     return rows

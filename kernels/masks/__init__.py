@@ -1,4 +1,4 @@
-"""Masks: which key positions a query position sees, said once for all kernels."""
+"""Masks: which key positions a query position sees, for all kernels."""
 
 from ._abstract import AbstractMask as AbstractMask
 from ._abstract import And as And

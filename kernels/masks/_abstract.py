@@ -97,7 +97,7 @@ def _checked(name: str, x: Any) -> AbstractMask:
 
 
 class And(AbstractMask):
-    """`first & second`: what both masks show.
+    """`first & second`: shows the keys that both masks show.
 
     Raises:
         TypeError: either is no mask.
@@ -138,7 +138,7 @@ class And(AbstractMask):
 
 
 class Or(AbstractMask):
-    """`first | second`: what either mask shows.
+    """`first | second`: shows the keys that either mask shows.
 
     Raises:
         TypeError: either is no mask.
@@ -179,7 +179,7 @@ class Or(AbstractMask):
 
 
 class Not(AbstractMask):
-    """`~mask`: what the mask hides.
+    """`~mask`: shows the keys that the mask hides.
 
     Raises:
         TypeError: `mask` is no mask.

@@ -1,4 +1,4 @@
-"""The mask that hides what comes later."""
+"""The causal mask."""
 
 from jaxtyping import Array, Bool, Int
 

@@ -24,8 +24,8 @@ class Function(AbstractMask):
         function: `function(query_positions, key_positions, *parameters)`, elementwise on int32 arrays
             that broadcast, to booleans that broadcast to them. It is part of the program: the same
             function is the same program, and a new `lambda` a new one.
-        *parameters: arrays of integers or booleans, numbers among them. What the function closes over
-            is a constant; what is traced is given here.
+        *parameters: integers or booleans, or arrays of them. Traced values have to be passed here, as
+            values that the function closes over are constants.
         batched: whether all parameters have a first axis of the batch, 1 or `B`, of which the function
             gets an entry.
 

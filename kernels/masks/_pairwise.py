@@ -34,7 +34,7 @@ _QUERY, _KEY = 1, 2  # flags: whether a value depends on the query, on the key
 
 
 class Features(NamedTuple):
-    """The numbers of queries and of keys that a kernel compares, beside their positions: int32.
+    """The int32 numbers of queries and of keys that a kernel compares, in addition to positions.
 
     Attributes:
         queries: each `[B, T]` or `[1, T]`.
@@ -149,7 +149,7 @@ class Pairwise:
         return outputs
 
     def _live(self, results: Sequence[int], *, pairs: bool) -> tuple[list[_Step], set[int]]:
-        """The steps that results need, of pairs or of single tokens, and what these steps need."""
+        """The steps that compute `results`, of pairs or of single tokens, and the inputs of these steps."""
         needed, steps = set(results), []
         for step in reversed(self._steps):
             of_pairs = self._sides[step.outputs[0]] == _QUERY | _KEY if step.outputs else False

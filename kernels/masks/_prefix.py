@@ -1,4 +1,4 @@
-"""The mask that shows what comes first."""
+"""The mask of a prefix."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The mask that knows which of its blocks have anything to see."""
+"""The mask with a table of its visible blocks."""
 
 import functools
 

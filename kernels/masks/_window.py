@@ -1,4 +1,4 @@
-"""The mask that hides what is far."""
+"""The mask of a sliding window."""
 
 import equinox as eqx
 from jaxtyping import Array, Bool, Int

@@ -56,7 +56,7 @@ def features_of(operands: Operands, pairs: Pairwise | None) -> Features:
 
 
 class Visibility(NamedTuple):
-    """Positions and segments of rows and of keys, which tell the pairs that see each other.
+    """Positions and segments of rows and of keys, from which a kernel computes its mask.
 
     All fields but the last may be None.
 
@@ -80,8 +80,8 @@ def visibility_of(
 ) -> Visibility:
     """The visibility of the rows of `pack_rows` and of the keys, both padded to whole blocks.
 
-    Fields are None where all rows see all keys. Keys that pad the last block have position -1 if
-    there are positions; they do not exist in memory, and a kernel also hides them by their index.
+    Fields are None where all rows see all keys. Keys that pad the last block have position -1 if there
+    are positions; a kernel also hides them by their index.
     """
     operands = with_default_positions(operands, settings)
     group = operands.query.shape[2] // operands.key.shape[2]
@@ -131,7 +131,7 @@ class BlockList(NamedTuple):
     """A list of the blocks `y` that each block `x` meets, which need not be consecutive.
 
     Attributes:
-        order: the numbers of the blocks: first those in which all see all, then the others that meet.
+        order: the numbers of the blocks: those that need no mask, the others that meet, the rest.
         stop: how many meet.
         unmasked: how many of these need no mask.
     """
@@ -142,7 +142,7 @@ class BlockList(NamedTuple):
 
 
 def block_list(meets: Bool[Array, "b x y"], all_visible: Bool[Array, "#b #x #y"]) -> BlockList:
-    """The list for blocks that meet, and among them those that need no mask."""
+    """The list of the blocks that meet, given which of them need no mask."""
     all_visible = all_visible & meets
     number = meets.shape[-1]
     # sort one operand rather than two: XLA:TPU compiles the latter slowly

@@ -13,7 +13,7 @@ from ._score_program import Numbers, ScoreProgram, Target, score_program
 
 
 def score_of(operands: Operands, settings: Settings, target: Target) -> ScoreProgram | None:
-    """The program of a call's score for kernels of a target; None: there is no score.
+    """The program of a call's score for kernels of a target; None without a score.
 
     Raises `NotImplementedError` if they cannot run it.
     """
@@ -78,9 +78,9 @@ def score_cotangents(
 
 def _indices(operands: Operands) -> tuple[Array, Array]:
     batch, _, heads = operands.query.shape[:3]
-    given = (operands.batch_indices, batch), (operands.head_indices, heads)
-    found = (jnp.arange(size, dtype=jnp.int32) if x is None else x for x, size in given)
-    batches, heads = found
+    sizes = (operands.batch_indices, batch), (operands.head_indices, heads)
+    indices = (jnp.arange(size, dtype=jnp.int32) if x is None else x for x, size in sizes)
+    batches, heads = indices
     return batches, heads
 
 

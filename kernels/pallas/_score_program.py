@@ -38,7 +38,7 @@ class Numbers(NamedTuple):
 
     Attributes:
         floats: floating numbers.
-        tables: floating tables with an axis of entries behind.
+        tables: floating tables, with a last axis of entries.
         fixed: int32 numbers, without derivatives.
     """
 

@@ -42,7 +42,7 @@ class Traced(NamedTuple):
         inputs: "raw", "query", "key", "batch" and "head".
         arrays: those of the score.
         known: constants, with their values.
-        steps: what is computed, in order.
+        steps: the operations, in order.
         output: the score.
     """
 

@@ -72,5 +72,5 @@ class AbstractScore(eqx.Module):
         """The scores from the scaled products: elementwise, of the same shape and dtype."""
 
     def per_head(self) -> tuple[Any, ...]:
-        """Arrays of which axis 0 is that of the heads; their length is checked."""
+        """The arrays whose axis 0 is that of the heads; its length is checked."""
         return ()

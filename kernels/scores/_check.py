@@ -32,7 +32,7 @@ def check_score(
 
     Raises `TypeError` for anything else than a score, and for one that returns another dtype;
     `ValueError` for one that returns another shape, mixes entries of the scores, reads beyond an array
-    by the head or the batch, or closes over what is traced.
+    by the head or the batch, or closes over traced values.
     """
     structure, arrays = split_score(score)
     if structure is None or not isinstance(score, AbstractScore):

@@ -20,8 +20,8 @@ class Function(AbstractScore):
         function: `function(score, at, *parameters)`, elementwise, to an array of the shape and dtype of
             `score`. It is part of the program: the same function is the same program, and a new
             `lambda` a new one.
-        *parameters: numbers and arrays; floating arrays are learnt. What the function closes over is a
-            constant; what is traced is given here.
+        *parameters: numbers and arrays; floating arrays are learnt. Traced values have to be passed here,
+            as values that the function closes over are constants.
 
     Raises:
         TypeError: no function, or a parameter that is neither a number nor an array.

@@ -25,8 +25,7 @@ class RelativeBias(AbstractScore):
         table: $\theta$, `[N, D]`, a floating array.
         buckets: a function from the position of the key less that of the query, int32, to an index
             from 0 to $D - 1$, such as [`t5_buckets`][energy_attn.kernels.scores.t5_buckets]; None: an
-            entry for each distance from $-R$ to $R$, with $D = 2R + 1$ and what is farther as what is at
-            $\pm R$.
+            entry for each distance from $-R$ to $R$, with $D = 2R + 1$; larger distances are clipped.
 
     Raises:
         TypeError: a table that is no floating array, or buckets that are no function.

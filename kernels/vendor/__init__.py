@@ -1,1 +1,1 @@
-"""Kernels of other libraries, behind adapters that make states of their results."""
+"""Adapters for the kernels of other libraries."""

@@ -29,7 +29,7 @@ class FA4(VendorGPU):
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
         biases, positions or segments; widths above 256, or above 128 on compute capability 10; other
-        GPUs than the one at hand, for which the package compiles; and without fa4-jax.
+        GPUs than the attached one, for which the package compiles; and without fa4-jax.
         """
         operands, settings, _ = call
         capability = target_capability()

@@ -36,8 +36,8 @@ class BlockedOperands:
         self.score = bound_score(settings, operands)
         self._batches, self._heads = operands.batch_indices, operands.head_indices
         exact = precision(operands.query.dtype)
-        others = self.score, operands.bias, settings.scored_width
-        self._plain = settings.scale > 0 and all(x is None for x in others)
+        extras = self.score, operands.bias, settings.scored_width
+        self._plain = settings.scale > 0 and all(x is None for x in extras)
         # Positive, so that the largest score has the largest multiple.
         self.unit = settings.scale if self._plain else 1.0
         self.outer = functools.partial(outer, precision=exact)
@@ -117,7 +117,7 @@ class BlockedOperands:
         )
 
     def to_queries(self, keys: Array, d_raw: Array, d_scores: Array) -> Array:
-        """The cotangents `[B, rows, W]` of queries likewise; keys `[B, keys, W]`."""
+        """The cotangents `[B, rows, W]` of queries from those of products and scores; keys `[B, keys, W]`."""
         width = self.settings.scored_width
         if width is None:
             return self.product(d_raw, keys)
@@ -140,7 +140,7 @@ class BlockedOperands:
         return At(batch[:, None, None], head, *self.visibility.positions(index))
 
     def masked(self, scores: Array, added: Array | None, index: Index) -> Array:
-        """The scores of a block with what is added, minus infinity where a key is hidden."""
+        """The scores of a block plus `added`, minus infinity where a key is hidden."""
         if added is not None:
             scores = scores + added
         if self.bias is not None:

@@ -54,8 +54,8 @@ class InFlight(NamedTuple):
 
     Attributes:
         others: anything.
-        sums: cotangents of these keys and values, to which the backward's are added. In a program that does not
-            use them, such as a Hessian-vector product, they are neither sent nor computed.
+        sums: cotangents of these keys and values, to which the backward's are added. Programs that do not use
+            them, such as Hessian-vector products, neither send nor compute them.
     """
 
     others: Any = None

@@ -148,7 +148,7 @@ def diagonal_scores(operands: Operands, settings: Settings, keys_first: bool) ->
     # the barrier keeps XLA from rebuilding this array inside the product
     query = lax.optimization_barrier(query.reshape(batch, heads * query_len, kv_heads * width))
     key, exact = key.reshape(batch, key_len, kv_heads * width), precision(query.dtype)
-    # XLA fuses both transpositions into the loop of what is between them
+    # XLA fuses both transpositions into the loop that masks the scores
     scores = outer(key, query, exact).swapaxes(1, 2) if keys_first else outer(query, key, exact)
     by_head = scores.reshape(batch, heads, query_len, key_len)
     scores = masked(by_head, operands, settings).reshape(scores.shape)

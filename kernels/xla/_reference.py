@@ -118,10 +118,7 @@ def score_index(operands: Operands, settings: Settings) -> At:
 def masked_scores(
     scores: Float[Array, "B N T S"], operands: Operands, added: Array | None, settings: Settings
 ) -> Array:
-    """Scores with what is added and biased, minus infinity where hidden.
-
-    Positions are compared only if they are given.
-    """
+    """Scores plus `added` and the bias, minus infinity where hidden; positions may be None."""
     if added is not None:
         scores = scores + added
     if operands.bias is not None:

@@ -28,7 +28,7 @@ def slice_of(x: Array, axis: int, first: Array, size: int) -> Array:
 
 
 def slice_at(x: Array, corner: Corner, sizes: tuple[int, ...]) -> Array:
-    """The part of these sizes that begins at a corner."""
+    """The slice of these sizes that begins at `corner`."""
     return slice_p.bind(x, *corner, sizes=sizes)
 
 

@@ -127,7 +127,7 @@ def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 def _drawn(logits: Array, cache: DecoderCache) -> Array:
-    """Draws the byte behind those of the cache; the noise depends on its position alone."""
+    """Draws the next byte after those of the cache; the noise depends on its position alone."""
     key = jax.random.fold_in(jax.random.key(_SEED), cache.lengths[0])
     return jax.random.categorical(key, logits / _TEMPERATURE).astype(jnp.int32)
 
@@ -154,7 +154,7 @@ def decode(
 ) -> Decoded:
     """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force.
 
-    The model lies on the devices of the cache.
+    The model is on the devices of the cache.
     """
 
     def prefill(model: Llama, tokens: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:

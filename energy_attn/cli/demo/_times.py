@@ -29,9 +29,9 @@ class Parts(NamedTuple):
     Attributes:
         merging: how much longer a step takes than one in which each device attends to its own keys, and
             nothing is merged.
-        attending: how much attention without merges takes, less what one device's attention takes.
-        repeating: what a step without attention takes, which every device does, less what it takes on
-            one device. The three sum up to the difference from one device.
+        attending: the time of attention without merges, less that of attention on one device.
+        repeating: the time of a step without attention, which every device computes, less that on one device.
+            The three sum up to the difference from one device.
         calling: how much longer a byte takes where each is a call of a program.
         calling_one: the same on one device.
     """

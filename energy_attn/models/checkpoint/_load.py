@@ -53,11 +53,11 @@ def load(
         config, family = _folder.config(folder, families, save)
         return with_end_tokens(config, folder), family, tensors
 
-    config, family, found = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
-    _check_layers(config, found)
+    config, family, stored_tensors = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
+    _check_layers(config, stored_tensors)
     model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
     names, leaves = named(model)
-    stored = _matching(found, names, leaves, config, dtype)
+    stored = _matching(stored_tensors, names, leaves, config, dtype)
     dtype = jax.dtypes.canonicalize_dtype(stored[0].dtype if dtype is None else dtype)
     if mesh is None:
         in_force = jax.sharding.get_mesh()
@@ -102,8 +102,8 @@ def named(model: AbstractDecoder) -> tuple[list[str], list[Any]]:
 
 def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
     """The tensors in the files of a folder, by name, and their save; raises `ValueError`."""
-    if os.path.lexists(whole := _folder.inside(folder, WHOLE)):
-        header = safetensors.header(whole)
+    if os.path.lexists(single := _folder.inside(folder, WHOLE)):
+        header = safetensors.header(single)
         return header.tensors, _folder.identity_of(header.metadata)
     if not _folder.inside(folder, INDEX).exists():
         if pickles := [file.name for kind in _PICKLES for file in folder.glob(kind)]:

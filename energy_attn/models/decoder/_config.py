@@ -1,4 +1,4 @@
-"""The configuration of a decoder, whatever its family."""
+"""The configuration of a decoder of any family."""
 
 import abc
 from typing import Any

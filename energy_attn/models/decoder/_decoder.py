@@ -1,4 +1,4 @@
-"""The abstract decoder: tokens in, logits out, alone, behind a cache, or as a tree."""
+"""The abstract decoder: logits of tokens, without a cache, with one, or of a tree."""
 
 import abc
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read
 
 
 class AbstractDecoder(eqx.Module):
-    """A decoder whose attention is this library's, whatever its family.
+    """A decoder of any family whose attention is this library's.
 
     [`generate`][energy_attn.models.generate], the drafters, checkpoints and
     [`energy_report`][energy_attn.energy_report] work with any decoder. A family has fields under
@@ -31,9 +31,9 @@ class AbstractDecoder(eqx.Module):
     - `config`, static: vocabulary, layers, heads, and the tokens that end a text;
     - `embed_tokens`, a module with a `weight`: tokens `[B, T]` to `[B, T, D]`;
     - `layers`: each called as `layer(x, rope, see)`, where `see(query, key, value)` computes attention
-      and returns its output and something that the layer returns beside its own;
+      and returns its output and an extra result, which the layer returns after its own output;
     - `norm`: of the final hidden states;
-    - `rope(positions)`: what layers turn queries and keys by;
+    - `rope(positions)`: the rotary embedding that layers apply to queries and keys;
     - `logits(x)`: the output projection of normed hidden states.
 
     Examples:
@@ -81,19 +81,18 @@ class AbstractDecoder(eqx.Module):
 
         Args:
             tokens: of any integer dtype.
-            positions: their global positions, of any integer dtype; negative = not there. By default
-                they count from 0. A cache counts by itself.
+            positions: their global positions, of any integer dtype; negative for absent tokens. By default
+                they count from 0. A cache has its own.
             cache: from `empty_cache` or an earlier call; donate it to a jitted step.
             lengths: with a cache, `[batch]`: the number of tokens that each row really has, in
-                front; None means all. The logits behind them mean nothing.
+                front; None means all. The logits after them are undefined.
             parallel: None, or the `SequenceParallel` whose mesh axes the keys of the tokens are
                 sharded over. A cache has its own.
-            return_energies: whether to return the free energies of all layers, or whatever else
-                `attend` returns beside its outputs.
+            return_energies: whether to return the free energies of all layers, or the second result of
+                `attend`.
             attend: the function that computes attention, called as
                 [`attention`][energy_attn.attention] is; a `functools.partial` of it chooses an
-                implementation or a window. Whatever arrays it returns beside its outputs become
-                `energies`.
+                implementation or a window. Its second result becomes `energies`.
 
         Raises:
             TypeError: `tokens`, `positions` or `lengths` is not an integer array, or `cache` not a
@@ -158,7 +157,7 @@ class AbstractDecoder(eqx.Module):
         is: its `commit` writes the accepted nodes.
 
         Args:
-            tree: of tokens behind those of the cache.
+            tree: of tokens that follow those of the cache.
             cache: from `empty_cache` or an earlier call.
 
         Raises:

@@ -17,7 +17,7 @@ class DecoderOutput(NamedTuple):
         logits: float32, or float64 where the weights are.
         cache: the cache with these tokens in it; None if none was given.
         energies: the free energy of each layer, position and head in nats, or None. With another
-            `attend`, whatever it returns beside its outputs, stacked over layers.
+            `attend`, its second result, stacked over layers.
 
     Examples:
         >>> import jax, jax.numpy as jnp

@@ -155,7 +155,7 @@ def read_chunks(
 
 
 def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache) -> TreeOutput:
-    """Logits after each node of a tree behind the cache, and the keys and values of the nodes."""
+    """Logits after each node of a tree that follows the cache, and the keys and values of the nodes."""
     x = model.embed_tokens(tree.tokens)
     rope = model.rope(cache.lengths[:, None] + tree.depth)
     keys, values = [], []

@@ -20,7 +20,7 @@ _CHUNK = 1024  # of a prompt, read at a time
 
 
 class AbstractDrafter(eqx.Module):
-    """Drafts trees of candidate tokens behind a text; drafts never change the generated text.
+    """Drafts trees of candidate tokens that continue a text; drafts never change the generated text.
 
     `depth` is the largest number of nodes on a path, including the root, which is the last known
     token. The methods run inside the compiled loop of [`generate`][energy_attn.models.generate].
@@ -126,7 +126,7 @@ class PromptLookup(AbstractDrafter):
     def draft(
         self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: PyTree
     ) -> tuple[PrefixTree, PyTree]:
-        """The tokens behind earlier occurrences of the last ones."""
+        """The tokens that follow earlier occurrences of the last ones."""
         slots = text.shape[1]
         position = jnp.arange(slots, dtype=jnp.int32)[None]
         # same[e]: how many tokens before position e equal those before the end of the text

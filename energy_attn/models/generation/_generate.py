@@ -1,4 +1,4 @@
-"""Text from a decoder: the loop over tokens is one compiled program, with or without a drafter."""
+"""Generates text by a decoder in one compiled loop, with or without a drafter."""
 
 import functools
 import warnings
@@ -38,7 +38,7 @@ class Generation(NamedTuple):
     """The generated tokens, and the number of passes.
 
     Attributes:
-        tokens: `[B, max_new_tokens]` int32; -1 behind the end of each row.
+        tokens: `[B, max_new_tokens]` int32; -1 after the end of each row.
         lengths: `[B]`, the number of generated tokens; a token that ends a row is its last.
         passes: `[B]`, how often the model read tokens, without the prompt.
         drafted: `[B]`, the nodes drafted in these passes, without roots.
@@ -172,13 +172,13 @@ def generate(
             *(stop, watch, max_new_tokens, chunk_size),
         )
         loop = run(model, drafter, sampling, stop, watch, loop)
-    return _generation(loop.text, loop.start, loop.known, loop.counts, max_new_tokens)
+    return _generation(loop.text, loop.start, loop.lengths, loop.counts, max_new_tokens)
 
 
 def prompts(
     tokens: object, lengths: object, vocab: int, name: str = "lengths"
 ) -> tuple[Array, Array]:
-    """Prompts as `[B, T]` int32, padded behind, and their lengths; `name` is that of the argument.
+    """Prompts as `[B, T]` int32, padded at the end, and their lengths; `name` is that of the argument.
 
     Raises `TypeError` for other types than integers; `ValueError` for no prompt or an empty one and,
     where values are known, for a token outside the vocabulary.
@@ -282,8 +282,8 @@ def _stop_tokens(tokens: object) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="most")
-def _generation(text: Array, start: Array, known: Array, counts: Array, most: int) -> Generation:
-    generated = known - start
+def _generation(text: Array, start: Array, lengths: Array, counts: Array, most: int) -> Generation:
+    generated = lengths - start
     each = jnp.arange(most, dtype=jnp.int32)[None]
     tokens = jnp.take_along_axis(text, start[:, None] + each, axis=1)
     tokens = jnp.where(each < generated[:, None], tokens, -1)

@@ -37,8 +37,8 @@ class Loop(NamedTuple):
     Attributes:
         text: `[B, slots]`, prompt and generated tokens.
         start: `[B]`, the length of the prompt.
-        known: `[B]`, the number of known tokens.
-        left: `[B]`, the number of tokens still wanted; 0 behind a stop.
+        lengths: `[B]`, the number of known tokens.
+        left: `[B]`, the number of tokens still to generate; 0 after a stop.
         cache: of the model, with all known tokens but the last.
         state: of the drafter.
         counts: `[3, B]`: passes, drafted nodes, accepted nodes.
@@ -46,7 +46,7 @@ class Loop(NamedTuple):
 
     text: Array
     start: Array
-    known: Array
+    lengths: Array
     left: Array
     cache: DecoderCache
     state: Any
@@ -95,7 +95,7 @@ def run(
     watch: Array | None,
     loop: Loop,
 ) -> Loop:
-    """Runs passes until no row wants more tokens; raises as the drafter does."""
+    """Runs passes until all rows are complete; raises as the drafter does."""
 
     def one_pass(loop: Loop) -> Loop:
         if drafter is None:
@@ -108,11 +108,11 @@ def run(
 def _read(
     model: AbstractDecoder, sampling: Sampling, stop: Array, watch: Array | None, loop: Loop
 ) -> Loop:
-    """Adds one token to each row that wants more."""
+    """Adds one token to each row that is not complete."""
     number = jnp.minimum(loop.left, 1)
-    x, cache, _ = read_on(model, last_of(loop.text, loop.known), loop.cache, number)
+    x, cache, _ = read_on(model, last_of(loop.text, loop.lengths), loop.cache, number)
     depth = jnp.zeros(x.shape[:2], jnp.int32)
-    new = _choose(sampling, model.logits(x), loop.known - 1, depth, 1)
+    new = _choose(sampling, model.logits(x), loop.lengths - 1, depth, 1)
     zeros = jnp.zeros_like(number)
     loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, zeros, zeros]))
     return _extended(loop, new, *_ended(new, number, stop), watch)
@@ -127,11 +127,11 @@ def _verify(
     loop: Loop,
 ) -> Loop:
     """Adds the nodes of a drafted tree that the model accepts, and the token that it chooses next."""
-    tree, state = drafter.draft(loop.text, loop.known, loop.state)
+    tree, state = drafter.draft(loop.text, loop.lengths, loop.state)
     check_shape(
-        "drafter: its tree's tokens", check_tree("drafter", tree).tokens, (len(loop.known), "L")
+        "drafter: its tree's tokens", check_tree("drafter", tree).tokens, (len(loop.lengths), "L")
     )
-    root = last_of(loop.text, loop.known)[:, 0]
+    root = last_of(loop.text, loop.lengths)[:, 0]
     # The root is always the last token, so that a pass adds at least one token.
     tokens = as_int32(tree.tokens).at[:, 0].set(root)
     tree = tree._replace(tokens=tokens, size=jnp.maximum(tree.size, 1))
@@ -139,7 +139,7 @@ def _verify(
     # Tokens outside the vocabulary are never accepted, but their NaN would spread to all nodes.
     clipped = tree._replace(tokens=jnp.clip(tokens, 0, model.config.vocab_size - 1))
     read = model.read_tree(clipped, loop.cache)
-    choice = _choose(sampling, read.logits, loop.known - 1, tree.depth, levels)
+    choice = _choose(sampling, read.logits, loop.lengths - 1, tree.depth, levels)
     accepted = longest_chosen_path(tree, choice, root)
     level = jnp.arange(levels, dtype=jnp.int32)[None]
     behind_root = jnp.roll(gather_slots(tree.tokens, accepted.path), -1, 1)
@@ -165,17 +165,17 @@ def _ended(new: Array, number: Array, stop: Array) -> tuple[Array, Array]:
 
 def _extended(loop: Loop, new: Array, number: Array, stopped: Array, watch: Array | None) -> Loop:
     """Appends the first `number` of `new` to the text, and reports them to `watch`."""
-    slots = positions_from(loop.known, number, new.shape[1])
+    slots = positions_from(loop.lengths, number, new.shape[1])
     outside = jnp.int32(loop.text.shape[1])
     rows = jnp.arange(len(new), dtype=jnp.int32)[:, None]
     text = loop.text.at[rows, jnp.where(slots < 0, outside, slots)].set(new, mode="drop")
     goes_on = tell_wrote(watch, jnp.where(slots < 0, -1, new))
     left = jnp.where(stopped | ~jnp.asarray(goes_on), 0, loop.left - number)
-    return loop._replace(text=text, known=loop.known + number, left=left)
+    return loop._replace(text=text, lengths=loop.lengths + number, left=left)
 
 
 def _choose(sampling: Sampling, logits: Array, first: Array, depth: Array, levels: int) -> Array:
-    """The next token `[B, L]` of each node, which is `depth` positions behind `first` `[B]`.
+    """The next token `[B, L]` of each node, which is `depth` positions after `first` `[B]`.
 
     Nodes of one depth share their noise, so that the text does not depend on the tree.
     """

@@ -1,4 +1,4 @@
-"""Messages from a running compiled loop to the host: how far it has read, and new tokens."""
+"""Messages from a running compiled loop to the host: the progress of the prefill, and new tokens."""
 
 import contextlib
 import itertools
@@ -56,7 +56,7 @@ class _Listener:
 def listening(
     stream: Callable[[np.ndarray], Any] | None, progress: bool | Progress | None, total: int
 ) -> Iterator[Array | None]:
-    """The number of a listener, for `tell_read` and `tell_wrote`; None where nobody listens.
+    """The number of a listener, for `tell_read` and `tell_wrote`; None without a listener.
 
     On exit, waits for all messages and raises the error of `stream` or `progress`. Raises `ValueError`
     inside of a traced program, and `TypeError` for a wrong `progress`.

@@ -22,7 +22,7 @@ _SIZES = (
     "max_position_embeddings",
 )
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
-# What is read beside the attributes, and of a rotary embedding.
+# Fields that are read in addition to the attributes, and those of a rotary embedding.
 _OTHERS = ("model_type", "hidden_act", "quantization_config", "rope_parameters")
 _PART = "partial_rotary_factor"
 _ROPE = (
@@ -124,9 +124,8 @@ class LlamaConfig(AbstractDecoderConfig):
     def from_json(cls, path: str | os.PathLike[str]) -> "LlamaConfig":
         """Reads the `config.json` of a checkpoint in the format of transformers 4 or 5.
 
-        A missing field has its default in transformers. Fields other than the attributes above are
-        ignored if they are known to change nothing of what the model computes, or are null; all
-        others are refused by name.
+        A missing field has its default in transformers. Fields other than the attributes above are ignored
+        if they are null or known not to change the logits; all others are refused by name.
 
         Args:
             path: the file.

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..checkpoint._folder import SAVE
 
-# Whatever their values, the logits are the same.
+# The logits do not depend on these.
 _OF_NO_EFFECT = frozenset(
     {
         SAVE,
@@ -48,7 +48,7 @@ _OF_NO_EFFECT = frozenset(
         *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
     }
 )
-# Of other families, and what Llama has of them, or has in every layer.
+# Fields of other families, with the value that Llama has, or has in every layer.
 _ELSEWHERE: Mapping[str, Any] = {
     "is_causal": True,
     "is_encoder_decoder": False,
@@ -63,7 +63,7 @@ _ELSEWHERE: Mapping[str, Any] = {
 
 
 def check_fields(entries: Mapping[str, Any], read: Collection[str]) -> None:
-    """Raises `ValueError` for fields beside those in `read` that may change what is computed."""
+    """Raises `ValueError` for fields other than those in `read` that may change the logits."""
     unknown = {
         name: value
         for name, value in entries.items()

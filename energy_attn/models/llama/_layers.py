@@ -135,7 +135,7 @@ class LlamaAttention(eqx.Module):
 
 
 class LlamaLayer(eqx.Module):
-    """Attention and MLP, each behind its norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     input_layernorm: RMSNorm
     self_attn: LlamaAttention

@@ -101,10 +101,10 @@ class Llama(AbstractDecoder):
         """Reads a checkpoint in Hugging Face's format: `config.json` and one or more safetensors files.
 
         Everything is checked before the first weight is read, and nothing is unpickled. Each process
-        reads the parts of a weight that its devices hold, once; beside the weights on its devices, the
-        host holds one weight at a time. Rotary frequencies in old files are ignored, and so is the
-        output projection where it is tied to the embedding. Where another process saves
-        meanwhile, all is of one save, though not of the same for each of several processes.
+        reads the parts of a weight that its devices hold, once; the host holds one weight at a time.
+        Rotary frequencies in old files are ignored, and so is the output projection where it is tied to
+        the embedding. If another process saves at the same time, each process reads the files of one
+        save, which need not be the same for all.
 
         Args:
             directory: the folder.

@@ -38,7 +38,7 @@ class Need(NamedTuple):
         sums: the float32 numbers that a program sums for each row (or key) that it keeps.
         float32: whether products are of float32.
         scored: whether there is a score.
-        listed: whether the tiles that a tile meets are in a list, whose next entry is loaded first.
+        listed: whether the tiles to iterate over are in a `BlockList`, whose next entry is loaded first.
         eight_bits: whether keys and values are of eight bits, and cast in registers.
     """
 

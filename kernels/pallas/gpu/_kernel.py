@@ -28,7 +28,7 @@ class PallasGPU(AbstractKernel):
     $10^{-7}\,\lvert F\rvert$, which is large for large scores: 1% from $10^5$ on.
 
     Attributes:
-        plan: the tiles of its kernels. What it does not say, or None, is chosen by shapes.
+        plan: the tiles of its kernels. Those not in the plan are chosen by shapes.
 
     Raises:
         TypeError: `plan` is no `GPUPlan`.

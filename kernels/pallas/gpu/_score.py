@@ -79,7 +79,7 @@ class TileScores:
     def vjp(
         self, product: Array, row_inputs: RowInputs | None, tile: Array
     ) -> tuple[Array, Callable[[Array, Visible], tuple[Array, Numbers]]]:
-        """`scores`, and what takes their cotangents to those of scaled products and to `no_sums`.
+        """`scores`, and the pullback to cotangents of scaled products and to terms of `no_sums`.
 
         The latter are empty if keys come first.
         """
@@ -124,7 +124,7 @@ class TileScores:
         return _zero_hidden(self._plan.score.jvp(raw, places, numbers, change, changes), visible)
 
     def no_sums(self) -> Numbers:
-        """Zeros to add to: for each row, one of each number, and of each table as many as its entries."""
+        """Zeros, to which cotangents are added: for each row, one for each number and each entry of a table."""
         rows = self._plan.rows
         return Numbers(
             tuple(jnp.zeros(rows, jnp.float32) for _ in self._numbers.floats),
@@ -200,7 +200,7 @@ def sums_like(plan: Plan, numbers: Numbers, like: Array) -> Numbers:
 
 
 def _zero_hidden(x: Array, visible: Visible) -> Array:
-    """Zero where hidden, where products may be of what is not there."""
+    """Zeros where hidden, as products there may be NaN."""
     return x if visible is None else jnp.where(visible, x, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The sizes that the GPU kernels can be given: tiles, warps, stages and programs, for which calls."""
+"""The user's sizes for the GPU kernels: tiles, warps, stages and programs, and the calls that they are for."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -32,10 +32,10 @@ class GPUTiles:
         rows: of a tile; a power of two, at least 16. Fewer where a call has fewer.
         keys: of a tile; likewise.
         warps: the threads of a program in units of 32: 1, 2, 4, 8 or 16.
-        stages: the steps of an iteration that overlap, 1 to 8: the tiles of as many are in shared memory.
-        programs: where a call has fewer tiles to keep, several programs share the iteration of each, up to
-            as many as this, and their parts are merged.
-        least_steps: the tiles that each of these iterates over at least.
+        stages: the number of steps of an iteration that overlap, 1 to 8, whose tiles are in shared memory.
+        programs: where a call has fewer tiles to keep, the iteration of each is split over several programs,
+            up to this number in all, and their parts are merged.
+        least_steps: the least number of tiles that each of these iterates over.
         device: the kind of device, as in `jax.Device.device_kind`, of programs that this is for; None: any.
         dtype: `"float16"`, `"bfloat16"` or `"float32"`: of queries, keys and values; None: any.
         width: of queries and keys; None: any.
@@ -99,8 +99,7 @@ class GPUTiles:
 class GPUPlan:
     """The tiles of the GPU kernels, for `PallasGPU(plan)`.
 
-    A kernel of a call has the first of the tiles that are for it; if there are none, those that the library
-    chooses by shapes.
+    A kernel uses the first tiles whose fields fit the call; if there are none, the library chooses by shapes.
 
     Attributes:
         tiles: a tuple of [`GPUTiles`][energy_attn.kernels.GPUTiles].

@@ -172,7 +172,7 @@ Exp2 = Callable[[Array, float, Array], Array]
 
 
 def exp2_of(*, interpret: bool) -> Exp2:
-    """The function $2^{x u - m}$ of float32 tiles `x`, a number `u` and what `m` is for each row."""
+    """The function $2^{x u - m}$ of float32 tiles `x`, a number `u`, and `m` for each row."""
     return (lambda x, unit, shift: jnp.exp2(x * unit - shift)) if interpret else _exp2
 
 
@@ -243,7 +243,7 @@ def seen(
 
     see = facing(rows.time, key)[1] < plan.key_len
     if plan.settings.mask.constrains or visibility.row_positions is not None:
-        # positions that are not given count from 0
+        # without positions, count from 0
         of_rows = read(visibility.row_positions, rows.time, rows.in_bounds)
         of_keys = read(visibility.key_positions, key, None)
         positions = facing(of_rows, of_keys)
@@ -298,7 +298,7 @@ def absent_rows(
 class TileRange(NamedTuple):
     """The tiles that a tile iterates over, and among them a run that needs no mask.
 
-    `number` tells the tile at an index of the iteration; None: the index itself.
+    `number` maps an index of the iteration to a tile; None: the index itself.
     """
 
     first: Any

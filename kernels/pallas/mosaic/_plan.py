@@ -91,7 +91,7 @@ class Plan(NamedTuple):
     stages: int = 2
     splits: int = 1
 
-    # what `tile_ranges` and `visibility_of` read besides
+    # also read by `tile_ranges` and `visibility_of`
     pairs: None = None
     head_tiles: int = 1
 

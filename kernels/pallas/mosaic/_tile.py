@@ -155,7 +155,7 @@ def filled(plan: Plan, ring: Ring, i: Array) -> tuple[Array, Sequence[Ref]]:
 
 
 def products(*pairs: tuple[Ref, Ref], meanwhile: Callable[[], None] | None = None) -> Array:
-    """The sum of `a @ b.T` of pairs of tiles in shared memory, in float32; `meanwhile` runs beside it."""
+    """The sum of `a @ b.T` of pairs of tiles in shared memory, in float32; `meanwhile` overlaps with it."""
     rows, columns = (x.shape[0] for x in pairs[0])
 
     def run(sums: Any) -> Array:
@@ -235,7 +235,7 @@ class TileRange(NamedTuple):
         first: the first tile.
         begin: the first that needs no mask.
         run: how many need no mask.
-        steps: how many there are.
+        steps: the number of tiles.
     """
 
     first: Array
@@ -334,7 +334,7 @@ def seen(
     layouts = (OF_ROWS, of_rows), (OF_COLUMNS, of_columns)
 
     def spread(ref: Ref | None, start: Array, axis: int) -> Array:
-        if ref is None:  # positions that are not given count from 0
+        if ref is None:  # without positions, count from 0
             return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) + start
         layout, across = layouts[axis]
         return across(load_numbers(ref, program, start, shape[axis], layout), shape[1 - axis])

@@ -35,7 +35,7 @@ class Grid(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The steps along each axis, of which only the last depends on the one before."""
+        """The steps along each axis; only those of the last are sequential."""
         layout = self.layout
         steps = pl.cdiv(layout.key_blocks, self.splits)
         return self.batch, layout.heads, self.splits, layout.row_blocks, steps

@@ -43,7 +43,7 @@ class LayoutSizes(NamedTuple):
         keys_of_few_rows: keys in a block then. Reading such a block takes a microsecond or more,
             several times the overhead of a step.
         keys_backward: keys in a block of the backward.
-        memory: bytes that the arrays of a step may take, by `_memory`; three quarters of what is granted.
+        memory: bytes that the arrays of a step may take, by `_memory`; three quarters of the granted memory.
         lanes: the last axis of the chip's tiles.
         sublanes: the axis before it.
     """
