@@ -125,7 +125,7 @@ def _gradient_of_energy(causal: bool = False, **sizes: Any) -> Sides:
 
 
 def _compilation(causal: bool, layers: int, dtype: str, **shape: int) -> Sides:
-    """Compiling the gradient of so many attentions in a row, with JAX's caches in memory empty; and its memory."""
+    """Compiles the gradient of `layers` attentions in a row, with JAX's in-memory caches empty; and its memory."""
 
     def compiled(attend: Job) -> Output:
         def in_a_row(q: Array, k: Array, v: Array) -> Array:

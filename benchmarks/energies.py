@@ -1,4 +1,4 @@
-"""Energies of one's own, beside `jax.nn` with arrays of scores and PyTorch's `flex_attention`."""
+"""Custom energies, beside `jax.nn` with arrays of scores and PyTorch's `flex_attention`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -20,7 +20,7 @@ TRANSFORMERS = "transformers"
 
 
 def _prefill(dtype: str, S: int) -> Sides:
-    """The logits behind a prompt; ours returns the cache as well."""
+    """The logits after a prompt; ours returns the cache as well."""
     model, tokens = byte_llama(), held_out_text()[None, :S]
 
     @jax.jit
@@ -40,7 +40,7 @@ def _prefill(dtype: str, S: int) -> Sides:
 
 
 def _decode(dtype: str, S: int, new: int) -> Sides:
-    """The loop of greedy generation behind a prompt and its first token.
+    """The loop of greedy generation after a prompt and its first token.
 
     Ours is one program; transformers' model is in a bare loop, which is less work than its own `generate`.
     """

@@ -112,8 +112,8 @@ def _timed(run: Callable[[Array], Array], x: Array) -> float:
 def fit(timings: Sequence[Timing], axes: Sequence[str], usual: cost.Topology) -> cost.Topology:
     """The launch and overhead of a topology, and the latencies and bandwidths of its links, closest to timings.
 
-    The model's seconds are linear in them. What is least is the sum of squares of the logarithms of
-    measured over predicted, in which large ones count less, for a machine that others use, too.
+    The model's seconds are linear in them. The fit minimises a robust sum of squared logarithms of measured
+    over predicted, as other programs may disturb some timings.
     """
     unknowns = [_unit(usual, launch=1.0), _unit(usual, overhead=1.0)]
     for i, link in enumerate(usual.links):
@@ -155,7 +155,7 @@ def _unit(
     latency: float = 0.0,
     bandwidth: float = 1e300,
 ) -> cost.Topology:
-    """A network in which only one thing takes time: collectives, messages, or the latency or bytes of a link."""
+    """A network in which only one term takes time: launches, overheads, or the latency or bytes of a link."""
     links = [dataclasses.replace(x, latency=0.0, bandwidth=1e300) for x in usual.links]
     if place is not None:
         links[place] = dataclasses.replace(links[place], latency=latency, bandwidth=bandwidth)
@@ -172,7 +172,7 @@ def named_sizes(text: str) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures the mesh at hand, prints what was fitted, and writes `network.json` from the first process."""
+    """Measures a mesh of the devices, prints the fit, and writes `network.json` from the first process."""
     about = (__doc__ or "").partition(": ")[2]
     parser = argparse.ArgumentParser("python -m benchmarks.network", description=about)
     parser.add_argument(

@@ -46,9 +46,9 @@ class Case:
         shape: its sizes, by the library's letters: B, T, S, N, K, H.
         sides: from dtype, sizes and options to our side and those of the peers. Sides whose names begin
             with "our" are there for their cost, and their results are not compared.
-        options: what else `sides` takes.
+        options: other arguments of `sides`.
         long: the sizes that a trial divides.
-        reads: the bytes that must be read, of which the share of the memory's bandwidth is found.
+        reads: returns the bytes that must be read, for the share of the memory's bandwidth.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Case:
 
 
 class Traffic(NamedTuple):
-    """The measure of memory's bandwidth: what runs, in words; it; and the bytes that it reads and writes."""
+    """A measurement of memory bandwidth: its name, its program, and the bytes that this reads and writes."""
 
     name: str
     run: Run
@@ -157,7 +157,7 @@ def compare(case: Case, repeats: int, memory: Traffic | None = None) -> dict[str
         figure: {name: x.figures[figure] for name, x in outputs.items()}
         for figure in outputs[OURS].figures
     }
-    # in turn with what is a share of it: machines change their speed
+    # measured in turn with memory bandwidth, as the speed of a machine changes
     memory_traffic = memory if case.reads else None
     seconds = measure(runs | ({"memory": memory_traffic.run} if memory_traffic else {}), repeats)
     memory_seconds = seconds.pop("memory", ())

@@ -34,7 +34,7 @@ def _pack(dtype: str, B: int, M: int, C: int) -> Sides:
 
 
 def _verify(dtype: str, L: int, S: int, N: int, K: int, H: int) -> Sides:
-    """A decode step reads the same cache with as many queries and no draft: what verification should cost."""
+    """Verification, beside a decode step with as many queries and no draft, which should cost the same."""
     sizes = (L, N), (L, K), (L, K), (S, K), (S, K)
     draws = jax.random.split(jax.random.key(0), len(sizes))
     query, key, value, old_key, old_value = (
@@ -81,7 +81,7 @@ def read_models() -> Models:
 
 
 def _generate(dtype: str, B: int, T: int, new: int, devices: int) -> Sides:
-    """Greedy continuations of passages of a text; ours looks drafts up in the text. The cache lies over devices."""
+    """Greedy continuations of passages of a text, by a sharded cache; ours looks up drafts in the text."""
     models = read_models()
     index = np.arange(B)[:, None] * ((len(models.text) - T) // B) + np.arange(T)
     tokens = jnp.asarray(models.text[index], jnp.int32)

@@ -12,7 +12,7 @@ from energy_attn.kernels.internal import KernelKind
 
 from .attention import arrays
 
-_TRIAL = 256  # what a trial divides lengths by
+_TRIAL = 256  # the divisor of lengths in a trial
 TOLERANCE = 0.05  # of the largest entry, between results of other tiles
 
 
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
         return f"{self.rows} x {self.keys}, {self.warps} warps, {self.stages} stages, {self.each}{steps}"
 
     def tiles(self, kind: KernelKind, cores: int) -> GPUTiles:
-        """The same for a kernel on a GPU of so many multiprocessors."""
+        """These sizes for a kernel on a GPU with `cores` multiprocessors."""
         sizes = self._asdict()
         return GPUTiles(kind, programs=sizes.pop("each") * cores, **sizes)
 
@@ -85,7 +85,7 @@ class Call(NamedTuple):
         return f"{self.kind}, {self.dtype}, width {self.width}, {rows}{short}"
 
     def tiles(self, cores: int) -> dict[str, GPUTiles]:
-        """Its candidates on a GPU of so many multiprocessors, by names."""
+        """Its candidates on a GPU with `cores` multiprocessors, by name."""
         return {sizes.label: sizes.tiles(self.kind, cores) for sizes in self.candidates}
 
     @property
@@ -172,7 +172,7 @@ def calls(
 
 
 def trial_calls(dtype: str = "float32", widths: tuple[int, ...] | None = None) -> Iterator[Call]:
-    """Each kernel once, and a short cache: of few tokens, by one candidate, of which the call has several tiles."""
+    """Each kernel once, and a short cache, with few tokens and one candidate that needs several tiles."""
     for width in widths or WIDTHS[:1]:
         *each, short = list(calls(_TRIAL, dtype, (width,)))[: len(_MANY) + 1]
         for call in each:
@@ -186,7 +186,7 @@ def cores_here() -> int:
 
 
 def program(call: Call, tiles: GPUTiles | None) -> Callable[..., PyTree]:
-    """The program of a call, `call.steps` times, by given tiles of one kernel and the default ones of the others."""
+    """A program that runs a call `call.steps` times, with these tiles for one kernel and default ones for others."""
     kernel = PallasGPU(GPUPlan() if tiles is None else GPUPlan((tiles,)))
     causal = call.queries > 1
     attend = functools.partial(local_attention, is_causal=causal, implementation=kernel)

@@ -86,7 +86,7 @@ def declined(call: Call) -> str | None:
 
 
 def compared(call: Call) -> Case:
-    """The call by its own tiles, which are ours here, beside all candidates."""
+    """The call with the library's tiles, beside all candidates."""
 
     def sides(**_: object) -> Sides:
         arrays = call.arrays()

@@ -35,7 +35,7 @@ class Experiment(NamedTuple):
         path: the script; the files of results are beside it and have its name.
         about: its docstring.
         model: makes a model of an attention and a random key.
-        data: draws a batch of so many entries of so many points, of a key.
+        data: draws a batch from a key, a number of entries and a number of points.
         loss: of a model, a batch and a key: the loss, and the error to be shown.
         points: the number of points of each entry.
         steps: the number of training steps.
@@ -105,7 +105,7 @@ def step_memory(experiment: Experiment, name: str, points: int) -> float:
 
 
 def draw(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
-    """Errors and memory, above what the experiment draws. Raises `ImportError` without matplotlib."""
+    """Draws errors and memory above the experiment's own panel. Raises `ImportError` without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -6,9 +6,9 @@ The rules:
 - `energy_attn/kernels` and `energy_attn/distributed` are relative links to the folders of the same name.
 - `kernels` imports nothing of ours but itself, `distributed` only `kernels` and itself, each under its full name; and
   nothing imports bare `kernels` or `distributed`, which are other people's packages.
-- What a room uses of another it imports from there as users do, or from its `internal.py`; no other module.
+- A room imports from another one as users do, or from its `internal.py`; from no other module.
 - The folders of a room do not import each other in a circle.
-- Names of JAX that are private stand in one module, which looks for them before they are called.
+- Private names of JAX are in one module, which looks for them before they are called.
 - A module holds one concept: at most 400 lines.
 - Every name that a package exports stands in the documentation's API pages.
 - Names and phrases that were replaced do not come back, nor do docstrings that end in "Raises" and "nothing".
@@ -71,7 +71,7 @@ def module_name(root: Path, path: Path) -> str:
 
 
 def imports(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of everything that a module imports, wherever in it the import stands."""
+    """Line and absolute name of everything that a module imports, inside functions, too."""
     package = module.split(".")[:-1]  # also right for a/b/__init__.py, whose module is a.b.__init__
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -146,7 +146,7 @@ def other_doors(root: Path) -> Iterator[str]:
 
 
 def folder_of(root: Path, name: str) -> str | None:
-    """The folder that a module, or a name in it, lies in: `kernels/xla`; None for what is nobody's."""
+    """The folder of a module, or of a name in it, such as `kernels/xla`; None for other packages."""
     parts = name.split(".")[1:]
     for count in range(len(parts), 0, -1):
         path = Path("energy_attn", *parts[:count])
@@ -159,8 +159,7 @@ def folder_of(root: Path, name: str) -> str | None:
 def circles(root: Path) -> Iterator[str]:
     """Folders that import each other, one way or the other.
 
-    An `__init__.py` shows what lies below it and is nobody's lower door, so what it imports does
-    not count; nor does `internal.py`.
+    Imports of an `__init__.py`, which re-exports names, and of `internal.py` do not count.
     """
     uses: dict[str, set[str]] = {}
     for room in ROOMS:

@@ -25,9 +25,9 @@ MARK = "# mistake"
 
 
 def says_nothing(annotation: ast.expr) -> bool:
-    """Whether an annotation is `Any`, by itself or in a union, by whatever name and in quotes or not.
+    """Whether an annotation is `Any`, by itself or in a union, under any name, quoted or not.
 
-    `list[Any]`, `dict[str, Any]` and `Callable[..., Any]` say something, and do not count.
+    `list[Any]`, `dict[str, Any]` and `Callable[..., Any]` do not count.
     """
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         annotation = ast.parse(annotation.value, mode="eval").body
@@ -86,7 +86,7 @@ def misjudged(source: str, report: str) -> Iterator[str]:
 
 
 def pyright(root: Path, python: str) -> str:
-    """Runs the pyright installed beside this Python on the planted mistakes; its output as JSON."""
+    """Runs the pyright of this environment on the planted mistakes; returns its output as JSON."""
     command = [
         sys.executable,
         "-m",

@@ -33,7 +33,7 @@ PAGE, FILE = ROOT / "docs" / "energies.md", ROOT / "docs" / "benchmarks" / "vari
 WIDTH, LAST = 16, 4  # of rows; how many queries are decoded
 BLOCK = re.compile(r'^```python exec="1" source="above"[^\n]*\n(.*?)^```$', re.M | re.S)
 ROWS = "query", "key", "value"
-Pair = tuple[Any, Any]  # what is found, and what is right
+Pair = tuple[Any, Any]  # a result, and the exact one
 
 
 def sections() -> Iterator[tuple[str, str, list[str]]]:
@@ -93,7 +93,7 @@ def exact() -> Iterator[None]:
 def both(
     energy: ea.FreeEnergy, formula: Formula
 ) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
-    """A place, and `(out, energy)` there by the library and by the formula, as functions of it."""
+    """An input, and the functions from it to `(out, energy)` by the library and by the formula."""
     learnt, static = eqx.partition(energy, eqx.is_inexact_array)
 
     def ours(x: Any) -> Any:

@@ -3,7 +3,7 @@
     python tools/compare_modes.py
 
 prints the table of `docs/derivatives.md` and writes `docs/benchmarks/modes.json`. A library that is not installed keeps
-what the file says of it, so that libraries which need different environments are run one after the other.
+its entry in the file, so that libraries which need different environments can be run one after the other.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def of_jax(out: Function, lse: Function | None, exact: dict[str, Any]) -> dict[s
 
 
 def on_a_mesh(out: Function, exact: list[np.ndarray]) -> str:
-    """A jvp of few queries over keys that are sharded over eight devices: whether it is right, and what is sent."""
+    """A jvp of few queries over keys that are sharded over eight devices: its verdict and the bytes it sends."""
     with jax.set_mesh(make_mesh((8,), ("device",))):
         shardings = [
             jax.sharding.NamedSharding(jax.sharding.get_mesh(), s)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Count what stands between a user's call and its kernel, the lines of each folder, and the public names.
+"""Count the functions between a user's call and its kernel, the lines of each folder, and the public names.
 
     python tools/count_way.py
 

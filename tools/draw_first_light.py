@@ -121,7 +121,7 @@ def table(heads: Row, rows: Iterable[Row]) -> str:
 
 
 def page(text: str, steps: Steps | None) -> str:
-    """The page with that part anew."""
+    """The page with that part replaced."""
     return between(text, BEGIN, section(steps), END)
 
 

@@ -1,7 +1,7 @@
-"""MkDocs hook: the pages' blocks that are executed when the documentation is built find what they need.
+"""MkDocs hook: sets up the blocks of pages that are executed when the documentation is built.
 
-They run on eight simulated CPU devices, as the tests do, and may import the modules beside this one. With `EXECUTE=0`
-in the environment they are shown and not run: `make check` builds the pages so, for links, anchors and signatures.
+They run on eight simulated CPU devices, as the tests do, and may import the modules in this folder. With `EXECUTE=0` in
+the environment they are not run: `make check` builds the pages so, to check links, anchors and signatures.
 """
 
 import os

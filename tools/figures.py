@@ -1,7 +1,7 @@
 """Figures of the documentation, drawn while it is built: matplotlib's, as SVG inside the page.
 
-Import this module before drawing: lines, ticks and words then take the colour of the page's own text, whatever its
-theme; nothing lies behind them.
+Import this module before drawing: lines, ticks and words then have the colour of the page's text, on a transparent
+background.
 """
 
 import html
@@ -15,9 +15,9 @@ from cycler import cycler
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-# Colours that are told apart by everyone, on white as on near black: those of Okabe and Ito, the first made lighter.
+# The colour-blind safe palette of Okabe and Ito, with a lighter blue for dark backgrounds.
 COLOURS = ("#1f86cc", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-# What becomes the colour of the text; no figure has a reason to use it otherwise.
+# A placeholder that is replaced by the colour of the text.
 INK = "#7f7e7d"
 
 plt.rcParams.update(
@@ -64,7 +64,7 @@ def svg(figure: Figure, label: str = "") -> str:
     element = re.sub(r'\bid="', f'id="{prefix}', element)
     element = re.sub(r'\bhref="#', f'href="#{prefix}', element)
     element = element.replace("url(#", f"url(#{prefix}").replace(INK, "currentColor")
-    # the size in points stands in viewBox too; this one gives way on a narrow page
+    # viewBox has the size, too; the width shrinks on a narrow page
     element = re.sub(r'\bheight="[\d.]+pt"', "", element, count=1)
     element = re.sub(
         r'\bwidth="([\d.]+)pt"', r'style="width: \1pt; max-width: 100%"', element, count=1

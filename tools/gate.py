@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS = 6
-# Where tests of what lies in no room are.
+# The folders of tests for files outside of the rooms.
 ELSEWHERE = {
     "docs": "repository",
     "tools": "repository",
@@ -35,7 +35,7 @@ ELSEWHERE = {
 
 @dataclass
 class Stage:
-    """A target of the Makefile, and what it cost."""
+    """A target of the Makefile, and its cost."""
 
     name: str
     arguments: tuple[str, ...]
@@ -105,7 +105,7 @@ def _cpu() -> float:
 
 @contextlib.contextmanager
 def beside(stage: Stage) -> Iterator[None]:
-    """Run a stage while another does; what it prints comes afterwards."""
+    """Run a stage in the background of the block; its output is printed afterwards."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         start = time.monotonic()
         process = subprocess.Popen(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write into docs/kernels.md which kernel a call gets on which machine, and what each takes, as the registry says.
+"""Write the tables of docs/kernels.md from the registry: the kernel of a call on each machine, and what each takes.
 
     python tools/list_kernels.py
 
@@ -133,7 +133,7 @@ def section(steps: Steps | None) -> str:
 
 
 def reason(name: str, options: dict[str, Any]) -> str | None:
-    """Why a kernel declines a call, or is not there."""
+    """The reason why a kernel declines a call or is missing; None if it takes it."""
     reasons: list[str | None] = []
 
     def ask(query: Any) -> None:
@@ -149,7 +149,7 @@ def reason(name: str, options: dict[str, Any]) -> str | None:
 
 
 def takes() -> str:
-    """The table of options, in Markdown: those of which a kernel that declines gives another reason than without."""
+    """The table of options, in Markdown; an option is taken if it does not change the reason of a kernel."""
     rows = []
     for name in implementations():
         plain = reason(name, {})
@@ -159,7 +159,7 @@ def takes() -> str:
 
 
 def page(text: str, steps: Steps | None) -> str:
-    """The page with these tables anew."""
+    """The page with these tables replaced."""
     text = between(text, BEGIN, section(steps), END)
     return between(text, TAKES_BEGIN, takes(), TAKES_END)
 

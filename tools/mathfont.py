@@ -15,7 +15,7 @@ from fontTools import subset
 from fontTools.ttLib import TTFont
 
 FONT = Path(__file__).resolve().parents[1] / "docs" / "fonts" / "math.woff2"
-# A modified font goes by another name, as its licence asks.
+# A modified font needs another name by its licence.
 FAMILY = "energy_attn Math"
 # First and last code points of what equations are written with. Letters alone are drawn in italics: U+1D434 and
 # U+1D6E2 on.

@@ -1,7 +1,7 @@
-"""MkDocs hook: the equations that arithmatex marked become MathML, so that a page needs no script to show them.
+"""MkDocs hook: converts the equations that arithmatex marked to MathML, so that a page needs no script to show them.
 
-An equation that cannot be converted, or has a character that the equations' font lacks, stops the build and says on
-which page it stands.
+An equation that cannot be converted, or has a character that the equations' font lacks, stops the build with an error
+that names the page.
 """
 
 import html

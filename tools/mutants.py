@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plant faults, one at a time, and see which test of their own folder is red: `make mutants`.
+"""Plant faults, one at a time, and find the test of their folder that fails: `make mutants`.
 
     python tools/mutants.py [--jobs N] [NAME ...]
 

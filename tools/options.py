@@ -1,7 +1,7 @@
-"""Griffe extension: `**options: Unpack[Options]` stands in signatures and tables as the options themselves.
+"""Griffe extension: expands `**options: Unpack[Options]` in signatures and tables.
 
 An option that the docstring of the function describes keeps that description; others have the one in their `TypedDict`.
-Griffe's own extension does not see what a `TypedDict` inherits.
+Griffe's own extension ignores inherited options.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
-"""MkDocs hook: a signature that is not broken into lines stops the build, and says on which page it stands.
+"""MkDocs hook: a signature that is not broken into lines stops the build with an error that names the page.
 
-mkdocstrings breaks them with a formatter. Where it finds none it says so, and goes on with lines of thousands of
-pixels.
+mkdocstrings breaks them with a formatter; without one it only warns.
 """
 
 import html
@@ -11,7 +10,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 
 SIGNATURE = re.compile(r'<div class="doc-signature highlight">.*?<code>(.*?)</code>', re.DOTALL)
-# As many characters fit on a page. `line_length` in mkdocs.yml is less; but a name with a long type cannot be broken.
+# The number of characters that fit on a page; more than `line_length` in mkdocs.yml, as long types cannot be broken.
 LONGEST = 80
 
 

@@ -1,1 +1,1 @@
-"""First light: what the kernels for GPUs do on a GPU that none has run on, in 25 minutes and without a network."""
+"""First light: checks and times the GPU kernels on a new GPU, in 25 minutes and without a network."""

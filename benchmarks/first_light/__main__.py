@@ -1,7 +1,7 @@
-"""`python -m benchmarks.first_light`: checks and times every kernel for GPUs on the GPU at hand.
+"""`python -m benchmarks.first_light`: checks and times every kernel for GPUs on the attached GPU.
 
-No failure ends it: what raises, hangs or ends the process is a result. A later call with the same `--out` goes on
-where the last one stopped.
+No failure ends it: exceptions, hangs and crashes are recorded as results. A later call with the same `--out`
+continues where the last one stopped.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures until all is known or the time is spent, prints a summary, and writes `first_light.json`.
+    """Measures until all is done or the time is spent, prints a summary, and writes `first_light.json`.
 
     Returns 0, or 1 if no measurement could be begun.
     """

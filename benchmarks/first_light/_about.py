@@ -64,7 +64,7 @@ def _versions() -> Result:
 
 
 def roof(bench: Bench) -> None:
-    """The ceilings, copying and reading memory and multiplying bfloat16; and what starting a program takes."""
+    """The peak rates of copying and reading memory and of bfloat16 products, and the overhead of a program."""
     x = jnp.ones(2**31 // bench.shrink**2, jnp.bfloat16)
 
     def copy(x: Float[Array, " n"]) -> Array:

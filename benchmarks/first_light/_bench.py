@@ -1,4 +1,4 @@
-"""The bench: how programs are compiled, guarded and timed, and which kernels there are."""
+"""The bench, which compiles, guards and times programs; and the list of kernels."""
 
 import concurrent.futures
 import dataclasses
@@ -25,7 +25,7 @@ GPU_KERNELS = ("cudnn", "fa4", "mosaic_gpu", "pallas_gpu", "flash")
 LEAST = 0.25  # seconds that all timings of one program take, if they can be had
 SHORT = 512  # lengths up to this are the same in a trial
 _SMALL = 2**22  # elements
-TRIAL = 128  # what a dry run divides lengths by
+TRIAL = 128  # the divisor of lengths in a dry run
 _SLOW = 20  # how many times longer than a GPU a CPU may take
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Job(NamedTuple):
 
     Attributes:
         label: its name in its step.
-        function, arrays: what is compiled, and for what; `arrays` may be shapes.
+        function, arrays: the function to compile, and its arguments, which may be shapes.
         find: from the compiled function to its results.
         about: other fields of the results: the kernel and the sizes.
     """
@@ -59,7 +59,7 @@ class Bench:
         repeats: timings of each program.
         shrink: divisor of long sequences.
         trial: whether only the first of several shapes is taken.
-        alone: whether programs are compiled one by one, so that it is known which ends the process.
+        alone: whether programs are compiled one by one, to find the one that ends the process.
     """
 
     out: str
@@ -101,7 +101,7 @@ class Bench:
         return self.record.steps.get("roof", {}).get(label, {}).get(key)
 
     def measure(self, step: str, jobs: Sequence[Job]) -> None:
-        """Compiles all jobs that are not known yet, then makes their measurements, each guarded.
+        """Compiles all jobs that have no result yet, then makes their measurements, each guarded.
 
         Raises `Late` if the time is spent, and `Lost` if the device does not work any more.
         """
@@ -134,7 +134,7 @@ class Bench:
 
 
 def _compiled(jobs: Sequence[Job], workers: int) -> list[Callable[..., Any] | Result]:
-    """The executable of each job, so many at once; or that the kernel declines the call, or an error, as a result."""
+    """The executable of each job, or a result if the kernel declines or raises; compiled by `workers` threads."""
 
     def finish(lowered: Any) -> Any:
         try:

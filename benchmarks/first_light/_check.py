@@ -29,12 +29,12 @@ Named = dict[str, Any]  # arrays: out and lse, and dq, dk and dv or dout and dls
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call, and what is asked of it.
+    """A call, and the derivatives to check.
 
     Attributes:
         query, key: shapes `[B, T, N, H]` and `[B, S, K, H]`.
         mode: "forward", "backward" (of both outputs) or "tangent".
-        kernels: beside those for GPUs, which decline what they do not take.
+        kernels: to check in addition to those for GPUs.
         arrays: positions, segments or lengths, by their names in the call.
     """
 

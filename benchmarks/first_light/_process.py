@@ -1,4 +1,4 @@
-"""The process of the measurements, watched: if one measurement ends it, or hangs, another goes on behind that."""
+"""Supervises the process of the measurements: if one measurement crashes or hangs, another process continues."""
 
 import contextlib
 import dataclasses
@@ -54,7 +54,7 @@ def supervise(bench: Bench, command: Sequence[str] = COMMAND) -> int:
 
 
 def _ended(child: subprocess.Popen[bytes], bench: Bench) -> str:
-    """Waits for the process, and ends it if what it has begun takes too long; nothing if all went well."""
+    """Waits for the process, and kills it if a measurement takes too long; returns the failure, or ""."""
     record = bench.read()
     try:
         while child.poll() is None:

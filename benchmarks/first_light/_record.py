@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 NAME = "first_light.json"
-# Seconds after which a measurement, or the compilation of several, is given up with its process.
+# Time limits in seconds of a measurement, and of the compilation of several; then the process is killed.
 MEASURING, COMPILING = 90.0, 240.0
 
-Result = dict[str, Any]  # what is known of one measurement, as JSON has it
+Result = dict[str, Any]  # of one measurement, as stored in JSON
 
 
 class Late(Exception):
@@ -32,7 +32,7 @@ class Record:
     """Results by step and label.
 
     Attributes:
-        steps: `{step: {label: result}}`. A result is of figures, or says why there are none: `declined`
+        steps: `{step: {label: result}}`. A result has figures, or the reason why there are none: `declined`
             by the kernel, or an `error`. An error is `final` if the process ended with it.
         deadline: the time, as `time.time()` has it, after which nothing is begun.
         patience: how many times longer than on a GPU anything may take.
@@ -75,7 +75,7 @@ class Record:
         print(f"[{left:6.0f} s left] {line[:300]}", flush=True)
 
     def begin(self, step: str, labels: Sequence[str], seconds: float) -> None:
-        """Says what is under way, and for how long at most: all that is known if the process ends or hangs.
+        """Records the labels that begin, and their time limit, in case the process ends or hangs.
 
         Raises `Late` if the time is spent.
         """
@@ -88,7 +88,7 @@ class Record:
         new.replace(self._now)
 
     def end(self) -> None:
-        """Says that nothing is under way."""
+        """Records that nothing is under way."""
         self._now.unlink(missing_ok=True)
 
     def under_way(self) -> tuple[str, list[str], float] | None:
@@ -101,7 +101,7 @@ class Record:
 
     @contextlib.contextmanager
     def guarded(self, step: str, label: str) -> Iterator[None]:
-        """Writes what is raised within instead of raising it.
+        """Records an exception that is raised within as a result.
 
         Raises `Late` if the time is spent, and `Lost` if the device does not work any more.
         """

@@ -71,7 +71,7 @@ def prefill(bench: Bench) -> None:
 
 
 def _example(query: Array, key: Array, value: Array, is_causal: bool) -> Array:
-    """JAX's example of attention in Mosaic GPU, as a yardstick: it knows float16 alone."""
+    """JAX's example of attention in Mosaic GPU, for comparison; it supports only float16."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     tiles: dict[str, Any] = {

@@ -13,7 +13,7 @@ from ._speed import decode, prefill
 from ._sweep import sweep
 from ._torch import torch
 
-# What would be missed most comes first, in case time runs out.
+# The most important come first, in case time runs out.
 STEPS: dict[str, Callable[[Bench], None]] = {
     "about": about,
     "roof": roof,

@@ -12,7 +12,7 @@ _KNOWN = ("kernel", "case", "mode", "dtype", "call", "tiles", "good", "moved")
 
 
 def summary(steps: Steps) -> Iterator[str]:
-    """Short tables: what is wrong, what did not run, and what was fast."""
+    """Short tables of wrong results, failures and times."""
     yield "== ceilings"
     for label, x in steps.get("roof", {}).items():
         figures = (f"{k} {v:.4g}" for k, v in x.items() if isinstance(v, float))
@@ -45,7 +45,7 @@ def summary(steps: Steps) -> Iterator[str]:
 
 
 def _lists(steps: Steps) -> dict[str, list[str]]:
-    """Results that are not figures, a line each, by what they are."""
+    """Wrong, irreproducible, declined and failed measurements, a line each."""
     moves = "differs from run to run (gradients of queries by cudnn and flash may)"
     lists: dict[str, list[str]] = {"WRONG": [], moves: [], "declined": [], "did not run": []}
     for step, results in steps.items():

@@ -21,7 +21,7 @@ _BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
 
 
 def torch(bench: Bench) -> None:
-    """The shapes of `prefill`. PyTorch measures in seconds what it takes Python to start another library."""
+    """Times PyTorch's attention on the shapes of `prefill`, in another process."""
     from ._speed import squares
 
     questions = {}

@@ -99,7 +99,7 @@ def loss(
       u_{tgt} = v - (t - r) (v \cdot \partial_z u + \partial_t u)$$
 
     where sg holds constant: equations 10 and 11. Squares are divided by themselves plus a constant, held
-    constant, as in the paper: then the weighted loss itself says little.
+    constant, as in the paper, so that the weighted loss itself is not informative.
     """
 
     def one(x: Array, key: PRNGKeyArray) -> Array:

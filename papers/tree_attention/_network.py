@@ -160,17 +160,17 @@ def _hosts(names: Sequence[str], mbit: float) -> Iterator[list[int]]:
 def _make_host(host: int, name: str, port: int, hosts: int, mbit: float) -> None:
     flags = _TAP | _NO_PROTOCOL_INFORMATION | _WITH_OFFLOAD_HEADER
     fcntl.ioctl(port, _SET_INTERFACE, struct.pack("16sH22x", name.encode(), flags))
-    # TCP hands over what it has in one piece, and the switch need not touch every 1500 bytes
+    # lets TCP send large segments, so that the switch does not handle every 1500 bytes
     fcntl.ioctl(port, _SET_OFFLOADS, _CHECKSUMS | _SEGMENTS)
     _run("ip", "netns", "add", name)
-    # gloo binds the address that the name of the machine stands for: on this host, its own
+    # gloo binds the address of the machine's host name, which has to be this host's own
     folder = Path("/etc/netns", name)
     folder.mkdir(parents=True)
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{_address(host)} {socket.gethostname()}\n")
     # a file descriptor keeps its interface when that moves to another namespace
     _run("ip", "link", "set", "dev", name, "netns", name)
     peers = [other for other in range(hosts) if other != host]
-    # Half a millisecond of the line in one piece at most, or small messages wait behind large ones.
+    # Segments of at most half a millisecond, or small messages wait for large ones.
     piece = int(min(65536, max(3000, mbit * 1e6 / 8 * 0.5e-3)))
     lines = [
         # Between devices of one host: by default a window is one segment of 64 kB, acknowledged after 40 ms.
@@ -186,11 +186,11 @@ def _make_host(host: int, name: str, port: int, hosts: int, mbit: float) -> None
         ],
     ]
     _run("ip", "-netns", name, "-batch", "-", stdin="\n".join(lines) + "\n")
-    # What is over the rate waits at the sender, where TCP sees it and holds back. Waiting in the
-    # switch, acknowledgements would queue behind megabytes of data.
+    # Data over the rate waits at the sender, where TCP notices it; in the switch, acknowledgements would queue
+    # behind megabytes of data.
     bucket = f"rate {mbit:.6g}mbit burst {piece + 4096} limit 32m"
     _run("tc", "-netns", name, *"qdisc add dev eth0 root tbf".split(), *bucket.split())
-    # the one that every kernel has, whatever this machine's own setting
+    # available in every kernel
     setting = "/proc/sys/net/ipv4/tcp_congestion_control"
     _run("ip", "netns", "exec", name, "sh", "-c", f"echo reno > {setting}")
 

@@ -1,4 +1,4 @@
-"""Measured exchanges beside those that the cost model predicts, for the results of `latency.py`."""
+"""Measured and predicted exchanges, for the results of `latency.py`."""
 
 import math
 import statistics

@@ -30,7 +30,7 @@ class Problem(NamedTuple):
         $$\mathrm{out} = \sum_a P_a v_a, \qquad \max \sum_a P_a\, |v_a|$$
 
         Returns:
-            `out` `[N, H]`; and what its rounding errors in another dtype are to be measured by.
+            `out` `[N, H]`; and the scale of its rounding errors in another dtype.
         """
         query = self.query()[0, 0].astype(np.float64)
         parts = [self.shard(device) for device in range(self.devices)]

@@ -68,7 +68,7 @@ def short(tokens: int) -> str:
 
 
 def rows(hosts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each method, of what every host has measured.
+    """A row for each method, from the measurements of all hosts.
 
     A step lasts until the last host has its answer, so a turn counts as long as on the slowest.
     """

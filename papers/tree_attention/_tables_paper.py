@@ -1,4 +1,4 @@
-"""Tables 1 and 2 of the paper's later text, and what the cost model says of the same machines."""
+"""Tables 1 and 2 of the paper's later text, and the cost model's predictions for the same machines."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from energy_attn.distributed.internal import exchanged, seconds
 from energy_attn.models import Llama, Llama3Rope, LlamaConfig
 
 TOKENS = 10
-# What the predictions rest on; printed with them.
+# The assumptions of the predictions, printed with them.
 ASSUMPTIONS = (
     "Lengths: k is 1024 in table 1; table 2 prints whole numbers.",
     "Weights and cache are bfloat16, and weights are whole on every device: the paper does not say.",

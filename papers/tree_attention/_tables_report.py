@@ -81,7 +81,7 @@ def time(seconds: dict[str, float], digits: int = 4) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws decode steps over lengths of prompts, ours and what the paper's tables leave for them."""
+    """Draws the times of decode steps over lengths of prompts, ours and those derived from the paper's tables."""
     runs, paper = result["runs"], result["paper"]
     systems = list(dict.fromkeys(row["system"] for row in paper))
     count = len(runs) + len(systems)
@@ -123,7 +123,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             milliseconds = [1e3 * x for x in seconds]
             style: dict[str, Any] = {"color": colour, "linestyle": line, "label": name}
             panel.plot(prompts, milliseconds, marker="o", markersize=3, **style)
-        # two labels of the table's would lie on each other
+        # without labels that would overlap
         ticks = [x for x in prompts if not any(x / 1.3 < y < x for y in prompts)]
         panel_over_lengths(panel, ticks, f"{system}, {rows[0]['model']}", "prompt")
     our_labels, paper_labels = (panels[0, place].get_legend_handles_labels() for place in (0, -1))

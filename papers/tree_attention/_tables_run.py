@@ -81,7 +81,7 @@ METHODS = {"tree": ea.attention, "ring, keys": ring("keys"), "ring, queries": ri
 
 
 def reader(chunk: int) -> Callable[..., Any]:
-    """Reads a prompt into a cache; gives the token after it, and the cache."""
+    """A function that reads a prompt into a cache and returns the next token and the cache."""
 
     def read(model: Any, tokens: Any, cache: Any) -> tuple[Any, Any]:
         out = model.prefill(tokens, cache, chunk_size=chunk)
@@ -136,7 +136,7 @@ def predicted(
 
 
 def timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """Seconds until the last process has what `run` returns, and that."""
+    """Seconds until the last process has the result of `run`, and the result."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("begin")
     start = time.perf_counter()
@@ -155,7 +155,7 @@ def measure(
     repetitions: int = REPETITIONS,
     chunk: int = CHUNK,
 ) -> dict[str, Any]:
-    """Times one length of prompt and so many tokens after it, on the mesh in force."""
+    """Times a prompt of one length and `count` tokens after it, on the mesh in force."""
     topology = cost.topology_of_mesh(jax.sharding.get_mesh())
     tokens = place(text[None, :prompt].astype(np.int32), P(), replicated=True)
     slots = prompt + count

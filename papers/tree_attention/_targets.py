@@ -1,4 +1,4 @@
-"""Machines that are not here, compiled for ahead of time: TPU slices with libtpu, GPUs with CUDA's compiler."""
+"""Targets of ahead-of-time compilation: TPU slices with libtpu, GPUs with CUDA's compiler."""
 
 import math
 import os
@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Target(NamedTuple):
-    """Devices to compile for: a name for people, bytes of memory of each as their maker counts them,
-    what the cost model knows of them, and what describes them to JAX.
+    """Devices to compile for: a display name, the bytes of memory of each as published, the network for the cost
+    model, and a function that returns their description for JAX.
     """
 
     name: str

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     seconds_per_method: float
     seconds: int
     coordinator: str
-    folder: str  # holds answers.npz, by number of keys; and is given HOST.json
+    folder: str  # contains answers.npz, by number of keys; HOST.json is written there
 
 
 def methods(axes: tuple[str, ...], devices: int) -> dict[str, Callable[..., Any]]:
@@ -123,7 +123,7 @@ class Side:
 
 
 def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
-    """Times every method on `keys` keys: in turns, so that what disturbs one disturbs all."""
+    """Times every method on `keys` keys, in turns, so that disturbances affect all."""
     import jax
     from jax.experimental import multihost_utils
     from jax.sharding import NamedSharding
@@ -186,7 +186,7 @@ def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
 
 
 def main(plan: Plan) -> list[dict[str, Any]]:
-    """Meets the other hosts, and measures each number of keys."""
+    """Connects to the other hosts, and measures each number of keys."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={plan.devices}"
     import jax

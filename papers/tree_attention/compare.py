@@ -1,9 +1,9 @@
-"""Committed measurements of `latency.py` beside the cost model as it is now.
+"""Committed measurements of `latency.py` beside the current cost model.
 
     python papers/tree_attention/compare.py FITTED.json ... --unseen OTHER.json ... --out measured.svg
 
-Puts the model's figures into the files anew, prints each exchange, and draws all of them, measured
-against predicted: hollow where the model's constants were not set by them. Nothing is measured here.
+Updates the model's figures in the files, prints each exchange, and draws all of them, measured against
+predicted: hollow where the model's constants were not fitted to them. Nothing is measured.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def show(files: Sequence[Path]) -> list[Point]:
-    """The exchanges of files, which have the model's figures anew; each is printed."""
+    """Updates the model's figures in files, prints each exchange, and returns all of them."""
     all_points: list[Point] = []
     for path in files:
         result = json.loads(path.read_text())

@@ -35,7 +35,7 @@ ROUNDINGS = 16
 
 
 def main() -> int:
-    """Measures as the arguments say, prints tables, and writes JSON and a plot."""
+    """Measures, prints tables, and writes JSON and a plot."""
     args = arguments()
     missing = "--loopback" if args.loopback else Network.missing()
     if missing:
@@ -167,7 +167,7 @@ def together(
 
 
 def free_port() -> int:
-    """A port that nobody listens on here; in a namespace, nobody does on any."""
+    """A free port of this machine; in a network namespace, all ports are free."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

@@ -1,4 +1,4 @@
-"""How the solvers of the Bayesian reading fare: python papers/tree_attention/map.py [--json FILE].
+"""The convergence of the solvers of the Bayesian reading: python papers/tree_attention/map.py [--json FILE].
 
 For each of 50 seeds: 64 keys of width 8 with values of width 8 and one query, all standard normal, at inverse
 temperatures β (the scale of the scores is β/√8). The point whose conjugate is asked for is a mean of the values with

@@ -1,4 +1,4 @@
-"""Tables 1 and 2 of the paper's later text on whatever devices there are.
+"""Tables 1 and 2 of the paper's later text on the available devices.
 
     python papers/tree_attention/tables.py --devices 8 --prompts 8192,16384,32768
     python papers/tree_attention/tables.py --processes 2,4 --prompts 8192,16384
@@ -14,8 +14,8 @@ so many on the CPU. `--processes` starts real processes on this machine, with `-
 each, that talk by gloo over loopback. The model is the library's own, of bytes, 0.9 million weights:
 what they are does not change times.
 
-`--aot` compiles the paper's own models, for machines that are not here, and says what they hold and
-send: for GPUs with CUDA's compiler (`make test-cuda` says what to install), for TPUs with libtpu.
+`--aot` compiles the paper's own models for other machines, and prints their memory and communication: for GPUs
+with CUDA's compiler (see `make test-cuda`), for TPUs with libtpu.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LAUNCH = Path(__file__).parents[2] / "examples/cluster/launch.py"
 
 
 def main() -> int:
-    """Does what the arguments say, prints tables, and writes JSON and a plot."""
+    """Measures or compiles, prints tables, and writes JSON and a plot."""
     args = arguments()
     prepare(args)
     result = {"machine": machine(), **(compiled(args) if args.aot else measured(args))}
@@ -79,7 +79,7 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Sets what is read when JAX and Equinox are imported, or JAX starts."""
+    """Sets environment variables that JAX and Equinox read when they are imported or start."""
     # The cache's check that there is room would wait for the device at each step.
     os.environ.setdefault("EQX_ON_ERROR", "off")
     if args.aot:
@@ -91,7 +91,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """The protocol, on the devices here or in each group of processes."""
+    """The protocol, on the devices of this process or in each group of processes."""
     from _tables_paper import ASSUMPTIONS, TOKENS, beside_measured
     from _tables_report import paper_table, run_table
     from _tables_run import REPETITIONS, run
