@@ -3,8 +3,6 @@
 from .cache._arguments import check_counts as check_counts
 from .cache._arguments import check_reach as check_reach
 from .cache._arguments import check_stored as check_stored
-from .cache._write import CacheSharding as CacheSharding
-from .cache._write import cache_sharding as cache_sharding
 from .cache._write import positions_from as positions_from
 from .cost._merges import exchanged as exchanged
 from .cost._merges import summed as summed

@@ -272,7 +272,8 @@ def _scatter(buffer: Array, new: Array, slot: Array) -> Array:
 
 
 # Older versions of XLA:CPU scatter bfloat16 through float32, the whole buffer for each token, and copy the buffer
-# if its bits are scattered. This is one fused loop over the buffer, in place, which stores only what is new.
+# if its bits are scattered (`test_append_in_place`). This is one fused loop over the buffer, in place, which stores
+# only new entries.
 def _choose(buffer: Array, new: Array, slot: Array) -> Array:
     slots, tokens = buffer.shape[1], new.shape[1]
 

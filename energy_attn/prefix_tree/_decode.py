@@ -10,10 +10,8 @@ from jaxtyping import Array, Float
 
 from energy_attn.distributed import KVCache
 from energy_attn.distributed.internal import (
-    CacheSharding,
     ShardingPlan,
     attend_sharded,
-    cache_sharding,
     check_reach,
     check_stored,
     reshard_explicit,
@@ -233,7 +231,7 @@ def gather_path(cache: KVCache, path: Array, key: Array, value: Array) -> tuple[
         return gather_slots(key, path), gather_slots(value, path)
 
     key, value, path = map(jnp.asarray, (key, value, path))
-    sharding = _sharding(cache)
+    sharding = cache._sharding()
     if sharding is None:
         return taken(key, value, path)
     sharded = jax.shard_map(
@@ -245,10 +243,6 @@ def gather_path(cache: KVCache, path: Array, key: Array, value: Array) -> tuple[
     )
     key, value = reshard_explicit(sharding.mesh, sharding.axes, (key, value), sharding.new)
     return sharded(key, value, reshard_explicit(sharding.mesh, sharding.axes, path, sharding.rows))
-
-
-def _sharding(cache: KVCache) -> CacheSharding | None:
-    return cache_sharding(cache.parallel, cache.key, cache.slots.devices)
 
 
 def _check_cache(cache: object) -> None:

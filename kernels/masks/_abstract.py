@@ -96,19 +96,8 @@ def _checked(name: str, x: Any) -> AbstractMask:
     return x
 
 
-class And(AbstractMask):
-    """`first & second`: shows the keys that both masks show.
-
-    Raises:
-        TypeError: either is no mask.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> from energy_attn import masks
-        >>> near = masks.Causal() & masks.Window(1, None)
-        >>> near.visible(jnp.array([[2]]), jnp.arange(4)[None]).tolist()
-        [[False, True, True, False]]
-    """
+class _Pair(AbstractMask):
+    """Two masks that are joined."""
 
     first: AbstractMask
     second: AbstractMask
@@ -121,8 +110,22 @@ class And(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of both."""
         return self.first.ranks + self.second.ranks
+
+
+class And(_Pair):
+    """`first & second`: shows the keys that both masks show.
+
+    Raises:
+        TypeError: either is no mask.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> near = masks.Causal() & masks.Window(1, None)
+        >>> near.visible(jnp.array([[2]]), jnp.arange(4)[None]).tolist()
+        [[False, True, True, False]]
+    """
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Visible by both."""
@@ -137,7 +140,7 @@ class And(AbstractMask):
         return self.first.all_visible(query, key) & self.second.all_visible(query, key)
 
 
-class Or(AbstractMask):
+class Or(_Pair):
     """`first | second`: shows the keys that either mask shows.
 
     Raises:
@@ -150,20 +153,6 @@ class Or(AbstractMask):
         >>> prefix.visible(jnp.array([[0]]), jnp.arange(4)[None]).tolist()
         [[True, True, False, False]]
     """
-
-    first: AbstractMask
-    second: AbstractMask
-
-    by_intervals = True
-
-    def __check_init__(self) -> None:
-        _checked("first", self.first)
-        _checked("second", self.second)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Those of both."""
-        return self.first.ranks + self.second.ranks
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Visible by either."""
@@ -201,7 +190,6 @@ class Not(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of the mask."""
         return self.mask.ranks
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:

@@ -21,7 +21,6 @@ class All(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """It has no arrays."""
         return ()
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:

@@ -22,7 +22,6 @@ class Causal(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """It has no arrays."""
         return ()
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:

@@ -71,7 +71,6 @@ class Function(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of the parameters."""
         return tuple(x.ndim - self.batched for x in self.parameters)
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:

@@ -45,7 +45,6 @@ class Lengths(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """One scalar, or two."""
         return (0,) if self.queries is None else (0, 0)
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:

@@ -41,7 +41,6 @@ class Prefix(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """A scalar."""
         return (0,)
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:

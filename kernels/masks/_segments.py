@@ -47,7 +47,6 @@ class Segments(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """One table, or two."""
         return (1,) if self.key_ids is None else (1, 1)
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:

@@ -57,7 +57,6 @@ class BlockTable(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of the mask, and two tables."""
         return (*self.mask.ranks, 2, 2)
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:

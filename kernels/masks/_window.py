@@ -39,7 +39,6 @@ class Window(AbstractMask):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """It has no arrays."""
         return ()
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:

@@ -58,7 +58,7 @@ def sample(
             index = query_index._replace(key=j)
 
             def draw() -> Draw:
-                chances = _uniform(keys, j, (2, number), drawn.lse.dtype)
+                chances = uniform(fold_in_seeds(keys, j), (2, number), drawn.lse.dtype)
                 indices, lse = _draw(blocks.scores(index), chances[:, :, 1])
                 first = j.astype(jnp.int32) * g.keys
                 new = Draw(jnp.where(indices < 0, -1, indices + first), lse)
@@ -109,10 +109,6 @@ def uniform(
         return jax.random.uniform(key, shape, dtype)
 
     return jax.vmap(draw)(seeds.reshape(-1, 2)).reshape(*seeds.shape[:-1], *shape)
-
-
-def _uniform(seeds: Array, number: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    return uniform(fold_in_seeds(seeds, number), shape, dtype)
 
 
 def _draw(

@@ -29,7 +29,9 @@ def backward_by_head(
     Large calls are computed one key head at a time.
     """
     heads, kv_heads = operands.query.shape[2], operands.key.shape[2]
-    if kv_heads == 1 or not _is_large(operands.query, state):
+    query = operands.query
+    large = is_static(*query.shape) and query.size * state.lse.dtype.itemsize > LEAST
+    if kv_heads == 1 or not large:
         cotangents, in_flight = backward_unrounded(operands, settings, state, cotangent, in_flight)
         query = cotangents.query if d_query is None else cotangents.query + d_query
         return cotangents._replace(query=query), in_flight
@@ -59,10 +61,6 @@ def backward_by_head(
     cotangents = lax.fori_loop(0, kv_heads, add, sums)
     (query, key, value), in_flight = after_products(cotangents[:3], in_flight)
     return cotangents._replace(query=query, key=key, value=value), in_flight
-
-
-def _is_large(query: Array, state: AttentionState) -> bool:
-    return is_static(*query.shape) and query.size * state.lse.dtype.itemsize > LEAST
 
 
 def _of_head(operands: Operands, head: Array) -> Operands:
