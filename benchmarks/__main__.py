@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from energy_attn.kernels.internal import platform_here
 
-from . import attention, derivatives, energies, llama, masks, observables, speculative
+from . import attention, derivatives, energies, llama, loops, masks, observables, speculative
 from .command import add_common, write
 from .picture import draw
 from .runner import Case, run
@@ -24,6 +24,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "derivatives": derivatives.CASES,
     "energies": energies.CASES,
     "masks": masks.CASES,
+    "loops": loops.CASES,
     "llama": llama.CASES,
     "speculative": speculative.CASES,
 }

@@ -26,6 +26,7 @@ from energy_attn.kernels.masks import AbstractMask
 from energy_attn.kernels.scores import AbstractScore
 
 from ..functional._free_energy import (
+    Source,
     StaticCall,
     attention_and_energy,
     energy_at,
@@ -258,7 +259,7 @@ def _check_gibbs(energy: FreeEnergy) -> None:
 
 def _prepare(
     energy: FreeEnergy,
-    source: Any,
+    source: Source,
     query: Array,
     key: Array,
     value: Array,

@@ -33,8 +33,15 @@ recorders = jax.make_user_context(())
 
 
 def tagged(
-    name: str, source: Any, query: Any, key: Any, value: Any, bias: Any, mask: Any, **options: Any
-) -> Any:
+    name: str,
+    source: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Any,
+    **options: Any,
+) -> Array:
     """The query, which carries what the recorders at work ask of the energies of a call.
 
     The query itself when nothing is recorded. The values are side inputs of a primitive that the call

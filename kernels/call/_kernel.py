@@ -77,6 +77,13 @@ class AbstractKernel(abc.ABC):
         Looks at shapes, dtypes and installed packages, never at values.
         """
 
+    def check_preferred(self, call: KernelCall) -> None:
+        """Raises `NotImplementedError` with the reason for calls that it takes, but that those after it compute faster.
+
+        None by default. It gets such a call where it is named and no other kernel that is takes it.
+        """
+        del call
+
     @abc.abstractmethod
     def forward(self, call: KernelCall) -> AttentionState:
         """The state: `out` `[B, T, N, Hv]` in value's dtype; `lse` `[B, T, N]`, natural, in float32 or float64.

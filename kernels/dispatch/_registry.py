@@ -64,7 +64,7 @@ def implementations() -> tuple[str, ...]:
     | `fa4` | NVIDIA | fa4-jax (Python 3.12) | 16 bits, widths to 256 (10.0: 128); plain; only by name |
     | `splash` | TPU | JAX's splash attention | bfloat16, whole blocks of 128, scales that are powers of two; plain |
     | `pallas_tpu` | TPU | Pallas on Mosaic | bfloat16, float32, any positions and segments; few rows read in place |
-    | `decode_cpu` | CPU | XLA's operations | 16 and 32 bits, at most 128 queries times heads, few for each key head |
+    | `decode_cpu` | CPU | XLA's operations | 16 and 32 bits, to 128 queries times heads, few a key head; many values |
     | `decode` | all | XLA's operations | any call with at most 64 queries times heads |
     | `blockwise` | all | XLA's operations | any call, memory O(T·block) |
     | `reference` | all | XLA's operations | any call, with the whole score matrix; derivatives in both modes |
@@ -206,7 +206,9 @@ def _accepting(
     names: Sequence[Candidate], settings: Settings, operands: Operands
 ) -> tuple[tuple[AbstractKernel, ...], dict[str, str]]:
     """The kernels that take a call, up to the first that runs everywhere, and why others decline."""
+    call = KernelCall(operands, settings)
     kernels: list[AbstractKernel] = []
+    slower: list[AbstractKernel] = []
     reasons: list[tuple[str, NotImplementedError]] = []
     for name in names:
         kernel = _kernel_of(name)
@@ -214,13 +216,20 @@ def _accepting(
             if kernel.platforms:
                 _check_known(operands)
                 _check_unsplit(operands)
-            check_call_of(kernel, KernelCall(operands, settings))
+            check_call_of(kernel, call)
         except NotImplementedError as reason:
             reasons.append((kernel.name, reason))
+            continue
+        try:
+            kernel.check_preferred(call)
+        except NotImplementedError as reason:
+            reasons.append((kernel.name, reason))
+            slower.append(kernel)
             continue
         kernels.append(kernel)
         if not kernel.platforms:
             break
+    kernels = kernels or slower  # of kernels that are named alone
     if kernels:
         return tuple(kernels), {name: str(reason) for name, reason in reasons}
     if len(reasons) == 1:

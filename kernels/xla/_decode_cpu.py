@@ -15,6 +15,8 @@ from ._softmax import normalised
 from ._weighed_sum import Pieces, maximum_of, weighed_sum
 
 MOST_ROWS = 128
+# From here on steps in a scan over caches are faster than by `decode`, below slower (`python -m benchmarks loops`).
+LEAST_NUMBERS = 1 << 22
 PIECES = Pieces()
 
 
@@ -48,6 +50,16 @@ class DecodeCPU(AbstractDecode):
         if rows > self.most * kv_heads:
             raise NotImplementedError(
                 f"query: wanted at most {self.most * kv_heads} rows a key head, got {rows}"
+            )
+
+    def check_preferred(self, call: KernelCall) -> None:
+        """Raises `NotImplementedError` for few values, which `decode` multiplies faster in a loop of steps."""
+        _, key_len, kv_heads, width = call.operands.value.shape
+        numbers = key_len * kv_heads * width
+        if numbers < LEAST_NUMBERS:
+            raise NotImplementedError(
+                f"value: wanted at least {LEAST_NUMBERS} numbers in a row of the batch, where this is faster than "
+                f"decode, got {numbers}"
             )
 
     def forward(self, call: KernelCall) -> AttentionState:
