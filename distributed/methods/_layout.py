@@ -175,6 +175,8 @@ def place_tokens(
         parallel.layout == "contiguous" and not local
     ):
         return tokens
+    if tokens.query_positions is not None and tokens.key_positions is not None:
+        return tokens
     if plan is not None and plan.local:
         keys = local_positions(parallel.layout, key_len, parallel.axes)
         queries = jnp.arange(query_len, dtype=jnp.int32)[None]

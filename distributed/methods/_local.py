@@ -113,7 +113,7 @@ def sharded_attention(
         queries=sharded,
         scores=functools.partial(_scores, way, axes, sharded),
     )
-    operands = call.operands._replace(sink=check_sink(sink, query))
+    operands = call.operands._replace(sink=check_sink(sink, query.shape[:-1]))
     local = LocalCall(names, *keys_beside_sink(call.settings, operands), axes, sharded)
     state = with_merged_sink(way.attend(local), call.settings, operands)
     return state if call.batched else unbatched(state)

@@ -26,7 +26,6 @@ from energy_attn.kernels.internal import (
     check_call,
     check_integral,
     check_shape,
-    check_sink,
     received,
     with_unrounded_out,
 )
@@ -115,7 +114,6 @@ def tree_decode(
     _check_nodes(cache, batch, slots, key, value)
     check_stored("query", query, cache.dtype)
     check_shape("query", query, (batch, slots, "N", cache.key.shape[-1]))
-    sink = check_sink(sink, query)
     names = candidates(implementation)
     reach = check_reach(local_window_size, cache.window)
     plan = sharding_plan(cache.parallel, query, cache.key, cache.value)

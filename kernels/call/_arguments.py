@@ -164,7 +164,7 @@ def check_scored(
         value_scale=scales[1],
         query_lengths=canonical.tokens.query_lengths,
         key_lengths=canonical.tokens.key_lengths,
-        sink=check_sink(sink, query if batched else query[0]),
+        sink=check_sink(sink, query.shape[0 if batched else 1 : -1]),
     )
     return CheckedCall(operands, Settings(scale, canonical.structure, score=score), batched)
 

@@ -11,15 +11,15 @@ from .._checks import check_floating, received
 from ._state import AttentionState, safe_shift, share
 
 
-def check_sink(sink: object, query: Array) -> Any:
-    """Returns `sink` if it is None or has a score for each head of a checked query.
+def check_sink(sink: object, rows: tuple[int, ...]) -> Any:
+    """Returns `sink` if it is None or has a score for each head of rows `(B, T, N)` or `(T, N)`.
 
     Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
     """
     if sink is None:
         return None
-    array, heads = check_floating("sink", sink), query.shape[-2]
-    shapes = [(heads,)] if query.ndim == 3 else [(heads,), (query.shape[0], heads)]
+    array, heads = check_floating("sink", sink), rows[-1]
+    shapes = [(heads,)] if len(rows) == 2 else [(heads,), (rows[0], heads)]
     if array.shape not in shapes:
         raise ValueError(
             f"sink: wanted a score for each head, {' or '.join(map(str, shapes))}, "

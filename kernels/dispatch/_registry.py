@@ -229,7 +229,8 @@ def _accepting(
         kernels.append(kernel)
         if not kernel.platforms:
             break
-    kernels = kernels or slower  # of kernels that are named alone
+    if all(kernel.platforms for kernel in kernels):  # else the last takes what slower ones are left
+        kernels += slower
     if kernels:
         return tuple(kernels), {name: str(reason) for name, reason in reasons}
     if len(reasons) == 1:

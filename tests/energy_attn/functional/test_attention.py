@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
+from energy_attn.functional import _free_energy
 from tests.support.naive import assert_close
 from tests.support.problems import PROBLEMS, Problem, cast
 from tests.support.reference import dense, dense_vjp, magnitudes, rows
@@ -373,3 +374,30 @@ def test_refused_as_jax_nn(changes, unchecked):
     for attend in (jax.nn.dot_product_attention, ea.attention):
         with pytest.raises((ValueError, TypeError)):
             attend(**given)
+
+
+def test_arguments_are_checked_once(monkeypatch):
+    """Checks again for each state, source, sink and derivative of a call, as eager calls and traces would pay for."""
+    checked = []
+
+    def counting(*args, **options):
+        checked.append(options)
+        return check_scored(*args, **options)
+
+    check_scored = _free_energy.check_scored
+    monkeypatch.setattr(_free_energy, "check_scored", counting)
+    arrays, _ = cast(BASE, jnp.float32)
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    source = jnp.ones((*query.shape[:-1], value.shape[-1]))
+
+    def total(query, source, scale, sink):
+        options = {"scale": scale, "sink": sink, "key_value_seq_lengths": ints(7, 3)}
+        return ea.free_energy(query, key, value, source=source, **options).sum()
+
+    sink = jnp.zeros(query.shape[-2])
+    jax.grad(total, (0, 1, 2, 3))(query, source, jnp.float32(0.3), sink)
+    assert len(checked) == 1
+    ea.attention(query, key, value, sink=sink, is_causal=True)
+    assert len(checked) == 2
+    ea.FreeEnergy().at(query, key, value).tilt(source).entropy()
+    assert len(checked) == 4  # when it is made, and for what it is asked

@@ -226,3 +226,21 @@ def test_one_cached_program_for_each_shape(kernels):
     sizes = _lowering._bind._cache_size()
     attend(arrays())
     assert _lowering._bind._cache_size() == sizes
+
+
+def test_a_slower_kernel_is_passed_over():
+    """Few values, as in a loop of decode steps: by `decode_cpu` only if no other that is named takes them."""
+    call = check_call(*(jnp.zeros((2, 3, 4, 8), jnp.float32),) * 3)
+    few = call.settings, call.operands._replace(query=call.operands.query[:, :1])
+    key = jax.ShapeDtypeStruct((2, 1 << 17, 4, 8), jnp.float32)
+    many = few[0], few[1]._replace(key=key, value=key)
+    for names, of_few in (
+        (_registry.tried(), "decode"),
+        (("decode_cpu", "blockwise"), "blockwise"),
+        (("decode_cpu",), "decode_cpu"),
+        (("decode_cpu", "pallas_tpu"), "decode_cpu"),
+    ):
+        name, declined = _registry.explain(names, *few, "cpu")
+        assert name == of_few
+        assert name == "decode_cpu" or "got 96" in dict(declined)["decode_cpu"]
+        assert _registry.explain(names, *many, "cpu").name == "decode_cpu"
