@@ -8,6 +8,8 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import (
     as_int32,
+    check_array,
+    check_boolean,
     check_floating,
     check_integer,
     check_integral,
@@ -128,3 +130,40 @@ def check_reach(size: object, window: int | None) -> tuple[int, int] | None:
             f"local_window_size: wanted at most the cache's window, {window}, to the left, got {size}"
         )
     return (window, 0) if reach is None else reach
+
+
+def check_rows(name: str, rows: object, count: int) -> Array:
+    """Whether each of `count` rows is meant, from booleans or indices; indices that are traced may be out of range.
+
+    Raises as `KVCache.reset`.
+    """
+    if jnp.issubdtype(check_array(name, rows).dtype, jnp.bool_):
+        check_shape(name, check_boolean(name, rows), (count,))
+        return jnp.asarray(rows)
+    indices = check_indices(name, rows, count)
+    return (indices[:, None] == jnp.arange(count, dtype=jnp.int32)[None]).any(0)
+
+
+def check_indices(name: str, rows: object, count: int, *, unique: bool = False) -> Array:
+    """Indices of rows as int32, out of range only where they are traced.
+
+    Raises `TypeError` for no integers, `ValueError` for a wrong shape and, where values are known, for
+    indices not from 0 to `count - 1` or, if they are to be `unique`, that repeat.
+    """
+    indices = check_integral(name, rows)
+    check_shape(name, indices, ("n",))
+    if not isinstance(rows, jax.core.Tracer):
+        known = np.asarray(indices)
+        if ((known < 0) | (known >= count)).any():
+            raise ValueError(f"{name}: wanted rows from 0 to {count - 1}, got {known.tolist()}")
+        if unique and len(set(known.tolist())) < len(known):
+            raise ValueError(f"{name}: wanted different rows, got {known.tolist()}")
+    return jnp.asarray(as_int32(indices))
+
+
+def check_same(
+    what: str, mine: object, theirs: object, error: type[Exception] = ValueError
+) -> None:
+    """Raises `error` if the other cache differs in `what`."""
+    if mine != theirs:
+        raise error(f"other: wanted the {what} of the cache, {mine}, got {theirs}")

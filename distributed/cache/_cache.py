@@ -1,6 +1,5 @@
 """A cache of keys and values of fixed size, sharded over devices."""
 
-import dataclasses
 import os
 from typing import Any, Literal, Unpack
 
@@ -16,7 +15,6 @@ from energy_attn.kernels.internal import (
     check_call,
     check_floating_dtype,
     check_integer,
-    dequantize,
     received,
 )
 from energy_attn.kernels.masks import AbstractMask
@@ -24,17 +22,16 @@ from energy_attn.kernels.masks import AbstractMask
 from ..methods._parallel import SequenceParallel
 from ..methods._plan import sharding_plan
 from ..methods._sharded_attention import attend_sharded
-from ._arguments import check_counts, check_new, check_room, check_whole, layout
+from ._arguments import check_room, layout
 from ._files import check_path, write
 from ._io import reload
-from ._quantize import quantize
 from ._queries import EnergyLike, Measure, check_queries, check_scores, energy_of_cache
 from ._slots import Slots
-from ._write import CacheSharding, Stored, blank, cache_sharding, fitting, positions
-from ._write import append as write_tokens
+from ._tokens import AbstractTokens
+from ._write import blank
 
 
-class KVCache(eqx.Module):
+class KVCache(AbstractTokens):
     r"""Keys and values of the tokens read so far, sharded along the sequence.
 
     Tokens are dealt to devices in blocks: with blocks of $b$ tokens and $p$ devices,
@@ -151,106 +148,6 @@ class KVCache(eqx.Module):
             parallel,
         )
         return KVCache(*stored, starts, lengths, slots, window, kind, parallel)
-
-    @property
-    def capacity(self) -> int:
-        """How many tokens each row has room for."""
-        return self.slots.capacity
-
-    @property
-    def positions(self) -> Int[Array, "B S"]:
-        """The token that each slot holds, `[B, capacity]` int32; -1 where it holds none.
-
-        For `key_positions=` of [`attention`][energy_attn.attention] and its like. Raises
-        `ValueError` as `append` does for the mesh.
-        """
-        return positions(self._sharding(), self.slots, self.starts, self.lengths)
-
-    def keys(self) -> Float[Array, "B S K H"]:
-        """The keys of all slots, in `dtype`."""
-        return dequantize(self.key, self.key_scale, self.dtype)
-
-    def values(self) -> Float[Array, "B S K Hv"]:
-        """The values of all slots, in `dtype`."""
-        return dequantize(self.value, self.value_scale, self.dtype)
-
-    def append(
-        self,
-        key: Float[Array, "B T K H"],
-        value: Float[Array, "B T K Hv"],
-        *,
-        lengths: Int[Array, " B"] | None = None,
-    ) -> "KVCache":
-        """The cache with new tokens after those of each row.
-
-        Each device writes its own tokens, without communication. Rows may have different lengths.
-        Differentiable from what is read to what was appended.
-
-        Args:
-            key: `[B, T, K, H]` in the cache's `dtype`, equal on all devices that share a row.
-            value: `[B, T, K, Hv]`.
-            lengths: `[B]`, how many of the `T` tokens each row really has, 0 to `T`, in front; None
-                means `T`.
-
-        Raises:
-            TypeError: no array, or of another dtype.
-            ValueError: shapes that do not fit the cache; more tokens at once than it has room for
-                beside its window; another number of devices than it was made for, or no mesh.
-            RuntimeError: (Equinox's, when it runs) a row has no room for its tokens; none of them
-                is then written, nor anything overwritten. `EQX_ON_ERROR=off` leaves out this check,
-                which waits for the device once a step on GPUs; rows without room then stay as they
-                are.
-        """
-        room = self.capacity - (self.window or 0)
-        tokens = check_new(key, value, self.dtype, self.key.shape, self.value.shape, room)
-        counts = check_counts(lengths, len(self.lengths), tokens)
-        return self._written(key, value, self._fitting(counts, tokens))
-
-    def _fitting(self, counts: Array, tokens: int) -> Array:
-        """`counts`, or an error at run time if a row has no room for as many tokens."""
-        starts = None if self.window is not None else self.starts
-        return fitting(self._sharding(), self.capacity, starts, self.lengths, counts, tokens)
-
-    def _written(self, key: Array, value: Array, counts: Array) -> "KVCache":
-        """`append` without its checks."""
-        new = Stored(jnp.asarray(key), jnp.asarray(value), None, None)
-        if self.key_scale is not None:
-            (key, key_scale), (value, value_scale) = quantize(new.key), quantize(new.value)
-            new = Stored(key, value, key_scale, value_scale)
-        is_ring, sharding = self.window is not None, self._sharding()
-        stored, starts, new_lengths = write_tokens(
-            sharding, self.slots, is_ring, self._stored(), new, self.starts, self.lengths, counts
-        )
-        return dataclasses.replace(self, **stored._asdict(), starts=starts, lengths=new_lengths)
-
-    def evict(
-        self,
-        count: int | Int[Array, " B"] | None = None,
-        *,
-        before: int | Int[Array, " B"] | None = None,
-    ) -> "KVCache":
-        """The cache without its oldest tokens, whose slots become free; no data moves.
-
-        Args:
-            count: how many tokens of each row to evict, for all rows or `[B]`; all if there are fewer.
-            before: instead, the position before which tokens are evicted, for all rows or `[B]`.
-
-        Raises:
-            TypeError: no integers.
-            ValueError: both arguments or none, negative numbers, or another number of rows.
-        """
-        if (count is None) == (before is None):
-            raise ValueError(
-                f"count: wanted either count or before, got {received(count)} and {received(before)}"
-            )
-        rows = len(self.lengths)
-        if count is None:
-            first = check_whole("before", before, rows)
-        else:
-            stored = self.lengths - self.starts
-            first = self.starts + jnp.minimum(check_whole("count", count, rows), stored)
-        starts = jnp.clip(first, self.starts, self.lengths)
-        return dataclasses.replace(self, starts=starts)
 
     def attend(
         self,
@@ -388,9 +285,3 @@ class KVCache(eqx.Module):
         metadata, starts, lengths = loaded.metadata, loaded.starts, loaded.lengths
         window, dtype = metadata.window, metadata.dtype
         return KVCache(*loaded.stored, starts, lengths, metadata.slots, window, dtype, parallel)
-
-    def _sharding(self) -> CacheSharding | None:
-        return cache_sharding(self.parallel, self.key, self.slots.devices)
-
-    def _stored(self) -> Stored:
-        return Stored(self.key, self.value, self.key_scale, self.value_scale)

@@ -189,7 +189,7 @@ def append(
             if buffer is None or new is None:
                 return None
             taken = jax.vmap(lambda x, i: jnp.take(x, i, 0, mode="clip"))(new, token)
-            return _write(buffer, taken, slot)
+            return write_at(buffer, taken, slot)
 
         new_lengths = lengths + counts
         if is_ring:
@@ -259,7 +259,7 @@ def positions_from(first: Array, counts: Array, tokens: int) -> Array:
     return jnp.where(offset < counts[:, None], first[:, None] + offset, -1)
 
 
-def _write(buffer: Array, new: Array, slot: Array) -> Array:
+def write_at(buffer: Array, new: Array, slot: Array) -> Array:
     """`buffer` `[B, S, ...]` with `new` `[B, L, ...]` at `slot` `[B, L]`; dropped where that is ≥ S."""
     return lax.platform_dependent(buffer, new, slot, cpu=_in_branch, default=_scatter)
 

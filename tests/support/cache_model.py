@@ -15,9 +15,9 @@ B, K, N, H, V = 3, 2, 4, 3, 5
 append = jax.jit(KVCache.append)
 
 
-def empty(kind="8", capacity=48, block_size=2, **options):
+def empty(kind="8", capacity=48, block_size=2, rows=B, **options):
     options = {"dtype": jnp.float64, "parallel": parallel_of(kind)} | options
-    return KVCache.empty(B, capacity, K, H, V, block_size=block_size, **options)
+    return KVCache.empty(rows, capacity, K, H, V, block_size=block_size, **options)
 
 
 def started(key, value, lengths=None, **options):
@@ -44,8 +44,8 @@ def tokens(seed, T, dtype=jnp.float64):
 class Model:
     """What the cache is to hold: for each row, a dictionary from position to key and value."""
 
-    def __init__(self, window_capacity=None):
-        self.rows, self.lengths = [{} for _ in range(B)], [0] * B
+    def __init__(self, window_capacity=None, rows=B):
+        self.rows, self.lengths = [{} for _ in range(rows)], [0] * rows
         self.ring = window_capacity
 
     def append(self, key, value, counts):
@@ -62,11 +62,20 @@ class Model:
             for n in [n for n in row if n < first]:
                 del row[n]
 
+    def reset(self, rows):
+        for b in rows:
+            self.rows[b], self.lengths[b] = {}, 0
+
+    def replace(self, rows, other):
+        for b, row, length in zip(rows, other.rows, other.lengths, strict=True):
+            self.rows[b], self.lengths[b] = dict(row), length
+
     def problem(self, query, query_positions, **options):
         """Attention over these tokens as the judge takes it, in the order of positions."""
         S = max(1, *map(len, self.rows))
-        key, value = np.zeros((B, S, K, H)), np.zeros((B, S, K, V))
-        positions = np.full((B, S), -1)
+        rows = len(self.rows)
+        key, value = np.zeros((rows, S, K, H)), np.zeros((rows, S, K, V))
+        positions = np.full((rows, S), -1)
         for b, row in enumerate(self.rows):
             for s, n in enumerate(sorted(row)):
                 positions[b, s] = n

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import equinox as eqx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.kernels.internal import check_shape, received
@@ -71,6 +71,33 @@ class DecoderCache(eqx.Module):
         """The mesh axes that the slots are sharded over."""
         return self.layers[0].parallel
 
+    def reset(self, rows: Bool[Array, " B"] | Int[Array, " n"]) -> "DecoderCache":
+        """The cache with some of its rows empty, for other prompts.
+
+        Arguments and errors are those of [`KVCache.reset`][energy_attn.distributed.KVCache.reset].
+        """
+        return DecoderCache(tuple(stored.reset(rows) for stored in self.layers))
+
+    def replace(self, rows: Int[Array, " n"], other: "DecoderCache") -> "DecoderCache":
+        """The cache with the rows of another one in the place of some of its own.
+
+        So a prompt that was read into a cache of one row enters a batch that is being decoded.
+
+        Args:
+            rows: `[n]`, which rows give way.
+            other: a cache of `n` rows of the same model, made with the same slots, as
+                [`KVCache.replace`][energy_attn.distributed.KVCache.replace] says.
+
+        Raises:
+            TypeError: `other` is not a `DecoderCache`, or as that `replace` does.
+            ValueError: `other` has another number of layers, or as that `replace` does.
+        """
+        if not isinstance(other, DecoderCache):
+            raise TypeError(f"other: wanted a DecoderCache, got {received(other)}")
+        _check_layers("other", len(self.layers), len(other.layers))
+        pairs = zip(self.layers, other.layers, strict=True)
+        return DecoderCache(tuple(mine.replace(rows, theirs) for mine, theirs in pairs))
+
     def commit(self, accepted: Accepted, read: TreeOutput) -> "DecoderCache":
         """Appends the accepted nodes of a tree to the cache of every layer.
 
@@ -87,10 +114,7 @@ class DecoderCache(eqx.Module):
         """
         if not isinstance(read, TreeOutput):
             raise TypeError(f"read: wanted a TreeOutput, got {received(read)}")
-        if len(read.keys) != len(self.layers):
-            raise ValueError(
-                f"read: wanted the {len(self.layers)} layers of the cache, got {len(read.keys)}"
-            )
+        _check_layers("read", len(self.layers), len(read.keys))
         new = zip(self.layers, read.keys, read.values, strict=True)
         return DecoderCache(
             tuple(commit(stored, accepted, key, value) for stored, key, value in new)
@@ -104,6 +128,12 @@ class DecoderCache(eqx.Module):
             for stored, key, value in new
         )
         return DecoderCache(tuple(layers))
+
+
+def _check_layers(name: str, wanted: int, given: int) -> None:
+    """Raises `ValueError` for another number of layers."""
+    if given != wanted:
+        raise ValueError(f"{name}: wanted the {wanted} layers of the cache, got {given}")
 
 
 def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> None:

@@ -205,7 +205,7 @@ def test_running_over_the_cache_is_loud(monkeypatch, raises_late):
     def silent(place, capacity, starts, lengths, counts, tokens):
         return jnp.where(lengths + counts <= capacity, counts, 0)
 
-    monkeypatch.setattr("energy_attn.distributed.cache._cache.fitting", silent)
+    monkeypatch.setattr("energy_attn.distributed.cache._tokens.fitting", silent)
     loud = model(tokens, cache=out.cache, lengths=jnp.array([2, 3], jnp.int32))
     assert np.isfinite(loud.logits[0]).all() and np.isnan(loud.logits[1]).all()
     assert loud.cache.lengths.tolist() == [6, 4]

@@ -1,0 +1,219 @@
+"""Tokens in the slots of a cache, and the operations that change which ones it holds."""
+
+import dataclasses
+from typing import TypeVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from energy_attn.kernels.internal import dequantize, received
+
+from ..methods._parallel import SequenceParallel
+from ._arguments import (
+    check_counts,
+    check_indices,
+    check_new,
+    check_rows,
+    check_same,
+    check_whole,
+)
+from ._quantize import quantize
+from ._rows import empty_rows, replace_rows
+from ._slots import Slots
+from ._write import CacheSharding, Stored, cache_sharding, fitting, positions
+from ._write import append as write_tokens
+
+Tokens = TypeVar("Tokens", bound="AbstractTokens")
+
+
+class AbstractTokens(eqx.Module):
+    """The slots of a cache and the tokens in them; a [`KVCache`][energy_attn.distributed.KVCache] reads them, too."""
+
+    key: eqx.AbstractVar[Shaped[Array, "B S K H"]]
+    value: eqx.AbstractVar[Shaped[Array, "B S K Hv"]]
+    key_scale: eqx.AbstractVar[Float[Array, "B S K"] | None]
+    value_scale: eqx.AbstractVar[Float[Array, "B S K"] | None]
+    starts: eqx.AbstractVar[Int[Array, " B"]]
+    lengths: eqx.AbstractVar[Int[Array, " B"]]
+    slots: eqx.AbstractVar[Slots]
+    window: eqx.AbstractVar[int | None]
+    dtype: eqx.AbstractVar[jnp.dtype]
+    parallel: eqx.AbstractVar[SequenceParallel | None]
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens each row has room for."""
+        return self.slots.capacity
+
+    @property
+    def positions(self) -> Int[Array, "B S"]:
+        """The token that each slot holds, `[B, capacity]` int32; -1 where it holds none.
+
+        For `key_positions=` of [`attention`][energy_attn.attention] and its like. Raises
+        `ValueError` as `append` does for the mesh.
+        """
+        return positions(self._sharding(), self.slots, self.starts, self.lengths)
+
+    def keys(self) -> Float[Array, "B S K H"]:
+        """The keys of all slots, in `dtype`."""
+        return dequantize(self.key, self.key_scale, self.dtype)
+
+    def values(self) -> Float[Array, "B S K Hv"]:
+        """The values of all slots, in `dtype`."""
+        return dequantize(self.value, self.value_scale, self.dtype)
+
+    def append(
+        self: Tokens,
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K Hv"],
+        *,
+        lengths: Int[Array, " B"] | None = None,
+    ) -> Tokens:
+        """The cache with new tokens after those of each row.
+
+        Each device writes its own tokens, without communication. Rows may have different lengths.
+        Differentiable from what is read to what was appended.
+
+        Args:
+            key: `[B, T, K, H]` in the cache's `dtype`, equal on all devices that share a row.
+            value: `[B, T, K, Hv]`.
+            lengths: `[B]`, how many of the `T` tokens each row really has, 0 to `T`, in front; None
+                means `T`.
+
+        Raises:
+            TypeError: no array, or of another dtype.
+            ValueError: shapes that do not fit the cache; more tokens at once than it has room for
+                beside its window; another number of devices than it was made for, or no mesh.
+            RuntimeError: (Equinox's, when it runs) a row has no room for its tokens; none of them
+                is then written, nor anything overwritten. `EQX_ON_ERROR=off` leaves out this check,
+                which waits for the device once a step on GPUs; rows without room then stay as they
+                are.
+        """
+        room = self.capacity - (self.window or 0)
+        tokens = check_new(key, value, self.dtype, self.key.shape, self.value.shape, room)
+        counts = check_counts(lengths, len(self.lengths), tokens)
+        return self._written(key, value, self._fitting(counts, tokens))
+
+    def _fitting(self, counts: Array, tokens: int) -> Array:
+        """`counts`, or an error at run time if a row has no room for as many tokens."""
+        starts = None if self.window is not None else self.starts
+        return fitting(self._sharding(), self.capacity, starts, self.lengths, counts, tokens)
+
+    def _written(self: Tokens, key: Array, value: Array, counts: Array) -> Tokens:
+        """`append` without its checks."""
+        new = Stored(jnp.asarray(key), jnp.asarray(value), None, None)
+        if self.key_scale is not None:
+            (key, key_scale), (value, value_scale) = quantize(new.key), quantize(new.value)
+            new = Stored(key, value, key_scale, value_scale)
+        is_ring, sharding = self.window is not None, self._sharding()
+        stored, starts, new_lengths = write_tokens(
+            sharding, self.slots, is_ring, self._stored(), new, self.starts, self.lengths, counts
+        )
+        return dataclasses.replace(self, **stored._asdict(), starts=starts, lengths=new_lengths)
+
+    def evict(
+        self: Tokens,
+        count: int | Int[Array, " B"] | None = None,
+        *,
+        before: int | Int[Array, " B"] | None = None,
+    ) -> Tokens:
+        """The cache without its oldest tokens, whose slots become free; no data moves.
+
+        Args:
+            count: how many tokens of each row to evict, for all rows or `[B]`; all if there are fewer.
+            before: instead, the position before which tokens are evicted, for all rows or `[B]`.
+
+        Raises:
+            TypeError: no integers.
+            ValueError: both arguments or none, negative numbers, or another number of rows.
+        """
+        if (count is None) == (before is None):
+            raise ValueError(
+                f"count: wanted either count or before, got {received(count)} and {received(before)}"
+            )
+        rows = len(self.lengths)
+        if count is None:
+            first = check_whole("before", before, rows)
+        else:
+            stored = self.lengths - self.starts
+            first = self.starts + jnp.minimum(check_whole("count", count, rows), stored)
+        starts = jnp.clip(first, self.starts, self.lengths)
+        return dataclasses.replace(self, starts=starts)
+
+    def reset(self: Tokens, rows: Bool[Array, " B"] | Int[Array, " n"]) -> Tokens:
+        """The cache with some of its rows empty, which begin at position 0 again.
+
+        No data moves, and nothing is sent between devices: a step continues with the program that it has.
+
+        Args:
+            rows: True for each row to empty, `[B]`; or indices of rows, `[n]`. An index out of range is
+                dropped where it is traced.
+
+        Raises:
+            TypeError: neither booleans nor integers.
+            ValueError: booleans of another number of rows; an index that is known to be out of range.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> from energy_attn.distributed import KVCache
+            >>> cache = KVCache.empty(3, 64, 2, 8, dtype=jnp.float32)
+            >>> cache = cache.append(jnp.ones((3, 5, 2, 8)), jnp.ones((3, 5, 2, 8)))
+            >>> cache.reset(jnp.array([1])).lengths.tolist()
+            [5, 0, 5]
+        """
+        emptied = check_rows("rows", rows, len(self.lengths))
+        starts, lengths = empty_rows(self._sharding(), emptied, self.starts, self.lengths)
+        return dataclasses.replace(self, starts=starts, lengths=lengths)
+
+    def replace(self: Tokens, rows: Int[Array, " n"], other: Tokens) -> Tokens:
+        """The cache with the rows of another one in the place of some of its own.
+
+        So a prompt that was read into a cache of one row enters a batch that is being decoded. In place
+        inside `jax.jit` with the cache donated; each device copies its own slots, so that nothing is sent
+        along the sequence. Differentiable in both caches.
+
+        Args:
+            rows: `[n]`, which rows give way. A traced index that is out of range is dropped with its row of
+                `other`; of traced indices that repeat, the last counts.
+            other: a cache of `n` rows, with the same slots over the same mesh axes, window, dtype, heads,
+                widths and quantization. Its rows may be sharded otherwise, or not at all.
+
+        Raises:
+            TypeError: `rows` are no integers; `other` is no cache, or one of another dtype or quantization.
+            ValueError: indices that are known to be out of range, or to repeat; a cache of another number
+                of rows, or other slots, window, heads or widths.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> from energy_attn.distributed import KVCache
+            >>> batch, prompt = (KVCache.empty(n, 64, 2, 8, dtype=jnp.float32) for n in (3, 1))
+            >>> prompt = prompt.append(jnp.ones((1, 5, 2, 8)), jnp.ones((1, 5, 2, 8)))
+            >>> batch.replace(jnp.array([2]), prompt).lengths.tolist()
+            [0, 0, 5]
+        """
+        if not isinstance(other, AbstractTokens):
+            raise TypeError(f"other: wanted a KVCache, got {received(other)}")
+        sharding, theirs = self._sharding(), other._sharding()
+        mine, axes = (x.sequence if x else () for x in (sharding, theirs))
+        check_same("slots", self.slots, other.slots)
+        check_same("mesh axes along the sequence", mine, axes)
+        check_same("window", self.window, other.window)
+        check_same("dtype", self.dtype, other.dtype, TypeError)
+        check_same("stored dtype", self.key.dtype, other.key.dtype, TypeError)
+        check_same("heads and width of key", self.key.shape[2:], other.key.shape[2:])
+        check_same("heads and width of value", self.value.shape[2:], other.value.shape[2:])
+        indices = check_indices("rows", rows, len(self.lengths), unique=True)
+        if len(indices) != len(other.lengths):
+            raise ValueError(
+                f"other: wanted a cache of {len(indices)} rows, one for each of rows, got {len(other.lengths)}"
+            )
+        old, new = ((x._stored(), x.starts, x.lengths) for x in (self, other))
+        stored, starts, lengths = replace_rows(sharding, old, new, indices)
+        return dataclasses.replace(self, **stored._asdict(), starts=starts, lengths=lengths)
+
+    def _sharding(self) -> CacheSharding | None:
+        return cache_sharding(self.parallel, self.key, self.slots.devices)
+
+    def _stored(self) -> Stored:
+        return Stored(self.key, self.value, self.key_scale, self.value_scale)
