@@ -113,12 +113,14 @@ def read_chunks(
     counts: Array,
     chunk_size: int,
     attend: Callable[..., Any] = attention,
-    tell: Callable[[int], None] = lambda number: None,
+    tell: Callable[[Array | int], None] = lambda number: None,
+    is_ragged: bool = False,
 ) -> tuple[Array, DecoderCache]:
     """The final hidden state of each row's last token, `[B, 1, D]`, and the cache with all tokens.
 
     Reads `chunk_size` tokens at a time, split over the cache's devices. `tell` is called behind each
-    chunk, inside the compiled program, with the number of tokens read.
+    chunk, inside the compiled program, with the number of tokens read. With `is_ragged`, chunks of
+    which no row has a token are not read, and `tell` gets the tokens of the longest row.
     """
     parallel, time = cache.parallel, tokens.shape[1]
     devices = 1 if parallel is None else check_mesh(parallel)
@@ -140,7 +142,7 @@ def read_chunks(
             1, keepdims=True
         )
         last = jnp.where(count[:, None, None] > 0, last_position, last)
-        tell(length)
+        tell(count.max() if is_ragged else length)
         return (last, remaining - count, cache), None
 
     # the short chunk comes first, so that those of one size can be scanned
@@ -150,6 +152,10 @@ def read_chunks(
     if short:
         carry, _ = read(carry, tokens[:, :short])
     chunks = tokens[:, short:].reshape(len(tokens), -1, size).swapaxes(0, 1)
+    if is_ragged:
+        needed = -(-carry[1].max() // size)
+        x, _, cache = lax.fori_loop(0, needed, lambda i, carry: read(carry, chunks[i])[0], carry)
+        return x, cache
     (x, _, cache), _ = lax.scan(read, carry, chunks)
     return x, cache
 

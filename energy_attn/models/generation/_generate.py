@@ -31,6 +31,7 @@ from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import check_tokens
 from ._drafters import AbstractDrafter
 from ._loop import Sampling, begin, run
+from ._queue import check_rows, serve
 from ._stream import listening
 
 
@@ -79,6 +80,7 @@ def generate(
     *,
     lengths: Int[Array, " B"] | None = None,
     parallel: SequenceParallel | None = None,
+    batch_size: int | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -95,8 +97,13 @@ def generate(
     tree of candidates over the cache and may accept several tokens. A drafter does not change the
     text: at temperature 0 it is that of greedy decoding; else tokens have the distribution
     $\mathrm{softmax}(\mathrm{logits} / \mathrm{temperature})$, restricted by `top_k` and `top_p`. The
-    draw after position $n$ depends on `key`, the row and $n$ alone, so that one key gives one text on
-    any mesh and with any drafter, up to rounding.
+    draw after position $n$ depends on `key`, the number of the prompt and $n$ alone, so that one key
+    gives one text on any mesh, with any drafter and any `batch_size`, up to rounding.
+
+    With a `batch_size` below the number of prompts they are a queue: a row whose prompt is complete
+    gives its place in the cache to the next prompt. Two compiled programs take turns: one reads a
+    prompt, the other runs passes of all rows until one is complete. Neither is compiled again for
+    other prompts, as long as the longest has the same length.
 
     Args:
         model: the decoder.
@@ -105,6 +112,8 @@ def generate(
         lengths: `[B]`, the number of tokens that each row of an array really has, in front; at least
             one.
         parallel: the axes of the mesh in force to shard the cache over.
+        batch_size: how many prompts are computed at a time, in their order; None: all. The cache has
+            as many rows, each with room for the longest prompt and `max_new_tokens`.
         temperature: the number 0 chooses the likeliest token; an array is above 0.
         top_k: draw from this number of likeliest tokens; None: from all.
         top_p: draw from the likeliest tokens whose probabilities add up to this; None: from all.
@@ -114,9 +123,10 @@ def generate(
         key: of the draws; required unless `temperature` is 0.
         drafter: guesses ahead: [`PromptLookup`][energy_attn.models.PromptLookup],
             [`ModelDrafter`][energy_attn.models.ModelDrafter], or your own; None: a token at a time.
-        stream: called with the next tokens, an int32 array `[B, n]`, as soon as they are known, in
-            order; -1 where a row has none or has ended. An exception that it raises ends the
-            generation, and is raised.
+        stream: called with the next tokens, an int32 array `[B, n]` with a row for each prompt, as soon
+            as they are known, in order; -1 where a prompt has none or has ended. With a queue, also
+            where a prompt waits, and the first token of a prompt comes in a message of its own. An
+            exception that it raises ends the generation, and is raised.
         progress: whether to show on standard error how much of the prompts has been read; None: if
             that is a terminal; a function: called instead with the share read and a note.
         chunk_size: tokens of the prompts read at a time; where the cache is sharded over devices, each
@@ -133,8 +143,9 @@ def generate(
     Raises:
         TypeError: an argument of another type.
         ValueError: no prompt or an empty one, tokens outside the vocabulary, sizes below one, a
-            temperature without a key, `stream` or `progress` inside `jax.jit`, a tree of another
-            batch by a drafter, or a mesh that [`KVCache`][energy_attn.distributed.KVCache] refuses.
+            temperature without a key, `stream`, `progress` or a queue inside `jax.jit`, a queue where
+            `parallel.batch` splits the rows or a drafter's state has none, a tree of another batch by
+            a drafter, or a mesh that [`KVCache`][energy_attn.distributed.KVCache] refuses.
 
     Source: Leviathan et al. (arXiv 2211.17192) and SpecInfer (arXiv 2305.09781), whose output has the
     distribution of the model; the cache and its reduction: Tree Attention (arXiv 2408.04093), section 5.
@@ -147,6 +158,9 @@ def generate(
         >>> found = generate(model, [[1, 2, 3], [4]], 5, drafter=PromptLookup(length=2))
         >>> found.tokens.shape, found.lengths.tolist()
         ((2, 5), [5, 5])
+        >>> queue = generate(model, [[1, 2, 3], [4], [5, 6], [7]], 5, batch_size=2)
+        >>> queue.tokens.shape, bool((queue.tokens[:2] == found.tokens).all())
+        ((4, 5), True)
     """
     if not isinstance(model, AbstractDecoder):
         raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
@@ -163,10 +177,19 @@ def generate(
     longest = tokens.shape[1] if given_lengths is None else given_lengths
     _warn_beyond(model.config, longest, max_new_tokens)
     sampling = _sampling(model, temperature, top_k, top_p, key)
+    stop = _stop_tokens(model.config.eos_token_id if eos_token_id is None else eos_token_id)
+    rows = None if batch_size is None else check_integer("batch_size", batch_size, 1)
+    if rows is not None and rows < len(tokens):
+        check_rows(rows, (model, drafter, sampling, stop, lengths.sum()), parallel)
+        with listening(stream, progress, int(lengths.sum()), len(tokens)) as watch:
+            texts = serve(
+                *(model, drafter, sampling, stop, watch),
+                *(tokens, lengths, rows, parallel, max_new_tokens, chunk_size),
+            )
+        return _generation(*texts, max_new_tokens)
     slots = tokens.shape[1] + max_new_tokens
     cache = model.empty_cache(len(tokens), slots, parallel=parallel)
-    stop = _stop_tokens(model.config.eos_token_id if eos_token_id is None else eos_token_id)
-    with listening(stream, progress, tokens.shape[1]) as watch:
+    with listening(stream, progress, tokens.shape[1], len(tokens)) as watch:
         loop = begin(
             *(model, drafter, tokens, lengths, cache, sampling),
             *(stop, watch, max_new_tokens, chunk_size),

@@ -42,6 +42,7 @@ class Loop(NamedTuple):
         cache: of the model, with all known tokens but the last.
         state: of the drafter.
         counts: `[3, B]`: passes, drafted nodes, accepted nodes.
+        numbers: `[B]`, the number of the prompt in each row; None: 0, 1, ...
     """
 
     text: Array
@@ -51,6 +52,7 @@ class Loop(NamedTuple):
     cache: DecoderCache
     state: Any
     counts: Array
+    numbers: Array | None = None
 
 
 @functools.partial(jax.jit, static_argnums=(8, 9), donate_argnums=4)
@@ -65,9 +67,11 @@ def begin(
     watch: Array | None,
     most: int,
     chunk_size: int,
+    numbers: Array | None = None,
 ) -> Loop:
     """Reads the prompts, and chooses the first of at most `most` tokens of each row.
 
+    With `numbers` of the prompts, no chunk is read that is padding alone.
     A row gets no tokens if the length of its prompt is out of range, or a token outside the vocabulary.
     """
     batch, time = tokens.shape
@@ -76,13 +80,17 @@ def begin(
     invalid = (exists & out_of_vocabulary).any(1) | (lengths < 1) | (lengths > time)
     lengths = jnp.clip(lengths, 1, time)
     tell = functools.partial(tell_read, watch)
-    x, cache = read_chunks(model, tokens, cache, lengths, chunk_size, tell=tell)
+    is_ragged = numbers is not None
+    x, cache = read_chunks(
+        model, tokens, cache, lengths, chunk_size, tell=tell, is_ragged=is_ragged
+    )
     depth = jnp.zeros((batch, 1), jnp.int32)
-    first = _choose(sampling, model.logits(x), lengths - 1, depth, 1)
+    first = _choose(sampling, model.logits(x), numbers, lengths - 1, depth, 1)
     text = jnp.pad(tokens, ((0, 0), (0, most)))
     state = None if drafter is None else drafter.start(tokens, lengths, time + most, cache.parallel)
     left, counts = jnp.full(batch, most, jnp.int32), jnp.zeros((3, batch), jnp.int32)
-    loop = Loop(text, lengths, lengths, jnp.where(invalid, 0, left), cache, state, counts)
+    left = jnp.where(invalid, 0, left)
+    loop = Loop(text, lengths, lengths, left, cache, state, counts, numbers)
     return _extended(loop, first, *_ended(first, jnp.minimum(loop.left, 1), stop), watch)
 
 
@@ -96,13 +104,22 @@ def run(
     loop: Loop,
 ) -> Loop:
     """Runs passes until all rows are complete; raises as the drafter does."""
-
-    def one_pass(loop: Loop) -> Loop:
-        if drafter is None:
-            return _read(model, sampling, stop, watch, loop)
-        return _verify(model, drafter, sampling, stop, watch, loop)
-
+    one_pass = functools.partial(read_or_verify, model, drafter, sampling, stop, watch)
     return lax.while_loop(lambda loop: (loop.left > 0).any(), one_pass, loop)
+
+
+def read_or_verify(
+    model: AbstractDecoder,
+    drafter: AbstractDrafter | None,
+    sampling: Sampling,
+    stop: Array,
+    watch: Array | None,
+    loop: Loop,
+) -> Loop:
+    """One pass of the model, which changes nothing of the rows that are complete."""
+    if drafter is None:
+        return _read(model, sampling, stop, watch, loop)
+    return _verify(model, drafter, sampling, stop, watch, loop)
 
 
 def _read(
@@ -112,7 +129,7 @@ def _read(
     number = jnp.minimum(loop.left, 1)
     x, cache, _ = read_on(model, last_of(loop.text, loop.lengths), loop.cache, number)
     depth = jnp.zeros(x.shape[:2], jnp.int32)
-    new = _choose(sampling, model.logits(x), loop.lengths - 1, depth, 1)
+    new = _choose(sampling, model.logits(x), loop.numbers, loop.lengths - 1, depth, 1)
     zeros = jnp.zeros_like(number)
     loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, zeros, zeros]))
     return _extended(loop, new, *_ended(new, number, stop), watch)
@@ -139,7 +156,7 @@ def _verify(
     # Tokens outside the vocabulary are never accepted, but their NaN would spread to all nodes.
     clipped = tree._replace(tokens=jnp.clip(tokens, 0, model.config.vocab_size - 1))
     read = model.read_tree(clipped, loop.cache)
-    choice = _choose(sampling, read.logits, loop.lengths - 1, tree.depth, levels)
+    choice = _choose(sampling, read.logits, loop.numbers, loop.lengths - 1, tree.depth, levels)
     accepted = longest_chosen_path(tree, choice, root)
     level = jnp.arange(levels, dtype=jnp.int32)[None]
     behind_root = jnp.roll(gather_slots(tree.tokens, accepted.path), -1, 1)
@@ -169,12 +186,19 @@ def _extended(loop: Loop, new: Array, number: Array, stopped: Array, watch: Arra
     outside = jnp.int32(loop.text.shape[1])
     rows = jnp.arange(len(new), dtype=jnp.int32)[:, None]
     text = loop.text.at[rows, jnp.where(slots < 0, outside, slots)].set(new, mode="drop")
-    goes_on = tell_wrote(watch, jnp.where(slots < 0, -1, new))
+    goes_on = tell_wrote(watch, jnp.where(slots < 0, -1, new), loop.numbers)
     left = jnp.where(stopped | ~jnp.asarray(goes_on), 0, loop.left - number)
     return loop._replace(text=text, lengths=loop.lengths + number, left=left)
 
 
-def _choose(sampling: Sampling, logits: Array, first: Array, depth: Array, levels: int) -> Array:
+def _choose(
+    sampling: Sampling,
+    logits: Array,
+    numbers: Array | None,
+    first: Array,
+    depth: Array,
+    levels: int,
+) -> Array:
     """The next token `[B, L]` of each node, which is `depth` positions after `first` `[B]`.
 
     Nodes of one depth share their noise, so that the text does not depend on the tree.
@@ -189,5 +213,7 @@ def _choose(sampling: Sampling, logits: Array, first: Array, depth: Array, level
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
         return jax.vmap(lambda key: jax.random.gumbel(key, warped.shape[2:], warped.dtype))(keys)
 
-    noise = jax.vmap(row)(jnp.arange(len(logits), dtype=jnp.int32), first)
+    if numbers is None:
+        numbers = jnp.arange(len(logits), dtype=jnp.int32)
+    noise = jax.vmap(row)(numbers, first)
     return lax.argmax(warped + gather_slots(noise, depth), 2, jnp.int32)

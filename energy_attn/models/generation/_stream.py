@@ -27,9 +27,11 @@ class _Listener:
 
     error: BaseException | None
 
-    def __init__(self, stream: Callable[[np.ndarray], Any] | None, show: Progress, total: int):
+    def __init__(
+        self, stream: Callable[[np.ndarray], Any] | None, show: Progress, total: int, prompts: int
+    ):
         self.error = None
-        self._stream, self._show, self._total = stream, show, total
+        self._stream, self._show, self._total, self._prompts = stream, show, total, prompts
         self._read = 0
 
     def read(self, number: int) -> None:
@@ -38,9 +40,13 @@ class _Listener:
         note = f"{self._read:,} of {self._total:,} tokens"
         self._tell(self._show, self._read / self._total, note)
 
-    def wrote(self, tokens: np.ndarray) -> bool:
-        """These tokens follow, -1 where a row has none; returns whether to go on."""
+    def wrote(self, tokens: np.ndarray, numbers: np.ndarray | None) -> bool:
+        """These tokens of these prompts follow, -1 where a row has none; returns whether to go on."""
         if self._stream is not None:
+            if numbers is not None:
+                rows = np.full((self._prompts, tokens.shape[1]), -1, tokens.dtype)
+                rows[numbers] = tokens
+                tokens = rows
             self._tell(self._stream, tokens)
         return self.error is None
 
@@ -54,12 +60,16 @@ class _Listener:
 
 @contextlib.contextmanager
 def listening(
-    stream: Callable[[np.ndarray], Any] | None, progress: bool | Progress | None, total: int
+    stream: Callable[[np.ndarray], Any] | None,
+    progress: bool | Progress | None,
+    total: int,
+    prompts: int,
 ) -> Iterator[Array | None]:
     """The number of a listener, for `tell_read` and `tell_wrote`; None without a listener.
 
-    On exit, waits for all messages and raises the error of `stream` or `progress`. Raises `ValueError`
-    inside of a traced program, and `TypeError` for a wrong `progress`.
+    `total` tokens will be read, of so many prompts. On exit, waits for all messages and raises the
+    error of `stream` or `progress`. Raises `ValueError` inside of a traced program, and `TypeError` for
+    a wrong `progress`.
     """
     if stream is None and progress is False:
         yield None
@@ -70,7 +80,7 @@ def listening(
         name, argument = ("progress", progress) if stream is None else ("stream", stream)
         raise ValueError(f"{name}: wanted none inside of jax.jit, got {received(argument)}")
     with progress_of("reading", progress) as show:
-        listener = _LISTENERS[number] = _Listener(stream, show, total)
+        listener = _LISTENERS[number] = _Listener(stream, show, total, prompts)
         try:
             yield watch
         finally:
@@ -80,22 +90,36 @@ def listening(
         raise listener.error
 
 
-def tell_read(watch: Array | None, number: int) -> None:
+def raise_error(watch: Array | None) -> None:
+    """Raises the error that ended the loop, if one did; for use outside of `jax.jit`."""
+    error = None if watch is None else _LISTENERS[int(watch)].error
+    if error is not None:
+        raise error
+
+
+def tell_read(watch: Array | None, number: Array | int) -> None:
     """Reports that `number` more tokens of the prompts were read; for use inside `jax.jit`."""
     if watch is not None:
         io_callback(_read, None, watch, number, ordered=True)
 
 
-def tell_wrote(watch: Array | None, tokens: Array) -> Array | bool:
-    """Reports the next tokens, and returns whether to go on; for use inside `jax.jit`."""
+def tell_wrote(watch: Array | None, tokens: Array, numbers: Array | None) -> Array | bool:
+    """Reports the next tokens of all prompts or of those with these numbers, for use inside `jax.jit`.
+
+    Returns whether to go on.
+    """
     if watch is None:
         return True
-    return io_callback(_wrote, jax.ShapeDtypeStruct((), bool), watch, tokens, ordered=True)
+    told = (watch, tokens) if numbers is None else (watch, tokens, numbers)
+    return io_callback(_wrote, jax.ShapeDtypeStruct((), bool), *told, ordered=True)
 
 
 def _read(watch: SupportsInt, number: SupportsInt) -> None:
     _LISTENERS[int(watch)].read(int(number))
 
 
-def _wrote(watch: SupportsInt, tokens: Array | np.ndarray) -> np.ndarray:
-    return np.asarray(_LISTENERS[int(watch)].wrote(np.asarray(tokens)))
+def _wrote(
+    watch: SupportsInt, tokens: Array | np.ndarray, numbers: Array | np.ndarray | None = None
+) -> np.ndarray:
+    rows = None if numbers is None else np.asarray(numbers)
+    return np.asarray(_LISTENERS[int(watch)].wrote(np.asarray(tokens), rows))
