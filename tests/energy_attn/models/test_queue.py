@@ -163,25 +163,24 @@ def test_stream_and_progress(name, model, prompts, greedy, stops):
     assert shown == [(n / sum(LENGTHS), f"{n} of {sum(LENGTHS)} tokens") for n in read]
 
 
-def test_an_error_of_the_stream_ends_the_queue(model, prompts):
+def test_an_error_of_the_stream_ends_the_queue(model, prompts, monkeypatch):
     """Prompts that are read though nobody listens any more, or an error that is lost."""
-    calls, read = [], []
+    calls, begun, begin = [], [], _queue._begin
 
     def stream(tokens):
         calls.append(tokens)
         if len(calls) == ROWS + 2:
             raise KeyError("enough")
 
+    def counted(*args):
+        begun.append(args)
+        return begin(*args)
+
+    monkeypatch.setattr(_queue, "_begin", counted)
+    options = {"batch_size": ROWS, "eos_token_id": (), "chunk_size": CHUNK}
     with pytest.raises(KeyError, match="enough"):
-        generate(
-            *(model, prompts, COUNT),
-            batch_size=ROWS,
-            eos_token_id=(),
-            stream=stream,
-            progress=lambda done, note: read.append(done),
-            chunk_size=CHUNK,
-        )
-    assert len(calls) == ROWS + 2 and read[-1] == sum(LENGTHS[:ROWS]) / sum(LENGTHS)
+        generate(model, prompts, COUNT, stream=stream, **options)
+    assert len(calls) == ROWS + 2 and len(begun) == ROWS
 
 
 def test_no_queue_for_few_prompts(model, prompts, monkeypatch):
