@@ -3,6 +3,7 @@
 from . import cost as cost
 from . import methods as methods
 from .cache._cache import KVCache as KVCache
+from .cache._fork import ForkedCache as ForkedCache
 from .hlo._collectives import Collective as Collective
 from .hlo._collectives import collectives as collectives
 from .methods._layout import shard_sequence as shard_sequence

@@ -3,6 +3,7 @@
 from .cache._arguments import check_counts as check_counts
 from .cache._arguments import check_reach as check_reach
 from .cache._arguments import check_stored as check_stored
+from .cache._tokens import AbstractTokens as AbstractTokens
 from .cache._write import positions_from as positions_from
 from .cost._merges import exchanged as exchanged
 from .cost._merges import summed as summed

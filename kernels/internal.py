@@ -101,6 +101,7 @@ from .reductions._sample import fold_in_seeds as fold_in_seeds
 from .reductions._sample import merge_draws as merge_draws
 from .reductions._sample import sample as sample
 from .reductions._sample import uniform as uniform
+from .scores._structure import BoundScore as BoundScore
 from .scores._structure import ScoreStructure as ScoreStructure
 from .scores._structure import split_score as split_score
 from .xla._blocks import outer as outer

@@ -1,7 +1,8 @@
 """A cache of keys and values of fixed size, sharded over devices."""
 
+import dataclasses
 import os
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import equinox as eqx
 import jax
@@ -12,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     ScoreOptions,
-    check_call,
     check_floating_dtype,
     check_integer,
     received,
@@ -20,12 +20,12 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._parallel import SequenceParallel
-from ..methods._plan import sharding_plan
-from ..methods._sharded_attention import attend_sharded
+from ..methods._plan import reshard_explicit
 from ._arguments import check_room, layout
 from ._files import check_path, write
+from ._fork import ForkedCache, repeat_rows
 from ._io import reload
-from ._queries import EnergyLike, Measure, check_queries, check_scores, energy_of_cache
+from ._queries import EnergyLike, Measure, check_queries, check_scores, energy_of_cache, state_of
 from ._slots import Slots
 from ._tokens import AbstractTokens
 from ._write import blank
@@ -195,11 +195,7 @@ class KVCache(AbstractTokens):
         """
         names, options = check_scores(options, mask, self.window)
         places = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
-        scored: Any = {"query_positions": places, "key_positions": self.positions, **options}
-        stored, scales = (self.key, self.value), (self.key_scale, self.value_scale)
-        call = check_call(query, *stored, source, None, mask, scales, sink=sink, **scored)
-        plan = sharding_plan(self.parallel, *call.operands[:3])
-        return attend_sharded(plan, names, call.settings, call.operands)
+        return state_of(self, query, places, names, options, source=source, mask=mask, sink=sink)
 
     def at(
         self,
@@ -231,6 +227,50 @@ class KVCache(AbstractTokens):
         cache_energy = energy_of_cache(energy, self.window, self.parallel)
         rows = {"query_positions": positions, "key_positions": self.positions}
         return cache_energy.at(query, self.keys(), self.values(), **rows)
+
+    def fork(self, count: int, *, capacity: int, block_size: int | None = None) -> ForkedCache:
+        r"""A cache in which each row becomes `count` rows that share its tokens, for many continuations.
+
+        The tokens are not copied. Row $r$ becomes the rows $r\,\mathrm{count}$ to
+        $(r + 1)\,\mathrm{count} - 1$, each with slots of its own for what follows.
+
+        Args:
+            count: how many rows share the tokens of one.
+            capacity: how many tokens each of them has room for after the shared ones, rounded up as for
+                `empty`. With a window, its slots are a ring where the capacity is above the window.
+            block_size: consecutive tokens of a row on one device; None: as in this cache, or fewer where a
+                device holds fewer.
+
+        Raises:
+            TypeError: no integers.
+            ValueError: numbers below one, or the mesh, as for `append`.
+        """
+        count, capacity = check_integer("count", count, 1), check_integer("capacity", capacity, 1)
+        sharding = self._sharding()
+        if block_size is None:
+            block_size = min(self.slots.block, -(-capacity // self.slots.devices))
+        own = KVCache.empty(
+            count * len(self.lengths),
+            capacity,
+            self.key.shape[2],
+            self.key.shape[3],
+            self.value.shape[3],
+            dtype=self.dtype,
+            quantize=None if self.key_scale is None else "int8",
+            parallel=self.parallel,
+            block_size=block_size,
+        )
+        # two arrays, so that the cache can be donated
+        starts, lengths = (repeat_rows(sharding, self.lengths, count) for _ in range(2))
+        stored = own._stored()
+        if sharding is not None:
+            stored = reshard_explicit(sharding.mesh, sharding.axes, stored, sharding.slots)
+        is_ring = self.window is not None and self.window < own.capacity
+        window = self.window if is_ring else None
+        own = dataclasses.replace(
+            own, **stored._asdict(), starts=starts, lengths=lengths, window=window
+        )
+        return ForkedCache(self, own)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the cache into a folder of safetensors files, exactly, one file per process.

@@ -1,4 +1,4 @@
-"""The positions of queries to a cache, and its energy."""
+"""The queries to a cache: their positions, its energy, and the state of their attention."""
 
 import dataclasses
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -6,18 +6,24 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     Candidate,
     ScoreOptions,
     candidates,
+    check_call,
     check_options,
     check_shape,
     received,
+    with_unrounded_out,
 )
 from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._parallel import SequenceParallel
+from ..methods._plan import sharding_plan
+from ..methods._sharded_attention import attend_sharded
 from ._arguments import check_counts, check_reach, check_stored
+from ._tokens import AbstractTokens
 from ._write import positions_from
 
 Measure = TypeVar("Measure", covariant=True)
@@ -105,3 +111,27 @@ def check_queries(
             f"got {received(lengths)}"
         )
     return positions
+
+
+def state_of(
+    cache: AbstractTokens,
+    query: Array,
+    positions: Array,
+    names: tuple[Candidate, ...],
+    options: ScoreOptions,
+    *,
+    source: Any = None,
+    mask: Array | AbstractMask | None = None,
+    sink: Any = None,
+    unrounded: bool = False,
+) -> AttentionState:
+    """The state of queries at `positions` over the tokens in a cache; `unrounded`, to be merged with others.
+
+    Raises as `KVCache.attend`.
+    """
+    scored: Any = {"query_positions": positions, "key_positions": cache.positions, **options}
+    stored, scales = (cache.key, cache.value), (cache.key_scale, cache.value_scale)
+    call = check_call(query, *stored, source, None, mask, scales, sink=sink, **scored)
+    plan = sharding_plan(cache.parallel, *call.operands[:3])
+    settings = with_unrounded_out(call.settings) if unrounded else call.settings
+    return attend_sharded(plan, names, settings, call.operands)

@@ -281,6 +281,11 @@ def decode(query: Any, key: Any, value: Any, source: Any, scale: Any, sink: Any)
     )
 
 
+def forked(query: Any, key: Any, value: Any, old: Any, **options: Any) -> Any:
+    cache = cached(old["key"], old["value"]).fork(2, capacity=8)
+    return cache.append(key, value).attend(query, **options)
+
+
 def rounded(query: Any, key: Any, value: Any) -> Any:
     return cached(key, value, "int8").attend(query)
 
@@ -295,6 +300,9 @@ def tree_nodes(query: Any, key: Any, value: Any, old: Any, **options: Any) -> An
 
 NODES = drawn(6, query=(1, 3, 2, 3), key=(1, 3, 1, 3), value=(1, 3, 1, 2), source=(1, 3, 2, 2))
 NODES["old"] = {name: CACHE[name] for name in ("key", "value")}
+
+FORK = drawn(22, query=(2, 3, 2, 3), key=(2, 3, 1, 3), value=(2, 3, 1, 2), source=(2, 3, 2, 2))
+FORK["old"] = NODES["old"]
 
 STATES = drawn(9, out=(4, 2), lse=(4,), covariance=(4, 2, 2))
 
@@ -511,6 +519,11 @@ CASES = {
         distributed.KVCache.at distributed.KVCache.keys distributed.KVCache.values""",
         decode,
         lambda: CACHE | SCALE | SINK,
+    ),
+    "ForkedCache": Case(
+        "distributed.ForkedCache distributed.ForkedCache.append distributed.ForkedCache.attend",
+        forked,
+        lambda: FORK | SCALE | SINK,
     ),
     "KVCache of eight bits": Case(
         "distributed.KVCache.append",

@@ -124,3 +124,7 @@ cache.attend(q, source=0.5)  # mistake
 cache.apend(k, v)  # mistake
 cache.append(k)  # mistake
 KVCache.empty(2, 64, 4, 16, quantize="int4")  # mistake
+cache.reset(lengths).replace(lengths, cache).fork(2, capacity=8).append(k, v).attend(q, sink=q)
+cache.replace(lengths)  # mistake
+cache.fork(2)  # mistake
+cache.fork(2, capacity=8).attend(q, mask=None)  # mistake

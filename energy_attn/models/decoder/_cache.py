@@ -5,7 +5,8 @@ from typing import NamedTuple
 import equinox as eqx
 from jaxtyping import Array, Bool, Float, Int
 
-from energy_attn.distributed import KVCache, SequenceParallel
+from energy_attn.distributed import ForkedCache, KVCache, SequenceParallel
+from energy_attn.distributed.internal import AbstractTokens
 from energy_attn.kernels.internal import check_shape, received
 
 from ...prefix_tree import Accepted, commit
@@ -42,8 +43,8 @@ class DecoderCache(eqx.Module):
     """The keys and values of the tokens read so far: one cache for each layer.
 
     Attributes:
-        layers: a [`KVCache`][energy_attn.distributed.KVCache] for each layer; keys are stored after
-            the rotary embedding.
+        layers: a [`KVCache`][energy_attn.distributed.KVCache] for each layer, or, after a `fork`, a
+            [`ForkedCache`][energy_attn.distributed.ForkedCache]; keys are stored after the rotary embedding.
 
     Examples:
         >>> import jax
@@ -54,7 +55,7 @@ class DecoderCache(eqx.Module):
         (2, (1, 16, 4, 8), [0])
     """
 
-    layers: tuple[KVCache, ...]
+    layers: tuple[KVCache | ForkedCache, ...]
 
     @property
     def lengths(self) -> Int[Array, " B"]:
@@ -63,13 +64,13 @@ class DecoderCache(eqx.Module):
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that each row has room for."""
+        """The number of tokens that each row has room for; of forks, besides the prompt."""
         return self.layers[0].capacity
 
     @property
     def parallel(self) -> SequenceParallel | None:
         """The mesh axes that the slots are sharded over."""
-        return self.layers[0].parallel
+        return growing(self.layers[0]).parallel
 
     def reset(self, rows: Bool[Array, " B"] | Int[Array, " n"]) -> "DecoderCache":
         """The cache with some of its rows empty, for other prompts.
@@ -95,8 +96,47 @@ class DecoderCache(eqx.Module):
         if not isinstance(other, DecoderCache):
             raise TypeError(f"other: wanted a DecoderCache, got {received(other)}")
         _check_layers("other", len(self.layers), len(other.layers))
-        pairs = zip(self.layers, other.layers, strict=True)
+        pairs = zip(self.unforked("replace"), other.unforked("replace"), strict=True)
         return DecoderCache(tuple(mine.replace(rows, theirs) for mine, theirs in pairs))
+
+    def fork(self, count: int, *, capacity: int, block_size: int | None = None) -> "DecoderCache":
+        """The cache in which each row becomes `count` rows that share its tokens.
+
+        A decoder reads on with it as with any cache: in a step each prompt is read once for all rows that
+        continue it. Trees are not read over it.
+
+        Args:
+            count: how many rows share the tokens of one; consecutive ones.
+            capacity: how many tokens each of them has room for after the shared ones.
+            block_size: consecutive tokens of a row on one device; None: as in this cache, or fewer where a
+                device holds fewer.
+
+        Raises:
+            TypeError: no integers, or the cache is a fork.
+            ValueError: numbers below one, or the mesh, as for
+                [`KVCache.fork`][energy_attn.distributed.KVCache.fork].
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> from energy_attn.models import Llama, LlamaConfig
+            >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
+            >>> model = Llama(config, key=jax.random.key(0))
+            >>> out = model.prefill(jnp.array([[3, 1, 4]]), model.empty_cache(batch=1, slots=4))
+            >>> def step(state, key):
+            ...     cache, logits = state
+            ...     token = jax.random.categorical(key, logits[:, -1])[:, None]
+            ...     out = model(token, cache=cache)
+            ...     return (out.cache, out.logits), token[:, 0]
+            >>> state = out.cache.fork(64, capacity=8), out.logits.repeat(64, 0)
+            >>> _, tokens = jax.lax.scan(step, state, jax.random.split(jax.random.key(1), 5))
+            >>> tokens.shape  # five tokens of 64 continuations
+            (5, 64)
+        """
+        forks = (
+            stored.fork(count, capacity=capacity, block_size=block_size)
+            for stored in self.unforked("fork")
+        )
+        return DecoderCache(tuple(forks))
 
     def commit(self, accepted: Accepted, read: TreeOutput) -> "DecoderCache":
         """Appends the accepted nodes of a tree to the cache of every layer.
@@ -115,19 +155,31 @@ class DecoderCache(eqx.Module):
         if not isinstance(read, TreeOutput):
             raise TypeError(f"read: wanted a TreeOutput, got {received(read)}")
         _check_layers("read", len(self.layers), len(read.keys))
-        new = zip(self.layers, read.keys, read.values, strict=True)
+        new = zip(self.unforked("commit"), read.keys, read.values, strict=True)
         return DecoderCache(
             tuple(commit(stored, accepted, key, value) for stored, key, value in new)
         )
 
     def append_path(self, path: Array, read: TreeOutput, counts: Array) -> "DecoderCache":
         """Appends the first `counts` nodes of a path, for which the cache has room."""
-        new = zip(self.layers, read.keys, read.values, strict=True)
+        new = zip(self.unforked("append_path"), read.keys, read.values, strict=True)
         layers = (
             stored._written(*gather_path(stored, path, key, value), counts)
             for stored, key, value in new
         )
         return DecoderCache(tuple(layers))
+
+    def unforked(self, method: str) -> tuple[KVCache, ...]:
+        """The layers; raises `TypeError` for the method of this name if they are forks."""
+        layers = tuple(x for x in self.layers if isinstance(x, KVCache))
+        if len(layers) != len(self.layers):
+            raise TypeError(f"cache: wanted one that is no fork for {method}, got a ForkedCache")
+        return layers
+
+
+def growing(stored: KVCache | ForkedCache) -> AbstractTokens:
+    """The part of a layer's cache that tokens are appended to."""
+    return stored.own if isinstance(stored, ForkedCache) else stored
 
 
 def _check_layers(name: str, wanted: int, given: int) -> None:
@@ -146,4 +198,5 @@ def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> Non
             f"got {len(cache.layers)}"
         )
     shape = batch, "slots", config.num_key_value_heads, config.head_dim
-    check_shape("cache.layers[0].key", cache.layers[0].key, shape)
+    name = "own.key" if isinstance(cache.layers[0], ForkedCache) else "key"
+    check_shape(f"cache.layers[0].{name}", growing(cache.layers[0]).key, shape)

@@ -1,6 +1,7 @@
 """The forward passes of a decoder: without a cache, with one, in chunks, and of a tree."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.distributed import KVCache, SequenceParallel
+from energy_attn.distributed import ForkedCache, KVCache, SequenceParallel
 from energy_attn.distributed.internal import check_counts, check_mesh, positions_from, split_along
 from energy_attn.kernels.internal import (
     as_int32,
@@ -19,8 +20,9 @@ from energy_attn.kernels.internal import (
 )
 
 from ...functional._attention import attention
+from ...functional._tag import recorders
 from ...prefix_tree import PrefixTree, tree_decode
-from ._cache import DecoderCache, TreeOutput, check_cache
+from ._cache import DecoderCache, TreeOutput, check_cache, growing
 from ._output import Trace, joined
 
 # `model` is an `AbstractDecoder` throughout, whose module imports this one.
@@ -85,8 +87,14 @@ def read_on(
     layers, traces = [], []
     for layer, stored in zip(model.layers, cache.layers, strict=True):
 
-        def see(query: Array, key: Array, value: Array, stored: KVCache = stored) -> tuple:
+        def see(
+            query: Array, key: Array, value: Array, stored: KVCache | ForkedCache = stored
+        ) -> tuple:
             stored = stored._written(key, value, counts)
+            if isinstance(stored, ForkedCache):
+                options = _options_of(attend)
+                out, energy = stored.attend(query, query_positions=positions, **options)
+                return out, (stored, Trace(query, out, energy))
             out, energy = attend(
                 query,
                 stored.keys(),
@@ -106,6 +114,25 @@ def read_on(
     return model.norm(x), DecoderCache(tuple(layers)), joined(traces)
 
 
+def _options_of(attend: Callable[..., Any]) -> dict[str, Any]:
+    """The options of `attention`, or of a `functools.partial` of it, for the attention over a fork.
+
+    Raises `ValueError` for another function, and `NotImplementedError` where energies are recorded.
+    """
+    if recorders.value:
+        raise NotImplementedError(
+            "cache: wanted one that is no fork where energies are recorded, got a ForkedCache"
+        )
+    if attend is attention:
+        return {}
+    if isinstance(attend, functools.partial) and attend.func is attention and not attend.args:
+        return attend.keywords
+    raise ValueError(
+        "attend: wanted attention, or a functools.partial of it with options, beside a cache that is "
+        f"a fork, got {received(attend)}"
+    )
+
+
 def read_chunks(
     model: Any,
     tokens: Array,
@@ -123,7 +150,9 @@ def read_chunks(
     which no row has a token are not read, and `tell` gets the tokens of the longest row.
     """
     parallel, time = cache.parallel, tokens.shape[1]
-    devices = 1 if parallel is None else check_mesh(parallel)
+    # queries to a fork lie side by side with those of other rows, so that each device reads them all
+    forked = isinstance(cache.layers[0], ForkedCache)
+    devices = 1 if parallel is None or forked else check_mesh(parallel)
 
     def read(carry: tuple[Array, Array, DecoderCache], chunk: Array) -> tuple[tuple, None]:
         last, remaining, cache = carry
@@ -165,7 +194,7 @@ def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache) -> TreeOutput:
     x = model.embed_tokens(tree.tokens)
     rope = model.rope(cache.lengths[:, None] + tree.depth)
     keys, values = [], []
-    for layer, stored in zip(model.layers, cache.layers, strict=True):
+    for layer, stored in zip(model.layers, cache.unforked("read_tree"), strict=True):
 
         def see(query: Array, key: Array, value: Array, stored: KVCache = stored) -> tuple:
             return tree_decode(query, key, value, tree=tree, cache=stored).out, (key, value)
@@ -191,7 +220,7 @@ def fitting(
     """
     batch, time = tokens.shape
     check_cache(cache, model.config, batch)
-    first = cache.layers[0]
+    first = growing(cache.layers[0])
     if parallel is not None and parallel != first.parallel:
         raise ValueError(
             f"parallel: wanted None or the cache's, {first.parallel}, got {received(parallel)}"

@@ -1,0 +1,215 @@
+"""A cache whose rows share the tokens of a prompt, which is stored and read once."""
+
+import dataclasses
+import functools
+from typing import Any, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from energy_attn.kernels import AttentionState, merge
+from energy_attn.kernels.internal import (
+    BoundScore,
+    ScoreOptions,
+    check_sink,
+    received,
+    split_score,
+    with_sink,
+)
+from energy_attn.kernels.scores import AbstractScore, At
+
+from ..methods._plan import reshard_explicit
+from ._arguments import check_rows
+from ._queries import check_queries, check_scores, state_of
+from ._tokens import AbstractTokens
+from ._write import CacheSharding
+
+
+class ForkedCache(eqx.Module):
+    r"""A cache whose rows continue prompts that several of them share.
+
+    Made by [`KVCache.fork`][energy_attn.distributed.KVCache.fork]. The free energies of the prompt and of a
+    row's own tokens add up,
+
+    $$F = \log\big(e^{F_{prompt}} + e^{F_{own}}\big), \qquad
+      \mathrm{out} = e^{F_{prompt} - F}\, \mathrm{out}_{prompt} + e^{F_{own} - F}\, \mathrm{out}_{own}$$
+
+    so that attention is that of a cache in which every row holds the prompt. The prompt is stored once, and
+    read once for all rows that share it: their queries are more queries of one row.
+
+    Every method returns a new cache; `append` is in place where the cache is donated, as for a `KVCache`.
+
+    Attributes:
+        prompt: a [`KVCache`][energy_attn.distributed.KVCache] of `R` rows.
+        own: a `KVCache` of `B` rows, a multiple of `R`, each of which begins at the position where its
+            prompt ends. Rows that share a prompt are consecutive. It may be saved, and loaded, by itself.
+
+    Raises:
+        ValueError: a number of rows that is no multiple of that of the prompts.
+
+    Source: the merge of the states of a shared prefix and a suffix, as in Hydragen (arXiv 2402.05099) and
+    Tree Attention (arXiv 2408.04093), section 5.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.distributed import KVCache
+        >>> prompt = KVCache.empty(1, 4096, 2, 8, dtype=jnp.float32)
+        >>> prompt = prompt.append(jnp.ones((1, 4000, 2, 8)), jnp.ones((1, 4000, 2, 8)))
+        >>> cache = prompt.fork(64, capacity=128)
+        >>> new = jnp.ones((64, 1, 2, 8))
+        >>> cache = cache.append(new, new)
+        >>> state = cache.attend(jnp.zeros((64, 1, 4, 8)))
+        >>> float(jnp.exp(state.lse[5, 0, 0]).round()), cache.own.key.shape  # of 4,001 tokens
+        (4001.0, (64, 128, 2, 8))
+    """
+
+    prompt: AbstractTokens
+    own: AbstractTokens
+
+    def __check_init__(self) -> None:
+        rows, prompts = len(self.own.lengths), len(self.prompt.lengths)
+        if rows % prompts:
+            raise ValueError(
+                f"own: wanted a multiple of the prompt's {prompts} rows, got {rows} rows"
+            )
+
+    @property
+    def count(self) -> int:
+        """How many rows share a prompt."""
+        return len(self.own.lengths) // len(self.prompt.lengths)
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens each row has room for besides the prompt."""
+        return self.own.capacity
+
+    @property
+    def lengths(self) -> Int[Array, " B"]:
+        """The number of tokens of each row, with those of its prompt, and the position of the next one."""
+        return self.own.lengths
+
+    def append(
+        self,
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K Hv"],
+        *,
+        lengths: Int[Array, " B"] | None = None,
+    ) -> "ForkedCache":
+        """The cache with new tokens after those of each row.
+
+        Arguments and errors are those of [`KVCache.append`][energy_attn.distributed.KVCache.append].
+        """
+        return dataclasses.replace(self, own=self.own.append(key, value, lengths=lengths))
+
+    def _written(self, key: Array, value: Array, counts: Array) -> "ForkedCache":
+        """`append` without its checks."""
+        return dataclasses.replace(self, own=self.own._written(key, value, counts))
+
+    def evict(
+        self,
+        count: int | Int[Array, " B"] | None = None,
+        *,
+        before: int | Int[Array, " B"] | None = None,
+    ) -> "ForkedCache":
+        """The cache without the oldest of the rows' own tokens; the prompt, which rows share, stays.
+
+        Arguments and errors are those of [`KVCache.evict`][energy_attn.distributed.KVCache.evict].
+        """
+        return dataclasses.replace(self, own=self.own.evict(count, before=before))
+
+    def reset(self, rows: Bool[Array, " B"] | Int[Array, " n"]) -> "ForkedCache":
+        """The cache with some of its rows at the end of their prompts again, for other continuations.
+
+        Arguments and errors are those of [`KVCache.reset`][energy_attn.distributed.KVCache.reset].
+        """
+        emptied = check_rows("rows", rows, len(self.own.lengths))
+        begins = repeat_rows(self.own._sharding(), self.prompt.lengths, self.count)
+        starts, lengths = (
+            jnp.where(emptied, begins, x) for x in (self.own.starts, self.own.lengths)
+        )
+        return dataclasses.replace(
+            self, own=dataclasses.replace(self.own, starts=starts, lengths=lengths)
+        )
+
+    def attend(
+        self,
+        query: Float[Array, "B T N H"],
+        *,
+        source: Float[Array, "B T N Hv"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        query_positions: Int[Array, "..."] | None = None,
+        sink: Float[Array, "..."] | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> AttentionState:
+        """The attention of queries over the tokens of their prompts and their rows' own.
+
+        Arguments, result and errors are those of
+        [`KVCache.attend`][energy_attn.distributed.KVCache.attend], but for `mask`. A score that reads
+        `at.batch` raises `NotImplementedError`: rows that share a prompt are one row of it.
+        """
+        names, options = check_scores(options, None, self.prompt.window)
+        own, count, sharding = self.own, self.count, self.own._sharding()
+        places = check_queries(query, own.key, own.dtype, own.lengths, lengths, query_positions)
+        given: Any = {"names": names, "options": options, "unrounded": True}
+        mine = state_of(own, query, places, source=source, **given)
+        check_sink(sink, query.shape[:-1])
+        _check_score(options.get("score"), mine.lse.dtype)
+        places = jnp.broadcast_to(jnp.asarray(places), query.shape[:2])
+        beside = functools.partial(_beside, sharding, count)
+        below = functools.partial(_below, sharding, count)
+        if source is not None:
+            given["source"] = beside(jnp.asarray(source))
+        shared = state_of(self.prompt, beside(jnp.asarray(query)), beside(places), **given)
+        state = merge(AttentionState(below(shared.out), below(shared.lse)), mine)
+        if sink is not None:
+            state = with_sink(state, sink, places)
+        return AttentionState(state.out.astype(own.dtype), state.lse)
+
+
+def _check_score(score: AbstractScore | None, dtype: jnp.dtype) -> None:
+    """Raises `NotImplementedError` for a checked score that reads which row of the batch it is of."""
+    if score is None:
+        return
+    structure, arrays = split_score(score)
+    assert structure is not None
+    bound, zero = BoundScore(structure, arrays), jnp.zeros((1, 1, 1, 1), jnp.int32)
+    traced = jax.make_jaxpr(lambda row: bound(zero.astype(dtype), At(row, zero, zero, zero)))(zero)
+    (row,) = traced.jaxpr.invars
+    if any(x is row for equation in traced.eqns for x in equation.invars):
+        raise NotImplementedError(
+            f"score: wanted one that is the same in all rows, which share a prompt, got {received(score)}"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def repeat_rows(sharding: CacheSharding | None, x: Array, count: int) -> Array:
+    """`[R]` to `[R * count]`: each entry `count` times."""
+    return _by_rows(sharding, lambda x: jnp.repeat(x, count, total_repeat_length=len(x) * count), x)
+
+
+def _beside(sharding: CacheSharding | None, count: int, x: Array) -> Array:
+    """`[R * count, T, ...]` to `[R, count * T, ...]`: the tokens of `count` rows side by side."""
+    return _by_rows(
+        sharding, lambda x: x.reshape(len(x) // count, count * x.shape[1], *x.shape[2:]), x
+    )
+
+
+def _below(sharding: CacheSharding | None, count: int, x: Array) -> Array:
+    """The inverse of `_beside`."""
+    return _by_rows(
+        sharding, lambda x: x.reshape(len(x) * count, x.shape[1] // count, *x.shape[2:]), x
+    )
+
+
+def _by_rows(sharding: CacheSharding | None, function: Any, x: Array) -> Array:
+    """`function` of each device's rows of `x` `[B, T, N, ...]`, which devices along the sequence share."""
+    if sharding is None:
+        return function(x)
+    spec = PartitionSpec(*[*sharding.new, None][: x.ndim])
+    mapped = jax.shard_map(
+        function, mesh=sharding.mesh, in_specs=spec, out_specs=spec, axis_names=sharding.axes
+    )
+    return mapped(reshard_explicit(sharding.mesh, sharding.axes, x, spec))

@@ -1,0 +1,302 @@
+"""`KVCache.fork`: rows that share a prompt, beside a cache in which each holds it.
+
+The judge is a dictionary of tokens for each row, and dense attention over them in float64.
+"""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn import scores
+from energy_attn.distributed import ForkedCache, KVCache, SequenceParallel, collectives, make_mesh
+from tests.support.arrays import array
+from tests.support.cache_model import B, H, K, Model, N, V, empty, started, tokens
+from tests.support.compare import close
+from tests.support.meshes import mesh_of, parallel_of
+from tests.support.reference import dense, dense_vjp
+from tests.support.selection import few, few_rows
+from tests.support.sinks import with_key
+
+COUNT = 2  # of rows that share a prompt
+PROMPTS = 11, 4, 0  # tokens of each
+
+
+def new_tokens(seed, T, rows=COUNT * B, dtype=jnp.float64):
+    rng = np.random.default_rng(seed)
+    return tuple(array(rng.standard_normal((rows, T, K, width)), dtype) for width in (H, V))
+
+
+def model_of(prompt, ring=None):
+    """The tokens of the rows that share these prompts; a window is the judge's, so that nothing is let go."""
+    model = Model(ring, rows=COUNT * B)
+    for row in range(COUNT * B):
+        model.rows[row] = dict(prompt.rows[row // COUNT])
+        model.lengths[row] = prompt.lengths[row // COUNT]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "capacity"),
+    few_rows(
+        [
+            ("2x4 explicit", 9, 16),
+            ("8", None, 8),
+            (None, None, 16),
+            ("8", 9, 8),
+            ("2x4", 9, 16),
+            ("8 explicit", None, 16),
+        ]
+    ),
+)
+def test_steps(kind, window, capacity):
+    """A prompt seen by another's rows, at other positions or beyond the window; a step compiled twice.
+
+    Rows get tokens at different times; their own slots are a ring where the window leaves room for one.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache, query, key, value, lengths):
+        cache = cache.append(key, value, lengths=lengths)
+        return cache, cache.attend(query, lengths=lengths)
+
+    rng, prompt = np.random.default_rng(0), Model()
+    parallel = kind and parallel_of(kind)
+    with jax.set_mesh(mesh_of(kind or "8")):
+        given = tokens(0, 11)
+        whole = empty(capacity=24, parallel=parallel, window=window)
+        whole = whole.append(*given, lengths=jnp.asarray(PROMPTS))
+        prompt.append(*given, PROMPTS)
+        cache, model = whole.fork(COUNT, capacity=capacity, block_size=1), model_of(prompt)
+        assert cache.capacity == capacity and cache.count == COUNT
+        assert cache.own.window == (window if capacity > 9 else None)
+        options = {"is_causal": True}
+        if window is not None:
+            options["local_window_size"] = (window, 0)
+        for i in range(12 if window and capacity > 9 else 4):
+            query, new = rng.standard_normal((COUNT * B, 2, N, H)), new_tokens(i + 1, 2)
+            counts = [2, 1, 0, 2, 2, i % 2]
+            cache, state = step(cache, query, *new, jnp.asarray(counts, jnp.int32))
+            model.append(*new, counts)
+            last = [
+                [n - count, n - 1] if count == 2 else [n - 1 if count else -1, -1]
+                for n, count in zip(model.lengths, counts, strict=True)
+            ]
+            out, energy = dense(model.problem(query, last, **options))
+            close(state.out, out, f"attention at step {i}")
+            close(state.lse, energy, f"energy at step {i}")
+        assert cache.lengths.tolist() == model.lengths
+    assert step._cache_size() == 1
+
+
+SINK = np.array([0.4, -0.9, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("kind", few(["8", "2x4 explicit", None], "8"))
+def test_derivatives(kind):
+    """A sink that counts twice; gradients of queries, of own tokens, and of a prompt that has several rows.
+
+    The source moves the scores of both parts, and a prompt has the sum of its rows' gradients.
+    """
+    rng = np.random.default_rng(0)
+    query, source = (rng.standard_normal((COUNT * B, 2, N, w)) for w in (H, V))
+    dout, dlse = rng.standard_normal((COUNT * B, 2, N, V)), rng.standard_normal((COUNT * B, 2, N))
+    given, new = tokens(0, 6), new_tokens(1, 2)
+    prompt = Model()
+    prompt.append(*given, [6] * B)
+    model = model_of(prompt)
+    model.append(*new, [2] * (COUNT * B))
+    places = [[6, 7]] * (COUNT * B)
+    parallel = kind and parallel_of(kind)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True)
+    def run(query, new, given, sink):
+        cache = empty(capacity=16, parallel=parallel).append(*given)
+        cache = cache.fork(COUNT, capacity=8).append(*new)
+        state = cache.attend(query, sink=sink)
+        tilted = cache.attend(query, source=jnp.asarray(source))
+        return (state.out * dout).sum() + (state.lse * dlse).sum(), (state, tilted)
+
+    with jax.set_mesh(mesh_of(kind or "8")):
+        (_, states), found = jax.device_get(run(array(query), new, given, array(SINK)))
+    judge = model.problem(query, places, is_causal=True)
+    for state, problem in zip(
+        states,
+        (with_key(judge, SINK), model.problem(query, places, is_causal=True, source=source)),
+        strict=True,
+    ):
+        close(tuple(state), dense(problem), "state")
+    problem = with_key(judge, SINK)
+    exact = dense_vjp(problem, dout, dlse)
+    close(found[0], exact["query"], "query")
+    for i, name in enumerate(("key", "value")):
+        by_row = exact[name][:, :8, :, : (H, V)[i]]
+        close(found[1][i], by_row[:, 6:8], name)
+        shared = by_row[:, :6].reshape(B, COUNT, *by_row[:, :6].shape[1:]).sum(1)
+        close(found[2][i], shared, f"{name} of the prompt")
+
+
+@pytest.mark.parametrize("explicit", few([False, True], False))
+@pytest.mark.parametrize("quantized", few([None, "int8"], "int8"))
+def test_rows_and_heads_over_other_axes(explicit, quantized):
+    """Beside a plain cache of all rows: another row's prompt, or a prompt that is sent to other devices to be read."""
+    mesh = make_mesh((2, 2, 2), ("data", "device", "head"), explicit=explicit)
+    parallel = SequenceParallel("device", batch="data", heads="head", merge="gather")
+    options = {"dtype": jnp.float32, "quantize": quantized, "parallel": parallel, "block_size": 2}
+    rows, count = 4, 3
+    given = [jnp.float32(x) for x in new_tokens(0, 7, rows)]
+    new = [jnp.float32(x) for x in new_tokens(1, 2, rows * count)]
+    query = jnp.asarray(np.random.default_rng(2).standard_normal((12, 2, N, H)), jnp.float32)
+    lengths = jnp.asarray([7, 3, 5, 0])
+
+    def forked(given, new, query):
+        cache = KVCache.empty(rows, 16, K, H, V, **options).append(*given, lengths=lengths)
+        cache = cache.fork(count, capacity=8).append(*new)
+        return cache, cache.attend(query)
+
+    def plain(given, new, query):
+        cache = KVCache.empty(rows * count, 24, K, H, V, **options)
+        cache = cache.append(*(x.repeat(count, 0) for x in given), lengths=lengths.repeat(count))
+        return cache.append(*new).attend(query)
+
+    with jax.set_mesh(mesh):
+        cache, state = jax.jit(forked)(given, new, query)
+        exact = jax.jit(plain)(given, new, query)
+        compiled = jax.jit(ForkedCache.attend).lower(cache, query).compile()
+        assert cache.own.key.addressable_shards[0].data.shape == (6, 4, K // 2, H)
+    assert {(c.kind, c.group_size) for c in collectives(compiled)} <= {("all-gather", 2)}
+    assert len(collectives(compiled)) <= 2
+    for mine, theirs in zip(state, exact, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("kind", few(["8", None], None))
+def test_a_prompt_of_many(kind):
+    """64 copies of a prompt of 4,096 tokens, stored or made while attending."""
+    count, length, width = 64, 4096, 64
+    options = {"dtype": jnp.float32, "parallel": kind and parallel_of(kind)}
+
+    def step(cache, query, new):
+        cache = cache.append(new, new)
+        return cache, cache.attend(query)
+
+    with jax.set_mesh(mesh_of(kind or "8")):
+        prompt = KVCache.empty(1, length, 2, width, **options)
+        cache = prompt.fork(count, capacity=128)
+        new, query = (
+            jnp.ones((count, 1, 2, width), jnp.float32),
+            jnp.ones((count, 1, 4, width), jnp.float32),
+        )
+        compiled = jax.jit(step, donate_argnums=0).lower(cache, query, new).compile()
+    held = sum(x.nbytes for x in jax.tree.leaves(cache))
+    keys = length * 2 * width * 4
+    assert (
+        held < 2 * (keys + count * 128 * 2 * width * 4) + 10_000
+    )  # prompt and own slots, keys and values
+    assert held < 2 * count * keys / 20
+    shapes = re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", compiled.as_text())
+    largest = max(math.prod(map(int, x.split(","))) for x in shapes)
+    assert largest < count * length * 2 * width / (1 if kind is None else 8) / 4
+    devices = 1 if kind is None else 8
+    assert compiled.memory_analysis().alias_size_in_bytes >= (held - 10_000) / devices
+
+
+@pytest.mark.parametrize("kind", few(["2x4", None], "2x4"))
+def test_rows_begin_again(kind):
+    """A token of a continuation that ended, seen by the next; an eviction that takes the prompt with it."""
+    prompt, parallel = Model(), kind and parallel_of(kind)
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(mesh_of(kind or "8")):
+        given, first, second = tokens(0, 11), new_tokens(1, 5), new_tokens(2, 3)
+        prompt.append(*given, PROMPTS)
+        model = model_of(prompt)
+        cache = started(*given, PROMPTS, capacity=16, parallel=parallel)
+        cache = cache.fork(COUNT, capacity=8).append(*first)
+        model.append(*first, [5] * 6)
+        cache = cache.reset(jnp.asarray([1, 4])).evict(jnp.asarray([2, 1, 0, 5, 3, 9]))
+        for row in (1, 4):
+            length = PROMPTS[row // COUNT]
+            model.rows[row] = {n: x for n, x in model.rows[row].items() if n < length}
+            model.lengths[row] = length
+        for row, gone in ((0, 2), (3, 5), (5, 5)):
+            for n in range(gone):
+                del model.rows[row][PROMPTS[row // COUNT] + n]
+        cache = cache.append(*second)
+        model.append(*second, [3] * 6)
+        query = rng.standard_normal((6, 3, N, H))
+        state = jax.jit(ForkedCache.attend)(cache, array(query))
+    last = [[n - 3, n - 2, n - 1] for n in model.lengths]
+    close(tuple(state), dense(model.problem(query, last, is_causal=True)))
+
+
+def test_saved_and_loaded(tmp_path):
+    """Own tokens that lose their positions on the way to another mesh."""
+    query = array(np.random.default_rng(0).standard_normal((6, 1, N, H)))
+    with jax.set_mesh(mesh_of("8")):
+        cache = started(*tokens(0, 11), PROMPTS, capacity=16).fork(COUNT, capacity=8)
+        cache = cache.append(*new_tokens(1, 3))
+        before = jax.jit(ForkedCache.attend)(cache, query)
+        for name in ("prompt", "own"):
+            getattr(cache, name).save(tmp_path / name)
+    again = ForkedCache(*(KVCache.load(tmp_path / name) for name in ("prompt", "own")))
+    assert again.lengths.tolist() == cache.lengths.tolist()
+    close(tuple(jax.jit(ForkedCache.attend)(again, query)), tuple(map(np.asarray, before)))
+
+
+BAD = {
+    "count: wanted at least 1, got 0": lambda c: c.prompt.fork(0, capacity=8),
+    "count: wanted an integer, got float 2.0": lambda c: c.prompt.fork(2.0, capacity=8),
+    "capacity: wanted at least 1, got 0": lambda c: c.prompt.fork(2, capacity=0),
+    "block_size: wanted at least 1": lambda c: c.prompt.fork(2, capacity=8, block_size=0),
+    "own: wanted a multiple of the prompt's 6 rows, got 3 rows": lambda c: ForkedCache(
+        c.own, c.prompt
+    ),
+    "key: wanted shape (6, T, 2, 3)": lambda c: c.append(*tokens(0, 1)),
+    "key: wanted 1 to 8 new tokens": lambda c: c.append(*new_tokens(0, 9)),
+    "rows: wanted rows from 0 to 5, got [6]": lambda c: c.reset(np.array([6])),
+    "count: wanted either count or before": lambda c: c.evict(),
+    "query: wanted shape (6, T, N, 3)": lambda c: c.attend(QUERY[:3]),
+    "sink: wanted a score for each head": lambda c: c.attend(QUERY, sink=np.zeros(3)),
+    "source: wanted shape (6, 1, 4, 5)": lambda c: c.attend(QUERY, source=QUERY),
+    "local_window_size: wanted at most the cache's window, 10": lambda c: c.attend(
+        QUERY, local_window_size=11
+    ),
+    "mask: wanted one of": lambda c: c.attend(QUERY, mask=None),
+    "score: wanted one that is the same in all rows": lambda c: c.attend(
+        QUERY, score=scores.Function(by_row)
+    ),
+}
+QUERY = np.zeros((COUNT * B, 1, N, H))
+
+
+def by_row(score, at):
+    return score * (1 + at.batch).astype(score.dtype)
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message, unchecked):
+    """An error that does not name the argument; a score of a row that is several."""
+    with jax.set_mesh(mesh_of("8")):
+        cache = empty(window=10).fork(COUNT, capacity=8)
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(message)):
+            BAD[message](cache)
+
+
+def test_a_score_of_places():
+    """A score that reads positions and heads: of own tokens counted from zero."""
+    query = array(np.random.default_rng(0).standard_normal((6, 1, N, H)))
+    score = scores.ALiBi(jnp.asarray([0.5, 0.1, 0.2, 0.3]))
+    with jax.set_mesh(mesh_of("8")):
+        cache = started(*tokens(0, 11), PROMPTS).fork(COUNT, capacity=8)
+        new = new_tokens(1, 2)
+        found = jax.jit(ForkedCache.attend)(cache.append(*new), query, score=score)
+        plain = empty(rows=6).append(
+            *(x.repeat(COUNT, 0) for x in tokens(0, 11)), lengths=jnp.asarray(PROMPTS).repeat(COUNT)
+        )
+        exact = jax.jit(KVCache.attend)(plain.append(*new), query, score=score)
+    close(tuple(found), tuple(map(np.asarray, exact)))
