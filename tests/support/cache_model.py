@@ -35,10 +35,10 @@ def _start(options):
     return start
 
 
-def tokens(seed, T, dtype=jnp.float64):
-    """Keys `[B, T, K, H]` and values of `T` new tokens."""
+def tokens(seed, T, dtype=jnp.float64, rows=B):
+    """Keys `[rows, T, K, H]` and values of `T` new tokens."""
     rng = np.random.default_rng(seed)
-    return tuple(array(rng.standard_normal((B, T, K, width)), dtype) for width in (H, V))
+    return tuple(array(rng.standard_normal((rows, T, K, width)), dtype) for width in (H, V))
 
 
 class Model:

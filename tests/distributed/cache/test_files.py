@@ -1,47 +1,28 @@
 """A cache on disk: the old one or the new one whenever a save ends, and no file that is believed unread.
 
-The judge of what is loaded is what was saved, bit for bit; that of histories a dictionary per row.
+The judge of what is loaded is what was saved, bit for bit.
 """
 
-import contextlib
-import copy
 import functools
 import json
 import os
 import re
 import shutil
-import tempfile
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 from hypothesis import given, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from energy_attn.distributed import KVCache
 from energy_attn.distributed.cache._files import write
 from energy_attn.distributed.runtime import _files
-from energy_attn.prefix_tree import Accepted, commit
 from tests.support.cache_model import (
     B,
-    Model,
-    append,
-    check_balanced,
-    check_held,
-    empty,
     started,
     tokens,
 )
@@ -347,125 +328,3 @@ def test_64_bits(saved, user_settings):
     """A cache of float64 that is read as one of float32, and takes no token of either."""
     with pytest.raises(ValueError, match=rf"{saved}: .*64 bits on \(jax_enable_x64\), got float64"):
         KVCache.load(saved.parent)
-
-
-PLACES = {None: None, "8": parallel_of("8"), "2x4 explicit": parallel_of("2x4")}
-steps = st.integers(1, 40)  # of a save or a load, which have no more than that
-places, counts = st.sampled_from([*PLACES]), st.tuples(*[st.integers(0, 3)] * B)
-commit_path = jax.jit(commit)
-
-
-class History(RuleBasedStateMachine):
-    """A cache, a dictionary per row of what it is to hold, and a folder that others write as well."""
-
-    @initialize(is_ring=st.booleans(), place=places)
-    def begin(self, is_ring, place):
-        self.place, self.step, self.saved = place, 0, None
-        self.folder = Path(tempfile.mkdtemp())
-        with self.mesh():
-            window = 12 if is_ring else None
-            self.cache = empty(capacity=16, window=window, parallel=PLACES[place])
-        self.model = Model(16 if is_ring else None)
-
-    def mesh(self):
-        place = self.place
-        return contextlib.nullcontext() if place is None else jax.set_mesh(mesh_of(place))
-
-    def room(self, wanted):
-        self.step += 1
-        held = [0 if self.model.ring else len(row) for row in self.model.rows]
-        return [min(n, 16 - have) for n, have in zip(wanted, held, strict=True)]
-
-    @rule(wanted=counts)
-    def append(self, wanted):
-        count, new = self.room(wanted), tokens(self.step, 3)
-        with self.mesh():
-            self.cache = append(self.cache, *new, lengths=jnp.asarray(count, jnp.int32))
-        self.model.append(*new, count)
-
-    @rule(wanted=counts, order=st.permutations(range(4)))
-    def commit(self, wanted, order):
-        count, (key, value) = self.room(wanted), tokens(self.step, 4)
-        path = np.where(np.arange(3) < np.asarray(count)[:, None], order[:3], -1)
-        accepted = Accepted(*(jnp.asarray(x, jnp.int32) for x in (path, count, [0] * B)))
-        with self.mesh():
-            self.cache = commit_path(self.cache, accepted, key, value)
-        self.model.append(np.asarray(key)[:, order[:3]], np.asarray(value)[:, order[:3]], count)
-
-    @rule(count=counts)
-    def evict(self, count):
-        with self.mesh():
-            self.cache = self.cache.evict(jnp.asarray(count, jnp.int32))
-        rows = zip(self.model.lengths, self.model.rows, count, strict=True)
-        self.model.evict([n - len(row) + gone for n, row, gone in rows])
-
-    @rule(before=st.tuples(*[st.integers(0, 40)] * B))
-    def evict_before(self, before):
-        with self.mesh():
-            self.cache = self.cache.evict(before=jnp.asarray(before, jnp.int32))
-        self.model.evict(before)
-
-    def without_a_token(self):
-        """The cache as another process may save it, and its model."""
-        with self.mesh():
-            cache = self.cache.evict(jnp.ones(B, jnp.int32))
-        model = copy.deepcopy(self.model)
-        rows = zip(model.lengths, model.rows, strict=True)
-        model.evict([n - len(row) + 1 for n, row in rows])
-        return cache, model
-
-    def loaded(self, *models):
-        """The cache in the folder, and which of the models it holds."""
-        with self.mesh():
-            cache = KVCache.load(self.folder, parallel=PLACES[self.place])
-            for model in models:
-                with contextlib.suppress(AssertionError):
-                    check_held(cache, model)
-                    return cache, copy.deepcopy(model)
-        raise AssertionError("what is loaded was not saved")
-
-    @rule(at=steps)
-    def save(self, at):
-        """While it runs, another process saves."""
-        cache, model = self.without_a_token()
-        refused = []
-
-        def save():
-            try:
-                cache.save(self.folder)
-                refused.append(False)
-            except OSError as error:
-                assert "wanted no other save into this folder" in str(error)
-                refused.append(True)
-
-        with failing(), meanwhile(save, at):
-            self.cache.save(self.folder)
-        assert len(contents(self.folder)) == 2
-        candidates = [self.model] if refused in ([], [True]) else [self.model, model]
-        _, self.saved = self.loaded(*candidates)
-
-    @precondition(lambda self: self.saved is not None)
-    @rule(place=places, at=steps)
-    def load(self, place, at):
-        """While it runs, another process saves."""
-        cache, model = self.without_a_token()
-        self.place = place
-        with failing(), meanwhile(lambda: cache.save(self.folder), at) as other:
-            self.cache, self.model = self.loaded(self.saved, model)
-        if other.acted:
-            self.saved = model
-
-    @invariant()
-    def is_as_the_model(self):
-        with self.mesh():
-            check_held(self.cache, self.model)
-            check_balanced(self.cache)
-
-    def teardown(self):
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-@pytest.mark.full
-def test_histories():
-    """A token lost, kept too long or in the wrong slot by what came before, on whatever mesh that was."""
-    run_state_machine_as_test(History, settings=settings(max_examples=12, stateful_step_count=16))

@@ -48,7 +48,7 @@ def test_rows_that_begin_again(kind):
         check(logits, row, text)
 
 
-@pytest.mark.parametrize("kind", few(["8", None, "2x4 explicit"], "8"))
+@pytest.mark.parametrize("kind", few([None, "8", "2x4 explicit"], None))
 def test_continuations_that_share_a_prompt(kind):
     """Steps, and a chunk longer than there are devices, over the prompt of another row, or at wrong positions."""
     model, rng, count = build(), np.random.default_rng(0), 2
