@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from energy_attn.kernels.internal import platform_here
 
-from . import attention, derivatives, energies, llama, loops, masks, observables, speculative
+from . import attention, derivatives, energies, llama, loops, masks, observables, queue, speculative
 from .command import add_common, write
 from .picture import draw
 from .runner import Case, run
@@ -27,6 +27,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "loops": loops.CASES,
     "llama": llama.CASES,
     "speculative": speculative.CASES,
+    "queue": queue.CASES,
 }
 
 

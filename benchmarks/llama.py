@@ -33,8 +33,8 @@ def _prefill(dtype: str, S: int) -> Sides:
         return lambda: read(model, inputs)[0]
 
     def peer_run() -> Run:
-        peer, inputs = _peer(model), torch().from_numpy(tokens.astype(np.int64))
-        return _inference(lambda: peer(inputs, use_cache=True, logits_to_keep=1).logits)
+        peer, inputs = peer_of(model), torch().from_numpy(tokens.astype(np.int64))
+        return inference(lambda: peer(inputs, use_cache=True, logits_to_keep=1).logits)
 
     return {OURS: ours, TRANSFORMERS: peer_run}
 
@@ -62,7 +62,7 @@ def _decode(dtype: str, S: int, new: int) -> Sides:
         return lambda: write(model, first, out.cache)
 
     def peer_run() -> Run:
-        peer, inputs = _peer(model), torch().from_numpy(tokens.astype(np.int64))
+        peer, inputs = peer_of(model), torch().from_numpy(tokens.astype(np.int64))
         with torch().inference_mode():
             read = peer(inputs, use_cache=True, logits_to_keep=1)
         # newer versions of transformers call it `cache`, and warn of the other name
@@ -78,12 +78,12 @@ def _decode(dtype: str, S: int, new: int) -> Sides:
             cache.crop(1 - new)  # back to the prompt
             return torch().cat(written, 1).int()
 
-        return _inference(run)
+        return inference(run)
 
     return {OURS: ours, TRANSFORMERS: peer_run}
 
 
-def _peer(model: Llama) -> Any:
+def peer_of(model: Llama) -> Any:
     """The same weights as a model of transformers."""
     peer = importlib.import_module(TRANSFORMERS)
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def _peer(model: Llama) -> Any:
         return peer.LlamaForCausalLM.from_pretrained(folder, dtype=torch().float32).eval()
 
 
-def _inference(run: Callable[[], Any]) -> Run:
+def inference(run: Callable[[], Any]) -> Run:
     """Runs without gradients and returns a JAX array."""
 
     def inside() -> Array:
