@@ -162,11 +162,21 @@ class ForkedCache(eqx.Module):
         below = functools.partial(_below, sharding, count)
         if source is not None:
             given["source"] = beside(jnp.asarray(source))
-        shared = state_of(self.prompt, beside(jnp.asarray(query)), beside(places), **given)
+        prompt = _with_whole_queries(self.prompt)
+        shared = state_of(prompt, beside(jnp.asarray(query)), beside(places), **given)
         state = merge(AttentionState(below(shared.out), below(shared.lse)), mine)
         if sink is not None:
             state = with_sink(state, sink, places)
         return AttentionState(state.out.astype(own.dtype), state.lse)
+
+
+def _with_whole_queries(prompt: AbstractTokens) -> AbstractTokens:
+    """The prompt for queries that are on all devices, of which there may be as many as keys by chance."""
+    parallel = prompt.parallel
+    if parallel is None or parallel.queries_sharded is not None:
+        return prompt
+    whole = dataclasses.replace(parallel, queries_sharded=False)
+    return dataclasses.replace(prompt, parallel=whole)
 
 
 def _check_score(score: AbstractScore | None, dtype: jnp.dtype) -> None:

@@ -99,7 +99,7 @@ class SequenceParallel:
             check_choice("method", method, (*METHODS, "auto"))
         elif isinstance(method, Tree):
             for name, x, usual in (("merge", merge, "auto"), ("topology", topology, None)):
-                if x != usual:
+                if x not in (usual, getattr(method, name)):
                     raise ValueError(
                         f"{name}: wanted {usual!r} beside a methods.Tree, which has its own, got {x!r}"
                     )

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from energy_attn import scores
-from energy_attn.distributed import ForkedCache, KVCache, SequenceParallel, collectives, make_mesh
+from energy_attn.distributed import (
+    ForkedCache,
+    KVCache,
+    SequenceParallel,
+    collectives,
+    make_mesh,
+    methods,
+)
 from tests.support.arrays import array
 from tests.support.cache_model import B, H, K, Model, N, V, empty, started, tokens
 from tests.support.compare import close
@@ -202,6 +209,25 @@ def test_a_prompt_of_many(kind):
     assert largest < count * length * 2 * width / (1 if kind is None else 8) / 4
     devices = 1 if kind is None else 8
     assert compiled.memory_analysis().alias_size_in_bytes >= (held - 10_000) / devices
+
+
+def test_as_many_queries_as_keys():
+    """Keys that are sent, for queries that are taken for parts of a sequence as there are as many of them."""
+    options = {"dtype": jnp.float64, "block_size": 2}
+    with jax.set_mesh(mesh_of("8")):
+        # a method with options of its own, which stays
+        parallel = SequenceParallel("device", methods.Tree("gather"))
+        cache = KVCache.empty(1, 16, K, H, V, parallel=parallel, **options)
+        cache = cache.append(*tokens(0, 11, rows=1)).fork(16, capacity=16)
+        query = jnp.ones((16, 1, N, H))
+        compiled = jax.jit(ForkedCache.attend).lower(cache, query).compile()
+        state = compiled(cache, query)
+    assert [c.kind for c in collectives(compiled)] == 2 * ["all-gather"]
+    model = Model(rows=1)
+    model.append(*tokens(0, 11, rows=1), [11])
+    out, energy = dense(model.problem(np.ones((1, 1, N, H)), [[10]]))
+    close(state.out, np.repeat(out, 16, 0))
+    close(state.lse, np.repeat(energy, 16, 0))
 
 
 @pytest.mark.parametrize("kind", few(["2x4", None], "2x4"))
