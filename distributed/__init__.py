@@ -1,11 +1,11 @@
 """WHERE: meshes, collectives and caches; attention states folded across devices."""
 
+import typing as _typing
+
+from energy_attn.kernels.internal import lazy as _lazy
+
 from . import cost as cost
 from . import methods as methods
-from .cache._cache import KVCache as KVCache
-from .cache._fork import ForkedCache as ForkedCache
-from .hlo._collectives import Collective as Collective
-from .hlo._collectives import collectives as collectives
 from .methods._layout import shard_sequence as shard_sequence
 from .methods._layout import unshard_sequence as unshard_sequence
 from .methods._local import sharded_attention as sharded_attention
@@ -15,5 +15,22 @@ from .methods._parallel import SequenceParallel as SequenceParallel
 from .runtime._global_arrays import fetch as fetch
 from .runtime._global_arrays import place as place
 from .runtime._global_arrays import place_like as place_like
-from .runtime._initialize import initialize as initialize
 from .runtime._mesh import make_mesh as make_mesh
+
+if _typing.TYPE_CHECKING:
+    from .cache._cache import KVCache as KVCache
+    from .cache._fork import ForkedCache as ForkedCache
+    from .hlo._collectives import Collective as Collective
+    from .hlo._collectives import collectives as collectives
+    from .runtime._initialize import initialize as initialize
+else:
+    __getattr__, __dir__ = _lazy(
+        __name__,
+        names={
+            "KVCache": ".cache._cache",
+            "ForkedCache": ".cache._fork",
+            "Collective": ".hlo._collectives",
+            "collectives": ".hlo._collectives",
+            "initialize": ".runtime._initialize",
+        },
+    )

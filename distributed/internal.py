@@ -1,14 +1,13 @@
-"""The private names of this room that `energy_attn` may import."""
+"""The private names of this room that `energy_attn` may import; those of caches and files when first used."""
 
-from .cache._arguments import check_counts as check_counts
-from .cache._arguments import check_reach as check_reach
-from .cache._arguments import check_stored as check_stored
-from .cache._tokens import AbstractTokens as AbstractTokens
-from .cache._write import positions_from as positions_from
+import typing as _typing
+
+from energy_attn.kernels.internal import lazy as _lazy
+
 from .cost._merges import exchanged as exchanged
 from .cost._merges import summed as summed
 from .cost._transfer import seconds as seconds
-from .hlo._collectives import Kind as Kind
+from .hlo._kind import Kind as Kind
 from .merge._packing import as_invariant as as_invariant
 from .merge._scatter import exchange as exchange
 from .merge._scatter import sums as sums
@@ -33,12 +32,36 @@ from .methods._sharded_reduction import fold_maxima as fold_maxima
 from .methods._sharded_reduction import fold_states as fold_states
 from .methods._sharded_reduction import fold_sums as fold_sums
 from .methods._sharded_reduction import sharded_reduction as sharded_reduction
-from .runtime import _files, _safetensors
-from .runtime._files import IDENTITY as IDENTITY
-from .runtime._files import UNFINISHED as UNFINISHED
-from .runtime._files import check_file as check_file
-from .runtime._safetensors import Part as Part
-from .runtime._safetensors import Tensor as Tensor
 
-files = _files
-safetensors = _safetensors
+if _typing.TYPE_CHECKING:
+    from .cache._arguments import check_counts as check_counts
+    from .cache._arguments import check_reach as check_reach
+    from .cache._arguments import check_stored as check_stored
+    from .cache._tokens import AbstractTokens as AbstractTokens
+    from .cache._write import positions_from as positions_from
+    from .runtime import _files, _safetensors
+    from .runtime._files import IDENTITY as IDENTITY
+    from .runtime._files import UNFINISHED as UNFINISHED
+    from .runtime._files import check_file as check_file
+    from .runtime._safetensors import Part as Part
+    from .runtime._safetensors import Tensor as Tensor
+
+    files = _files
+    safetensors = _safetensors
+else:
+    __getattr__, __dir__ = _lazy(
+        __name__,
+        modules={"files": ".runtime._files", "safetensors": ".runtime._safetensors"},
+        names={
+            "check_counts": ".cache._arguments",
+            "check_reach": ".cache._arguments",
+            "check_stored": ".cache._arguments",
+            "AbstractTokens": ".cache._tokens",
+            "positions_from": ".cache._write",
+            "IDENTITY": ".runtime._files",
+            "UNFINISHED": ".runtime._files",
+            "check_file": ".runtime._files",
+            "Part": ".runtime._safetensors",
+            "Tensor": ".runtime._safetensors",
+        },
+    )

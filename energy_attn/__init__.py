@@ -7,18 +7,15 @@ Free energies of disjoint key sets add by logaddexp, so attention over keys that
 devices is one associative reduction.
 """
 
-from importlib import import_module as _import_module
+import typing as _typing
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+
+from energy_attn.kernels.internal import lazy as _lazy
 
 from . import bayes as bayes
-from . import hopfield as hopfield
 from . import masks as masks
 from . import nn as nn
-from . import plot as plot
-from . import prefix_tree as prefix_tree
 from . import scores as scores
 from . import solvers as solvers
 from .core._gibbs import Gibbs as Gibbs
@@ -36,10 +33,6 @@ from .nn._replace import restore_attention as restore_attention
 from .observables._entropy import AttentionStatistics as AttentionStatistics
 from .observables._entropy import ScoreMoments as ScoreMoments
 from .record._record import record as record
-from .report._landscape import Landscape as Landscape
-from .report._landscape import landscape as landscape
-from .report._report import EnergyReport as EnergyReport
-from .report._report import energy_report as energy_report
 from .sparse._tsallis import Tsallis as Tsallis
 
 try:
@@ -47,12 +40,28 @@ try:
 except _PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
+    from . import hopfield as hopfield
     from . import models as models
+    from . import plot as plot
+    from . import prefix_tree as prefix_tree
+    from .report._landscape import Landscape as Landscape
+    from .report._landscape import landscape as landscape
+    from .report._report import EnergyReport as EnergyReport
+    from .report._report import energy_report as energy_report
 else:
-
-    def __getattr__(name: str) -> _Any:
-        """Imports `energy_attn.models` when it is first used: most programs have models of their own."""
-        if name == "models":
-            return _import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__, __dir__ = _lazy(
+        __name__,
+        modules={
+            "hopfield": ".hopfield",
+            "models": ".models",
+            "plot": ".plot",
+            "prefix_tree": ".prefix_tree",
+        },
+        names={
+            "Landscape": ".report._landscape",
+            "landscape": ".report._landscape",
+            "EnergyReport": ".report._report",
+            "energy_report": ".report._report",
+        },
+    )

@@ -1,8 +1,6 @@
 """HOW: `(out, lse)` of the keys on one device, and the algebra that merges such states."""
 
-import importlib as _importlib
-from types import ModuleType as _ModuleType
-
+from ._lazy import lazy as _lazy
 from .call._foreign import as_state as as_state
 from .call._kernel import AbstractJAXKernel as AbstractJAXKernel
 from .call._kernel import AbstractKernel as AbstractKernel
@@ -22,14 +20,11 @@ from .pallas.gpu._sizes import GPUTiles as GPUTiles
 
 # The names by which a benchmark outside of this repository, written before the folders, finds the
 # GPU kernels and replaces their plans.
-_FORMER = {
-    "_pallas_gpu": "_kernel",
-    "_pallas_gpu_backward": "_backward",
-    "_pallas_gpu_plan": "_plan",
-}
-
-
-def __getattr__(name: str) -> _ModuleType:
-    if name in _FORMER:
-        return _importlib.import_module(f"{__name__}.pallas.gpu.{_FORMER[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = _lazy(
+    __name__,
+    modules={
+        "_pallas_gpu": ".pallas.gpu._kernel",
+        "_pallas_gpu_backward": ".pallas.gpu._backward",
+        "_pallas_gpu_plan": ".pallas.gpu._plan",
+    },
+)

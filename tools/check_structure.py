@@ -92,14 +92,25 @@ def room_of(name: str) -> str | None:
     return inner[0] if inner and inner[0] in LINKED else "energy_attn"
 
 
+def lazy_block(tree: ast.Module) -> list[ast.stmt]:
+    """The statements under `if TYPE_CHECKING:`: in an `__init__.py`, the names that users get when first used."""
+    return [
+        node
+        for block in tree.body
+        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
+        for node in block.body
+    ]
+
+
 def exports(root: Path) -> list[tuple[str, str]]:
-    """Package and name of all that is public: what an `__init__.py` imports `as` that same name."""
+    """Package and name of all that is public: what an `__init__.py` imports `as` that same name, at once or lazily."""
     return [
         (module_name(root, path).removesuffix(".__init__"), alias.name)
         for room in ROOMS
         for path in sources(root, room)
         if path.name == "__init__.py"
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for tree in [ast.parse(path.read_text(encoding="utf-8"))]
+        for node in [*tree.body, *lazy_block(tree)]
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname == alias.name and not alias.name.startswith("_")

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from ..hlo._collectives import Kind
+from ..hlo._kind import Kind
 from ._topology import Link, Topology
 
 

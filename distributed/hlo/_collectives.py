@@ -2,25 +2,17 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import jax
 
 from energy_attn.kernels.internal import received
 
 from ._groups import Groups, groups_of
+from ._kind import Kind
 from ._loops import trip_count
 from ._parse import Instruction, Module, arrays, parse
 
-Kind = Literal[
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-]
 _KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
 # Between TPU slices, a runtime on the hosts performs collectives: XLA prints a `send` to that runtime, whose
 # attributes hold the collective and its members.

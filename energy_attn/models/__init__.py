@@ -1,4 +1,13 @@
-"""Models whose attention is this library's free energy, differentiated."""
+"""Models whose attention is this library's free energy, differentiated.
+
+Examples:
+    >>> import jax
+    >>> import energy_attn as ea
+    >>> config = ea.models.LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = ea.models.Llama(config, key=jax.random.key(0))
+    >>> model(jax.numpy.zeros((1, 4), int)).logits.shape
+    (1, 4, 16)
+"""
 
 from ._families import load as load
 from .checkpoint._shard import shard as shard

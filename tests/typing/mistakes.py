@@ -30,6 +30,7 @@ F.tilt(q).attention().sum() + F.covariance(q).sum() + F.entropy().sum()
 layer = ea.nn.MultiheadAttention(4, 16, is_causal=True, key=jax.random.key(0))
 out, energies = layer(q[0, :, 0], q[0, :, 0], q[0, :, 0], return_energy=True)
 
+ea.nothing  # mistake
 ea.FreeEnergy(causal=True)  # mistake
 ea.FreeEnergy(local_window_size="3")  # mistake
 ea.FreeEnergy(key_value_seq_lengths=lengths)  # mistake
