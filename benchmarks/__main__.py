@@ -15,7 +15,7 @@ from energy_attn.kernels.internal import platform_here
 from . import attention, derivatives, energies, llama, loops, masks, observables, queue, speculative
 from .command import add_common, write
 from .picture import draw
-from .runner import Case, run
+from .runner import Case, run, title
 
 SUITES: dict[str, tuple[Case, ...]] = {
     "cpu": attention.CPU,
@@ -25,6 +25,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "energies": energies.CASES,
     "masks": masks.CASES,
     "loops": loops.CASES,
+    "sharded": loops.SHARDED,
     "llama": llama.CASES,
     "speculative": speculative.CASES,
     "queue": queue.CASES,
@@ -36,16 +37,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").partition(": ")[2]
     parser = argparse.ArgumentParser("python -m benchmarks", description=about)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"some of {', '.join(SUITES)}")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="the cases with this in name, dtype or sizes"
+    )
     add_common(parser)
     args = parser.parse_args(arguments)
     for name in args.suites:
         if name not in SUITES:
             parser.error(f"SUITE: wanted some of {', '.join(SUITES)}, got {name!r}")
-    if "speculative" in args.suites:  # shards a cache; the user's own number comes later and counts
+    if {"sharded", "speculative"} & {
+        *args.suites
+    }:  # shard caches; the user's own number comes later and counts
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {flags}"
-    for name in args.suites or ["gpu" if platform_here() == "cuda" else "cpu"]:
-        result = run(name, SUITES[name], args.repeats, args.shrink)
+    names = args.suites or ["gpu" if platform_here() == "cuda" else "cpu"]
+    chosen = {name: [x for x in SUITES[name] if args.only in title(vars(x))] for name in names}
+    for name, cases in chosen.items():
+        if not cases:
+            parser.error(f"--only: wanted a part of a case of {name}, got {args.only!r}")
+    for name, cases in chosen.items():
+        result = run(name, cases, args.repeats, args.shrink)
         path = args.out / f"{name}.json"
         write(path, result)
         if importlib.util.find_spec("matplotlib"):

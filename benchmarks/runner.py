@@ -209,12 +209,16 @@ def sizes_of(row: dict[str, Any]) -> str:
     return ", ".join(f"{name}={x}" for name, x in row["shape"].items())
 
 
+def title(row: dict[str, Any]) -> str:
+    """The name, dtype and sizes of a row."""
+    return f"{row['name']}, {row['dtype']}, {sizes_of(row)}"
+
+
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
     against = "  ".join(f"{x:.2f}× faster than {name}" for name, x in row["times_faster"].items())
     share = f"  {row['of_bandwidth'][OURS]:.2f} of the bandwidth" if "of_bandwidth" in row else ""
-    about = f"{row['name']}, {row['dtype']}, {sizes_of(row)}"
-    return f"{about:80} {row['median_ms'][OURS]:8.4g} ms  {against}{share}"
+    return f"{title(row):80} {row['median_ms'][OURS]:8.4g} ms  {against}{share}"
 
 
 def run(suite: str, cases: Sequence[Case], repeats: int, shrink: int) -> dict[str, Any]:

@@ -93,6 +93,7 @@ def test_sides_take_turns(monkeypatch):
     [
         (["--repeats", "0"], "argument --repeats: wanted a number of at least 1, got '0'"),
         (["masks", "musk"], "SUITE: wanted some of cpu, gpu, .*, got 'musk'"),
+        (["masks", "--only", "musk"], "--only: wanted a part of a case of masks, got 'musk'"),
     ],
 )
 def test_wrong_options(arguments, message, capsys):
