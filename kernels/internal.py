@@ -74,6 +74,7 @@ from .call._target import AssumedGPU as AssumedGPU
 from .call._target import Device as Device
 from .dispatch._attend_and_merge import attend_and_merge as attend_and_merge
 from .dispatch._derivative import AbstractDerivative as AbstractDerivative
+from .dispatch._derivative import Attention as Attention
 from .dispatch._derivative import Saved as Saved
 from .dispatch._derivative import keep_moved as keep_moved
 from .dispatch._derivative import tangent_along as tangent_along

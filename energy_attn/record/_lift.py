@@ -71,7 +71,7 @@ def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
         return [query], [Seen(params["tree"].unflatten(values), params["name"], params["axes"])]
     if primitive is tag_p and not asked.others_stay:
         return args[:1], []
-    inside = [name for program in _programs(params) for name in _names(program, asked)]
+    inside = [name for program in programs(params) for name in _names(program, asked)]
     if not inside or (primitive.name in _REMAT and params["differentiated"]):
         # Nothing to see; or the backward pass computes again what the forward pass has shown.
         return bind(primitive, params, args), []
@@ -84,7 +84,7 @@ def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     return mask(equation, args, asked)
 
 
-def _programs(params: Any) -> Iterator[Jaxpr]:
+def programs(params: Any) -> Iterator[Jaxpr]:
     """The programs among the parameters of an equation."""
     for x in jax.tree.leaves(list(params.values()), is_leaf=_is_program):
         if _is_program(x):
@@ -100,7 +100,7 @@ def _names(program: Jaxpr, asked: Asked) -> Iterator[str]:
     for equation in program.eqns:
         if equation.primitive is tag_p and equation.params["level"] == asked.level:
             yield equation.params["name"]
-        for inner in _programs(equation.params):
+        for inner in programs(equation.params):
             yield from _names(inner, asked)
 
 

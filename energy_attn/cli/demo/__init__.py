@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace, text: np.ndarray, devices: list[Any], model: 
     # The prompt ends at the end of a line.
     end = args.context + text[args.context :].tobytes().find(b"\n") + 1
     prompt = text[end - args.context : end]
-    near, far = score(model, prompt)
+    loss = score(model, prompt)
     print(
         f"{parameters(model):,} weights, trained on Python's standard library, read {args.context:,} "
         f"bytes of it that were held out\non {_machine(devices)}, as a 2 × 4 mesh ...",
@@ -88,11 +88,12 @@ def _run(args: argparse.Namespace, text: np.ndarray, devices: list[Any], model: 
     lines = [
         Line(
             "loss on the prompt's end",
-            f"{far:.2f} nats",
-            f"given its last {WINDOW}: {near:.2f} nats",
+            f"{loss.far:.2f} nats",
+            f"given its last {WINDOW}: {loss.near:.2f} nats",
+            kernel=loss.kernels,
         ),
         *_equalities(tree, alone, dense, args.context),
-        *_traffic(model.config, sent(tree.loop, args.tokens), longer, fetched, tree.slots),
+        *_traffic(model.config, sent(tree.loop, args.tokens), longer, fetched, tree),
         *timed,
     ]
     print(table(lines), end="\n\n")
@@ -133,7 +134,7 @@ def _equalities(tree: Decoded, alone: Decoded, dense: Decoded, context: int) -> 
     wrong = errors(tree.traces, tree.cache_content, context)
     count = len(tree.tokens)
     same = [int((tree.tokens == other.tokens).sum()) for other in (dense, alone)]
-    return [
+    lines = [
         Line("bytes equal to dense decoding", f"{same[0]} of {count}", "all", same[0] == count),
         Line("bytes equal to one device's", f"{same[1]} of {count}", "all", same[1] == count),
         Line(
@@ -149,36 +150,38 @@ def _equalities(tree: Decoded, alone: Decoded, dense: Decoded, context: int) -> 
             bool(wrong.out <= wrong.out_allowed),
         ),
     ]
+    return [line._replace(kernel=tree.kernels) for line in lines]
 
 
 def _traffic(
-    config: LlamaConfig, tree: Sent, longer: Sent, fetched: Sent, slots: int
+    config: LlamaConfig, step: Sent, longer: Sent, fetched: Sent, tree: Decoded
 ) -> list[Line]:
     operations, size = expected(config)
     layers = config.num_hidden_layers
     return [
         Line(
             "collectives a step",
-            f"{tree.operations} {'/'.join(tree.kinds)}",
+            f"{step.operations} {'/'.join(step.kinds)}",
             f"{operations} = {layers} layers × 1",
-            (tree.kinds, tree.operations) == (("all-gather",), operations),
+            (step.kinds, step.operations) == (("all-gather",), operations),
         ),
         Line(
             "bytes handed to them",
-            f"{tree.bytes:,}",
+            f"{step.bytes:,}",
             f"{size:,} = {layers} layers × B·T·N·(H + 1) × 4",
-            tree.bytes == size,
+            step.bytes == size,
         ),
         Line(
-            f"both for a cache of {2 * slots:,} slots",
+            f"both for a cache of {2 * tree.slots:,} slots",
             f"{longer.operations}, {longer.bytes:,}",
-            f"as for {slots:,}",
-            longer[:3] == tree[:3],
+            f"as for {tree.slots:,}",
+            longer[:3] == step[:3],
         ),
         Line(
             "peak memory of decoding, on each device",
-            f"{tree.peak / 2**20:.2f} MiB",
+            f"{step.peak / 2**20:.2f} MiB",
             f"{fetched.peak / 2**20:.2f} MiB if keys and values were gathered,",
+            kernel=tree.kernels,
         ),
         Line("", "", f"and {fetched.bytes * DEVICES:,} bytes would arrive"),
     ]
@@ -189,11 +192,21 @@ def _durations(tree: Decoded, alone: Decoded, dense: Decoded) -> list[Line]:
     took = medians({name: Run(decoded, decoded.loop) for name, decoded in runs.items()})
     step = {name: f"{1e3 * seconds:.1f} ms" for name, seconds in took.items()}
     prompt = {name: f"{decoded.prefill_seconds:.1f} s" for name, decoded in runs.items()}
-    compared = "{alone} on one device, {dense} with jax.nn's attention"
+    compared = "{alone} on one device ({kernels}), {dense} with jax.nn's attention"
     simulated = [Line("", "", "(simulated devices share the cores: this is no speed-up)")]
     return [
-        Line("time a byte, in one loop, median", step["tree"], compared.format(**step)),
-        Line("time for the prompt", prompt["tree"], compared.format(**prompt)),
+        Line(
+            "time a byte, in one loop, median",
+            step["tree"],
+            compared.format(**step, kernels=alone.kernels),
+            kernel=tree.kernels,
+        ),
+        Line(
+            "time for the prompt",
+            prompt["tree"],
+            compared.format(**prompt, kernels=alone.prefill_kernels),
+            kernel=tree.prefill_kernels,
+        ),
         *(simulated if jax.default_backend() == "cpu" else []),
     ]
 

@@ -17,6 +17,7 @@ from ... import attention
 from ...models import DecoderCache, Llama
 from ...models.decoder._output import Trace
 from ...models.decoder._read import read_on
+from ._kernels import kernels
 
 _CHUNK = 512  # bytes of the prompt read at a time
 _TEMPERATURE, _SEED = 0.5, 0  # of the draws: greedy text soon repeats itself
@@ -36,6 +37,8 @@ class Decoded(NamedTuple):
     Attributes:
         tokens: int `[count]`, the decoded bytes.
         prefill_seconds: the time for the prompt, without compilation.
+        prefill_kernels: the kernels that read the prompt; empty without any of this library's.
+        kernels: those of a step.
         traces: query, output and energy of each layer and step, on the host.
         cache_content: the content of the cache after the last step, on the host.
         start: the model, the first byte and the cache of the prompt, from which the loop decodes.
@@ -44,6 +47,8 @@ class Decoded(NamedTuple):
 
     tokens: np.ndarray
     prefill_seconds: float
+    prefill_kernels: str
+    kernels: str
     traces: Trace
     cache_content: CacheContent
     start: tuple[Llama, Array, DecoderCache]
@@ -132,6 +137,19 @@ def _drawn(logits: Array, cache: DecoderCache) -> Array:
     return jax.random.categorical(key, logits / _TEMPERATURE).astype(jnp.int32)
 
 
+def trace_loop(
+    model: Llama,
+    slots: int,
+    count: int,
+    parallel: SequenceParallel | None,
+    attend: Callable[..., Any],
+) -> jax.stages.Traced:
+    """The loop of `count` bytes for a cache of `slots`, which is donated."""
+    cache = model.empty_cache(1, slots, parallel=parallel)
+    loop = jax.jit(_loop(attend, count), donate_argnums=2)
+    return loop.trace(model, jnp.zeros((1, 1), jnp.int32), cache)
+
+
 def compile_loop(
     model: Llama,
     slots: int,
@@ -139,10 +157,8 @@ def compile_loop(
     parallel: SequenceParallel | None,
     attend: Callable[..., Any],
 ) -> jax.stages.Compiled:
-    """The compiled loop of `count` bytes for a cache of `slots`, which is donated."""
-    cache = model.empty_cache(1, slots, parallel=parallel)
-    loop = jax.jit(_loop(attend, count), donate_argnums=2)
-    return loop.lower(model, jnp.zeros((1, 1), jnp.int32), cache).compile()
+    """The loop, compiled."""
+    return trace_loop(model, slots, count, parallel, attend).lower().compile()
 
 
 def decode(
@@ -163,10 +179,12 @@ def decode(
         return _drawn(out.logits, out.cache), out.cache
 
     slots = len(prompt) + count
-    loop = compile_loop(model, slots, count, parallel, attend)
+    step = trace_loop(model, slots, count, parallel, attend)
+    loop = step.lower().compile()
     cache = model.empty_cache(1, slots, parallel=parallel)
     tokens = jnp.asarray(prompt[None], jnp.int32)
-    read = jax.jit(prefill, donate_argnums=2).lower(model, tokens, cache).compile()
+    reading = jax.jit(prefill, donate_argnums=2).trace(model, tokens, cache)
+    read = reading.lower().compile()
 
     began = time.perf_counter()
     first, cache = jax.block_until_ready(read(model, tokens, cache))
@@ -179,7 +197,16 @@ def decode(
     )
     cache_content = CacheContent(key, value, np.asarray(final_cache.layers[0].positions[0]))
     text = np.asarray(decoded).astype(np.uint8)
-    return Decoded(text, prefill_seconds, steps, cache_content, (model, first, cache), loop)
+    return Decoded(
+        text,
+        prefill_seconds,
+        kernels(reading),
+        kernels(step),
+        steps,
+        cache_content,
+        (model, first, cache),
+        loop,
+    )
 
 
 @jax.jit

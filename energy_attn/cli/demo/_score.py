@@ -1,5 +1,7 @@
 """How well a model of bytes predicts a text, with a short context and with a long one."""
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from ...models import Llama
+from ._kernels import kernels
 
 WINDOW = 512  # bytes of the pieces that the library's model has read for most of its training
 
@@ -23,8 +26,16 @@ def surprise(model: Llama, tokens: Int[Array, "batch read"]) -> Float[Array, "ba
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
 
 
-def score(model: Llama, text: np.ndarray) -> tuple[float, float]:
-    """The loss on the last `WINDOW` bytes: given at most `WINDOW` bytes each, and given all of them.
+class Score(NamedTuple):
+    """The loss on the last `WINDOW` bytes, given at most `WINDOW` bytes each, and given all of them by `kernels`."""
+
+    near: float
+    far: float
+    kernels: str
+
+
+def score(model: Llama, text: np.ndarray) -> Score:
+    """The losses of a model on the end of a text.
 
     `text` has at least twice `WINDOW` bytes.
     """
@@ -32,5 +43,6 @@ def score(model: Llama, text: np.ndarray) -> tuple[float, float]:
     pieces = np.stack([text[-WINDOW - half - 1 : -half], text[-WINDOW - 1 :]])
     losses = jax.jit(surprise)
     near = losses(model, jnp.asarray(pieces, jnp.int32))[:, -half:]
+    whole = losses.trace(model, jnp.asarray(text[None], jnp.int32))
     far = losses(model, jnp.asarray(text[None], jnp.int32))[:, -WINDOW:]
-    return float(near.mean()), float(far.mean())
+    return Score(float(near.mean()), float(far.mean()), kernels(whole))

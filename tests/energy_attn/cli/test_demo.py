@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import energy_attn as ea
 import energy_attn.cli.demo as demo
 from energy_attn import __main__ as command
 from energy_attn.cli import _byte_llama, _devices
-from energy_attn.cli.demo import _checks, _picture, _report, _score, _times
+from energy_attn.cli.demo import _checks, _kernels, _picture, _report, _score, _times
 from energy_attn.cli.info import EXAMPLES, choice
+from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, LlamaConfig
 from tests.support.flags import environment
 
@@ -44,7 +46,10 @@ def test_demo(tmp_path):
     done = run_module("demo", "--context", "1200", "--tokens", "20", "--out", str(picture))
     assert done.returncode == 0, done.stderr
     assert "918,656 weights" in done.stdout and "8 simulated devices" in done.stdout
-    assert re.search(r"bytes equal to dense decoding +20 of 20 +✓", done.stdout)
+    assert re.search(r"loss on the prompt's end +\S+ nats +blockwise ", done.stdout)
+    assert re.search(r"bytes equal to dense decoding +20 of 20 +✓  decode ", done.stdout)
+    assert re.search(r"time a byte.* ms +decode .* on one device \(decode\)", done.stdout)
+    assert re.search(r"time for the prompt.* s +blockwise .* device \(blockwise\)", done.stdout)
     assert re.search(r"energies, .* float64 .* nats +✓", done.stdout)
     assert re.search(r"collectives a step +4 all-gather +✓", done.stdout)
     assert re.search(r"bytes handed to them +2,112 +✓", done.stdout)
@@ -73,7 +78,7 @@ def pieces():
 
     functions = {
         "byte_llama": lambda: model,
-        "score": lambda *args: (2.0, 1.0),
+        "score": lambda *args: _score.Score(2.0, 1.0, "blockwise"),
         "decode": remember("decode", decode),
         "compile_loop": remember("loop", compile_loop),
         "held_out_text": lambda: text,
@@ -267,12 +272,13 @@ def test_score_sees_the_same_bytes():
     """With one window of text, the whole context is no better than all but its first half."""
     model = Llama(TINY, key=jax.random.key(0))
     text = np.random.default_rng(0).integers(0, 256, 2 * _score.WINDOW).astype(np.uint8)
-    near, far = _score.score(model, text)
+    near, far, kernels = _score.score(model, text)
     read = jax.jit(lambda model, tokens: model(tokens).logits)
     logits = read(model, jnp.asarray(text[None, :-1], jnp.int32))
     wanted = -jax.nn.log_softmax(logits)[0, np.arange(len(text) - 1), text[1:]]
     np.testing.assert_allclose(far, wanted[-_score.WINDOW :].mean(), rtol=1e-5)
     assert near != far and abs(near - far) < 0.1
+    assert kernels == "blockwise"
 
 
 def test_float64_attention():
@@ -308,11 +314,43 @@ def test_held_out_text(tmp_path, monkeypatch):
 
 
 def test_table():
-    lines = [_report.Line("one", "1", "of 1", True), _report.Line("a longer one", "22", "x", False)]
-    assert _report.table(lines).splitlines()[2:] == [
-        "one                  1  ✓  of 1",
-        "a longer one        22  ✗  x",
+    lines = [
+        _report.Line("one", "1", "of 1", True, "blockwise"),
+        _report.Line("a longer one", "22", "x", False),
     ]
+    assert _report.table(lines).splitlines()[2:] == [
+        "one                  1  ✓  blockwise  of 1",
+        "a longer one        22  ✗             x",
+    ]
+
+
+def test_kernels():
+    """A kernel that is tried before the one that runs, or one in a loop, a `shard_map` or another program unseen."""
+
+    def step(query, _):
+        return ea.attention(query, query, query, is_causal=True), None
+
+    def many(query):
+        return jax.lax.scan(step, query, None, length=2)[0]
+
+    def few(query):
+        return jax.jit(ea.attention)(query[:, -1:], query, query)
+
+    mesh = make_mesh((1, 2), devices=jax.devices()[:2])
+    query = jax.ShapeDtypeStruct((1, 256, 2, 8), jnp.float32)
+
+    def over_mesh(query):
+        over = SequenceParallel(method="tree")
+        return ea.attention(query[:, -1:], query, query, parallel=over)
+
+    def traced(function):
+        return _kernels.kernels(jax.jit(function).trace(query))
+
+    assert (traced(few), traced(many)) == ("decode", "blockwise")
+    assert traced(lambda query: (many(query), few(query), few(many(query)))) == "blockwise, decode"
+    assert traced(lambda query: jax.nn.dot_product_attention(query, query, query)) == ""
+    with jax.set_mesh(mesh):
+        assert traced(over_mesh) == "decode"
 
 
 def test_unreadable_bytes_are_shown():
