@@ -127,13 +127,15 @@ def _status(workers: list[Worker]) -> int:
     """The exit status of the first that failed, which is named.
 
     The peers of a process that dies fail within milliseconds, and may be gone before it. But the
-    system closes its output before its connections: the output that ended first is the cause's.
+    system closes its output before its connections: the output that ended first is the cause's. On a busy machine
+    that may be seen late; none fails by SIGKILL because another did.
     """
     time.sleep(_SETTLE)
     failed = [worker for worker in workers if worker.process.poll()]
     if not failed:
         return 0
-    first = min(failed, key=lambda worker: worker.closed)
+    killed = [x for x in failed if x.process.returncode == -signal.SIGKILL]
+    first = min(killed or failed, key=lambda worker: worker.closed)
     status = first.process.returncode
     said = f"ended with status {status}"
     if status < 0:

@@ -64,7 +64,7 @@ def implementations() -> tuple[str, ...]:
     | `fa4` | NVIDIA | fa4-jax (Python 3.12) | 16 bits, widths to 256 (10.0: 128); plain; only by name |
     | `splash` | TPU | JAX's splash attention | bfloat16, whole blocks of 128, scales that are powers of two; plain |
     | `pallas_tpu` | TPU | Pallas on Mosaic | bfloat16, float32, any positions and segments; few rows read in place |
-    | `decode_cpu` | CPU | XLA's operations | 16 and 32 bits, to 128 queries times heads, few a key head; many values |
+    | `decode_cpu` | CPU | XLA's operations | 16 and 32 bits, to 1024 queries times heads; reads blocks that are seen |
     | `decode` | all | XLA's operations | any call with at most 64 queries times heads |
     | `blockwise` | all | XLA's operations | any call, memory O(T·block) |
     | `reference` | all | XLA's operations | any call, with the whole score matrix; derivatives in both modes |

@@ -191,20 +191,20 @@ def _summed(
 
         return lax.fori_loop(0, -(-key_len // piece), add, lax.full_like(out, 0))
 
-    return lax.cond(_not_finite(out), sum_in_pieces, lambda: out)
+    return lax.cond(not_finite(out), sum_in_pieces, lambda: out)
 
 
 # One condition for everything that is vmapped over: with a condition for each, lax.cond becomes a
 # select, and both branches always run.
 @jax.custom_batching.custom_vmap
-def _not_finite(x: Array) -> Array:
+def not_finite(x: Array) -> Array:
     return ~jnp.isfinite(x).all()
 
 
-@_not_finite.def_vmap
+@not_finite.def_vmap
 def _not_finite_of_all(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
     del size, batched
-    return _not_finite(x), False
+    return not_finite(x), False
 
 
 def per_head(operands: Operands, settings: Settings) -> AttentionState:

@@ -1,40 +1,55 @@
-"""The decode implementation for CPUs: values are read at the speed of memory."""
+"""The decode implementation for CPUs: blocks of keys that some query sees are read once, at the speed of memory."""
 
 import dataclasses
-import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jax import lax
+from jaxtyping import Array, Float
 
 from ..call._kernel import check_operands
-from ..call._operands import KernelCall, hide_unreachable, present_keys
+from ..call._operands import (
+    KernelCall,
+    Settings,
+    hide_unreachable,
+    present_keys,
+    with_default_positions,
+)
 from ..call._state import AttentionState, exp_from, safe_shift
-from ._blocks import each_entry
-from ._decode import AbstractDecode, check_rows, diagonal_scores, state_of_rows
+from ._decode import AbstractDecode, check_rows, state_of_rows
+from ._live import Block, live_blocks, take_block
+from ._products import PRODUCTS, Products, row_maximum, row_sum, scores_of, weighed_sum
+from ._reference import masked
 from ._softmax import normalised
-from ._weighed_sum import Pieces, maximum_of, weighed_sum
 
-MOST_ROWS = 128
-# From here on steps in a scan over caches are faster than by `decode`, below slower (`python -m benchmarks loops`).
-LEAST_NUMBERS = 1 << 22
-PIECES = Pieces()
+MOST_ROWS = 1024
+# With more rows of a key head `blockwise` is faster, which multiplies them by larger blocks.
+PREFERRED_ROWS = 32
+
+
+class _Sums(NamedTuple):
+    """The online softmax of each row of the batch over the keys read so far, in float32."""
+
+    maximum: Float[Array, "B rows"]
+    total: Float[Array, "B rows"]
+    weighed: Float[Array, "B K R W"]
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCPU(AbstractDecode):
-    """XLA's operations as XLA:CPU runs them fastest, for few queries and many key heads.
+    """XLA's operations as XLA:CPU runs them fastest, for few queries and many keys.
 
-    Scores and memory, O(T·N·S), are those of `decode`, which is used in programs that XLA partitions: there it would
-    send pieces of the values between devices.
+    A loop over the blocks of keys of each row of the batch of which some query sees a key: the others are not read, so
+    that a step over a cache takes as long as what is in it. Memory O(T·N·keys). Programs that XLA partitions have
+    `decode`: there the loop would send blocks between devices.
 
     Attributes:
-        pieces: how values are read.
-        most: rows of a key head, for each key head: with many more, the products of `decode` and `blockwise` are
-            faster. Chosen by measurement.
+        keys: in a block.
+        products: how a block is multiplied.
     """
 
-    pieces: Pieces = PIECES
-    most: int = 2
+    keys: int = 512
+    products: Products = PRODUCTS
 
     name = "decode_cpu"
     platforms = ("cpu",)
@@ -44,52 +59,79 @@ class DecodeCPU(AbstractDecode):
         operands, settings, _ = call
         check_operands(operands, ("float32", "bfloat16", "float16"), without=())
         check_rows(operands, settings, MOST_ROWS)
-        query_len, heads = operands.query.shape[1:3]
-        kv_heads = operands.key.shape[2]
-        rows = query_len * heads // kv_heads
-        if rows > self.most * kv_heads:
-            raise NotImplementedError(
-                f"query: wanted at most {self.most * kv_heads} rows a key head, got {rows}"
-            )
 
     def check_preferred(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for few values, which `decode` multiplies faster in a loop of steps."""
-        _, key_len, kv_heads, width = call.operands.value.shape
-        numbers = key_len * kv_heads * width
-        if numbers < LEAST_NUMBERS:
+        """Raises `NotImplementedError` for many rows of a key head, which `blockwise` multiplies faster."""
+        query_len, heads = call.operands.query.shape[1:3]
+        rows = query_len * heads // call.operands.key.shape[2]
+        if rows > PREFERRED_ROWS:
             raise NotImplementedError(
-                f"value: wanted at least {LEAST_NUMBERS} numbers in a row of the batch, where this is faster than "
-                f"decode, got {numbers}"
+                f"query: wanted at most {PREFERRED_ROWS} rows a key head, where this is faster than blockwise, "
+                f"got {rows}"
             )
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """One product for all scores, and one pass over the values."""
+        """The online softmax over the blocks that are seen."""
         operands, settings, _ = call
-        operands = hide_unreachable(operands, settings)
-        value, present = operands.value, present_keys(operands)
-        batch, query_len, heads = operands.query.shape[:3]
-        key_len, kv_heads = value.shape[1:3]
-        if present is not None:
-            present = jnp.broadcast_to(present, (batch, key_len))
-        pieces = self.pieces._replace(numbers=self.pieces.numbers // batch)
-        scores = diagonal_scores(operands, settings, keys_first=True)
-        sums, total, lse = each_entry(
-            functools.partial(_sums, pieces=pieces), scores, value, present
+        operands = hide_unreachable(with_default_positions(operands, settings), settings)
+        query, _, value = operands[:3]
+        batch, query_len, heads = query.shape[:3]
+        key_len, kv_heads, width = value.shape[1:]
+        group = heads // kv_heads
+        size = min(self.keys, key_len)
+        blocks = live_blocks(present_keys(operands), batch, key_len, size)
+
+        def add_block(i: Array, sums: _Sums) -> _Sums:
+            row, index = blocks.at(i)
+            # the last block overlaps the one before; keys in both count once
+            first = jnp.minimum(index * size, key_len - size)
+            is_new = jnp.arange(size, dtype=jnp.int32) + first >= index * size
+            block = take_block(operands, row, first, size)
+            old = _Sums(*(lax.dynamic_index_in_dim(x, row, keepdims=False) for x in sums))
+            new = self._added(old, block, is_new if key_len % size else None, settings)
+            pairs = zip(sums, new, strict=True)
+            return _Sums(*(lax.dynamic_update_index_in_dim(x, y, row, 0) for x, y in pairs))
+
+        def full(fill: float, *shape: int) -> Array:
+            return lax.full_like(query, fill, dtype=jnp.float32, shape=(batch, *shape))
+
+        rows = heads * query_len
+        start = _Sums(
+            full(-jnp.inf, rows), full(0.0, rows), full(0.0, kv_heads, group * query_len, width)
         )
-        sums = sums.reshape(batch, kv_heads, heads // kv_heads, query_len, -1)
-        return state_of_rows(sums, total, lse, operands, settings)
+        sums = lax.fori_loop(jnp.int32(0), blocks.total, add_block, start)
+        total, lse, _ = normalised(sums.total, sums.maximum)
+        weighed = sums.weighed.reshape(batch, kv_heads, group, query_len, width)
+        return state_of_rows(weighed, total, lse, operands, settings)
 
-
-def _sums(
-    scores: Float[Array, "S rows"],
-    value: Float[Array, "S K W"],
-    present: Bool[Array, " S"] | None,
-    pieces: Pieces,
-) -> tuple[Float[Array, "K R W"], Float[Array, " rows"], Float[Array, " rows"]]:
-    """Outputs before division, totals and energies of an entry of the batch."""
-    maximum = maximum_of(scores, pieces)
-    # In the shape of the product, so that XLA:CPU writes the weights over it; a second array would cost page
-    # faults (`test_weights_are_written_over_the_scores`).
-    weights = exp_from(scores, safe_shift(maximum))
-    total, lse, _ = normalised(weights.sum(0, keepdims=True), maximum)
-    return weighed_sum(weights, value, present, pieces), total[0], lse[0]
+    def _added(self, old: _Sums, block: Block, is_new: Array | None, settings: Settings) -> _Sums:
+        """The sums of a row with a block of its keys, of which those that are not new count already."""
+        operands = block.operands
+        query_len, heads = operands.query.shape[1:3]
+        size, kv_heads = operands.key.shape[1:3]
+        query = operands.query.reshape(query_len, kv_heads, -1, operands.query.shape[-1])
+        query = query.transpose(1, 2, 0, 3).reshape(kv_heads, -1, query.shape[-1])
+        raw = scores_of(query, operands.key[0], self.products).reshape(size, -1)
+        raw = raw.T.reshape(1, heads, query_len, size)
+        scores = masked(raw, operands, settings).reshape(-1, size)
+        is_present = present_keys(operands)
+        if is_new is not None:
+            scores = jnp.where(is_new, scores, -jnp.inf)
+            is_present = None if is_present is None else is_present & is_new[None]
+        # Barriers: else XLA computes scores and weights again wherever they are used.
+        scores = lax.optimization_barrier(scores)
+        maximum = jnp.maximum(old.maximum, row_maximum(scores))
+        shift = safe_shift(maximum)
+        weights = lax.optimization_barrier(exp_from(scores, shift[:, None]))
+        decay = jnp.exp(old.maximum - shift)
+        weighed = weighed_sum(
+            weights.reshape(kv_heads, -1, size),
+            block.value,
+            None if is_present is None else is_present[0],
+            self.products,
+        )
+        return _Sums(
+            maximum,
+            old.total * decay + row_sum(weights),
+            old.weighed * decay.reshape(kv_heads, -1, 1) + weighed,
+        )

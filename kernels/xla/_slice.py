@@ -40,7 +40,9 @@ def add_at(total: Array, part: Array, corner: Corner) -> Array:
 def _slice(x: Array, *corner: ArrayLike, sizes: tuple[int, ...]) -> Array:
     if x.dtype.itemsize != 2:
         return lax.dynamic_slice(x, corner, sizes)
-    # Older versions of XLA:CPU slice 16-bit floats, but not integers, through a float32 copy of the whole array.
+    # Older versions of XLA:CPU slice 16-bit floats, but not integers, through a float32 copy of the whole array. Tied
+    # to the corner: else XLA takes the bits of all of it out of a loop, a copy, too (`test_loops_copy_no_keys`).
+    x, corner = lax.optimization_barrier((x, corner))
     bits = lax.bitcast_convert_type(x, jnp.uint16)
     return lax.bitcast_convert_type(lax.dynamic_slice(bits, corner, sizes), x.dtype)
 

@@ -18,7 +18,7 @@ from energy_attn.kernels.pallas.tpu._layout import LayoutSizes
 from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._decode_cpu import DecodeCPU
 from energy_attn.kernels.xla._grid import BlockSizes
-from energy_attn.kernels.xla._weighed_sum import Pieces
+from energy_attn.kernels.xla._products import Products
 from tests.support.compare import same
 from tests.support.masks import RULES
 from tests.support.naive import assert_all_close, select
@@ -33,13 +33,9 @@ EMPTY = frozenset({"no_keys", "no_queries"})
 MANY_ROWS = frozenset(
     {"primes", "blocks_rule", "blocks_everything", "blocks_predicates", "heads_8_1", *LARGE}
 )
-# At most twice as many rows for each key head as there are key heads, and no empty axis.
+# At most 1,024 rows, and no empty axis.
 FEW_ROWS = (
-    frozenset(
-        name
-        for name, x in EVERY.items()
-        if x.query.shape[1] * x.query.shape[2] <= min(2 * x.key.shape[2] ** 2, 128)
-    )
+    frozenset(name for name, x in EVERY.items() if x.query.shape[1] * x.query.shape[2] <= 1024)
     - EMPTY
 )
 
@@ -90,7 +86,7 @@ TRAITS = {
     "pallas_tpu": TPU,
     "reference": Traits(ALL),
     "blockwise": Traits(ALL),
-    # more rows for each key head, and several pieces: see `test_decode_cpu.py`
+    # several blocks: see `test_decode_cpu.py`
     "decode_cpu": Traits(FEW_ROWS, ("float32", "bfloat16", "float16")),
     "decode": Traits(ALL - MANY_ROWS),
 }
@@ -196,10 +192,10 @@ SMALL = {
         PallasTPU(SMALL_LAYOUT),
     )
 }
-# One key, or three that are added together, in pieces that do not divide the keys; any number of rows for a key head.
-SMALL_PIECES = DecodeCPU(Pieces(keys=3, numbers=64), most=64)
+# Three keys added together, in blocks that do not divide the keys; for some rows loops of vectors, for others products.
+SMALL_PIECES = DecodeCPU(6, Products(lanes=2, keys=3, numbers=64))
 
 
 def of_any_rows(implementation: str) -> str | AbstractKernel:
-    """The implementation; in the place of `decode_cpu`, which declines many rows, one that takes them."""
+    """The implementation; in the place of `decode_cpu`, one of small blocks."""
     return SMALL_PIECES if implementation == "decode_cpu" else implementation

@@ -1,7 +1,6 @@
 """The demo: small, in a process of its own, as users run it; and its verdict on wrong results."""
 
 import argparse
-import math
 import os
 import re
 import subprocess
@@ -346,11 +345,13 @@ def test_kernels():
     def traced(function):
         return _kernels.kernels(jax.jit(function).trace(query))
 
-    assert (traced(few), traced(many)) == ("decode", "blockwise")
-    assert traced(lambda query: (many(query), few(query), few(many(query)))) == "blockwise, decode"
+    assert (traced(few), traced(many)) == ("decode_cpu", "blockwise")
+    assert (
+        traced(lambda query: (many(query), few(query), few(many(query)))) == "blockwise, decode_cpu"
+    )
     assert traced(lambda query: jax.nn.dot_product_attention(query, query, query)) == ""
     with jax.set_mesh(mesh):
-        assert traced(over_mesh) == "decode"
+        assert traced(over_mesh) == "decode_cpu"
 
 
 def test_unreadable_bytes_are_shown():
@@ -367,8 +368,7 @@ def test_an_encoding_without_letters():
 @pytest.mark.parametrize("call", EXAMPLES, ids=lambda call: call.what)
 def test_info_says_what_would_be_used(call):
     chosen, *reasons = choice(call, "cpu")
-    large = call.dtype != "float64" and math.prod(call.key[1:]) >= 1 << 22
-    few_rows = "decode_cpu" if large else "decode"
+    few_rows = "decode" if call.dtype == "float64" else "decode_cpu"
     assert chosen == (few_rows if call.query[1] == 1 else "blockwise")
     assert reasons
     for platform, few, many in (("cuda", "pallas_gpu", "cudnn"), ("tpu", "pallas_tpu", "splash")):

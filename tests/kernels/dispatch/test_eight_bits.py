@@ -236,7 +236,8 @@ def test_default_is_dequantized():
         for x in (attend, of_dequantized)
     )
     one, other = (x.cost_analysis() for x in (found, exact))
-    assert one == other
+    for cost in ("flops", "bytes accessed"):
+        assert one[cost] == pytest.approx(other[cost], rel=1e-3)
 
 
 def test_traced_once(monkeypatch):

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives
 from energy_attn.kernels import local_attention
+from energy_attn.kernels.xla import _decode_cpu
 from energy_attn.kernels.xla._decode_cpu import DecodeCPU
-from energy_attn.kernels.xla._weighed_sum import Pieces
+from energy_attn.kernels.xla._products import scores_of
 from tests.support.compare import close, same
 from tests.support.flags import EMITTERS, OLD
 from tests.support.problems import cast, cotangents
@@ -83,8 +84,8 @@ def test_gradients(name):
     close(found, wanted, name, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("pieces", [Pieces(), Pieces(keys=3, numbers=64)])
-def test_absent_values_are_not_read(pieces):
+@pytest.mark.parametrize("kernel", [DecodeCPU(), SMALL_PIECES])
+def test_absent_values_are_not_read(kernel):
     """0 · NaN, or a maximum that an absent key has a part in."""
     key = np.random.default_rng(0).standard_normal((2, 17, 4, 8)).astype(np.float32)
     length = np.array([5, 0])
@@ -97,7 +98,7 @@ def test_absent_values_are_not_read(pieces):
             jnp.asarray(key),
             value,
             key_value_seq_lengths=jnp.asarray(length),
-            implementation=DecodeCPU(pieces),
+            implementation=kernel,
         )
 
     wanted = run(jnp.asarray(np.where(hidden, 0, key)))
@@ -106,27 +107,55 @@ def test_absent_values_are_not_read(pieces):
     assert np.isneginf(wanted.lse[1]).all() and not np.asarray(wanted.out[1]).any()
 
 
-@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "float32"))
-def test_weights_are_written_over_the_scores(dtype):
-    """A second array of the size of the scores: as long again, in page faults."""
-    assert temporary(64, 64, 8, dtype) < 1.5 * 4 * 16384 * 64
-
-
-@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "bfloat16"))
-def test_values_of_one_key_head_are_not_copied(dtype):
-    """An axis of size 1, for which XLA:CPU copies all values before it reads them."""
-    assert temporary(2, 1, 256, dtype) < 16384 * 256
-
-
-def temporary(heads, kv_heads, width, dtype):
-    """Bytes beside arguments and results of a decode step with 16384 keys."""
-    query = jax.ShapeDtypeStruct((1, 1, heads, width), dtype)
-    key = jax.ShapeDtypeStruct((1, 16384, kv_heads, width), dtype)
-    run = jax.jit(functools.partial(local_attention, implementation="decode_cpu"))
+@pytest.mark.parametrize("name", ["decode_cpu", "blockwise"])
+def test_loops_copy_no_keys(name):
+    """A loop before which XLA:CPU takes the bits of all keys, or casts them: a copy of the cache."""
+    query = jax.ShapeDtypeStruct((1, 1, 2, 256), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, 16384, 1, 256), jnp.bfloat16)
+    run = jax.jit(functools.partial(local_attention, implementation=name))
     as_users: dict[str, bool | str] | None = {EMITTERS.strip("-"): True} if OLD else None
     memory = run.lower(query, key, key).compile(as_users).memory_analysis()
     assert memory is not None
-    return memory.temp_size_in_bytes
+    assert memory.temp_size_in_bytes < 16384 * 256
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("capacity", [64, 60])  # 60: the last block overlaps the one before
+@pytest.mark.parametrize("window", [None, 5])
+def test_blocks_without_a_live_slot_are_not_read(monkeypatch, capacity, window):
+    """A step that takes as long as the capacity of its cache; rows that read the blocks of the longest."""
+    read = []
+
+    def counted(query, key, how):
+        jax.debug.callback(lambda: read.append(1))
+        return scores_of(query, key, how)
+
+    monkeypatch.setattr(_decode_cpu, "scores_of", counted)
+    random = np.random.default_rng(0)
+    lengths, size = np.array([0, 1, 8, 9, 23, capacity]), 8
+    rows = len(lengths)
+    key, value = random.standard_normal((2, rows, capacity, 2, 4)).astype(np.float32)
+    query = random.standard_normal((rows, 1, 4, 4)).astype(np.float32)
+    slots = np.arange(capacity)[None]
+    positions = np.where(slots < lengths[:, None], slots, -1)
+    last = lengths[:, None] - 1
+    state = local_attention(
+        *map(jnp.asarray, (query, key, value)),
+        is_causal=True,
+        local_window_size=None if window is None else (window, 0),
+        query_positions=jnp.asarray(last),
+        key_positions=jnp.asarray(positions),
+        implementation=DecodeCPU(size),
+    )
+    jax.effects_barrier()
+    seen = (positions >= 0) & (window is None or positions >= last - window)
+    padded = np.pad(seen, ((0, 0), (0, -capacity % size)))
+    assert len(read) == padded.reshape(rows, -1, size).any(-1).sum()
+    scores = np.einsum("bkgh,bskh->bkgs", query.reshape(rows, 2, 2, 4).astype(float), key) / 2
+    scores = np.where(seen[:, None, None], scores, -np.inf)
+    with np.errstate(divide="ignore"):
+        wanted = np.log(np.exp(scores).sum(-1)).reshape(rows, 1, 4)
+    close(state.lse, wanted, tolerance=1e-6)
 
 
 def test_a_partitioned_program_has_decode():
@@ -140,13 +169,6 @@ def test_a_partitioned_program_has_decode():
     with pytest.raises(NotImplementedError, match="XLA cannot split it over devices"):
         named = functools.partial(local_attention, implementation="decode_cpu")
         jax.jit(named).lower(query, key, key)
-
-
-def test_many_rows_of_few_key_heads_have_decode():
-    x = jnp.ones((1, 5, 2, 8), jnp.float32)
-    with pytest.raises(NotImplementedError, match="at most 4 rows a key head, got 5"):
-        local_attention(x, x, x, implementation="decode_cpu")
-    assert local_attention(x[:, :4], x, x, implementation="decode_cpu").lse.shape == (1, 4, 2)
 
 
 def test_vmap_over_nothing():

@@ -1,0 +1,109 @@
+"""Products of a block of keys, or of values, with few rows for each key head, as XLA:CPU computes them fastest."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from ._decode import not_finite
+
+FOLDED = 16  # numbers that a short loop folds: XLA:CPU unrolls it, and folds vectors
+
+
+class Products(NamedTuple):
+    """How a block is multiplied; static. The defaults were chosen by measurement.
+
+    Attributes:
+        rows: most rows of a key head whose products are one loop of vector instructions over the block as it lies
+            in memory; more are matrix products, for which XLA copies the block head by head.
+        lanes: features that are multiplied at a time.
+        keys: consecutive keys whose products are added in registers.
+        numbers: most numbers in the weighed sums of a key head, for the same choice.
+    """
+
+    rows: int = 8
+    lanes: int = 8
+    keys: int = 16
+    numbers: int = 256
+
+
+PRODUCTS = Products()
+
+
+def scores_of(
+    query: Float[Array, "K R H"], key: Float[Array, "S K H"], how: Products
+) -> Float[Array, "S K R"]:
+    r"""$q_{kr} \cdot k_{sk}$ in float32."""
+    (kv_heads, rows, width), key_len = query.shape, len(key)
+    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    if rows > how.rows or width % how.lanes:
+        return jnp.einsum("krh,skh->skr", query, key, precision=lax.Precision.HIGHEST)
+    query = query.reshape(1, kv_heads, rows, -1, how.lanes)
+    sums = _reduced(query * key.reshape(key_len, kv_heads, 1, -1, how.lanes), 3)
+    ones = jnp.ones((how.lanes, 1), jnp.float32)
+    scores = lax.dot(sums.reshape(-1, how.lanes), ones, precision=lax.Precision.HIGHEST)
+    return scores.reshape(key_len, kv_heads, rows)
+
+
+def weighed_sum(
+    weights: Float[Array, "K R S"],
+    value: Callable[[], Float[Array, "S K W"]],
+    present: Bool[Array, " S"] | None,
+    how: Products,
+) -> Float[Array, "K R W"]:
+    r"""$\sum_s w_{krs} v_{sk}$ in float32, without the values that are not `present`.
+
+    Their weights are zero, but they may not be finite; zeros in their place would take another pass over the block.
+    So the sum includes them, and is computed again with zeros only if it is not finite.
+    """
+    out = _weighed_sum(weights, value(), how)
+    if present is None:
+        return out
+
+    def without_absent() -> Array:
+        return _weighed_sum(weights, jnp.where(present[:, None, None], value(), 0), how)
+
+    return lax.cond(not_finite(out), without_absent, lambda: out)
+
+
+def _weighed_sum(weights: Array, value: Array, how: Products) -> Array:
+    (kv_heads, rows, key_len), width = weights.shape, value.shape[-1]
+    value = value.astype(jnp.float32)
+    if rows * width > how.numbers or key_len % how.keys:
+        return jnp.einsum("krs,skw->krw", weights, value, precision=lax.Precision.HIGHEST)
+    weights = weights.reshape(kv_heads, rows, 1, -1, how.keys).transpose(3, 4, 0, 1, 2)
+    sums = _reduced(weights * value.reshape(-1, how.keys, kv_heads, 1, width), 1)
+    sums = sums.reshape(len(sums), -1)
+    out = lax.dot(jnp.ones(len(sums), jnp.float32), sums, precision=lax.Precision.HIGHEST)
+    return out.reshape(kv_heads, rows, width)
+
+
+def row_maximum(x: Float[Array, "rows S"]) -> Float[Array, " rows"]:
+    """The largest number of each row."""
+    return _folded(x, lambda a, b: -lax.min(-a, -b), -jnp.inf)
+
+
+def row_sum(x: Float[Array, "rows S"]) -> Float[Array, " rows"]:
+    """The sum of each row."""
+    return _folded(x, _plus, 0.0)
+
+
+def _folded(x: Array, f: Callable[[Array, Array], Array], start: float) -> Array:
+    """In steps: XLA:CPU makes vector instructions of short loops only."""
+    while x.shape[1] > FOLDED and x.shape[1] % FOLDED == 0:
+        x = lax.optimization_barrier(_reduced(x.reshape(len(x), FOLDED, -1), 1, f, start))
+    return _reduced(x, 1, f, start)
+
+
+def _plus(a: Array, b: Array) -> Array:
+    return a - (-b)
+
+
+def _reduced(
+    x: Array, axis: int, f: Callable[[Array, Array], Array] = _plus, start: float = 0.0
+) -> Array:
+    # XLA:CPU calls YNNPACK for sums and maxima, and writes their operand to memory first; or makes windows of them. It
+    # fuses other functions with their operand, so a + b is written a - (-b).
+    return lax.reduce(x, jnp.asarray(start, x.dtype), f, (axis,))
