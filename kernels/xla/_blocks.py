@@ -196,11 +196,6 @@ def product(a: Array, b: Array, precision: lax.Precision | None) -> Array:
     return _dot(a, b, (1, 0), precision)
 
 
-def inner(a: Array, b: Array, precision: lax.Precision | None) -> Array:
-    """`aᵀ b` of `[B, k, m]` and `[B, k, n]`, accumulated in float32 or wider."""
-    return _dot(a, b, (0, 0), precision)
-
-
 def _dot(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precision | None) -> Array:
     def dot(a: Array, b: Array) -> Array:
         axes = ((contract[0],), (contract[1],)), ((), ())

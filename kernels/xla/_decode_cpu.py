@@ -3,20 +3,23 @@
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ..call._eight_bits import dequantized
 from ..call._kernel import check_operands
 from ..call._operands import (
     KernelCall,
     Settings,
     hide_unreachable,
+    out_dtype,
     present_keys,
     with_default_positions,
 )
-from ..call._state import AttentionState, exp_from, safe_shift
-from ._decode import AbstractDecode, check_rows, state_of_rows
+from ..call._state import AttentionState, exp_from, lse_dtype, safe_shift
+from ._decode import AbstractDecode, check_rows
 from ._live import Block, live_blocks, take_block
 from ._products import PRODUCTS, Products, row_maximum, row_sum, scores_of, weighed_sum
 from ._reference import masked
@@ -28,7 +31,7 @@ PREFERRED_ROWS = 32
 
 
 class _Sums(NamedTuple):
-    """The online softmax of each row of the batch over the keys read so far, in float32."""
+    """The online softmax of each row of the batch over the keys read so far, in the dtype of the scores."""
 
     maximum: Float[Array, "B rows"]
     total: Float[Array, "B rows"]
@@ -55,9 +58,10 @@ class DecodeCPU(AbstractDecode):
     platforms = ("cpu",)
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for 64 bits, empty axes, many rows, or a score with a source."""
+        """Raises `NotImplementedError` for empty axes, many rows, or a score with a source."""
         operands, settings, _ = call
-        check_operands(operands, ("float32", "bfloat16", "float16"), without=())
+        plain = operands if operands.key_scale is None else jax.eval_shape(dequantized, operands)
+        check_operands(plain, ("float32", "bfloat16", "float16", "float64"), without=())
         check_rows(operands, settings, MOST_ROWS)
 
     def check_preferred(self, call: KernelCall) -> None:
@@ -69,6 +73,11 @@ class DecodeCPU(AbstractDecode):
                 f"query: wanted at most {PREFERRED_ROWS} rows a key head, where this is faster than blockwise, "
                 f"got {rows}"
             )
+
+    def reads_eight_bits(self, call: KernelCall) -> bool:
+        """Always: a block is dequantized when it is read."""
+        del call
+        return True
 
     def forward(self, call: KernelCall) -> AttentionState:
         """The online softmax over the blocks that are seen."""
@@ -93,7 +102,7 @@ class DecodeCPU(AbstractDecode):
             return _Sums(*(lax.dynamic_update_index_in_dim(x, y, row, 0) for x, y in pairs))
 
         def full(fill: float, *shape: int) -> Array:
-            return lax.full_like(query, fill, dtype=jnp.float32, shape=(batch, *shape))
+            return lax.full_like(query, fill, dtype=lse_dtype(query.dtype), shape=(batch, *shape))
 
         rows = heads * query_len
         start = _Sums(
@@ -101,8 +110,10 @@ class DecodeCPU(AbstractDecode):
         )
         sums = lax.fori_loop(jnp.int32(0), blocks.total, add_block, start)
         total, lse, _ = normalised(sums.total, sums.maximum)
-        weighed = sums.weighed.reshape(batch, kv_heads, group, query_len, width)
-        return state_of_rows(weighed, total, lse, operands, settings)
+        total, lse = (x.reshape(batch, heads, query_len).transpose(0, 2, 1) for x in (total, lse))
+        weighed = sums.weighed.reshape(batch, heads, query_len, width).transpose(0, 2, 1, 3)
+        out = weighed / total[..., None]
+        return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
     def _added(self, old: _Sums, block: Block, is_new: Array | None, settings: Settings) -> _Sums:
         """The sums of a row with a block of its keys, of which those that are not new count already."""
@@ -117,7 +128,7 @@ class DecodeCPU(AbstractDecode):
         is_present = present_keys(operands)
         if is_new is not None:
             scores = jnp.where(is_new, scores, -jnp.inf)
-            is_present = None if is_present is None else is_present & is_new[None]
+            is_present = is_new[None] if is_present is None else is_present & is_new[None]
         # Barriers: else XLA computes scores and weights again wherever they are used.
         scores = lax.optimization_barrier(scores)
         maximum = jnp.maximum(old.maximum, row_maximum(scores))

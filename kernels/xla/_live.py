@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from ..call._eight_bits import dequantize
 from ..call._operands import Operands
 from ._slice import slice_at
 
@@ -55,7 +56,7 @@ class Block(NamedTuple):
     """Some keys of a row of the batch.
 
     Attributes:
-        operands: those of a call with these keys alone, with a batch of one; its `value` is that of all keys.
+        operands: those of a call with these keys alone, with a batch of one; its values are those of all keys.
         value: `[size, K, W]`, taken anew by each call: else XLA copies it for a branch that is seldom taken.
     """
 
@@ -77,10 +78,13 @@ def take_block(operands: Operands, row: Array, first: Array, size: int) -> Block
         corner = tuple(starts.get(axis, zero) for axis in range(x.ndim))
         return slice_at(x, corner, tuple(sizes.get(axis, x.shape[axis]) for axis in range(x.ndim)))
 
+    def plain(x: Array, scale: Array | None) -> Array:
+        return dequantize(cut(x, 1), cut(scale, 1), operands.query.dtype)
+
     batches = operands.batch_indices
     part = operands._replace(
         query=cut(operands.query),
-        key=cut(operands.key, 1),
+        key=plain(operands.key, operands.key_scale),
         bias=cut(operands.bias, 3),
         mask=cut(operands.mask, 3),
         query_positions=cut(operands.query_positions),
@@ -89,5 +93,6 @@ def take_block(operands: Operands, row: Array, first: Array, size: int) -> Block
         key_segments=cut(operands.key_segments, 1),
         mask_arrays=jax.tree.map(cut, operands.mask_arrays),
         batch_indices=row[None] if batches is None else lax.dynamic_slice(batches, (row,), (1,)),
+        key_scale=None,
     )
-    return Block(part, lambda: cut(operands.value, 1)[0])
+    return Block(part, lambda: plain(operands.value, operands.value_scale)[0])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from ._decode import not_finite
+from ..call._state import lse_dtype
 
 FOLDED = 16  # numbers that a short loop folds: XLA:CPU unrolls it, and folds vectors
 
@@ -20,13 +20,14 @@ class Products(NamedTuple):
             in memory; more are matrix products, for which XLA copies the block head by head.
         lanes: features that are multiplied at a time.
         keys: consecutive keys whose products are added in registers.
-        numbers: most numbers in the weighed sums of a key head, for the same choice.
+        passes: most rows of a key head of which each has its weighed sum of values in a pass over the block, which
+            is in a CPU's cache; more are a matrix product.
     """
 
     rows: int = 8
     lanes: int = 8
     keys: int = 16
-    numbers: int = 256
+    passes: int = 4
 
 
 PRODUCTS = Products()
@@ -35,14 +36,15 @@ PRODUCTS = Products()
 def scores_of(
     query: Float[Array, "K R H"], key: Float[Array, "S K H"], how: Products
 ) -> Float[Array, "S K R"]:
-    r"""$q_{kr} \cdot k_{sk}$ in float32."""
+    r"""$q_{kr} \cdot k_{sk}$ in float32, or float64 of such."""
     (kv_heads, rows, width), key_len = query.shape, len(key)
-    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    dtype = lse_dtype(query.dtype)
+    query, key = query.astype(dtype), key.astype(dtype)
     if rows > how.rows or width % how.lanes:
         return jnp.einsum("krh,skh->skr", query, key, precision=lax.Precision.HIGHEST)
     query = query.reshape(1, kv_heads, rows, -1, how.lanes)
     sums = _reduced(query * key.reshape(key_len, kv_heads, 1, -1, how.lanes), 3)
-    ones = jnp.ones((how.lanes, 1), jnp.float32)
+    ones = jnp.ones((how.lanes, 1), dtype)
     scores = lax.dot(sums.reshape(-1, how.lanes), ones, precision=lax.Precision.HIGHEST)
     return scores.reshape(key_len, kv_heads, rows)
 
@@ -53,7 +55,7 @@ def weighed_sum(
     present: Bool[Array, " S"] | None,
     how: Products,
 ) -> Float[Array, "K R W"]:
-    r"""$\sum_s w_{krs} v_{sk}$ in float32, without the values that are not `present`.
+    r"""$\sum_s w_{krs} v_{sk}$ in the dtype of the weights, without the values that are not `present`.
 
     Their weights are zero, but they may not be finite; zeros in their place would take another pass over the block.
     So the sum includes them, and is computed again with zeros only if it is not finite.
@@ -65,19 +67,23 @@ def weighed_sum(
     def without_absent() -> Array:
         return _weighed_sum(weights, jnp.where(present[:, None, None], value(), 0), how)
 
-    return lax.cond(not_finite(out), without_absent, lambda: out)
+    return lax.cond(jnp.isfinite(out).all(), lambda: out, without_absent)
 
 
 def _weighed_sum(weights: Array, value: Array, how: Products) -> Array:
-    (kv_heads, rows, key_len), width = weights.shape, value.shape[-1]
-    value = value.astype(jnp.float32)
-    if rows * width > how.numbers or key_len % how.keys:
+    key_len, value = len(value), value.astype(weights.dtype)
+    if weights.shape[1] > how.passes or key_len % how.keys:
         return jnp.einsum("krs,skw->krw", weights, value, precision=lax.Precision.HIGHEST)
-    weights = weights.reshape(kv_heads, rows, 1, -1, how.keys).transpose(3, 4, 0, 1, 2)
-    sums = _reduced(weights * value.reshape(-1, how.keys, kv_heads, 1, width), 1)
+    return jnp.stack([_weighed_by_row(x, value, how) for x in weights.swapaxes(0, 1)], 1)
+
+
+def _weighed_by_row(weights: Array, value: Array, how: Products) -> Array:
+    kv_heads, width = value.shape[1:]
+    weights = weights.T.reshape(-1, how.keys, kv_heads, 1)
+    sums = _reduced(weights * value.reshape(-1, how.keys, kv_heads, width), 1)
     sums = sums.reshape(len(sums), -1)
-    out = lax.dot(jnp.ones(len(sums), jnp.float32), sums, precision=lax.Precision.HIGHEST)
-    return out.reshape(kv_heads, rows, width)
+    out = lax.dot(jnp.ones(len(sums), sums.dtype), sums, precision=lax.Precision.HIGHEST)
+    return out.reshape(kv_heads, width)
 
 
 def row_maximum(x: Float[Array, "rows S"]) -> Float[Array, " rows"]:

@@ -87,7 +87,7 @@ TRAITS = {
     "reference": Traits(ALL),
     "blockwise": Traits(ALL),
     # several blocks: see `test_decode_cpu.py`
-    "decode_cpu": Traits(FEW_ROWS, ("float32", "bfloat16", "float16")),
+    "decode_cpu": Traits(FEW_ROWS),
     "decode": Traits(ALL - MANY_ROWS),
 }
 HERE = platform_here()
@@ -193,7 +193,7 @@ SMALL = {
     )
 }
 # Three keys added together, in blocks that do not divide the keys; for some rows loops of vectors, for others products.
-SMALL_PIECES = DecodeCPU(6, Products(lanes=2, keys=3, numbers=64))
+SMALL_PIECES = DecodeCPU(6, Products(lanes=2, keys=3, passes=2))
 
 
 def of_any_rows(implementation: str) -> str | AbstractKernel:

@@ -368,8 +368,7 @@ def test_an_encoding_without_letters():
 @pytest.mark.parametrize("call", EXAMPLES, ids=lambda call: call.what)
 def test_info_says_what_would_be_used(call):
     chosen, *reasons = choice(call, "cpu")
-    few_rows = "decode" if call.dtype == "float64" else "decode_cpu"
-    assert chosen == (few_rows if call.query[1] == 1 else "blockwise")
+    assert chosen == ("decode_cpu" if call.query[1] == 1 else "blockwise")
     assert reasons
     for platform, few, many in (("cuda", "pallas_gpu", "cudnn"), ("tpu", "pallas_tpu", "splash")):
         chosen, *_ = choice(call, platform)

@@ -211,7 +211,8 @@ def test_explain(kernels):
     assert _registry.explain(names, *call, "tpu") == ("theirs", ())  # the others are not for it
     name, declined = _registry.explain(names, *_registry_call(jnp.float64), "cpu")
     assert (
-        name == "decode" and dict(declined)["mine"] == "query: wanted at most 32 bits, got float64"
+        name == "decode_cpu"
+        and dict(declined)["mine"] == "query: wanted at most 32 bits, got float64"
     )
 
 

@@ -22,6 +22,7 @@ from tests.support.eight_bits import read_as_stored, read_by_kernels
 from tests.support.naive import assert_all_close
 from tests.support.problems import HEADS, PROBLEMS, Problem, cast, tangents
 from tests.support.selection import few, few_rows
+from tests.support.traits import SMALL_PIECES
 
 KEYS = "key", "value"
 WIDTH = 128  # wide heads, so that scores are small beside them
@@ -109,6 +110,17 @@ def test_on_a_gpu(name, dtype, not_dequantized):
     dtype = jnp.dtype(dtype)
     problem, arrays = stored(NAMED[name], dtype)
     found = jax.jit(lambda arrays: call(arrays, problem, names=GPU))(arrays)
+    assert_all_close(found._asdict(), problem, dtype, "both", label="eight bits")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("everything", "float32"), ("decode_ragged", "bfloat16")]
+)
+def test_on_a_cpu(name, dtype):
+    """The scales of other keys than those of the block."""
+    dtype = jnp.dtype(dtype)
+    problem, arrays = stored(PROBLEMS[name], dtype)
+    found = jax.jit(lambda arrays: call(arrays, problem, names=SMALL_PIECES))(arrays)
     assert_all_close(found._asdict(), problem, dtype, "both", label="eight bits")
 
 
@@ -228,16 +240,19 @@ def test_vmap(as_stored):
     assert as_stored
 
 
-def test_default_is_dequantized():
-    """Another program for CPUs than that of dequantized keys and values."""
-    problem, arrays = stored(HEADS["heads_8_8"], jnp.bfloat16)
-    found, exact = (
-        jax.jit(lambda arrays, x=x: call(arrays, problem, x)).lower(arrays).compile()
-        for x in (attend, of_dequantized)
-    )
-    one, other = (x.cost_analysis() for x in (found, exact))
-    for cost in ("flops", "bytes accessed"):
-        assert one[cost] == pytest.approx(other[cost], rel=1e-3)
+def test_cpus_dequantize_block_by_block():
+    """A copy of all keys and values at each step."""
+    query = jax.ShapeDtypeStruct((1, 1, 2, WIDTH), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, 8192, 1, WIDTH), jnp.int8)
+    scale = jax.ShapeDtypeStruct((1, 8192, 1), jnp.float32)
+
+    def step(query, key, value, *scales):
+        checked = check_call(query, key, value, scales=scales)
+        return attend(candidates(None), checked.settings, checked.operands)
+
+    memory = jax.jit(step).lower(query, key, key, scale, scale).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 8192 * WIDTH
 
 
 def test_traced_once(monkeypatch):

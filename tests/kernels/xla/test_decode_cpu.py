@@ -9,14 +9,16 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from energy_attn import scores
 from energy_attn.distributed import collectives
-from energy_attn.kernels import local_attention
+from energy_attn.kernels import KernelCall, local_attention
+from energy_attn.kernels.internal import check_call
 from energy_attn.kernels.xla import _decode_cpu
 from energy_attn.kernels.xla._decode_cpu import DecodeCPU
 from energy_attn.kernels.xla._products import scores_of
 from tests.support.compare import close, same
 from tests.support.flags import EMITTERS, OLD
-from tests.support.problems import cast, cotangents
+from tests.support.problems import Problem, cast, cotangents
 from tests.support.reference import dense, dense_vjp
 from tests.support.selection import few, few_rows
 from tests.support.traits import EVERY, SMALL_PIECES, attend, state_and_gradients
@@ -82,6 +84,60 @@ def test_gradients(name):
     out, lse = dense(rounded)
     wanted = {"out": out, "lse": lse} | dense_vjp(rounded, dout, dlse)
     close(found, wanted, name, tolerance=1e-5)
+
+
+# Each way to multiply whole blocks: rows of a key head one by one, or together in one product or both.
+@pytest.mark.parametrize(
+    ("dtype", "queries", "heads", "kv_heads", "width"),
+    [
+        pytest.param("float32", 1, 4, 2, 64, marks=pytest.mark.smoke),
+        ("bfloat16", 2, 4, 4, 64),
+        ("float64", 3, 2, 1, 16),
+        ("bfloat16", 3, 8, 2, 40),
+    ],
+)
+def test_whole_blocks(dtype, queries, heads, kv_heads, width):
+    """Sums that are folded in a wrong order, which small blocks do not fold; a row of another head."""
+    key_len, random = 1200, np.random.default_rng(0)
+    shapes = [(2, key_len, kv_heads, width)] * 2
+    query, key, value = map(random.standard_normal, [(2, queries, heads, width), *shapes])
+    lengths = np.array([key_len, 530])
+    problem = Problem("whole blocks", query, key, value, key_value_seq_lengths=lengths)
+    arrays, rounded = cast(problem, dtype)
+    given = cotangents(problem, dtype)
+    found = state_and_gradients(DecodeCPU(), problem)(arrays, *given)
+    out, lse = dense(rounded)
+    wanted = {"out": out, "lse": lse} | dense_vjp(rounded, *given)
+    close(found, wanted, tolerance=max(float(jnp.finfo(dtype).eps), 1e-14) * 16)
+
+
+def test_scores_of_blocks():
+    """Keys, or rows of the batch, that count from the start of their block."""
+    query, key = np.random.default_rng(0).standard_normal((2, 2, 19, 2, 4)).astype(np.float32)
+    query = query[:, :3]
+
+    def of_place(s, at):
+        return s * (1 + at.batch).astype(s.dtype) - 0.1 * (at.key - at.query).astype(s.dtype)
+
+    score = scores.Function(of_place)
+    call = check_call(*map(jnp.asarray, (query, key, key)), score=score)
+    operands = call.operands._replace(batch_indices=jnp.array([5, 2]))
+    found = SMALL_PIECES.forward(KernelCall(operands, call.settings, "cpu"))
+    raw = np.einsum("btnh,bsnh->btns", query.astype(float), key) / 2
+    raw = raw * np.array([6, 3]).reshape(2, 1, 1, 1)
+    raw -= 0.1 * (np.arange(19) - np.arange(3)[:, None, None])
+    close(found.lse, np.log(np.exp(raw).sum(-1)), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [None, 9])
+def test_a_value_of_two_blocks_that_is_not_finite(lengths):
+    """Read by both, of which the second one multiplies it by zero: a NaN."""
+    value = np.ones((1, 9, 1, 4), np.float32)
+    value[0, 4, 0, 1] = np.inf
+    x = jnp.zeros((1, 9, 1, 4), jnp.float32)
+    given = {} if lengths is None else {"key_value_seq_lengths": jnp.array([lengths])}
+    found = local_attention(x[:, :1], x, jnp.asarray(value), implementation=DecodeCPU(6), **given)
+    np.testing.assert_allclose(found.out[0, 0, 0], [1, np.inf, 1, 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", [DecodeCPU(), SMALL_PIECES])
