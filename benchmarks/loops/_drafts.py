@@ -18,6 +18,11 @@ from ._steps import KERNELS, Inputs, draw, filled, in_place, of_torch, rewound, 
 PATH = np.array([0, 1, 3, 7])  # the nodes that are kept, the same in each step
 
 
+def _kept(out: Array) -> Array:
+    """`PATH`, as a function of the outputs: a program that verifies writes after it has read."""
+    return jnp.asarray(PATH, jnp.int32) + (out[0, 0, 0, 0] == jnp.inf)
+
+
 def _binary(nodes: int) -> PrefixTree:
     """The tree in which node `n` has the children `2n + 1` and `2n + 2`."""
     parent = (np.arange(nodes, dtype=np.int32) - 1) // 2
@@ -26,10 +31,8 @@ def _binary(nodes: int) -> PrefixTree:
 
 
 def _ours(inputs: Inputs, tree: PrefixTree, implementation: str | None = None) -> Run:
-    K, kept = inputs.key.shape[2], len(PATH)
-    accepted = Accepted(
-        jnp.asarray(PATH, jnp.int32)[None], jnp.full(1, kept, jnp.int32), jnp.zeros(1, jnp.int32)
-    )
+    K = inputs.key.shape[2]
+    count, last = jnp.full(1, len(PATH), jnp.int32), jnp.zeros(1, jnp.int32)
 
     def step(caches: list[KVCache], x: Array) -> tuple[list[KVCache], Array]:
         layers = []
@@ -37,6 +40,7 @@ def _ours(inputs: Inputs, tree: PrefixTree, implementation: str | None = None) -
             new = x[:, :, :K]
             options: dict[str, Any] = {"tree": tree, "cache": cache}
             x = x + tree_decode(x, new, new, **options, implementation=implementation).out
+            accepted = Accepted(_kept(x)[None], count, last)
             layers.append(commit(cache, accepted, new, new))
         return layers, x
 
@@ -59,7 +63,8 @@ def _jax_nn(inputs: Inputs, tree: PrefixTree) -> Run:
             new = x[:, :, :K]
             drafted = [write(y, new, ends) for y in pair]
             x = x + jax.nn.dot_product_attention(x, *drafted, mask=mask[None, None])
-            layers.append([write(y, new[:, PATH], ends) for y in drafted])
+            kept = _kept(x)
+            layers.append([write(y, new[:, kept], ends) for y in drafted])
         return (layers, ends + len(PATH)), x
 
     def program(caches: Any, lengths: Array, tokens: Array) -> tuple[Any, Array]:

@@ -1,8 +1,13 @@
 """The example that starts a program as several processes of this machine. These processes import no JAX."""
 
 import os
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
 
 from tests.support.launch import launch
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "launch.py"
 
 # Process 1 fails once the other, which would sleep on, has started a process of its own: the pipe's second end.
 PROGRAM = """
@@ -27,3 +32,16 @@ def test_the_first_failure_ends_both(tmp_path):
         assert set(done.stdout.splitlines()) == {"[0] of 2", "[1] of 2", "[1] the reason"}
         assert done.stderr == "launch: process 1 of 2 ended with status 1\n"
         assert held.read() == ""  # its end, as nobody has it open for writing any more
+
+
+def test_a_killed_process_is_named_before_its_peer(monkeypatch, capsys):
+    """The error of the peer, whose output a busy machine sees end first."""
+
+    def ended(index, status, closed):
+        process = SimpleNamespace(poll=lambda: status, returncode=status)
+        return SimpleNamespace(index=index, closed=closed, process=process)
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    status = runpy.run_path(str(SCRIPT))["_status"]([ended(0, 1, 3.0), ended(1, -9, 4.0)])
+    assert status == 137
+    assert capsys.readouterr().err == "launch: process 1 of 2 was killed by SIGKILL\n"

@@ -30,7 +30,7 @@ from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import check_tokens
 from ._drafters import AbstractDrafter
-from ._loop import Sampling, begin, run
+from ._loop import Decoding, Sampling, begin, run
 from ._queue import check_rows, serve
 from ._stream import listening
 
@@ -182,19 +182,14 @@ def generate(
     if rows is not None and rows < len(tokens):
         check_rows(rows, (model, drafter, sampling, stop, lengths.sum()), parallel)
         with listening(stream, progress, int(lengths.sum()), len(tokens)) as watch:
-            texts = serve(
-                *(model, drafter, sampling, stop, watch),
-                *(tokens, lengths, rows, parallel, max_new_tokens, chunk_size),
-            )
+            by = Decoding(model, drafter, sampling, stop, watch)
+            texts = serve(by, tokens, lengths, rows, parallel, max_new_tokens, chunk_size)
         return _generation(*texts, max_new_tokens)
     slots = tokens.shape[1] + max_new_tokens
     cache = model.empty_cache(len(tokens), slots, parallel=parallel)
     with listening(stream, progress, tokens.shape[1], len(tokens)) as watch:
-        loop = begin(
-            *(model, drafter, tokens, lengths, cache, sampling),
-            *(stop, watch, max_new_tokens, chunk_size),
-        )
-        loop = run(model, drafter, sampling, stop, watch, loop)
+        by = Decoding(model, drafter, sampling, stop, watch)
+        loop = run(by, begin(by, tokens, lengths, cache, max_new_tokens, chunk_size))
     return _generation(loop.text, loop.start, loop.lengths, loop.counts, max_new_tokens)
 
 

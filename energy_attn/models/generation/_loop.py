@@ -31,6 +31,24 @@ class Sampling(eqx.Module):
     top_k: int | None = eqx.field(static=True, default=None)
 
 
+class Decoding(NamedTuple):
+    """What every pass takes, beside the state of the loop.
+
+    Attributes:
+        model: that is read.
+        drafter: of the trees that a pass verifies; None: a pass reads one token.
+        sampling: of tokens.
+        stop: `[number]`, the tokens that end a row.
+        watch: the number of a listener, or None.
+    """
+
+    model: AbstractDecoder
+    drafter: AbstractDrafter | None
+    sampling: Sampling
+    stop: Array
+    watch: Array | None
+
+
 class Loop(NamedTuple):
     """The state of the loop. The last known token is not in the cache: the next pass reads it.
 
@@ -55,16 +73,12 @@ class Loop(NamedTuple):
     numbers: Array | None = None
 
 
-@functools.partial(jax.jit, static_argnums=(8, 9), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=3)
 def begin(
-    model: AbstractDecoder,
-    drafter: AbstractDrafter | None,
+    by: Decoding,
     tokens: Array,
     lengths: Array,
     cache: DecoderCache,
-    sampling: Sampling,
-    stop: Array,
-    watch: Array | None,
     most: int,
     chunk_size: int,
     numbers: Array | None = None,
@@ -76,73 +90,52 @@ def begin(
     """
     batch, time = tokens.shape
     exists = jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]
-    out_of_vocabulary = (tokens < 0) | (tokens >= model.config.vocab_size)
+    out_of_vocabulary = (tokens < 0) | (tokens >= by.model.config.vocab_size)
     invalid = (exists & out_of_vocabulary).any(1) | (lengths < 1) | (lengths > time)
     lengths = jnp.clip(lengths, 1, time)
-    tell = functools.partial(tell_read, watch)
+    tell = functools.partial(tell_read, by.watch)
     is_ragged = numbers is not None
     x, cache = read_chunks(
-        model, tokens, cache, lengths, chunk_size, tell=tell, is_ragged=is_ragged
+        by.model, tokens, cache, lengths, chunk_size, tell=tell, is_ragged=is_ragged
     )
     depth = jnp.zeros((batch, 1), jnp.int32)
-    first = _choose(sampling, model.logits(x), numbers, lengths - 1, depth, 1)
+    first = _choose(by, by.model.logits(x), numbers, lengths - 1, depth, 1)
     text = jnp.pad(tokens, ((0, 0), (0, most)))
-    state = None if drafter is None else drafter.start(tokens, lengths, time + most, cache.parallel)
+    state = (
+        None
+        if by.drafter is None
+        else by.drafter.start(tokens, lengths, time + most, cache.parallel)
+    )
     left, counts = jnp.full(batch, most, jnp.int32), jnp.zeros((3, batch), jnp.int32)
     left = jnp.where(invalid, 0, left)
     loop = Loop(text, lengths, lengths, left, cache, state, counts, numbers)
-    return _extended(loop, first, *_ended(first, jnp.minimum(loop.left, 1), stop), watch)
+    return _extended(by, loop, first, *_ended(by, first, jnp.minimum(loop.left, 1)))
 
 
-@functools.partial(jax.jit, donate_argnums=5)
-def run(
-    model: AbstractDecoder,
-    drafter: AbstractDrafter | None,
-    sampling: Sampling,
-    stop: Array,
-    watch: Array | None,
-    loop: Loop,
-) -> Loop:
+@functools.partial(jax.jit, donate_argnums=1)
+def run(by: Decoding, loop: Loop) -> Loop:
     """Runs passes until all rows are complete; raises as the drafter does."""
-    one_pass = functools.partial(read_or_verify, model, drafter, sampling, stop, watch)
+    one_pass = functools.partial(read_or_verify, by)
     return lax.while_loop(lambda loop: (loop.left > 0).any(), one_pass, loop)
 
 
-def read_or_verify(
-    model: AbstractDecoder,
-    drafter: AbstractDrafter | None,
-    sampling: Sampling,
-    stop: Array,
-    watch: Array | None,
-    loop: Loop,
-) -> Loop:
+def read_or_verify(by: Decoding, loop: Loop) -> Loop:
     """One pass of the model, which changes nothing of the rows that are complete."""
-    if drafter is None:
-        return _read(model, sampling, stop, watch, loop)
-    return _verify(model, drafter, sampling, stop, watch, loop)
+    return _read(by, loop) if by.drafter is None else _verify(by, by.drafter, loop)
 
 
-def _read(
-    model: AbstractDecoder, sampling: Sampling, stop: Array, watch: Array | None, loop: Loop
-) -> Loop:
+def _read(by: Decoding, loop: Loop) -> Loop:
     """Adds one token to each row that is not complete."""
     number = jnp.minimum(loop.left, 1)
-    x, cache, _ = read_on(model, last_of(loop.text, loop.lengths), loop.cache, number)
+    x, cache, _ = read_on(by.model, last_of(loop.text, loop.lengths), loop.cache, number)
     depth = jnp.zeros(x.shape[:2], jnp.int32)
-    new = _choose(sampling, model.logits(x), loop.numbers, loop.lengths - 1, depth, 1)
+    new = _choose(by, by.model.logits(x), loop.numbers, loop.lengths - 1, depth, 1)
     zeros = jnp.zeros_like(number)
     loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, zeros, zeros]))
-    return _extended(loop, new, *_ended(new, number, stop), watch)
+    return _extended(by, loop, new, *_ended(by, new, number))
 
 
-def _verify(
-    model: AbstractDecoder,
-    drafter: AbstractDrafter,
-    sampling: Sampling,
-    stop: Array,
-    watch: Array | None,
-    loop: Loop,
-) -> Loop:
+def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
     """Adds the nodes of a drafted tree that the model accepts, and the token that it chooses next."""
     tree, state = drafter.draft(loop.text, loop.lengths, loop.state)
     check_shape(
@@ -154,45 +147,45 @@ def _verify(
     tree = tree._replace(tokens=tokens, size=jnp.maximum(tree.size, 1))
     levels = tree.unpacker.shape[2]
     # Tokens outside the vocabulary are never accepted, but their NaN would spread to all nodes.
-    clipped = tree._replace(tokens=jnp.clip(tokens, 0, model.config.vocab_size - 1))
-    read = model.read_tree(clipped, loop.cache)
-    choice = _choose(sampling, read.logits, loop.numbers, loop.lengths - 1, tree.depth, levels)
+    clipped = tree._replace(tokens=jnp.clip(tokens, 0, by.model.config.vocab_size - 1))
+    read = by.model.read_tree(clipped, loop.cache)
+    choice = _choose(by, read.logits, loop.numbers, loop.lengths - 1, tree.depth, levels)
     accepted = longest_chosen_path(tree, choice, root)
     level = jnp.arange(levels, dtype=jnp.int32)[None]
     behind_root = jnp.roll(gather_slots(tree.tokens, accepted.path), -1, 1)
     is_next = level == accepted.length[:, None] - 1
     new = jnp.where(is_next, accepted.token[:, None], behind_root)
-    number, stopped = _ended(new, jnp.minimum(accepted.length, loop.left), stop)
+    number, stopped = _ended(by, new, jnp.minimum(accepted.length, loop.left))
     num_accepted = jnp.minimum(number, accepted.length - 1)
     counts = jnp.stack([jnp.ones_like(num_accepted), tree.size - 1, num_accepted])
     counts = loop.counts + jnp.where((loop.left > 0)[None], counts, 0)
     # Stored: the root and all new tokens but the last, which is the next root.
     cache = loop.cache.append_path(accepted.path, read, number)
     loop = loop._replace(cache=cache, state=state, counts=counts)
-    return _extended(loop, new, number, stopped, watch)
+    return _extended(by, loop, new, number, stopped)
 
 
-def _ended(new: Array, number: Array, stop: Array) -> tuple[Array, Array]:
+def _ended(by: Decoding, new: Array, number: Array) -> tuple[Array, Array]:
     """`number` cut off after the first of `new` that ends a row, and whether there is one."""
     index = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    stops = (new[:, :, None] == stop[None, None]).any(2) & (index < number[:, None])
+    stops = (new[:, :, None] == by.stop[None, None]).any(2) & (index < number[:, None])
     stopped = stops.any(1)
     return jnp.where(stopped, lax.argmax(stops, 1, jnp.int32) + 1, number), stopped
 
 
-def _extended(loop: Loop, new: Array, number: Array, stopped: Array, watch: Array | None) -> Loop:
-    """Appends the first `number` of `new` to the text, and reports them to `watch`."""
+def _extended(by: Decoding, loop: Loop, new: Array, number: Array, stopped: Array) -> Loop:
+    """Appends the first `number` of `new` to the text, and reports them."""
     slots = positions_from(loop.lengths, number, new.shape[1])
     outside = jnp.int32(loop.text.shape[1])
     rows = jnp.arange(len(new), dtype=jnp.int32)[:, None]
     text = loop.text.at[rows, jnp.where(slots < 0, outside, slots)].set(new, mode="drop")
-    goes_on = tell_wrote(watch, jnp.where(slots < 0, -1, new), loop.numbers)
+    goes_on = tell_wrote(by.watch, jnp.where(slots < 0, -1, new), loop.numbers)
     left = jnp.where(stopped | ~jnp.asarray(goes_on), 0, loop.left - number)
     return loop._replace(text=text, lengths=loop.lengths + number, left=left)
 
 
 def _choose(
-    sampling: Sampling,
+    by: Decoding,
     logits: Array,
     numbers: Array | None,
     first: Array,
@@ -203,6 +196,7 @@ def _choose(
 
     Nodes of one depth share their noise, so that the text does not depend on the tree.
     """
+    sampling = by.sampling
     if sampling.key is None:
         return lax.argmax(logits, 2, jnp.int32)
     warped = process_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p)

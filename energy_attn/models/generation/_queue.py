@@ -13,9 +13,7 @@ from jaxtyping import Array
 
 from energy_attn.distributed import SequenceParallel, fetch
 
-from ..decoder._decoder import AbstractDecoder
-from ._drafters import AbstractDrafter
-from ._loop import Loop, Sampling, begin, read_or_verify
+from ._loop import Decoding, Loop, begin, read_or_verify
 from ._stream import raise_error
 
 
@@ -37,11 +35,7 @@ def check_rows(rows: int, given: Any, parallel: SequenceParallel | None) -> None
 
 
 def serve(
-    model: AbstractDecoder,
-    drafter: AbstractDrafter | None,
-    sampling: Sampling,
-    stop: Array,
-    watch: Array | None,
+    by: Decoding,
     tokens: Array,
     lengths: Array,
     rows: int,
@@ -60,34 +54,26 @@ def serve(
     def store(loop: Loop) -> np.ndarray:
         """Stores what is known so far; returns the rows that are complete."""
         known = fetch(loop._replace(cache=(), state=()))
-        raise_error(watch)
+        raise_error(by.watch)
         text[known.numbers], ends[known.numbers] = known.text, known.lengths
         counts[:, known.numbers] = known.counts
         return np.flatnonzero(known.left == 0)
 
-    run = functools.partial(_run, model, drafter, sampling, stop, watch)
     loop, free = None, deque(range(rows))
     for number, (prompt, length) in enumerate(zip(prompts, starts, strict=True)):
         if loop is not None and not free:
-            loop = run(loop, True)
+            loop = _run(by, loop, True)
             free.extend(store(loop))
-        one = _begin(
-            *(model, drafter, sampling, stop, watch, prompt, length, np.int32(number)),
-            *(parallel, most, chunk_size),
-        )
+        one = _begin(by, prompt, length, np.int32(number), parallel, most, chunk_size)
         loop = _put(_complete(one, rows) if loop is None else loop, one, np.int32(free.popleft()))
     assert loop is not None
-    store(run(loop, False))
+    store(_run(by, loop, False))
     return text, starts, ends, counts
 
 
-@functools.partial(jax.jit, static_argnums=(8, 9, 10))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _begin(
-    model: AbstractDecoder,
-    drafter: AbstractDrafter | None,
-    sampling: Sampling,
-    stop: Array,
-    watch: Array | None,
+    by: Decoding,
     tokens: Array,
     length: Array,
     number: Array,
@@ -96,31 +82,19 @@ def _begin(
     chunk_size: int,
 ) -> Loop:
     """A loop of one row, which has read this prompt and chosen its first token."""
-    cache = model.empty_cache(1, len(tokens) + most, parallel=parallel)
-    return begin(
-        *(model, drafter, tokens[None], length[None], cache, sampling),
-        *(stop, watch, most, chunk_size, number[None]),
-    )
+    cache = by.model.empty_cache(1, len(tokens) + most, parallel=parallel)
+    return begin(by, tokens[None], length[None], cache, most, chunk_size, number[None])
 
 
-@functools.partial(jax.jit, donate_argnums=5)
-def _run(
-    model: AbstractDecoder,
-    drafter: AbstractDrafter | None,
-    sampling: Sampling,
-    stop: Array,
-    watch: Array | None,
-    loop: Loop,
-    is_waiting: Array | bool,
-) -> Loop:
+@functools.partial(jax.jit, donate_argnums=1)
+def _run(by: Decoding, loop: Loop, is_waiting: Array | bool) -> Loop:
     """Runs passes until a row is complete, or all rows if no prompt is waiting."""
 
     def goes_on(loop: Loop) -> Array:
         incomplete = loop.left > 0
         return jnp.where(is_waiting, incomplete.all(), incomplete.any())
 
-    one_pass = functools.partial(read_or_verify, model, drafter, sampling, stop, watch)
-    return lax.while_loop(goes_on, one_pass, loop)
+    return lax.while_loop(goes_on, functools.partial(read_or_verify, by), loop)
 
 
 @functools.partial(jax.jit, static_argnums=1)
