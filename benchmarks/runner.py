@@ -23,6 +23,7 @@ from energy_attn.kernels.internal import platform_here
 OURS, JAX_NN, PYTORCH = "energy_attn", "jax.nn", "PyTorch"
 ONE_PASS, ONE_GRADIENT = "our attention", "our gradient"
 SHORT = 0.02  # seconds: shorter runs are repeated to make a timing this long
+PAUSE = 0.02  # seconds between sides, in which idle threads of the one before stop spinning
 _LEAST = 16  # a trial's shortest sequence
 
 Run = Callable[[], Any]  # starts a computation and returns its result, to be waited for
@@ -108,8 +109,8 @@ def wait(result: PyTree) -> None:
 def measure(sides: dict[str, Run], repeats: int) -> dict[str, list[float]]:
     """Seconds of each run of each side: warmed up, then in turn.
 
-    A turn is an untimed run and a timing of as many runs as take 20 ms, so that no side pays for the
-    state in which the side before it left caches and allocator, nor for the start of a short run.
+    A turn is a pause, an untimed run, and a timing of as many runs as take 20 ms, so that no side pays for the state in
+    which the side before it left threads, caches and allocator, nor for the start of a short run.
     """
     numbers: dict[str, int] = {}
     for name, side in sides.items():
@@ -118,6 +119,7 @@ def measure(sides: dict[str, Run], repeats: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, side in sides.items():
+            time.sleep(PAUSE)
             wait(side())
             seconds[name].append(_seconds(side, numbers[name]) / numbers[name])
     return seconds
