@@ -11,9 +11,11 @@ import typing as _typing
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
+from energy_attn.kernels import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from energy_attn.kernels.internal import lazy as _lazy
 
 from . import bayes as bayes
+from . import flax as flax
 from . import masks as masks
 from . import nn as nn
 from . import scores as scores

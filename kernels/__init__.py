@@ -1,6 +1,7 @@
 """HOW: `(out, lse)` of the keys on one device, and the algebra that merges such states."""
 
 from ._lazy import lazy as _lazy
+from .call._checkpoint import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .call._foreign import as_state as as_state
 from .call._kernel import AbstractJAXKernel as AbstractJAXKernel
 from .call._kernel import AbstractKernel as AbstractKernel

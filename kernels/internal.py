@@ -41,6 +41,7 @@ from .call._canonical import Tokens as Tokens
 from .call._canonical import join_masks as join_masks
 from .call._canonical import shortened as shortened
 from .call._canonical import split_mask as split_mask
+from .call._checkpoint import named as named
 from .call._eight_bits import dequantize as dequantize
 from .call._eight_bits import dequantized as dequantized
 from .call._kernel import Candidate as Candidate

@@ -28,6 +28,7 @@ from energy_attn.kernels.internal import (
     empty_like,
     function_call,
     keep_moved,
+    named,
     overlap_transfer,
     tangent_along,
     tangent_of,
@@ -194,7 +195,7 @@ class _InTurn(AbstractFunction):
         return _attend(self.names, self.settings, self.turns, args)
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
-        state: AttentionState = function_call(self, primals)
+        state = named(function_call(self, primals))
         derivative = _OfTurns(self.settings, self.turns)
         return state, tangent_along(derivative, Saved(primals, state), tangents)
 

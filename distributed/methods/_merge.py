@@ -16,6 +16,7 @@ from energy_attn.kernels.internal import (
     check_state,
     function_call,
     holds_keys,
+    named,
     received,
     share,
     with_zeros,
@@ -166,7 +167,7 @@ class _Fold(AbstractFunction):
         return STRATEGIES[self.merge].fold(args, self.axes)
 
     def jvp(self, primals: AttentionState, tangents: Any) -> tuple[AttentionState, AttentionState]:
-        merged: AttentionState = function_call(self, primals)
+        merged = named(function_call(self, primals))
         return merged, _fold_tangent(self.axes, primals, merged, with_zeros(tangents, primals))
 
 

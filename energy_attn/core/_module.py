@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
@@ -160,7 +162,7 @@ class FreeEnergy(AbstractEnergy):
             NotImplementedError: the energy has a regulariser, and so no measure of Gibbs.
         """
         if recorders.value:
-            _check_gibbs(self)
+            check_gibbs(self)
             joined, options = join_masks(self.mask, mask), {**self._options(), **rows}
             query = tagged(
                 self.name or "FreeEnergy", None, query, key, value, bias, joined, **options
@@ -248,7 +250,15 @@ class FreeEnergy(AbstractEnergy):
         }
 
 
-def _check_gibbs(energy: FreeEnergy) -> None:
+def stacked(energy: FreeEnergy, lead: tuple[int, ...]) -> FreeEnergy:
+    """An energy for each of as many layers, whose arrays have these axes in front."""
+    if not lead:
+        return energy
+    arrays, rest = eqx.partition(energy, lambda x: isinstance(x, (jax.Array, np.ndarray)))
+    return eqx.combine(jax.tree.map(lambda x: jnp.broadcast_to(x, lead + x.shape), arrays), rest)
+
+
+def check_gibbs(energy: FreeEnergy) -> None:
     """Raises `NotImplementedError` for an energy whose weights are not those of Gibbs."""
     if energy.regulariser is not None:
         raise NotImplementedError(
@@ -269,7 +279,7 @@ def _prepare(
 ) -> tuple[StaticCall, Operands]:
     """The prepared call, with what is recorded of it."""
     if recorders.value:
-        _check_gibbs(energy)
+        check_gibbs(energy)
     check_options(rows, RowOptions)
     arguments = query, key, value, bias, join_masks(energy.mask, mask)
     name = energy.name or "FreeEnergy"
@@ -286,7 +296,7 @@ def measure_at(
     rows: RowOptions,
 ) -> Gibbs:
     """`energy.at(...)`, whose arguments are checked when the measure is prepared."""
-    _check_gibbs(energy)
+    check_gibbs(energy)
     check_options(rows, RowOptions)
     given: Any = {name: x for name, x in rows.items() if x is not None}
     return Gibbs((KeySet(energy, query, key, value, bias, mask, given),))

@@ -24,13 +24,11 @@ from energy_attn.kernels.internal import (
     check_shape,
     join_masks,
     received,
-    share,
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..core._keys import prepare_at
+from ..core._dropout import attention_with_dropout
 from ..core._module import FreeEnergy
-from ..functional._free_energy import attention_and_energy
 from ..functional._options import ModuleOptions
 
 
@@ -333,22 +331,13 @@ class MultiheadAttention(eqx.Module):
             return attend.attention(query, key_, value, mask=mask, return_energy=True, **options)
         if key is None:
             raise RuntimeError("key: wanted a jax.random.key, as dropout is on; got None")
-        # Dropout keeps a random set of keys and divides by the probability to be kept. Attention over
-        # the kept keys, times their share of the partition function,
-        #     Σ_kept P_a v_a = e^{F_kept - F} ∇F_kept,
-        # is the weighted sum without the matrix of weights. Random keys as in Equinox, one per head.
+        # random keys as in Equinox, one per head
         chance = 1 - self.dropout.p
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, chance, shape[1:]))(
             jax.random.split(check_key("key", key), self.num_heads)
         )
-        keep = keep if mask is None else keep & jnp.broadcast_to(mask, shape)
-        # by no method of the energy, which would be recorded, too
-        call, operands = prepare_at(attend, query, key_, value, None, keep, options)
-        out, kept = attention_and_energy((call,), (operands,))
-        energy = attend(query, key_, value, mask=mask, **options)
-        # if the chance is zero nothing is kept
-        kept_share = share(kept, energy) / (chance or 1.0)
-        return (out * kept_share[..., None].astype(out.dtype)).astype(out.dtype), energy
+        mask = None if mask is None else jnp.broadcast_to(mask, shape)
+        return attention_with_dropout(attend, query, key_, value, None, mask, keep, chance, options)
 
 
 def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:

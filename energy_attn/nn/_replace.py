@@ -1,4 +1,4 @@
-"""Equinox's attention layers in any model, replaced by ours, and back."""
+"""Equinox's and Flax's attention layers in any model, replaced by ours, and back."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from typing import Any, TypeVar, Unpack
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from energy_attn.kernels.internal import check_options, received
 
-from ..core._module import FreeEnergy
+from ..core._module import FreeEnergy, stacked
+from ..flax._nnx import holds_nnx
+from ..flax._replace import with_dot_products, with_energies
 from ..functional._options import ModuleOptions
 from ._multihead import MultiheadAttention
 
@@ -43,6 +43,9 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
     rows, which are zero before the output projection), and the energies too. Layers that were
     stacked by `jax.vmap`, for a scan, stay stacked, and each of them has its own copy of the options' arrays.
 
+    In a model of Flax's NNX every `flax.nnx.MultiHeadAttention` gets an
+    [`attention_fn`][energy_attn.flax.attention_fn], and is otherwise as it was.
+
     Args:
         model: any pytree, which stays as it is.
         **options: fields of the [`FreeEnergy`][energy_attn.FreeEnergy] of every layer, as
@@ -52,9 +55,9 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
         The new model. What is not an attention layer is that of `model`.
 
     Raises:
-        TypeError: an attention layer is of a class derived from Equinox's, which may compute
-            something else; or an unknown option.
-        ValueError: there is no `equinox.nn.MultiheadAttention` in `model`.
+        TypeError: an attention layer is of a class derived from Equinox's or Flax's, or has an attention of its own,
+            which may compute something else; or an unknown option.
+        ValueError: there is no such layer in `model`.
 
     Source: Tree Attention (arXiv 2408.04093), equations 16 to 20.
 
@@ -71,6 +74,8 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
     """
     check_options(options, ModuleOptions)
     energy = FreeEnergy(**options)
+    if holds_nnx(model):
+        return with_energies(model, energy)
 
     def ours(layer: Any, path: str) -> MultiheadAttention:
         del path
@@ -78,7 +83,7 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
         return eqx.tree_at(
             lambda x: x.energy,
             made,
-            _stacked(energy, layer.query_proj.weight.shape[:-2]),
+            stacked(energy, layer.query_proj.weight.shape[:-2]),
             is_leaf=lambda x: isinstance(x, FreeEnergy),
         )
 
@@ -118,24 +123,23 @@ def restore_attention(model: Model) -> Model:
                 f"model{path}: wanted as many key heads as query heads, as Equinox has them, "
                 f"got {layer.num_kv_heads} of {layer.num_heads}"
             )
-        for field in dataclasses.fields(layer.energy):
-            found = getattr(layer.energy, field.name)
-            if field.name not in _FREE and found is not field.default:
-                raise ValueError(
-                    f"model{path}.energy.{field.name}: wanted {field.default}, as Equinox's "
-                    f"attention has no such option, got {received(found)}"
-                )
+        _check_plain(path, layer.energy)
         return _with_fields_of(layer, eqx.nn.MultiheadAttention)
 
+    if holds_nnx(model):
+        return with_dot_products(model, _check_plain)
     return _replaced(model, MultiheadAttention, theirs)
 
 
-def _stacked(energy: FreeEnergy, lead: tuple[int, ...]) -> FreeEnergy:
-    """An energy for each of as many layers, whose arrays have these axes in front."""
-    if not lead:
-        return energy
-    arrays, rest = eqx.partition(energy, lambda x: isinstance(x, (jax.Array, np.ndarray)))
-    return eqx.combine(jax.tree.map(lambda x: jnp.broadcast_to(x, lead + x.shape), arrays), rest)
+def _check_plain(path: str, energy: FreeEnergy) -> None:
+    """Raises `ValueError` for an energy that is not the default one."""
+    for field in dataclasses.fields(energy):
+        found = getattr(energy, field.name)
+        if field.name not in _FREE and found is not field.default:
+            raise ValueError(
+                f"model{path}.energy.{field.name}: wanted {field.default}, as plain "
+                f"attention has no such option, got {received(found)}"
+            )
 
 
 def _with_fields_of(layer: Any, kind: type, **sizes: int) -> Any:

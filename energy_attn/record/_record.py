@@ -1,6 +1,7 @@
 """The energies of a model that runs, named by where they are in it."""
 
 import collections
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from energy_attn.kernels.internal import received
 
 from ..core._gibbs import Gibbs
 from ..core._module import FreeEnergy
+from ..flax._nnx import holds_nnx, run_pure
 from ..functional._tag import recorders
 from ._figures import Recorder, recorder
 from ._lift import Asked, Seen, lift
@@ -119,11 +121,18 @@ def _recorded(
     )
 
 
-@eqx.filter_jit
 def run_recorded(
     asked: Recorder, function: Any, /, *args: Any, **kwargs: Any
 ) -> tuple[Any, list[Seen]]:
     """The result of a function, and what was seen. Raises as `record` and its result do."""
+    run = functools.partial(_run, asked)
+    if holds_nnx((function, args, kwargs)):
+        return run_pure(run, function, args, kwargs)
+    return run(function, *args, **kwargs)
+
+
+@eqx.filter_jit
+def _run(asked: Recorder, function: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, list[Seen]]:
     function, rest = _named(function), []
 
     def run() -> Any:

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from ..autodiff._function import AbstractFunction, function_call
 from ..autodiff._linear import AbstractLinearMap, linear_call
+from ..call._checkpoint import named, named_rest
 from ..call._kernel import AbstractKernel, as_read, knows_rest
 from ..call._operands import (
     KernelCall,
@@ -160,6 +161,7 @@ class Attention(AbstractFunction):
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
         state, rest = function_call(_WithRest(self.kernels, self.settings), primals)
+        state, rest = named(state), named_rest(rest)
         saved = Saved(primals, state, rest)
         return state, tangent_along(_OfKernels(self.kernels, self.settings), saved, tangents)
 

@@ -221,6 +221,13 @@ def layer(layer: Any, query: Any, key_: Any, value: Any) -> Any:
     return found, whole.project(query, key_, value)
 
 
+def flaxes(query: Any, key: Any, value: Any, bias: Any, **energy: Any) -> Any:
+    attend = ea.flax.attention_fn(**energy)
+    found = attend(query, key, value, bias=bias)
+    dropped = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(0)}
+    return found, attend(query, key, value, bias=bias, **dropped)
+
+
 def split_theirs() -> tuple[Any, Any]:
     made = eqx.nn.MultiheadAttention(2, 4, use_key_bias=True, key=jax.random.key(0))
     return eqx.partition(made, eqx.is_array)
@@ -481,6 +488,15 @@ CASES = {
         layer,
         lambda: {"layer": split_layer()[0]} | drawn(18, query=(3, 4), key_=(5, 4), value=(5, 4)),
     ),
+    "flax": Case(
+        "flax.attention_fn flax.AttentionFn flax.AttentionFn.__call__",
+        flaxes,
+        lambda: (
+            drawn(23, query=(3, 2, 4), key=(5, 2, 4), value=(5, 2, 3), bias=(2, 3, 5))
+            | SCALE
+            | SINK
+        ),
+    ),
     "record": Case(
         "record replace_attention restore_attention",
         swapped,
@@ -598,7 +614,8 @@ WITHOUT = {
     kernels.scores.At kernels.scores.t5_buckets prefix_tree.accept_greedy prefix_tree.accept_sampling
     prefix_tree.verify prefix_tree.grow prefix_tree.pack prefix_tree.token_tree
     prefix_tree.tree_from_parents""",
-    "of constants": """kernels.empty_state models.LinearRope models.Llama3Rope models.LinearRope.scaled
+    "of constants": """CHECKPOINT_NAMES kernels.CHECKPOINT_NAMES kernels.empty_state models.LinearRope
+    models.Llama3Rope models.LinearRope.scaled
     models.Llama3Rope.scaled""",
     "called by local_attention, which has the derivatives": """kernels.PallasGPU.forward
     kernels.PallasGPU.tangent""",

@@ -1,0 +1,92 @@
+"""What a policy of `jax.checkpoint` keeps of a call, by its names: no attention is computed twice."""
+
+import collections
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Jaxpr, JaxprEqn
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel
+from energy_attn.record._lift import programs
+from tests.support.compare import close
+from tests.support.meshes import mesh_of
+
+KEPT = jax.checkpoint_policies.save_only_these_names(*ea.CHECKPOINT_NAMES)
+FORWARDS = "_forward", "_with_rest"
+
+
+def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
+    for equation in program.eqns:
+        yield equation
+        for inner in programs(equation.params):
+            yield from equations(inner)
+
+
+def forwards(f, *args) -> int:
+    """How many kernels for the state of attention a program has."""
+    names = collections.Counter(
+        x.params["method"].__name__
+        for x in equations(jax.make_jaxpr(f)(*args).jaxpr)
+        if x.primitive.name == "attention_kernel"
+    )
+    return sum(names[x] for x in FORWARDS)
+
+
+def gradient(attend, policy):
+    def layer(x, weights):
+        return jnp.sin(attend(jnp.tanh(x @ weights))).sum()
+
+    return jax.grad(jax.checkpoint(layer, policy=policy), argnums=(0, 1))
+
+
+def arrays():
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.standard_normal(x), jnp.float32) for x in ((1, 64, 8, 4), (4, 4))]
+
+
+# On one device by energy and output, and by each way to go through the keys of a mesh.
+@pytest.mark.parametrize(
+    "method", [pytest.param(None, marks=pytest.mark.smoke), "tree", "ring", "ulysses", "gather"]
+)
+def test_one_forward(method):
+    """A second forward in the backward: of the state, of what rounding took from it, or on a mesh of a merge."""
+    parallel = None if method is None else SequenceParallel("device", method)
+    args = arrays()
+
+    def attend(x):
+        out, energy = ea.attention(x, x, x, is_causal=True, parallel=parallel, return_energy=True)
+        return out + energy[..., None]
+
+    with jax.set_mesh(mesh_of("8")):
+        kept, none, everything = (
+            gradient(attend, policy)
+            for policy in (
+                KEPT,
+                jax.checkpoint_policies.nothing_saveable,
+                jax.checkpoint_policies.everything_saveable,
+            )
+        )
+        assert forwards(kept, *args) == forwards(everything, *args) < forwards(none, *args)
+        close(jax.jit(kept)(*args), jax.jit(everything)(*args), tolerance=1e-6)
+
+
+def test_memory():
+    """A policy that keeps more than the state: scores, or what comes before and after."""
+    x, weights = jnp.ones((1, 256, 8, 4)), jnp.ones((4, 4))
+
+    def stack(policy):
+        def layer(x, _):
+            return jnp.sin(ea.attention(*[jnp.tanh(x @ weights)] * 3)), None
+
+        def run(x):
+            return jax.lax.scan(jax.checkpoint(layer, policy=policy), x, length=16)[0].sum()
+
+        return jax.jit(jax.grad(run)).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    more = stack(KEPT) - stack(jax.checkpoint_policies.nothing_saveable)
+    state = 16 * 256 * 8 * (4 + 2) * x.dtype.itemsize  # out, lse and what rounding took
+    assert more < 1.5 * state
