@@ -23,7 +23,8 @@ class BlockSizes(NamedTuple):
             batch is not cut, so that it can be sharded over devices.)
         least_rows: query rows of each batch entry, even if a block then has more than `rows`.
         keys: keys in a block.
-        keys_of_few_rows: keys in a block of at most half of `rows`.
+        keys_of_few_rows: keys in a block of at most a sixteenth of `rows`. With more rows the larger block is 4 to 10%
+            faster where all keys are seen, and half as fast where a cache holds few.
         sparse: most rows and keys in a block under a mask that is not a window, so that more blocks
             are skipped. As fast as larger ones (CPU), which need fewer products of statistics.
     """
@@ -85,7 +86,7 @@ def grid(operands: Operands, mask: MaskStructure, sizes: BlockSizes) -> Grid:
     most = max(rows // max(batch, 1), least) if is_static(batch) else least
     causal = mask.window[1] == 0
     queries, query_blocks = _cut(query_len, group, most, causal, mask.block)
-    few_rows = is_static(batch) and 2 * batch * group * queries <= sizes.rows
+    few_rows = is_static(batch) and 16 * batch * group * queries <= sizes.rows
     most = sizes.keys_of_few_rows if few_rows else sizes.keys
     most = most if mask.is_window else min(most, sizes.sparse)
     keys, key_blocks = _cut(key_len, 1, most, causal, mask.block)
