@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 
@@ -20,8 +21,18 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--shrink", type=at_least_one, default=1, help="divisor of sequence lengths, for a trial")
 
 
+def text_of(result: object) -> str:
+    """JSON, with a line for each list or object of plain values."""
+
+    def one_line(match: re.Match[str]) -> str:
+        return match[1] + re.sub(r"\n\s*", " ", match[2]) + match[3]
+
+    nested = json.dumps(result, indent=2)
+    return re.sub(r"([\[{])\n\s*([^][{}]+?)\n\s*([\]}])", one_line, nested) + "\n"
+
+
 def write(path: Path, result: object) -> None:
     """Writes results, into a folder that is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    path.write_text(text_of(result))
     print(f"wrote {path}")

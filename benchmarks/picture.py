@@ -5,7 +5,7 @@ from typing import Any
 
 from .runner import OURS, sizes_of
 
-_HEIGHT = 0.28
+_HEIGHT = 0.42  # of a case, in inches
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -14,36 +14,34 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
 
-    places: list[float] = []
-    bars: dict[str, tuple[list[float], list[float]]] = {}
-    top = 0.0
-    for row in result["times"]:
-        peers = row["times_faster"]
-        places.append(top + _HEIGHT * (len(peers) - 1) / 2)
-        for i, (peer, times) in enumerate(peers.items()):
-            heights, lengths = bars.setdefault(peer, ([], []))
-            heights.append(top + i * _HEIGHT)
-            lengths.append(times)
-        top += _HEIGHT * max(len(peers), 1) + 0.35
-    figure, axes = pyplot.subplots(figsize=(7.5, 0.8 * top + 1.4), layout="constrained")
-    for peer, (heights, lengths) in bars.items():
-        drawn = axes.barh(heights, lengths, height=_HEIGHT, label=f"than {peer}")
-        axes.bar_label(drawn, fmt="%.2g×", padding=3, fontsize=9)
+    rows = result["times"]
+    points: dict[str, list[tuple[float, int]]] = {}
+    for place, row in enumerate(rows):
+        for peer, times in row["times_faster"].items():
+            points.setdefault(peer, []).append((times, place))
+    figure, axes = pyplot.subplots(figsize=(9, _HEIGHT * len(rows) + 1.6), layout="constrained")
+    for peer, given in points.items():
+        axes.scatter(*zip(*given, strict=True), s=36, alpha=0.8, label=f"than {peer}", zorder=3)
     axes.axvline(1, color="0.3", linewidth=1)
-    axes.set_yticks(places, [_label(row) for row in result["times"]], fontsize=9)
-    axes.invert_yaxis()
+    axes.set_xscale("log")
+    for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        axis(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:g}".strip("0.")[:1] in "125" else ""))
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=7)
+    axes.grid(axis="y", color="0.9")
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("times faster (ratio of medians; right of 1 is faster)")
     about = result["machine"]
     on_cpu = f"{about['processor']}, {about['cores']} cores"
     device = on_cpu if about["device"] == "cpu" else about["device"]
     title = f"energy_attn {about['energy_attn']} on {device}, jax {about['jax']}"
     axes.set_title(title, fontsize=10)
-    axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    if bars:
-        axes.legend(frameon=False, loc="lower right")
-    figure.savefig(path, metadata={"Date": None})
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    if points:
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    with pyplot.rc_context({"svg.fonttype": "none"}):  # letters, not their outlines
+        figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 

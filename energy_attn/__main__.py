@@ -9,6 +9,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import jax
+
+from . import __version__
 from .cli._devices import simulate_devices
 
 _ABOUT = "Attention as the gradient of a free energy."
@@ -20,14 +23,16 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status.
+    """Runs a command and returns its exit status; without one, lists them.
 
     Each command is a module `cli.<command>` with `add_arguments(parser)` and `run(args)`, imported
     only when it is called.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser("python -m energy_attn", description=_ABOUT)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    versions = f"energy_attn {__version__}, jax {jax.__version__}"
+    parser.add_argument("--version", action="version", version=versions)
+    commands = parser.add_subparsers(dest="command", metavar="command")
     chosen = arguments[0] if arguments else None
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -38,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 0
     return args.run(args)
 
 

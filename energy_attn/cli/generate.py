@@ -17,6 +17,7 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.distributed.internal import METHODS
 
 from ..models import AbstractDrafter, Generation, ModelDrafter, PromptLookup, generate, load
+from ._byte_llama import FOLDER
 from ._devices import enough_devices, simulate_devices
 from ._tokenizer import AbstractTokenizer, tokenizer_of
 
@@ -26,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--model",
-        type=Path,
+        type=_model,
         required=True,
-        help="folder: config.json, *.safetensors, tokenizer.json",
+        help="folder: config.json, *.safetensors, tokenizer.json; demo: the library's own, which writes Python",
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="the text to continue")
@@ -75,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, TypeError, ValueError, NotImplementedError, ImportError) as error:
         print(f"energy_attn generate: {error}", file=sys.stderr)
         return 2
+
+
+def _model(text: str) -> Path:
+    return FOLDER if text == "demo" and not Path(text).exists() else Path(text)
 
 
 def _mesh(text: str) -> tuple[int, ...]:

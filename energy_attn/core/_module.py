@@ -59,8 +59,8 @@ class FreeEnergy(AbstractEnergy):
     $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + b_a + \zeta \cdot v_a)$$
 
     Attributes:
-        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$. An array is a trainable parameter, the
-            inverse temperature.
+        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$. An array, a scalar or `[N]` with one for each head
+            of queries, is a trainable parameter, the inverse temperature.
         is_causal: whether to hide keys whose position is after the query's.
         local_window_size: `(left, right)` or one int: how far from a query its keys may lie.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
@@ -94,7 +94,7 @@ class FreeEnergy(AbstractEnergy):
         True
     """
 
-    scale: float | Float[Array, ""] | None = None
+    scale: float | Float[Array, ""] | Float[Array, " N"] | None = None
     is_causal: bool = eqx.field(static=True, default=False)
     local_window_size: int | tuple[int, int] | None = eqx.field(static=True, default=None)
     implementation: Candidate | tuple[Candidate, ...] | None = eqx.field(

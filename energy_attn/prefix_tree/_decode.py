@@ -45,7 +45,7 @@ def tree_decode(
     cache: KVCache,
     source: Float[Array, "B L N Hv"] | None = None,
     sink: Float[Array, "..."] | None = None,
-    scale: float | Float[Array, ""] | None = None,
+    scale: float | Float[Array, ""] | Float[Array, " N"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     score: AbstractScore | None = None,
     implementation: Candidate | Sequence[Candidate] | None = None,
@@ -73,7 +73,7 @@ def tree_decode(
         source: the source $\zeta$, `[B, L, N, Hv]`; None is zero.
         sink: $b$, `[N]` or `[B, N]`: the score of one more outcome of each node, whose value is zero;
             None: there is none.
-        scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$.
+        scale: the factor of $q \cdot k$, a number, a scalar array or `[N]`; None is $1/\sqrt{H}$.
         local_window_size: `(left, right)` or one int: a node sees at most `left` positions before
             its own, in the context and among its ancestors. None is the cache's window, if it has
             one.

@@ -222,20 +222,22 @@ def check_source(source: object, query: Array, value: Array) -> None:
 
 
 def check_scale(scale: object) -> Any:
-    """Returns `scale` if it is None, a finite number or a floating scalar array.
+    """Returns `scale` if it is None, a finite number, or a floating array: a scalar or `[N]`.
 
     Raises `TypeError` for another type or dtype, `ValueError` for an infinity, NaN (where values
-    are known) or an array with axes.
+    are known) or an array with more axes.
     """
     if scale is None:
         return None
     if not isinstance(scale, jax.Array):
         return check_finite_number("scale", scale)
-    if scale.ndim != 0:
-        raise ValueError(f"scale: wanted a number or a floating scalar, got {received(scale)}")
+    if scale.ndim > 1:
+        raise ValueError(
+            f"scale: wanted a number, or a floating scalar or array of shape (N,), got {received(scale)}"
+        )
     check_floating("scale", scale)
-    if not isinstance(scale, jax.core.Tracer):
-        check_finite_number("scale", float(scale))
+    if not isinstance(scale, jax.core.Tracer) and not np.isfinite(scale).all():
+        raise ValueError(f"scale: wanted finite numbers, got {scale}")
     return scale
 
 
@@ -249,6 +251,12 @@ def _scaled(
         if abs(scale) > float(jnp.finfo(dtype).max):
             raise ValueError(f"scale: wanted a number within {dtype}, got {scale}")
         return query, key, scale
+    if scale.ndim == 1:
+        if scale.shape != query.shape[2:3]:
+            raise ValueError(
+                f"scale: wanted a scalar or shape ({query.shape[2]},), got {received(scale)}"
+            )
+        scale = scale[None, None, :, None]
     # An array may be traced and differentiated (an inverse temperature). It multiplies the query,
     # in the dtype of the scores, so that it rounds no more than a number would. Its derivative sums over all
     # queries, so that what an absent one holds is left out here already.

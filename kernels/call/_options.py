@@ -12,9 +12,9 @@ from ._kernel import Candidate
 class ScoreOptions(TypedDict, total=False):
     """Options for the scores, for the keys that a query may see, and for the kernel."""
 
-    scale: float | Float[Array, ""] | None
-    r"""The factor of $q \cdot k$, an inverse temperature; None is $1/\sqrt{H}$. A scalar array may be
-    traced and differentiated."""
+    scale: float | Float[Array, ""] | Float[Array, " N"] | None
+    r"""The factor of $q \cdot k$, an inverse temperature; None is $1/\sqrt{H}$. An array, a scalar or one number
+    for each head of queries, may be traced and differentiated."""
 
     is_causal: bool
     """Whether to hide keys whose position is after the query's; False if not given."""

@@ -52,7 +52,7 @@ def scores_of(
 def weighed_sum(
     weights: Float[Array, "K R S"],
     value: Callable[[], Float[Array, "S K W"]],
-    present: Bool[Array, " S"] | None,
+    present: Bool[Array, "#S"] | None,
     how: Products,
 ) -> Float[Array, "K R W"]:
     r"""$\sum_s w_{krs} v_{sk}$ in the dtype of the weights, without the values that are not `present`.

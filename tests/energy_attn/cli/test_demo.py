@@ -379,13 +379,25 @@ def test_info_says_what_would_be_used(call):
         assert chosen in wanted
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--tokens", "x"]], ids=str)
+@pytest.mark.parametrize("arguments", [["nonsense"], ["demo", "--tokens", "x"]], ids=str)
 def test_bad_commands(arguments, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     with pytest.raises(SystemExit) as stop:
         command.main(arguments)
     assert stop.value.code == 2
     assert "usage: python -m energy_attn" in capsys.readouterr().err
+
+
+def test_no_command(capsys):
+    """An error where a user asks what there is."""
+    assert command.main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n    {name} " in said for name in ("info", "demo", "generate"))
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--version"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert said == f"energy_attn {ea.__version__}, jax {jax.__version__}\n"
 
 
 @pytest.mark.parametrize(

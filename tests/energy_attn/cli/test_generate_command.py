@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from energy_attn.__main__ import main
+from energy_attn.cli._byte_llama import byte_llama
 from energy_attn.cli._tokenizer import Bytes, tokenizer_of
 from energy_attn.models import Llama, LlamaConfig, generate
 from tests.support.flags import environment
@@ -42,6 +43,15 @@ def written(folder):
 def command(folder, *more, prompt=True):
     given = ["--prompt-file", str(folder / "prompt.txt")] if prompt else []
     return main(["generate", "--model", str(folder), *given, "--max-new-tokens", "12", *more])
+
+
+def test_the_model_that_comes_with_the_library(capsys):
+    """A name that is taken for a folder."""
+    prompt = "class Node:\n    def __init__(self, "
+    given = ["--prompt", prompt, "--dtype", "float32", "--max-new-tokens", "8"]
+    assert main(["generate", "--model", "demo", *given]) == 0
+    found = generate(byte_llama(), [list(prompt.encode())], 8).tokens[0]
+    assert capsys.readouterr().out == bytes(found.tolist()).decode() + "\n"
 
 
 @pytest.mark.full

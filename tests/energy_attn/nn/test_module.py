@@ -5,6 +5,7 @@ Here Equinox's own layer is the judge: with the same weights, outputs and gradie
 
 import functools
 import warnings
+from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
+from energy_attn.distributed import SequenceParallel
 from tests.support.compare import close
-from tests.support.problems import PROBLEMS, cast
+from tests.support.meshes import mesh_of
+from tests.support.problems import PROBLEMS, _make, cast
 from tests.support.reference import dense, dense_vjp
 from tests.support.selection import few, few_rows
 from tests.support.weights import drawn
@@ -141,6 +144,32 @@ def test_learnable_scale():
     ensemble = eqx.filter_vmap(lambda scale: ea.FreeEnergy(scale=scale, is_causal=False))(scales)
     np.testing.assert_allclose(eqx.filter_vmap(gradient)(ensemble).scale, each, rtol=1e-12)
     assert eqx.filter_eval_shape(gradient, ea.FreeEnergy(scale=0.5)).scale is None
+
+
+@pytest.mark.parametrize("parallel", [None, SequenceParallel("device", "tree", heads="node")])
+def test_a_scale_for_each_head(parallel):
+    """The scale of another head, of key heads, or of the heads of another device; a gradient summed over heads."""
+    problem = _make("scales", S=8, N=4, K=2, T=3)
+    arrays, _ = cast(problem, jnp.float64)
+    scale = np.array([0.2, 0.5, -0.3, 1.3])
+
+    @jax.jit
+    @jax.grad
+    def gradient(scale):
+        out, energy = ea.FreeEnergy(scale=scale, parallel=parallel).attention(
+            **arrays, return_energy=True
+        )
+        return energy.sum() + out.sum()
+
+    scaled = replace(problem, query=problem.query * scale[:, None], scale=1.0)
+    out, lse = dense(scaled)
+    exact = dense_vjp(scaled, np.ones_like(out), np.ones_like(lse))["query"]
+    with jax.set_mesh(mesh_of("2x4")):
+        close(gradient(jnp.asarray(scale)), (exact * problem.query).sum((0, 1, 3)), tolerance=1e-12)
+    with pytest.raises(ValueError, match=r"scale: wanted a scalar or shape \(4,\), got"):
+        ea.FreeEnergy(scale=jnp.ones(2)).attention(**arrays)
+    with pytest.raises(ValueError, match="scale: wanted finite numbers"):
+        ea.FreeEnergy(scale=jnp.array([1.0, jnp.nan]))
 
 
 # --- MultiheadAttention beside Equinox's

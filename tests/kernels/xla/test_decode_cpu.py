@@ -30,6 +30,7 @@ TAKEN = (
     "multi_query",
     "value_wider",
     "one_key",
+    "mask_nothing",
     "bias_infinite",
     "decode_cache",
     "segments_causal",
