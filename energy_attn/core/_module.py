@@ -258,6 +258,13 @@ def stacked(energy: FreeEnergy, lead: tuple[int, ...]) -> FreeEnergy:
     return eqx.combine(jax.tree.map(lambda x: jnp.broadcast_to(x, lead + x.shape), arrays), rest)
 
 
+def with_name(energy: FreeEnergy, name: str | None) -> FreeEnergy:
+    """The energy with another name. Its arrays may be those of stacked layers, whose axes a new energy would refuse."""
+    copy = jax.tree.map(lambda leaf: leaf, energy)
+    object.__setattr__(copy, "name", name)
+    return copy
+
+
 def check_gibbs(energy: FreeEnergy) -> None:
     """Raises `NotImplementedError` for an energy whose weights are not those of Gibbs."""
     if energy.regulariser is not None:

@@ -1,6 +1,7 @@
 """The free energy as what Flax's layers call for attention."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -34,7 +35,8 @@ def attention_fn(
 
     Returns:
         An [`AttentionFn`][energy_attn.flax.AttentionFn]. NNX stores one without arrays as a static attribute; one
-        with arrays, as `sink=`, is given to a layer as `nnx.data(attention_fn(sink=...))`.
+        with arrays, as `sink=`, is given to a layer as `nnx.data(attention_fn(sink=...))`. They are arrays, not
+        `nnx.Param`s: optimizers and gradients of a layer's parameters leave them as they are.
 
     Raises:
         TypeError: `energy` is not a `FreeEnergy`; an unknown option.
@@ -147,19 +149,19 @@ class AttentionFn(eqx.Module):
         given = {"query": query, "key": key, "value": value}
         arrays = tuple(jnp.asarray(check_array(name, x)) for name, x in given.items())
         query, key, value = (promote_dtype or _promoted)(arrays, dtype=dtype)
-        if min(x.ndim for x in (query, key, value)) < 3:
-            shapes = ", ".join(str(x.shape) for x in (query, key, value))
-            raise ValueError(
-                f"query: wanted [*B, T, N, H], and key and value likewise, got {shapes}"
-            )
         lead, energy = query.shape[:-3], self.energy
+        shapes = [x.shape for x in (query, key, value)]
+        if query.ndim < 3 or any(x[:-3] != lead or len(x) != query.ndim for x in shapes):
+            raise ValueError(
+                f"query: wanted [*B, T, N, H], and key and value with the same batch axes, got {shapes}"
+            )
         if is_causal and not energy.is_causal:
             energy = dataclasses.replace(energy, is_causal=True)
         if bias is not None:
             bias = _one_batch_axis("bias", bias, lead)
         if mask is not None:
             mask = _one_batch_axis("mask", mask, lead).astype(bool)
-        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
         chance = 1.0 if deterministic else 1.0 - check_finite_number("dropout_rate", dropout_rate)
         if not 0 <= chance <= 1:
             raise ValueError(f"dropout_rate: wanted a probability, got {dropout_rate}")
@@ -200,7 +202,7 @@ def _one_batch_axis(name: str, x: Array, lead: tuple[int, ...]) -> Array:
     if all(size == 1 for size in x.shape[: len(lead)]):
         return x.reshape(1, *rest)
     try:
-        return jnp.broadcast_to(x, (*lead, *rest)).reshape(-1, *rest)
+        return jnp.broadcast_to(x, (*lead, *rest)).reshape(math.prod(lead), *rest)
     except ValueError:
         raise ValueError(
             f"{name}: wanted batch axes that broadcast to {lead}, got shape {x.shape}"

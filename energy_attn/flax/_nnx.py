@@ -1,6 +1,5 @@
 """Models of NNX, whose modules are changed in place, in functions that JAX traces."""
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from ..core._module import with_name
 from ._attention_fn import AttentionFn
 
 Path = tuple[Any, ...]
@@ -49,17 +49,23 @@ def _pure(graph: PyTree, state: PyTree) -> tuple[Any, Any]:
     for x in jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, nnx.Module)):
         _name_energies(x)
     out = function(*args, **kwargs)
-    before = dict(nnx.to_flat_state(state))
-    after = nnx.to_flat_state(nnx.state(given, nnx.Variable))
-    changed = [(path, x) for path, x in after if x.get_value() is not before[path].get_value()]
+    before = {path: _value(x) for path, x in nnx.to_flat_state(state)}
+    after = nnx.to_flat_state(nnx.state(given, nnx.Variable))  # with those that are new
+    changed = [(path, x) for path, x in after if x.get_value() is not before.get(path)]
     return out, nnx.from_flat_state(changed)
+
+
+def _value(x: PyTree) -> Any:
+    from flax import nnx
+
+    return x.get_value() if isinstance(x, nnx.Variable) else x
 
 
 def _name_energies(model: PyTree) -> None:
     """Names each energy of a module by its path."""
     for path, parent, attend in attention_fns(model):
         if attend.energy.name is None:
-            energy = dataclasses.replace(attend.energy, name=f"{path}.energy")
+            energy = with_name(attend.energy, f"{path}.energy")
             setattr(parent, path.rpartition(".")[2], AttentionFn(energy))
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from energy_attn.kernels.internal import received
 
 from ..core._gibbs import Gibbs
-from ..core._module import FreeEnergy
+from ..core._module import FreeEnergy, with_name
 from ..flax._nnx import holds_nnx, run_pure
 from ..functional._tag import recorders
 from ._figures import Recorder, recorder
@@ -167,10 +167,7 @@ def _named(function: Any) -> Any:
         if not isinstance(x, FreeEnergy) or x.name is not None:
             return x
         where = _WRAPPER.sub("", jax.tree_util.keystr(path))
-        copy = jax.tree.map(lambda leaf: leaf, x)
-        # `dataclasses.replace` would check the fields, of which those of stacked layers have more axes
-        object.__setattr__(copy, "name", where or None)
-        return copy
+        return with_name(x, where or None)
 
     return jax.tree_util.tree_map_with_path(
         one, function, is_leaf=lambda x: isinstance(x, FreeEnergy)

@@ -12,7 +12,7 @@ and what is of the size of `lse`.
 A policy of `jax.checkpoint` that keeps them, as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`, or
 one that offloads them, has a backward that computes all else again, but no attention: the derivative needs
 queries, keys and values, which are cheap, and the state, which is not. On a mesh the states before and after a merge
-have these names alike.
+have these names alike; a tree's merge of sharded queries takes its maxima again.
 
 Examples:
     >>> import jax, jax.numpy as jnp

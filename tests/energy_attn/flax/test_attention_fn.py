@@ -117,6 +117,42 @@ def test_fully_masked_rows_are_zero():
     assert not ea.flax.attention_fn()(q, q, q, mask=jnp.zeros((1, 1, 7))).any()
 
 
+@pytest.mark.parametrize("shape", [(6, 7), (3, 2, 7), (7,)])
+def test_other_batch_axes_are_refused(shape, unchecked):
+    """Rows of a batch that are paired by their number in memory."""
+    x = inputs().reshape(2, 3, 7, HEADS, -1)
+    other = jnp.ones((*shape, *x.shape[-2:]))
+    for k, v in ((other, other), (other, x), (x, other)):
+        with pytest.raises(ValueError, match="query: wanted .* the same batch axes, got"):
+            ea.flax.attention_fn()(x, k, v)
+
+
+@pytest.mark.parametrize(
+    ("lead", "queries", "keys"), [((0, 2), 7, 7), ((2,), 0, 7), ((2, 1), 7, 0)]
+)
+def test_empty(lead, queries, keys):
+    """A division by the size of an array."""
+    q, k = (jnp.ones((*lead, n, HEADS, 3)) for n in (queries, keys))
+    mask = jnp.ones((*lead, 1, queries, keys))
+    found = ea.flax.attention_fn()(q, k, k, mask=mask)
+    assert found.shape == q.shape and not found.any() == (keys == 0 or not q.size)
+
+
+def test_sixteen_bits():
+    """Outputs or gradients that err by more than NNX's own in bfloat16, both from those in float32."""
+
+    def found(attend, dtype):
+        found = out_and_gradients(layer(attend, dtype=dtype), inputs(), is_causal=True)
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
+
+    exact = found(nnx.dot_product_attention, None)
+    ours, theirs = (
+        [np.abs(x - y).max() for x, y in zip(found(f, jnp.bfloat16), exact, strict=True)]
+        for f in (ea.flax.attention_fn(), nnx.dot_product_attention)
+    )
+    assert all(x < 2 * y for x, y in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

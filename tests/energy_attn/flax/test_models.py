@@ -95,19 +95,63 @@ def test_replace_and_restore():
 
 
 def test_options_of_each_layer():
-    """A sink that is not trained with the model, or a window that is lost."""
+    """A sink, or causality, that is lost; a sink that NNX holds as a constant of the program."""
     model, x = Model(), inputs()
-    new = ea.replace_attention(model, is_causal=True, sink=jnp.zeros(4))
-    for block in new.blocks:
-        assert block.attend.attention_fn.energy.is_causal
-    graph, state = nnx.split(new)
-    assert sum(y.shape == (4,) for y in jax.tree.leaves(state)) > 0
-    q = new.blocks[0].norm(x)
-    assert new.blocks[0].attend(q).shape == x.shape
+    sink = jnp.linspace(-1.0, 1.0, 4)
+    new = ea.replace_attention(model, is_causal=True, sink=sink)
+    layer = new.blocks[1].attend
+    q, k, v = (y(x) for y in (layer.query, layer.key, layer.value))
+    wanted = ea.attention(q, k, v, is_causal=True, sink=sink)
+    close(layer(x), layer.out(wanted), tolerance=1e-6)
+    leaves = jax.tree.leaves(nnx.state(layer, nnx.Not(nnx.Param)))
+    assert [y.shape for y in leaves] == [(4,)]
     with pytest.raises(
         ValueError, match=r"model.blocks\[0\].attend.attention_fn.energy.is_causal: wanted False"
     ):
         ea.restore_attention(new)
+
+
+@pytest.mark.parametrize("name", ["scale", "sink"])
+def test_stacked_layers(name):
+    """One layer's numbers for all layers of a scan; or ones that are refused where a recording names the energy."""
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key):
+        return nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(key))
+
+    def run(layers, x):
+        step = nnx.scan(lambda x, layer: x + layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return step(x, layers)
+
+    def one(layers, i):
+        graph, state = nnx.split(layers)
+        return nnx.merge(graph, jax.tree.map(lambda y: y[i], state))
+
+    x, given = inputs(), {name: jnp.linspace(0.2, 0.9, 4)}
+    new = ea.replace_attention(make(jax.random.split(jax.random.key(0), 2)), **given)
+    out, seen = ea.record(run, "energy")(new, x)
+    (found,) = seen.values()
+    wanted = []
+    for i in range(2):
+        layer = one(new, i)
+        q, k, v = (y(x) for y in (layer.query, layer.key, layer.value))
+        mixed, energy = ea.attention(q, k, v, return_energy=True, **given)
+        wanted.append(energy)
+        x = x + layer.out(mixed)
+    close((out, found["energy"]), (x, jnp.stack(wanted)), tolerance=1e-5)
+
+
+def test_what_a_call_stores():
+    """An intermediate that is new to the model, which a recorded call cannot name or loses."""
+
+    class Storing(Block):
+        def __call__(self, x):
+            self.seen = nnx.Intermediate(x)
+            return super().__call__(x)
+
+    model, x = Storing(attention_fn=ea.flax.attention_fn()), inputs()
+    ea.record(model, "entropy")(x)
+    same(model.seen.get_value(), x)
 
 
 def test_what_is_refused():

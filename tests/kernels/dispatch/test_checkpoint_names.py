@@ -74,6 +74,23 @@ def test_one_forward(method):
         close(jax.jit(kept)(*args), jax.jit(everything)(*args), tolerance=1e-6)
 
 
+def test_no_second_merge():
+    """The reductions of a merge over devices, once more in the backward."""
+    parallel = SequenceParallel("device", "tree", merge="allreduce", queries_sharded=False)
+
+    def attend(x):
+        return ea.attention(x, x, x, parallel=parallel)
+
+    def maxima(policy):
+        program = jax.make_jaxpr(gradient(attend, policy))(*arrays()).jaxpr
+        return sum(x.primitive.name == "pmax" for x in equations(program))
+
+    with jax.set_mesh(mesh_of("8")):
+        policies = jax.checkpoint_policies
+        found = maxima(KEPT)
+        assert found == maxima(policies.everything_saveable) < maxima(policies.nothing_saveable)
+
+
 def test_memory():
     """A policy that keeps more than the state: scores, or what comes before and after."""
     x, weights = jnp.ones((1, 256, 8, 4)), jnp.ones((4, 4))
