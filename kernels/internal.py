@@ -50,6 +50,7 @@ from .call._operands import Settings as Settings
 from .call._operands import cotangents as cotangents
 from .call._operands import is_static as is_static
 from .call._operands import out_dtype as out_dtype
+from .call._operands import positioned as positioned
 from .call._operands import with_default_positions as with_default_positions
 from .call._operands import with_unrounded_out as with_unrounded_out
 from .call._operands import without_lengths as without_lengths
@@ -92,6 +93,7 @@ from .masks._structure import window_structure as window_structure
 from .pallas.gpu._sizes import KernelKind as KernelKind
 from .reductions._covariance import centred as centred
 from .reductions._covariance import covariance as covariance
+from .reductions._cross import cross_sums as cross_sums
 from .reductions._expectation import BlockTerm as BlockTerm
 from .reductions._expectation import ScoreBlock as ScoreBlock
 from .reductions._expectation import attention_and_expectation as attention_and_expectation
@@ -104,6 +106,8 @@ from .reductions._sample import fold_in_seeds as fold_in_seeds
 from .reductions._sample import merge_draws as merge_draws
 from .reductions._sample import sample as sample
 from .reductions._sample import uniform as uniform
+from .reductions._weights import take_rows as take_rows
+from .reductions._weights import weights_of_keys as weights_of_keys
 from .scores._structure import BoundScore as BoundScore
 from .scores._structure import ScoreStructure as ScoreStructure
 from .scores._structure import split_score as split_score

@@ -250,6 +250,15 @@ def reshard_explicit(
     return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)
 
 
+def whole_along(x: Array, axis: int) -> Array:
+    """`x` with one of its axes on every device, if its type says that it is sharded."""
+    if not mesh_axes_of(x, axis):
+        return x
+    sharding = _type(x)
+    spec = (None if i == axis else part for i, part in enumerate(sharding.spec))
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
 def split_along(x: Array, axis: int, parallel: SequenceParallel) -> Array:
     """`x` with one of its axes sharded over the devices of `parallel`, which divide it.
 

@@ -18,6 +18,7 @@ from energy_attn.kernels.internal import (
     check_taylor,
     dequantized,
     differentiated_by_jax,
+    positioned,
     with_default_positions,
 )
 
@@ -68,8 +69,15 @@ def with_indices(plan: ShardingPlan, settings: Settings, operands: Operands) -> 
     """Operands with what mask and score read, since a device's part does not count from 0."""
     if plan.sequence:
         operands = with_default_positions(operands, settings)
-    if settings.score is None:
-        return operands
+    return operands if settings.score is None else _with_indices(plan, operands)
+
+
+def as_parts(plan: ShardingPlan, operands: Operands) -> Operands:
+    """`with_indices` for any mask and score."""
+    return _with_indices(plan, positioned(operands) if plan.sequence else operands)
+
+
+def _with_indices(plan: ShardingPlan, operands: Operands) -> Operands:
     batch, _, heads, _ = operands.query.shape
     return operands._replace(
         batch_indices=jnp.arange(batch, dtype=jnp.int32) if plan.batch else None,
@@ -86,17 +94,17 @@ def unsharded_if_empty(plan: ShardingPlan, operands: Operands) -> ShardingPlan:
 
 
 def run_sharded(
-    plan: ShardingPlan, run: Callable[..., Any], operands: Operands, *rows: Array
+    plan: ShardingPlan, run: Callable[..., Any], operands: Operands, *rows: Array | Operands
 ) -> Any:
     """`run(operands, *rows)` on each device, on its part of the operands and of `rows`.
 
     `rows`, and the arrays of the tree that `run` returns, are `[B, T, N, ...]` and are sharded as the
-    queries are. Raises as `run` does.
+    queries are; among `rows`, operands of as many rows and keys are sharded as the first. Raises as `run` does.
     """
     rest = other_explicit_axes(plan.mesh, plan.axes)
     if rest:
 
-        def within(operands: Operands, *rows: Array) -> Any:
+        def within(operands: Operands, *rows: Array | Operands) -> Any:
             mesh = jax.sharding.get_abstract_mesh()
             return _run_sharded(plan._replace(mesh=mesh), run, operands, *rows)
 
@@ -118,28 +126,26 @@ def _out_spec(plan: ShardingPlan, query: Array) -> PartitionSpec:
 
 
 def _run_sharded(
-    plan: ShardingPlan, run: Callable[..., Any], operands: Operands, *rows: Array
+    plan: ShardingPlan, run: Callable[..., Any], operands: Operands, *rows: Array | Operands
 ) -> Any:
     if plan.local or not plan.axes:
         return run(operands, *rows)
     number, split = operands.query.shape[1], mesh_axes_of(operands.query, 1)
-    if plan.sequence:
-        operands = _pad_keys(operands, plan.devices)
-    if plan.queries:
-        operands = _pad_queries(operands, plan.devices)
-        rows = tuple(_pad(x, 1, number, -number % plan.devices) for x in rows)
-    specs = _specs(operands, plan)
     sequence = plan.sequence if plan.queries else None
     out_spec = PartitionSpec(_axes(plan.batch), sequence, _axes(plan.heads))
+
+    def padded(x: Any) -> Any:
+        if not isinstance(x, Operands):
+            return _pad(x, 1, number, -number % plan.devices) if plan.queries else x
+        x = _pad_keys(x, plan.devices) if plan.sequence else x
+        return _pad_queries(x, plan.devices) if plan.queries else x
+
+    given = tuple(map(padded, (operands, *rows)))
+    specs = tuple(_specs(x, plan) if isinstance(x, Operands) else out_spec for x in given)
     mapped = jax.shard_map(
-        run,
-        mesh=plan.mesh,
-        in_specs=(specs, *[out_spec] * len(rows)),
-        out_specs=out_spec,
-        axis_names=set(plan.axes),
+        run, mesh=plan.mesh, in_specs=specs, out_specs=out_spec, axis_names=set(plan.axes)
     )
-    resharded = (reshard_explicit(plan.mesh, plan.axes, x, out_spec) for x in rows)
-    found = mapped(_reshard(operands, specs, plan), *resharded)
+    found = mapped(*(_reshard(x, spec, plan) for x, spec in zip(given, specs, strict=True)))
     if split or not plan.queries:
         return found
     # queries that only this attention sharded, perhaps after padding
@@ -249,8 +255,8 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
     )
 
 
-def _reshard(operands: Operands, specs: Operands, plan: ShardingPlan) -> Operands:
+def _reshard(arrays: Any, specs: Any, plan: ShardingPlan) -> Any:
     def put(x: Any, spec: Any) -> Any:
         return reshard_explicit(plan.mesh, plan.axes, x, spec)
 
-    return jax.tree.map(put, operands, specs, is_leaf=lambda x: x is None)
+    return jax.tree.map(put, arrays, specs, is_leaf=lambda x: x is None)

@@ -23,7 +23,7 @@ from ..merge._packing import joined
 from ._arguments import Axes
 from ._merge import choose_merge, fold_across
 from ._plan import ShardingPlan
-from ._sharded_attention import run_sharded, unsharded_if_empty, with_indices
+from ._sharded_attention import as_parts, run_sharded, unsharded_if_empty, with_indices
 from ._tree import Tree, with_all_queries
 
 
@@ -44,14 +44,18 @@ def sharded_reduction(
     reduction: Reduction,
     settings: Settings,
     operands: Operands,
-    *rows: Array,
+    *rows: Array | Operands,
 ) -> Any:
     """The result of `reduction` for all keys of a call, without its sink, sharded over a mesh by `plan`.
 
     All devices see all queries, whatever the method of `plan`: sharded ones are gathered, and each
-    device keeps the results for its own. Raises as `reduction.find` does.
+    device keeps the results for its own. Among `rows` may be the operands of another call with as many rows and
+    keys, which are sharded likewise. Raises as `reduction.find` does.
     """
-    operands = without_lengths(operands._replace(sink=None))
+    operands, *rows = (
+        without_lengths(x._replace(sink=None)) if isinstance(x, Operands) else x
+        for x in (operands, *rows)
+    )
     if plan is None:
         return _unsharded(reduction, settings, operands, *rows)
     return _sharded(plan, reduction, settings, operands, *rows)
@@ -59,22 +63,30 @@ def sharded_reduction(
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _unsharded(reduction: Reduction, settings: Settings, operands: Operands, *rows: Array) -> Any:
+def _unsharded(
+    reduction: Reduction, settings: Settings, operands: Operands, *rows: Array | Operands
+) -> Any:
     return reduction.find(settings, operands, *rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sharded(
-    plan: ShardingPlan, reduction: Reduction, settings: Settings, operands: Operands, *rows: Array
+    plan: ShardingPlan,
+    reduction: Reduction,
+    settings: Settings,
+    operands: Operands,
+    *rows: Array | Operands,
 ) -> Any:
     plan = unsharded_if_empty(plan, operands)._replace(method=Tree())
     axes = plan.sequence
 
-    def run(operands: Operands, *rows: Array) -> Any:
+    def run(operands: Operands, *rows: Array | Operands) -> Any:
         own = operands.query.shape[1]
         if plan.queries:
-            operands = with_all_queries(operands, axes)
-            rows = tuple(joined(x, axes, 1) for x in rows)
+            operands, *rows = (
+                with_all_queries(x, axes) if isinstance(x, Operands) else joined(x, axes, 1)
+                for x in (operands, *rows)
+            )
         found = reduction.find(settings, operands, *rows)
         if axes:
             found = reduction.fold(found, axes, plan)
@@ -83,6 +95,7 @@ def _sharded(
         first = lax.axis_index(axes) * own
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, own, 1), found)
 
+    rows = tuple(as_parts(plan, x) if isinstance(x, Operands) else x for x in rows)
     return run_sharded(plan, run, with_indices(plan, settings, operands), *rows)
 
 

@@ -121,7 +121,7 @@ def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
 
 def _attention_and_score(call: StaticCall, operands: Operands) -> AttentionState:
     """The state with the mean of the scores behind attention."""
-    if not _is_linear(call, operands):
+    if not is_linear(call, operands):
         return attention_and_mean_over_keys(call, operands, _score_term, 1)
     width = operands.value.shape[-1]
     out, lse, mean = _with_keys(call, operands, jnp.concatenate([operands.value, operands.key], -1))
@@ -131,23 +131,23 @@ def _attention_and_score(call: StaticCall, operands: Operands) -> AttentionState
 def _with_keys(call: StaticCall, operands: Operands, value: Array) -> tuple[Array, Array, Array]:
     """Attention over values that end in the keys, the energies, and the mean of linear scores."""
     out, lse = state_at((call,), None, (operands._replace(value=value),))
-    query = _queries(call, operands, lse)
+    query = queries_of(call, operands, lse)
     return out, lse, call.settings.scale * dot_rows(query, out[..., -query.shape[-1] :])
 
 
-def _queries(call: StaticCall, operands: Operands, lse: Array) -> Array:
+def queries_of(call: StaticCall, operands: Operands, lse: Array) -> Array:
     """The queries, with zeros in fully masked rows, which may hold anything."""
     query = operands.query if call.batched else operands.query[0]
     return jnp.where(holds_keys(lse)[..., None], query, 0.0)
 
 
-def _is_linear(call: StaticCall, operands: Operands) -> bool:
+def is_linear(call: StaticCall, operands: Operands) -> bool:
     """Whether the scores are linear in the keys: scaled products, and nothing else."""
     return operands.bias is None and call.settings.score is None
 
 
 def _mean_score(call: StaticCall, operands: Operands) -> tuple[Array, Array]:
-    if not _is_linear(call, operands):
+    if not is_linear(call, operands):
         mean, lse = mean_over_keys((call,), None, (operands,), _score_term, 1)
         return mean[..., 0], lse
     # attention with the keys as values yields their mean
@@ -167,7 +167,7 @@ class ScoreStatistics(NamedTuple):
 def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) -> ScoreStatistics:
     """The statistics with the first `width` numbers of the values; None: all. Raises as the kernels do."""
     parts = tuple(x._replace(value=x.value[..., :width]) for x in parts)
-    if parts[1:] or not _is_linear(calls[0], parts[0]):
+    if parts[1:] or not is_linear(calls[0], parts[0]):
         return _in_two_passes(calls, parts)
     # With values v' = [k, v] the score is u·v' for u = [scale q, 0], and Cov(v') u contains both
     # Cov(k) scale q and Cov(v, s).
@@ -177,7 +177,7 @@ def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) ->
     joined = operands._replace(value=jnp.concatenate([operands.key, operands.value], -1))
     tangent = jnp.pad(along, [(0, 0)] * (along.ndim - 1) + [(0, operands.value.shape[-1])])
     state, found = covariance_product(calls, None, (joined,), tangent)
-    along = _queries(call, operands, state.lse) * call.settings.scale
+    along = queries_of(call, operands, state.lse) * call.settings.scale
     mean = (along * state.out[..., :size]).sum(-1)
     variance = jnp.maximum((along * found[..., :size]).sum(-1), 0.0)
     scores = ScoreMoments(mean, variance)

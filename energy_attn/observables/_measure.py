@@ -1,16 +1,11 @@
 """The observables of a Gibbs measure, as methods."""
 
-import abc
 from collections.abc import Sequence
 from typing import overload
 
-import equinox as eqx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float
 
-from energy_attn.kernels.internal import check_integer, check_key
-
-from ..functional._free_energy import Calls, Parts
-from . import _cumulants, _sample
+from . import _cumulants
 from ._at_source import check_row_vectors, covariance_at, covariance_product, score_maximum_at
 from ._entropy import (
     AttentionStatistics,
@@ -20,28 +15,21 @@ from ._entropy import (
     mean_score,
     score_statistics,
 )
+from ._of_keys import AbstractWeights
 from ._renyi import renyi
 
 
-class AbstractMeasure(eqx.Module):
+class AbstractMeasure(AbstractWeights):
     r"""The measure $P_a = e^{s_a - F}$ of each row over its keys, and its moments.
 
-    Every method is computed block by block, without the matrix of weights, and merged over the mesh
-    on which the keys lie. The arithmetic is in float32, or float64 for float64 arrays. All but
+    Every method is computed block by block, without the matrix of weights (`weights` apart, which returns it), and
+    merged over the mesh on which the keys lie. The arithmetic is in float32, or float64 for float64 arrays. All but
     `sample` are differentiable. A fully masked row yields zeros (index -1 from `sample`).
 
     A sink is one more outcome of the measure, of value zero and score $b$: it is part of every mean,
     of the entropy and of the hull of the values. In a union each part has its own. One of plus infinity
     has all the weight; in the observables its score is the largest finite number.
     """
-
-    @abc.abstractmethod
-    def _prepared(self) -> tuple[Calls, Parts]:
-        """The prepared calls, promoted, with the source of the measure as part of their scores."""
-
-    @abc.abstractmethod
-    def _prepared_keys(self) -> tuple[Calls, Parts]:
-        """The same of the keys alone, without the sinks."""
 
     @overload
     def covariance(self, tangent: None = None) -> Float[Array, "*B T N Hv Hv"]: ...
@@ -320,41 +308,3 @@ class AbstractMeasure(eqx.Module):
             True
         """
         return score_statistics(*self._prepared()).cross_covariance
-
-    def sample(self, *, key: PRNGKeyArray, count: int = 1) -> Int[Array, "*B T N count"]:
-        r"""Draws keys for each query and head from its attention weights.
-
-        $$a \sim P, \qquad P_a = e^{s_a - F}$$
-
-        One pass over blocks of keys, by XLA's operations. A draw from the union of two key sets is
-        the draw from the second with probability $e^{F_2 - F}$, else the draw from the first; draws
-        are merged over a mesh in the same way. Draws are independent, with replacement; the mean of
-        the drawn values converges to attention. There is no derivative.
-
-        Args:
-            key: a `jax.random.key`.
-            count: draws for each query and head.
-
-        Returns:
-            int32 `[B, T, N, count]`: indices along the axis of the keys (in a union, those of the
-            first measure's keys, then those of the second's); -1 for a fully masked row. A sink has the
-            index after those of all keys (in a union, the sinks in the order of the measures), for which
-            `jnp.take(..., mode="fill", fill_value=0)` reads its value.
-
-        Raises:
-            TypeError: `key` is not a key, or `count` not an integer.
-            ValueError: `count` is below 1.
-
-        Source: reservoir sampling, Chao (Biometrika 69, 1982).
-
-        Examples:
-            >>> import jax
-            >>> import energy_attn as ea
-            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-            >>> drawn = ea.FreeEnergy(is_causal=True).at(q, k, v).sample(key=jax.random.key(1), count=3)
-            >>> drawn.shape, drawn[0].tolist()  # the first query sees only the first key
-            ((5, 2, 3), [[0, 0, 0], [0, 0, 0]])
-        """
-        check_integer("count", count, least=1)
-        check_key("key", key)
-        return _sample.sample_keys(*self._prepared(), key, count)

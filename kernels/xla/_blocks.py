@@ -16,6 +16,7 @@ from ._block_visibility import BlockVisibility, with_block_positions
 from ._grid import (
     BLOCK_SIZES,
     BlockSizes,
+    Grid,
     Index,
     grid,
     pad,
@@ -28,10 +29,16 @@ from ._slice import Corner, add_at, slice_at
 
 
 class BlockedOperands:
-    """The operands of a call, cut by a grid; a block of scores is `[B, rows, keys]`."""
+    """The operands of a call, cut by a grid (None: the best for it); a block of scores is `[B, rows, keys]`."""
 
-    def __init__(self, operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES):
-        self.grid = g = grid(operands, settings.mask, sizes)
+    def __init__(
+        self,
+        operands: Operands,
+        settings: Settings,
+        sizes: BlockSizes = BLOCK_SIZES,
+        on: Grid | None = None,
+    ):
+        self.grid = g = on or grid(operands, settings.mask, sizes)
         self.settings = settings
         self.score = bound_score(settings, operands)
         self._batches, self._heads = operands.batch_indices, operands.head_indices

@@ -49,21 +49,8 @@ class Reference(AbstractJAXKernel):
         key_len, kv_heads = key.shape[1:3]
         group = heads // kv_heads
 
-        def products(query: Array, key: Array) -> Array:
-            out = jnp.einsum(
-                "btkgh,bskh->bkgts",
-                query.reshape(batch, query_len, kv_heads, group, query.shape[-1]),
-                key,
-                precision=precision(query.dtype),
-                preferred_element_type=lse_dtype(query.dtype),
-            )
-            return out.reshape(batch, heads, query_len, key_len)
-
         def scores(query: Array) -> Array:
-            inner = settings.scored_width
-            added = None if inner is None else products(query[..., inner:], key[..., inner:])
-            raw = products(query[..., :inner], key[..., :inner])
-            return masked(raw, operands, settings, added)
+            return _scores(query, key, operands, settings)
 
         if operands.mask is not None:  # derivatives multiply rows without keys by zeros
             has_keys = holds_keys(scores(jax.lax.stop_gradient(query)).max(-1, initial=-jnp.inf))
@@ -82,6 +69,34 @@ class Reference(AbstractJAXKernel):
         # a fully masked row passes no cotangent to the values
         out = jnp.where(holds_keys(lse)[..., None], out, 0)
         return AttentionState(out.astype(out_dtype(operands, settings)), lse)
+
+
+def dense_scores(settings: Settings, operands: Operands) -> Float[Array, "B N T S"]:
+    """All scores of a call, in the precision of energies, minus infinity where a key is hidden."""
+    operands = hide_unreachable(operands, settings)
+    query, key = zero_absent(operands)[:2]
+    return _scores(query, key, operands, settings)
+
+
+def _scores(query: Array, key: Array, operands: Operands, settings: Settings) -> Array:
+    """The scores of queries and keys in the places of those of the operands."""
+    batch, query_len, heads = query.shape[:3]
+    key_len, kv_heads = key.shape[1:3]
+
+    def products(query: Array, key: Array) -> Array:
+        out = jnp.einsum(
+            "btkgh,bskh->bkgts",
+            query.reshape(batch, query_len, kv_heads, heads // kv_heads, query.shape[-1]),
+            key,
+            precision=precision(query.dtype),
+            preferred_element_type=lse_dtype(query.dtype),
+        )
+        return out.reshape(batch, heads, query_len, key_len)
+
+    inner = settings.scored_width
+    added = None if inner is None else products(query[..., inner:], key[..., inner:])
+    raw = products(query[..., :inner], key[..., :inner])
+    return masked(raw, operands, settings, added)
 
 
 def masked(

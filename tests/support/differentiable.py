@@ -158,6 +158,18 @@ def observables(tangent: Any, tangents: Any, bias: Any, source: Any, **arrays: A
     )
 
 
+def of_keys(other: Any, factor: Any, bias: Any, source: Any, **arrays: Any) -> Any:
+    F, G = (measure(**x).tilt(source) for x in (arrays, arrays | other))
+    by_blocks = measure(bias=bias, **arrays).tilt(source)
+    return (
+        F.kl(G),
+        F.cross_entropy(by_blocks),
+        by_blocks.kl(G),
+        F.weights(rows=slice(1, 3), keys=[4, 0]),
+        by_blocks.importance(factor),
+    )
+
+
 def inside(value: Any, seed: int = 3) -> Any:
     """Points of the hull of the values, one for each query and head."""
     weights = np.random.default_rng(seed).dirichlet(np.ones(len(value)), (3, 2))
@@ -414,6 +426,17 @@ CASES = {
             | SOURCE
             | drawn(14, tangent=VECTORS)
             | {"tangents": list(drawn(15, **THREE).values())}
+        ),
+    ),
+    "of keys": Case(
+        "Gibbs.weights Gibbs.importance Gibbs.kl Gibbs.cross_entropy",
+        of_keys,
+        lambda: (
+            rows()
+            | BIAS
+            | SOURCE
+            | {"other": drawn(24, query=(3, 2, 4), key=(5, 1, 4))}
+            | {"factor": drawn(25, factor=(3, 2))["factor"]}
         ),
     ),
     "statistics": Case(

@@ -1,0 +1,182 @@
+"""The divergence of two measures over the same keys."""
+
+import functools
+import math
+import operator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from energy_attn.distributed.internal import Reduction, fold_sums, sharded_reduction
+from energy_attn.kernels import AttentionState, merge
+from energy_attn.kernels.internal import (
+    Operands,
+    Settings,
+    cross_sums,
+    dot_rows,
+    holds_keys,
+    lse_dtype,
+)
+
+from ..functional._free_energy import Calls, Parts, StaticCall, row_shape, state_at
+from ._at_source import HashablePartial
+from ._entropy import is_linear, queries_of
+from ._sinks import sinks_as_keys
+
+
+class CrossScores(NamedTuple):
+    """What two measures say of each other, for each row; all `[*B, T, N]`.
+
+    Attributes:
+        own: the mean of the first's scores under its weights.
+        other: that of the second's scores, of the keys that both see.
+        hidden: whether the second does not see a key that the first sees.
+        lse: the energies of the first.
+        other_lse: those of the second.
+    """
+
+    own: Array
+    other: Array
+    hidden: Array
+    lse: Array
+    other_lse: Array
+
+
+def kl_divergence(found: CrossScores) -> Array:
+    """See `AbstractWeights.kl`."""
+    difference = _cross_entropy(found) - (_finite(found.lse) - found.own)
+    # Rounding makes it negative, at most; the derivative is that of the difference.
+    least = lax.stop_gradient(jnp.maximum(difference, 0.0) - difference)
+    return _of_seen(found, difference + least)
+
+
+def cross_entropy(found: CrossScores) -> Array:
+    """See `AbstractWeights.cross_entropy`."""
+    return _of_seen(found, _cross_entropy(found))
+
+
+def _cross_entropy(found: CrossScores) -> Array:
+    return _finite(found.other_lse) - found.other
+
+
+def _of_seen(found: CrossScores, x: Array) -> Array:
+    """Infinite where a key is hidden, zero in a fully masked row."""
+    return jnp.where(found.hidden, jnp.inf, jnp.where(holds_keys(found.lse), x, 0.0))
+
+
+def _finite(lse: Array) -> Array:
+    return jnp.where(holds_keys(lse), lse, 0.0)
+
+
+def cross_scores(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> CrossScores:
+    """The scores of both under the weights of the first, from their prepared keys.
+
+    Raises `ValueError` for measures over other keys, and `TypeError` for another precision.
+    """
+    _check(mine, theirs)
+    calls, parts = sinks_as_keys(*mine)
+    other_calls, others = sinks_as_keys(*theirs)
+    # The sinks of the parts that have one follow the keys of all.
+    count = len(mine[1])
+    sunk, also = ([i for i, x in enumerate(of[1]) if x.sink is not None] for of in (mine, theirs))
+    pairs = [*range(count), *(count + also.index(i) if i in also else None for i in sunk)]
+    states, hidden = [], []
+    for call, operands, pair in zip(calls, parts, pairs, strict=True):
+        if pair is None:  # a sink that the other has not
+            state = state_at((call,), None, (operands,))
+            states.append(
+                AttentionState(jnp.zeros((*state.lse.shape, 2), state.lse.dtype), state.lse)
+            )
+            hidden.append(holds_keys(state.lse))
+            continue
+        state, missing = _of_part((call, operands), (other_calls[pair], others[pair]))
+        states.append(state)
+        hidden += [] if missing is None else [missing]
+    means, lse = functools.reduce(merge, states)
+    other_lse = state_at(other_calls, None, others).lse
+    return CrossScores(
+        means[..., 0],
+        means[..., 1],
+        functools.reduce(jnp.logical_or, hidden, jnp.zeros(lse.shape, bool)),
+        lse,
+        other_lse,
+    )
+
+
+def _check(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> None:
+    def shape(of: tuple[Calls, Parts]) -> tuple[Any, ...]:
+        calls, parts = of
+        return row_shape(calls[0], parts[0]), tuple(x.key.shape[1] for x in parts)
+
+    wanted, got = shape(mine), shape(theirs)
+    if wanted != got:
+        raise ValueError(
+            f"other: wanted a measure of the rows {wanted[0]} over parts of {wanted[1]} keys, "
+            f"got {got[0]} over {got[1]}"
+        )
+    dtypes = [lse_dtype(x[1][0].query.dtype) for x in (mine, theirs)]
+    if dtypes[0] != dtypes[1]:
+        raise TypeError(f"other: wanted energies of {dtypes[0]}, got {dtypes[1]}")
+
+
+Part = tuple[StaticCall, Operands]
+
+
+def _of_part(mine: Part, theirs: Part) -> tuple[AttentionState, Array | None]:
+    """The means of both scores under the weights of a part and its energies; and which rows see a key hidden there.
+
+    None: none do.
+    """
+    heads = math.lcm(*(x.key.shape[2] for _, x in (mine, theirs)))
+    mine, theirs = _with_heads(heads, *mine), _with_heads(heads, *theirs)
+    if all(is_linear(*x) for x in (mine, theirs)) and _same_mask(mine, theirs):
+        return _linear(mine, theirs), None
+    call, operands = mine
+    lse = state_at((call,), None, (operands,)).lse
+    rows = (theirs[1], lse) if call.batched else (theirs[1], lse[None])
+    reduction = Reduction(HashablePartial(_cross_sums, (theirs[0].settings,)), fold_sums)
+    found = sharded_reduction(call.plan, reduction, call.settings, operands, *rows)
+    found = found if call.batched else found[0]
+    return AttentionState(found[..., :2], lse), found[..., 2] > 0
+
+
+def _cross_sums(theirs: Settings, mine: Settings, *arrays: Any) -> Array:
+    return cross_sums(mine, theirs, *arrays)
+
+
+def _with_heads(number: int, call: StaticCall, operands: Operands) -> Part:
+    """The same part with as many heads of keys, each of them repeated, and no wide values."""
+    operands = operands._replace(value=operands.value[..., :1])
+    times = number // operands.key.shape[2]
+    if times == 1:
+        return call, operands
+    key, value = (jnp.repeat(x, times, 2) for x in (operands.key, operands.value))
+    return call, operands._replace(key=key, value=value)
+
+
+def _same_mask(mine: Part, theirs: Part) -> bool:
+    """Whether masks and tokens are known to be the same, by structure and as the same arrays."""
+    if mine[0].settings.mask != theirs[0].settings.mask:
+        return False
+    here, there = (x[1]._asdict() for x in (mine, theirs))
+    names = set(here) - {"query", "key", "value", "bias"}
+    pairs = ((here[x], there[x]) for x in names)
+    return all(
+        x is y or (isinstance(x, tuple) and len(x) == len(y) and all(map(operator.is_, x, y)))
+        for x, y in pairs
+    )
+
+
+def _linear(mine: Part, theirs: Part) -> AttentionState:
+    """Attention over the keys of both as values, by which linear scores have their means."""
+    (call, operands), (other_call, other) = mine, theirs
+    joined = operands._replace(value=jnp.concatenate([operands.key, other.key], -1))
+    out, lse = state_at((call,), None, (joined,))
+    width = operands.key.shape[-1]
+    own = call.settings.scale * dot_rows(queries_of(call, operands, lse), out[..., :width])
+    apart = other_call.settings.scale * dot_rows(
+        queries_of(other_call, other, lse), out[..., width:]
+    )
+    return AttentionState(jnp.stack([own, apart], -1), lse)

@@ -1,0 +1,130 @@
+"""The weights of given rows and keys, and their sums over rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from energy_attn.distributed.internal import Reduction, fold_sums, whole_along
+from energy_attn.kernels.internal import (
+    Operands,
+    check_flag,
+    check_floating,
+    check_shape,
+    holds_keys,
+    is_static,
+    lse_dtype,
+    received,
+    take_rows,
+    weights_of_keys,
+)
+
+from ..functional._free_energy import Calls, Parts, StaticCall, energy_at, row_shape, state_at
+from ._at_source import HashablePartial, run_reduction
+
+MOST_WEIGHTS = 64_000_000
+
+# One index, some of them, or a slice; of arrays, one axis.
+Selection = int | slice | Sequence[int] | Array | np.ndarray
+
+
+def weights(
+    calls: Calls, parts: Parts, rows: Selection | None, keys: Selection | None
+) -> Float[Array, "*B R N J"]:
+    """See `AbstractWeights.weights`."""
+    batch, time, heads = parts[0].query.shape[:3]
+    sizes = [_key_count(*x) for x in zip(calls, parts, strict=True)]
+    total = sum(sizes)
+    chosen, index = _indices("rows", rows, time), _indices("keys", keys, total)
+    shape = batch, time if chosen is None else len(chosen), heads, len(index)
+    if is_static(*shape) and np.prod(shape, dtype=object) > MOST_WEIGHTS:
+        raise ValueError(
+            f"rows: wanted at most {MOST_WEIGHTS} weights, which are all in memory, got {shape} of "
+            "[batch, rows, heads, keys]; choose rows= and keys=, or ask importance(), sample() or "
+            "entropy(), which need no matrix"
+        )
+    # [*B, T, N]: of all rows, as a device may have some of them
+    lse = state_at(calls, None, parts).lse
+    if chosen is not None:
+        lse = jnp.take(whole_along(lse, lse.ndim - 2), chosen, lse.ndim - 2, mode="fill")
+    found, first = jnp.zeros((), lse.dtype), 0
+    for call, operands, size in zip(calls, parts, sizes, strict=True):
+        found = found + _of_part(call, operands, chosen, lse, index - first)
+        first += size
+    return jnp.where((index >= 0) & (index < total), found, jnp.nan)
+
+
+def _key_count(call: StaticCall, operands: Operands) -> int:
+    """The number of keys of a part: inside a `jax.shard_map`, of those on all devices."""
+    devices = 1 if call.plan is None or not call.plan.local else call.plan.devices
+    return operands.key.shape[1] * devices
+
+
+def _of_part(call: StaticCall, operands: Operands, chosen: Any, lse: Array, index: Array) -> Array:
+    """The weights of the keys of one part, and zeros for the others."""
+    plan = call.plan
+    if chosen is not None:
+        whole = {
+            name: None if x is None else whole_along(x, axis)
+            for name, axis in (("query", 1), ("bias", 2), ("mask", 2))
+            for x in (getattr(operands, name),)
+        }
+        operands = take_rows(call.settings, operands._replace(**whole), chosen)
+        if plan is not None and not plan.local:
+            plan = plan._replace(queries=False)
+    axes = () if plan is None else plan.sequence
+    reduction = Reduction(HashablePartial(weights_of_keys, (axes,)), fold_sums)
+    index = jnp.broadcast_to(index, (*lse.shape, len(index)))
+    return run_reduction(call._replace(plan=plan), reduction, None, operands, lse, index)
+
+
+def _indices(name: str, given: object, size: int) -> Any:
+    """int32 indices from 0 on; None: rows that are all of them. Those that are traced are not checked."""
+    if given is None:
+        return None if name == "rows" else jnp.arange(size, dtype=jnp.int32)
+    if isinstance(given, slice):
+        return jnp.arange(size, dtype=jnp.int32)[given]
+    array: Any = given if isinstance(given, jax.Array) else np.asarray(given)
+    if array.size == 0:
+        array = array.astype(np.int32)
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim > 1:
+        raise TypeError(
+            f"{name}: wanted an integer, a slice or integers of one axis, got {received(given)}"
+        )
+    array = array.reshape(-1)
+    if not isinstance(array, jax.core.Tracer) and not np.all((-size <= array) & (array < size)):
+        raise ValueError(f"{name}: wanted indices below {size}, got {received(given)}")
+    array = jnp.asarray(array, jnp.int32)
+    return jnp.where(array < 0, array + size, array)
+
+
+def importance(calls: Calls, parts: Parts, rows: object, grouped: bool) -> Float[Array, "*B S N"]:
+    """See `AbstractWeights.importance`."""
+    check_flag("grouped", grouped)
+    first, shape = parts[0], row_shape(calls[0], parts[0])
+    dtype = lse_dtype(first.query.dtype)
+    factor = jnp.ones(shape, dtype)
+    if rows is not None:
+        check_shape("rows", check_floating("rows", rows), shape)
+        factor = jnp.asarray(rows, dtype)
+    heads = first.query.shape[2]
+    # A source along values of the keys: a column for each head of a group, whose derivative is of its scores alone.
+    group = heads // first.key.shape[2]
+    columns = np.broadcast_to(np.tile(np.eye(group), (heads // group, 1)), (*shape, group))
+    columns = jnp.asarray(columns, dtype)
+    # they vary inside a `jax.shard_map` as the keys do, where the derivative would else be a sum over devices
+    zeros = [lax.full_like(x.key, 0.0, dtype, (*x.key.shape[:3], group)) for x in parts]
+
+    def total(added: list[Array]) -> Array:
+        scored = tuple(x._replace(value=y) for x, y in zip(parts, added, strict=True))
+        energies = energy_at(calls, columns, scored)
+        return (factor * jnp.where(holds_keys(energies), energies, 0.0)).sum()
+
+    found = jnp.concatenate(jax.grad(total)(zeros), 1)
+    found = found.sum(-1) if grouped else found.reshape(*found.shape[:2], heads)
+    return found if calls[0].batched else found[0]

@@ -1,0 +1,56 @@
+"""The scores of two calls over the same keys, under the weights of the first."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from .._varying import vary_together
+from ..call._operands import Operands, Settings
+from ..call._state import exp_from, holds_keys, lse_dtype
+from ..xla._blocks import BlockedOperands
+from ..xla._grid import Index
+from ..xla._reduce import Arrays, reduce_blocks
+
+
+def cross_sums(
+    settings: Settings,
+    other_settings: Settings,
+    operands: Operands,
+    other: Operands,
+    lse: Float[Array, "B T N"],
+) -> Float[Array, "B T N 3"]:
+    r"""Sums over the keys of a call: of its scores, of another's, and of what the other does not see.
+
+    $$\sum_a P_a s_a, \qquad \sum_{a \text{ seen by both}} P_a s'_a, \qquad \#\{a : s'_a = -\infty < s_a\},
+      \qquad P_a = e^{s_a - \mathrm{lse}}$$
+
+    Block by block, with as many heads of keys in both. The last counts a key whose weight rounds to zero, too.
+    """
+    operands, other, lse = vary_together((operands, other, lse))
+    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
+    if 0 in (batch, query_len, key_len):
+        dtype = lse_dtype(operands.query.dtype)
+        return lax.full_like(operands.query, 0.0, dtype=dtype, shape=(batch, query_len, heads, 3))
+    blocks = BlockedOperands(operands, settings)
+    others = BlockedOperands(other, other_settings, on=blocks.grid)
+    lse = jnp.where(holds_keys(lse), lse, jnp.inf)[..., None]
+
+    def terms(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
+        (lse, other_query), (other_key,) = rows, keys
+        own = blocks.scores_of(query, key, index)
+        apart = others.scores_of(other_query, other_key, index)
+        weights, missing = exp_from(own, lse), jnp.isneginf(apart)
+        hidden = jnp.isneginf(own)
+        found = (
+            weights * jnp.where(hidden, 0.0, own),
+            weights * jnp.where(missing | hidden, 0.0, apart),
+            (missing & ~hidden).astype(weights.dtype),
+        )
+        return (jnp.stack([x.sum(-1) for x in found], -1),)
+
+    # without the padding of blocks, with zeros where they are absent
+    rows, keys = (lse, others.query[:, :query_len]), (others.key[:, :key_len],)
+    (result,) = reduce_blocks(terms, jnp.add, 0.0, (3,), blocks, query_len, rows, keys)
+    return result
